@@ -8,8 +8,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 import msgspec
 from msgspec import Struct
@@ -96,6 +95,8 @@ class ActiveRequest(Struct, eq=False):
     """A claim and where it stands. Instants are of `time.monotonic`."""
 
     claim: Claim
+    request_id: str  #: the request's id on the wire
+    engine_id: str  #: inside the engine: outputs of an earlier attempt are not taken for ours
     call: Call
     output_token_ids: tuple[int, ...]  #: what earlier attempts have published
     num_told: int  #: tokens that they have published, those without an id too
@@ -116,12 +117,9 @@ class ActiveRequest(Struct, eq=False):
         token_ids = tuple([token_id for event in told for token_id in event.token_ids])
         num_told = sum([event.num_tokens for event in told])
         deadline_at = now + claim.remaining_s
-        return cls(claim, call, token_ids, num_told, now, deadline_at, num_tokens=num_told)
-
-    @property
-    def request_id(self) -> str:
-        """The request's id on the wire."""
-        return self.claim.id
+        engine_id = f"{claim.id}@{claim.attempt}"
+        of_claim = (claim, claim.id, engine_id, call, token_ids, num_told, now, deadline_at)
+        return cls(*of_claim, num_tokens=num_told)
 
     @property
     def is_alone(self) -> bool:
@@ -133,11 +131,6 @@ class ActiveRequest(Struct, eq=False):
     def is_batch(self) -> bool:
         """Whether it makes way for interactive requests."""
         return self.call.priority is Priority.BATCH
-
-    @property
-    def engine_id(self) -> str:
-        """The id inside the engine: outputs of an earlier attempt are not taken for ours."""
-        return f"{self.request_id}@{self.claim.attempt}"
 
     def failed(self, code: ErrorCode, message: str, param: str | None = None) -> Failed:
         """The event that ends it in an error. `param` names what is to blame in the request."""
@@ -298,17 +291,19 @@ class ActiveRequests:
 
     def _prepare_at_once(self, active: ActiveRequest) -> bool:
         """Hand a request to the engine that waits for nothing. Returns False for one that does."""
-        with self._refusing(active):
+        try:
             request = self._preprocessor.prepare_at_once(
                 active.call, active.engine_id, active.output_token_ids, active.num_told
             )
             if request is None:
                 return False
             self._engine.add(request, is_patient=not active.call.wants_stream)
+        except Exception as error:
+            self._refuse(active, error)
         return True
 
     async def _prepare(self, active: ActiveRequest) -> None:
-        with self._refusing(active):
+        try:
             if active.claim.is_suspect and not await self._begin(active.claim):
                 self.drop(active, "taken back before it began")
                 return
@@ -319,17 +314,8 @@ class ActiveRequests:
                 self._answer(active, request)
             else:
                 self._engine.add(request, is_patient=not active.call.wants_stream)
-
-    @contextmanager
-    def _refusing(self, active: ActiveRequest) -> Iterator[None]:
-        """End a request that cannot be prepared."""
-        try:
-            yield
-        except RequestError as error:
+        except Exception as error:
             self._refuse(active, error)
-        except Exception:
-            logger.exception("could not prepare request %s", active.request_id)
-            self.fail(active, ErrorCode.ENGINE_FAILURE, "the request could not be prepared")
 
     def _answer(self, active: ActiveRequest, made: Tokenization) -> None:
         """End a request that only its prompt was asked for."""
@@ -387,7 +373,12 @@ class ActiveRequests:
             del self._by_engine_id[active.engine_id]
             self._engine.note_end(active.engine_id)
 
-    def _refuse(self, active: ActiveRequest, error: RequestError) -> None:
+    def _refuse(self, active: ActiveRequest, error: Exception) -> None:
+        """End a request that cannot be prepared."""
+        if not isinstance(error, RequestError):
+            logger.error("could not prepare request %s", active.request_id, exc_info=error)
+            self.fail(active, ErrorCode.ENGINE_FAILURE, "the request could not be prepared")
+            return
         cause = error.cause if isinstance(error, ImageRefused) else error
         code = next(code for kind, code in _CODES if isinstance(cause, kind))
         param = error.param

@@ -84,8 +84,7 @@ class Preprocessor:
         """`hold_adapter` is called with the digest of an adapter before a call that has it is prepared."""
         self._engine = engine
         self._hold_adapter = hold_adapter
-        self._prepares_quickly = engine.capabilities().prepares_quickly
-        self._tasks = engine.capabilities().tasks
+        self._capabilities = engine.capabilities()
         self._blobs = blobs
         self._limits = limits
         self._image_threads = FairThreads(num_threads, "image")
@@ -139,14 +138,14 @@ class Preprocessor:
 
     def _check(self, request: Call, num_output_tokens: int, num_told: int) -> None:
         """Whether this engine may and can run it. Raises: RequestError."""
-        task, engine = request.task, self._engine.capabilities()
+        task, engine = request.task, self._capabilities
         if num_told and not (engine.can_continue and num_told == num_output_tokens):
             raise CannotContinue(
                 "The worker was lost in the middle of the answer, and this model's engine cannot "
                 "continue it: send the request again."
             )
         tag = type(task).__struct_config__.tag
-        if tag not in self._tasks:
+        if tag not in engine.tasks:
             raise InvalidRequest(f"this model's engine does not offer the task {tag}", "model")
         check_limits(task, self._limits)
         if isinstance(task, Generate) and task.grammar is not None:
@@ -154,7 +153,7 @@ class Preprocessor:
 
     def _is_quick(self, task: Task) -> bool:
         """Whether the engine prepares it in less time than a thread would be told of it."""
-        if not self._prepares_quickly or (isinstance(task, Generate) and task.grammar is not None):
+        if not self._capabilities.prepares_quickly or (isinstance(task, Generate) and task.grammar is not None):
             return False
         return sum(len(text) for text in task.texts()) <= MAX_INLINE_CHARS
 
