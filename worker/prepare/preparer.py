@@ -153,7 +153,9 @@ class Preprocessor:
 
     def _is_quick(self, task: Task) -> bool:
         """Whether the engine prepares it in less time than a thread would be told of it."""
-        if not self._capabilities.prepares_quickly or (isinstance(task, Generate) and task.grammar is not None):
+        if not self._capabilities.prepares_quickly or (
+            isinstance(task, Generate) and task.grammar is not None
+        ):
             return False
         return sum(len(text) for text in task.texts()) <= MAX_INLINE_CHARS
 
