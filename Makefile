@@ -29,9 +29,9 @@ install: $(STAMP)  ## set up .venv with everything
 serve: $(STAMP)  ## start Redis, a gateway on 127.0.0.1:8000 and the built-in models, one worker each; or what ARGS say
 	$(BIN)/vlm serve $(or $(ARGS),--also shapes-clip)
 
-# All in two processes, a file of tests at a time in the order of the folders: much of their time is waiting. ARGS: in one.
+# All in four processes, a file of tests at a time in the order of the folders: much of their time is waiting. ARGS: in one.
 test: $(STAMP)  ## run all tests
-	$(BIN)/python -m pytest $(or $(ARGS),-n 3 --dist loadfile --no-loadscope-reorder)
+	$(BIN)/python -m pytest $(or $(ARGS),-n 4 --dist loadfile --no-loadscope-reorder)
 
 families: $(STAMP)  ## run every family of models by every way, and write the table of docs/models.md
 	FAMILIES_ALL=1 $(BIN)/python -m pytest tests/engines/torch_backend/models/test_families.py \
