@@ -29,14 +29,15 @@ install: $(STAMP)  ## set up .venv with everything
 serve: $(STAMP)  ## start Redis, a gateway on 127.0.0.1:8000 and the built-in models, one worker each; or what ARGS say
 	$(BIN)/vlm serve $(or $(ARGS),--also shapes-clip)
 
-# All in four processes, a file of tests at a time in the order of the folders: much of their time is waiting. ARGS: in one.
+# All in three processes, a file of tests at a time in the order of the folders: much of their time is waiting. ARGS: in one.
 test: $(STAMP)  ## run all tests
-	$(BIN)/python -m pytest $(or $(ARGS),-n 4 --dist loadfile --no-loadscope-reorder)
+	$(BIN)/python -m pytest $(or $(ARGS),-n 3 --dist loadfile --no-loadscope-reorder)
 
 families: $(STAMP)  ## run every family of models by every way, and write the table of docs/models.md
 	FAMILIES_ALL=1 $(BIN)/python -m pytest tests/engines/torch_backend/models/test_families.py \
 		tests/engines/torch_backend/parallel tests/engines/torch_backend/test_equivalence.py \
-		tests/engines/torch_backend/lora tests/e2e/test_transformers_models.py $(ARGS)
+		tests/engines/torch_backend/lora tests/engines/torch_backend/loading/test_weights.py \
+		tests/e2e/test_transformers_models.py $(ARGS)
 
 clients: $(STAMP)  ## run published clients (openai, anthropic, ollama, litellm, langchain ...) and llm-comply; ARGS=--write: docs/clients.md
 	$(BIN)/python -m tests.clients.run $(ARGS)

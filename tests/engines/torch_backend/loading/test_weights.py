@@ -283,6 +283,12 @@ PRECISIONS = {
     ("float32", "int4", "fast", ""): 1.8,
     ("float32", "int8", "fast", ""): 1.6,
 }
+if not os.environ.get("FAMILIES_ALL"):  # each loads twice
+    for precision in (
+        ("float32", "none", "off", ""),
+        ("float32", "int4", "off", "torch's kernels"),
+    ):
+        del PRECISIONS[precision]
 
 
 @pytest.fixture(scope="module")
