@@ -22,7 +22,12 @@ from deploy.client import ApiFailed, Client, GatewayStore
 from deploy.kubernetes import CannotRender, render
 from deploy.pack import Packed, pack
 from shared.packages.deployments import Resources, Spec
-from shared.packages.environment import Environment, version_digest
+from shared.packages.environment import (
+    BadEnvironment,
+    Environment,
+    check_environment,
+    version_digest,
+)
 from shared.packages.garbage import blobs_of, collect, hold
 from shared.packages.manifest import BadPackage, config_bytes, digest_of
 from shared.packages.signature import BadSignature, sign
@@ -69,10 +74,12 @@ def make_spec(
 
 def make_environment(variables: dict[str, str], secrets: dict[str, str]) -> Environment:
     """The environment of options. Raises: CommandFailed."""
+    environment = Environment(variables, secrets)
     try:
-        return Environment(variables, secrets)
-    except ValueError as error:
+        check_environment(environment)
+    except BadEnvironment as error:
         raise CommandFailed(f"--env, --secret: {error}", ARGUMENTS) from None
+    return environment
 
 
 def parse_resources(text: str) -> Resources:

@@ -39,7 +39,7 @@ from shared.packages.deployments import (
     settle,
     version_name,
 )
-from shared.packages.environment import Environment
+from shared.packages.environment import BadEnvironment, Environment, check_environment
 from shared.packages.garbage import write_hold
 from shared.packages.latency import add_up, quantile
 from shared.packages.manifest import BadPackage, Digest, Manifest
@@ -193,6 +193,10 @@ class Applications:
         """Returns the status too: 200 where nothing was to do. Raises: ApiError, RedisError."""
         if name in self._models.cards:
             raise _invalid("name", "a worker serves a model of this name; take another")
+        try:
+            check_environment(wanted.environment)
+        except BadEnvironment as error:
+            raise _invalid("environment", f"{error}") from None
         async with self._held(wanted.digest, wanted.signature) as manifest:
             if manifest.config.kind == "model" and wanted.environment != Environment():
                 raise _invalid(

@@ -1,4 +1,7 @@
-"""Variables of a deployment's instances. Of secrets it holds the names; the values are on the nodes."""
+"""Variables of a deployment's instances. Of secrets it holds the names; the values are on the nodes.
+
+Records are read whatever they hold. What may not be is refused where it comes in, and again where it is used.
+"""
 
 import re
 
@@ -10,10 +13,22 @@ MAX_VARIABLES = 100
 MAX_BYTES = 32 * 1024  #: of the names and values of all variables
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 #: A secret's name: of a file, or of a node's variable.
-SECRET = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+_SECRET = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,62}")
+#: How keys of well-known services begin, and identifiers that nobody makes up.
+_KEY = re.compile(
+    r"(?:sk|pk|rk|hf|gh[a-z]|github_pat|glpat|npm|xox[a-z])[_-][\w.-]*[A-Za-z0-9]{16}"
+    r"|AKIA[A-Z0-9]{16}|AIza|eyJ|[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}"
+)
+_WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|[0-9]+")
+#: Letters and digits in a row that are that many and change so often are drawn, not written.
+_LEAST_DRAWN, _LONGEST_DRAWN_WORD = 16, 3
 #: What the loader, Python and the node itself read, before the application's limits and sandbox are there.
 _RESERVED = frozenset({"PATH", "HOME", "TMPDIR", "CUDA_VISIBLE_DEVICES", "GCONV_PATH", "LOCPATH"})
 _RESERVED_PREFIXES = ("VLM_", "LD_", "PYTHON", "GLIBC_")
+
+
+class BadEnvironment(ValueError):
+    """A variable or a secret cannot be; the message names it, and holds no value."""
 
 
 class Environment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -22,29 +37,48 @@ class Environment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     variables: dict[str, str] = {}
     secrets: dict[str, str] = {}  #: by variable, the secret's name on the node
 
-    def __post_init__(self) -> None:
-        """Raises: ValueError."""
-        if len(self.variables) + len(self.secrets) > MAX_VARIABLES:
-            raise ValueError(f"at most {MAX_VARIABLES} variables and secrets may be")
-        for group, names in (("variables", self.variables), ("secrets", self.secrets)):
-            for name in names:
-                _check_name(group, name)
-        for name, value in self.variables.items():
-            if "\0" in value or not _is_utf8(value):
-                raise ValueError(f"variables.{name}: send UTF-8 text without NUL")
-            if name in self.secrets:
-                raise ValueError(f"secrets.{name}: there is a variable of this name; leave one out")
-        for name, secret in self.secrets.items():
-            if not SECRET.fullmatch(secret):
-                raise ValueError(
-                    f"secrets.{name}: name a secret by 1 to 128 letters, digits, dots, dashes and "
-                    "underscores, no dot or dash first"
-                )
-        size = sum(len(name) + len(value.encode()) for name, value in self.variables.items())
-        if size > MAX_BYTES:
-            raise ValueError(
-                f"variables: they have {size} bytes of at most {MAX_BYTES}; put files into the package"
+
+def check_environment(environment: Environment) -> None:
+    """Raises: BadEnvironment for what no process is given."""
+    variables, secrets = environment.variables, environment.secrets
+    if len(variables) + len(secrets) > MAX_VARIABLES:
+        raise BadEnvironment(f"at most {MAX_VARIABLES} variables and secrets may be")
+    for group, names in (("variables", variables), ("secrets", secrets)):
+        for name in names:
+            _check_name(group, name)
+    for name, value in variables.items():
+        if "\0" in value or not _is_utf8(value):
+            raise BadEnvironment(f"variables.{name}: send UTF-8 text without NUL")
+        if name in secrets:
+            raise BadEnvironment(f"secrets.{name}: there is a variable of this name; leave one out")
+    for name, secret in secrets.items():
+        if not is_secret_name(secret):
+            where = "secrets" if name == secret or is_drawn(name) else f"secrets.{name}"
+            raise BadEnvironment(
+                f"{where}: this is not the name of a secret, and may be its value, so it is not shown; "
+                "put the value into a file below VLM_NODE__SECRETS_DIR, and send the file's name: 1 to 63 "
+                "letters, digits, dots, dashes and underscores, no dot or dash first, and nothing that "
+                "reads like a key"
             )
+    size = sum(len(name) + len(value.encode()) for name, value in variables.items())
+    if size > MAX_BYTES:
+        raise BadEnvironment(
+            f"variables: they have {size} bytes of at most {MAX_BYTES}; put files into the package"
+        )
+
+
+def is_secret_name(text: str) -> bool:
+    """Whether a secret may be called so. What reads like a key is taken for one, and is no name."""
+    return _SECRET.fullmatch(text) is not None and not is_drawn(text)
+
+
+def is_drawn(text: str) -> bool:
+    """Whether this reads like a key or a token: drawn, not made up."""
+    rows = re.split(r"[^A-Za-z0-9]", text)
+    return _KEY.match(text) is not None or any(
+        len(row) >= _LEAST_DRAWN and len(row) < _LONGEST_DRAWN_WORD * len(_WORD.findall(row))
+        for row in rows
+    )
 
 
 def is_reserved(name: str) -> bool:
@@ -55,11 +89,11 @@ def is_reserved(name: str) -> bool:
 
 def _check_name(group: str, name: str) -> None:
     if not _VARIABLE.fullmatch(name):
-        raise ValueError(
+        raise BadEnvironment(
             f"{group}: name each by 1 to 128 letters, digits and underscores, no digit first"
         )
     if is_reserved(name):
-        raise ValueError(
+        raise BadEnvironment(
             f"{group}.{name}: the node sets it; {', '.join(sorted(_RESERVED))} and names that begin "
             f"with {', '.join(_RESERVED_PREFIXES)} are reserved"
         )

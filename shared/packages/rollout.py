@@ -23,7 +23,7 @@ from shared.packages.deployments import (
     Spec,
     version_name,
 )
-from shared.packages.environment import Environment
+from shared.packages.environment import Environment, is_secret_name
 from shared.packages.latency import quantile
 from shared.protocol import ModelCard
 
@@ -629,7 +629,9 @@ def _find_lack(app: App, revision: Revision, nodes: Mapping[str, NodeRecord]) ->
     least = min(lacks, key=len, default=[])
     if not least:
         return ""
-    names = ", ".join(least)
+    names = ", ".join(name for name in least if is_secret_name(name))
+    if not names:  # a record of before this was looked at
+        return "no node has a secret that is named by what may be its value; deploy with its name"
     return (
         f"no node has the secret {names}: put a file of that name below its VLM_NODE__SECRETS_DIR, "
         "or name a variable of its own in VLM_NODE__SECRETS"

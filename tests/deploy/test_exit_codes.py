@@ -11,6 +11,7 @@ import vlm
 from shared.settings.tree import DeploySettings
 from tests.factories_gateway import make_settings, run_gateway_on_socket
 
+KEY = "0f1e2d3c4b5a69788796a5b4c3d2e1f0"  # of nothing
 NOBODY = "http://127.0.0.1:9"  # the port of `discard`, where nothing listens
 
 
@@ -55,6 +56,11 @@ def deploy_of(package: Path, *more: str | Path) -> list[str | Path]:
         (["deploy", "--name", "n", "--application", "shapes", "--resources", "cpu"], "cpu=NUMBER"),
         (["deploy", "--name", "n", "--application", "shapes", "--canary", "200%"], "canary"),
         (["deploy", "--name", "n", "--application", "shapes", "--min-instances", "9"], "larger"),
+        (
+            ["deploy", "--name", "n", "--application", "shapes", "--secret", f"T=sk-{KEY}"],
+            "secrets.T",
+        ),
+        (["deploy", "--name", "n", "--application", "shapes", "--secret", f"T{KEY}"], "secrets: "),
         (["promote"], "name"),
         (["rollback", "n", "--to", "first"], "--to"),
         (["scale", "n", "--max", "0"], "--max"),
@@ -70,6 +76,7 @@ def test_wrong_arguments_end_with_1(arguments: list[str], says: str):
     done = run(*arguments)
     assert done.exit_code == 1
     assert says in said(done)
+    assert KEY not in done.output
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from engines.application.child import Variables
 from engines.base import EngineStartError
 from engines.registry import engine_kinds, kind_of
 from shared.packages.deployments import Resources, Spec, version_name
+from shared.packages.environment import BadEnvironment
 from shared.packages.manifest import Manifest
 from shared.packages.rollout import ReportState, SlotReport
 from shared.protocol import ModelCard
@@ -155,8 +156,8 @@ class Instance:
             return
         try:
             self._process = await self._start(environment)
-        except SecretMissing as error:
-            self._fail(str(error))
+        except (BadEnvironment, SecretMissing) as error:
+            self._fail(str(error), is_final=isinstance(error, BadEnvironment))
             return
         reading = asyncio.create_task(self._pass_on(self._process))
         ending = asyncio.create_task(self._process.wait())

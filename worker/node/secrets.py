@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from engines.application.child import Variables
-from shared.packages.environment import SECRET, Environment
+from shared.packages.environment import Environment, check_environment, is_secret_name
 from shared.settings.tree import NodeSettings, SettingsError
 
 MAX_SECRET_BYTES = 64 * 1024
@@ -40,13 +40,14 @@ class Secrets:
             with suppress(OSError):  # gone since, or closed to us: then it has nothing to give
                 files = [name for name in os.listdir(self._folder) if self._has(name)]
         found = {name for name in self._variables if name in os.environ}
-        return tuple(sorted(found.union(filter(SECRET.fullmatch, files))))
+        return tuple(sorted(found.union(filter(is_secret_name, files))))
 
     def _has(self, name: str) -> bool:
         return self._folder is not None and os.path.isfile(self._folder / name)
 
     def read(self, environment: Environment) -> Variables:
-        """What a process in this environment is given. Raises: SecretMissing."""
+        """What a process in this environment is given. Raises: BadEnvironment, SecretMissing."""
+        check_environment(environment)
         secrets = {name: self._read(secret) for name, secret in environment.secrets.items()}
         return Variables(environment.variables, secrets)
 

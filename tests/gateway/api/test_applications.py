@@ -25,6 +25,7 @@ from tests.factories_gateway import (
     run_worker,
 )
 
+KEY = "0f1e2d3c4b5a69788796a5b4c3d2e1f0"  # of nothing
 DEPLOY = {"authorization": "Bearer may-deploy"}
 
 
@@ -144,6 +145,7 @@ async def test_of_two_deployments_at_once_one_is_refused(deployments):
         ({"spec": {"unknown": 2}}, "unknown"),
         ({"environment": {"variables": {"LD_PRELOAD": "x"}}}, "variables.LD_PRELOAD"),
         ({"environment": {"secrets": {"TOKEN": "../key"}}}, "secrets.TOKEN"),
+        ({"environment": {"secrets": {"TOKEN": f"sk-{KEY}"}}}, "secrets.TOKEN"),
         ({"environment": {"variables": {"A": "x"}}}, "a model has no variables"),
     ],
 )
@@ -152,6 +154,7 @@ async def test_what_cannot_be_deployed_is_refused_by_field(deployments, change, 
     answer = await deployments.put(**body)
     assert answer.status_code == 400
     assert says in message(answer)
+    assert KEY not in answer.text
     assert (await deployments.ask(method="GET")).status_code == 404
 
 

@@ -4,9 +4,24 @@ import msgspec
 import pytest
 
 from shared.packages.deployments import Generation, History, Outcome, Spec
-from shared.packages.environment import Environment, version_digest
+from shared.packages.environment import (
+    BadEnvironment,
+    Environment,
+    check_environment,
+    version_digest,
+)
 
 A = f"sha256:{'a' * 64}"
+NAMES = (
+    *("token", "API_TOKEN", "captions-db", "tls.crt", "googleServiceAccountPrivateKey", "x" * 63),
+    *("prod-eu-1-s3-v2-db-rw-key", "database2024production", "hf_token", "sk-production", "2fa"),
+)
+# Of the form of keys; none of them opens anything.
+VALUES = (
+    *("sk-" + "Ab3" * 8, "hf_" + "aBcDeF" * 6, "ghp_" + "z" * 36, "AKIA" + "Q7" * 8),
+    *("0f1e2d3c4b5a69788796a5b4c3d2e1f0", "1b4e28ba-2fa1-11d2-883f-0016d3cca427"),
+    *("xK9fQ2mZ7pLr4TvB1nWc", "postgres://me:pass@db/x", "two words", "pa$$word", "x" * 64),
+)
 
 
 @pytest.mark.parametrize(
@@ -21,7 +36,7 @@ A = f"sha256:{'a' * 64}"
             ({name: "x"}, {}, "variables: name each")
             for name in ("", "A B", "1A", "A=B", "A" * 129)
         ),
-        *(({}, {"A": name}, "secrets.A: name") for name in ("", "../x", "a/b", ".x", "x" * 129)),
+        *(({}, {"A": name}, "secrets.A: ") for name in ("", "../x", "a/b", ".x", "x" * 64)),
         ({"A": "x\0"}, {}, "variables.A"),
         ({"A": "\ud800"}, {}, "variables.A"),
         ({"A": "x"}, {"A": "a"}, "secrets.A"),
@@ -30,8 +45,27 @@ A = f"sha256:{'a' * 64}"
     ],
 )
 def test_what_cannot_be_is_refused_by_its_name(variables, secrets, says):
-    with pytest.raises(ValueError, match=says):
-        Environment(variables, secrets)
+    with pytest.raises(BadEnvironment, match=says):
+        check_environment(Environment(variables, secrets))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_people_call_a_secret_is_a_name(name):
+    check_environment(Environment(secrets={"A": name}))
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_what_may_be_a_value_is_refused_and_not_shown(value):
+    for secrets in ({"TOKEN": value}, {value: value}):
+        with pytest.raises(BadEnvironment) as refused:
+            check_environment(Environment(secrets=secrets))
+        assert value not in str(refused.value)
+        assert "VLM_NODE__SECRETS_DIR" in str(refused.value) or value in secrets
+
+
+def test_a_record_of_before_is_read_whatever_its_secrets_are_called():
+    record = b'{"secrets":{"TOKEN":"hunter2 is/a value"}}'
+    assert msgspec.json.decode(record, type=Environment).secrets == {"TOKEN": "hunter2 is/a value"}
 
 
 def test_an_environment_makes_another_version_of_a_package_in_whatever_order_it_is_written():

@@ -449,6 +449,15 @@ def test_a_secret_that_no_node_has_rolls_a_version_back_by_its_name(world: World
     assert world.active == having.version
 
 
+def test_what_a_record_calls_a_secret_and_may_be_its_value_is_not_shown(world: World):
+    value = "0f1e2d3c4b5a69788796a5b4c3d2e1f0"
+    world.deploy(A, environment=Environment(secrets={"X": value}))
+    world.run(10)
+    shown = [world.app.message, *(event.text for event in world.app.events)]
+    assert any("no node has" in text for text in shown)
+    assert not any(value in text for text in shown)
+
+
 def test_a_slot_goes_to_the_node_that_has_its_secret(world: World):
     world.deploy(B, environment=Environment(secrets={"X": "token"}))
     world.step()
