@@ -7,13 +7,10 @@ import ast
 import json
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 from engines.text.schemas import UnsupportedSchema, prepare
 from shared.protocol import Function
-
-_MAX_CHARS = 64 * 1024  #: of a call's arguments
-_MAX_DEPTH = 64
 
 _NAME = re.compile(r"[^\s=,()\[\]{}'\"\\#]{1,256}")
 #: Keywords that say nothing of a value, or that are kept elsewhere.
@@ -36,7 +33,7 @@ _OF_PARAMETERS = _ASIDE | {"type", "properties", "required", "additionalProperti
 #: What every call's rules refer to. Strings are of either quotes; numbers, and all within brackets, are JSON's.
 SHARED_RULES = rf"""
 PY_TEXT: /"([^"\\\x00-\x1F\x7F]|\\["\\bfnrt])*"/ | /'([^'\\\x00-\x1F\x7F]|\\['\\bfnrt])*'/
-PY_NAME: /[A-Za-z_][A-Za-z0-9_]*/
+PY_NAME: /[A-Za-z_][A-Za-z0-9_]{{0,255}}/
 py_json: %json {json.dumps(prepare({}))}
 py_any: PY_TEXT | "True" | "False" | "None" | py_json"""
 
@@ -177,35 +174,37 @@ class MalformedCall(Exception):
 
 
 class KeywordArguments:
-    """Reads the arguments of one call, which come in pieces, to the bracket that closes it."""
+    """Reads the arguments of one call, which come in pieces, to the bracket that closes it.
+
+    Whatever the rules allow is read, however long or deep: a value is made JSON piece by piece.
+    """
 
     def __init__(self) -> None:
         self.json = ""  #: once they are whole
-        self._found: dict[str, Any] = {}
+        self._found: dict[str, str] = {}  # values as JSON
         self._written: list[str] = []  # of the argument that is being read
-        self._num_chars = 0
         self._brackets: list[str] = []
         self._quote = ""
         self._is_escaped = False
 
     def feed(self, text: str) -> int:
         """How many of the characters belong to them. Raises: MalformedCall."""
-        self._num_chars += len(text)
-        if self._num_chars > _MAX_CHARS:
-            raise MalformedCall
         for place, character in enumerate(text):
             if self._quote:
                 self._read_in_string(character)
             elif not self._brackets and character in ",)":
                 self._take(is_last=character == ")")
                 if character == ")":
-                    self.json = json.dumps(self._found, ensure_ascii=False)
+                    found = (f"{_text(name)}: {value}" for name, value in self._found.items())
+                    self.json = f"{{{', '.join(found)}}}"
                     return place + 1
                 continue
             elif character in "'\"":
                 self._quote = character
-            else:
-                self._count_brackets(character)
+            elif character in _CLOSING:
+                self._brackets.append(_CLOSING[character])
+            elif character in ")]}" and (not self._brackets or self._brackets.pop() != character):
+                raise MalformedCall
             self._written.append(character)
         return len(text)
 
@@ -217,14 +216,6 @@ class KeywordArguments:
         elif character == self._quote:
             self._quote = ""
 
-    def _count_brackets(self, character: str) -> None:
-        if character in _CLOSING:
-            self._brackets.append(_CLOSING[character])
-            if len(self._brackets) > _MAX_DEPTH:
-                raise MalformedCall
-        elif character in ")]}" and (not self._brackets or self._brackets.pop() != character):
-            raise MalformedCall
-
     def _take(self, *, is_last: bool) -> None:
         written = "".join(self._written).strip()
         self._written.clear()
@@ -233,43 +224,74 @@ class KeywordArguments:
         name, _, value = written.partition("=")
         if not _NAME.fullmatch(name):
             raise MalformedCall
-        self._found[name] = _read_literal(value)
+        self._found[name] = _to_json(value)
 
 
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
+_WORDS = {"True": "true", "False": "false", "None": "null"}
+_TOKEN = re.compile(
+    r"""[ \t\r\n]*(?:
+    (?P<text>"[^"\\]*(?:\\.[^"\\]*)*"|'[^'\\]*(?:\\.[^'\\]*)*')
+    |(?P<plain>-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|True|False|None|true|false|null)
+    |(?P<sign>[\[\](){},:])
+    )[ \t\r\n]*""",
+    re.DOTALL | re.VERBOSE,
+)
 #: Escapes that Python has no warning for.
 _ESCAPES = frozenset("\n\\'\"abfnrtvxuUN")
 
 
-def _read_literal(text: str) -> Any:
-    """The value of a Python literal, or of JSON's words, that JSON has too. Raises: MalformedCall."""
+def _to_json(text: str) -> str:
+    """A literal of Python's, or of JSON's words, as JSON; a number stays as it is spelled. Raises: MalformedCall."""
+    made: list[str] = []
+    brackets: list[str] = []
+    awaited = _VALUE
+    place = 0
+    while place < len(text):
+        found = _TOKEN.match(text, place)
+        if found is None:
+            raise MalformedCall
+        place, token = found.end(), found[found.lastgroup or 0]
+        if found.lastgroup != "sign" and awaited & _VALUE:
+            made.append(_WORDS.get(token, token) if found["plain"] else _read_text(token))
+            awaited = _NEXT
+        elif found["text"] and awaited & _KEY:
+            made.append(_read_text(token))
+            awaited = _COLON
+        elif token in _CLOSING and awaited & _VALUE:
+            brackets.append(_CLOSING[token])
+            made.append("{" if token == "{" else "[")
+            awaited = _END | (_KEY if token == "{" else _VALUE)
+        elif brackets and token == brackets[-1] and awaited & _END:
+            made.append("}" if brackets.pop() == "}" else "]")
+            awaited = _NEXT
+        elif brackets and token == "," and awaited & _COMMA:
+            made.append(", ")
+            awaited = _KEY if brackets[-1] == "}" else _VALUE
+        elif token == ":" and awaited == _COLON:
+            made.append(": ")
+            awaited = _VALUE
+        else:
+            raise MalformedCall
+    if brackets or awaited != _NEXT:
+        raise MalformedCall
+    return "".join(made)
+
+
+#: What may come next in a value.
+_VALUE, _KEY, _COLON, _COMMA, _END = 1, 2, 4, 8, 16
+_NEXT = _COMMA | _END
+
+
+def _read_text(text: str) -> str:
+    """Raises: MalformedCall."""
     # An escape that is none stands for itself, as in Python, which warns of it where warnings may be errors.
     escaped = re.sub(
         r"\\(.)", lambda e: e[0] if e[1] in _ESCAPES else "\\" + e[0], text, flags=re.DOTALL
     )
     try:
-        tree = ast.parse(escaped.strip(), mode="eval")
-        value = ast.literal_eval(_WordsOfJson().visit(tree))
-        json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
-        _check_keys(value)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        made = json.dumps(ast.literal_eval(escaped), ensure_ascii=False)
+        made.encode()
+    except (ValueError, SyntaxError, MemoryError):
         raise MalformedCall from None
-    return value
-
-
-class _WordsOfJson(ast.NodeTransformer):
-    _VALUES: ClassVar = {"true": True, "false": False, "null": None}
-
-    def visit_Name(self, node: ast.Name) -> ast.AST:
-        return ast.Constant(self._VALUES[node.id]) if node.id in self._VALUES else node
-
-
-def _check_keys(value: Any) -> None:
-    """Keys of JSON are strings. Raises: TypeError."""
-    if isinstance(value, dict):
-        if not all(isinstance(key, str) for key in value):
-            raise TypeError
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        for each in value:
-            _check_keys(each)
+    return made
