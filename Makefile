@@ -1,6 +1,6 @@
 # The two commands of a newcomer: `make serve` and `make test`. Each does all the set-up it needs.
 .DEFAULT_GOAL := help
-.PHONY: help install serve test clients embedding-clients store-test applications families fuzz schemas hostile faults accuracy walk browser-test compose-test lint format typecheck bench trace-request loadtest up down clean
+.PHONY: help install serve test clients embedding-clients store-test applications families fuzz schemas bfcl hostile faults accuracy walk browser-test compose-test lint format typecheck bench trace-request loadtest up down clean
 
 PYTHON ?= python3
 VENV   := .venv
@@ -56,6 +56,9 @@ fuzz: $(STAMP)  ## send thousands of requests made from the OpenAPI document; da
 
 schemas: $(STAMP)  ## hold the 11,305 schemas of MaskBench (MASKBENCH=a checkout; else cloned) against what an answer may be; takes minutes
 	$(BIN)/python -m tests.schemas.run $(ARGS)
+
+bfcl: $(STAMP)  ## count the steps in which the calls of BFCL (BFCL=a folder of wheels; else fetched) are written; takes minutes
+	$(BIN)/python -m tests.schemas.bfcl $(ARGS)
 
 hostile: $(STAMP)  ## play every attack of docs/security.md that a client can make against real processes
 	HOSTILE_LONG=1 $(BIN)/python -m pytest tests/hostile $(ARGS)
