@@ -21,7 +21,7 @@ from rich.table import Table
 from deploy.client import ApiFailed, Client, GatewayStore
 from deploy.kubernetes import CannotRender, render
 from deploy.pack import Packed, pack
-from shared.packages.deployments import Resources, Spec
+from shared.packages.deployments import Resources, Spec, in_full
 from shared.packages.environment import (
     BadEnvironment,
     Environment,
@@ -160,9 +160,9 @@ def _plan(name: str, packed: Packed, spec: Spec, environment: Environment) -> di
         "name": name,
         "digest": packed.manifest.digest,
         "version": version_digest(packed.manifest.digest, environment),
-        "environment": msgspec.to_builtins(environment),
+        "environment": in_full(environment),
         "size": packed.manifest.size,
-        "spec": msgspec.to_builtins(spec),
+        "spec": in_full(spec),
         "manifest": json.loads(packed.manifest.encode()),
     }
 

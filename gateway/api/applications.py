@@ -34,6 +34,8 @@ from shared.packages.deployments import (
     History,
     Outcome,
     Spec,
+    Unreadable,
+    in_full,
     read_history,
     record_generation,
     settle,
@@ -104,8 +106,8 @@ class RevisionObject(msgspec.Struct):
     generation: int
     digest: str  #: of the version: the package's, or where it has an environment one of both
     package: str
-    environment: Environment
-    spec: Spec
+    environment: dict[str, Any]
+    spec: dict[str, Any]
     num_ready: int
     #: requests that its instances of now hold, have answered, and have failed
     num_running: int
@@ -295,8 +297,8 @@ class Applications:
             model = version_name(app.name, digest)
             workers = [each for each in self._models.workers if each.card.name == model]
             return RevisionObject(
-                revision.number, digest, revision.package or digest, revision.environment,
-                revision.spec, len(app.of(digest, "ready")),
+                revision.number, digest, revision.package or digest,
+                in_full(revision.environment), in_full(revision.spec), len(app.of(digest, "ready")),
                 sum(each.num_running + each.num_waiting for each in workers),
                 sum(each.num_finished for each in workers),
                 sum(each.num_failed for each in workers),
@@ -517,6 +519,14 @@ def store_unavailable() -> Iterator[None]:
     """Have a failure of the store be a 503 that does not show it."""
     try:
         yield
+    except Unreadable as error:
+        logger.error("%s", error)
+        raise ServerError(
+            "The deployment's record cannot be read, as one of a newer version of vlm-fleet: update "
+            "this gateway; its log says which field.",
+            status=503,
+            code="record_unreadable",
+        ) from None
     except StoreError as error:
         logger.error("%s", error)
         raise ServerError(

@@ -35,17 +35,24 @@ class Board:
     def __init__(self, redis: Redis, prefix: str) -> None:
         self._keys = RedisKeys(prefix)
         self._sender = RedisSender(redis)
+        #: Deployments whose records the last `apps` left out.
+        self.unreadable: frozenset[str] = frozenset()
 
     async def apps(self) -> dict[str, App]:
         """All deployments by name; those that another version of this program wrote are left out."""
         found = await retry_idempotent(lambda: self._sender.execute("HGETALL", self._keys.apps))
         apps: dict[str, App] = {}
+        unreadable: set[str] = set()
         for name, value in zip(found[::2], found[1::2], strict=True):
             version, _, record = value.partition(b" ")
             try:
                 apps[name.decode()] = replace(_apps.decode(record), version=int(version))
             except (msgspec.MsgspecError, ValueError) as error:
-                logger.error("cannot read the deployment %r: %s", name, error)
+                unreadable.add(name.decode(errors="replace"))
+                logger.error(
+                    "cannot read the deployment %r, as one of a newer version: %s", name, error
+                )
+        self.unreadable = frozenset(unreadable)
         return apps
 
     async def put(self, before: App | None, after: App) -> App | None:

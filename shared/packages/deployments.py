@@ -5,7 +5,7 @@ Redis only holds what is now, and is filled from here.
 """
 
 import re
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -23,6 +23,7 @@ LEAST_LATENCY = 1.2
 Name = Annotated[str, Meta(pattern=NAME)]
 Cause = Literal["deploy", "rollback", "scale", "undeploy"]
 Verdict = Literal["active", "rolled_back"]
+Requirement = Literal["environment"]
 Record = TypeVar("Record")
 
 
@@ -38,8 +39,16 @@ class Resources(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     gpu: Annotated[int, Meta(ge=0, le=64)] = 0
 
 
-class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How a package is served. Units: seconds."""
+class Unreadable(StoreError):
+    """A record is damaged, or of a newer version of this program; the message says which."""
+
+
+class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """How a package is served. Units: seconds.
+
+    Records leave defaults out, so gateways and nodes of before read all that use nothing new, and leave
+    the others alone. A default, once released, stays: it is what those records mean.
+    """
 
     min_instances: Annotated[int, Meta(ge=0, le=MAX_INSTANCES)] = 0
     max_instances: Annotated[int, Meta(ge=1, le=MAX_INSTANCES)] = 4
@@ -53,6 +62,8 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     retry_limit: Annotated[int, Meta(ge=0, le=100)] = 3  #: failed starts that it may have
     #: A canary that takes that many times as long as the old version is rolled back; 0: it is not.
     canary_latency: Annotated[float, Meta(ge=0, le=1000)] = 0.0
+    #: What a reader must know of to serve it beside these fields; a `Generation` says it of itself.
+    requires: tuple[Requirement, ...] = ()
 
     def __post_init__(self) -> None:
         """Raises: ValueError."""
@@ -74,6 +85,15 @@ class Generation(msgspec.Struct, frozen=True):
     environment: Environment = Environment()
     #: of one instance, where the spec says nothing of memory
     least_memory_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        """Readers of before would take the package without its environment: their specs know no `requires`."""
+        requires: tuple[Requirement, ...] = ()
+        if self.environment != Environment():
+            requires = ("environment",)
+        if self.spec.requires != requires:
+            spec = msgspec.structs.replace(self.spec, requires=requires)
+            msgspec.structs.force_setattr(self, "spec", spec)
 
     @property
     def version(self) -> str:
@@ -130,6 +150,12 @@ class History(msgspec.Struct):
         )
 
 
+def in_full(record: msgspec.Struct) -> dict[str, Any]:
+    """All fields of a record, also those that it leaves out: for who asks how things are."""
+    fields = msgspec.structs.asdict(record).items()
+    return {n: in_full(v) if isinstance(v, msgspec.Struct) else v for n, v in fields}
+
+
 def version_name(name: str, digest: str) -> str:
     """The model name, and so the queue, of one version of a deployment."""
     return f"{name}@{digest.removeprefix('sha256:')[:12]}"
@@ -154,7 +180,7 @@ def settle(store: PackageStore, name: str, number: int, outcome: Outcome) -> Out
 
 
 def read_history(store: PackageStore, name: str) -> History | None:
-    """All of a deployment; None if there is none. Raises: StoreError."""
+    """All of a deployment; None if there is none. Raises: StoreError, such as Unreadable."""
     history = History()
     for key in store.list(f"deployments/{name}"):
         match = _KEY.fullmatch(key)
@@ -187,4 +213,6 @@ def _decode(store: PackageStore, key: str, kind: type[Record]) -> Record:
     try:
         return msgspec.json.decode(data or b"", type=kind)
     except msgspec.MsgspecError as error:
-        raise StoreError(f"{store.url}: {key} cannot be read: {error}") from None
+        raise Unreadable(
+            f"{store.url}: {key} cannot be read; it is damaged, or of a newer version: {error}"
+        ) from None

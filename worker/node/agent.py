@@ -29,6 +29,7 @@ from shared.packages.board import Board
 from shared.packages.deployments import (
     Conflict,
     Resources,
+    Unreadable,
     last_numbers,
     read_history,
     record_generation,
@@ -201,6 +202,8 @@ class NodeAgent:
     def _obey(self, apps: Mapping[str, App]) -> None:
         """Drain what no longer should be here, forget what has ended and was heard."""
         for key, instance in list(self._instances.items()):
+            if key[0] in self._board.unreadable:  # it serves on, until somebody says more
+                continue
             slots = apps[key[0]].slots if key[0] in apps else ()
             slot = next((each for each in slots if each.id == key[1]), None)
             # One that is ours and still waits is what the record has not heard of yet.
@@ -225,7 +228,11 @@ class NodeAgent:
             app = apps.get(name)
             if app is not None and app.number >= number:
                 continue
-            history = await asyncio.to_thread(read_history, self._store, name)
+            try:
+                history = await asyncio.to_thread(read_history, self._store, name)
+            except Unreadable as error:
+                logger.error("%s", error)
+                continue
             if history is None or (app is None and not history.last.digest):
                 continue
             if app is None:

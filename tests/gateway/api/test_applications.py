@@ -158,6 +158,25 @@ async def test_what_cannot_be_deployed_is_refused_by_field(deployments, change, 
     assert (await deployments.ask(method="GET")).status_code == 404
 
 
+async def test_a_version_is_shown_with_all_fields_of_its_spec(deployments):
+    digest = deployments.add_package("{}")
+    shown = (await deployments.put(digest, spec={"canary": 0.2})).json()["candidate"]
+    assert (shown["spec"]["canary"], shown["spec"]["canary_latency"]) == (0.2, 0.0)
+    assert shown["spec"]["resources"] == {"cpu": 1.0, "memory_bytes": 0, "gpu": 0}
+    assert shown["environment"] == {"variables": {}, "secrets": {}}
+    again = await deployments.put(digest, spec=shown["spec"])
+    assert again.status_code == 200  # what is shown may be sent
+
+
+async def test_a_record_of_a_newer_version_says_so(deployments):
+    digest = deployments.add_package("{}")
+    newer = b'{"name":"n","number":1,"digest":"%s","spec":{"newer":1}}' % digest.encode()
+    deployments.store.put_if_absent("deployments/n/00000001.json", newer)
+    for answer in (await deployments.ask(method="GET"), await deployments.put(digest)):
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "record_unreadable"
+
+
 async def test_a_package_whose_blobs_are_missing_or_cut_is_refused(deployments, tmp_path):
     digest = deployments.add_package("{1}")
     blob = tmp_path / "store" / "blobs" / "sha256" / digest_of(b"{1}").removeprefix("sha256:")

@@ -5,16 +5,20 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 import pytest
 
+from shared.packages import rollout
 from shared.packages.deployments import (
     Conflict,
     Generation,
     Outcome,
+    Resources,
     Spec,
+    in_full,
     last_numbers,
     read_history,
     record_generation,
     settle,
 )
+from shared.packages.environment import Environment
 from shared.packages.store import StoreError, open_store
 
 A, B = (f"sha256:{letter * 64}" for letter in "ab")
@@ -80,3 +84,74 @@ def test_a_record_that_was_damaged_is_told_by_its_key(store):
 def test_a_spec_out_of_its_limits_is_refused(spec):
     with pytest.raises(msgspec.ValidationError):
         msgspec.json.decode(spec, type=Spec)
+
+
+class EarlierSpec(msgspec.Struct, forbid_unknown_fields=True):
+    """What gateways and nodes know that are older than a canary's times, variables and secrets."""
+
+    min_instances: int = 0
+    max_instances: int = 4
+    resources: Resources = Resources()
+    canary: float = 0.0
+    idle_s: float = 300.0
+    target_age_s: float = 2.0
+    start_s: float = 300.0
+    retry_limit: int = 3
+
+
+class EarlierRecord(msgspec.Struct):
+    """Of a generation; a revision in Redis has the same spec."""
+
+    digest: str
+    spec: EarlierSpec
+
+
+EARLIER_RECORD = b"""{"name":"n","number":1,"digest":"%s","spec":{"min_instances":1,"max_instances":4,
+"resources":{"memory_bytes":5},"canary":0.1,"idle_s":300.0,"target_age_s":2.0,"start_s":60.0,"retry_limit":3},
+"cause":"deploy","created_at":1.5}""" % A.encode()
+
+
+def generation(spec: Spec = Spec(), **more) -> Generation:
+    return Generation("n", 1, A, spec, created_at=1.5, **more)
+
+
+def revision_of(made: Generation) -> bytes:
+    [revision] = [rollout.admit(rollout.App("n"), made, 1.0).candidate]
+    return msgspec.json.encode(revision)
+
+
+def test_a_record_that_uses_nothing_new_is_read_by_the_version_before_and_after():
+    spec = Spec(1, resources=Resources(memory_bytes=5), canary=0.1, start_s=60.0)
+    for record in (msgspec.json.encode(generation(spec)), revision_of(generation(spec))):
+        earlier = msgspec.json.decode(record, type=EarlierRecord)
+        expected = EarlierSpec(1, resources=Resources(memory_bytes=5), canary=0.1, start_s=60.0)
+        assert earlier == EarlierRecord(A, expected)
+    assert msgspec.json.decode(EARLIER_RECORD, type=Generation) == generation(spec)
+
+
+@pytest.mark.parametrize(
+    ("made", "field"),
+    [
+        (generation(Spec(canary_latency=2)), "canary_latency"),
+        (generation(environment=Environment({"X": "1"})), "requires"),
+        (generation(environment=Environment(secrets={"X": "x"})), "requires"),
+    ],
+)
+def test_a_record_that_uses_what_is_new_is_refused_by_the_version_before(made, field):
+    for record in (msgspec.json.encode(made), revision_of(made)):
+        with pytest.raises(msgspec.ValidationError, match=field):
+            msgspec.json.decode(record, type=EarlierRecord)
+    assert msgspec.json.decode(msgspec.json.encode(made), type=Generation) == made
+
+
+def test_a_record_that_requires_what_nobody_knows_yet_is_refused():
+    with pytest.raises(msgspec.ValidationError, match="requires"):
+        msgspec.json.decode(b'{"requires":["telepathy"]}', type=Spec)
+
+
+def test_what_a_record_leaves_out_means_the_same_forever():
+    assert in_full(msgspec.json.decode(b"{}", type=Spec)) == {
+        "min_instances": 0, "max_instances": 4, "canary": 0.0, "idle_s": 300.0, "target_age_s": 2.0,
+        "start_s": 300.0, "retry_limit": 3, "canary_latency": 0.0, "requires": (),
+        "resources": {"cpu": 1.0, "memory_bytes": 0, "gpu": 0},
+    }  # fmt: skip

@@ -20,6 +20,7 @@ from shared.packages.manifest import Layer, Manifest, PackageConfig, digest_of
 from shared.packages.rollout import App, SlotReport
 from shared.packages.store import FileStore
 from shared.protocol import ModelCard
+from shared.queue.keys import RedisKeys
 from shared.redis.client import create_redis
 from shared.settings.tree import DeploySettings, RedisSettings, Settings
 from worker.node import agent as agents
@@ -208,3 +209,30 @@ async def test_a_package_that_was_changed_in_the_store_is_not_run(machines, monk
     assert any("config.json: digest_mismatch" in event.text for event in app.events)
     assert app.active.digest == good
     assert nodes_of(app) == ["one"]
+
+
+async def test_what_a_newer_version_recorded_is_left_alone_and_others_are_looked_after(
+    machines, redis_prefix, monkeypatch
+):
+    monkeypatch.setattr(agents, "STRAY_S", 0.0)
+    node = machines.start("one")
+    machines.deploy(machines.add_package("{}"), min_instances=1)
+    await machines.wait(lambda app: app.active is not None)
+    [instance] = FakeInstance.all
+    newer = b'{"name":"n","number":2,"digest":"sha256:%s","spec":{"newer":1}}' % (b"0" * 64)
+    machines.store.put_if_absent("deployments/n/00000002.json", newer)
+    redis = create_redis(machines.settings.redis)
+    key = RedisKeys(redis_prefix).apps
+    record = b'9 {"name":"n","active":{"number":2,"digest":"x","spec":{"newer":1}}}'
+    await redis.hset(key, "n", record)
+    record_generation(
+        machines.store, Generation("z", 1, machines.add_package("[]"), Spec(min_instances=1))
+    )
+    async with asyncio.timeout(WITHIN_S):
+        while "z" not in (apps := await machines.board.apps()) or apps["z"].active is None:
+            await asyncio.sleep(0.02)
+    for _ in range(3):
+        await node.tick()
+    assert instance.state == "ready"
+    assert await redis.hget(key, "n") == record
+    await redis.aclose()
