@@ -1,5 +1,6 @@
 """One process of an application: messages in and out, a line each, and an eye on what it takes."""
 
+import errno
 import logging
 import os
 import re
@@ -106,7 +107,10 @@ class Child:
             )  # fmt: skip
         except OSError as error:
             shutil.rmtree(self._scratch, ignore_errors=True)
-            raise ChildFailed(f"it cannot be started: {error.strerror}") from None
+            why = error.strerror
+            if error.errno == errno.E2BIG:
+                why = "its variables and secrets are more than the kernel takes (ulimit -s of the node)"
+            raise ChildFailed(f"it cannot be started: {why}") from None
         except BaseException:
             shutil.rmtree(self._scratch, ignore_errors=True)
             raise

@@ -4,13 +4,13 @@ Records are read whatever they hold. What may not be is refused where it comes i
 """
 
 import re
+from collections.abc import Mapping
 
 import msgspec
 
 from shared.packages.manifest import digest_of
+from shared.settings.limits import MAX_ENVIRONMENT_BYTES, MAX_VARIABLES, MAX_VARIABLES_BYTES
 
-MAX_VARIABLES = 100
-MAX_BYTES = 32 * 1024  #: of the names and values of all variables
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 #: A secret's name: of a file, or of a node's variable.
 _SECRET = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,62}")
@@ -60,11 +60,26 @@ def check_environment(environment: Environment) -> None:
                 "letters, digits, dots, dashes and underscores, no dot or dash first, and nothing that "
                 "reads like a key"
             )
-    size = sum(len(name) + len(value.encode()) for name, value in variables.items())
-    if size > MAX_BYTES:
+    size = _size(variables)
+    if size > MAX_VARIABLES_BYTES:
         raise BadEnvironment(
-            f"variables: they have {size} bytes of at most {MAX_BYTES}; put files into the package"
+            f"variables: they have {size} bytes of at most {MAX_VARIABLES_BYTES}; put files into the "
+            "package"
         )
+
+
+def check_values(values: Mapping[str, str]) -> None:
+    """Look at all that a process is given, the values of secrets too. Raises: BadEnvironment."""
+    size = _size(values)
+    if size > MAX_ENVIRONMENT_BYTES:
+        raise BadEnvironment(
+            f"secrets: with the variables they have {size} bytes of at most {MAX_ENVIRONMENT_BYTES}; "
+            "deploy with fewer or shorter ones"
+        )
+
+
+def _size(values: Mapping[str, str]) -> int:
+    return sum(len(name) + len(value.encode()) for name, value in values.items())
 
 
 def is_secret_name(text: str) -> bool:

@@ -10,10 +10,14 @@ from pathlib import Path
 import msgspec
 
 from engines.application.child import Variables
-from shared.packages.environment import Environment, check_environment, is_secret_name
+from shared.packages.environment import (
+    Environment,
+    check_environment,
+    check_values,
+    is_secret_name,
+)
+from shared.settings.limits import MAX_SECRET_BYTES
 from shared.settings.tree import NodeSettings, SettingsError
-
-MAX_SECRET_BYTES = 64 * 1024
 
 
 class SecretMissing(Exception):
@@ -49,7 +53,9 @@ class Secrets:
         """What a process in this environment is given. Raises: BadEnvironment, SecretMissing."""
         check_environment(environment)
         secrets = {name: self._read(secret) for name, secret in environment.secrets.items()}
-        return Variables(environment.variables, secrets)
+        given = Variables(environment.variables, secrets)
+        check_values(given.all)
+        return given
 
     def _read(self, name: str) -> str:
         """A file comes before a variable; one line break at its end is none of it."""
@@ -64,7 +70,10 @@ class Secrets:
         else:
             raise SecretMissing(f"this node has no secret {name}")
         if len(data) > MAX_SECRET_BYTES or b"\0" in data:
-            raise SecretMissing(f"the secret {name}: more than {MAX_SECRET_BYTES} bytes, or a NUL")
+            raise SecretMissing(
+                f"the secret {name} has {len(data)} bytes of at most {MAX_SECRET_BYTES}, or a NUL; "
+                "put a shorter one in its place"
+            )
         try:
             return data.decode()
         except UnicodeDecodeError:

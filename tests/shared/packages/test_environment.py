@@ -40,7 +40,7 @@ VALUES = (
         ({"A": "x\0"}, {}, "variables.A"),
         ({"A": "\ud800"}, {}, "variables.A"),
         ({"A": "x"}, {"A": "a"}, "secrets.A"),
-        ({"A": "x" * 40_000}, {}, "32768"),
+        ({"A": "x" * 40_000}, {}, "variables: .* 40001 bytes of at most 32768"),
         ({f"A{number}": "" for number in range(101)}, {}, "100"),
     ],
 )

@@ -1,13 +1,15 @@
 """What a node has of secrets, and how it hands them to one process alone."""
 
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from engines.application.child import read_variables
 from engines.base import EngineStartError
-from shared.packages.environment import Environment
+from shared.packages.environment import BadEnvironment, Environment
+from shared.settings.limits import MAX_ENVIRONMENT_BYTES, MAX_SECRET_BYTES
 from shared.settings.load import load_settings
 from shared.settings.tree import NodeSettings, SettingsError
 from worker.node.environment import WORKER_GROUPS, child_environment
@@ -67,3 +69,19 @@ def test_no_other_child_has_a_variable_that_is_a_secret(monkeypatch):
     assert settings.node.secrets == ("API_TOKEN", "OTHER")
     told = child_environment(settings, WORKER_GROUPS)
     assert "tell-nobody" not in told.values()
+
+
+def test_as_many_secrets_as_fit_start_a_process_and_more_are_refused_by_field_and_limit(tmp_path):
+    names = [f"s{number}" for number in range(100)]
+    secrets = Secrets(NodeSettings(secrets_dir=str(tmp_path)))
+    wanted = Environment(secrets={name.upper(): name for name in names})
+    for name in names:
+        (tmp_path / name).write_bytes(b"x" * 64 * 1024)
+    with pytest.raises(BadEnvironment, match=r"secrets: .* bytes of at most 524288; .* fewer"):
+        secrets.read(wanted)
+    for name in names:
+        (tmp_path / name).write_bytes(b"x" * (MAX_ENVIRONMENT_BYTES // 100 - 4))
+    subprocess.run(["/bin/true"], env=secrets.read(wanted).all, check=True)
+    (tmp_path / "s0").write_bytes(b"x" * (MAX_SECRET_BYTES + 1))
+    with pytest.raises(SecretMissing, match="s0 has 65537 bytes of at most 65536"):
+        secrets.read(wanted)
