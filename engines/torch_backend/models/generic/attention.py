@@ -20,6 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from engines.torch_backend.kv_cache import KVCachePool
 from engines.torch_backend.layers.attention import PLAIN, AttentionPlan, Heads, paged_attention
+from engines.torch_backend.layers.norm import RMSNorm
 from engines.torch_backend.layers.rotary import rotate
 from engines.torch_backend.layers.visible_attention import Scores, Visible, visible_attention
 from engines.torch_backend.models.config import TextConfig, UnsupportedCheckpoint
@@ -38,6 +39,9 @@ _LAYER_TYPES = frozenset({
     None, "full_attention", "attention", "sliding_attention", "chunked_attention", "linear_attention", "mamba",
     "conv", "hybrid", "moe", "mlp",
 })  # fmt: skip
+#: Of queries and of keys, head by head.
+HeadNorms = tuple[RMSNorm | None, RMSNorm | None]
+NO_NORMS: HeadNorms = (None, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +71,11 @@ class LayerSpec:
         """Whether tokens see all before them, or a window, by plain scores: what kernels compute."""
         return (self.chunk, self.softcap, self.has_sinks) == (None, None, False)
 
-    @property
-    def form(self) -> Heads:
-        """As kernels are told of it."""
-        return PLAIN if self.window is None else Heads(window=self.window)
+    def form(self, norms: HeadNorms = NO_NORMS) -> Heads:
+        """As kernels are told of it, and of what heads are normalised by."""
+        if norms == NO_NORMS and self.window is None:
+            return PLAIN
+        return Heads(*norms, window=self.window)
 
     def within(self, max_model_len: int) -> "LayerSpec":
         """As it is for sequences that are never longer: what they cannot leave is no limit."""
@@ -214,11 +219,13 @@ class PagedStep:
         pools: Sequence[KVCachePool],
         ops: Ops,
         wholes: Sequence["Whole"] = (),
+        has_images: bool = False,
     ) -> None:
         """`wholes` are of images whose slots see each other."""
         self.plan = plan
         self.pools = pools
         self.wholes = wholes
+        self.has_images = has_images
         self._ops = ops
         device = plan.slots.device
         places = [torch.arange(s.num_computed, s.num_context) for s in plan.spans]
@@ -280,6 +287,17 @@ class PagedStep:
     ) -> Tensor:
         """By our operator, in an engine of that type. Shapes: (N, (H + 2 K) D); returns (N, H D)."""
         width = qkv.shape[1] // (heads[0] + 2 * heads[1])
+        return self.kernel(pool, heads, width, rotation, dtype)(layer, qkv, form)
+
+    def kernel(
+        self,
+        pool: KVCachePool,
+        heads: tuple[int, int],
+        width: int,
+        rotation: "Rotation | None",
+        dtype: torch.dtype,
+    ) -> Attend:
+        """Our operator for layers of such heads that are turned so."""
         key = (*heads, width, rotation and id(rotation.cos))
         if key not in self._kernels:
             text = TextConfig(
@@ -287,13 +305,14 @@ class PagedStep:
                 num_heads=heads[0], num_kv_heads=heads[1], head_dim=width, max_position_embeddings=1,
             )  # fmt: skip
             if rotation is None:
-                still = torch.ones(len(qkv), 1, width, dtype=dtype, device=qkv.device)
+                count, device = len(self.places), self.places.device
+                still = torch.ones(count, 1, width, dtype=dtype, device=device)
                 tables = still, torch.zeros_like(still)
             else:
                 tables = rotation.tables(dtype)
             create = self._ops["step_attention"]
             self._kernels[key] = create(text, pool, self.plan, tables), rotation
-        return self._kernels[key][0](layer, qkv, form)
+        return self._kernels[key][0]
 
 
 class PagedLayer:
@@ -324,7 +343,7 @@ class PagedLayer:
             scale = spec.scale * width**0.5  # kernels scale by the width that they see
             query = query if abs(scale - 1) < 1e-9 else query * scale
             query, key, value = (_widened(x, width) for x in (query, key, value))
-            out = step.attend_plainly(pool, self._place, query, key, value, spec.form)
+            out = step.attend_plainly(pool, self._place, query, key, value, spec.form())
             return out[None, ..., : spec.value_dim]
         scores = Scores(spec.scale, spec.softcap, options.get("s_aux"))
         seen = step.visible(spec)
@@ -344,23 +363,51 @@ class PagedLayer:
         heads: tuple[int, int],
         rotation: Rotation | None,
         dtype: torch.dtype,
+        norms: HeadNorms = NO_NORMS,
     ) -> Tensor:
         """For queries and keys that are not rotated yet, in a model of that type; `qkv` is changed.
+
+        They are not normalised yet either by `norms`, which are given only if it `takes_norms`.
 
         Shapes: (N, (H + 2 K) D); returns (N, H D).
         """
         spec, step = self.spec, self.step
         assert step is not None
         pool = step.pools[self._pool]
-        is_whole = rotation is None or rotation.width == spec.key_dim
-        if not (self._is_plain and is_whole and pool.head_dim == spec.key_dim == spec.value_dim):
+        if not self._is_direct(rotation):
             parts = split_rotated(qkv.to(dtype), heads, rotation)
             query, key, value = (x.transpose(0, 1)[None] for x in parts)
             return self(module, query, key, value, None, {})[0].flatten(1).to(qkv.dtype)
-        scale = spec.scale * pool.head_dim**0.5
-        if abs(scale - 1) >= 1e-9:
-            qkv[:, : heads[0] * spec.key_dim] *= scale
-        return step.attend_joined(pool, self._place, qkv, heads, rotation, dtype, spec.form)
+        if self._is_scaled:
+            qkv[:, : heads[0] * spec.key_dim] *= spec.scale * spec.key_dim**0.5
+        form = spec.form(norms)
+        return step.attend_joined(pool, self._place, qkv, heads, rotation, dtype, form)
+
+    def takes_norms(self, rotation: Rotation | None) -> bool:
+        """Whether the operator normalises heads itself."""
+        assert self.step is not None
+        return self.step.has_kernel and not self._is_scaled and self._is_direct(rotation)
+
+    @property
+    def _is_scaled(self) -> bool:
+        """Whether scores are scaled by something else than kernels do."""
+        return abs(self.spec.scale * self.spec.key_dim**0.5 - 1) >= 1e-9
+
+    def _is_direct(self, rotation: Rotation | None) -> bool:
+        """Whether the operator takes the joined product as it is, scaled."""
+        assert self.step is not None
+        spec, width = self.spec, self.step.pools[self._pool].head_dim
+        is_whole = rotation is None or rotation.width == spec.key_dim
+        return self._is_plain and is_whole and width == spec.key_dim == spec.value_dim
+
+    def kernel(self, place: int, rotation: Rotation | None, dtype: torch.dtype) -> Attend | None:
+        """The operator, if it computes all of this layer's attention in this step and knows it by that place."""
+        spec, step = self.spec, self.step
+        assert step is not None
+        if self._place != place or self._is_scaled or not self._is_direct(rotation):
+            return None
+        heads, pool = (spec.num_heads, spec.num_kv_heads), step.pools[self._pool]
+        return step.kernel(pool, heads, spec.key_dim, rotation, dtype)
 
 
 def counts_by_cache(module: nn.Module) -> bool:

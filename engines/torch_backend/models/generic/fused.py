@@ -7,7 +7,7 @@ gives for random numbers; what is not stays transformers'.
 Shape letters: N tokens, C width, H query heads, K key/value heads, D head width, E value width.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,12 +19,16 @@ from torch.nn import functional as F
 from engines.torch_backend.layers.linear import Linear, Stream
 from engines.torch_backend.layers.norm import RMSNorm
 from engines.torch_backend.models.generic.attention import (
+    NO_NORMS,
+    HeadNorms,
     LayerSpec,
+    PagedStep,
     Rotation,
     counts_by_cache,
     split_rotated,
 )
 from engines.torch_backend.models.generic.linears import OperatorLinear
+from engines.torch_backend.ops.decoder_chain.reference import Chain, LayerProducts
 from engines.torch_backend.ops.products import Before
 from engines.torch_backend.ops.registry import Ops
 
@@ -220,6 +224,7 @@ class Attention:
         self._module: Any = parts.module
         spec = parts.spec
         self._norms, self._rotated = parts.norms, parts.rotated
+        self.head_norms = _head_norms(parts)
         self._heads = (spec.num_heads, spec.num_kv_heads)
         self._widths = [n * spec.key_dim for n in (spec.num_heads, *[spec.num_kv_heads] * 2)]
         self.qkv = _linear(owner, parts.module, parts.inputs, Before(norm=norm))
@@ -235,15 +240,38 @@ class Attention:
 
     def mix(self, qkv: Tensor, options: dict[str, Any], dtype: torch.dtype) -> Tensor:
         """Attention itself. Shapes: (N, (H + 2 K) D); returns (N, H D)."""
+        rotation, norms = self.rotation(options), self.head_norms
+        if self._norms and (norms is None or not self.pages.takes_norms(rotation)):
+            self._norm(qkv)
+            norms = None
+        norms = norms or NO_NORMS
+        return self.pages.attend(self._module, qkv, self._heads, rotation, dtype, norms)
+
+    def _norm(self, qkv: Tensor) -> None:
         for place, norm, is_by_head in self._norms:
             part = qkv.split(self._widths, dim=1)[place]
             shape = (1, len(qkv), -1, self._parts.spec.key_dim) if is_by_head else (1, *part.shape)
             part.copy_(norm(part.reshape(shape)).view(part.shape))
-        rotation = None
-        if self._rotated:
-            cos, sin = options["position_embeddings"]
-            rotation = Rotation(cos, sin, self._rotated)
-        return self._module.pages.attend(self._module, qkv, self._heads, rotation, dtype)
+
+    def rotation(self, options: dict[str, Any]) -> Rotation | None:
+        """Of queries and keys."""
+        return Rotation(*options["position_embeddings"], self._rotated) if self._rotated else None
+
+    @property
+    def pages(self) -> Any:
+        """What the layer attends over."""
+        return self._module.pages
+
+
+def _head_norms(parts: AttentionParts) -> HeadNorms | None:
+    """Those of queries and keys, if operators of attention know them."""
+    norms: list[RMSNorm | None] = [None, None]
+    for place, norm, is_by_head in parts.norms:
+        if place > 1 or not is_by_head or not isinstance(norm, RMSNorm):
+            return None
+        norms[place] = norm
+    query, key = norms
+    return None if query and key and query.eps != key.eps else (query, key)
 
 
 def find_attention(module: nn.Module, spec: LayerSpec, watched: Watched) -> AttentionParts | None:
@@ -306,10 +334,14 @@ class _Recorder:
         heads: Any,
         rotation: Rotation | None,
         dtype: torch.dtype,
+        norms: HeadNorms,
     ) -> Tensor:
         parts = split_rotated(qkv.to(dtype), heads, rotation)
         query, key, value = (x[None].transpose(1, 2) for x in parts)
         return self(module, query, key, value, None, {})[0].flatten(1).to(qkv.dtype)
+
+    def takes_norms(self, rotation: Rotation | None) -> bool:
+        return False
 
     def take(self) -> _Tensors:
         kept, self._kept = self._kept, []
@@ -349,16 +381,108 @@ class Layer:
         self._gated = Gated(parts.gated, parts.module, parts.blocks[1].before)
         self.linears = (*self._attention.linears, *self._gated.linears)
         self.dtype: torch.dtype | None = None
+        self.run: Run | None = None
 
     def __call__(self, hidden_states: Tensor, *_: Any, **options: Any) -> Tensor:
         """Shapes: (1, N, C), kept."""
         x, attention, gated = hidden_states, self._attention, self._gated
+        if self.run is not None and (found := self.run.compute(self, x, options)) is not None:
+            return found
         rows = x[0].to(self.dtype or x.dtype, copy=True)
         stream = Stream(rows, is_own=True)
         mixed = attention.mix(attention.qkv(stream), options, x.dtype)
         _add(stream, attention.out, mixed, self._blocks[0].behind)
         _add(stream, gated.down, gated.gate_up(stream), self._blocks[1].behind)
         return stream.tensor().to(x.dtype)[None]
+
+    @property
+    def attention(self) -> Attention:
+        """Its attention."""
+        return self._attention
+
+    @property
+    def products(self) -> LayerProducts | None:
+        """All that it computes, if these are all."""
+        attention, norms = self._attention, self._attention.head_norms
+        is_normed_behind = any(block.behind is not None for block in self._blocks)
+        if is_normed_behind or norms is None or not all(each.is_whole for each in self.linears):
+            return None
+        qkv, out, gate_up, down = (each.product for each in self.linears)
+        return LayerProducts(qkv, out, gate_up, down, attention.pages.spec.form(norms))
+
+
+class Run:
+    """Layers of which each reads what the one before gave: where kernels can, the first computes them all in one call.
+
+    Not where the model may add something between them: features of an image, or an adapter.
+    """
+
+    def __init__(self, layers: Sequence[Layer], ops: Ops) -> None:
+        self._layers = layers
+        self._ops = ops
+        self._specs: list[LayerSpec] = []  #: of the layers that the chain is made of
+        self._chain: Chain | None = None
+        self._computed: tuple[Tensor, Any] | None = None  #: what the others are given then
+
+    def compute(self, layer: Layer, x: Tensor, options: dict[str, Any]) -> Tensor | None:
+        """What comes of all layers; None where each computes itself. Raises: RuntimeError. Shapes: (1, N, C), kept."""
+        angles = options.get("position_embeddings")
+        if layer is self._layers[0]:
+            found = self._compute(x, options)
+            self._computed = None if found is None else (found, angles)
+        elif self._computed is None:
+            return None
+        elif self._computed[0] is not x or self._computed[1] is not angles:
+            raise RuntimeError("the model changes what its layers are given, and they are computed")
+        return None if self._computed is None else self._computed[0]
+
+    def _compute(self, x: Tensor, options: dict[str, Any]) -> Tensor | None:
+        pages = [layer.attention.pages for layer in self._layers]
+        step: PagedStep = pages[0].step
+        is_adapted = any(each.is_adapted for layer in self._layers for each in layer.linears)
+        if step.has_images or step.wholes or is_adapted:
+            return None
+        specs = [each.spec for each in pages]
+        if specs != self._specs:
+            self._specs, self._chain = specs, self._make(pages, x.dtype, options)
+        if self._chain is None:
+            return None
+        attend = pages[0].kernel(0, self._layers[0].attention.rotation(options), x.dtype)
+        if attend is None or not self._chain.can_run(x[0], attend):
+            return None
+        rows = x[0].to(torch.float32, copy=True)
+        self._chain(rows, attend)
+        return rows.to(x.dtype)[None]
+
+    def _make(
+        self, pages: Sequence[Any], dtype: torch.dtype, options: dict[str, Any]
+    ) -> Chain | None:
+        """Of layers that the operator computes by one attention."""
+        products = [layer.products for layer in self._layers]
+        rotations = [layer.attention.rotation(options) for layer in self._layers]
+        kernels = [
+            each.kernel(place, rotation, dtype)
+            for place, (each, rotation) in enumerate(zip(pages, rotations, strict=True))
+        ]
+        if None in kernels or any(each is not kernels[0] for each in kernels):
+            return None
+        whole = [each for each in products if each is not None]
+        return self._ops["decoder_chain"](whole) if len(whole) == len(products) else None
+
+
+def find_runs(layers: Iterable[nn.Module], watched: Watched) -> list[list[nn.Module]]:
+    """Layers of which each reads what the one before gave, turned by the same angles."""
+    runs: list[list[nn.Module]] = []
+    last: Call | None = None
+    for module in layers:
+        call = watched.call(module)
+        angles = [each and each.kwargs.get("position_embeddings") for each in (call, last)]
+        if call and last and call.input is last.output and angles[0] is angles[1]:
+            runs[-1].append(module)
+        else:
+            runs.append([module])
+        last = call
+    return [run for run in runs if len(run) > 1]
 
 
 def _add(stream: Stream, linear: Linear, x: Tensor, norm: RMSNorm | None) -> None:
@@ -426,6 +550,7 @@ class Recognised:
     gated: dict[nn.Module, GatedParts]
     attentions: dict[nn.Module, AttentionParts]
     layers: dict[nn.Module, LayerParts]
+    runs: list[list[nn.Module]]
     siblings: list[list[str]]
 
     @classmethod
@@ -442,16 +567,15 @@ class Recognised:
             for module, spec in specs.items()
             if (parts := find_attention(module, spec, watched)) is not None
         }
-        found = {m: find_layer(m, watched, attentions, gated) for m in modules}
+        parts = ((m, find_layer(m, watched, attentions, gated)) for m in modules)
+        found = {module: each for module, each in parts if each is not None}
         siblings = [
             [f"{names[m]}.{child}" for child in group]
             for m in modules
             if m not in gated and m not in attentions
             for group in watched.siblings(m)
         ]
-        return cls(
-            norms, gated, attentions, {m: p for m, p in found.items() if p is not None}, siblings
-        )
+        return cls(norms, gated, attentions, found, find_runs(found, watched), siblings)
 
     @property
     def whole(self) -> dict[nn.Module, Any]:
@@ -500,6 +624,11 @@ class Fused:
             forward.dtype = torch.float32  # of what kernels are given
             for linear in forward.linears:
                 linear.bind(ops, dtype)
+        for modules in self._found.runs if ops.uses("decoder_chain") else ():
+            layers = [self._forwards[module] for module in modules]
+            run = Run(layers, ops)
+            for layer in layers:
+                layer.run = run
         self.put()
 
     def put(self) -> None:

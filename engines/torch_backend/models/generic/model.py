@@ -358,7 +358,7 @@ class GenericModel(FamilyModel):
         assert self._ops is not None
         self._is_rounded |= step.pools[0].scales(0) is not None
         wholes = _whole_prompts(step) if self.binds_prompts else _wholes(step)
-        paged = PagedStep(step.plan, step.pools, self._ops, wholes)
+        paged = PagedStep(step.plan, step.pools, self._ops, wholes, bool(step.images))
         for layer in self._layers:
             layer.step = paged
         ids, positions = step.token_ids[None], step.positions.unsqueeze(-2)

@@ -15,6 +15,8 @@ from transformers.models.llama.modeling_llama import (
     LlamaRMSNorm,
 )
 
+from engines.core.runner import TokenChoice
+from engines.core.sequence import Batch, ScheduledSequence, Sequence
 from engines.torch_backend.layers.quantization import SCHEMES
 from engines.torch_backend.loading.weights import load_model
 from engines.torch_backend.models.generic import fused
@@ -25,6 +27,7 @@ from engines.torch_backend.models.hf_config import read_fields
 from engines.torch_backend.ops.registry import cpu_ops
 from engines.torch_backend.runner import TorchRunner
 from engines.torch_backend.settings import TorchSettings
+from shared.protocol import SamplingParams
 from tests.engines.torch_backend.models.family_table import FAMILIES, Family, text, write_checkpoint
 
 CPU = torch.device("cpu")
@@ -100,6 +103,59 @@ def test_scores_by_kernels_are_those_of_the_plain_modules(
     dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
     model = load(tmp_path, dtype, precision)
     model.verify(start(model, dtype), "always")
+
+
+def scores(runner: TorchRunner, *prompts: list[int]) -> list[TokenChoice | None]:
+    """Of each prompt's next token."""
+    items = []
+    for number, ids in enumerate(prompts):
+        params = SamplingParams(temperature=0, num_logprobs=8)
+        sequence = Sequence(str(number), ids, len(ids), params)
+        sequence.block_ids = [4 * number + each for each in range(4)]
+        items.append(ScheduledSequence(sequence, len(ids)))
+    return runner.run(Batch(items)).choices
+
+
+def count(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> list[None]:
+    """One more in the list for each call."""
+    calls: list[None] = []
+    own = getattr(owner, name)
+
+    def note(*args: Any, **kwargs: Any) -> Any:
+        calls.append(None)
+        return own(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, note)
+    return calls
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["Llama", "Qwen3", "Mistral, window"])
+def test_layers_one_after_another_are_computed_at_once(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_checkpoint(family(name), tmp_path)
+    runner = start(load(tmp_path))
+    prompts = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14], [9]
+    alone = count(monkeypatch, fused.Attention, "mix")
+    at_once = scores(runner, *prompts)
+    assert not alone
+    monkeypatch.setattr(fused.Run, "compute", lambda *args: None)
+    assert scores(runner, *prompts) == at_once  # to the last bit
+    assert alone
+
+
+@needs_kernels
+def test_layers_that_are_not_given_what_came_before_are_not_passed_by(tmp_path: Path) -> None:
+    write_checkpoint(LLAMA, tmp_path)
+    model = load(tmp_path)
+    runner = start(model)
+    second = model.inner.get_submodule("model.layers.1")
+    handle = second.register_forward_pre_hook(lambda module, args: (2 * args[0], *args[1:]))
+    with pytest.raises(RuntimeError, match="changes what its layers are given"):
+        scores(runner, [5, 6, 7])
+    handle.remove()
+    assert scores(runner, [5, 6, 7])
 
 
 @needs_kernels
