@@ -122,8 +122,9 @@ class MockPoolingModel:
         """Sleep as long as a model would take."""
         for row in rows:
             row.result = numbers_of(row.content).tobytes()
-        step_s = self._mock.step_s
-        time.sleep(step_s + self._mock.s_per_token * sum(row.num_tokens for row in rows))
+        num_tokens = sum(row.num_tokens for row in rows)
+        if step_s := self._mock.step_s + self._mock.s_per_token * num_tokens:
+            time.sleep(step_s)
 
     def memory_bytes(self) -> dict[str, int]:
         """It holds nothing."""

@@ -56,7 +56,12 @@ INSTANT = {
     "VLM_ENGINE__MOCK__DECODE_S": "0",
     "VLM_ENGINE__MOCK__NUM_OUTPUT_TOKENS": str(2 * NUM_TOKENS),
 }
-EMBEDDER = {"VLM_ENGINE__KIND": "mock_pooling", "VLM_ENGINE__RESULT_CACHE_BYTES": "0"}
+EMBEDDER = {
+    "VLM_ENGINE__KIND": "mock_pooling",
+    "VLM_ENGINE__RESULT_CACHE_BYTES": "0",
+    "VLM_ENGINE__MOCK__STEP_S": "0",
+    "VLM_ENGINE__MOCK__S_PER_TOKEN": "0",
+}
 MOST_WARMUP_S = 0.3
 #: Of new images: a million for each job.
 FIRST_NUMBERS = count(10**6, 10**6)
