@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from engines.base import EngineStartError, LoadedEngine, Progress, UnsupportedCheckpoint
+from engines.heap import keep_freed_memory
 from engines.packages.digest import digest_of
 from engines.packages.resolve import default_name, resolve_model
 from engines.pooling.batch import Row
@@ -55,6 +56,8 @@ def load_pooling_engine(settings: EncoderSettings, progress: Progress | None) ->
         dtype = torch.float32  # what our kernels read and write
     model = load_encoder(directory, device, dtype, settings.max_model_len, is_int8)
     set_num_threads(settings.num_threads, device, sum(model.memory_bytes().values()))
+    if device.type == "cpu":
+        keep_freed_memory()  # each layer of a batch frees tens of megabytes
     model.compute([Row(Words((0, 0, 0), (0, 0, 0)), 3)])
     engine = PoolingEngine(model, settings, {"load": time.perf_counter() - began_at})
     card = ModelCard(
