@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from shared.packages.deployments import Spec, version_name
-from shared.packages.environment import Environment, is_reserved, version_digest
+from shared.packages.environment import Environment, version_digest, why_reserved
 
 PROMETHEUS = "http://prometheus.monitoring:9090"
 IMAGE = "vlm-fleet-worker"
@@ -57,7 +57,7 @@ def render(
     resources = {"requests": requests, "limits": limits}
     secrets = sorted(set(environment.secrets.values()))
     for each in secrets:
-        if is_reserved(each) or each == _PASSWORD or each[0].isdigit():
+        if why_reserved(each) or each == _PASSWORD or each[0].isdigit():
             raise CannotRender(
                 f"--secret {each}: pods have secrets as variables of their names, and this one is the "
                 "node's own, or begins with a digit; take another name for it"

@@ -5,6 +5,7 @@ Records are read whatever they hold. What may not be is refused where it comes i
 
 import re
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 
 import msgspec
 
@@ -22,9 +23,20 @@ _KEY = re.compile(
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|[0-9]+")
 #: Letters and digits in a row that are that many and change so often are drawn, not written.
 _LEAST_DRAWN, _LONGEST_DRAWN_WORD = 16, 3
-#: What the loader, Python and the node itself read, before the application's limits and sandbox are there.
-_RESERVED = frozenset({"PATH", "HOME", "TMPDIR", "CUDA_VISIBLE_DEVICES", "GCONV_PATH", "LOCPATH"})
-_RESERVED_PREFIXES = ("VLM_", "LD_", "PYTHON", "GLIBC_")
+#: Variables that are no application's, and why; one that ends with * stands for all that begin so. An
+#: application gets its variables with its process, so what starts it and shuts it in has them first:
+#: bubblewrap, Python and `launch.py`. Those of its own interpreter (`NODE_OPTIONS`) are its own, and `ENV`
+#: is for shells that somebody types into.
+_RESERVED = {
+    "the node sets it": ("PATH", "HOME", "TMPDIR", "CUDA_VISIBLE_DEVICES", "VLM_*"),
+    "the system's loader and library read it before the application is shut in": (
+        *("LD_*", "DYLD_*", "GLIBC_*", "GCONV_PATH", "LOCPATH", "NLSPATH"),
+    ),
+    "Python reads it before the application is shut in": ("PYTHON*", "__PYVENV_LAUNCHER__"),
+    "a shell reads it before the application is shut in, where a script starts bubblewrap or Python": (
+        *("BASH_*", "SHELLOPTS", "BASHOPTS", "PS4"),
+    ),
+}
 
 
 class BadEnvironment(ValueError):
@@ -96,10 +108,12 @@ def is_drawn(text: str) -> bool:
     )
 
 
-def is_reserved(name: str) -> bool:
-    """Whether a variable of that name is the node's own."""
-    upper = name.upper()
-    return upper in _RESERVED or upper.startswith(_RESERVED_PREFIXES)
+def why_reserved(name: str) -> str:
+    """Why no application may have a variable of that name; empty: it may."""
+    for reason, patterns in _RESERVED.items():
+        if any(fnmatchcase(name.upper(), pattern) for pattern in patterns):
+            return reason
+    return ""
 
 
 def _check_name(group: str, name: str) -> None:
@@ -107,11 +121,8 @@ def _check_name(group: str, name: str) -> None:
         raise BadEnvironment(
             f"{group}: name each by 1 to 128 letters, digits and underscores, no digit first"
         )
-    if is_reserved(name):
-        raise BadEnvironment(
-            f"{group}.{name}: the node sets it; {', '.join(sorted(_RESERVED))} and names that begin "
-            f"with {', '.join(_RESERVED_PREFIXES)} are reserved"
-        )
+    if reason := why_reserved(name):
+        raise BadEnvironment(f"{group}.{name}: {reason}; take another name for it")
 
 
 def _is_utf8(text: str) -> bool:
