@@ -24,11 +24,11 @@ export class Conversation {
   toMessages(system) {
     const answered = this.exchanges.slice(0, -1).filter(isAnswered);
     const turns = answered.flatMap(({ question, answer, calls }) => [
-      toMessage(question),
+      ...toMessages(question),
       { role: "assistant", content: answer || null, ...(calls.length && { tool_calls: calls }) },
     ]);
     const opening = system ? [{ role: "system", content: system }] : [];
-    return [...opening, ...turns, toMessage(this.exchanges.at(-1).question)];
+    return [...opening, ...turns, ...toMessages(this.exchanges.at(-1).question)];
   }
 }
 
@@ -50,8 +50,14 @@ function toId() {
   return [...crypto.getRandomValues(new Uint32Array(4))].map((word) => word.toString(36)).join("-");
 }
 
-/** `{text, images}` as a user's turn: images first, as models were trained. */
-function toMessage({ text, images }) {
+/** All that a question says, but its images. */
+export function textOf({ text, results = [] }) {
+  return [text, ...results.map(({ content }) => content)].join("");
+}
+
+/** `{text, images}` as a user's turn, images first, as models were trained; or `{results}` of the calls before. */
+function toMessages({ text, images, results }) {
+  if (results) return results.map(({ id, content }) => ({ role: "tool", tool_call_id: id, content }));
   const parts = images.map(({ url }) => ({ type: "image_url", image_url: { url } }));
-  return { role: "user", content: [...parts, { type: "text", text }] };
+  return [{ role: "user", content: [...parts, { type: "text", text }] }];
 }

@@ -1,6 +1,6 @@
 // Conversations that this browser keeps: where they lie, and the list that opens and removes them.
 
-import { isAnswered } from "./conversation.js";
+import { isAnswered, textOf } from "./conversation.js";
 
 const MAX_CONVERSATIONS = 100;
 const MAX_CHARS = 64_000_000; // of all together; images are most of it
@@ -89,7 +89,7 @@ function openDatabase(name) {
 }
 
 function countChars({ question, answer }) {
-  return question.images.reduce((sum, { url }) => sum + url.length, question.text.length + answer.length);
+  return question.images.reduce((sum, { url }) => sum + url.length, textOf(question).length + answer.length);
 }
 
 /** The dialog with the list. `onOpen` gets `{id, exchanges}`; `onRemove` is called when what is shown was removed. */

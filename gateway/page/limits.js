@@ -1,6 +1,6 @@
 // What a model takes, said before anything is sent. The gateway holds to it in any case.
 
-import { isAnswered } from "./conversation.js";
+import { isAnswered, textOf } from "./conversation.js";
 
 /** Why `question` after `earlier` exchanges would be refused, in words for people; "" where it would not. */
 export function findProblem(model, earlier, question, system = "") {
@@ -16,7 +16,7 @@ export function findProblem(model, earlier, question, system = "") {
   const large = question.images.find(({ url }) => countBytes(url) > maxBytes);
   if (large) return `${large.name} is too large: ${formatMb(countBytes(large.url))}, at most ${formatMb(maxBytes)} are taken.`;
   const answers = earlier.map(({ answer }) => answer);
-  const numChars = [system, ...told.map(({ text }) => text), ...answers].reduce((sum, text) => sum + text.length, 0);
+  const numChars = [system, ...told.map(textOf), ...answers].reduce((sum, text) => sum + text.length, 0);
   if (numChars > maxChars) {
     return `The conversation has ${format(numChars)} characters; at most ${format(maxChars)} are taken. Shorten the question, or start a new chat.`;
   }

@@ -62,7 +62,10 @@ function needsImage() {
 }
 
 function addTurn(exchange) {
-  const turn = new Turn(find("#turn-template"), exchange, (question) => ask(question, turn));
+  const turn = new Turn(find("#turn-template"), exchange, {
+    onAsk: (question) => ask(question, turn),
+    onResults: (results) => ask({ text: "", images: [], results }),
+  });
   find("#log").append(turn.element);
   return turn;
 }
@@ -76,7 +79,7 @@ async function answer(turn, body) {
     exchange.measured = await follow(turn, body, running.signal);
     if (exchange.measured.reason === "length") exchange.note = "Cut at the longest length that is allowed.";
     const names = exchange.calls.map((call) => call.function.name);
-    if (names.length) exchange.note = "The model asks for these calls; this page makes none.";
+    if (names.length) exchange.note = "The page makes no calls: write what they give, or ask on.";
     announce(exchange.answer || (names.length ? `The model calls ${names.join(", ")}.` : "The answer is empty."));
   } catch (error) {
     if (error.name === "AbortError") exchange.note = "Stopped.";

@@ -6,10 +6,11 @@ import { MarkdownView, toCodeBlock } from "./markdown.js";
 import { showTimings } from "./timings.js";
 
 export class Turn {
-  /** `onAsk` gets a question to ask in place of this one; it returns whether it was asked. */
-  constructor(template, exchange, onAsk) {
+  /** `onAsk` gets a question to ask in place of this one, `onResults` those of the answer's calls; both return whether it was asked. */
+  constructor(template, exchange, { onAsk, onResults }) {
     this.exchange = exchange;
     this.onAsk = onAsk;
+    this.onResults = onResults;
     this.element = template.content.firstElementChild.cloneNode(true);
     this.answer = this.element.querySelector(".answer");
     this.view = new MarkdownView(this.answer.querySelector(".text"));
@@ -35,16 +36,19 @@ export class Turn {
     });
     form.addEventListener("keydown", (event) => {
       if (event.key === "Escape") this.stopEditing();
-      if (event.key !== "Enter" || event.shiftKey || event.isComposing || event.target.matches("button")) return;
-      event.preventDefault();
-      form.requestSubmit();
     });
+    this.find(".calls").addEventListener("submit", (event) => {
+      event.preventDefault();
+      this.sendResults();
+    });
+    for (const each of [form, this.find(".calls")]) submitOnEnter(each);
   }
 
   showQuestion() {
-    const { text, images } = this.exchange.question;
+    const { text, images, results } = this.exchange.question;
     const list = this.find(".question .images");
-    this.find(".question .text").textContent = text;
+    this.find(".question .text").textContent = results ? results.map(({ name, content }) => `${name}: ${content}`).join("\n") : text;
+    this.find(".edit").hidden = Boolean(results);
     list.hidden = images.length === 0;
     for (const image of images) {
       const item = document.createElement("li");
@@ -89,6 +93,28 @@ export class Turn {
     this.find(".calls").replaceChildren(...blocks);
   }
 
+  /** Below each call a field for what it gives, and a button that sends them all. */
+  askForResults() {
+    const form = this.find(".calls");
+    const names = this.exchange.calls.map((call) => call.function.name);
+    for (const [place, block] of [...form.children].entries()) {
+      const label = document.createElement("label");
+      const field = document.createElement("textarea");
+      Object.assign(field, { name: "result", rows: 1, required: true, spellcheck: false, placeholder: "JSON or text", enterKeyHint: "send" });
+      label.append(`Result of ${names[place]}`, field);
+      block.after(label);
+    }
+    const send = document.createElement("button");
+    Object.assign(send, { type: "submit", className: "primary", textContent: names.length > 1 ? "Send results" : "Send result" });
+    form.append(send);
+  }
+
+  sendResults() {
+    const fields = [...this.find(".calls").querySelectorAll("textarea")];
+    const results = this.exchange.calls.map(({ id, function: { name } }, place) => ({ id, name, content: fields[place].value.trim() }));
+    if (!this.onResults(results)) fields[0].focus();
+  }
+
   /** The exchange is complete, stopped or failed. */
   end() {
     const { answer, note, isError, measured } = this.exchange;
@@ -99,9 +125,18 @@ export class Turn {
     line.classList.toggle("error", isError);
     line.hidden = !note;
     this.find(".again").textContent = isError ? "Try again" : "Regenerate";
+    if (measured?.reason === "tool_calls") this.askForResults();
     if (answer) this.find(".again").before(toCopyButton("Copy answer", () => this.exchange.answer));
     if (measured?.timings) showTimings(this.answer.querySelector("footer"), measured);
   }
+}
+
+function submitOnEnter(form) {
+  form.addEventListener("keydown", (event) => {
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing || event.target.matches("button")) return;
+    event.preventDefault();
+    form.requestSubmit();
+  });
 }
 
 /** JSON over several lines; what is not complete stays as it is. */

@@ -327,6 +327,12 @@ import("/page/history.js")
   .then(({KeptConversations}) => new KeptConversations().list())
   .then((entries) => done(entries.map(({title}) => title)), (error) => done(String(error)));
 """
+COUNT_KEPT = """
+const [done] = arguments;
+import("/page/history.js")
+  .then(({KeptConversations}) => new KeptConversations().get(history.state.conversation))
+  .then((exchanges) => done(exchanges?.length ?? 0), (error) => done(String(error)));
+"""
 KEEP_MANY = """
 const [limits, sizes, done] = arguments;
 (async () => {
@@ -425,6 +431,53 @@ def test_json_is_set_out_and_calls_of_functions_are_shown(page: ChatPage):
     assert not page.find_all(".note.error")
     called = page.sent()[-1]["messages"][3]["tool_calls"][0]["function"]
     assert (called["name"], json.loads(called["arguments"])) == ("keep_number", {"a": 1})
+
+
+RESULT = '{"value": "fünf"}'
+
+
+def result_fields(page: ChatPage) -> list[WebElement]:
+    return [each for each in page.find_all(".calls textarea") if each.is_displayed()]
+
+
+def test_results_of_calls_are_sent_and_kept(page: ChatPage):
+    page.open(SMALL)
+    page.wait_for_model()
+    page.find("#show-settings").click()
+    schema = {"type": "object", "additionalProperties": False}
+    function = {"name": "look_up", "parameters": schema, "strict": True}
+    page.find("[name=tools]").send_keys(json.dumps([{"type": "function", "function": function}]))
+    page.find("#show-settings").click()
+    page.ask("What is it?")
+    page.wait_for(lambda: page.find_all(".answer"))
+    page.wait_for_end()
+    fields = result_fields(page)
+    assert len(fields) == len(page.find_all(".calls .code")) > 0
+    fields[0].send_keys(Keys.ENTER)
+    assert len(page.find_all(".answer")) == 1  # a result is missing
+    page.sent()
+    for field in fields:
+        field.send_keys(RESULT)
+    page.keep("results")
+    assert page.browser.execute_script("return document.documentElement.scrollWidth") <= SMALL[0]
+    page.find(".calls > button").click()
+    page.wait_for(lambda: len(page.find_all(".answer")) == 2)
+    assert page.wait_for_end()
+    page.keep("results-sent")
+    assert result_fields(page) == []
+    asked, called, *told = page.sent()[-1]["messages"]
+    ids = [each["id"] for each in called["tool_calls"]]
+    expected = [{"role": "tool", "tool_call_id": each, "content": RESULT} for each in ids]
+    assert (asked["role"], told) == ("user", expected)
+    page.wait_for(lambda: page.browser.execute_async_script(COUNT_KEPT) == 2)
+    page.browser.refresh()
+    page.wait_for_model()
+    page.wait_for(lambda: len(page.find_all(".answer")) == 2)
+    assert RESULT in page.find_all(".question")[1].text
+    page.ask("And now?")
+    page.wait_for(lambda: len(page.find_all(".answer")) == 3)
+    assert page.wait_for_end()
+    assert page.sent()[-1]["messages"][2 : 2 + len(ids)] == expected
 
 
 @pytest.fixture
