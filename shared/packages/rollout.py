@@ -238,7 +238,8 @@ def advance(
     app = _scale(app, loads, now)
     app = _place(app, loads, now)
     app = _explain(app, nodes, now)
-    outcome = _judge(app, nodes, loads, now)
+    app = _pause(app, nodes, now)
+    outcome = _judge(app, loads, now)
     if outcome is None and app.candidate is not None and _is_canary_ready(app):
         candidate = replace(app.candidate, is_canary=True)
         share = f"{candidate.spec.canary:.0%}"
@@ -420,15 +421,22 @@ def _free(
 # How a rollout ends
 
 
-def _judge(
-    app: App, nodes: Mapping[str, NodeRecord], loads: Mapping[str, Load], now: float
-) -> Outcome | None:
+def _pause(app: App, nodes: Mapping[str, NodeRecord], now: float) -> App:
+    """Have a new version wait for a node with its secrets: it gets no requests, and its time to start begins anew."""
+    candidate = app.candidate
+    if candidate is None or not (candidate.started_at or candidate.is_canary):
+        return app
+    is_running = bool(app.of(candidate.digest, "starting", "ready"))
+    if is_running or not _find_lack(app, candidate, nodes):
+        return app
+    app = replace(app, candidate=replace(candidate, started_at=0.0, is_canary=False))
+    return _note(app, now, f"generation {candidate.number} waits: {app.message}")
+
+
+def _judge(app: App, loads: Mapping[str, Load], now: float) -> Outcome | None:
     candidate = app.candidate
     if candidate is None:
         return None
-    lack = _find_lack(app, candidate, nodes)
-    if lack and candidate.since and now - candidate.since > SETTLE_S:
-        return Outcome("rolled_back", lack)
     spec = candidate.spec
     ready, starting = app.of(candidate.digest, "ready"), app.of(candidate.digest, "starting")
     if candidate.num_failed > spec.retry_limit:

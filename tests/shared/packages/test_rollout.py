@@ -29,7 +29,7 @@ class World:
     now: float = 1000.0
     outcomes: list[tuple[int, Outcome]] = field(default_factory=list)
     least_ready: int = 1_000_000
-    secrets: tuple[str, ...] = ()
+    secrets: dict[str, tuple[str, ...]] = field(default_factory=dict)  #: by node
 
     def deploy(
         self, digest: str, spec: Spec = SPEC, environment: Environment = Environment()
@@ -43,7 +43,7 @@ class World:
             name: NodeRecord(
                 name, room.cpu, room.memory_bytes, room.gpu,
                 slots=tuple(report for node, report in self.running.values() if node == name),
-                secrets=self.secrets,
+                secrets=self.secrets.get(name, ()),
             )
             for name, room in self.rooms.items()
         }  # fmt: skip
@@ -433,20 +433,56 @@ def test_another_environment_of_the_same_package_is_rolled_out_as_another_packag
     assert world.least_ready >= 1
 
 
-def test_a_secret_that_no_node_has_rolls_a_version_back_by_its_name(world: World):
-    world.secrets = ("other",)
-    lacking = world.deploy(A, environment=Environment(secrets={"X": "token", "Y": "other"}))
-    world.run(10)
-    assert not world.app.of(lacking.version, "starting", "ready")
-    assert world.active == A
-    [(_, outcome)] = world.outcomes[1:]
-    assert outcome.verdict == "rolled_back"
-    assert "no node has the secret token:" in outcome.message
-    assert any("secret token" in event.text for event in world.app.events)
-    world.secrets = ("other", "token")
-    having = world.deploy(A, environment=Environment(secrets={"X": "token", "Y": "other"}))
+def test_a_version_waits_for_a_node_with_its_secrets_and_says_which_is_missing(world: World):
+    world.secrets = {"one": ("other",)}
+    wanted = world.deploy(A, environment=Environment(secrets={"X": "token", "Y": "other"}))
+    world.run(400)
+    assert not world.app.of(wanted.version, "starting", "ready")
+    assert (world.active, len(world.outcomes)) == (A, 1)
+    assert "no node has the secret token:" in world.app.message
+    world.secrets = {"one": ("other", "token")}
     world.run(20)
-    assert world.active == having.version
+    assert world.active == wanted.version
+
+
+@pytest.mark.parametrize("phase", ["starting", "failing", "ready"])
+def test_a_version_whose_only_node_is_away_waits_until_it_is_back(world: World, phase: str):
+    world.rooms["two"] = Resources(8)
+    world.secrets = {"two": ("token",)}
+    spec = replace(SPEC, canary=0.1) if phase == "ready" else SPEC
+    wanted = Generation("n", 2, B, spec, environment=Environment(secrets={"X": "token"}))
+    world.behaviour = {
+        wanted.version: {"starting": "hangs", "failing": "crashes"}.get(phase, "works")
+    }
+    world.deploy(B, spec, environment=wanted.environment)
+    world.run(3)
+    assert world.app.of(wanted.version)
+    del world.rooms["two"]
+    world.running = {slot: told for slot, told in world.running.items() if told[0] != "two"}
+    world.run(400)
+    assert (world.active, len(world.outcomes)) == (A, 1)
+    assert "no node has the secret token:" in world.app.message
+    world.behaviour = {}
+    world.rooms["two"] = Resources(8)
+    world.run(100)
+    assert world.num_ready(wanted.version) == 1
+    if phase == "ready":
+        assert world.app.candidate is not None
+        assert world.app.candidate.is_canary
+    else:
+        assert world.active == wanted.version
+
+
+def test_a_version_that_fails_where_its_secret_is_is_rolled_back_though_its_node_goes(world: World):
+    world.rooms["two"] = Resources(8)
+    world.secrets = {"two": ("token",)}
+    environment = Environment(secrets={"X": "token"})
+    wanted = Generation("n", 2, B, SPEC, environment=environment)
+    world.behaviour = {wanted.version: "hangs"}
+    world.deploy(B, environment=environment)
+    world.run(100)
+    [(_, outcome)] = world.outcomes[1:]
+    assert (outcome.verdict, outcome.message) == ("rolled_back", "not ready within 60 s")
 
 
 def test_what_a_record_calls_a_secret_and_may_be_its_value_is_not_shown(world: World):
