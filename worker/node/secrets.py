@@ -4,6 +4,7 @@ A deployment names them; their values go to the one process that asked, by a fil
 """
 
 import os
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 
@@ -81,8 +82,22 @@ class Secrets:
 
 
 def hand_over(variables: Variables) -> int:
-    """The descriptor of a file in memory with these, for a child to read once."""
-    number = os.memfd_create("variables")
-    os.write(number, msgspec.json.encode(variables))
-    os.lseek(number, 0, os.SEEK_SET)
+    """The descriptor of a file without a name that has these, for a child to read once. Raises: OSError."""
+    number = _open_nameless()
+    try:
+        with open(number, "wb", closefd=False) as file:
+            file.write(msgspec.json.encode(variables))
+        os.lseek(number, 0, os.SEEK_SET)
+    except OSError:
+        os.close(number)
+        raise
+    return number
+
+
+def _open_nameless() -> int:
+    """In memory, or where the system has no such files (macOS) on the disk, for its user alone."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("variables")
+    number, path = tempfile.mkstemp()
+    os.unlink(path)
     return number
