@@ -52,7 +52,7 @@ QUICK = frozenset({
 PAGE = Path(__file__).parents[4] / "docs" / "models.md"
 BEGIN, END = "<!-- families: written by `make families` -->", "<!-- end of families -->"
 HEAD = "| family | architecture | images | prefix cache | speed path |\n|---|---|---|---|---|\n"
-CROWDED = (ways.run_preempted, ways.run_overlapped)
+CROWDED = (ways.run_preempted, ways.run_overlapped, ways.run_with_drafts_under_all_of_it)
 NEED_PREFIXES = (ways.run_prefix_cached, ways.run_under_all_of_it)
 #: of the ways, those that are made of the others
 QUICK_WAYS: list[Way] = [
