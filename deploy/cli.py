@@ -150,15 +150,10 @@ def deploy(
 
     def run() -> None:
         spec = commands.make_spec(
-            resources,
-            canary,
-            min_instances,
-            max_instances,
-            start_s,
-            idle_s,
-            retry_limit,
-            canary_latency,
-        )
+            resources=resources, canary=canary, min_instances=min_instances,
+            max_instances=max_instances, start_s=start_s, idle_s=idle_s, retry_limit=retry_limit,
+            canary_latency=canary_latency,
+        )  # fmt: skip
         settings = dict(_assignment("--set", each) for each in engine or ())
         variables = dict(_assignment("--env", each) for each in env or ())
         named = (each.partition("=") for each in secret or ())

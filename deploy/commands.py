@@ -51,21 +51,28 @@ class CommandFailed(Exception):
 
 
 def make_spec(
+    *,
     resources: str,
-    share: str,
-    least: int,
-    most: int,
+    canary: str,
+    min_instances: int,
+    max_instances: int,
     start_s: float,
     idle_s: float,
-    retries: int,
-    latency: float = 0.0,
+    retry_limit: int,
+    canary_latency: float,
 ) -> Spec:
     """The spec of options as people write them: `cpu=2,memory=4g,gpu=1` and `10%`. Raises: CommandFailed."""
     try:
-        percent = share.strip().removesuffix("%")
-        canary = float(percent) / (100 if share.strip().endswith("%") else 1)
+        share = canary.strip()
         spec = Spec(
-            least, most, parse_resources(resources), canary, idle_s, 2.0, start_s, retries, latency
+            min_instances=min_instances,
+            max_instances=max_instances,
+            resources=parse_resources(resources),
+            canary=float(share.removesuffix("%")) / (100 if share.endswith("%") else 1),
+            idle_s=idle_s,
+            start_s=start_s,
+            retry_limit=retry_limit,
+            canary_latency=canary_latency,
         )
         return msgspec.json.decode(msgspec.json.encode(spec), type=Spec)  # which checks its limits
     except (ValueError, msgspec.ValidationError) as error:

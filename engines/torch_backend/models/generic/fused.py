@@ -255,7 +255,10 @@ class Attention:
 
     def rotation(self, options: dict[str, Any]) -> Rotation | None:
         """Of queries and keys."""
-        return Rotation(*options["position_embeddings"], self._rotated) if self._rotated else None
+        if not self._rotated:
+            return None
+        cos, sin = options["position_embeddings"]
+        return Rotation(cos, sin, self._rotated)
 
     @property
     def pages(self) -> Any:
