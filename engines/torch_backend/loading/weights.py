@@ -242,6 +242,7 @@ def _prepare_kernels(
     if ops is not None and ops.is_native:
         pack_linears(model, ops, dtype)
         if is_quantized:
+            model.allow_int8_head()
             # in 16 bits, torch multiplies them faster beside the many tokens of an image
             if dtype == torch.float32 and ops.uses("linear_int8", "cpu"):
                 model.allow_int8_beside()

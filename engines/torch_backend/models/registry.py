@@ -174,6 +174,9 @@ class FamilyModel(nn.Module):
     def quantize(self, scheme: Scheme, dtype: torch.dtype) -> None:
         """Have the linear maps of a scheme, where they were not there to be loaded."""
 
+    def allow_int8_head(self) -> None:
+        """Have the head be `Precision.INT8`, where it is not: the decoder is in few bits."""
+
     def allow_int8_beside(self) -> None:
         """Have linear maps of towers and projectors be `Precision.INT8`, where they are not: the decoder is in few bits."""
 

@@ -122,15 +122,27 @@ def allow_int8(model: nn.Module, decoder: str, head: nn.Module | None) -> None:
         is_beside = type(linear) is nn.Linear and linear is not head
         if not is_beside or name.startswith(f"{decoder}.") or name.endswith(".weights"):
             continue
-        with torch.device("meta"):
-            weights = LinearWeights(
-                linear.in_features,
-                linear.out_features,
-                bias=linear.bias is not None,
-                precision=Precision.INT8,
-            )
-        weights.load_state_dict(linear.state_dict(), assign=True)
-        model.set_submodule(name, OperatorLinear(weights.requires_grad_(False)))
+        _allow_int8_of(model, name, linear)
+
+
+def allow_int8_head(model: Any) -> None:
+    """Have the head be in int8, too, if it is a linear map of its own."""
+    head, table = model.get_output_embeddings(), model.get_input_embeddings()
+    if type(head) is nn.Linear and head.weight is not getattr(table, "weight", None):
+        name = next(name for name, module in model.named_modules() if module is head)
+        _allow_int8_of(model, name, head)
+
+
+def _allow_int8_of(model: nn.Module, name: str, linear: nn.Linear) -> None:
+    with torch.device("meta"):
+        weights = LinearWeights(
+            linear.in_features,
+            linear.out_features,
+            bias=linear.bias is not None,
+            precision=Precision.INT8,
+        )
+    weights.load_state_dict(linear.state_dict(), assign=True)
+    model.set_submodule(name, OperatorLinear(weights.requires_grad_(False)))
 
 
 def stored_linears(config: GenericConfig, scheme: Scheme) -> nn.Module:

@@ -38,6 +38,7 @@ from engines.torch_backend.models.generic.fused import Fused, Recognised, Watche
 from engines.torch_backend.models.generic.image_form import ImageForm
 from engines.torch_backend.models.generic.linears import (
     allow_int8,
+    allow_int8_head,
     has_quantized,
     keep_stored,
     linears_within,
@@ -319,13 +320,18 @@ class GenericModel(FamilyModel):
             self._fused.bind(ops, dtype)
 
     def quantize(self, scheme: Scheme, dtype: torch.dtype) -> None:
-        """The linear maps of the decoder's layers; the head, a tower and experts in one tensor stay as they are."""
+        """The linear maps of the decoder's layers; a tower and experts in one tensor stay as they are."""
         num_quantized = quantize_linears(self.inner, self._layers_name, scheme, dtype)
         if not num_quantized:
             name = self.config.model_class.__name__
             raise UnsupportedCheckpoint(f"{name} has no linear maps that can be in {scheme.name}")
         self._is_rounded = True
         logger.info("%d linear maps are in %s", num_quantized, scheme.name)
+
+    def allow_int8_head(self) -> None:
+        """Where it is called, and no part of another member's."""
+        if self._calls_head and self._mesh.size == 1:
+            allow_int8_head(self.inner)
 
     def allow_int8_beside(self) -> None:
         """Of models of images; what a text model has beside its layers is of every token."""

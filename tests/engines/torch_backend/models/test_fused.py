@@ -24,6 +24,7 @@ from engines.torch_backend.models.generic.family import GenericFamily
 from engines.torch_backend.models.generic.linears import OperatorLinear, Siblings
 from engines.torch_backend.models.generic.model import GenericModel
 from engines.torch_backend.models.hf_config import read_fields
+from engines.torch_backend.ops.native.packed_linear import PackedLinear
 from engines.torch_backend.ops.registry import cpu_ops
 from engines.torch_backend.runner import TorchRunner
 from engines.torch_backend.settings import TorchSettings
@@ -127,6 +128,24 @@ def count(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> list[None]
 
     monkeypatch.setattr(owner, name, note)
     return calls
+
+
+@needs_kernels
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_beside_layers_in_few_bits_the_head_is_in_int8_if_it_is_no_table_of_tokens(
+    dtype: torch.dtype, is_tied: bool, tmp_path: Path
+) -> None:
+    write_checkpoint(text("Llama", "Llama", tie_word_embeddings=is_tied), tmp_path)
+    model = load(tmp_path, dtype, "int4")
+    head = model.inner.get_output_embeddings()
+    assert isinstance(head, OperatorLinear) != is_tied
+    table = model.inner.get_input_embeddings().weight
+    if isinstance(head, OperatorLinear):
+        assert isinstance(head.weights, PackedLinear)
+        assert head.weights.op == "linear_int8"
+    assert table.dtype == dtype
+    model.verify(start(model, dtype), "always")
 
 
 @needs_kernels
