@@ -36,6 +36,7 @@ from shared.packages.store import PackageStore, StoreError, open_store
 ARGUMENTS, PACKAGING, UPLOAD, API, ROLLOUT = 1, 2, 3, 4, 5  # exit codes, as Flame's
 _UPLOADS = 4  # at a time
 _POLL_S = 0.5
+_PHASES = ("fetch", "install", "start")
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "": 1}
 _UNITS |= {f"{unit}i": 1024**power for power, unit in enumerate("kmgt", 1)}
 
@@ -174,13 +175,20 @@ def _plan(name: str, packed: Packed, spec: Spec, environment: Environment) -> di
     }
 
 
+class _Whole(yaml.SafeDumper):
+    """Writes what comes twice twice, as people expect of a manifest."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
 def _show(content: Any, form: str) -> None:
     if form == "json":
         print(json.dumps(content, indent=2))
     elif isinstance(content, list):
-        print(yaml.safe_dump_all(content, sort_keys=False), end="")
+        print(yaml.dump_all(content, Dumper=_Whole, sort_keys=False), end="")
     else:
-        print(yaml.safe_dump(content, sort_keys=False), end="")
+        print(yaml.dump(content, Dumper=_Whole, sort_keys=False), end="")
 
 
 @contextmanager
@@ -267,13 +275,25 @@ def wait(client: Client, name: str, generation: int, wait_s: float) -> None:
                 f"{name}: generation {generation} has {share:.0%} of the requests; vlm promote"
             )
             return
-        if found["message"] != shown:
-            shown = found["message"]
+        if (doing := found["message"] or _phase(found)) not in ("", shown):
+            shown = doing
             console.print(f"{name}: {shown}")
         if time.monotonic() > give_up_at:
             text = f"{name}: generation {generation} is not ready after {wait_s:g} s; it goes on"
             raise CommandFailed(text, ROLLOUT)
         time.sleep(_POLL_S)
+
+
+def _phase(found: dict[str, Any]) -> str:
+    """How far the new version's instance is that is furthest: fetched, installed, or started."""
+    digest = found["candidate"]["digest"] if found["candidate"] else ""
+    own = [slot for slot in found["slots"] if slot["digest"] == digest and slot["phase"]]
+    if not own:
+        return ""
+    last = max(
+        own, key=lambda slot: _PHASES.index(slot["phase"]) if slot["phase"] in _PHASES else -1
+    )
+    return f"{last['phase']} on {last['node']}"
 
 
 def run_change(

@@ -613,21 +613,26 @@ def _explain(app: App, nodes: Mapping[str, NodeRecord], now: float) -> App:
         if slot.state != "wanted" or revision is None:
             continue
         needed = revision.needs
-        instance = (
-            f"an instance of {needed.cpu:g} processors, {needed.memory_bytes} bytes and "
-            f"{needed.gpu} GPUs"
-        )
         rooms = [Resources(node.cpu, node.memory_bytes, node.gpu) for node in nodes.values()]
         text = _find_lack(app, revision, nodes)
         if text:
             pass
         elif not any(fits(needed, room) for room in rooms):
-            text = f"no node has room for {instance}"
+            text = f"no node has room for an instance of {_write(needed)}"
         elif revision is app.candidate and slot.since and now - slot.since > SETTLE_S:
-            text = f"instances have all the room that {instance} needs; scale down, or add a node"
+            text = (
+                f"instances have all the room that one of {_write(needed)} needs: those without work "
+                "stop after their idle_s; or undeploy one, deploy with less --resources, or add a node"
+            )
         if text:
             return app if app.message == text else replace(app, message=text)
     return app
+
+
+def _write(needed: Resources) -> str:
+    """As `vlm deploy --resources` takes them."""
+    given = (("cpu", needed.cpu), ("memory", needed.memory_bytes), ("gpu", needed.gpu))
+    return ",".join(f"{n}={v:g}" if n == "cpu" else f"{n}={v}" for n, v in given if v)
 
 
 def _find_lack(app: App, revision: Revision, nodes: Mapping[str, NodeRecord]) -> str:

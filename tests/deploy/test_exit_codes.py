@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import yaml
 from typer.testing import CliRunner, Result
 
 import vlm
@@ -77,6 +78,14 @@ def test_wrong_arguments_end_with_1(arguments: list[str], says: str):
     assert done.exit_code == 1
     assert says in said(done)
     assert KEY not in done.output
+
+
+def test_manifests_are_written_without_references(package: Path):
+    done = run(*deploy_of(package, "--target", "kubernetes", "--store", "s3://models/vlm"))
+    assert done.exit_code == 0
+    kinds = [each["kind"] for each in yaml.safe_load_all(done.stdout)]
+    assert kinds == ["Deployment", "Deployment", "ScaledObject"]
+    assert not {"&", "*"} & {word[0] for word in done.stdout.split()}
 
 
 @pytest.mark.parametrize(
