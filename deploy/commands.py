@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,7 @@ from rich.table import Table
 from deploy.client import ApiFailed, Client, GatewayStore
 from deploy.kubernetes import CannotRender, render
 from deploy.pack import Packed, pack
-from shared.packages.deployments import Resources, Spec, in_full
+from shared.packages.deployments import NAME, NAME_RULE, Resources, Spec, in_full
 from shared.packages.environment import (
     BadEnvironment,
     Environment,
@@ -125,6 +126,8 @@ def run_deploy(
     wait_s: float,
 ) -> None:
     """Pack, upload, deploy, wait. Raises: CommandFailed."""
+    if not re.match(NAME, name):
+        raise CommandFailed(f"--name {name}: {NAME_RULE}", ARGUMENTS)
     try:
         with _Bar("hashing") as bar:
             packed = pack(application, engine=engine, entry=entry, command=command, report=bar)

@@ -28,6 +28,7 @@ from shared.packages.board import Board
 from shared.packages.deployments import (
     MAX_INSTANCES,
     NAME,
+    NAME_RULE,
     Cause,
     Conflict,
     Generation,
@@ -509,8 +510,7 @@ _SCALE, _NOTHING = JsonBody(Scale), JsonBody(Nothing)
 def _check_name(name: str) -> str:
     """Raises: InvalidRequest."""
     if not re.match(NAME, name):
-        problem = "send 1 to 63 letters, digits, dots, dashes and underscores, no dash first"
-        raise _invalid("name", problem)
+        raise _invalid("name", NAME_RULE)
     return name
 
 

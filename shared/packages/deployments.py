@@ -15,6 +15,7 @@ from shared.packages.store import PackageStore, StoreError
 
 #: In Python `$` also stands before a last newline.
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$(?!\n)"
+NAME_RULE = "send 1 to 63 letters, digits, dots, dashes and underscores, a letter or digit first"
 _KEY = re.compile(r"deployments/([^/]+)/(\d{8})(\.outcome)?\.json")
 MAX_INSTANCES = 256
 #: Times are known to a tenth.

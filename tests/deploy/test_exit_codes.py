@@ -62,6 +62,8 @@ def deploy_of(package: Path, *more: str | Path) -> list[str | Path]:
             "secrets.T",
         ),
         (["deploy", "--name", "n", "--application", "shapes", "--secret", f"T{KEY}"], "secrets: "),
+        (["deploy", "--name", "a b", "--application", "shapes"], "--name a b: send 1 to 63"),
+        (["deploy", "--name", "_a", "--application", "shapes"], "letter or digit first"),
         (["promote"], "name"),
         (["rollback", "n", "--to", "first"], "--to"),
         (["scale", "n", "--max", "0"], "--max"),
