@@ -7,7 +7,7 @@
 #include "abi.h"
 #include "mixer.h"
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512F__)
 #include <immintrin.h>
 #endif
 
@@ -15,29 +15,57 @@ namespace {
 
 constexpr int64_t MIN_PARALLEL_PRODUCTS = 1 << 15;
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512F__)
 constexpr int TILE = 6;  // rows whose sums stay in registers beside four blocks of columns
 constexpr int64_t MANY_BLOCKS = 4;
 
-// Rows times B blocks of sixteen columns, two numbers of each at a time. Shapes: rows (6, 2 * pairs),
-// columns (B, pairs, 16, 2), sums (6, B * 16), `stride` apart.
-template <int B>
-void multiply_pairs(const BFloat16* const (&rows)[TILE], const BFloat16* columns, int64_t pairs, float* sums,
-                    int64_t stride) {
+// What a lane of 32 bits holds: a float32, or two numbers in bfloat16, whose products are summed in float32.
+template <class T>
+constexpr int64_t PER_LANE = sizeof(float) / sizeof(T);
+
+inline __m512 add_products(const float*, __m512 sums, __m512i a, __m512i b) {
+    return _mm512_fmadd_ps((__m512)a, (__m512)b, sums);
+}
+
+inline void put(float* target, __m512 values) { _mm512_storeu_ps(target, values); }
+
+// Two values of each column in its lane, or the one.
+inline __m512i join(const float* first, const float*) { return (__m512i)_mm512_loadu_ps(first); }
+
+#if defined(__AVX512BF16__)
+inline __m512 add_products(const BFloat16*, __m512 sums, __m512i a, __m512i b) {
+    return _mm512_dpbf16_ps(sums, (__m512bh)a, (__m512bh)b);
+}
+
+inline void put(BFloat16* target, __m512 values) {
+    _mm256_storeu_si256((__m256i*)target, (__m256i)_mm512_cvtneps_pbh(values));
+}
+
+inline __m512i join(const BFloat16* first, const BFloat16* second) {
+    const __m512i lower = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)first));
+    const __m512i upper = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)second));
+    return _mm512_or_si512(lower, _mm512_slli_epi32(upper, 16));
+}
+#endif
+
+// Rows times B blocks of sixteen columns, a lane of each at a time. Shapes in lanes: rows (6, K), columns (B, K, 16),
+// sums (6, B * 16), `stride` apart.
+template <class T, int B>
+void multiply_wide(const T* const (&rows)[TILE], const T* columns, int64_t lanes, float* sums, int64_t stride) {
     __m512 local[TILE][B];
 #pragma GCC unroll 6
     for (int m = 0; m < TILE; m++)
         for (int b = 0; b < B; b++) local[m][b] = _mm512_setzero_ps();
-    for (int64_t pair = 0; pair < pairs; pair++) {
-        __m512bh block[B];
+    for (int64_t k = 0; k < lanes; k++) {
+        __m512i block[B];
         for (int b = 0; b < B; b++)
-            block[b] = (__m512bh)_mm512_loadu_si512(columns + (b * pairs + pair) * 2 * COLUMNS);
+            block[b] = _mm512_loadu_si512(columns + (b * lanes + k) * PER_LANE<T> * COLUMNS);
 #pragma GCC unroll 6
         for (int m = 0; m < TILE; m++) {
-            int32_t both;
-            std::memcpy(&both, rows[m] + 2 * pair, sizeof both);
-            const __m512bh row = (__m512bh)_mm512_set1_epi32(both);
-            for (int b = 0; b < B; b++) local[m][b] = _mm512_dpbf16_ps(local[m][b], row, block[b]);
+            int32_t lane;
+            std::memcpy(&lane, rows[m] + PER_LANE<T> * k, sizeof lane);
+            const __m512i row = _mm512_set1_epi32(lane);
+            for (int b = 0; b < B; b++) local[m][b] = add_products(columns, local[m][b], row, block[b]);
         }
     }
 #pragma GCC unroll 6
@@ -45,64 +73,65 @@ void multiply_pairs(const BFloat16* const (&rows)[TILE], const BFloat16* columns
         for (int b = 0; b < B; b++) _mm512_storeu_ps(sums + m * stride + b * COLUMNS, local[m][b]);
 }
 
-void multiply_pairs(const BFloat16* const (&rows)[TILE], const BFloat16* columns, int64_t pairs, int64_t num_blocks,
-                    float* sums) {
+template <class T>
+void multiply_wide(const T* const (&rows)[TILE], const T* columns, int64_t lanes, int64_t num_blocks, float* sums) {
     const int64_t stride = num_blocks * COLUMNS;
     for (; num_blocks > 0; num_blocks -= MANY_BLOCKS) {
         switch (std::min(num_blocks, MANY_BLOCKS)) {
-            case 1: multiply_pairs<1>(rows, columns, pairs, sums, stride); break;
-            case 2: multiply_pairs<2>(rows, columns, pairs, sums, stride); break;
-            case 3: multiply_pairs<3>(rows, columns, pairs, sums, stride); break;
-            default: multiply_pairs<4>(rows, columns, pairs, sums, stride); break;
+            case 1: multiply_wide<T, 1>(rows, columns, lanes, sums, stride); break;
+            case 2: multiply_wide<T, 2>(rows, columns, lanes, sums, stride); break;
+            case 3: multiply_wide<T, 3>(rows, columns, lanes, sums, stride); break;
+            default: multiply_wide<T, 4>(rows, columns, lanes, sums, stride); break;
         }
-        columns += MANY_BLOCKS * pairs * 2 * COLUMNS, sums += MANY_BLOCKS * COLUMNS;
+        columns += MANY_BLOCKS * lanes * PER_LANE<T> * COLUMNS, sums += MANY_BLOCKS * COLUMNS;
     }
 }
 
-// A head of a row, whose weights are rounded to bfloat16 as well, and all sums are float32. Its width is a multiple of
-// COLUMNS.
-class PairMixer {
+// A head of a row, whose weights are rounded as its values are; sums are float32. Its width is a multiple of COLUMNS.
+template <class T>
+class WideMixer {
   public:
-    PairMixer(int64_t width, int64_t num_keys)
+    WideMixer(int64_t width, int64_t num_keys)
         : width_(width), num_keys_(num_keys), num_blocks_((num_keys + COLUMNS - 1) / COLUMNS) {
-        static thread_local std::vector<BFloat16> halves;
-        static thread_local std::vector<float> floats;
+        static thread_local std::vector<T> numbers;
+        static thread_local std::vector<float> sums;
         const int64_t padded_keys = num_blocks_ * COLUMNS;
-        halves.resize(std::max<size_t>(halves.size(), (2 * width + TILE) * padded_keys));
-        floats.resize(std::max<size_t>(floats.size(), TILE * std::max(padded_keys, width)));
-        keys_ = halves.data(), values_ = keys_ + width * padded_keys, weights_ = values_ + width * padded_keys;
-        sums_ = floats.data();
+        numbers.resize(std::max<size_t>(numbers.size(), (2 * width + TILE) * padded_keys));
+        sums.resize(std::max<size_t>(sums.size(), TILE * std::max(padded_keys, width)));
+        keys_ = numbers.data(), values_ = keys_ + width * padded_keys, weights_ = values_ + width * padded_keys;
+        sums_ = sums.data();
     }
 
-    // Keys side by side, and each value beside the next one. Those that there are not are the last one: nobody sees them.
-    void lay_out(const BFloat16* keys, const BFloat16* values, int64_t stride) {
+    // Keys side by side; values one after another, or each beside the next. Those that there are not are the last one,
+    // which nobody sees.
+    void lay_out(const T* keys, const T* values, int64_t stride) {
         const auto place = [&](int64_t t) { return std::min(t, num_keys_ - 1) * stride; };
-        const int64_t pairs = width_ / 2;
+        const int64_t lanes = width_ / PER_LANE<T>;
         for (int64_t first = 0; first < num_blocks_ * COLUMNS; first += 8) {
-            const float* rows[8];  // a pair of numbers is moved as one
+            const float* rows[8];  // a lane is moved as it is
             for (int64_t r = 0; r < 8; r++) rows[r] = (const float*)(keys + place(first + r));
-            float* target = (float*)keys_ + first / COLUMNS * COLUMNS * pairs + first % COLUMNS;
-            for (int64_t d = 0; d < pairs; d += 8) transpose(rows, d, target + d * COLUMNS);
+            float* target = (float*)keys_ + first / COLUMNS * COLUMNS * lanes + first % COLUMNS;
+            for (int64_t d = 0; d < lanes; d += 8) transpose(rows, d, target + d * COLUMNS);
         }
-        for (int64_t t = 0; t < num_blocks_ * COLUMNS; t += 2)
+        for (int64_t t = 0; t < num_blocks_ * COLUMNS; t += PER_LANE<T>)
             for (int64_t d = 0; d < width_; d += COLUMNS) {
-                const __m512i first = widen(values + place(t) + d), second = widen(values + place(t + 1) + d);
-                _mm512_storeu_si512(values_ + (d / COLUMNS * num_blocks_ * COLUMNS + t) * COLUMNS,
-                                    _mm512_or_si512(first, _mm512_slli_epi32(second, 16)));
+                const __m512i lanes = join(values + place(t) + d, values + place(t + PER_LANE<T> - 1) + d);
+                _mm512_storeu_si512(values_ + (d / COLUMNS * num_blocks_ * COLUMNS + t) * COLUMNS, lanes);
             }
     }
 
     // Up to TILE queries, and where their results go.
-    void attend(const BFloat16* queries, int64_t count, int64_t stride, BFloat16* out, int64_t out_stride) {
-        const BFloat16* rows[TILE];
+    void attend(const T* queries, int64_t count, int64_t stride, T* out, int64_t out_stride) {
+        const int64_t num_scores = num_blocks_ * COLUMNS;
+        const T* rows[TILE];
         for (int64_t m = 0; m < TILE; m++) rows[m] = queries + std::min(m, count - 1) * stride;
-        multiply_pairs(rows, keys_, width_ / 2, num_blocks_, sums_);
+        multiply_wide(rows, keys_, width_ / PER_LANE<T>, num_blocks_, sums_);
         float totals[TILE];
         for (int64_t m = 0; m < TILE; m++) {
             totals[m] = m < count ? soften(m) : 1;
-            rows[m] = weights_ + std::min(m, count - 1) * num_blocks_ * COLUMNS;
+            rows[m] = weights_ + std::min(m, count - 1) * num_scores;
         }
-        multiply_pairs(rows, values_, num_blocks_ * COLUMNS / 2, width_ / COLUMNS, sums_);
+        multiply_wide(rows, values_, num_scores / PER_LANE<T>, width_ / COLUMNS, sums_);
         for (int64_t m = 0; m < count; m++)
             for (int64_t d = 0; d < width_; d += COLUMNS) {
                 const __m512 sums = _mm512_loadu_ps(sums_ + m * width_ + d);
@@ -111,14 +140,6 @@ class PairMixer {
     }
 
   private:
-    static __m512i widen(const BFloat16* source) {
-        return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)source));
-    }
-
-    static void put(BFloat16* target, __m512 values) {
-        _mm256_storeu_si256((__m256i*)target, (__m256i)_mm512_cvtneps_pbh(values));
-    }
-
     // A query's scores to weights; returns their sum.
     float soften(int64_t m) {
         const int64_t num_scores = num_blocks_ * COLUMNS;
@@ -139,28 +160,30 @@ class PairMixer {
         return _mm512_reduce_add_ps(total);
     }
 
-    // To 3e-6 of it, and 0 from 2^-126 on. Source: Taylor's series within half an octave.
+    // To 2e-7 of it, or 3e-6 for bfloat16, and 0 from 2^-126 on. Source: Taylor's series within half an octave.
     static __m512 power_of_two(__m512 x) {
         const __mmask16 is_any = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
         const __m512 octaves = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
         const __m512 r = _mm512_sub_ps(x, octaves);
-        __m512 series = _mm512_set1_ps(1.33335581e-3f);
-        for (const float factor : {9.61812911e-3f, 5.55041087e-2f, 2.40226507e-1f, 6.93147181e-1f, 1.0f})
+        __m512 series = _mm512_set1_ps(std::is_same<T, float>::value ? 1.54035304e-4f : 0.0f);
+        for (const float factor :
+             {1.33335581e-3f, 9.61812911e-3f, 5.55041087e-2f, 2.40226507e-1f, 6.93147181e-1f, 1.0f})
             series = _mm512_fmadd_ps(series, r, _mm512_set1_ps(factor));
         return _mm512_maskz_scalef_ps(is_any, series, octaves);
     }
 
     const int64_t width_, num_keys_, num_blocks_;
-    BFloat16 *keys_, *values_, *weights_;  // a thread's room
+    T *keys_, *values_, *weights_;  // a thread's room
     float* sums_;
 };
 
-void attend_pairs(const RowAttention& rows, int64_t row, int64_t head) {
+template <class T>
+void attend_wide(const RowAttention& rows, int64_t row, int64_t head) {
     const int64_t width = rows.head_dim, out_stride = rows.num_heads * width, stride = 3 * out_stride;
     const int64_t begin = rows.begins[row], length = rows.begins[row + 1] - begin;
-    const BFloat16* queries = (const BFloat16*)rows.joined + begin * stride + head * width;
-    BFloat16* out = (BFloat16*)rows.out + begin * out_stride + head * width;
-    PairMixer mixer(width, length);
+    const T* queries = (const T*)rows.joined + begin * stride + head * width;
+    T* out = (T*)rows.out + begin * out_stride + head * width;
+    WideMixer<T> mixer(width, length);
     mixer.lay_out(queries + out_stride, queries + 2 * out_stride, stride);
     for (int64_t first = 0; first < length; first += TILE)
         mixer.attend(queries + first * stride, std::min<int64_t>(TILE, length - first), stride,
@@ -171,7 +194,10 @@ void attend_pairs(const RowAttention& rows, int64_t row, int64_t head) {
 template <class T>
 void attend(const RowAttention& rows, int64_t row, int64_t head) {
 #if defined(__AVX512BF16__)
-    if (std::is_same<T, BFloat16>::value && rows.head_dim % COLUMNS == 0) return attend_pairs(rows, row, head);
+    if (rows.head_dim % COLUMNS == 0) return attend_wide<T>(rows, row, head);
+#elif defined(__AVX512F__)
+    if constexpr (std::is_same<T, float>::value)
+        if (rows.head_dim % COLUMNS == 0) return attend_wide<T>(rows, row, head);
 #endif
     const int64_t width = rows.head_dim, out_stride = rows.num_heads * width, stride = 3 * out_stride;
     const int64_t begin = rows.begins[row], length = rows.begins[row + 1] - begin;
