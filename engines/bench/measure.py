@@ -74,6 +74,7 @@ class Run:
     num_images: int
     steps: list[Work] = field(default_factory=list)
     late: "Late | None" = None
+    cpu_s: float = 0.0  #: of all threads
 
     @property
     def num_output_tokens(self) -> int:
@@ -143,7 +144,7 @@ def run_requests(
     """Add all at once and step until the last token. Raises: RequestError, RuntimeError for a failed request."""
     counter.steps = []
     times: dict[str, list[float]] = {request.request_id: [] for request in requests}
-    started = time.perf_counter()
+    started, cpu_s = time.perf_counter(), time.process_time()
     for request in requests:
         engine.add(request)
     while engine.has_work():
@@ -155,6 +156,7 @@ def run_requests(
             times[output.request_id] += [now] * len(output.token_ids)
     return Run(
         elapsed_s=time.perf_counter() - started,
+        cpu_s=time.process_time() - cpu_s,
         token_times=times,
         num_prompt_tokens=sum(len(request.prompt_token_ids) for request in requests),
         num_images=sum(len(request.images) for request in requests),

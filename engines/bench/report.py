@@ -3,6 +3,7 @@
 Used by the benchmark; knows no engine and no clock.
 """
 
+import math
 import statistics
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -88,12 +89,43 @@ def to_row(
     )
 
 
-def to_json(machine: Machine, model: dict[str, Any], rows: list[Row]) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Processor time with speculation over that without, in turns that follow each other."""
+
+    scenario: str
+    batch_size: int
+    num_pairs: int
+    ratio: Spread  #: the median, and where it lies by 95 %
+
+    @classmethod
+    def of(cls, scenario: str, batch_size: int, with_it: list[Run], without: list[Run]) -> "Cost":
+        """As many runs of both, in turn."""
+        pairs = zip(with_it, without, strict=True)
+        ratios = sorted(one.cpu_s / other.cpu_s for one, other in pairs)
+        count, half = len(ratios), 0.98 * len(ratios) ** 0.5
+        low = max(0, math.floor(count / 2 - half))
+        high = min(count, math.ceil(count / 2 + half) + 1) - 1
+        spread = Spread(statistics.median(ratios), ratios[low], ratios[high])
+        return cls(scenario, batch_size, count, spread)
+
+
+def to_json(
+    machine: Machine, model: dict[str, Any], rows: list[Row], costs: list[Cost]
+) -> dict[str, Any]:
     """Everything that was measured."""
-    return {"machine": asdict(machine), "model": model, "rows": [asdict(row) for row in rows]}
+    tables = {"rows": rows, "costs": costs}
+    found = {name: [asdict(row) for row in table] for name, table in tables.items()}
+    return {"machine": asdict(machine), "model": model, **found}
 
 
-def show(console: Console, machine: Machine, model: dict[str, Any], rows: list[Row]) -> None:
+def show(
+    console: Console,
+    machine: Machine,
+    model: dict[str, Any],
+    rows: list[Row],
+    costs: list[Cost],
+) -> None:
     """Print what a reader compares: medians, with the least and the most behind them."""
     console.print(", ".join(f"{name} {value}" for name, value in model.items()))
     console.print(
@@ -107,6 +139,12 @@ def show(console: Console, machine: Machine, model: dict[str, Any], rows: list[R
     for row in rows:
         table.add_row(*_cells(row))
     console.print(table)
+    for cost in costs:
+        ratio = cost.ratio
+        console.print(
+            f"{cost.scenario}, batch {cost.batch_size}: processor time of ngram over off"
+            f" {ratio.median:.3f} ({ratio.low:.3f}-{ratio.high:.3f}, 95 % of {cost.num_pairs} pairs)"
+        )
 
 
 def _cells(row: Row) -> list[str]:

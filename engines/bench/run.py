@@ -15,7 +15,7 @@ from engines.base import EngineStartError, RequestError
 from engines.bench.cost import ModelCost
 from engines.bench.machine import Machine, measure_machine, peak_bytes
 from engines.bench.measure import Run, WorkCounter, run_beside, run_requests
-from engines.bench.report import TABLE_WIDTH, Row, show, to_json, to_row
+from engines.bench.report import TABLE_WIDTH, Cost, Row, show, to_json, to_row
 from engines.bench.scenario import SCENARIOS, USUAL, RequestMaker, Scenario
 from engines.core.engine import BatchingEngine
 from engines.registry import create_engine
@@ -46,6 +46,7 @@ class Bench:
     """An engine under measurement."""
 
     machine: Machine  #: set by `run_all`
+    costs: list[Cost]  #: as well: of speculation, where it was measured with and without
 
     def __init__(self, options: BenchOptions) -> None:
         """Load the model. Raises: what loading raises; ValueError for an unknown scenario."""
@@ -126,12 +127,18 @@ class Bench:
         peaks: dict[tuple[Scenario, int, str], int] = {}
         for scenario, size, speculation in cells:
             self.run(replace(scenario, num_output_tokens=2), size, speculation)
-        turns = [cell for _ in range(options.rounds) for cell in cells]
+        # there and back: whatever gets slower or faster does so for both of a pair
+        turns = [each for r in range(options.rounds) for each in cells[:: -1 if r % 2 else 1]]
         for cell in track(turns, "measuring", console=Console(stderr=True), transient=True):
             runs[cell].append(self.run(*cell))
             peaks[cell] = peak_bytes(self.device)
         self.machine = measure_machine(self.device, self.dtype)  # its matrices are no cell's memory
-        several = len(options.speculation) > 1
+        several = {"off", "ngram"}.issubset(options.speculation)
+        self.costs = [
+            Cost.of(each.name, size, runs[each, size, "ngram"], runs[each, size, "off"])
+            for each, size, speculation in cells
+            if several and speculation == "off"
+        ]
         return [
             to_row(
                 f"{cell[0].name} {cell[2]}" if several else cell[0].name,
@@ -152,8 +159,8 @@ def run(options: BenchOptions, as_json: bool) -> None:
     except (EngineStartError, RequestError, ValueError) as error:
         raise SystemExit(f"bench engine: {error}") from None
     if as_json:
-        print(json.dumps(to_json(bench.machine, bench.describe(), rows), indent=2))
+        print(json.dumps(to_json(bench.machine, bench.describe(), rows, bench.costs), indent=2))
     else:
         console = Console()
         console.width = max(console.width, TABLE_WIDTH)
-        show(console, bench.machine, bench.describe(), rows)
+        show(console, bench.machine, bench.describe(), rows, bench.costs)

@@ -1,7 +1,7 @@
 """What the benchmark asks of an engine: requests of random tokens and random images, all added at once.
 
 Every request is new, so that no cache helps, but in `repeat`, which asks again what `image` would. Answers are
-greedy, of one length, and ignore the end token; those of `edit` and `noise` are given, and the model is held to them. Images come as pixels: decoding them is not the engine's.
+greedy, of one length, and ignore the end token; those of `edit`, `noise` and `fresh` are given, and the model is held to them. Images come as pixels: decoding them is not the engine's.
 """
 
 from dataclasses import dataclass
@@ -27,8 +27,8 @@ class Scenario:
     has_image: bool = False
     is_repeated: bool = False
     is_late: bool = False  #: one comes while as many as the batch size stream
-    #: That the model is held to: its prompt, of as many tokens, with one of 20 replaced; or a few at random.
-    answer: Literal["own", "edit", "noise"] = "own"
+    #: That the model is held to: its prompt, of as many tokens, with one of 20 replaced; a few at random; or each once.
+    answer: Literal["own", "edit", "noise", "fresh"] = "own"
 
 
 SCENARIOS = {
@@ -41,6 +41,7 @@ SCENARIOS = {
         Scenario("mixed", 32, num_output_tokens=1, has_image=True, is_late=True),
         Scenario("edit", 0, answer="edit"),
         Scenario("noise", 16, answer="noise"),
+        Scenario("fresh", 16, answer="fresh"),
     )
 }
 #: Those that are measured unless others are asked for.
@@ -90,6 +91,9 @@ class RequestMaker:
             return self._random.choices(self._text(_NUM_WORDS), k=num_tokens)
         if scenario.answer == "own":
             return []
+        if scenario.answer == "fresh":
+            others = set(range(self._config.text.vocab_size)) - {self._config.image_token_id}
+            return self._random.sample(sorted(others), num_tokens)
         answer = list(prompt)
         for start in range(0, len(answer), _EDITED_EVERY):
             length = min(_EDITED_EVERY, len(answer) - start)

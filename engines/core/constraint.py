@@ -16,6 +16,7 @@ _TOKEN_S = 0.005
 #: Of a draft: an answer for which one takes longer gets no more of them.
 _DRAFT_S = 0.005
 _SHOWN = 64  #: tokens of the answer that drafts are made of
+_IDLE = 4  #: tokens that nothing followed of: then it is a text, which goes on until a sign
 
 TOO_COMPLEX = (
     "The grammar takes too long to follow at this place of the answer: send a simpler one."
@@ -70,6 +71,10 @@ class Drafts(Protocol):
         """Tokens that may come behind these; the matcher stays where it is."""
         ...
 
+    def is_turn(self, token_id: int) -> bool:
+        """Whether something may follow of a token though nothing did of those before it."""
+        ...
+
 
 class Constraint:
     """A grammar that one answer is held to."""
@@ -80,6 +85,7 @@ class Constraint:
         self._num_consumed = 0
         self._mask: bytes | None = None  # of the place where the matcher is
         self._cpu_s = 0.0
+        self._num_idle = 0  # tokens since something followed of one
 
     def begin(self) -> "Constraint":
         """The same for another answer, from its start."""
@@ -121,18 +127,21 @@ class Constraint:
     def draft(self, token_ids: Items[int], num_prompt_tokens: int) -> list[int]:
         """Tokens that will probably follow these; none where nothing is forced, or it takes long."""
         num_output_tokens = len(token_ids) - num_prompt_tokens
-        new = list(token_ids[num_prompt_tokens + self._num_consumed :])
-        if self._drafts is None or num_output_tokens < self._num_consumed:
+        drafts = self._drafts
+        if drafts is None or num_output_tokens < self._num_consumed:
+            return []
+        if self._num_idle >= _IDLE and not drafts.is_turn(token_ids[-1]):
             return []
         started_s = time.thread_time()
-        if new:
+        if new := list(token_ids[num_prompt_tokens + self._num_consumed :]):
             if not self._matcher.consume_tokens(new):
                 return []  # the mask will say why
             self._num_consumed, self._mask = num_output_tokens, None
         if self._matcher.is_error():
             return []
         output = list(token_ids[max(num_prompt_tokens, len(token_ids) - _SHOWN) :])
-        found = self._drafts.draft(self._matcher, output)
+        found = drafts.draft(self._matcher, output)
+        self._num_idle = 0 if found else self._num_idle + 1
         if time.thread_time() - started_s > _DRAFT_S:
             self._drafts = None
         return found

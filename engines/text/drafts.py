@@ -27,6 +27,9 @@ class Drafter:
         for token_id, text in enumerate(self._bytes):
             if text:
                 self._ids.setdefault(text, token_id)
+        self._is_word = [
+            text.isascii() and text.replace(b" ", b"").isalpha() for text in self._bytes
+        ]
         self._longest = min(32, max(map(len, self._ids), default=0))
 
     def draft(self, matcher: Matcher, output: list[int]) -> list[int]:
@@ -45,6 +48,10 @@ class Drafter:
             found += piece
             piece = self._find(copy, bytes(found), output)
         return self._cut(output, bytes(found))
+
+    def is_turn(self, token_id: int) -> bool:
+        """Whether it is more than letters and spaces."""
+        return token_id >= len(self._is_word) or not self._is_word[token_id]
 
     def _find(self, matcher: Matcher, before: bytes, output: list[int]) -> bytes:
         """What is forced here, or else likely."""
