@@ -6,6 +6,7 @@ Used by the benchmark. TTFT, TPOT, ITL and the rates are those of `docs/performa
 import math
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -74,7 +75,6 @@ class Run:
     num_images: int
     steps: list[Work] = field(default_factory=list)
     late: "Late | None" = None
-    cpu_s: float = 0.0  #: of all threads
 
     @property
     def num_output_tokens(self) -> int:
@@ -144,7 +144,7 @@ def run_requests(
     """Add all at once and step until the last token. Raises: RequestError, RuntimeError for a failed request."""
     counter.steps = []
     times: dict[str, list[float]] = {request.request_id: [] for request in requests}
-    started, cpu_s = time.perf_counter(), time.process_time()
+    started = time.perf_counter()
     for request in requests:
         engine.add(request)
     while engine.has_work():
@@ -156,12 +156,30 @@ def run_requests(
             times[output.request_id] += [now] * len(output.token_ids)
     return Run(
         elapsed_s=time.perf_counter() - started,
-        cpu_s=time.process_time() - cpu_s,
         token_times=times,
         num_prompt_tokens=sum(len(request.prompt_token_ids) for request in requests),
         num_images=sum(len(request.images) for request in requests),
         steps=counter.steps,
     )
+
+
+def run_in_turn(
+    engines: Sequence[BatchingEngine], requests: Sequence[Sequence[EngineRequest]]
+) -> list[float]:
+    """Processor time that each engine takes for its requests, a step of each in turn: what else the machine does falls
+    on all alike. Raises: RequestError.
+    """
+    spent_s = [0.0 for _ in engines]
+    for engine, added in zip(engines, requests, strict=True):
+        for request in added:
+            engine.add(request)
+    while any(engine.has_work() for engine in engines):
+        for place, engine in enumerate(engines):
+            if engine.has_work():
+                started_s = time.process_time()
+                engine.step()
+                spent_s[place] += time.process_time() - started_s
+    return spent_s
 
 
 def run_beside(

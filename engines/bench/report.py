@@ -91,18 +91,17 @@ def to_row(
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Processor time with speculation over that without, in turns that follow each other."""
+    """Processor time with speculation over that without, a step of each in turn."""
 
     scenario: str
     batch_size: int
-    num_pairs: int
+    num_rounds: int
     ratio: Spread  #: the median, and where it lies by 95 %
 
     @classmethod
-    def of(cls, scenario: str, batch_size: int, with_it: list[Run], without: list[Run]) -> "Cost":
-        """As many runs of both, in turn."""
-        pairs = zip(with_it, without, strict=True)
-        ratios = sorted(one.cpu_s / other.cpu_s for one, other in pairs)
+    def of(cls, scenario: str, batch_size: int, ratios: list[float]) -> "Cost":
+        """Of the ratios of all rounds."""
+        ratios = sorted(ratios)
         count, half = len(ratios), 0.98 * len(ratios) ** 0.5
         low = max(0, math.floor(count / 2 - half))
         high = min(count, math.ceil(count / 2 + half) + 1) - 1
@@ -143,7 +142,7 @@ def show(
         ratio = cost.ratio
         console.print(
             f"{cost.scenario}, batch {cost.batch_size}: processor time of ngram over off"
-            f" {ratio.median:.3f} ({ratio.low:.3f}-{ratio.high:.3f}, 95 % of {cost.num_pairs} pairs)"
+            f" {ratio.median:.3f} ({ratio.low:.3f}-{ratio.high:.3f}, 95 % of {cost.num_rounds})"
         )
 
 

@@ -14,7 +14,7 @@ from rich.progress import track
 from engines.base import EngineStartError, RequestError
 from engines.bench.cost import ModelCost
 from engines.bench.machine import Machine, measure_machine, peak_bytes
-from engines.bench.measure import Run, WorkCounter, run_beside, run_requests
+from engines.bench.measure import Run, WorkCounter, run_beside, run_in_turn, run_requests
 from engines.bench.report import TABLE_WIDTH, Cost, Row, show, to_json, to_row
 from engines.bench.scenario import SCENARIOS, USUAL, RequestMaker, Scenario
 from engines.core.engine import BatchingEngine
@@ -69,6 +69,7 @@ class Bench:
             "kv_dtype": options.kv_dtype,
             "speculation": "ngram",
         }
+        self._settings = settings
         engine = create_engine(settings).engine
         assert isinstance(engine, BatchingEngine)
         assert isinstance(engine.runner, TorchRunner)
@@ -114,6 +115,28 @@ class Bench:
         [late] = self._maker.make(scenario, 1, length)
         return run_beside(self.engine, self._counter, streams, late)
 
+    def _compare(self, cells: list[tuple[Scenario, int]]) -> list[Cost]:
+        """What guessing costs of a processor. Raises: RequestError."""
+        if self.device.type != "cpu":
+            return []
+        ours, theirs = (
+            create_engine({**self._settings, "speculation": each}).engine
+            for each in ("ngram", "off")
+        )
+        assert isinstance(ours, BatchingEngine)
+        assert isinstance(theirs, BatchingEngine)
+        costs = []
+        for scenario, size in cells:
+            ratios = []
+            for _ in range(self.options.rounds + 1):
+                made = [self._maker.make(scenario, size, self.options.num_tokens) for _ in range(2)]
+                with_it, without = run_in_turn((ours, theirs), made)
+                ratios.append(with_it / without)
+            costs.append(Cost.of(scenario.name, size, ratios[1:]))
+        ours.close()
+        theirs.close()
+        return costs
+
     def run_all(self) -> list[Row]:
         """All cells: once unmeasured, then in turn. Raises: RequestError."""
         options = self.options
@@ -127,18 +150,17 @@ class Bench:
         peaks: dict[tuple[Scenario, int, str], int] = {}
         for scenario, size, speculation in cells:
             self.run(replace(scenario, num_output_tokens=2), size, speculation)
-        # there and back: whatever gets slower or faster does so for both of a pair
-        turns = [each for r in range(options.rounds) for each in cells[:: -1 if r % 2 else 1]]
+        turns = [cell for _ in range(options.rounds) for cell in cells]
         for cell in track(turns, "measuring", console=Console(stderr=True), transient=True):
             runs[cell].append(self.run(*cell))
             peaks[cell] = peak_bytes(self.device)
         self.machine = measure_machine(self.device, self.dtype)  # its matrices are no cell's memory
-        several = {"off", "ngram"}.issubset(options.speculation)
-        self.costs = [
-            Cost.of(each.name, size, runs[each, size, "ngram"], runs[each, size, "off"])
-            for each, size, speculation in cells
-            if several and speculation == "off"
-        ]
+        several = len(options.speculation) > 1
+        self.costs = (
+            self._compare(list(dict.fromkeys(cell[:2] for cell in cells if not cell[0].is_late)))
+            if several
+            else []
+        )
         return [
             to_row(
                 f"{cell[0].name} {cell[2]}" if several else cell[0].name,

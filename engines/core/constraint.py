@@ -92,6 +92,11 @@ class Constraint:
         assert self._num_consumed == 0
         return Constraint(self._matcher.deep_copy(), self._drafts)
 
+    @property
+    def can_draft(self) -> bool:
+        """Whether it has guesses."""
+        return self._drafts is not None
+
     def mask(self, token_ids: Items[int], num_prompt_tokens: int) -> bytes:
         """A bit for each token that may follow these, the lowest first. Raises: ConstraintFailure."""
         num_output_tokens = len(token_ids) - num_prompt_tokens

@@ -197,7 +197,8 @@ class Scheduler:
             end = start + num_new
             if end > len(sequence.block_ids) * block_size and not self._reserve(sequence, end):
                 continue
-            if num_pending == 1 and sequence.history is not None:
+            history = sequence.history
+            if num_pending == 1 and history is not None and not history.rests(sequence.token_ids):
                 if may_guess is None:
                     may_guess = self._may_guess()
                 if may_guess:

@@ -44,6 +44,8 @@ _NEWEST_OF_SEQUENCE, _NEWEST_OF_ALL = 0.3, 0.05
 _PLAIN_EVERY = 64
 #: A sequence whose drafts would not pay has none for so many tokens, at first and at most; then one.
 _FIRST_WAIT, _LONGEST_WAIT = 64, 256
+#: After so many tokens behind which nothing stood before, only every fourth is looked at.
+_NUM_MISSES, _NEXT_LOOK = 32, 4
 #: What is known of other sequences is forgotten by that share with each new one.
 _FORGOTTEN = 0.01
 #: A token of a draft is taken to cost that share of a step, over its sequences, before it is known.
@@ -102,44 +104,67 @@ class History:
         "_is_trial",
         "_key",
         "_latest",
+        "_num_misses",
         "_trial_at",
         "_wait",
         "is_forced",
+        "is_free",
         "quiet_until",
         "right",
     )
 
-    def __init__(self, right: float) -> None:
+    def __init__(self, right: float, *, is_free: bool = True) -> None:
         """`right`: the share of guessed tokens that will be, as far as is known."""
         self.right = right
+        self.is_free = is_free  #: no grammar guesses for it
         self.is_forced = False  #: whether its last draft was its grammar's
         self.quiet_until = 0  #: the length from which on it is looked at again
         # the length from which on a draft is tried that would not pay; 0: none has been declined
         self._trial_at = 0 if right < _WORTH_A_TRIAL else 1
         self._wait = _FIRST_WAIT
+        self._num_misses = 0
         self._is_trial = False  # whether its last draft was not thought to pay
         self._key = 0  # the three tokens in front of the first place without index
         self._latest: dict[int, int] = {}
         self._earlier = array("i", [0] * _NGRAM)  # by place; 0: none
 
-    def find(self, sequence: Sequence, most: int) -> list[int]:
-        """At most so many tokens that followed the last ones where these stood before."""
-        token_ids = sequence.token_ids
+    def rests(self, token_ids: list[int]) -> bool:
+        """Whether nothing is guessed of a sequence by now: most text is new, and told apart here at little cost."""
+        if not self.is_free:
+            return False
+        num_tokens = len(token_ids)
+        if num_tokens < self.quiet_until:
+            return True
+        if self._look(token_ids):
+            return False
+        self._num_misses += 1
+        if self._num_misses >= _NUM_MISSES:
+            self.quiet_until = num_tokens + _NEXT_LOOK
+        return True
+
+    def _look(self, token_ids: list[int]) -> int:
+        """Index what has come; returns where the last tokens stood before, 0 for nowhere."""
         end = len(token_ids)
         latest, earlier = self._latest, self._earlier
         start, key = len(earlier), self._key
         if start == _NGRAM:
             if end < start:
-                return []
+                return 0
             key = token_ids[0] << 48 | token_ids[1] << 24 | token_ids[2]
         for place in range(start, min(end, start + _MAX_INDEXED)):
             earlier.append(latest.get(key, 0))
             latest[key] = place
             key = (key << 24 | token_ids[place]) & _KEY_MASK
         self._key = key
-        place = latest.get(key, 0)
-        if not place or len(earlier) < end:
+        return latest.get(key, 0) if len(earlier) >= end else 0
+
+    def find(self, sequence: Sequence, most: int) -> list[int]:
+        """At most so many tokens that followed the last ones where these stood before."""
+        token_ids, earlier = sequence.token_ids, self._earlier
+        end, place = len(token_ids), self._look(token_ids)
+        if not place:
             return []
+        self._num_misses = 0
         longest, best = 0, place
         for _ in range(_MAX_PLACES):
             length = _match(token_ids, place, end)
@@ -232,7 +257,9 @@ class Speculator:
     def begin(self, sequence: Sequence) -> None:
         """Take on a sequence in which something is to be guessed: held to a grammar, or any where it `repeats`."""
         # others' text came again: that says little of this one's, and wrong guesses cost
-        sequence.history = History(min(self._first_right, _RIGHT))
+        constraint = sequence.constraint
+        is_free = constraint is None or not constraint.can_draft
+        sequence.history = History(min(self._first_right, _RIGHT), is_free=is_free)
         self._first_right += _FORGOTTEN * (_RIGHT - self._first_right)
 
     def guess(
@@ -249,7 +276,7 @@ class Speculator:
         is_quiet = num_tokens < history.quiet_until
         # what steps take without has to be seen, at first and now and then
         if (
-            (is_quiet and constraint is None)
+            (is_quiet and history.is_free)
             or self._num_drafted >= _PLAIN_EVERY
             or num_running not in self._plain_s
         ):

@@ -130,13 +130,17 @@ def test_the_table_has_a_line_for_each_cell(tiny, capsys):
 
 def test_given_answers_are_measured_with_and_without_speculation(tiny, capsys):
     options = BenchOptions(
-        str(tiny), device="cpu", scenarios=("edit", "noise"), batch_sizes=(1,), num_tokens=24,
+        str(tiny), device="cpu", scenarios=("edit", "fresh"), batch_sizes=(1,), num_tokens=24,
         rounds=1, speculation=("off", "ngram"),
     )  # fmt: skip
     run(options, as_json=True)
-    rows = {row["scenario"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
-    assert list(rows) == ["edit off", "edit ngram", "noise off", "noise ngram"]
-    assert rows["edit off"]["num_steps"] == rows["noise off"]["num_steps"] == 24
+    report = json.loads(capsys.readouterr().out)
+    rows = {row["scenario"]: row for row in report["rows"]}
+    assert list(rows) == ["edit off", "edit ngram", "fresh off", "fresh ngram"]
+    assert rows["edit off"]["num_steps"] == rows["fresh ngram"]["num_steps"] == 24
+    costs = {cost["scenario"]: cost["ratio"] for cost in report["costs"]}
+    assert list(costs) == ["edit", "fresh"]
+    assert all(0 < each["low"] <= each["median"] <= each["high"] for each in costs.values())
     assert rows["edit ngram"]["num_steps"] <= 24
 
 
