@@ -278,7 +278,7 @@ PRECISIONS = {
     ("float32", "none", "off", ""): 1.2,
     ("bfloat16", "none", "off", ""): 1.2,
     ("bfloat16", "int4", "off", "dequantizing"): 1.5,
-    ("bfloat16", "int4", "off", "torch's kernels"): 1.5,
+    ("bfloat16", "int4", "off", "torch's kernels"): 1.7,
     ("float32", "int4", "off", "torch's kernels"): 1.5,
     ("float32", "int4", "fast", ""): 1.8,
     ("float32", "int8", "fast", ""): 1.6,
