@@ -34,7 +34,7 @@ test: $(STAMP)  ## run all tests
 	$(BIN)/python -m pytest $(or $(ARGS),-n 3 --dist loadfile --no-loadscope-reorder)
 
 families: $(STAMP)  ## run every family of models by every way, and write the table of docs/models.md
-	FAMILIES_ALL=1 $(BIN)/python -m pytest tests/engines/torch_backend/models/test_families.py \
+	LONG=1 $(BIN)/python -m pytest tests/engines/torch_backend/models/test_families.py \
 		tests/engines/torch_backend/parallel tests/engines/torch_backend/test_equivalence.py \
 		tests/engines/torch_backend/lora tests/engines/torch_backend/loading/test_weights.py \
 		tests/e2e/test_transformers_models.py $(ARGS)
@@ -61,13 +61,13 @@ bfcl: $(STAMP)  ## count the steps in which the calls of BFCL (BFCL=a folder of 
 	$(BIN)/python -m tests.schemas.bfcl $(ARGS)
 
 hostile: $(STAMP)  ## play every attack of docs/security.md that a client can make against real processes
-	HOSTILE_LONG=1 $(BIN)/python -m pytest tests/hostile $(ARGS)
+	LONG=1 $(BIN)/python -m pytest tests/hostile $(ARGS)
 
 browser-test: $(STAMP)  ## use the chat page in a headless chromium; screenshots in .cache/screenshots
-	$(BIN)/python -m pytest tests/browser $(ARGS)
+	LONG=1 $(BIN)/python -m pytest tests/browser $(ARGS)
 
 faults: $(STAMP)  ## play every fault of docs/reliability.md against real processes; takes minutes
-	FAULTS_LONG=1 $(BIN)/python -m pytest tests/faults tests/shared/queue/test_queue_model.py $(ARGS)
+	LONG=1 $(BIN)/python -m pytest tests/faults tests/shared/queue/test_queue_model.py $(ARGS)
 
 accuracy: $(STAMP)  ## ask the built-in models: 6,000 questions in fp32, bf16, int8 and int4; searches of 1,000 images; takes minutes
 	ACCURACY_SCENES=1000 CLIP_SCENES=1000 $(BIN)/python -m pytest tests/e2e/test_accuracy.py \
@@ -80,7 +80,7 @@ compose-test: $(STAMP)  ## start the compose stack on a docker engine, scale it,
 	COMPOSE_TEST=1 $(BIN)/python -m pytest -s tests/e2e/test_compose*.py $(ARGS)
 
 applications: $(STAMP)  ## run applications: the examples on the built-in model, and sessions whose processes are killed; takes a minute
-	APPLICATIONS_LONG=1 $(BIN)/python -m pytest tests/engines/application tests/integration/test_applications.py $(ARGS)
+	LONG=1 $(BIN)/python -m pytest tests/engines/application tests/integration/test_applications.py $(ARGS)
 
 store-test: $(STAMP)  ## keep packages in a bucket of moto, an S3-compatible server that this installs apart
 	test -x .cache/moto/bin/moto_server || { $(PYTHON) -m venv .cache/moto && .cache/moto/bin/pip install --quiet 'moto[server]>=5.1'; }

@@ -23,7 +23,6 @@ from tests.engines.torch_backend.models.family_table import (
     write_checkpoint,
 )
 from tests.engines.torch_backend.models.test_families import (
-    ALL,
     NUM_TOKENS,
     generate,
     load,
@@ -31,9 +30,10 @@ from tests.engines.torch_backend.models.test_families import (
     load_their_processor,
 )
 from tests.integration.fleet_process import Served, start_fleet
+from tests.long import IS_LONG
 
 QUESTION = "Say a word."
-STARTED = {"Qwen2.5-VL", *(("LLaVA-NeXT", "Idefics3", "Gemma 3", "GLM-4.1V") if ALL else ())}
+STARTED = {"Qwen2.5-VL", *(("LLaVA-NeXT", "Idefics3", "Gemma 3", "GLM-4.1V") if IS_LONG else ())}
 
 
 @pytest.fixture(scope="module")

@@ -1,14 +1,10 @@
 """A fleet that a module of tests may break: Redis, gateways and workers as processes, and clients that note all."""
 
-import os
 from collections.abc import AsyncIterator
 
 import pytest_asyncio
 
 from tests.faults.fleet import Fleet, run_fleet
-
-#: The long form plays every fault of `docs/reliability.md`; the short one those that tests can afford each time.
-IS_LONG = bool(os.environ.get("FAULTS_LONG"))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -8,13 +8,13 @@ import httpx
 import pytest
 
 from tests.faults.clients import answer_to, body_of
-from tests.faults.conftest import IS_LONG
 from tests.faults.processes import WITHIN_S
+from tests.long import long
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.timeout(600),
-    pytest.mark.skipif(not IS_LONG, reason="the long form: make faults"),
+    long("faults"),
 ]
 
 CHAT = "/v1/chat/completions"

@@ -15,10 +15,11 @@ import pytest
 
 from tests.integration.deployer import Deployer, load
 from tests.integration.fleet_process import ROOT, Served, start_fleet
+from tests.long import long
 
 pytestmark = [
     pytest.mark.timeout(900),
-    pytest.mark.skipif(not os.environ.get("FAULTS_LONG"), reason="takes minutes: make faults"),
+    long("faults"),
 ]
 LOAD_S = 15
 WITHIN_S = 240.0

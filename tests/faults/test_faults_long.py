@@ -12,16 +12,16 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
 
 from tests.faults.clients import Clients
-from tests.faults.conftest import IS_LONG
 from tests.faults.fleet import KEYS, playing, streaming, tokens_seen
 from tests.faults.history import FAILED, FINISHED, REFUSED
 from tests.faults.processes import MODEL
 from tests.faults.rest import Resources, growth
+from tests.long import long
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.timeout(900),
-    pytest.mark.skipif(not IS_LONG, reason="the long form: make faults"),
+    long("faults"),
 ]
 
 

@@ -13,15 +13,15 @@ import psutil
 import pytest
 
 from tests.faults.clients import Clients, answer_to, body_of
-from tests.faults.conftest import IS_LONG
 from tests.faults.fleet import streaming, tokens_seen
 from tests.faults.history import FAILED, FINISHED, REFUSED
 from tests.faults.processes import PREFIX, WITHIN_S
+from tests.long import long
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.timeout(900),
-    pytest.mark.skipif(not IS_LONG, reason="the long form: make faults"),
+    long("faults"),
 ]
 
 

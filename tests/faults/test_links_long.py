@@ -10,10 +10,10 @@ import pytest
 
 from shared.queue.scripts import CLAIM, PUBLISH, RENEW, SUBMIT
 from tests.faults.clients import Clients
-from tests.faults.conftest import IS_LONG
 from tests.faults.fleet import playing, streaming, tokens_seen
 from tests.faults.history import FINISHED, REFUSED
 from tests.faults.proxy import run_proxy
+from tests.long import long
 
 REFUSED_WITHIN_S = (
     15.0  #: a request that comes while Redis is silent: three tries of 2 s, and a slow machine
@@ -22,7 +22,7 @@ REFUSED_WITHIN_S = (
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.timeout(900),
-    pytest.mark.skipif(not IS_LONG, reason="the long form: make faults"),
+    long("faults"),
 ]
 
 

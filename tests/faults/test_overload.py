@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from tests.faults.conftest import IS_LONG
 from tests.faults.fleet import run_fleet
 from tests.faults.load import LoadClient, quantile
+from tests.long import IS_LONG
 
 NUM_SEATS = 4
 NUM_TOKENS = 10  #: at 20 ms each: the fleet serves almost 20 requests a second

@@ -1,7 +1,6 @@
 """A model that ranks share: one of them is killed, and no client notices."""
 
 import json
-import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,10 +11,11 @@ import psutil
 import pytest
 
 from tests.integration.fleet_process import Served, start_fleet
+from tests.long import long
 
 pytestmark = [
     pytest.mark.timeout(600),
-    pytest.mark.skipif(not os.environ.get("FAULTS_LONG"), reason="takes a minute: make faults"),
+    long("faults"),
 ]
 NUM_STREAMS = 4
 NUM_TOKENS = 200

@@ -12,14 +12,14 @@ import pytest
 import pytest_asyncio
 
 from tests.factories_search import SearchProcess
-from tests.faults.conftest import IS_LONG
 from tests.faults.fleet import Fleet, playing, run_fleet
 from tests.faults.history import FAILED, FINISHED
 from tests.faults.processes import FAULTY_POOLING, Process
 from tests.faults.vectors import StoreClients, VectorClients
+from tests.long import long
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
-in_the_long_form = pytest.mark.skipif(not IS_LONG, reason="the long form: make faults")
+in_the_long_form = long("faults")
 
 NUM_WRITERS = 3
 

@@ -8,7 +8,6 @@ attack.
 import asyncio
 import contextlib
 import json
-import os
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -33,10 +32,10 @@ from tests.hostile.fleet import (
     run_hostile_fleet,
 )
 from tests.hostile.wires import GET, POST, WIRES
+from tests.long import IS_LONG, long
 from tests.schemas.hostile import HOSTILE
 
 #: `make hostile` plays every row; other runs those that stand for the rest.
-IS_LONG = "HOSTILE_LONG" in os.environ
 SHORT = {
     "A1",
     "A13",
@@ -58,7 +57,7 @@ SHORT = {
 BODY_ROWS = [row for row in BODIES if IS_LONG or row in SHORT]
 WIRE_ROWS = [row for row in WIRES if IS_LONG or row in SHORT]
 
-in_the_long_form = pytest.mark.skipif(not IS_LONG, reason="takes a second; `make hostile` plays it")
+in_the_long_form = long("hostile")
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
 

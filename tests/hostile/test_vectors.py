@@ -7,7 +7,6 @@ What must hold after each is that of `test_attacks`; the short form is in `gatew
 import asyncio
 import base64
 import json
-import os
 from array import array
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -20,11 +19,12 @@ from tests.factories_images import data_url
 from tests.factories_search import run_search
 from tests.faults.rest import Resources, growth
 from tests.hostile.fleet import CANARY, JSON_TYPE, HostileFleet, check, run_hostile_fleet
+from tests.long import long
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.timeout(300),
-    pytest.mark.skipif("HOSTILE_LONG" not in os.environ, reason="the long form: make hostile"),
+    long("hostile"),
 ]
 MODEL = "mock-embeddings"
 EMBEDDINGS, RERANK, STORES, FILES = "/v1/embeddings", "/v1/rerank", "/v1/vector_stores", "/v1/files"

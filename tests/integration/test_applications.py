@@ -17,6 +17,7 @@ from redis import Redis
 
 from tests.integration.fleet_process import ROOT, start_fleet
 from tests.integration.test_deployments import WITHIN_S, Deployer
+from tests.long import long
 
 APPLICATION = """
 from vlm_app import Application, TaskError
@@ -192,8 +193,6 @@ def test_variables_and_secrets_reach_the_application_and_nothing_else(deployer: 
 
 # What takes its time: make applications
 
-LONG = pytest.mark.skipif(not os.environ.get("APPLICATIONS_LONG"), reason="make applications")
-
 STAMPED = """
 import time, uuid
 from vlm_app import Application
@@ -241,7 +240,7 @@ def deploy_source(deployer: Deployer, name: str, source: str, *more: str):
     return deployer.vlm("deploy", "--name", name, "--application", str(folder), *more)
 
 
-@LONG
+@long("applications")
 def test_an_instance_that_dies_in_the_middle_of_a_session_loses_no_task(deployer: Deployer):
     done = deploy_source(
         deployer, "stamped", STAMPED, "--min-instances", "1", "--max-instances", "1"
@@ -262,7 +261,7 @@ def test_an_instance_that_dies_in_the_middle_of_a_session_loses_no_task(deployer
     assert len({output["stamp"] for output in outputs}) == 2
 
 
-@LONG
+@long("applications")
 @pytest.mark.parametrize(
     ("setup", "said"),
     [
@@ -298,7 +297,7 @@ def test_a_version_that_cannot_be_set_up_is_rolled_back_and_the_old_one_serves(
     assert set(asked) == {200}
 
 
-@LONG
+@long("applications")
 def test_a_node_that_is_killed_in_a_task_has_it_done_elsewhere(deployer: Deployer, tmp_path):
     gateway = next(p for p in deployer.fleet.family() if "gateway" in p.cmdline()).environ()
     names = ("VLM_REDIS__URL", "VLM_DEPLOY__STORE")

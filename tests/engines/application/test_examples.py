@@ -1,7 +1,6 @@
 """The examples do what they say."""
 
 import base64
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from engines.application.engine import ApplicationEngine
 from engines.application.settings import ApplicationSettings
 from shared.protocol import ErrorCode
 from tests.engines.application.test_engine import Driver, lines_of
+from tests.long import long
 
 ROOT = Path(__file__).parents[3]
 SAMPLE = ROOT / "engines" / "packages" / "shapes" / "samples" / "shapes.png"
@@ -44,7 +44,7 @@ def test_a_script_counts_words(words):
     assert words.refused({"a": 1}) == (ErrorCode.TASK_FAILED, "send a text")
 
 
-@pytest.mark.skipif(not os.environ.get("APPLICATIONS_LONG"), reason="make applications")
+@long("applications")
 def test_the_built_in_model_writes_captions():
     driver = start("captioner")
     try:

@@ -4,7 +4,6 @@ Each takes what starts an engine (configuration changes in, engine out) and requ
 each request. A way that did not happen (nobody preempted, nothing found in a cache) fails.
 """
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -14,6 +13,7 @@ from engines.core.sequence import Sequence
 from engines.core.speculation import Speculator
 from engines.torch_backend.sampling.sampler import needs_host
 from tests.factories_torch import encode_in_smallest_parts, run_to_end
+from tests.long import IS_LONG
 
 Start = Callable[..., BatchingEngine]
 Tokens = dict[str, list[int]]
@@ -182,9 +182,8 @@ WAYS: list[Way] = [
     run_with_drafts,
     run_with_drafts_under_all_of_it,
 ]
-ALL = bool(os.environ.get("FAMILIES_ALL"))
 
 
 def ways_of(*, is_first: bool) -> list[Way]:
     """Those that a case is computed by."""
-    return WAYS if is_first or ALL else SHORT_WAYS
+    return WAYS if is_first or IS_LONG else SHORT_WAYS

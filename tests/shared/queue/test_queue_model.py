@@ -52,8 +52,8 @@ from tests.factories_queue import (
     tokens_of,
     wait_until_written,
 )
+from tests.long import IS_LONG
 
-IS_LONG = bool(os.environ.get("FAULTS_LONG"))
 MAX_ATTEMPTS = 3
 MAX_LOSSES = LOSSES_PER_ATTEMPT * MAX_ATTEMPTS
 WORKERS = ("a", "b")

@@ -20,6 +20,7 @@ from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.models.llava import Llava
 from engines.torch_backend.models.registry import find_family
 from engines.torch_backend.ops.registry import cpu_ops
+from tests.long import IS_LONG
 
 CPU = torch.device("cpu")
 TIED = {"text_config": {"tie_word_embeddings": True}}
@@ -283,7 +284,7 @@ PRECISIONS = {
     ("float32", "int4", "fast", ""): 1.8,
     ("float32", "int8", "fast", ""): 1.6,
 }
-if not os.environ.get("FAMILIES_ALL"):  # each loads twice
+if not IS_LONG:  # each loads twice
     for precision in (
         ("float32", "none", "off", ""),
         ("float32", "int4", "off", "torch's kernels"),

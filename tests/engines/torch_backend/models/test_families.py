@@ -6,7 +6,6 @@ some of them, `make families` all, and writes `docs/models.md` of what it saw.
 
 import contextlib
 import io
-import os
 import random
 import warnings
 from collections.abc import Callable, Iterator
@@ -41,10 +40,10 @@ from tests.engines.torch_backend import ways
 from tests.engines.torch_backend.models import family_table
 from tests.engines.torch_backend.models.family_table import FAMILIES, Family
 from tests.engines.torch_backend.ways import Way
+from tests.long import IS_LONG
 
 CPU = torch.device("cpu")
 NUM_TOKENS = 16
-ALL = bool(os.environ.get("FAMILIES_ALL"))
 QUICK = frozenset({
     "Mistral, window", "Gemma 3n, text", "GPT-2", "GPT-OSS", "DeepSeek V3", "Qwen3-Next", "LFM2",
     "LLaVA-NeXT", "Idefics3", "Qwen2.5-VL", "Qwen3-VL", "GLM-4.1V",
@@ -70,7 +69,7 @@ QUESTIONS: dict[str, list[str | tuple[int, int, int]]] = {
     "less": ["Say it again, please."],
     "two": [(28, 28, 1), "Or ", (64, 64, 3), "?"],
 }
-RUN = [family for family in FAMILIES if ALL or family.name in QUICK]
+RUN = [family for family in FAMILIES if IS_LONG or family.name in QUICK]
 
 
 @dataclass(frozen=True)
@@ -211,7 +210,7 @@ def rows(request: pytest.FixtureRequest) -> Iterator[list[str]]:
     """Lines of the page's table. Once all families have been run without a failure, they are written."""
     lines: list[str] = []
     yield lines
-    if ALL and len(lines) == len(FAMILIES) and not request.session.testsfailed:
+    if IS_LONG and len(lines) == len(FAMILIES) and not request.session.testsfailed:
         head, _, rest = PAGE.read_text().partition(BEGIN)
         _, _, tail = rest.partition(END)
         PAGE.write_text("".join([head, BEGIN, "\n\n", HEAD, *lines, "\n", END, tail]))
@@ -241,7 +240,7 @@ def _prefixes(model: FamilyModel) -> str:
     return "no: prompts see all of themselves" if model.binds_prompts else "no: states"
 
 
-@pytest.mark.parametrize("way", ways.WAYS if ALL else QUICK_WAYS)
+@pytest.mark.parametrize("way", ways.WAYS if IS_LONG else QUICK_WAYS)
 def test_tokens_are_those_of_transformers_by_every_way(loaded: Loaded, way: Way) -> None:
     if way in NEED_PREFIXES and not loaded.model.shares_prefixes:
         way = ways.run_preempted
@@ -325,7 +324,7 @@ def test_every_tested_architecture_is_in_the_table() -> None:
     assert {family.kind for family in FAMILIES} == TESTED
 
 
-@pytest.mark.skipif(ALL, reason="the page is written when all have been run")
+@pytest.mark.skipif(IS_LONG, reason="the page is written when all have been run")
 def test_the_page_names_every_family() -> None:
     """It is written by the run of all; a family that is new here is missing there until then."""
     _, _, rest = PAGE.read_text().partition(BEGIN)

@@ -1,7 +1,6 @@
 """Members of a mesh have their shares of adapters: several ranks give the tokens of one."""
 
 import gc
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,8 +14,8 @@ from tests.engines.torch_backend.parallel.threads import SharedModel
 from tests.engines.torch_backend.ways import Tokens
 from tests.factories_adapters import LIMITS, linear_names, make_changes, write_adapter
 from tests.factories_torch import run_to_end
+from tests.long import IS_LONG
 
-IS_LONG = bool(os.environ.get("FAMILIES_ALL"))
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 SOME = ("q_proj", "v_proj", "down_proj")
 

@@ -22,6 +22,7 @@ from tests.contract.test_model_family import ask
 from tests.engines.torch_backend import ways
 from tests.engines.torch_backend.parallel.threads import SharedModel, make_processor
 from tests.factories_torch import run_to_end
+from tests.long import IS_LONG
 
 WIDE = {
     "intermediate_size": 256,
@@ -38,9 +39,8 @@ QUESTIONS: dict[str, list[str | tuple[int, int, int]]] = {
     "last": ["Look: ", (60, 20, 2), " and say it again."],
 }
 SEEDED: dict[str, Any] = {"temperature": 0.8, "seed": 7}
-ALL = bool(os.environ.get("FAMILIES_ALL"))
 CASES = [(2, None), (4, "int8"), (2, "int4")]
-if ALL:
+if IS_LONG:
     CASES = [(size, scheme) for size in (2, 4) for scheme in (None, *SCHEMES)]
 WAYS = [
     ways.run_beside_smooth_streams,

@@ -1,6 +1,5 @@
 """Every model of transformers' that has a plan of what devices share: several ranks give the tokens of one."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -14,12 +13,12 @@ from tests.engines.torch_backend.models import family_table
 from tests.engines.torch_backend.models.family_table import FAMILIES, Family
 from tests.engines.torch_backend.models.test_families import QUESTIONS, make_requests
 from tests.engines.torch_backend.parallel.threads import SharedModel
+from tests.long import IS_LONG
 
-ALL = bool(os.environ.get("FAMILIES_ALL"))
 QUICK = ("OLMo 2", "Qwen3-MoE", "Qwen3-VL", "Gemma 3")
 #: Transformers has no plan of their layers.
 WITHOUT_PLAN = ("GPT-2", "GPT-OSS", "LFM2")
-FOUND = [family for family in FAMILIES if ALL or family.name in QUICK]
+FOUND = [family for family in FAMILIES if IS_LONG or family.name in QUICK]
 
 
 def requests_for(family: Family, shared: SharedModel) -> list[EngineRequest]:
@@ -33,7 +32,7 @@ def requests_for(family: Family, shared: SharedModel) -> list[EngineRequest]:
     ]
 
 
-@pytest.mark.parametrize("size", [2, 4] if ALL else [2])
+@pytest.mark.parametrize("size", [2, 4] if IS_LONG else [2])
 @pytest.mark.parametrize("family", FOUND, ids=lambda family: family.name)
 def test_ranks_give_the_tokens_of_one(tmp_path: Path, family: Family, size: int) -> None:
     family_table.write_checkpoint(family, tmp_path)
@@ -52,7 +51,7 @@ def test_ranks_give_the_tokens_of_one(tmp_path: Path, family: Family, size: int)
             assert way(start, requests_for(family, shared)) == expected, way.__name__
 
 
-@pytest.mark.parametrize("name", ["Gemma 2", "Qwen3", "Qwen2.5-VL"] if ALL else ["Qwen2.5-VL"])
+@pytest.mark.parametrize("name", ["Gemma 2", "Qwen3", "Qwen2.5-VL"] if IS_LONG else ["Qwen2.5-VL"])
 def test_ranks_in_few_bits_give_the_tokens_of_one(tmp_path: Path, name: str) -> None:
     family = next(family for family in FAMILIES if family.name == name)
     family_table.write_checkpoint(family, tmp_path)
@@ -63,7 +62,7 @@ def test_ranks_in_few_bits_give_the_tokens_of_one(tmp_path: Path, name: str) -> 
         assert ways.run_batched(start, requests_for(family, shared)) == expected
 
 
-@pytest.mark.parametrize("name", WITHOUT_PLAN if ALL else ["GPT-2"])
+@pytest.mark.parametrize("name", WITHOUT_PLAN if IS_LONG else ["GPT-2"])
 def test_a_model_without_a_plan_is_refused(tmp_path: Path, name: str) -> None:
     family = next(family for family in FAMILIES if family.name == name)
     family_table.write_checkpoint(family, tmp_path)
