@@ -11,14 +11,14 @@ NUM_TOKENS = 24
 DECODE_S = 0.03  # slow enough to be seen growing and to be stopped
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def browser(tmp_path_factory):
     browser = start_browser(tmp_path_factory.mktemp("browser"))
     yield browser
     browser.quit()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def fleet(browser, tmp_path_factory) -> Iterator[Served]:
     fleet = start_fleet(
         tmp_path_factory.mktemp("page"),

@@ -8,6 +8,7 @@ from selenium.webdriver.common.keys import Keys
 
 from tests.browser.chat_page import DESK, PHONE, SCREENSHOTS, ChatPage
 from tests.integration.fleet_process import Served, run_vlm, start_fleet
+from tests.long import long
 
 ROWS = """return [...document.querySelectorAll(arguments[0])].map(
     (row) => [...row.cells].map((cell) => cell.textContent))"""
@@ -37,6 +38,7 @@ def deployed(browser, tmp_path_factory) -> Iterator[tuple[Served, str]]:
     fleet.end()
 
 
+@long("browser-test")
 def test_versions_instances_and_events_are_shown_to_who_may_deploy(browser, deployed):
     fleet, key = deployed
     page = ChatPage(browser, f"{fleet.url}/apps")

@@ -18,6 +18,7 @@ from shared.telemetry.metrics import STAGES
 from tests.browser.chat_page import DESK, PHONE, SMALL, ChatPage
 from tests.browser.conftest import NUM_TOKENS
 from tests.integration.fleet_process import ROOT, SAMPLE, Served, start_fleet
+from tests.long import long
 
 SAMPLES = sorted(SAMPLE.parent.glob("*.png"))
 
@@ -79,6 +80,7 @@ def test_an_answer_can_be_stopped_and_what_came_stays(page: ChatPage):
     assert page.browser.switch_to.active_element == page.find("#question")
 
 
+@long("browser-test")
 def test_escape_stops_too(page: ChatPage):
     page.ask("What is it?", SAMPLE)
     page.wait_for(lambda: page.answer_text)
@@ -349,6 +351,7 @@ const [limits, sizes, done] = arguments;
 """
 
 
+@long("browser-test")
 @pytest.mark.parametrize(
     ("limits", "sizes", "kept"),
     [
@@ -494,6 +497,7 @@ def two_models(browser, tmp_path) -> Iterator[Served]:
     fleet.end()
 
 
+@long("browser-test")
 def test_the_chosen_model_and_every_setting_go_into_the_request(browser, two_models):
     page = ChatPage(browser, two_models.url)
     with two_models.client() as client:
@@ -540,6 +544,7 @@ def test_everything_is_reached_by_keyboard_and_named(page: ChatPage):
     assert {"Add images", "Remove Sample: star, circle and square on white", "Send"} <= set(names)
 
 
+@long("browser-test")
 def test_it_fits_a_phone_and_the_dark(page: ChatPage):
     screens = (("small", SMALL, "light"), ("phone-dark", PHONE, "dark"), ("dark", DESK, "dark"))
     for name, size, scheme in screens:
@@ -585,6 +590,7 @@ def keyed(browser, tmp_path) -> Iterator[Served]:
     fleet.end()
 
 
+@long("browser-test")
 def test_a_key_is_asked_for_and_a_gateway_that_goes_away_is_said_kindly(browser, keyed):
     page = ChatPage(browser, keyed.url)
     page.open()

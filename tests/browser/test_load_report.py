@@ -5,6 +5,7 @@ import pytest
 from loadtest.html_report import write_page
 from tests.browser.chat_page import DESK, PHONE, ChatPage
 from tests.loadtest.test_html_report import busy_run
+from tests.long import long
 
 
 @pytest.fixture(scope="module")
@@ -14,6 +15,7 @@ def report_url(tmp_path_factory) -> str:
     return path.as_uri()
 
 
+@long("browser-test")
 @pytest.mark.parametrize(
     ("name", "size", "scheme"), [("desk", DESK, "light"), ("phone", PHONE, "dark")]
 )

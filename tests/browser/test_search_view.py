@@ -11,6 +11,7 @@ from selenium.webdriver.common.keys import Keys
 from engines.packages.shapes_clip import __file__ as PACKAGE
 from tests.browser.chat_page import DESK, SMALL, ChatPage
 from tests.integration.fleet_process import Served, start_fleet
+from tests.long import long
 
 SAMPLES = sorted((Path(PACKAGE).parent / "samples").glob("*.png"))
 
@@ -104,6 +105,7 @@ def test_words_that_are_asked_first_find_images_as_they_come(search: ChatPage):
     wait_for_all(search, 2)
 
 
+@long("browser-test")
 def test_many_images_show_progress_and_can_be_stopped(search: ChatPage, tmp_path):
     for number in range(60):
         shutil.copy(SAMPLES[number % len(SAMPLES)], tmp_path / f"{number}.png")
@@ -116,6 +118,7 @@ def test_many_images_show_progress_and_can_be_stopped(search: ChatPage, tmp_path
     assert not search.find("#search-progress").is_displayed()
 
 
+@long("browser-test")
 def test_it_is_used_by_keyboard_and_fits_the_smallest_screen(search: ChatPage):
     for name, size, scheme in (("small", SMALL, "light"), ("small-dark", SMALL, "dark")):
         open_search(search, size, scheme)
@@ -144,6 +147,7 @@ def test_it_is_used_by_keyboard_and_fits_the_smallest_screen(search: ChatPage):
     assert wanted <= set(names)
 
 
+@long("browser-test")
 def test_without_a_model_it_says_what_to_start(page: ChatPage):
     page.find('#views [href="#search"]').click()
     page.wait_for(lambda: page.find("#search-none").is_displayed())
