@@ -36,7 +36,7 @@ test: $(STAMP)  ## run all tests
 families: $(STAMP)  ## run every family of models by every way, and write the table of docs/models.md
 	LONG=1 $(BIN)/python -m pytest tests/engines/torch_backend/models/test_families.py \
 		tests/engines/torch_backend/parallel tests/engines/torch_backend/test_equivalence.py \
-		tests/engines/torch_backend/lora tests/engines/torch_backend/loading/test_weights.py \
+		tests/engines/torch_backend/lora tests/engines/torch_backend/loading tests/engines/packages tests/contract \
 		tests/e2e/test_transformers_models.py $(ARGS)
 
 clients: $(STAMP)  ## run published clients (openai, anthropic, ollama, litellm, langchain ...) and llm-comply; ARGS=--write: docs/clients.md
@@ -61,7 +61,7 @@ bfcl: $(STAMP)  ## count the steps in which the calls of BFCL (BFCL=a folder of 
 	$(BIN)/python -m tests.schemas.bfcl $(ARGS)
 
 hostile: $(STAMP)  ## play every attack of docs/security.md that a client can make against real processes
-	LONG=1 $(BIN)/python -m pytest tests/hostile $(ARGS)
+	LONG=1 $(BIN)/python -m pytest tests/hostile tests/engines/text/test_template_rendering.py $(ARGS)
 
 browser-test: $(STAMP)  ## use the chat page in a headless chromium; screenshots in .cache/screenshots
 	LONG=1 $(BIN)/python -m pytest tests/browser $(ARGS)

@@ -13,6 +13,7 @@ from engines.text import template_rendering
 from engines.text.chat_template import LLAVA_TEMPLATE, ChatTemplate
 from engines.text.template_rendering import CompiledTemplate, UnusableTemplate
 from shared.protocol import ChatMessage, ImagePart, TextPart
+from tests.long import few
 from tests.rounds import in_one_round
 
 #: What a template may try, when a conversation has a second message.
@@ -68,6 +69,11 @@ ATTACKS = {
     "a padded filter": "{% set x = ['a'] | map('center', 10**10) | list %}",
     "placeholder texts": "{{ lipsum(99999) }}",
 }  # fmt: skip
+#: One of each way to take time, depth or memory.
+EACH_KIND = [
+    "a long loop", "a power", "a text multiplied", "a list of lists", "macros without end",
+    "an endless text", "a width from a value", "a padded filter",
+]  # fmt: skip
 #: What a compiler may run into before there is any conversation.
 COMPILER_ATTACKS = {
     "a constant power": "{{ 9 ** (9 ** 9) }}",
@@ -81,9 +87,9 @@ def hello(num_messages: int = 1) -> tuple[list[ChatMessage], list[list[str]]]:
     return messages, [["Hello"]] * num_messages
 
 
-@pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS)
+@pytest.mark.parametrize("attack", few(ATTACKS, EACH_KIND))
 def test_an_attack_ends_the_one_prompt_and_nothing_else(attack: str) -> None:
-    source = LLAVA_TEMPLATE + "{% if messages | length > 1 %}" + attack + "{% endif %}"
+    source = LLAVA_TEMPLATE + "{% if messages | length > 1 %}" + ATTACKS[attack] + "{% endif %}"
     template = ChatTemplate(source, "<image>")
     expected = template.render(*hello())
     tracemalloc.start()

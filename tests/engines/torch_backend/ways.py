@@ -165,7 +165,7 @@ def begin_elsewhere(start: Start, wanted: list[EngineRequest]) -> list[EngineReq
 
 
 #: The ways that hold most of the others. Cases beside the first of their kind go by these; by all in `make families`.
-SHORT_WAYS: list[Way] = [run_beside_smooth_streams, run_overlapped, run_under_all_of_it]
+SHORT_WAYS: list[Way] = [run_overlapped, run_under_all_of_it]
 WAYS: list[Way] = [
     run_alone,
     run_batched,

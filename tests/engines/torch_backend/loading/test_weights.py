@@ -288,6 +288,8 @@ if not IS_LONG:  # each loads twice
     for precision in (
         ("float32", "none", "off", ""),
         ("float32", "int4", "off", "torch's kernels"),
+        ("bfloat16", "int4", "off", "dequantizing"),
+        ("float32", "int8", "fast", ""),
     ):
         del PRECISIONS[precision]
 

@@ -55,7 +55,6 @@ CROWDED = (ways.run_preempted, ways.run_overlapped, ways.run_with_drafts_under_a
 NEED_PREFIXES = (ways.run_prefix_cached, ways.run_under_all_of_it)
 #: of the ways, those that are made of the others
 QUICK_WAYS: list[Way] = [
-    ways.run_beside_smooth_streams,
     ways.run_prefix_cached,
     ways.run_overlapped,
     ways.run_under_all_of_it,

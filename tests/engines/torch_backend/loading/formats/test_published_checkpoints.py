@@ -33,6 +33,7 @@ from engines.torch_backend.models.registry import FamilyModel, find_family
 from engines.torch_backend.ops.registry import CpuKernels, cpu_ops
 from tests import factories_formats as formats
 from tests.factories_torch import plain_logits
+from tests.long import few
 
 CPU = torch.device("cpu")
 TOKEN_IDS = torch.arange(5, 305, 13)
@@ -80,6 +81,8 @@ FLOAT = {
     "torchao fp8": formats.torchao_float8(),
 }
 ALL = INT4 | INT8 | FLOAT
+#: Those that the format's own library can read here.
+LIBRARY = [name for name in ALL if name.startswith(("packed", "int8"))]
 
 
 def load(
@@ -116,24 +119,18 @@ def expected_logits(
 
 @pytest.mark.parametrize("name", ALL)
 def test_logits_are_those_of_the_weights_that_it_stands_for(name: str, tmp_path: Path) -> None:
+    """By kernels too; and what kernels multiply stays in few bits."""
     expected = expected_logits(tmp_path / "q", formats.write_checkpoint(tmp_path / "q", *ALL[name]))
+    kinds = {Int4Linear: INT4, Int8Linear: INT8, nn.Linear: FLOAT}
 
     model = load(tmp_path / "q")
     assert_close(plain_logits(model, TOKEN_IDS), expected, rtol=1e-4, atol=1e-4)
+    found = [m.linear if isinstance(m, Reordered) else m for m in linears(model)]
+    assert len(found) == 14
+    assert all(name in kinds[kind] for kind in kinds for m in found if isinstance(m, kind))
 
     native = plain_logits(load(tmp_path / "q", "fast"), TOKEN_IDS)
     assert (native - expected).norm() < 0.02 * expected.norm()
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_what_kernels_multiply_stays_in_few_bits(name: str, tmp_path: Path) -> None:
-    formats.write_checkpoint(tmp_path / "q", *ALL[name])
-    kinds = {Int4Linear: INT4, Int8Linear: INT8, nn.Linear: FLOAT}
-
-    found = [m.linear if isinstance(m, Reordered) else m for m in linears(load(tmp_path / "q"))]
-
-    assert len(found) == 14
-    assert all(name in kinds[kind] for kind in kinds for m in found if isinstance(m, kind))
 
 
 def test_maps_side_by_side_may_order_their_inputs_differently(tmp_path: Path) -> None:
@@ -365,7 +362,7 @@ def test_what_torchao_tells_beside_weights_has_to_fit(
 
 
 @pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
-@pytest.mark.parametrize("name", [name for name in ALL if name.startswith(("packed", "int8"))])
+@pytest.mark.parametrize("name", few(LIBRARY, LIBRARY[::3]))
 def test_the_library_of_the_format_reads_the_same(name: str, tmp_path: Path) -> None:
     """So the writers here write what the format is."""
     pytest.importorskip("compressed_tensors")
