@@ -1,5 +1,6 @@
 """A real Redis server for the whole run, on a unix socket of its own, and a key prefix for each test."""
 
+import gc
 import os
 import shutil
 import tempfile
@@ -18,6 +19,15 @@ from tests.factories_queue import Ends, open_ends
 if not Path("/dev/nvidiactl").exists():
     # kernels are tested in Triton's interpreter then, which whoever imports triton first must ask for
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+# What modules make when they are imported stays: nothing of it is looked through, now or in each test's collections.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session", params=["bundled", "installed"])
