@@ -6,10 +6,12 @@ import shutil
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import pytest
 from redis.asyncio import Redis
+from xdist.scheduler import LoadFileScheduling
 
 from shared.redis.client import create_redis
 from shared.redis.embedded import EmbeddedRedis, EmbeddedRedisError, find_redis_server
@@ -28,6 +30,31 @@ gc.disable()
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
+
+
+#: Files that share a fleet or a browser, which takes seconds to start: one process of tests has them all.
+TOGETHER = {
+    "tests/browser/": "browser",
+    **dict.fromkeys(
+        (f"tests/e2e/test_{name}.py" for name in (
+            "accuracy", "api_page", "chat_page_answers", "readme_snippets", "shapes_clip", "structured_output",
+        )),
+        "built-in models",
+    ),
+}  # fmt: skip
+
+
+class ByFile(LoadFileScheduling):
+    """Gives a process of tests whole files."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return next((group for path, group in TOGETHER.items() if file.startswith(path)), file)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
+    return ByFile(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 @pytest.fixture(scope="session", params=["bundled", "installed"])
