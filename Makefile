@@ -34,7 +34,7 @@ test: $(STAMP)  ## run all tests
 	$(BIN)/python -m pytest $(or $(ARGS),-n 3 --dist loadfile --no-loadscope-reorder)
 
 families: $(STAMP)  ## run every family of models by every way, and write the table of docs/models.md
-	LONG=1 $(BIN)/python -m pytest tests/engines/torch_backend/models/test_families.py \
+	LONG=1 $(BIN)/python -m pytest tests/engines/torch_backend/models \
 		tests/engines/torch_backend/parallel tests/engines/torch_backend/test_equivalence.py \
 		tests/engines/torch_backend/lora tests/engines/torch_backend/loading tests/engines/packages tests/contract \
 		tests/e2e/test_transformers_models.py $(ARGS)
