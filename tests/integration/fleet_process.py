@@ -49,7 +49,7 @@ class Served:
         return [child for child in children if _lives(child)]
 
     def child(self, command: str) -> psutil.Process:
-        [found] = [p for p in self.family() if command in p.cmdline()]
+        [found] = [p for p in self.family() if command in _command_line(p)]
         return found
 
     def redis(self) -> psutil.Process:
@@ -88,6 +88,14 @@ def run_vlm(*arguments: str, timeout: float = 60, **options) -> subprocess.Compl
         [sys.executable, "-m", "vlm", *arguments],
         cwd=ROOT, capture_output=True, text=True, timeout=timeout, **options,
     )  # fmt: skip
+
+
+def _command_line(process: psutil.Process) -> list[str]:
+    """Of one that may end meanwhile."""
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:
+        return []
 
 
 def _lives(process: psutil.Process) -> bool:
