@@ -24,6 +24,7 @@ from engines.torch_backend.models.generic.family import GenericFamily
 from engines.torch_backend.models.generic.linears import OperatorLinear, Siblings
 from engines.torch_backend.models.generic.model import GenericModel
 from engines.torch_backend.models.hf_config import read_fields
+from engines.torch_backend.multimodal.processor import create_processor, example_prompt
 from engines.torch_backend.ops.native.packed_linear import PackedLinear
 from engines.torch_backend.ops.registry import cpu_ops
 from engines.torch_backend.runner import TorchRunner
@@ -128,6 +129,20 @@ def count(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> list[None]
 
     monkeypatch.setattr(owner, name, note)
     return calls
+
+
+@needs_kernels
+def test_features_of_an_image_are_added_between_the_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_checkpoint(family("Qwen3-VL"), tmp_path)  # adds some behind its first layers
+    model = load(tmp_path)
+    multimodal = GENERIC.processor(tmp_path, model.config)
+    length = model.config.text.max_position_embeddings
+    processor = create_processor(tmp_path, multimodal, length)
+    at_once = count(monkeypatch, fused.Run, "_make")
+    model.verify(start(model), "always", lambda: example_prompt(processor))
+    assert at_once  # the texts, and what is drawn behind the image
 
 
 @needs_kernels

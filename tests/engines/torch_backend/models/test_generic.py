@@ -252,15 +252,7 @@ def test_the_self_check_finds_an_engine_that_computes_something_else(
 
 @pytest.fixture(
     scope="module",
-    params=[
-        "LLaVA-NeXT",
-        "Idefics3",
-        "Qwen2.5-VL",
-        "Qwen3-VL",
-        "Gemma 3",
-        "PaliGemma",
-        "ERNIE 4.5 VL",
-    ],
+    params=["LLaVA-NeXT", "Idefics3", "Qwen2.5-VL", "Gemma 3", "PaliGemma", "ERNIE 4.5 VL"],
 )
 def seeing(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
