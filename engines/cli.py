@@ -116,7 +116,9 @@ def bench_engine(
     ] = "fast",
     scenarios: Annotated[
         str,
-        typer.Option(help="Comma-separated: decode, prefill, image, repeat, mixed, edit, noise."),
+        typer.Option(
+            help="Comma-separated: decode, prefill, image, repeat, mixed, edit, fresh, letters, noise."
+        ),
     ] = "decode,prefill,image,repeat,mixed",
     batch_sizes: Annotated[str, typer.Option(help="Comma-separated numbers.")] = "1,4,16",
     num_tokens: Annotated[int, typer.Option(min=2, help="Output tokens of each request.")] = 64,

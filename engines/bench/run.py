@@ -82,7 +82,7 @@ class Bench:
             engine.runner, ModelCost(model, kv_storage_dtype(options.kv_dtype, self.dtype))
         )
         engine.runner = self._counter  # pyright: ignore[reportAttributeAccessIssue]
-        self._maker = RequestMaker(model.config, engine.max_model_len)
+        self._maker = RequestMaker(model.config, engine.max_model_len, engine.prepare)
 
     def describe(self) -> dict[str, Any]:
         """What the numbers belong to."""

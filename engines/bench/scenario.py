@@ -4,17 +4,21 @@ Every request is new, so that no cache helps, but in `repeat`, which asks again 
 greedy, of one length, and ignore the end token; those of `edit`, `noise` and `fresh` are given, and the model is held to them. Images come as pixels: decoding them is not the engine's.
 """
 
+from collections.abc import Callable
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from random import Random
 from typing import Literal
 
 import torch
+from msgspec.structs import replace
 
+from engines.base import EngineCall, PreparedImage
 from engines.core.constraint import Constraint
 from engines.core.echo import Echo
 from engines.core.request import EngineRequest, ImageInput
 from engines.torch_backend.models.llava import VLMConfig
-from shared.protocol import SamplingParams
+from shared.protocol import Generate, Grammar, SamplingParams, TokensPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +32,8 @@ class Scenario:
     is_repeated: bool = False
     is_late: bool = False  #: one comes while as many as the batch size stream
     #: That the model is held to: its prompt, of as many tokens, with one of 20 replaced; a few at random; or each once.
-    answer: Literal["own", "edit", "noise", "fresh"] = "own"
+    #: Or its own, of letters by a grammar that forces nothing.
+    answer: Literal["own", "edit", "noise", "fresh", "letters"] = "own"
 
 
 SCENARIOS = {
@@ -42,19 +47,28 @@ SCENARIOS = {
         Scenario("edit", 0, answer="edit"),
         Scenario("noise", 16, answer="noise"),
         Scenario("fresh", 16, answer="fresh"),
+        Scenario("letters", 16, answer="letters"),
     )
 }
 #: Those that are measured unless others are asked for.
 USUAL = tuple(name for name, scenario in SCENARIOS.items() if scenario.answer == "own")
 _EDITED_EVERY = 20
 _NUM_WORDS = 8
+_LETTERS = 8  #: more than a token of most vocabularies has
 
 
 class RequestMaker:
     """Requests for one model, from a seed."""
 
-    def __init__(self, config: VLMConfig, max_model_len: int, seed: int = 0) -> None:
+    def __init__(
+        self,
+        config: VLMConfig,
+        max_model_len: int,
+        prepare: Callable[[EngineCall, Items[PreparedImage]], EngineRequest],
+        seed: int = 0,
+    ) -> None:
         self._config = config
+        self._prepare = prepare
         self._max_model_len = max_model_len
         self._random = Random(seed)
         self._generator = torch.Generator().manual_seed(seed)
@@ -81,6 +95,11 @@ class RequestMaker:
             images = (ImageInput(0, num_slots, request_id, self._pixels()),)
         token_ids = [self._config.image_token_id] * num_slots + self._text(max(num_text, 1))
         sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+        if scenario.answer == "letters":
+            grammar = Grammar("regex", f"[a-z ]{{{_LETTERS * num_tokens}}}", "structured_outputs")
+            sampling = replace(sampling, temperature=2.0)  # likely ones repeat themselves
+            task = Generate((), sampling, grammar=grammar, prompt=TokensPart(tuple(token_ids)))
+            return self._prepare(EngineCall(request_id, task), ())
         answer = self._answer(scenario, token_ids, num_tokens)
         vocab_size = self._config.text.vocab_size
         constraint = Constraint(Echo(answer, vocab_size)) if answer else None

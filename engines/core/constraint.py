@@ -92,10 +92,10 @@ class Constraint:
         assert self._num_consumed == 0
         return Constraint(self._matcher.deep_copy(), self._drafts)
 
-    @property
-    def can_draft(self) -> bool:
-        """Whether it has guesses."""
-        return self._drafts is not None
+    def is_silent(self, token_ids: Items[int]) -> bool:
+        """Whether it guesses nothing behind these: it does not, or they are amid a text."""
+        drafts = self._drafts
+        return drafts is None or (self._num_idle >= _IDLE and not drafts.is_turn(token_ids[-1]))
 
     def mask(self, token_ids: Items[int], num_prompt_tokens: int) -> bytes:
         """A bit for each token that may follow these, the lowest first. Raises: ConstraintFailure."""
@@ -133,9 +133,7 @@ class Constraint:
         """Tokens that will probably follow these; none where nothing is forced, or it takes long."""
         num_output_tokens = len(token_ids) - num_prompt_tokens
         drafts = self._drafts
-        if drafts is None or num_output_tokens < self._num_consumed:
-            return []
-        if self._num_idle >= _IDLE and not drafts.is_turn(token_ids[-1]):
+        if drafts is None or num_output_tokens < self._num_consumed or self.is_silent(token_ids):
             return []
         started_s = time.thread_time()
         if new := list(token_ids[num_prompt_tokens + self._num_consumed :]):

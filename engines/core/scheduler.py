@@ -198,7 +198,7 @@ class Scheduler:
             if end > len(sequence.block_ids) * block_size and not self._reserve(sequence, end):
                 continue
             history = sequence.history
-            if num_pending == 1 and history is not None and not history.rests(sequence.token_ids):
+            if num_pending == 1 and history is not None and not history.rests(sequence):
                 if may_guess is None:
                     may_guess = self._may_guess()
                 if may_guess:

@@ -108,15 +108,13 @@ class History:
         "_trial_at",
         "_wait",
         "is_forced",
-        "is_free",
         "quiet_until",
         "right",
     )
 
-    def __init__(self, right: float, *, is_free: bool = True) -> None:
+    def __init__(self, right: float) -> None:
         """`right`: the share of guessed tokens that will be, as far as is known."""
         self.right = right
-        self.is_free = is_free  #: no grammar guesses for it
         self.is_forced = False  #: whether its last draft was its grammar's
         self.quiet_until = 0  #: the length from which on it is looked at again
         # the length from which on a draft is tried that would not pay; 0: none has been declined
@@ -128,9 +126,10 @@ class History:
         self._latest: dict[int, int] = {}
         self._earlier = array("i", [0] * _NGRAM)  # by place; 0: none
 
-    def rests(self, token_ids: list[int]) -> bool:
+    def rests(self, sequence: Sequence) -> bool:
         """Whether nothing is guessed of a sequence by now: most text is new, and told apart here at little cost."""
-        if not self.is_free:
+        token_ids, constraint = sequence.token_ids, sequence.constraint
+        if constraint is not None and not constraint.is_silent(token_ids):
             return False
         num_tokens = len(token_ids)
         if num_tokens < self.quiet_until:
@@ -257,9 +256,7 @@ class Speculator:
     def begin(self, sequence: Sequence) -> None:
         """Take on a sequence in which something is to be guessed: held to a grammar, or any where it `repeats`."""
         # others' text came again: that says little of this one's, and wrong guesses cost
-        constraint = sequence.constraint
-        is_free = constraint is None or not constraint.can_draft
-        sequence.history = History(min(self._first_right, _RIGHT), is_free=is_free)
+        sequence.history = History(min(self._first_right, _RIGHT))
         self._first_right += _FORGOTTEN * (_RIGHT - self._first_right)
 
     def guess(
@@ -276,7 +273,7 @@ class Speculator:
         is_quiet = num_tokens < history.quiet_until
         # what steps take without has to be seen, at first and now and then
         if (
-            (is_quiet and history.is_free)
+            (is_quiet and (constraint is None or constraint.is_silent(sequence.token_ids)))
             or self._num_drafted >= _PLAIN_EVERY
             or num_running not in self._plain_s
         ):

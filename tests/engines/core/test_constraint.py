@@ -3,6 +3,7 @@ import time
 import pytest
 
 from engines.core.constraint import Constraint, ConstraintFailure
+from engines.core.echo import Echo
 from engines.core.runner import SequenceFailure, token_mask
 from shared.protocol import ErrorCode, FinishReason
 from tests.factories_engine import SumMatcher, make_engine, make_request, make_sequence, run_all
@@ -33,6 +34,30 @@ def test_tokens_that_do_not_follow_end_the_one_request():
     sequence.constraint = Constraint(SumMatcher(12))
     with pytest.raises(SequenceFailure, match="grammar"):
         token_mask(sequence)
+
+
+class Signs:
+    """Drafts that find nothing, and note where they were asked; tokens from 100 on are signs."""
+
+    def __init__(self):
+        self.asked = []
+
+    def draft(self, matcher, output):
+        self.asked.append(len(output))
+        return []
+
+    def is_turn(self, token_id):
+        return token_id >= 100
+
+
+def test_amid_a_text_nothing_is_looked_for_before_a_sign():
+    text = [1] * 20 + [100] + [1] * 20
+    drafts = Signs()
+    constraint = Constraint(Echo(text, 128), drafts)
+    for end in range(1, len(text)):
+        constraint.draft(text[:end], 0)
+    assert len(drafts.asked) < 10
+    assert 21 in drafts.asked
 
 
 def test_a_grammar_that_takes_its_time_at_every_token_ends_its_request(monkeypatch):
