@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import hypothesis  # noqa: F401 - once memory is frozen, it warns of random numbers that trio gives it
 import pytest
 from redis.asyncio import Redis
 from xdist.scheduler import LoadFileScheduling
