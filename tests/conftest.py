@@ -29,6 +29,9 @@ gc.disable()
 
 
 def pytest_collection_finish() -> None:
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        # its plugin imports it for the last lines, and it asks for referrers, of which frozen ones are not told
+        import hypothesis  # noqa: F401, PLC0415
     gc.freeze()
     gc.enable()
 
