@@ -36,11 +36,6 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-def pytest_sessionfinish() -> None:
-    """What is imported for the summary (hypothesis) asks who refers to an object, and frozen ones are not told."""
-    gc.unfreeze()
-
-
 #: Files that share a fleet or a browser, which takes seconds to start: one process of tests has them all.
 TOGETHER = {
     "tests/browser/": "browser",
