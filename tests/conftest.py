@@ -28,10 +28,8 @@ if not Path("/dev/nvidiactl").exists():
 gc.disable()
 
 
-def pytest_collection_finish() -> None:
-    if "PYTEST_XDIST_WORKER" not in os.environ:
-        # its plugin imports it for the last lines, and it asks for referrers, of which frozen ones are not told
-        import hypothesis  # noqa: F401, PLC0415
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
     gc.freeze()
     gc.enable()
 
