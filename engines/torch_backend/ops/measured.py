@@ -8,7 +8,6 @@ import hashlib
 import json
 import logging
 import os
-import statistics
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -127,7 +126,7 @@ def _measure(library: Library) -> Timings:
                 products[turn % _NUM_COPIES](x)
                 seconds[name][count].append(time.perf_counter() - started)
     return {
-        name: {count: statistics.median(tries) for count, tries in by_count.items()}
+        name: {count: min(tries) for count, tries in by_count.items()}  # noise only adds
         for name, by_count in seconds.items()
     }
 
