@@ -31,7 +31,7 @@ class Part:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = part_path(folder, digest)
         self._digest = digest
-        self._stays = True
+        self._stays, self._is_moved = True, False
         self._file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
         if not self._lock():
             os.close(self._file)
@@ -63,7 +63,8 @@ class Part:
     ) -> None:
         """Keep what there is, if another can go on from it."""
         is_refused = isinstance(error, WrongDigest) or self._is_right
-        if is_refused or not (self._stays and self.size):
+        # once it is moved, its old name may be another writer's
+        if not self._is_moved and (is_refused or not (self._stays and self.size)):
             self.path.unlink(missing_ok=True)
         os.close(self._file)
 
@@ -107,6 +108,7 @@ class Part:
         os.fsync(self._file)
         target.parent.mkdir(parents=True, exist_ok=True)
         os.replace(self.path, target)
+        self._is_moved = True
         folder = os.open(target.parent, os.O_RDONLY)
         try:
             os.fsync(folder)

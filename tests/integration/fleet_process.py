@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
@@ -64,7 +65,7 @@ class Served:
         self.process.kill()
         self.process.wait()
         for process in family:
-            if process.is_running():
+            with suppress(psutil.NoSuchProcess):  # it may end by itself meanwhile
                 process.kill()
         assert self.process.stderr is not None
         self.process.stderr.close()

@@ -10,7 +10,7 @@ from dataclasses import replace
 from engines.core.engine import BatchingEngine
 from engines.core.request import EngineRequest
 from engines.core.sequence import Sequence
-from engines.core.speculation import Speculator
+from engines.core.speculation import History, Speculator
 from engines.torch_backend.sampling.sampler import needs_host
 from tests.factories_torch import encode_in_smallest_parts, run_to_end
 from tests.long import IS_LONG
@@ -111,6 +111,13 @@ def run_overlapped(start: Start, wanted: list[EngineRequest]) -> Tokens:
     return tokens
 
 
+class Restless(History):
+    """Of a sequence that is always guessed."""
+
+    def rests(self, sequence: Sequence) -> bool:
+        return False
+
+
 class Oracle(Speculator):
     """Guesses what will come, and every third time a wrong token at last."""
 
@@ -118,6 +125,9 @@ class Oracle(Speculator):
         super().__init__()
         self._answers = answers
         self._num_asked = 0
+
+    def begin(self, sequence: Sequence) -> None:
+        sequence.history = Restless(right=1.0)
 
     def guess(
         self, sequence: Sequence, num_running: int, most: int, most_beside: int

@@ -106,6 +106,9 @@ ELSEWHERE = (
         "MAX_IMAGE_URL",
         "MAX_SEARCH",
         "MAX_PAGE",
+        "MAX_VARIABLES",
+        "MAX_SECRET",
+        "MAX_ENVIRONMENT",
     ),
 )
 
