@@ -48,6 +48,7 @@ class Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     output: Any
+    copied: Tensor | None  #: the hidden states as it gave them: others may change them in place
 
     @property
     def input(self) -> Any:
@@ -74,7 +75,9 @@ class Watched:
         """Note them for a while."""
 
         def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            self._calls.setdefault(module, []).append(Call(args, kwargs, output))
+            given = first_of(output)
+            copied = given.clone() if isinstance(given, Tensor) else None
+            self._calls.setdefault(module, []).append(Call(args, kwargs, output, copied))
 
         handles = [m.register_forward_hook(note, with_kwargs=True) for m in model.modules()]
         try:
@@ -391,12 +394,15 @@ class Layer:
         x, attention, gated = hidden_states, self._attention, self._gated
         if self.run is not None and (found := self.run.compute(self, x, options)) is not None:
             return found
-        rows = x[0].to(self.dtype or x.dtype, copy=True)
+        rows = self.run.rows(self, x) if self.run else x[0].to(self.dtype or x.dtype, copy=True)
         stream = Stream(rows, is_own=True)
         mixed = attention.mix(attention.qkv(stream), options, x.dtype)
         _add(stream, attention.out, mixed, self._blocks[0].behind)
         _add(stream, gated.down, gated.gate_up(stream), self._blocks[1].behind)
-        return stream.tensor().to(x.dtype)[None]
+        y = stream.tensor()
+        if self.run is not None:
+            self.run.keep(self, y)
+        return y.to(x.dtype)[None]
 
     @property
     def attention(self) -> Attention:
@@ -417,7 +423,8 @@ class Layer:
 class Run:
     """Layers of which each reads what the one before gave: where kernels can, the first computes them all in one call.
 
-    Not where the model may add something between them: features of an image, or an adapter.
+    Not where the model may add something between them: features of an image, or an adapter. What goes through them is
+    float32 from the first to the last then, too, so that no sequence's result depends on what else is in a step.
     """
 
     def __init__(self, layers: Sequence[Layer], ops: Ops) -> None:
@@ -425,19 +432,38 @@ class Run:
         self._ops = ops
         self._specs: list[LayerSpec] = []  #: of the layers that the chain is made of
         self._chain: Chain | None = None
-        self._computed: tuple[Tensor, Any] | None = None  #: what the others are given then
+        self._computed: tuple[Tensor, int, Any] | None = None  #: what the others are given then
+        self._kept: Tensor | None = None  #: what a layer gave, before it was rounded
 
     def compute(self, layer: Layer, x: Tensor, options: dict[str, Any]) -> Tensor | None:
         """What comes of all layers; None where each computes itself. Raises: RuntimeError. Shapes: (1, N, C), kept."""
         angles = options.get("position_embeddings")
         if layer is self._layers[0]:
             found = self._compute(x, options)
-            self._computed = None if found is None else (found, angles)
+            self._computed = None if found is None else (found, found._version, angles)
         elif self._computed is None:
             return None
-        elif self._computed[0] is not x or self._computed[1] is not angles:
+        elif (
+            self._computed[0] is not x
+            or self._computed[1] != x._version
+            or self._computed[2] is not angles
+        ):
             raise RuntimeError("the model changes what its layers are given, and they are computed")
         return None if self._computed is None else self._computed[0]
+
+    def rows(self, layer: Layer, x: Tensor) -> Tensor:
+        """What a layer that computes itself is given: as the one before gave it, except where the model has changed it.
+
+        Shapes: (1, N, C); returns float32 (N, C), of its own.
+        """
+        kept, self._kept = self._kept, None
+        if kept is None or layer is self._layers[0] or x.dtype == torch.float32:
+            return x[0].to(torch.float32, copy=True)
+        return torch.where(x[0] == kept.to(x.dtype), kept, x[0])
+
+    def keep(self, layer: Layer, rows: Tensor) -> None:
+        """Note what a layer gives, for the next one. Shapes: float32 (N, C)."""
+        self._kept = None if layer is self._layers[-1] else rows
 
     def _compute(self, x: Tensor, options: dict[str, Any]) -> Tensor | None:
         pages = [layer.attention.pages for layer in self._layers]
@@ -455,7 +481,9 @@ class Run:
             return None
         rows = x[0].to(torch.float32, copy=True)
         self._chain(rows, attend)
-        return rows.to(x.dtype)[None]
+        with torch.inference_mode(False):  # so that changes in place are counted
+            found = torch.empty(x.shape, dtype=x.dtype)
+        return found.copy_(rows[None])
 
     def _make(
         self, pages: Sequence[Any], dtype: torch.dtype, options: dict[str, Any]
@@ -480,12 +508,18 @@ def find_runs(layers: Iterable[nn.Module], watched: Watched) -> list[list[nn.Mod
     for module in layers:
         call = watched.call(module)
         angles = [each and each.kwargs.get("position_embeddings") for each in (call, last)]
-        if call and last and call.input is last.output and angles[0] is angles[1]:
+        if call and last and angles[0] is angles[1] and _hands_on(last, call):
             runs[-1].append(module)
         else:
             runs.append([module])
         last = call
     return [run for run in runs if len(run) > 1]
+
+
+def _hands_on(last: Call, call: Call) -> bool:
+    """Whether a layer is given what the one before gave, unchanged."""
+    copied = last.copied
+    return call.input is last.output and copied is not None and torch.equal(call.input, copied)
 
 
 def _add(stream: Stream, linear: Linear, x: Tensor, norm: RMSNorm | None) -> None:

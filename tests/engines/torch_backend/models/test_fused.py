@@ -132,16 +132,17 @@ def count(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> list[None]
 
 
 @needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_features_of_an_image_are_added_between_the_layers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_checkpoint(family("Qwen3-VL"), tmp_path)  # adds some behind its first layers
-    model = load(tmp_path)
+    model = load(tmp_path, dtype)
     multimodal = GENERIC.processor(tmp_path, model.config)
     length = model.config.text.max_position_embeddings
     processor = create_processor(tmp_path, multimodal, length)
     at_once = count(monkeypatch, fused.Run, "_make")
-    model.verify(start(model), "always", lambda: example_prompt(processor))
+    model.verify(start(model, dtype), "always", lambda: example_prompt(processor))
     assert at_once  # the texts, and what is drawn behind the image
 
 
@@ -164,12 +165,22 @@ def test_beside_layers_in_few_bits_the_head_is_in_int8_if_it_is_no_table_of_toke
 
 
 @needs_kernels
-@pytest.mark.parametrize("name", ["Llama", "Qwen3", "Mistral, window"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("Llama", torch.float32),
+        ("Llama", torch.bfloat16),  # whoever computes them, nothing is rounded between layers
+        ("Qwen3", torch.float32),
+        ("Qwen3", torch.bfloat16),
+        ("Mistral, window", torch.float32),
+    ],
+    ids=str,
+)
 def test_layers_one_after_another_are_computed_at_once(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_checkpoint(family(name), tmp_path)
-    runner = start(load(tmp_path))
+    runner = start(load(tmp_path, dtype), dtype)
     prompts = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14], [9]
     alone = count(monkeypatch, fused.Attention, "mix")
     at_once = scores(runner, *prompts)
@@ -179,17 +190,45 @@ def test_layers_one_after_another_are_computed_at_once(
     assert alone
 
 
+def _hand_on_twice_as_much(module: nn.Module, args: Any) -> Any:
+    return 2 * args[0], *args[1:]
+
+
+def _double_in_place(module: nn.Module, args: Any) -> None:
+    args[0].mul_(2)
+
+
 @needs_kernels
-def test_layers_that_are_not_given_what_came_before_are_not_passed_by(tmp_path: Path) -> None:
+@pytest.mark.parametrize("change", [_hand_on_twice_as_much, _double_in_place])
+def test_layers_that_are_not_given_what_came_before_are_not_passed_by(
+    change: Callable[..., Any], tmp_path: Path
+) -> None:
     write_checkpoint(LLAMA, tmp_path)
     model = load(tmp_path)
     runner = start(model)
     second = model.inner.get_submodule("model.layers.1")
-    handle = second.register_forward_pre_hook(lambda module, args: (2 * args[0], *args[1:]))
+    handle = second.register_forward_pre_hook(change)
     with pytest.raises(RuntimeError, match="changes what its layers are given"):
         scores(runner, [5, 6, 7])
     handle.remove()
     assert scores(runner, [5, 6, 7])
+
+
+def test_a_model_that_changes_in_place_what_its_layers_hand_on_gets_each_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call: Any = LlamaDecoderLayer.__call__
+
+    def scale_before(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self.self_attn.layer_idx:
+            hidden_states *= 3
+        return call(self, hidden_states, *args, **kwargs)
+
+    monkeypatch.setattr(LlamaDecoderLayer, "__call__", scale_before)
+    write_checkpoint(LLAMA, tmp_path)
+    model = load(tmp_path)
+    assert len(recognised(model).layers) == 2
+    model.verify(start(model), "always")
 
 
 @needs_kernels
