@@ -34,7 +34,7 @@ test: $(STAMP)  ## run all tests
 	$(BIN)/python -m pytest $(or $(ARGS),-n 3 --dist loadfile --no-loadscope-reorder)
 
 families: $(STAMP)  ## run every family of models by every way, and write the table of docs/models.md
-	LONG=1 $(BIN)/python -m pytest tests/engines/torch_backend/models \
+	TESTS_LONG=1 $(BIN)/python -m pytest tests/engines/torch_backend/models \
 		tests/engines/torch_backend/parallel tests/engines/torch_backend/test_equivalence.py \
 		tests/engines/torch_backend/lora tests/engines/torch_backend/loading tests/engines/packages tests/contract \
 		tests/e2e/test_transformers_models.py $(ARGS)
@@ -61,17 +61,17 @@ bfcl: $(STAMP)  ## count the steps in which the calls of BFCL (BFCL=a folder of 
 	$(BIN)/python -m tests.schemas.bfcl $(ARGS)
 
 hostile: $(STAMP)  ## play every attack of docs/security.md that a client can make against real processes
-	LONG=1 $(BIN)/python -m pytest tests/hostile tests/engines/text/test_template_rendering.py $(ARGS)
+	TESTS_LONG=1 $(BIN)/python -m pytest tests/hostile tests/engines/text/test_template_rendering.py $(ARGS)
 
 browser-test: $(STAMP)  ## use the chat page in a headless chromium; screenshots in .cache/screenshots
-	LONG=1 $(BIN)/python -m pytest tests/browser $(ARGS)
+	TESTS_LONG=1 $(BIN)/python -m pytest tests/browser $(ARGS)
 
 faults: $(STAMP)  ## play every fault of docs/reliability.md against real processes; takes minutes
-	LONG=1 $(BIN)/python -m pytest tests/faults tests/shared/queue/test_queue_model.py $(ARGS)
+	TESTS_LONG=1 $(BIN)/python -m pytest tests/faults tests/shared/queue/test_queue_model.py $(ARGS)
 
 accuracy: $(STAMP)  ## ask the built-in models: 6,000 questions in fp32, bf16, int8 and int4; searches of 1,000 images; takes minutes
-	ACCURACY_SCENES=1000 CLIP_SCENES=1000 $(BIN)/python -m pytest tests/e2e/test_accuracy.py \
-		tests/e2e/test_quantized_accuracy.py tests/e2e/test_shapes_clip.py $(ARGS)
+	TESTS_LONG=1 ACCURACY_SCENES=1000 CLIP_SCENES=1000 $(BIN)/python -m pytest tests/e2e/test_accuracy.py \
+		tests/e2e/test_quantized_accuracy.py tests/e2e/test_shapes_clip.py tests/e2e/test_load_shapes.py $(ARGS)
 
 walk: $(STAMP)  ## embed 20,000 texts by the built-in model, serve them and search by curl
 	WALK_TEXTS=20000 $(BIN)/python -m pytest -s tests/search/test_walk.py $(ARGS)
@@ -80,7 +80,7 @@ compose-test: $(STAMP)  ## start the compose stack on a docker engine, scale it,
 	COMPOSE_TEST=1 $(BIN)/python -m pytest -s tests/e2e/test_compose*.py $(ARGS)
 
 applications: $(STAMP)  ## run applications: the examples on the built-in model, and sessions whose processes are killed; takes a minute
-	LONG=1 $(BIN)/python -m pytest tests/engines/application tests/integration/test_applications.py $(ARGS)
+	TESTS_LONG=1 $(BIN)/python -m pytest tests/engines/application tests/integration/test_applications.py $(ARGS)
 
 store-test: $(STAMP)  ## keep packages in a bucket of moto, an S3-compatible server that this installs apart
 	test -x .cache/moto/bin/moto_server || { $(PYTHON) -m venv .cache/moto && .cache/moto/bin/pip install --quiet 'moto[server]>=5.1'; }

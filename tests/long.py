@@ -1,4 +1,4 @@
-"""What `make test` leaves to longer targets, which set LONG: `make families`, `faults`, `hostile`, `browser-test` ..."""
+"""What `make test` leaves to longer targets, which set TESTS_LONG: `make families`, `faults`, `hostile`, `browser-test` ..."""
 
 import os
 from collections.abc import Collection, Iterable, Sequence
@@ -8,7 +8,7 @@ import pytest
 
 Case = TypeVar("Case")
 
-IS_LONG = bool(os.environ.get("LONG"))
+IS_LONG = bool(os.environ.get("TESTS_LONG"))
 
 
 def long(target: str) -> pytest.MarkDecorator:

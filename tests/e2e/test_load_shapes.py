@@ -1,6 +1,5 @@
 """A load of images on the built-in model: every answer about its samples is right while many are asked at once."""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,10 +8,9 @@ import pytest
 from loadtest.albums import PAIR_FACTS, SAMPLE_FACTS
 from loadtest.result import load_result
 from tests.integration.fleet_process import Served, run_vlm, start_fleet
+from tests.long import long
 
-pytestmark = pytest.mark.skipif(
-    not os.environ.get("LOADTEST_LONG"), reason="takes half a minute: set LOADTEST_LONG=1"
-)
+pytestmark = long("accuracy")
 
 
 @pytest.fixture(scope="module")
