@@ -7,6 +7,7 @@ import ast
 import json
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from engines.text.schemas import UnsupportedSchema, prepare
@@ -176,7 +177,7 @@ class MalformedCall(Exception):
 class KeywordArguments:
     """Reads the arguments of one call, which come in pieces, to the bracket that closes it.
 
-    Whatever the rules allow is read, however long or deep: a value is made JSON piece by piece.
+    What no client could read as JSON is no call: more than 64 levels, or 4,300 characters of a number.
     """
 
     def __init__(self) -> None:
@@ -203,6 +204,8 @@ class KeywordArguments:
                 self._quote = character
             elif character in _CLOSING:
                 self._brackets.append(_CLOSING[character])
+                if len(self._brackets) > _MAX_DEPTH:
+                    raise MalformedCall
             elif character in ")]}" and (not self._brackets or self._brackets.pop() != character):
                 raise MalformedCall
             self._written.append(character)
@@ -227,16 +230,20 @@ class KeywordArguments:
         self._found[name] = _to_json(value)
 
 
+_MAX_DEPTH = 64
+_MAX_NUMBER = 4300  #: characters; Python makes no number of more digits
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
 _WORDS = {"True": "true", "False": "false", "None": "null"}
 _TOKEN = re.compile(
     r"""[ \t\r\n]*(?:
     (?P<text>"[^"\\]*(?:\\.[^"\\]*)*"|'[^'\\]*(?:\\.[^'\\]*)*')
-    |(?P<plain>-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|True|False|None|true|false|null)
+    |(?P<number>[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)
+    |(?P<word>True|False|None|true|false|null)
     |(?P<sign>[\[\](){},:])
     )[ \t\r\n]*""",
     re.DOTALL | re.VERBOSE,
 )
+_OCTAL = re.compile(r"-?0[0-9]")  #: as C has them; Python has none
 #: Escapes that Python has no warning for.
 _ESCAPES = frozenset("\n\\'\"abfnrtvxuUN")
 
@@ -244,7 +251,7 @@ _ESCAPES = frozenset("\n\\'\"abfnrtvxuUN")
 def _to_json(text: str) -> str:
     """A literal of Python's, or of JSON's words, as JSON; a number stays as it is spelled. Raises: MalformedCall."""
     made: list[str] = []
-    brackets: list[str] = []
+    brackets: list[_Bracket] = []
     awaited = _VALUE
     place = 0
     while place < len(text):
@@ -253,21 +260,22 @@ def _to_json(text: str) -> str:
             raise MalformedCall
         place, token = found.end(), found[found.lastgroup or 0]
         if found.lastgroup != "sign" and awaited & _VALUE:
-            made.append(_WORDS.get(token, token) if found["plain"] else _read_text(token))
+            made.append(_READERS[found.lastgroup or ""](token))
             awaited = _NEXT
         elif found["text"] and awaited & _KEY:
             made.append(_read_text(token))
             awaited = _COLON
         elif token in _CLOSING and awaited & _VALUE:
-            brackets.append(_CLOSING[token])
+            brackets.append(_Bracket(_CLOSING[token], len(made)))
             made.append("{" if token == "{" else "[")
             awaited = _END | (_KEY if token == "{" else _VALUE)
-        elif brackets and token == brackets[-1] and awaited & _END:
-            made.append("}" if brackets.pop() == "}" else "]")
+        elif brackets and token == brackets[-1].end and awaited & _END:
+            _close(made, brackets.pop())
             awaited = _NEXT
         elif brackets and token == "," and awaited & _COMMA:
+            brackets[-1].has_comma = True
             made.append(", ")
-            awaited = _KEY if brackets[-1] == "}" else _VALUE
+            awaited = _END | (_KEY if brackets[-1].end == "}" else _VALUE)
         elif token == ":" and awaited == _COLON:
             made.append(": ")
             awaited = _VALUE
@@ -278,9 +286,44 @@ def _to_json(text: str) -> str:
     return "".join(made)
 
 
+@dataclass(slots=True)
+class _Bracket:
+    """One that is open."""
+
+    end: str
+    place: int  #: in what has been made
+    has_comma: bool = False
+
+
+def _close(made: list[str], bracket: _Bracket) -> None:
+    """A comma may stand behind the last value; without any, parentheses only hold a value together."""
+    if made[-1] == ", ":
+        made.pop()
+    if bracket.end == ")" and not bracket.has_comma and len(made) > bracket.place + 1:
+        made[bracket.place] = ""
+    else:
+        made.append("}" if bracket.end == "}" else "]")
+
+
 #: What may come next in a value.
 _VALUE, _KEY, _COLON, _COMMA, _END = 1, 2, 4, 8, 16
 _NEXT = _COMMA | _END
+
+
+def _read_word(text: str) -> str:
+    return _WORDS.get(text, text)
+
+
+def _read_number(text: str) -> str:
+    """Raises: MalformedCall."""
+    whole, sign, rest = text.removeprefix("+").partition(".")
+    if len(text) > _MAX_NUMBER or _OCTAL.match(whole):
+        raise MalformedCall
+    if not sign:
+        return whole
+    return (
+        f"{whole if whole.strip('-') else whole + '0'}.{rest if rest[:1].isdigit() else '0' + rest}"
+    )
 
 
 def _read_text(text: str) -> str:
@@ -295,3 +338,6 @@ def _read_text(text: str) -> str:
     except (ValueError, SyntaxError, MemoryError):
         raise MalformedCall from None
     return made
+
+
+_READERS = {"text": _read_text, "number": _read_number, "word": _read_word}

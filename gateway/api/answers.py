@@ -1,5 +1,6 @@
 """What answers of several APIs have in common: events made fewer, blocks of one kind, OpenAI's usage."""
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
@@ -118,14 +119,22 @@ class Block(msgspec.Struct):
 
     @property
     def json(self) -> msgspec.Raw:
-        """A call's arguments as an object; an empty one where the answer was cut within them."""
+        """A call's arguments as they are written; an empty object where the answer was cut within them."""
         arguments = self.text.encode()
         try:
-            msgspec.json.decode(arguments, type=dict)
-        except (msgspec.MsgspecError, UnicodeDecodeError):
-            return msgspec.Raw(b"{}")
-        return msgspec.Raw(arguments)
+            msgspec.json.decode(arguments, type=dict[str, msgspec.Raw])  # of any numbers
+            is_whole = True
+        except msgspec.MsgspecError:
+            is_whole = False
+        except RecursionError:
+            bare = _TEXTS.sub(b"", arguments)
+            is_whole = b'"' not in bare and len(_OPENED.findall(bare)) == len(_CLOSED.findall(bare))
+        return msgspec.Raw(arguments if is_whole else b"{}")
 
+
+#: Of arguments that are too deep to be decoded: a grammar has seen to it that they are JSON.
+_TEXTS = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
+_OPENED, _CLOSED = re.compile(rb"[{\[]"), re.compile(rb"[}\]]")
 
 Addition = tuple[Block, str, tuple[OutputLogprob, ...]]
 

@@ -1,5 +1,6 @@
 """Calls of functions: what may be written, how it is read, and what models without tools are told."""
 
+import ast
 import json
 from itertools import pairwise
 
@@ -297,6 +298,12 @@ def test_calls_in_python_are_read_the_same_wherever_the_text_is_cut():
         ("[f(x={'y': 1, 2})]", 0),
         ("[f(x='y' 'z')]", 0),
         ("[f(x=01)]", 0),
+        ("[f(x=+-1)]", 0),
+        ("[f(x=.)]", 0),
+        ("[f(x=(,))]", 0),
+        ("[f(x=[,])]", 0),
+        ("[f(x=[1,,])]", 0),
+        ("[f(x=1,,)]", 0),
         ("[f(x=)]", 0),
         ("[f(x=1), g(x=y)]", 1),
         ("[f(x=1)] and more", 1),
@@ -313,10 +320,10 @@ def test_what_is_no_call_in_python_is_text(text, num_calls):
 @pytest.mark.parametrize(
     "value",
     [
-        "9" * 5000,
+        "9" * 4300,
         "-1e400",
-        "[" * 300 + "]" * 300,
-        '{"a": ' * 100 + "[1, {}]" + "}" * 100,
+        "[" * 63 + "]" * 63,
+        '{"a": ' * 61 + "[1, {}]" + "}" * 61,
         "'" + "y" * 70_000 + "'",
         r"""'\'"\\\n'""",
         '["a", true, null, -0.5e-7]',
@@ -341,6 +348,26 @@ def test_whatever_the_rules_allow_is_read_as_a_call(compiler, value):
     if is_json:
         expected = json.loads(value, parse_int=str, parse_float=str)
         assert found == {"n" * 256: expected, "b": [expected]}
+
+
+@pytest.mark.parametrize("value", ["9" * 4301, "[" * 65 + "]" * 65, "[" * 2000 + "]" * 2000])
+def test_what_no_client_could_read_is_text(value):
+    text = f"[f(x={value})]"
+    assert read_all(text) == (text, [])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *("(5)", "((5))", "(5,)", "()", "(())", "((1, 2), [3])", "[(1), 2,]", "{'y': (1), 'z': (2,),}"),
+        *("1.", ".5", "+1", "-.5", "+1.e3", "-0.", "('y')", "( 1 , )"),
+    ],
+)  # fmt: skip
+def test_values_are_those_of_python(value):
+    expected = json.loads(json.dumps(ast.literal_eval(value)))
+    said, calls = read_all(f"[f(x={value})]")
+    assert (said, calls) == ("", [("f", {"x": expected})])
+    assert type(calls[0][1]["x"]) is type(expected)
 
 
 def test_escapes_that_python_does_not_know_stand_for_themselves():

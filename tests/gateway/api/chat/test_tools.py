@@ -139,3 +139,38 @@ async def test_a_result_may_be_an_image(gateway, worker):
     response = await gateway.client.post(CHAT, json=make_body(messages=messages))
     assert response.status_code == 200, response.text
     assert len(worker.requests[0].task.images) == 1
+
+
+DEEP = '{"x": ' + "[" * 2000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "is_whole"),
+    [
+        (DEEP + "]" * 2000 + "}", True),
+        ('{"x": ' + "9" * 5000 + ', "y": 1e999}', True),
+        ('{"x": "]}', False),
+        (DEEP, False),
+        (DEEP + '"' + "]" * 2000 + "}", False),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/messages", "/api/chat"])
+async def test_arguments_that_are_whole_are_told_whatever_they_are(
+    gateway, worker, path, arguments, is_whole
+):
+    async def call(answer: Answer) -> None:
+        await answer.start()
+        [event] = answer.deltas("")
+        piece = CallPiece(0, "get_weather", arguments)
+        await answer.publish(msgspec.structs.replace(event, calls=(piece,)))
+        await answer.finish(reason=FinishReason.TOOL_CALLS if is_whole else FinishReason.LENGTH)
+
+    worker.script = call
+    body = {"model": MODEL, "messages": MESSAGES, "stream": False, "tools": [TOOL]}
+    if path == "/v1/messages":
+        tool = {"name": "get_weather", "input_schema": {"type": "object"}}
+        body |= {"max_tokens": 9, "tools": [tool]}
+    response = await gateway.client.post(path, json=body)
+    assert response.status_code == 200
+    name = "input" if path == "/v1/messages" else "arguments"
+    assert f'"{name}":{arguments if is_whole else {}}' in response.text
