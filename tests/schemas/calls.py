@@ -81,7 +81,6 @@ class Outcome:
     num_steps: int = 0
     num_guessed: int = 0
     num_accepted: int = 0
-    saved: float = 0.0  #: of the pretended time
 
 
 def read_case(row: dict[str, Any], answer: dict[str, Any]) -> CallCase:
@@ -201,11 +200,9 @@ class _Timed(Speculator):
     def __init__(self, eos_token_ids: frozenset[int], token_cost: float) -> None:
         super().__init__(eos_token_ids, repeats=False)
         self._token_cost = token_cost
-        self.seconds = 0.0
 
     def note(self, batch: Batch, result: StepResult, seconds: float) -> None:
         seconds = 0.01 * (1 + self._token_cost * sum(len(item.draft) for item in batch.items))
-        self.seconds += seconds
         super().note(batch, result, seconds)
 
 
@@ -256,8 +253,8 @@ class CallWriter:
         is_required: bool,
         is_drafted: bool,
     ) -> Outcome:
-        engine, speculator = self._engine, self._speculator
-        engine.scheduler.speculator = speculator if is_drafted else None
+        engine = self._engine
+        engine.scheduler.speculator = self._speculator if is_drafted else None
         self._num_asked += 1
         request_id = str(self._num_asked)
         request = engine.prepare(self._ask(case, form, is_required, request_id), [])
@@ -266,7 +263,6 @@ class CallWriter:
         wanted = self._runner.wanted[request_id] = [*self._tokenizer.encode(space + text), eos]
         engine.add(request)
         before = engine.stats()
-        seconds = speculator.seconds
         token_ids: list[int] = []
         while engine.has_work():
             for output in engine.step():
@@ -275,14 +271,11 @@ class CallWriter:
                     raise SequenceFailure(request_id, output.error)
         assert token_ids == wanted
         after, num_plain = engine.stats(), len(wanted)
-        # the first token comes of the step of the prompt
-        spent = (speculator.seconds - seconds) / 0.01 + 1 if is_drafted else num_plain
         return Outcome(
             num_plain_steps=num_plain,
             num_steps=after.num_steps - before.num_steps,
             num_guessed=after.num_guessed_tokens - before.num_guessed_tokens,
             num_accepted=after.num_accepted_tokens - before.num_accepted_tokens,
-            saved=1 - spent / num_plain,
         )
 
     def _ask(

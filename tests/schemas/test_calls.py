@@ -1,7 +1,10 @@
 """Calls are written in fewer steps than they have tokens, in each format, and come out the same."""
 
+import math
+
 import pytest
 
+from engines.core import constraint
 from engines.text.tokenizer import HfTokenizer
 from tests.schemas.calls import FORMATS, PLAIN, CallWriter, read_case
 from tests.schemas.checking import CHECKPOINT
@@ -60,9 +63,13 @@ def read(name):
 
 @pytest.fixture(scope="module")
 def writer():
-    made = CallWriter(HfTokenizer(CHECKPOINT, None))
-    yield made
-    made.close()
+    """Whose answers never take too long: what drafts are made depends on nothing but tokens."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(constraint, "_DRAFT_S", math.inf)
+        patch.setattr(constraint, "_BURST_S", math.inf)
+        made = CallWriter(HfTokenizer(CHECKPOINT, None))
+        yield made
+        made.close()
 
 
 @pytest.mark.parametrize("name", [*FORMATS, PLAIN])
