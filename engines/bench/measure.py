@@ -167,7 +167,7 @@ def run_in_turn(
     engines: Sequence[BatchingEngine], requests: Sequence[Sequence[EngineRequest]]
 ) -> list[float]:
     """Processor time that each engine takes for its requests, a step of each in turn: what else the machine does falls
-    on all alike. Raises: RequestError.
+    on all alike. Raises: RequestError, RuntimeError for a failed request.
     """
     spent_s = [0.0 for _ in engines]
     for engine, added in zip(engines, requests, strict=True):
@@ -177,8 +177,11 @@ def run_in_turn(
         for place, engine in enumerate(engines):
             if engine.has_work():
                 started_s = time.process_time()
-                engine.step()
+                outputs = engine.step()
                 spent_s[place] += time.process_time() - started_s
+                for output in outputs:
+                    if output.error is not None:
+                        raise RuntimeError(output.error)
     return spent_s
 
 

@@ -5,6 +5,7 @@ all of them alike. The model is loaded and warmed up, and each cell run once, be
 """
 
 import json
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -74,6 +75,7 @@ class Bench:
         assert isinstance(engine, BatchingEngine)
         assert isinstance(engine.runner, TorchRunner)
         self.engine = engine
+        self._stats = engine.stats()
         self._speculators = {"ngram": engine.scheduler.speculator, "off": None}
         model = engine.runner.model
         assert isinstance(model, Llava)
@@ -86,7 +88,7 @@ class Bench:
 
     def describe(self) -> dict[str, Any]:
         """What the numbers belong to."""
-        stats = self.engine.stats()
+        stats = self._stats
         return {
             "model": self.options.model,
             "dtype": str(self.dtype).removeprefix("torch."),
@@ -116,25 +118,28 @@ class Bench:
         return run_beside(self.engine, self._counter, streams, late)
 
     def _compare(self, cells: list[tuple[Scenario, int]]) -> list[Cost]:
-        """What guessing costs of a processor. Raises: RequestError."""
+        """What guessing costs of a processor; the engine is closed then. Raises: RequestError, RuntimeError."""
         if self.device.type != "cpu":
             return []
-        ours, theirs = (
-            create_engine({**self._settings, "speculation": each}).engine
-            for each in ("ngram", "off")
-        )
-        assert isinstance(ours, BatchingEngine)
-        assert isinstance(theirs, BatchingEngine)
+        self.engine.close()  # two more stand in its place
         costs = []
-        for scenario, size in cells:
-            ratios = []
-            for _ in range(self.options.rounds + 1):
-                made = [self._maker.make(scenario, size, self.options.num_tokens) for _ in range(2)]
-                with_it, without = run_in_turn((ours, theirs), made)
-                ratios.append(with_it / without)
-            costs.append(Cost.of(scenario.name, size, ratios[1:]))
-        ours.close()
-        theirs.close()
+        with ExitStack() as opened:
+            engines = []
+            for each in ("ngram", "off"):
+                engine = create_engine({**self._settings, "speculation": each}).engine
+                assert isinstance(engine, BatchingEngine)
+                opened.callback(engine.close)
+                engines.append(engine)
+            self._maker.prepare = engines[0].prepare
+            for scenario, size in cells:
+                ratios = []
+                for _ in range(self.options.rounds + 1):
+                    made = [
+                        self._maker.make(scenario, size, self.options.num_tokens) for _ in engines
+                    ]
+                    with_it, without = run_in_turn(engines, made)
+                    ratios.append(with_it / without)
+                costs.append(Cost.of(scenario.name, size, ratios[1:]))
         return costs
 
     def run_all(self) -> list[Row]:

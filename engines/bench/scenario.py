@@ -1,7 +1,8 @@
 """What the benchmark asks of an engine: requests of random tokens and random images, all added at once.
 
-Every request is new, so that no cache helps, but in `repeat`, which asks again what `image` would. Answers are
-greedy, of one length, and ignore the end token; those of `edit`, `noise` and `fresh` are given, and the model is held to them. Images come as pixels: decoding them is not the engine's.
+Every request is new, so that no cache helps, but in `repeat`, which asks again what `image` would. Answers are of one
+length and ignore the end token. Those of `edit`, `noise` and `fresh` are given, and the model is held to them; those of
+`letters` are drawn at temperature 2, all others are greedy. Images come as pixels: decoding them is not the engine's.
 """
 
 from collections.abc import Callable
@@ -32,7 +33,7 @@ class Scenario:
     is_repeated: bool = False
     is_late: bool = False  #: one comes while as many as the batch size stream
     #: That the model is held to: its prompt, of as many tokens, with one of 20 replaced; a few at random; or each once.
-    #: Or its own, of letters by a grammar that forces nothing.
+    #: Or its own, of ASCII letters and spaces by a grammar that forces nothing: what grammars' drafts pass over.
     answer: Literal["own", "edit", "noise", "fresh", "letters"] = "own"
 
 
@@ -68,7 +69,7 @@ class RequestMaker:
         seed: int = 0,
     ) -> None:
         self._config = config
-        self._prepare = prepare
+        self.prepare = prepare  #: of the engine that is asked
         self._max_model_len = max_model_len
         self._random = Random(seed)
         self._generator = torch.Generator().manual_seed(seed)
@@ -99,7 +100,7 @@ class RequestMaker:
             grammar = Grammar("regex", f"[a-z ]{{{_LETTERS * num_tokens}}}", "structured_outputs")
             sampling = replace(sampling, temperature=2.0)  # likely ones repeat themselves
             task = Generate((), sampling, grammar=grammar, prompt=TokensPart(tuple(token_ids)))
-            return self._prepare(EngineCall(request_id, task), ())
+            return self.prepare(EngineCall(request_id, task), ())
         answer = self._answer(scenario, token_ids, num_tokens)
         vocab_size = self._config.text.vocab_size
         constraint = Constraint(Echo(answer, vocab_size)) if answer else None
