@@ -184,7 +184,10 @@ class NodeAgent:
         self._workers = await self._registry.workers()
         for name, app in sorted(apps.items()):
             if self._is_on_duty(name, nodes, now):
-                app = await self._advance(app, nodes, now)
+                try:
+                    app = await self._advance(app, nodes, now)
+                except Unreadable as error:  # the others go on
+                    logger.error("%s", error)
             if app is not None and not self._stopping.is_set():
                 await self._claim(app, nodes, now)
 
@@ -203,6 +206,9 @@ class NodeAgent:
         """Drain what no longer should be here, forget what has ended and was heard."""
         for key, instance in list(self._instances.items()):
             if key[0] in self._board.unreadable:  # it serves on, until somebody says more
+                # Nodes that can read the record have heard by then how it ended.
+                if instance.is_over and self._stray_s(key) > STRAY_S:
+                    self._forget(key)
                 continue
             slots = apps[key[0]].slots if key[0] in apps else ()
             slot = next((each for each in slots if each.id == key[1]), None)
@@ -212,10 +218,18 @@ class NodeAgent:
                 if slot.state == "draining":
                     instance.drain()
             elif instance.is_over:
-                del self._instances[key]
-                self._strays.pop(key, None)
-            elif time.monotonic() - self._strays.setdefault(key, time.monotonic()) > STRAY_S:
+                self._forget(key)
+            elif self._stray_s(key) > STRAY_S:
                 instance.drain()
+
+    def _stray_s(self, key: tuple[str, int]) -> float:
+        """For how long no record that can be read has known an instance."""
+        now = time.monotonic()
+        return now - self._strays.setdefault(key, now)
+
+    def _forget(self, key: tuple[str, int]) -> None:
+        del self._instances[key]
+        self._strays.pop(key, None)
 
     async def _sync(self, apps: dict[str, App], now: float) -> None:
         """Bring into Redis what the store knows and Redis does not."""
@@ -271,7 +285,11 @@ class NodeAgent:
 
     async def _go_back(self, app: App, now: float) -> App:
         """Have the version before serve again, unless there is none or somebody else has decided."""
-        history = await asyncio.to_thread(read_history, self._store, app.name)
+        try:
+            history = await asyncio.to_thread(read_history, self._store, app.name)
+        except Unreadable as error:  # it goes on where it is
+            logger.error("%s", error)
+            return app
         active = app.active
         if history is None or active is None or history.last.number != app.number:
             return app

@@ -236,3 +236,39 @@ async def test_what_a_newer_version_recorded_is_left_alone_and_others_are_looked
     assert instance.state == "ready"
     assert await redis.hget(key, "n") == record
     await redis.aclose()
+
+
+async def test_those_with_damaged_records_go_on_and_others_are_looked_after(machines):
+    machines.start("one")
+    digest = machines.add_package("{}")
+    machines.deploy(digest, min_instances=1, retry_limit=0)
+    before = await machines.wait(lambda app: app.active is not None)
+    machines.store.put_if_absent("deployments/n/00000002.json", b"{")
+    machines.store.put_if_absent("deployments/a/00000001.outcome.json", b"{")
+    unsettled = Generation("a", 1, digest, Spec(min_instances=1))
+    await machines.board.put(None, rollout.admit(App("a"), unsettled, await machines.board.now()))
+    [instance] = FakeInstance.all
+    instance.state = "failed"  # it has to go back, and its history cannot be read
+    after = await machines.wait(lambda app: nodes_of(app) and app.slots != before.slots)
+    assert after.active.num_failed == 1
+    record_generation(machines.store, Generation("z", 1, digest, Spec(min_instances=1)))
+    async with asyncio.timeout(WITHIN_S):
+        while "z" not in (apps := await machines.board.apps()) or apps["z"].active is None:
+            await asyncio.sleep(0.02)
+    assert apps["a"].candidate is not None
+
+
+async def test_an_instance_of_an_unreadable_record_that_has_ended_is_forgotten(
+    machines, redis_prefix, monkeypatch
+):
+    monkeypatch.setattr(agents, "STRAY_S", 0.0)
+    machines.start("one")
+    machines.deploy(machines.add_package("{}"), min_instances=1)
+    await machines.wait(lambda app: nodes_of(app))
+    async with create_redis(machines.settings.redis) as redis:
+        await redis.hset(RedisKeys(redis_prefix).apps, "n", b"9 {")
+        [instance] = FakeInstance.all
+        instance.state = "failed"
+        async with asyncio.timeout(WITHIN_S):
+            while (await machines.board.nodes())["one"].slots:
+                await asyncio.sleep(0.02)
