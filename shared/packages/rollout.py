@@ -426,11 +426,13 @@ def _pause(app: App, nodes: Mapping[str, NodeRecord], now: float) -> App:
     candidate = app.candidate
     if candidate is None or not (candidate.started_at or candidate.is_canary):
         return app
-    is_running = bool(app.of(candidate.digest, "starting", "ready"))
-    if is_running or not _find_lack(app, candidate, nodes):
+    if app.of(candidate.digest, "starting", "ready"):
+        return app
+    lack = _find_lack(app, candidate, nodes)
+    if not lack:
         return app
     app = replace(app, candidate=replace(candidate, started_at=0.0, is_canary=False))
-    return _note(app, now, f"generation {candidate.number} waits: {app.message}")
+    return _note(app, now, f"generation {candidate.number} waits: {lack}")
 
 
 def _judge(app: App, loads: Mapping[str, Load], now: float) -> Outcome | None:

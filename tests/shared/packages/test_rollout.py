@@ -471,6 +471,24 @@ def test_a_version_whose_only_node_is_away_waits_until_it_is_back(world: World, 
         assert world.active == wanted.version
 
 
+def test_a_version_that_waits_says_what_for_where_the_old_one_waits_too(world: World):
+    world.rooms["two"] = Resources(8)
+    world.secrets = {"two": ("token",)}
+    wanted = Generation("n", 2, B, SPEC, environment=Environment(secrets={"X": "token"}))
+    world.behaviour = {wanted.version: "hangs"}
+    world.run(20)
+    world.deploy(B, environment=wanted.environment)
+    world.run(3)
+    assert world.app.of(wanted.version, "starting")
+    del world.rooms["two"]
+    world.rooms["one"] = Resources(0.5)
+    world.running.clear()
+    world.step()
+    assert "no node has room" in world.app.message  # for the old one
+    [text] = [event.text for event in world.app.events if "generation 2 waits" in event.text]
+    assert "no node has the secret token:" in text
+
+
 def test_a_version_that_fails_where_its_secret_is_is_rolled_back_though_its_node_goes(world: World):
     world.rooms["two"] = Resources(8)
     world.secrets = {"two": ("token",)}
