@@ -16,13 +16,20 @@ from typing import Annotated, Any, Literal
 import msgspec
 from fastapi import APIRouter, Request, Response
 from msgspec import Meta, UnsetType
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 from redis.exceptions import RedisError
 
 from gateway.api.operator_access import OperatorAccess
 from gateway.calls.models import ModelDirectory
 from gateway.http.body import JsonBody
-from gateway.http.errors import ApiError, InvalidRequest, NotFound, ServerError, unavailable
+from gateway.http.errors import (
+    ApiError,
+    InvalidRequest,
+    NotFound,
+    ServerError,
+    record_unreadable,
+    unavailable,
+)
 from shared.packages import rollout
 from shared.packages.board import Board
 from shared.packages.deployments import (
@@ -35,6 +42,7 @@ from shared.packages.deployments import (
     History,
     Outcome,
     Spec,
+    SpecBody,
     Unreadable,
     in_full,
     read_history,
@@ -66,7 +74,7 @@ class Deploy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The body of `PUT /v1/applications/{name}`."""
 
     digest: Digest  #: of the package's manifest, whose blobs are in the store
-    spec: Spec = Spec()
+    spec: SpecBody = SpecBody()
     environment: Environment = Environment()  #: of an application
     if_generation: Annotated[int, Meta(ge=0)] | None = None  #: the latest that the caller knows
     #: of the digest, by `ssh-keygen -Y sign -n vlm-fleet`; kept beside the package
@@ -144,7 +152,8 @@ class Application(msgspec.Struct):
 
     name: str
     generation: int
-    #: `starting` and `canary` while a new version is on its way, `active`, or `undeployed`.
+    #: `starting` and `canary` while a new version is on its way, `active`, `undeployed`, or
+    #: `unreadable` where a newer version of this program wrote how it is.
     state: str
     active: RevisionObject | None
     candidate: RevisionObject | None
@@ -178,15 +187,19 @@ class Applications:
         """Raises: ApiError, RedisError."""
         apps = await self._board.apps()
         await self._open()
-        found = [self._to_object(app) for _, app in sorted(apps.items())]
-        return ApplicationList(found, self._url)
+        found = [self._to_object(app) for app in apps.values()]
+        found += [self._to_unreadable(name) for name in self._board.unreadable]
+        return ApplicationList(sorted(found, key=lambda each: each.name), self._url)
 
     async def get(self, name: str) -> Application:
         """Raises: ApiError, RedisError."""
         history, app = await asyncio.gather(self._history(name), self._find(name))
         if history is None:
             raise _unknown(name)
-        found = self._to_object(app or App(name, history.last.number))
+        if app is None and name in self._board.unreadable:
+            found = self._to_unreadable(name, history.last.number)
+        else:
+            found = self._to_object(app or App(name, history.last.number))
         found.generations = [
             _tell(each, history) for _, each in sorted(history.generations.items())
         ]
@@ -217,8 +230,8 @@ class Applications:
         if wanted.if_generation is not None and wanted.if_generation != number:
             raise _conflict(f"The latest generation is {number}, not {wanted.if_generation}.")
         generation = Generation(
-            name, number + 1, wanted.digest, wanted.spec, environment=wanted.environment,
-            least_memory_bytes=least_memory_bytes,
+            name, number + 1, wanted.digest, Spec(**asdict(wanted.spec)),
+            environment=wanted.environment, least_memory_bytes=least_memory_bytes,
         )  # fmt: skip
         if (
             last is not None
@@ -313,6 +326,11 @@ class Applications:
             app.name, app.number, app.state, to_revision(app.active), to_revision(app.candidate),
             app.desired, slots, app.message, events,
         )  # fmt: skip
+
+    def _to_unreadable(self, name: str, number: int = 0) -> Application:
+        found = self._to_object(App(name, number, message=record_unreadable().message))
+        found.state = "unreadable"
+        return found
 
     async def _open(self) -> PackageStore:
         if not self._url:
@@ -521,12 +539,7 @@ def store_unavailable() -> Iterator[None]:
         yield
     except Unreadable as error:
         logger.error("%s", error)
-        raise ServerError(
-            "The deployment's record cannot be read, as one of a newer version of vlm-fleet: update "
-            "this gateway; its log says which field.",
-            status=503,
-            code="record_unreadable",
-        ) from None
+        raise record_unreadable() from None
     except StoreError as error:
         logger.error("%s", error)
         raise ServerError(

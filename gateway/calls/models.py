@@ -9,14 +9,14 @@ import hashlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextvars import Context
 from dataclasses import dataclass
 
 from msgspec.structs import replace
 from redis.exceptions import RedisError
 
-from gateway.http.errors import ApiError, NotFound, Overloaded
+from gateway.http.errors import ApiError, NotFound, Overloaded, record_unreadable
 from shared.packages.board import Board
 from shared.packages.rollout import App
 from shared.protocol import PROTOCOL_VERSION, AdapterCard, ModelCard, explain_versions
@@ -105,7 +105,7 @@ class ModelDirectory:
             known = await self.registry.models()
             workers = await self.registry.workers()  # after: a worker is written before its model
             known += sorted((worker.card for worker in workers), key=lambda card: card.created_at)
-            routes, versions = await self._read_routes()
+            routes, versions = await self._read_routes({card.name for card in known})
             cards = {card.name: card for card in (*versions, *known) if _is_spoken(card)}
             others = {card.name: card for card in known if not _is_spoken(card)}
             if new := cards.keys() - self.cards.keys():
@@ -124,16 +124,25 @@ class ModelDirectory:
             self.num_seats = {w.card.name: w.max_num_seqs for w in ready}
             self._refreshed_at = time.monotonic()
 
-    async def _read_routes(self) -> tuple[dict[str, Route], list[ModelCard]]:
-        """Deployments that can serve, and the cards of their versions, whose workers may all be at rest."""
+    async def _read_routes(
+        self, known: Collection[str]
+    ) -> tuple[dict[str, Route], list[ModelCard]]:
+        """Deployments that can serve, and the cards of their versions, whose workers may all be at rest.
+
+        Those that cannot be read go on as they did. `known`: the models of the registry.
+        """
         if self._board is None:
             return {}, []
         apps = self._apps = await self._board.apps()
-        if apps:
+        unreadable = self._board.unreadable
+        if apps or unreadable:
             self._routes_seen_at = time.monotonic()
         elif time.monotonic() - self._routes_seen_at < _ROUTES_KEPT_S:
             return self.routes, []  # Redis lost them; nodes bring them back from the store
         routes = {name: route for name, app in apps.items() if (route := _to_route(app))}
+        for name in unreadable & self.routes.keys():
+            if kept := _what_is_left(self.routes[name], known):
+                routes[name] = kept
         revisions = [r for app in apps.values() for r in (app.active, app.candidate, *app.retiring)]
         return routes, [r.card for r in revisions if r is not None and r.card is not None]
 
@@ -181,7 +190,11 @@ class ModelDirectory:
         return card
 
     def missing(self, name: str) -> ApiError:
-        """The error for a name that no worker has announced, or only workers of another version."""
+        """The error for a name that no worker has announced, or only workers of another version, or
+        whose deployment cannot be read.
+        """
+        if self._board is not None and name in self._board.unreadable:
+            return record_unreadable()
         other = self._other_versions.get(name)
         if other is None:
             return self._not_found()
@@ -258,6 +271,13 @@ def _to_route(app: App) -> Route | None:
     if candidate is None or not candidate.is_canary or candidate.card is None:
         return Route(card)
     return Route(card, _as_deployed(app.name, candidate.card), candidate.spec.canary)
+
+
+def _what_is_left(route: Route, known: Collection[str]) -> Route | None:
+    """An earlier route without versions that nodes have retired since: nobody would answer there."""
+    if route.card.parent not in known:
+        return None
+    return route if route.canary is None or route.canary.parent in known else Route(route.card)
 
 
 def _as_deployed(name: str, card: ModelCard) -> ModelCard:

@@ -217,6 +217,16 @@ def unavailable() -> ApiError:
     )
 
 
+def record_unreadable() -> ApiError:
+    """The error for a deployment whose record this gateway cannot read."""
+    return ServerError(
+        "The deployment's record cannot be read, as one of a newer version of vlm-fleet: update this "
+        "gateway; its log says which field.",
+        status=503,
+        code="record_unreadable",
+    )
+
+
 async def send_error(send: Send, error: ApiError, render: Render | None = None) -> None:
     """Answer with an error, in the words of `render` if there is one."""
     status, body = (error.status, error.body()) if render is None else render(error)

@@ -44,8 +44,8 @@ class Unreadable(StoreError):
     """A record is damaged, or of a newer version of this program; the message says which."""
 
 
-class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """How a package is served. Units: seconds.
+class SpecBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """How a package is served, as it is asked for. Units: seconds.
 
     Records leave defaults out, so gateways and nodes of before read all that use nothing new, and leave
     the others alone. A default, once released, stays: it is what those records mean.
@@ -63,8 +63,6 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
     retry_limit: Annotated[int, Meta(ge=0, le=100)] = 3  #: failed starts that it may have
     #: A canary that takes that many times as long as the old version is rolled back; 0: it is not.
     canary_latency: Annotated[float, Meta(ge=0, le=1000)] = 0.0
-    #: What a reader must know of to serve it beside these fields; a `Generation` says it of itself.
-    requires: tuple[Requirement, ...] = ()
 
     def __post_init__(self) -> None:
         """Raises: ValueError."""
@@ -72,6 +70,13 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
             raise ValueError(f"canary_latency is below {LEAST_LATENCY:g}; 0 compares no times")
         if self.min_instances > self.max_instances:
             raise ValueError("min_instances is larger than max_instances")
+
+
+class Spec(SpecBody, frozen=True):
+    """How a package is served, as it is recorded."""
+
+    #: What a reader must know of to serve it beside these fields; a `Generation` says it of itself.
+    requires: tuple[Requirement, ...] = ()
 
 
 class Generation(msgspec.Struct, frozen=True):
@@ -152,9 +157,10 @@ class History(msgspec.Struct):
 
 
 def in_full(record: msgspec.Struct) -> dict[str, Any]:
-    """All fields of a record, also those that it leaves out: for who asks how things are."""
-    fields = msgspec.structs.asdict(record).items()
-    return {n: in_full(v) if isinstance(v, msgspec.Struct) else v for n, v in fields}
+    """All fields of a record that can be asked for, also those that it leaves out."""
+    fields = msgspec.structs.asdict(record)
+    fields.pop("requires", None)
+    return {n: in_full(v) if isinstance(v, msgspec.Struct) else v for n, v in fields.items()}
 
 
 def version_name(name: str, digest: str) -> str:

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 from msgspec.structs import replace
+from redis.asyncio import Redis
 
 from gateway.calls.models import Route
 from shared.packages import rollout
@@ -16,6 +17,7 @@ from shared.packages.manifest import Layer, PackageConfig, digest_of, make_manif
 from shared.packages.rollout import App, Revision, Slot
 from shared.packages.store import open_store
 from shared.protocol import ModelCard
+from shared.queue.keys import RedisKeys
 from shared.settings.tree import DeploySettings
 from tests.factories_gateway import (
     RunningGateway,
@@ -143,6 +145,7 @@ async def test_of_two_deployments_at_once_one_is_refused(deployments):
         ({"spec": {"min_instances": 9, "max_instances": 2}}, "min_instances"),
         ({"spec": {"canary": 2}}, "canary"),
         ({"spec": {"unknown": 2}}, "unknown"),
+        ({"spec": {"requires": ["environment"]}}, "requires"),  # records alone say so
         ({"environment": {"variables": {"LD_PRELOAD": "x"}}}, "variables.LD_PRELOAD"),
         ({"environment": {"secrets": {"TOKEN": "../key"}}}, "secrets.TOKEN"),
         ({"environment": {"secrets": {"TOKEN": f"sk-{KEY}"}}}, "secrets.TOKEN"),
@@ -175,6 +178,32 @@ async def test_a_record_of_a_newer_version_says_so(deployments):
     for answer in (await deployments.ask(method="GET"), await deployments.put(digest)):
         assert answer.status_code == 503
         assert answer.json()["error"]["code"] == "record_unreadable"
+
+
+async def test_what_a_newer_version_recorded_serves_on_while_its_models_are_there(
+    deployments, redis_server, redis_prefix, tmp_path
+):
+    card = ModelCard("n@old", 1, 512, 1000)
+    app = App("n", 1, active=Revision(1, "sha256:old", rollout.Spec(), card=card))
+    await deployments.board.put(None, app)
+    models = deployments.gateway.services.models
+    async with run_worker(redis_server, redis_prefix, card), Redis.from_url(redis_server) as redis:
+        await models.refresh()
+        await redis.hset(RedisKeys(redis_prefix).apps, "n", b'9 {"name":"n","desired":"newer"}')
+        await models.refresh()
+        answer = await deployments.gateway.chat(make_body(model="n"))
+        assert answer.status_code == 200, answer.text
+        [listed] = (await deployments.client.get("/v1/applications", headers=DEPLOY)).json()["data"]
+        assert (listed["name"], listed["state"]) == ("n", "unreadable")
+        async with run(redis_server, redis_prefix, tmp_path) as later:
+            answer = await later.gateway.chat(make_body(model="n"))
+            assert answer.status_code == 503
+            assert answer.json()["error"]["code"] == "record_unreadable"
+    await models.registry.withdraw("scripted")
+    await models.registry.forget(card.name)  # as nodes do, when they have retired it
+    await models.refresh()
+    answer = await deployments.gateway.chat(make_body(model="n"))
+    assert answer.json()["error"]["code"] == "record_unreadable"
 
 
 async def test_a_package_whose_blobs_are_missing_or_cut_is_refused(deployments, tmp_path):
@@ -277,6 +306,7 @@ async def test_an_environment_is_a_version_of_its_own_and_a_rollback_brings_it_b
     placed = (await deployments.put(digest, environment=first)).json()["candidate"]
     assert (placed["package"], placed["environment"]) == (digest, first)
     assert placed["digest"] != digest
+    assert (await deployments.put(digest, environment=first, spec=placed["spec"])).is_success
     assert (await deployments.put(digest, environment=first)).status_code == 200
     await deployments.make_ready(placed["digest"])
     assert (await deployments.ask(":promote")).status_code == 202

@@ -152,6 +152,6 @@ def test_a_record_that_requires_what_nobody_knows_yet_is_refused():
 def test_what_a_record_leaves_out_means_the_same_forever():
     assert in_full(msgspec.json.decode(b"{}", type=Spec)) == {
         "min_instances": 0, "max_instances": 4, "canary": 0.0, "idle_s": 300.0, "target_age_s": 2.0,
-        "start_s": 300.0, "retry_limit": 3, "canary_latency": 0.0, "requires": (),
+        "start_s": 300.0, "retry_limit": 3, "canary_latency": 0.0,
         "resources": {"cpu": 1.0, "memory_bytes": 0, "gpu": 0},
     }  # fmt: skip
