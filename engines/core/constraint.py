@@ -16,7 +16,10 @@ _TOKEN_S = 0.005
 #: Of a draft: an answer for which one takes longer gets no more of them.
 _DRAFT_S = 0.005
 _SHOWN = 64  #: tokens of the answer that drafts are made of
-_IDLE = 4  #: tokens that nothing followed of: then it is a text, which goes on until a sign
+_IDLE = 4  #: words that nothing followed of: then it is a text, which goes on until a sign
+_BEHIND_SIGN = (
+    2  #: as many of them count as seen there: the next tell names and choices from a text
+)
 
 TOO_COMPLEX = (
     "The grammar takes too long to follow at this place of the answer: send a simpler one."
@@ -144,7 +147,8 @@ class Constraint:
             return []
         output = list(token_ids[max(num_prompt_tokens, len(token_ids) - _SHOWN) :])
         found = drafts.draft(self._matcher, output)
-        self._num_idle = 0 if found else self._num_idle + 1
+        is_turn = drafts.is_turn(token_ids[-1])
+        self._num_idle = 0 if found else _BEHIND_SIGN if is_turn else self._num_idle + 1
         if time.thread_time() - started_s > _DRAFT_S:
             self._drafts = None
         return found

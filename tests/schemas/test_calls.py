@@ -81,6 +81,16 @@ def test_calls_take_fewer_steps(writer, name):
         assert outcome.num_plain_steps >= 1.5 * outcome.num_steps
 
 
+def test_passing_over_texts_takes_no_steps_more(writer, monkeypatch):
+    steps = []
+    for num_idle in (constraint._IDLE, math.inf):
+        monkeypatch.setattr(constraint, "_IDLE", num_idle)
+        fresh = CallWriter(HfTokenizer(CHECKPOINT, None))
+        steps.append([fresh.write(read(name), FORMATS["hermes"]).num_steps for name in ANSWERS])
+        fresh.close()
+    assert steps[0] == steps[1]
+
+
 def test_without_drafts_a_token_takes_a_step(writer):
     outcome = writer.write(read("several"), FORMATS["hermes"], is_drafted=False)
     assert outcome.num_steps == outcome.num_plain_steps

@@ -57,7 +57,8 @@ def test_amid_a_text_nothing_is_looked_for_before_a_sign():
     for end in range(1, len(text)):
         constraint.draft(text[:end], 0)
     assert len(drafts.asked) < 10
-    assert 21 in drafts.asked
+    # what begins behind a sign may be a name, or one of a few choices
+    assert {21, 22} <= set(drafts.asked)
 
 
 def test_a_grammar_that_takes_its_time_at_every_token_ends_its_request(monkeypatch):
