@@ -112,6 +112,12 @@ class Cost:
         spread = Spread(statistics.median(ratios), ratios[low], ratios[high])
         return cls(scenario, batch_size, count, spread)
 
+    @property
+    def kind(self) -> str:
+        """What its ratio's ends are."""
+        kind = "95 %" if self.num_rounds >= _MIN_FOR_INTERVAL else "least to most"
+        return f"{kind} of {self.num_rounds}"
+
 
 def to_json(
     machine: Machine, model: dict[str, Any], rows: list[Row], costs: list[Cost]
@@ -143,11 +149,10 @@ def show(
         table.add_row(*_cells(row))
     console.print(table)
     for cost in costs:
-        ratio, count = cost.ratio, cost.num_rounds
-        kind = f"95 % of {count}" if count >= _MIN_FOR_INTERVAL else f"least to most of {count}"
+        ratio = cost.ratio
         console.print(
             f"{cost.scenario}, batch {cost.batch_size}: processor time of ngram over off"
-            f" {ratio.median:.3f} ({ratio.low:.3f}-{ratio.high:.3f}, {kind})"
+            f" {ratio.median:.3f} ({ratio.low:.3f}-{ratio.high:.3f}, {cost.kind})"
         )
 
 

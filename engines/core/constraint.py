@@ -17,9 +17,8 @@ _TOKEN_S = 0.005
 _DRAFT_S = 0.005
 _SHOWN = 64  #: tokens of the answer that drafts are made of
 _IDLE = 4  #: words that nothing followed of: then it is a text, which goes on until a sign
-_BEHIND_SIGN = (
-    2  #: as many of them count as seen there: the next tell names and choices from a text
-)
+#: As many of them count as seen behind a sign: the words next to it tell names and choices from a text.
+_BEHIND_SIGN = 2
 
 TOO_COMPLEX = (
     "The grammar takes too long to follow at this place of the answer: send a simpler one."

@@ -6,7 +6,8 @@ import pytest
 
 from engines.core import constraint
 from engines.text.tokenizer import HfTokenizer
-from tests.schemas.calls import FORMATS, PLAIN, CallWriter, read_case
+from tests.schemas import bfcl
+from tests.schemas.calls import FORMATS, PLAIN, CallWriter, Outcome, read_case
 from tests.schemas.checking import CHECKPOINT
 
 #: In the shape of BFCL's lines.
@@ -102,3 +103,15 @@ def test_what_does_not_conform_is_not_written(writer):
     case = read_case(row, {"id": "x", "ground_truth": ground_truth})
     assert not case.conforms
     assert writer.write(case, FORMATS["hermes"]).refusal
+
+
+def test_a_table_has_a_line_where_every_answer_was_refused():
+    assert bfcl.to_row("t", "f", [Outcome("no")]).startswith("| t | f | 0 |")
+
+
+@pytest.mark.parametrize("part", [["--required"], ["hermes"], ["--tokenizer", "built-in, 1 k"]])
+def test_a_part_of_the_table_never_replaces_it(part, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["bfcl", "--write", *part])
+    with pytest.raises(SystemExit):
+        bfcl.main()
+    assert "whole table" in capsys.readouterr().err

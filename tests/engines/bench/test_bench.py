@@ -10,11 +10,14 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from engines.base import RequestError
+from engines.bench import run as module
 from engines.bench.cost import ModelCost, Work, image_flops
 from engines.bench.machine import Machine
 from engines.bench.measure import Late, Run
-from engines.bench.report import to_row
+from engines.bench.report import Cost, to_row
 from engines.bench.run import BenchOptions, run
+from engines.core.engine import BatchingEngine
 from engines.core.sequence import Batch, ScheduledSequence, Sequence
 from engines.torch_backend.layers.quantized_linear import Int8Linear
 from engines.torch_backend.loading.make_checkpoint import make_checkpoint
@@ -142,6 +145,30 @@ def test_given_answers_are_measured_with_and_without_speculation(tiny, capsys):
     assert list(costs) == ["edit", "fresh"]
     assert all(0 < each["low"] <= each["median"] <= each["high"] for each in costs.values())
     assert rows["edit ngram"]["num_steps"] <= 24
+
+
+def test_engines_that_are_compared_are_closed_whatever_fails(tiny, monkeypatch):
+    def fail(engines, requests):
+        raise RequestError("It failed.")
+
+    closed, close = [], BatchingEngine.close
+    monkeypatch.setattr(module, "run_in_turn", fail)
+    monkeypatch.setattr(BatchingEngine, "close", lambda self: (closed.append(self), close(self)))
+    options = BenchOptions(
+        str(tiny), device="cpu", scenarios=("fresh",), batch_sizes=(1,), num_tokens=4,
+        rounds=1, speculation=("off", "ngram"),
+    )  # fmt: skip
+    with pytest.raises(SystemExit, match="It failed"):
+        run(options, as_json=True)
+    assert len(set(map(id, closed))) == 3
+
+
+@pytest.mark.parametrize(
+    ("count", "kind"), [(2, "least to most of 2"), (5, "least to most of 5"), (6, "95 % of 6")]
+)
+def test_few_rounds_have_no_interval(count, kind):
+    cost = Cost.of("fresh", 1, [float(each) for each in range(count)])
+    assert (cost.ratio.low, cost.ratio.high, cost.kind) == (0, count - 1, kind)
 
 
 @pytest.mark.parametrize(
