@@ -25,6 +25,7 @@ application prints goes to the log of its node.
 import copy
 import importlib
 import inspect
+import io
 import json
 import os
 import signal
@@ -185,4 +186,6 @@ def serve(entry: str) -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.dup2(2, 1)  # what is printed is no answer
+    if isinstance(sys.stdout, io.TextIOWrapper):  # the log has a line when it is printed
+        sys.stdout.reconfigure(line_buffering=True)
     _Runner(entry, reader, writer).serve()

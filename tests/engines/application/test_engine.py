@@ -305,12 +305,14 @@ class Toy(Application):
         told = driver.ask("environment")
         assert (told["PLAIN"], told["TOKEN"]) == ("in plain sight", "tell-nobody")
         _, message = driver.refused("fail")
+        said, give_up_at = "", time.monotonic() + 30
+        while "with *** and in plain sight" not in said:  # before it ends
+            assert time.monotonic() < give_up_at, said
+            said += "".join(capfd.readouterr())
     finally:
         engine.close()
-    said = capfd.readouterr()
-    assert "with *** and in plain sight" in said.err
     assert "RuntimeError: ***" in message
-    assert "tell-nobody" not in said.err + said.out + message
+    assert "tell-nobody" not in "".join((said, *capfd.readouterr(), message))
 
 
 def test_a_secret_that_comes_in_two_pieces_is_not_shown(tmp_path, capfd):
