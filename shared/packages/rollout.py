@@ -517,21 +517,28 @@ def _scale(app: App, loads: Mapping[str, Load], now: float) -> App:
         return app
     load, spec = loads.get(active.digest, NO_LOAD), active.spec
     desired = min(max(app.desired, spec.min_instances), spec.max_instances)
-    if load.num_open or app.candidate is not None:
+    if load.num_open or _is_replacing(app):
         app = _touch(app, now)
     is_settled = now - app.scaled_at >= SCALE_PAUSE_S
     is_starting = bool(app.of(active.digest, "starting", "wanted"))
+    has_just_begun = app.candidate is not None and now - app.candidate.since < SETTLE_S
     if load.num_open and not desired:
         desired = 1
     elif load.age_s > spec.target_age_s and is_settled and not is_starting:
         more = min(math.ceil(load.age_s / spec.target_age_s), max(1, desired))
         desired = min(desired + more, spec.max_instances)
-    elif now - app.busy_at > spec.idle_s and is_settled and not is_starting:
+    elif now - app.busy_at > spec.idle_s and is_settled and not is_starting and not has_just_begun:
         desired = max(desired - 1, spec.min_instances)
     if desired == app.desired:
         return app
     app = _note(app, now, f"scaled from {app.desired} to {desired}")
     return replace(app, desired=desired, scaled_at=now, busy_at=now)
+
+
+def _is_replacing(app: App) -> bool:
+    """Whether a candidate runs, beside which the old version stays; one that waits may need its idle room."""
+    candidate = app.candidate
+    return candidate is not None and bool(app.of(candidate.digest, "starting", "ready"))
 
 
 def _touch(app: App, now: float) -> App:

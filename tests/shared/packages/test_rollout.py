@@ -318,6 +318,34 @@ def test_a_version_that_waits_for_the_room_of_the_old_one_says_so(world: World):
     assert not world.app.message
 
 
+@pytest.mark.parametrize("num_instances", [1, 2])
+def test_idle_instances_of_the_old_version_make_room_for_the_new_one(
+    world: World, num_instances: int
+):
+    world.rooms["one"] = Resources(num_instances)
+    world.deploy(A, replace(SPEC, min_instances=0, max_instances=num_instances, idle_s=10))
+    world.loads = {A: Load(num_open=9, age_s=5)}
+    world.run(10)
+    assert world.num_ready(A) == num_instances
+    world.deploy(B, replace(SPEC, max_instances=1))
+    world.run(30)
+    assert world.num_ready(A) == num_instances  # it has work
+    world.loads = {}
+    world.run(30)
+    assert world.active == B
+    assert world.num_ready(B) == 1
+
+
+def test_an_idle_old_version_stays_while_the_new_one_starts(world: World):
+    world.deploy(A, replace(SPEC, min_instances=0, idle_s=5))
+    world.behaviour[B] = "hangs"
+    world.deploy(B)
+    world.run(50)
+    assert world.num_ready(A) == 1
+    world.run(40)  # the new one is rolled back
+    assert world.num_ready(A) == 0
+
+
 def test_instances_spread_over_the_nodes_that_have_room():
     world = World(rooms={name: Resources(1) for name in ("x", "y", "z")})
     world.deploy(A, Spec(min_instances=2))
