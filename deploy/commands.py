@@ -2,13 +2,14 @@
 
 import io
 import json
+import math
 import os
 import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -65,12 +66,11 @@ def make_spec(
 ) -> Spec:
     """The spec of options as people write them: `cpu=2,memory=4g,gpu=1` and `10%`. Raises: CommandFailed."""
     try:
-        share = canary.strip()
         spec = Spec(
             min_instances=min_instances,
             max_instances=max_instances,
             resources=parse_resources(resources),
-            canary=float(share.removesuffix("%")) / (100 if share.endswith("%") else 1),
+            canary=_parse_share(canary),
             idle_s=idle_s,
             start_s=start_s,
             retry_limit=retry_limit,
@@ -93,20 +93,41 @@ def make_environment(variables: dict[str, str], secrets: dict[str, str]) -> Envi
 
 def parse_resources(text: str) -> Resources:
     """`cpu=2,memory=4g,gpu=1`; each may be left out. Raises: ValueError."""
-    values: dict[str, str] = {}
+    readers = {"cpu": _parse_processors, "memory": _parse_size, "gpu": int}
+    values: dict[str, Any] = {}
     for part in filter(None, text.split(",")):
-        name, equals, value = part.partition("=")
-        if not equals or name not in ("cpu", "memory", "gpu"):
+        name, _, value = part.partition("=")
+        try:
+            values[name] = readers[name](value.strip().lower())
+        except (KeyError, ValueError, OverflowError):
             raise ValueError(
-                f"--resources {part}: write cpu=NUMBER, memory=SIZE (4g) or gpu=NUMBER"
-            )
-        values[name] = value.strip().lower()
-    size = values.get("memory", "0").removesuffix("b")
+                f"--resources {part}: write cpu=NUMBER, memory=SIZE (512m, 4g) or gpu=NUMBER"
+            ) from None
+    return Resources(values.get("cpu", 1.0), values.get("memory", 0), values.get("gpu", 0))
+
+
+def _parse_processors(text: str) -> float:
+    """Raises: ValueError."""
+    if not math.isfinite(number := float(text)):
+        raise ValueError
+    return number
+
+
+def _parse_size(text: str) -> int:
+    """Raises: KeyError, ValueError, OverflowError."""
+    size = text.removesuffix("b")
     unit = size.lstrip("0123456789.")
-    if unit not in _UNITS:
-        raise ValueError(f"--resources memory={size}: write a size such as 512m or 4g")
-    num_bytes = float(size.removesuffix(unit) or "0") * _UNITS[unit]
-    return Resources(float(values.get("cpu", "1")), int(num_bytes), int(values.get("gpu", "0")))
+    return int(float(size.removesuffix(unit)) * _UNITS[unit])
+
+
+def _parse_share(text: str) -> float:
+    """`10%`, or 0.1. Raises: ValueError."""
+    share = text.strip()
+    with suppress(ValueError):
+        number = float(share.removesuffix("%")) / (100 if share.endswith("%") else 1)
+        if 0 <= number <= 1:
+            return number
+    raise ValueError(f"--canary {text}: write a share of the requests, as 10%")
 
 
 def run_deploy(

@@ -55,7 +55,6 @@ def deploy_of(package: Path, *more: str | Path) -> list[str | Path]:
         (["deploy", "--nothing"], "--nothing"),
         (["deploy", "--name", "n", "--application", "shapes", "--set", "int8"], "NAME=VALUE"),
         (["deploy", "--name", "n", "--application", "shapes", "--resources", "cpu"], "cpu=NUMBER"),
-        (["deploy", "--name", "n", "--application", "shapes", "--canary", "200%"], "canary"),
         (["deploy", "--name", "n", "--application", "shapes", "--min-instances", "9"], "larger"),
         (
             ["deploy", "--name", "n", "--application", "shapes", "--secret", f"T=sk-{KEY}"],
@@ -80,6 +79,21 @@ def test_wrong_arguments_end_with_1(arguments: list[str], says: str):
     assert done.exit_code == 1
     assert says in said(done)
     assert KEY not in done.output
+
+
+@pytest.mark.parametrize(
+    ("option", "wrong"),
+    [
+        *(("--resources", wrong) for wrong in ("cpu=two", "cpu=nan", "cpu=inf", "gpu=0.5")),
+        *(("--resources", wrong) for wrong in ("memory=1.2.3g", "memory=", "memory=4x")),
+        ("--resources", "memory=" + "9" * 400),
+        *(("--canary", wrong) for wrong in ("200%", "-1%", "ten", "nan")),
+    ],
+)
+def test_a_quantity_that_is_none_is_refused_by_its_option(package: Path, option: str, wrong: str):
+    done = run(*deploy_of(package, option, wrong))
+    assert done.exit_code == 1
+    assert f"{option}{wrong}:write" in "".join(done.stderr.split())
 
 
 def test_manifests_are_written_without_references(package: Path):
