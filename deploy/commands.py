@@ -38,7 +38,7 @@ from shared.packages.store import PackageStore, StoreError, open_store
 ARGUMENTS, PACKAGING, UPLOAD, API, ROLLOUT = 1, 2, 3, 4, 5  # exit codes, as Flame's
 _UPLOADS = 4  # at a time
 _POLL_S = 0.5
-_PHASES = ("fetch", "install", "start")
+_PHASES = ("start", "install", "fetch")  #: of an instance, the last one first
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "": 1}
 _UNITS |= {f"{unit}i": 1024**power for power, unit in enumerate("kmgt", 1)}
 
@@ -209,10 +209,9 @@ class _Whole(yaml.SafeDumper):
 def _show(content: Any, form: str) -> None:
     if form == "json":
         print(json.dumps(content, indent=2))
-    elif isinstance(content, list):
-        print(yaml.dump_all(content, Dumper=_Whole, sort_keys=False), end="")
     else:
-        print(yaml.dump(content, Dumper=_Whole, sort_keys=False), end="")
+        documents = content if isinstance(content, list) else [content]
+        print(yaml.dump_all(documents, Dumper=_Whole, sort_keys=False), end="")
 
 
 @contextmanager
@@ -309,15 +308,10 @@ def wait(client: Client, name: str, generation: int, wait_s: float) -> None:
 
 
 def _phase(found: dict[str, Any]) -> str:
-    """How far the new version's instance is that is furthest: fetched, installed, or started."""
+    """What the new version's instance does that is the furthest; empty: there is none yet."""
     digest = found["candidate"]["digest"] if found["candidate"] else ""
-    own = [slot for slot in found["slots"] if slot["digest"] == digest and slot["phase"]]
-    if not own:
-        return ""
-    last = max(
-        own, key=lambda slot: _PHASES.index(slot["phase"]) if slot["phase"] in _PHASES else -1
-    )
-    return f"{last['phase']} on {last['node']}"
+    nodes = {slot["phase"]: slot["node"] for slot in found["slots"] if slot["digest"] == digest}
+    return next((f"{phase} on {nodes[phase]}" for phase in _PHASES if phase in nodes), "")
 
 
 def run_change(
