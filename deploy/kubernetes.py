@@ -57,10 +57,13 @@ def render(
     resources = {"requests": requests, "limits": limits}
     secrets = sorted(set(environment.secrets.values()))
     for each in secrets:
-        if why_reserved(each) or each == _PASSWORD or each[0].isdigit():
+        reason = "the node sets it" if each == _PASSWORD else why_reserved(each)
+        if each[0].isdigit():
+            reason = "it begins with a digit"
+        if reason:
             raise CannotRender(
-                f"--secret {each}: pods have secrets as variables of their names, and this one is the "
-                "node's own, or begins with a digit; take another name for it"
+                f"--secret {each}: pods have secrets as variables of their names, and {reason}; take "
+                "another name for it"
             )
     pods = _deployment(unique, image, store, room, resources, f"{name}-secrets", secrets)
     keeper = _deployment(
