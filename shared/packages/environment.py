@@ -53,8 +53,10 @@ class Environment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 def check_environment(environment: Environment) -> None:
     """Raises: BadEnvironment for what no process is given."""
     variables, secrets = environment.variables, environment.secrets
-    if len(variables) + len(secrets) > MAX_VARIABLES:
-        raise BadEnvironment(f"at most {MAX_VARIABLES} variables and secrets may be")
+    if (count := len(variables) + len(secrets)) > MAX_VARIABLES:
+        raise BadEnvironment(
+            f"variables, secrets: they are {count} of at most {MAX_VARIABLES}; put files into the package"
+        )
     for group, names in (("variables", variables), ("secrets", secrets)):
         for name in names:
             _check_name(group, name)
@@ -72,26 +74,19 @@ def check_environment(environment: Environment) -> None:
                 "letters, digits, dots, dashes and underscores, no dot or dash first, and nothing that "
                 "reads like a key"
             )
-    size = _size(variables)
-    if size > MAX_VARIABLES_BYTES:
-        raise BadEnvironment(
-            f"variables: they have {size} bytes of at most {MAX_VARIABLES_BYTES}; put files into the "
-            "package"
-        )
+    _check_size(variables, MAX_VARIABLES_BYTES, "variables: they", "put files into the package")
 
 
 def check_values(values: Mapping[str, str]) -> None:
     """Look at all that a process is given, the values of secrets too. Raises: BadEnvironment."""
-    size = _size(values)
-    if size > MAX_ENVIRONMENT_BYTES:
-        raise BadEnvironment(
-            f"secrets: with the variables they have {size} bytes of at most {MAX_ENVIRONMENT_BYTES}; "
-            "deploy with fewer or shorter ones"
-        )
+    whose = "secrets: with the variables they"
+    _check_size(values, MAX_ENVIRONMENT_BYTES, whose, "deploy with fewer or shorter ones")
 
 
-def _size(values: Mapping[str, str]) -> int:
-    return sum(len(name) + len(value.encode()) for name, value in values.items())
+def _check_size(values: Mapping[str, str], most: int, whose: str, advice: str) -> None:
+    size = sum(len(name) + len(value.encode()) for name, value in values.items())
+    if size > most:
+        raise BadEnvironment(f"{whose} have {size} bytes of at most {most}; {advice}")
 
 
 def is_secret_name(text: str) -> bool:
