@@ -70,15 +70,17 @@ class Secrets:
             data = os.fsencode(os.environ[name])
         else:
             raise SecretMissing(f"this node has no secret {name}")
-        if len(data) > MAX_SECRET_BYTES or b"\0" in data:
+        if len(data) > MAX_SECRET_BYTES:
             raise SecretMissing(
-                f"the secret {name} has {len(data)} bytes of at most {MAX_SECRET_BYTES}, or a NUL; "
-                "put a shorter one in its place"
+                f"the secret {name} has {len(data)} bytes of at most {MAX_SECRET_BYTES}; put a shorter "
+                "one in its place"
             )
+        if b"\0" in data:
+            raise SecretMissing(f"the secret {name} has a NUL; put text in its place")
         try:
             return data.decode()
         except UnicodeDecodeError:
-            raise SecretMissing(f"the secret {name}: it is not UTF-8") from None
+            raise SecretMissing(f"the secret {name} is not UTF-8; put text in its place") from None
 
 
 def hand_over(variables: Variables) -> int:

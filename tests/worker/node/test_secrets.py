@@ -103,6 +103,9 @@ def test_more_secrets_than_fit_are_refused_by_field_and_limit(tmp_path):
     (tmp_path / "s0").write_bytes(b"x" * (MAX_SECRET_BYTES + 1))
     with pytest.raises(SecretMissing, match="s0 has 65537 bytes of at most 65536"):
         secrets.read(MANY)
+    (tmp_path / "s0").write_bytes(b"a\0b")
+    with pytest.raises(SecretMissing, match="s0 has a NUL"):
+        secrets.read(MANY)
 
 
 #: Linux takes arguments and environment of a quarter of it.
