@@ -43,15 +43,17 @@ class Board:
         found = await retry_idempotent(lambda: self._sender.execute("HGETALL", self._keys.apps))
         apps: dict[str, App] = {}
         unreadable: set[str] = set()
-        for name, value in zip(found[::2], found[1::2], strict=True):
+        for key, value in zip(found[::2], found[1::2], strict=True):
+            name = key.decode(errors="replace")
             version, _, record = value.partition(b" ")
             try:
-                apps[name.decode()] = replace(_apps.decode(record), version=int(version))
+                apps[name] = replace(_apps.decode(record), version=int(version))
             except (msgspec.MsgspecError, ValueError) as error:
-                unreadable.add(name.decode(errors="replace"))
-                logger.error(
-                    "cannot read the deployment %r, as one of a newer version: %s", name, error
-                )
+                unreadable.add(name)
+                if name not in self.unreadable:
+                    logger.error(
+                        "cannot read the deployment %r, as one of a newer version: %s", name, error
+                    )
         self.unreadable = frozenset(unreadable)
         return apps
 

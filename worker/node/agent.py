@@ -110,6 +110,7 @@ class NodeAgent:
         self._engines: dict[str, str] = {}  # kinds of what has run here, by digest
         self._strays: dict[tuple[str, int], float] = {}
         self._workers: list[WorkerRecord] = []
+        self._told: set[str] = set()
         self._synced_at = float("-inf")
         self._stopping = asyncio.Event()
 
@@ -187,7 +188,7 @@ class NodeAgent:
                 try:
                     app = await self._advance(app, nodes, now)
                 except Unreadable as error:  # the others go on
-                    logger.error("%s", error)
+                    self._tell_once(error)
             if app is not None and not self._stopping.is_set():
                 await self._claim(app, nodes, now)
 
@@ -245,7 +246,7 @@ class NodeAgent:
             try:
                 history = await asyncio.to_thread(read_history, self._store, name)
             except Unreadable as error:
-                logger.error("%s", error)
+                self._tell_once(error)
                 continue
             if history is None or (app is None and not history.last.digest):
                 continue
@@ -288,7 +289,7 @@ class NodeAgent:
         try:
             history = await asyncio.to_thread(read_history, self._store, app.name)
         except Unreadable as error:  # it goes on where it is
-            logger.error("%s", error)
+            self._tell_once(error)
             return app
         active = app.active
         if history is None or active is None or history.last.number != app.number:
@@ -303,6 +304,12 @@ class NodeAgent:
             return app
         logger.warning("%s: %s; going back to %s", app.name, app.message, back.version)
         return rollout.take_back(app, generation, now)
+
+    def _tell_once(self, error: Unreadable) -> None:
+        """Say what of the store cannot be read: its records never change."""
+        if (text := str(error)) not in self._told:
+            self._told.add(text)
+            logger.error("%s", text)
 
     async def _load(self, name: str, digest: str) -> Load:
         model = version_name(name, digest)

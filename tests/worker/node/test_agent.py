@@ -238,8 +238,8 @@ async def test_what_a_newer_version_recorded_is_left_alone_and_others_are_looked
     await redis.aclose()
 
 
-async def test_those_with_damaged_records_go_on_and_others_are_looked_after(machines):
-    machines.start("one")
+async def test_those_with_damaged_records_go_on_and_others_are_looked_after(machines, caplog):
+    node = machines.start("one")
     digest = machines.add_package("{}")
     machines.deploy(digest, min_instances=1, retry_limit=0)
     before = await machines.wait(lambda app: app.active is not None)
@@ -256,6 +256,20 @@ async def test_those_with_damaged_records_go_on_and_others_are_looked_after(mach
         while "z" not in (apps := await machines.board.apps()) or apps["z"].active is None:
             await asyncio.sleep(0.02)
     assert apps["a"].candidate is not None
+    for _ in range(3):
+        await node.tick()
+    said = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert len(said) == len(set(said)) > 1  # not with every look
+
+
+async def test_a_record_that_cannot_be_read_is_told_once_until_it_can(
+    machines, redis_prefix, caplog
+):
+    async with create_redis(machines.settings.redis) as redis:
+        for record in (b"9 {", b"9 {", b'9 {"name":"n"}', b"9 {"):
+            await redis.hset(RedisKeys(redis_prefix).apps, "n", record)
+            await machines.board.apps()
+    assert [record.levelname for record in caplog.records] == ["ERROR", "ERROR"]
 
 
 async def test_an_instance_of_an_unreadable_record_that_has_ended_is_forgotten(
