@@ -8,8 +8,8 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,13 +20,13 @@ from msgspec.structs import asdict, replace
 from redis.exceptions import RedisError
 
 from gateway.api.operator_access import OperatorAccess
+from gateway.api.package_store import ConfiguredStore, store_unavailable
 from gateway.calls.models import ModelDirectory
 from gateway.http.body import JsonBody
 from gateway.http.errors import (
     ApiError,
     InvalidRequest,
     NotFound,
-    ServerError,
     record_unreadable,
     unavailable,
 )
@@ -43,7 +43,6 @@ from shared.packages.deployments import (
     Outcome,
     Spec,
     SpecBody,
-    Unreadable,
     in_full,
     read_history,
     record_generation,
@@ -61,7 +60,7 @@ from shared.packages.signature import (
     check_signed,
     keep_signature,
 )
-from shared.packages.store import PackageStore, StoreError, open_store, read_manifest
+from shared.packages.store import PackageStore, StoreError, read_manifest
 from shared.queue.api import QueueUnavailable
 from shared.settings.tree import DeploySettings
 
@@ -177,19 +176,18 @@ class Applications:
     """Changes deployments, and tells how they are."""
 
     def __init__(self, deploy: DeploySettings, board: Board, models: ModelDirectory) -> None:
-        self._url = deploy.store
+        self._store = ConfiguredStore(deploy.store)
         self._signers = deploy.signers
-        self._store: PackageStore | None = None
         self._board = board
         self._models = models
 
     async def list(self) -> ApplicationList:
         """Raises: ApiError, RedisError."""
         apps = await self._board.apps()
-        await self._open()
+        await self._store.open()
         found = [self._to_object(app) for app in apps.values()]
         found += [self._to_unreadable(name) for name in self._board.unreadable]
-        return ApplicationList(sorted(found, key=lambda each: each.name), self._url)
+        return ApplicationList(sorted(found, key=lambda each: each.name), self._store.url)
 
     async def get(self, name: str) -> Application:
         """Raises: ApiError, RedisError."""
@@ -332,20 +330,10 @@ class Applications:
         found.state = "unreadable"
         return found
 
-    async def _open(self) -> PackageStore:
-        if not self._url:
-            raise NotFound(
-                "Deployments are off: set VLM_DEPLOY__STORE for gateways and nodes.",
-                code="deployments_off",
-            )
-        if self._store is None:
-            self._store = await asyncio.to_thread(open_store, self._url)
-        return self._store
-
     @asynccontextmanager
     async def _held(self, digest: str, signature: str | None = None) -> AsyncIterator[Manifest]:
         """A package that is whole, signed and stays in the block. Raises: ApiError, StoreError."""
-        store = await self._open()
+        store = await self._store.open()
         key = await asyncio.to_thread(write_hold, store, package=digest)
         try:
             manifest = await asyncio.to_thread(_check_package, store, digest)
@@ -355,7 +343,7 @@ class Applications:
             await asyncio.to_thread(store.delete, key)
 
     async def _history(self, name: str) -> History | None:
-        return await asyncio.to_thread(read_history, await self._open(), name)
+        return await asyncio.to_thread(read_history, await self._store.open(), name)
 
     async def _known(self, name: str) -> History:
         history = await self._history(name)
@@ -368,7 +356,7 @@ class Applications:
 
     async def _add(self, generation: Generation, history: History | None) -> None:
         """Record a generation, and what it makes of the one before. Raises: ApiError, StoreError."""
-        store = await self._open()
+        store = await self._store.open()
         name, number = generation.name, generation.number
         generation = replace(generation, created_at=time.time())  # noqa: TID251
         await asyncio.to_thread(record_generation, store, generation)
@@ -385,7 +373,7 @@ class Applications:
             await self._change(name, lambda app, now: _admitted(app, generation, now), App(name))
 
     async def _settle(self, name: str, number: int, wanted: Outcome) -> None:
-        store = await self._open()
+        store = await self._store.open()
         outcome = await asyncio.to_thread(settle, store, name, number, wanted)
         await self._change(name, lambda app, now: rollout.conclude(app, number, outcome, now))
         if outcome.verdict != wanted.verdict:
@@ -530,24 +518,6 @@ def _check_name(name: str) -> str:
     if not re.match(NAME, name):
         raise _invalid("name", NAME_RULE)
     return name
-
-
-@contextmanager
-def store_unavailable() -> Iterator[None]:
-    """Have a failure of the store be a 503 that does not show it."""
-    try:
-        yield
-    except Unreadable as error:
-        logger.error("%s", error)
-        raise record_unreadable() from None
-    except StoreError as error:
-        logger.error("%s", error)
-        raise ServerError(
-            "The store of packages does not answer; the gateway's log says why.",
-            status=503,
-            code="store_unavailable",
-            retry_after_s=5,
-        ) from None
 
 
 async def _asked(operation: Awaitable[Any]) -> Any:

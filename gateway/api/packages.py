@@ -12,9 +12,9 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 from starlette.types import Receive
 
-from gateway.api.applications import store_unavailable
 from gateway.api.operator_access import OperatorAccess
-from gateway.http.errors import InvalidRequest, NotFound
+from gateway.api.package_store import ConfiguredStore, store_unavailable
+from gateway.http.errors import InvalidRequest
 from shared.packages.garbage import blobs_of, write_hold
 from shared.packages.manifest import (
     MANIFEST_TYPE,
@@ -24,7 +24,7 @@ from shared.packages.manifest import (
     is_digest,
 )
 from shared.packages.part import PIECE_BYTES
-from shared.packages.store import BadBlob, PackageStore, StoreError, WrongStart, open_store
+from shared.packages.store import BadBlob, StoreError, WrongStart
 
 #: At a time: each takes a thread.
 _MAX_UPLOADS = 4
@@ -88,26 +88,14 @@ class _Body:
 class Uploads:
     """Keeps what is sent."""
 
-    def __init__(self, store_url: str, body_timeout_s: float) -> None:
-        self._url = store_url
-        self._store: PackageStore | None = None
+    def __init__(self, store: ConfiguredStore, body_timeout_s: float) -> None:
+        self._store = store
         self._timeout_s = body_timeout_s
         self._places = asyncio.Semaphore(_MAX_UPLOADS)
 
-    async def open(self) -> PackageStore:
-        """Raises: NotFound, StoreError."""
-        if not self._url:
-            raise NotFound(
-                "Deployments are off: set VLM_DEPLOY__STORE for gateways and nodes.",
-                code="deployments_off",
-            )
-        if self._store is None:
-            self._store = await asyncio.to_thread(open_store, self._url)
-        return self._store
-
     async def plan(self, manifest: bytes) -> Plan:
         """What the store lacks of a package. Raises: ApiError, StoreError."""
-        store = await self.open()
+        store = await self._store.open()
         try:
             package = decode_manifest(manifest)
         except BadPackage as error:
@@ -124,7 +112,7 @@ class Uploads:
 
     async def put(self, digest: str, receive: Receive, start: int, size: int) -> None:
         """Keep a blob, from `start` on. Raises: ApiError, StoreError."""
-        store = await self.open()
+        store = await self._store.open()
         body = _Body(receive, size, self._timeout_s)
         async with self._places:
             try:
@@ -147,7 +135,8 @@ class Uploads:
 
 def create_package_routes(access: OperatorAccess, store_url: str, timeout_s: float) -> APIRouter:
     """The operations."""
-    uploads = Uploads(store_url, timeout_s)
+    configured = ConfiguredStore(store_url)
+    uploads = Uploads(configured, timeout_s)
     router = APIRouter(prefix="/v1", tags=["applications"])
 
     @router.post("/packages", operation_id="plan_upload", openapi_extra=_MANIFEST)
@@ -164,7 +153,7 @@ def create_package_routes(access: OperatorAccess, store_url: str, timeout_s: flo
         access.check(request)
         _check_digest(digest)
         with store_unavailable():
-            store = await uploads.open()
+            store = await configured.open()
             size = await asyncio.to_thread(store.size, digest)
             if size is not None:
                 return Response(status_code=200, headers={"content-length": str(size)})

@@ -1,0 +1,50 @@
+"""The store of packages, as the settings name it, and the answer where it fails."""
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from gateway.http.errors import NotFound, ServerError, record_unreadable
+from shared.packages.deployments import Unreadable
+from shared.packages.store import PackageStore, StoreError, open_store
+
+logger = logging.getLogger(__name__)
+
+
+class ConfiguredStore:
+    """Opened when it is first asked for."""
+
+    def __init__(self, url: str) -> None:
+        """`url` empty: there is none."""
+        self.url = url
+        self._store: PackageStore | None = None
+
+    async def open(self) -> PackageStore:
+        """Raises: NotFound, StoreError."""
+        if not self.url:
+            raise NotFound(
+                "Deployments are off: set VLM_DEPLOY__STORE for gateways and nodes.",
+                code="deployments_off",
+            )
+        if self._store is None:
+            self._store = await asyncio.to_thread(open_store, self.url)
+        return self._store
+
+
+@contextmanager
+def store_unavailable() -> Iterator[None]:
+    """Have a failure of the store be a 503 that does not show it."""
+    try:
+        yield
+    except Unreadable as error:
+        logger.error("%s", error)
+        raise record_unreadable() from None
+    except StoreError as error:
+        logger.error("%s", error)
+        raise ServerError(
+            "The store of packages does not answer; the gateway's log says why.",
+            status=503,
+            code="store_unavailable",
+            retry_after_s=5,
+        ) from None
