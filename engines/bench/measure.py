@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from engines.base import EngineOutput
 from engines.bench.cost import ModelCost, Work
 from engines.core.engine import BatchingEngine
 from engines.core.request import EngineRequest
@@ -148,11 +149,9 @@ def run_requests(
     for request in requests:
         engine.add(request)
     while engine.has_work():
-        outputs = engine.step()
+        outputs = _step(engine)
         now = time.perf_counter() - started
         for output in outputs:
-            if output.error is not None:
-                raise RuntimeError(output.error)
             times[output.request_id] += [now] * len(output.token_ids)
     return Run(
         elapsed_s=time.perf_counter() - started,
@@ -161,6 +160,15 @@ def run_requests(
         num_images=sum(len(request.images) for request in requests),
         steps=counter.steps,
     )
+
+
+def _step(engine: BatchingEngine) -> list[EngineOutput]:
+    """What a step gives. Raises: RuntimeError for a failed request."""
+    outputs = engine.step()
+    for output in outputs:
+        if output.error is not None:
+            raise RuntimeError(output.error)
+    return outputs
 
 
 def run_in_turn(
@@ -177,11 +185,8 @@ def run_in_turn(
         for place, engine in enumerate(engines):
             if engine.has_work():
                 started_s = time.process_time()
-                outputs = engine.step()
+                _step(engine)
                 spent_s[place] += time.process_time() - started_s
-                for output in outputs:
-                    if output.error is not None:
-                        raise RuntimeError(output.error)
     return spent_s
 
 
@@ -199,11 +204,9 @@ def run_beside(
         if not added_s and min(len(times[each.request_id]) for each in streams) > NUM_ALONE:
             engine.add(late)
             added_s = time.perf_counter() - started
-        outputs = engine.step()
+        outputs = _step(engine)
         now = time.perf_counter() - started
         for output in outputs:
-            if output.error is not None:
-                raise RuntimeError(output.error)
             times[output.request_id] += [now] * len(output.token_ids)
     for name in times:
         engine.abort(name)

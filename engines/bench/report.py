@@ -98,9 +98,8 @@ class Cost:
     scenario: str
     batch_size: int
     num_rounds: int
-    ratio: (
-        Spread  #: the median, and where it lies by 95 %; of fewer than six, the least and the most
-    )
+    #: The median, and where it lies by 95 %; of fewer than six, the least and the most.
+    ratio: Spread
 
     @classmethod
     def of(cls, scenario: str, batch_size: int, ratios: list[float]) -> "Cost":

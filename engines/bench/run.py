@@ -131,13 +131,12 @@ class Bench:
                 opened.callback(engine.close)
                 engines.append(engine)
             self._maker.prepare = engines[0].prepare
+            make, num_tokens = self._maker.make, self.options.num_tokens
             for scenario, size in cells:
                 ratios = []
                 for _ in range(self.options.rounds + 1):
-                    made = [
-                        self._maker.make(scenario, size, self.options.num_tokens) for _ in engines
-                    ]
-                    with_it, without = run_in_turn(engines, made)
+                    requests = [make(scenario, size, num_tokens) for _ in engines]
+                    with_it, without = run_in_turn(engines, requests)
                     ratios.append(with_it / without)
                 costs.append(Cost.of(scenario.name, size, ratios[1:]))
         return costs
@@ -161,11 +160,8 @@ class Bench:
             peaks[cell] = peak_bytes(self.device)
         self.machine = measure_machine(self.device, self.dtype)  # its matrices are no cell's memory
         several = len(options.speculation) > 1
-        self.costs = (
-            self._compare(list(dict.fromkeys(cell[:2] for cell in cells if not cell[0].is_late)))
-            if several
-            else []
-        )
+        compared = dict.fromkeys(cell[:2] for cell in cells if several and not cell[0].is_late)
+        self.costs = self._compare(list(compared)) if compared else []
         return [
             to_row(
                 f"{cell[0].name} {cell[2]}" if several else cell[0].name,
