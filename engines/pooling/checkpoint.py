@@ -54,9 +54,8 @@ class SentenceConfig:
     pooling: Pooling = "mean"
     modules: tuple[DenseConfig | Normalize, ...] = ()  #: behind the pooling, in their order
     prompts: dict[str, str] = field(default_factory=dict)
-    default_prompt: str = (
-        ""  #: the name of the one that stands before a text when no other is named
-    )
+    #: The name of the one that stands before a text when no other is named.
+    default_prompt: str = ""
     max_tokens: int | None = None
 
 

@@ -38,9 +38,8 @@ class CompletionUsage(msgspec.Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
-    completion_tokens_details: CompletionTokensDetails | UnsetType = (
-        UNSET  #: of a model that thinks
-    )
+    #: Of a model that thinks.
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
 def to_usage(totals: Totals) -> CompletionUsage:

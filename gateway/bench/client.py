@@ -15,9 +15,8 @@ from typing import cast
 
 CHAT, EMBEDDINGS = "/v1/chat/completions", "/v1/embeddings"
 GRACE_S = 15.0
-COMMENT_BYTES = (
-    14  # with its own two length bytes; 2 + 2 + 14 bytes in front are whole base64 groups
-)
+#: With its own two length bytes; 2 + 2 + 14 bytes in front are whole base64 groups.
+COMMENT_BYTES = 14
 HEAD_BYTES = 4 + COMMENT_BYTES
 HEAD_CHARS = HEAD_BYTES * 4 // 3
 END_OF_HEAD = b"\r\n\r\n"

@@ -112,9 +112,8 @@ class Goal:
     num_connections: int
     least_ratio: float = 0.0
     most_added_ms: float = float("inf")
-    most_added_answers: float = (
-        0.0  #: of the bare endpoint, in the CPU time of all processes that serve
-    )
+    #: Of the bare endpoint, in the CPU time of all processes that serve.
+    most_added_answers: float = 0.0
 
     def judge(self, bare: Samples, fleet: Samples) -> tuple[str, str, str]:
         """What was wanted, what was measured, and whether that is met."""

@@ -48,9 +48,8 @@ class ModelCard(Report, frozen=True):
     dtype: str = ""  #: of its arithmetic; empty: unknown
     quantization: str = ""  #: of its weights; empty: none, or unknown
     format: str = ""  #: in which its weights were read: `safetensors`
-    reasoning: str = (
-        ""  #: how it marks what it thinks before it answers; empty: it does not, or unknown
-    )
+    #: How it marks what it thinks before it answers; empty: it does not, or unknown.
+    reasoning: str = ""
     always_thinks: bool = False  #: its prompts begin the thinking, whatever the request says
     template_options: tuple[str, ...] = ()  #: variables of its chat template that a request may set
     supports_grammars: bool = False  #: whether an answer can be held to a schema

@@ -55,9 +55,8 @@ class LimitSettings(Group):
     max_schema_depth: ClassVar[int] = 32  #: levels of its objects and arrays
     max_schema_values: ClassVar[int] = 10_000  #: all values in it
     max_schema_properties: ClassVar[int] = 1000  #: of one object
-    max_schema_text: ClassVar[int] = (
-        4096  #: characters of a value, and the least that one may be asked to have
-    )
+    #: Characters of a value, and the least that one may be asked to have.
+    max_schema_text: ClassVar[int] = 4096
     max_pattern_chars: ClassVar[int] = 1024  #: a regular expression
     max_tools: ClassVar[int] = 128
     max_choice_texts: ClassVar[int] = 1000  #: `structured_outputs.choice`

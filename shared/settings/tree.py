@@ -57,9 +57,8 @@ class GatewaySettings(Group):
     send_timeout_s: ClassVar[float] = 30.0  #: then a stream whose client does not read is cancelled
     silence_timeout_s: ClassVar[float] = 30.0  #: then Redis is asked about a request
     image_fetch_timeout_s: ClassVar[float] = 10.0  #: for fetching one image, all redirects included
-    batch_line_timeout_s: ClassVar[float] = (
-        3600.0  #: for one request of a batch, which may wait long
-    )
+    #: For one request of a batch, which may wait long.
+    batch_line_timeout_s: ClassVar[float] = 3600.0
     file_ttl_s: ClassVar[float] = 30 * 86400.0  #: for batches and their files
 
     host: str = Field(default="127.0.0.1", description="Address to listen on.")

@@ -15,9 +15,8 @@ from tests.faults.history import FINISHED, REFUSED
 from tests.faults.proxy import run_proxy
 from tests.long import long
 
-REFUSED_WITHIN_S = (
-    15.0  #: a request that comes while Redis is silent: three tries of 2 s, and a slow machine
-)
+#: A request that comes while Redis is silent: three tries of 2 s, and a slow machine.
+REFUSED_WITHIN_S = 15.0
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),

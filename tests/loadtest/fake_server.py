@@ -21,9 +21,8 @@ class FakeServer:
         self.connections: set[tuple[str, int]] = set()
         self.status = 200
         self.pause_s = 0.0  #: before an answer
-        self.pieces: list[bytes | float] | None = (
-            None  #: of a stream: bytes to send, seconds to wait
-        )
+        #: Of a stream: bytes to send, seconds to wait.
+        self.pieces: list[bytes | float] | None = None
         self.completion: Any = completion()
         self.sent_at: list[float] = []
 

@@ -92,13 +92,11 @@ class AttentionPlan:
     spans: list[Span]
     slots: Tensor  #: (N,) where new keys and values go
     num_decodes: int  #: leading spans of one new token each
-    decode_context: (
-        int  #: tokens of the longest of them, in whole blocks unless all are equally long
-    )
+    #: Tokens of the longest of them, in whole blocks unless all are equally long.
+    decode_context: int
     decode_blocks: Tensor | None  #: (decodes * blocks of the longest,)
-    decode_mask: (
-        Tensor | None
-    )  #: (decodes, 1, 1, decode_context), added to the scores; None: all see all
+    #: (decodes, 1, 1, decode_context), added to the scores; None: all see all.
+    decode_mask: Tensor | None
     continuations: dict[int, Continuation]  #: by place in `spans`
     fresh_blocks: Tensor | None  #: blocks begun by this step and left partly unwritten
 

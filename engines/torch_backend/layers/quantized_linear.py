@@ -138,9 +138,8 @@ class Int4Linear(QuantizedLinear):
         pairs = torch.empty(num_outputs, num_inputs // 2, dtype=torch.uint8, device="meta")
         self.register_buffer("pairs", pairs)
         self.register_buffer("scale_zero", torch.empty(groups, dtype=dtype, device="meta"))
-        self._block: int | None = (
-            None  #: outputs that the kernel's order interleaves; None: own order
-        )
+        #: Outputs that the kernel's order interleaves; None: own order.
+        self._block: int | None = None
 
     def prepare(self, level: CpuLevel) -> None:
         """Reorder the weights for torch's kernel if it is there, right, and faster on this level."""

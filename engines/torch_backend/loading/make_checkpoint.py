@@ -17,9 +17,8 @@ from engines.torch_backend.loading.stored_tensors import MAX_SHARD_BYTES, Tensor
 from engines.torch_backend.models.config import TextConfig, VisionConfig
 from engines.torch_backend.models.llava import FAMILY, VLMConfig
 
-_NUM_SPARE_TOKENS = (
-    64  # ids behind the tokenizer's own, for `<image>` and `<pad>`, as llava-hf pads
-)
+#: Ids behind the tokenizer's own, for `<image>` and `<pad>`, as llava-hf pads.
+_NUM_SPARE_TOKENS = 64
 
 Parameter = tuple[str, tuple[int, ...]]
 

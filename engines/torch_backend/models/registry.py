@@ -99,9 +99,8 @@ class FamilyModel(nn.Module):
     config: Any  #: keeps `ModelConfig`
     vision_tower: Any  #: of squares, which are encoded in batches or in parts
     multi_modal_projector: Any
-    language_model: (
-        Any  #: the decoder, where the runner drives a `Llama` over one pool of keys and values
-    )
+    #: The decoder, where the runner drives a `Llama` over one pool of keys and values.
+    language_model: Any
     speed_path = "native"  #: whose program computes the decoder: `native`, `lowered` or `generic`
     converts_weights = False  #: whether `take` wants weights as they are stored
     keeps_stored = True  #: whether matrices of types that kernels read may stay as they are stored

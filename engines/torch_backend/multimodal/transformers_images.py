@@ -54,9 +54,8 @@ class ProcessedImage:
     inputs: Mapping[str, Any]
     text: str
     num_slots: int
-    among_others: "ProcessedImage | None" = (
-        None  #: where it is treated in another way beside others
-    )
+    #: Where it is treated in another way beside others.
+    among_others: "ProcessedImage | None" = None
     #: Of each slot, which feature that all images share fills it, or -1 for the next row; empty: rows alone.
     indicators: tuple[int, ...] = ()
 
