@@ -13,14 +13,9 @@ from gateway.calls.lifecycle import Lifecycle
 from gateway.calls.surface import Plan
 from gateway.http.errors import ApiError, InvalidRequest, NotFound
 from gateway.images.loader import ImageSource
-from shared.protocol import Embed, ImagePart, Priority, Rerank, TextPart, Truncate
-from shared.search import (
-    Hit,
-    StoreRecord,
-)
-from shared.settings.limits import (
-    LimitSettings,
-)
+from shared.protocol import Embed, ImagePart, ModelCard, Priority, Rerank, TextPart, Truncate
+from shared.search import Hit, StoreRecord
+from shared.settings.limits import LimitSettings
 
 
 class StoreVectors:
@@ -47,7 +42,7 @@ class StoreVectors:
         """
         if not parts:
             return []
-        lifecycle, limits = self._lifecycle, self._limits
+        limits = self._limits
         num_chars = sum(len(part) for part in parts if isinstance(part, str))
         if num_chars > limits.max_input_chars and truncate == "none":
             raise InvalidRequest(
@@ -56,7 +51,22 @@ class StoreVectors:
                 status=413,
                 code="text_too_long",
             )
-        card = await lifecycle.models.find(store.model)
+        card = await self._find_card(store)
+        dimensions = store.dimensions if store.dimensions != card.dimensions else None
+        task = Embed((), prompt_name=prompt, dimensions=dimensions, truncate=truncate)
+        plan = self._plan(task, parts, card)
+        try:
+            events = await self._lifecycle.compute(
+                self._embeddings, plan, card, caller.context, caller.held
+            )
+        except ApiError as error:
+            error.param = _rename(error.param, names)
+            raise
+        return [bytes(row) for row in rows_of(events)]
+
+    async def _find_card(self, store: StoreRecord) -> ModelCard:
+        """That of the model which made the store's vectors. Raises: ApiError."""
+        card = await self._lifecycle.models.find(store.model)
         if card.digest != store.digest:
             raise InvalidRequest(
                 "The model that is served under this name is not the one that made the vectors of "
@@ -65,35 +75,24 @@ class StoreVectors:
                 status=409,
                 code="model_changed",
             )
+        return card
+
+    def _plan(self, task: Embed, parts: Sequence[str | ImageSource], card: ModelCard) -> Plan:
+        """The task for all parts, in as many calls as they take."""
         images = [part for part in parts if isinstance(part, ImageSource)]
         places = {id(image): place for place, image in enumerate(images)}
         inputs = [
             TextPart(part) if isinstance(part, str) else ImagePart(places[id(part)])
             for part in parts
         ]
-        task = Embed(
-            (),
-            prompt_name=prompt,
-            dimensions=store.dimensions if store.dimensions != card.dimensions else None,
-            truncate=truncate,
-        )
         per_image = card.image_tokens or TOKENS_PER_IMAGE
         tasks = [
             msgspec.structs.replace(task, inputs=tuple(some), first=first)
             for first, some in split(inputs, lambda part: _num_tokens(part, per_image), {})
         ]
-        priority = (
-            Priority.BATCH if len(parts) > limits.max_search_queries else Priority.INTERACTIVE
-        )
-        plan = Plan(tasks, msgspec.Struct(), images, num_prompts=len(tasks), priority=priority)
-        try:
-            events = await lifecycle.compute(
-                self._embeddings, plan, card, caller.context, caller.held
-            )
-        except ApiError as error:
-            error.param = _rename(error.param, names)
-            raise
-        return [bytes(row) for row in rows_of(events)]
+        is_large = len(parts) > self._limits.max_search_queries
+        priority = Priority.BATCH if is_large else Priority.INTERACTIVE
+        return Plan(tasks, msgspec.Struct(), images, num_prompts=len(tasks), priority=priority)
 
     async def rerank(
         self, model: str, texts: Sequence[str], hits: Sequence[Hit], caller: Caller
