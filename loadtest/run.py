@@ -112,14 +112,14 @@ def make_load(wanted: Wanted) -> Result:
 
 
 @dataclass(slots=True)
-class Heard:
+class DriverOutput:
     """What the process that makes the load has said so far."""
 
     records: list[Record] = field(default_factory=list)
     core_ratio: float | None = None  #: the last line
     stray: str = ""  #: a line that is neither
 
-    def listen(self, process: subprocess.Popen[bytes]) -> None:
+    def read(self, process: subprocess.Popen[bytes]) -> None:
         """Take line after line until the process ends; a stray one ends it, for records may be lost."""
         decoder = msgspec.json.Decoder(Record | float)
         assert process.stdout is not None
@@ -138,19 +138,19 @@ class Heard:
 
 def drive(order: Order) -> tuple[list[Record], float]:
     """The records of a load and the share of a core that making it took. Raises: LoadTestError."""
-    heard = Heard()
+    output = DriverOutput()
     with TemporaryFile() as complaints, driver(order, complaints.fileno()) as process:
-        reader = Thread(target=heard.listen, args=(process,))
+        reader = Thread(target=output.read, args=(process,))
         reader.start()
-        watch(reader, order.plan, heard.records)
-        if heard.stray:
-            raise LoadTestError(f"what makes the load wrote what is no record: {heard.stray}")
+        watch(reader, order.plan, output.records)
+        if output.stray:
+            raise LoadTestError(f"what makes the load wrote what is no record: {output.stray}")
         if process.wait():
             complaints.seek(0)
             raise LoadTestError(complaints.read()[-2000:].decode(errors="replace"))
-    if heard.core_ratio is None:
+    if output.core_ratio is None:
         raise LoadTestError("what makes the load ended early")
-    return heard.records, heard.core_ratio
+    return output.records, output.core_ratio
 
 
 @contextmanager

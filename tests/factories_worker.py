@@ -190,32 +190,32 @@ async def run_worker(
 
 
 class Answers:
-    """What a gateway hears, by request."""
+    """The events that a gateway gets, by request."""
 
     def __init__(self, ends: Ends) -> None:
         self.events: dict[str, list[CallEvent]] = {}
         self.order: list[CallEvent] = []  #: of all requests together
-        self._heard = asyncio.Condition()
+        self._arrived = asyncio.Condition()
         self._task = asyncio.create_task(self._read(ends))
 
     async def _read(self, ends: Ends) -> None:
         while True:
             batch = await ends.next_events()
-            async with self._heard:
+            async with self._arrived:
                 self.order += batch
                 for event in batch:
                     self.events.setdefault(event.request_id, []).append(event)
-                self._heard.notify_all()
+                self._arrived.notify_all()
 
     async def wait_for(
         self, request: Call, ready: Callable[[list[CallEvent]], bool]
     ) -> list[CallEvent]:
-        def heard() -> list[CallEvent]:
+        def arrived() -> list[CallEvent]:
             return self.events.get(request.id, [])
 
-        async with asyncio.timeout(20), self._heard:
-            await self._heard.wait_for(lambda: ready(heard()))
-        return heard()
+        async with asyncio.timeout(20), self._arrived:
+            await self._arrived.wait_for(lambda: ready(arrived()))
+        return arrived()
 
     async def end(self, request: Call) -> list[CallEvent]:
         """All events of a request, once it has ended."""

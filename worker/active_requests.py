@@ -99,7 +99,7 @@ class ActiveRequest(Struct, eq=False):
     engine_id: str  #: inside the engine: outputs of an earlier attempt are not taken for ours
     call: Call
     output_token_ids: tuple[int, ...]  #: what earlier attempts have published
-    num_told: int  #: tokens that they have published, those without an id too
+    num_published: int  #: tokens that they have published, those without an id too
     claimed_at: float
     deadline_at: float
     started_at: float = 0.0  #: its preparation began; 0 while it is parked
@@ -113,18 +113,18 @@ class ActiveRequest(Struct, eq=False):
     @classmethod
     def of(cls, claim: Claim, now: float) -> "ActiveRequest":
         """The request of a claim that was made now. Raises: Unreadable."""
-        call, told = read_claim(claim)
-        token_ids = tuple([token_id for event in told for token_id in event.token_ids])
-        num_told = sum([event.num_tokens for event in told])
+        call, events = read_claim(claim)
+        token_ids = tuple([token_id for event in events for token_id in event.token_ids])
+        num_published = sum([event.num_tokens for event in events])
         deadline_at = now + claim.remaining_s
         engine_id = f"{claim.id}@{claim.attempt}"
-        of_claim = (claim, claim.id, engine_id, call, token_ids, num_told, now, deadline_at)
-        return cls(*of_claim, num_tokens=num_told)
+        of_claim = (claim, claim.id, engine_id, call, token_ids, num_published, now, deadline_at)
+        return cls(*of_claim, num_tokens=num_published)
 
     @property
     def is_alone(self) -> bool:
         """Whether nothing may run beside it: a suspect until it is cleared."""
-        num_new_tokens = self.num_tokens - self.num_told
+        num_new_tokens = self.num_tokens - self.num_published
         return self.claim.is_suspect and num_new_tokens < CLEARED_AFTER_TOKENS
 
     @property
@@ -181,10 +181,10 @@ class ActiveRequest(Struct, eq=False):
         )
 
 
-#: Makes the spans of a request that ends: the engine's own stages, if it has told them, and the
+#: Makes the spans of a request that ends: the engine's own stages, if it has measured them, and the
 #: outcome.
 Trace = Callable[[ActiveRequest, StageTimings | None, str], None]
-#: Told of a request that the engine has answered, with its last output.
+#: Called with a request that the engine has answered, with its last output.
 OnFinished = Callable[[ActiveRequest, EngineOutput], None]
 
 
@@ -293,7 +293,7 @@ class ActiveRequests:
         """Hand a request to the engine that waits for nothing. Returns False for one that does."""
         try:
             request = self._preprocessor.prepare_at_once(
-                active.call, active.engine_id, active.output_token_ids, active.num_told
+                active.call, active.engine_id, active.output_token_ids, active.num_published
             )
             if request is None:
                 return False
@@ -308,7 +308,7 @@ class ActiveRequests:
                 self.drop(active, "taken back before it began")
                 return
             request = await self._preprocessor.prepare(
-                active.call, active.engine_id, active.output_token_ids, active.num_told
+                active.call, active.engine_id, active.output_token_ids, active.num_published
             )
             if isinstance(request, Tokenization):
                 self._answer(active, request)

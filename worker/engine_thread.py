@@ -64,7 +64,7 @@ class EngineThread:
         self._commands: SimpleQueue[Command] = SimpleQueue()
         self._unsent: list[Command] = []  # commands of this turn of the loop
         self._events: deque[EngineEvent] = deque()
-        self._told_at = 0.0  # when the loop was woken last, `time.monotonic`
+        self._emitted_at = 0.0  # when the loop was woken last, `time.monotonic`
         self._patient: set[str] = set()  # requests whose tokens may wait
         self._is_waking = False  # the loop was woken and has not taken the events yet
         self._is_held = False  # the loop could do nothing with them now
@@ -87,21 +87,21 @@ class EngineThread:
         self._send(request)
 
     def abort(self, request_id: str) -> None:
-        """Have the engine forget a request. News that are on their way may still arrive."""
+        """Have the engine forget a request. Events that are on their way may still arrive."""
         self._patient.discard(request_id)
         self._send(request_id)
 
     def note_end(self, request_id: str) -> None:
-        """The request's last output has been heard."""
+        """The request's last output has arrived."""
         self._patient.discard(request_id)
 
     def hold(self) -> None:
-        """Be told by `release`, and not before, what steps have to say meanwhile."""
+        """Keep the events of steps back until `release`."""
         self._is_held = True
 
     def release(self) -> None:
-        """Be told, at once, what steps have said since `hold`."""
-        self._is_held = False  # first: what is told from now on wakes the loop again
+        """Emit, at once, the events of steps since `hold`."""
+        self._is_held = False  # first: what is emitted from now on wakes the loop again
         if self._events:
             self._deliver()
 
@@ -167,7 +167,7 @@ class EngineThread:
             if not has_work or now - looked_at > STATS_EVERY_S:
                 self.stats, looked_at = engine.stats(), now
             self.step_started_at = None
-            self._tell(events, now)
+            self._emit(events, now)
 
     def _next_commands(self, has_work: bool) -> list[EngineInput | str] | None:
         """What has arrived; waits for something if there is no work. None: the thread is to end."""
@@ -179,15 +179,15 @@ class EngineThread:
             commands.append(command)
         return commands
 
-    def _tell(self, events: list[EngineEvent], now: float) -> None:
+    def _emit(self, events: list[EngineEvent], now: float) -> None:
         """Leave events for the loop; wake it only if an earlier wake-up is not still to come."""
         if not events:
             return
         self._events.extend(events)
         if self._is_waking or self._is_held:
             return
-        if now - self._told_at > HOLD_S or not all(map(self._can_wait, events)):
-            self._is_waking, self._told_at = True, now
+        if now - self._emitted_at > HOLD_S or not all(map(self._can_wait, events)):
+            self._is_waking, self._emitted_at = True, now
             self._call(self._deliver)
 
     def _can_wait(self, event: EngineEvent) -> bool:
@@ -203,7 +203,7 @@ class EngineThread:
     # On the loop
 
     def _deliver(self) -> None:
-        self._is_waking = False  # first: what is told from now on wakes the loop again
+        self._is_waking = False  # first: what is emitted from now on wakes the loop again
         self.on_events([self._events.popleft() for _ in range(len(self._events))])
 
 

@@ -69,7 +69,7 @@ class ClaimLoops:
     async def _claim_at_home_once(self) -> None:
         while (room := self._limit(self._active_requests.room())) == 0:
             await self._active_requests.wait_for_change()
-        self._active_requests.start(await self._queue.hear(room, BLOCK_S))
+        self._active_requests.start(await self._queue.read_aside(room, BLOCK_S))
 
     async def claim_batch_work(self) -> None:
         """Claim batch work while nobody else waits for the room that there is."""

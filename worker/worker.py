@@ -268,7 +268,7 @@ class Worker:
     def _count_times(self, active: ActiveRequest, last: EngineOutput) -> None:
         """Note what an answer of a deployment took here; without its wait, and if it was not taken over."""
         spent, usage = last.timings, last.usage
-        if spent is None or usage is None or active.num_told:
+        if spent is None or usage is None or active.num_published:
             return
         first_s = active.added_at - active.started_at + spent.vision_s + spent.prefill_s
         if not isinstance(active.call.task, Generate):

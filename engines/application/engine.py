@@ -64,7 +64,7 @@ class TaskInput:
     num_tries: int = 0
     num_enters: int = 0
     not_before: float = 0.0  #: of the next try to enter
-    num_told: int = 0
+    num_published: int = 0
     num_bytes: int = 0
     lines: list[str] = field(default_factory=list)
     is_cancelled: bool = False
@@ -171,7 +171,7 @@ class ApplicationEngine(Engine[TaskInput]):
             return []
         if was == "entering":
             return self._enter_failed(task, str(error))
-        if task.num_told or task.num_tries >= MAX_TRIES:
+        if task.num_published or task.num_tries >= MAX_TRIES:
             times = "" if task.num_tries < 2 else f" {task.num_tries} times"
             message = f"The application's process did not survive the task{times}: {error}"
             return self._fail(task, ErrorCode.REQUEST_KILLS_WORKERS, message)
@@ -246,7 +246,7 @@ class ApplicationEngine(Engine[TaskInput]):
                 self._rest()
                 return [] if task.is_cancelled else self._enter_failed(task, reply.message)
             case "running", "item":
-                return self._tell(reply)
+                return self._on_item(reply)
             case "running", "result" | "error":
                 return self._end(reply)
             case _:
@@ -267,7 +267,7 @@ class ApplicationEngine(Engine[TaskInput]):
         task.not_before = time.monotonic() + _ENTER_PAUSE_S * 2 ** (task.num_enters - 1)
         return []
 
-    def _tell(self, reply: Reply) -> list[EngineOutput]:
+    def _on_item(self, reply: Reply) -> list[EngineOutput]:
         task = self._current
         assert task is not None
         task.num_bytes += len(bytes(reply.value))
@@ -296,15 +296,15 @@ class ApplicationEngine(Engine[TaskInput]):
             return self._fail(task, ErrorCode.TASK_FAILED, text)
         line = msgspec.json.encode(RunOutput(output=reply.value)).decode()
         output = self._output(task, [*task.lines, line])
-        output.usage = Usage(0, task.num_told)
+        output.usage = Usage(0, task.num_published)
         output.finish_reason = FinishReason.STOP
         output.timings = self._timings(task)
         self._current = None
         return [output]
 
     def _output(self, task: TaskInput, lines: Sequence[str]) -> EngineOutput:
-        index = task.num_told
-        task.num_told += len(lines)
+        index = task.num_published
+        task.num_published += len(lines)
         return EngineOutput(
             task.request_id, index, text="".join(f"{line}\n" for line in lines),
             usage=None if index else Usage(0), num_without_id=len(lines),

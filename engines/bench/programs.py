@@ -136,21 +136,21 @@ class Generate:
         return time.process_time() - began_s
 
 
-def measure(options: ProgramOptions, told: Callable[[str], None]) -> list[StepTime]:
+def measure(options: ProgramOptions, report: Callable[[str], None]) -> list[StepTime]:
     """All programs of one precision after another in every round. Raises: what loading raises."""
     torch.set_num_threads(1)
     disable_progress_bar()
     model_dir = options.model or _DEFAULT
     if options.model is None and not _DEFAULT.exists():
-        told(f"making {_DEFAULT}")
+        report(f"making {_DEFAULT}")
         make_transformers_checkpoint("llama-125m", _DEFAULT)
     results: list[StepTime] = []
     for precision in options.precisions:
-        told(f"{precision}: loading")
+        report(f"{precision}: loading")
         programs = _load(model_dir, options, precision)
         times: dict[tuple[int, str], list[float]] = {}
         for number in range(options.rounds):
-            told(f"{precision}: round {number + 1} of {options.rounds}")
+            report(f"{precision}: round {number + 1} of {options.rounds}")
             for size in options.batch_sizes:
                 for name, program in programs.items():
                     times.setdefault((size, name), []).append(program(size))

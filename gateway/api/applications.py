@@ -199,7 +199,7 @@ class Applications:
         else:
             found = self._to_object(app or App(name, history.last.number))
         found.generations = [
-            _tell(each, history) for _, each in sorted(history.generations.items())
+            _to_generation(each, history) for _, each in sorted(history.generations.items())
         ]
         return found
 
@@ -425,7 +425,7 @@ def _check_signature(
         raise InvalidRequest(f"{error}.", param="signature", code="invalid_signature") from None
 
 
-def _tell(generation: Generation, history: History) -> GenerationObject:
+def _to_generation(generation: Generation, history: History) -> GenerationObject:
     outcome = history.outcomes.get(generation.number)
     return GenerationObject(
         generation.number, generation.digest, generation.version, generation.cause,

@@ -462,7 +462,7 @@ class OllamaAnswer:
         self.head = head
         self.is_chat = is_chat
         self._blocks = Blocks(head.id, with_thought=options.with_thinking)
-        self._num_told = 0  # of the calls
+        self._num_sent = 0  # of the calls
         self._num_tokens = 0
 
     def whole(self, events: Sequence[ChoiceEvent], totals: Totals) -> bytes:
@@ -483,8 +483,8 @@ class OllamaAnswer:
             for kind in ("text", "thought")
         )
         calls = self._blocks.calls
-        complete = calls[self._num_told : len(calls) - 1 if totals is None else len(calls)]
-        self._num_told += len(complete)
+        complete = calls[self._num_sent : len(calls) - 1 if totals is None else len(calls)]
+        self._num_sent += len(complete)
         if text or thought or complete:
             frames.append((self._num_tokens, encode(self._line(text, thought, complete)) + b"\n"))
         if totals is not None:

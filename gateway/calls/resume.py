@@ -338,7 +338,7 @@ class Resume:
             raise
 
     async def _forget(self, request_id: str) -> None:
-        """The request was not taken in after all; what Redis does not hear expires."""
+        """The request was not taken in after all; what Redis does not learn of expires."""
         with suppress(QueueUnavailable):
             await self.records.forget(request_id)
 

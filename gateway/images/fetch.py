@@ -215,7 +215,7 @@ class _Resolver:
 
     def _ended(self, domain: str, future: "asyncio.Future[list[Any]]") -> None:
         if not future.cancelled():
-            future.exception()  # nobody may be left to hear of it; asyncio would complain
+            future.exception()  # nobody may wait for it any more; asyncio would complain
         self._num -= 1
         self._num_by_domain[domain] -= 1
         if not self._num_by_domain[domain]:

@@ -37,7 +37,7 @@ class BlobStore(Protocol):
     def release(self, holder: str, refs: Sequence[BlobRef] = ()) -> Awaitable[None]:
         """Let go of all that a holder has put here; begins at once, and need not be awaited.
 
-        `refs`: of another process, which may have put them for it. What the store does not hear of goes at the end of its time. Raises nothing.
+        `refs`: of another process, which may have put them for it. What the store does not learn of goes at the end of its time. Raises nothing.
         """
         ...
 

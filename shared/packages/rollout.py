@@ -313,8 +313,8 @@ def find_claimable(
             found.append(slot)
     if not found:
         return []
-    told = {r.slot for each in (node, *others) for r in each.slots if r.app == app.name}
-    return [slot for slot in found if slot.id not in told]
+    reported = {r.slot for each in (node, *others) for r in each.slots if r.app == app.name}
+    return [slot for slot in found if slot.id not in reported]
 
 
 def fits(needed: Resources, free: Resources) -> bool:
@@ -370,11 +370,11 @@ def _follow(app: App, nodes: Mapping[str, NodeRecord], now: float) -> App:
             where = f"node {slot.node} " + ("is gone" if node is None else "knows nothing of it")
             app = _free(app, slot, now, where, is_blamed=False)
         elif report is not None:
-            app = _hear(app, slot, report, now)
+            app = _apply_report(app, slot, report, now)
     return app
 
 
-def _hear(app: App, slot: Slot, report: SlotReport, now: float) -> App:
+def _apply_report(app: App, slot: Slot, report: SlotReport, now: float) -> App:
     if report.state == "gone":
         return _remove(app, slot)
     if report.state == "failed":

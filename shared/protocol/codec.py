@@ -89,9 +89,9 @@ def _decode_newer(raw: msgspec.Raw) -> CallEvent | None:
     except msgspec.ValidationError:
         event = _any_event_decoder.decode(raw)
         fields = msgspec.json.decode(raw)
-        if event.type == "failed" and _is_news(fields.get("code"), ErrorCode):
+        if event.type == "failed" and _is_unknown(fields.get("code"), ErrorCode):
             return msgspec.convert({**fields, "code": ErrorCode.ENGINE_FAILURE}, Failed)
-        if event.type == "finished" and _is_news(fields.get("finish_reason"), FinishReason):
+        if event.type == "finished" and _is_unknown(fields.get("finish_reason"), FinishReason):
             return msgspec.convert({**fields, "finish_reason": FinishReason.STOP}, Finished)
         if event.type in (
             "started",
@@ -106,7 +106,7 @@ def _decode_newer(raw: msgspec.Raw) -> CallEvent | None:
         return None
 
 
-def _is_news(word: object, known: type[StrEnum]) -> bool:
+def _is_unknown(word: object, known: type[StrEnum]) -> bool:
     return isinstance(word, str) and word not in set(known)
 
 

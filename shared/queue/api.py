@@ -210,7 +210,7 @@ class WorkerQueue(Protocol):
         """Claim up to `count` waiting calls; wait for the first."""
         ...
 
-    async def hear(self, count: int, block_s: float) -> list[Claim]:
+    async def read_aside(self, count: int, block_s: float) -> list[Claim]:
         """Claim calls that are put aside for this worker; wait for the first. From now on there may be some.
 
         About `count`: what is put aside is not more than a few.

@@ -136,8 +136,8 @@ class RedisWorkerQueue:
         return await self._claim_entries([*claimed, *others], "new", count, replies)
 
     @redis_errors_as(QueueUnavailable)
-    async def hear(self, count: int, block_s: float) -> list[Claim]:
-        """See `WorkerQueue.hear`."""
+    async def read_aside(self, count: int, block_s: float) -> list[Claim]:
+        """See `WorkerQueue.read_aside`."""
         claim = self._script.of_read(self._last_read_id, count)
         has_rung, answers = await self._bell.wait(count, block_s, claim)
         if has_rung and not isinstance(answers, list):  # Redis has forgotten the script
@@ -361,22 +361,22 @@ class Bell:
     def __init__(self, link: RedisLink, key: str) -> None:
         self._link = link
         self.key = key
-        self._heard = b""  # the last ring; empty before it is made
+        self._rung = b""  # empty before the key is made
         self._renew_at = 0.0
 
     async def wait(self, count: int, block_s: float, and_then: Command) -> tuple[bool, Any]:
         """Whether it rang, and what Redis says then to `and_then`; an error may be its answer. Raises: RedisError."""
         renewal: Command = ("PEXPIRE", self.key, to_ms(BELL_TTL_S))
-        if not self._heard:
+        if not self._rung:
             made, _ = await self._exchange([("XADD", self.key, "*", "made", ""), renewal])
-            self._heard = made
-        read = ("XREAD", "COUNT", count, "BLOCK", to_ms(block_s), "STREAMS", self.key, self._heard)
+            self._rung = made
+        read = ("XREAD", "COUNT", count, "BLOCK", to_ms(block_s), "STREAMS", self.key, self._rung)
         is_due = (now := time.monotonic()) >= self._renew_at
         *renewed, rung, answer = await self._exchange([renewal] * is_due + [read, and_then])
         if rung:
-            self._heard = rung[0][1][-1][0]
+            self._rung = rung[0][1][-1][0]
         elif 0 in renewed:
-            self._heard = b""  # Redis has lost it
+            self._rung = b""  # Redis has lost it
         if is_due or not rung:
             self._renew_at = now + BELL_TTL_S / 4 if rung else 0.0
         return bool(rung), answer

@@ -28,8 +28,8 @@ from shared.redis.script import Script
 
 Part = str | bytes | int
 Command = Sequence[Part]
-#: Hears replies in their order as they come, or once why no more do.
-Hear = Callable[[Sequence[Any], Exception | None], None]
+#: Gets replies in their order as they come, or once why no more do.
+OnReplies = Callable[[Sequence[Any], Exception | None], None]
 
 #: Commands share a write up to so many bytes: more would wait for each other, and fail together.
 MAX_WRITE_BYTES = 256 * 1024
@@ -67,7 +67,7 @@ class _Wire(asyncio.Protocol):
     def __init__(self) -> None:
         self._parser = hiredis.Reader(replyError=_to_error)
         self._num_wanted = 0
-        self._hear: Hear | None = None
+        self._on_replies: OnReplies | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._timeout_s = 0.0
         self._moved_at = 0.0  #: by the loop's clock: bytes were taken or came
@@ -107,7 +107,7 @@ class _Wire(asyncio.Protocol):
             if any(isinstance(reply, ConnectionError) for reply in replies):
                 self._hang_up()
             self._num_wanted -= len(replies)
-            self._tell(replies)
+            self._emit(replies)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Whoever waits learns that no reply comes."""
@@ -118,23 +118,23 @@ class _Wire(asyncio.Protocol):
         self._hang_up()
         self._stop_timer()
         self._num_wanted = 0
-        self._tell((), error)
+        self._emit((), error)
 
     def _hang_up(self) -> None:
         if self._transport is not None:
             self._transport.abort()
 
-    def _tell(self, replies: Sequence[Any], failure: Exception | None = None) -> None:
-        hear = self._hear
+    def _emit(self, replies: Sequence[Any], failure: Exception | None = None) -> None:
+        on_replies = self._on_replies
         if self._num_wanted == 0:
-            self._hear = None
+            self._on_replies = None
             self._unwritten = _NOTHING
-        if hear is not None:
-            hear(replies, failure)
+        if on_replies is not None:
+            on_replies(replies, failure)
 
-    def start(self, packed: Sequence[bytes], timeout_s: float, hear: Hear) -> None:
-        """Send commands; `hear` gets their replies, or what went wrong."""
-        self._hear = hear
+    def start(self, packed: Sequence[bytes], timeout_s: float, on_replies: OnReplies) -> None:
+        """Send commands; `on_replies` gets their replies, or what went wrong."""
+        self._on_replies = on_replies
         self._num_wanted = len(packed)
         self._moved_at = self._loop.time()
         if timeout_s != self._timeout_s:
@@ -191,12 +191,12 @@ class _Wire(asyncio.Protocol):
         answer: asyncio.Future[list[Any]] = self._loop.create_future()
         gathered: list[Any] = []
 
-        def hear(replies: Sequence[Any], failure: Exception | None) -> None:
+        def on_replies(replies: Sequence[Any], failure: Exception | None) -> None:
             gathered.extend(replies)
             if failure is not None or len(gathered) == len(packed):
                 _set(answer, failure or gathered)
 
-        self.start(packed, timeout_s, hear)
+        self.start(packed, timeout_s, on_replies)
         try:
             return await answer
         except asyncio.CancelledError:
@@ -231,12 +231,12 @@ class RedisLink:
         wire = await self.connect()
         return await wire.exchange(_pack_all(commands), self.timeout_s)
 
-    def start(self, packed: Sequence[bytes], hear: Hear) -> bool:
-        """Send packed commands without a task: `hear` gets what comes. False if not connected."""
+    def start(self, packed: Sequence[bytes], on_replies: OnReplies) -> bool:
+        """Send packed commands without a task; `on_replies` gets what comes. False if not connected."""
         wire = self._wire
         if wire is None or not wire.is_open:
             return False
-        wire.start(packed, self.timeout_s, hear)
+        wire.start(packed, self.timeout_s, on_replies)
         return True
 
     async def execute(self, *command: Part) -> Any:
@@ -351,7 +351,7 @@ class RedisSender:
         packed = self._pack_next()
         if not packed:
             self._is_sending = False
-        elif not self._link.start(packed, self._hear):
+        elif not self._link.start(packed, self._on_replies):
             self._connecting = asyncio.create_task(self._connect_and_send(packed))
 
     def _pack_next(self) -> list[bytes]:
@@ -376,10 +376,10 @@ class RedisSender:
             self._sent.clear()
             self._send()
             return
-        if not self._link.start(packed, self._hear):
-            self._hear((), ConnectionError("Redis closed the connection"))
+        if not self._link.start(packed, self._on_replies):
+            self._on_replies((), ConnectionError("Redis closed the connection"))
 
-    def _hear(self, replies: Sequence[Any], failure: Exception | None) -> None:
+    def _on_replies(self, replies: Sequence[Any], failure: Exception | None) -> None:
         for reply in replies:
             _set(self._sent.popleft().future, reply)
         if failure is not None:

@@ -1,4 +1,4 @@
-"""Ten times as many requests as the fleet can serve: the accepted are served as fast as ever, the others hear it at once.
+"""Ten times as many requests as the fleet can serve: the accepted are served as fast as ever, the others are refused at once.
 
 P6. Long form (`make faults`): a minute. Nothing of the engine is computed, so that its pace is the same on any machine.
 """

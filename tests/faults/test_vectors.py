@@ -102,7 +102,7 @@ async def test_a_worker_killed_in_a_batch_loses_no_vector_and_doubles_none(fleet
 
 @in_the_long_form
 async def test_a_search_process_killed_while_it_writes_keeps_what_it_acknowledged(fleet, search):
-    """Writers hear 503 meanwhile, try again, and nothing is there twice or in part."""
+    """Writers get 503 meanwhile, try again, and nothing is there twice or in part."""
     await fleet.some_worker(FAULTY_POOLING)
     async with writing(fleet) as stores:
         for _ in range(10):

@@ -1,4 +1,4 @@
-"""What workers say, heard by a gateway of the test."""
+"""What workers publish, read by a gateway of the test."""
 
 from collections.abc import AsyncIterator
 

@@ -14,17 +14,17 @@ from worker.engine_thread import Added, EngineBroken, EngineEvent, EngineThread,
 
 
 class Listener:
-    """Keeps the news of an engine thread."""
+    """Keeps the events of an engine thread."""
 
     def __init__(self) -> None:
         self.batches: list[list[EngineEvent]] = []
         self.threads: set[int] = set()
-        self._heard = asyncio.Event()
+        self._arrived = asyncio.Event()
 
     def on_events(self, events: list[EngineEvent]) -> None:
         self.batches.append(events)
         self.threads.add(threading.get_ident())
-        self._heard.set()
+        self._arrived.set()
 
     @property
     def events(self) -> list[EngineEvent]:
@@ -36,8 +36,8 @@ class Listener:
                 sum(isinstance(n, EngineOutput) and bool(n.finish_reason) for n in self.events)
                 < count
             ):
-                self._heard.clear()
-                await self._heard.wait()
+                self._arrived.clear()
+                await self._arrived.wait()
 
 
 def make_engine_request(request_id: str = "a", **sampling) -> EngineRequest:
@@ -113,7 +113,7 @@ async def test_the_middle_of_a_patient_request_is_told_after_a_while(bridge, mon
             await asyncio.sleep(0)
 
 
-async def test_an_aborted_request_is_heard_of_no_more(bridge):
+async def test_an_aborted_request_emits_no_more(bridge):
     thread, listener, engine = bridge
     engine.gate.clear()
     thread.add(make_engine_request("a", max_tokens=1000))

@@ -179,13 +179,13 @@ async def test_requests_of_a_gateway_that_is_gone_are_cancelled(ends, answers, m
         deserted = await ends.enqueue(make_request(reply_to="gone", sampling=LONG))
         detached = make_request(reply_to="gone", sampling=LONG, is_resumable=True)
         await ends.enqueue(detached)
-        heard = await ends.enqueue(make_request(sampling=LONG))
+        observed = await ends.enqueue(make_request(sampling=LONG))
 
         async def has_left_the_engine() -> bool:
             return bool(running.engine.aborted)
 
         await until(has_left_the_engine)
-        assert isinstance((await answers.end(heard))[-1], Finished)
+        assert isinstance((await answers.end(observed))[-1], Finished)
 
         async def has_ended() -> bool:
             return (await ends.queue.state(MODEL, detached.id)).state == "finished"

@@ -204,16 +204,16 @@ class NodeAgent:
         return bool(names) and names[(int(now) + crc32(name.encode())) % len(names)] == self.id
 
     def _obey(self, apps: Mapping[str, App]) -> None:
-        """Drain what no longer should be here, forget what has ended and was heard."""
+        """Drain what no longer should be here, forget what has ended and was reported."""
         for key, instance in list(self._instances.items()):
             if key[0] in self._board.unreadable:  # it serves on, until somebody says more
-                # Nodes that can read the record have heard by then how it ended.
+                # Nodes that can read the record know by then how it ended.
                 if instance.is_over and self._stray_s(key) > STRAY_S:
                     self._forget(key)
                 continue
             slots = apps[key[0]].slots if key[0] in apps else ()
             slot = next((each for each in slots if each.id == key[1]), None)
-            # One that is ours and still waits is what the record has not heard of yet.
+            # One that is ours and still waits is what the record does not know yet.
             if slot is not None and slot.node in ("", self.id):
                 self._strays.pop(key, None)
                 if slot.state == "draining":

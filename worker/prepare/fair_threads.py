@@ -43,7 +43,7 @@ class FairThreads:
 
     def _ended(self, running: "asyncio.Future[Result]") -> None:
         if not running.cancelled():
-            running.exception()  # nobody may be left to hear of it; asyncio would complain
+            running.exception()  # nobody may wait for it any more; asyncio would complain
         self._release()
 
     def _release(self) -> None:

@@ -44,6 +44,6 @@ class PixelCache:
 
 
 def _look_at_error(task: "asyncio.Task[Any]") -> None:
-    """Nobody may be left to hear of it; asyncio would complain."""
+    """Nobody may wait for it any more; asyncio would complain."""
     if not task.cancelled():
         task.exception()

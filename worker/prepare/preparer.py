@@ -97,13 +97,13 @@ class Preprocessor:
         request: Call,
         engine_id: str,
         output_token_ids: tuple[int, ...] = (),
-        num_told: int = 0,
+        num_published: int = 0,
     ) -> EngineInput | Tokenization:
         """The engine's input for a call, known to it as `engine_id`, or all that the call asks for.
 
-        Raises: RequestError. `num_told` output tokens went out before, of which some may have no id.
+        Raises: RequestError. `num_published` output tokens went out before, of which some may have no id.
         """
-        ready = self.prepare_at_once(request, engine_id, output_token_ids, num_told)
+        ready = self.prepare_at_once(request, engine_id, output_token_ids, num_published)
         if ready is not None:
             return ready
         task, tenant = request.task, request.tenant
@@ -126,20 +126,20 @@ class Preprocessor:
         request: Call,
         engine_id: str,
         output_token_ids: tuple[int, ...] = (),
-        num_told: int = 0,
+        num_published: int = 0,
     ) -> EngineInput | None:
         """What `prepare` makes where that is quick and waits for nothing, else None. Raises: RequestError."""
-        self._check(request, len(output_token_ids), num_told)
+        self._check(request, len(output_token_ids), num_published)
         task = request.task
         waits = task.images or request.adapter or isinstance(task, Tokenize)
         if waits or not self._is_quick(task):
             return None
         return self._engine.prepare(_to_engine_call(request, engine_id, output_token_ids), [])
 
-    def _check(self, request: Call, num_output_tokens: int, num_told: int) -> None:
+    def _check(self, request: Call, num_output_tokens: int, num_published: int) -> None:
         """Whether this engine may and can run it. Raises: RequestError."""
         task, engine = request.task, self._capabilities
-        if num_told and not (engine.can_continue and num_told == num_output_tokens):
+        if num_published and not (engine.can_continue and num_published == num_output_tokens):
             raise CannotContinue(
                 "The worker was lost in the middle of the answer, and this model's engine cannot "
                 "continue it: send the request again."

@@ -27,21 +27,21 @@ class Fleet:
         systems: Iterable[SystemName],
         folder: Path,
         options: dict[str, Any],
-        told: Callable[[str], None],
+        report: Callable[[str], None],
     ) -> None:
-        """Load all, telling of each. Raises: PeerFailure, and what installing raises."""
+        """Load all, reporting each. Raises: PeerFailure, and what installing raises."""
         self._processes: dict[SystemName, subprocess.Popen[str]] = {}
         for system in systems:
             is_foreign = system.maker == "llama.cpp"
             if is_foreign and not is_installed(folder):
-                told("building llama.cpp, once: minutes")
-            told(f"loading {system}")
+                report("building llama.cpp, once: minutes")
+            report(f"loading {system}")
             python = str(peers_python(folder)) if is_foreign else sys.executable
             command = [python, "-m", "engines.bench.peers.worker", str(system), json.dumps(options)]
             self._processes[system] = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
             )
-            self._hear(system)
+            self._read(system)
 
     def __enter__(self) -> Self:
         return self
@@ -62,9 +62,9 @@ class Fleet:
         assert stdin is not None
         stdin.write(json.dumps([workload.task, workload.arguments]) + "\n")
         stdin.flush()
-        return self._hear(system)
+        return self._read(system)
 
-    def _hear(self, system: SystemName) -> Any:
+    def _read(self, system: SystemName) -> Any:
         stdout = self._processes[system].stdout
         assert stdout is not None
         line = stdout.readline()

@@ -132,15 +132,15 @@ class Comparison:
             "num_context": self.num_context,
             "files": str(self.options.folder / "gguf" / self.checkpoint.name),
         }
-        self._tell(
+        self._print(
             f"{self.checkpoint.name}: {len(self.systems)} systems at {len(self.workloads)} workloads "
             f"({', '.join(workload.name for workload in self.workloads)}), {self.options.rounds} rounds"
         )
         groups = [[x] for x in self.systems] if self.options.one_by_one else [self.systems]
         for systems in groups:
-            with Fleet(systems, self.options.folder, options, self._tell) as fleet:
+            with Fleet(systems, self.options.folder, options, self._print) as fleet:
                 for number, workload in enumerate(self.workloads):
-                    self._tell(f"{workload.name}, {number + 1} of {len(self.workloads)} workloads")
+                    self._print(f"{workload.name}, {number + 1} of {len(self.workloads)} workloads")
                     yield from self._take_turns(fleet, systems, workload)
 
     def _take_turns(
@@ -158,14 +158,14 @@ class Comparison:
                 seconds[system].append(fleet.ask(system, workload))
                 result = self._result(system, workload, seconds[system])
                 value = f"{result.values[-1]:,.1f} {result.unit}"
-                self._tell(f"  round {number + 1} of {self.options.rounds}: {system} {value}")
+                self._print(f"  round {number + 1} of {self.options.rounds}: {system} {value}")
                 yield result
 
     def _is_over(self) -> bool:
         limit_s = self.options.limit_s
         return limit_s is not None and time.monotonic() - self._began_s > limit_s
 
-    def _tell(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         elapsed_s = int(time.monotonic() - self._began_s)
         print(f"[{elapsed_s // 60}:{elapsed_s % 60:02}] {text}", file=sys.stderr, flush=True)
 

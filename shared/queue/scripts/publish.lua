@@ -2,7 +2,7 @@
 -- gateway.
 -- KEYS: mailbox, queue, dead, reservations (`submit.lua`), then call and log of each item
 -- args: max_entries, group, keep_ms, dead_ttl_ms, max_dead, items: list of
---   attempt, number (the how-maniest item of this attempt, so that a repeated call changes nothing),
+--   attempt, number (the ordinal of the item within the attempt, so that a repeated call changes nothing),
 --   index, count (the first output token of the item and how many there are), and where the call ends:
 --   entry, state (finished | failed), perhaps keep_ms of its own, and of a dead letter: id, worker, reason;
 --   without index it ends wherever its tokens stand. Items that end come first: see `remove`

@@ -18,8 +18,8 @@ end
 if difference ~= 0 and args.tokens_per_minute > 0 then
   local time = redis.call('TIME')
   local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
-  local owed_ms = math.max(0, tonumber(redis.call('HGET', rates, 'tokens') or 0) - now_ms)
-  local until_ms = now_ms + math.max(0, owed_ms + difference * MINUTE_MS / args.tokens_per_minute)
+  local debt_ms = math.max(0, tonumber(redis.call('HGET', rates, 'tokens') or 0) - now_ms)
+  local until_ms = now_ms + math.max(0, debt_ms + difference * MINUTE_MS / args.tokens_per_minute)
   redis.call('HSET', rates, 'tokens', string.format('%.3f', until_ms))
   if redis.call('PTTL', rates) < until_ms - now_ms then
     redis.call('PEXPIRE', rates, math.ceil(until_ms - now_ms))

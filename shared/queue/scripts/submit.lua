@@ -45,19 +45,19 @@ if depth > 0 and depth + #ids > args.max_waiting then return {'queue_full', 0} e
 local reservations, usage, rates = unpack(KEYS, #ids + 3)
 local MINUTE_MS = 60000
 
-local function owed_ms(rate)
+local function debt_ms(rate)
   return math.max(0, tonumber(redis.call('HGET', rates, rate.field) or 0) - now_ms)
 end
 
 -- How long until something may be taken; 0 is now.
 local function find_pause_ms(rate)
   if rate.most == 0 then return 0 end
-  return owed_ms(rate) - (MINUTE_MS - MINUTE_MS / rate.most)
+  return debt_ms(rate) - (MINUTE_MS - MINUTE_MS / rate.most)
 end
 
 local function spend(rate)
   if rate.most == 0 then return end
-  local until_ms = now_ms + math.max(0, owed_ms(rate) + rate.amount * MINUTE_MS / rate.most)
+  local until_ms = now_ms + math.max(0, debt_ms(rate) + rate.amount * MINUTE_MS / rate.most)
   redis.call('HSET', rates, rate.field, string.format('%.3f', until_ms))
   if redis.call('PTTL', rates) < until_ms - now_ms then
     redis.call('PEXPIRE', rates, math.ceil(until_ms - now_ms))

@@ -43,7 +43,7 @@ class ToyInput:
     usage: Usage
     finish_reason: FinishReason
     added_at: float = field(default_factory=time.perf_counter)
-    num_told: int = 0
+    num_emitted: int = 0
 
 
 class ToyEngine(Engine[ToyInput]):
@@ -84,16 +84,16 @@ class ToyEngine(Engine[ToyInput]):
         return [self._say(request) for request in tuple(self._running.values())]
 
     def _say(self, request: ToyInput) -> EngineOutput:
-        index = request.num_told
-        request.num_told += 1
+        index = request.num_emitted
+        request.num_emitted += 1
         text = f" {request.words[index]}"
         output = EngineOutput(request.request_id, index, text=text, num_without_id=1)
         if index == 0:
             output.usage = request.usage
-        if request.num_told == len(request.words):
+        if request.num_emitted == len(request.words):
             del self._running[request.request_id]
             output.finish_reason = request.finish_reason
-            output.usage = Usage(request.usage.num_prompt_tokens, request.num_told)
+            output.usage = Usage(request.usage.num_prompt_tokens, request.num_emitted)
             output.timings = StageTimings(decode_s=time.perf_counter() - request.added_at)
         return output
 

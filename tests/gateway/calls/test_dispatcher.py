@@ -89,8 +89,8 @@ def test_what_does_not_follow_is_held_back_until_the_log_is_read(event):
     assert progress.accept(event) is None
     assert progress.has_gap
     log = [Started("r", 1, Usage(1)), delta(0, 1), delta(1, 2), delta(2, 3, attempt=2)]
-    news = progress.replay(log)
-    assert [e.token_ids for e in news if isinstance(e, Tokens)] == [(2,), (3,)]
+    events = progress.replay(log)
+    assert [e.token_ids for e in events if isinstance(e, Tokens)] == [(2,), (3,)]
     assert not progress.has_gap
 
 

@@ -76,7 +76,7 @@ async def absent(worker, gateway, redis, redis_blocking, redis_prefix) -> AsyncI
         redis, redis_blocking, keys_prefix=redis_prefix, model=CARD.name, worker_id="absent",
         lease_s=10.0, max_attempts=3, batch_age_s=60.0,
     )  # fmt: skip
-    assert await queue.hear(1, 0.001) == []
+    assert await queue.read_aside(1, 0.001) == []
     await worker.registry.announce(WorkerRecord("absent", CARD, "mock"), ttl_s=600)
     await gateway.services.models.refresh()
     yield "absent"
@@ -115,7 +115,7 @@ async def test_others_serve_what_its_home_does_not_come_for(gateway, absent, red
 
 @pytest.mark.parametrize("changes", [{"gateway": {"home_grace_s": 10.0}}])
 async def test_a_home_that_comes_keeps_it(worker, gateway, absent):
-    assert await worker.queue.hear(1, 0.001) == []
+    assert await worker.queue.read_aside(1, 0.001) == []
     body = ask_about(data_url())
 
     for _ in range(3):

@@ -162,7 +162,7 @@ def test_events_come_back_as_they_were():
 
 
 @pytest.mark.parametrize(
-    ("newer", "heard"),
+    ("newer", "read"),
     [
         (b'{"type":"thought","request_id":"1","attempt":1,"text":"hm"}', None),
         (
@@ -176,10 +176,10 @@ def test_events_come_back_as_they_were():
         ),
     ],
 )
-def test_words_of_a_newer_worker_are_understood_or_left_out(newer, heard):
+def test_words_of_a_newer_worker_are_understood_or_left_out(newer, read):
     known = Failed("2", 1, ErrorCode.CANCELLED, "")
     events = decode_events(b"[" + newer + b"," + encode(known) + b"]")
-    assert events == ((known,) if heard is None else (heard, known))
+    assert events == ((known,) if read is None else (read, known))
 
 
 EMBED_2 = (

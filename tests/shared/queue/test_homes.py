@@ -19,7 +19,7 @@ async def workers(ends) -> tuple[RedisWorkerQueue, RedisWorkerQueue]:
     both = ends.worker("a"), ends.worker("b")
     await both[0].create_group()
     for worker in both:
-        assert await worker.hear(1, 0.001) == []
+        assert await worker.read_aside(1, 0.001) == []
     return both
 
 
@@ -54,12 +54,12 @@ async def test_the_worker_that_last_served_such_gets_it(ends, workers):
     assert await submit(ends, "second") == "home"
 
     assert await a.read(1, 0.001) == []
-    assert names(await b.hear(1, 1.0)) == ["second"]
+    assert names(await b.read_aside(1, 1.0)) == ["second"]
 
 
 async def test_a_worker_that_waits_is_woken(ends, workers):
     await serve(ends, workers[0])
-    waiting = asyncio.create_task(workers[0].hear(4, 30.0))
+    waiting = asyncio.create_task(workers[0].read_aside(4, 30.0))
     await asyncio.sleep(0)  # its read is on the way, or will find the request there
 
     assert await submit(ends, "second", "third") == "home"
@@ -74,7 +74,7 @@ async def test_its_ordinary_read_brings_it_too(ends, workers):
     await submit(ends, "plain", home=None)
 
     assert names(await workers[0].read(4, 1.0)) == ["second", "plain"]
-    assert await workers[0].hear(4, 0.001) == []
+    assert await workers[0].read_aside(4, 0.001) == []
 
 
 async def test_whoever_serves_it_next_is_its_home(ends, workers):
@@ -86,8 +86,8 @@ async def test_whoever_serves_it_next_is_its_home(ends, workers):
 
     await submit(ends, "third")
 
-    assert await a.hear(1, 0.001) == []
-    assert names(await b.hear(1, 1.0)) == ["third"]
+    assert await a.read_aside(1, 0.001) == []
+    assert names(await b.read_aside(1, 1.0)) == ["third"]
 
 
 async def test_what_is_shared_is_nobodys_any_more(ends, workers):
@@ -98,7 +98,7 @@ async def test_what_is_shared_is_nobodys_any_more(ends, workers):
     assert await ends.queue.share(MODEL, ["second", "unknown"]) == 1
 
     assert await ends.queue.share(MODEL, ["second"]) == 0
-    assert await a.hear(1, 0.001) == []
+    assert await a.read_aside(1, 0.001) == []
     assert await a.reconcile() == []
     assert names(await b.read(2, 1.0)) == ["second"]
     assert await ends.num_open() == 1
@@ -107,7 +107,7 @@ async def test_what_is_shared_is_nobodys_any_more(ends, workers):
 async def test_what_is_claimed_is_not_shared(ends, workers):
     await serve(ends, workers[0])
     await submit(ends, "second")
-    [claim] = await workers[0].hear(1, 1.0)
+    [claim] = await workers[0].read_aside(1, 1.0)
 
     assert await ends.queue.share(MODEL, ["second"]) == 0
 
@@ -123,7 +123,7 @@ async def test_a_cancelled_one_is_gone(ends, workers):
     await ends.queue.cancel(MODEL, ["second"])
 
     assert await ends.queue.share(MODEL, ["second"]) == 0
-    assert await workers[0].hear(1, 0.001) == []
+    assert await workers[0].read_aside(1, 0.001) == []
     assert await ends.num_open() == 0
 
 
@@ -154,10 +154,10 @@ async def test_it_takes_more_again_once_its_bell_was_lost(ends, workers):
     await ends.redis.delete(ends.keys.bell(MODEL, "a"))
 
     for _ in range(3):  # it finds none, and makes one, before it waits again
-        assert await workers[0].hear(1, 0.001) == []
+        assert await workers[0].read_aside(1, 0.001) == []
 
     assert await submit(ends, "second") == "home"
-    assert names(await workers[0].hear(1, 1.0)) == ["second"]
+    assert names(await workers[0].read_aside(1, 1.0)) == ["second"]
 
 
 async def test_nothing_is_put_aside_while_others_wait(ends, workers):
@@ -180,7 +180,7 @@ async def test_a_home_gets_no_more_than_its_seats_and_about_twice_its_share(
     await serve(ends, a)
     for number in range(num_there):
         assert await submit(ends, f"there-{number}", home=home) == "home"
-        assert len(await a.hear(4, 1.0)) == 1
+        assert len(await a.read_aside(4, 1.0)) == 1
 
     assert await submit(ends, "beyond", home=home) == "busy"
 
@@ -209,7 +209,7 @@ async def test_a_submit_whose_reply_was_lost_says_again_that_it_was_put_aside(en
     assert await submit(ends, "second") == "home"
 
     assert len(replies) == 2
-    assert names(await workers[0].hear(4, 1.0)) == ["second"]
+    assert names(await workers[0].read_aside(4, 1.0)) == ["second"]
     assert await ends.num_open() == 1
 
 
@@ -231,7 +231,7 @@ async def test_what_a_dead_home_has_not_claimed_is_taken_over_without_blame(ends
 async def test_a_claim_whose_reply_was_lost_is_found_again_without_blame(ends):
     worker = ends.worker("a", ghost_after_s=0.0)
     await worker.create_group()
-    await worker.hear(1, 0.001)
+    await worker.read_aside(1, 0.001)
     await serve(ends, worker)
     await submit(ends, "second")
     wait = worker._bell.wait
@@ -241,7 +241,7 @@ async def test_a_claim_whose_reply_was_lost_is_found_again_without_blame(ends):
         return False, None
 
     worker._bell.wait = lose_the_reply
-    assert await worker.hear(1, 1.0) == []
+    assert await worker.read_aside(1, 1.0) == []
     worker._bell.wait = wait
 
     [claim] = await worker.reconcile()
@@ -255,7 +255,7 @@ async def test_redis_may_forget_the_scripts(ends, workers):
     await submit(ends, "second")
     await ends.redis.script_flush()
 
-    assert names(await workers[0].hear(1, 1.0)) == ["second"]
+    assert names(await workers[0].read_aside(1, 1.0)) == ["second"]
 
 
 async def test_every_key_expires(ends, workers):

@@ -269,10 +269,10 @@ class QueueMachine(RuleBasedStateMachine):
         self._take(name, self.run(self.workers[name].read(count, 0.001)))
 
     @rule(name=st.sampled_from(WORKERS), count=st.integers(1, 3))
-    def hear(self, name: str, count: int) -> None:
+    def read_aside(self, name: str, count: int) -> None:
         """What is put aside for one worker comes to no other."""
         unread = self._unread()
-        claims = self.run(self.workers[name].hear(count, 0.001))
+        claims = self.run(self.workers[name].read_aside(count, 0.001))
         assert unread.isdisjoint(claim.id for claim in claims)
         self._take(name, claims)
 
@@ -327,7 +327,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(WORKERS), count=st.integers(1, 3))
     def lose_the_reply_of_a_read(self, name: str, count: int) -> None:
-        """Redis has claimed what the worker never hears of."""
+        """Redis has claimed what the worker never learns of."""
         if not self._has_group():
             return
         worker = self.workers[name]
@@ -500,7 +500,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @invariant()
     def redis_agrees(self) -> None:
-        """State by state, and token by token: each is in the log, and was heard, once and in order."""
+        """State by state, and token by token: each is in the log, and arrived, once and in order."""
         records, logs, waits, mailbox, ttls = self._look()
         for name, request in self.requests.items():
             state, attempt, failures, num_tokens, backlog = [f.decode() for f in records[name]]
@@ -515,14 +515,14 @@ class QueueMachine(RuleBasedStateMachine):
         home = self.eye.get(self.keys.home(MODEL, HOME.name))
         assert home == (None if self.home is None else self.home.encode())
 
-    def _check_events(self, request: Modelled, heard: list, log: list[bytes]) -> None:
+    def _check_events(self, request: Modelled, events: list, log: list[bytes]) -> None:
         if request.state != "cancelled":
-            assert list(decode_events(b"[" + b",".join(log) + b"]")) == heard
-            tokens = [t for e in heard if isinstance(e, Tokens) for t in e.token_ids]
+            assert list(decode_events(b"[" + b",".join(log) + b"]")) == events
+            tokens = [t for e in events if isinstance(e, Tokens) for t in e.token_ids]
             assert tokens == list(range(request.num_tokens))
-        ends = [e for e in heard if isinstance(e, Finished | Failed)]
+        ends = [e for e in events if isinstance(e, Finished | Failed)]
         assert len(ends) == (request.state in ("finished", "failed"))
-        assert not ends or heard[-1] is ends[0]
+        assert not ends or events[-1] is ends[0]
 
     def _look(self):
         """All that Redis holds, in two round trips."""
@@ -626,7 +626,7 @@ class QueueMachine(RuleBasedStateMachine):
         return self.hands[data.draw(st.integers(0, 63)) % len(self.hands)]
 
     def _expire_lease(self, entry_id: bytes) -> None:
-        """Whoever holds it has not been heard of for an hour."""
+        """Whoever holds it has given no sign for an hour."""
         queue = self.keys.queue(MODEL)
         if self._has_group():
             pending = self.eye.xpending_range(queue, GROUP, entry_id, entry_id, 1)

@@ -102,10 +102,10 @@ async def test_an_error_in_mid_stream_is_raised(client, worker):
     async def script(answer: Answer) -> None:
         await answer.start()
         await answer.say("half")
-        await heard.wait()
+        await has_read.wait()
         await answer.fail(ErrorCode.WORKER_LOST, "The worker was lost.")
 
-    heard = asyncio.Event()
+    has_read = asyncio.Event()
     worker.script = script
     stream = await client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True)
     texts: list[str] = []
@@ -114,7 +114,7 @@ async def test_an_error_in_mid_stream_is_raised(client, worker):
         async for chunk in stream:
             texts.append(chunk.choices[0].delta.content or "")
             if texts[-1]:
-                heard.set()
+                has_read.set()
 
     with pytest.raises(openai.APIError, match=r"The worker was lost\."):
         await read()

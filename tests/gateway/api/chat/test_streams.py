@@ -146,12 +146,12 @@ async def test_logprobs_are_streamed_with_their_tokens(gateway, worker):
 
 
 async def test_a_failure_in_mid_stream_is_an_event_and_no_done(gateway, worker):
-    heard = asyncio.Event()
+    has_read = asyncio.Event()
 
     async def script(answer: Answer) -> None:
         await answer.start()
         await answer.say("half")
-        await heard.wait()
+        await has_read.wait()
         await answer.fail(ErrorCode.WORKER_LOST, "The worker was lost.")
 
     worker.script = script
@@ -163,7 +163,7 @@ async def test_a_failure_in_mid_stream_is_an_event_and_no_done(gateway, worker):
         async for piece in response.aiter_text():
             text += piece
             if "half" in text:
-                heard.set()
+                has_read.set()
     *_, last = read_events(text)
     assert last == {
         "error": {
