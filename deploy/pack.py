@@ -20,6 +20,8 @@ from tempfile import mkdtemp
 from typing import IO
 
 from deploy.hashes import HashCache
+from engines.base import EngineStartError
+from engines.registry import check_package, find_kind, kind_of
 from shared.packages.manifest import (
     MAX_PACKAGE_BYTES,
     BadPackage,
@@ -92,7 +94,6 @@ def _find_directory(application: str, path: Path) -> tuple[Path, Path]:
     if path.is_dir():
         return path, path.resolve()
     # The hub's client is slow to import, and no part of a gateway's image.
-    from engines.base import EngineStartError  # noqa: PLC0415
     from engines.packages.resolve import BUILT_IN, parse_hub_id, resolve_model  # noqa: PLC0415
 
     if application in BUILT_IN:
@@ -196,7 +197,13 @@ def find_config(
     if entry:
         return PackageConfig("python", entry=entry, network=network)
     has_weights = any(path.endswith(".safetensors") for path in files)
-    if ("config.json" in files and has_weights) or engine.get("kind", "").startswith("mock"):
+    named = find_kind(kind_of(engine)) if engine else None
+    needs_none = named is not None and not named.needs_checkpoint
+    if ("config.json" in files and has_weights) or needs_none:
+        try:
+            check_package(engine, files)
+        except EngineStartError as error:
+            raise BadPackage(str(error)) from None
         return PackageConfig("model", engine=engine)
     if engine:
         raise BadPackage("settings of an engine are for models: config.json and *.safetensors")

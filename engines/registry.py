@@ -5,11 +5,11 @@ them. The project's own are listed here, those of other packages are found by th
 `vlm_fleet.engines`, whose values are `EngineKind`s. Nothing of an engine is imported before it is asked for.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from pkgutil import resolve_name
-from typing import Any
+from pkgutil import resolve_name  # noqa: TID251 - names the modules of its own table
+from typing import Any, TypeVar
 
 from engines.base import EngineStartError, LoadedEngine, Progress
 from engines.settings import BadEngineSettings, EngineSettings
@@ -17,8 +17,8 @@ from engines.settings import BadEngineSettings, EngineSettings
 ENTRY_POINTS = "vlm_fleet.engines"
 AUTO = "auto"
 DEFAULT_KIND = "torch"
-#: Built-in models that another engine runs.
-_KINDS_OF_MODELS = {"shapes-clip": "pooling"}
+APPLICATION_KIND = "application"  #: of packages of Python and of programs
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,20 +35,33 @@ class EngineKind:
     check_model: Callable[[str], None] | str | None = None
     #: Imports what `create` would; only where that takes seconds.
     preload: Callable[[], None] | str | None = None
+    #: Sets up the process of a worker before that has threads, such as its heap.
+    prepare_process: Callable[[], None] | str | None = None
+    #: Models that it runs where nobody names an engine.
+    models: tuple[str, ...] = ()
+    #: Whether its models are checkpoints, which have a config.json and safetensors.
+    needs_checkpoint: bool = False
+    #: Whether it runs the code of a package. Such an engine isolates that, limits its memory and is
+    #: handed its variables, as the node says: no package of a model may name it.
+    runs_code: bool = False
 
     def load_settings(self) -> type[EngineSettings]:
         """The class of its settings."""
-        return resolve_name(self.settings) if isinstance(self.settings, str) else self.settings
+        return _load(self.settings)
 
     def load_create(self) -> Callable[[Any, Progress | None], LoadedEngine]:
         """What makes it. Raises: ModuleNotFoundError."""
-        return resolve_name(self.create) if isinstance(self.create, str) else self.create
+        return _load(self.create)
 
     def load_all(self) -> None:
         """Import what takes long of it, before there is a model. Raises: ModuleNotFoundError."""
         self.load_create()
         if self.preload is not None:
-            (resolve_name(self.preload) if isinstance(self.preload, str) else self.preload)()
+            _load(self.preload)()
+
+
+def _load(named: T | str) -> T:
+    return resolve_name(named) if isinstance(named, str) else named
 
 
 _kinds: dict[str, EngineKind] = {
@@ -58,6 +71,9 @@ _kinds: dict[str, EngineKind] = {
         install="vlm-fleet[torch]",
         check_model="engines.packages.resolve:check_reference",
         preload="engines.torch_backend.models.registry:import_families",
+        prepare_process="engines.heap:use_one_heap",
+        models=("shapes",),
+        needs_checkpoint=True,
     ),
     "mock": EngineKind(
         "engines.mock.settings:MockEngineSettings", "engines.mock.engine:load_mock_engine"
@@ -67,14 +83,17 @@ _kinds: dict[str, EngineKind] = {
         "engines.pooling.load:load_pooling_engine",
         install="vlm-fleet[torch]",
         check_model="engines.packages.resolve:check_reference",
+        models=("shapes-clip",),
+        needs_checkpoint=True,
     ),
     "mock_pooling": EngineKind(
         "engines.mock_pooling.settings:MockPoolingSettings",
         "engines.mock_pooling.engine:load_mock_pooling_engine",
     ),
-    "application": EngineKind(
+    APPLICATION_KIND: EngineKind(
         "engines.application.settings:ApplicationSettings",
         "engines.application.engine:load_application_engine",
+        runs_code=True,
     ),
 }
 
@@ -106,8 +125,31 @@ def check_settings(values: Mapping[str, object]) -> EngineSettings:
     settings = read_settings(values)
     check = _find(values)[1].check_model
     if check is not None:
-        (resolve_name(check) if isinstance(check, str) else check)(settings.model)
+        _load(check)(settings.model)
     return settings
+
+
+def check_package(values: Mapping[str, object], paths: Collection[str]) -> None:
+    """Refuse a package of a model that the engine of its settings cannot have. Raises: EngineStartError.
+
+    An engine that is not here is taken for one of checkpoints, as most are.
+    """
+    name = kind_of(values)
+    kind = find_kind(name)
+    if kind is not None and kind.runs_code:
+        raise EngineStartError(
+            f"config.engine: kind={name} is for no model; deploy a Python application or an executable "
+            "as one"
+        )
+    if "config.json" not in paths and (kind is None or kind.needs_checkpoint):
+        raise EngineStartError("config.json: a model needs it; it says what model it is")
+
+
+def prepare_process(values: Mapping[str, object]) -> None:
+    """Set up a process that has no threads yet, as the engine wants it. Raises: BadEngineSettings."""
+    prepare = _find(values)[1].prepare_process
+    if prepare is not None:
+        _load(prepare)()
 
 
 def create_engine(values: Mapping[str, object], progress: Progress | None = None) -> LoadedEngine:
@@ -130,18 +172,27 @@ def create_engine(values: Mapping[str, object], progress: Progress | None = None
 
 def kind_of(values: Mapping[str, object]) -> str:
     """The name of the engine that raw values ask for; by their model where they leave it open."""
-    kind = str(values.get("kind", AUTO))
-    model = str(values.get("model", ""))
-    return _KINDS_OF_MODELS.get(model, DEFAULT_KIND) if kind == AUTO else kind
+    kind, model = str(values.get("kind", AUTO)), str(values.get("model", ""))
+    if kind != AUTO or not model:
+        return DEFAULT_KIND if kind == AUTO else kind
+    return _runs(model, _kinds) or _runs(model, engine_kinds()) or DEFAULT_KIND
+
+
+def _runs(model: str, kinds: Mapping[str, EngineKind]) -> str | None:
+    return next((name for name, kind in kinds.items() if model in kind.models), None)
+
+
+def find_kind(name: str) -> EngineKind | None:
+    """The engine of this name, without a look at other packages where it is the project's own."""
+    return _kinds.get(name) or engine_kinds().get(name)
 
 
 def _find(values: Mapping[str, object]) -> tuple[str, EngineKind]:
     name = kind_of(values)
-    if name in _kinds:  # without a look at every installed package
-        return name, _kinds[name]
-    kinds = engine_kinds()
-    if name not in kinds:
+    kind = find_kind(name)
+    if kind is None:
         raise BadEngineSettings(
-            f"VLM_ENGINE__KIND: there is no engine {name!r}; there are {', '.join(sorted(kinds))}"
+            f"VLM_ENGINE__KIND: there is no engine {name!r}; there are "
+            f"{', '.join(sorted(engine_kinds()))}"
         )
-    return name, kinds[name]
+    return name, kind

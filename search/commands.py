@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from engines.base import EngineStartError
+from engines.registry import find_kind
 from search.index import require
 from shared.settings import SettingsError
 
@@ -177,7 +178,8 @@ def run_search(
                 )
             if not model and url and is_collection:
                 model = read_manifest(directory).model
-            if not model and engine == "pooling" and is_collection:
+            kind = find_kind(engine)
+            if not model and is_collection and kind is not None and kind.needs_checkpoint:
                 made_by = read_manifest(directory).model
                 raise EmbedError(f"name the model that made it with --model: {made_by}")
             gateway = Gateway(url, api_key) if url else None

@@ -7,7 +7,7 @@ state machine over all of them: what `upsert` and `delete` have acknowledged is 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pkgutil import resolve_name
+from pkgutil import resolve_name  # noqa: TID251 - names the modules of its own table
 from typing import TYPE_CHECKING, Protocol
 
 from shared.search import Filter, Hit, Item

@@ -20,9 +20,8 @@ from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
 from engines.base import Decode, Engine, EngineLoadFailed, EngineStartError, LoadedEngine
-from engines.heap import use_one_heap
 from engines.image_decoder import decode_image
-from engines.registry import create_engine, kind_of
+from engines.registry import create_engine, kind_of, prepare_process
 from shared.blobs.redis_store import RedisBlobStore
 from shared.process import end_startup
 from shared.queue.claim import RedisWorkerQueue
@@ -53,9 +52,8 @@ logger = logging.getLogger(__name__)
 def run_worker(settings: Settings) -> int:
     """Run one worker until a signal. Returns the exit code."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    if kind_of(settings.engine.values()) == "torch":
-        use_one_heap()  # before there are threads
     try:
+        prepare_process(settings.engine.values())
         uvloop.run(WorkerProcess(settings).run())
     except (EngineStartError, SettingsError) as error:
         logger.critical("%s", error)

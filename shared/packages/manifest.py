@@ -185,14 +185,7 @@ def _check_config(config: PackageConfig, paths: set[str]) -> None:
         raise BadPackage(f"config.protocol is {config.protocol}; this version knows 1")
     match config.kind:
         case "model":
-            if config.engine.get("kind") == "application":  # its isolation is the node's to say
-                raise BadPackage(
-                    "config.engine: kind=application is for no model; deploy a Python application or "
-                    "an executable as one"
-                )
-            is_mock = config.engine.get("kind", "").startswith("mock")
-            if "config.json" not in paths and not is_mock:
-                raise BadPackage("config.json: a model needs it; it says what model it is")
+            pass  # `engines.registry.check_package` says more, where engines are known
         case "python":
             module = config.entry.partition(":")[0].replace(".", "/")
             if f"{module}.py" not in paths and f"{module}/__init__.py" not in paths:

@@ -14,6 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deploy.pack import pack, unpack
+from engines.mock.engine import load_mock_engine
+from engines.registry import EngineKind, engine_kinds, register
+from engines.settings import EngineSettings
 from shared.packages.manifest import (
     BadPackage,
     Layer,
@@ -21,6 +24,7 @@ from shared.packages.manifest import (
     decode_manifest,
     make_manifest,
 )
+from tests.contract.toys.engine import TOY
 
 MODEL = {"config.json": b"{}", "model.safetensors": b"weights", "sub/tokenizer.json": b"[]"}
 
@@ -119,11 +123,41 @@ def test_a_layer_that_leads_elsewhere_is_refused(path):
         make_manifest(PackageConfig("model", engine={"kind": "mock"}), [layer])
 
 
-def test_no_application_is_deployed_as_a_model_which_would_choose_its_own_isolation():
-    engine = {"kind": "application", "command": '["config.json"]', "isolation": "none"}
-    layer = Layer("config.json", "sha256:" + 64 * "0", 1)
-    with pytest.raises(BadPackage, match="kind=application"):
-        make_manifest(PackageConfig("model", engine=engine), [layer])
+RUNS_CODE = EngineKind(EngineSettings, load_mock_engine, runs_code=True)
+NEEDS_CHECKPOINT = EngineKind(EngineSettings, load_mock_engine, needs_checkpoint=True)
+
+
+@pytest.fixture
+def others(monkeypatch):
+    """Engines that the project does not know."""
+    monkeypatch.setattr("engines.registry._kinds", dict(engine_kinds()))
+    for name, kind in {"toy": TOY, "runs": RUNS_CODE, "needs": NEEDS_CHECKPOINT}.items():
+        register(name, kind)
+
+
+@pytest.mark.parametrize("kind", ["application", "runs"])
+@pytest.mark.parametrize("files", [MODEL, {"app.sh": b"#!"}])
+def test_no_application_is_deployed_as_a_model_which_would_choose_its_own_isolation(
+    tmp_path, others, kind, files
+):
+    engine = {"kind": kind, "command": '["config.json"]', "isolation": "none"}
+    with pytest.raises(BadPackage, match=f"kind={kind} is for no model"):
+        pack(str(write(tmp_path / "m", files)), engine=engine)
+
+
+@pytest.mark.parametrize("kind", ["mock", "mock_pooling", "toy"])
+def test_an_engine_that_needs_no_checkpoint_takes_any_files(tmp_path, others, kind):
+    packed = pack(str(write(tmp_path / "m", {"words.txt": b"x"})), engine={"kind": kind})
+    assert packed.manifest.config == PackageConfig("model", engine={"kind": kind})
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [{"kind": "torch"}, {"quantization": "int8"}, {"kind": "needs"}, {"kind": "not-here"}],
+)
+def test_an_engine_of_checkpoints_takes_no_other_files(tmp_path, others, engine):
+    with pytest.raises(BadPackage, match=r"config\.json"):
+        pack(str(write(tmp_path / "m", {"words.txt": b"x"})), engine=engine)
 
 
 def test_a_file_that_is_a_folder_too_is_refused():

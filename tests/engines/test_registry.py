@@ -11,7 +11,9 @@ from engines.mock.settings import MockEngineSettings
 from engines.registry import (
     EngineKind,
     create_engine,
+    engine_kinds,
     kind_of,
+    prepare_process,
     read_settings,
     register,
     settings_classes,
@@ -96,6 +98,23 @@ def test_another_engine_needs_settings_and_what_makes_it(monkeypatch):
     create_engine({"kind": "remote", "url": "http://there"})
     assert made == [Settings(url="http://there")]
     assert settings_classes() == [Settings]
+
+
+def test_an_engine_says_which_models_it_runs_and_what_its_process_needs(monkeypatch):
+    calls: list[str] = []
+    kind = EngineKind(
+        EngineSettings,
+        lambda settings, progress: create_engine({"kind": "mock"}),
+        models=("org/theirs",),
+        prepare_process=lambda: calls.append("prepared"),
+    )
+    monkeypatch.setattr("engines.registry._kinds", dict(engine_kinds()))
+    register("remote", kind)
+    values = {"kind": "auto", "model": "org/theirs"}
+    assert kind_of(values) == "remote"
+    prepare_process(values)
+    prepare_process({"kind": "mock"})
+    assert calls == ["prepared"]
 
 
 def test_an_installed_package_brings_an_engine(monkeypatch):

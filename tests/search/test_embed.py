@@ -9,6 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 import vlm
+from engines.registry import EngineKind, engine_kinds, register
+from engines.settings import EngineSettings
 from search.collection import BadCollection, Part, read_manifest, write_manifest, write_part
 from search.embed import Progress, embed
 from search.embedders import LocalEmbedder
@@ -190,6 +192,8 @@ def test_a_folder_of_images_is_searched_as_it_is(tmp_path):
         (("search", "cut", "x"), "run it again"),
         (("search", "folder", "--image", "nobody.png"), "nobody.png"),
         (("search", "nolib", "x"), "there is no directory nolib"),
+        (("search", "made", "x"), "name the model that made it with --model: mock-embeddings"),
+        (("search", "made", "x", "--engine", "needs"), "--model: mock-embeddings"),
     ],
 )
 def test_what_is_not_there_is_told_before_a_model_loads(
@@ -199,6 +203,9 @@ def test_what_is_not_there_is_told_before_a_model_loads(
         raise AssertionError("a model loads")
 
     monkeypatch.chdir(tmp_path)
+    run("embed", "inputs.txt", "--output", "made", "--engine", "mock_pooling")
+    monkeypatch.setattr("engines.registry._kinds", dict(engine_kinds()))
+    register("needs", EngineKind(EngineSettings, load, needs_checkpoint=True))
     monkeypatch.setattr("engines.registry.create_engine", load)
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     monkeypatch.setattr("httpx.Client.request", _refuse)

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from engines.base import EngineStartError
+from engines.registry import check_package
 from shared.packages.manifest import BadPackage, Layer, Manifest, check_content
 from shared.packages.part import Part, Report, WrongDigest
 from shared.packages.signature import BadSignature, check_signed
@@ -38,6 +40,8 @@ def install(
     """
     try:
         manifest = read_manifest(store, digest)
+        if manifest.config.kind == "model":
+            check_package(manifest.config.engine, {layer.path for layer in manifest.layers})
         if signers is not None:
             check_signed(store, digest, signers)
         folder = cache.folder / "packages" / digest.removeprefix("sha256:")
@@ -49,7 +53,7 @@ def install(
             with cache.filling():
                 _fetch_all(store, _find_missing(layers, cache.folder), cache.folder, report)
                 _link(manifest, cache.folder, folder)
-    except (StoreError, BadPackage, BadSignature) as error:
+    except (StoreError, BadPackage, BadSignature, EngineStartError) as error:
         raise InstallError(str(error)) from None
     except OSError as error:
         raise InstallError(f"{error.filename or cache.folder}: {error.strerror}") from None

@@ -7,13 +7,13 @@ import os
 import signal
 import sys
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 
 from engines.application.child import Variables
 from engines.base import EngineStartError
-from engines.registry import engine_kinds, kind_of
+from engines.registry import APPLICATION_KIND, find_kind, kind_of
 from shared.packages.deployments import Resources, Spec, version_name
 from shared.packages.environment import BadEnvironment
 from shared.packages.manifest import Manifest
@@ -80,6 +80,7 @@ class Instance:
         self._find_card = find_card
         self._spare = spare
         self.engine = ""  #: its kind, once that is known
+        self._runs_code = False
         self.worker_id = f"{app}-{slot}-{os.getpid()}"
         self._state: ReportState = "starting"
         self._phase = "fetch"
@@ -183,7 +184,7 @@ class Instance:
         if spare is not None:
             await spare.stop()
         # Not by the worker's environment, which others of this user may read.
-        variables = await asyncio.to_thread(self._variables) if self._is_application else None
+        variables = await asyncio.to_thread(self._variables) if self._runs_code else None
         handed = [hand_over(variables)] if variables and variables.all else []
         if handed:
             environment[VARIABLES_FD] = str(handed[0])
@@ -217,9 +218,9 @@ class Instance:
             await asyncio.wait({ending, draining}, timeout=POLL_S)
 
     async def _watch_memory(self, process: asyncio.subprocess.Process) -> None:
-        """End a model's processes when they take more than the deployment states; applications have their own limit."""
+        """End a model's processes when they take more than the deployment states; an engine that runs code does so."""
         limit = self.spec.resources.memory_bytes
-        while limit and not self._is_application:
+        while limit and not self._runs_code:
             used = await asyncio.to_thread(used_bytes, process.pid)
             if used > limit and process.returncode is None:
                 # One that has not served yet would do the same again.
@@ -263,7 +264,11 @@ class Instance:
             "served_name": version_name(self.app, self.digest),
         }
         self.engine = kind_of(values)
-        taken, resources = self._fields(values), self.spec.resources
+        kind = find_kind(self.engine)
+        if kind is None:
+            raise EngineStartError(f"there is no engine {self.engine!r}")
+        self._runs_code = kind.runs_code
+        taken, resources = kind.load_settings().model_fields, self.spec.resources
         if "num_threads" in taken:
             values.setdefault("num_threads", str(max(1, round(resources.cpu))))
         if "memory_bytes" in taken:
@@ -289,17 +294,13 @@ class Instance:
             name if self.digest == self.package else f"{name}+{version_name('', self.digest)[1:]}"
         )
 
-    @property
-    def _is_application(self) -> bool:
-        return self.engine == "application"
-
     def _engine(self, manifest: Manifest, packages: Path | None) -> dict[str, str]:
         """Which engine runs the package, and how."""
         config, resources = manifest.config, self.spec.resources
         if config.kind == "model":
             return config.engine
         return {
-            "kind": "application",
+            "kind": APPLICATION_KIND,
             "entry": config.entry,
             "command": json.dumps(config.command),
             "network": str(config.network),
@@ -308,11 +309,3 @@ class Instance:
             "uses_gpu": str(resources.gpu > 0),
             "isolation": self._settings.node.isolation,
         }
-
-    @staticmethod
-    def _fields(values: Mapping[str, str]) -> Collection[str]:
-        """The engine's settings. Raises: EngineStartError for an engine that is not there."""
-        kind = engine_kinds().get(kind_of(values))
-        if kind is None:
-            raise EngineStartError(f"there is no engine {kind_of(values)!r}")
-        return kind.load_settings().model_fields

@@ -23,12 +23,12 @@ def store(tmp_path: Path) -> FileStore:
     return FileStore(tmp_path / "store")
 
 
-def add(store: FileStore, files: dict[str, bytes]) -> str:
+def add(store: FileStore, files: dict[str, bytes], **engine: str) -> str:
     layers = []
     for path, data in sorted(files.items()):
         store.put(digest_of(data), io.BytesIO(data))
         layers.append(Layer(path, digest_of(data), len(data), path.startswith("bin/")))
-    manifest = Manifest(PackageConfig("model", engine={"kind": "mock"}), tuple(layers))
+    manifest = Manifest(PackageConfig("model", engine={"kind": "mock", **engine}), tuple(layers))
     store.put(manifest.digest, io.BytesIO(manifest.encode()))
     return manifest.digest
 
@@ -92,6 +92,17 @@ def test_a_manifest_that_was_changed_or_leads_out_is_refused(store, tmp_path):
     pickled = add(store, {"notes.json": b"\x80\x04N."})
     with pytest.raises(InstallError, match=r"notes\.json: pickled"):
         install(store, pickled, Cache(tmp_path / "cache"))
+
+
+def test_what_the_engine_of_a_model_cannot_have_is_refused(store, tmp_path):
+    code = add(store, FILES, kind="application", command='["bin/run"]', isolation="none")
+    with pytest.raises(InstallError, match="kind=application is for no model"):
+        install(store, code, Cache(tmp_path / "cache"))
+    nothing = add(store, {"notes.json": b"{}"}, kind="torch")
+    with pytest.raises(InstallError, match=r"config\.json: a model needs it"):
+        install(store, nothing, Cache(tmp_path / "cache"))
+    assert not list((tmp_path / "cache").rglob("*.json"))
+    install(store, add(store, {"notes.json": b"{}"}), Cache(tmp_path / "cache"))
 
 
 def test_a_disk_that_is_too_small_is_told_before_it_is_full(store, tmp_path, monkeypatch):
