@@ -258,11 +258,12 @@ def _to_json(text: str) -> str:
         found = _TOKEN.match(text, place)
         if found is None:
             raise MalformedCall
-        place, token = found.end(), found[found.lastgroup or 0]
-        if found.lastgroup != "sign" and awaited & _VALUE:
-            made.append(_READERS[found.lastgroup or ""](token))
+        kind = found.lastgroup or ""
+        place, token = found.end(), found[kind]
+        if kind != "sign" and awaited & _VALUE:
+            made.append(_READERS[kind](token))
             awaited = _NEXT
-        elif found["text"] and awaited & _KEY:
+        elif kind == "text" and awaited & _KEY:
             made.append(_read_text(token))
             awaited = _COLON
         elif token in _CLOSING and awaited & _VALUE:
@@ -310,10 +311,6 @@ _VALUE, _KEY, _COLON, _COMMA, _END = 1, 2, 4, 8, 16
 _NEXT = _COMMA | _END
 
 
-def _read_word(text: str) -> str:
-    return _WORDS.get(text, text)
-
-
 def _read_number(text: str) -> str:
     """Raises: MalformedCall."""
     whole, sign, rest = text.removeprefix("+").partition(".")
@@ -321,9 +318,9 @@ def _read_number(text: str) -> str:
         raise MalformedCall
     if not sign:
         return whole
-    return (
-        f"{whole if whole.strip('-') else whole + '0'}.{rest if rest[:1].isdigit() else '0' + rest}"
-    )
+    whole = whole if whole.strip("-") else f"{whole}0"
+    rest = rest if rest[:1].isdigit() else f"0{rest}"
+    return f"{whole}.{rest}"
 
 
 def _read_text(text: str) -> str:
@@ -340,4 +337,4 @@ def _read_text(text: str) -> str:
     return made
 
 
-_READERS = {"text": _read_text, "number": _read_number, "word": _read_word}
+_READERS = {"text": _read_text, "number": _read_number, "word": lambda text: _WORDS.get(text, text)}
