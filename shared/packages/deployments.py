@@ -94,9 +94,7 @@ class Generation(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         """Readers of before would take the package without its environment: their specs know no `requires`."""
-        requires: tuple[Requirement, ...] = ()
-        if self.environment != Environment():
-            requires = ("environment",)
+        requires = ("environment",) if self.environment != Environment() else ()
         if self.spec.requires != requires:
             spec = msgspec.structs.replace(self.spec, requires=requires)
             msgspec.structs.force_setattr(self, "spec", spec)
@@ -158,9 +156,11 @@ class History(msgspec.Struct):
 
 def in_full(record: msgspec.Struct) -> dict[str, Any]:
     """All fields of a record that can be asked for, also those that it leaves out."""
-    fields = msgspec.structs.asdict(record)
-    fields.pop("requires", None)
-    return {n: in_full(v) if isinstance(v, msgspec.Struct) else v for n, v in fields.items()}
+    return {
+        name: in_full(value) if isinstance(value, msgspec.Struct) else value
+        for name, value in msgspec.structs.asdict(record).items()
+        if name != "requires"
+    }
 
 
 def version_name(name: str, digest: str) -> str:
