@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pkgutil import resolve_name  # noqa: TID251 - names the modules of its own table
-from typing import Any, TypeVar
+from typing import Any
 
 from engines.base import EngineStartError, LoadedEngine, Progress
 from engines.settings import BadEngineSettings, EngineSettings
@@ -18,7 +18,6 @@ ENTRY_POINTS = "vlm_fleet.engines"
 AUTO = "auto"
 DEFAULT_KIND = "torch"
 APPLICATION_KIND = "application"  #: of packages of Python and of programs
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +59,7 @@ class EngineKind:
             _load(self.preload)()
 
 
-def _load(named: T | str) -> T:
+def _load(named: Any) -> Any:
     return resolve_name(named) if isinstance(named, str) else named
 
 
