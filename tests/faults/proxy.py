@@ -27,6 +27,8 @@ class FaultProxy:
         self._flowing = asyncio.Event()
         self._flowing.set()
         self._lost_after = b""
+        self._is_lost = asyncio.Event()
+        self._hangs_up = True
         self._is_lossy: set[asyncio.StreamWriter] = set()  # connections whose next reply is lost
         self._is_half_open: set[asyncio.StreamWriter] = set()
         self._clients: set[asyncio.StreamWriter] = set()
@@ -40,9 +42,13 @@ class FaultProxy:
     def num_connections(self) -> int:
         return len(self._clients)
 
-    def drop_next_reply(self, after: bytes) -> None:
-        """Let the next command that holds these bytes through, and lose the reply: the connection breaks."""
-        self._lost_after = after
+    def drop_next_reply(self, after: bytes, *, hang_up: bool = True) -> asyncio.Event:
+        """Let the next command that holds these bytes through, and lose the reply: the event says when.
+
+        The connection breaks; without `hang_up` it stays, and is silent from then on.
+        """
+        self._lost_after, self._hangs_up, self._is_lost = after, hang_up, asyncio.Event()
+        return self._is_lost
 
     def freeze(self) -> None:
         """Keep every connection open and pass nothing on, in either direction."""
@@ -108,7 +114,11 @@ class FaultProxy:
             while data := await redis.read(CHUNK):
                 if client in self._is_lossy:
                     self.num_lost += 1
-                    return
+                    self._is_lost.set()
+                    if self._hangs_up:
+                        return
+                    self._is_lossy.discard(client)
+                    self._is_half_open.add(client)
                 await self._delay()
                 if client in self._is_half_open:
                     continue

@@ -3,9 +3,8 @@
 import asyncio
 
 import pytest
-from redis.exceptions import ConnectionError as RedisConnectionError
 
-from shared.queue.api import Claim, Home
+from shared.queue.api import Claim, Home, QueueUnavailable
 from shared.queue.claim import RedisWorkerQueue
 from shared.queue.keys import GROUP
 from tests.factories_queue import MODEL, Ends, make_finished, make_request, publication, seal
@@ -193,22 +192,15 @@ async def test_a_worker_that_does_not_come_is_given_no_more_than_its_share(ends,
     assert homings == ["home"] * 4 + ["busy"]
 
 
-async def test_a_submit_whose_reply_was_lost_says_again_that_it_was_put_aside(ends, workers):
+async def test_a_submit_whose_reply_was_lost_says_again_that_it_was_put_aside(
+    ends, workers, far, proxy
+):
     await serve(ends, workers[0])
-    run = ends.queue._sender.run
-    replies = []
+    proxy.drop_next_reply(after=b"second")
 
-    async def lose_first_reply(script, keys, arguments):
-        replies.append(await run(script, keys, arguments))
-        if len(replies) == 1:
-            raise RedisConnectionError("the reply was lost")
-        return replies[-1]
+    assert await submit(far, "second") == "home"
 
-    ends.queue._sender.run = lose_first_reply
-
-    assert await submit(ends, "second") == "home"
-
-    assert len(replies) == 2
+    assert proxy.num_lost == 1
     assert names(await workers[0].read_aside(4, 1.0)) == ["second"]
     assert await ends.num_open() == 1
 
@@ -228,21 +220,16 @@ async def test_what_a_dead_home_has_not_claimed_is_taken_over_without_blame(ends
     assert (claim.id, claim.attempt, claim.failures) == ("second", 1, 0)
 
 
-async def test_a_claim_whose_reply_was_lost_is_found_again_without_blame(ends):
-    worker = ends.worker("a", ghost_after_s=0.0)
+async def test_a_claim_whose_reply_was_lost_is_found_again_without_blame(ends, far, proxy):
+    worker = far.worker("a", ghost_after_s=0.0)
     await worker.create_group()
     await worker.read_aside(1, 0.001)
     await serve(ends, worker)
     await submit(ends, "second")
-    wait = worker._bell.wait
+    proxy.drop_next_reply(after=b"XREAD")
 
-    async def lose_the_reply(count, block_s, and_then):
-        await wait(count, block_s, and_then)
-        return False, None
-
-    worker._bell.wait = lose_the_reply
-    assert await worker.read_aside(1, 1.0) == []
-    worker._bell.wait = wait
+    with pytest.raises(QueueUnavailable):
+        await worker.read_aside(1, 1.0)
 
     [claim] = await worker.reconcile()
 

@@ -3,7 +3,6 @@
 import asyncio
 
 import pytest
-from redis.exceptions import ConnectionError as RedisConnectionError
 
 from shared.protocol import ErrorCode, Failed, Finished, Started, Tokens, Usage, decode_log
 from shared.queue.api import (
@@ -53,21 +52,17 @@ async def test_a_known_id_is_refused(ends):
     assert await ends.num_open() == 1
 
 
-async def test_an_enqueue_whose_reply_was_lost_is_repeated_without_a_duplicate(ends, monkeypatch):
-    run = ends.queue._sender.run
-    replies = []
+async def test_an_enqueue_whose_reply_was_lost_is_repeated_without_a_duplicate(ends, far, proxy):
+    first, second = await far.enqueue(), make_request()
+    proxy.drop_next_reply(after=second.id.encode())
 
-    async def lose_first_reply(script, keys, arguments):
-        replies.append(await run(script, keys, arguments))
-        if len(replies) == 1:
-            raise RedisConnectionError
-        return replies[-1]
+    await far.enqueue(second)
 
-    monkeypatch.setattr(ends.queue._sender, "run", lose_first_reply)
-    await ends.enqueue()
-
-    assert replies[-2:] == [[b"ok"], [b"ok"]]
-    assert await ends.redis.xlen(ends.keys.queue(MODEL)) == 1
+    assert proxy.num_lost == 1
+    assert await ends.redis.xlen(ends.keys.queue(MODEL)) == 2
+    worker = ends.worker("a")
+    await worker.create_group()
+    assert [call_of(claim) for claim in await worker.read(8, 1.0)] == [first, second]
 
 
 async def test_a_full_queue_refuses_and_running_requests_do_not_fill_it(ends):
@@ -470,38 +465,25 @@ async def test_an_entry_whose_delivery_was_lost_is_found_and_claimed(ends):
     assert await worker.reconcile() == []
 
 
-async def test_a_claim_whose_reply_was_lost_counts_once(ends, monkeypatch):
-    lost, worker = ends.worker("a"), ends.worker("b")
-    await ends.enqueue()
+async def test_a_claim_whose_reply_was_lost_counts_once(ends, far, proxy):
+    lost, worker = ends.worker("a"), far.worker("b")
+    request = await ends.enqueue()
     await ends.let_lease_run_out(await ends.claim(lost))
-    run = worker._sender.run
-    calls = []
+    proxy.drop_next_reply(after=request.id.encode())
 
-    async def lose_first_reply(script, keys, arguments):
-        reply = await run(script, keys, arguments)
-        calls.append(reply)
-        if len(calls) == 1:
-            raise RedisConnectionError
-        return reply
-
-    monkeypatch.setattr(worker._sender, "run", lose_first_reply)
     [claim] = await worker.reclaim(1)
 
-    assert len(calls) == 2
+    assert proxy.num_lost == 1
     assert (claim.attempt, claim.failures) == (2, 1)
 
 
-async def test_a_read_whose_reply_was_lost_is_found_and_nobody_blamed(ends, monkeypatch):
-    worker = ends.worker("a", ghost_after_s=0.001)
-    await worker.create_group()
+async def test_a_read_whose_reply_was_lost_is_found_and_nobody_blamed(ends, far, proxy):
+    worker = far.worker("a", ghost_after_s=0.001)
+    await ends.enqueue()
+    await ends.claim(worker)  # teaches Redis the script
     request = await ends.enqueue()
-    exchange = worker._reader.exchange
+    proxy.drop_next_reply(after=b"XREADGROUP")
 
-    async def lose_reply(commands):
-        await exchange(commands)
-        raise RedisConnectionError
-
-    monkeypatch.setattr(worker._reader, "exchange", lose_reply)
     with pytest.raises(QueueUnavailable):
         await worker.read(1, 1.0)
     assert await ends.redis.hget(ends.keys.request(MODEL, request.id), "state") == b"running"
@@ -578,22 +560,14 @@ async def test_a_worker_that_leaves_gives_back_what_it_read_but_never_claimed(en
     assert b"a" not in {consumer["name"] for consumer in consumers}
 
 
-async def test_a_claim_interrupted_by_a_stop_is_given_back_without_blame(ends, monkeypatch):
-    leaving, other = ends.worker("a"), ends.worker("b")
+async def test_a_claim_interrupted_by_a_stop_is_given_back_without_blame(ends, far, proxy):
+    leaving, other = far.worker("a"), ends.worker("b")
     await leaving.create_group()
     requests = [await ends.enqueue() for _ in range(3)]
     [running] = await leaving.read(1, 1.0)
-    exchange = leaving._reader.exchange
-    claimed = asyncio.Event()
-
-    async def keep_reply(commands):
-        await exchange(commands)
-        claimed.set()
-        await asyncio.Event().wait()
-
-    monkeypatch.setattr(leaving._reader, "exchange", keep_reply)
+    is_claimed = proxy.drop_next_reply(after=b"XREADGROUP", hang_up=False)
     reading = asyncio.create_task(leaving.read(8, 1.0))
-    await asyncio.wait_for(claimed.wait(), 5.0)
+    await asyncio.wait_for(is_claimed.wait(), 5.0)
     reading.cancel()
     await asyncio.wait([reading])
 

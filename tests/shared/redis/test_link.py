@@ -106,14 +106,14 @@ async def sender(redis):
 
 async def test_commands_of_one_turn_share_a_write(sender, monkeypatch):
     await sender.execute("PING")  # connects
-    start = sender._link.start
+    start = RedisLink.start
     batches = []
 
-    def watch(commands, done):
+    def watch(link, commands, hear):
         batches.append(len(commands))
-        return start(commands, done)
+        return start(link, commands, hear)
 
-    monkeypatch.setattr(sender._link, "start", watch)
+    monkeypatch.setattr(RedisLink, "start", watch)
     for _ in range(2):
         replies = await asyncio.gather(*(sender.execute("ECHO", number) for number in range(10)))
         assert replies == [str(number).encode() for number in range(10)]
