@@ -211,6 +211,10 @@ class ScriptedWorker:
                 self.answers.append(answer)
                 self._tasks.append(asyncio.ensure_future(self.script(answer)))
 
+    def stop_claiming(self) -> None:
+        """What it has goes on; `start` claims again."""
+        self._tasks[0].cancel()
+
     async def stop(self) -> None:
         for task in self._tasks:
             task.cancel()

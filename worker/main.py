@@ -11,7 +11,6 @@ import os
 import signal
 import socket
 import sys
-import time
 from contextlib import AsyncExitStack
 from secrets import token_hex
 
@@ -94,6 +93,7 @@ class WorkerProcess:
         self._worker: Worker | None = None
         self._registry: CollectorRegistry | None = None
         self._engine: EngineThread | None = None
+        self._watchdog: Watchdog | None = None
 
     async def run(self) -> None:
         """Load the engine, serve, stop on a signal. Raises: EngineBroken, EngineStartError, SettingsError."""
@@ -138,10 +138,7 @@ class WorkerProcess:
         return server.port
 
     def _is_alive(self) -> bool:
-        started_at = self._engine.step_started_at if self._engine else None
-        return (
-            started_at is None or time.monotonic() - started_at < self._settings.worker.watchdog_s
-        )
+        return self._watchdog is None or not self._watchdog.is_stuck
 
     def _is_ready(self) -> bool:
         return self._worker is not None and self._worker.is_ready
@@ -152,6 +149,7 @@ class WorkerProcess:
         self._engine = engine
         stack.push_async_callback(engine.close)
         watchdog = Watchdog(self._settings.worker.watchdog_s, lambda: engine.step_started_at)
+        self._watchdog = watchdog
         watchdog.start()
         stack.callback(watchdog.stop)
         return await engine.start()

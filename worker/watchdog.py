@@ -28,6 +28,12 @@ class Watchdog:
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
+    @property
+    def is_stuck(self) -> bool:
+        """Whether the present step has taken too long."""
+        started_at = self._started_at()
+        return started_at is not None and time.monotonic() - started_at > self._longest_s
+
     def start(self) -> None:
         """Begin to watch."""
         self._thread.start()
@@ -38,8 +44,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._stopped.wait(min(1.0, self._longest_s / 4)):
-            started_at = self._started_at()
-            if started_at is not None and time.monotonic() - started_at > self._longest_s:
+            if self.is_stuck:
                 logger.critical("a step has taken longer than %.0f s; ending", self._longest_s)
                 faulthandler.dump_traceback(file=sys.__stderr__ or 2)
                 self._end_process(EXIT_WEDGED)

@@ -29,7 +29,7 @@ _STALE_AFTER_S = 5.0
 _MISS_PAUSE_S = 0.1  #: how often unknown names may make us look early
 _ROUTES_KEPT_S = 60.0  #: deployments that Redis has no more
 _MAX_NAMES = 8  # in messages
-_MAX_ADAPTER_LABELS = 200  #: later ones count as their model: names may come and go for ever
+MAX_ADAPTER_LABELS = 200  #: later ones count as their model: names may come and go for ever
 OTHER = "other"  #: stands for models that are not known
 
 logger = logging.getLogger(__name__)
@@ -232,7 +232,7 @@ class ModelDirectory:
         adapter = self.adapters.get(name)
         if adapter is None:
             return OTHER
-        if len(self._adapter_labels) < _MAX_ADAPTER_LABELS:
+        if len(self._adapter_labels) < MAX_ADAPTER_LABELS:
             self._adapter_labels.add(name)
         return name if name in self._adapter_labels else adapter.parent
 

@@ -35,7 +35,7 @@ _MAX_PER_ADDRESS = 16  #: of these; hosts of a content network share addresses
 _MAX_REDIRECTS = 3
 _MAX_LOOKUPS = 32  #: at a time in this process, those included that nobody waits for any more
 _MAX_LOOKUPS_PER_DOMAIN = 4  #: of these; a dead name server answers for all names of its domain
-_LOOKUP_TIMEOUT_S = 3.0
+LOOKUP_TIMEOUT_S = 3.0
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 ANY_PUBLIC = "any-public"  #: stands for every host with global addresses only
 _PORTS = {"http": 80, "https": 443}
@@ -203,7 +203,7 @@ class _Resolver:
         self._num += 1
         self._num_by_domain[domain] += 1
         running.add_done_callback(lambda future: self._ended(domain, future))
-        async with asyncio.timeout(_LOOKUP_TIMEOUT_S):
+        async with asyncio.timeout(LOOKUP_TIMEOUT_S):
             answers = await asyncio.shield(running)
         addresses = [ipaddress.ip_address(answer[4][0]) for answer in answers]
         if not addresses or not all(is_public(address) for address in addresses):

@@ -307,7 +307,7 @@ async def test_an_engine_without_adapters_says_so(gateway: RunningGateway, ends:
 async def test_metrics_count_by_adapter_until_there_are_too_many_names(
     gateway: RunningGateway, ends: Ends, directory: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("gateway.calls.models._MAX_ADAPTER_LABELS", 1)
+    monkeypatch.setattr("gateway.calls.models.MAX_ADAPTER_LABELS", 1)
     own = tuple(f"{name}={directory / name}" for name in ("sql", "poet"))
     async with serving(gateway, ends, lora=own):
         for name in ("sql", "poet", "sql"):

@@ -6,19 +6,18 @@ import signal
 import sys
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
 import httpx
 import pytest
 
 from shared.protocol import Finished, SamplingParams
 from shared.queue.registry import Registry
-from shared.settings.tree import Settings, WorkerSettings
 from tests.factories_queue import MODEL, make_request
 from tests.factories_worker import text, token_ids
-from worker.main import WorkerProcess
+from worker.health import HealthServer
+from worker.watchdog import Watchdog
 
 ROOT = Path(__file__).parent.parent.parent
 LONG = SamplingParams(max_tokens=100, temperature=0.7, seed=11, ignore_eos=True)
@@ -106,20 +105,18 @@ async def test_a_step_that_hangs_ends_the_process(ends, start_worker):
 
 
 async def test_a_worker_whose_step_is_stuck_is_not_healthy():
-    settings = Settings(
-        _env_file=None,  # type: ignore[call-arg]
-        worker=WorkerSettings(health_port=0),
-    )
-    process = WorkerProcess(settings)
-    engine = SimpleNamespace(step_started_at=None)
-    process._engine = engine  # type: ignore[assignment]
+    step_started_at: float | None = None
+    watchdog = Watchdog(60.0, lambda: step_started_at)
+    server = HealthServer(lambda: not watchdog.is_stuck, lambda: True, lambda: None)
+    await server.start("127.0.0.1", 0)
     statuses = []
-    async with AsyncExitStack() as stack, httpx.AsyncClient(trust_env=False) as client:
-        url = f"http://127.0.0.1:{await process._start_health(stack)}/healthz"
-        for age_s in (0.0, settings.worker.watchdog_s / 2, settings.worker.watchdog_s):
-            engine.step_started_at = time.monotonic() - age_s
-            statuses.append((await client.get(url)).status_code)
-    assert statuses == [200, 200, 503]
+    async with httpx.AsyncClient(trust_env=False) as client:
+        for age_s in (None, 0.0, 30.0, 60.0):
+            step_started_at = None if age_s is None else time.monotonic() - age_s
+            answer = await client.get(f"http://127.0.0.1:{server.port}/healthz")
+            statuses.append(answer.status_code)
+    await server.close()
+    assert statuses == [200, 200, 200, 503]
 
 
 async def test_probes_and_metrics_of_a_worker(ends, answers, start_worker):

@@ -24,6 +24,7 @@ from shared.protocol import (
     Tokens,
 )
 from shared.queue.api import CLEARED_AFTER_TOKENS, QueueUnavailable
+from shared.queue.claim import RedisWorkerQueue
 from shared.queue.keys import GROUP
 from shared.queue.registry import Registry
 from tests.factories_queue import MODEL, make_request
@@ -327,16 +328,21 @@ async def test_a_step_longer_than_the_lease_loses_nothing(ends, answers):
 
 
 async def test_a_stop_in_the_middle_of_a_claim_delays_nobody(ends, answers, monkeypatch):
+    read, num_read, claimed = RedisWorkerQueue.read, 0, asyncio.Event()
+
+    async def keep_second_claim(queue, *arguments):
+        nonlocal num_read
+        claims = await read(queue, *arguments)
+        num_read += len(claims)
+        if claims and num_read == 2:
+            claimed.set()
+            await asyncio.Event().wait()
+        return claims
+
+    monkeypatch.setattr(RedisWorkerQueue, "read", keep_second_claim)
     async with run_worker(ends, "first", mock=SLOW, max_num_seqs=2) as first:
         running = await ends.enqueue(make_request(sampling=LONG))
         await answers.tokens(running, 1)
-        claimed = asyncio.Event()
-
-        async def keep_claims(*_):
-            claimed.set()
-            await asyncio.Event().wait()
-
-        monkeypatch.setattr(first.worker.queue, "_claim_entries", keep_claims)
         request = await ends.enqueue()
         await asyncio.wait_for(claimed.wait(), 5.0)
         async with run_worker(ends, "second"):

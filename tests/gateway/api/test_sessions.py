@@ -158,7 +158,7 @@ async def test_closing_cancels_what_waits_and_lets_finish_what_runs(session, scr
     await session.send({"input": 0, "id": "runs"})
     while not worker.requests:
         await asyncio.sleep(0.02)
-    worker._tasks[0].cancel()  # it takes no more
+    worker.stop_claiming()
     await session.send({"input": 1, "id": "waits"})
     # What was being read at this moment may have been taken all the same.
     closed = await session.ask("POST", ":close", {})
@@ -191,7 +191,7 @@ async def test_a_cancelled_task_stops_its_worker(session, scripted, worker):
 async def test_what_a_full_queue_refuses_may_be_sent_again(session, scripted, worker):
     scripted.gate.clear()
     tasks = [{"input": i, "id": f"t{i}"} for i in range(8)]
-    worker._tasks[0].cancel()
+    worker.stop_claiming()
     refused = await session.send(*tasks, status=503)
     assert refused["error"]["code"] == "server_overloaded"
     await worker.start()

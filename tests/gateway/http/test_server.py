@@ -14,6 +14,7 @@ import time
 
 import openai
 import pytest
+from msgspec.structs import replace
 
 from gateway.http.errors import NotFound
 from shared.protocol import AdapterCard, BlobRef, ModelCard, SamplingDefaults
@@ -226,7 +227,7 @@ async def test_redis_is_connected_before_the_first_request(gateway, redis_server
     async def refuse(*_: object) -> None:
         raise OSError("no file descriptor is left")
 
-    monkeypatch.setattr(RedisLink, "_connect", refuse)
+    monkeypatch.setattr(RedisLink, "connect", refuse)
     assert (await gateway.services.queue.stats("tiny")).num_open == 0
     assert await gateway.services.blobs.get(BlobRef("0" * 64, 1)) is None
 
@@ -446,7 +447,7 @@ async def test_models_with_a_worker_come_first_and_the_newest_of_them(redis_serv
     ]
 
 
-async def test_models_stay_fresh_whatever_the_registry_held(gateway, monkeypatch):
+async def test_models_stay_fresh_whatever_the_registry_held(gateway, worker, monkeypatch):
     models = gateway.services.models
     healthy, is_broken = models.registry.workers, True
 
@@ -459,8 +460,9 @@ async def test_models_stay_fresh_whatever_the_registry_held(gateway, monkeypatch
 
     monkeypatch.setattr(models.registry, "workers", break_once)
     await wait_for(lambda: not is_broken)
-    refreshed_at = models._refreshed_at
-    await wait_for(lambda: models._refreshed_at > refreshed_at)
+    later = replace(CARD, name="later")
+    await worker.registry.announce(WorkerRecord("second", later, "mock"), ttl_s=60)
+    await wait_for(lambda: "later" in models.cards)
 
 
 @pytest.mark.parametrize("changes", [{"limits": {"max_open_body_bytes": 100_000}}])

@@ -78,13 +78,15 @@ def test_addresses_of_one_client_count_together(one, other, is_same):
     assert is_refused(keys, other) == is_same
 
 
-def test_the_table_is_bounded(monkeypatch):
+def test_of_too_many_addresses_the_oldest_are_forgotten(monkeypatch):
     monkeypatch.setattr(wrong_keys, "MAX_ADDRESSES", 100)
     assert MAX_ADDRESSES >= 1000
     keys = WrongKeys(1)
-    for number in range(500):
-        keys.count(f"10.0.{number // 250}.{number % 250}")
-    assert len(keys._minutes) == 100
+    addresses = [f"10.0.{number // 250}.{number % 250}" for number in range(500)]
+    for address in addresses:
+        keys.count(address)
+    assert all(is_refused(keys, address) for address in addresses[400:])
+    assert not any(is_refused(keys, address) for address in addresses[:400])
 
 
 def test_without_a_limit_none_is_refused():

@@ -11,9 +11,11 @@ import signal
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
+from unittest.mock import patch
 from uuid import uuid4
 
 import pytest
@@ -28,17 +30,25 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from redis import Redis as SyncRedis
+from redis.exceptions import ConnectionError as RedisConnectionError
 
 import shared.redis.embedded
 from shared.protocol import ErrorCode, Failed, Finished, Priority, Tokens, decode_events, seal
-from shared.queue.api import CLEARED_AFTER_TOKENS, Claim, DuplicateRequest, Home, QueueRefused
+from shared.queue.api import (
+    CLEARED_AFTER_TOKENS,
+    Claim,
+    DuplicateRequest,
+    Home,
+    QueueRefused,
+    QueueUnavailable,
+)
 from shared.queue.claim import LOSSES_PER_ATTEMPT, RedisWorkerQueue, split_replies
 from shared.queue.keys import GROUP, RedisKeys
-from shared.queue.scripts import CLAIM, SUBMIT, named
+from shared.queue.scripts import CLAIM, named
 from shared.queue.submit import RedisGatewayQueue
 from shared.redis.client import create_redis
 from shared.redis.embedded import EmbeddedRedis
-from shared.redis.link import RedisSender
+from shared.redis.link import RedisLink, RedisSender
 from shared.settings.tree import RedisSettings
 from tests.factories_queue import (
     GATEWAY,
@@ -121,6 +131,22 @@ class Hand:
         return self.claim.id
 
 
+@contextmanager
+def losing_first_reply(link: type, method: str) -> Iterator[list[Any]]:
+    """The next call of the method is carried out and fails; what was lost is listed."""
+    call, lost = getattr(link, method), []
+
+    async def lose_first(*arguments: Any) -> Any:
+        reply = await call(*arguments)
+        if lost:
+            return reply
+        lost.append(reply)
+        raise RedisConnectionError("its reply was lost")
+
+    with patch.object(link, method, lose_first):
+        yield lost
+
+
 class QueueMachine(RuleBasedStateMachine):
     """One queue, two workers' names, any number of requests."""
 
@@ -190,19 +216,21 @@ class QueueMachine(RuleBasedStateMachine):
         tenant: str,
         shares: bool,
     ) -> None:
-        """A second call with the same nonce is the first one again, whose reply was lost."""
+        """Perhaps the reply of the first try is lost."""
         shares = shares and priority is not Priority.BATCH
         choices = [make_request(priority=priority, tenant=tenant) for _ in range(count)]
         sealed = [seal(choice) for choice in choices]
         reservation = reserve(*choices, num_tokens=num_tokens, max_tokens=10_000)
         home = HOME if shares else None
-        keys, arguments = self.queue._to_call(sealed, 600, 1000, reservation, home)
+        submitting = self.queue.submit(
+            sealed, timeout_s=600, max_waiting=1000, reservation=reservation, home=home
+        )
         unread = self._unread()
-        for _ in range(repeats):
-            ok, *homing = self.run(self.sender.run(SUBMIT, keys, arguments))
-            assert ok == b"ok"
-            assert len(homing) == shares
-        is_aside = shares and homing == [b"home"]
+        with losing_first_reply(RedisSender, "run") if repeats > 1 else nullcontext([]) as lost:
+            homing = self.run(submitting)
+        assert len(lost) == repeats - 1
+        assert bool(homing) == shares
+        is_aside = homing == "home"
         assert not is_aside or (self.home is not None and not unread)
         if is_aside:
             assert self._unread() == set()
@@ -331,11 +359,11 @@ class QueueMachine(RuleBasedStateMachine):
         if not self._has_group():
             return
         worker = self.workers[name]
-        self.eye.xreadgroup(GROUP, name, {self.keys.queue(MODEL): ">"}, count=count)
-        _, sha, _, queue, *arguments = worker._script.of_read(worker._last_read_id, count)
-        if not self.eye.script_exists(sha)[0]:
-            self.eye.script_load(CLAIM.source)
-        entries, replies = split_replies(self.eye.evalsha(sha, 1, queue, *arguments))
+        self.eye.script_load(CLAIM.source)
+        with losing_first_reply(RedisLink, "exchange") as lost, pytest.raises(QueueUnavailable):
+            self.run(worker.read(count, 0.001))
+        [(_, answers)] = lost
+        entries, replies = split_replies(answers)
         for entry_id, (_, request_id) in entries:
             request = self.requests.get(request_id.decode())
             if request is not None and replies[entry_id][0] != b"stray":

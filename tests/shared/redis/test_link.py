@@ -109,9 +109,9 @@ async def test_commands_of_one_turn_share_a_write(sender, monkeypatch):
     start = RedisLink.start
     batches = []
 
-    def watch(link, commands, hear):
+    def watch(link, commands, on_replies):
         batches.append(len(commands))
-        return start(link, commands, hear)
+        return start(link, commands, on_replies)
 
     monkeypatch.setattr(RedisLink, "start", watch)
     for _ in range(2):
