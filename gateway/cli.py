@@ -85,23 +85,30 @@ def bench_gateway(
             min=0, max=64, help="Measure cache hits of so many workers, with homes and without."
         ),
     ] = 0,
+    against: Annotated[
+        Path | None,
+        typer.Option(help="Measure beside another checkout of this project, in its folder."),
+    ] = None,
     markdown: Annotated[bool, typer.Option(help="Print tables for a document.")] = False,
     embeddings: Annotated[
         bool, typer.Option("--embeddings", help="Vectors of a short text in place of chat.")
     ] = False,
 ) -> None:
     """Drive HTTP, Redis, worker and mock engine beside a bare FastAPI endpoint."""
+    from gateway.bench.against import run_against
     from gateway.bench.homes import run_homes
     from gateway.bench.run import BenchError, run, show
     from gateway.bench.waiting import run_depths, run_streams
 
-    if not (depth or streams or homes):
+    if not (depth or streams or homes or against):
         run(seconds, rounds, _numbers(connections), markdown, embeddings)
         return
     try:
         tables = run_depths(_numbers(depth)) if depth else []
         tables += run_streams(streams) if streams else []
         tables += run_homes(homes, rounds) if homes else []
+        if against is not None:
+            tables += run_against(against, seconds, rounds, _numbers(connections))
     except BenchError as error:
         _fail(error)
     else:

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
+from pathlib import Path
 from platform import machine, python_version
 from statistics import median
 from typing import Any
@@ -234,14 +235,19 @@ def run_bare() -> Iterator[Target]:
 
 
 @contextmanager
-def run_vlm_fleet(settings: Mapping[str, str] = INSTANT) -> Iterator[Target]:
-    """The fleet on an engine that takes no time, unless the environment says otherwise; else with its defaults."""
+def run_vlm_fleet(
+    settings: Mapping[str, str] = INSTANT, folder: Path | None = None
+) -> Iterator[Target]:
+    """The fleet, of another checkout if its folder is given, on an engine that takes no time, unless the environment
+    says otherwise; else with its defaults.
+    """
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="vlm-bench-") as data_dir:
         kind = settings.get("VLM_ENGINE__KIND", "mock")
         command = ["vlm", "serve", "--engine", kind, "--host", HOST, "--port", str(port)]
         given = {name: os.environ[name] for name in INSTANT if name in os.environ}
-        with run_server([*command, "--data-dir", data_dir], port, {**settings, **given}) as process:
+        command += ["--data-dir", data_dir]
+        with run_server(command, port, {**settings, **given}, folder) as process:
             model = ask(port, "/v1/models")["data"][0]["id"]
             family = process.children(recursive=True)
             yield Target(FLEET, port, model, {role: _find(family, role) for role in ROLES})
@@ -256,12 +262,16 @@ def _find(family: list[psutil.Process], role: str) -> psutil.Process:
 
 @contextmanager
 def run_server(
-    command: list[str], port: int, environment: dict[str, str] | None = None
+    command: list[str],
+    port: int,
+    environment: dict[str, str] | None = None,
+    folder: Path | None = None,
 ) -> Iterator[psutil.Process]:
-    """A Python module that serves, once it is ready; its children end with it. Raises: BenchError."""
+    """A Python module, of the code in `folder` if it is given, that serves, once it is ready; its children end with it. Raises: BenchError."""
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
             [sys.executable, "-m", *command],
+            cwd=folder,
             env=os.environ | (environment or {}),
             stdin=subprocess.DEVNULL,
             stdout=output,
