@@ -12,7 +12,7 @@ import torch
 
 from engines.base import Decode, PreparedImage
 from engines.pooling.batch import Row
-from engines.pooling.encoder import Picture, Texts, give_vectors
+from engines.pooling.encoder import PixelInput, Texts, give_vectors
 from engines.pooling.linears import num_bytes
 from shared.protocol import Embed, ImagePart, ImageRef, Task
 
@@ -54,8 +54,8 @@ class ClipEncoder:
 
     def process_image(self, data: bytes, image: ImageRef, decode: Decode) -> Any:
         """Pixels as the processor makes them. Shapes: (3, height, width). Raises: InvalidImage."""
-        picture = decode(data, (image.width, image.height))
-        return self._processor(images=picture, return_tensors="np")["pixel_values"][0]
+        decoded = decode(data, (image.width, image.height))
+        return self._processor(images=decoded, return_tensors="np")["pixel_values"][0]
 
     def rows(self, task: Task, images: Sequence[PreparedImage]) -> list[Row]:
         """One row for each input. Raises: PromptTooLong, InvalidRequest."""
@@ -66,9 +66,11 @@ class ClipEncoder:
         part = task.inputs[index]
         if isinstance(part, ImagePart):
             image = images[part.image]
-            picture = Picture(image.content, task.dimensions, task.is_normalized, image.image_hash)
+            pixels = PixelInput(
+                image.content, task.dimensions, task.is_normalized, image.image_hash
+            )
             size = self.image_tokens
-            return Row(picture, size, "image", size, identity=picture.identity)
+            return Row(pixels, size, "image", size, identity=pixels.identity)
         words = self.texts.words(task, index)
         length = self._filling.length if self._filling else len(words.ids)
         padding = length - len(words.ids)

@@ -58,7 +58,7 @@ class Words:
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
+class PixelInput:
     """An image's pixels, and what is wanted of it. Shapes: pixels (3, height, width)."""
 
     pixels: Any

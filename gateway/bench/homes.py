@@ -1,5 +1,5 @@
-"""What homes are worth: requests with pictures, some more popular than others, on a fleet whose engines pretend to
-look at a picture for long, with homes and without.
+"""What homes are worth: requests with images, some more popular than others, on a fleet whose engines pretend to
+look at an image for long, with homes and without.
 
 Arrivals are those of an open loop: they do not wait for answers. Load is the share of what the fleet could do if no
 worker kept anything.
@@ -33,12 +33,12 @@ from gateway.bench.tables import in_ms, new_table
 from shared.redis.embedded import EmbeddedRedis
 
 MODEL = "mock"
-NUM_PICTURES = 4000
-NUM_CACHED = 64  #: pictures that a worker keeps
+NUM_IMAGES = 4000
+NUM_CACHED = 64  #: images that a worker keeps
 NUM_SEATS = 8
 TOKENS_PER_IMAGE = 64
 VISION_S, PREFILL_S_PER_TOKEN, DECODE_S, NUM_TOKENS = 0.135, 0.00012, 0.01, 8
-MISS_S = 0.15  #: about what a picture takes that a worker has not seen, its prefill included
+MISS_S = 0.15  #: about what an image takes that a worker has not seen, its prefill included
 GRACE_S = 0.125
 LOAD = 0.8
 NUM_REQUESTS = 1500  #: a round of each
@@ -80,7 +80,7 @@ def run_homes(num_workers: int, rounds: int) -> list[Table]:
         with run_fleet(num_workers, GRACE_S if is_on else 0.0) as fleet:
             uvloop.run(drive(fleet, num_workers, Random(number), served[is_on]))
     table = new_table(
-        f"{num_workers} workers, {LOAD:.0%} load, {NUM_PICTURES} pictures, {NUM_CACHED} kept by each",
+        f"{num_workers} workers, {LOAD:.0%} load, {NUM_IMAGES} images, {NUM_CACHED} kept by each",
         "TTFT in ms", "hits", "mean", "p50", "p95", "p99",
     )  # fmt: skip
     for is_on, name in ((False, "any worker"), (True, f"home, others after {GRACE_S * 1e3:g} ms")):
@@ -120,7 +120,7 @@ def run_fleet(num_workers: int, grace_s: float) -> Iterator[Fleet]:
         yield Fleet(port, ports)
 
 
-def create_pictures(count: int) -> list[str]:
+def create_images(count: int) -> list[str]:
     """Small ones, all different, as data URLs."""
     buffer = io.BytesIO()
     Image.new("RGB", (16, 16)).save(buffer, "JPEG")
@@ -131,8 +131,8 @@ def create_pictures(count: int) -> list[str]:
 
 async def drive(fleet: Fleet, num_workers: int, random: Random, served: Served) -> None:
     """One round: warm the caches, then count. Raises: BenchError."""
-    pictures = create_pictures(NUM_PICTURES)
-    weights = list(itertools.accumulate(1 / rank for rank in range(1, NUM_PICTURES + 1)))
+    images = create_images(NUM_IMAGES)
+    weights = list(itertools.accumulate(1 / rank for rank in range(1, NUM_IMAGES + 1)))
     rate = LOAD * num_workers / MISS_S
     numbers = itertools.count()
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=200)
@@ -143,10 +143,10 @@ async def drive(fleet: Fleet, num_workers: int, random: Random, served: Served) 
             before = await _counts(fleet)
             tasks = []
             due_at = time.perf_counter()
-            for picture in random.choices(pictures, cum_weights=weights, k=count):
+            for image in random.choices(images, cum_weights=weights, k=count):
                 due_at += random.expovariate(rate)
                 await asyncio.sleep(max(0.0, due_at - time.perf_counter()))
-                tasks.append(asyncio.create_task(_ask(client, picture, next(numbers))))
+                tasks.append(asyncio.create_task(_ask(client, image, next(numbers))))
             times_s = await asyncio.gather(*tasks)
             if is_warm:
                 after = await _counts(fleet)
@@ -155,11 +155,11 @@ async def drive(fleet: Fleet, num_workers: int, random: Random, served: Served) 
                 served.num_hits += round(after[1] - before[1])
 
 
-async def _ask(client: httpx.AsyncClient, picture: str, number: int) -> float:
-    """Seconds to the first text. The question stands before the picture: no prefix is shared. Raises: BenchError."""
+async def _ask(client: httpx.AsyncClient, image: str, number: int) -> float:
+    """Seconds to the first text. The question stands before the image: no prefix is shared. Raises: BenchError."""
     content = [
         {"type": "text", "text": f"{number:08d}"},
-        {"type": "image_url", "image_url": {"url": picture}},
+        {"type": "image_url", "image_url": {"url": image}},
     ]
     body = {
         "model": MODEL, "stream": True, "max_tokens": NUM_TOKENS, "temperature": 0,
@@ -178,7 +178,7 @@ async def _ask(client: httpx.AsyncClient, picture: str, number: int) -> float:
 
 
 async def _counts(fleet: Fleet) -> tuple[float, float]:
-    """Pictures that engines were asked for, and those that they had."""
+    """Images that engines were asked for, and those that they had."""
     num_queries = num_hits = 0.0
     async with httpx.AsyncClient(timeout=30.0, trust_env=False) as client:
         for port in fleet.worker_ports:

@@ -171,7 +171,7 @@ def test_a_query_that_leaves_no_room_is_named(tmp_path):
     assert refused.value.param == "query"
 
 
-def picture(size=(40, 32), colour=(200, 30, 90)) -> bytes:
+def make_image(size=(40, 32), colour=(200, 30, 90)) -> bytes:
     file = io.BytesIO()
     image = Image.new("RGB", size, colour)
     image.paste((10, 240, 40), (5, 5, 20, 20))
@@ -181,7 +181,7 @@ def picture(size=(40, 32), colour=(200, 30, 90)) -> bytes:
 
 def test_texts_and_images_of_clip_are_those_of_transformers(tmp_path):
     model = load(make_clip(tmp_path))
-    data = picture()
+    data = make_image()
     pixels = model.process_image(data, ImageRef("", len(data), "image/png", 40, 32), decode_image)
     task = Embed((TextPart("w1 w2"), ImagePart(0), TextPart("w3")), is_normalized=False)
     [vectors] = compute(model, task, images=[pixels])
@@ -210,7 +210,7 @@ def test_texts_and_images_of_siglip_are_those_of_transformers(side, tokenizer_cl
             json.dumps(json.loads(file.read_text()) | {"tokenizer_class": tokenizer_class})
         )
         model = load(tmp_path)
-    data = picture()
+    data = make_image()
     pixels = model.process_image(data, ImageRef("", len(data), "image/png", 40, 32), decode_image)
     task = Embed((TextPart("w1 w2"), ImagePart(0), TextPart("w3")), is_normalized=False)
     [vectors] = compute(model, task, images=[pixels])
