@@ -247,7 +247,7 @@ def bench_embeddings(
 
 def bench_quality(
     model: Annotated[str, typer.Option(help="Name, directory or hub id.")] = "shapes",
-    num_texts: Annotated[int, typer.Option(min=1, help="Texts that the model draws.")] = 64,
+    num_texts: Annotated[int, typer.Option(min=1, help="Texts that the model samples.")] = 64,
     num_scenes: Annotated[int, typer.Option(min=0, help="Scenes asked about; shapes only.")] = 100,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
 ) -> None:

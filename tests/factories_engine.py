@@ -94,15 +94,15 @@ def run_step(
     scheduler: Scheduler,
     token_id: int = 7,
     deferred: Set[str] = frozenset(),
-    late: Set[str] = frozenset(),
+    over_budget: Set[str] = frozenset(),
 ) -> Batch:
-    """Schedule and update as if a model had drawn `token_id` for everybody whom it did not defer."""
+    """Schedule and update as if a model had sampled `token_id` for everybody whom it did not defer."""
     batch = scheduler.schedule()
     choices = [
         TokenChoice(token_id) if item.samples and item.sequence.request_id not in deferred else None
         for item in batch.items
     ]
-    scheduler.update(batch, choices, deferred, late)
+    scheduler.update(batch, choices, deferred, over_budget)
     scheduler.check_integrity()
     return batch
 
@@ -133,7 +133,7 @@ class SumMatcher:
 
 
 class CheckingRunner(MockRunner):
-    """A mock that keeps a KV pool of notes, and reads them all back before it draws a token.
+    """A mock that keeps a KV pool of notes, and reads them all back before it samples a token.
 
     A note says what a slot was computed from. Whatever goes wrong with blocks, prefixes, chunks or
     preemption, somebody reads a note that is not his.
@@ -152,9 +152,10 @@ class CheckingRunner(MockRunner):
         assert batch.items
         self.launched.append(batch)
         self.known_requests |= {item.sequence.request_id for item in batch.items}
-        before = self._last if any(item.follows is not None for item in batch.items) else None
-        drawn = before.step.result.choices if before else []
-        shares = [CheckedShare.create(item, drawn, self.block_size) for item in batch.items]
+        is_behind = any(item.in_flight_index is not None for item in batch.items)
+        before = self._last if is_behind else None
+        sampled = before.step.result.choices if before else []
+        shares = [CheckedShare.create(item, sampled, self.block_size) for item in batch.items]
         self._last = CheckingStep(self, shares, super().launch(batch), before)
         return self._last
 
@@ -174,12 +175,12 @@ class CheckedShare:
 
     @classmethod
     def create(
-        cls, item: ScheduledSequence, drawn: list[TokenChoice | None], block_size: int
+        cls, item: ScheduledSequence, sampled: list[TokenChoice | None], block_size: int
     ) -> "CheckedShare":
         sequence = item.sequence
         token_ids = list(sequence.token_ids[: item.end])
-        if item.follows is not None:
-            choice = drawn[item.follows]
+        if item.in_flight_index is not None:
+            choice = sampled[item.in_flight_index]
             assert choice is not None
             token_ids.append(choice.token_id)
         positions = range(item.end)

@@ -51,7 +51,7 @@ class ModelCost:
     def step(self, batch: Batch, num_images: int) -> Work:
         """A step that also encodes so many images."""
         num_tokens = batch.num_tokens
-        num_drawn = sum(item.samples for item in batch.items)
+        num_sampled = sum(item.samples for item in batch.items)
         context = seen = 0
         for item in batch.items:
             start, new = item.start, item.num_new_tokens
@@ -61,8 +61,8 @@ class ModelCost:
             self._layer_bytes + self._kv_bytes * context,
             self._layer_flops * num_tokens + self._attention_flops * seen,
         )
-        if num_drawn:
-            work += Work(self._head_bytes, self._head_flops * num_drawn)
+        if num_sampled:
+            work += Work(self._head_bytes, self._head_flops * num_sampled)
         if num_images:
             work += Work(self._vision_bytes, self._image_flops * num_images)
         return work

@@ -1,6 +1,6 @@
 """What fewer bits cost: each quantized copy of a model beside the model itself, on texts of its own.
 
-The texts are drawn from the model at temperature 1, so that its own perplexity on them is the least that there can be, and
+The texts are sampled from the model at temperature 1, so that its own perplexity on them is the least that there can be, and
 a model of random weights can be compared too. The built-in model answers questions about images besides. Scores come from
 the engine's own steps, with the kernels that serve.
 """

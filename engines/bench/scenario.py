@@ -2,7 +2,7 @@
 
 Every request is new, so that no cache helps, but in `repeat`, which asks again what `image` would. Answers are of one
 length and ignore the end token. Those of `edit`, `noise` and `fresh` are given, and the model is held to them; those of
-`letters` are drawn at temperature 2, all others are greedy. Images come as pixels: decoding them is not the engine's.
+`letters` are sampled at temperature 2, all others are greedy. Images come as pixels: decoding them is not the engine's.
 """
 
 from collections.abc import Callable

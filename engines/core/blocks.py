@@ -81,7 +81,7 @@ class BlockManager:
     def find_prefix(self, sequence: Sequence) -> list[int]:
         """The published blocks with the longest prefix of the sequence, without its last token.
 
-        That token has to be computed even when all is known, because the next one is drawn from it.
+        That token has to be computed even when all is known: the next one is sampled from it.
         """
         if not self._enable_prefix_cache:
             return []

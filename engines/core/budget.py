@@ -54,10 +54,13 @@ class StepBudget(msgspec.Struct):
             num_pending = self.num_prefill_tokens
         return num_pending if num_pending < self.num_tokens else self.num_tokens
 
-    def take(self, num_new: int, num_pending: int, *, is_late: bool = False) -> None:
-        """Spend a share, which may be more than there is; one that is late takes none of what others' prompts may have."""
+    def take(self, num_new: int, num_pending: int, *, is_over_budget: bool = False) -> None:
+        """Spend a share, which may be more than there is.
+
+        One that is over the budget for images takes none of what others' prompts may have.
+        """
         self.num_tokens = left if (left := self.num_tokens - num_new) > 0 else 0
-        if num_pending > 1 and not is_late:
+        if num_pending > 1 and not is_over_budget:
             self.num_prefill_tokens = max(0, self.num_prefill_tokens - num_new)
 
     def take_image(self, image_hash: str) -> bool:

@@ -490,7 +490,7 @@ class BatchingEngine(Engine[EngineRequest]):
 
     def _update(self, batch: Batch, result: StepResult, started_at: float) -> list[EngineOutput]:
         """Note the tokens of a step; returns what they mean for each request in it."""
-        self.scheduler.update(batch, result.choices, result.deferred, result.late)
+        self.scheduler.update(batch, result.choices, result.deferred, result.over_budget)
         now = time.perf_counter()
         outputs: list[EngineOutput] = []
         generations = self._generations

@@ -131,7 +131,7 @@ class StepPipeline:
                 continue
             if not scheduler.blocks.grow(sequence, item.end + 1):
                 return Batch()
-            following.items.append(ScheduledSequence(sequence, 1, follows=place))
+            following.items.append(ScheduledSequence(sequence, 1, in_flight_index=place))
         return following
 
 

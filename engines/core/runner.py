@@ -55,8 +55,8 @@ def token_mask(sequence: Sequence) -> bytes:
 class TokenChoice(Struct):
     """A sequence's next token; `top_logprobs` are (token id, natural logarithm), best first.
 
-    `following` are those behind it that the step has drawn too: one for each token of a draft that
-    was right.
+    `following` are those behind it that the step has sampled too: one for each token of a draft
+    that was right.
     """
 
     token_id: int
@@ -69,14 +69,15 @@ class StepResult(Struct):
     """What a step computed: per scheduled sequence a token, or None while its prompt is unfinished.
 
     `vision_s` is the part of the step that went into encoding images. `deferred` are the requests
-    whose share was left for a later step, because of an image of theirs; of these, `late` are the
-    ones whose image is not encoded yet, so that the next step beside streams leaves them too.
+    whose share was left for a later step, because of an image of theirs; of these, `over_budget`
+    are the ones whose image is not encoded yet, so that the next step beside streams leaves them
+    too.
     """
 
     choices: list[TokenChoice | None]
     vision_s: float = 0.0
     deferred: frozenset[str] = frozenset()
-    late: frozenset[str] = frozenset()
+    over_budget: frozenset[str] = frozenset()
 
 
 class RunningStep(Protocol):
@@ -118,7 +119,7 @@ class ModelRunner(Protocol):
         """Begin to compute every scheduled token, and to sample the next one of caught-up sequences.
 
         At most one step is under way when another is launched, and whoever has a share in both
-        `follows`. All that is read of the sequences is read here. Raises: SequenceFailure,
+        `in_flight_index`. All that is read of the sequences is read here. Raises: SequenceFailure,
         DeviceOutOfMemory, as does waiting for the step; anything else is the end of the engine.
         """
         ...

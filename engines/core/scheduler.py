@@ -25,7 +25,7 @@ class Scheduler:
 
     No sequence waits for ever: the oldest running one can always take every block from the younger
     ones, `add` is only given sequences whose longest form fits into the pool, and a batch sequence
-    lets a limited number pass.
+    is overtaken a limited number of times.
     """
 
     def __init__(
@@ -48,10 +48,10 @@ class Scheduler:
         self.waiting: OrderedDict[str, Sequence] = OrderedDict()
         self._eos_token_ids = eos_token_ids
         self._binds_prompts = binds_prompts
-        self._late: Set[str] = frozenset()  # requests whose images the step before did not finish
+        self._over_budget: Set[str] = frozenset()  # whose images the step before did not finish
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence behind all others that do not yield to it."""
+        """Queue a sequence behind all others, but before those that it may preempt."""
         _enter(self.waiting, sequence)
 
     def has_work(self) -> bool:
@@ -78,15 +78,15 @@ class Scheduler:
         batch: Batch,
         choices: list[TokenChoice | None],
         deferred: Set[str] = frozenset(),
-        late: Set[str] = frozenset(),
+        over_budget: Set[str] = frozenset(),
     ) -> None:
         """Note what a step has computed; who is finished by it frees its blocks.
 
         The shares of the `deferred` requests were not computed, and are scheduled again. Those of
-        the `late` ones will not be computed beside streams then either, and take no prompt tokens
-        from others.
+        the `over_budget` ones will not be computed beside streams then either, and take no prompt
+        tokens from others.
         """
-        self._late = late
+        self._over_budget = over_budget
         block_size = self.blocks.block_size
         for item, choice in zip(batch.items, choices, strict=True):
             sequence = item.sequence
@@ -182,7 +182,7 @@ class Scheduler:
 
     def _schedule_running(self, batch: Batch, budget: StepBudget) -> None:
         """Give every running sequence its share, oldest first."""
-        items, late, block_size = batch.items, self._late, self.blocks.block_size
+        items, over_budget, block_size = batch.items, self._over_budget, self.blocks.block_size
         may_guess: bool | None = None
         for sequence in tuple(self.running.values()):
             if budget.num_tokens == 0 or sequence.status is not SequenceStatus.RUNNING:
@@ -208,7 +208,7 @@ class Scheduler:
             if num_pending == 1:
                 budget.num_tokens -= 1
                 continue
-            budget.take(num_new, num_pending, is_late=sequence.request_id in late)
+            budget.take(num_new, num_pending, is_over_budget=sequence.request_id in over_budget)
             if num_new > 1:
                 self.blocks.promise(sequence, num_new)
 
@@ -256,21 +256,21 @@ class Scheduler:
             del self.waiting[sequence.request_id]
             sequence.status = SequenceStatus.RUNNING
             _enter(self.running, sequence)
-            self._note_pass(sequence)
+            self._note_overtaking(sequence)
             batch.items.append(ScheduledSequence(sequence, num_new))
             budget.take(num_new, num_pending)
             self.blocks.promise(sequence, num_new)
 
-    def _note_pass(self, started: Sequence) -> None:
-        """Count one pass for the first batch sequence that waits, and the first in its prompt."""
+    def _note_overtaking(self, started: Sequence) -> None:
+        """Count it for the first batch sequence that waits, and the first in its prompt."""
         if started.is_preemptible:
             return
         begun = (s for s in self.running.values() if s.num_pending_tokens > 1)
         for queue, sequences in ((self.running, begun), (self.waiting, self.waiting.values())):
-            passed = next((s for s in sequences if s.is_preemptible), None)
-            if passed is not None:
-                passed.num_passes += 1
-                _enter(queue, passed)
+            overtaken = next((s for s in sequences if s.is_preemptible), None)
+            if overtaken is not None:
+                overtaken.num_overtakes += 1
+                _enter(queue, overtaken)
 
     def _limit_by_images(
         self, sequence: Sequence, start: int, num_new: int, budget: StepBudget
@@ -329,12 +329,12 @@ def _to_end_of_run(image: ImageInput, start: int, num_new: int) -> int:
 def _enter(queue: OrderedDict[str, Sequence], sequence: Sequence, *, first: bool = False) -> None:
     """Queue a sequence last, or first, among its kind: interactive ones before batch work."""
     is_preemptible = sequence.is_preemptible
-    passed = [
+    behind = [
         request_id
         for request_id, other in queue.items()
         if (other.is_preemptible and not is_preemptible)
         or (first and other.is_preemptible == is_preemptible)
     ]
     queue[sequence.request_id] = sequence
-    for request_id in passed:
+    for request_id in behind:
         queue.move_to_end(request_id)

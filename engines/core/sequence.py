@@ -17,8 +17,8 @@ from shared.protocol import FinishReason, Priority, SamplingParams
 if TYPE_CHECKING:
     from engines.core.speculation import History
 
-#: Newcomers that pass a waiting batch sequence before it counts as one of them.
-MAX_PASSES = 32
+#: Newcomers that overtake a waiting batch sequence before it counts as one of them.
+MAX_OVERTAKES = 32
 
 
 class SequenceStatus(Enum):
@@ -47,7 +47,7 @@ class Sequence(Struct, eq=False):
     adapter: Adapter | None = None
     constraint: Constraint | None = None
     max_output_tokens: int = 1
-    eos_token_ids: tuple[int, ...] = ()  #: not drawn before `sampling.min_tokens`
+    eos_token_ids: tuple[int, ...] = ()  #: not sampled before `sampling.min_tokens`
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0  #: tokens whose keys and values are in the cache
     num_cached_tokens: int = 0  #: prompt tokens that the prefix cache gave at first scheduling
@@ -56,7 +56,7 @@ class Sequence(Struct, eq=False):
     block_hashes: list[bytes] = field(default_factory=list)  #: of its full blocks, as far as known
     num_published_blocks: int = 0  #: leading blocks that the prefix cache knows
     num_preemptions: int = 0
-    num_passes: int = 0  #: how often a newcomer was started before it
+    num_overtakes: int = 0  #: how often a newcomer was started before it
     finish_reason: FinishReason | None = None
     history: "History | None" = None  #: what drafts are made of; none where nothing is guessed
     _shift: int = 0  #: from a later token's place to its rotary position
@@ -100,8 +100,8 @@ class Sequence(Struct, eq=False):
 
     @property
     def is_preemptible(self) -> bool:
-        """Whether it lets interactive sequences pass: batch work does, until enough have."""
-        return self.priority is Priority.BATCH and self.num_passes < MAX_PASSES
+        """Whether interactive sequences overtake it: batch work is, until enough have."""
+        return self.priority is Priority.BATCH and self.num_overtakes < MAX_OVERTAKES
 
     @property
     def num_tokens(self) -> int:
@@ -115,7 +115,7 @@ class Sequence(Struct, eq=False):
 
     @property
     def num_pending_tokens(self) -> int:
-        """Tokens still to compute before the next one can be drawn."""
+        """Tokens still to compute before the next one can be sampled."""
         return len(self.token_ids) - self.num_computed_tokens
 
 
@@ -123,36 +123,44 @@ class ScheduledSequence:
     """One sequence's share of a step: the tokens from `start` to before `end`. Immutable.
 
     Blocks for all of them are in `sequence.block_ids` already. When `samples` is true the step
-    draws a token.
+    samples a token.
     """
 
-    __slots__ = ("draft", "end", "follows", "num_new_tokens", "samples", "sequence", "start")
+    __slots__ = (
+        "draft",
+        "end",
+        "in_flight_index",
+        "num_new_tokens",
+        "samples",
+        "sequence",
+        "start",
+    )
 
     def __init__(
         self,
         sequence: Sequence,
         num_new_tokens: int,
-        follows: int | None = None,
+        in_flight_index: int | None = None,
         draft: tuple[int, ...] = (),
     ) -> None:
-        """What the sequence has yet to compute, or, where it `follows`, its one next token.
+        """What the sequence has yet to compute, or, with an `in_flight_index`, its one next token.
 
-        That token is drawn by the step launched before, for its share of this number. A `draft` is
-        what may come behind the sequence's end; it is among the new tokens.
+        That token is sampled by the step in flight, for its share of this index. A `draft` is what
+        may come behind the sequence's end; it is among the new tokens.
         """
         self.sequence = sequence
         self.draft = draft
         self.num_new_tokens = num_new_tokens
-        self.follows = follows
+        self.in_flight_index = in_flight_index
         num_tokens = len(sequence.token_ids)
-        self.start = start = sequence.num_computed_tokens if follows is None else num_tokens
+        self.start = start = sequence.num_computed_tokens if in_flight_index is None else num_tokens
         self.end = end = start + num_new_tokens
-        #: whether this share reaches the sequence's end, so that the next token can be drawn
+        #: whether this share reaches the sequence's end, so that the next token can be sampled
         self.samples = end >= num_tokens
 
     @property
     def output_position(self) -> int:
-        """How many output tokens stand before the one that is drawn."""
+        """How many output tokens stand before the one that is sampled."""
         return self.end - len(self.draft) - self.sequence.num_prompt_tokens
 
     @property

@@ -1,7 +1,7 @@
-"""Several tokens of an answer in one step: guessed before it, and kept where they are what is drawn.
+"""Several tokens of an answer in one step: guessed before it, kept where they are what is sampled.
 
-A step computes the last token and a draft behind it. The sampler then draws as ever, place by
-place; as long as it draws what the draft has, the next place is known too. So an answer is the
+A step computes the last token and a draft behind it. The sampler then samples as ever, place by
+place; as long as it samples what the draft has, the next place is known too. So an answer is the
 same with and without drafts, at any temperature. Grammars guess well, as they force much of what
 they allow; what stood in prompt or answer before comes again: edits of code, quotes, extracts. How
 long drafts are follows what steps take, and how often a sequence's were right.
@@ -55,14 +55,16 @@ _MARGIN = 1.4
 #: Step times are noisy: one counts as so many times the usual at most.
 _MAX_NOISE = 2.0
 
-#: Draws the next tokens of shares, by their places; of which each has so many tokens more by now.
-Draw = Callable[[list[int], int], list[TokenChoice]]
+#: Samples the next tokens of shares, by their places; of which each has so many tokens more by now.
+Sample = Callable[[list[int], int], list[TokenChoice]]
 
 
-def draw_on(items: Items[ScheduledSequence], choices: list[TokenChoice | None], draw: Draw) -> None:
-    """Draw the tokens behind drafts, while these are right, into `following` of the choices.
+def sample_drafts(
+    items: Items[ScheduledSequence], choices: list[TokenChoice | None], sample: Sample
+) -> None:
+    """Sample the tokens behind drafts, while these are right, into `following` of the choices.
 
-    The sequences have the tokens that were drawn before while `draw` is called, and as they were after.
+    While `sample` is called, the sequences have the tokens that were sampled before it.
     """
     places = [place for place, item in enumerate(items) if item.draft]
     if not places:
@@ -77,7 +79,7 @@ def draw_on(items: Items[ScheduledSequence], choices: list[TokenChoice | None], 
                 assert choice is not None
                 items[place].sequence.token_ids.append(choice.token_id)
             num_more += 1
-            for place, choice in zip(places, draw(places, num_more), strict=True):
+            for place, choice in zip(places, sample(places, num_more), strict=True):
                 first = choices[place]
                 assert first is not None
                 first.following += (choice,)
@@ -215,7 +217,7 @@ def _match(token_ids: list[int], place: int, end: int) -> int:
 
 
 def _up_to_image(sequence: Sequence, place: int, most: int) -> int:
-    """How many tokens from a place on are text: an image's slots are no tokens that are drawn."""
+    """How many tokens from a place on are text: an image's slots are no tokens that are sampled."""
     if place < sequence.num_prompt_tokens:
         for image in sequence.images:
             if image.offset + image.num_tokens > place:
@@ -231,7 +233,7 @@ class Speculator:
     """
 
     def __init__(self, eos_token_ids: Set[int] = frozenset(), *, repeats: bool = True) -> None:
-        """No draft has tokens that end an answer: what is drawn behind one may.
+        """No draft has tokens that end an answer: what is sampled behind one may.
 
         `repeats`: answers without a grammar are guessed too, by what stood before.
         """

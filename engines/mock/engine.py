@@ -34,7 +34,7 @@ from engines.core.engine import BatchingEngine
 from engines.core.request import EngineRequest, ImageInput
 from engines.core.runner import NO_OPTIONS, Prompt, StepResult, TokenChoice, Tokenizer, token_mask
 from engines.core.sequence import Batch, ScheduledSequence, Sequence
-from engines.core.speculation import draw_on
+from engines.core.speculation import sample_drafts
 from engines.image_decoder import FORMATS, decode_image
 from engines.mock.settings import MockEngineSettings
 from engines.text.reasoning import REASONING_FORMATS, Reasoning
@@ -174,7 +174,7 @@ class MockAdapter:
 
 
 class MockRunner:
-    """Pretends to compute steps: draws words, counts images, takes as long as a model."""
+    """Pretends to compute steps: samples words, counts images, takes as long as a model."""
 
     vocab_size = VOCAB_SIZE
     max_model_len = MAX_MODEL_LEN
@@ -187,7 +187,7 @@ class MockRunner:
         self.num_blocks = _num_kv_blocks(settings)
         self._mock = settings.mock
         self._random = Random(settings.mock.seed)
-        self._answers: dict[str, bytes] = {}  # by request: its stream of words, as far as drawn
+        self._answers: dict[str, bytes] = {}  # by request: its stream of words, as far as sampled
         self._held_images: dict[str, set[str]] = {}  # by request: images whose features it holds
         self._encoder_cache: OrderedDict[str, int] = OrderedDict()  # bytes by image, oldest first
         self._encoder_cache_limit = settings.encoder_cache_bytes
@@ -201,14 +201,14 @@ class MockRunner:
         return self.launch(batch).wait()
 
     def launch(self, batch: Batch) -> "MockStep":
-        """Draw a token for each sequence that has caught up; they are known after the simulated time."""
+        """Sample a token for each sequence that has caught up; they are known after the simulated time."""
         items = batch.items
         choices = [
             self._choose(item.sequence, item.output_position) if item.samples else None
             for item in items
         ]
         if any(item.draft for item in items):
-            draw_on(
+            sample_drafts(
                 items,
                 choices,
                 lambda places, num_more: [

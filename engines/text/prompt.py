@@ -119,7 +119,7 @@ class PromptBuilder:
             raise InvalidRequest("A message refers to an image that the request does not hold.")
         texts = [_texts_of(message) for message in messages]
         words = [value for value in options.values() if isinstance(value, str)]
-        guard = _draw_guard([*texts, words])
+        guard = _random_guard([*texts, words])
         protect = self._spelling.protect
         protected = [[protect(text, guard) for text in group] for group in texts]
         options = {
@@ -311,7 +311,7 @@ def _protect_in(value: Any, protect: Callable[[str, str], str], guard: str) -> A
     return value
 
 
-def _draw_guard(texts: Sequence[Sequence[str]]) -> str:
+def _random_guard(texts: Sequence[Sequence[str]]) -> str:
     """A string that no text holds and that no user can foresee."""
     while True:
         guard = "".join(secrets.choice(_GUARD_ALPHABET) for _ in range(12))

@@ -20,7 +20,7 @@ from engines.core.runner import (
     TokenChoice,
 )
 from engines.core.sequence import Batch, ScheduledSequence, Sequence
-from engines.core.speculation import draw_on
+from engines.core.speculation import sample_drafts
 from engines.torch_backend.graphs.cuda_steps import CudaSteps, is_served
 from engines.torch_backend.kv_cache import KVCachePool, plan_kv_cache
 from engines.torch_backend.kv_int8 import Int8KVCachePool
@@ -229,12 +229,12 @@ class TorchRunner:
         # attention wants sequences with one new token first; choices go back into the batch's own order
         order = sorted(range(len(items)), key=lambda place: items[place].num_new_tokens != 1)
         ordered = [items[place] for place in order]
-        vision_s, deferred, late = self._images.encode_missing(ordered, max_vision_s)
+        vision_s, deferred, over_budget = self._images.encode_missing(ordered, max_vision_s)
         if deferred:
             order = [p for p in order if items[p].sequence.request_id not in deferred]
             ordered = [items[place] for place in order]
             if not ordered:
-                return StepResult([None] * len(items), vision_s, deferred, late)
+                return StepResult([None] * len(items), vision_s, deferred, over_budget)
         spans = _to_spans(ordered)
         plan = plan_attention(spans, self.block_size, self._dtype, self.device)
         sampling = [place for place, item in enumerate(ordered) if item.samples]
@@ -244,23 +244,23 @@ class TorchRunner:
             stop = spans[place].stop
             rows += range(stop - 1 - len(ordered[place].draft), stop)
         logits = self._logits(ordered, plan, rows)
-        drawn: list[TokenChoice | None] = [None] * len(ordered)
+        sampled: list[TokenChoice | None] = [None] * len(ordered)
 
-        def draw(places: list[int], num_more: int) -> list[TokenChoice]:
+        def sample_at(places: list[int], num_more: int) -> list[TokenChoice]:
             wanted = [row_of[place] + num_more for place in places]
             scores = logits if len(wanted) == len(logits) else logits[wanted]
             positions = [ordered[place].output_position + num_more for place in places]
             return sample(scores, [ordered[place].sequence for place in places], positions)
 
         if sampling:
-            for place, choice in zip(sampling, draw(sampling, 0), strict=True):
-                drawn[place] = choice
-            draw_on(ordered, drawn, draw)
+            for place, choice in zip(sampling, sample_at(sampling, 0), strict=True):
+                sampled[place] = choice
+            sample_drafts(ordered, sampled, sample_at)
         choices: list[TokenChoice | None] = [None] * len(items)
-        for place, choice in enumerate(drawn):
+        for place, choice in enumerate(sampled):
             choices[order[place]] = choice
-        self._images.let_go(ordered)
-        return StepResult(choices, vision_s, deferred, late)
+        self._images.unpin_done(ordered)
+        return StepResult(choices, vision_s, deferred, over_budget)
 
     @torch.inference_mode()
     def logits(self, items: list[ScheduledSequence]) -> Tensor:
@@ -359,9 +359,9 @@ class TorchRunner:
         return torch.tensor([token_ids, *positions])
 
     def _tokens_of(self, item: ScheduledSequence) -> list[int]:
-        if item.follows is None:
+        if item.in_flight_index is None:
             return item.token_ids
-        choice = self._sampled[item.follows]
+        choice = self._sampled[item.in_flight_index]
         assert choice is not None
         return [choice.token_id]
 

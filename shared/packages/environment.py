@@ -21,8 +21,8 @@ _KEY = re.compile(
     r"|AKIA[A-Z0-9]{16}|AIza|eyJ|[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}"
 )
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|[0-9]+")
-#: Letters and digits in a row that are that many and change so often are drawn, not written.
-_LEAST_DRAWN, _LONGEST_DRAWN_WORD = 16, 3
+#: Letters and digits in a row that are that many and change so often are random, not written.
+_LEAST_RANDOM, _LONGEST_RANDOM_WORD = 16, 3
 #: Variables that are no application's, and why; one that ends with * stands for all that begin so. An
 #: application gets its variables with its process, so what starts it and shuts it in has them first:
 #: bubblewrap, Python and `launch.py`. Those of its own interpreter (`NODE_OPTIONS`) are its own, and `ENV`
@@ -67,7 +67,7 @@ def check_environment(environment: Environment) -> None:
             raise BadEnvironment(f"secrets.{name}: there is a variable of this name; leave one out")
     for name, secret in secrets.items():
         if not is_secret_name(secret):
-            where = "secrets" if name == secret or is_drawn(name) else f"secrets.{name}"
+            where = "secrets" if name == secret or is_random(name) else f"secrets.{name}"
             raise BadEnvironment(
                 f"{where}: this is not the name of a secret, and may be its value, so it is not shown; "
                 "put the value into a file below VLM_NODE__SECRETS_DIR, and send the file's name: 1 to 63 "
@@ -91,14 +91,14 @@ def _check_size(values: Mapping[str, str], most: int, whose: str, advice: str) -
 
 def is_secret_name(text: str) -> bool:
     """Whether a secret may be called so. What reads like a key is taken for one, and is no name."""
-    return _SECRET.fullmatch(text) is not None and not is_drawn(text)
+    return _SECRET.fullmatch(text) is not None and not is_random(text)
 
 
-def is_drawn(text: str) -> bool:
-    """Whether this reads like a key or a token: drawn, not made up."""
+def is_random(text: str) -> bool:
+    """Whether this reads like a key or a token: random, not made up."""
     rows = re.split(r"[^A-Za-z0-9]", text)
     return _KEY.match(text) is not None or any(
-        len(row) >= _LEAST_DRAWN and len(row) < _LONGEST_DRAWN_WORD * len(_WORD.findall(row))
+        len(row) >= _LEAST_RANDOM and len(row) < _LONGEST_RANDOM_WORD * len(_WORD.findall(row))
         for row in rows
     )
 

@@ -19,7 +19,7 @@ from shared.protocol.content import (
 
 
 class SamplingParams(Message, frozen=True, omit_defaults=True):
-    """How to draw tokens. Neutral values are the defaults, so that greedy text needs only `temperature=0`.
+    """How to sample tokens. Neutral values are the defaults, so that greedy text needs only `temperature=0`.
 
     Units: probabilities and temperatures are pure numbers, `max_tokens` counts output tokens.
     """
@@ -38,7 +38,7 @@ class SamplingParams(Message, frozen=True, omit_defaults=True):
     logit_bias: dict[int, float] = msgspec.field(default_factory=dict)
     num_logprobs: int | None = None  #: None: none; k: the chosen token's and the k best
     ignore_eos: bool = False
-    min_tokens: int = 0  #: the end of the answer is not drawn before so many
+    min_tokens: int = 0  #: the end of the answer is not sampled before so many
 
 
 #: `json`: any JSON object, or what conforms to the schema that `source` is; `choice`: one of the texts of a JSON array.

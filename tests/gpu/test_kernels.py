@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from engines.torch_backend.graphs.cuda_graph import Drawing
+from engines.torch_backend.graphs.cuda_graph import SamplingKind
 from engines.torch_backend.models.config import TextConfig
 from engines.torch_backend.ops.decode_attention.reference import attend_decodes
 from engines.torch_backend.ops.registry import Op, Site, choose, discover
@@ -72,7 +72,7 @@ def test_every_fast_way_is_taken(tiny: Path) -> None:
     assert steps.ops.uses("varlen_attention")
     assert steps._graphs is not None
     captured = set(steps._graphs._graphs)
-    assert {(size, Drawing.BEST) for size in (1, 2, 4, 8, 16, 24, 32)} <= captured
+    assert {(size, SamplingKind.GREEDY) for size in (1, 2, 4, 8, 16, 24, 32)} <= captured
 
 
 @pytest.mark.parametrize("off", [*((name,) for name in FAST), FAST], ids=lambda off: "+".join(off))
@@ -88,7 +88,7 @@ def test_what_is_switched_off_changes_no_answer(
 @pytest.mark.parametrize(
     "sampling", [{"top_p": 0.9, "top_k": 50}, {"num_logprobs": 3}, {}], ids=str
 )
-def test_graphs_draw_what_is_drawn_without(tiny: Path, sampling: dict[str, Any]) -> None:
+def test_graphs_sample_what_is_sampled_without(tiny: Path, sampling: dict[str, Any]) -> None:
     found = []
     for off in ((), ("cuda_graph",)):
         loaded = load(tiny, "cuda", disabled_ops=off)

@@ -136,7 +136,7 @@ class Ours:
 
 
 class _SkippingRunner:
-    """Stands before a runner and draws token 5 without computing anything."""
+    """Stands before a runner and samples token 5 without computing anything."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner

@@ -1,9 +1,9 @@
 """Steps in which every sequence has one new token, captured in CUDA graphs and replayed.
 
 Used by the runner on a GPU. A step is filled into the buffers of the next larger batch size, and one launch
-replays all of it: embedding, layers, output head, and drawing the tokens. These stay on the device too, where the
+replays all of it: embedding, layers, output head, and sampling the tokens. These stay on the device too, where the
 step behind may take them up before the host has seen them. A graph is captured when its batch size
-and way of drawing are first met. Without a GPU the same function runs eagerly over the same buffers, which is how
+and kind of sampling are first met. Without a GPU the same function runs eagerly over the same buffers, which is how
 tests hold it to the plain path.
 """
 
@@ -23,23 +23,27 @@ from engines.torch_backend.layers.attention import PLAIN, Heads
 from engines.torch_backend.layers.rotary import RotaryTable
 from engines.torch_backend.models.llama import Llama
 from engines.torch_backend.ops.registry import Ops
-from engines.torch_backend.sampling.choose import draw, is_limited
+from engines.torch_backend.sampling.choose import is_truncated, sample_random
 from engines.torch_backend.sampling.sampler import needs_host, sample
 from shared.protocol import SamplingParams
 
 logger = logging.getLogger(__name__)
 
 
-class Drawing(Enum):
+class SamplingKind(Enum):
     """What a graph does with the scores."""
 
-    BEST = auto()  #: takes the best
-    RANDOM = auto()  #: draws, where a row is not greedy
-    LIMITED = auto()  #: draws among some of the tokens
+    GREEDY = auto()  #: takes the best
+    RANDOM = auto()  #: samples, where a row is not greedy
+    TRUNCATED = auto()  #: samples among some of the tokens
+
+
+#: A captured step, its scores and its tokens.
+Captured = tuple[torch.cuda.CUDAGraph, Tensor, Tensor]
 
 
 class DecodeGraphs:
-    """Captured steps by batch size and way of drawing."""
+    """Captured steps by batch size and kind of sampling."""
 
     def __init__(
         self,
@@ -60,10 +64,10 @@ class DecodeGraphs:
         self._table_width = -(-len(rotary.cos) // pool.block_size)
         self._device = rotary.cos.device
         self._sizes = batch_sizes(max_num_seqs)
-        # what the last step drew, by its rows; 0 where it drew nothing, which can be embedded too
+        # what the last step sampled, by its rows; 0 where nothing, which can be embedded too
         self._sampled = torch.zeros(self._sizes[-1], dtype=torch.int64, device=self._device)
         self._buffers: dict[int, DecodeBuffers] = {}
-        self._graphs: dict[tuple[int, Drawing], tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
+        self._graphs: dict[tuple[int, SamplingKind], Captured] = {}
         self._memory: Any = None  # of torch's allocator, shared by all graphs
 
     def can_run(self, items: list[ScheduledSequence]) -> bool:
@@ -73,16 +77,16 @@ class DecodeGraphs:
         )
 
     def launch(self, items: list[ScheduledSequence]) -> RunningStep:
-        """Draw the next token of each sequence; waits for them only where the sampler needs the scores.
+        """Sample the next token of each sequence; waits for them only where the sampler needs the scores.
 
         Raises: SequenceFailure for scores that are no numbers.
         """
         params = [item.sequence.sampling for item in items]
         if any(needs_host(item.sequence) for item in items):
-            logits, _, _ = self._compute(items, Drawing.BEST)
+            logits, _, _ = self._compute(items, SamplingKind.GREEDY)
             choices = sample(logits[: len(items)], [item.sequence for item in items])
             return ComputedStep(StepResult(list(choices)))
-        _, token_ids, buffers = self._compute(items, _choose_drawing(params))
+        _, token_ids, buffers = self._compute(items, _sampling_kind(params))
         return DecodeStep(items, *buffers.fetch(token_ids))
 
     @torch.inference_mode()
@@ -90,25 +94,25 @@ class DecodeGraphs:
         """Capture what will be met soon, the largest first, whose memory the others share. Returns: whether it worked."""
         try:
             for size in reversed(self._sizes):
-                for drawing in (Drawing.BEST, Drawing.RANDOM):
-                    self._compute([], drawing, size)
+                for kind in (SamplingKind.GREEDY, SamplingKind.RANDOM):
+                    self._compute([], kind, size)
             for size in (self._sizes[-1], self._sizes[0]):  # a large sort is another kernel's
-                self._compute([], Drawing.LIMITED, size)
+                self._compute([], SamplingKind.TRUNCATED, size)
         except Exception as error:  # compilers and drivers raise whatever they like
             logger.warning("steps are not captured in CUDA graphs: %s", str(error)[:500])
             return False
         return True
 
     def _compute(
-        self, items: list[ScheduledSequence], drawing: Drawing, size: int | None = None
+        self, items: list[ScheduledSequence], kind: SamplingKind, size: int | None = None
     ) -> tuple[Tensor, Tensor, DecodeBuffers]:
-        """Scores, which graphs keep where the best is taken alone, and tokens of the buffers' rows. Shapes: (B, V), (B,)."""
+        """Scores, which graphs keep where all is greedy, and tokens of the buffers' rows. Shapes: (B, V), (B,)."""
         size = size or next(size for size in self._sizes if size >= len(items))
         buffers = self._buffers.get(size) or self._create_buffers(size)
         buffers.fill(items)
         if self._device.type != "cuda":
-            return *self._step(buffers, drawing), buffers
-        captured = self._graphs.get((size, drawing)) or self._capture(size, drawing)
+            return *self._step(buffers, kind), buffers
+        captured = self._graphs.get((size, kind)) or self._capture(size, kind)
         graph, logits, token_ids = captured
         graph.replay()
         return logits, token_ids, buffers
@@ -127,7 +131,7 @@ class DecodeGraphs:
         self._buffers[size] = buffers
         return buffers
 
-    def _step(self, buffers: DecodeBuffers, drawing: Drawing) -> tuple[Tensor, Tensor]:
+    def _step(self, buffers: DecodeBuffers, kind: SamplingKind) -> tuple[Tensor, Tensor]:
         """What is captured: it reads and writes device memory alone."""
         decoder, pool = self._decoder, self._pool
 
@@ -144,38 +148,38 @@ class DecodeGraphs:
             tables, lengths = buffers.tables, buffers.lengths
             return self._attend_decodes(pool, layer, query, tables, lengths, heads.window)
 
-        followed = buffers.followed
-        drawn_before = self._sampled.index_select(0, followed.clamp(min=0))
-        x = decoder.embed(torch.where(followed < 0, buffers.token_ids, drawn_before))
+        rows = buffers.in_flight_rows
+        sampled_before = self._sampled.index_select(0, rows.clamp(min=0))
+        x = decoder.embed(torch.where(rows < 0, buffers.token_ids, sampled_before))
         hidden = decoder(x, attend)
         logits = decoder.logits(hidden)
         scores = logits.float()
         best, token_ids = scores.max(dim=-1)
-        if drawing is not Drawing.BEST:
-            is_limited = drawing is Drawing.LIMITED
-            sampled = draw(scores, buffers.draw_params, limited=is_limited, is_exact=True)
-            token_ids = torch.where(buffers.is_drawn > 0, sampled, token_ids)
+        if kind is not SamplingKind.GREEDY:
+            params, truncated = buffers.sample_params, kind is SamplingKind.TRUNCATED
+            sampled = sample_random(scores, params, truncated=truncated, is_exact=True)
+            token_ids = torch.where(buffers.is_random > 0, sampled, token_ids)
         token_ids = token_ids.masked_fill(~best.isfinite(), NO_TOKEN)
         self._sampled[: len(token_ids)].copy_(token_ids.clamp(min=0))
         return logits, token_ids
 
-    def _capture(self, size: int, drawing: Drawing) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
+    def _capture(self, size: int, kind: SamplingKind) -> Captured:
         buffers = self._buffers[size]
-        drawn_before = self._sampled.clone()
+        sampled_before = self._sampled.clone()
         stream = torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):  # compiles kernels, and lets libraries take their memory
-            self._step(buffers, drawing)
+            self._step(buffers, kind)
         torch.cuda.current_stream(self._device).wait_stream(stream)
-        self._sampled.copy_(drawn_before)  # for the replay, which is the same step once more
+        self._sampled.copy_(sampled_before)  # for the replay, which is the same step once more
         graph = torch.cuda.CUDAGraph()
         # another thread may allocate meanwhile: that of an adapter's files
         with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
-            logits, token_ids = self._step(buffers, drawing)
+            logits, token_ids = self._step(buffers, kind)
         self._memory = graph.pool()
-        if drawing is not Drawing.BEST:
+        if kind is not SamplingKind.GREEDY:
             logits = logits.new_empty(0)  # nobody reads them: their memory is the next graph's
-        self._graphs[size, drawing] = graph, logits, token_ids
+        self._graphs[size, kind] = graph, logits, token_ids
         return graph, logits, token_ids
 
 
@@ -185,8 +189,8 @@ def batch_sizes(max_num_seqs: int) -> tuple[int, ...]:
     return (*small, *range(8, max_num_seqs, 8), max_num_seqs)
 
 
-def _choose_drawing(params: list[SamplingParams]) -> Drawing:
+def _sampling_kind(params: list[SamplingParams]) -> SamplingKind:
     sampled = [p for p in params if p.temperature > 0]
-    if any(map(is_limited, sampled)):
-        return Drawing.LIMITED
-    return Drawing.RANDOM if sampled else Drawing.BEST
+    if any(map(is_truncated, sampled)):
+        return SamplingKind.TRUNCATED
+    return SamplingKind.RANDOM if sampled else SamplingKind.GREEDY

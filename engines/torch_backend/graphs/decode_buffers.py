@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engines.core.sequence import ScheduledSequence
-from engines.torch_backend.sampling.choose import LEAST_TEMPERATURE, DrawParams
+from engines.torch_backend.sampling.choose import LEAST_TEMPERATURE, SampleParams
 from engines.torch_backend.sampling.noise import signed, stream_key
 
 
@@ -42,20 +42,20 @@ class DecodeBuffers:
                 torch.zeros(len(self._idle), num_rows, dtype=torch.int64, pin_memory=is_pinned),
                 torch.zeros(3, num_rows, dtype=torch.float32, pin_memory=is_pinned),
                 torch.zeros(num_rows, table_width, dtype=torch.int32, pin_memory=is_pinned),
-                torch.zeros(num_rows, dtype=torch.int64, pin_memory=is_pinned),  # tokens drawn
+                torch.zeros(num_rows, dtype=torch.int64, pin_memory=is_pinned),  # sampled tokens
             )
             for _ in range(2)
         ]
         self._device = tuple(tensor.to(device, copy=True) for tensor in self._hosts[0][:3])
         integers, numbers, self.tables = self._device  # tables: (B, W)
         self.token_ids, self.slots, self.lengths = integers[:3]
-        self.is_drawn, keys, top_ks = integers[3:6]  # is_drawn: (B,) 0 where the best is taken
-        #: (B,) the row of the step before that draws the token; -1: it is known
-        self.followed = integers[6]
+        self.is_random, keys, top_ks = integers[3:6]  # is_random: (B,) 0 where the best is taken
+        #: (B,) the row of the step before that samples the token; -1: it is known
+        self.in_flight_rows = integers[6]
         #: (B,), or (R, B) where a token has several
         self.positions = integers[7] if num_position_rows == 1 else integers[7:]
         temperatures, top_ps, min_ps = numbers
-        self.draw_params = DrawParams(keys, top_ks, temperatures, top_ps, min_ps)
+        self.sample_params = SampleParams(keys, top_ks, temperatures, top_ps, min_ps)
 
     def fill(self, items: list[ScheduledSequence]) -> None:
         """Describe a step, and send it to the device. The step before the last one must be computed."""
@@ -68,13 +68,13 @@ class DecodeBuffers:
             position = item.start
             block, offset = divmod(position, self._block_size)
             integers[:7, row] = (
-                sequence.token_ids[position] if item.follows is None else 0,
+                sequence.token_ids[position] if item.in_flight_index is None else 0,
                 sequence.block_ids[block] * self._block_size + offset,
                 position + 1,
                 sampling.temperature > 0,
                 signed(stream_key(sampling.seed, item.output_position)),
                 min(sampling.top_k, self._vocab_size) if sampling.top_k > 0 else self._vocab_size,
-                -1 if item.follows is None else item.follows,
+                -1 if item.in_flight_index is None else item.in_flight_index,
             )
             integers[7:, row] = [one for [one] in sequence.positions(position, position + 1)]
             temperature = max(sampling.temperature, LEAST_TEMPERATURE)

@@ -1,6 +1,6 @@
 """Random-weight checkpoints of real shapes, for tests and benchmarks: of `llava-hf`, and as transformers saves them.
 
-Called by the command line and by tests. Memory stays at one shard: weights are drawn and written in turn.
+Called by the command line and by tests. Memory stays at one shard: weights are made at random and written in turn.
 """
 
 import math

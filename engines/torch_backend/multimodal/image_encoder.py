@@ -84,21 +84,21 @@ class ImageEncoder:
         started = time.perf_counter()
         if not any(map(_is_stream, items)):
             max_vision_s = None
-        late = self._encode(missing, max_vision_s)
+        over_budget = self._encode(missing, max_vision_s)
         vision_s = time.perf_counter() - started if missing else 0.0
         for request_id, key, is_known in wanted:
-            if key not in late:
+            if key not in over_budget:
                 if key not in self.cache:
                     raise SequenceFailure(request_id, NOT_FINITE)
                 self.cache.count_query(hit=is_known)
                 self.cache.pin(request_id, key)
         if max_vision_s is None:
             return vision_s, frozenset(), frozenset()
-        deferred, unready = (
+        deferred, still_missing = (
             frozenset(request_id for request_id, key, _ in wanted if key in keys)
-            for keys in (missing, late)
+            for keys in (missing, over_budget)
         )
-        return vision_s, deferred, unready
+        return vision_s, deferred, still_missing
 
     def place(self, items: list[ScheduledSequence], spans: list[Span]) -> list[ImageSlots]:
         """Where in the flat batch which features belong; a chunk may hold a part of an image."""
@@ -117,7 +117,7 @@ class ImageEncoder:
                     row += stop - start
         return slots
 
-    def let_go(self, items: list[ScheduledSequence]) -> None:
+    def unpin_done(self, items: list[ScheduledSequence]) -> None:
         """Unpin the images whose last slot a step has computed."""
         for item in items:
             for image in item.images:

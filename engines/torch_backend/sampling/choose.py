@@ -1,10 +1,10 @@
-"""A token per row, drawn from scores by parameters that are tensors too.
+"""A token per row, sampled from scores by parameters that are tensors too.
 
 Used by the sampler, and by decoding with a CUDA graph, which replays it: with `is_exact` nothing here looks
 at a number on the host. A row depends on nothing but its own scores and parameters.
 
 Order: temperature; `top_k`, `top_p` (of what `top_k` left) and `min_p` (against the best) remove tokens; what
-remains is drawn by Gumbel noise. Tokens that tie with the last one kept are kept.
+remains is sampled by Gumbel noise. Tokens that tie with the last one kept are kept.
 
 Shape letters: B rows, V vocabulary.
 """
@@ -24,8 +24,8 @@ LEAST_TEMPERATURE = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class DrawParams:
-    """How each of B rows is drawn."""
+class SampleParams:
+    """How each of B rows is sampled."""
 
     keys: Tensor  #: (B,) int64: the noise's streams
     top_ks: Tensor  #: (B,) int64; the vocabulary's size where there is no limit
@@ -40,8 +40,8 @@ class DrawParams:
         positions: list[int],
         vocab_size: int,
         device: torch.device,
-    ) -> "DrawParams":
-        """`positions` are those of the tokens to draw, counted from the first of the output."""
+    ) -> "SampleParams":
+        """`positions` are those of the tokens to sample, counted from the first of the output."""
         integers = torch.tensor(
             [[signed(stream_key(p.seed, i)) for p, i in zip(params, positions, strict=True)],
              [min(p.top_k, vocab_size) if p.top_k > 0 else vocab_size for p in params]]
@@ -56,19 +56,21 @@ class DrawParams:
         return cls(*integers, *numbers)
 
 
-def is_limited(params: SamplingParams) -> bool:
-    """Whether some tokens must not be drawn at all."""
+def is_truncated(params: SamplingParams) -> bool:
+    """Whether some tokens must not be sampled at all."""
     return params.top_k > 0 or params.top_p < 1 or params.min_p > 0
 
 
-def draw(scores: Tensor, params: DrawParams, *, limited: bool, is_exact: bool = False) -> Tensor:
+def sample_random(
+    scores: Tensor, params: SampleParams, *, truncated: bool, is_exact: bool = False
+) -> Tensor:
     """A random token per row. Shapes: (B, V); returns (B,).
 
-    `limited` says whether any row is; `is_exact` sorts whole rows at once instead of looking whether a part would do.
+    `truncated` says whether any row is; `is_exact` sorts whole rows at once instead of looking whether a part would do.
     """
     # first the best becomes 0, so that a tiny temperature cannot push a score beyond all numbers
     scores = (scores - scores.amax(-1, keepdim=True)) / params.temperatures.unsqueeze(1)
-    if limited:
+    if truncated:
         threshold = torch.maximum(
             params.min_ps.log(), _top_threshold(scores, params, is_exact=is_exact)
         )
@@ -76,7 +78,7 @@ def draw(scores: Tensor, params: DrawParams, *, limited: bool, is_exact: bool = 
     return (scores + gumbel_noise(params.keys, scores.shape[1])).argmax(dim=-1)
 
 
-def _top_threshold(scores: Tensor, params: DrawParams, *, is_exact: bool) -> Tensor:
+def _top_threshold(scores: Tensor, params: SampleParams, *, is_exact: bool) -> Tensor:
     """The score of the last token that `top_k` and `top_p` keep. Shapes: (B, V); returns (B,)."""
     vocab_size = scores.shape[1]
     top_k, top_p = params.top_ks.unsqueeze(1), params.top_ps.unsqueeze(1)
@@ -85,7 +87,7 @@ def _top_threshold(scores: Tensor, params: DrawParams, *, is_exact: bool) -> Ten
     limits = params.top_ks[params.top_ks < vocab_size]
     width = max(NUCLEUS_WIDTH, int(limits.max())) if limits.numel() else NUCLEUS_WIDTH
     threshold, kept = _threshold_among(scores, width, top_k, top_p)
-    # a row that is limited by `top_p` alone may keep more than the tokens looked at
+    # a row that is truncated by `top_p` alone may keep more than the tokens looked at
     if bool((kept[:, -1:] & (top_k > width) & (top_p < 1)).any()):
         return _threshold_among(scores, vocab_size, top_k, top_p)[0]
     return threshold
@@ -94,7 +96,7 @@ def _top_threshold(scores: Tensor, params: DrawParams, *, is_exact: bool) -> Ten
 def _threshold_among(
     scores: Tensor, width: int, top_k: Tensor, top_p: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The threshold as far as the `width` best tokens tell, and which of these are kept.
+    """The threshold as far as the `width` best tokens show, and which of these are kept.
 
     Shapes: scores (B, V), limits (B, 1); returns (B,) and (B, width).
     """
@@ -110,5 +112,5 @@ def _threshold_among(
     before = torch.cat([torch.zeros_like(mass[:, :1]), mass[:, :-1]], dim=-1)
     kept = kept & ((before < top_p) | (top_p >= 1))
     last = (kept.sum(-1, keepdim=True) - 1).clamp(min=0)  # the best stays, even for top_p 0
-    unlimited = (top_k >= vocab_size) & (top_p >= 1)
-    return ordered.gather(1, last).masked_fill(unlimited, -torch.inf).squeeze(1), kept
+    untruncated = (top_k >= vocab_size) & (top_p >= 1)
+    return ordered.gather(1, last).masked_fill(untruncated, -torch.inf).squeeze(1), kept

@@ -1,6 +1,6 @@
 """Random numbers without state: a pure function of (seed, position, token id).
 
-Used by the sampler, so that a token drawn anywhere, at any time, beside any others, is drawn the same.
+Used by the sampler, so that a token sampled anywhere, at any time, beside any others, is the same.
 Source: SplitMix64, Steele, Lea and Flood 2014, whose n-th output needs no earlier one.
 
 Shape letters: B rows, V vocabulary.
@@ -45,7 +45,7 @@ def gumbel_noise(keys: Tensor, num_tokens: int) -> Tensor:
     Source: Gumbel 1954; Maddison et al. 2014.
     """
     upper_half = _shift(random_bits(keys, num_tokens), 32)
-    # below 1, or the logarithm is infinite and the token can never be drawn
+    # below 1, or the logarithm is infinite and the token can never be sampled
     uniform = ((upper_half + 0.5) * 2.0**-32).clamp_(max=1 - 2.0**-24)
     return -torch.log(-torch.log1p(-uniform))
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from engines.core.constraint import Constraint
 from engines.core.runner import SequenceFailure, TokenChoice, token_mask
 from engines.core.sequence import Sequence
-from engines.torch_backend.sampling.choose import DrawParams, draw, is_limited
+from engines.torch_backend.sampling.choose import SampleParams, is_truncated, sample_random
 from shared.protocol import SamplingParams
 
 #: OpenAI's value for what can hardly come; stands for minus infinity too, which no JSON can tell
@@ -44,14 +44,14 @@ def sample(
     if sampled:
         rows = torch.tensor(sampled, device=logits.device)
         params = [sequences[row].sampling for row in sampled]
-        token_ids[rows] = _draw(scores[rows], params, [positions[row] for row in sampled])
+        token_ids[rows] = _sample_random(scores[rows], params, [positions[row] for row in sampled])
     choices = [TokenChoice(token_id) for token_id in token_ids.tolist()]
     _add_logprobs(choices, logits, sequences)
     return choices
 
 
 def _check_finite(best: Tensor, sequences: list[Sequence]) -> None:
-    """A row whose best score is no finite number cannot be drawn from; it is that request's failure."""
+    """A row whose best score is no finite number cannot be sampled from; it is that request's failure."""
     for is_finite, sequence in zip(best.isfinite().tolist(), sequences, strict=True):
         if not is_finite:
             raise SequenceFailure(sequence.request_id, NOT_FINITE)
@@ -125,7 +125,7 @@ class Sampled(Protocol):
 
     @property
     def sampling(self) -> SamplingParams:
-        """How its tokens are drawn."""
+        """How its tokens are sampled."""
         ...
 
     @property
@@ -182,10 +182,10 @@ def _penalties(sequence: Sequence) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return token_ids, factors.astype(np.float32), amounts.astype(np.float32)
 
 
-def _draw(scores: Tensor, params: list[SamplingParams], positions: list[int]) -> Tensor:
+def _sample_random(scores: Tensor, params: list[SamplingParams], positions: list[int]) -> Tensor:
     """A random token per row. Shapes: (B, V); returns (B,)."""
-    how = DrawParams.create(params, positions, scores.shape[1], scores.device)
-    return draw(scores, how, limited=any(map(is_limited, params)))
+    how = SampleParams.create(params, positions, scores.shape[1], scores.device)
+    return sample_random(scores, how, truncated=any(map(is_truncated, params)))
 
 
 def _add_logprobs(choices: list[TokenChoice], logits: Tensor, sequences: list[Sequence]) -> None:

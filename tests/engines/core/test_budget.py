@@ -195,7 +195,7 @@ def test_who_waits_for_an_image_leaves_the_prompt_tokens_to_those_behind():
     run_step(scheduler)
     scheduler.add(make_sequence(10, "image", images=(make_image(2, 4),)))
     scheduler.add(make_sequence(token_ids=[9] * 20, request_id="text"))
-    waits = {"deferred": {"image"}, "late": {"image"}}
+    waits = {"deferred": {"image"}, "over_budget": {"image"}}
     assert shares(run_step(scheduler, **waits)) == {"stream": 1, "image": 6}
     both = {"stream": 1, "image": 6, "text": 6}
     assert shares(run_step(scheduler, **waits)) == both

@@ -116,12 +116,12 @@ def step_until(engine: BatchingEngine, is_enough: Callable[[], bool]) -> list[st
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, int | None]]:
-    """By launch: who is in the step, and whose place in the step before it follows."""
+    """By launch: who is in the step, and whose index in the step in flight it has."""
     seen: list[dict[str, int | None]] = []
     launch = CheckingRunner.launch
 
     def note(self: CheckingRunner, batch: Batch) -> CheckingStep:
-        seen.append({item.sequence.request_id: item.follows for item in batch.items})
+        seen.append({item.sequence.request_id: item.in_flight_index for item in batch.items})
         return launch(self, batch)
 
     monkeypatch.setattr(CheckingRunner, "launch", note)

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from engines.core.sequence import MAX_PASSES, SequenceStatus
+from engines.core.sequence import MAX_OVERTAKES, SequenceStatus
 from shared.protocol import FinishReason, Priority, SamplingParams
 from tests.factories_engine import (
     EOS_ID,
@@ -184,8 +184,8 @@ def test_a_batch_sequence_is_passed_a_limited_number_of_times():
         num_newcomers += 1
         run_step(scheduler)
         scheduler.check_integrity()
-        assert num_newcomers < MAX_PASSES + 10
-    assert num_newcomers >= MAX_PASSES
+        assert num_newcomers < MAX_OVERTAKES + 10
+    assert num_newcomers >= MAX_OVERTAKES
 
 
 def test_a_batch_prompt_that_has_begun_is_passed_a_limited_number_of_times():
@@ -202,14 +202,14 @@ def test_a_batch_prompt_that_has_begun_is_passed_a_limited_number_of_times():
         num_newcomers += 1
         run_step(scheduler)
         assert batch.num_computed_tokens > 0
-        assert num_newcomers < MAX_PASSES + 10
+        assert num_newcomers < MAX_OVERTAKES + 10
 
 
 def test_a_batch_stream_is_passed_by_nobody_and_yields_its_seat_however_many_come():
     scheduler = make_scheduler(max_num_seqs=3)
     scheduler.add(make_batch(4))
     run_step(scheduler)
-    for number in range(MAX_PASSES + 2):
+    for number in range(MAX_OVERTAKES + 2):
         scheduler.add(
             make_sequence(token_ids=[number] * 4, request_id=f"n{number}", max_output_tokens=1)
         )

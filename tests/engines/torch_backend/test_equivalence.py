@@ -81,7 +81,7 @@ MODELS: dict[str, VLMConfig] = {
 SAMPLINGS = {
     "greedy": {},
     "seeded": {"temperature": 1.0, "seed": 7},
-    "limited": {"temperature": 1.5, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "seed": 7},
+    "truncated": {"temperature": 1.5, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "seed": 7},
     "penalised": {
         "temperature": 0.8,
         "repetition_penalty": 1.3,
@@ -183,7 +183,7 @@ def requests(pair: ModelPair, *, is_held: bool = False, **sampling: object) -> l
 
 
 class OurSampler(LogitsProcessor):
-    """Leaves transformers the token alone that our sampler draws from its logits."""
+    """Leaves transformers the token alone that our sampler samples from its logits."""
 
     def __init__(self, request: EngineRequest) -> None:
         self._request = request
@@ -294,7 +294,7 @@ def expected_logits() -> dict[Place, torch.Tensor]:
 
 
 def dictate(answers: Tokens, seen: dict[Place, torch.Tensor]) -> Callable[..., list[TokenChoice]]:
-    """A sampler that notes the logits and draws the given answers, so that all texts are the same."""
+    """A sampler that notes the logits and samples the given answers, so that all texts are the same."""
 
     def choose(
         logits: torch.Tensor, sequences: list[Sequence], positions: list[int]

@@ -44,7 +44,7 @@ def test_drafts_change_the_number_of_steps_alone(engine, monkeypatch, sampling):
     assert 0 < speculator.num_accepted <= speculator.num_guessed
 
 
-#: How answers without a grammar are drawn; each `n` of a request is a call with a seed of its own.
+#: How answers without a grammar are sampled; each `n` of a request is a call with a seed of its own.
 FREE = {
     "greedy": {"temperature": 0.0},
     "hot": {"seed": 3},

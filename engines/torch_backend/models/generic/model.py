@@ -236,7 +236,7 @@ class GenericModel(FamilyModel):
                 )
         except Exception as error:  # of a hundred classes' own
             raise UnsupportedCheckpoint(
-                f"transformers cannot load {name}: {_told(error)}"
+                f"transformers cannot load {name}: {_explain(error)}"
             ) from error
         loaded, info = result
         check_names(sorted(info["missing_keys"]), sorted(info["unexpected_keys"]))
@@ -263,7 +263,7 @@ class GenericModel(FamilyModel):
             self.inner(input_ids=ids, position_ids=positions, use_cache=False)
         except Exception as error:  # a layer that wants a mask fails in a way of its own
             raise UnsupportedCheckpoint(
-                f"{name} cannot be run over pages: {_told(error)}"
+                f"{name} cannot be run over pages: {_explain(error)}"
             ) from error
         text = self._text
         types = getattr(text, "layer_types", None) or [None] * text.num_hidden_layers
@@ -454,8 +454,8 @@ class GenericModel(FamilyModel):
             is_slot = ids == slot_id
             indicators = self._indicators(ids, rows, filled)
             rows = rows[is_slot[filled]] if indicators else rows
-            if bool((is_slot & ~filled).any()):  # drawn, and told apart by nothing else
-                rows = self._beside_drawn(rows, filled[is_slot])
+            if bool((is_slot & ~filled).any()):  # sampled, which nothing else says
+                rows = self._beside_sampled(rows, filled[is_slot])
             output: Any = self._form.output(rows)
             if indicators:
                 output.visual_indicator_features = indicators
@@ -476,7 +476,7 @@ class GenericModel(FamilyModel):
             found.append(rows)
         return found
 
-    def _beside_drawn(self, features: Tensor, is_feature: Tensor) -> Tensor:
+    def _beside_sampled(self, features: Tensor, is_feature: Tensor) -> Tensor:
         """Features, and rows that change nothing where the model wrote a slot's token itself. Shapes: (slots, levels * C)."""
         if self._no_feature is None:
             self._no_feature = self._find_no_feature(features[:1])
@@ -603,7 +603,7 @@ def embeddings_of(model: PreTrainedModel, **inputs: Any) -> Tensor:
 
 
 def _in_prompt(items: Sequence[ScheduledSequence], device: torch.device) -> Tensor:
-    """Which tokens of a step were asked, not drawn. Shapes: returns (N,)."""
+    """Which tokens of a step were asked, not sampled. Shapes: returns (N,)."""
     asked = [torch.arange(item.start, item.end) < item.sequence.num_prompt_tokens for item in items]
     return torch.cat(asked).to(device)
 
@@ -638,7 +638,7 @@ def _placed(given: Any, device: torch.device, dtype: torch.dtype) -> Any:
     return given.to(device, dtype) if given.is_floating_point() else given.to(device)
 
 
-def _told(error: Exception) -> str:
+def _explain(error: Exception) -> str:
     """One line of what went wrong."""
     text = " ".join(str(error).split())
     return (

@@ -19,13 +19,13 @@ from shared.protocol import SamplingParams
 
 LENGTHS = (40, 13)
 CHUNK = 9
-NUM_DRAWN = 3
+NUM_SAMPLED = 3
 
 
 def largest_difference(runner: Any, token_ids: list[int]) -> float:
     """The largest difference of scores, as a share of their standard deviation, for prompts of these tokens."""
     sequences = _make_sequences(runner, token_ids)
-    found = _draw(runner, sequences)
+    found = _sample(runner, sequences)
     worst = 0.0
     for sequence in sequences:
         scores = runner.plain_logits(torch.tensor(sequence.token_ids[:-1]))
@@ -39,8 +39,8 @@ def difference_with_image(runner: Any, model: Any, prompt: Prompt) -> float | No
     Transformers' forward pass encodes the image and counts the positions by itself.
     """
     length = len(prompt.token_ids)
-    num_blocks = -(-(length + NUM_DRAWN) // runner.block_size)
-    if num_blocks > runner.num_blocks or length + NUM_DRAWN > runner.max_model_len:
+    num_blocks = -(-(length + NUM_SAMPLED) // runner.block_size)
+    if num_blocks > runner.num_blocks or length + NUM_SAMPLED > runner.max_model_len:
         return None
     sequence = Sequence(
         "self-check-image", list(prompt.token_ids), length, SamplingParams(temperature=0), prompt.images,
@@ -48,12 +48,12 @@ def difference_with_image(runner: Any, model: Any, prompt: Prompt) -> float | No
     )  # fmt: skip
     sequence.block_ids = list(range(num_blocks))
     chunk = length if model.binds_prompts else max(CHUNK, -(-length // 3))
-    found = _draw(runner, [sequence], chunk)
+    found = _sample(runner, [sequence], chunk)
     ids = torch.tensor([sequence.token_ids[:-1]], device=runner.device)
     with model.as_transformers_does() as plain:
         slot_id: Any = getattr(plain.config, "image_token_id", None)
         inputs = whole_inputs(plain, ids, slot_id, [image.pixels for image in prompt.images])
-        if model.binds_prompts:  # types tell prompts from what was drawn behind them
+        if model.binds_prompts:  # types tell prompts from what was sampled behind them
             inputs["token_type_ids"] = (torch.arange(ids.shape[1])[None] >= length).long()
         scores = plain(input_ids=ids, use_cache=False, **inputs).logits[0]
     return _worst(sequence, found, scores)
@@ -105,22 +105,22 @@ def _make_sequences(runner: Any, token_ids: list[int]) -> list[Sequence]:
     share = runner.num_blocks // len(LENGTHS) * runner.block_size
     sequences = []
     for number, wanted in enumerate(LENGTHS):
-        length = min(wanted, share - NUM_DRAWN, runner.max_model_len - NUM_DRAWN)
+        length = min(wanted, share - NUM_SAMPLED, runner.max_model_len - NUM_SAMPLED)
         places = torch.randint(len(token_ids), (length,), generator=generator)
         ids = torch.tensor(token_ids)[places]
         sequence = Sequence(
             f"self-check-{number}", ids.tolist(), length, SamplingParams(temperature=0)
         )
-        num_blocks = -(-(length + NUM_DRAWN) // runner.block_size)
+        num_blocks = -(-(length + NUM_SAMPLED) // runner.block_size)
         sequence.block_ids = [free.pop(-1 if number else 0) for _ in range(num_blocks)]
         sequences.append(sequence)
     return sequences
 
 
-def _draw(runner: Any, sequences: list[Sequence], chunk: int = CHUNK) -> dict[str, list[Tensor]]:
+def _sample(runner: Any, sequences: list[Sequence], chunk: int = CHUNK) -> dict[str, list[Tensor]]:
     """Greedy tokens, in shares of a chunk; returns the scores of each."""
     scores: dict[str, list[Tensor]] = {sequence.request_id: [] for sequence in sequences}
-    while unfinished := [s for s in sequences if s.num_output_tokens < NUM_DRAWN]:
+    while unfinished := [s for s in sequences if s.num_output_tokens < NUM_SAMPLED]:
         items = [ScheduledSequence(s, _share(s, chunk)) for s in unfinished]
         items.sort(key=lambda item: item.num_new_tokens != 1)
         for item, row in zip(items, runner.logits(items), strict=True):

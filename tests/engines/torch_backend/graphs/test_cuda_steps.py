@@ -16,7 +16,7 @@ from engines.core.runner import SequenceFailure, StepResult
 from engines.core.sequence import Batch, ScheduledSequence, Sequence
 from engines.torch_backend import runner
 from engines.torch_backend.graphs import cuda_graph
-from engines.torch_backend.graphs.cuda_graph import DecodeGraphs, Drawing, batch_sizes
+from engines.torch_backend.graphs.cuda_graph import DecodeGraphs, SamplingKind, batch_sizes
 from engines.torch_backend.layers.quantization import SCHEMES
 from engines.torch_backend.models.llava import VLMConfig
 from shared.protocol import SamplingParams
@@ -41,7 +41,7 @@ PROMPTS: dict[str, list[list[int] | int]] = {
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "seeded": {"temperature": 1.0, "seed": 7},
-    "limited": {"temperature": 1.5, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "seed": 7},
+    "truncated": {"temperature": 1.5, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "seed": 7},
     "penalised": {"temperature": 0.8, "repetition_penalty": 1.3, "logit_bias": {5: 3.0}, "seed": 7},
 }
 WIDE = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32}
@@ -62,9 +62,9 @@ MODELS: dict[str, VLMConfig] = {
     "part": make_vlm_config(text={**WIDE, "intermediate_size": 200}),
 }
 STEPS = {
-    Drawing.BEST: {},
-    Drawing.RANDOM: SAMPLINGS["seeded"],
-    Drawing.LIMITED: SAMPLINGS["limited"],
+    SamplingKind.GREEDY: {},
+    SamplingKind.RANDOM: SAMPLINGS["seeded"],
+    SamplingKind.TRUNCATED: SAMPLINGS["truncated"],
 }
 
 
@@ -129,7 +129,7 @@ def test_every_model_and_sampling_is_the_plain_path(
 
 
 def test_requests_of_every_kind_share_a_step(on_cpu: None):
-    """Drawn as the most demanding of them needs, each by its own parameters."""
+    """Sampled as the most demanding of them needs, each by its own parameters."""
     model = pair("grouped")
     wanted = [
         make_request(model.config, name, PROMPTS["one"], max_tokens=16, **sampling)
@@ -155,32 +155,32 @@ def make_item(name: str, first_block: int, num_tokens: int, **sampling: Any) -> 
     return ScheduledSequence(sequence, 1)
 
 
-def spy(patch: pytest.MonkeyPatch) -> list[tuple[int, Drawing]]:
-    """Sizes of the buffers used, and how their rows were drawn."""
+def spy(patch: pytest.MonkeyPatch) -> list[tuple[int, SamplingKind]]:
+    """Sizes of the buffers used, and how their rows were sampled."""
     seen = []
     step = DecodeGraphs._step
 
-    def note(self: Any, buffers: Any, drawing: Drawing) -> Any:
-        seen.append((len(buffers.tables), drawing))
-        return step(self, buffers, drawing)
+    def note(self: Any, buffers: Any, kind: SamplingKind) -> Any:
+        seen.append((len(buffers.tables), kind))
+        return step(self, buffers, kind)
 
     patch.setattr(cuda_graph.DecodeGraphs, "_step", note)
     return seen
 
 
-@pytest.mark.parametrize("drawing", Drawing)
+@pytest.mark.parametrize("kind", SamplingKind)
 @pytest.mark.parametrize("num_sequences", [1, 3, 5, 11])
 def test_steps_are_padded_to_batch_sizes_and_idle_rows_do_no_harm(
-    num_sequences: int, drawing: Drawing, on_cpu: None, monkeypatch: pytest.MonkeyPatch
+    num_sequences: int, kind: SamplingKind, on_cpu: None, monkeypatch: pytest.MonkeyPatch
 ):
     seen = spy(monkeypatch)
     made = make_runner(pair("grouped"), max_num_seqs=16)
     torch.manual_seed(0)
     made._kv_pools[0]._data.normal_()
-    items = [make_item(f"r{i}", 8 * i, 5 + 2 * i, **STEPS[drawing]) for i in range(num_sequences)]
+    items = [make_item(f"r{i}", 8 * i, 5 + 2 * i, **STEPS[kind]) for i in range(num_sequences)]
     before = made._kv_pools[0]._data.clone()
     together = made.run(Batch(items))
-    assert seen == [({1: 1, 3: 4, 5: 8, 11: 16}[num_sequences], drawing)]
+    assert seen == [({1: 1, 3: 4, 5: 8, 11: 16}[num_sequences], kind)]
     written = (made._kv_pools[0]._data != before).any(-1).any(-1).nonzero()[:, 2:].unique(dim=0)
     slots = {(i.sequence.block_ids[-1], (i.sequence.num_tokens - 1) % 4) for i in items}
     spare = {(256, 0)} if num_sequences > 1 else set()
@@ -202,23 +202,25 @@ def test_it_is_overlapped_unless_it_is_switched_off(
     assert (engine.pipeline.num_overlapped > 0) == is_overlapped
 
 
-@pytest.mark.parametrize("drawing", Drawing)
-def test_a_step_reads_on_the_device_what_the_one_before_has_drawn(drawing: Drawing, on_cpu: None):
+@pytest.mark.parametrize("kind", SamplingKind)
+def test_a_step_reads_on_the_device_what_the_one_in_flight_samples(
+    kind: SamplingKind, on_cpu: None
+):
     """Of the same size or a smaller one; described while the one before is under way."""
     for kept in ([0, 1, 2], [2], [0, 2]):
         made = make_runner(pair("grouped"), max_num_seqs=16)
         made._kv_pools[0]._data.fill_(0.1)
-        items = [make_item(f"r{i}", 8 * i, 6, **STEPS[drawing]) for i in range(3)]
+        items = [make_item(f"r{i}", 8 * i, 6, **STEPS[kind]) for i in range(3)]
         for item in items:
             item.sequence.block_ids.append(item.sequence.block_ids[-1] + 1)
         sequences = [items[place].sequence for place in kept]
         first = made.launch(Batch(items))
-        ahead = [ScheduledSequence(items[place].sequence, 1, follows=place) for place in kept]
+        ahead = [ScheduledSequence(items[i].sequence, 1, in_flight_index=i) for i in kept]
         second = made.launch(Batch(ahead))
-        drawn = first.wait()
+        sampled = first.wait()
         found = second.wait()
         for place, item in enumerate(items):
-            choice = drawn.choices[place]
+            choice = sampled.choices[place]
             assert choice is not None
             item.sequence.token_ids.append(choice.token_id)
             item.sequence.num_computed_tokens += 1
@@ -233,7 +235,7 @@ def test_behind_scores_that_are_no_numbers_any_token_is_decoded(on_cpu: None):
     made._kv_pools[0]._data.zero_()
     made._kv_pools[0]._data[:, 1, 8] = torch.nan
     first = made.launch(Batch([bad]))
-    second = made.launch(Batch([ScheduledSequence(bad.sequence, 1, follows=0)]))
+    second = made.launch(Batch([ScheduledSequence(bad.sequence, 1, in_flight_index=0)]))
     for step in (first, second):
         with pytest.raises(SequenceFailure):
             step.wait()
@@ -255,7 +257,7 @@ def test_a_prompt_or_an_image_is_not_decoded(on_cpu: None, monkeypatch: pytest.M
     engine.add(make_request(model.config, "r", PROMPTS["one"], max_tokens=3))
     while engine.has_work():
         engine.step()
-    assert seen == [(1, Drawing.BEST)] * 2
+    assert seen == [(1, SamplingKind.GREEDY)] * 2
 
 
 def test_scores_that_are_no_numbers_fail_their_request_alone(
@@ -282,7 +284,7 @@ def test_warming_up_meets_every_size(on_cpu: None, monkeypatch: pytest.MonkeyPat
     seen = spy(monkeypatch)
     make_runner(pair("grouped"), max_num_seqs=5).warm_up()
     assert {size for size, _ in seen} == {1, 2, 4, 5}
-    assert {drawing for _, drawing in seen} == set(Drawing)
+    assert {kind for _, kind in seen} == set(SamplingKind)
 
 
 @pytest.mark.parametrize("error", [RuntimeError, Exception], ids=["driver", "compiler"])

@@ -151,7 +151,7 @@ def test_features_of_an_image_are_added_between_the_layers(
 
     monkeypatch.setattr(fused.Run, "compute", note)
     model.verify(start(model, dtype), "always", lambda: example_prompt(processor))
-    assert set(at_once) == {True, False}  # texts and what is drawn behind the image; the image
+    assert set(at_once) == {True, False}  # texts and what is sampled behind the image; the image
 
 
 @needs_kernels

@@ -76,9 +76,9 @@ def test_beside_streams_they_are_encoded_one_after_another():
     ]
     encoder = make_encoder()
 
-    late = [encoder.encode_missing(items, max_vision_s=0.0)[2] for _ in range(3)]
+    over_budget = [encoder.encode_missing(items, max_vision_s=0.0)[2] for _ in range(3)]
 
-    assert late == [{"b"}, frozenset(), frozenset()]
+    assert over_budget == [{"b"}, frozenset(), frozenset()]
 
 
 def test_another_number_of_patches_than_slots_is_the_requests_failure():

@@ -1,8 +1,8 @@
-"""A whole sort draws what a look at the best tokens draws, and a row does not see its neighbours."""
+"""A whole sort samples what a look at the best tokens samples, and a row does not see its neighbours."""
 
 import torch
 
-from engines.torch_backend.sampling.choose import NUCLEUS_WIDTH, DrawParams, draw
+from engines.torch_backend.sampling.choose import NUCLEUS_WIDTH, SampleParams, sample_random
 from shared.protocol import SamplingParams
 
 VOCAB_SIZE = 5 * NUCLEUS_WIDTH
@@ -16,23 +16,24 @@ PARAMS = [
 ]
 
 
-def draw_rows(rows: list[int], scores: torch.Tensor, position: int, **how: bool) -> list[int]:
-    params = DrawParams.create(
+def sample_rows(rows: list[int], scores: torch.Tensor, position: int, **how: bool) -> list[int]:
+    params = SampleParams.create(
         [PARAMS[row] for row in rows], [position] * len(rows), VOCAB_SIZE, scores.device
     )
-    return draw(scores[rows], params, limited=True, **how).tolist()
+    return sample_random(scores[rows], params, truncated=True, **how).tolist()
 
 
-def test_a_whole_sort_draws_what_a_part_draws():
+def test_a_whole_sort_samples_what_a_part_samples():
     rows = list(range(len(PARAMS)))
     for position in range(20):
         torch.manual_seed(position)
         scores = 3 * torch.randn(len(rows), VOCAB_SIZE)
-        assert draw_rows(rows, scores, position, is_exact=True) == draw_rows(rows, scores, position)
+        whole = sample_rows(rows, scores, position, is_exact=True)
+        assert whole == sample_rows(rows, scores, position)
 
 
-def test_a_row_is_drawn_alike_in_any_company():
+def test_a_row_is_sampled_alike_in_any_company():
     scores = torch.randn(len(PARAMS), VOCAB_SIZE)
     rows = list(range(len(PARAMS)))
-    alone = [draw_rows([row], scores, 3, is_exact=True)[0] for row in rows]
-    assert draw_rows(rows, scores, 3, is_exact=True) == alone
+    alone = [sample_rows([row], scores, 3, is_exact=True)[0] for row in rows]
+    assert sample_rows(rows, scores, 3, is_exact=True) == alone

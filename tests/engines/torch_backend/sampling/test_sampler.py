@@ -1,6 +1,6 @@
-"""Tokens are drawn from the distribution that the parameters describe, by seed and position alone.
+"""Tokens are sampled from the distribution that the parameters describe, by seed and position alone.
 
-The chi-square tests draw with fixed seeds, so that they pass or fail for ever; their bound is the one that a
+The chi-square tests sample with fixed seeds, so that they pass or fail for ever; their bound is the one that a
 true sampler exceeds once in 10,000 sets of seeds.
 """
 
@@ -18,7 +18,7 @@ from engines.torch_backend.sampling.sampler import LEAST_LOGPROB, sample
 from shared.protocol import SamplingParams
 
 LOGITS = torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, -3.0])
-NUM_DRAWS = 4000
+NUM_SAMPLES = 4000
 
 
 def make_sequence(
@@ -28,10 +28,10 @@ def make_sequence(
     return Sequence("request", [*prompt, *output], len(prompt), params)
 
 
-def draw(logits: torch.Tensor, **sampling: Any) -> list[int]:
-    """Many draws from one distribution, each with a seed of its own."""
-    sequences = [make_sequence(seed=seed, **sampling) for seed in range(NUM_DRAWS)]
-    return [choice.token_id for choice in sample(logits.repeat(NUM_DRAWS, 1), sequences)]
+def sample_many(logits: torch.Tensor, **sampling: Any) -> list[int]:
+    """Many samples from one distribution, each with a seed of its own."""
+    sequences = [make_sequence(seed=seed, **sampling) for seed in range(NUM_SAMPLES)]
+    return [choice.token_id for choice in sample(logits.repeat(NUM_SAMPLES, 1), sequences)]
 
 
 def chi_square_bound(freedom: int) -> float:
@@ -43,7 +43,7 @@ def chi_square_bound(freedom: int) -> float:
 def assert_distribution(tokens: list[int], expected: torch.Tensor) -> None:
     counts = torch.bincount(torch.tensor(tokens), minlength=len(expected)).double()
     possible = expected > 0
-    assert counts[~possible].sum() == 0, "a token was drawn that must not be"
+    assert counts[~possible].sum() == 0, "a token was sampled that must not be"
     wanted = expected[possible].double() * len(tokens)
     statistic = ((counts[possible] - wanted) ** 2 / wanted).sum().item()
     assert statistic < chi_square_bound(max(1, int(possible.sum()) - 1))
@@ -57,7 +57,7 @@ def kept(token_ids: list[int], temperature: float = 1.0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_end_is_not_drawn_before_the_least_number_of_tokens(temperature):
+def test_the_end_is_not_sampled_before_the_least_number_of_tokens(temperature):
     """Whoever shares the step may end."""
     sequences = [
         Sequence(
@@ -92,8 +92,8 @@ def test_the_end_is_not_drawn_before_the_least_number_of_tokens(temperature):
     ],
     ids=str,
 )
-def test_draws_follow_the_distribution(sampling, expected):
-    assert_distribution(draw(LOGITS, **sampling), expected)
+def test_samples_follow_the_distribution(sampling, expected):
+    assert_distribution(sample_many(LOGITS, **sampling), expected)
 
 
 def adjusted(changes: dict[int, float], temperature: float = 1.0) -> torch.Tensor:
@@ -126,13 +126,13 @@ def adjusted(changes: dict[int, float], temperature: float = 1.0) -> torch.Tenso
     ],
     ids=str,
 )
-def test_draws_follow_the_distribution_under_bias_and_penalties(sampling, expected):
-    assert_distribution(draw(LOGITS, prompt=(5, 5), output=(0, 0, 1), **sampling), expected)
+def test_samples_follow_the_distribution_under_bias_and_penalties(sampling, expected):
+    assert_distribution(sample_many(LOGITS, prompt=(5, 5), output=(0, 0, 1), **sampling), expected)
 
 
 def test_a_penalty_comes_before_the_limits():
     """The two best without penalty are not the two best with it."""
-    tokens = draw(LOGITS, output=(0, 0), frequency_penalty=2.0, top_k=2)
+    tokens = sample_many(LOGITS, output=(0, 0), frequency_penalty=2.0, top_k=2)
     scores = torch.full_like(LOGITS, -torch.inf)
     scores[[1, 2]] = LOGITS[[1, 2]]
     assert_distribution(tokens, scores.softmax(-1))
@@ -156,13 +156,13 @@ def test_a_nucleus_wider_than_the_first_look_is_whole():
     flat = torch.zeros(4 * NUCLEUS_WIDTH)
     flat[: 2 * NUCLEUS_WIDTH] += 5.0
     # 0.9 of the mass needs most of the higher half, whose tokens tie and so are all kept
-    tokens = draw(flat, top_p=0.9)
+    tokens = sample_many(flat, top_p=0.9)
     assert NUCLEUS_WIDTH < max(tokens) < 2 * NUCLEUS_WIDTH
 
 
 def test_ties_at_the_limit_are_all_kept():
     tied = torch.tensor([1.0, 0.0, 0.0, 0.0])
-    assert set(draw(tied, top_k=2)) == {0, 1, 2, 3}
+    assert set(sample_many(tied, top_k=2)) == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_greedy_and_random_rows_mix():
 
 
 def test_a_tiny_temperature_is_greedy():
-    assert set(draw(LOGITS * 1000, temperature=1e-30)) == {0}
+    assert set(sample_many(LOGITS * 1000, temperature=1e-30)) == {0}
 
 
 @pytest.mark.parametrize(
