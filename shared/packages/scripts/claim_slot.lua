@@ -1,5 +1,5 @@
 -- The first of some slots that no node has claimed of late is claimed. Whoever has one says so in its own record, by
--- which it comes into the deployment's; a claim of which nothing is heard counts no more after a while.
+-- which it comes into the deployment's; a claim that is not renewed counts no more after a while.
 -- KEYS: claims    args: ids, node, lease_ms, ttl_ms
 -- Returns its place among the ids, from 1; 0: none.
 local args = cmsgpack.unpack(ARGV[1])

@@ -254,7 +254,7 @@ MIXED = batch_of(1, 80)
 
 
 @pytest.mark.parametrize(
-    ("slow", "result", "is_heard"),
+    ("slow", "result", "counts"),
     [
         pytest.param(MIXED, StepResult([]), True, id="streams and a prompt"),
         pytest.param(MIXED, StepResult([], vision_s=0.1), False, id="an image"),
@@ -264,11 +264,11 @@ MIXED = batch_of(1, 80)
         ),
     ],
 )
-def test_only_steps_that_kept_streams_waiting_move_the_limit(slow, result, is_heard):
+def test_only_steps_that_kept_streams_waiting_move_the_limit(slow, result, counts):
     limits = StepLimits(1024, 8, PrefillLimit(80, spare_s=0.6))
     limits.note(batch_of(1), StepResult([]), 1.0)
     limits.note(slow, result, 2.5)
-    assert prefill_tokens_beside_one(limits) == (72 if is_heard else 80)
+    assert prefill_tokens_beside_one(limits) == (72 if counts else 80)
 
 
 def test_where_launching_computes_nothing_its_time_moves_nothing():

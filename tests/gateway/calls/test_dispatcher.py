@@ -40,7 +40,7 @@ def finished(num_tokens: int, attempt: int = 1) -> Finished:
     return Finished("r", attempt, FinishReason.STOP, Usage(1, num_tokens))
 
 
-def make_generation(*request_ids: str) -> tuple[OpenCall, list[OpenCall]]:
+def make_open_call(*request_ids: str) -> tuple[OpenCall, list[OpenCall]]:
     closed: list[OpenCall] = []
     return OpenCall("m", request_ids or ("r",), float("inf"), closed.append), closed
 
@@ -116,30 +116,30 @@ def test_nothing_passes_after_the_end():
 
 
 async def test_receive_gives_all_that_came_together():
-    generation, _ = make_generation("a", "b")
-    generation.deliver(0, delta(0, 1))
-    generation.deliver(1, delta(0, 2))
-    assert [index for index, _ in await generation.receive()] == [0, 1]
-    assert await generation.receive(timeout_s=0.01) == []
+    open_call, _ = make_open_call("a", "b")
+    open_call.deliver(0, delta(0, 1))
+    open_call.deliver(1, delta(0, 2))
+    assert [index for index, _ in await open_call.receive()] == [0, 1]
+    assert await open_call.receive(timeout_s=0.01) == []
 
 
 async def test_close_is_idempotent_and_wakes_the_receiver():
-    generation, closed = make_generation()
-    waiting = asyncio.ensure_future(generation.receive())
+    open_call, closed = make_open_call()
+    waiting = asyncio.ensure_future(open_call.receive())
     await asyncio.sleep(0)
-    generation.close()
-    generation.close()
+    open_call.close()
+    open_call.close()
     with pytest.raises(Gone):
         await waiting
-    assert closed == [generation]
-    assert generation.unsettled_ids == ["r"]
+    assert closed == [open_call]
+    assert open_call.unsettled_ids == ["r"]
 
 
 async def test_a_settled_choice_is_not_cancelled():
-    generation, _ = make_generation("a", "b")
-    generation.deliver(0, finished(0))
-    generation.fail(1, ErrorCode.DEADLINE_EXCEEDED, "late")
-    assert generation.unsettled_ids == ["b"]
+    open_call, _ = make_open_call("a", "b")
+    open_call.deliver(0, finished(0))
+    open_call.fail(1, ErrorCode.DEADLINE_EXCEEDED, "late")
+    assert open_call.unsettled_ids == ["b"]
 
 
 @pytest.fixture
@@ -301,37 +301,37 @@ async def dispatcher(redis, redis_blocking, redis_prefix):
 
 async def submit(dispatcher: Dispatcher, count: int, timeout_s: float) -> list[OpenCall]:
     """So many choices, 16 a request."""
-    generations = []
+    open_calls = []
     for _ in range(count // 16):
         choices = [make_request() for _ in range(16)]
-        generations.append(
+        open_calls.append(
             await dispatcher.submit(choices, timeout_s=timeout_s, max_waiting=100_000)
         )
-    return generations
+    return open_calls
 
 
 @in_one_round
 async def test_ten_thousand_silent_requests_end_at_their_deadline(dispatcher):
-    async def lateness_s(generation: OpenCall) -> float:
+    async def lateness_s(open_call: OpenCall) -> float:
         num_ended = 0
         while num_ended < 16:
-            events = await generation.receive()
+            events = await open_call.receive()
             assert {event.code for _, event in events} == {ErrorCode.DEADLINE_EXCEEDED}
             num_ended += len(events)
-        return time.monotonic() - generation.deadline_at
+        return time.monotonic() - open_call.deadline_at
 
     ended_at = asyncio.get_running_loop().time() + 4.0
     lateness = []
     for _ in range(10_000 // 16):
         timeout_s = max(0.1, ended_at - asyncio.get_running_loop().time())
-        [generation] = await submit(dispatcher, 16, timeout_s)
-        lateness.append(asyncio.create_task(lateness_s(generation)))
+        [open_call] = await submit(dispatcher, 16, timeout_s)
+        lateness.append(asyncio.create_task(lateness_s(open_call)))
     assert max(await asyncio.gather(*lateness)) < 2.0
 
 
 @in_one_round
 async def test_a_deadline_does_not_wait_for_a_redis_that_is_silent(dispatcher, monkeypatch):
-    [generation] = await submit(dispatcher, 16, timeout_s=1.0)
+    [open_call] = await submit(dispatcher, 16, timeout_s=1.0)
     began_at = time.monotonic()
 
     async def hang(*_: object, **__: object) -> None:
@@ -339,7 +339,7 @@ async def test_a_deadline_does_not_wait_for_a_redis_that_is_silent(dispatcher, m
 
     for name in ("state", "listen", "events", "cancel"):
         monkeypatch.setattr(dispatcher.queue, name, hang, raising=False)
-    assert await generation.receive(timeout_s=5.0)
+    assert await open_call.receive(timeout_s=5.0)
     assert time.monotonic() - began_at < 2.0
     monkeypatch.undo()
 
@@ -374,11 +374,11 @@ async def test_cancellations_go_in_bounded_calls_until_redis_takes_them(dispatch
             num_running -= 1
 
     monkeypatch.setattr(dispatcher.queue, "cancel", count)
-    generations = await submit(dispatcher, 2_000, timeout_s=60.0)
-    for generation in generations:
-        generation.close()
+    open_calls = await submit(dispatcher, 2_000, timeout_s=60.0)
+    for open_call in open_calls:
+        open_call.close()
     async with asyncio.timeout(15):
-        while (await dispatcher.queue.stats(generations[0].model)).num_open:
+        while (await dispatcher.queue.stats(open_calls[0].model)).num_open:
             await asyncio.sleep(0.02)
     assert max(sizes) <= 500
     assert most_running == 1

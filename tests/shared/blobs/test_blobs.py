@@ -96,7 +96,7 @@ async def test_releasing_never_keeps_a_blob_longer(store, redis, redis_prefix):
     assert await redis.pttl(key) <= 2000
 
 
-async def test_what_is_said_as_the_store_closes_is_heard(redis, redis_prefix):
+async def test_a_release_as_the_store_closes_is_carried_out(redis, redis_prefix):
     store = RedisBlobStore(redis, redis_prefix)
     await store.put(DATA, "a", ttl_s=300)
     store.release("a")

@@ -93,9 +93,7 @@ async def test_every_slot_is_taken_once(redis_server, redis_prefix):
     await redis.aclose()
 
 
-async def test_a_claim_of_which_nothing_is_heard_counts_no_more(
-    redis_server, redis_prefix, monkeypatch
-):
+async def test_a_claim_that_is_not_renewed_counts_no_more(redis_server, redis_prefix, monkeypatch):
     redis = create_redis(RedisSettings(url=redis_server, key_prefix=redis_prefix))
     board = Board(redis, redis_prefix)
     assert [await board.claim("n", [7, 8], node) for node in ("one", "two")] == [7, 8]

@@ -45,7 +45,7 @@ async def test_batch_work_is_given_in_order_after_all_interactive_work(ends):
     assert worker.num_backlog == 0
 
 
-async def test_a_worker_that_waits_hears_of_batch_work(ends):
+async def test_a_worker_that_waits_learns_of_batch_work(ends):
     worker = ends.worker("a")
     await worker.create_group()
     reading = asyncio.create_task(worker.read(8, 30.0))

@@ -55,7 +55,7 @@ async def test_events_of_all_models_come_in_order(open_mailbox, post):
     assert await names(events, 1) == ["3"]
 
 
-async def test_a_model_opened_later_is_heard_at_once(open_mailbox, post):
+async def test_a_model_opened_later_is_read_at_once(open_mailbox, post):
     mailbox = open_mailbox()
     await mailbox.open(["m"])
     waiting = asyncio.create_task(names(mailbox.events(), 1))
@@ -67,7 +67,7 @@ async def test_a_model_opened_later_is_heard_at_once(open_mailbox, post):
     assert await asyncio.wait_for(waiting, 1.8) == ["late"]
 
 
-async def test_a_model_opened_while_the_reader_connects_is_heard_at_once(
+async def test_a_model_opened_while_the_reader_connects_is_read_at_once(
     redis_server, redis_prefix, post, tmp_path
 ):
     may_connect, is_connecting = asyncio.Event(), asyncio.Event()

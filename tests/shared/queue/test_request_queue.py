@@ -169,7 +169,7 @@ async def test_events_of_many_requests_come_as_one_entry(ends):
     assert await ends.next_events() == (make_delta(first, 0, 5, 6), make_delta(second, 0, 7))
 
 
-async def test_the_same_publication_twice_is_heard_once(ends):
+async def test_the_same_publication_twice_arrives_once(ends):
     worker = ends.worker("a")
     request = await ends.enqueue()
     claim = await ends.claim(worker)
@@ -313,7 +313,7 @@ async def test_workers_that_reclaim_at_once_share_what_is_there(ends):
     assert len(ids) == len(set(ids)) == 6
 
 
-async def test_finishing_twice_says_ok_and_is_heard_once(ends):
+async def test_finishing_twice_says_ok_and_arrives_once(ends):
     worker = ends.worker("a")
     request = await ends.enqueue()
     claim = await ends.claim(worker)
