@@ -8,28 +8,20 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 
-from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from gateway.api import SURFACES, create_operations
-from gateway.api.adapters import create_adapter_routes
-from gateway.api.applications import create_application_routes
-from gateway.api.models import create_model_routes
+from gateway.api import SURFACES, create_operations, create_routers
 from gateway.api.openapi import create_openapi
-from gateway.api.operator_access import OperatorAccess
-from gateway.api.packages import create_package_routes
-from gateway.api.probes import create_probes
 from gateway.api.routes import create_routes, schemas_of
-from gateway.api.run import Running
-from gateway.calls.lifecycle import Lifecycle
 from gateway.calls.resume import STREAM_PATH
 from gateway.calls.surface import Surface
 from gateway.http.auth import PUBLIC_PATHS, KeyRing
 from gateway.http.errors import ApiError, from_status, unexpected, unknown_path
-from gateway.http.middleware import GatewayMiddleware
+from gateway.http.middleware import Api, GatewayMiddleware
 from gateway.http.wrong_keys import WrongKeys
 from gateway.page import create_page_routes
 from gateway.services import Services
@@ -57,18 +49,13 @@ def create_app(
     settings, lifecycle = services.settings, services.lifecycle
     app = _create_empty(services)
     served = [create(settings.limits) for create in surfaces]
-    operations = create_operations(
-        lifecycle,
-        services.search,
-        services.batches,
-        services.look_for_batches,
-        services.sessions,
-        settings.limits,
-        settings.search.default_store,
-    )
-    surface_of = {path: each for each in served for path in (each.path, *each.aliases)}
-    services.run_batches(surface_of)
-    apis = {path: Endpoint(partial(lifecycle.serve, each)) for path, each in surface_of.items()}
+    operations = create_operations(services, served)
+    services.run_batches({each.path: each for each in served if each.batchable})
+    apis = {
+        path: Api(partial(lifecycle.serve, each), each.error)
+        for each in served
+        for path in (each.path, *each.aliases)
+    }
     page = create_page_routes()
     gateway = settings.gateway
     keys = KeyRing(gateway.api_keys, gateway.admin_keys, gateway.deploy_keys)
@@ -78,8 +65,7 @@ def create_app(
         keys=keys,
         wrong_keys=wrong_keys,
         public_paths=PUBLIC_PATHS | {route.path for route in page},
-        apis={path: endpoint.serve for path, endpoint in apis.items()},
-        renders={path: surface.error for path, surface in surface_of.items()},
+        apis=apis,
     )
     if gateway.cors_origins:  # added last: it answers before keys are asked for
         app.add_middleware(
@@ -92,17 +78,12 @@ def create_app(
     known = (*(surface.path for surface in served), "/v1/models")
     app.add_exception_handler(HTTPException, partial(_show_http_error, known))
     app.router.routes += page
-    for path, endpoint in apis.items():  # a POST does not come that far: the others are refused
-        app.router.routes.append(Route(path, endpoint, methods=["POST"]))
-    running = Running(settings.limits)
-    app.router.routes.append(
-        Route(running.path, Endpoint(partial(_run, lifecycle)), methods=["POST"])
-    )
-    served.append(running)
+    for path, api in apis.items():  # a POST does not come that far: the others are refused
+        app.router.routes.append(Route(path, Endpoint(api.serve), methods=["POST"]))
     by_name = {surface.name: surface for surface in served}
     resume = Endpoint(partial(lifecycle.serve_stream, by_name))
     app.router.routes.append(Route(STREAM_PATH + "{id}", resume, methods=["GET"]))
-    for router in _create_routers(services, keys, wrong_keys):
+    for router in create_routers(services, keys, wrong_keys):
         app.include_router(router)
     app.include_router(create_routes(operations, services.admission, gateway, settings.limits))
     app.openapi = lambda: create_openapi(app, served, schemas_of(operations))
@@ -131,31 +112,6 @@ def _create_empty(services: Services) -> FastAPI:
     app.add_exception_handler(ApiError, _show_api_error)
     app.add_exception_handler(Exception, _show_unexpected)
     return app
-
-
-def _create_routers(services: Services, keys: KeyRing, wrong_keys: WrongKeys) -> list[APIRouter]:
-    """What is no API of models: their list, operators' calls, probes."""
-    settings, models = services.settings, services.models
-    access = partial(
-        OperatorAccess, wrong_keys=wrong_keys, admission=services.admission, settings=settings
-    )
-    return [
-        create_model_routes(models, settings.limits),
-        create_adapter_routes(models, access(keys.check_admin), settings.limits.max_loras),
-        create_application_routes(
-            models, services.board, access(keys.check_deployer), settings.deploy
-        ),
-        create_package_routes(
-            access(keys.check_deployer), settings.deploy.store, settings.gateway.body_timeout_s
-        ),
-        create_probes(services.admission, models, services.queue, services.metrics),
-    ]
-
-
-async def _run(lifecycle: Lifecycle, scope: Scope, receive: Receive, send: Send) -> None:
-    """A task of the application that the path names."""
-    surface = Running(lifecycle.limits, scope["path_params"]["name"])
-    await lifecycle.serve(surface, scope, receive, send)
 
 
 #: Operations of APIs that we speak, at paths where names of things are known to others.

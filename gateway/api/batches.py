@@ -4,7 +4,7 @@ Source: OpenAI API reference, "Batch".
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Literal, TypeVar
 
 import msgspec
@@ -23,7 +23,6 @@ from shared.settings.limits import (
     LimitSettings,
 )
 
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 PURPOSE = "batch"
 T = TypeVar("T")
 
@@ -32,7 +31,7 @@ class CreateBatch(RequestStruct, frozen=True, kw_only=True):
     """The body of `POST /v1/batches`."""
 
     input_file_id: Annotated[str, Meta(max_length=MAX_ITEM_ID_CHARS)]
-    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
+    endpoint: str
     completion_window: Literal["24h"]
     metadata: Metadata | None = None
 
@@ -120,11 +119,7 @@ class BatchList(msgspec.Struct):
     object: str = "list"
 
 
-_BODY = body_of(
-    CreateBatch,
-    endpoint=f"Send one of {', '.join(ENDPOINTS)}.",
-    completion_window="Send 24h.",
-)
+_BODY = body_of(CreateBatch, completion_window="Send 24h.")
 
 
 class TooManyBatches(Overloaded):
@@ -146,8 +141,14 @@ class BatchRoutes:
     """The operations on batches. `look`: told that there is something to do."""
 
     def __init__(
-        self, batches: Batches | None, look: Callable[[], None], limits: LimitSettings
+        self,
+        batches: Batches | None,
+        look: Callable[[], None],
+        limits: LimitSettings,
+        endpoints: Sequence[str],
     ) -> None:
+        """`endpoints`: whose requests may be lines."""
+        self._endpoints = endpoints
         self._batches = batches
         self._look = look
         self._limits = limits
@@ -175,6 +176,8 @@ class BatchRoutes:
     async def create(self, caller: Caller) -> BatchObject:
         """`POST /v1/batches`"""
         batches, body = self._all, _BODY.decode(caller.body)
+        if body.endpoint not in self._endpoints:
+            raise invalid("endpoint", f"Send one of {', '.join(self._endpoints)}")
 
         def create() -> BatchView | None:
             file = batches.files.get(caller.tenant, body.input_file_id)

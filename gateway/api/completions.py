@@ -145,6 +145,7 @@ class Completions(Surface):
     path = "/v1/completions"
     task = "generate"
     id_prefix = "cmpl-"
+    batchable = True
     options = CompletionOptions
 
     def __init__(self, limits: LimitSettings) -> None:

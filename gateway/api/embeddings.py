@@ -149,6 +149,7 @@ class Embeddings(Surface):
     path = "/v1/embeddings"
     task = "embed"
     id_prefix = "embd-"
+    batchable = True
     options = EmbeddingOptions
 
     def __init__(self, limits: LimitSettings) -> None:

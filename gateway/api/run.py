@@ -26,8 +26,6 @@ from gateway.http.errors import InvalidRequest
 from shared.protocol import CallEvent, ModelCard, Run, RunOutput, Tokens
 from shared.settings.limits import LimitSettings
 
-PATH = "/v1/applications/{name}/run"
-
 _lines = msgspec.json.Decoder(RunOutput)
 
 
@@ -70,22 +68,21 @@ class NamedRequest(msgspec.Struct, frozen=True):
 
 
 class Running(Surface):
-    """Tasks of the application of one path."""
+    """Tasks of the application that the path names."""
 
     name = "run"
-    path = PATH
+    path = "/v1/applications/{name}/run"
     task = "run"
     id_prefix = "task-"
     options = RunOptions
 
-    def __init__(self, limits: LimitSettings, application: str = "") -> None:
+    def __init__(self, limits: LimitSettings) -> None:
         self.limits = limits
         self.max_commas = limits.max_task_bytes
-        self.application = application
 
     def read(self, body: bytes, context: RequestContext) -> NamedRequest:
         """The checked body. Raises: InvalidRequest."""
-        return NamedRequest(self.application, _BODY.decode(body))
+        return NamedRequest(context.path["name"], _BODY.decode(body))
 
     def plan(self, request: NamedRequest, context: RequestContext, card: ModelCard) -> Plan:
         """One task. Raises: InvalidRequest."""

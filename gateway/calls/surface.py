@@ -106,6 +106,8 @@ class Surface(Protocol):
     options: type[msgspec.Struct]
     #: Of a body; 0: those of the limits.
     max_commas: int = 0
+    #: Whether its requests may be lines of a batch.
+    batchable: bool = False
     #: Whether its answers may be kept, so that later requests go on from them.
     keeps_answers: bool = False
     stream_headers: Headers = sse.HEADERS

@@ -1,6 +1,6 @@
 """What is known of a request before its body is read."""
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 #: Where the middleware puts it in the scope.
 SCOPE_KEY = "vlm.context"
@@ -15,3 +15,6 @@ class RequestContext(Struct):
     client_id: str | None = None  #: the client's own `x-request-id`, where it sent a sane one
     tenant: str = ""
     trace_parent: str | None = None  #: W3C: the caller's span, then the one that we made below it
+    path: dict[str, str] = field(
+        default_factory=dict
+    )  #: what stands for the names in an API's path

@@ -8,7 +8,9 @@ import re
 import secrets
 import time
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 
+from starlette.routing import compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.http.auth import KeyRing, WrongKey
@@ -22,6 +24,14 @@ from shared.telemetry.trace_context import parse_trace_parent
 _SANE_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
 
+@dataclass(frozen=True, slots=True)
+class Api:
+    """Who answers a POST to a path, and the shape of its errors."""
+
+    serve: ASGIApp
+    render: Render
+
+
 class GatewayMiddleware:
     """The outermost application. Without keys it asks nobody for one."""
 
@@ -32,16 +42,16 @@ class GatewayMiddleware:
         keys: KeyRing,
         wrong_keys: WrongKeys,
         public_paths: Collection[str],
-        apis: Mapping[str, ASGIApp],
-        renders: Mapping[str, Render],
+        apis: Mapping[str, Api],
     ) -> None:
-        """`apis`: who answers a POST to a path. `renders`: paths with errors of their own shape."""
+        """`apis`: by path; one with names, as in `/v1/things/{name}`, is that of many."""
         self.app = app
         self.keys = keys
         self.wrong_keys = wrong_keys
         self.public_paths = public_paths
-        self.apis = apis
-        self.renders = renders
+        self._apis = {path: api for path, api in apis.items() if "{" not in path}
+        named = [(path, api) for path, api in apis.items() if "{" in path]
+        self._named = [(compile_path(path)[0], api) for path, api in named]
         self._needs_key = not keys.is_open
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -51,17 +61,24 @@ class GatewayMiddleware:
             return
         context = scope[SCOPE_KEY] = _note(scope)
         path = scope["path"]
+        api = self._apis.get(path) or self._find_named(path, context)
         if self._needs_key and path not in self.public_paths:
             try:
                 context.tenant = self._authenticate(scope)
             except (AuthenticationError, TooManyWrongKeys) as error:
-                await send_error(_naming(context, send), error, self.renders.get(path))
+                await send_error(_naming(context, send), error, api and api.render)
                 return
-        api = self.apis.get(path)
         if api is not None and scope["method"] == "POST":
-            await api(scope, receive, send)
+            await api.serve(scope, receive, send)
         else:
             await self.app(scope, receive, _naming(context, send))
+
+    def _find_named(self, path: str, context: RequestContext) -> Api | None:
+        for pattern, api in self._named:
+            if (match := pattern.match(path)) is not None:
+                context.path = match.groupdict()
+                return api
+        return None
 
     def _authenticate(self, scope: Scope) -> str:
         """The cache salt of the caller. Raises: AuthenticationError, TooManyWrongKeys."""
@@ -91,7 +108,9 @@ def _naming(context: RequestContext, send: Send) -> Send:
 
     async def send_with_ids(message: Message) -> None:
         if message["type"] == "http.response.start":
-            message["headers"] = with_ids(context, message["headers"])
+            headers = list(message["headers"])
+            if all(name != b"x-request-id" for name, _ in headers):
+                message["headers"] = with_ids(context, headers)
         await send(message)
 
     return send_with_ids

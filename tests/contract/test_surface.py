@@ -26,6 +26,7 @@ from shared.protocol import (
     FinishReason,
     Function,
     Rerank,
+    Run,
     Scores,
     Tokenize,
     Tokenized,
@@ -41,7 +42,6 @@ from tests.factories_gateway import (
     run_gateway_on_socket,
     run_worker,
     say_nothing,
-    talk_on,
 )
 from tests.factories_images import data_url
 
@@ -89,6 +89,8 @@ class Dialect:
     calling: Calling | None = None
     #: What too much at a time is here.
     overload: str = "503"
+    #: Whether the body names the model; else the path does, as `{name}`.
+    names_model: bool = True
 
     @property
     def is_streamed(self) -> bool:
@@ -149,6 +151,11 @@ def counted(answer: Json) -> str:
 def ollama_error(answer: Json) -> tuple[str, str | None]:
     assert isinstance(answer["error"], str)
     return answer["code"], answer["param"]
+
+
+def task_text(answer: Json) -> str:
+    """Of a whole answer, or of an event."""
+    return "".join(answer.get("output") or ()) + answer.get("item", "")
 
 
 def openai_error(answer: Json) -> tuple[str, str | None]:
@@ -393,6 +400,15 @@ DIALECTS = {
         wrong=("text_2", 5),
         task="rerank",
     ),
+    "/v1/applications/{name}/run": Dialect(
+        body={"input": "hello"},
+        text_of=task_text,
+        error_of=openai_error,
+        wrong=("stream", "at once"),
+        end="[DONE]",
+        task="run",
+        names_model=False,
+    ),
     "/v1/echo": Dialect(
         body={"prompt": "hello"},
         text_of=lambda answer: answer["text"],
@@ -405,16 +421,7 @@ ALL = (*SURFACES, Echo)
 CALLING = [path for path, dialect in DIALECTS.items() if dialect.calling]
 STREAMED = [path for path, dialect in DIALECTS.items() if dialect.is_streamed]
 NUMBERED = [path for path in STREAMED if DIALECTS[path].stream_type == "text/event-stream"]
-TASKS = ("generate", "embed", "rerank", "tokenize")
-#: The lifecycle is the same for those that share an answer's way.
-SIBLINGS = (
-    "/v1/score",
-    "/detokenize",
-    "/v1/responses/input_tokens",
-    "/v1/messages/count_tokens",
-    "/api/generate",
-)
-once_a_kind = pytest.mark.parametrize("path", [path for path in DIALECTS if path not in SIBLINGS])
+TASKS = ("generate", "embed", "rerank", "tokenize", "run")
 only_calling = pytest.mark.parametrize("path", CALLING)
 only_streamed = pytest.mark.parametrize("path", STREAMED)
 only_numbered = pytest.mark.parametrize("path", NUMBERED)
@@ -434,11 +441,18 @@ class Speaker:
     path: str
     dialect: Dialect
 
-    def body(self, **changes: Any) -> Json:
-        return {"model": MODEL, **self.dialect.body, **self.dialect.extra, **changes}
+    def url(self, model: str = MODEL) -> str:
+        return self.path.replace("{name}", model)
 
-    async def ask(self, headers: dict[str, str] | None = None, **changes: Any) -> httpx.Response:
-        return await self.client.post(self.path, json=self.body(**changes), headers=headers)
+    def body(self, model: str = MODEL, **changes: Any) -> Json:
+        named = {"model": model} if self.dialect.names_model else {}
+        return {**named, **self.dialect.body, **self.dialect.extra, **changes}
+
+    async def ask(
+        self, headers: dict[str, str] | None = None, model: str = MODEL, **changes: Any
+    ) -> httpx.Response:
+        body = self.body(model, **changes)
+        return await self.client.post(self.url(model), json=body, headers=headers)
 
     def error_of(self, response: httpx.Response) -> tuple[str, str | None]:
         assert response.headers["content-type"] == "application/json"
@@ -500,18 +514,31 @@ async def say_hello(answer: Answer) -> None:
         await answer.publish(made, answer.finished())
         return
     await answer.start()
-    await answer.say("Hello ")
-    await answer.finish("you")
+    await answer.say(in_words(answer, "Hello "))
+    await answer.finish(in_words(answer, "you"))
+
+
+def in_words(answer: Answer, text: str) -> str:
+    """A piece of text as the task's engine says it: an application says lines of JSON."""
+    is_run = isinstance(answer.request.task, Run)
+    return json.dumps({"item": text}) + "\n" if is_run else text
+
+
+async def talk_on(answer: Answer) -> None:
+    """Go on until the request is given up."""
+    await answer.start()
+    while answer.refused is None:
+        await answer.say(in_words(answer, "on "))
+    answer.worker.cancelled.set()
 
 
 # What is refused
 
 
-@once_a_kind
 @pytest.mark.parametrize("body", [b"", b"{", b"\xff", b"[1]", b"null"])
 async def test_a_body_that_is_no_json_object_is_a_400(speaker, body):
     headers = {"content-type": "application/json"}
-    response = await speaker.client.post(speaker.path, content=body, headers=headers)
+    response = await speaker.client.post(speaker.url(), content=body, headers=headers)
     assert response.status_code == 400
     assert speaker.error_of(response)[0] in ("invalid_json", "invalid_value")
 
@@ -524,9 +551,9 @@ async def test_a_field_of_a_wrong_type_is_named(speaker):
 
 
 async def test_a_missing_field_is_named(speaker):
-    for name in ("model", *speaker.dialect.body):
+    for name in speaker.body().keys() - speaker.dialect.extra.keys():
         body = {key: value for key, value in speaker.body().items() if key != name}
-        response = await speaker.client.post(speaker.path, json=body)
+        response = await speaker.client.post(speaker.url(), json=body)
         assert response.status_code == 400
         assert speaker.error_of(response) == ("missing_field", name)
 
@@ -537,9 +564,8 @@ async def test_an_unknown_field_is_refused_by_name(speaker):
     assert speaker.error_of(response) == ("unsupported_parameter", "colour")
 
 
-@once_a_kind
 async def test_another_media_type_is_a_415(speaker):
-    response = await speaker.client.post(speaker.path, content=b"{}")
+    response = await speaker.client.post(speaker.url(), content=b"{}")
     assert response.status_code == 415
     assert speaker.error_of(response)[0] == "unsupported_media_type"
 
@@ -550,7 +576,6 @@ async def test_an_unknown_model_is_a_404(speaker):
     assert speaker.error_of(response) == ("model_not_found", "model")
 
 
-@once_a_kind
 async def test_a_model_without_the_task_says_what_it_offers(speaker, redis_server, redis_prefix):
     others = tuple(task for task in TASKS if task != speaker.dialect.task)
     card = replace(CARD, name="other", tasks=others)
@@ -589,7 +614,6 @@ async def test_a_surface_need_not_check_whether_the_model_takes_images(
     assert len(blind.requests) == 1
 
 
-@once_a_kind
 @pytest.mark.parametrize("changes", [{"gateway": {"api_keys": ["sk-right"]}}])
 async def test_a_wrong_key_is_a_401_in_the_apis_own_shape(speaker):
     response = await speaker.ask(headers={"authorization": "Bearer sk-wrong"})
@@ -599,9 +623,9 @@ async def test_a_wrong_key_is_a_401_in_the_apis_own_shape(speaker):
     assert right.status_code == 200
 
 
-@once_a_kind
 async def test_only_post_is_served(speaker):
-    assert (await speaker.client.get(speaker.path)).status_code == 405
+    response = await speaker.client.get(speaker.url())
+    assert response.status_code in (404, 405)  # 404: the name of a thing in another API
 
 
 # What is answered
@@ -612,7 +636,7 @@ async def test_an_answer(speaker):
     assert whole.status_code == 200
     assert whole.headers["content-type"] == "application/json"
     assert speaker.dialect.text_of(whole.json()) == TOLD
-    assert whole.headers["x-request-id"]
+    assert len(whole.headers.get_list("x-request-id")) == 1
     assert whole.headers["server-timing"].startswith("ingest;dur=")
 
 
@@ -622,11 +646,10 @@ async def test_a_stream_says_the_same(speaker):
     assert streamed.status_code == 200
     assert streamed.headers["content-type"].startswith(speaker.dialect.stream_type)
     assert speaker.text_of_stream(streamed.text) == TOLD
-    assert streamed.headers["x-request-id"]
+    assert len(streamed.headers.get_list("x-request-id")) == 1
     assert streamed.headers["server-timing"].startswith("ingest;dur=")
 
 
-@once_a_kind
 async def test_an_answer_is_counted_once_and_logged_in_numbers_only(speaker, worker):
     await speaker.ask()
     await (speaker.ask(stream=True) if speaker.dialect.is_streamed else speaker.ask())
@@ -640,7 +663,7 @@ async def test_an_answer_is_counted_once_and_logged_in_numbers_only(speaker, wor
 async def begun(speaker: Speaker, **headers: str):
     """A stream, left at the end of the block."""
     async with speaker.client.stream(
-        "POST", speaker.path, json=speaker.body(stream=True), headers=headers
+        "POST", speaker.url(), json=speaker.body(stream=True), headers=headers
     ) as response:
         assert response.status_code == 200
         yield response
@@ -654,7 +677,6 @@ async def test_a_client_that_leaves_a_stream_cancels_its_call(speaker, worker):
     await asyncio.wait_for(worker.cancelled.wait(), 10)
 
 
-@once_a_kind
 async def test_a_client_that_does_not_wait_for_a_whole_answer_cancels_its_call(speaker, worker):
     worker.script = say_nothing
     waiting = asyncio.create_task(speaker.ask())
@@ -664,7 +686,6 @@ async def test_a_client_that_does_not_wait_for_a_whole_answer_cancels_its_call(s
     await asyncio.wait_for(worker.cancelled.wait(), 10)
 
 
-@once_a_kind
 @pytest.mark.parametrize("changes", [{"gateway": {"request_timeout_s": 1.0}}])
 async def test_the_deadline_ends_a_call(speaker, worker):
     worker.script = say_nothing
@@ -678,7 +699,6 @@ async def test_the_deadline_ends_a_call(speaker, worker):
     assert speaker.dialect.error_of(error)[0] == "deadline_exceeded"
 
 
-@once_a_kind
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_failure_before_the_first_event_has_its_status(speaker, worker, stream):
     async def fail(answer: Answer) -> None:
@@ -696,7 +716,7 @@ async def test_a_failure_before_the_first_event_has_its_status(speaker, worker, 
 async def test_a_failure_after_the_first_token_is_the_streams_last_event(speaker, worker):
     async def fail(answer: Answer) -> None:
         await answer.start()
-        await answer.say("half")
+        await answer.say(in_words(answer, "half"))
         await answer.fail(ErrorCode.ENGINE_FAILURE)
 
     worker.script = fail
@@ -733,9 +753,9 @@ async def test_a_resumable_stream_goes_on_where_it_was_left(speaker, worker):
 
     async def script(answer: Answer) -> None:
         await answer.start()
-        await answer.say("Hello ")
+        await answer.say(in_words(answer, "Hello "))
         await go_on.wait()
-        await answer.finish("you")
+        await answer.finish(in_words(answer, "you"))
 
     worker.script = script
     text = ""
@@ -749,6 +769,7 @@ async def test_a_resumable_stream_goes_on_where_it_was_left(speaker, worker):
     go_on.set()
     rest = await speaker.client.get(where, headers={"last-event-id": last_id.removeprefix("id: ")})
     assert rest.status_code == 200
+    assert len(rest.headers.get_list("x-request-id")) == 1
     told = "".join(map(speaker.dialect.text_of, speaker.events(text)))
     assert told + speaker.text_of_stream(rest.text) == TOLD
 
@@ -877,7 +898,6 @@ def took_as_long(answer: Json) -> Json:
     return {name: value for name, value in answer.items() if name != "total_duration"}
 
 
-@once_a_kind
 async def test_a_retry_under_the_same_key_gets_the_same_answer(speaker, worker):
     headers = {"idempotency-key": "once"}
     first, again = [await speaker.ask(headers) for _ in range(2)]
@@ -895,7 +915,7 @@ async def test_the_openapi_document_describes_it(speaker):
     assert known <= set(operation["responses"])
     content = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"]
     schema = document["components"]["schemas"][content.rpartition("/")[2]]
-    assert {"model", *speaker.dialect.body} <= set(schema["properties"])
+    assert speaker.body().keys() <= schema["properties"].keys()
     names = set(document["components"]["schemas"])
     references = json.dumps(operation).split("#/components/schemas/")[1:]
     assert {text.partition('"')[0] for text in references} <= names

@@ -43,6 +43,7 @@ class ChatCompletions(Surface):
     path = "/v1/chat/completions"
     task = "generate"
     id_prefix = "chatcmpl-"
+    batchable = True
     options = ChatOptions
 
     def __init__(self, limits: LimitSettings) -> None:

@@ -92,6 +92,7 @@ class Responses(_Input):
     path = "/v1/responses"
     task = "generate"
     id_prefix = "resp_"
+    batchable = True
     options = ResponseOptions
 
     def read(self, body: bytes, context: RequestContext) -> ResponseRequest:
