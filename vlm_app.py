@@ -6,7 +6,7 @@
         def setup(self, context): ...       # once a process: load what takes long
         def enter(self, common_data): ...   # once a session
         def run(self, task): ...            # JSON in, JSON out; or yield pieces of it
-        def leave(self): ...                # when the process lets go of a session
+        def leave(self): ...                # when the process drops a session
 
 The process reads one JSON object a line, and answers each by one or more; a program in any other language may do the
 same, on its standard input and output:

@@ -117,7 +117,7 @@ class Stores:
         return self._answers[type(request)](request)
 
     def close(self) -> None:
-        """Wait for what is being written and let go of all."""
+        """Wait for what is being written and release all."""
         self._background.shutdown(cancel_futures=True)
         for store in self._open.values():
             with store.writing:

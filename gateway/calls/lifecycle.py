@@ -170,7 +170,7 @@ class Lifecycle:
     ) -> Reply:
         """Read and queue the request.
 
-        Its body, images and all, is let go of before the answer begins.
+        Its body, images and all, is dropped before the answer begins.
         """
         with self.admission.hold_body() as held:
             request = await self._read(surface, exchange, context, held)

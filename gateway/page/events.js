@@ -12,7 +12,7 @@ export async function* readEvents(body) {
   }
 }
 
-/** The body's text; lets go of the connection when the reader stops early. */
+/** The body's text; drops the connection when the reader stops early. */
 async function* readText(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   try {

@@ -44,8 +44,8 @@ GHOST_AFTER_S = 3.0
 FORGET_AFTER_S = 3600.0
 #: How often they are looked for.
 REAP_EVERY_S = 600.0
-#: Interactive calls that pass batch work before the oldest of it, if it is old enough, queues among them.
-PASSED_PER_AGED = 10
+#: Interactive calls that overtake batch work before the oldest of it, if it is old enough, queues among them.
+OVERTAKES_PER_AGED = 10
 #: A gateway without a mailbox is gone; longer than a living one needs to make it again.
 GONE_AFTER_S = 10.0
 #: A request is given up after so many lost workers for each that counts against it: it is innocent as far as is known.
@@ -93,7 +93,7 @@ class RedisWorkerQueue:
         self._last_read_id = b"0"
         self._ghost_after_s = ghost_after_s
         self._batch_age_s = batch_age_s
-        self._num_passed = 0
+        self._num_overtakes = 0
         self._last_reap_at = time.monotonic()
         self._liveness = GatewayLiveness()
         self.publisher = Publisher(self._sender, self._keys, model, worker_id)
@@ -114,13 +114,13 @@ class RedisWorkerQueue:
 
     @redis_errors_as(QueueUnavailable)
     async def read(self, count: int, block_s: float) -> list[Claim]:
-        """See `WorkerQueue.read`. Of calls that pass batch work, one in so many lets an old one of it pass, too."""
-        if self._num_passed >= PASSED_PER_AGED:
-            self._num_passed = 0
+        """See `WorkerQueue.read`. One in so many calls that overtake batch work lets an old one of it into the queue."""
+        if self._num_overtakes >= OVERTAKES_PER_AGED:
+            self._num_overtakes = 0
             await self.entries.age(self._batch_age_s)
         claims = await self._read(count, block_s)
         if self.num_backlog:
-            self._num_passed += len(claims)
+            self._num_overtakes += len(claims)
         return claims
 
     async def _read(self, count: int, block_s: float) -> list[Claim]:
@@ -147,7 +147,7 @@ class RedisWorkerQueue:
             self._last_read_id = claimed[-1][0]
         claims = await self._claim_entries(claimed, "new", count, replies)
         if self.num_backlog:
-            self._num_passed += len(claims)
+            self._num_overtakes += len(claims)
         return claims
 
     @redis_errors_as(QueueUnavailable)
@@ -286,7 +286,7 @@ class RedisWorkerQueue:
         """See `WorkerQueue.cancel_deserted`."""
         claims = list(claims)
         listening = await self.publisher.listening({claim.reply_to for claim in claims})
-        gone = self._liveness.note(listening, time.monotonic())
+        gone = self._liveness.update(listening, time.monotonic())
         deserted = [claim for claim in claims if claim.reply_to in gone]
         if deserted:
             await self._cancel(deserted)
@@ -578,7 +578,7 @@ class GatewayLiveness:
     def __init__(self) -> None:
         self._missing_since: dict[str, float] = {}
 
-    def note(self, present: Iterable[tuple[str, bool]], now: float) -> set[str]:
+    def update(self, present: Iterable[tuple[str, bool]], now: float) -> set[str]:
         """Take what was found, by gateway; returns those that are gone. Others are forgotten."""
         self._missing_since = {
             gateway: self._missing_since.get(gateway, now)

@@ -3,7 +3,7 @@
 import asyncio
 
 from shared.protocol import Call, Finished, Priority, SamplingParams
-from shared.queue.claim import PASSED_PER_AGED
+from shared.queue.claim import OVERTAKES_PER_AGED
 from tests.factories_queue import make_request
 from tests.factories_worker import Answers, run_worker, token_ids
 
@@ -59,7 +59,7 @@ async def test_seats_that_batch_work_frees_are_taken_by_batch_work_at_once(ends,
                 await answers.end(request)
 
 
-async def test_batch_work_is_not_passed_for_ever(ends, answers):
+async def test_batch_work_is_not_overtaken_for_ever(ends, answers):
     """Ten clients keep one seat busy; the batch request is let in among theirs, after it has let enough pass."""
     waiting = await ends.enqueue(batch(2))
 
@@ -74,4 +74,4 @@ async def test_batch_work_is_not_passed_for_ever(ends, answers):
     ):
         for _ in range(10):
             clients.create_task(ask_on())
-    assert ended(answers).index(waiting.id) >= PASSED_PER_AGED
+    assert ended(answers).index(waiting.id) >= OVERTAKES_PER_AGED

@@ -30,7 +30,7 @@ from worker.active_requests import ActiveRequest
 from worker.outbox import Outbox
 
 
-def make_flight(
+def make_active(
     request: Call | None = None, output_token_ids: tuple[int, ...] = (), waited_s: float = 1.0
 ):
     request = request or make_request()
@@ -52,7 +52,7 @@ def delta(active: ActiveRequest, index: int, *tokens: int) -> Tokens:
 
 
 async def test_consecutive_deltas_become_one():
-    active, outbox = make_flight(), Outbox()
+    active, outbox = make_active(), Outbox()
     started = Started(active.request_id, 2, Usage(3))
     finished = Finished(active.request_id, 2, FinishReason.STOP, Usage(3, 3))
     for event in (started, delta(active, 0, 1), delta(active, 1, 2, 3), finished):
@@ -66,7 +66,7 @@ async def test_consecutive_deltas_become_one():
 
 
 async def test_publications_are_numbered_and_know_the_tokens_before_them():
-    active, outbox = make_flight(output_token_ids=(9, 9)), Outbox()
+    active, outbox = make_active(output_token_ids=(9, 9)), Outbox()
     outbox.post(active, delta(active, 2, 1, 2))
     [first] = await outbox.take()
     outbox.post(active, delta(active, 4, 3))
@@ -77,7 +77,7 @@ async def test_publications_are_numbered_and_know_the_tokens_before_them():
 
 
 async def test_tokens_of_a_whole_answer_wait_for_its_end():
-    active, outbox = make_flight(request=make_request(wants_stream=False)), Outbox(hold_s=1000.0)
+    active, outbox = make_active(request=make_request(wants_stream=False)), Outbox(hold_s=1000.0)
     outbox.post(active, delta(active, 0, 1))
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(outbox.take(), 0.01)
@@ -91,7 +91,7 @@ async def test_tokens_of_a_whole_answer_wait_for_its_end():
 
 
 async def test_tokens_of_a_whole_answer_do_not_wait_for_ever():
-    active, outbox = make_flight(request=make_request(wants_stream=False)), Outbox(hold_s=0.0)
+    active, outbox = make_active(request=make_request(wants_stream=False)), Outbox(hold_s=0.0)
     outbox.post(active, delta(active, 0, 1))
 
     [publication] = await outbox.take()
@@ -99,7 +99,7 @@ async def test_tokens_of_a_whole_answer_do_not_wait_for_ever():
 
 
 async def test_what_waits_is_not_taken_with_another_request():
-    waiting, streaming = make_flight(request=make_request(wants_stream=False)), make_flight()
+    waiting, streaming = make_active(request=make_request(wants_stream=False)), make_active()
     outbox = Outbox(hold_s=1000.0)
     outbox.post(waiting, delta(waiting, 0, 1))
     outbox.post(streaming, delta(streaming, 0, 2))
@@ -108,7 +108,7 @@ async def test_what_waits_is_not_taken_with_another_request():
 
 
 async def test_nothing_counts_after_the_end():
-    active, outbox = make_flight(), Outbox()
+    active, outbox = make_active(), Outbox()
     failed = Failed(active.request_id, 2, ErrorCode.DEADLINE_EXCEEDED, "late")
     outbox.post(active, failed)
     await outbox.take()
@@ -119,7 +119,7 @@ async def test_nothing_counts_after_the_end():
 
 
 async def test_what_is_dropped_is_not_said():
-    active, other, outbox = make_flight(), make_flight(), Outbox()
+    active, other, outbox = make_active(), make_active(), Outbox()
     outbox.post(active, delta(active, 0, 1))
     outbox.post(other, delta(other, 0, 2))
     outbox.drop(active)
@@ -128,7 +128,7 @@ async def test_what_is_dropped_is_not_said():
 
 
 def test_stages_of_the_worker_are_added_to_those_of_the_engine():
-    active = make_flight(waited_s=1.0)
+    active = make_active(waited_s=1.0)
     active.started_at, active.added_at = 100.5, 100.75
     output = EngineOutput(
         active.engine_id, 1, (5,), "x", usage=Usage(3, 2), finish_reason=FinishReason.STOP,
@@ -143,7 +143,7 @@ def test_stages_of_the_worker_are_added_to_those_of_the_engine():
 
 
 def test_tokens_of_several_steps_are_one_event_between_beginning_and_end():
-    active, engine_id = make_flight(), make_flight().engine_id
+    active, engine_id = make_active(), make_active().engine_id
     beginning = [
         EngineOutput(engine_id, usage=Usage(3, 0)),
         EngineOutput(engine_id, 0, (5,), "x"),
@@ -158,7 +158,7 @@ def test_tokens_of_several_steps_are_one_event_between_beginning_and_end():
 
 
 def test_what_a_sequence_said_before_it_failed_is_told():
-    active = make_flight()
+    active = make_active()
     outputs = [
         EngineOutput(active.engine_id, 0, (5,), "x", usage=Usage(3, 0)),
         EngineOutput(active.engine_id, 1, error="no memory"),
@@ -167,7 +167,7 @@ def test_what_a_sequence_said_before_it_failed_is_told():
 
 
 def test_a_failed_sequence_ends_its_request_alone():
-    active = make_flight()
+    active = make_active()
     [failed] = active.events([EngineOutput(active.engine_id, error="no memory")])
     assert isinstance(failed, Failed)
     assert (failed.code, failed.message) == (ErrorCode.ENGINE_FAILURE, "no memory")
@@ -178,7 +178,7 @@ def test_a_failed_sequence_ends_its_request_alone():
 )
 def test_a_form_that_is_too_slow_to_follow_is_named(grammar, param):
     request = make_request()
-    active = make_flight(replace(request, task=replace(request.task, grammar=grammar)))
+    active = make_active(replace(request, task=replace(request.task, grammar=grammar)))
     slow = EngineOutput(active.engine_id, error="x", error_code=ErrorCode.GRAMMAR_TOO_COMPLEX)
     [failed] = active.events([slow])
     assert isinstance(failed, Failed)

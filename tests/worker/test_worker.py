@@ -305,10 +305,10 @@ async def test_a_wedged_engine_loses_its_lease(ends, answers):
             assert len(token_ids(events)) == 200
             wedged.engine.gate.set()
 
-            async def has_let_go() -> bool:
+            async def has_dropped_it() -> bool:
                 return len(wedged.worker.active_requests) == 0
 
-            await until(has_let_go)
+            await until(has_dropped_it)
     assert len(token_ids(answers.events[request.id])) == 200
 
 

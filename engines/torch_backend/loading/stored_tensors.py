@@ -69,7 +69,7 @@ class StoredTensor:
     def map(self) -> Tensor:
         """The tensor in its file, mapped: nothing is read before it is looked at, nothing ever copied.
 
-        Each has a mapping of its own, so that the pages of one that is dropped are let go.
+        Each has a mapping of its own, so that the pages of one that is dropped are freed.
         """
         with safe_open(self.file, "pt") as content:
             return content.get_tensor(self.name)

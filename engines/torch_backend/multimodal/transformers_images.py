@@ -190,7 +190,7 @@ class TransformersImages:
         alone = self._make(image, [image])
         if _COUNTS not in alone.inputs:
             return alone
-        # all images of one prompt; its twin is left out
+        # all images of one prompt; its duplicate is left out
         several = self._make(image, [[image, image]])
         inputs = {
             name: x if name == _COUNTS or len(x) != 2 else x[:1]

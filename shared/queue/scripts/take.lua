@@ -1,5 +1,5 @@
--- Give a worker that has room what waits in the queue, and batch work where that leaves room. Batch work is not passed
--- for ever: the oldest joins the queue once it has waited long enough.
+-- Give a worker that has room what waits in the queue, and batch work where that leaves room. Batch work is not
+-- overtaken for ever: the oldest joins the queue once it has waited long enough.
 -- KEYS: queue, backlog    args: requests (the beginning of the keys of calls), group, worker, count,
 --   age_ms (what has waited that long joins; absent: nothing does)
 -- Returns {entries, how many batch calls are left}.

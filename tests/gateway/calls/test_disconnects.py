@@ -1,4 +1,4 @@
-"""A client that leaves frees its place, whatever it was waiting for; one that does not read is let go."""
+"""A client that leaves frees its place, whatever it was waiting for; one that does not read is dropped."""
 
 import asyncio
 import contextlib
@@ -80,7 +80,7 @@ async def test_a_body_that_does_not_come_is_not_waited_for(gateway, worker, chan
 
 
 @pytest.mark.parametrize("changes", [{"gateway": {"send_timeout_s": 0.3}}])
-async def test_a_client_that_does_not_read_is_let_go(gateway, worker, changes):
+async def test_a_client_that_does_not_read_is_dropped(gateway, worker, changes):
     async def flood(answer: Answer) -> None:
         await answer.start()
         while answer.refused is None:

@@ -125,7 +125,7 @@ async def test_a_key_is_told_when_to_come_back(gateway, worker, changes):
 
 
 @pytest.mark.parametrize("changes", [{"limits": {"max_open_tokens": 100}}])
-async def test_a_fleet_whose_tokens_are_held_gets_503_until_they_are_let_go(
+async def test_a_fleet_whose_tokens_are_reserved_gets_503_until_they_are_released(
     gateway, worker, changes
 ):
     usual, worker.script = worker.script, say_nothing
@@ -186,7 +186,7 @@ async def say_much(answer: Answer) -> None:
     await answer.finish(*["on "] * 3000)
 
 
-async def settled(gateway: RunningGateway) -> None:
+async def refunded(gateway: RunningGateway) -> None:
     while gateway.services.refunds.num_open:
         await asyncio.sleep(0.01)
 
@@ -198,7 +198,7 @@ async def test_a_key_pays_for_an_answer_that_became_longer_than_anybody_said(
     """Else it would get many times its tokens of each minute, for ever."""
     roomy_worker.script = say_much
     assert (await limited.chat(make_body(**body))).status_code == 200
-    await settled(limited)
+    await refunded(limited)
     refused = await limited.chat()
     assert refused.status_code == 429
     minutes = 3 * body.get("n", 1) - 1
@@ -208,7 +208,7 @@ async def test_a_key_pays_for_an_answer_that_became_longer_than_anybody_said(
 async def test_a_key_gets_back_what_an_answer_did_not_take(limited, roomy_worker):
     for _ in range(3):
         assert (await limited.chat(make_body(max_tokens=900))).status_code == 200
-        await settled(limited)
+        await refunded(limited)
 
 
 async def test_a_key_that_leaves_pays_for_what_was_said_until_then(limited, roomy_worker):
@@ -217,7 +217,7 @@ async def test_a_key_that_leaves_pays_for_what_was_said_until_then(limited, room
     async with limited.client.stream("POST", CHAT, json=body):
         pass
     await roomy_worker.cancelled.wait()
-    await settled(limited)
+    await refunded(limited)
     roomy_worker.script = usual
     assert (await limited.chat()).status_code == 200
 
@@ -237,5 +237,5 @@ async def test_a_key_pays_for_an_answer_that_goes_on_without_its_client(limited,
     while not limited.services.refunds.num_open:
         await asyncio.sleep(0.01)
     is_left.set()
-    await settled(limited)
+    await refunded(limited)
     assert (await limited.chat()).status_code == 429

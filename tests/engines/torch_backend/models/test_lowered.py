@@ -335,7 +335,7 @@ def test_gains_of_one_more_are_not_rounded_in_16_bits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["Qwen2-VL", "Qwen3"])
-def test_modules_that_are_not_needed_any_more_are_let_go(name: str, tmp_path: Path) -> None:
+def test_modules_that_are_not_needed_any_more_are_dropped(name: str, tmp_path: Path) -> None:
     """What they hold would stay beside what it was quantized to."""
     [family] = [each for each in FAMILIES if each.name == name]
     write_checkpoint(family, tmp_path)

@@ -32,7 +32,7 @@ KERNELS = SimpleNamespace(
     multiply_int8=import_kernels("linear_int8").multiply_int8,
     multiply_int4=import_kernels("linear_int4").multiply_int4,
 )
-TWINS = SimpleNamespace(
+REFERENCES = SimpleNamespace(
     add_norm=add_norm, gate=gate, rotate_keep=rotate_keep, attend_decodes=attend_decodes
 )
 choose_num_parts = import_kernels("decode_attention").choose_num_parts
@@ -68,13 +68,13 @@ def test_the_stream_is_added_to_and_normalised(width: int, dtype: torch.dtype):
     gain = numbers(width, dtype=dtype)
     for addend in (None, delta):
         found = KERNELS.add_norm(x, addend, gain, 1e-5)
-        assert_close(found, TWINS.add_norm(x, addend, gain, 1e-5), **TOLERANCES[dtype])
+        assert_close(found, REFERENCES.add_norm(x, addend, gain, 1e-5), **TOLERANCES[dtype])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_one_half_gates_the_other(dtype: torch.dtype):
     x = 5 * numbers(3, 2 * 1100, dtype=dtype)
-    assert_close(KERNELS.gate(x), TWINS.gate(x), **TOLERANCES[dtype])
+    assert_close(KERNELS.gate(x), REFERENCES.gate(x), **TOLERANCES[dtype])
 
 
 @pytest.mark.parametrize("sections", [(), (4, 5, 3)], ids=["one position", "three positions"])
@@ -98,7 +98,7 @@ def test_heads_are_turned_and_kept(
     slots = torch.tensor([9, 0, 127], device=DEVICE)
     pools = [make_pool(2, 24, dtype, kv_dtype) for _ in range(2)]
     found = KERNELS.rotate_keep(qkv, rotary, positions, slots, pools[0], 1, heads)
-    expected = TWINS.rotate_keep(qkv, rotary, positions, slots, pools[1], 1, heads)
+    expected = REFERENCES.rotate_keep(qkv, rotary, positions, slots, pools[1], 1, heads)
     blocks = torch.arange(16, device=DEVICE)
     tolerance: dict[str, Any] = (
         TOLERANCES[dtype] if kv_dtype == "auto" else {"rtol": 0.02, "atol": 0.03}
@@ -133,7 +133,7 @@ def test_new_tokens_attend_to_their_pages(
     order = torch.randperm(40, generator=torch.Generator().manual_seed(3))
     tables = torch.stack([order.roll(7 * row)[:20] for row in range(5)]).to(DEVICE, torch.int32)
     found = KERNELS.attend_decodes(pool, 1, query, tables, lengths, window)
-    expected = TWINS.attend_decodes(pool, 1, query, tables, lengths, window)
+    expected = REFERENCES.attend_decodes(pool, 1, query, tables, lengths, window)
     assert_close(found, expected, **TOLERANCES[dtype])
     assert not found[3].any()
 
@@ -143,10 +143,10 @@ def test_nothing_beyond_a_context_is_looked_at():
     query = numbers(1, 4, 8)
     tables = torch.arange(16, device=DEVICE, dtype=torch.int32)[None]
     lengths = torch.tensor([11], device=DEVICE)
-    expected = TWINS.attend_decodes(pool, 0, query, tables, lengths)
+    expected = REFERENCES.attend_decodes(pool, 0, query, tables, lengths)
     for stored in pool.blocks(0):
         stored.flatten(0, 1)[11:] = torch.nan
-    for ops in (KERNELS, TWINS):
+    for ops in (KERNELS, REFERENCES):
         assert_close(ops.attend_decodes(pool, 0, query, tables, lengths), expected)
 
 
@@ -189,9 +189,11 @@ def test_shapes_of_real_models(shape: str):
     tolerance = TOLERANCES[dtype]
     width, inner, head_dim = text.hidden_size, text.intermediate_size, text.head_dim
     x, gain = numbers(1, width, dtype=dtype), numbers(width, dtype=dtype)
-    assert_close(KERNELS.add_norm(x, x, gain, 1e-5), TWINS.add_norm(x, x, gain, 1e-5), **tolerance)
+    assert_close(
+        KERNELS.add_norm(x, x, gain, 1e-5), REFERENCES.add_norm(x, x, gain, 1e-5), **tolerance
+    )
     gated = numbers(1, 2 * inner, dtype=dtype)
-    assert_close(KERNELS.gate(gated), TWINS.gate(gated), **tolerance)
+    assert_close(KERNELS.gate(gated), REFERENCES.gate(gated), **tolerance)
     pools = [make_pool(text.num_kv_heads, head_dim, dtype, "auto", 5) for _ in range(2)]
     norms = [RMSNorm(head_dim, 1e-6).requires_grad_(False).to(DEVICE, dtype) for _ in range(2)]
     qkv = numbers(1, (text.num_heads + 2 * text.num_kv_heads) * head_dim, dtype=dtype)
@@ -202,7 +204,7 @@ def test_shapes_of_real_models(shape: str):
     slots, tables = (torch.tensor(each, device=DEVICE) for each in ([37], [[*range(5)]]))
     lengths = torch.tensor([38], device=DEVICE)
     queries, attended = [], []
-    for ops, pool in zip((KERNELS, TWINS), pools, strict=True):
+    for ops, pool in zip((KERNELS, REFERENCES), pools, strict=True):
         heads = Heads(norms[0], norms[1])
         queries.append(ops.rotate_keep(qkv, rotary, positions, slots, pool, 0, heads))
         attended.append(ops.attend_decodes(pool, 0, queries[0][0], tables, lengths, 30))
