@@ -25,6 +25,7 @@ from engines.base import (
     EngineOutput,
     EngineStartError,
     EngineStats,
+    InvalidRequest,
     LoadedEngine,
     PreparedImage,
     Progress,
@@ -106,7 +107,10 @@ class ApplicationEngine(Engine[TaskInput]):
         )
 
     def add(self, request: TaskInput) -> None:
-        """Queue a task, interactive ones before others."""
+        """Queue a task, interactive ones before others. Raises: InvalidRequest."""
+        present = [*self._waiting, *([self._current] if self._current else [])]
+        if any(each.request_id == request.request_id and not each.is_cancelled for each in present):
+            raise InvalidRequest(f"request id {request.request_id!r} is in use")
         if request.priority is Priority.BATCH:
             self._waiting.append(request)
             return

@@ -1,25 +1,36 @@
-"""What every engine that generates promises: to the thread that drives it, and behind a worker, Redis and the HTTP gateway.
+"""What every engine promises that says things a step at a time: to the thread that drives it, and behind a worker,
+Redis and the HTTP gateway.
 
 An engine joins by its name in the registry and a line in `SETTINGS`; one that gives numbers in those of
-`test_pooling_engine.py`. Applications are tested in `tests/engines/application`.
+`test_pooling_engine.py`. What is asked of it follows from its capabilities.
 """
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
-from msgspec import structs
+from msgspec import Raw, structs
 from msgspec.structs import replace
 
-from engines.base import Engine, EngineCall, EngineOutput, LoadedEngine, PreparedImage, RequestError
+from engines.base import (
+    Capabilities,
+    Engine,
+    EngineCall,
+    EngineOutput,
+    LoadedEngine,
+    PreparedImage,
+    RequestError,
+)
 from engines.image_decoder import decode_image
 from engines.registry import create_engine, engine_kinds, register
 from engines.torch_backend.loading.make_checkpoint import make_checkpoint
 from shared.protocol import (
+    Call,
     ChatMessage,
     ErrorCode,
     Failed,
@@ -28,7 +39,9 @@ from shared.protocol import (
     Generate,
     ImagePart,
     ImageRef,
+    Run,
     SamplingParams,
+    Task,
     TextPart,
     Tokenize,
     Tokens,
@@ -37,7 +50,12 @@ from shared.protocol import (
 from tests.contract.test_pooling_engine import SETTINGS as POOLING_SETTINGS
 from tests.contract.toys.engine import TOY
 from tests.factories_engine import make_mock
-from tests.factories_gateway import make_body, make_settings, run_gateway_on_socket
+from tests.factories_gateway import (
+    RunningGateway,
+    make_body,
+    make_settings,
+    run_gateway_on_socket,
+)
 from tests.factories_images import data_url, encoded
 from tests.factories_queue import MODEL, Ends, make_request
 from tests.factories_worker import Answers, RunningWorker, run_worker, text
@@ -47,7 +65,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "mock": {"mock": make_mock(num_output_tokens=12).model_dump()},
     "torch": {"device": "cpu", "dtype": "float32", "kv_cache_bytes": 4 * 2**20},
     "toy": {"greeting": "you said:"},
+    "application": {"entry": "app:Words", "isolation": "none"},
 }
+APPLICATION = """
+from vlm_app import Application
+
+class Words(Application):
+    def run(self, task):
+        yield from task["words"]
+"""
 QUESTION = "one two three four five six seven eight nine ten"
 
 
@@ -55,6 +81,13 @@ QUESTION = "one two three four five six seven eight nine ten"
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("checkpoint")
     make_checkpoint("tiny", directory, seed=3)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def application(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("application")
+    (directory / "app.py").write_text(APPLICATION)
     return directory
 
 
@@ -70,30 +103,71 @@ class Case:
     """One engine of those that run here."""
 
     kind: str
-    model: Path
+    models: Mapping[str, Path]
     loaded: list[LoadedEngine] = field(default_factory=list)
 
     def load(self, **changes: Any) -> LoadedEngine:
         values = {"kind": self.kind, "served_name": MODEL, **SETTINGS[self.kind], **changes}
-        if self.kind == "torch":
-            values["model"] = str(self.model)
+        if self.kind in self.models:
+            values["model"] = str(self.models[self.kind])
         self.loaded.append(create_engine(values))
         return self.loaded[-1]
 
     def start(self, **changes: Any) -> Engine:
         return self.load(**changes).engine
 
+    @property
+    def capabilities(self) -> Capabilities:
+        if self.kind not in KNOWN:
+            KNOWN[self.kind] = self.start().capabilities()
+        return KNOWN[self.kind]
+
+    def task(self, prompt: str = QUESTION, **sampling: Any) -> Task:
+        """One that the engine takes, of several steps; `sampling` is for those that sample."""
+        if "generate" in self.capabilities.tasks:
+            return make_call(prompt=prompt, **sampling).task
+        return Run(Raw(json.dumps({"words": prompt.split()})), is_streamed=True)
+
+    def call(self, request_id: str = "r", **wishes: Any) -> EngineCall:
+        return EngineCall(request_id, self.task(**wishes))
+
+    def request(self) -> Call:
+        return make_request(task=self.task())
+
+    async def ask(self, gateway: RunningGateway) -> httpx.Response:
+        """That task over HTTP."""
+        task = self.task()
+        if isinstance(task, Run):
+            body = b'{"input":%s}' % bytes(task.input)
+            headers = {"content-type": "application/json"}
+            path = f"/v1/applications/{MODEL}/run"
+            return await gateway.client.post(path, content=body, headers=headers)
+        return await gateway.chat(ask())
+
+
+#: Of the engines above, once each was asked.
+KNOWN: dict[str, Capabilities] = {}
+
 
 @pytest.fixture(params=SETTINGS)
-def case(request: pytest.FixtureRequest, checkpoint: Path) -> Iterator[Case]:
-    case = Case(request.param, checkpoint)
+def case(request: pytest.FixtureRequest, checkpoint: Path, application: Path) -> Iterator[Case]:
+    """Any engine."""
+    case = Case(request.param, {"torch": checkpoint, "application": application})
     yield case
     for loaded in case.loaded:
         loaded.engine.close()
 
 
+@pytest.fixture
+def generating(case: Case) -> Case:
+    """An engine that generates."""
+    if "generate" not in case.capabilities.tasks:
+        pytest.skip("it does not generate")
+    return case
+
+
 def test_every_engine_keeps_this_contract():
-    assert set(engine_kinds()) == {*SETTINGS, *POOLING_SETTINGS, "application"}
+    assert set(engine_kinds()) == {*SETTINGS, *POOLING_SETTINGS}
 
 
 # Driven directly
@@ -163,16 +237,20 @@ def answer(engine: Engine, call: EngineCall, *seeds: int) -> Said:
 
 
 def test_capabilities_do_not_change(case: Case):
-    engine = case.start(max_num_seqs=3)
-    before = engine.capabilities()
-    assert before.max_num_seqs == 3
-    assert "generate" in before.tasks
-    answer(engine, make_call())
-    assert engine.capabilities() == before
+    loaded = case.load(max_num_seqs=3)
+    before = loaded.engine.capabilities()
+    assert 1 <= before.max_num_seqs <= 3
+    assert before.tasks == loaded.card.tasks
+    answer(loaded.engine, case.call())
+    assert loaded.engine.capabilities() == before
 
 
-def test_an_answer_is_complete_and_what_it_counts_is_what_it_said(case: Case):
-    said = answer(case.start(), make_call(max_tokens=5))
+def test_calls_share_steps_up_to_the_number_that_is_set(generating: Case):
+    assert generating.start(max_num_seqs=3).capabilities().max_num_seqs == 3
+
+
+def test_an_answer_is_complete_and_what_it_counts_is_what_it_said(generating: Case):
+    said = answer(generating.start(), make_call(max_tokens=5))
     assert said.text
     assert said.num_tokens == 5
     assert said.last is not None
@@ -184,8 +262,8 @@ def test_an_answer_is_complete_and_what_it_counts_is_what_it_said(case: Case):
     assert said.last.timings.decode_s >= 0
 
 
-def test_a_prompt_of_the_ids_that_are_told_has_the_same_answer(case: Case):
-    engine = case.start()
+def test_a_prompt_of_the_ids_that_are_told_has_the_same_answer(generating: Case):
+    engine = generating.start()
     if "tokenize" not in engine.capabilities().tasks:
         pytest.skip("it has no tokenizer")
     call = make_call(max_tokens=6)
@@ -200,8 +278,8 @@ def test_a_prompt_of_the_ids_that_are_told_has_the_same_answer(case: Case):
     assert again.text == said.text
 
 
-def test_a_text_is_itself_again(case: Case):
-    engine = case.start()
+def test_a_text_is_itself_again(generating: Case):
+    engine = generating.start()
     if "tokenize" not in engine.capabilities().tasks:
         pytest.skip("it has no tokenizer")
     of = Generate((), SamplingParams(), prompt=TextPart(QUESTION), add_special_tokens=False)
@@ -220,7 +298,7 @@ def test_a_text_is_itself_again(case: Case):
 
 def test_the_first_output_has_the_usage(case: Case):
     engine = case.start()
-    add(engine, make_call())
+    add(engine, case.call())
     outputs: list[EngineOutput] = []
     while not outputs:
         outputs = engine.step()
@@ -229,7 +307,7 @@ def test_the_first_output_has_the_usage(case: Case):
 
 def test_answers_in_company_equal_answers_alone(case: Case):
     engine = case.start()
-    calls = [make_call(f"r{n}", prompt=f"{QUESTION} {n} times", max_tokens=4 + n) for n in range(4)]
+    calls = [case.call(f"r{n}", prompt=f"{QUESTION} {n} times", max_tokens=4 + n) for n in range(4)]
     for call in calls:
         add(engine, call)
     together = run(engine, *(call.request_id for call in calls))
@@ -241,15 +319,15 @@ def test_answers_in_company_equal_answers_alone(case: Case):
         )
 
 
-def test_one_seed_gives_one_answer(case: Case):
+def test_one_seed_gives_one_answer(generating: Case):
     sampled = make_call(temperature=1.0, seed=7)
-    assert answer(case.start(), sampled).text == answer(case.start(), sampled).text
+    assert answer(generating.start(), sampled).text == answer(generating.start(), sampled).text
 
 
-def test_images_count(case: Case):
-    if not case.load().card.supports_images:
+def test_images_count(generating: Case):
+    if not generating.load().card.supports_images:
         pytest.skip("it takes no images")
-    engine = case.start()
+    engine = generating.start()
     first = answer(engine, make_call("a", num_images=1), 0)
     assert answer(engine, make_call("b", num_images=1), 9).text != first.text
     assert answer(engine, make_call("c", num_images=1), 0).text == first.text
@@ -259,12 +337,12 @@ def test_abort_is_silent_and_idempotent(case: Case):
     engine = case.start()
     engine.abort("unknown")
     for name in "ab":
-        add(engine, make_call(name))
+        add(engine, case.call(name))
     engine.step()
     engine.abort("a")
     engine.abort("a")
     assert run_rest(engine) == {"b"}
-    assert answer(engine, make_call("a")).num_tokens > 0
+    assert answer(engine, case.call("a")).num_tokens > 0
 
 
 def run_rest(engine: Engine) -> set[str]:
@@ -275,11 +353,11 @@ def run_rest(engine: Engine) -> set[str]:
     return names
 
 
-def test_a_stop_string_ends_the_answer_or_is_refused(case: Case):
-    whole = answer(case.start(), make_call()).text
+def test_a_stop_string_ends_the_answer_or_is_refused(generating: Case):
+    whole = answer(generating.start(), make_call()).text
     stop = whole[len(whole) // 2 :][:3]
     try:
-        said = answer(case.start(), make_call(stop=(stop,)))
+        said = answer(generating.start(), make_call(stop=(stop,)))
     except RequestError:
         return
     assert said.text == whole[: whole.index(stop)]
@@ -287,9 +365,9 @@ def test_a_stop_string_ends_the_answer_or_is_refused(case: Case):
     assert said.last.finish_reason is FinishReason.STOP
 
 
-def test_logprobs_come_for_each_token_or_are_refused(case: Case):
+def test_logprobs_come_for_each_token_or_are_refused(generating: Case):
     try:
-        said = answer(case.start(), make_call(num_logprobs=2))
+        said = answer(generating.start(), make_call(num_logprobs=2))
     except RequestError:
         return
     assert said.num_logprobs == said.num_tokens
@@ -297,9 +375,9 @@ def test_logprobs_come_for_each_token_or_are_refused(case: Case):
 
 @pytest.mark.parametrize("num_asked", [0, 2])
 def test_an_echoed_prompt_has_the_logprobs_that_its_tokens_had_when_they_were_said(
-    case: Case, num_asked: int
+    generating: Case, num_asked: int
 ):
-    engine = case.start()
+    engine = generating.start()
     if "tokenize" not in engine.capabilities().tasks:
         pytest.skip("it has no tokenizer")
     prompt = (40, 41, 42)
@@ -314,12 +392,12 @@ def test_an_echoed_prompt_has_the_logprobs_that_its_tokens_had_when_they_were_sa
     assert echoed.last is not None
     assert echoed.last.usage is not None
     assert echoed.last.usage.num_prompt_tokens == len(whole.token_ids)
-    if num_asked and case.kind == "torch":  # the mock asks nobody what came before
+    if num_asked and generating.kind == "torch":  # the mock asks nobody what came before
         assert echoed.token_ids[-num_asked] == said.token_ids[5]
 
 
-def test_a_prompt_that_cannot_be_echoed_is_refused(case: Case):
-    engine = case.start()
+def test_a_prompt_that_cannot_be_echoed_is_refused(generating: Case):
+    engine = generating.start()
     wish = SamplingParams(temperature=0.0, max_tokens=0, num_logprobs=1)
     call = EngineCall("one", Generate((), wish, prompt=TokensPart((40,)), is_echoed=True))
     with pytest.raises(RequestError):
@@ -333,32 +411,32 @@ def test_a_prompt_that_cannot_be_echoed_is_refused(case: Case):
         pytest.param(make_call("bad", logit_bias={10**6: 1.0}), id="no such token"),
     ],
 )
-def test_a_bad_request_is_refused_and_nothing_else_is_harmed(case: Case, bad: EngineCall):
-    engine = case.start()
+def test_a_bad_request_is_refused_and_nothing_else_is_harmed(generating: Case, bad: EngineCall):
+    engine = generating.start()
     add(engine, make_call("good"))
     with pytest.raises(RequestError) as refused:
         add(engine, bad)
     assert str(refused.value)
-    assert run(engine, "good")["good"].text == answer(case.start(), make_call()).text
+    assert run(engine, "good")["good"].text == answer(generating.start(), make_call()).text
 
 
 def test_an_id_is_used_once_at_a_time(case: Case):
     engine = case.start()
-    add(engine, make_call())
+    add(engine, case.call())
     with pytest.raises(RequestError):
-        add(engine, make_call())
+        add(engine, case.call())
     assert run(engine, "r")["r"].num_tokens > 0
-    assert answer(engine, make_call()).num_tokens > 0
+    assert answer(engine, case.call()).num_tokens > 0
 
 
-def test_who_can_continue_continues_as_if_nothing_had_happened(case: Case):
-    engine = case.start()
+def test_who_can_continue_continues_as_if_nothing_had_happened(generating: Case):
+    engine = generating.start()
     if not engine.capabilities().can_continue:
         pytest.skip("it cannot continue an answer")
     call = make_call(temperature=0.7, seed=1, num_images=1, max_tokens=8)
     whole = answer(engine, call, 0)
-    add(case.start(), call, 0)
-    other = case.start()
+    add(generating.start(), call, 0)
+    other = generating.start()
     add(other, replace(call, output_token_ids=whole.token_ids[:3]), 0)
     token_ids: tuple[int, ...] = ()
     while other.has_work():
@@ -371,7 +449,7 @@ def test_who_can_continue_continues_as_if_nothing_had_happened(case: Case):
 def test_every_step_counts(case: Case):
     """The worker takes an engine whose count stands still for one that hangs."""
     engine = case.start()
-    add(engine, make_call())
+    add(engine, case.call())
     assert engine.stats().num_running + engine.stats().num_waiting == 1
     counts = []
     while engine.has_work():
@@ -383,7 +461,7 @@ def test_every_step_counts(case: Case):
 
 def test_close_may_be_repeated_with_work_left(case: Case):
     engine = case.start()
-    add(engine, make_call())
+    add(engine, case.call())
     engine.step()
     engine.close()
     engine.close()
@@ -397,11 +475,11 @@ def ask(question: str = QUESTION, **changes: Any) -> dict[str, Any]:
 
 
 async def test_an_answer_over_http_is_the_engines_own(
-    case: Case, ends: Ends, redis_server, redis_prefix
+    generating: Case, ends: Ends, redis_server, redis_prefix
 ):
-    expected = answer(case.start(), make_call())
+    expected = answer(generating.start(), make_call())
     async with (
-        run_worker(ends, load=case.load),
+        run_worker(ends, load=generating.load),
         run_gateway_on_socket(make_settings(redis_server, redis_prefix)) as gateway,
     ):
         response = await gateway.chat(ask())
@@ -418,10 +496,12 @@ async def test_an_answer_over_http_is_the_engines_own(
     assert refused.status_code == 400, refused.text
 
 
-async def test_an_image_reaches_the_engine(case: Case, ends: Ends, redis_server, redis_prefix):
+async def test_an_image_reaches_the_engine(
+    generating: Case, ends: Ends, redis_server, redis_prefix
+):
     texts = []
     async with (
-        run_worker(ends, load=case.load),
+        run_worker(ends, load=generating.load),
         run_gateway_on_socket(make_settings(redis_server, redis_prefix)) as gateway,
     ):
         for seed in (0, 9, 0):
@@ -451,7 +531,7 @@ async def test_a_client_that_leaves_frees_the_engine(
         run_gateway_on_socket(make_settings(redis_server, redis_prefix)) as gateway,
     ):
         running.engine.gate.clear()
-        client = asyncio.create_task(gateway.chat(ask()))
+        client = asyncio.create_task(case.ask(gateway))
         await until(running, lambda engine: engine.added)
         client.cancel()
         await asyncio.wait({client})
@@ -464,18 +544,20 @@ async def test_a_deadline_ends_the_request_in_the_engine_too(
 ):
     async with run_worker(ends, load=case.load) as running:
         running.engine.gate.clear()
-        request = await ends.enqueue(timeout_s=0.5)
+        request = await ends.enqueue(case.request(), timeout_s=0.5)
         failed = (await answers.end(request))[-1]
         assert isinstance(failed, Failed)
         assert failed.code is ErrorCode.DEADLINE_EXCEEDED
         running.engine.gate.set()
         await until(running, lambda engine: not engine.has_work())
-        again = (await answers.end(await ends.enqueue(make_request())))[-1]
+        again = (await answers.end(await ends.enqueue(case.request())))[-1]
     assert isinstance(again, Finished)
 
 
-async def test_a_prompt_that_is_too_long_fails_alone(case: Case, ends: Ends, answers: Answers):
-    async with run_worker(ends, load=case.load):
+async def test_a_prompt_that_is_too_long_fails_alone(
+    generating: Case, ends: Ends, answers: Answers
+):
+    async with run_worker(ends, load=generating.load):
         long = await ends.enqueue(make_request("word " * 50_000))
         failed = (await answers.end(long))[-1]
         finished = (await answers.end(await ends.enqueue(make_request())))[-1]
@@ -485,17 +567,17 @@ async def test_a_prompt_that_is_too_long_fails_alone(case: Case, ends: Ends, ans
 
 
 async def test_when_its_worker_is_lost_an_answer_is_continued_or_fails_clearly(
-    case: Case, ends: Ends, answers: Answers
+    generating: Case, ends: Ends, answers: Answers
 ):
     """Never is a part of it told twice."""
-    async with run_worker(ends, "first", load=case.load) as first:
+    async with run_worker(ends, "first", load=generating.load) as first:
         first.engine.steps_left = 1
         request = await ends.enqueue(make_request(QUESTION))
         await answers.wait_for(request, lambda events: any(isinstance(e, Tokens) for e in events))
         await first.vanish()
-    async with run_worker(ends, "second", load=case.load, lease_s=0.6):
+    async with run_worker(ends, "second", load=generating.load, lease_s=0.6):
         events = await answers.end(request)
-    if case.start().capabilities().can_continue:
+    if generating.start().capabilities().can_continue:
         assert isinstance(events[-1], Finished)
     else:
         assert isinstance(events[-1], Failed)
@@ -505,7 +587,7 @@ async def test_when_its_worker_is_lost_an_answer_is_continued_or_fails_clearly(
 async def test_an_answer_of_which_nothing_was_told_is_started_again(
     case: Case, ends: Ends, answers: Answers
 ):
-    request = await ends.enqueue(make_request())
+    request = await ends.enqueue(case.request())
     async with run_worker(ends, "first", load=case.load) as first:
         first.engine.gate.clear()
         await until(first, lambda engine: engine.added)
