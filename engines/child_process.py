@@ -2,7 +2,7 @@
 
 Those for images that strangers have made have no rights besides: a child takes limits on itself before it reads
 anything, of memory, and, where the kernel filters system calls, no files, sockets, programs or other processes. It may
-die of what it reads. Used by the worker's decoders and by the ranks of an engine; it must not know them.
+die of what it reads. Used by the worker's decoders and by the ranks of an engine.
 """
 
 import ctypes

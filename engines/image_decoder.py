@@ -1,6 +1,6 @@
 """Encoded images to RGB. The bytes come from strangers: five formats, fixed error texts, first frames only.
 
-Runs in the worker's threads, or in child processes of it that have nothing to lose. It must not know torch or numpy.
+Runs in the worker's threads, or in child processes of it that have nothing to lose.
 """
 
 import io

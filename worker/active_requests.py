@@ -1,7 +1,6 @@
 """The requests that this worker has claimed, from their start until they end or are dropped.
 
-Called by the worker's loops, on the event loop. It must not know Redis: what is to be told goes
-into the outbox, what comes in are claims.
+Called by the worker's loops, on the event loop. Claims come in, events go out by the outbox.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """What a machine can do at its best: bytes read and operations done in a second. Measured, not looked up.
 
-Used by the benchmark, on the device and with the threads of the engine. Knows no models.
+Used by the benchmark, on the device and with the threads of the engine.
 """
 
 import os

@@ -1,6 +1,6 @@
 """Runs of a benchmark to medians and spreads, and these to JSON and a table.
 
-Used by the benchmark; knows no engine and no clock.
+Used by the benchmark.
 """
 
 import math

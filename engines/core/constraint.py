@@ -1,7 +1,7 @@
 """Which tokens may come next, where an answer is held to a grammar: a function of the tokens so far.
 
 Nothing of it is kept elsewhere: whoever continues an answer, after a preemption or on another
-worker, replays its tokens. Asked by samplers; it must not know tensors.
+worker, replays its tokens. Asked by samplers.
 """
 
 import time

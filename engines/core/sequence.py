@@ -1,6 +1,6 @@
 """A request inside an engine, and the batch of them that one step computes.
 
-Used by scheduler, block manager and runners; knows no tensors, no text, no clock.
+Used by scheduler, block manager and runners.
 """
 
 from collections.abc import Iterable

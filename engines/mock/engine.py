@@ -1,6 +1,6 @@
 """An engine without a model: real scheduling, blocks and text, pretended arithmetic.
 
-For tests, load tests and the development of everything around the engine. It must not know torch.
+For tests, load tests and the development of everything around the engine.
 An answer is the SHAKE-128 stream of its prompt, read as words, so that a token depends on prompt,
 images, seed and position alone: batched, preempted or taken over, the answer is the same.
 """

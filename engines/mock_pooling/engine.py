@@ -1,8 +1,8 @@
 """An embedding engine without a model: real batches, pretended arithmetic.
 
-A vector is the SHAKE-128 stream of its input, read as numbers and brought to length 1; a score is that of query and
-document. So it depends on its input alone, bit by bit, in whatever company it was computed. A token is a word. It
-must not know torch.
+A vector is the SHAKE-128 stream of its input, read as numbers and brought to length 1; a score is that
+of query and document. So it depends on its input alone, bit by bit, in whatever company it was computed.
+A token is a word.
 """
 
 import hashlib

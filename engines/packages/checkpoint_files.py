@@ -1,6 +1,6 @@
 """The text files of a made-up checkpoint: a byte-level BPE tokenizer, processor settings, chat template.
 
-Used by the checkpoint maker alone. Knows no tensors.
+Used by the checkpoint maker alone.
 """
 
 import json

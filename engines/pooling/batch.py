@@ -2,7 +2,7 @@
 
 The oldest input is always in; what is left of the budget goes to the inputs nearest to it in length. So a step has
 little to pad where a model pads, and none where it does not: there, rows of one length share one attention call.
-Nobody starves: an input is in at the latest when all that came before it are. It knows no tensors.
+Nobody starves: an input is in at the latest when all that came before it are.
 """
 
 from bisect import bisect_left, insort

@@ -1,4 +1,4 @@
-"""What a sentence-transformers directory says beside its model: pooling, prompts, lengths. It knows no tensors.
+"""What a sentence-transformers directory says beside its model: pooling, prompts, lengths.
 
 Source: sentence-transformers, `modules.json` and the `config.json` of its modules.
 """

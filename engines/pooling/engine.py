@@ -1,7 +1,7 @@
 """An engine without tokens: a step is one batch of inputs, and a call ends with its last input.
 
 The model behind it turns tasks into rows (in any thread) and rows into numbers (in the engine's thread). No KV cache,
-no sampler, no text. It knows no tensors.
+no sampler, no text.
 """
 
 import time

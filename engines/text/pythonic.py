@@ -1,6 +1,6 @@
 """Calls that a model writes as Python does, `f(city='Oslo', days=3)`: what may stand in the parentheses, and its JSON.
 
-Used by the module of tools. Nothing is run: values are literals. It must not know tensors.
+Used by the module of tools. Nothing is run: values are literals.
 """
 
 import ast

@@ -1,7 +1,7 @@
 """Tokens of a vocabulary to the bytes that they stand for, by the decoder that tokenizer.json names.
 
 Used by the tokenizer. Three kinds are known: byte-level (GPT-2's alphabet), sentencepiece's (▁ for a space,
-<0x0A> for a byte), and Metaspace. Knows no ids.
+<0x0A> for a byte), and Metaspace.
 """
 
 import re

@@ -1,6 +1,6 @@
 """A checkpoint's tokenizer.json: text to ids as transformers would, ids to raw bytes.
 
-Used by the prompt builder and the detokenizer, from any thread. Knows no templates and no tensors.
+Used by the prompt builder and the detokenizer, from any thread.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Functions that a model may call: how families write calls, how others are told, how calls are read.
 
 Called by the engine. What a model may write is a grammar made of the functions, so that what it writes has
-one shape for each family, and is read without guessing. It must not know tensors.
+one shape for each family, and is read without guessing.
 """
 
 import dataclasses

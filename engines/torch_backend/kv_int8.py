@@ -2,7 +2,7 @@
 
 Made by the runner where `kv_dtype` says so. Every token's key and value of every head is scaled by its own
 largest number, so that a token is stored alike in whatever step and company it came, and all ways to an answer
-still agree. What it must not know is who reads it.
+still agree.
 
 Shape letters: N tokens, M blocks, K key/value heads, D head width.
 """

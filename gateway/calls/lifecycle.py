@@ -4,7 +4,7 @@
     out:  events, answer.whole or answer.frames, client; recorded once, refunded, closed
 
 Checks run from cheap to expensive. However a request ends, and whoever leaves first, its call is
-closed, so that the fleet stops working on it. It knows no API: that is `gateway.calls.surface`.
+closed, so that the fleet stops working on it. An API is a `gateway.calls.surface.Surface`.
 """
 
 import asyncio

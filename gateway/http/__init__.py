@@ -1,1 +1,1 @@
-"""The HTTP server and what every API shares. It knows no API."""
+"""The HTTP server and what every API shares."""

@@ -1,6 +1,6 @@
 """A TCP proxy that does to connections what networks do: delay, lose a reply, go silent, reset.
 
-It stands between processes and Redis; it must not know what they say, only which bytes to wait for.
+It stands between processes and Redis, and looks into what they say for the bytes to wait for alone.
 """
 
 import asyncio

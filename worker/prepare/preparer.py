@@ -2,7 +2,6 @@
 
 Work runs in threads, those of images and those of text, off the event loop and off the engine's thread; `decode` may
 go to other processes. Tenants, told apart by their cache salts, take turns.
-It must not know the queue.
 """
 
 import asyncio

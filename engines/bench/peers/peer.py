@@ -1,7 +1,7 @@
 """What a system under comparison can be asked, and the questions.
 
-Used by all of this package. Every answer is the seconds that something took; loading, warming up and preparing do not
-count. Knows no system.
+Used by all of this package. Every answer is the seconds that something took; loading, warming up and preparing are
+not counted.
 """
 
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 """Results as images: for each workload, a bar for each system.
 
-Used by `run`. Plain SVG, small enough for a repository; knows no processes.
+Used by `run`. Plain SVG, small enough for a repository.
 """
 
 from html import escape

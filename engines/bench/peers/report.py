@@ -1,6 +1,6 @@
 """Results as tables: what each system did, and how many times as fast as its peers ours is.
 
-Used by `run`; knows no processes and no clock.
+Used by `run`.
 """
 
 from rich.box import SIMPLE_HEAD

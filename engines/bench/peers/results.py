@@ -1,6 +1,6 @@
 """What systems were measured to do, kept in a file so that a comparison may come about in several runs.
 
-Used by `run` and the report. Knows no processes.
+Used by `run` and the report.
 """
 
 import json

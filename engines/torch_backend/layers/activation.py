@@ -1,4 +1,4 @@
-"""Activation functions by the names that `config.json` files use. Knows no model."""
+"""Activation functions by the names that `config.json` files use."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,6 +1,6 @@
 """From a model's name to an engine that can serve: files, configuration, weights, caches, warm-up.
 
-Called by the engine factory. It must not know the queue or settings.
+Called by the engine factory.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""How much memory a device still has. Knows nothing of what it is for."""
+"""How much memory a device still has."""
 
 from pathlib import Path
 

@@ -1,7 +1,7 @@
 """Linear maps in a quantized format that others publish, each put into the model in the form that its kernels take.
 
 Used by the loader. What no kernel multiplies as it is stored becomes plain numbers, as full-precision weights do, and
-the log says so. Knows no format: see `formats`.
+the log says so. The formats are in `formats`.
 """
 
 import logging

@@ -1,6 +1,6 @@
 """The safetensors files of a checkpoint: what they hold, and tensors out of and into them one by one.
 
-Used by the loader, the quantizer and the checkpoint maker. Never pickle. Knows no models and no engines.
+Used by the loader, the quantizer and the checkpoint maker. Never pickle.
 """
 
 import json

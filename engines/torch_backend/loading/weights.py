@@ -2,7 +2,7 @@
 
 Called by the loader. On a CPU a weight that is stored in the engine's precision is used where its file is mapped:
 starting reads nothing twice, and all workers of a machine share the pages. So a file in use may be replaced,
-as `save_pretrained` and downloads do, but not written into. Knows no requests and no engine.
+as `save_pretrained` and downloads do, but not written into.
 """
 
 import time

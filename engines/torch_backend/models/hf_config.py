@@ -1,7 +1,7 @@
 """A checkpoint's `config.json`, completed by transformers' own configuration classes, and read for our modules.
 
 What a file leaves out takes transformers' values. Each field is checked before anything is built from it, and only
-fields that a kind of model has reach transformers; no code of a checkpoint is ever run. Knows no tensors.
+fields that a kind of model has reach transformers; no code of a checkpoint is ever run.
 """
 
 from pathlib import Path

@@ -1,7 +1,7 @@
 """The image encoder: open_clip's vision transformer with Hugging Face CLIP weights mapped onto it.
 
-Used by `llava`. It knows images as normalised pixels and gives hidden states; it must not know prompts,
-caches or batches of requests. Only the layers up to the last one that is read are built.
+Used by `llava`, which gives it normalised pixels for hidden states. Only the layers up
+to the last one that is read are built.
 
 Shape letters: B images, P patches, T = P + 1 tokens (the class token first), C channels.
 """

@@ -1,7 +1,7 @@
 """Projected image features by image, so that an image seen again is not encoded again.
 
-Owned by the runner. It must not know how features are made. Entries that a running request still reads are
-pinned and stay whatever the limit says; the others leave in the order of their last use. Units: bytes.
+Owned by the runner. Entries that a running request still reads are pinned and stay whatever the
+limit says; the others are evicted in the order of their last use. Units: bytes.
 """
 
 from collections import OrderedDict

@@ -1,8 +1,8 @@
 """The images of a step: which must be encoded, and where their features go.
 
-Used by the runner. It encodes the missing images of all requests together, keeps features for later in an
-`EncoderCache`, and must not know the decoder's caches, sampling or logits. Beside running streams it encodes one
-image after another, each in parts, when it is told how long a part may take.
+Used by the runner. It encodes the missing images of all requests together, and keeps features for later
+in an `EncoderCache`. Beside running streams it encodes one image after another, each in parts, where the
+time of a part is limited.
 """
 
 import time

@@ -1,6 +1,6 @@
 """Image bytes to pixels, exactly as transformers' CLIPImageProcessor (PIL) makes them.
 
-Called from a pool of threads. It must not know torch. Pixels are numpy (3, H, W) float32.
+Called from a pool of threads. Pixels are numpy (3, H, W) float32.
 """
 
 import math

@@ -2,7 +2,7 @@
 
 Everything that differs between processors follows from it: what the C++ kernels are compiled with, and where they, or
 torch's own kernels, are the faster ones. Every level below the machine's can be asked for, so that all are tested on
-the largest. Knows no kernels and no models.
+the largest.
 """
 
 import platform

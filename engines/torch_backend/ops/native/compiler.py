@@ -2,7 +2,7 @@
 
 A library is named by its level and the hash of all that it comes from (sources, flags, compiler), written beside its
 place and renamed into it: workers that start together compile once, and never load half a file. It ends with the hash
-of itself: what a power loss has damaged would end the process that loads it, and is compiled again. Knows no kernels.
+of itself: what a power loss has damaged would end the process that loads it, and is compiled again.
 """
 
 import fcntl

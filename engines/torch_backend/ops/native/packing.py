@@ -1,7 +1,7 @@
 """Integer weights in the order in which `integer_linear.cpp` reads them, and back.
 
 Tiles of 16 outputs, group after group of inputs; what does not fill a tile or a group is padded with zeros.
-Strips of tiles are packed one after another, so that memory stays at what the result takes. Knows no kernels.
+Strips of tiles are packed one after another, so that memory stays at what the result takes.
 
 Shape letters: K inputs, N outputs, G groups of inputs, P outputs padded to whole tiles.
 """

@@ -1,5 +1,5 @@
 // Eight float32 lanes, and how stored weights become them. GCC's and clang's vector types: AVX2, AVX-512 and
-// NEON come out of the same lines. Knows no kernels.
+// NEON come out of the same lines.
 #pragma once
 
 #include <cstdint>
