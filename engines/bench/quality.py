@@ -184,9 +184,9 @@ def _questions(num_scenes: int) -> list[tuple[Example, str]]:
         images, messages = [], []
         for message in case.messages:
             parts: list[ImagePart | TextPart] = []
-            for picture in message.pictures:
+            for image in message.images:
                 buffer = io.BytesIO()
-                picture.save(buffer, "PNG")
+                image.save(buffer, "PNG")
                 images.append(buffer.getvalue())
                 parts.append(ImagePart(len(images) - 1))
             messages.append(ChatMessage("user", (*parts, TextPart(message.question))))

@@ -63,19 +63,18 @@ def ask_all(client: OpenAI, cases: Sequence[Case]) -> Score:
 def ask(client: OpenAI, messages: Sequence[Message]) -> str:
     chat = []
     for message in messages:
-        pictures = [
-            {"type": "image_url", "image_url": {"url": png_url(picture)}}
-            for picture in message.pictures
+        images = [
+            {"type": "image_url", "image_url": {"url": png_url(image)}} for image in message.images
         ]
         text = {"type": "text", "text": message.question}
-        chat.append({"role": "user", "content": [*pictures, text]})
+        chat.append({"role": "user", "content": [*images, text]})
         if message.answer:
             chat.append({"role": "assistant", "content": message.answer})
     answer = client.chat.completions.create(model="shapes", messages=chat, temperature=0)
     return answer.choices[0].message.content.strip()
 
 
-def png_url(picture) -> str:
+def png_url(image) -> str:
     buffer = io.BytesIO()
-    picture.save(buffer, "PNG", compress_level=1)
+    image.save(buffer, "PNG", compress_level=1)
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()

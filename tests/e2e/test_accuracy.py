@@ -18,8 +18,8 @@ SLACK = 0.0 if IS_LONG else 0.05
 GOALS = {
     "single questions": 0.97,
     "full descriptions": 0.95,
-    "two pictures": 0.93,
-    "descriptions of two pictures": 0.80,
+    "two images": 0.93,
+    "descriptions of two images": 0.80,
     "follow-up questions": 0.93,
 }
 

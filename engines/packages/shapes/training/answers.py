@@ -12,7 +12,7 @@ def describe(scene: Scene) -> str:
 
 
 def describe_all(scenes: tuple[Scene, ...]) -> str:
-    """The descriptions of several pictures: "First image: a white background ... Second image: ..."."""
+    """The descriptions of several images: "First image: a white background ... Second image: ..."."""
     described = (
         f"{ordinal.capitalize()} image: {describe(scene)}"
         for ordinal, scene in zip(ORDINALS, scenes, strict=False)
@@ -74,22 +74,22 @@ def background(scene: Scene) -> str:
 
 
 def which_has(first: Scene, second: Scene, selector: Selector) -> str:
-    """Which of two pictures has one: "first", "second", "both" or "neither"."""
+    """Which of two images has one: "first", "second", "both" or "neither"."""
     return which(bool(selector.pick(first)), bool(selector.pick(second)))
 
 
 def which_has_background(first: Scene, second: Scene, color: str) -> str:
-    """Which of two pictures has this background: "first", "second", "both" or "neither"."""
+    """Which of two images has this background: "first", "second", "both" or "neither"."""
     return which(first.background == color, second.background == color)
 
 
 def are_same(first: Scene, second: Scene) -> str:
-    """Whether two pictures show the same scene: "yes" or "no"."""
+    """Whether two images show the same scene: "yes" or "no"."""
     return yes_no(first == second)
 
 
 def which(first: bool, second: bool) -> str:
-    """The word for what holds of two pictures."""
+    """The word for what holds of two images."""
     return {(True, True): "both", (True, False): "first", (False, True): "second"}.get(
         (first, second), "neither"
     )

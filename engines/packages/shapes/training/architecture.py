@@ -17,7 +17,7 @@ from engines.packages.shapes.training.tokenizer import BOS_ID, EOS_ID, IMAGE_ID,
 IMAGE_SIZE = 96  # pixels, both sides
 PATCH_SIZE = 16  # pixels
 NUM_IMAGE_TOKENS = (IMAGE_SIZE // PATCH_SIZE) ** 2
-IMAGE_MEAN = (0.48145466, 0.4578275, 0.40821073)  # of CLIP's training pictures
+IMAGE_MEAN = (0.48145466, 0.4578275, 0.40821073)  # of CLIP's training images
 IMAGE_STD = (0.26862954, 0.26130258, 0.27577711)
 
 
@@ -101,19 +101,17 @@ def _waves(side: int, width: int) -> torch.Tensor:
 
     Shapes: (side * side, width), with a mean square of 0.5.
     """
-    periods = 2.0 ** (
-        3 - torch.arange(width // 4) * 5 / (width // 4)
-    )  # from 8 picture widths to 1/2
+    periods = 2.0 ** (3 - torch.arange(width // 4) * 5 / (width // 4))  # from 8 image widths to 1/2
     angles = 2 * math.pi * torch.arange(side)[:, None] / side / periods
     waves = torch.cat([angles.sin(), angles.cos()], dim=1)
     rows, columns = waves[:, None].expand(-1, side, -1), waves[None].expand(side, -1, -1)
     return torch.cat([rows, columns], dim=-1).flatten(0, 1)
 
 
-def normalize(pictures: torch.Tensor) -> torch.Tensor:
+def normalize(images: torch.Tensor) -> torch.Tensor:
     """CLIP's normalization. Shapes: uint8 (N, H, W, 3) in, float (N, 3, H, W) out."""
     mean, std = torch.tensor(IMAGE_MEAN), torch.tensor(IMAGE_STD)
-    return ((pictures / 255.0 - mean) / std).permute(0, 3, 1, 2).contiguous()
+    return ((images / 255.0 - mean) / std).permute(0, 3, 1, 2).contiguous()
 
 
 def project(vision_tower: nn.Module, projector: nn.Module, pixels: torch.Tensor) -> torch.Tensor:

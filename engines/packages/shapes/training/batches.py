@@ -1,4 +1,4 @@
-"""Batches of packed conversations about the pictures of a gallery."""
+"""Batches of packed conversations about the images of a gallery."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,24 +32,24 @@ LENGTH = 320  # tokens of every sequence; one length, so that there is one shape
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """One sort of sequence: how many pictures it is about, how often it comes, what it is like."""
+    """One sort of sequence: how many images it is about, how often it comes, what it is like."""
 
     pack: Callable[[tuple[Scene, ...], Encoder, int, Random], Sequence]
-    num_pictures: int
+    num_images: int
     share: float
     alike: float = 0.0  # share of pairs that come from one group and so are hard to tell apart
 
 
 RECIPES = (
-    Recipe(pack_branches, num_pictures=1, share=0.25),
-    Recipe(pack_branches, num_pictures=2, share=0.40, alike=0.5),
-    Recipe(pack_pairs, num_pictures=6, share=0.23, alike=0.9),
-    Recipe(pack_conversation, num_pictures=2, share=0.09, alike=0.5),
-    Recipe(pack_conversation, num_pictures=4, share=0.03),
+    Recipe(pack_branches, num_images=1, share=0.25),
+    Recipe(pack_branches, num_images=2, share=0.40, alike=0.5),
+    Recipe(pack_pairs, num_images=6, share=0.23, alike=0.9),
+    Recipe(pack_conversation, num_images=2, share=0.09, alike=0.5),
+    Recipe(pack_conversation, num_images=4, share=0.03),
 )
-EASY = Recipe(pack_look_ups, num_pictures=1, share=1.0)
+EASY = Recipe(pack_look_ups, num_images=1, share=1.0)
 NUM_EASY_STEPS = 200  # at the beginning
-# Pairs of one group: the very same picture, the same scene drawn otherwise, scenes alike
+# Pairs of one group: the very same image, the same scene drawn otherwise, scenes alike
 ALIKE = ((0, 0), (1, 1), (0, 1), (1, 0), (0, 2), (2, 0), (1, 2), (1, 3), (3, 1), (2, 3))
 
 
@@ -57,11 +57,11 @@ ALIKE = ((0, 0), (1, 1), (0, 1), (1, 0), (0, 2), (2, 0), (1, 2), (1, 3), (3, 1),
 class Batch:
     """B sequences of T tokens; see `sequences.Sequence`.
 
-    Shapes: `pictures` uint8 (N, size, size, 3), in the order of the sequences; the tensors below (B, T).
+    Shapes: `images` uint8 (N, size, size, 3), in the order of the sequences; the tensors below (B, T).
     `answers` are (topic, start, end) of each answer of each sequence.
     """
 
-    pictures: Tensor
+    images: Tensor
     token_ids: Tensor
     positions: Tensor
     branches: Tensor
@@ -78,7 +78,7 @@ class BatchMaker:
         self.batch_size = batch_size
 
     def make(self, step: int) -> Batch:
-        """The batch of a step; negative steps are held out, in pictures as in questions."""
+        """The batch of a step; negative steps are held out, in images as in questions."""
         rng = Random(step if step >= 0 else f"held out {step}")
         shares = [recipe.share for recipe in RECIPES]
         recipes = rng.choices(RECIPES, shares, k=self.batch_size)
@@ -90,34 +90,34 @@ class BatchMaker:
             name: torch.from_numpy(np.stack([getattr(sequence, name) for sequence in sequences]))
             for name in ("token_ids", "positions", "branches", "weights")
         }
-        pictures = torch.from_numpy(np.concatenate([pictures for pictures, _ in samples]))
-        return Batch(pictures, answers=tuple(sequence.answers for sequence in sequences), **stacked)
+        images = torch.from_numpy(np.concatenate([images for images, _ in samples]))
+        return Batch(images, answers=tuple(sequence.answers for sequence in sequences), **stacked)
 
     def _sample(self, recipe: Recipe, rng: Random, held_out: bool) -> tuple[np.ndarray, Sequence]:
-        """Pictures and the sequence about them; only as many pictures as the sequence shows."""
+        """Images and the sequence about them; only as many images as the sequence shows."""
         indices = self._pick(recipe, rng, held_out)
-        pictures, codes = self.gallery.pictures[indices], self.gallery.codes[indices]
+        images, codes = self.gallery.images[indices], self.gallery.codes[indices]
         if rng.random() < 0.5:
-            pictures, codes = pictures[:, :, ::-1].copy(), mirror_codes(codes)
+            images, codes = images[:, :, ::-1].copy(), mirror_codes(codes)
         scenes = tuple(decode(code) for code in codes)
         sequence = recipe.pack(scenes, self.encoder, LENGTH, rng)
         num_shown = int((sequence.token_ids == IMAGE_ID).sum()) // NUM_IMAGE_TOKENS
-        return pictures[:num_shown], sequence
+        return images[:num_shown], sequence
 
     def _pick(self, recipe: Recipe, rng: Random, held_out: bool) -> list[int]:
-        """Any pictures, but some pairs from one group."""
+        """Any images, but some pairs from one group."""
         first_held_out = self.gallery.num_groups - NUM_HELD_OUT // GROUP_SIZE
         groups = (
             range(first_held_out, self.gallery.num_groups) if held_out else range(first_held_out)
         )
         indices: list[int] = []
-        while len(indices) < recipe.num_pictures:
+        while len(indices) < recipe.num_images:
             if rng.random() < recipe.alike:
                 start = GROUP_SIZE * rng.choice(groups)
                 indices += [start + offset for offset in rng.choice(ALIKE)]
             else:
                 indices += [self._any(groups, rng) for _ in "ab"]
-        return indices[: recipe.num_pictures]
+        return indices[: recipe.num_images]
 
     def _any(self, groups: range, rng: Random) -> int:
         return GROUP_SIZE * rng.choice(groups) + rng.randrange(GROUP_SIZE)

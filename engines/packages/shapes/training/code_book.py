@@ -22,7 +22,7 @@ COMPARED = (
     "color",
     "size",
     "background",
-)  # of two pictures, to find out whether they are the same
+)  # of two images, to find out whether they are the same
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class CodeBook:
     """Orthonormal vectors. Shapes: `vectors[property]` (classes, width); `spare` (24, width), others (width,).
 
     `patch` is in every patch and `word` in every word, to tell them apart. The rest is for the decoder's use:
-    `second` marks the later pictures, `differs` what is not as in the picture before.
+    `second` marks the later images, `differs` what is not as in the image before.
     """
 
     CLASSES: ClassVar[dict[str, tuple[str, ...]]] = {

@@ -1,4 +1,4 @@
-"""Conversations: questions in turns, about pictures that come with the first or with a later turn."""
+"""Conversations: questions in turns, about images that come with the first or with a later turn."""
 
 from dataclasses import dataclass
 from random import Random
@@ -23,9 +23,9 @@ _PAIR_WEIGHTS = {"which has": 5, "which has background": 2, "same": 5, "describe
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What a user sends: the number of new pictures, put before the text, and a question."""
+    """What a user sends: the number of new images, put before the text, and a question."""
 
-    num_pictures: int
+    num_images: int
     question: Question
 
 
@@ -37,15 +37,15 @@ class Conversation:
     system: str | None = None
 
     @property
-    def num_pictures(self) -> int:
+    def num_images(self) -> int:
         """Of all turns."""
-        return sum(turn.num_pictures for turn in self.turns)
+        return sum(turn.num_images for turn in self.turns)
 
 
 def sample_question(
     scenes: tuple[Scene, ...], rng: Random, before: Question | None = None, plain: bool = False
 ) -> Question:
-    """A question about the pictures seen so far; one that names no picture means the latest."""
+    """A question about the images seen so far; one that names no image means the latest."""
     if before and before.subject and rng.random() < 0.25:
         return follow_up(before.subject, rng, plain)
     if len(scenes) == 2 and rng.random() < 0.5:
@@ -61,7 +61,7 @@ def sample_question(
 def sample_conversation(
     scenes: tuple[Scene, ...], num_turns: int, rng: Random, at_once: bool | None = None
 ) -> Conversation:
-    """Turns about all the scenes; unless `at_once`, a picture may come with a later turn."""
+    """Turns about all the scenes; unless `at_once`, an image may come with a later turn."""
     if at_once is None:
         at_once = rng.random() < 0.5
     arrivals = [0] * num_turns

@@ -29,9 +29,9 @@ class LocalAnswerer:
     def __call__(self, messages: Sequence[Message]) -> str:
         """The answer to the last message."""
         chat = [part for message in messages for part in _turn(message)]
-        pictures = [picture for message in messages for picture in message.pictures]
+        images = [image for message in messages for image in message.images]
         prompt = self.processor.apply_chat_template(chat[:-1], add_generation_prompt=True)
-        inputs = self.processor(text=prompt, images=pictures or None, return_tensors="pt")
+        inputs = self.processor(text=prompt, images=images or None, return_tensors="pt")
         model: Any = self.model  # its mixins are beyond a type checker
         generated = model.generate(**inputs, max_new_tokens=128, do_sample=False)
         return self.processor.decode(
@@ -40,9 +40,9 @@ class LocalAnswerer:
 
 
 def _turn(message: Message) -> list[dict]:
-    pictures = [{"type": "image"} for _ in message.pictures]
+    images = [{"type": "image"} for _ in message.images]
     return [
-        {"role": "user", "content": [*pictures, {"type": "text", "text": message.question}]},
+        {"role": "user", "content": [*images, {"type": "text", "text": message.question}]},
         {"role": "assistant", "content": [{"type": "text", "text": message.answer}]},
     ]
 

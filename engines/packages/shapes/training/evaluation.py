@@ -1,4 +1,4 @@
-"""Exact-match accuracy by topic, for anything that answers questions about pictures.
+"""Exact-match accuracy by topic, for anything that answers questions about images.
 
 The answerer is a function, so that the same questions go to a checkpoint (see `evaluate`) or over HTTP.
 """
@@ -27,8 +27,8 @@ from engines.packages.shapes.training.world import Scene, sample_scene, sample_v
 GROUPS = {
     "single questions": tuple(topic for topic in SINGLE_TOPICS if topic != "describe"),
     "full descriptions": ("describe",),
-    "two pictures": ("which has", "which has background", "same"),
-    "descriptions of two pictures": ("describe all",),
+    "two images": ("which has", "which has background", "same"),
+    "descriptions of two images": ("describe all",),
     "follow-up questions": ("conversation",),
 }
 
@@ -39,7 +39,7 @@ Renderer = Callable[[Scene, Random], Image.Image]
 class Message:
     """One turn of a conversation as an answerer sees it; the last turn's `answer` is empty."""
 
-    pictures: tuple[Image.Image, ...]
+    images: tuple[Image.Image, ...]
     question: str
     answer: str = ""
 
@@ -74,7 +74,7 @@ class Score:
 
 
 def draw_by_any_program(scene: Scene, rng: Random) -> Image.Image:
-    """The renderer of training: a new drawing program for every picture."""
+    """The renderer of training: a new drawing program for every image."""
     return render(scene, rng, sample_style(rng))
 
 
@@ -82,7 +82,7 @@ def make_cases(
     num_scenes: int, seed: int = 1_000_000, draw: Renderer = draw_by_any_program
 ) -> Iterator[Case]:
     """For each of `num_scenes` fresh scenes a question of every single topic, of every topic about two
-    pictures (with a second scene), and a conversation of three turns.
+    images (with a second scene), and a conversation of three turns.
     """
     for index in range(num_scenes):
         rng = Random(f"{seed}/{index}")
@@ -90,30 +90,30 @@ def make_cases(
         second = rng.choice(
             (first, sample_variation(first, rng), sample_variation(first, rng), sample_scene(rng))
         )
-        pictures = draw(first, rng), draw(second, rng)
+        images = draw(first, rng), draw(second, rng)
         for topic in SINGLE_TOPICS:
             question = Asker(rng, first).ask(topic)
-            yield Case(topic, (Message(pictures[:1], question.text),), question.answer)
+            yield Case(topic, (Message(images[:1], question.text),), question.answer)
         for topic in PAIR_TOPICS:
             question = ask_about_pair(topic, first, second, rng)
-            yield Case(topic, (Message(pictures, question.text),), question.answer)
-        yield last_of(sample_conversation((first, second)[: rng.randint(1, 2)], 3, rng), pictures)
+            yield Case(topic, (Message(images, question.text),), question.answer)
+        yield last_of(sample_conversation((first, second)[: rng.randint(1, 2)], 3, rng), images)
 
 
-def last_of(conversation: Conversation, pictures: Sequence[Image.Image]) -> Case:
+def last_of(conversation: Conversation, images: Sequence[Image.Image]) -> Case:
     """The last turn of a conversation as a case; the turns before are answered rightly."""
     messages: list[Message] = []
-    waiting = list(pictures)
+    waiting = list(images)
     for turn in conversation.turns:
-        new, waiting = waiting[: turn.num_pictures], waiting[turn.num_pictures :]
+        new, waiting = waiting[: turn.num_images], waiting[turn.num_images :]
         messages.append(_message(turn, new))
     last = messages[-1]
-    messages[-1] = Message(last.pictures, last.question)
+    messages[-1] = Message(last.images, last.question)
     return Case("conversation", tuple(messages), conversation.turns[-1].question.answer)
 
 
-def _message(turn: Turn, pictures: list[Image.Image]) -> Message:
-    return Message(tuple(pictures), turn.question.text, turn.question.answer)
+def _message(turn: Turn, images: list[Image.Image]) -> Message:
+    return Message(tuple(images), turn.question.text, turn.question.answer)
 
 
 def evaluate(answer: Answerer, cases: Sequence[Case]) -> Score:

@@ -35,7 +35,7 @@ from engines.packages.shapes.training.world import sample_scene
 
 
 def make_tokenizer(num_conversations: int = 4000) -> PreTrainedTokenizerFast:
-    """The tokenizer, trained on conversations of the picture world; always the same."""
+    """The tokenizer, trained on conversations of the image world; always the same."""
     return train_tokenizer(_texts(num_conversations))
 
 
@@ -55,7 +55,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
 
 
 def make_processor(tokenizer: PreTrainedTokenizerFast) -> LlavaProcessor:
-    """Pictures and chat to tensors, as `transformers` does it: squashed to a square, never cropped."""
+    """Images and chat to tensors, as `transformers` does it: squashed to a square, never cropped."""
     size = {"height": IMAGE_SIZE, "width": IMAGE_SIZE}
     image_processor = CLIPImageProcessor(
         size=size,

@@ -1,4 +1,4 @@
-"""Rendered pictures with their scenes, kept in files, since drawing costs more than learning from them.
+"""Rendered images with their scenes, kept in files, since drawing costs more than learning from them.
 
 A gallery is a sequence of groups of four: one scene drawn in two styles, then two scenes that differ from
 it in one word, in the same two styles. So it also holds pairs that are hard to tell apart.
@@ -30,7 +30,7 @@ from engines.packages.shapes.training.world import (
 GROUP_SIZE = 4
 GROUPS_PER_SHARD = 512
 ALIKE = 0.16  # share of scenes whose shapes have one kind or one color
-NUM_HELD_OUT = 1024  # pictures at the end of a gallery, which training never sees
+NUM_HELD_OUT = 1024  # images at the end of a gallery, which training never sees
 CODE_LENGTH = 1 + 3 * len(PLACES)
 
 _MIRRORED_CELLS = [3 * row + column for row in range(3) for column in (2, 1, 0)]
@@ -38,14 +38,14 @@ _MIRRORED_CELLS = [3 * row + column for row in range(3) for column in (2, 1, 0)]
 
 @dataclass(frozen=True, slots=True)
 class Gallery:
-    """Shapes: `pictures` uint8 (N, size, size, 3); `codes` uint8 (N, CODE_LENGTH), see `encode`."""
+    """Shapes: `images` uint8 (N, size, size, 3); `codes` uint8 (N, CODE_LENGTH), see `encode`."""
 
-    pictures: np.ndarray
+    images: np.ndarray
     codes: np.ndarray
 
     @property
     def num_groups(self) -> int:
-        """Groups of GROUP_SIZE pictures."""
+        """Groups of GROUP_SIZE images."""
         return len(self.codes) // GROUP_SIZE
 
 
@@ -75,14 +75,14 @@ def decode(code: np.ndarray) -> Scene:
 
 
 def mirror_codes(codes: np.ndarray) -> np.ndarray:
-    """The codes of the same pictures seen in a mirror (left and right exchanged)."""
+    """The codes of the same images seen in a mirror (left and right exchanged)."""
     cells = codes[..., 1:].reshape(*codes.shape[:-1], len(PLACES), 3)[..., _MIRRORED_CELLS, :]
     return np.concatenate([codes[..., :1], cells.reshape(*codes.shape[:-1], -1)], axis=-1)
 
 
-def to_input(picture: Image.Image, size: int) -> np.ndarray:
-    """A picture as the model sees it: RGB, squashed to a square. Shapes: uint8 (size, size, 3)."""
-    return np.asarray(picture.convert("RGB").resize((size, size), Image.Resampling.BICUBIC))
+def to_input(image: Image.Image, size: int) -> np.ndarray:
+    """An image as the model sees it: RGB, squashed to a square. Shapes: uint8 (size, size, 3)."""
+    return np.asarray(image.convert("RGB").resize((size, size), Image.Resampling.BICUBIC))
 
 
 def render_group(rng: Random) -> list[tuple[Scene, Image.Image]]:
@@ -94,19 +94,19 @@ def render_group(rng: Random) -> list[tuple[Scene, Image.Image]]:
 
 
 def render_crowd(rng: Random) -> list[tuple[Scene, Image.Image]]:
-    """As many pictures, of five to nine shapes each: more than the world has, to teach an eye faster."""
+    """As many images, of five to nine shapes each: more than the world has, to teach an eye faster."""
     scenes = [sample_scene(rng, rng.randint(5, len(PLACES))) for _ in range(GROUP_SIZE)]
     return [(scene, render(scene, rng, sample_style(rng))) for scene in scenes]
 
 
 def write_shard(folder: Path, index: int, size: int, crowded: bool = False) -> None:
-    """Render the shard of this index; the same index always gives the same pictures."""
+    """Render the shard of this index; the same index always gives the same images."""
     rng = Random(index)
     render_next = render_crowd if crowded else render_group
     drawn = [pair for _ in range(GROUPS_PER_SHARD) for pair in render_next(rng)]
     codes = np.stack([encode(scene) for scene, _ in drawn])
-    pictures = np.stack([to_input(picture, size) for _, picture in drawn])
-    for name, array in (("codes", codes), ("pictures", pictures)):
+    images = np.stack([to_input(image, size) for _, image in drawn])
+    for name, array in (("codes", codes), ("pictures", images)):  # names of files that are kept
         with (folder / f"{index:04d}.{name}.part").open("wb") as file:
             np.save(file, array, allow_pickle=False)
         (folder / f"{index:04d}.{name}.part").rename(folder / f"{index:04d}.{name}.npy")

@@ -1,10 +1,10 @@
 """Gives the decoder a head start: words begin as what the eye says of what they name.
 
-A decoder from scratch spends most of its time on finding that "star" in a question and a star in a picture
+A decoder from scratch spends most of its time on finding that "star" in a question and a star in an image
 have to do with each other. Here the embedding of such a word begins with its vector of the code book, and
 some heads begin as what every solution seems to need: one looks at the patches that a word names and copies
-what is known of them, one fetches the word before ("top" for "left"), one tells the first picture from later
-ones, one gathers the words that name something, two compare pictures. All of it is open to training.
+what is known of them, one fetches the word before ("top" for "left"), one tells the first image from later
+ones, one gathers the words that name something, two compare images. All of it is open to training.
 """
 
 import math
@@ -45,11 +45,11 @@ def give_head_start(
         if index < 2:
             heads.copy_the_word_before(2, book)
         if index == 0:
-            heads.mark_later_pictures(3, book, newline)
+            heads.mark_later_images(3, book, newline)
         if index == 1:
             heads.gather_names(3, book)
         if index == 2:
-            heads.compare_pictures(2, 3, book)
+            heads.compare_images(2, 3, book)
             _find_differences(layer.mlp, book)
         if index == 3:
             heads.look_for_differences(2, book)
@@ -125,7 +125,7 @@ class HeadGroups:
         self.steps = [inverse**pair for pair in range(half)]  # radians per position
 
     def look_up(self, group: int, book: CodeBook, compared: tuple[str, ...]) -> None:
-        """A word looks at the patches which have what it names, in the picture it names."""
+        """A word looks at the patches which have what it names, in the image it names."""
         basis = torch.cat([book.together(*compared), book.second[None]])
         self._compare(group, MATCH_GAIN * basis, basis)
         self._look_away(group, book, words_at_patches=MARK_GAIN)
@@ -142,8 +142,8 @@ class HeadGroups:
         self._look_away(group, book)
         self._copy(group, _named(book), gain=0.1)
 
-    def mark_later_pictures(self, group: int, book: CodeBook, newline: Tensor) -> None:
-        """A patch looks for the newline that ends a picture before its own."""
+    def mark_later_images(self, group: int, book: CodeBook, newline: Tensor) -> None:
+        """A patch looks for the newline that ends an image before its own."""
         self._compare(group, 0.6 * book.patch[None], newline[None])
         self._copy(group, newline[None], gain=0.08, as_what=book.second[None])
 
@@ -155,8 +155,8 @@ class HeadGroups:
         self._look_away(group, book)
         self._copy(group, names, gain=0.06)
 
-    def compare_pictures(self, own: int, other: int, book: CodeBook) -> None:
-        """A patch subtracts what the picture before its own has in the same place from what it has itself."""
+    def compare_images(self, own: int, other: int, book: CodeBook) -> None:
+        """A patch subtracts what the image before its own has in the same place from what it has itself."""
         places, contents = book.together("row", "column", "place"), book.together(*COMPARED)
         for group, sign in ((own, 1), (other, -1)):
             self._compare(group, 1.2 * places, places)
@@ -164,7 +164,7 @@ class HeadGroups:
             self._copy(group, contents, gain=0.23 * sign, as_what=book.spare)
 
     def look_for_differences(self, group: int, book: CodeBook) -> None:
-        """A word looks at the patches which differ from those of the picture before."""
+        """A word looks at the patches which differ from those of the image before."""
         self._compare(group, 3 * book.word[None], book.differs[None])
         self._copy(group, book.differs[None], gain=0.3)
 

@@ -1,6 +1,6 @@
 """The ways people put the questions. Slots: {noun}, {nouns}, {a_noun}, {color}, {place}, {at}, {where}, {image}.
 
-`where` is empty or names a picture (" in the first image"); `image` is "image" or "first image".
+`where` is empty or names an image (" in the first image"); `image` is "image" or "first image".
 """
 
 IMAGE_WORDS = ("image", "image", "picture")

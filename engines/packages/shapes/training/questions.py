@@ -29,12 +29,12 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Asker:
-    """Makes questions about one of `num_scenes` pictures; `plain` keeps to each topic's first phrasing."""
+    """Makes questions about one of `num_scenes` images; `plain` keeps to each topic's first phrasing."""
 
     rng: Random
     scene: Scene
     index: int = 0
-    named: bool = False  # whether the question says which picture it means
+    named: bool = False  # whether the question says which image it means
     plain: bool = False
 
     def ask(self, topic: str) -> Question:
@@ -49,7 +49,7 @@ class Asker:
         subject: Shape | None = None,
         **slots: str,
     ) -> Question:
-        """Fill one of the templates; a question that must name its picture uses one that can."""
+        """Fill one of the templates; a question that must name its image uses one that can."""
         if self.named:
             templates = tuple(each for each in templates if "{where}" in each or "{image}" in each)
         template = templates[0] if self.plain else self.rng.choice(templates)
@@ -194,7 +194,7 @@ PAIR_TOPICS = ("which has", "which has background", "same", "describe all")
 def ask_about_pair(
     topic: str, first: Scene, second: Scene, rng: Random, plain: bool = False
 ) -> Question:
-    """A question of a topic of PAIR_TOPICS about two pictures."""
+    """A question of a topic of PAIR_TOPICS about two images."""
     scenes = (first, second)
     asker = Asker(rng, first, plain=plain)
     match topic:

@@ -1,7 +1,7 @@
 """Draws scenes the way many different programs would.
 
 A `Style` holds the habits of one drawing program: resolution, anti-aliasing, shades, proportions, noise,
-JPEG. `sample_style` draws a random one, so that a model trained on these pictures also reads pictures
+JPEG. `sample_style` draws a random one, so that a model trained on these images also reads images
 which somebody else's program drew from the same words.
 """
 
@@ -29,7 +29,7 @@ SHADES: dict[str, tuple[Rgb, ...]] = {
     "black": ((0, 0, 0), (0, 0, 0), (0, 0, 0), (10, 10, 10), (26, 26, 26), (34, 34, 34)),
     "gray": ((128, 128, 128), (128, 128, 128), (192, 192, 192), (160, 160, 160), (105, 105, 105), (211, 211, 211)),
 }  # fmt: skip
-DIAMETERS = {"small": (0.13, 0.175), "large": (0.22, 0.31)}  # shares of the picture's shorter side
+DIAMETERS = {"small": (0.13, 0.175), "large": (0.22, 0.31)}  # shares of the image's shorter side
 SMALLEST = 10  # pixels of diameter, below which nobody can tell a star from a circle
 _FRAME_COLORS: tuple[Rgb, ...] = (
     (0, 0, 0),
@@ -43,7 +43,7 @@ FARTHEST = 0.28  # from the border to a shape of an outer place; the next place 
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """The habits of one drawing program. Lengths are shares of the picture, angles are degrees."""
+    """The habits of one drawing program. Lengths are shares of the image, angles are degrees."""
 
     width: int = 256  # pixels
     height: int = 256  # pixels
@@ -62,7 +62,7 @@ class Style:
     background_gradient: float = 0.0  # share of white or black that is mixed in at the far end
     shape_gradient: float = 0.0  # likewise; one light falls on all shapes
     shadow: float = 0.0  # how dark a shape's shadow is
-    frame: float = 0.0  # of the shorter side, around the picture
+    frame: float = 0.0  # of the shorter side, around the image
     frame_color: Rgb = (0, 0, 0)
     mat: float = 0.0  # of the shorter side: background between frame and border
 
@@ -105,15 +105,15 @@ def sample_style(rng: Random) -> Style:
 
 
 def render(scene: Scene, rng: Random, style: Style = PLAIN) -> Image.Image:
-    """An RGB picture of the scene, `style.width` by `style.height` pixels."""
+    """An RGB image of the scene, `style.width` by `style.height` pixels."""
     scale = style.supersampling
     shorter = min(style.width, style.height) * scale
     line = max(1, round(style.frame * shorter)) if style.frame else 0
     mat = round(style.mat * shorter) if line else 0
     size = (style.width * scale - 2 * (line + mat), style.height * scale - 2 * (line + mat))
     background = _shade(scene.background, style, rng)
-    picture = Image.new("RGB", size, background)
-    pen = ImageDraw.Draw(picture)
+    image = Image.new("RGB", size, background)
+    pen = ImageDraw.Draw(image)
     drift = [rng.uniform(-0.5, 0.5) * style.place_jitter for _ in "xy"]
     diameters = {word: rng.uniform(*between) for word, between in DIAMETERS.items()}
     for shape in scene.shapes:
@@ -131,17 +131,15 @@ def render(scene: Scene, rng: Random, style: Style = PLAIN) -> Image.Image:
             rng.setstate(state)
         _draw(pen, shape, center, radius, fill, style, rng)
     if style.background_gradient or style.shape_gradient:
-        picture = _light(picture, background, style, rng)
+        image = _light(image, background, style, rng)
     if line:
-        picture = ImageOps.expand(
-            ImageOps.expand(picture, mat, background), line, style.frame_color
-        )
+        image = ImageOps.expand(ImageOps.expand(image, mat, background), line, style.frame_color)
     if scale > 1:
-        picture = picture.resize(
+        image = image.resize(
             (style.width, style.height),
             rng.choice((Image.Resampling.BOX, Image.Resampling.LANCZOS)),
         )
-    return _degrade(picture, style, rng)
+    return _degrade(image, style, rng)
 
 
 def _room(style: Style) -> float:
@@ -163,7 +161,7 @@ def _shade(color: str, style: Style, rng: Random) -> Rgb:
 def _center(
     place: str, size: tuple[int, int], radius: float, style: Style, drift: list[float], rng: Random
 ) -> Point:
-    """Where a shape's center goes, in pixels, so that the shape stays inside the picture."""
+    """Where a shape's center goes, in pixels, so that the shape stays inside the image."""
     row, column = divmod(PLACES.index(place), 3)
     center = []
     for step, side, offset in zip((column, row), size, drift, strict=True):
@@ -263,9 +261,9 @@ def _darker(color: Rgb, share: float) -> Rgb:
     return red, green, blue
 
 
-def _light(picture: Image.Image, background: Rgb, style: Style, rng: Random) -> Image.Image:
+def _light(image: Image.Image, background: Rgb, style: Style, rng: Random) -> Image.Image:
     """Gradients: along a line or from a point, towards white or black."""
-    levels = np.asarray(picture, dtype=np.float32)
+    levels = np.asarray(image, dtype=np.float32)
     height, width = levels.shape[:2]
     y, x = np.mgrid[0:height, 0:width].astype(np.float32)
     y, x = y / height - 0.5, x / width - 0.5
@@ -284,17 +282,17 @@ def _light(picture: Image.Image, background: Rgb, style: Style, rng: Random) -> 
     return Image.fromarray(levels.clip(0, 255).astype(np.uint8))
 
 
-def _degrade(picture: Image.Image, style: Style, rng: Random) -> Image.Image:
+def _degrade(image: Image.Image, style: Style, rng: Random) -> Image.Image:
     """Blur, noise and JPEG, as far as the style has them."""
     if style.blur:
-        picture = picture.filter(ImageFilter.GaussianBlur(style.blur))
+        image = image.filter(ImageFilter.GaussianBlur(style.blur))
     if style.noise:
         generator = np.random.default_rng(rng.getrandbits(32))
-        levels = np.asarray(picture, dtype=np.float32)
+        levels = np.asarray(image, dtype=np.float32)
         levels = levels + generator.normal(0.0, style.noise, levels.shape).astype(np.float32)
-        picture = Image.fromarray(levels.clip(0, 255).astype(np.uint8))
+        image = Image.fromarray(levels.clip(0, 255).astype(np.uint8))
     if style.jpeg_quality:
         file = BytesIO()
-        picture.save(file, "JPEG", quality=style.jpeg_quality)
-        picture = Image.open(file).convert("RGB")
-    return picture
+        image.save(file, "JPEG", quality=style.jpeg_quality)
+        image = Image.open(file).convert("RGB")
+    return image

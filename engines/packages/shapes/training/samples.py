@@ -1,4 +1,4 @@
-"""Draws the sample pictures, whose scenes are known: for the README, for curl, for smoke tests.
+"""Draws the sample images, whose scenes are known: for the README, for curl, for smoke tests.
 
 python -m engines.packages.shapes.training.samples
 """
@@ -34,7 +34,7 @@ SCENES = {
 
 
 def main(folder: Path = FOLDER) -> None:
-    """Write the pictures as PNG."""
+    """Write the images as PNG."""
     folder.mkdir(exist_ok=True)
     for name, scene in SCENES.items():
         render(scene, Random(0), STYLE).save(folder / f"{name}.png", optimize=True)

@@ -1,4 +1,4 @@
-"""What every patch of a picture should know of the scene; used in training only.
+"""What every patch of an image should know of the scene; used in training only.
 
 A vision transformer learns slowly from the answers of a language model alone. Asking every patch what
 stands in its own cell of the three by three places, and what the whole scene is like, teaches it directly.
@@ -18,10 +18,10 @@ FOREGROUND_LEVELS = 45  # of 255 in some channel, by which a shape differs from 
 
 @dataclass(frozen=True, slots=True)
 class SceneTargets:
-    """What the heads should say for N pictures of P patches.
+    """What the heads should say for N images of P patches.
 
     Shapes: class indices, int64 (N, P): `kind` (0 is none), `color`, `size` and `place` of each patch's own
-    cell; `background` and `count`, the same for every patch of a picture. `silhouette`, float
+    cell; `background` and `count`, the same for every patch of an image. `silhouette`, float
     (N, P, SILHOUETTE_SIZE ** 2): how much of each part of a patch is covered by a shape, 0 to 1.
     """
 
@@ -34,8 +34,8 @@ class SceneTargets:
     silhouette: Tensor
 
     @classmethod
-    def of(cls, pictures: Tensor, codes: Tensor, patches_per_side: int) -> "SceneTargets":
-        """Targets of pictures whose scenes are encoded as in `gallery.encode`.
+    def of(cls, images: Tensor, codes: Tensor, patches_per_side: int) -> "SceneTargets":
+        """Targets of images whose scenes are encoded as in `gallery.encode`.
 
         Shapes: uint8 (N, size, size, 3) and uint8 (N, CODE_LENGTH).
         """
@@ -45,7 +45,7 @@ class SceneTargets:
         background = codes[:, :1].expand_as(place)
         count = (kind > 0).sum(1, keepdim=True).expand_as(place)
         kind, color, size = (cells.gather(1, place) for cells in (kind, color, size))
-        silhouette = silhouettes(pictures, patches_per_side)
+        silhouette = silhouettes(images, patches_per_side)
         return cls(
             kind,
             (color - 1).clamp_min(0),
@@ -57,17 +57,17 @@ class SceneTargets:
         )
 
 
-def silhouettes(pictures: Tensor, patches_per_side: int) -> Tensor:
-    """Where a picture differs from its background, which is its median color.
+def silhouettes(images: Tensor, patches_per_side: int) -> Tensor:
+    """Where an image differs from its background, which is its median color.
 
     Shapes: uint8 (N, size, size, 3) in, float (N, P, SILHOUETTE_SIZE ** 2) out.
     """
-    levels = pictures.float()
+    levels = images.float()
     median = levels.flatten(1, 2).median(1).values[:, None, None]
     differs = ((levels - median).abs().amax(-1) > FOREGROUND_LEVELS).float()
     parts = F.adaptive_avg_pool2d(differs[:, None], patches_per_side * SILHOUETTE_SIZE)
     parts = parts.unflatten(2, (patches_per_side, -1)).unflatten(4, (patches_per_side, -1))
-    return parts.transpose(3, 4).reshape(len(pictures), patches_per_side**2, SILHOUETTE_SIZE**2)
+    return parts.transpose(3, 4).reshape(len(images), patches_per_side**2, SILHOUETTE_SIZE**2)
 
 
 def place_of_patches(patches_per_side: int) -> Tensor:

@@ -1,7 +1,7 @@
 """Packs conversations into training sequences.
 
-Many independent conversations about the same pictures share one sequence: they all see the pictures and
-none sees another, so that pictures are read once and every conversation still looks as if it were alone.
+Many independent conversations about the same images share one sequence: they all see the images and
+none sees another, so that images are read once and every conversation still looks as if it were alone.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ from engines.packages.shapes.training.world import Scene
 
 PADDING = -1  # the branch of padding; 0 is what all branches share
 LOOK_UPS = ("color", "kind", "place", "content")
-MAX_GAP = 700  # positions by which a branch may stand apart from its pictures, as after a long talk
+MAX_GAP = 700  # positions by which a branch may stand apart from its images, as after a long talk
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +56,10 @@ class Encoder:
         """The beginning of every conversation."""
         return [BOS_ID, *self.encode(f"{system} " if system else "")]
 
-    def pictures(self, num_pictures: int) -> list[int]:
-        """A user's turn up to and including its pictures."""
-        picture = [IMAGE_ID] * self.num_image_tokens + list(self.encode("\n"))
-        return [*self.encode("USER: "), *(num_pictures * picture)]
+    def images(self, num_images: int) -> list[int]:
+        """A user's turn up to and including its images."""
+        image = [IMAGE_ID] * self.num_image_tokens + list(self.encode("\n"))
+        return [*self.encode("USER: "), *(num_images * image)]
 
     def question(self, text: str) -> list[int]:
         """The rest of a user's turn, and the invitation to answer."""
@@ -70,11 +70,11 @@ class Encoder:
         return [*self.encode(text), EOS_ID]
 
     def turns(
-        self, conversation: Conversation, skip_pictures: bool
+        self, conversation: Conversation, skip_images: bool
     ) -> Iterator[tuple[str, list[int], list[int]]]:
-        """Topic and token ids of prompt and answer of each turn; `skip_pictures` leaves out the first pictures."""
+        """Topic and token ids of prompt and answer of each turn; `skip_images` leaves out the first images."""
         for index, turn in enumerate(conversation.turns):
-            start = [] if skip_pictures and index == 0 else self.pictures(turn.num_pictures)
+            start = [] if skip_images and index == 0 else self.images(turn.num_images)
             question = turn.question
             yield question.topic, start + self.question(question.text), self.answer(question.answer)
 
@@ -99,11 +99,11 @@ class Packer:
         self.weights += [weight] * len(token_ids)
 
     def add_branch(
-        self, conversation: Conversation, branch: int, position: int, skip_pictures: bool
+        self, conversation: Conversation, branch: int, position: int, skip_images: bool
     ) -> int:
         """Add as many turns as fit; return how many."""
         num_added = 0
-        for topic, prompt, answer in self.encoder.turns(conversation, skip_pictures):
+        for topic, prompt, answer in self.encoder.turns(conversation, skip_images):
             if len(self.token_ids) + len(prompt) + len(answer) > self.length:
                 break
             self.add(prompt, branch, position)
@@ -128,9 +128,9 @@ class Packer:
 def pack_branches(
     scenes: tuple[Scene, ...], encoder: Encoder, length: int, rng: Random
 ) -> Sequence:
-    """Many conversations of one to four turns, all about the same pictures, which come first."""
+    """Many conversations of one to four turns, all about the same images, which come first."""
     packer = Packer(encoder, length)
-    packer.add(encoder.opening(sample_system(rng)) + encoder.pictures(len(scenes)), 0, 0)
+    packer.add(encoder.opening(sample_system(rng)) + encoder.images(len(scenes)), 0, 0)
     start = len(packer.token_ids)
     misses = branch = 0
     while misses < 3:
@@ -138,42 +138,42 @@ def pack_branches(
         conversation = sample_conversation(scenes, num_turns, rng, at_once=True)
         gap = rng.randrange(MAX_GAP) if rng.random() < 0.3 else 0
         branch += 1
-        misses += not packer.add_branch(conversation, branch, start + gap, skip_pictures=True)
+        misses += not packer.add_branch(conversation, branch, start + gap, skip_images=True)
     return packer.finish()
 
 
 def pack_look_ups(
     scenes: tuple[Scene, ...], encoder: Encoder, length: int, rng: Random
 ) -> Sequence:
-    """Only the simplest questions about one picture, half of them in their plainest words."""
+    """Only the simplest questions about one image, half of them in their plainest words."""
     packer = Packer(encoder, length)
-    packer.add(encoder.opening(None) + encoder.pictures(1), 0, 0)
+    packer.add(encoder.opening(None) + encoder.images(1), 0, 0)
     start = len(packer.token_ids)
     num_added = 0
     while True:
         asker = Asker(rng, scenes[0], plain=rng.random() < 0.5)
         conversation = Conversation((Turn(0, asker.ask(rng.choice(LOOK_UPS))),))
-        if not packer.add_branch(conversation, num_added + 1, start, skip_pictures=True):
+        if not packer.add_branch(conversation, num_added + 1, start, skip_images=True):
             return packer.finish()
         num_added += 1
 
 
 def pack_pairs(scenes: tuple[Scene, ...], encoder: Encoder, length: int, rng: Random) -> Sequence:
-    """Pairs of pictures, each for itself. Whether two are the same is one bit a pair: it takes many."""
+    """Pairs of images, each for itself. Whether two are the same is one bit a pair: it takes many."""
     packer = Packer(encoder, length)
     for branch, first in enumerate(range(0, len(scenes), 2), start=1):
         question = ask_about_pair("same", scenes[first], scenes[first + 1], rng)
         packer.add(encoder.opening(None), branch, 0)
-        packer.add_branch(Conversation((Turn(2, question),)), branch, 1, skip_pictures=False)
+        packer.add_branch(Conversation((Turn(2, question),)), branch, 1, skip_images=False)
     return packer.finish()
 
 
 def pack_conversation(
     scenes: tuple[Scene, ...], encoder: Encoder, length: int, rng: Random
 ) -> Sequence:
-    """One long conversation in which the pictures come at any turn."""
+    """One long conversation in which the images come at any turn."""
     packer = Packer(encoder, length)
     conversation = sample_conversation(scenes, rng.randint(8, 24), rng)
     packer.add(encoder.opening(conversation.system), 0, 0)
-    packer.add_branch(conversation, 0, len(packer.token_ids), skip_pictures=False)
+    packer.add_branch(conversation, 0, len(packer.token_ids), skip_images=False)
     return packer.finish()

@@ -22,7 +22,7 @@ VOCAB_SIZE = 1024
 SPECIAL_TOKENS = BOS, EOS, UNK, PAD, IMAGE = ("<s>", "</s>", "<unk>", "<pad>", "<image>")
 BOS_ID, EOS_ID, UNK_ID, PAD_ID, IMAGE_ID = range(len(SPECIAL_TOKENS))
 
-CHAT_TEMPLATE = (  # as llava-hf's: a message's pictures first, then its text
+CHAT_TEMPLATE = (  # as llava-hf's: a message's images first, then its text
     "{% for message in messages %}"
     "{% if message['role'] == 'user' %}{{ 'USER: ' }}"
     "{% elif message['role'] == 'assistant' %}{{ 'ASSISTANT: ' }}{% endif %}"

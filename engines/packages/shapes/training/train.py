@@ -60,10 +60,10 @@ class Student(nn.Module):
         self.read = torch.compile(self.read)
 
     @torch.no_grad()
-    def see(self, pictures: Tensor) -> Tensor:
+    def see(self, images: Tensor) -> Tensor:
         """Projected features. Shapes: uint8 (N, size, size, 3) in, (N, P, width) out."""
         model = self.model.model
-        return project(model.vision_tower, model.multi_modal_projector, normalize(pictures))
+        return project(model.vision_tower, model.multi_modal_projector, normalize(images))
 
     def read(self, embeddings: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
         """The decoder's last hidden states.
@@ -79,7 +79,7 @@ class Student(nn.Module):
         """What the decoder makes of a batch. Shapes: (B, T, width)."""
         embeddings = self.model.model.language_model.embed_tokens(batch.token_ids)
         is_image = (batch.token_ids == IMAGE_ID).unsqueeze(-1)
-        seen = self.see(batch.pictures).to(embeddings.dtype)  # bfloat16 within autocast
+        seen = self.see(batch.images).to(embeddings.dtype)  # bfloat16 within autocast
         embeddings = embeddings.masked_scatter(is_image, seen)
         return self.read(embeddings, batch.positions, attention_mask(batch.branches))
 
@@ -130,7 +130,7 @@ def exactness(student: Student, batches: BatchMaker, num_batches: int = 12) -> d
 
 
 def main(
-    cache: Annotated[Path, typer.Option(help="where pictures and training state go")] = Path(
+    cache: Annotated[Path, typer.Option(help="where images and training state go")] = Path(
         ".cache/shapes"
     ),
     output: Annotated[Path, typer.Option(help="where the model goes, or is")] = Path(
@@ -140,7 +140,7 @@ def main(
     minutes: Annotated[float, typer.Option(help="end after this time, if not before")] = math.inf,
     learning_rate: float = 1e-3,
     batch_size: int = 6,
-    num_shards: Annotated[int, typer.Option(help="of 2048 pictures each")] = 32,
+    num_shards: Annotated[int, typer.Option(help="of 2048 images each")] = 32,
     report_every: Annotated[int, typer.Option(help="steps")] = 250,
     resume: bool = False,
     num_threads: int = 2,

@@ -41,17 +41,17 @@ class VisionStudent(nn.Module):
         self.code_book = CodeBook.of_width(config.text_config.hidden_size)
         self.patches_per_side = config.vision_config.image_size // config.vision_config.patch_size
 
-    def forward(self, pictures: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """What the decoder gets to see, and logits of what the patches' parts are covered by.
 
         Shapes: uint8 (N, size, size, 3) in, float (N, P, width) and (N, P, SILHOUETTE_SIZE ** 2) out.
         """
-        seen = self.vision_tower(normalize(pictures)).last_hidden_state[:, 1:]
+        seen = self.vision_tower(normalize(images)).last_hidden_state[:, 1:]
         return self.projector(seen), self.silhouette(seen)
 
-    def targets(self, pictures: Tensor, codes: np.ndarray) -> SceneTargets:
-        """What the patches of pictures with these codes should know."""
-        return SceneTargets.of(pictures, torch.from_numpy(codes), self.patches_per_side)
+    def targets(self, images: Tensor, codes: np.ndarray) -> SceneTargets:
+        """What the patches of images with these codes should know."""
+        return SceneTargets.of(images, torch.from_numpy(codes), self.patches_per_side)
 
     def loss(self, outputs: tuple[Tensor, Tensor], targets: SceneTargets) -> Tensor:
         """How far what `forward` gives is from what it should."""
@@ -62,38 +62,38 @@ class VisionStudent(nn.Module):
     @torch.no_grad()
     def accuracy(self, gallery: Gallery) -> dict[str, float]:
         """Share of right readings on the held-out end of a gallery."""
-        pictures = torch.from_numpy(gallery.pictures[-NUM_HELD_OUT:])
-        features = torch.cat([self(chunk)[0] for chunk in pictures.split(64)])
-        targets = self.targets(pictures, gallery.codes[-NUM_HELD_OUT:])
+        images = torch.from_numpy(gallery.images[-NUM_HELD_OUT:])
+        features = torch.cat([self(chunk)[0] for chunk in images.split(64)])
+        targets = self.targets(images, gallery.codes[-NUM_HELD_OUT:])
         return self.code_book.accuracy(features, targets)
 
 
-def draw_pictures(
-    galleries: list[Gallery], num_pictures: int, rng: np.random.Generator
+def draw_images(
+    galleries: list[Gallery], num_images: int, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Random pictures and their codes, as many from each gallery, half of them mirrored."""
+    """Random images and their codes, as many from each gallery, half of them mirrored."""
     drawn = []
     for gallery in galleries:
-        indices = rng.integers(0, len(gallery.codes) - NUM_HELD_OUT, num_pictures // len(galleries))
-        pictures, codes = gallery.pictures[indices], gallery.codes[indices]
+        indices = rng.integers(0, len(gallery.codes) - NUM_HELD_OUT, num_images // len(galleries))
+        images, codes = gallery.images[indices], gallery.codes[indices]
         half = len(indices) // 2
-        pictures[:half], codes[:half] = pictures[:half, :, ::-1].copy(), mirror_codes(codes[:half])
-        drawn.append((pictures, codes))
-    return np.concatenate([pictures for pictures, _ in drawn]), np.concatenate(
+        images[:half], codes[:half] = images[:half, :, ::-1].copy(), mirror_codes(codes[:half])
+        drawn.append((images, codes))
+    return np.concatenate([images for images, _ in drawn]), np.concatenate(
         [codes for _, codes in drawn]
     )
 
 
 def main(
-    cache: Annotated[Path, typer.Option(help="where pictures and checkpoints go")] = Path(
+    cache: Annotated[Path, typer.Option(help="where images and checkpoints go")] = Path(
         ".cache/shapes"
     ),
     num_steps: int = 8000,
     minutes: Annotated[float, typer.Option(help="end after this time, if not before")] = math.inf,
     batch_size: int = 64,
     learning_rate: float = 1e-3,
-    num_shards: Annotated[int, typer.Option(help="of 2048 pictures each")] = 32,
-    crowds: Annotated[bool, typer.Option(help="half of the pictures of up to nine shapes")] = True,
+    num_shards: Annotated[int, typer.Option(help="of 2048 images each")] = 32,
+    crowds: Annotated[bool, typer.Option(help="half of the images of up to nine shapes")] = True,
     start: Annotated[
         Path | None, typer.Option(help="a checkpoint whose eye learns on; else a fresh one")
     ] = None,
@@ -119,9 +119,9 @@ def main(
     forward = torch.compile(student) if compile else student
 
     def loss_at(step: int) -> Tensor:
-        array, codes = draw_pictures(galleries, batch_size, np.random.default_rng(step))
-        pictures = torch.from_numpy(array)
-        return student.loss(forward(pictures), student.targets(pictures, codes))
+        array, codes = draw_images(galleries, batch_size, np.random.default_rng(step))
+        images = torch.from_numpy(array)
+        return student.loss(forward(images), student.targets(images, codes))
 
     def report() -> str:
         return " ".join(f"{name} {share:.4f}" for name, share in student.accuracy(gallery).items())

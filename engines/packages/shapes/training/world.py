@@ -1,4 +1,4 @@
-"""The picture world that the built-in model knows: scenes made of words.
+"""The image world that the built-in model knows: scenes made of words.
 
 A scene is a background colour and up to four shapes, each at one of nine places. Nothing here draws
 (see `render`) or talks (see `answers` and `questions`), and nothing here may import torch.

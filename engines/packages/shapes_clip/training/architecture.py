@@ -47,17 +47,17 @@ def make_config(vocab_size: int) -> CLIPConfig:
     return CLIPConfig(text_config=text, vision_config=vision, projection_dim=DIMENSIONS)
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast, eye: Any, pictures: Tensor) -> CLIPModel:
+def make_model(tokenizer: PreTrainedTokenizerFast, eye: Any, images: Tensor) -> CLIPModel:
     """A model with the vision tower of the chat model, and fresh weights beyond it, in fp32.
 
-    `pictures` say which neurons matter. Shapes: uint8 (n, size, size, 3).
+    `images` say which neurons matter. Shapes: uint8 (n, size, size, 3).
     """
     torch.manual_seed(0)
     model = CLIPModel(make_config(len(tokenizer)))
     vision: Any = model.vision_model
     vision.embeddings.load_state_dict(eye.embeddings.state_dict())
     vision.pre_layrnorm.load_state_dict(eye.pre_layrnorm.state_dict())
-    for layer, taken in zip(vision.encoder.layers, _fewer_neurons(eye, pictures), strict=False):
+    for layer, taken in zip(vision.encoder.layers, _fewer_neurons(eye, images), strict=False):
         layer.load_state_dict(taken)
     for parameter in model.vision_model.parameters():
         parameter.requires_grad = False
@@ -81,7 +81,7 @@ def take_over(model: CLIPModel, other: CLIPModel) -> None:
 
 
 @torch.no_grad()
-def _fewer_neurons(eye: Any, pictures: Tensor) -> list[dict[str, Tensor]]:
+def _fewer_neurons(eye: Any, images: Tensor) -> list[dict[str, Tensor]]:
     """The layers' weights with NUM_NEURONS neurons; the mean of the others goes to the bias."""
     seen: dict[int, Tensor] = {}
 
@@ -93,7 +93,7 @@ def _fewer_neurons(eye: Any, pictures: Tensor) -> list[dict[str, Tensor]]:
 
     layers = eye.encoder.layers
     hooks = [layer.mlp.fc2.register_forward_pre_hook(watch(i)) for i, layer in enumerate(layers)]
-    eye(normalize(pictures))
+    eye(normalize(images))
     for hook in hooks:
         hook.remove()
     made = []
@@ -112,10 +112,10 @@ def _fewer_neurons(eye: Any, pictures: Tensor) -> list[dict[str, Tensor]]:
     return made
 
 
-def look(model: CLIPModel, pictures: Tensor) -> Tensor:
+def look(model: CLIPModel, images: Tensor) -> Tensor:
     """What does not learn: all up to the fourth layer's attention. Shapes: uint8 (N, size, size, 3); (N, P, W)."""
     vision: Any = model.vision_model
-    hidden = vision.pre_layrnorm(vision.embeddings(normalize(pictures)))
+    hidden = vision.pre_layrnorm(vision.embeddings(normalize(images)))
     *before, last = vision.encoder.layers[:-1]
     for layer in before:
         hidden = _attended(layer, hidden, hidden)

@@ -1,8 +1,8 @@
-"""What scenes and queries mean, as vectors of one space, without pictures or words; used in training only.
+"""What scenes and queries mean, as vectors of one space, without images or words; used in training only.
 
 A scene is what is there: a star, something red, a red star, a small one, one at the top left. A query is what
 of this it asks for. Two tables turn both into vectors that are near where the one is true of the other. They
-are learned from scenes alone in seconds; then pictures and texts each learn to be what they mean.
+are learned from scenes alone in seconds; then images and texts each learn to be what they mean.
 """
 
 import math
@@ -27,7 +27,7 @@ from engines.packages.shapes.training.world import (
 from engines.packages.shapes_clip.training.queries import Fact, Query, sample_query
 
 RANK = 120  # of all vectors: texts of 128 numbers cannot mean more
-NOISE = 0.03  # of each number of a picture's vector, that queries learn to bear
+NOISE = 0.03  # of each number of an image's vector, that queries learn to bear
 HARDEST = ("with place", "two shapes", "shape and background")  # asked more often than others
 _WORDS = {"kind": KINDS, "color": COLORS, "size": SIZES, "place": PLACES}
 #: What a shape says of a scene, in the order of the features.

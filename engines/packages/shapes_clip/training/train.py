@@ -1,6 +1,6 @@
 """Trains `shapes-clip` and writes its checkpoint.
 
-What scenes and queries mean are vectors, without pictures or words (`meaning.py`). Pictures learn to be the
+What scenes and queries mean are vectors, without images or words (`meaning.py`). Images learn to be the
 vector of their scene, and texts to be what they mean: this is far quicker than to learn both from each other.
 
 python -m engines.packages.shapes_clip.training.train --minutes 12 --autocast
@@ -51,7 +51,7 @@ CHECKPOINT = Path(__file__).parents[1] / "checkpoint"
 PLACE_OF_PATCHES = place_of_patches(IMAGE_SIZE // PATCH_SIZE)
 PATCHES_OF_A_PLACE = len(PLACE_OF_PATCHES) // len(PLACES)
 NUM_TEXTS = 20_000  # that the tokenizer learns from
-NUM_FOR_NEURONS = 256  # pictures that say which neurons matter
+NUM_FOR_NEURONS = 256  # images that say which neurons matter
 TEXTS_OF_A_CHUNK = 32
 TEXTS_TO_POLISH = 320  # a step
 
@@ -111,11 +111,11 @@ class Student(nn.Module):
 
 @torch.no_grad()
 def look_at_all(model: CLIPModel, gallery: Gallery, file: Path) -> np.ndarray:
-    """`look` at every picture, kept in a file. Shapes: float16 (N, P, W)."""
+    """`look` at every image, kept in a file. Shapes: float16 (N, P, W)."""
     if file.exists():
         return np.load(file, mmap_mode="r", allow_pickle=False)
     chunks = []
-    for chunk in track(torch.from_numpy(gallery.pictures).split(128), "looking"):
+    for chunk in track(torch.from_numpy(gallery.images).split(128), "looking"):
         with torch.autocast("cpu", torch.bfloat16):
             chunks.append(look(model, chunk).half().numpy())
     with file.with_suffix(".part").open("wb") as part:
@@ -154,7 +154,7 @@ def polish_texts(student: Student, num_steps: int, report: Callable[[], str], fo
 
 
 def main(
-    cache: Annotated[Path, typer.Option(help="where pictures and checkpoints go")] = Path(
+    cache: Annotated[Path, typer.Option(help="where images and checkpoints go")] = Path(
         ".cache/shapes_clip"
     ),
     output: Annotated[Path, typer.Option(help="where the model goes")] = CHECKPOINT,
@@ -167,7 +167,7 @@ def main(
         int, typer.Option(help="in which only texts learn, at the end")
     ] = 300,
     learning_rate: float = 1.5e-3,
-    num_shards: Annotated[int, typer.Option(help="of 2048 pictures each")] = 14,
+    num_shards: Annotated[int, typer.Option(help="of 2048 images each")] = 14,
     start: Annotated[
         Path | None,
         typer.Option(help="a checkpoint that learns on; else only the eye is taken over"),
@@ -177,12 +177,12 @@ def main(
     num_threads: int = 1,
     autocast: Annotated[bool, typer.Option(help="multiply in bfloat16")] = False,
 ) -> None:
-    """Train, report precision on held-out pictures, and write the checkpoint."""
+    """Train, report precision on held-out images, and write the checkpoint."""
     torch.set_num_threads(num_threads)
     gallery = load_gallery(cache / "gallery", num_shards, IMAGE_SIZE)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(start) if start else make_tokenizer()
     eye = LlavaForConditionalGeneration.from_pretrained(chat_model, dtype=torch.float32).eval()
-    sample = torch.from_numpy(gallery.pictures[:NUM_FOR_NEURONS])
+    sample = torch.from_numpy(gallery.images[:NUM_FOR_NEURONS])
     model = make_model(tokenizer, eye.model.vision_tower, sample)
     if start:
         take_over(model, CLIPModel.from_pretrained(start, dtype=torch.float32))

@@ -1,4 +1,4 @@
-"""Three drawing programs that know the words of the picture world and nothing of `render`."""
+"""Three drawing programs that know the words of the image world and nothing of `render`."""
 
 import math
 from random import Random
@@ -10,28 +10,28 @@ from engines.packages.shapes.training.world import PLACES, Scene
 
 def draw_plainly(scene: Scene, rng: Random) -> Image.Image:
     """256 by 256 pixels, CSS colors, hard edges, shapes in the middle of their ninths."""
-    picture = Image.new("RGB", (256, 256), scene.background)
-    pen = ImageDraw.Draw(picture)
+    image = Image.new("RGB", (256, 256), scene.background)
+    pen = ImageDraw.Draw(image)
     for shape in scene.shapes:
         row, column = divmod(PLACES.index(shape.place), 3)
         center = (43 + 85 * column, 43 + 85 * row)
         radius = 20 if shape.size == "small" else 35
         _draw(pen, shape.kind, center, radius, shape.color, scene.background)
-    return picture
+    return image
 
 
 def draw_smoothly(scene: Scene, rng: Random) -> Image.Image:
     """Any size from 150 to 450 pixels, four times supersampled, shapes 15 to 28 % of the width."""
     width = rng.randint(150, 450)
     side = 4 * width
-    picture = Image.new("RGB", (side, side), scene.background)
-    pen = ImageDraw.Draw(picture)
+    image = Image.new("RGB", (side, side), scene.background)
+    pen = ImageDraw.Draw(image)
     for shape in scene.shapes:
         row, column = divmod(PLACES.index(shape.place), 3)
         center = (round(side * (0.2 + 0.3 * column)), round(side * (0.2 + 0.3 * row)))
         share = rng.uniform(0.15, 0.18) if shape.size == "small" else rng.uniform(0.23, 0.28)
         _draw(pen, shape.kind, center, round(share * side / 2), shape.color, scene.background)
-    return picture.resize((width, width), Image.Resampling.LANCZOS)
+    return image.resize((width, width), Image.Resampling.LANCZOS)
 
 
 def draw_framed(scene: Scene, rng: Random) -> Image.Image:
@@ -40,7 +40,7 @@ def draw_framed(scene: Scene, rng: Random) -> Image.Image:
     inner = 3 * width, 3 * height
     shorter = min(inner)
     end = rng.choice((0.75, 0.85, 1.0, 1.2))
-    picture = _graded(inner, scene.background, end, rng)
+    image = _graded(inner, scene.background, end, rng)
     for shape in scene.shapes:
         row, column = divmod(PLACES.index(shape.place), 3)
         center = round(inner[0] * (2 * column + 1) / 6), round(inner[1] * (2 * row + 1) / 6)
@@ -49,10 +49,10 @@ def draw_framed(scene: Scene, rng: Random) -> Image.Image:
         _draw(
             ImageDraw.Draw(mask), shape.kind, center, round(share * shorter / 2), "white", "black"
         )
-        picture.paste(_graded(inner, shape.color, end, rng), mask=mask)
+        image.paste(_graded(inner, shape.color, end, rng), mask=mask)
     line = round(shorter * rng.uniform(0.015, 0.04))
     framed = Image.new("RGB", (inner[0] + 2 * line, inner[1] + 2 * line), rng.choice(_FRAMES))
-    framed.paste(picture, (line, line))
+    framed.paste(image, (line, line))
     return framed.resize((width, height), Image.Resampling.BICUBIC)
 
 

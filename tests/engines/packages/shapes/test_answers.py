@@ -22,11 +22,11 @@ def test_a_description_names_everything_in_reading_order():
     )
 
 
-def test_an_empty_picture_is_described_by_its_background():
+def test_an_empty_image_is_described_by_its_background():
     assert answers.describe(EMPTY) == "An orange background with no shapes."
 
 
-def test_several_pictures_are_described_one_after_the_other():
+def test_several_images_are_described_one_after_the_other():
     one = make_scene("black", ("red", "ring", "top center"))
     assert answers.describe_all((one, EMPTY)) == (
         "First image: A black background with a red ring at the top center. "
@@ -95,11 +95,11 @@ def test_yes_and_no():
         (EMPTY, EMPTY, "neither"),
     ],
 )
-def test_which_picture_has_a_shape(first, second, word):
+def test_which_image_has_a_shape(first, second, word):
     assert answers.which_has(first, second, STAR) == word
 
 
-def test_pictures_are_the_same_only_if_every_word_is():
+def test_images_are_the_same_only_if_every_word_is():
     smaller = make_scene("white", ("red", "star", "top left", "small"))
     larger = make_scene("white", ("red", "star", "top left", "large"))
     assert answers.are_same(smaller, smaller) == "yes"

@@ -51,15 +51,15 @@ def test_it_has_three_to_eight_million_parameters(answerer):
     assert 3e6 < sum(each.numel() for each in answerer.model.parameters()) < 8e6
 
 
-def test_pictures_are_prepared_as_in_training(answerer):
-    picture = draw_smoothly(make_scene("white", ("red", "star", "center")), rng=Random(0))
-    pixels = answerer.processor.image_processor(picture, return_tensors="pt")["pixel_values"][0]
+def test_images_are_prepared_as_in_training(answerer):
+    image = draw_smoothly(make_scene("white", ("red", "star", "center")), rng=Random(0))
+    pixels = answerer.processor.image_processor(image, return_tensors="pt")["pixel_values"][0]
     mean, std = (
         torch.tensor(getattr(answerer.processor.image_processor, name))
         for name in ("image_mean", "image_std")
     )
     levels = (pixels.permute(1, 2, 0) * std + mean) * 255
-    expected = torch.from_numpy(to_input(picture, IMAGE_SIZE).copy()).float()
+    expected = torch.from_numpy(to_input(image, IMAGE_SIZE).copy()).float()
     assert (levels - expected).abs().max() < 1.01  # transformers may resize with torchvision
 
 
@@ -67,8 +67,8 @@ def test_a_prompt_holds_one_slot_for_each_image_token(answerer):
     chat = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Hi"}]}]
     text = answerer.processor.apply_chat_template(chat, add_generation_prompt=True)
     assert text == "USER: <image>\nHi ASSISTANT: "
-    picture = draw_plainly(make_scene("white"), rng=Random(0))
-    ids = answerer.processor(text=text, images=[picture], return_tensors="pt")["input_ids"][0]
+    image = draw_plainly(make_scene("white"), rng=Random(0))
+    ids = answerer.processor(text=text, images=[image], return_tensors="pt")["input_ids"][0]
     assert (ids == 4).sum() == NUM_IMAGE_TOKENS
     assert (ids == 0).sum() == 1
 
@@ -82,8 +82,8 @@ def test_it_answers_strangers(answerer, draw):
 
 @pytest.mark.parametrize("name", SCENES)
 def test_it_answers_most_questions_about_the_samples(answerer, name):
-    picture = Image.open(FOLDER / f"{name}.png")
+    image = Image.open(FOLDER / f"{name}.png")
     rng = Random(0)
     questions = [Asker(rng, SCENES[name], plain=True).ask(t) for t in SINGLE_TOPICS]
-    right = [answerer([Message((picture,), q.text)]) == q.answer for q in questions]
+    right = [answerer([Message((image,), q.text)]) == q.answer for q in questions]
     assert sum(right) > FLOOR * len(right)

@@ -1,4 +1,4 @@
-"""Galleries keep scenes as numbers, and pictures as the model sees them."""
+"""Galleries keep scenes as numbers, and images as the model sees them."""
 
 from random import Random
 
@@ -30,9 +30,9 @@ def test_a_mirror_exchanges_left_and_right():
     assert decode(mirror_codes(np.stack([encode(scene)]))[0]) == mirrored
 
 
-def test_pictures_are_squashed_to_a_square():
-    picture = render(make_scene("white", ("red", "circle", "center")), Random(0)).resize((300, 200))
-    array = to_input(picture, 96)
+def test_images_are_squashed_to_a_square():
+    image = render(make_scene("white", ("red", "circle", "center")), Random(0)).resize((300, 200))
+    array = to_input(image, 96)
     assert array.shape == (96, 96, 3)
     assert tuple(array[48, 48].tolist()) in SHADES["red"]
 

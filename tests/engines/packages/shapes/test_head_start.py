@@ -30,13 +30,13 @@ VARIED = make_scene(
 
 
 def targets_of(scene: Scene) -> SceneTargets:
-    picture = torch.zeros(1, 96, 96, 3, dtype=torch.uint8)
+    image = torch.zeros(1, 96, 96, 3, dtype=torch.uint8)
     codes = torch.from_numpy(np.stack([encode(scene)]))
-    return SceneTargets.of(picture, codes, round(NUM_IMAGE_TOKENS**0.5))
+    return SceneTargets.of(image, codes, round(NUM_IMAGE_TOKENS**0.5))
 
 
 class Reader:
-    """A fresh decoder with its head start, to which pictures are given as a perfect eye would."""
+    """A fresh decoder with its head start, to which images are given as a perfect eye would."""
 
     def __init__(self) -> None:
         self.tokenizer = make_tokenizer(num_conversations=500)
@@ -98,7 +98,7 @@ def test_two_words_name_one_place(reader: Reader, place: str, color: str, kind: 
     assert strongest(states[2][last], "kind") == kind
 
 
-def test_later_pictures_are_marked(reader: Reader):
+def test_later_images_are_marked(reader: Reader):
     words, states = reader.states("USER: <image>\n<image>\nCompare.", SCENE, VARIED)
     marks = states[1] @ BOOK.second
     patches = [index for index, word in enumerate(words) if word == "<image>"]

@@ -38,7 +38,7 @@ def test_every_topic_fills_its_slots(topic):
 
 
 @pytest.mark.parametrize("topic", SINGLE_TOPICS)
-def test_a_question_about_one_of_several_pictures_names_it(topic):
+def test_a_question_about_one_of_several_images_names_it(topic):
     for seed in range(50):
         rng = Random(seed)
         question = Asker(rng, sample_scene(rng), index=1, named=True).ask(topic)
@@ -72,11 +72,11 @@ def test_varying_a_question_keeps_its_words():
         assert "color" in varied or "colour" in varied
 
 
-def test_every_picture_of_a_conversation_is_shown_once():
+def test_every_image_of_a_conversation_is_shown_once():
     for seed in range(100):
         rng = Random(seed)
         scenes = tuple(sample_scene(rng) for _ in range(rng.randint(1, 4)))
         conversation = sample_conversation(scenes, 5, rng)
         assert len(conversation.turns) == 5
-        assert conversation.num_pictures == len(scenes)
-        assert conversation.turns[0].num_pictures >= 1
+        assert conversation.num_images == len(scenes)
+        assert conversation.turns[0].num_images >= 1

@@ -67,10 +67,10 @@ def test_a_packed_conversation_reads_as_the_chat_template_writes_it(tokenizer):
     encoder = Encoder(tokenizer, num_image_tokens=NUM_IMAGE_TOKENS)
     packed = [
         *encoder.opening("Be brief."),
-        *encoder.pictures(2),
+        *encoder.images(2),
         *encoder.question("Is there a star?"),
         *encoder.answer("yes"),
-        *encoder.pictures(0),
+        *encoder.images(0),
         *encoder.question("Where is it?"),
     ]
     chat = [

@@ -28,19 +28,17 @@ from engines.packages.shapes.training.scene_targets import SceneTargets
 from engines.packages.shapes.training.sequences import Encoder
 from engines.packages.shapes.training.train import Student, attention_mask, exactness
 from engines.packages.shapes.training.trainer import Plan, Trainer
-from engines.packages.shapes.training.vision_pretraining import VisionStudent, draw_pictures
+from engines.packages.shapes.training.vision_pretraining import VisionStudent, draw_images
 from engines.packages.shapes.training.world import make_scene
 
 
 @pytest.fixture(scope="module")
 def gallery() -> Gallery:
-    """Sixteen pictures, many times."""
+    """Sixteen images, many times."""
     drawn = [pair for seed in range(4) for pair in render_group(Random(seed))]
     times = NUM_HELD_OUT // len(drawn) + 4
     return Gallery(
-        np.tile(
-            np.stack([to_input(picture, IMAGE_SIZE) for _, picture in drawn]), (times, 1, 1, 1)
-        ),
+        np.tile(np.stack([to_input(image, IMAGE_SIZE) for _, image in drawn]), (times, 1, 1, 1)),
         np.tile(np.stack([encode(scene) for scene, _ in drawn]), (times, 1)),
     )
 
@@ -121,9 +119,9 @@ def test_the_eye_learns_in_bfloat16(gallery: Gallery):
     student = VisionStudent(make_model(config=config))
 
     def loss_at(step: int) -> Tensor:
-        array, codes = draw_pictures([gallery], 8, np.random.default_rng(0))
-        pictures = torch.from_numpy(array)
-        return student.loss(student(pictures), student.targets(pictures, codes))
+        array, codes = draw_images([gallery], 8, np.random.default_rng(0))
+        images = torch.from_numpy(array)
+        return student.loss(student(images), student.targets(images, codes))
 
     plan = Plan(2, learning_rate=1e-3, warmup_steps=1)
     trainer = Trainer(student, loss_at, plan, autocast=True)
@@ -141,12 +139,12 @@ def test_held_out_answers_are_counted(batches: BatchMaker):
     assert len(shares) > 3
 
 
-def test_a_batch_shows_its_pictures_in_order(batches: BatchMaker, gallery: Gallery):
+def test_a_batch_shows_its_images_in_order(batches: BatchMaker, gallery: Gallery):
     for step in range(12):
         batch = batches.make(step)
         num_slots = int((batch.token_ids == 4).sum())
         assert num_slots % NUM_IMAGE_TOKENS == 0
-        assert num_slots // NUM_IMAGE_TOKENS == len(batch.pictures)
+        assert num_slots // NUM_IMAGE_TOKENS == len(batch.images)
 
 
 def test_branches_see_what_is_shared_and_themselves_only():
@@ -169,7 +167,7 @@ def test_a_branch_is_answered_as_if_it_were_alone(batches: BatchMaker):
     with torch.no_grad():
         together = student.hidden(batch)[row]
         keep = (batch.branches[row] == 0) | (batch.branches[row] == 2)
-        embeddings = student.see(batch.pictures)
+        embeddings = student.see(batch.images)
         inputs = student.model.model.language_model.embed_tokens(batch.token_ids)
         is_image = (batch.token_ids == 4).unsqueeze(-1)
         inputs = inputs.masked_scatter(is_image, embeddings)[row : row + 1, keep]
@@ -182,9 +180,9 @@ def test_targets_say_what_stands_in_each_patch():
     scene = make_scene(
         "black", ("red", "star", "top left"), ("blue", "ring", "bottom right", "small")
     )
-    picture = np.zeros((1, 96, 96, 3), dtype=np.uint8)
-    picture[0, 8:24, 8:24] = 255
-    targets = SceneTargets.of(torch.from_numpy(picture), torch.from_numpy(encode(scene)[None]), 6)
+    image = np.zeros((1, 96, 96, 3), dtype=np.uint8)
+    image[0, 8:24, 8:24] = 255
+    targets = SceneTargets.of(torch.from_numpy(image), torch.from_numpy(encode(scene)[None]), 6)
     kind = targets.kind.view(6, 6)
     assert kind[:2, :2].unique().tolist() == [4]
     assert kind[4:, 4:].unique().tolist() == [6]

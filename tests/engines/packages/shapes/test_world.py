@@ -1,4 +1,4 @@
-"""Scenes keep to the rules of the picture world."""
+"""Scenes keep to the rules of the image world."""
 
 from random import Random
 

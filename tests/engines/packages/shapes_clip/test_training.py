@@ -27,31 +27,31 @@ def drawn():
 
 
 @pytest.fixture(scope="module")
-def pictures(drawn):
-    return torch.from_numpy(np.stack([to_input(picture, IMAGE_SIZE) for _, picture in drawn]))
+def images(drawn):
+    return torch.from_numpy(np.stack([to_input(image, IMAGE_SIZE) for _, image in drawn]))
 
 
 @pytest.fixture(scope="module")
-def student(pictures):
+def student(images):
     eye = LlavaForConditionalGeneration.from_pretrained(EYE, dtype=torch.float32).eval()
     tokenizer = make_tokenizer(400)
-    model = make_model(tokenizer, eye.model.vision_tower, pictures)
+    model = make_model(tokenizer, eye.model.vision_tower, images)
     return Student(model, tokenizer, learn_meaning(DIMENSIONS, num_steps=2))
 
 
 @torch.no_grad()
-def test_the_two_halves_of_the_eye_are_the_whole(student, pictures):
-    halves = see(student.model, look(student.model, pictures))
-    whole = student.model.get_image_features(normalize(pictures)).pooler_output
+def test_the_two_halves_of_the_eye_are_the_whole(student, images):
+    halves = see(student.model, look(student.model, images))
+    whole = student.model.get_image_features(normalize(images)).pooler_output
     assert torch.allclose(halves, whole, atol=1e-4)
 
 
-def test_a_few_steps_lower_the_loss_and_the_rest_stays_as_it_was(student, drawn, pictures):
+def test_a_few_steps_lower_the_loss_and_the_rest_stays_as_it_was(student, drawn, images):
     codes = np.stack([encode(scene) for scene, _ in drawn])
     rng = Random(0)
     queries = [sample_query(scene, rng) for scene, _ in drawn]
     with torch.no_grad():
-        looked = look(student.model, pictures)
+        looked = look(student.model, images)
     trainer = Trainer(
         student,
         lambda step: student.loss(looked, codes, queries),
@@ -61,17 +61,17 @@ def test_a_few_steps_lower_the_loss_and_the_rest_stays_as_it_was(student, drawn,
     for _ in range(12):
         trainer.train_step()
     assert student.loss(looked, codes, queries).item() < 0.8 * before
-    assert torch.equal(look(student.model, pictures), looked)
+    assert torch.equal(look(student.model, images), looked)
 
 
 @torch.no_grad()
-def test_what_is_written_is_what_was_trained(student, pictures, drawn, tmp_path):
+def test_what_is_written_is_what_was_trained(student, images, drawn, tmp_path):
     export(student.model, student.tokenizer, tmp_path)
     read = CLIPModel.from_pretrained(tmp_path, dtype=torch.float32).eval()
-    images = [picture for _, picture in drawn[:4]]
-    pixels = AutoImageProcessor.from_pretrained(tmp_path)(images, return_tensors="pt")
+    shown = [image for _, image in drawn[:4]]
+    pixels = AutoImageProcessor.from_pretrained(tmp_path)(shown, return_tensors="pt")
     given = read.get_image_features(pixels["pixel_values"]).pooler_output
-    made = see(student.model, look(student.model, pictures[:4]))
+    made = see(student.model, look(student.model, images[:4]))
     assert torch.nn.functional.cosine_similarity(given, made).min() > 0.99
     rng = Random(1)
     queries = [sample_query(scene, rng) for scene, _ in drawn[:4]]
