@@ -168,7 +168,6 @@ def bench_peers(
     results: Annotated[
         Path | None, typer.Option(help="Keep results here, beside those of earlier runs.")
     ] = None,
-    plots: Annotated[Path | None, typer.Option(help="Directory for images (SVG).")] = None,
     quick: Annotated[
         bool, typer.Option(help="Five minutes: a cut model, decode-1 and prefill, two rounds.")
     ] = False,
@@ -188,7 +187,6 @@ def bench_peers(
         device=device,
         one_by_one=one_by_one,
         results=results,
-        plots=plots,
     )
     run(options.quick if quick else options, as_json)
 

@@ -12,6 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from engines.base import EngineStartError
 
 PREFIX = "VLM_ENGINE__"
+#: As `json_schema_extra` of a field that tests, measurements and nodes set, and no deployment: it is in no table.
+UNLISTED: dict[str, Any] = {"is_listed": False}
 
 
 class BadEngineSettings(EngineStartError):
@@ -19,7 +21,7 @@ class BadEngineSettings(EngineStartError):
 
 
 class EngineSettings(BaseModel):
-    """Base of every engine's settings. A field without a description is for tests, and in no table."""
+    """Base of every engine's settings."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, Json
 
-from engines.settings import EngineSettings
+from engines.settings import UNLISTED, EngineSettings
 
 Isolation = Literal["auto", "require", "none"]
 
@@ -20,10 +20,8 @@ class ApplicationSettings(EngineSettings):
         default="",
         description="Directory of what an application imports besides; empty: what the worker has.",
     )
-    variables_fd: int = Field(
-        default=-1,
-        description="Open file with its variables as a JSON object, which a node makes; -1: none.",
-    )
+    #: Open file with its variables as a JSON object, which a node makes; -1: none.
+    variables_fd: int = Field(default=-1, json_schema_extra=UNLISTED)
     isolation: Isolation = Field(
         default="auto", description="See `VLM_NODE__ISOLATION`, from which a node sets it."
     )

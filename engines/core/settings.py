@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from engines.settings import EngineSettings
+from engines.settings import UNLISTED, EngineSettings
 
 MIB = 1024 * 1024
 
@@ -20,10 +20,8 @@ class BatchingSettings(EngineSettings):
         ge=1,
         description="Prompt tokens of a step beside running streams; none: measured, so that it takes less than twice as long.",
     )
-    overlap_steps: bool | None = Field(
-        default=None,
-        description="Launch a step before the tokens of the one before it are known; none: on a GPU.",
-    )
+    #: Launch a step before the tokens of the one before it are known; none: on a GPU.
+    overlap_steps: bool | None = Field(default=None, json_schema_extra=UNLISTED)
     speculation: Literal["auto", "ngram", "off"] = Field(
         default="auto",
         description="Compute tokens ahead that will probably come, as far as it saves time; auto: in answers held to a grammar; `ngram`: in all, what stood in prompt or answer before. Answers stay the same.",
@@ -32,7 +30,8 @@ class BatchingSettings(EngineSettings):
         default="auto",
         description="Whom functions are shown that may be called: models whose chat template has a place for them, or any; a call that must be is made by any.",
     )
-    block_size: int = Field(default=16, ge=1, le=256, description="Tokens in a KV block.")
+    #: Tokens in a KV block.
+    block_size: int = Field(default=16, ge=1, le=256, json_schema_extra=UNLISTED)
     kv_cache_bytes: int | None = Field(
         default=None, ge=1, description="Size of the KV cache; none: from free memory."
     )
@@ -45,7 +44,6 @@ class BatchingSettings(EngineSettings):
     encoder_cache_bytes: int = Field(
         default=256 * MIB, ge=0, description="Size of the image feature cache."
     )
-    num_kv_blocks: int | None = Field(
-        default=None, description="KV blocks; none: as many as `KV_CACHE_BYTES` holds."
-    )
+    #: None: as many as `kv_cache_bytes` holds.
+    num_kv_blocks: int | None = Field(default=None, json_schema_extra=UNLISTED)
     max_images_per_step: int = Field(default=8, description="Images that one step encodes at most.")

@@ -3,6 +3,7 @@
 from pydantic import BaseModel, ConfigDict, Field
 
 from engines.core.settings import BatchingSettings
+from engines.settings import UNLISTED
 
 
 class MockSettings(BaseModel):
@@ -15,10 +16,9 @@ class MockSettings(BaseModel):
         default=0.00002, ge=0, description="Simulated time per prompt token."
     )
     decode_s: float = Field(default=0.005, ge=0, description="Simulated time of one step.")
-    jitter_ratio: float = Field(
-        default=0.0, ge=0, le=1, description="Random share of the simulated times."
-    )
-    seed: int = Field(default=0, description="Seed of that randomness.")
+    #: Random share of the simulated times, and the seed of that randomness.
+    jitter_ratio: float = Field(default=0.0, ge=0, le=1, json_schema_extra=UNLISTED)
+    seed: int = Field(default=0, json_schema_extra=UNLISTED)
     tokens_per_image: int = Field(default=64, ge=1, description="Image slots of one image.")
     num_reasoning_tokens: int = Field(
         default=0, ge=0, description="Words that it thinks before an answer, in `<think>`."

@@ -40,7 +40,7 @@ def _rows(group: type[BaseModel], prefix: str) -> Iterator[Row]:
         variable = prefix + name.upper()
         if isinstance(field.default, BaseModel):
             yield from _rows(type(field.default), variable + "__")
-        else:
+        elif field.json_schema_extra != {"is_listed": False}:  # else it is none of a deployment's
             default = "" if field.default in (None, (), "") else str(field.default)
             yield Row(variable, default, field.description or "")
 

@@ -27,7 +27,6 @@ from engines.bench.peers.peer import (
     SystemName,
     Workload,
 )
-from engines.bench.peers.plot import write_plots
 from engines.bench.peers.prompts import IMAGE_SIZE, ExamplePrompts
 from engines.bench.peers.report import TABLE_WIDTH, show
 from engines.bench.peers.results import Result, Results
@@ -59,7 +58,6 @@ class PeerOptions:
     max_layers: int | None = None
     limit_s: float | None = None
     results: Path | None = None
-    plots: Path | None = None
 
     @property
     def quick(self) -> "PeerOptions":
@@ -196,8 +194,6 @@ def run(options: PeerOptions, as_json: bool) -> None:
             print("cut: what is known by now", file=sys.stderr)
     except (PeerFailure, UnsupportedCheckpoint, ValueError, OSError) as error:
         raise SystemExit(f"bench peers: {error}") from None
-    if options.plots:
-        write_plots(results, options.plots)
     if as_json:
         print(results.to_json(), end="")
     else:

@@ -3,7 +3,6 @@
 import json
 from contextlib import nullcontext
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 
@@ -12,7 +11,6 @@ from engines.bench.peers.fleet import Fleet
 from engines.bench.peers.hugging_face import HuggingFace
 from engines.bench.peers.ours import Ours
 from engines.bench.peers.peer import CPU_WORKLOADS, WORKLOADS, SystemName
-from engines.bench.peers.plot import draw
 from engines.bench.peers.report import compare
 from engines.bench.peers.results import Result, Results
 from engines.bench.peers.run import Comparison, PeerOptions, run
@@ -104,7 +102,7 @@ def test_results_are_kept_as_they_come_and_every_turn_is_told(tiny, tmp_path, mo
     file = tmp_path / "results.json"
     options = PeerOptions(
         tiny, ("ours:float32",), ("decode-1", "prefill"), rounds=2, folder=tmp_path,
-        results=file, plots=tmp_path / "plots",
+        results=file,
     )  # fmt: skip
     ask, seen = Fleet.ask, []
 
@@ -125,7 +123,6 @@ def test_results_are_kept_as_they_come_and_every_turn_is_told(tiny, tmp_path, mo
         ("ours:float32", "decode-1"): 2,
         ("ours:float32", "prefill"): 1,
     }
-    assert (tmp_path / "plots" / "peers-decode-1.svg").exists()
     first, *lines = shown.err.splitlines()
     assert "2 workloads (decode-1, prefill), 2 rounds" in first
     assert sum("round" in line for line in lines) == 3
@@ -168,17 +165,6 @@ def test_ratios_are_speeds_over_the_best_of_the_others():
         ("ours bfloat16 : transformers' best", [2.0, 2.5]),
         ("ours bfloat16 : llama.cpp BF16", [None, 0.5]),
     ]
-
-
-def test_a_plot_has_a_bar_for_each_system():
-    rows = [
-        make_result("ours:int4", "decode-1", 9.0),
-        make_result("llama.cpp:Q4_0", "decode-1", 3.0),
-    ]
-    image = ElementTree.fromstring(draw("decode-1", rows))
-    bars = list(image.iter("{http://www.w3.org/2000/svg}rect"))[1:]
-    widths = [float(bar.attrib["width"]) for bar in bars]
-    assert widths[0] == pytest.approx(3 * widths[1], rel=0.01)
 
 
 @pytest.mark.parametrize("name", ["vllm:bfloat16", "ours:Q8_0", "ours:int8:static"])

@@ -3,7 +3,8 @@
 import pytest
 from pydantic import BaseModel
 
-from engines.registry import settings_classes
+from engines.mock.settings import MockEngineSettings
+from engines.registry import read_settings, settings_classes
 from shared.settings.load import load_settings, to_environment
 from shared.settings.table import Row, rows
 from shared.settings.tree import SettingsError
@@ -215,6 +216,15 @@ def test_a_setting_that_nobody_described_is_listed_too():
         bare: int = 3
 
     assert Row("VLM_ENGINE__BARE", "3", "") in rows([OwnSettings])
+
+
+def test_a_setting_that_no_deployment_sets_is_taken_and_not_listed():
+    listed = {row.variable for row in rows(settings_classes())}
+    assert "VLM_ENGINE__KV_CACHE_BYTES" in listed
+    assert not listed & {"VLM_ENGINE__BLOCK_SIZE", "VLM_ENGINE__MOCK__SEED"}
+    settings = read_settings({"kind": "mock", "block_size": "8", "mock": {"seed": "5"}})
+    assert isinstance(settings, MockEngineSettings)
+    assert (settings.block_size, settings.mock.seed) == (8, 5)
 
 
 def test_every_setting_says_what_it_means():
