@@ -13,6 +13,7 @@ import pytest
 from tests.integration.fleet_process import ROOT, Served
 
 README = (ROOT / "README.md").read_text()
+SEARCH = (ROOT / "docs" / "search.md").read_text()
 ANSWER = "A white background with a red star at the top left"
 
 
@@ -30,12 +31,6 @@ def run(command: list[str]) -> str:
 def test_the_python_of_the_readme_streams_the_answer(shapes_fleet):
     code = block("python", "import base64").replace("http://127.0.0.1:8000", shapes_fleet.url)
     assert run([sys.executable, "-c", code]).startswith(ANSWER)
-
-
-@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
-def test_the_curl_of_the_readme_answers(shapes_fleet):
-    command = block("bash", "curl").replace("http://127.0.0.1:8000", shapes_fleet.url)
-    assert ANSWER in run(["bash", "-c", command])
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
@@ -60,9 +55,9 @@ def test_the_make_of_the_readme_starts_a_fleet(tmp_path):
         served.end()
 
 
-def test_the_search_of_the_readme_finds_what_it_shows():
+def test_the_search_of_the_search_page_finds_what_it_shows():
     [(command, shown)] = re.findall(
-        r"```bash\n\.venv/bin/vlm (search .*?)\n```\n+```\n(.*?)```", README, re.S
+        r"```bash\n\.venv/bin/vlm (search .*?)\n```\n+```\n(.*?)```", SEARCH, re.S
     )
     printed = run([sys.executable, "-m", "vlm", *shlex.split(command)])
     first = printed.split("\n")[:2]

@@ -103,7 +103,7 @@ def test_every_key_of_redis_has_its_row():
                     keys, *(parameter.upper() for parameter in [*signature(member).parameters][1:])
                 )
             )
-    page = (ROOT / "docs" / "architecture.md").read_text()
+    page = (ROOT / "docs" / "redis.md").read_text()
     rows = re.findall(r"^\| (`vlm:.*?) \|", page, re.M)
     shown = {key for row in rows for key in re.findall(r"`([^`]+)`", row)}
     assert shown == {key for key in made if not key.endswith(":")}  # beginnings are no keys
