@@ -4,6 +4,7 @@ import asyncio
 import base64
 import io
 import struct
+import threading
 import zlib
 from collections.abc import Callable
 
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+import gateway.images.loader as loader_module
 from gateway.http.errors import InvalidRequest
 from gateway.images.header import ImageRefused, check_header, read_header
 from gateway.images.loader import ImageLoader, ImageSource, decode_base64
@@ -97,7 +99,14 @@ def test_junk_is_found_in_any_slice(junk, where):
         decode_base64(text[:where] + junk + text[where + len(junk) :])
 
 
-async def test_large_images_are_decoded_off_the_event_loop():
+async def test_large_images_are_decoded_off_the_event_loop(monkeypatch):
+    decoded_in = []
+
+    def decode(text: str) -> bytes:
+        decoded_in.append(threading.current_thread())
+        return decode_base64(text)
+
+    monkeypatch.setattr(loader_module, "decode_base64", decode)
     noise = Image.effect_noise((700, 700), 100)
     buffer = io.BytesIO()
     noise.save(buffer, "PNG")
@@ -106,6 +115,8 @@ async def test_large_images_are_decoded_off_the_event_loop():
     loader = ImageLoader(LimitSettings(), None)
     [image] = await loader.load_all([ImageSource(url, "p")], ignore)
     loader.close()
+    assert threading.current_thread() not in decoded_in
+    assert len(decoded_in) == 1
     assert image.data == buffer.getvalue()
     assert (image.ref.width, image.ref.height) == (700, 700)
 

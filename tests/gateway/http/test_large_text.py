@@ -1,0 +1,63 @@
+"""A body of nothing but text, as large as one may be: others are answered while it is read."""
+
+import http.client
+import threading
+import time
+from asyncio import gather, to_thread
+from contextlib import closing
+
+import pytest
+
+from shared.settings.limits import LimitSettings
+from tests.factories_gateway import CHAT, RunningGateway
+from tests.rounds import in_one_round
+
+HEAD = b'{"model": "tiny", "messages": [{"role": "user", "content": "'
+TYPE = {"content-type": "application/json"}
+LONGEST_S = 1.0  #: ten times what it takes
+
+
+def connect(gateway: RunningGateway) -> closing[http.client.HTTPConnection]:
+    address = gateway.url.removeprefix("http://").rstrip("/")
+    return closing(http.client.HTTPConnection(address, timeout=30))
+
+
+def status_of(connection: http.client.HTTPConnection, *request) -> int:
+    connection.request(*request)
+    response = connection.getresponse()
+    response.read()
+    return response.status
+
+
+@pytest.mark.parametrize(
+    ("text", "tail"),
+    [("\\u00e9", '"}]}'), ("\\n", '"}], "no_such_field": 1}'), ("é", '"}]}')],
+    ids=["escapes", "refused at its end", "not ASCII"],
+)
+@in_one_round
+async def test_others_are_answered_while_a_large_text_is_read(gateway, text, tail):
+    """Clients in threads of their own: what is measured is how long the gateway's loop stands still."""
+    max_bytes = LimitSettings().max_body_bytes
+    unit = text.encode()
+    body = HEAD + unit * ((max_bytes - len(HEAD) - len(tail)) // len(unit)) + tail.encode()
+    is_answered = threading.Event()
+
+    def send_large() -> int:
+        with connect(gateway) as connection:
+            try:
+                return status_of(connection, "POST", CHAT, body, TYPE)
+            finally:
+                is_answered.set()
+
+    def ask_small() -> list[float]:
+        waits_s: list[float] = []
+        with connect(gateway) as connection:
+            while not is_answered.is_set():
+                started_at = time.monotonic()
+                assert status_of(connection, "GET", "/v1/models") == 200
+                waits_s.append(time.monotonic() - started_at)
+        return waits_s
+
+    waits_s, status = await gather(to_thread(ask_small), to_thread(send_large))
+    assert status == 400
+    assert max(waits_s) < LONGEST_S
