@@ -11,8 +11,8 @@ from secrets import token_hex
 
 from shared.packages.manifest import digest_of_file
 
-_MIN_BYTES = 16 * 1024 * 1024
-_QUIET_S = 2.0
+MIN_BYTES = 16 * 1024 * 1024
+QUIET_S = 2.0
 _MAX_FILES = 10_000
 
 
@@ -33,7 +33,7 @@ class HashCache:
     def digest(self, path: Path) -> str:
         """The digest of a file. Raises: OSError."""
         found = path.stat()
-        if found.st_size < _MIN_BYTES:
+        if found.st_size < MIN_BYTES:
             return digest_of_file(path)
         place = str(path.resolve())
         state = [
@@ -43,7 +43,7 @@ class HashCache:
         if known and known[:-1] == state:
             return str(known[-1])
         digest = digest_of_file(path)
-        is_quiet = time.time() - found.st_ctime > _QUIET_S  # noqa: TID251
+        is_quiet = time.time() - found.st_ctime > QUIET_S  # noqa: TID251
         if is_quiet:
             self._known[place] = [*state, digest]
             self._has_changed = True

@@ -63,7 +63,7 @@ def _load(named: Any) -> Any:
     return resolve_name(named) if isinstance(named, str) else named
 
 
-_kinds: dict[str, EngineKind] = {
+kinds: dict[str, EngineKind] = {
     "torch": EngineKind(
         "engines.torch_backend.settings:TorchSettings",
         "engines.torch_backend.loading.load:load_engine",
@@ -99,13 +99,13 @@ _kinds: dict[str, EngineKind] = {
 
 def register(name: str, kind: EngineKind) -> None:
     """Add an engine, or put another in place of one."""
-    _kinds[name] = kind
+    kinds[name] = kind
 
 
 def engine_kinds() -> dict[str, EngineKind]:
     """All engines by name; those of other packages come last, and replace none."""
     others = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
-    return _kinds | {name: point.load() for name, point in others.items() if name not in _kinds}
+    return kinds | {name: point.load() for name, point in others.items() if name not in kinds}
 
 
 def settings_classes() -> list[type[EngineSettings]]:
@@ -174,7 +174,7 @@ def kind_of(values: Mapping[str, object]) -> str:
     kind, model = str(values.get("kind", AUTO)), str(values.get("model", ""))
     if kind != AUTO or not model:
         return DEFAULT_KIND if kind == AUTO else kind
-    return _runs(model, _kinds) or _runs(model, engine_kinds()) or DEFAULT_KIND
+    return _runs(model, kinds) or _runs(model, engine_kinds()) or DEFAULT_KIND
 
 
 def _runs(model: str, kinds: Mapping[str, EngineKind]) -> str | None:
@@ -183,7 +183,7 @@ def _runs(model: str, kinds: Mapping[str, EngineKind]) -> str | None:
 
 def find_kind(name: str) -> EngineKind | None:
     """The engine of this name, without a look at other packages where it is the project's own."""
-    return _kinds.get(name) or engine_kinds().get(name)
+    return kinds.get(name) or engine_kinds().get(name)
 
 
 def _find(values: Mapping[str, object]) -> tuple[str, EngineKind]:

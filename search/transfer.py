@@ -27,7 +27,7 @@ from shared.settings.limits import LimitSettings
 
 LOAD_ITEMS = 512
 EXPORT_PART_ITEMS = 8192
-_PAGE = 100
+PAGE = 100
 _IMAGES = 256
 _STORES = "/v1/vector_stores"
 
@@ -48,9 +48,7 @@ def find_store(client: Any, name: str) -> dict[str, Any] | None:
         return call(client, "GET", f"{_STORES}/{quote(name, safe='')}")
     after = ""
     while True:
-        page = call(
-            client, "GET", f"{_STORES}?limit={_PAGE}" + (f"&after={after}" if after else "")
-        )
+        page = call(client, "GET", f"{_STORES}?limit={PAGE}" + (f"&after={after}" if after else ""))
         for store in page["data"]:
             if store["name"] == name:
                 return store
@@ -143,7 +141,7 @@ def export(name: str, directory: Path, gateway: Gateway, dtype: str, tell: Tell)
 def _read_all(client: Any, store: str) -> Iterator[Item]:
     after = ""
     while True:
-        query = f"limit={_PAGE}&include=embedding" + (
+        query = f"limit={PAGE}&include=embedding" + (
             f"&after={quote(after, safe='')}" if after else ""
         )
         page = call(client, "GET", f"{_STORES}/{store}/items?{query}")

@@ -247,8 +247,7 @@ def make_engine(
     settings = MockEngineSettings(**{"block_size": 4, "num_kv_blocks": 256, "mock": mock, **config})
     runner = CheckingRunner(settings)
     engine = BatchingEngine(runner, MockProcessor(mock.tokens_per_image), settings)
-    blocks = engine.blocks._blocks
-    runner.find_lent = lambda: {i for i, block in enumerate(blocks) if block.ref_count}
+    runner.find_lent = lambda: engine.blocks.lent
     return engine
 
 

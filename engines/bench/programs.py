@@ -88,8 +88,8 @@ class Pages:
         self.runner = TorchRunner(model, settings, _CPU, dtype, 1, ops=ops)
         self._num_context = options.num_context
         self._blocks = -(-num_tokens // _BLOCK_SIZE)
-        for pool in self.runner._kv_pools:
-            pool._data.normal_()
+        for pool in self.runner.kv_pools:
+            pool.data.normal_()
 
     def __call__(self, batch_size: int) -> float:
         """Milliseconds of a step."""

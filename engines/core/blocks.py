@@ -74,6 +74,11 @@ class BlockManager:
         """Blocks that no sequence holds, published ones included."""
         return len(self._empty) + len(self._evictable)
 
+    @property
+    def lent(self) -> set[int]:
+        """Blocks that some sequence holds."""
+        return {block_id for block_id, block in enumerate(self._blocks) if block.ref_count}
+
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold that many tokens."""
         return -(-num_tokens // self.block_size)
@@ -209,7 +214,7 @@ class BlockManager:
         assert len(set(free)) == len(free), "a block free twice"
         for block_id, block in enumerate(self._blocks):
             assert block.ref_count == holders[block_id], "wrong reference count"
-        assert set(free) == {i for i, block in enumerate(self._blocks) if block.ref_count == 0}
+        assert set(free) == set(range(self.num_blocks)) - self.lent
         assert all(self._blocks[block_id].block_hash is None for block_id in self._empty)
         published = {
             block.block_hash: block_id

@@ -11,12 +11,12 @@ from typing import Protocol
 from shared.protocol import ErrorCode
 
 #: Processor time of masks: at the start of an answer, and for each token more.
-_BURST_S = 0.1
+BURST_S = 0.1
 _TOKEN_S = 0.005
 #: Of a draft: an answer for which one takes longer gets no more of them.
-_DRAFT_S = 0.005
+DRAFT_S = 0.005
 _SHOWN = 64  #: tokens of the answer that drafts are made of
-_IDLE = 4  #: words that nothing followed of: then it is a text, which goes on until a sign
+IDLE = 4  #: words that nothing followed of: then it is a text, which goes on until a sign
 #: As many of them count as seen behind a sign: the words next to it tell names and choices from a text.
 _BEHIND_SIGN = 2
 
@@ -83,7 +83,7 @@ class Constraint:
 
     def __init__(self, matcher: Matcher, drafts: Drafts | None = None) -> None:
         self._matcher = matcher
-        self._drafts = drafts
+        self.drafts = drafts
         self._num_consumed = 0
         self._mask: bytes | None = None  # of the place where the matcher is
         self._cpu_s = 0.0
@@ -92,12 +92,12 @@ class Constraint:
     def begin(self) -> "Constraint":
         """The same for another answer, from its start."""
         assert self._num_consumed == 0
-        return Constraint(self._matcher.deep_copy(), self._drafts)
+        return Constraint(self._matcher.deep_copy(), self.drafts)
 
     def is_silent(self, token_ids: Items[int]) -> bool:
         """Whether it guesses nothing behind these: it does not, or they are amid a text."""
-        drafts = self._drafts
-        return drafts is None or (self._num_idle >= _IDLE and not drafts.is_turn(token_ids[-1]))
+        drafts = self.drafts
+        return drafts is None or (self._num_idle >= IDLE and not drafts.is_turn(token_ids[-1]))
 
     def mask(self, token_ids: Items[int], num_prompt_tokens: int) -> bytes:
         """A bit for each token that may follow these, the lowest first. Raises: ConstraintFailure."""
@@ -109,7 +109,7 @@ class Constraint:
             self._mask = self._advance(new)
             self._num_consumed = num_output_tokens
             self._cpu_s += time.thread_time() - started_s
-            if self._cpu_s > _BURST_S + _TOKEN_S * num_output_tokens:
+            if self._cpu_s > BURST_S + _TOKEN_S * num_output_tokens:
                 raise ConstraintFailure(TOO_COMPLEX, ErrorCode.GRAMMAR_TOO_COMPLEX)
         return self._mask
 
@@ -134,7 +134,7 @@ class Constraint:
     def draft(self, token_ids: Items[int], num_prompt_tokens: int) -> list[int]:
         """Tokens that will probably follow these; none where nothing is forced, or it takes long."""
         num_output_tokens = len(token_ids) - num_prompt_tokens
-        drafts = self._drafts
+        drafts = self.drafts
         if drafts is None or num_output_tokens < self._num_consumed or self.is_silent(token_ids):
             return []
         started_s = time.thread_time()
@@ -148,6 +148,6 @@ class Constraint:
         found = drafts.draft(self._matcher, output)
         is_turn = drafts.is_turn(token_ids[-1])
         self._num_idle = 0 if found else _BEHIND_SIGN if is_turn else self._num_idle + 1
-        if time.thread_time() - started_s > _DRAFT_S:
-            self._drafts = None
+        if time.thread_time() - started_s > DRAFT_S:
+            self.drafts = None
         return found

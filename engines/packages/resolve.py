@@ -35,7 +35,7 @@ BUILT_IN = {
 _WANTED = ["*.safetensors", "*.json", "*.jinja"]
 _UNWANTED = ["[!1]*/*", "consolidated*.safetensors"]
 _HUB_ID = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>[\w./-]+))?")
-_RESERVE_BYTES = 256 * 1024 * 1024  # disk that a download leaves to others
+RESERVE_BYTES = 256 * 1024 * 1024  # disk that a download leaves to others
 
 _INDEX_FILE = "model.safetensors.index.json"
 _WEIGHTS = ".safetensors"
@@ -229,7 +229,7 @@ def _cache_folder() -> Path:
 
 def _check_disk(repo: str, num_bytes: int) -> None:
     free = shutil.disk_usage(_cache_folder()).free
-    if num_bytes + _RESERVE_BYTES > free:
+    if num_bytes + RESERVE_BYTES > free:
         raise ModelUnavailable(
             f"{repo} needs {num_bytes / 1e9:.1f} GB of disk in {constants.HF_HUB_CACHE}, "
             f"but {free / 1e9:.1f} GB are free; HF_HOME moves the cache, vlm rm empties it"

@@ -44,7 +44,7 @@ _MAX_KEPT = 256  #: compiled grammars, and refusals
 _MAX_KEPT_BYTES = 128 * 1024 * 1024
 _MIN_BYTES = 64 * 1024  #: that a compiled grammar counts as
 _START_TIMEOUT_S = 60.0
-_ANSWER_TIMEOUT_S = 20.0  #: of a machine that is busy
+ANSWER_TIMEOUT_S = 20.0  #: of a machine that is busy
 
 _COMPLEX_WORDS = ("too many", "too large", "too big", "too complex", "limit", "fuel", "exceed")
 #: What an error ends with: the source, which holds the client's words.
@@ -285,8 +285,8 @@ class _Judge:
         if not self._is_ready:
             receive(self._socket, len(READY), time.monotonic() + _START_TIMEOUT_S)
             self._is_ready = True
-        until = time.monotonic() + _ANSWER_TIMEOUT_S
-        self._socket.settimeout(_ANSWER_TIMEOUT_S)
+        until = time.monotonic() + ANSWER_TIMEOUT_S
+        self._socket.settimeout(ANSWER_TIMEOUT_S)
         self._send(source.encode())
         (length,) = LENGTH.unpack(receive(self._socket, LENGTH.size, until))
         return msgspec.msgpack.decode(receive(self._socket, length, until), type=Verdict)

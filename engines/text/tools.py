@@ -54,9 +54,9 @@ HERMES = ToolFormat(
 )
 #: For models that no template teaches to call: nothing told them when to end a string, or a list of members.
 TOLD = dataclasses.replace(HERMES, name="told", max_text_chars=64)
-_MISTRAL = ToolFormat("mistral", "[TOOL_CALLS]", " [", '", "arguments": ', ", ", "]")
-_LLAMA3 = ToolFormat("llama3", "", "", '", "parameters": ', "; ", "")
-_PYTHONIC = ToolFormat("pythonic", "", "[", "(", ", ", "]", "", ")", is_pythonic=True)
+MISTRAL = ToolFormat("mistral", "[TOOL_CALLS]", " [", '", "arguments": ', ", ", "]")
+LLAMA3 = ToolFormat("llama3", "", "", '", "parameters": ', "; ", "")
+PYTHONIC = ToolFormat("pythonic", "", "[", "(", ", ", "]", "", ")", is_pythonic=True)
 
 
 def find_tool_format(template: str) -> ToolFormat | None:
@@ -68,11 +68,11 @@ def find_tool_format(template: str) -> ToolFormat | None:
         is_xml = "<arg_key>" in template or "<function=" in template
         return None if is_xml else HERMES
     if "[TOOL_CALLS]" in template:
-        return None if "[ARGS]" in template else _MISTRAL
+        return None if "[ARGS]" in template else MISTRAL
     if re.search(r"\[func_name1?\(", template):
-        return _PYTHONIC
+        return PYTHONIC
     if '"parameters": ' in template and "ipython" in template:
-        return _LLAMA3
+        return LLAMA3
     return None
 
 

@@ -127,9 +127,10 @@ class KVCachePool:
         self.block_size = block_size
         self.head_dim = shape.head_dim
         sizes = (shape.num_layers, 2, num_blocks, block_size, shape.num_kv_heads, shape.head_dim)
-        self._data = torch.empty(sizes, dtype=dtype, device=device)
+        #: of all layers. Shapes: (layers, 2, blocks, block_size, K, D)
+        self.data = torch.empty(sizes, dtype=dtype, device=device)
         # views made once: a step takes them for every layer
-        self._blocks = [(layer[0], layer[1]) for layer in self._data]
+        self._blocks = [(layer[0], layer[1]) for layer in self.data]
         self._slots = [(k.flatten(0, 1), v.flatten(0, 1)) for k, v in self._blocks]
 
     def blocks(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -139,7 +140,7 @@ class KVCachePool:
     @property
     def num_bytes(self) -> int:
         """Bytes of all layers."""
-        return self._data.nbytes
+        return self.data.nbytes
 
     def scales(self, layer: int) -> Tensor | None:
         """What a layer's integers are multiplied by; None without. Shapes: (2, blocks, block_size, K)."""
@@ -165,4 +166,4 @@ class KVCachePool:
 
     def clear(self, blocks: Tensor) -> None:
         """Zero blocks in every layer. Shapes: blocks (M,)."""
-        self._data.index_fill_(2, blocks, 0)
+        self.data.index_fill_(2, blocks, 0)

@@ -29,12 +29,12 @@ class Int8KVCachePool(KVCachePool):
         """`dtype` is that of what is written and read."""
         super().__init__(shape, num_blocks, block_size, torch.int8, device)
         self._dtype = dtype
-        self._scales = torch.empty(self._data.shape[:-1], dtype=SCALE_DTYPE, device=device)
+        self._scales = torch.empty(self.data.shape[:-1], dtype=SCALE_DTYPE, device=device)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all layers, with the scales."""
-        return self._data.nbytes + self._scales.nbytes
+        return self.data.nbytes + self._scales.nbytes
 
     def scales(self, layer: int) -> Tensor:
         """What a layer's integers are multiplied by. Shapes: (2, blocks, block_size, K)."""

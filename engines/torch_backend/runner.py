@@ -103,19 +103,19 @@ class TorchRunner:
         # members have no graphs, so that nothing goes on beside the host
         self.runs_async = is_cuda and mesh.size == 1
         num_blocks = self.num_blocks + is_cuda  # the last one is for rows without a sequence
-        self._kv_pools = [
+        self.kv_pools = [
             create_pool(shape, num_blocks, self.block_size, dtype, device) for shape in shapes
         ]
-        self._cuda: CudaSteps | None = None
+        self.cuda: CudaSteps | None = None
         self._rotary: RotaryTable | None = None
         if is_native:
             self._rotary = model.rotary(self.max_model_len, dtype, device)
         if is_cuda and self._rotary is not None:
-            [pool] = self._kv_pools
+            [pool] = self.kv_pools
             decoder = model.language_model
-            self._cuda = CudaSteps(decoder, decoder.text, config, pool, self._rotary, dtype)
+            self.cuda = CudaSteps(decoder, decoder.text, config, pool, self._rotary, dtype)
         self._num_rows = self._rotary.num_rows if self._rotary else model.num_position_rows
-        self._ops = self._cuda.ops if self._cuda else ops or cpu_ops("off")
+        self._ops = self.cuda.ops if self.cuda else ops or cpu_ops("off")
         model.bind(self._ops, dtype)
         model.limit(self.max_model_len)
         self._loras: Loras | None = None  # from the first adapter on
@@ -173,7 +173,7 @@ class TorchRunner:
         """Bytes by use."""
         return {
             "weights": self._weight_bytes,
-            "kv_cache": sum(pool.num_bytes for pool in self._kv_pools),
+            "kv_cache": sum(pool.num_bytes for pool in self.kv_pools),
             "encoder_cache": self._encoder_cache.num_bytes,
             **({} if self.shares_prefixes else {"states": self.model.state_bytes}),
         }
@@ -183,7 +183,7 @@ class TorchRunner:
         if self._leader is not None:
             self._leader.close()
         self._encoder_cache.clear()
-        for name in ("model", "_cuda", "_images", "_kv_pools", "_rotary"):
+        for name in ("model", "cuda", "_images", "kv_pools", "_rotary"):
             self.__dict__.pop(name, None)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -202,8 +202,8 @@ class TorchRunner:
             "warm-up", [0] * num_tokens, num_tokens, SamplingParams(temperature=0), images
         )
         sequence.block_ids = list(range(num_blocks))
-        if self._cuda is not None:  # first: a graph that cannot be captured is found out here
-            self._cuda.warm_up()
+        if self.cuda is not None:  # first: a graph that cannot be captured is found out here
+            self.cuda.warm_up()
         for _ in range(2):
             self.run(Batch([ScheduledSequence(sequence, sequence.num_pending_tokens)]))
             sequence.num_computed_tokens = sequence.num_tokens
@@ -213,14 +213,14 @@ class TorchRunner:
     def _launch(self, batch: Batch) -> RunningStep:
         items = batch.items
         is_plain = self._loras is None or not _are_adapted(items)
-        if self._cuda is not None and is_plain and (step := self._cuda.decode(items)) is not None:
+        if self.cuda is not None and is_plain and (step := self.cuda.decode(items)) is not None:
             return step
         # A GPU encodes images fast enough.
         max_vision_s = batch.max_vision_s if self.device.type == "cpu" else None
         result = self._compute(items, max_vision_s)
         self._sampled = result.choices
         # what stays on the device are the tokens of graphs alone; the sampler needs all earlier ones
-        can_be_followed = self._cuda is None and not (
+        can_be_followed = self.cuda is None and not (
             result.deferred or any(needs_host(item.sequence) for item in items)
         )
         return ComputedStep(result, can_be_followed)
@@ -324,22 +324,22 @@ class TorchRunner:
         """Shapes: inputs (1 + R, N), token ids and positions."""
         inputs = inputs.to(self.device)
         positions = inputs[1] if len(inputs) == 2 else inputs[1:]
-        return FlatStep(items, inputs[0], positions, images, plan, self._kv_pools, rows)
+        return FlatStep(items, inputs[0], positions, images, plan, self.kv_pools, rows)
 
     def _compute_logits(self, step: FlatStep) -> Tensor:
         """Shapes: returns (rows, vocabulary)."""
         plan, rows = step.plan, step.rows
         if plan.fresh_blocks is not None:
-            for pool in self._kv_pools:
+            for pool in self.kv_pools:
                 pool.clear(plan.fresh_blocks)
         if self._rotary is None:
             return self.model.logits(step)
         embeddings = self.model.embed(step.token_ids, step.images)
-        if self._cuda is not None:
-            hidden = self._cuda.forward(embeddings, step.positions, plan)
+        if self.cuda is not None:
+            hidden = self.cuda.forward(embeddings, step.positions, plan)
         else:
             text, rotation = self.model.language_model.text, self._rotary.at_all(step.positions)
-            attend = self._ops["step_attention"](text, self._kv_pools[0], plan, rotation)
+            attend = self._ops["step_attention"](text, self.kv_pools[0], plan, rotation)
             hidden = self.model.language_model(embeddings, attend)
         if not rows:
             return hidden[:0]

@@ -94,7 +94,7 @@ def application(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     """The toy is an engine that the project does not know."""
-    monkeypatch.setattr("engines.registry._kinds", dict(engine_kinds()))
+    monkeypatch.setattr("engines.registry.kinds", dict(engine_kinds()))
     register("toy", TOY)
 
 

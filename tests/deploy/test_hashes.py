@@ -11,8 +11,8 @@ from shared.packages.manifest import digest_of
 
 
 def test_a_file_is_hashed_again_when_it_has_changed(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(hashes, "_MIN_BYTES", 1)
-    monkeypatch.setattr(hashes, "_QUIET_S", -1.0)
+    monkeypatch.setattr(hashes, "MIN_BYTES", 1)
+    monkeypatch.setattr(hashes, "QUIET_S", -1.0)
     num_hashed = 0
     original = hashes.digest_of_file
 
@@ -39,7 +39,7 @@ def test_a_file_is_hashed_again_when_it_has_changed(tmp_path: Path, monkeypatch)
 
 @pytest.mark.parametrize("size", [10, 1000])
 def test_what_was_just_written_or_is_small_is_not_remembered(tmp_path: Path, monkeypatch, size):
-    monkeypatch.setattr(hashes, "_MIN_BYTES", 100)
+    monkeypatch.setattr(hashes, "MIN_BYTES", 100)
     file, memory = tmp_path / "weights", tmp_path / "digests.json"
     file.write_bytes(bytes(size))
     cache = HashCache(memory)

@@ -130,7 +130,7 @@ NEEDS_CHECKPOINT = EngineKind(EngineSettings, load_mock_engine, needs_checkpoint
 @pytest.fixture
 def others(monkeypatch):
     """Engines that the project does not know."""
-    monkeypatch.setattr("engines.registry._kinds", dict(engine_kinds()))
+    monkeypatch.setattr("engines.registry.kinds", dict(engine_kinds()))
     for name, kind in {"toy": TOY, "runs": RUNS_CODE, "needs": NEEDS_CHECKPOINT}.items():
         register(name, kind)
 

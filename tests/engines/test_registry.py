@@ -93,7 +93,7 @@ def test_another_engine_needs_settings_and_what_makes_it(monkeypatch):
         made.append(settings)
         return load_mock_engine(MockEngineSettings(), progress)
 
-    monkeypatch.setattr("engines.registry._kinds", {})
+    monkeypatch.setattr("engines.registry.kinds", {})
     register("remote", EngineKind(Settings, create))
     create_engine({"kind": "remote", "url": "http://there"})
     assert made == [Settings(url="http://there")]
@@ -108,7 +108,7 @@ def test_an_engine_says_which_models_it_runs_and_what_its_process_needs(monkeypa
         models=("org/theirs",),
         prepare_process=lambda: calls.append("prepared"),
     )
-    monkeypatch.setattr("engines.registry._kinds", dict(engine_kinds()))
+    monkeypatch.setattr("engines.registry.kinds", dict(engine_kinds()))
     register("remote", kind)
     values = {"kind": "auto", "model": "org/theirs"}
     assert kind_of(values) == "remote"

@@ -211,9 +211,9 @@ def test_a_step_without_memory_may_be_run_again(
     engine.add(request)
     with monkeypatch.context() as patch:
         patch.setattr(
-            runner,
-            "_compute_logits",
-            lambda step: torch.empty(1 << 50, dtype=torch.int8, device=CUDA),
+            runner.cuda,
+            "forward",
+            lambda *given: torch.empty(1 << 50, dtype=torch.int8, device=CUDA),
         )
         with pytest.raises(DeviceOutOfMemory, match="cuda"):
             runner.run(engine.scheduler.schedule())

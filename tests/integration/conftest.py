@@ -6,6 +6,8 @@ import pytest
 
 from tests.integration.fleet_process import Served, start_fleet
 
+REDIS_BYTES = 64 * 2**20
+
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory) -> Iterator[Served]:
@@ -17,6 +19,6 @@ def served(tmp_path_factory) -> Iterator[Served]:
 
 @pytest.fixture
 def fresh(tmp_path) -> Iterator[Served]:
-    fleet = start_fleet(tmp_path)
+    fleet = start_fleet(tmp_path, VLM_REDIS__MAX_MEMORY_BYTES=str(REDIS_BYTES))
     yield fleet
     fleet.end()

@@ -14,6 +14,7 @@ import pytest
 from redis import Redis
 
 from tests.factories_queue import wait_until_written
+from tests.integration.conftest import REDIS_BYTES
 from tests.integration.fleet_process import ROOT, SAMPLE, run_vlm
 from worker.node.serve import wait_until_ready
 
@@ -118,6 +119,8 @@ def test_a_killed_redis_comes_back_and_streams_and_requests_go_on(fresh, tmp_pat
         short = body | {"stream": False, "max_tokens": 5}
         assert client.post("/v1/chat/completions", json=short).is_success
     assert fresh.redis().pid != redis.pid
+    with Redis(unix_socket_path=str(tmp_path / "redis.sock")) as connection:
+        assert connection.config_get("maxmemory") == {"maxmemory": str(REDIS_BYTES)}
 
 
 def test_a_killed_gateway_comes_back_at_its_port(fresh):

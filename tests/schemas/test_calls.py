@@ -66,8 +66,8 @@ def read(name):
 def writer():
     """Whose answers never take too long: what drafts are made depends on nothing but tokens."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(constraint, "_DRAFT_S", math.inf)
-        patch.setattr(constraint, "_BURST_S", math.inf)
+        patch.setattr(constraint, "DRAFT_S", math.inf)
+        patch.setattr(constraint, "BURST_S", math.inf)
         made = CallWriter(HfTokenizer(CHECKPOINT, None))
         yield made
         made.close()
@@ -84,8 +84,8 @@ def test_calls_take_fewer_steps(writer, name):
 
 def test_passing_over_texts_takes_no_steps_more(writer, monkeypatch):
     steps = []
-    for num_idle in (constraint._IDLE, math.inf):
-        monkeypatch.setattr(constraint, "_IDLE", num_idle)
+    for num_idle in (constraint.IDLE, math.inf):
+        monkeypatch.setattr(constraint, "IDLE", num_idle)
         fresh = CallWriter(HfTokenizer(CHECKPOINT, None))
         steps.append([fresh.write(read(name), FORMATS["hermes"]).num_steps for name in ANSWERS])
         fresh.close()

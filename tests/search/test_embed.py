@@ -204,7 +204,7 @@ def test_what_is_not_there_is_told_before_a_model_loads(
 
     monkeypatch.chdir(tmp_path)
     run("embed", "inputs.txt", "--output", "made", "--engine", "mock_pooling")
-    monkeypatch.setattr("engines.registry._kinds", dict(engine_kinds()))
+    monkeypatch.setattr("engines.registry.kinds", dict(engine_kinds()))
     register("needs", EngineKind(EngineSettings, load, needs_checkpoint=True))
     monkeypatch.setattr("engines.registry.create_engine", load)
     monkeypatch.setattr("time.sleep", lambda seconds: None)
@@ -253,7 +253,7 @@ async def test_a_collection_goes_into_a_store_and_comes_out_again(
             run, "search", tmp_path / "made", "anything", "--limit", "2", *url
         )
         assert local.stdout == found.stdout
-        monkeypatch.setattr("search.transfer._PAGE", 20)
+        monkeypatch.setattr("search.transfer.PAGE", 20)
         exported = await asyncio.to_thread(
             run, "store", "export", "s", "--output", tmp_path / "exported", *url
         )

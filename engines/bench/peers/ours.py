@@ -55,27 +55,27 @@ class Ours:
         engine = create_engine(settings).engine
         assert isinstance(engine, BatchingEngine)
         assert isinstance(engine.runner, TorchRunner)
-        self._engine, self._runner = engine, engine.runner
+        self.engine, self.runner = engine, engine.runner
         self._device = torch.device(device)
         self._num_requests = 0
         self._last: EngineRequest | None = None
         self._skipping = _SkippingRunner(engine.runner)
-        for pool in engine.runner._kv_pools:
-            pool._data.normal_()  # untouched memory is one page of zeros, read from the cache
+        for pool in engine.runner.kv_pools:
+            pool.data.normal_()  # untouched memory is one page of zeros, read from the cache
 
     def decode(self, batch_size: int, num_steps: int) -> float:
         """Time of whole engine steps."""
         for _ in range(batch_size):
-            self._engine.add(self._request(self._text(self._num_context - 1), num_steps + 2))
-        self._engine.runner = self._skipping  # pyright: ignore[reportAttributeAccessIssue]
-        self._engine.step()
-        self._engine.runner = self._runner
-        self._engine.step()
+            self.engine.add(self._request(self._text(self._num_context - 1), num_steps + 2))
+        self.engine.runner = self._skipping  # pyright: ignore[reportAttributeAccessIssue]
+        self.engine.step()
+        self.engine.runner = self.runner
+        self.engine.step()
         started = time.perf_counter()
         for _ in range(num_steps):
-            self._engine.step()
+            self.engine.step()
         elapsed = time.perf_counter() - started
-        assert not self._engine.has_work()
+        assert not self.engine.has_work()
         return elapsed
 
     def prefill(self) -> float:
@@ -87,7 +87,7 @@ class Ours:
         images = self._prompts.make().images
         started = time.perf_counter()
         with torch.inference_mode():
-            self._runner.model.encode(images, self._device, self._runner._dtype)
+            self.runner.model.encode(images, self._device, self.runner._dtype)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter() - started
@@ -112,9 +112,9 @@ class Ours:
     def _run(self, *requests: EngineRequest) -> float:
         started = time.perf_counter()
         for request in requests:
-            self._engine.add(request)
-        while self._engine.has_work():
-            for output in self._engine.step():
+            self.engine.add(request)
+        while self.engine.has_work():
+            for output in self.engine.step():
                 assert output.error is None, output.error
         return time.perf_counter() - started
 
@@ -139,10 +139,10 @@ class _SkippingRunner:
     """Stands before a runner and samples token 5 without computing anything."""
 
     def __init__(self, runner: ModelRunner) -> None:
-        self._runner = runner
+        self.runner = runner
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._runner, name)
+        return getattr(self.runner, name)
 
     def launch(self, batch: Batch) -> ComputedStep:
         """A step of no time."""

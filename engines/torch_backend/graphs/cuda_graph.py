@@ -8,6 +8,7 @@ tests hold it to the plain path.
 """
 
 import logging
+from collections.abc import Collection
 from enum import Enum, auto
 from typing import Any
 
@@ -70,6 +71,11 @@ class DecodeGraphs:
         self._graphs: dict[tuple[int, SamplingKind], Captured] = {}
         self._memory: Any = None  # of torch's allocator, shared by all graphs
 
+    @property
+    def captured(self) -> Collection[tuple[int, SamplingKind]]:
+        """Batch sizes and kinds of sampling that were met."""
+        return self._graphs.keys()
+
     def can_run(self, items: list[ScheduledSequence]) -> bool:
         """Whether a step has one new token of each sequence, none of which is an image's."""
         return len(items) <= self._sizes[-1] and all(
@@ -111,7 +117,7 @@ class DecodeGraphs:
         buffers = self._buffers.get(size) or self._create_buffers(size)
         buffers.fill(items)
         if self._device.type != "cuda":
-            return *self._step(buffers, kind), buffers
+            return *self.step(buffers, kind), buffers
         captured = self._graphs.get((size, kind)) or self._capture(size, kind)
         graph, logits, token_ids = captured
         graph.replay()
@@ -131,7 +137,7 @@ class DecodeGraphs:
         self._buffers[size] = buffers
         return buffers
 
-    def _step(self, buffers: DecodeBuffers, kind: SamplingKind) -> tuple[Tensor, Tensor]:
+    def step(self, buffers: DecodeBuffers, kind: SamplingKind) -> tuple[Tensor, Tensor]:
         """What is captured: it reads and writes device memory alone."""
         decoder, pool = self._decoder, self._pool
 
@@ -169,13 +175,13 @@ class DecodeGraphs:
         stream = torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):  # compiles kernels, and lets libraries take their memory
-            self._step(buffers, kind)
+            self.step(buffers, kind)
         torch.cuda.current_stream(self._device).wait_stream(stream)
         self._sampled.copy_(sampled_before)  # for the replay, which is the same step once more
         graph = torch.cuda.CUDAGraph()
         # another thread may allocate meanwhile: that of an adapter's files
         with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
-            logits, token_ids = self._step(buffers, kind)
+            logits, token_ids = self.step(buffers, kind)
         self._memory = graph.pool()
         if kind is not SamplingKind.GREEDY:
             logits = logits.new_empty(0)  # nobody reads them: their memory is the next graph's

@@ -45,24 +45,24 @@ class CudaSteps:
         self._pool = pool
         self._rotary = rotary
         self._decoder = decoder
-        self._graphs: DecodeGraphs | None = None
+        self.graphs: DecodeGraphs | None = None
         # the reference of the attention kernel copies every context, at its longest: a graph of it would not pay
         has_attention = self.ops.uses("decode_attention")
         if CUDA_GRAPH not in disabled and (has_attention or device.type == "cpu"):
-            self._graphs = DecodeGraphs(
+            self.graphs = DecodeGraphs(
                 decoder, self.ops, pool, rotary, config.max_num_seqs, text.vocab_size
             )
 
     def warm_up(self) -> None:
         """Capture graphs; without them, if that fails."""
-        if self._graphs is not None and not self._graphs.warm_up():
-            self._graphs = None
+        if self.graphs is not None and not self.graphs.warm_up():
+            self.graphs = None
 
     def decode(self, items: list[ScheduledSequence]) -> RunningStep | None:
         """The next tokens on their way, if a graph can compute the step; else None. Raises: SequenceFailure."""
-        if self._graphs is None or not self._graphs.can_run(items):
+        if self.graphs is None or not self.graphs.can_run(items):
             return None
-        return self._graphs.launch(items)
+        return self.graphs.launch(items)
 
     def forward(self, embeddings: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
         """Hidden states of all new tokens. Shapes: (N, C), (N,); returns (N, C)."""

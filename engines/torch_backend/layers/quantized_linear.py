@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from engines.torch_backend.ops.cpu_level import CpuLevel
 from engines.torch_backend.parallel.mesh import WHOLE, Share
 
-_CHUNK_WEIGHTS = (
+CHUNK_WEIGHTS = (
     1 << 19
 )  # two MB in float32: they stay in the cache between dequantizing and product
 _ROW_STEP = 64  # a multiple of every order's block
@@ -52,7 +52,7 @@ class QuantizedLinear(nn.Module, ABC):
 
     def _multiply_by_rows(self, x: Tensor) -> Tensor:
         num_outputs = self._num_outputs
-        num_rows = max(_ROW_STEP, _CHUNK_WEIGHTS // x.shape[1] // _ROW_STEP * _ROW_STEP)
+        num_rows = max(_ROW_STEP, CHUNK_WEIGHTS // x.shape[1] // _ROW_STEP * _ROW_STEP)
         y = x.new_empty(x.shape[0], num_outputs)
         for start in range(0, num_outputs, num_rows):
             stop = min(start + num_rows, num_outputs)
@@ -155,7 +155,7 @@ class Int4Linear(QuantizedLinear):
     def _reordered(self) -> Tensor:
         """Some outputs at a time: torch's function wants integers of 32 bits, eight times what the result takes."""
         reordered = torch.empty_like(self.pairs)
-        num_rows = max(1, _CHUNK_WEIGHTS // (2 * self.pairs.shape[1]) // _ROW_STEP) * _ROW_STEP
+        num_rows = max(1, CHUNK_WEIGHTS // (2 * self.pairs.shape[1]) // _ROW_STEP) * _ROW_STEP
         for rows, target in zip(self.pairs.split(num_rows), reordered.split(num_rows), strict=True):
             integers = unpack_pairs(rows, self.group_size).flatten(1)
             target.copy_(pack_int4(integers.to(torch.int32)))

@@ -34,10 +34,10 @@ from engines.torch_backend.settings import TorchSettings
 from shared.protocol import ChatMessage, ImagePart, SamplingParams, TextPart
 
 OWN = "own"  #: examples that the model writes itself
-_NUM_OWN, _OWN_TOKENS = 64, 128
+NUM_OWN, OWN_TOKENS = 64, 128
 _ANSWER_TOKENS = 32
 _MAX_EXAMPLE_BYTES = 64 * 1024 * 1024
-_MAX_SUM_BYTES = 4 << 30  # of what is summed up at a time
+MAX_SUM_BYTES = 4 << 30  # of what is summed up at a time
 _SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.7)  # of a group's span: what is cut off may be worth it
 _DAMPING = (0.01, 0.1, 1.0)  # of the mean of squares; more, if less is not enough
 _BLOCK = 128  # columns whose errors go to those behind them together
@@ -72,7 +72,7 @@ def calibrate(
     )
     engine: Any = loaded.engine
     try:
-        requests = own_requests(engine, _NUM_OWN) if read is None else to_requests(engine, read)
+        requests = own_requests(engine, NUM_OWN) if read is None else to_requests(engine, read)
         layers = {name: engine.runner.model.get_submodule(t.path) for name, t in targets.items()}
         chunks = list(_chunks(targets, layers))
         found: dict[str, Integers] = {}
@@ -105,7 +105,7 @@ def _chunks(targets: Mapping[str, Target], layers: Mapping[str, nn.Linear]) -> I
     for name, layer in layers.items():
         inputs = targets[name].path.rpartition(".")[0], layer.in_features
         size = 0 if inputs in known else 4 * layer.in_features**2
-        if chunk and num_bytes + size > _MAX_SUM_BYTES:
+        if chunk and num_bytes + size > MAX_SUM_BYTES:
             yield chunk
             chunk, num_bytes = [], 0
         known.add(inputs)
@@ -299,7 +299,7 @@ def own_requests(engine: BatchingEngine, count: int, seed: int = 0) -> list[Requ
     plain = [number for number in range(tokenizer.vocab_size) if number not in special]
     prefix = list(tokenizer.prefix_ids)
     chance = random.Random(seed)
-    num_tokens = min(_OWN_TOKENS, engine.max_model_len - len(prefix) - 2)
+    num_tokens = min(OWN_TOKENS, engine.max_model_len - len(prefix) - 2)
     requests = []
     for number in range(count):
         first = chance.choice(plain)

@@ -133,7 +133,7 @@ def make_checkpoint(
     _prepare(directory)
     content["image_seq_length"] = config.tokens_per_image
     write_text_files(directory, content)
-    parameters = list(_parameters(config))
+    parameters = list(list_weights(config))
     width = config.text.hidden_size
     _write_weights(directory, parameters, width, seed, dtype, max_shard_bytes, progress)
     return config
@@ -198,7 +198,7 @@ def make_any_checkpoint(
         raise ValueError(f"shape {shape!r} is unknown; there are {known}")
     changes = {"text_config": {"num_hidden_layers": num_layers}} if num_layers else None
     config = make_checkpoint(shape, directory, seed, changes=changes, progress=progress)
-    return list(_parameters(config))
+    return list(list_weights(config))
 
 
 def _prepare(directory: Path) -> None:
@@ -245,7 +245,7 @@ def _random_weight(
     return weight.add_(1.0) if is_gain else weight
 
 
-def _parameters(config: VLMConfig) -> Iterator[Parameter]:
+def list_weights(config: VLMConfig) -> Iterator[Parameter]:
     """Names and shapes as in the published files."""
     yield from _vision_parameters("vision_tower.vision_model.", config.vision)
     width = config.vision.hidden_size * len(config.vision_feature_layers)

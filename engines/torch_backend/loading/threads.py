@@ -28,8 +28,8 @@ _PROMPT_TOKENS = 16  #: of the prompt that is timed: enough to compute by tiles
 _ROUNDS = 2
 _MARGIN = 1.1  #: less of a difference is noise, and others may use the machine just now
 _HOPELESS = 1.3  #: so many times the time of a token: still fewer threads are not tried
-_CGROUP = Path("/sys/fs/cgroup")
-_OWN_CGROUP = Path("/proc/self/cgroup")
+CGROUP = Path("/sys/fs/cgroup")
+OWN_CGROUP = Path("/proc/self/cgroup")
 
 
 def set_num_threads(
@@ -125,12 +125,12 @@ def _parse_times(most: int, text: str) -> StepTimes:
 def cpu_share() -> float:
     """Processors that the control groups of this process (either version) may use; without a limit, infinite."""
     shares = [float("inf")]
-    for line in _lines(_OWN_CGROUP):
+    for line in _lines(OWN_CGROUP):
         _, controllers, own = line.split(":", 2)
         is_unified = not controllers
         if not is_unified and "cpu" not in controllers.split(","):
             continue
-        root = _CGROUP if is_unified else _CGROUP / "cpu"
+        root = CGROUP if is_unified else CGROUP / "cpu"
         folder = root / own.strip("/")
         for each in (folder, *folder.parents):  # in a container its own group is the root
             if not each.is_relative_to(root):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-_CPUINFO = Path("/proc/cpuinfo")
+CPUINFO = Path("/proc/cpuinfo")
 _ARM = ("aarch64", "arm64")
 _X86 = ("x86_64", "AMD64")
 _ALWAYS = 1 << 30  # tokens
@@ -107,7 +107,7 @@ def choose_level() -> CpuLevel:
 def cpu_model() -> str:
     """The processor's name, as Linux calls it; empty elsewhere."""
     try:
-        text = _CPUINFO.read_text(encoding="utf-8")
+        text = CPUINFO.read_text(encoding="utf-8")
     except OSError:
         return ""
     found = (
@@ -122,7 +122,7 @@ def cpu_model() -> str:
 def cpu_flags() -> frozenset[str]:
     """Names of instruction sets, as Linux calls them; none elsewhere."""
     try:
-        text = _CPUINFO.read_text(encoding="utf-8")
+        text = CPUINFO.read_text(encoding="utf-8")
     except OSError:
         return frozenset()
     lines = (line for line in text.splitlines() if line.startswith(("flags", "Features")))

@@ -59,7 +59,7 @@ def measured(level: CpuLevel, num_threads: int) -> CpuLevel:
         return level
     try:
         library = native.load(level)
-        timings = recall(library, str(num_threads), _parse, lambda: _measure(library))
+        timings = recall(library, str(num_threads), _parse, lambda: measure(library))
     except (CannotCompile, OSError):
         return level
     found = decide(level, timings)
@@ -95,7 +95,7 @@ def recall(library: Library, key: str, parse: Callable[[str], T], measure: Calla
 
 
 def _parse(text: str) -> Timings:
-    """Raises: ValueError, LookupError, TypeError, AttributeError for what `_measure` does not make."""
+    """Raises: ValueError, LookupError, TypeError, AttributeError for what `measure` does not make."""
     stored = json.loads(text)
     return {
         name: {count: float(stored[name][str(count)]) for count in (*FEW, MANY)}
@@ -104,7 +104,7 @@ def _parse(text: str) -> Timings:
 
 
 @torch.inference_mode()
-def _measure(library: Library) -> Timings:
+def measure(library: Library) -> Timings:
     """All ways in turn, so that other work on the machine slows them alike."""
     parts = [_make_linear() for _ in range(_NUM_COPIES)]
     weights = [found for part in parts if (found := to_weights(part)) is not None]

@@ -19,7 +19,7 @@ from engines.torch_backend.layers.quantized_linear import Int4Linear, Int8Linear
 from engines.torch_backend.ops.registry import Site
 
 UNLIMITED = 1 << 30
-_STRIP_WEIGHTS = 1 << 21  # eight MB in float32
+STRIP_WEIGHTS = 1 << 21  # eight MB in float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ def multiply(product: Product, before: Before, x: Tensor, add_to: Tensor | None 
 def _multiply(module: nn.Module, x: Tensor) -> Tensor:
     if not isinstance(module, nn.Linear) or {p.dtype for p in module.parameters()} == {x.dtype}:
         return module(x)
-    num_rows = max(1, _STRIP_WEIGHTS // x.shape[-1])
+    num_rows = max(1, STRIP_WEIGHTS // x.shape[-1])
     y = x.new_empty(*x.shape[:-1], module.out_features)
     for start in range(0, module.out_features, num_rows):
         rows = module.weight[start : start + num_rows].to(x.dtype)

@@ -116,8 +116,9 @@ class Toy(Application):
 class Driver:
     """What a worker's engine thread does."""
 
-    def __init__(self, engine: ApplicationEngine) -> None:
+    def __init__(self, engine: ApplicationEngine, isolation: str = "") -> None:
         self.engine = engine
+        self.isolation = isolation
         self.number = 0
 
     def add(self, value: Any, *, session: str = "", common: Any = None, **more: Any) -> str:
@@ -169,7 +170,7 @@ def toy(request, tmp_path_factory) -> Iterator[Driver]:
         tmp_path_factory.mktemp("package"), isolation=request.param, memory_bytes=400 * 2**20,
         max_output_bytes=2**16, grace_s=0.5, max_sessions=2, max_processes=40,
     )  # fmt: skip
-    yield Driver(engine)
+    yield Driver(engine, request.param)
     engine.close()
 
 
@@ -218,7 +219,7 @@ def test_a_session_that_cannot_be_entered_is_tried_again_then_told(toy):
 
 
 def test_a_task_whose_process_ends_is_tried_once_more(toy, tmp_path):
-    if toy.engine._settings.isolation == "require":
+    if toy.isolation == "require":
         pytest.skip("it cannot write the mark")
     assert toy.ask({"do": "die", "mark": str(tmp_path / "mark")}) == "the second time"
 
@@ -239,7 +240,7 @@ def test_a_cancelled_task_makes_way(toy, is_deaf):
         toy.engine.step()
     toy.engine.abort(name)
     after = toy.ask({"do": "pid"})
-    if toy.engine._settings.isolation == "none":
+    if toy.isolation == "none":
         assert (after != before) is is_deaf  # who listens keeps what it has loaded
 
 

@@ -50,14 +50,14 @@ def test_models_of_transformers_answer_with_their_own_images_and_positions(name,
         for peer in (ours, theirs):
             asked = WORKLOADS[workload]
             assert getattr(peer, asked.task)(**asked.arguments) > 0
-    assert ours._engine.stats().num_prefix_hit_tokens > 0
+    assert ours.engine.stats().num_prefix_hit_tokens > 0
     assert theirs.serve(batch_size=2, num_steps=3) > 0
 
 
 def test_our_batches_decode_behind_contexts_of_their_own(tiny, monkeypatch):
     ours = Ours(tiny, "float32", 1, max_batch_size=4)
     seen = []
-    compute = ours._runner.launch
+    compute = ours.runner.launch
 
     def look(batch):
         seen.append(
@@ -67,7 +67,7 @@ def test_our_batches_decode_behind_contexts_of_their_own(tiny, monkeypatch):
         assert len(set(blocks)) == len(blocks)
         return compute(batch)
 
-    monkeypatch.setattr(ours._runner, "launch", look)
+    monkeypatch.setattr(ours.runner, "launch", look)
     ours.decode(batch_size=4, num_steps=2)
     assert seen == [[(length, 1)] * 4 for length in (47, 48, 49)]
 
@@ -75,7 +75,7 @@ def test_our_batches_decode_behind_contexts_of_their_own(tiny, monkeypatch):
 def test_requests_with_images_are_served_together(tiny):
     ours = Ours(tiny, "float32", 1, max_batch_size=3)
     assert ours.serve(batch_size=3, num_steps=4) > 0
-    stats = ours._engine.stats()
+    stats = ours.engine.stats()
     assert (stats.num_encoder_queries, stats.num_encoder_hits) == (3, 0)
     assert stats.num_output_tokens == 12
     assert HuggingFace(tiny, "float32", "", 1).serve(batch_size=3, num_steps=4) > 0
@@ -85,10 +85,10 @@ def test_a_repeated_image_is_found_and_a_new_one_is_not(tiny):
     ours = Ours(tiny, "float32", 1, max_batch_size=1)
     ours.first_token()
     ours.first_token()
-    stats = ours._engine.stats()
+    stats = ours.engine.stats()
     assert (stats.num_prefix_hit_tokens, stats.num_encoder_hits) == (0, 0)
     ours.repeat()
-    assert ours._engine.stats().num_prefix_hit_tokens == 32
+    assert ours.engine.stats().num_prefix_hit_tokens == 32
 
 
 def test_values_are_tokens_of_all_sequences_or_milliseconds():

@@ -13,8 +13,8 @@ from engines.torch_backend.loading import calibration
 def test_each_copy_has_a_row(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(calibration, "_NUM_OWN", 16)
-    monkeypatch.setattr(calibration, "_OWN_TOKENS", 48)
+    monkeypatch.setattr(calibration, "NUM_OWN", 16)
+    monkeypatch.setattr(calibration, "OWN_TOKENS", 48)
     names = ("int8, head int8", "int4 to the nearest", "int4 calibrated")
     copies = [copy for copy in quality.COPIES if copy.name in names]
     monkeypatch.setattr(quality, "COPIES", copies)

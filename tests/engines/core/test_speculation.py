@@ -117,7 +117,7 @@ def answers(engine, calls, draft=None):
     for each in calls:
         request = engine.prepare(each, [])
         if draft is not None:
-            request.constraint._drafts = Fixed(draft)
+            request.constraint.drafts = Fixed(draft)
         engine.add(request)
         found[each.request_id] = [list(each.output_token_ids), "", None, None]
     while engine.has_work():

@@ -165,7 +165,7 @@ def test_a_repository_of_pickles_is_refused_before_anything_is_downloaded(
 def test_too_little_disk_is_told_with_the_numbers_before_anything_is_downloaded(
     hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_RESERVE_BYTES", 10**18)
+    monkeypatch.setattr(module, "RESERVE_BYTES", 10**18)
 
     with pytest.raises(ModelUnavailable, match=r"needs 0\.0 GB of disk .* GB are free; HF_HOME"):
         resolve_model(REPO)
@@ -221,13 +221,12 @@ def test_a_model_that_cannot_be_run_is_refused_before_its_weights_are_downloaded
     assert resolve_model(REPO, check=check) is not None  # all is there
 
 
-def test_a_disk_that_fills_up_is_told(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fill(*args: object, **options: object) -> None:
+def test_a_disk_that_fills_up_is_told(hub: Hub) -> None:
+    def fill(directory: Path, num_bytes: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(module, "_check_index", fill)
     with pytest.raises(ModelUnavailable, match=r"is full: .* GB are free; HF_HOME .* vlm rm"):
-        resolve_model(REPO)
+        resolve_model(REPO, check=fill)
 
 
 def test_the_usual_environment_variables_are_obeyed(hub: Hub, tmp_path: Path) -> None:

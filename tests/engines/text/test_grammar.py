@@ -166,7 +166,7 @@ def test_hostile_grammars_are_refused_or_followed_within_bounds(compiler, place)
 def test_a_child_that_is_lost_costs_one_grammar(compiler, monkeypatch):
     compiler.compile(make_grammar("choice", ["there"]))
     with monkeypatch.context() as patch:
-        patch.setattr(module, "_ANSWER_TIMEOUT_S", 0.2)
+        patch.setattr(module, "ANSWER_TIMEOUT_S", 0.2)
         for child in psutil.Process().children():  # it would answer, and is not let
             if module.grammar_child.__name__ in child.cmdline():
                 child.suspend()

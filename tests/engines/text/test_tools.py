@@ -38,7 +38,7 @@ SCHEMA = {
 WEATHER = Function("get_weather", json.dumps(SCHEMA), "The weather.")
 TIME = Function("time.now", '{"properties": {}}')
 TOOLS = Tools((WEATHER, TIME))
-FORMS = [HERMES, module._MISTRAL, module._LLAMA3]
+FORMS = [HERMES, module.MISTRAL, module.LLAMA3]
 OSLO = '{"city": "Oslo"}'
 
 
@@ -142,7 +142,7 @@ def test_text_that_is_no_call_comes_out_whole(form, text):
     assert "".join(words for words, _ in pieces) + reader.finish() == text
 
 
-PYTHONIC = module._PYTHONIC
+PYTHONIC = module.PYTHONIC
 SCHEMA_OF_ALL = {
     "type": "object",
     "properties": {
@@ -402,7 +402,7 @@ def test_templates_with_a_place_for_tools_are_found_by_a_probe():
     assert ChatTemplate(QWEN, "").tool_format is HERMES
     plain = "{% for m in messages %}{{ m.content }}{% endfor %}<tool_call>"
     assert ChatTemplate(plain, "").tool_format is None
-    assert find_tool_format("[TOOL_CALLS]") is module._MISTRAL
+    assert find_tool_format("[TOOL_CALLS]") is module.MISTRAL
     python = QWEN.replace(" in <tool_call>", " as [func_name1(params_name1=params_value1)]")
     assert ChatTemplate(python.replace("<tool_call>", ""), "").tool_format is PYTHONIC
     assert find_tool_format("<tool_call><arg_key>") is None

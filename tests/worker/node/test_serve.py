@@ -4,24 +4,10 @@ from pathlib import Path
 
 import yaml
 
-from shared.redis.client import create_redis
 from shared.settings.tree import EngineValues, RedisSettings, Settings, WorkerSettings
-from worker.node.serve import _start_redis, create_node
+from worker.node.serve import create_node
 
 ROOT = Path(__file__).parents[3]
-
-
-async def test_the_memory_of_its_redis_is_a_setting(tmp_path):
-    num_bytes = 64 * 1024 * 1024
-    settings = Settings(
-        _env_file=None,  # type: ignore[call-arg]
-        redis=RedisSettings(max_memory_bytes=num_bytes),
-    )
-    with _start_redis(settings, tmp_path) as server:
-        client = create_redis(RedisSettings(url=server.url))
-        options = await client.config_get("maxmemory")
-        await client.aclose()
-    assert int(options["maxmemory"]) == num_bytes
 
 
 def test_the_redis_of_compose_has_the_same_bound():

@@ -641,13 +641,13 @@ class Fused:
     """The forward passes of a model's recognised modules, by our operators or, for a while, by transformers."""
 
     def __init__(self, found: Recognised) -> None:
-        self._found = found
+        self.found = found
         self._forwards: dict[nn.Module, Any] = {}
 
     @property
     def siblings(self) -> list[list[str]]:
         """Names of linear maps that read one tensor, in modules that stay transformers'."""
-        return self._found.siblings
+        return self.found.siblings
 
     def bind(self, ops: Ops, dtype: torch.dtype) -> None:
         """Compute with these operators from now on, if they are kernels."""
@@ -655,13 +655,13 @@ class Fused:
         self._forwards.clear()
         if not ops.is_native:
             return
-        self._forwards |= {module: Norm(norm) for module, norm in self._found.norms.items()}
-        for module, parts in self._found.whole.items():
+        self._forwards |= {module: Norm(norm) for module, norm in self.found.norms.items()}
+        for module, parts in self.found.whole.items():
             forward = self._forwards[module] = parts.build()
             forward.dtype = torch.float32  # of what kernels are given
             for linear in forward.linears:
                 linear.bind(ops, dtype)
-        for modules in self._found.runs if ops.uses("decoder_chain") else ():
+        for modules in self.found.runs if ops.uses("decoder_chain") else ():
             layers = [self._forwards[module] for module in modules]
             run = Run(layers, ops)
             for layer in layers:

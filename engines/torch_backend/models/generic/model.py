@@ -114,7 +114,7 @@ class GenericModel(FamilyModel):
         self._no_feature: Tensor | None = None
         self._states = SequenceStates()
         self._watched: Watched | None = None
-        self._fused: Fused | None = None
+        self.fused: Fused | None = None
         self._calls_head = False
 
     # -- loading
@@ -151,7 +151,7 @@ class GenericModel(FamilyModel):
 
     def forget_decoder(self) -> None:
         """Let go of what is known of layers, which are not needed any more: who knows them, keeps their weights."""
-        self.specs, self._watched, self._fused = {}, None, None
+        self.specs, self._watched, self.fused = {}, None, None
 
     def _make(
         self,
@@ -210,7 +210,7 @@ class GenericModel(FamilyModel):
         assert watched is not None
         if device.type == "cpu" and self._mesh.size == 1:
             found = Recognised.of(self.inner, self._layers_name, self.specs, watched)
-            self._fused = Fused(found)
+            self.fused = Fused(found)
             logger.info("our operators compute %s", found.counts() or "no module of transformers")
 
     def find_arguments(self) -> None:
@@ -314,10 +314,10 @@ class GenericModel(FamilyModel):
         self._ops = ops
         self._is_rounded |= has_quantized(self.inner)
         forget_wholes(self.inner)
-        siblings = self._fused.siblings if self._fused else ()
+        siblings = self.fused.siblings if self.fused else ()
         use_operators(self.inner, self._linear_names, siblings, ops, dtype)
-        if self._fused:
-            self._fused.bind(ops, dtype)
+        if self.fused:
+            self.fused.bind(ops, dtype)
 
     def quantize(self, scheme: Scheme, dtype: torch.dtype) -> None:
         """The linear maps of the decoder's layers; a tower and experts in one tensor stay as they are."""
@@ -560,14 +560,14 @@ class GenericModel(FamilyModel):
     def as_transformers_does(self) -> Iterator[PreTrainedModel]:
         """The model with transformers' own attention for a while."""
         self._text._attn_implementation_internal = self._own_attention
-        if self._fused:
-            self._fused.remove()
+        if self.fused:
+            self.fused.remove()
         try:
             yield self.inner
         finally:
             self._text._attn_implementation_internal = NAME
-            if self._fused:
-                self._fused.put()
+            if self.fused:
+                self.fused.put()
 
 
 def _loading_dtype(

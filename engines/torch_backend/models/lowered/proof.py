@@ -26,7 +26,7 @@ from engines.torch_backend.ops.step_attention.reference import create_attention
 _LARGEST_DIFFERENCE = 1e-3
 _TRIAL_TOKENS = (1, 5, 2, 7, 3, 4, 9, 6)
 _BLOCK_SIZE = 4
-_LARGE = 2**29  # parameters, of which more are not all computed twice at the start
+LARGE = 2**29  # parameters, of which more are not all computed twice at the start
 #: What the front may hand to a decoder without saying anything but tokens and their positions.
 _PLAIN_INPUTS = frozenset({
     "input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values", "use_cache", "cache_position",
@@ -155,7 +155,7 @@ def compare(seen: Observed, decoder: Llama, rotary: Rotary, stack: Any) -> None:
     pairs: list[tuple[Any, Any, Any]] = list(
         zip(stack.layers, decoder.model.layers, seen.calls, strict=True)
     )
-    is_large = sum(x.numel() for x in stack.parameters()) > _LARGE
+    is_large = sum(x.numel() for x in stack.parameters()) > LARGE
     turns: dict[str, tuple[bool, int]] = {}  # by kind of layer
     ways = [*((True, rope) for rope in range(rotary.num_tables)), (False, 0)]
     for number, (theirs, ours, call) in enumerate(pairs):

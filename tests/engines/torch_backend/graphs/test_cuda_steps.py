@@ -158,13 +158,13 @@ def make_item(name: str, first_block: int, num_tokens: int, **sampling: Any) -> 
 def spy(patch: pytest.MonkeyPatch) -> list[tuple[int, SamplingKind]]:
     """Sizes of the buffers used, and how their rows were sampled."""
     seen = []
-    step = DecodeGraphs._step
+    step = DecodeGraphs.step
 
     def note(self: Any, buffers: Any, kind: SamplingKind) -> Any:
         seen.append((len(buffers.tables), kind))
         return step(self, buffers, kind)
 
-    patch.setattr(cuda_graph.DecodeGraphs, "_step", note)
+    patch.setattr(cuda_graph.DecodeGraphs, "step", note)
     return seen
 
 
@@ -176,12 +176,12 @@ def test_steps_are_padded_to_batch_sizes_and_idle_rows_do_no_harm(
     seen = spy(monkeypatch)
     made = make_runner(pair("grouped"), max_num_seqs=16)
     torch.manual_seed(0)
-    made._kv_pools[0]._data.normal_()
+    made.kv_pools[0].data.normal_()
     items = [make_item(f"r{i}", 8 * i, 5 + 2 * i, **STEPS[kind]) for i in range(num_sequences)]
-    before = made._kv_pools[0]._data.clone()
+    before = made.kv_pools[0].data.clone()
     together = made.run(Batch(items))
     assert seen == [({1: 1, 3: 4, 5: 8, 11: 16}[num_sequences], kind)]
-    written = (made._kv_pools[0]._data != before).any(-1).any(-1).nonzero()[:, 2:].unique(dim=0)
+    written = (made.kv_pools[0].data != before).any(-1).any(-1).nonzero()[:, 2:].unique(dim=0)
     slots = {(i.sequence.block_ids[-1], (i.sequence.num_tokens - 1) % 4) for i in items}
     spare = {(256, 0)} if num_sequences > 1 else set()
     assert {tuple(slot) for slot in written.tolist()} == slots | spare
@@ -209,7 +209,7 @@ def test_a_step_reads_on_the_device_what_the_one_in_flight_samples(
     """Of the same size or a smaller one; described while the one before is under way."""
     for kept in ([0, 1, 2], [2], [0, 2]):
         made = make_runner(pair("grouped"), max_num_seqs=16)
-        made._kv_pools[0]._data.fill_(0.1)
+        made.kv_pools[0].data.fill_(0.1)
         items = [make_item(f"r{i}", 8 * i, 6, **STEPS[kind]) for i in range(3)]
         for item in items:
             item.sequence.block_ids.append(item.sequence.block_ids[-1] + 1)
@@ -224,7 +224,7 @@ def test_a_step_reads_on_the_device_what_the_one_in_flight_samples(
             assert choice is not None
             item.sequence.token_ids.append(choice.token_id)
             item.sequence.num_computed_tokens += 1
-        made._kv_pools[0]._data[:, :, [s.block_ids[-1] for s in sequences]] = 0.1
+        made.kv_pools[0].data[:, :, [s.block_ids[-1] for s in sequences]] = 0.1
         assert found == made.run(Batch([ScheduledSequence(s, 1) for s in sequences]))
 
 
@@ -232,8 +232,8 @@ def test_behind_scores_that_are_no_numbers_any_token_is_decoded(on_cpu: None):
     """There is none to embed, and a device must not be asked for it."""
     made = make_runner(pair("grouped"))
     bad = make_item("bad", 8, 6)
-    made._kv_pools[0]._data.zero_()
-    made._kv_pools[0]._data[:, 1, 8] = torch.nan
+    made.kv_pools[0].data.zero_()
+    made.kv_pools[0].data[:, 1, 8] = torch.nan
     first = made.launch(Batch([bad]))
     second = made.launch(Batch([ScheduledSequence(bad.sequence, 1, in_flight_index=0)]))
     for step in (first, second):
@@ -244,7 +244,7 @@ def test_behind_scores_that_are_no_numbers_any_token_is_decoded(on_cpu: None):
 @pytest.mark.parametrize("sampling", [{"num_logprobs": 1}, SAMPLINGS["penalised"]])
 def test_what_needs_the_host_is_not_followed(sampling: dict[str, Any], on_cpu: None):
     made = make_runner(pair("grouped"))
-    made._kv_pools[0]._data.fill_(0.1)
+    made.kv_pools[0].data.fill_(0.1)
     assert made.launch(Batch([make_item("plain", 0, 6)])).can_be_followed
     items = [make_item("plain", 0, 6), make_item("needy", 8, 6, **sampling)]
     assert not made.launch(Batch(items)).can_be_followed
@@ -265,8 +265,8 @@ def test_scores_that_are_no_numbers_fail_their_request_alone(
 ):
     made = make_runner(pair("grouped"))
     items = [make_item("good", 0, 6), make_item("bad", 8, 6)]
-    made._kv_pools[0]._data.zero_()
-    made._kv_pools[0]._data[:, 1, 8] = torch.nan
+    made.kv_pools[0].data.zero_()
+    made.kv_pools[0].data[:, 1, 8] = torch.nan
     with pytest.raises(SequenceFailure) as failure:
         made.run(Batch(items))
     assert failure.value.request_id == "bad"
@@ -299,12 +299,10 @@ def test_without_graphs_the_rest_still_serves(
 
     made = make_runner(pair("grouped"))
     with monkeypatch.context() as patch:
-        patch.setattr(DecodeGraphs, "_step", fail)
-        assert made._cuda is not None
-        made._cuda.warm_up()
+        patch.setattr(DecodeGraphs, "step", fail)
+        made.warm_up()
+        assert made.run(Batch([make_item("r", 0, 6)])).choices[0] is not None
     assert "not captured" in caplog.text
-    assert made._cuda.decode([make_item("r", 0, 6)]) is None
-    assert made.run(Batch([make_item("r", 0, 6)])).choices[0] is not None
 
 
 def test_joined_products_hold_nothing_twice(on_cpu: None):

@@ -31,7 +31,7 @@ def make_spans(shares: list[tuple[int, int]]) -> list[Span]:
 def make_pool(dtype: torch.dtype = torch.float32, num_kv_heads: int = 2) -> KVCachePool:
     pool = KVCachePool(make_text_config(num_kv_heads=num_kv_heads), 64, BLOCK_SIZE, dtype, CPU)
     torch.manual_seed(0)
-    pool._data.normal_()
+    pool.data.normal_()
     return pool
 
 
@@ -47,7 +47,7 @@ def attend_both_ways(
     pools = make_pool(dtype, num_kv_heads), make_pool(dtype, num_kv_heads)
     fast = paged_attention(pools[0], plan, 1, query, key, value)
     slow = paged_attention_by_sequence(pools[1], plan, 1, query, key, value)
-    assert_close(pools[0]._data, pools[1]._data)
+    assert_close(pools[0].data, pools[1].data)
     return fast, slow
 
 
@@ -102,7 +102,7 @@ def test_a_sequence_reads_nothing_of_what_others_left_in_its_blocks():
     assert plan.fresh_blocks is not None
     assert plan.fresh_blocks.tolist() == begun.tolist()
     assert set(begun.tolist()) <= set(dirty.tolist())
-    pool._data[:, :, begun] = torch.nan
+    pool.data[:, :, begun] = torch.nan
     pool.clear(plan.fresh_blocks)
     key = torch.randn(9, 2, 8)
     out = paged_attention(pool, plan, 0, torch.randn(9, 4, 8), key, key)

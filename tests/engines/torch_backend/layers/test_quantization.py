@@ -136,7 +136,7 @@ def test_the_order_of_the_int4_kernel_is_undone() -> None:
 def test_weights_are_reordered_some_outputs_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = make_weight(384, 64)
     at_once = quantize("int4", weight, level=KERNELS)
-    monkeypatch.setattr(module, "_CHUNK_WEIGHTS", 64 * 64)
+    monkeypatch.setattr(module, "CHUNK_WEIGHTS", 64 * 64)
 
     in_parts = quantize("int4", weight, level=KERNELS)
 
@@ -153,7 +153,7 @@ def test_pairs_are_unpacked_as_they_were_packed() -> None:
 
 
 def test_many_outputs_are_computed_in_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_CHUNK_WEIGHTS", 64 * 64)
+    monkeypatch.setattr(module, "CHUNK_WEIGHTS", 64 * 64)
     linear = quantize("int8", make_weight(200, 64))
     assert isinstance(linear, QuantizedLinear)
     x = make_weight(5, 64, seed=1)

@@ -34,8 +34,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibration, "_NUM_OWN", 12)
-    monkeypatch.setattr(calibration, "_OWN_TOKENS", 24)
+    monkeypatch.setattr(calibration, "NUM_OWN", 12)
+    monkeypatch.setattr(calibration, "OWN_TOKENS", 24)
 
 
 def logits(directory: Path) -> Tensor:
@@ -69,11 +69,11 @@ def test_inputs_that_tell_nothing_leave_weights_near(total: Tensor) -> None:
     assert (found - weight).norm() < 0.3 * weight.norm()
 
 
-@pytest.mark.parametrize("max_bytes", [calibration._MAX_SUM_BYTES, 1])
+@pytest.mark.parametrize("max_bytes", [calibration.MAX_SUM_BYTES, 1])
 def test_own_texts_make_a_checkpoint_in_four_bits(
     tiny: Path, tmp_path: Path, max_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calibration, "_MAX_SUM_BYTES", max_bytes)
+    monkeypatch.setattr(calibration, "MAX_SUM_BYTES", max_bytes)
     shares: list[float] = []
 
     quantize_checkpoint(

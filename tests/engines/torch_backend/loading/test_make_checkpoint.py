@@ -15,7 +15,7 @@ from engines.torch_backend.loading import transformers_shapes
 from engines.torch_backend.loading.make_checkpoint import (
     SHAPES,
     TRANSFORMERS_SHAPES,
-    _parameters,
+    list_weights,
     make_any_checkpoint,
     make_checkpoint,
     run,
@@ -80,7 +80,7 @@ def test_the_tokenizer_encodes_any_text_and_gives_it_back(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(("shape", "billions"), [("llava-1b", 1.41), ("llava-1.5-7b", 7.06)])
 def test_the_large_shapes_have_the_parameters_of_their_models(shape: str, billions: float) -> None:
-    parameters = _parameters(check_config(Fields("config.json", SHAPES[shape]))[1])
+    parameters = list_weights(check_config(Fields("config.json", SHAPES[shape]))[1])
 
     count = sum(math.prod(size) for _, size in parameters)
     assert count / 1e9 == pytest.approx(billions, rel=0.005)

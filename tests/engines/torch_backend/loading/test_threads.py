@@ -38,8 +38,8 @@ def in_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             )
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text + "\n")
-        monkeypatch.setattr(threads, "_CGROUP", tmp_path)
-        monkeypatch.setattr(threads, "_OWN_CGROUP", tmp_path / "own")
+        monkeypatch.setattr(threads, "CGROUP", tmp_path)
+        monkeypatch.setattr(threads, "OWN_CGROUP", tmp_path / "own")
 
     return enter
 

@@ -54,8 +54,8 @@ def start(model: GenericModel, dtype: torch.dtype = torch.float32) -> TorchRunne
 
 
 def recognised(model: GenericModel) -> fused.Recognised:
-    assert model._fused is not None
-    return model._fused._found
+    assert model.fused is not None
+    return model.fused.found
 
 
 def family(name: str) -> Family:

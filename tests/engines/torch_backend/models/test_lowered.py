@@ -139,7 +139,7 @@ def test_of_a_large_model_each_kind_of_layer_is_computed_twice(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of this family's four layers is not turned."""
-    monkeypatch.setattr(proof, "_LARGE", 0)
+    monkeypatch.setattr(proof, "LARGE", 0)
     loaded = load_family(text("SmolLM3", "SmolLM3", num_hidden_layers=9), tmp_path / "right")
     assert loaded.model.speed_path == "lowered"
     assert ways.run_chunked(loaded.start, loaded.requests) == loaded.expected

@@ -55,7 +55,7 @@ def test_the_largest_level_that_processor_and_torch_allow_is_chosen(
     is_bfloat16_fast: bool,
 ) -> None:
     (tmp_path / "cpuinfo").write_text(f"processor : 0\n{cpuinfo}\n")
-    monkeypatch.setattr(module, "_CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(module, "CPUINFO", tmp_path / "cpuinfo")
     monkeypatch.setattr(module.platform, "machine", lambda: machine)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
 

@@ -49,7 +49,7 @@ def test_times_are_measured_once_and_damaged_ones_again(
         num_measured += 1
         return {"rounded": times(0.8, 30), "float": times(1, 90), "torch": times(2, 5)}
 
-    monkeypatch.setattr(module, "_measure", measure)
+    monkeypatch.setattr(module, "measure", measure)
     request.addfinalizer(measured.cache_clear)
     for expected in (1, 1):
         measured.cache_clear()
@@ -63,7 +63,7 @@ def test_times_are_measured_once_and_damaged_ones_again(
 
 
 def test_a_level_without_a_choice_is_not_measured(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module, "_measure", lambda _: pytest.fail("it is measured"))
+    monkeypatch.setattr(module, "measure", lambda _: pytest.fail("it is measured"))
 
     assert measured(replace(LEVEL, max_rounded_tokens=0), 2).max_rounded_tokens == 0
 
@@ -71,7 +71,7 @@ def test_a_level_without_a_choice_is_not_measured(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("level", RUNNABLE, ids=lambda level: level.name)
 def test_every_way_is_timed(level: CpuLevel):
     ops_of("fast", level)
-    timings = module._measure(module.native.load(level))
+    timings = module.measure(module.native.load(level))
 
     assert {name: sorted(each) for name, each in timings.items()} == {
         name: [*FEW, MANY] for name in ("rounded", "float", "torch")

@@ -61,8 +61,8 @@ def test_the_kernel_and_the_plain_twin_agree(
     rotation = RotaryTable(text, 256, torch.float32, CPU).at(positions)
     torch.manual_seed(0)
     pools = [KVCachePool(text, 128, BLOCK_SIZE, dtype, CPU) for _ in range(2)]
-    pools[0]._data.normal_()
-    pools[1]._data.copy_(pools[0]._data)
+    pools[0].data.normal_()
+    pools[1].data.copy_(pools[0].data)
     qkv = torch.randn(len(positions), (8 + 2 * num_kv_heads) * head_dim)
     sizes = [8, num_kv_heads, num_kv_heads]
     query, key, value = qkv.view(len(qkv), -1, head_dim).split(sizes, dim=1)
@@ -79,7 +79,7 @@ def test_the_kernel_and_the_plain_twin_agree(
 
     eps = torch.finfo(dtype).eps
     torch.testing.assert_close(found, expected, rtol=8 * eps, atol=8 * eps)
-    torch.testing.assert_close(pools[0]._data, pools[1]._data, rtol=2 * eps, atol=eps)
+    torch.testing.assert_close(pools[0].data, pools[1].data, rtol=2 * eps, atol=eps)
 
 
 def make_heads(head_dim: int, window: int | None) -> Heads:
@@ -105,8 +105,8 @@ def test_heads_with_norms_and_windows_are_those_of_the_reference(
     rotation = RotaryTable(text, 256, torch.float32, CPU).at(positions)
     torch.manual_seed(0)
     pools = [KVCachePool(text, 128, BLOCK_SIZE, dtype, CPU) for _ in range(2)]
-    pools[0]._data.normal_()
-    pools[1]._data.copy_(pools[0]._data)
+    pools[0].data.normal_()
+    pools[1].data.copy_(pools[0].data)
     heads, qkv = make_heads(16, window), torch.randn(len(positions), (8 + 2 * 2) * 16)
     query, key, value = qkv.view(len(qkv), -1, 16).split([8, 2, 2], dim=1)
     query, key = (
@@ -122,14 +122,14 @@ def test_heads_with_norms_and_windows_are_those_of_the_reference(
 
     eps = torch.finfo(dtype).eps
     torch.testing.assert_close(found, expected, rtol=16 * eps, atol=16 * eps)
-    torch.testing.assert_close(pools[0]._data, pools[1]._data, rtol=2 * eps, atol=2 * eps)
+    torch.testing.assert_close(pools[0].data, pools[1].data, rtol=2 * eps, atol=2 * eps)
 
 
 def _attend_by_definition(
     pool: KVCachePool, plan: AttentionPlan, window: int, query: Tensor, key: Tensor, value: Tensor
 ) -> Tensor:
     """Token by token. Shapes: query (N, H, D), key and value (N, K, D); returns (N, H * D)."""
-    pool.write(1, plan.slots, key.to(pool._data.dtype), value.to(pool._data.dtype))
+    pool.write(1, plan.slots, key.to(pool.data.dtype), value.to(pool.data.dtype))
     rows = []
     for span in plan.spans:
         keys, values = (x.float() for x in pool.read(1, torch.tensor(span.block_ids)))
@@ -153,7 +153,7 @@ def test_a_token_has_the_same_result_in_any_chunk_and_company(ops: Ops, window: 
     rotary = RotaryTable(text, 256, torch.float32, CPU)
     pool = KVCachePool(text, 128, BLOCK_SIZE, torch.float32, CPU)
     torch.manual_seed(0)
-    pool._data.normal_()
+    pool.data.normal_()
     numbers = torch.randn(64, (8 + 2 * 2) * 16)
 
     def attend(spans: list[Span]) -> Tensor:

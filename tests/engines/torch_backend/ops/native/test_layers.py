@@ -37,7 +37,7 @@ def pass_step(ops: Ops, decoder: Llama, spans: list[Span], x: Tensor) -> Tensor:
     plan = plan_attention(spans, BLOCK_SIZE, torch.float32, CPU)
     positions = torch.cat([torch.arange(s.num_computed, s.num_context) for s in spans])
     pool = KVCachePool(CONFIG.text, 128, BLOCK_SIZE, torch.float32, CPU)
-    pool._data.normal_(generator=torch.Generator().manual_seed(1))
+    pool.data.normal_(generator=torch.Generator().manual_seed(1))
     rotation = RotaryTable(CONFIG.text, 64, torch.float32, CPU).at(positions)
     return decoder(x, ops["step_attention"](CONFIG.text, pool, plan, rotation))
 
