@@ -160,10 +160,10 @@ def find_whom_to_ask(environment: Environment, **_: Any) -> None:
         return
     target = Target(url=url, model=model, api_key=options.api_key)
     order = Order(target=target, workload=workload, plan=Plan(warmup_s=0.0))
-    ChatUser.asker = Asker(order, lambda record: tell_locust(environment, record))
+    ChatUser.asker = Asker(order, lambda record: report_to_locust(environment, record))
 
 
-def tell_locust(environment: Environment, record: Record) -> None:
+def report_to_locust(environment: Environment, record: Record) -> None:
     """Every latency of a request, or its fault, as entries of Locust's statistics.
 
     A request that the end of the run cuts off is in none of them: Locust, not the server, ended it.

@@ -150,9 +150,11 @@ def failure_ratio(result: Result) -> float:
 
 def mean_stages_s(records: Iterable[Record]) -> dict[str, float]:
     """The mean time of each stage, of the records that have stages."""
-    told = [record.stages_s for record in records if record.stages_s]
+    measured = [record.stages_s for record in records if record.stages_s]
     return (
-        {name: fmean(stages.get(name, 0.0) for stages in told) for name in told[0]} if told else {}
+        {name: fmean(stages.get(name, 0.0) for stages in measured) for name in measured[0]}
+        if measured
+        else {}
     )
 
 

@@ -43,7 +43,7 @@ class _Lines:
     def __init__(self) -> None:
         self._next_at = 0.0
 
-    def tell(self, line: str) -> None:
+    def report(self, line: str) -> None:
         """Print it, if there is no bar and the last line is long ago."""
         if not console.is_terminal and time.monotonic() >= self._next_at:
             console.print(line, soft_wrap=True)
@@ -87,7 +87,7 @@ def run_embed(
             embedder = open_embedder(engine, model, gateway, prompt)
             began_at, lines = time.monotonic(), _Lines()
 
-            def tell(progress: embedding.Progress) -> None:
+            def report(progress: embedding.Progress) -> None:
                 elapsed_s = max(time.monotonic() - began_at, 1e-3)
                 items_s = (progress.num_items - progress.num_before) / elapsed_s
                 tokens_s = progress.num_chars / CHARS_PER_TOKEN / elapsed_s
@@ -99,12 +99,12 @@ def run_embed(
                     total=progress.total,
                     rate=rate,
                 )
-                lines.tell(f"{progress.num_items} of {progress.total} items, {rate}")
+                lines.report(f"{progress.num_items} of {progress.total} items, {rate}")
 
             try:
                 manifest = embedding.embed(
                     inputs, output, embedder, text_field=text_field, dtype=dtype,
-                    part_items=part_items, tell=tell, known=known,
+                    part_items=part_items, report=report, known=known,
                 )  # fmt: skip
             finally:
                 embedder.close()
@@ -132,10 +132,10 @@ def run_export(name: str, output: Path, url: str, dtype: str, api_key: str | Non
 
 
 def _teller(bar: Progress):
-    def tell(done: int, total: int) -> None:
+    def report(done: int, total: int) -> None:
         bar.update(bar.task_ids[0], completed=done, total=total)
 
-    return tell
+    return report
 
 
 def run_search(

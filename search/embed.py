@@ -61,7 +61,7 @@ def embed(
     dtype: str = "f32",
     part_items: int = 8192,
     batch_items: int = 256,
-    tell: Callable[[Progress], None] = lambda progress: None,
+    report: Callable[[Progress], None] = lambda progress: None,
     known: tuple[str, int] | None = None,
 ) -> Manifest:
     """Make the collection, or what is missing of it; `known` is the `fingerprint` of the inputs.
@@ -81,7 +81,7 @@ def embed(
     parts = _resume(directory, plan)
     num_before = sum(part.num_items for part in parts)
     progress = Progress(num_before, num_before, total, 0)
-    tell(progress)
+    report(progress)
     sources = islice(read_sources(paths, text_field), num_before, None)
     while batch := list(islice(sources, part_items)):
         items: list[Item] = []
@@ -95,7 +95,7 @@ def embed(
                 total,
                 progress.num_chars + sum(len(source.text) for source in some),
             )
-            tell(progress)
+            report(progress)
         parts.append(write_part(directory, len(parts), items, dtype))
     manifest = Manifest(
         model=plan.model,

@@ -31,7 +31,7 @@ PAGE = 100
 _IMAGES = 256
 _STORES = "/v1/vector_stores"
 
-Tell = Callable[[int, int], None]
+Report = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,9 @@ def find_store(client: Any, name: str) -> dict[str, Any] | None:
         after = page["last_id"]
 
 
-def load(directory: Path, name: str, gateway: Gateway, model: str, tell: Tell) -> dict[str, Any]:
+def load(
+    directory: Path, name: str, gateway: Gateway, model: str, report: Report
+) -> dict[str, Any]:
     """Put a collection into a store, made where there is none of that name; may be run again.
 
     Raises: EmbedError, BadCollection.
@@ -84,7 +86,7 @@ def load(directory: Path, name: str, gateway: Gateway, model: str, tell: Tell) -
             sent = [_to_wire(item) for item in batch]
             call(client, "PUT", f"{_STORES}/{store['id']}/items", {"items": sent})
             done += len(batch)
-            tell(done, manifest.num_items)
+            report(done, manifest.num_items)
         return call(client, "GET", f"{_STORES}/{store['id']}")
 
 
@@ -111,7 +113,7 @@ def _to_wire(item: Item) -> dict[str, Any]:
     return wire
 
 
-def export(name: str, directory: Path, gateway: Gateway, dtype: str, tell: Tell) -> Manifest:
+def export(name: str, directory: Path, gateway: Gateway, dtype: str, report: Report) -> Manifest:
     """Write a store as a collection. Raises: EmbedError."""
     open_output(directory)
     if any(directory.iterdir()):
@@ -125,7 +127,7 @@ def export(name: str, directory: Path, gateway: Gateway, dtype: str, tell: Tell)
         while batch := list(islice(items, EXPORT_PART_ITEMS)):
             parts.append(write_part(directory, len(parts), batch, dtype))
             done += len(batch)
-            tell(done, store["num_items"])
+            report(done, store["num_items"])
     manifest = Manifest(
         model=store["embedding_model"],
         digest=store["embedding_digest"],

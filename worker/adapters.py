@@ -86,8 +86,8 @@ class WorkerAdapters:
                     self._drop(name)
             for name, source in wanted.items():
                 held = self._held.get(name)
-                is_as_told = held is not None and held.source in (None, source)
-                if not is_as_told or (tries_again and held is not None and held.card.error):
+                is_as_wanted = held is not None and held.source in (None, source)
+                if not is_as_wanted or (tries_again and held is not None and held.card.error):
                     await self._replace(name, source)
 
     async def hold(self, digest: str) -> None:

@@ -27,9 +27,9 @@ class Echo:
 
     def validate_tokens(self, tokens: list[int]) -> int:
         """How many of these may follow."""
-        told = self._token_ids[self._place : self._place + len(tokens)]
-        pairs = zip(told, tokens, strict=False)
-        return next((n for n, (told, token) in enumerate(pairs) if told != token), len(tokens))
+        known = self._token_ids[self._place : self._place + len(tokens)]
+        pairs = zip(known, tokens, strict=False)
+        return next((n for n, (old, token) in enumerate(pairs) if old != token), len(tokens))
 
     def consume_tokens(self, sampled_tokens: list[int]) -> bool:
         """Go on; False for tokens that do not follow."""

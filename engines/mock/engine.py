@@ -38,7 +38,7 @@ from engines.core.speculation import sample_drafts
 from engines.image_decoder import FORMATS, decode_image
 from engines.mock.settings import MockEngineSettings
 from engines.text.reasoning import REASONING_FORMATS, Reasoning
-from engines.text.tools import HERMES, tell_in_text
+from engines.text.tools import HERMES, describe_in_text
 from shared.protocol import ChatMessage, Generate, ImagePart, ModelCard, TemplateOption, Tools
 
 EOS_ID = 256
@@ -125,7 +125,7 @@ class MockProcessor:
     ) -> Prompt:
         """`role: text` lines with one run of image slots per image."""
         if tools is not None or any(m.tool_calls or m.role == "tool" for m in messages):
-            messages = tell_in_text(messages, tools)
+            messages = describe_in_text(messages, tools)
         token_ids: list[int] = []
         inputs: list[ImageInput] = []
         for message in messages:

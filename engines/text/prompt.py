@@ -20,7 +20,7 @@ from engines.base import InvalidRequest
 from engines.core.request import ImageInput
 from engines.core.runner import NO_OPTIONS, Prompt
 from engines.text.chat_template import ChatTemplate
-from engines.text.tools import move_images, tell_in_text, to_openai, to_shown
+from engines.text.tools import describe_in_text, move_images, to_openai, to_shown
 from shared.protocol import ChatMessage, ImagePart, TemplateOption, TextPart, Tools
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class PromptBuilder:
         if self._template.tool_format is not None:
             messages = move_images(messages)
         elif tools is not None or any(m.tool_calls or m.role == "tool" for m in messages):
-            messages, tools = tell_in_text(messages, tools), None
+            messages, tools = describe_in_text(messages, tools), None
         if unknown := options.keys() - self._template.options:
             raise InvalidRequest(
                 f"the model's chat template reads {len(unknown)} of the given variables nowhere"

@@ -157,9 +157,9 @@ For each function call, return a json object with function name and arguments wi
 </tool_call>"""
 
 
-def tell_in_text(messages: Sequence[ChatMessage], tools: Tools | None) -> list[ChatMessage]:
+def describe_in_text(messages: Sequence[ChatMessage], tools: Tools | None) -> list[ChatMessage]:
     """A conversation for a model whose template knows no tools: what it may call, has called and got, as text."""
-    told: list[ChatMessage] = []
+    described: list[ChatMessage] = []
     for message in messages:
         if message.role == "tool":
             parts = (TextPart("<tool_response>\n"), *message.parts, TextPart("\n</tool_response>"))
@@ -169,21 +169,25 @@ def tell_in_text(messages: Sequence[ChatMessage], tools: Tools | None) -> list[C
             said = any(isinstance(part, TextPart) and part.text for part in message.parts)
             parts = (*message.parts, TextPart("\n" + called if said else called))
             message = replace(message, parts=parts, tool_calls=())
-        if told and message.role == told[-1].role == "user" and _is_response(told[-1]):
-            parts = (*told[-1].parts, TextPart("\n"), *message.parts)
-            told[-1] = replace(told[-1], parts=parts)
+        if (
+            described
+            and message.role == described[-1].role == "user"
+            and _is_response(described[-1])
+        ):
+            parts = (*described[-1].parts, TextPart("\n"), *message.parts)
+            described[-1] = replace(described[-1], parts=parts)
         else:
-            told.append(message)
+            described.append(message)
     if tools is None:
-        return told
+        return described
     signatures = "\n".join(
         json.dumps(to_openai(each), ensure_ascii=False) for each in tools.functions
     )
     text = _INTRODUCTION.format(signatures=signatures)
-    if told and told[0].role == "system":
-        parts = (*told[0].parts, TextPart("\n\n" + text))
-        return [replace(told[0], parts=parts), *told[1:]]
-    return [ChatMessage("system", (TextPart(text),)), *told]
+    if described and described[0].role == "system":
+        parts = (*described[0].parts, TextPart("\n\n" + text))
+        return [replace(described[0], parts=parts), *described[1:]]
+    return [ChatMessage("system", (TextPart(text),)), *described]
 
 
 def _spell(call: ToolCall) -> str:

@@ -185,7 +185,7 @@ def create_adapter_routes(
         """Have every worker of a model hold a LoRA adapter; it is served as `model:lora_name`."""
         wanted = await access.read(request, loads)
         await _asked(adapters.load(wanted))
-        return _told(wanted.lora_name, "added")
+        return _confirm(wanted.lora_name, "added")
 
     @router.post(
         "/v1/unload_lora_adapter",
@@ -197,7 +197,7 @@ def create_adapter_routes(
         """Let go of a LoRA adapter; answers that have begun with it are completed."""
         wanted = await access.read(request, unloads)
         await _asked(adapters.unload(wanted))
-        return _told(wanted.lora_name, "removed")
+        return _confirm(wanted.lora_name, "removed")
 
     return router
 
@@ -209,7 +209,7 @@ async def _asked(operation: Any) -> None:
         raise unavailable() from None
 
 
-def _told(name: str, what: str) -> Response:
+def _confirm(name: str, what: str) -> Response:
     return Response(f"Success: LoRA adapter '{name}' {what} successfully.", media_type="text/plain")
 
 

@@ -236,8 +236,8 @@ class Completions(Surface):
             "prompt",
             limits,
         )
-        is_told = isinstance(prompts[0], TextPart) or _is_echoed(request)
-        if request.echo and not is_told:
+        is_allowed = isinstance(prompts[0], TextPart) or _is_echoed(request)
+        if request.echo and not is_allowed:
             raise invalid("echo", "it needs prompts of text; POST /detokenize tells that of ids")
         if (request.logprobs or 0) > limits.max_top_logprobs:
             raise invalid("logprobs", f"send at most {limits.max_top_logprobs}")

@@ -102,8 +102,8 @@ class BatchView(msgspec.Struct, frozen=True):
         """How many requests were answered, and how many failed."""
         if self.ending is not None:
             return self.ending.completed, self.ending.failed
-        told = [name.split("-")[-2:] for name in self.parts]
-        return sum(int(good) for good, _ in told), sum(int(bad) for _, bad in told)
+        counts = [name.split("-")[-2:] for name in self.parts]
+        return sum(int(good) for good, _ in counts), sum(int(bad) for _, bad in counts)
 
     @property
     def status(self) -> str:

@@ -466,13 +466,13 @@ def _to_api_error(error: Exception) -> ApiError | None:
 
     It knows no frames: with their bodies and images they would wait for Python's garbage collection.
     """
-    told = _told_of(error)
-    if told is not None:
-        told.__traceback__ = told.__context__ = told.__cause__ = None
-    return told
+    answered = _classify(error)
+    if answered is not None:
+        answered.__traceback__ = answered.__context__ = answered.__cause__ = None
+    return answered
 
 
-def _told_of(error: Exception) -> ApiError | None:
+def _classify(error: Exception) -> ApiError | None:
     match error:
         case ClientGone() | Gone():
             return None

@@ -143,8 +143,8 @@ def _is_retryable(log: Sequence[bytes]) -> bool:
 
 def _same(record: StreamRecord, wanted: StreamRecord) -> StreamRecord:
     """The record, if it is of the same request. Raises: InvalidRequest."""
-    told = (record.tenant, record.surface, record.fingerprint)
-    if told != (wanted.tenant, wanted.surface, wanted.fingerprint):
+    found = (record.tenant, record.surface, record.fingerprint)
+    if found != (wanted.tenant, wanted.surface, wanted.fingerprint):
         raise InvalidRequest(
             "This Idempotency-Key belongs to another request: send a new key.",
             code="idempotency_key_reused",

@@ -324,7 +324,7 @@ def without_chunks(cycle: RequestResponseCycle) -> Send:
     """The `send` for HTTP/1.0, which knows no chunks: an answer of unknown length ends with its
     connection.
     """
-    send_as_told, has_length = cycle.send, False
+    send_plain, has_length = cycle.send, False
 
     async def send(message: Any) -> None:
         nonlocal has_length
@@ -333,7 +333,7 @@ def without_chunks(cycle: RequestResponseCycle) -> Send:
             cycle.chunked_encoding = None if has_length else False
         elif not has_length:
             cycle.expected_content_length = len(message.get("body", b""))
-        await send_as_told(message)
+        await send_plain(message)
 
     return send
 

@@ -27,8 +27,8 @@ class RedisLeases:
     @redis_errors_as(QueueUnavailable)
     async def _run(self, name: str, **arguments: str | int) -> bool:
         keys = (self._keys.lease(name),)
-        told = await retry_idempotent(lambda: self._sender.run(HOLD, keys, named(**arguments)))
-        return told == 1
+        held = await retry_idempotent(lambda: self._sender.run(HOLD, keys, named(**arguments)))
+        return held == 1
 
     async def close(self) -> None:
         """Hang up."""

@@ -17,18 +17,18 @@ logger = logging.getLogger(__name__)
 
 
 class OutageLog:
-    """Tells of the tries of one loop, so that an outage is a line and not a line each try."""
+    """Logs the tries of one loop, so that an outage is a line and not a line each try."""
 
     def __init__(self, address: str, remind_after_s: float = REMIND_AFTER_S) -> None:
         self._address = address
         self._remind_after_s = remind_after_s
-        self._told_at: float | None = None
+        self._logged_at: float | None = None
 
     def failed(self, error: Exception) -> None:
         """A try failed."""
         now = time.monotonic()
-        if self._told_at is None or now - self._told_at >= self._remind_after_s:
-            self._told_at = now
+        if self._logged_at is None or now - self._logged_at >= self._remind_after_s:
+            self._logged_at = now
             cause = str(error).rstrip(".") or type(error).__name__
             if isinstance(error.__cause__ or error, AuthenticationError):  # redis-py wraps it
                 text = "Redis at %s refuses user or password (%s); set those of VLM_REDIS_URL"
@@ -38,8 +38,8 @@ class OutageLog:
 
     def succeeded(self) -> None:
         """A try succeeded."""
-        if self._told_at is not None:
-            self._told_at = None
+        if self._logged_at is not None:
+            self._logged_at = None
             logger.warning("Redis at %s answers again", self._address)
 
 

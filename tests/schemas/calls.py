@@ -286,7 +286,7 @@ class CallWriter:
         if form is None:
             [schema] = (f.parameters for f in case.functions if f.name == case.calls[0][0])
             grammar = Grammar("json", schema, "response_format")
-            messages = tools.tell_in_text(messages, offered)
+            messages = tools.describe_in_text(messages, offered)
             offered = None
         else:
             cast("Any", self._processor).tool_format = form

@@ -45,13 +45,13 @@ def run(*arguments: str):
 
 
 def test_a_collection_holds_the_inputs_and_their_vectors_in_order(tmp_path, inputs, embedder):
-    told: list[Progress] = []
+    reported: list[Progress] = []
     manifest = embed(
-        [inputs], tmp_path / "out", embedder, part_items=20, batch_items=7, tell=told.append
+        [inputs], tmp_path / "out", embedder, part_items=20, batch_items=7, report=reported.append
     )
     assert [part.num_items for part in manifest.parts] == [20, 20, 10]
-    assert (told[0].num_items, told[-1].num_items, told[-1].total) == (0, 50, 50)
-    assert len(told) == 1 + 3 + 3 + 2
+    assert (reported[0].num_items, reported[-1].num_items, reported[-1].total) == (0, 50, 50)
+    assert len(reported) == 1 + 3 + 3 + 2
     items = list(FlatIndex(tmp_path / "out").items())
     assert [item.text for item in items] == TEXTS
     assert [item.id for item in items] == [str(n) for n in range(50)]
@@ -71,12 +71,12 @@ def test_a_cut_run_goes_on_after_its_last_whole_part(tmp_path, inputs, embedder,
     whole = embed([inputs], tmp_path / "whole", embedder, part_items=20)
     options = {"part_items": 20, "batch_items": 7}
     with pytest.raises(Cut):
-        embed([inputs], tmp_path / "out", embedder, **options, tell=cut)
+        embed([inputs], tmp_path / "out", embedder, **options, report=cut)
     with pytest.raises(BadCollection, match="run it again"):
         read_manifest(tmp_path / "out")
-    told: list[Progress] = []
-    resumed = embed([inputs], tmp_path / "out", embedder, **options, tell=told.append)
-    assert (told[0].num_before, resumed) == (40, whole)
+    reported: list[Progress] = []
+    resumed = embed([inputs], tmp_path / "out", embedder, **options, report=reported.append)
+    assert (reported[0].num_before, resumed) == (40, whole)
     # Once more: nothing is left to do.
     monkeypatch.setattr(embedder, "embed", None)
     assert embed([inputs], tmp_path / "out", embedder, **options) == whole
@@ -113,7 +113,7 @@ def test_jsonl_csv_and_images_are_inputs(tmp_path, embedder):
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "told"),
+    ("name", "content", "reported"),
     [
         ("a.jsonl", b'{"text": "a"}\n{"other": "b"}', "a.jsonl:2 has no text in 'text'"),
         ("a.jsonl", b"{", "a.jsonl:1 is not JSON"),
@@ -124,9 +124,9 @@ def test_jsonl_csv_and_images_are_inputs(tmp_path, embedder):
         ("a.png", b"x", "a.png"),
     ],
 )
-def test_a_bad_input_is_told_with_its_place(tmp_path, embedder, name, content, told):
+def test_a_bad_input_is_told_with_its_place(tmp_path, embedder, name, content, reported):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(EmbedError, match=told.replace(".", r"\.")):
+    with pytest.raises(EmbedError, match=reported.replace(".", r"\.")):
         embed([tmp_path / name], tmp_path / "out", embedder)
 
 
@@ -181,7 +181,7 @@ def test_a_folder_of_images_is_searched_as_it_is(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "reported"),
     [
         (("embed", "nobody.txt", "--output", "out"), "nobody.txt cannot be read"),
         (("embed", "inputs.txt", "empty", "--output", "out"), "empty holds no image"),
@@ -197,7 +197,7 @@ def test_a_folder_of_images_is_searched_as_it_is(tmp_path):
     ],
 )
 def test_what_is_not_there_is_told_before_a_model_loads(
-    tmp_path, inputs, monkeypatch, arguments, told
+    tmp_path, inputs, monkeypatch, arguments, reported
 ):
     def load(*arguments, **options):
         raise AssertionError("a model loads")
@@ -216,7 +216,7 @@ def test_what_is_not_there_is_told_before_a_model_loads(
     (tmp_path / "folder" / "a.png").write_bytes(encoded(1))
     failed = run(*arguments)
     assert failed.exit_code == 1, failed.output
-    assert told in failed.output.replace("\n", " ")
+    assert reported in failed.output.replace("\n", " ")
     assert "Errno" not in failed.output
 
 

@@ -110,7 +110,7 @@ class NodeAgent:
         self._engines: dict[str, str] = {}  # kinds of what has run here, by digest
         self._strays: dict[tuple[str, int], float] = {}
         self._workers: list[WorkerRecord] = []
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
         self._synced_at = float("-inf")
         self._stopping = asyncio.Event()
 
@@ -307,8 +307,8 @@ class NodeAgent:
 
     def _tell_once(self, error: Unreadable) -> None:
         """Say what of the store cannot be read: its records never change."""
-        if (text := str(error)) not in self._told:
-            self._told.add(text)
+        if (text := str(error)) not in self._logged:
+            self._logged.add(text)
             logger.error("%s", text)
 
     async def _load(self, name: str, digest: str) -> Load:

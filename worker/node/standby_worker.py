@@ -16,11 +16,11 @@ def main(kind: str, parent: int) -> int:
     """Import an engine, wait for an environment, be its worker. Returns the exit code."""
     die_with_parent(parent)
     engine_kinds()[kind].load_all()
-    told = sys.stdin.buffer.readline()
-    if not told:
+    line = sys.stdin.buffer.readline()
+    if not line:
         return 0
     os.environ.clear()
-    os.environ.update(json.loads(told))
+    os.environ.update(json.loads(line))
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     try:

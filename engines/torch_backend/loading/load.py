@@ -61,7 +61,7 @@ def load_engine(settings: TorchSettings, progress: Progress | None) -> LoadedEng
     device = choose_device(settings.device)
     dtype = choose_dtype(settings.dtype, device)
     with phases.measure("download"):
-        report = phases.tell("download") if progress else None
+        report = phases.reporter("download") if progress else None
         check = partial(
             check_model,
             device=device,
@@ -87,7 +87,7 @@ def load_engine(settings: TorchSettings, progress: Progress | None) -> LoadedEng
             mesh = SINGLE if leader is None else leader.mesh
             runner = load_runner(
                 settings, directory, device, dtype, kernels, mesh, leader,
-                phases.tell("load"), phases.seconds,
+                phases.reporter("load"), phases.seconds,
             )  # fmt: skip
         if device.type == "cpu":
             keep_freed_memory()  # an image of several tiles frees half a gigabyte
@@ -215,13 +215,13 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 class _Phases:
-    """How long each phase of the start took, told to whoever watches."""
+    """How long each phase of the start took, reported to whoever watches."""
 
     def __init__(self, progress: Progress | None) -> None:
         self.seconds: dict[str, float] = {}
         self._progress = progress or (lambda phase, share: None)
 
-    def tell(self, phase: str) -> Callable[[float], None]:
+    def reporter(self, phase: str) -> Callable[[float], None]:
         """A callback for the share of one phase."""
         return lambda share: self._progress(phase, share)
 

@@ -139,9 +139,9 @@ class Ranks:
         until = time.monotonic() + 1.0
         for watcher in self._watchers:  # one that failed ends the others, but speaks first
             watcher.join(max(0.0, until - time.monotonic()))
-        told = [rank for rank in self._ranks if rank.error and rank.error != str(error)]
-        if told:
-            return EngineStartError(f"rank {told[0].number}: {told[0].error}")
+        failed = [rank for rank in self._ranks if rank.error and rank.error != str(error)]
+        if failed:
+            return EngineStartError(f"rank {failed[0].number}: {failed[0].error}")
         gone = [rank for rank in self._ranks if rank.process.returncode]
         if gone and not isinstance(error, EngineStartError):
             return EngineStartError(f"rank {gone[0].number} {_ended(gone[0])} while it started")

@@ -14,7 +14,14 @@ from engines.registry import create_engine
 from engines.text import tools as module
 from engines.text.chat_template import ChatTemplate
 from engines.text.grammar import GrammarCompiler
-from engines.text.tools import HERMES, TOLD, CallReader, find_tool_format, move_images, tell_in_text
+from engines.text.tools import (
+    HERMES,
+    TOLD,
+    CallReader,
+    describe_in_text,
+    find_tool_format,
+    move_images,
+)
 from shared.protocol import (
     ChatMessage,
     FinishReason,
@@ -382,7 +389,7 @@ def test_a_model_without_tools_is_told_in_text():
         ChatMessage("tool", (TextPart("rain"), image), tool_call_id="c"),
         ChatMessage("user", (TextPart("So?"),)),
     ]
-    told = tell_in_text(messages, TOOLS)
+    told = describe_in_text(messages, TOOLS)
     assert [message.role for message in told] == ["system", "user", "assistant", "user"]
     text = ["".join(getattr(part, "text", "@") for part in message.parts) for message in told]
     assert '"name": "get_weather"' in text[0]

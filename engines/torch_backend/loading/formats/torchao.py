@@ -71,8 +71,8 @@ class TorchAoReader(Reader):
             with safe_open(file, "pt") as content:
                 self._metadata[file] = content.metadata() or {}
         try:
-            told: Any = json.loads(self._metadata[file][f"{linear.name}.weight"])
-            kind, data = told["_type"], told["_data"]
+            described: Any = json.loads(self._metadata[file][f"{linear.name}.weight"])
+            kind, data = described["_type"], described["_data"]
             outputs, inputs = data["block_size"]
             target = data["target_dtype"]["_data"] if kind == _FEW else "int8"
         except (KeyError, ValueError, TypeError) as error:
