@@ -67,7 +67,8 @@ class PagedAttention:
         cos, sin = (table.float().transpose(0, 1).contiguous() for table in rotation)
         lengths = torch.tensor([span.num_context for span in decodes], dtype=torch.int64)
         blocks = plan.decode_blocks
-        runs, run_table = _runs(plan.spans[plan.num_decodes :], pool.block_size)
+        later = plan.spans[plan.num_decodes :]
+        runs, run_table = _runs(later, pool.block_size) if later else _NO_RUNS
         self._kept = (
             cos,
             sin,
@@ -97,7 +98,11 @@ class PagedAttention:
             runs=runs.data_ptr(),
             run_table=run_table.data_ptr(),
         )
-        self._angles = [(c.data_ptr(), s.data_ptr()) for c, s in zip(cos, sin, strict=True)]
+        bytes_each = cos.stride(0) * cos.element_size()
+        self._angles = [
+            (cos.data_ptr() + table * bytes_each, sin.data_ptr() + table * bytes_each)
+            for table in range(cos.shape[0])
+        ]
 
     @property
     def address(self) -> int:
@@ -148,3 +153,6 @@ def _runs(spans: list[Span], block_size: int) -> tuple[Tensor, Tensor]:
     for row, span, count in zip(table, spans, num_blocks, strict=True):
         row[:count] = torch.tensor(span.block_ids[:count])
     return torch.tensor(runs, dtype=torch.int64).view(-1, 3), table
+
+
+_NO_RUNS = _runs([], 1)
