@@ -15,6 +15,5 @@ class RequestContext(Struct):
     client_id: str | None = None  #: the client's own `x-request-id`, where it sent a sane one
     tenant: str = ""
     trace_parent: str | None = None  #: W3C: the caller's span, then the one that we made below it
-    path: dict[str, str] = field(
-        default_factory=dict
-    )  #: what stands for the names in an API's path
+    #: What stands for the names in an API's path.
+    path: dict[str, str] = field(default_factory=dict)

@@ -188,7 +188,7 @@ class NodeAgent:
                 try:
                     app = await self._advance(app, nodes, now)
                 except Unreadable as error:  # the others go on
-                    self._tell_once(error)
+                    self._log_once(error)
             if app is not None and not self._stopping.is_set():
                 await self._claim(app, nodes, now)
 
@@ -246,7 +246,7 @@ class NodeAgent:
             try:
                 history = await asyncio.to_thread(read_history, self._store, name)
             except Unreadable as error:
-                self._tell_once(error)
+                self._log_once(error)
                 continue
             if history is None or (app is None and not history.last.digest):
                 continue
@@ -289,7 +289,7 @@ class NodeAgent:
         try:
             history = await asyncio.to_thread(read_history, self._store, app.name)
         except Unreadable as error:  # it goes on where it is
-            self._tell_once(error)
+            self._log_once(error)
             return app
         active = app.active
         if history is None or active is None or history.last.number != app.number:
@@ -305,7 +305,7 @@ class NodeAgent:
         logger.warning("%s: %s; going back to %s", app.name, app.message, back.version)
         return rollout.take_back(app, generation, now)
 
-    def _tell_once(self, error: Unreadable) -> None:
+    def _log_once(self, error: Unreadable) -> None:
         """Say what of the store cannot be read: its records never change."""
         if (text := str(error)) not in self._logged:
             self._logged.add(text)
