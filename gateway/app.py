@@ -12,7 +12,7 @@ from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.api import SURFACES, create_operations, create_routers
 from gateway.api.openapi import create_openapi
@@ -60,21 +60,26 @@ def create_app(
     gateway = settings.gateway
     keys = KeyRing(gateway.api_keys, gateway.admin_keys, gateway.deploy_keys)
     wrong_keys = WrongKeys(settings.limits.max_wrong_keys_per_minute)
-    app.add_middleware(
-        GatewayMiddleware,
-        keys=keys,
-        wrong_keys=wrong_keys,
-        public_paths=PUBLIC_PATHS | {route.path for route in page},
-        apis=apis,
-    )
-    if gateway.cors_origins:  # added last: it answers before keys are asked for
-        app.add_middleware(
-            CORSMiddleware,
+
+    def wrap(inner: ASGIApp) -> ASGIApp:
+        middleware = GatewayMiddleware(
+            inner,
+            keys=keys,
+            wrong_keys=wrong_keys,
+            public_paths=PUBLIC_PATHS | {route.path for route in page},
+            apis=apis,
+        )
+        if not gateway.cors_origins:
+            return middleware
+        return CORSMiddleware(  # outermost: it answers before keys are asked for
+            middleware,
             allow_origins=gateway.cors_origins,
             allow_methods=["GET", "POST", "PUT", "DELETE"],
             allow_headers=["*"],
             expose_headers=_SHOWN_TO_PAGES,
         )
+
+    app.wrap = wrap
     known = (*(surface.path for surface in served), "/v1/models")
     app.add_exception_handler(HTTPException, partial(_show_http_error, known))
     app.router.routes += page
@@ -90,7 +95,17 @@ def create_app(
     return app
 
 
-def _create_empty(services: Services) -> FastAPI:
+class _Application(FastAPI):
+    """FastAPI, with `wrap` around its own middleware: what serves an API passes by none of it."""
+
+    wrap: Callable[[ASGIApp], ASGIApp]
+
+    def build_middleware_stack(self) -> ASGIApp:
+        """All that a request passes. Called once, at the first one."""
+        return self.wrap(super().build_middleware_stack())
+
+
+def _create_empty(services: Services) -> _Application:
     """An application that serves nothing yet, and tells errors in our words."""
 
     @asynccontextmanager
@@ -101,7 +116,7 @@ def _create_empty(services: Services) -> FastAPI:
         finally:
             await services.stop()
 
-    app = FastAPI(
+    app = _Application(
         title="vlm-fleet",
         version=package_version(),
         description=_DESCRIPTION,

@@ -229,8 +229,8 @@ class ActiveRequests:
         stats = self._engine.stats
         if self.is_held_up() or stats.num_waiting > stats.num_waiting_batch:
             return 0
-        num_batch = sum(active.is_batch for active in self._active_requests.values())
-        return max(0, self._max_num_seqs - len(self._active_requests) + num_batch)
+        num_busy = sum([not active.is_batch for active in self._active_requests.values()])
+        return max(0, self._max_num_seqs - num_busy)
 
     def batch_room(self) -> int:
         """How many more it can start without any that makes way."""

@@ -116,7 +116,7 @@ class Outbox:
             await self._filled.wait()
         drafts, self._due = self._due, {}
         refusals, self._refusals = self._refusals, []
-        return [*refusals, *(_publication(active, draft) for active, draft in drafts.items())]
+        return refusals + [_publication(active, draft) for active, draft in drafts.items()]
 
     def refuse(self, refusal: Publication) -> None:
         """Publish the end of a call that cannot be read."""
@@ -150,7 +150,7 @@ def to_publication(
     if isinstance(last, Finished | Failed):
         ending = "finished" if isinstance(last, Finished) else "failed"
         events, result = _split_off_result(events)
-    num_new_tokens = sum(event.num_tokens for event in events if isinstance(event, Tokens))
+    num_new_tokens = sum([event.num_tokens for event in events if isinstance(event, Tokens)])
     encoded = encode_events(events)
     return Publication(
         claim, number, num_tokens, num_new_tokens, encoded, ending, dead_reason, result

@@ -80,7 +80,9 @@ class KeyLimits:
         quota = self._quotas[first.priority]
         if quota == NO_LIMITS:
             return None
-        possible = max((possible_tokens(call.task, card) for call in calls), key=lambda p: p.total)
+        possible = possible_tokens(first.task, card)
+        for call in calls[1:]:
+            possible = max(possible, possible_tokens(call.task, card), key=lambda p: p.total)
         return Reservation(
             model=first.model,
             tenant=first.tenant,
@@ -157,7 +159,7 @@ def possible_tokens(task: Task, card: ModelCard) -> PossibleTokens:
     """Prompt and answer, as far as the model holds them."""
     if isinstance(task, Tokenize):
         return PossibleTokens(1, 0)
-    num_chars = sum(len(text) for text in task.texts())
+    num_chars = sum([len(text) for text in task.texts()])
     per_image = card.image_tokens or TOKENS_PER_IMAGE
     num_prompt = num_chars // CHARS_PER_TOKEN + per_image * len(task.images)
     if not isinstance(task, Generate):

@@ -58,6 +58,7 @@ if TYPE_CHECKING:
 
 _PACKAGE = b"x-vlm-package"
 _JSON: Headers = [(b"content-type", b"application/json")]
+_WATCH_AFTER_S = 0.02  #: whether the client has left
 #: Images that nobody releases outlive their request's deadline by that much.
 _IMAGE_GRACE_S = 60.0
 
@@ -350,7 +351,7 @@ class Lifecycle:
     async def _answer(self, exchange: Exchange, reply: Reply, recorder: Recorder) -> None:
         """Send what the call comes to. Raises: ApiError, Gone, before or after the status line."""
         recorder.begin(reply.call, is_streamed=reply.is_streamed)
-        watcher = asyncio.create_task(_close_when_gone(exchange, reply.call))
+        watch = _Watch(exchange, reply.call)
         try:
             if reply.is_streamed:
                 await self._send_stream(exchange, reply, recorder)
@@ -358,7 +359,7 @@ class Lifecycle:
                 await self._send_whole(exchange, reply, recorder)
         finally:
             reply.call.close()
-            watcher.cancel()
+            watch.end()
 
     async def _send_whole(self, exchange: Exchange, reply: Reply, recorder: Recorder) -> None:
         events = await self._collect(reply.call, recorder)
@@ -425,10 +426,27 @@ class Lifecycle:
         await exchange.write(b"".join([data for _, data in frames]), is_last=True)
 
 
-async def _close_when_gone(exchange: Exchange, call: OpenCall) -> None:
-    """Close a call when its client has left."""
-    await exchange.wait_until_gone()
-    call.close()
+class _Watch:
+    """Closes a call when its client has left; begins after a while, as quick answers need none."""
+
+    def __init__(self, exchange: Exchange, call: OpenCall) -> None:
+        self._exchange = exchange
+        self._call = call
+        self._task: asyncio.Task[None] | None = None
+        self._timer = asyncio.get_running_loop().call_later(_WATCH_AFTER_S, self._begin)
+
+    def _begin(self) -> None:
+        self._task = asyncio.create_task(self._wait())
+
+    async def _wait(self) -> None:
+        await self._exchange.wait_until_gone()
+        self._call.close()
+
+    def end(self) -> None:
+        """Watch no longer."""
+        self._timer.cancel()
+        if self._task is not None:
+            self._task.cancel()
 
 
 def check_images(

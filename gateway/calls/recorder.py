@@ -342,7 +342,7 @@ def _stages_of(clock: StageClock, worker: StageTimings, e2e_s: float) -> dict[st
 
 def _ttft_of(stages: dict[str, float]) -> float:
     """Until the worker had the first token of an answer that is sent whole."""
-    return sum(seconds for name, seconds in stages.items() if name not in ("decode", "relay"))
+    return sum([seconds for name, seconds in stages.items() if name not in ("decode", "relay")])
 
 
 def _slowest(timings: list[StageTimings]) -> StageTimings:

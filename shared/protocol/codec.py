@@ -1,6 +1,6 @@
 """Calls, events and cards as bytes: JSON by msgspec, readable in redis-cli."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 
 import msgspec
@@ -57,10 +57,13 @@ def seal(call: Call) -> Envelope:
 
 def decode_call(data: bytes) -> Call:
     """Read a call. Raises: UnsupportedVersion; msgspec.MsgspecError on any departure from the schema."""
-    version = _version_decoder.decode(data).version
-    if version != PROTOCOL_VERSION:
-        raise UnsupportedVersion(explain_versions(version, PROTOCOL_VERSION))
-    return _call_decoder.decode(data)
+    try:
+        return _call_decoder.decode(data)
+    except msgspec.MsgspecError:
+        version = _version_decoder.decode(data).version
+        if version != PROTOCOL_VERSION:
+            raise UnsupportedVersion(explain_versions(version, PROTOCOL_VERSION)) from None
+        raise
 
 
 def encode_events(events: Iterable[CallEvent]) -> bytes:
@@ -68,9 +71,9 @@ def encode_events(events: Iterable[CallEvent]) -> bytes:
     return b",".join([_encoder.encode(event) for event in events])
 
 
-def decode_log(log: Iterable[bytes]) -> tuple[CallEvent, ...]:
+def decode_log(log: Sequence[bytes]) -> tuple[CallEvent, ...]:
     """Read what `encode_events` made, several times over. Raises: msgspec.MsgspecError."""
-    return decode_events(b"[" + b",".join(log) + b"]")
+    return decode_events(b"[" + b",".join(log) + b"]") if log else ()
 
 
 def decode_events(data: bytes) -> tuple[CallEvent, ...]:

@@ -410,6 +410,7 @@ class QueueEntries:
         self._queue = keys.queue(model)
         self._batch_keys = (keys.queue(model), keys.backlog(model))
         self._requests = keys.requests(model)
+        self._read = ("XREADGROUP", "GROUP", GROUP, worker_id, "COUNT")
         self.num_backlog = 0
 
     async def wait(
@@ -420,9 +421,8 @@ class QueueEntries:
         The command stands behind the read, so that Redis does both at once when an entry comes. If it fails, that
         is its answer. Raises: RedisError.
         """
-        read = ("XREADGROUP", "GROUP", GROUP, self._worker_id, "COUNT", count)
-        where = ("BLOCK", to_ms(block_s), "STREAMS", self._queue, ">")
-        reply, answer = await self._reader.exchange([(*read, *where), and_then])
+        where = (count, "BLOCK", to_ms(block_s), "STREAMS", self._queue, ">")
+        reply, answer = await self._reader.exchange([(*self._read, *where), and_then])
         if isinstance(reply, ResponseError):
             await self._handle_missing_queue(reply)
             return [], None
@@ -526,9 +526,21 @@ class ClaimScript:
     def __init__(self, keys: RedisKeys, model: str, worker_id: str, max_attempts: int) -> None:
         self._keys = keys
         self._model = model
-        self._worker_id = worker_id
-        self._max_attempts = max_attempts
         self._read_nonce = token_hex(8)  # a request comes by a read once, so one is enough
+        self._common: dict[str, Any] = {
+            "group": GROUP,
+            "worker": worker_id,
+            "max_attempts": max_attempts,
+            "max_losses": LOSSES_PER_ATTEMPT * max_attempts,
+            "cleared_after": CLEARED_AFTER_TOKENS,
+            "home_ms": to_ms(HOME_TTL_S),
+        }
+        self._of_reads = self._common | {
+            "nonce": self._read_nonce,
+            "requests": keys.requests(model),
+            "logs": keys.log(model, ""),
+        }
+        self._read_command = ("EVALSHA", CLAIM.sha, 1, keys.queue(model))
 
     def of_one(self, entry_id: bytes, request_id: str) -> tuple[list[str], tuple[bytes, ...]]:
         """Claim the request of an entry."""
@@ -537,7 +549,8 @@ class ClaimScript:
             self._keys.request(self._model, request_id),
             self._keys.log(self._model, request_id),
         ]
-        return keys, self._arguments(entry_id, token_hex(8), read_nonce=self._read_nonce)
+        nonces = {"nonce": token_hex(8), "read_nonce": self._read_nonce}
+        return keys, named(entry=entry_id.decode(), **nonces, **self._common)
 
     def of_read(self, last_id: bytes, count: int) -> Command:
         """Claim up to `count` requests that the read before this command brings; `last_id` came before.
@@ -545,27 +558,8 @@ class ClaimScript:
         Answered by entry, request id, length of the reply and the reply of each, in one flat list, or by an error if
         Redis has forgotten the script.
         """
-        arguments = self._arguments(
-            last_id,
-            self._read_nonce,
-            count=count,
-            requests=self._keys.requests(self._model),
-            logs=self._keys.log(self._model, ""),
-        )
-        return ("EVALSHA", CLAIM.sha, 1, self._keys.queue(self._model), *arguments)
-
-    def _arguments(self, entry_id: bytes, nonce: str, **others: Any) -> tuple[bytes, ...]:
-        return named(
-            entry=entry_id.decode(),
-            group=GROUP,
-            worker=self._worker_id,
-            nonce=nonce,
-            max_attempts=self._max_attempts,
-            max_losses=LOSSES_PER_ATTEMPT * self._max_attempts,
-            cleared_after=CLEARED_AFTER_TOKENS,
-            home_ms=to_ms(HOME_TTL_S),
-            **others,
-        )
+        arguments = named(entry=last_id.decode(), count=count, **self._of_reads)
+        return (*self._read_command, *arguments)
 
 
 class GatewayLiveness:

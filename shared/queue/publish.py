@@ -28,6 +28,13 @@ class Publisher:
         self._model = model
         self._worker_id = worker_id
         self._model_keys = (keys.queue(model), keys.dead(model), keys.reservations(model))
+        self._common: dict[str, Any] = {
+            "max_entries": MAX_MAILBOX_ENTRIES,
+            "group": GROUP,
+            "keep_ms": to_ms(AFTER_END_S),
+            "dead_ttl_ms": to_ms(DEAD_TTL_S),
+            "max_dead": MAX_DEAD_ENTRIES,
+        }
         self.num_fenced = 0  #: publications refused because another worker owns the request
 
     async def publish(self, publications: Sequence[Publication]) -> dict[str, str]:
@@ -61,18 +68,12 @@ class Publisher:
         return [(name, count == 1) for name, count in zip(names, found, strict=True)]
 
     async def _send(self, reply_to: str, batch: list[Publication]) -> dict[str, str]:
-        batch.sort(key=lambda item: item.ending is None)  # see `scripts/publish.lua`
+        if len(batch) > 1:
+            batch.sort(key=lambda item: item.ending is None)  # see `scripts/publish.lua`
         keys = [self._keys.mailbox(self._model, reply_to), *self._model_keys]
         keys += keys_of_calls(self._keys, self._model, [item.claim.id for item in batch])
-        arguments = named(
-            *(item.events for item in batch),
-            max_entries=MAX_MAILBOX_ENTRIES,
-            group=GROUP,
-            keep_ms=to_ms(AFTER_END_S),
-            dead_ttl_ms=to_ms(DEAD_TTL_S),
-            max_dead=MAX_DEAD_ENTRIES,
-            items=[_to_item(item, self._worker_id) for item in batch],
-        )
+        items = [_to_item(item, self._worker_id) for item in batch]
+        arguments = named(*[item.events for item in batch], items=items, **self._common)
         verdicts = await self._sender.run(PUBLISH, keys, arguments)
         self.num_fenced += verdicts.count(b"fenced")
         return refusals([item.claim for item in batch], verdicts)

@@ -390,6 +390,8 @@ class _ModelMetrics:
                 decode_s = record.e2e_s - record.ttft_s
                 self.per_token.observe(decode_s * record.num_choices / num_gaps)
         self.prompt.inc(record.num_prompt_tokens)
-        self.image.inc(record.num_image_tokens)
-        self.cached.inc(record.num_cached_tokens)
         self.generation.inc(record.num_output_tokens)
+        if record.num_image_tokens:
+            self.image.inc(record.num_image_tokens)
+        if record.num_cached_tokens:
+            self.cached.inc(record.num_cached_tokens)

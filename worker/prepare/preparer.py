@@ -116,7 +116,7 @@ class Preprocessor:
         call = _to_engine_call(request, engine_id, output_token_ids)
         if isinstance(task, Run) and task.common is not None:
             call = replace(call, common_data=await self._common_data(task.common, tenant))
-        if self._is_quick(task):
+        if self._is_quick(task, sum([len(text) for text in task.texts()])):
             return self._engine.prepare(call, images)
         return await self._text_threads.run(tenant, lambda: self._engine.prepare(call, images))
 
@@ -128,16 +128,19 @@ class Preprocessor:
         num_published: int = 0,
     ) -> EngineInput | None:
         """What `prepare` makes where that is quick and waits for nothing, else None. Raises: RequestError."""
-        self._check(request, len(output_token_ids), num_published)
         task = request.task
+        num_chars = sum([len(text) for text in task.texts()])
+        self._check(task, num_chars, len(output_token_ids), num_published)
         waits = task.images or request.adapter or isinstance(task, Tokenize)
-        if waits or not self._is_quick(task):
+        if waits or not self._is_quick(task, num_chars):
             return None
         return self._engine.prepare(_to_engine_call(request, engine_id, output_token_ids), [])
 
-    def _check(self, request: Call, num_output_tokens: int, num_published: int) -> None:
+    def _check(
+        self, task: Task, num_chars: int, num_output_tokens: int, num_published: int
+    ) -> None:
         """Whether this engine may and can run it. Raises: RequestError."""
-        task, engine = request.task, self._capabilities
+        engine = self._capabilities
         if num_published and not (engine.can_continue and num_published == num_output_tokens):
             raise CannotContinue(
                 "The worker was lost in the middle of the answer, and this model's engine cannot "
@@ -146,17 +149,15 @@ class Preprocessor:
         tag = type(task).__struct_config__.tag
         if tag not in engine.tasks:
             raise InvalidRequest(f"this model's engine does not offer the task {tag}", "model")
-        check_limits(task, self._limits)
+        check_limits(task, num_chars, self._limits)
         if isinstance(task, Generate) and task.grammar is not None:
             check_grammar(task.grammar, engine, self._limits)
 
-    def _is_quick(self, task: Task) -> bool:
+    def _is_quick(self, task: Task, num_chars: int) -> bool:
         """Whether the engine prepares it in less time than a thread would be told of it."""
-        if not self._capabilities.prepares_quickly or (
-            isinstance(task, Generate) and task.grammar is not None
-        ):
+        if not self._capabilities.prepares_quickly or num_chars > MAX_INLINE_CHARS:
             return False
-        return sum(len(text) for text in task.texts()) <= MAX_INLINE_CHARS
+        return not (isinstance(task, Generate) and task.grammar is not None)
 
     async def _image(self, index: int, image: ImageRef, tenant: str) -> PreparedImage:
         """An image as the engine wants it. Raises: ImageRefused."""
@@ -251,9 +252,11 @@ def check_grammar(grammar: Grammar, engine: Capabilities, limits: LimitSettings)
         raise InvalidRequest(f"send at most {most} bytes", grammar.param)
 
 
-def check_limits(task: Task, limits: LimitSettings) -> None:
-    """Look again at what a gateway with other settings may have let through. Raises: InvalidRequest."""
-    num_chars = sum(len(text) for text in task.texts())
+def check_limits(task: Task, num_chars: int, limits: LimitSettings) -> None:
+    """Look again at what a gateway with other settings may have let through; `num_chars`: of its text.
+
+    Raises: InvalidRequest.
+    """
     for what, count, most in _bounds(task, num_chars, limits):
         if count > most:
             raise InvalidRequest(f"the request has {count} {what}: send at most {most}")
