@@ -1,6 +1,6 @@
 // Products of float32 activations with float32, bfloat16 or float16 weights as a checkpoint stores them, row by row.
 //
-// Weights stream from memory once. Up to four tokens they are widened in registers; for more, in the first cache.
+// Weights stream from memory once. For up to four tokens they are widened in registers; for more, in the first cache.
 #include <algorithm>
 
 #include "linear.h"
@@ -30,6 +30,19 @@ inline __attribute__((always_inline)) void multiply_block(const float* x, int64_
         }
 }
 
+// One token times one output: memory reads one stream faster than eight. Four sums, as each waits for its last.
+template <class W>
+inline float multiply_row(const float* x, const W* w, int64_t num_inputs) {
+    constexpr int64_t PARTS = 4;
+    Floats sums[PARTS] = {};
+    int64_t k = 0;
+    for (; k + PARTS * LANES <= num_inputs; k += PARTS * LANES)
+        for (int64_t p = 0; p < PARTS; p++) sums[p] += load(x + k + p * LANES) * load(w + k + p * LANES);
+    float rest = 0;
+    for (; k < num_inputs; k++) rest += x[k] * scalar(w[k]);
+    return sum((sums[0] + sums[1]) + (sums[2] + sums[3])) + rest;
+}
+
 // What all tokens, a few, and some outputs are computed of, and where that goes.
 template <class W>
 struct Block {
@@ -54,7 +67,6 @@ struct Block {
     template <int R>
     void compute_all(int64_t num_tokens) const {
         switch (num_tokens) {
-            case 1: return compute<1, R>();
             case 2: return compute<2, R>();
             case 3: return compute<3, R>();
             case 4: return compute<4, R>();
@@ -136,9 +148,14 @@ void multiply(const Linear& linear, int64_t num_tokens, const float* x, Target t
         return;
     }
     const W* weights = (const W*)linear.weights;
+    if (num_tokens == 1) {
+        for (; n < stop; n++) {
+            const float value = multiply_row(x, weights + n * linear.num_inputs, linear.num_inputs);
+            target.put(0, n, linear.bias ? value + linear.bias[n] : value);
+        }
+        return;
+    }
     const auto block = [&] { return Block<W>{x, weights + n * linear.num_inputs, linear, target, n}; };
-    if (num_tokens == 1)
-        for (; n + 8 <= stop; n += 8) block().template compute<1, 8>();
     for (; n + 3 <= stop; n += 3) block().template compute_all<3>(num_tokens);
     for (; n < stop; n++) block().template compute_all<1>(num_tokens);
 }
