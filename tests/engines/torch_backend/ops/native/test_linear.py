@@ -111,6 +111,17 @@ def test_a_product_equals_its_reference(
         assert_near(fused(x), meant(linear, x), tolerance(form, ops))
 
 
+@pytest.mark.parametrize("form", FORMS[:3])
+@pytest.mark.parametrize("num_inputs", [7, 100, 3101])
+def test_numbers_are_multiplied_at_any_width(ops: Ops, form: str, num_inputs: int):
+    """Of no whole vector, and where one token meets many rows at once."""
+    linear = make_linear(form, (19, num_inputs))
+    fused = make_map(ops, [linear])
+    for num_tokens in (1, 3, 6):
+        x = make_numbers(num_tokens, num_inputs, seed=1)
+        assert_near(fused(x), meant(linear, x), tolerance(form, ops))
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_a_token_is_computed_alike_in_any_company(ops: Ops, form: str):
     """Bit by bit for integers, whose answers would otherwise depend on who else asks."""
