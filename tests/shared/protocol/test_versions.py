@@ -100,6 +100,12 @@ def test_a_worker_refuses_a_call_of_a_later_version():
         decode_call(call)
 
 
+def test_a_call_that_says_no_version_is_of_version_1_however_it_reads():
+    call = encode_call(make_request()).replace(b'"version":2,', b"")
+    with pytest.raises(UnsupportedVersion, match="protocol 1, the worker 2: update the gateway"):
+        decode_call(call)
+
+
 def test_a_worker_of_version_1_refuses_a_call_of_this_version():
     assert msgspec.json.decode(CALL_1, type=Request1).request_id == "r-0"
     with pytest.raises(msgspec.ValidationError):
