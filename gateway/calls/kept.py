@@ -31,13 +31,19 @@ class KeptAnswers:
         self._ttl_s = ttl_s
 
     async def put(self, tenant: str, name: str, data: bytes, images: tuple[ImageRef, ...]) -> None:
-        """Keep an answer; the oldest make room. Without a time to live, nothing is kept."""
+        """Keep an answer, unless it is more than may be; the oldest make room.
+
+        Without a time to live, nothing is kept.
+        """
         if self._ttl_s <= 0:
             return
         holder = _holder(name)
         holds = (self._blobs.hold(image, holder, ttl_s=self._ttl_s) for image in set(images))
         await asyncio.gather(*holds)
         made_room = await self._records.put(_owner(tenant), name, Record(data, images))
+        if made_room is None:
+            self._blobs.release(holder, images)
+            return
         for other, record in made_room:
             self._blobs.release(_holder(other), record.images)
 

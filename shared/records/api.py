@@ -27,10 +27,13 @@ class Record(msgspec.Struct, frozen=True):
 class RecordStore(Protocol):
     """The records of one fleet, by their owner and a name. All methods raise RecordsUnavailable."""
 
-    async def put(self, owner: str, name: str, record: Record) -> Sequence[tuple[str, Record]]:
-        """Keep a record, unless it is larger than all of an owner's may be. A second put changes nothing.
+    async def put(
+        self, owner: str, name: str, record: Record
+    ) -> Sequence[tuple[str, Record]] | None:
+        """Keep a record. A second put changes nothing.
 
-        Returns the names and records that made room: the oldest.
+        Returns the names and records that made room, the oldest; None: it is larger than all of an
+        owner's may be, and is not kept.
         """
         ...
 

@@ -32,11 +32,13 @@ class RedisRecordStore:
         self._max_bytes = max_bytes
 
     @redis_errors_as(RecordsUnavailable)
-    async def put(self, owner: str, name: str, record: Record) -> Sequence[tuple[str, Record]]:
+    async def put(
+        self, owner: str, name: str, record: Record
+    ) -> Sequence[tuple[str, Record]] | None:
         """See `RecordStore.put`."""
         size = record.num_bytes
         if size > self._max_bytes:
-            return []
+            return None
         arguments = named(
             msgspec.msgpack.encode(record),
             prefix=self._keys.record(owner, ""),

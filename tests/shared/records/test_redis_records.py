@@ -56,7 +56,7 @@ async def test_the_oldest_make_room_by_number_and_by_bytes_with_their_images(mak
     assert await store.put("me", "d", Record(b"x" * 10)) == [("a", Record(b"x" * 10))]
     made_room = await store.put("me", "e", Record(b"x" * 30, (IMAGE,)))
     assert [name for name, _ in made_room] == ["b"]
-    assert await store.put("me", "too large", Record(b"x" * 101)) == []
+    assert await store.put("me", "too large", Record(b"x" * 101)) is None
     assert await store.get("me", "too large") is None
     assert await store.put("you", "a", Record(b"x" * 90)) == []
 
