@@ -284,6 +284,7 @@ class _Computing:
         self._has_room = asyncio.Event()
         self._has_room.set()
         self._is_woken = asyncio.Event()
+        self._writing = asyncio.Lock()
 
     async def run(self) -> bool:
         """Answer all lines, unless the client cancels; whether all are answered."""
@@ -333,13 +334,17 @@ class _Computing:
                 logger.warning("results of a batch wait: %s", error)
 
     async def flush(self) -> None:
-        """Keep what there is. Raises: StoreError."""
-        results = list(self._results)
-        if results:
-            await asyncio.shield(self._runner.keep(self._record, results))
-            del self._results[: len(results)]
-        if len(self._results) < _PART_RESULTS:
-            self._has_room.set()
+        """Keep what there is; what is being kept already is not kept twice. Raises: StoreError."""
+        await asyncio.shield(self._write())
+
+    async def _write(self) -> None:
+        async with self._writing:
+            results = list(self._results)
+            if results:
+                await self._runner.keep(self._record, results)
+                del self._results[: len(results)]
+            if len(self._results) < _PART_RESULTS:
+                self._has_room.set()
 
 
 async def _await_all(tasks: Sequence[asyncio.Task[None]]) -> None:
