@@ -120,16 +120,16 @@ class ApplicationEngine(Engine[TaskInput]):
     def abort(self, request_id: str) -> None:
         """Drop a task; one that runs is asked to end, and made to after a while."""
         current = self._current
-        if current is None or current.request_id != request_id:
+        if current is None or current.request_id != request_id or current.is_cancelled:
             self._waiting = deque(each for each in self._waiting if each.request_id != request_id)
-        elif not current.is_cancelled:
-            current.is_cancelled = True
-            if self._state in ("starting", "idle") or self._child is None:
-                self._current = None
-                return
-            self._cancel_until = time.monotonic() + self._settings.grace_s
-            if self._state == "running":
-                self._child.send(b'{"type":"cancel"}')
+            return
+        current.is_cancelled = True
+        if self._state in ("starting", "idle") or self._child is None:
+            self._current = None
+            return
+        self._cancel_until = time.monotonic() + self._settings.grace_s
+        if self._state == "running":
+            self._child.send(b'{"type":"cancel"}')
 
     def has_work(self) -> bool:
         """Whether a task waits or runs."""
