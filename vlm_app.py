@@ -127,11 +127,11 @@ class _Runner:
 
     def _say(self, answer: dict[str, Any]) -> None:
         try:
-            line = json.dumps(answer, separators=(",", ":"), allow_nan=False)
+            line = _encode(answer)
         except (TypeError, ValueError, RecursionError) as error:
             problem = f"what `run` gives is no JSON: {error}"
-            line = json.dumps({"type": "error", "message": problem})
-        data = memoryview(line.encode("utf-8", "replace") + b"\n")
+            line = _encode({"type": "error", "message": problem})
+        data = memoryview(line + b"\n")
         while data:
             data = data[self._out.write(data) :]
 
@@ -178,6 +178,12 @@ class _Runner:
         if application is not None:
             application.leave()
         return {"type": "left"}
+
+
+def _encode(answer: dict[str, Any]) -> bytes:
+    """JSON in UTF-8. Raises: TypeError, ValueError, RecursionError."""
+    line = json.dumps(answer, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
+    return line.encode("utf-8", "replace" if answer["type"] == "error" else "strict")
 
 
 def serve(entry: str) -> None:

@@ -278,7 +278,7 @@ class ApplicationEngine(Engine[TaskInput]):
         if task.num_bytes > self._settings.max_output_bytes:
             most = self._settings.max_output_bytes
             raise ChildFailed(f"it gave more than {most} bytes for one task")
-        line = msgspec.json.encode(RunOutput(item=reply.value)).decode()
+        line = msgspec.json.encode(RunOutput(item=_in_line(reply.value))).decode()
         if task.is_cancelled:
             return []
         if not task.task.is_streamed:
@@ -298,7 +298,7 @@ class ApplicationEngine(Engine[TaskInput]):
             most = self._settings.max_output_bytes
             text = f"The task's output is larger than {most} bytes: give it in smaller pieces."
             return self._fail(task, ErrorCode.TASK_FAILED, text)
-        line = msgspec.json.encode(RunOutput(output=reply.value)).decode()
+        line = msgspec.json.encode(RunOutput(output=_in_line(reply.value))).decode()
         output = self._output(task, [*task.lines, line])
         output.usage = Usage(0, task.num_published)
         output.finish_reason = FinishReason.STOP
@@ -343,6 +343,12 @@ class ApplicationEngine(Engine[TaskInput]):
         child, self._child = self._child, None
         if child is not None:
             child.close(grace_s=0.0 if self._state == "starting" else _STOP_S)
+
+
+def _in_line(value: msgspec.Raw) -> msgspec.Raw:
+    """JSON without a carriage return, which stands between its values alone, and ends a line of a stream."""
+    data = bytes(value)
+    return msgspec.Raw(data.replace(b"\r", b" ")) if b"\r" in data else value
 
 
 def _line(**message: object) -> bytes:

@@ -153,7 +153,7 @@ class TaskAnswer:
 def lines_of(events: Iterable[CallEvent]) -> Iterator[RunOutput]:
     """The pieces and the end of a task, in order."""
     text = "".join(event.text for event in events if isinstance(event, Tokens))
-    return (_lines.decode(line) for line in text.splitlines())
+    return (_lines.decode(line) for line in text.split("\n") if line)
 
 
 def output_of(events: Iterable[CallEvent]) -> Raw:

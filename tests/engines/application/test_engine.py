@@ -78,6 +78,12 @@ class Toy(Application):
     def nan(self, task):
         return float("nan")
 
+    def half(self, task):
+        return "\\ud800"
+
+    def fail_by_half(self, task):
+        raise TaskError("no \\ud800")
+
     def much(self, task):
         return "x" * task["size"]
 
@@ -151,7 +157,8 @@ class Driver:
 
 
 def lines_of(outputs: list[EngineOutput]) -> list[dict]:
-    return [json.loads(line) for output in outputs for line in output.text.splitlines()]
+    lines = [line for output in outputs for line in output.text.split("\n")]
+    return [json.loads(line) for line in lines if line]
 
 
 def make_engine(folder: Path, source: str = APPLICATION, **changes: Any) -> ApplicationEngine:
@@ -208,6 +215,10 @@ def test_what_an_application_says_of_its_task_is_told(toy):
     code, message = toy.refused({"do": "nan"})
     assert "no JSON" in message
     assert code is ErrorCode.TASK_FAILED
+    code, message = toy.refused({"do": "half"})  # of a character: no text in UTF-8 has it
+    assert "no JSON" in message
+    assert code is ErrorCode.TASK_FAILED
+    assert toy.refused({"do": "fail_by_half"}) == (ErrorCode.TASK_FAILED, "no ?")
 
 
 def test_a_session_that_cannot_be_entered_is_tried_again_then_told(toy):
@@ -428,6 +439,15 @@ def echo(request, tmp_path_factory) -> Iterator[Driver]:
 
 def test_a_program_speaks_lines(echo):
     assert echo.ask({"a": [1, "two\n"]}, session="s") == {"a": [1, "two\n"]}
+
+
+def test_no_value_of_a_program_breaks_its_line(echo):
+    """A break between two values would end a line of a stream."""
+    task = Run(msgspec.Raw('[1,\r"\u2028\x85"]'.encode()), "", is_streamed=True)
+    echo.engine.add(echo.engine.prepare(EngineCall("broken", task, common_data=b"null"), ()))
+    [output] = echo.finish()
+    assert "\r" not in output.text
+    assert lines_of([output]) == [{"output": [1, "\u2028\x85"]}]
 
 
 @pytest.mark.parametrize("word", ["garbage", "early"])

@@ -41,7 +41,7 @@ class Scripted:
         elif asked == "pieces":
             await answer.finish('{"item":1}\n', '{"item":2}\n', '{"output":null}\n')
         else:
-            await answer.finish(json.dumps({"output": [asked]}) + "\n")
+            await answer.finish(json.dumps({"output": [asked]}, ensure_ascii=False) + "\n")
 
 
 class Client:
@@ -137,6 +137,14 @@ async def test_a_task_is_followed_piece_by_piece(session, gateway):
     await session.send({"input": "fail", "id": "f"})
     answer = await gateway.client.get(f"/v1/sessions/{session.id}/tasks/f/events")
     assert '"code":"task_failed"' in answer.text
+
+
+async def test_line_breaks_of_unicode_in_an_output_are_text(session, gateway):
+    await session.send({"input": "a\u2028b\x85c", "id": "t"})
+    assert (await session.end_of("t"))["output"] == ["a\u2028b\x85c"]
+    body = {"input": "a\u2028b\x85c"}
+    answer = await gateway.client.post(f"/v1/applications/{MODEL}/run", json=body)
+    assert answer.json()["output"] == ["a\u2028b\x85c"]
 
 
 async def test_any_gateway_finds_a_task(session, redis_server, redis_prefix, scripted):
