@@ -4,6 +4,7 @@ Source: OpenAI API reference, "Files".
 """
 
 import time
+from itertools import chain
 
 import msgspec
 from fastapi import Response
@@ -252,7 +253,8 @@ class Files:
             files, file = self._files, await self._find(caller.tenant, name)
             length = {"content-length": str(file.num_bytes)}
             pieces = files.read(caller.tenant, file)
-            return StreamingResponse(pieces, media_type=media_type, headers=length)
+            first = await blocking(lambda: next(pieces, b""))  # it may be gone by now
+            return StreamingResponse(chain([first], pieces), media_type=media_type, headers=length)
         if name.startswith(IMAGE_ID):
             [image] = (await self._find_image(caller.context.tenant, name)).images
             loaded = await self._loader.load_all(

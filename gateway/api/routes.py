@@ -7,6 +7,7 @@ OpenAPI document.
 import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -14,6 +15,8 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 from msgspec import Struct
 from redis.exceptions import RedisError
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from gateway.http.admission import Admission, HeldBody
 from gateway.http.body import JsonBody, locate, read_body
@@ -108,7 +111,9 @@ def _endpoint(
 
     async def serve(request: Request) -> Response:
         context: RequestContext = request.scope[SCOPE_KEY]
-        with admission, admission.hold_body() as held:
+        with ExitStack() as opened:
+            opened.enter_context(admission)
+            held = opened.enter_context(admission.hold_body())
             body = b""
             if has_body:
                 body = await read_body(
@@ -121,9 +126,26 @@ def _endpoint(
                     media_type=operation.media_type.encode(),
                 )
             caller = Caller(context, held, request.path_params, dict(request.query_params), body)
-            return await _run(operation.handler(caller), request)
+            answer = await _run(operation.handler(caller), request)
+            if isinstance(answer, StreamingResponse):
+                return _Streamed(answer, opened.pop_all())
+            return answer
 
     return serve
+
+
+class _Streamed(Response):
+    """An answer whose request is open until all of it is sent."""
+
+    def __init__(self, answer: StreamingResponse, opened: ExitStack) -> None:
+        super().__init__()
+        self._answer = answer
+        self._opened = opened
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it."""
+        with self._opened:
+            await self._answer(scope, receive, send)
 
 
 async def _run(work: Awaitable[msgspec.Struct | Response], request: Request) -> Response:

@@ -478,3 +478,13 @@ async def test_a_store_that_cannot_be_written_is_a_503(gateway, client, tmp_path
         )
     assert answer.status_code == 503
     assert "retry-after" in answer.headers
+
+
+async def test_bytes_that_are_gone_are_a_503_and_no_empty_file(client, tmp_path):
+    """As where a file is deleted while it is asked for."""
+    file = await client.files.create(file=("a.jsonl", b"all of it"), purpose="batch")
+    [kept] = [path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size == 9]
+    kept.unlink()
+    with pytest.raises(openai.InternalServerError) as refused:
+        await client.with_options(max_retries=0).files.content(file.id)
+    assert refused.value.status_code == 503

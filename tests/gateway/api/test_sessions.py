@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import signal
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from tests.factories_gateway import (
     make_settings,
     run_gateway_on_socket,
 )
+from tests.gateway.calls.test_disconnects import wait_for
 
 ENDED = {"succeed", "failed", "cancelled"}
 
@@ -137,6 +139,22 @@ async def test_a_task_is_followed_piece_by_piece(session, gateway):
     await session.send({"input": "fail", "id": "f"})
     answer = await gateway.client.get(f"/v1/sessions/{session.id}/tasks/f/events")
     assert '"code":"task_failed"' in answer.text
+
+
+@pytest.mark.parametrize("changes", [{"limits": {"max_open_requests": 1}}])
+async def test_who_follows_a_task_has_an_open_request_until_its_end(session, gateway, scripted):
+    scripted.gate.clear()
+    await session.send({"input": 1, "id": "t"})
+    path = f"/v1/sessions/{session.id}/tasks/t/events"
+    async with gateway.client.stream("GET", path) as answer:
+        refused = await session.ask("GET", status=503)
+        assert refused["error"]["code"] == "server_overloaded"
+        gateway.server.handle_exit(signal.SIGTERM, None)
+        assert not gateway.server.should_exit
+        scripted.gate.set()
+        text = (await answer.aread()).decode()
+    assert text.endswith("data: [DONE]\n\n")
+    await wait_for(lambda: gateway.server.should_exit)
 
 
 async def test_line_breaks_of_unicode_in_an_output_are_text(session, gateway):
