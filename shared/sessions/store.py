@@ -4,6 +4,7 @@ What a task came to is in its call's log, which the queue keeps; here is where t
 expires when nobody has used it for long enough.
 """
 
+import asyncio
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
@@ -16,15 +17,16 @@ from shared.queue.api import QueueUnavailable
 from shared.queue.keys import RedisKeys, to_ms
 from shared.redis.client import redis_errors_as, retry_idempotent
 from shared.redis.link import RedisSender
-from shared.redis.script import load_script, named
+from shared.redis.script import Script, load_script, named
 
 _SCRIPTS = Path(__file__).parent / "scripts"
+OPEN_SESSION = load_script(_SCRIPTS / "open_session.lua")
+CLOSE_SESSION = load_script(_SCRIPTS / "close_session.lua")
 ADD_TASK = load_script(_SCRIPTS / "add_task.lua")
 SETTLE_TASKS = load_script(_SCRIPTS / "settle_tasks.lua")
 
 Ended = Literal["succeed", "failed", "cancelled"]
 ENDED: tuple[Ended, ...] = ("succeed", "failed", "cancelled")
-MAX_SESSIONS = 1000  #: of an owner that are listed
 _INDEX_TTL_S = 7 * 24 * 3600.0
 
 
@@ -86,13 +88,30 @@ class SessionStore:
         self._sender = RedisSender(redis)
 
     @redis_errors_as(QueueUnavailable)
+    async def find_room(self, owner: str, max_sessions: int) -> bool:
+        """Whether an owner has fewer sessions than that; those that have expired make room."""
+        index = self._keys.sessions(owner)
+        if await self._ask("ZCARD", index) >= max_sessions:
+            await self._forget_gone(index)
+        return await self._ask("ZCARD", index) < max_sessions
+
+    async def _forget_gone(self, index: str) -> None:
+        names = await self._ask("ZRANGE", index, 0, -1)
+        keys = [self._keys.session(name.decode()) for name in names]
+        found = await asyncio.gather(*(self._ask("EXISTS", key) for key in keys))
+        if gone := [name for name, is_there in zip(names, found, strict=True) if not is_there]:
+            await self._ask("ZREM", index, *gone)
+
+    @redis_errors_as(QueueUnavailable)
     async def create(self, session: Session) -> None:
         """Open a session."""
-        key, index = self._keys.session(session.id), self._keys.sessions(session.owner)
-        await self._ask("HSET", key, "record", encode(session), "state", "open")
-        await self._ask("PEXPIRE", key, to_ms(session.ttl_s))
-        await self._ask("ZADD", index, int(1000 * session.created_at), session.id)
-        await self._ask("PEXPIRE", index, to_ms(_INDEX_TTL_S))
+        index = self._keys.sessions(session.owner)
+        arguments = named(encode(session), ttl_ms=to_ms(session.ttl_s))
+        await self._run(OPEN_SESSION, (self._keys.session(session.id),), arguments)
+        await asyncio.gather(  # in one write
+            self._ask("ZADD", index, int(1000 * session.created_at), session.id),
+            self._ask("PEXPIRE", index, to_ms(_INDEX_TTL_S)),
+        )
 
     @redis_errors_as(QueueUnavailable)
     async def find(self, session_id: str) -> SessionState | None:
@@ -109,7 +128,7 @@ class SessionStore:
     async def all(self, owner: str) -> list[SessionState]:
         """An owner's sessions, the latest first."""
         index = self._keys.sessions(owner)
-        names = await self._ask("ZREVRANGE", index, 0, MAX_SESSIONS - 1)
+        names = await self._ask("ZREVRANGE", index, 0, -1)
         found = {name: await self.find(name.decode()) for name in names}
         gone = [name for name, session in found.items() if session is None]
         if gone:
@@ -119,7 +138,7 @@ class SessionStore:
     @redis_errors_as(QueueUnavailable)
     async def close_session(self, session_id: str) -> None:
         """Let a session take no more tasks."""
-        await self._ask("HSET", self._keys.session(session_id), "state", "closed")
+        await self._run(CLOSE_SESSION, (self._keys.session(session_id),), named())
 
     @redis_errors_as(QueueUnavailable)
     async def add(
@@ -133,7 +152,7 @@ class SessionStore:
             encode(task), id=task.id, max_tasks=max_tasks, ttl_ms=to_ms(session.ttl_s)
         )
         keys = self._task_keys(session.id)
-        verdict, known = await retry_idempotent(lambda: self._sender.run(ADD_TASK, keys, arguments))
+        verdict, known = await self._run(ADD_TASK, keys, arguments)
         if verdict == b"known":
             return _read(known)
         if verdict != b"added":
@@ -145,7 +164,7 @@ class SessionStore:
         """Note how tasks ended; `forgotten`: they were not queued after all."""
         if states:
             arguments, keys = named(states=dict(states)), self._task_keys(session_id)
-            await retry_idempotent(lambda: self._sender.run(SETTLE_TASKS, keys, arguments))
+            await self._run(SETTLE_TASKS, keys, arguments)
 
     @redis_errors_as(QueueUnavailable)
     async def task(self, session_id: str, task_id: str) -> tuple[TaskRecord, str] | None:
@@ -174,6 +193,9 @@ class SessionStore:
         return (
             keys.session(session_id), keys.session_tasks(session_id), keys.session_open(session_id),
         )  # fmt: skip
+
+    async def _run(self, script: Script, keys: tuple[str, ...], arguments: tuple[bytes, ...]):
+        return await retry_idempotent(lambda: self._sender.run(script, keys, arguments))
 
     async def _ask(self, *command: str | bytes | int):
         return await retry_idempotent(lambda: self._sender.execute(*command))

@@ -74,6 +74,7 @@ class LimitSettings(Group):
     max_item_chars: ClassVar[int] = 100_000  #: the text of one item
     max_task_bytes: ClassVar[int] = 4 * MIB  #: `input` of a task for an application
     max_common_bytes: ClassVar[int] = 1 * MIB  #: `common_data` of a session
+    max_sessions: ClassVar[int] = 1000  #: of applications, of one API key
     max_tasks: ClassVar[int] = 1000  #: of one request
     max_session_tasks: ClassVar[int] = 10_000
     max_wrong_keys_per_minute: ClassVar[int] = 60  #: of a client address, at each gateway

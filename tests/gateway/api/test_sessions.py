@@ -9,6 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from shared.protocol import ErrorCode
+from shared.settings.limits import LimitSettings
 from tests.factories_gateway import (
     CARD,
     MODEL,
@@ -250,6 +251,20 @@ async def test_a_session_is_its_tenants_own(gateway, scripted):
         told = await stranger.ask(method, path, body, status=404)
         assert told["error"]["code"] == "session_not_found"
     assert (await own.end_of("x"))["output"] == [1]
+
+
+async def test_a_key_has_a_number_of_sessions(gateway, scripted, monkeypatch):
+    monkeypatch.setattr(LimitSettings, "max_sessions", 2)
+    await Client(gateway).open(idle_s=0.001, timeout_s=0.001)
+    last = await Client(gateway).open()
+    async with asyncio.timeout(20):
+        while len((await Client(gateway).ask("GET", "/v1/sessions"))["data"]) > 1:
+            await asyncio.sleep(0.01)
+    await Client(gateway).open()  # in the place of the one that is forgotten
+    path = f"/v1/applications/{MODEL}/sessions"
+    told = await Client(gateway).ask("POST", path, {}, status=409)
+    assert told["error"]["code"] == "too_many_sessions"
+    assert (await last.ask("GET"))["state"] == "open"
 
 
 BAD_TASKS: list[tuple[dict[str, Any], str]] = [
