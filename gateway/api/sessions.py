@@ -404,9 +404,11 @@ class Sessions:
         _EMPTY.decode(caller.body)
         session = (await self._find(caller)).session
         task, noted = await self._find_task(session, caller.path["task_id"])
-        if await self._stand(session, task, noted) not in ENDED:
+        state = await self._stand(session, task, noted)
+        if state not in ENDED:
             await self._cancel(session.id, [task])
-        return _show_task(session, task, await self._stand(session, task, "open"))
+            state = await self._stand(session, task, "open")
+        return _show_task(session, task, state)
 
     async def stream_task(self, caller: Caller) -> Response:
         """Raises: ApiError, QueueUnavailable."""

@@ -9,7 +9,9 @@ import pytest
 from msgspec.structs import replace
 
 from shared.protocol import ErrorCode
+from shared.redis.client import create_redis
 from shared.settings.limits import LimitSettings
+from shared.settings.tree import RedisSettings
 from tests.factories_gateway import (
     CARD,
     MODEL,
@@ -212,6 +214,20 @@ async def test_a_cancelled_task_stops_its_worker(session, scripted, worker):
         await asyncio.sleep(0.02)
     assert (await session.ask("POST", "/tasks/x:cancel", {}))["state"] == "cancelled"
     await asyncio.wait_for(worker.cancelled.wait(), 20)
+
+
+async def test_a_task_that_has_ended_stays_as_it_ended_when_it_is_cancelled_late(
+    session, redis_server, redis_prefix
+):
+    await session.send({"input": 1, "id": "x"}, {"input": "fail", "id": "y"})
+    assert (await session.end_of("x"))["state"] == "succeed"
+    assert (await session.end_of("y"))["state"] == "failed"
+    redis = create_redis(RedisSettings(url=redis_server))
+    keys = [key async for key in redis.scan_iter(f"{redis_prefix}:*:request:*")]
+    assert await redis.delete(*keys)  # as when nobody has asked for long
+    await redis.aclose()
+    assert (await session.ask("POST", "/tasks/x:cancel", {}))["state"] == "succeed"
+    assert (await session.ask("POST", "/tasks/y:cancel", {}))["state"] == "failed"
 
 
 @pytest.mark.parametrize("changes", [{"limits": {"max_queue_depth": 2}}])
