@@ -83,7 +83,8 @@ class WorkerAdapters:
             await self._registry.keep_adapters(self._model_card.name)
             for name, held in list(self._held.items()):
                 if held.source is not None and name not in wanted:
-                    self._drop(name)
+                    del self._held[name]
+                    self._unload(name, held.card.digest)
             for name, source in wanted.items():
                 held = self._held.get(name)
                 is_as_wanted = held is not None and held.source in (None, source)
@@ -123,8 +124,10 @@ class WorkerAdapters:
             logger.exception("cannot load the adapter %s", name)
             error = "it cannot be loaded; the log of the worker says why"
             card = AdapterCard(name, revision=source.revision, error=error)
-        self._drop(name)
+        before = self._held.get(name)
         self._held[name] = _Held(card, source)
+        if before is not None:
+            self._unload(name, before.card.digest)
 
     async def _load(self, name: str, directory: Path, revision: str = "") -> AdapterCard:
         """Raises: BadAdapter."""
@@ -156,11 +159,10 @@ class WorkerAdapters:
             )
         return found
 
-    def _drop(self, name: str) -> None:
-        """Forget a name, and what it stood for unless another name does."""
-        held = self._held.pop(name, None)
-        if held is not None and held.card.digest and not self._holds(held.card.digest):
-            self._engine.unload_adapter(held.card.digest)
+    def _unload(self, name: str, digest: str) -> None:
+        """Forget what a name stood for, unless one stands for it still."""
+        if digest and not self._holds(digest):
+            self._engine.unload_adapter(digest)
             logger.info("unloaded the adapter %s", name)
 
 

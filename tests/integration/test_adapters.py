@@ -256,6 +256,16 @@ async def test_a_failed_replacement_leaves_what_was_there(
         assert text(await ask(gateway, f"{MODEL}:sql")) == expected
 
 
+async def test_an_adapter_that_is_replaced_by_its_like_answers_on(
+    gateway: RunningGateway, ends: Ends, directory: Path
+):
+    async with serving(gateway, ends, lora_dir=str(directory)):
+        await load(gateway, "sql", "sql")
+        expected = text(await ask(gateway, f"{MODEL}:sql"))
+        assert (await load(gateway, "sql", "sql", load_inplace=True)).status_code == 200
+        assert text(await ask(gateway, f"{MODEL}:sql")) == expected
+
+
 @pytest.mark.parametrize("path", [LOAD, UNLOAD])
 async def test_an_ordinary_key_may_not(gateway: RunningGateway, ends: Ends, path: str):
     body = {"lora_name": "sql", "lora_path": "sql"}
