@@ -32,7 +32,8 @@ _NAMED_SCHEMAS = frozenset(("properties", "patternProperties", "$defs", "definit
 #: Names of vLLM's fields, behind `structured_outputs.` and `guided_`.
 _KINDS = ("json", "regex", "choice", "grammar")
 _LEASTS = ("minLength", "minItems", "minProperties")
-_REPEATED = re.compile(r"\{(\d{1,9})")
+#: A count of repetitions, past what is escaped: `\\u{20000}` is a character.
+_REPEATED = re.compile(r"\\[uUx]\{[0-9A-Fa-f]+\}|\\.|\{(\d{1,9})", re.DOTALL)
 
 
 class TextFormat(RequestStruct, frozen=True, kw_only=True, tag_field="type", tag="text"):
@@ -281,7 +282,7 @@ def _check_pattern(pattern: str, param: str, limits: LimitSettings) -> None:
     """Raises: InvalidRequest for a pattern that is long, or asks for a long text by its repetitions."""
     if len(pattern) > limits.max_pattern_chars:
         raise _invalid_schema(param, f"send at most {limits.max_pattern_chars} characters")
-    repeated = math.prod(max(1, int(count)) for count in _REPEATED.findall(pattern))
+    repeated = math.prod(max(1, int(count or 1)) for count in _REPEATED.findall(pattern))
     if repeated > limits.max_schema_text:
         most = limits.max_schema_text
         raise _invalid_schema(param, f"send repetitions whose product is at most {most}")

@@ -93,6 +93,7 @@ def deep(levels: int) -> dict[str, Any]:
         ({"minItems": 4096}, {"minItems": 1e9}, "/minItems"),
         ({"pattern": "x" * 1024}, {"pattern": "x" * 1025}, "/pattern"),
         ({"pattern": "(a{64}){64}"}, {"pattern": "(a{64}){65,}"}, "/pattern"),
+        ({"pattern": r"\u{20000}\x{41}{9}\{9999"}, {"pattern": r"\\u{20000}"}, "/pattern"),
         ({"patternProperties": {"a{9}": {}}}, {"patternProperties": {"a{9999}": {}}}, "/patternProperties"),
         ({"$ref": "#/$defs/a", "$defs": {"a": {}}}, {"$ref": "http://canary/a"}, "/$ref"),
         ({"properties": {str(i): {} for i in range(1000)}},
