@@ -22,7 +22,7 @@ from gateway.calls.surface import Answer, AnswerHead, Frame, Plan, Surface, Tota
 from gateway.http import sse
 from gateway.http.body import JsonBody
 from gateway.http.context import RequestContext
-from gateway.http.errors import InvalidRequest
+from gateway.http.errors import ApiError, InvalidRequest
 from shared.protocol import CallEvent, ModelCard, Run, RunOutput, Tokens
 from shared.settings.limits import LimitSettings
 
@@ -102,6 +102,12 @@ class Running(Surface):
     def answer(self, options: RunOptions, head: AnswerHead) -> Answer:
         """A `RunAnswer`, or several."""
         return TaskAnswer(head)
+
+    def error(self, error: ApiError) -> tuple[int, bytes]:
+        """The path names what is a model elsewhere."""
+        if error.param == "model":
+            error.param = "name"
+        return error.status, error.body()
 
     def openapi(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Of the structs that decode a request."""

@@ -518,7 +518,11 @@ class Sessions:
 
     async def _find_card(self, name: str, side: str) -> ModelCard:
         """The version that serves. Raises: ApiError, QueueUnavailable."""
-        card = await self._lifecycle.models.find(name, side)
+        try:
+            card = await self._lifecycle.models.find(name, side)
+        except NotFound as error:
+            error.param = "name"
+            raise
         if "run" not in card.tasks:
             raise InvalidRequest(
                 "This is a model, not an application: ask it by the APIs of models.",

@@ -318,10 +318,14 @@ async def test_a_model_has_no_sessions(gateway, worker):
         assert answer.status_code == 400, answer.text
         expected = "unsupported_parameter" if path == "sessions" else "wrong_task"
         assert answer.json()["error"]["code"] == expected
-    answer = await gateway.client.post(f"/v1/applications/{MODEL}/sessions", json={})
-    assert answer.json()["error"]["code"] == "wrong_task"
+        body = {"input": 1} if path == "run" else {}
+        answer = await gateway.client.post(f"/v1/applications/{MODEL}/{path}", json=body)
+        error = answer.json()["error"]
+        assert (error["code"], error["param"]) == ("wrong_task", "name")
 
 
 async def test_an_unknown_application_is_not_found(gateway):
-    answer = await gateway.client.post("/v1/applications/nobody/run", json={"input": 1})
-    assert answer.status_code == 404
+    for path, body in (("run", {"input": 1}), ("sessions", {})):
+        answer = await gateway.client.post(f"/v1/applications/nobody/{path}", json=body)
+        assert answer.status_code == 404
+        assert answer.json()["error"]["param"] == "name"
