@@ -183,6 +183,8 @@ class GrammarCompiler:
             try:
                 found = self._compile(source)
             except _Refusal as refusal:
+                if not refusal.is_kept:
+                    raise
                 found = refusal
             self._keep(key, found)
         if isinstance(found, _Refusal):
@@ -225,7 +227,7 @@ class GrammarCompiler:
         self._drafter = Drafter(tokenizer, self._vocab_size)
 
     def _ask(self, source: str) -> Verdict:
-        """The child's verdict; one that died is replaced."""
+        """The child's verdict. Raises: _Refusal if it is lost, of whatever; the next grammar has another."""
         assert self._vocabulary is not None
         try:
             if self._judge is None:
@@ -236,7 +238,7 @@ class GrammarCompiler:
             if self._judge is not None:
                 self._judge.close()
                 self._judge = None
-            return Verdict(is_lost=True)
+            raise _Refusal(_COMPLEX, is_complex=True, is_kept=False) from None
 
     def _keep(self, key: bytes, found: "_Compiled | _Refusal") -> None:
         with self._lock:
@@ -260,9 +262,11 @@ class _Refusal(Exception):
 
     num_bytes = 1024
 
-    def __init__(self, problem: str, *, is_complex: bool = False) -> None:
+    def __init__(self, problem: str, *, is_complex: bool = False, is_kept: bool = True) -> None:
+        """`is_kept`: it would be refused again."""
         super().__init__(problem)
         self.is_complex = is_complex
+        self.is_kept = is_kept
 
     def to_error(self, param: str) -> BadGrammar | GrammarTooComplex:
         """The error that names the field."""

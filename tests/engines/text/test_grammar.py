@@ -172,7 +172,8 @@ def test_a_child_that_is_lost_costs_one_grammar(compiler, monkeypatch):
                 child.suspend()
         with pytest.raises(GrammarTooComplex, match="simpler"):
             compiler.compile(make_grammar("choice", ["lost", "found"]))
-    assert follows(compiler.compile(make_grammar("choice", ["found"])), " found")
+    for texts in (["found"], ["lost", "found"]):  # nor is it held against that one
+        assert follows(compiler.compile(make_grammar("choice", texts)), " found")
 
 
 @pytest.mark.parametrize("is_thinking", [False, True])
