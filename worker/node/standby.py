@@ -9,10 +9,12 @@ import json
 import logging
 import os
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 
 from worker.node.environment import plain_environment
+from worker.node.supervisor import Pauses
 
 MAX_LINE_BYTES = 64 * 1024  #: of what a worker may say in one line
 
@@ -53,14 +55,24 @@ class Standby:
     def __init__(self, hidden: frozenset[str] = frozenset()) -> None:
         self._hidden = hidden
         self._spare: Spare | None = None
+        self._pauses = Pauses()
+        self._not_before = 0.0
 
-    async def keep(self, kind: str | None) -> None:
-        """Have one for this engine, or none."""
+    async def keep(self, kind: str | None) -> bool:
+        """Have one for this engine, or none; returns whether there is one.
+
+        One that has ended is replaced after a while, which grows.
+        """
         spare = self._spare
         if spare is not None and (spare.kind != kind or not spare.is_alive):
             self._spare = None
+            if not spare.is_alive:
+                pause_s = self._pauses.next_s()
+                self._not_before = time.monotonic() + pause_s
+                logger.warning("the spare process ended; again in %.1f s", pause_s)
             await spare.stop()
-        if kind is not None and self._spare is None:
+        if kind is not None and self._spare is None and time.monotonic() >= self._not_before:
+            self._pauses.started()
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "worker.node.standby_worker", kind, str(os.getpid())),
                 env=plain_environment(self._hidden),
@@ -70,6 +82,7 @@ class Standby:
                 limit=MAX_LINE_BYTES,
             )
             self._spare = Spare(kind, process)
+        return self._spare is not None
 
     def take(self) -> Spare | None:
         """The process, which is the caller's from now on."""

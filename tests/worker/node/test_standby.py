@@ -1,5 +1,6 @@
 """A spare process becomes the worker that it is told to be, or ends with its node."""
 
+import asyncio
 import os
 
 import pytest
@@ -35,4 +36,11 @@ async def test_one_that_nobody_needs_is_stopped_and_one_that_ended_is_replaced(s
     await standby.keep("mock")
     await standby.keep("mock")
     await standby.keep(None)
+    assert standby.take() is None
+
+
+async def test_one_that_ends_by_itself_is_not_replaced_at_once(standby):
+    async with asyncio.timeout(60):
+        while await standby.keep("no such engine"):
+            await asyncio.sleep(0.01)
     assert standby.take() is None
