@@ -391,12 +391,17 @@ class Stores:
         return self._indexes
 
     def _store(self, record: StoreRecord) -> OpenStore:
-        """The store's index, opened if it is not; the one that was not used longest is closed."""
+        """The store's index, opened if it is not; the one that was not used longest is closed.
+
+        Raises: SearchError where the store has gone.
+        """
         if record.id in self._collections:
             return self._collections[record.id][1]
         with self._lock:
             store = self._open.get(record.id)
             if store is None:
+                if not self._catalog.tenant_of(record.id):  # else its index would be made anew
+                    raise refuse("not_found", "There is no such vector store.", "vector_store_id")
                 store = OpenStore(self._kind().open(record.id, record.dimensions))
                 self._open[record.id] = store
             self._open.move_to_end(record.id)
@@ -414,11 +419,12 @@ class Stores:
     @contextmanager
     def _writing(self, record: StoreRecord) -> Iterator[VectorIndex]:
         """The index, while nobody else writes it. Raises: SearchError where the store has gone."""
-        store = self._store(record)
-        with store.writing:
-            if self._store(record) is not store:
-                raise refuse("not_found", "There is no such vector store.", "vector_store_id")
-            yield store.index
+        while True:
+            store = self._store(record)
+            with store.writing:
+                if self._store(record) is store:  # else it was closed, and is open anew
+                    yield store.index
+                    return
 
     def _note_change(self, tenant: str, record: StoreRecord, index: VectorIndex) -> StoreRecord:
         """Note how much the store holds now."""

@@ -13,10 +13,12 @@ from shared.search import (
     AttachFile,
     CreateStore,
     DropItems,
+    DropStore,
     ListStores,
     Page,
     PutFile,
     PutItems,
+    Query,
     ReadItems,
     SearchError,
 )
@@ -95,6 +97,29 @@ def test_a_refused_or_failed_write_gives_its_room_back(stores, monkeypatch):
         with pytest.raises(SearchError, match="keeps"):
             stores.answer(PutItems(tenant="t", store=name, digest="d", items=make_items(400)))
     stores.answer(PutItems(tenant="t", store=name, digest="d", items=ITEMS))
+
+
+@pytest.mark.parametrize("is_write", [False, True])
+def test_a_store_that_is_deleted_while_it_is_asked_for_is_not_made_again(
+    stores, tmp_path, monkeypatch, is_write
+):
+    name = create(stores)
+    find = Catalog.store
+    meanwhile = [lambda: stores.answer(DropStore(tenant="t", store=name))]
+
+    def find_and_delete(catalog, tenant, name):
+        found = find(catalog, tenant, name)
+        if meanwhile:
+            meanwhile.pop()()
+        return found
+
+    monkeypatch.setattr(Catalog, "store", find_and_delete)
+    asked = Query(tenant="t", store=name, digest="d", vectors=[ITEMS[0].vector], k=1)
+    if is_write:
+        asked = PutItems(tenant="t", store=name, digest="d", items=ITEMS)
+    with pytest.raises(SearchError, match="no such vector store"):
+        stores.answer(asked)
+    assert list((tmp_path / "stores").iterdir()) == []
 
 
 def test_ids_of_another_tenant_change_nothing_and_find_nothing(stores):
