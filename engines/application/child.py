@@ -49,6 +49,9 @@ class Reply(msgspec.Struct):
 
 
 _replies = msgspec.json.Decoder(Reply)
+_values = msgspec.json.Decoder(msgspec.Raw)
+#: Less than the decoder can, of levels of a value: gateways read it with more on their stack.
+_LEVELS_LEFT = 200
 
 
 class Variables(msgspec.Struct, frozen=True):
@@ -153,6 +156,10 @@ class Child:
     def _decode(self, line: bytes) -> Reply:
         try:
             reply = _replies.decode(line)
+            if line.count(b"[") + line.count(b"{") > _LEVELS_LEFT:
+                _values.decode(b"[" * _LEVELS_LEFT + bytes(reply.value) + b"]" * _LEVELS_LEFT)
+        except RecursionError:
+            return Reply("error", message="what it gives nests too deeply")
         except msgspec.MsgspecError:
             shown = self._conceal(line.decode(errors="replace"))[:80]
             raise ChildFailed(f"it wrote what is no message: {shown!r}") from None

@@ -450,6 +450,16 @@ def test_no_value_of_a_program_breaks_its_line(echo):
     assert lines_of([output]) == [{"output": [1, "\u2028\x85"]}]
 
 
+@pytest.mark.parametrize("levels", [900, 1200])
+def test_what_nests_deeper_than_others_can_read_fails_its_task_alone(echo, levels):
+    task = Run(msgspec.Raw(b"[" * levels + b"]" * levels), "")
+    echo.engine.add(echo.engine.prepare(EngineCall("deep", task, common_data=b"null"), ()))
+    [output] = echo.finish()
+    assert output.error_code is ErrorCode.TASK_FAILED
+    assert "deeply" in output.error
+    assert echo.ask([[[5]]] * 1000) == [[[5]]] * 1000
+
+
 @pytest.mark.parametrize("word", ["garbage", "early"])
 def test_what_is_no_message_is_evidence(echo, word):
     code, message = echo.refused(word)
