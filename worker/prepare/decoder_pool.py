@@ -22,7 +22,6 @@ MAX_IMAGES = 1000  #: of one child's life: what leaks, leaks no further
 TOO_LONG = "The image takes too long to decode: send a smaller or simpler one."
 _BASE_BYTES = 512 * 1024 * 1024  #: address space of an idle child, and room for its libraries
 _BYTES_PER_PIXEL = 32  #: a decoded image, its copies with transparency composited, and the answer
-_MAX_TEXT_BYTES = 1000
 _START_TIMEOUT_S = 60.0
 _WAITING_RATIO = 3.0  #: whole time of an image over its CPU time, on a busy machine
 _SOCKET_BYTES = 1024 * 1024
