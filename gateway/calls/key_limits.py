@@ -113,7 +113,9 @@ class KeyLimits:
         if not refused.reason.startswith("key_"):
             return self._overloaded(refused.reason)
         # Tokens may be given back at any moment.
-        if refused.reason == "key_requests" and len(self._refused) < MAX_REFUSED:
+        if refused.reason == "key_requests":
+            if len(self._refused) >= MAX_REFUSED:
+                del self._refused[next(iter(self._refused))]  # it was told so before all others
             self._refused[(model, tenant)] = (refused.reason, self._clock() + refused.wait_s)
         return self._key_limit_exceeded(refused.reason, refused.wait_s)
 

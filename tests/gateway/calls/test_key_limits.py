@@ -6,6 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from gateway.calls.key_limits import (
+    MAX_REFUSED,
     TOKENS_PER_IMAGE,
     KeyLimitExceeded,
     KeyLimits,
@@ -103,6 +104,16 @@ def test_a_key_that_has_to_wait_is_not_asked_about_again_until_then():
     limits.check("other", "a")
     time.now = 11.3
     limits.check("m", "a")
+
+
+def test_those_who_never_came_back_take_no_place_from_others():
+    limits, time = make_limits(max_key_requests_per_minute=3)
+    for number in range(MAX_REFUSED):
+        limits.to_error(QueueRefused("key_requests", 11.2), "m", f"tenant {number}")
+    time.now = 20.0
+    limits.to_error(QueueRefused("key_requests", 11.2), "m", "late")
+    with pytest.raises(KeyLimitExceeded):
+        limits.check("m", "late")
 
 
 @pytest.mark.parametrize(("reason", "wait_s"), [("key_open", 0.0), ("key_tokens", 11.2)])
