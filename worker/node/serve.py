@@ -272,7 +272,10 @@ async def wait_until_ready(url: str, pause_s: float = 0.1) -> None:
 async def wait_until_served(settings: Settings, num_models: int) -> None:
     """Return when the gateway is ready and lists so many models. Waits as long as that takes."""
     await wait_until_ready(base_url(settings))
-    while num_models > 1 and len(served_models(settings)) < num_models:
+    while num_models > 1:
+        with suppress(httpx.HTTPError):  # it is busy, or Redis is
+            if len(served_models(settings)) >= num_models:
+                return
         await asyncio.sleep(0.2)
 
 

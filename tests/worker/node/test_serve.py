@@ -1,11 +1,21 @@
-"""What `vlm serve` makes of the settings."""
+"""What `vlm serve` makes of the settings, and of a gateway that starts."""
 
+import asyncio
+import json
 from pathlib import Path
+from threading import Thread
 
+import uvicorn
 import yaml
 
-from shared.settings.tree import EngineValues, RedisSettings, Settings, WorkerSettings
-from worker.node.serve import create_node
+from shared.settings.tree import (
+    EngineValues,
+    GatewaySettings,
+    RedisSettings,
+    Settings,
+    WorkerSettings,
+)
+from worker.node.serve import create_node, wait_until_served
 
 ROOT = Path(__file__).parents[3]
 
@@ -31,3 +41,33 @@ def test_another_model_has_a_worker_of_its_own_on_the_cpu():
     assert other.environment["VLM_ENGINE__DEVICE"] == "cpu"
     assert not {"VLM_ENGINE__KIND", "VLM_WORKER__LORA"} & other.environment.keys()
     assert gateway.must_start
+
+
+async def test_a_gateway_that_cannot_list_its_models_yet_is_asked_again():
+    answers = [(503, []), (200, ["one"]), (200, ["one", "two"])]
+
+    async def app(scope, receive, send):
+        status, models = 200, []
+        if scope["path"] == "/v1/models":
+            status, models = answers.pop(0)
+        body = json.dumps({"data": [{"id": name} for name in models]}).encode()
+        await send({"type": "http.response.start", "status": status, "headers": []})
+        await send({"type": "http.response.body", "body": body})
+
+    server = uvicorn.Server(uvicorn.Config(app, port=0, lifespan="off", log_config=None))
+    thread = Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            await asyncio.sleep(0.01)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        settings = Settings(
+            _env_file=None,  # type: ignore[call-arg]
+            gateway=GatewaySettings(host="127.0.0.1", port=port),
+        )
+        async with asyncio.timeout(60):
+            await wait_until_served(settings, 2)
+        assert answers == []
+    finally:
+        server.should_exit = True
+        thread.join()
