@@ -194,6 +194,8 @@ def schema_grammar(
         content = msgspec.json.decode(schema)
     except (msgspec.MsgspecError, UnicodeDecodeError):
         raise _invalid_schema(param, "send JSON") from None
+    except RecursionError:  # a string was not looked into before
+        raise _invalid_schema(param, f"send at most {limits.max_schema_depth} levels") from None
     if not isinstance(content, dict):
         raise _invalid_schema(param, "send an object")
     is_lenient = strict is False

@@ -127,6 +127,7 @@ def test_a_lenient_schema_may_hold_what_is_ignored():
         (schema_format("x"), WHERE),
         ({"guided_json": "{"}, "guided_json"),
         ({"guided_json": '"{}"'}, "guided_json"),
+        ({"guided_json": '{"a":' * 5000 + "1" + "}" * 5000}, "guided_json"),
         ({"guided_choice": []}, "guided_choice"),
         ({"guided_choice": ["x"] * 1001}, "guided_choice"),
         ({"guided_choice": ["x" * 70_000]}, "guided_choice"),
