@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.panel import Panel
 
 from engines.base import EngineStartError
+from engines.packages.resolve import default_name
 from engines.registry import check_settings, kind_of
 from engines.settings import EngineSettings
 from shared.redis.embedded import EmbeddedRedis, EmbeddedRedisError
@@ -226,6 +227,7 @@ def create_node(
     worker_environment = child_environment(settings, WORKER_GROUPS)
     gateway_environment = child_environment(settings, GATEWAY_GROUPS, HUB_SECRETS)
     engine = read_engine_settings(settings)
+    _check_names(settings, also)
     num_ranks = getattr(engine, "tensor_parallel", 1)
     if num_workers > 1 and getattr(engine, "num_threads", None) == 0:
         threads = max(1, (os.cpu_count() or 1) // (num_workers * num_ranks))
@@ -249,6 +251,22 @@ def create_node(
     drain_s = max(settings.gateway.drain_s, settings.worker.drain_s)
     ready = partial(wait_until_served, settings, 1 + len(also))
     return Node([*workers, gateway], ready, drain_s + GRACE_S)
+
+
+def _check_names(settings: Settings, also: Sequence[str]) -> None:
+    """Two models of one name would be one of the fleet: nothing would be ready. Raises: NodeError."""
+    engine = read_engine_settings(settings)
+    names = {engine.served_name}
+    if not engine.served_name and kind_of(settings.engine.values()) in ("torch", "pooling"):
+        names = {default_name(engine.model)}
+    for model in also:
+        if (name := default_name(model)) in names:
+            raise NodeError(
+                f"--also {model}: a model called {name} is served already; leave it out, or give "
+                "another name to that of --model with --served-name",
+                os.EX_CONFIG,
+            )
+        names.add(name)
 
 
 def read_engine_settings(settings: Settings) -> EngineSettings:

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from threading import Thread
 
+import pytest
 import uvicorn
 import yaml
 
@@ -16,6 +17,7 @@ from shared.settings.tree import (
     WorkerSettings,
 )
 from worker.node.serve import create_node, wait_until_served
+from worker.node.supervisor import NodeError
 
 ROOT = Path(__file__).parents[3]
 
@@ -71,3 +73,27 @@ async def test_a_gateway_that_cannot_list_its_models_yet_is_asked_again():
     finally:
         server.should_exit = True
         thread.join()
+
+
+@pytest.mark.parametrize(
+    ("engine", "also", "is_refused"),
+    [
+        ({}, ["shapes"], True),
+        ({}, ["shapes-clip", "shapes-clip"], True),
+        ({"served_name": "shapes-clip"}, ["shapes-clip"], True),
+        ({"served_name": "other"}, ["shapes"], False),
+        ({"kind": "mock"}, ["shapes"], False),
+        ({"kind": "mock", "served_name": "shapes"}, ["shapes"], True),
+    ],
+)
+def test_two_models_of_one_name_are_refused(engine, also, is_refused):
+    settings = Settings(
+        _env_file=None,  # type: ignore[call-arg]
+        engine=EngineValues.model_validate(engine),
+    )
+    if is_refused:
+        with pytest.raises(NodeError, match=also[-1]) as caught:
+            create_node(settings, 1, also=also)
+        assert caught.value.exit_code == 78
+    else:
+        assert len(create_node(settings, 1, also=also).children) == 3
