@@ -6,10 +6,12 @@ place: `messages.[0].content.[1].image_url`.
 
 import asyncio
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import Generic, TypeVar
 
 import msgspec
+from msgspec import inspect
 from starlette.types import Receive
 
 from gateway.http.admission import HeldBody
@@ -130,10 +132,12 @@ def _too_large(limit: str) -> ApiError:
 class JsonBody(Generic[T]):
     """Reads bodies of one type.
 
-    `hints`: what to say of a value outside a closed set, by the field's path or its last name.
+    `hints`: what to say of a value outside a closed set, by the field's path or its last name; without
+    one, the set itself.
     """
 
     def __init__(self, type_: type[T], hints: Mapping[str, str] | None = None) -> None:
+        self._type = type_
         self._decoder = msgspec.json.Decoder(type_)
         self._hints = hints or {}
 
@@ -144,7 +148,7 @@ class JsonBody(Generic[T]):
                 body.decode()  # the decoder does not look into the fields that it skips
             return self._decoder.decode(body)
         except msgspec.ValidationError as error:
-            raise locate(str(error), self._hints) from None
+            raise locate(str(error), self._hints, self._info) from None
         except RecursionError:
             raise InvalidRequest(
                 "The body nests objects and arrays too deeply: send at most 100 levels.",
@@ -153,6 +157,10 @@ class JsonBody(Generic[T]):
         except (msgspec.DecodeError, UnicodeDecodeError):
             message = "The body is not valid JSON in UTF-8."
             raise InvalidRequest(message, code="invalid_json") from None
+
+    @cached_property
+    def _info(self) -> inspect.Type:
+        return inspect.type_info(self._type)
 
 
 def find_model_name(body: bytes) -> str:
@@ -163,8 +171,11 @@ def find_model_name(body: bytes) -> str:
         return ""
 
 
-def locate(problem: str, hints: Mapping[str, str]) -> ApiError:
-    """The error that names the field of a message of msgspec's, and repeats no value."""
+def locate(problem: str, hints: Mapping[str, str], info: inspect.Type | None = None) -> ApiError:
+    """The error that names the field of a message of msgspec's, and repeats no value.
+
+    `info`: the type of the body.
+    """
     match = _AT.fullmatch(problem)
     assert match is not None  # every part of the pattern is optional
     reason = match["reason"]
@@ -177,7 +188,8 @@ def locate(problem: str, hints: Mapping[str, str]) -> ApiError:
         return InvalidRequest(
             f"Missing required field: {param}.", param=param, code="missing_field"
         )
-    return InvalidRequest(_explain(reason, path, hints), param=path or None, code="invalid_value")
+    message = _explain(reason, path, hints, info)
+    return InvalidRequest(message, param=path or None, code="invalid_value")
 
 
 def unsupported(param: str) -> ApiError:
@@ -193,9 +205,44 @@ def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _explain(reason: str, path: str, hints: Mapping[str, str]) -> str:
+def _explain(reason: str, path: str, hints: Mapping[str, str], info: inspect.Type | None) -> str:
     subject = f"Invalid value for {path}" if path else "Invalid body"
     if reason.startswith("Invalid"):  # msgspec would quote the value
         hint = hints.get(path) or hints.get(path.rpartition(".")[2], "")
+        if not hint and info is not None and (values := _values_at(info, path)):
+            hint = f"Send {' or '.join(filter(None, (', '.join(values[:-1]), values[-1])))}."
         return f"{subject}. {hint}".rstrip()
     return f"{subject}: {reason[0].lower()}{reason[1:]}."
+
+
+def _values_at(info: inspect.Type, path: str) -> list[str]:
+    """The closed set of texts at that path of a body; empty: there is none."""
+    types = [*_members(info)]
+    for name in filter(None, path.split(".")):
+        types = [
+            member
+            for type_ in types
+            for inner in _inside(type_, name)
+            for member in _members(inner)
+        ]
+    sets = (type_.values for type_ in types if isinstance(type_, inspect.LiteralType))
+    enums = (
+        [item.value for item in type_.cls] for type_ in types if isinstance(type_, inspect.EnumType)
+    )
+    return [value for values in (*sets, *enums) for value in values if isinstance(value, str)]
+
+
+def _members(type_: inspect.Type) -> Iterator[inspect.Type]:
+    """Itself, or those of a union; without what only describes it."""
+    while isinstance(type_, inspect.Metadata):
+        type_ = type_.type
+    yield from type_.types if isinstance(type_, inspect.UnionType) else (type_,)
+
+
+def _inside(type_: inspect.Type, name: str) -> Iterator[inspect.Type]:
+    if isinstance(type_, inspect.StructType):
+        yield from (field.type for field in type_.fields if field.encode_name == name)
+    elif name.startswith("[") and isinstance(
+        type_, inspect.ListType | inspect.VarTupleType | inspect.SetType
+    ):
+        yield type_.item_type

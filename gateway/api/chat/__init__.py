@@ -29,6 +29,7 @@ _BODY = JsonBody(
         "type": "Supported content parts are text and image_url: send a video as images of its frames, "
         "and audio and files as text.",
         "response_format.type": "Supported formats are text, json_object and json_schema.",
+        "tool_choice": "Send none, auto, required, a function by name or allowed_tools.",
         "detail": "Supported values are auto, low, high and original.",
     },
 )

@@ -199,3 +199,26 @@ async def test_prompts_and_conversations_are_tokenized_as_vllm_says(gateway, wor
 async def test_ids_are_a_prompt(client, worker):
     await client.completions.create(model=MODEL, prompt=[5, 6])
     assert worker.requests[0].task.prompt == TokensPart((5, 6))
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "values"),
+    [
+        ("chat/completions", {"service_tier": "?"}, "service_tier", ("auto", "flex")),
+        ("chat/completions", {"reasoning_effort": "?"}, "reasoning_effort", ("none", "xhigh")),
+        ("chat/completions", {"tool_choice": "?"}, "tool_choice", ("auto", "required")),
+        ("completions", {"service_tier": "?"}, "service_tier", ("auto", "flex")),
+        ("responses", {"reasoning": {"effort": "?"}}, "reasoning.effort", ("none", "xhigh")),
+        ("messages", {"service_tier": "?"}, "service_tier", ("auto", "standard_only")),
+        (
+            *("embeddings", {"messages": [{"role": "?", "content": "x"}]}),
+            *("messages.[0].role", ("user",)),
+        ),
+    ],
+)
+async def test_a_value_outside_a_closed_set_is_told_the_set(gateway, path, body, param, values):
+    answer = await gateway.client.post(f"/v1/{path}", json={"model": MODEL, **body})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param)
+    assert set(values) <= set(error["message"].replace(",", " ").replace(".", " ").split())
+    assert "?" not in error["message"]
