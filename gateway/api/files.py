@@ -243,6 +243,7 @@ class Files:
             record = await self._find_image(caller.context.tenant, name)
             return msgspec.json.decode(record.data, type=FileObject)
         asked = ReadFile(tenant=caller.tenant, file=name)
+        self._check_searched()
         return FileObject.of(await self._search.ask(asked, FileRecord))
 
     async def content(self, caller: Caller) -> Response:
@@ -262,6 +263,7 @@ class Files:
             )
             return Response(loaded[0].data, media_type=image.media_type)
         asked = ReadFile(tenant=caller.tenant, file=name, with_data=True)
+        self._check_searched()
         record = await self._search.ask(asked, FileRecord)
         return Response(record.data, media_type=media_type)
 
@@ -275,8 +277,14 @@ class Files:
             if not await self._images.delete(caller.context.tenant, name):
                 raise _no_file()
         else:
+            self._check_searched()
             await self._search.ask(DropFile(tenant=caller.tenant, file=name), bool)
         return Deleted(name, "file")
+
+    def _check_searched(self) -> None:
+        """Refuse an id that is of no batch and no image, where nothing else is kept. Raises: NotFound."""
+        if self._batch_files is not None and not self._search.is_on:
+            raise _no_file()
 
     @property
     def _files(self) -> BatchFiles:

@@ -488,3 +488,13 @@ async def test_bytes_that_are_gone_are_a_503_and_no_empty_file(client, tmp_path)
     with pytest.raises(openai.InternalServerError) as refused:
         await client.with_options(max_retries=0).files.content(file.id)
     assert refused.value.status_code == 503
+
+
+@pytest.mark.parametrize("path", ["", "/content"])
+async def test_an_unknown_file_is_not_there_though_no_search_process_is(client, gateway, path):
+    headers = {"authorization": f"Bearer {KEYS[0]}"}
+    answer = await gateway.client.get(f"/v1/files/nothing{path}", headers=headers)
+    assert answer.status_code == 404
+    assert answer.json()["error"]["code"] == "not_found"
+    with pytest.raises(openai.NotFoundError, match="no such file"):
+        await client.files.delete("nothing")
