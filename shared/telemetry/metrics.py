@@ -335,8 +335,8 @@ class DeploymentMetrics:
             for outcome in ("finished", "failed"):
                 self._counters["vlm_deployment_requests_total"].remove(name, version, outcome)
         self._versions &= known
-        if len(self._seen) > _MAX_SEEN:
-            self._seen.clear()
+        while len(self._seen) > _MAX_SEEN:
+            del self._seen[next(iter(self._seen))]
 
     def _show(self, app: App) -> None:
         gauges, name = self._gauges, app.name
@@ -356,7 +356,8 @@ class DeploymentMetrics:
 
     def _add(self, name: str, labels: tuple[str, ...], key: tuple[str, ...], count: int) -> None:
         counter = self._counters[name].labels(*labels)
-        counter.inc(max(0, count - self._seen.get(key, 0)))
+        counter.inc(max(0, count - self._seen.pop(key, 0)))
+        # Behind the others: who was not seen for longest is forgotten first.
         self._seen[key] = count
 
 

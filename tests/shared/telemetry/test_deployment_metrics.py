@@ -61,3 +61,19 @@ def test_a_worker_that_was_silent_is_not_counted_again_and_old_versions_go():
     assert not [each for each in shown(metrics) if OLD[7:19] in each]
     metrics.deployments.observe({}, [])
     assert not [each for each in shown(metrics) if "generation" in each]
+
+
+def test_a_worker_that_outlives_many_others_is_counted_once():
+    metrics = GatewayMetrics()
+    app = App("n", 1, active=Revision(1, OLD, Spec()), num_promoted=1)
+    lasting = worker(OLD, "x", 5)
+    for others in ("a", "b"):
+        workers = [worker(OLD, f"{others}{number}", 1) for number in range(4000)]
+        metrics.deployments.observe({"n": app}, [*workers, lasting])
+    metrics.deployments.observe({"n": app}, [lasting])
+    found = shown(metrics)
+    answers = (
+        f'vlm_deployment_requests_total{{application="n",digest="{OLD[7:19]}",outcome="finished"}}'
+    )
+    assert f"{answers} 8005.0" in found
+    assert 'vlm_deployment_rollouts_total{application="n",outcome="active"} 1.0' in found
