@@ -40,25 +40,25 @@ class KeptAnswers:
         holder = _holder(name)
         holds = (self._blobs.hold(image, holder, ttl_s=self._ttl_s) for image in set(images))
         await asyncio.gather(*holds)
-        made_room = await self._records.put(_owner(tenant), name, Record(data, images))
-        if made_room is None:
-            self._blobs.release(holder, images)
-            return
-        for other, record in made_room:
-            self._blobs.release(_holder(other), record.images)
+        await self._put(tenant, name, Record(data, images))
 
     async def put_image(self, tenant: str, image: LoadedImage, data: bytes) -> bool:
         """Keep an image and what is told of it, from now on for its time; False: it is more than may be kept."""
-        name, owner = image_name(tenant, image.ref.sha256), _owner(tenant)
         if self._ttl_s <= 0:
             return False
+        name = image_name(tenant, image.ref.sha256)
         await self._blobs.put(image.data, _holder(name), ttl_s=self._ttl_s, ref=image.ref)
-        await self._records.delete(owner, name)
-        await self.put(tenant, name, data, (image.ref,))
-        if await self._records.get(owner, name) is not None:
-            return True
-        self._blobs.release(_holder(name), (image.ref,))
-        return False
+        return await self._put(tenant, name, Record(data, (image.ref,)), anew=True)
+
+    async def _put(self, tenant: str, name: str, record: Record, *, anew: bool = False) -> bool:
+        """Keep a record whose images are held; whether it is kept."""
+        made_room = await self._records.put(_owner(tenant), name, record, anew=anew)
+        if made_room is None:
+            self._blobs.release(_holder(name), record.images)
+            return False
+        for other, old in made_room:
+            self._blobs.release(_holder(other), old.images)
+        return True
 
     async def find_images(
         self, tenant: str, sources: Sequence[ImageSource]

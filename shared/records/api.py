@@ -28,9 +28,9 @@ class RecordStore(Protocol):
     """The records of one fleet, by their owner and a name. All methods raise RecordsUnavailable."""
 
     async def put(
-        self, owner: str, name: str, record: Record
+        self, owner: str, name: str, record: Record, *, anew: bool = False
     ) -> Sequence[tuple[str, Record]] | None:
-        """Keep a record. A second put changes nothing.
+        """Keep a record. A second put changes nothing, unless `anew`: then it counts from now on.
 
         Returns the names and records that made room, the oldest; None: it is larger than all of an
         owner's may be, and is not kept.

@@ -33,7 +33,7 @@ class RedisRecordStore:
 
     @redis_errors_as(RecordsUnavailable)
     async def put(
-        self, owner: str, name: str, record: Record
+        self, owner: str, name: str, record: Record, *, anew: bool = False
     ) -> Sequence[tuple[str, Record]] | None:
         """See `RecordStore.put`."""
         size = record.num_bytes
@@ -47,6 +47,7 @@ class RedisRecordStore:
             size=size,
             max_bytes=self._max_bytes,
             max_records=self._max_records,
+            anew=anew,
         )
         keys = self._index(owner)
         found = await retry_idempotent(lambda: self._sender.run(PUT_RECORD, keys, arguments))

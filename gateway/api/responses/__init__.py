@@ -32,7 +32,7 @@ from gateway.api.responses.translate import (
 )
 from gateway.api.routes import Caller, Operation
 from gateway.api.vector_stores import ListQuery
-from gateway.calls.kept import KeptAnswers
+from gateway.calls.kept import IMAGE_ID, KeptAnswers
 from gateway.calls.surface import Answer, AnswerHead, Plan, Surface
 from gateway.http import sse
 from gateway.http.body import JsonBody
@@ -247,7 +247,7 @@ class ResponseRoutes:
     async def delete(self, caller: Caller) -> DeletedResponse:
         """`DELETE /v1/responses/{id}`"""
         name = caller.path["response_id"]
-        if not await self._kept.delete(caller.context.tenant, name):
+        if name.startswith(IMAGE_ID) or not await self._kept.delete(caller.context.tenant, name):
             raise _not_kept()
         return DeletedResponse(name)
 

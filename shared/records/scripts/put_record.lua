@@ -1,10 +1,12 @@
 -- Keep a record for its time; those whose time is over, and then the oldest, make room.
 -- KEYS: records (names by the time in ms until when), sizes (bytes by name, and of all under '')
--- args: prefix (of the records' own keys), name, ttl_ms, size, max_bytes, max_records    raw: the record
--- Returns names and records that made room, one after another. A record that is there stays as it is.
+-- args: prefix (of the records' own keys), name, ttl_ms, size, max_bytes, max_records, anew
+--       raw: the record
+-- Returns names and records that made room, one after another. A record that is there stays as it is, unless
+-- it is to be kept `anew`.
 local args = cmsgpack.unpack(ARGV[1])
 local records, sizes = KEYS[1], KEYS[2]
-if redis.call('EXISTS', args.prefix .. args.name) == 1 then return {} end
+if redis.call('EXISTS', args.prefix .. args.name) == 1 and not args.anew then return {} end
 local time = redis.call('TIME')
 local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
 local made_room = {}
@@ -21,6 +23,7 @@ local function forget(name)
   end
 end
 
+if redis.call('DEL', args.prefix .. args.name) == 1 then forget(args.name) end
 for _, name in ipairs(redis.call('ZRANGEBYSCORE', records, '-inf', string.format('%.0f', now_ms))) do forget(name) end
 while true do
   local oldest = redis.call('ZRANGE', records, 0, 0)[1]

@@ -1,5 +1,6 @@
 """Images that are uploaded once, and stand for their URL in requests of every API."""
 
+import asyncio
 import hashlib
 from base64 import b64decode
 from typing import Any
@@ -75,6 +76,24 @@ async def test_only_the_key_that_uploaded_it_finds_it(client, gateway, worker, w
     path, _ = words("")
     assert response.json()["error"]["param"].startswith("input" if "resp" in path else "messages")
     assert worker.requests == []
+
+
+async def test_an_image_that_many_upload_at_once_is_kept_for_all(client, gateway, worker):
+    async def upload() -> set[str]:
+        made = client.files.create
+        return {(await made(file=("scene.png", PNG), purpose="vision")).id for _ in range(20)}
+
+    ids = set().union(*await asyncio.gather(*(upload() for _ in range(8))))
+    [name] = ids
+    assert (await ask(gateway, chat, name, ONE)).status_code == 200
+
+
+async def test_an_image_is_no_response(client, gateway):
+    file = await client.files.create(file=("scene.png", PNG), purpose="vision")
+    for method in ("GET", "DELETE"):
+        path = f"/v1/responses/{file.id}"
+        assert (await gateway.client.request(method, path, headers=ONE)).status_code == 404
+    assert (await client.files.retrieve(file.id)).id == file.id
 
 
 async def test_an_image_that_is_deleted_is_not_found(client, gateway, worker):

@@ -48,6 +48,16 @@ async def test_a_record_is_its_owners_and_stays_as_it_was(make):
     assert await store.get("me", "one") is None
 
 
+async def test_a_record_that_is_kept_anew_takes_the_place_and_the_time_of_the_old_one(make):
+    store = make(max_records=2)
+    for name in ("a", "b", "a"):
+        assert await store.put("me", name, Record(b"x" * 40), anew=True) == []
+        await asyncio.sleep(0.002)
+    assert await store.put("me", "c", Record(b"x" * 60)) == [("b", Record(b"x" * 40))]
+    assert await store.put("me", "a", Record(b"y" * 40), anew=True) == []
+    assert await store.get("me", "a") == Record(b"y" * 40)
+
+
 async def test_the_oldest_make_room_by_number_and_by_bytes_with_their_images(make):
     store = make()
     for name in "abc":
