@@ -452,7 +452,7 @@ class BatchingEngine(Engine[EngineRequest]):
         if request.request_id in self._generations:
             raise InvalidRequest(f"request id {request.request_id!r} is in use")
         if num_prompt_tokens == 0:
-            raise InvalidRequest("the prompt is empty: send at least one token")
+            raise InvalidRequest("the prompt is empty: send at least one token", "prompt")
         max_tokens = request.sampling.max_tokens
         if max_tokens is not None and max_tokens < 1:
             raise InvalidRequest(f"max_tokens is {max_tokens}: send at least 1")

@@ -315,6 +315,12 @@ def test_what_the_model_cannot_honour_is_refused(request_: EngineRequest):
     assert not engine.has_work()
 
 
+def test_an_empty_prompt_is_refused_by_its_name():
+    with pytest.raises(InvalidRequest) as refused:
+        make_engine().add(make_request(prompt=""))
+    assert refused.value.param == "prompt"
+
+
 def test_an_id_in_use_is_refused_and_its_owner_goes_on():
     engine = make_engine()
     engine.add(make_request())
