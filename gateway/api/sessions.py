@@ -333,12 +333,17 @@ class Sessions:
             try:
                 await self._queue(caller, session, card, task, run, task.deadline_at - now)
             except BaseException:
-                if state == "new":
+                if state == "new" and not await self._is_queued(task):
                     await self._store.settle(session.id, {task_id: "forgotten"})
                 raise
         if state == "new":
             return _show_task(session, task, "pending")
         return _show_task(session, task, await self._stand(session, task, state))
+
+    async def _is_queued(self, task: TaskRecord) -> bool:
+        """Whether its call is there, though it was not answered for: the reply was lost, or nobody waits for it."""
+        queue = self._lifecycle.dispatcher.queue
+        return await queue.state(task.model, task.request_id) is not None
 
     async def _queue(
         self,

@@ -9,6 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from shared.protocol import ErrorCode
+from shared.queue.api import QueueUnavailable
 from shared.redis.client import create_redis
 from shared.settings.limits import LimitSettings
 from shared.settings.tree import RedisSettings
@@ -228,6 +229,21 @@ async def test_a_task_that_has_ended_stays_as_it_ended_when_it_is_cancelled_late
     await redis.aclose()
     assert (await session.ask("POST", "/tasks/x:cancel", {}))["state"] == "succeed"
     assert (await session.ask("POST", "/tasks/y:cancel", {}))["state"] == "failed"
+
+
+async def test_a_task_that_was_queued_is_known_though_its_reply_was_lost(
+    session, gateway, scripted, monkeypatch
+):
+    submit = gateway.services.dispatcher.submit
+
+    async def lose_reply(*arguments: Any, **options: Any) -> None:
+        (await submit(*arguments, **options)).close()
+        raise QueueUnavailable
+
+    monkeypatch.setattr(gateway.services.dispatcher, "submit", lose_reply)
+    await session.send({"input": 1, "id": "t"}, status=503)
+    assert (await session.end_of("t"))["output"] == [1]
+    assert await session.counts() == {"succeed": 1}
 
 
 @pytest.mark.parametrize("changes", [{"limits": {"max_queue_depth": 2}}])
