@@ -88,8 +88,11 @@ class Asker:
 
 def first_model(url: str, api_key: str) -> str:
     """The model that a server names first. Raises: AnswerError."""
-    with ChatClient(url, api_key) as client:
-        models = client.models()
+    try:
+        with ChatClient(url, api_key) as client:
+            models = client.models()
+    except AnswerError as error:
+        raise AnswerError(f"{url} does not tell its models ({error}): does it run?") from error
     if not models:
-        raise AnswerError("the server has no model")
+        raise AnswerError(f"{url} has no model")
     return models[0]

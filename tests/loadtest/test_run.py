@@ -135,7 +135,9 @@ def test_client_that_has_no_time_left_says_so(monkeypatch, capsys, ratio, warns)
 
 def test_server_that_is_not_there_is_one_line():
     done = CliRunner().invoke(vlm.app, ["loadtest", "--host", "http://127.0.0.1:9"])
-    assert (done.exit_code, done.stderr) == (1, "connection: ConnectionRefusedError\n")
+    assert (done.exit_code, done.stderr.count("\n")) == (1, 1)
+    assert "http://127.0.0.1:9" in done.stderr
+    assert "ConnectionRefusedError" in done.stderr
 
 
 SAYS = "import sys; sys.stdin.read(); say = lambda *lines: print(*lines, sep='\\n', flush=True)\n"
