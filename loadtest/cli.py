@@ -10,14 +10,18 @@ from typing import Annotated, Any
 
 import typer
 
-from loadtest.load_plan import make_plan
+from loadtest.load_plan import DEFAULT_USERS, make_plan
 from loadtest.objective import parse_objective
 from loadtest.record import Profile, Workload
 
 app = typer.Typer()
 
 Users = Annotated[
-    str, typer.Option(help="Users that wait for their answers: 8, steps 2,4,8 or a ramp 1..16.")
+    str | None,
+    typer.Option(
+        help="Users that wait for their answers: 8, steps 2,4,8 or a ramp 1..16.",
+        show_default=DEFAULT_USERS,
+    ),
 ]
 Rate = Annotated[
     str | None,
@@ -33,7 +37,7 @@ ApiKey = Annotated[
 def loadtest(
     context: typer.Context,
     profile: Annotated[Profile, typer.Option(help="What is asked.")] = "mixed",
-    users: Users = "8",
+    users: Users = None,
     rate: Rate = None,
     duration: Annotated[float, typer.Option(min=0.5, help="Seconds, all steps together.")] = 30.0,
     warmup: Annotated[float, typer.Option(min=0.0, help="Seconds before them.")] = 1.0,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from loadtest.record import Plan
 
 RAMP_PHASES = 8
+DEFAULT_USERS = "8"
 
 
 class PlanError(ValueError):
@@ -46,9 +47,11 @@ def parse_levels(text: str) -> tuple[tuple[float, ...], bool]:
     return levels, is_ramp
 
 
-def make_plan(users: str, rate: str | None, duration_s: float, warmup_s: float) -> Plan:
-    """A closed loop of users, or an open one where a rate is given. Raises: PlanError."""
-    levels, is_ramp = parse_levels(rate or users)
+def make_plan(users: str | None, rate: str | None, duration_s: float, warmup_s: float) -> Plan:
+    """A closed loop of users, of 8 by default, or an open one of a rate. Raises: PlanError."""
+    if users and rate:
+        raise PlanError("--users and --rate: a load is the one or the other")
+    levels, is_ramp = parse_levels(rate or users or DEFAULT_USERS)
     loop = "open" if rate else "closed"
     return Plan(loop=loop, levels=levels, is_ramp=is_ramp, duration_s=duration_s, warmup_s=warmup_s)
 
