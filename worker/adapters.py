@@ -167,10 +167,15 @@ class WorkerAdapters:
 
 
 def _resolve(path: str) -> Path:
-    """A directory, or a hub id's. Raises: EngineStartError."""
+    """A directory, or a hub id's. Raises: BadAdapter, EngineStartError."""
     directory = Path(path).expanduser()
     if directory.is_dir():
         return directory
-    from engines.packages.resolve import resolve_model  # noqa: PLC0415 (the hub's client is slow to import)
+    # The hub's client is slow to import.
+    from engines.packages.resolve import parse_hub_id, resolve_model  # noqa: PLC0415
 
+    if parse_hub_id(path) is None:
+        raise BadAdapter(
+            f"there is no directory {path}: name one, or a hub id as org/name[@revision]"
+        )
     return resolve_model(path)

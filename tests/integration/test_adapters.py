@@ -234,6 +234,15 @@ async def test_a_link_out_of_the_directory_is_refused(
         assert "leads out" in refused.json()["error"]["message"]
 
 
+async def test_an_adapter_that_is_not_there_is_named_at_the_start(
+    gateway: RunningGateway, ends: Ends, directory: Path
+):
+    missing = str(directory / "nowhere")
+    with pytest.raises(SettingsError, match=f"sql: there is no directory {missing}"):
+        async with serving(gateway, ends, lora=(f"sql={missing}",)):
+            pass
+
+
 async def test_without_a_directory_nothing_is_loaded_at_run_time(
     gateway: RunningGateway, ends: Ends, directory: Path
 ):
