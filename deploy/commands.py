@@ -153,7 +153,7 @@ def run_deploy(
         with _Bar("hashing") as bar:
             packed = pack(application, engine=engine, entry=entry, command=command, report=bar)
     except (BadPackage, OSError) as error:
-        raise CommandFailed(str(error), PACKAGING) from None
+        raise CommandFailed(f"{application}: {error}", PACKAGING) from None
     try:
         if target == "kubernetes":
             url = store_url or find_store(client)

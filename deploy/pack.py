@@ -100,7 +100,7 @@ def _find_directory(application: str, path: Path) -> tuple[Path, Path]:
         return BUILT_IN[application], BUILT_IN[application].resolve()
     if parse_hub_id(application) is None:
         raise BadPackage(
-            f"{application}: there is no such file or directory; give a model directory, a hub id as "
+            "there is no such file or directory; give a model directory, a hub id as "
             "org/name[@revision], a Python application, an executable, or a .tar.gz of one"
         )
     try:

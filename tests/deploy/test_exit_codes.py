@@ -119,6 +119,13 @@ def test_what_can_be_no_package_ends_with_2(package: Path, path: str, data: byte
     assert run(*deploy_of(Path("/no/such/path"))).exit_code == 2
 
 
+def test_a_file_that_is_no_package_is_named(tmp_path: Path):
+    (tmp_path / "README.md").write_text("# nothing to run")
+    done = run("deploy", "--name", "n", "--application", tmp_path / "README.md")
+    assert done.exit_code == 2
+    assert "README.md" in said(done)
+
+
 async def test_a_key_that_cannot_sign_ends_with_2(package: Path, url: str, tmp_path: Path):
     (tmp_path / "key").write_text("no key")
     done = await asyncio.to_thread(run, *deploy_of(package, "--sign", tmp_path / "key"), url=url)
