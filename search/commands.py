@@ -150,6 +150,7 @@ def run_search(
 ) -> None:
     """`vlm search`"""
     with _failing():
+        from engines.packages.resolve import BUILT_IN  # noqa: PLC0415
         from search.collection import MANIFEST, read_manifest  # noqa: PLC0415
         from search.embed import PLAN  # noqa: PLC0415
         from search.embedders import GatewaySilent  # noqa: PLC0415
@@ -180,8 +181,9 @@ def run_search(
                 model = read_manifest(directory).model
             kind = find_kind(engine)
             if not model and is_collection and kind is not None and kind.needs_checkpoint:
-                made_by = read_manifest(directory).model
-                raise EmbedError(f"name the model that made it with --model: {made_by}")
+                model = read_manifest(directory).model
+                if model not in BUILT_IN:  # what a manifest names is not loaded unasked
+                    raise EmbedError(f"name the model that made it with --model: {model}")
             gateway = Gateway(url, api_key) if url else None
             embedder = open_embedder(engine, model, gateway, None, is_query=True)
             try:

@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 import vlm
+from engines.base import EngineStartError
 from engines.registry import EngineKind, engine_kinds, register
 from engines.settings import EngineSettings
 from search.collection import BadCollection, Part, read_manifest, write_manifest, write_part
@@ -218,6 +219,24 @@ def test_what_is_not_there_is_told_before_a_model_loads(
     assert failed.exit_code == 1, failed.output
     assert reported in failed.output.replace("\n", " ")
     assert "Errno" not in failed.output
+
+
+def test_a_collection_of_a_built_in_model_is_searched_by_it(tmp_path, inputs, monkeypatch):
+    asked = []
+
+    def load(values, *arguments, **options):
+        asked.append(values["model"])
+        raise EngineStartError("enough")
+
+    monkeypatch.chdir(tmp_path)
+    run("embed", "inputs.txt", "--output", "made", "--engine", "mock_pooling")
+    manifest = tmp_path / "made" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace("mock-embeddings", "shapes-clip"))
+    monkeypatch.setattr("engines.registry.create_engine", load)
+
+    failed = run("search", "made", "x")
+
+    assert asked == ["shapes-clip"], failed.output
 
 
 def _refuse(*arguments, **options):
