@@ -81,12 +81,15 @@ def is_resumable(context: RequestContext, plan: Plan) -> bool:
     if key is None and not (wants_resume and plan.is_streamed):
         return False
     if len(plan.tasks) != 1:
-        raise InvalidRequest("`n` must be 1 for a resumable request.", param="n")
+        raise InvalidRequest(
+            "`n` must be 1 for a resumable request.", param="n", code="invalid_value"
+        )
     if key is not None:
         if not _KEY.fullmatch(key):
             raise InvalidRequest(
                 "Invalid Idempotency-Key: send 1 to 256 visible ASCII characters.",
                 param="Idempotency-Key",
+                code="invalid_value",
             )
         context.id = hmac.new(context.tenant.encode(), key, hashlib.sha256).hexdigest()[:32]
     return True
@@ -105,7 +108,9 @@ def _last_event_id(context: RequestContext) -> int:
     if not value:
         return -1
     if not _EVENT_ID.fullmatch(value):
-        raise InvalidRequest("Invalid Last-Event-ID: send a number.", param="Last-Event-ID")
+        raise InvalidRequest(
+            "Invalid Last-Event-ID: send a number.", param="Last-Event-ID", code="invalid_value"
+        )
     return int(value)
 
 

@@ -196,7 +196,8 @@ async def test_a_stream_that_another_version_began_is_a_404(gateway, redis, redi
 async def test_what_cannot_be_taken_up_again_is_refused_by_name(gateway, headers, body, param):
     response = await gateway.chat(make_body(**body), headers=headers)
     assert response.status_code == 400
-    assert response.json()["error"]["param"] == param
+    error = response.json()["error"]
+    assert (error["param"], error["code"]) == (param, "invalid_value")
 
 
 @pytest.mark.parametrize("stream", [False, True])
