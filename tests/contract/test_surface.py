@@ -96,6 +96,11 @@ class Dialect:
     def is_streamed(self) -> bool:
         return bool(self.end)
 
+    @property
+    def model_field(self) -> str:
+        """What an error calls the model."""
+        return "model" if self.names_model else "name"
+
 
 def embedded(answer: Json) -> str:
     return TOLD if answer["data"][0]["embedding"] == NUMBERS else ""
@@ -573,7 +578,7 @@ async def test_another_media_type_is_a_415(speaker):
 async def test_an_unknown_model_is_a_404(speaker):
     response = await speaker.ask(model="nobody")
     assert response.status_code == 404
-    assert speaker.error_of(response) == ("model_not_found", "model")
+    assert speaker.error_of(response) == ("model_not_found", speaker.dialect.model_field)
 
 
 async def test_a_model_without_the_task_says_what_it_offers(speaker, redis_server, redis_prefix):
@@ -583,7 +588,7 @@ async def test_a_model_without_the_task_says_what_it_offers(speaker, redis_serve
         await speaker.services.models.refresh()
         response = await speaker.ask(model="other")
     assert response.status_code == 400
-    assert speaker.error_of(response) == ("wrong_task", "model")
+    assert speaker.error_of(response) == ("wrong_task", speaker.dialect.model_field)
     assert ", ".join(others) in response.text
     assert other.requests == []
 

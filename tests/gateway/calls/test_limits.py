@@ -93,7 +93,7 @@ ELSEWHERE = (
     "max_prompts",
     "max_wrong_",
     "max_lora",
-    *("max_task", "max_session_", "max_common_"),
+    *("max_task", "max_session", "max_common_"),
     *("max_schema_", "max_pattern_", "max_choice_", "max_grammar_", "MAX_FORMAT_"),
     *("max_tools", "MAX_TOOL_", "MAX_RESPONSE_"),
     *("max_store", "max_file", "max_filter", "max_item", "max_search"),
