@@ -123,7 +123,7 @@ def test_a_file_that_is_no_package_is_named(tmp_path: Path):
     (tmp_path / "README.md").write_text("# nothing to run")
     done = run("deploy", "--name", "n", "--application", tmp_path / "README.md")
     assert done.exit_code == 2
-    assert "README.md" in said(done)
+    assert "README.md:" in "".join(done.stderr.split())
 
 
 async def test_a_key_that_cannot_sign_ends_with_2(package: Path, url: str, tmp_path: Path):
