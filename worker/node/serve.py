@@ -22,8 +22,7 @@ from rich.console import Console
 from rich.panel import Panel
 
 from engines.base import EngineStartError
-from engines.packages.resolve import default_name
-from engines.registry import check_settings, kind_of
+from engines.registry import check_settings, find_kind, kind_of
 from engines.settings import EngineSettings
 from shared.redis.embedded import EmbeddedRedis, EmbeddedRedisError
 from shared.settings import SettingsError
@@ -212,10 +211,14 @@ async def _serve(
             {task, asyncio.ensure_future(started.wait())}, return_when=asyncio.FIRST_COMPLETED
         )
     if started.is_set():
-        models = served_models(settings)
-        main = next((model for model in models if "generate" in model["tasks"]), models[0])
-        others = [model for model in models if model is not main] if also else []
-        show_screen(settings, main, num_workers, others)
+        listing = asyncio.ensure_future(wait_until_served(settings, 1 + len(also)))
+        await asyncio.wait({task, listing}, return_when=asyncio.FIRST_COMPLETED)
+        if listing.done():
+            models = listing.result()
+            main = next((model for model in models if "generate" in model["tasks"]), models[0])
+            others = [model for model in models if model is not main] if also else []
+            show_screen(settings, main, num_workers, others)
+        listing.cancel()
     await task
     console.print("stopped")
 
@@ -255,9 +258,14 @@ def create_node(
 
 def _check_names(settings: Settings, also: Sequence[str]) -> None:
     """Two models of one name would be one of the fleet: nothing would be ready. Raises: NodeError."""
-    engine = read_engine_settings(settings)
+    if not also:
+        return
+    # The hub's client is slow to import.
+    from engines.packages.resolve import default_name  # noqa: PLC0415
+
+    engine, kind = read_engine_settings(settings), find_kind(kind_of(settings.engine.values()))
     names = {engine.served_name}
-    if not engine.served_name and kind_of(settings.engine.values()) in ("torch", "pooling"):
+    if not engine.served_name and kind is not None and kind.needs_checkpoint:
         names = {default_name(engine.model)}
     for model in also:
         if (name := default_name(model)) in names:
@@ -287,14 +295,22 @@ async def wait_until_ready(url: str, pause_s: float = 0.1) -> None:
             await asyncio.sleep(pause_s)
 
 
-async def wait_until_served(settings: Settings, num_models: int) -> None:
-    """Return when the gateway is ready and lists so many models. Waits as long as that takes."""
-    await wait_until_ready(base_url(settings))
-    while num_models > 1:
-        with suppress(httpx.HTTPError):  # it is busy, or Redis is
-            if len(served_models(settings)) >= num_models:
-                return
-        await asyncio.sleep(0.2)
+async def wait_until_served(settings: Settings, num_models: int) -> list[dict[str, Any]]:
+    """What a gateway that is ready lists, once that is so many models: the newest that has a worker comes first.
+
+    Waits as long as that takes.
+    """
+    url = base_url(settings)
+    await wait_until_ready(url)
+    keys = [key.get_secret_value() for key in settings.gateway.api_keys]
+    headers = {"authorization": f"Bearer {keys[0]}"} if keys else {}
+    async with httpx.AsyncClient(base_url=url, headers=headers, trust_env=False) as client:
+        while True:
+            with suppress(httpx.HTTPError):  # it is busy, or Redis is
+                listing = (await client.get("/v1/models")).raise_for_status()
+                if len(models := listing.json()["data"]) >= num_models:
+                    return models
+            await asyncio.sleep(0.2)
 
 
 def find_port(host: str, port: int) -> int:
@@ -326,14 +342,6 @@ def base_url(settings: Settings) -> str:
     host, port = settings.gateway.host, settings.gateway.port
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def served_models(settings: Settings) -> list[dict[str, Any]]:
-    """What the gateway says of the models: the newest that has a worker comes first."""
-    keys = [key.get_secret_value() for key in settings.gateway.api_keys]
-    headers = {"authorization": f"Bearer {keys[0]}"} if keys else {}
-    listing = httpx.get(f"{base_url(settings)}/v1/models", headers=headers, trust_env=False)
-    return listing.raise_for_status().json()["data"]
 
 
 def show_screen(

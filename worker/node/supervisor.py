@@ -97,7 +97,7 @@ class Node:
     """
 
     children: list[Child]
-    wait_until_ready: Callable[[], Awaitable[None]]
+    wait_until_ready: Callable[[], Awaitable[object]]
     stop_within_s: float
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     was_ready: bool = False

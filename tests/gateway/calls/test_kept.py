@@ -7,18 +7,9 @@ from shared.blobs.redis_store import RedisBlobStore
 from shared.protocol import BlobRef, ImageRef
 from shared.queue.keys import BLOB_LINGER_S, RedisKeys
 from shared.records.redis_store import RedisRecordStore
-from shared.redis.client import create_redis
-from shared.settings.tree import RedisSettings
 
 KEPT_S = 3600.0
 IMAGE = b"an image"
-
-
-@pytest.fixture
-async def redis(redis_server):
-    redis = create_redis(RedisSettings(url=redis_server))
-    yield redis
-    await redis.aclose()
 
 
 @pytest.mark.parametrize(("max_bytes", "is_kept"), [(20, True), (19, False)])

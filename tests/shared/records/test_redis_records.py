@@ -7,17 +7,8 @@ import pytest
 from shared.protocol import ImageRef
 from shared.records.api import Record
 from shared.records.redis_store import RedisRecordStore
-from shared.redis.client import create_redis
-from shared.settings.tree import RedisSettings
 
 IMAGE = ImageRef("a" * 64, 50, "image/png", 1, 1)
-
-
-@pytest.fixture
-async def redis(redis_server):
-    redis = create_redis(RedisSettings(url=redis_server))
-    yield redis
-    await redis.aclose()
 
 
 @pytest.fixture

@@ -4,16 +4,7 @@ import asyncio
 
 import pytest
 
-from shared.redis.client import create_redis
 from shared.sessions.store import Session, SessionStore
-from shared.settings.tree import RedisSettings
-
-
-@pytest.fixture
-async def redis(redis_server):
-    redis = create_redis(RedisSettings(url=redis_server))
-    yield redis
-    await redis.aclose()
 
 
 @pytest.fixture

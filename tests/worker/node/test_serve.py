@@ -45,8 +45,9 @@ def test_another_model_has_a_worker_of_its_own_on_the_cpu():
     assert gateway.must_start
 
 
-async def test_a_gateway_that_cannot_list_its_models_yet_is_asked_again():
-    answers = [(503, []), (200, ["one"]), (200, ["one", "two"])]
+@pytest.mark.parametrize("num_models", [1, 2])
+async def test_a_gateway_that_cannot_list_its_models_yet_is_asked_again(num_models):
+    answers = [(503, []), (200, ["one"]), (200, ["one", "two"])][: num_models + 1]
 
     async def app(scope, receive, send):
         status, models = 200, []
@@ -68,8 +69,8 @@ async def test_a_gateway_that_cannot_list_its_models_yet_is_asked_again():
             gateway=GatewaySettings(host="127.0.0.1", port=port),
         )
         async with asyncio.timeout(60):
-            await wait_until_served(settings, 2)
-        assert answers == []
+            models = await wait_until_served(settings, num_models)
+        assert ([model["id"] for model in models], answers) == (["one", "two"][:num_models], [])
     finally:
         server.should_exit = True
         thread.join()
