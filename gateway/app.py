@@ -96,7 +96,7 @@ def create_app(
 
 
 class _Application(FastAPI):
-    """FastAPI, with `wrap` around its own middleware: what serves an API passes by none of it."""
+    """FastAPI, with `wrap` outside of its own middleware: most requests are answered there, and never reach it."""
 
     wrap: Callable[[ASGIApp], ASGIApp]
 

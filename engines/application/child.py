@@ -50,7 +50,7 @@ class Reply(msgspec.Struct):
 
 _replies = msgspec.json.Decoder(Reply)
 _values = msgspec.json.Decoder(msgspec.Raw)
-#: Less than the decoder can, of levels of a value: gateways read it with more on their stack.
+#: Levels of a value that the decoder has to be able to read more: gateways have more on their stack.
 _LEVELS_LEFT = 200
 
 

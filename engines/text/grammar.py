@@ -227,7 +227,7 @@ class GrammarCompiler:
         self._drafter = Drafter(tokenizer, self._vocab_size)
 
     def _ask(self, source: str) -> Verdict:
-        """The child's verdict. Raises: _Refusal if it is lost, of whatever; the next grammar has another."""
+        """The child's verdict. Raises: _Refusal if the child ends first; the next grammar has another child."""
         assert self._vocabulary is not None
         try:
             if self._judge is None:

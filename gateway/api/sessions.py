@@ -341,7 +341,7 @@ class Sessions:
         return _show_task(session, task, await self._stand(session, task, state))
 
     async def _is_queued(self, task: TaskRecord) -> bool:
-        """Whether its call is there, though it was not answered for: the reply was lost, or nobody waits for it."""
+        """Whether Redis has its call all the same, and only the reply was lost."""
         queue = self._lifecycle.dispatcher.queue
         return await queue.state(task.model, task.request_id) is not None
 

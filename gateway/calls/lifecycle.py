@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
 _PACKAGE = b"x-vlm-package"
 _JSON: Headers = [(b"content-type", b"application/json")]
-_WATCH_AFTER_S = 0.02  #: whether the client has left
+_WATCH_AFTER_S = 0.02  #: of an answer: from then on we look whether its client has left
 #: Images that nobody releases outlive their request's deadline by that much.
 _IMAGE_GRACE_S = 60.0
 

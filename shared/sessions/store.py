@@ -129,11 +129,11 @@ class SessionStore:
         """An owner's sessions, the latest first."""
         index = self._keys.sessions(owner)
         names = await self._ask("ZREVRANGE", index, 0, -1)
-        found = {name: await self.find(name.decode()) for name in names}
-        gone = [name for name, session in found.items() if session is None]
+        found = await asyncio.gather(*(self.find(name.decode()) for name in names))
+        gone = [name for name, session in zip(names, found, strict=True) if session is None]
         if gone:
             await self._ask("ZREM", index, *gone)
-        return [session for session in found.values() if session is not None]
+        return [session for session in found if session is not None]
 
     @redis_errors_as(QueueUnavailable)
     async def close_session(self, session_id: str) -> None:

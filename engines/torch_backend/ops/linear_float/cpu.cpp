@@ -30,7 +30,7 @@ inline __attribute__((always_inline)) void multiply_block(const float* x, int64_
         }
 }
 
-constexpr int64_t ROW_INPUTS = 3072;  // of a token that leave most of the first cache to weights
+constexpr int64_t ROW_INPUTS = 3072;  // so many inputs of a token leave most of the first cache to weights
 
 // One token times one output: memory reads one stream faster than eight, until inputs come from the second cache for
 // each row. Four sums, as each waits for its last.
