@@ -12,7 +12,7 @@ from shared.packages.rollout import App, NodeRecord
 from shared.protocol import encode
 from shared.queue.keys import RedisKeys, to_ms
 from shared.redis.client import retry_idempotent
-from shared.redis.link import RedisSender
+from shared.redis.link import RedisSender, with_ttl
 from shared.redis.script import load_script, named
 
 _SCRIPTS = Path(__file__).parent / "scripts"
@@ -90,8 +90,9 @@ class Board:
         await self._sender.execute(
             "SET", self._keys.node(node.id), encode(node), "PX", to_ms(ttl_s)
         )
-        await self._sender.execute("SADD", self._keys.nodes, node.id)
-        await self._sender.execute("PEXPIRE", self._keys.nodes, to_ms(APPS_TTL_S))
+        nodes = self._keys.nodes
+        command = with_ttl(nodes, to_ms(APPS_TTL_S), "SADD", nodes, node.id)
+        await self._sender.execute(*command)
 
     async def withdraw(self, node_id: str) -> None:
         """Say that a node is gone."""

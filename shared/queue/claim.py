@@ -32,7 +32,7 @@ from shared.queue.keys import (
 from shared.queue.publish import Publisher, refusals
 from shared.queue.scripts import BEGIN, CANCEL, CLAIM, REAP, RELEASE, RENEW, TAKE, named
 from shared.redis.client import redis_errors_as, retry_idempotent
-from shared.redis.link import Command, RedisLink, RedisSender
+from shared.redis.link import Command, RedisLink, RedisSender, with_ttl
 
 Entry = tuple[bytes, list[bytes]]
 Replies = Mapping[bytes, list[Any]]  #: of the claim script, by entry
@@ -366,10 +366,11 @@ class Bell:
 
     async def wait(self, count: int, block_s: float, and_then: Command) -> tuple[bool, Any]:
         """Whether it rang, and what Redis says then to `and_then`; an error may be its answer. Raises: RedisError."""
-        renewal: Command = ("PEXPIRE", self.key, to_ms(BELL_TTL_S))
+        ttl_ms = to_ms(BELL_TTL_S)
         if not self._rung:
-            made, _ = await self._exchange([("XADD", self.key, "*", "made", ""), renewal])
-            self._rung = made
+            made = with_ttl(self.key, ttl_ms, "XADD", self.key, "*", "made", "")
+            self._rung = await self._link.execute(*made)
+        renewal: Command = ("PEXPIRE", self.key, ttl_ms)
         read = ("XREAD", "COUNT", count, "BLOCK", to_ms(block_s), "STREAMS", self.key, self._rung)
         is_due = (now := time.monotonic()) >= self._renew_at
         *renewed, rung, answer = await self._exchange([renewal] * is_due + [read, and_then])
@@ -502,8 +503,8 @@ class QueueEntries:
     async def create_group(self) -> None:
         """Make the queue and its group, unless they exist. Raises: RedisError."""
         try:
-            await self._sender.execute("XGROUP", "CREATE", self._queue, GROUP, "0", "MKSTREAM")
-            await self._sender.execute("PEXPIRE", self._queue, to_ms(QUEUE_TTL_S))
+            command = ("XGROUP", "CREATE", self._queue, GROUP, "0", "MKSTREAM")
+            await self._sender.execute(*with_ttl(self._queue, to_ms(QUEUE_TTL_S), *command))
         except ResponseError as error:
             if not str(error).startswith("BUSYGROUP"):
                 raise

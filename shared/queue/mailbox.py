@@ -14,7 +14,7 @@ from redis.exceptions import RedisError
 from shared.queue.api import QueueUnavailable
 from shared.queue.keys import MAILBOX_TTL_S, RedisKeys, to_ms
 from shared.redis.client import BLOCK_S, redis_errors_as
-from shared.redis.link import RedisLink, RedisSender
+from shared.redis.link import RedisLink, RedisSender, with_ttl
 
 logger = logging.getLogger(__name__)
 
@@ -66,9 +66,8 @@ class RedisMailbox:
 
     async def _create(self, key: str) -> bytes:
         """Post an entry without events, so that the stream exists. Returns its id."""
-        entry_id = await self._sender.execute("XADD", key, "*", "opened", "1")
-        await self._sender.execute("PEXPIRE", key, to_ms(MAILBOX_TTL_S))
-        return entry_id
+        command = with_ttl(key, to_ms(MAILBOX_TTL_S), "XADD", key, "*", "opened", "1")
+        return await self._sender.execute(*command)
 
     async def events(self) -> AsyncIterator[tuple[str, bytes]]:
         """Yield what workers post, entry by entry, for ever: the model, and encoded events.

@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 from shared.protocol import PROTOCOL_VERSION, ModelCard, Report, decode_card, encode
 from shared.queue.keys import MODEL_TTL_S, RedisKeys, to_ms
 from shared.redis.client import retry_idempotent
-from shared.redis.link import RedisSender
+from shared.redis.link import RedisSender, with_ttl
 
 logger = logging.getLogger(__name__)
 
@@ -80,14 +80,15 @@ class Registry:
 
     async def announce(self, record: WorkerRecord, ttl_s: float) -> None:
         """Say that a worker is there, for `ttl_s` from now."""
-        keys, execute, name = self._keys, self._sender.execute, record.card.name
+        keys, name, ttl_ms = self._keys, record.card.name, to_ms(MODEL_TTL_S)
+        add_worker = with_ttl(keys.workers, ttl_ms, "SADD", keys.workers, record.worker_id)
+        add_model = with_ttl(keys.models, ttl_ms, "SADD", keys.models, name)
+        execute = self._sender.execute
         await asyncio.gather(
             execute("SET", keys.worker(record.worker_id), encode(record), "PX", to_ms(ttl_s)),
-            execute("SADD", keys.workers, record.worker_id),
-            execute("SET", keys.model(name), encode(record.card), "PX", to_ms(MODEL_TTL_S)),
-            execute("SADD", keys.models, name),
-            execute("PEXPIRE", keys.workers, to_ms(MODEL_TTL_S)),
-            execute("PEXPIRE", keys.models, to_ms(MODEL_TTL_S)),
+            execute(*add_worker),
+            execute("SET", keys.model(name), encode(record.card), "PX", ttl_ms),
+            execute(*add_model),
         )
 
     async def withdraw(self, worker_id: str) -> None:
@@ -122,9 +123,8 @@ class Registry:
 
     async def put_adapter(self, model: str, name: str, source: AdapterSource) -> None:
         """Have every worker of a model load an adapter, those that come later too."""
-        key = self._keys.adapters(model)
-        await self._sender.execute("HSET", key, name, encode(source))
-        await self.keep_adapters(model)
+        key, ttl_ms = self._keys.adapters(model), to_ms(MODEL_TTL_S)
+        await self._sender.execute(*with_ttl(key, ttl_ms, "HSET", key, name, encode(source)))
 
     async def keep_adapters(self, model: str) -> None:
         """Keep the list as long as the model is known from now."""

@@ -11,6 +11,7 @@ import socket
 import ssl
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import hiredis
@@ -24,7 +25,7 @@ from redis.exceptions import (
     TimeoutError,
 )
 
-from shared.redis.script import Script
+from shared.redis.script import Script, load_script
 
 Part = str | bytes | int
 Command = Sequence[Part]
@@ -36,6 +37,7 @@ MAX_WRITE_BYTES = 256 * 1024
 #: What the kernel may hold of a write. Nobody sees it move, so it has to pass within the time of a command.
 MAX_UNSEEN_BYTES = 512 * 1024
 
+_WITH_TTL = load_script(Path(__file__).parent / "scripts" / "with_ttl.lua")
 _NOTHING = memoryview(b"")
 
 _ERRORS: dict[str, type[Exception]] = {
@@ -211,6 +213,11 @@ def _set(future: asyncio.Future[Any], result: Any) -> None:
         future.set_exception(result)
     else:
         future.set_result(result)
+
+
+def with_ttl(key: str, ttl_ms: int, *command: Part) -> Command:
+    """A command that may make a key, and the key's time to live: whoever dies, it is both or neither."""
+    return ("EVAL", _WITH_TTL.source, 1, key, ttl_ms, *command)
 
 
 class RedisLink:

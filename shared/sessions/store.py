@@ -16,7 +16,7 @@ from shared.protocol import BlobRef, Priority, encode
 from shared.queue.api import QueueUnavailable
 from shared.queue.keys import RedisKeys, to_ms
 from shared.redis.client import redis_errors_as, retry_idempotent
-from shared.redis.link import RedisSender
+from shared.redis.link import RedisSender, with_ttl
 from shared.redis.script import Script, load_script, named
 
 _SCRIPTS = Path(__file__).parent / "scripts"
@@ -108,10 +108,8 @@ class SessionStore:
         index = self._keys.sessions(session.owner)
         arguments = named(encode(session), ttl_ms=to_ms(session.ttl_s))
         await self._run(OPEN_SESSION, (self._keys.session(session.id),), arguments)
-        await asyncio.gather(  # in one write
-            self._ask("ZADD", index, int(1000 * session.created_at), session.id),
-            self._ask("PEXPIRE", index, to_ms(_INDEX_TTL_S)),
-        )
+        command = ("ZADD", index, int(1000 * session.created_at), session.id)
+        await self._ask(*with_ttl(index, to_ms(_INDEX_TTL_S), *command))
 
     @redis_errors_as(QueueUnavailable)
     async def find(self, session_id: str) -> SessionState | None:

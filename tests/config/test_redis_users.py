@@ -9,7 +9,9 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
+import hiredis
 import pytest
 from redis.asyncio import Redis
 from redis.exceptions import AuthenticationError, NoPermissionError, ResponseError
@@ -17,19 +19,21 @@ from redis.exceptions import AuthenticationError, NoPermissionError, ResponseErr
 from loadtest.fleet import ROOT
 from shared.blobs.redis_store import RedisBlobStore
 from shared.packages.board import Board
-from shared.protocol import Tokens
+from shared.packages.rollout import NodeRecord
+from shared.protocol import ModelCard, Tokens
 from shared.queue.claim import Bell, ClaimScript, QueueEntries, RedisWorkerQueue
 from shared.queue.mailbox import RedisMailbox
 from shared.queue.publish import Publisher
 from shared.queue.quota import RedisQuotas
-from shared.queue.registry import Registry
+from shared.queue.registry import AdapterSource, Registry, WorkerRecord
 from shared.queue.resume import RedisResumableCalls
 from shared.queue.rights import USERS as RIGHTS
 from shared.queue.submit import RedisGatewayQueue
 from shared.records.redis_store import RedisRecordStore
 from shared.redis.client import create_redis
-from shared.redis.link import RedisSender
+from shared.redis.link import RedisSender, with_ttl
 from shared.redis.script import Script
+from shared.sessions.store import Session, SessionStore
 from shared.settings.tree import RedisSettings
 from tests import factories_queue
 from tests.config.redis_with_users import FOLDER, RedisWithUsers, run_redis
@@ -321,7 +325,8 @@ def test_users_have_the_rights_that_the_code_lists(user):
 @pytest.mark.parametrize("user", ["gateway", "worker", "node"])
 def test_users_may_call_what_their_code_calls_and_nothing_else(server, user):
     allowed = {command.upper() for command in RIGHTS[user].commands}
-    called = commands_of(RedisSender.run).union(*map(commands_of, CALLED[user]))
+    sending = (RedisSender.run, with_ttl)
+    called = set().union(*map(commands_of, (*sending, *CALLED[user])))
     with server.client("admin") as admin:
         known = {name.upper() for name in admin.execute_command("COMMAND")}
     assert allowed == {word for word in called if word.partition("|")[0] in known}
@@ -404,3 +409,59 @@ async def test_what_was_accepted_outlives_a_restart(redis_program, tmp_path, how
             assert {claim.id for claim in claims} == waiting
             assert {claim.attempt for claim in claims} == {1}
             assert keys_that_never_expire(server) == []
+
+
+async def make_every_kind_of_key(server: RedisWithUsers) -> None:
+    """What processes say of themselves when they start, and a request."""
+    async with (
+        open_queue(server) as (queue, blobs, worker),
+        connect(server, "gateway") as (gateway, blocking),
+        connect(server, "node") as (node, _),
+    ):
+        mailbox, sessions = RedisMailbox(blocking, "vlm", "g"), SessionStore(gateway, "vlm")
+        adapters, registry, board = (
+            Registry(gateway, "vlm"),
+            Registry(node, "vlm"),
+            Board(node, "vlm"),
+        )
+        await worker.create_group()
+        await worker.read_aside(1, 0.001)
+        await registry.announce(WorkerRecord("w", ModelCard(MODEL, 1, 128, 100), "mock"), 60.0)
+        await board.announce(NodeRecord("n", 8.0, 10**9, 1), 60.0)
+        await mailbox.open([MODEL])
+        await adapters.put_adapter(MODEL, "a", AdapterSource("a", "1"))
+        await sessions.create(Session("s", "owner", "app", 1.0, idle_s=60.0, timeout_s=0.0))
+        await factories_queue.enqueue(queue, make_request())
+        await blobs.put(b"image", "r", ttl_s=60.0)
+        for part in (mailbox, sessions, adapters, registry, board):
+            await part.close()
+
+
+def read_log(folder: Path) -> Iterator[list[list[bytes]]]:
+    """What a server wrote, in the pieces that are loaded as a whole: commands and transactions."""
+    reader, whole = hiredis.Reader(), []
+    for path in sorted(folder.rglob("*.aof")):
+        reader.feed(path.read_bytes())
+    while (command := reader.gets()) is not False:
+        whole.append(command)
+        if whole[0] != [b"MULTI"] or command == [b"EXEC"]:
+            yield [command for command in whole if command not in ([b"MULTI"], [b"EXEC"])]
+            whole = []
+
+
+async def test_no_key_lives_for_ever_wherever_the_log_ends(redis_program, tmp_path):
+    """A server that dies loses its last second, and a process its next command."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder in (first, second):
+        folder.mkdir()
+    with run_redis(redis_program, first) as server:
+        await make_every_kind_of_key(server)
+        with server.client("admin") as admin:
+            wait_until_written(admin)
+    left = set()
+    with run_redis(redis_program, second) as server, server.client("admin") as admin:
+        for commands in read_log(first):
+            for command in commands:
+                admin.execute_command(*command)
+            left |= {key for key in admin.scan_iter() if admin.pttl(key) == -1}
+    assert left == set()
