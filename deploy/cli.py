@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from shared.gateway_url import URL, Url
+
 if TYPE_CHECKING:
     from deploy.client import Client
 
-Url = Annotated[str, typer.Option(help="Where the gateway listens.")]
 Key = Annotated[
     str | None,
     typer.Option(
@@ -30,7 +31,6 @@ Form = Annotated[Literal["yaml", "json"] | None, typer.Option("-o", help="Print 
 Wait = Annotated[
     float, typer.Option(min=0, help="Wait so many seconds for what comes of it; 0: do not.")
 ]
-URL = "http://127.0.0.1:8000"
 ARGUMENTS = 1
 _UsageError = typer.BadParameter.__mro__[1]  # typer brings a click of its own
 

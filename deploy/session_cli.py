@@ -4,7 +4,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from deploy.cli import URL, Command, Form, Group, Url
+from deploy.cli import Command, Form, Group
+from shared.gateway_url import URL, Url
 
 if TYPE_CHECKING:
     from deploy.client import Client

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shared.gateway_url import URL, Url
 from shared.settings.options import LISTEN, takes_settings
 
 if TYPE_CHECKING:
     from shared.settings.tree import Settings
 
-Url = Annotated[str, typer.Option(help="Where the gateway listens.")]
 ApiKey = Annotated[
     str | None, typer.Option(envvar="OPENAI_API_KEY", help="API key, if the server wants one.")
 ]
@@ -32,7 +32,7 @@ def chat(
     image: Annotated[
         list[Path] | None, typer.Option("--image", "-i", help="An image; may be repeated.")
     ] = None,
-    url: Url = "http://127.0.0.1:8000",
+    url: Url = URL,
     model: Annotated[
         str | None, typer.Option(help="Model to ask.", show_default="the server's first")
     ] = None,
@@ -50,7 +50,7 @@ def chat(
 
 
 def status(
-    url: Url = "http://127.0.0.1:8000",
+    url: Url = URL,
     api_key: ApiKey = None,
     watch: Annotated[bool, typer.Option("--watch", help="Show it anew until Ctrl-C.")] = False,
     pause_s: Annotated[float, typer.Option("--pause", min=0.2, help="Seconds between looks.")] = 2,

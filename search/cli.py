@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from shared.gateway_url import URL, Url, read_url
 from shared.settings.options import SettingOptions, takes_settings
 
 if TYPE_CHECKING:
@@ -42,13 +43,15 @@ def search_node(settings: "Settings") -> None:
     sys.exit(run_search(settings))
 
 
-Url = Annotated[str, typer.Option(help="Where the gateway listens.")]
 ApiKey = Annotated[
     str | None, typer.Option(envvar="OPENAI_API_KEY", help="API key, if the server wants one.")
 ]
 Engine = Annotated[str, typer.Option(help="Which engine computes in this process, without --url.")]
 LocalUrl = Annotated[
-    str | None, typer.Option("--url", help="A gateway, whose fleet computes; else this process.")
+    str | None,
+    typer.Option(
+        "--url", help="A gateway, whose fleet computes; else this process.", callback=read_url
+    ),
 ]
 
 
@@ -88,7 +91,7 @@ store = typer.Typer(help="Vector stores of a gateway.", no_args_is_help=True)
 def store_load(
     directory: Annotated[Path, typer.Argument(help="A collection of `vlm embed`.")],
     name: Annotated[str, typer.Option(help="Of the store; it is made where there is none.")],
-    url: Url = "http://127.0.0.1:8000",
+    url: Url = URL,
     model: Annotated[
         str, typer.Option(help="Name at the gateway.", show_default="the collection's")
     ] = "",
@@ -104,7 +107,7 @@ def store_load(
 def store_export(
     name: Annotated[str, typer.Argument(help="Name or id of the store.")],
     output: Annotated[Path, typer.Option(help="A new directory.")],
-    url: Url = "http://127.0.0.1:8000",
+    url: Url = URL,
     dtype: Annotated[Literal["f32", "f16"], typer.Option(help="Of the stored numbers.")] = "f32",
     api_key: ApiKey = None,
 ) -> None:

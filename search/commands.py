@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from engines.base import EngineStartError
 from engines.registry import find_kind
 from search.index import require
+from shared.gateway_url import URL
 from shared.settings import SettingsError
 
 console = Console(stderr=True, highlight=False)
@@ -192,7 +193,7 @@ def run_search(
             finally:
                 embedder.close()
         else:
-            gateway = Gateway(url or "http://127.0.0.1:8000", api_key)
+            gateway = Gateway(url or URL, api_key)
             try:
                 found = search_store(target, query, limit, gateway)
             except GatewaySilent as error:

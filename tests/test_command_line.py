@@ -90,6 +90,30 @@ def test_a_wrong_option_is_refused(wrong, started):
     assert not started
 
 
+CALLS = [
+    ["chat", "hi"], ["status"], ["apps"], ["app", "n"], ["deploy", "--name", "n", "--application", "shapes"],
+    ["run", "n", "1"], ["session", "list"], ["search", "library", "a star"], ["embed", ".", "--output", "x"],
+    ["store", "load", "library", "--name", "n"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "http://[::1", "http://", "http://a:b", "a\nb"])
+@pytest.mark.parametrize("command", CALLS, ids=" ".join)
+def test_what_is_no_address_of_a_gateway_is_a_wrong_option(command, url):
+    result = CliRunner().invoke(vlm.app, [*command, "--url", url])
+    assert isinstance(result.exception, SystemExit)
+    assert "'--url'" in result.stderr
+    assert "http://127.0.0.1:8000" in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/"])
+def test_the_address_that_clients_are_given_is_one_of_a_gateway(end, monkeypatch):
+    urls: list[str] = []
+    monkeypatch.setattr("gateway.client.chat.run_chat", lambda url, *rest: urls.append(url))
+    run("chat", "hi", "--url", f"http://127.0.0.1:8000{end}")
+    assert urls == ["http://127.0.0.1:8000"]
+
+
 @pytest.mark.parametrize(
     ("wrong", "named"),
     [
