@@ -3,6 +3,7 @@
 Locust is loaded when a test runs, and not before.
 """
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +29,19 @@ Rate = Annotated[
     typer.Option(help="Instead of users, requests/s that arrive at random: 5, 5,10,20 or 1..30."),
 ]
 Slo = Annotated[str, typer.Option(help="What is good: ttft=500,tpot=50,e2e=5000, milliseconds.")]
+
+
+def _writable(path: Path | None) -> Path | None:
+    """A file that can be written at the end. Raises: BadParameter before hours of load."""
+    if path is not None:
+        target = path if path.exists() else path.parent
+        if path.is_dir() or not target.exists() or not os.access(target, os.W_OK):
+            raise typer.BadParameter(
+                f"{path} cannot be written: name a file in a directory of yours"
+            )
+    return path
+
+
 ApiKey = Annotated[
     str, typer.Option(envvar="OPENAI_API_KEY", help="API key, if the server wants one.")
 ]
@@ -65,9 +79,12 @@ def loadtest(
     ] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of questions and arrivals.")] = 0,
     timeout: Annotated[float, typer.Option(min=0.1, help="Longest silence of a server.")] = 60.0,
-    json: Annotated[Path | None, typer.Option("--json", help="File for the result.")] = None,
+    json: Annotated[
+        Path | None, typer.Option("--json", help="File for the result.", callback=_writable)
+    ] = None,
     html: Annotated[
-        Path | None, typer.Option("--html", help="File for a report to look at.")
+        Path | None,
+        typer.Option("--html", help="File for a report to look at.", callback=_writable),
     ] = None,
     markdown: Annotated[bool, typer.Option(help="Print tables for a document.")] = False,
 ) -> None:
@@ -113,7 +130,9 @@ def compare(
         bool, typer.Option("--fail-if-worse", help="Exit with 1 if anything is worse.")
     ] = False,
     markdown: Annotated[bool, typer.Option(help="Print a table for a document.")] = False,
-    html: Annotated[Path | None, typer.Option(help="Write a page with both runs' plots.")] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Write a page with both runs' plots.", callback=_writable)
+    ] = None,
 ) -> None:
     """Show what changed between two runs beyond chance."""
     from loadtest.difference import run
@@ -125,7 +144,7 @@ def compare(
 @app.command()
 def report(
     result: Annotated[Path, typer.Argument(help="The result of a run (--json).")],
-    page: Annotated[Path, typer.Argument(help="Where to write the page.")],
+    page: Annotated[Path, typer.Argument(help="Where to write the page.", callback=_writable)],
 ) -> None:
     """Make the page of a run from its result."""
     from loadtest.html_report import run

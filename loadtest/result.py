@@ -51,8 +51,12 @@ def load_result(path: Path) -> Result:
     """Read a file. Raises: ResultError."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Result)
-    except (OSError, msgspec.DecodeError) as error:
-        raise ResultError(f"{path}: {error}") from None
+    except OSError as error:
+        raise ResultError(f"{path} cannot be read ({error.strerror})") from None
+    except msgspec.DecodeError as error:
+        raise ResultError(
+            f"{path} is no result of this version of `vlm loadtest`: {error}"
+        ) from None
 
 
 class Sight:

@@ -192,6 +192,14 @@ def test_wrong_option_is_refused(wrong):
     assert CliRunner().invoke(vlm.app, ["loadtest", *wrong]).exit_code == 2
 
 
+@pytest.mark.parametrize("option", ["--json", "--html"])
+@pytest.mark.parametrize("place", ["none/run", "."])
+def test_a_file_that_cannot_be_written_is_refused_before_the_load(option, place, tmp_path):
+    wrong = ["--host", "http://127.0.0.1:9", option, str(tmp_path / place)]
+    done = CliRunner().invoke(vlm.app, ["loadtest", *wrong])
+    assert (done.exit_code, option in done.stderr) == (2, True)
+
+
 def test_users_that_pause_when_the_run_ends_ask_no_more(fake, tmp_path):
     """Many end their pause just then: a question of theirs would be cut."""
     fake.pause_s = 0.05
