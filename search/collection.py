@@ -108,7 +108,8 @@ def read_manifest(directory: Path) -> Manifest:
         manifest = msgspec.json.decode((directory / MANIFEST).read_bytes(), type=Manifest)
     except FileNotFoundError:
         raise BadCollection(
-            f"{directory} has no {MANIFEST}: `vlm embed` did not end there; run it again, it resumes"
+            f"{directory} has no {MANIFEST}, which `vlm embed` writes last: name a directory that it "
+            "made; where it was cut, run it again, it resumes"
         ) from None
     except (OSError, msgspec.MsgspecError) as error:
         raise BadCollection(f"{directory / MANIFEST} cannot be read: {error}") from None
