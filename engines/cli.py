@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from shared.cli_lists import names, numbers
+
 if TYPE_CHECKING:
     from engines.packages.cache import FindEngine
 
@@ -120,7 +122,9 @@ def bench_engine(
             help="Comma-separated: decode, prefill, image, repeat, mixed, edit, fresh, letters, noise."
         ),
     ] = "decode,prefill,image,repeat,mixed",
-    batch_sizes: Annotated[str, typer.Option(help="Comma-separated numbers.")] = "1,4,16",
+    batch_sizes: Annotated[
+        str, typer.Option(help="Comma-separated numbers.", callback=numbers())
+    ] = "1,4,16",
     num_tokens: Annotated[int, typer.Option(min=2, help="Output tokens of each request.")] = 64,
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved repetitions.")] = 3,
     speculation: Annotated[
@@ -197,9 +201,14 @@ def bench_programs(
         typer.Option(help="Directory of a text model.", show_default="random, llama-125m"),
     ] = None,
     precisions: Annotated[
-        str, typer.Option(help="Comma-separated.")
+        str,
+        typer.Option(
+            help="Comma-separated.", callback=names("float32", "bfloat16", "int8", "int4")
+        ),
     ] = "float32,bfloat16,int8,int4",
-    batch_sizes: Annotated[str, typer.Option(help="Comma-separated numbers.")] = "1,8",
+    batch_sizes: Annotated[
+        str, typer.Option(help="Comma-separated numbers.", callback=numbers())
+    ] = "1,8",
     context: Annotated[int, typer.Option(min=1, help="Tokens before each step.")] = 256,
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved repetitions.")] = 5,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
@@ -219,7 +228,11 @@ def bench_programs(
 
 def bench_embeddings(
     shapes: Annotated[
-        str, typer.Option(help="Comma-separated: minilm-l6, bge-base, clip-vit-b-32.")
+        str,
+        typer.Option(
+            help="Comma-separated: minilm-l6, bge-base, clip-vit-b-32.",
+            callback=names("minilm-l6", "bge-base", "clip-vit-b-32"),
+        ),
     ] = "minilm-l6",
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved repetitions.")] = 3,
     peers: Annotated[

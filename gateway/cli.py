@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shared.cli_lists import numbers
 from shared.gateway_url import URL, Url
 from shared.settings.options import LISTEN, takes_settings
 
@@ -72,9 +73,14 @@ def _fail(error: Exception) -> None:
 def bench_gateway(
     seconds: Annotated[float, typer.Option(min=0.5, help="Length of each measurement.")] = 1.0,
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved repetitions.")] = 3,
-    connections: Annotated[str, typer.Option(help="Comma-separated numbers.")] = "1,8,32,128",
+    connections: Annotated[
+        str, typer.Option(help="Comma-separated numbers.", callback=numbers())
+    ] = "1,8,32,128",
     depth: Annotated[
-        str, typer.Option(help="Measure a request's cost where so many wait: 0,1000,30000.")
+        str,
+        typer.Option(
+            help="Measure a request's cost where so many wait: 0,1000,30000.", callback=numbers(0)
+        ),
     ] = "",
     streams: Annotated[
         int, typer.Option(min=0, max=4000, help="Measure the memory of so many open streams.")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from shared.cli_lists import names, numbers
 from shared.gateway_url import URL, Url, read_url
 from shared.settings.options import SettingOptions, takes_settings
 
@@ -142,10 +143,15 @@ def find(
 
 def bench_search(
     sizes: Annotated[
-        str, typer.Option(help="Comma-separated numbers of vectors.")
+        str, typer.Option(help="Comma-separated numbers of vectors.", callback=numbers(100))
     ] = "20000,200000",
     dimensions: Annotated[int, typer.Option(min=8, help="Of a vector.")] = 384,
-    kinds: Annotated[str, typer.Option(help="Comma-separated.")] = "flat,lance",
+    kinds: Annotated[
+        str,
+        typer.Option(
+            help="Comma-separated: flat, lance, qdrant.", callback=names("flat", "lance", "qdrant")
+        ),
+    ] = "flat,lance",
     queries: Annotated[int, typer.Option(min=1, help="Of each measurement.")] = 100,
 ) -> None:
     """Measure exact search and the indexes: time to build and to search, and what they find."""

@@ -106,6 +106,25 @@ def test_what_is_no_address_of_a_gateway_is_a_wrong_option(command, url):
     assert "http://127.0.0.1:8000" in " ".join(result.stderr.split())
 
 
+@pytest.mark.parametrize(
+    ("command", "wrong"),
+    [
+        (["gateway"], ["--connections", "1-8"]),
+        (["gateway"], ["--connections", "0"]),
+        (["gateway"], ["--depth", "ten"]),
+        (["engine"], ["--batch-sizes", "x"]),
+        (["programs"], ["--batch-sizes", "1,,8"]),
+        (["programs"], ["--precisions", "float8"]),
+        (["embeddings"], ["--shapes", "minilm"]),
+        (["search"], ["--sizes", "10"]),
+        (["search"], ["--kinds", "flat,hnsw"]),
+    ],
+)
+def test_a_list_that_nothing_can_measure_is_a_wrong_option(command, wrong):
+    result = CliRunner().invoke(vlm.app, ["bench", *command, *wrong])
+    assert (result.exit_code, wrong[0] in result.stderr) == (2, True)
+
+
 @pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/"])
 def test_the_address_that_clients_are_given_is_one_of_a_gateway(end, monkeypatch):
     urls: list[str] = []

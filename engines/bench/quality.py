@@ -21,6 +21,7 @@ from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
 
+from engines.base import EngineStartError
 from engines.core.sequence import ScheduledSequence
 from engines.core.sequence import Sequence as EngineSequence
 from engines.packages.resolve import resolve_model
@@ -153,13 +154,17 @@ def _right(engine: Any, examples: Sequence[tuple[Example, str]]) -> float | None
 
 
 def run(model: str, num_texts: int, num_scenes: int, as_json: bool) -> None:
-    """The command: a table, a row as soon as it is measured."""
+    """The command: a table, a row as soon as it is measured. Raises: SystemExit with the reason."""
+    try:
+        directory = resolve_model(model)
+    except EngineStartError as error:
+        raise SystemExit(f"bench quality: {error}") from None
     has_questions = model == "shapes" and find_spec("engines.packages.shapes.training") is not None
     rows = []
     with Progress(transient=True, console=Console(stderr=True)) as bar:
         task = bar.add_task("float32", total=1 + len(COPIES))
         examples = _questions(num_scenes) if has_questions else []
-        for number, row in enumerate(measure(resolve_model(model), num_texts, examples), 1):
+        for number, row in enumerate(measure(directory, num_texts, examples), 1):
             rows.append(row)
             bar.update(task, completed=number)
             if number <= len(COPIES):

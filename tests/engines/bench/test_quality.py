@@ -30,3 +30,8 @@ def test_each_copy_has_a_row(
     assert calibrated["divergence"] < 0.5 * nearest["divergence"]
     assert calibrated["weights_mib"] == nearest["weights_mib"] < rows["float32"]["weights_mib"]
     assert all(row["right_percent"] > 50 for row in rows.values())
+
+
+def test_a_model_that_nobody_knows_is_one_line() -> None:
+    with pytest.raises(SystemExit, match="'nope' is unknown"):
+        run("nope", num_texts=1, num_scenes=0, as_json=True)
