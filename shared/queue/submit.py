@@ -36,6 +36,8 @@ from shared.redis.client import redis_errors_as, retry_idempotent
 from shared.redis.link import RedisSender
 
 _MAX_FORGOTTEN = 100  #: at once
+#: Calls that one script cancels; Redis answers others before the next.
+_MAX_CANCELLED = 100
 
 
 class RedisGatewayQueue:
@@ -123,6 +125,10 @@ class RedisGatewayQueue:
     @redis_errors_as(QueueUnavailable)
     async def cancel(self, model: str, request_ids: Sequence[str]) -> None:
         """See `GatewayQueue.cancel`."""
+        for first in range(0, len(request_ids), _MAX_CANCELLED):
+            await self._cancel(model, request_ids[first : first + _MAX_CANCELLED])
+
+    async def _cancel(self, model: str, request_ids: Sequence[str]) -> None:
         keys = [self._keys.queue(model), self._keys.backlog(model), self._keys.reservations(model)]
         keys += keys_of_calls(self._keys, model, request_ids)
         arguments = named(group=GROUP, keep_ms=to_ms(AFTER_END_S))

@@ -124,6 +124,25 @@ async def test_a_request_cancelled_while_it_waits_is_never_claimed(ends):
     assert state.state == "cancelled"
 
 
+@pytest.mark.parametrize("all_of_them", [False, True])
+async def test_redis_answers_others_while_many_are_cancelled(ends, all_of_them):
+    """No script takes them all: others see some of them gone, and the rest wait."""
+    requests = [make_request() for _ in range(2000)]
+    await asyncio.gather(*(ends.enqueue(request, max_waiting=5000) for request in requests))
+    ids = [request.id for request in requests]
+    cancelling = asyncio.create_task(
+        ends.queue.cancel_all(MODEL) if all_of_them else ends.queue.cancel(MODEL, ids)
+    )
+    seen = set()
+    while not cancelling.done():
+        seen.add(await ends.redis.xlen(ends.keys.queue(MODEL)))
+    assert await cancelling == (2000 if all_of_them else None)
+    assert seen - {0, 2000}
+    assert await ends.num_open() == 0
+    states = await asyncio.gather(*(ends.queue.state(MODEL, id_) for id_ in ids))
+    assert {state.state for state in states} == {"cancelled"}
+
+
 async def test_a_worker_learns_of_a_cancellation_at_its_next_publish(ends):
     worker = ends.worker("a")
     request = await ends.enqueue()
