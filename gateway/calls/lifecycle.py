@@ -288,7 +288,10 @@ class Lifecycle:
             self.blobs.put(image.data, holder, ttl_s=ttl_s, ref=image.ref)
             for image in distinct.values()
         ]
-        await asyncio.gather(*puts)
+        # All have ended when one fails: what a holder puts after its release stays for its time.
+        for result in await asyncio.gather(*puts, return_exceptions=True):
+            if isinstance(result, BaseException):
+                raise result
 
     async def _load_images(
         self, sources: Sequence[ImageSource], clock: StageClock, held: HeldBody
