@@ -71,7 +71,9 @@ class Services:
         )
         self.sessions = SessionStore(self._redis, prefix)
         self.registry = Registry(self._redis, prefix)
-        self.mailbox = RedisMailbox(self._blocking_redis, prefix, self.gateway_id, self._on_gap)
+        self.mailbox = RedisMailbox(
+            self._blocking_redis, prefix, self.gateway_id, self._on_gap, self._is_awaited
+        )
         self.board = Board(self._redis, prefix)
         self.models = ModelDirectory(
             self.registry,
@@ -118,6 +120,10 @@ class Services:
 
     def _on_gap(self, model: str) -> None:
         self.dispatcher.on_gap(model)
+
+    def _is_awaited(self, model: str) -> bool:
+        """Whether events of a model may come: a retired one's until its last request here has ended."""
+        return model in self.models.cards or self.dispatcher.has_open(model)
 
     def create_server(self, app: ASGIApp) -> DrainingServer:
         """The server for the application around these services."""

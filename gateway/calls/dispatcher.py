@@ -94,6 +94,10 @@ class Dispatcher:
         """Choices that somebody here waits for."""
         return len(self._routes)
 
+    def has_open(self, model: str) -> bool:
+        """Whether somebody here waits for a choice of a model."""
+        return any(call.model == model for call, _ in self._all_routes())
+
     def _all_routes(self) -> Iterator[Route]:
         return (route for routes in list(self._routes.values()) for route in list(routes))
 
@@ -112,6 +116,7 @@ class Dispatcher:
         `home`: the worker that last served such may have it for itself, for `grace_s` at most.
         Raises: QueueRefused, QueueUnavailable; then nothing stays queued. DuplicateRequest.
         """
+        await self.mailbox.open([calls[0].model])  # it may have been retired meanwhile
         for each in calls:
             if any(_is_fed(*route) for route in self._routes.get(each.id, ())):
                 raise DuplicateRequest(f"request {each.id} is open")

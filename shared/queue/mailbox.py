@@ -26,8 +26,17 @@ def _ignore(model: str) -> None:
     """For callers that do not care about gaps."""
 
 
+def _always(model: str) -> bool:
+    """For callers whose models stay."""
+    return True
+
+
 class RedisMailbox:
-    """The mailboxes of one gateway: a `Mailbox`. `on_gap(model)` is called when events of a model may be missing."""
+    """The mailboxes of one gateway: a `Mailbox`. `on_gap(model)` is called when events of a model may be missing.
+
+    One of a model that is not needed (`is_needed(model)`) is neither read nor renewed any more, until it is opened
+    again.
+    """
 
     def __init__(
         self,
@@ -35,11 +44,13 @@ class RedisMailbox:
         prefix: str,
         gateway_id: str,
         on_gap: Callable[[str], None] = _ignore,
+        is_needed: Callable[[str], bool] = _always,
         renew_every_s: float = MAILBOX_TTL_S / 6,
     ) -> None:
         self._keys = RedisKeys(prefix)
         self.gateway_id = gateway_id
         self._on_gap = on_gap
+        self._is_needed = is_needed
         self._renew_every_s = renew_every_s
         self._reader = RedisLink(redis_blocking)
         self._sender = RedisSender(redis_blocking)
@@ -62,7 +73,8 @@ class RedisMailbox:
                 self._reader.close()  # it reads again, from this mailbox too
         if self._renewing is None:
             self._renewing = asyncio.create_task(self._renew_mailboxes(), name="renew mailboxes")
-        self._opened.set()
+        if self._last_ids:
+            self._opened.set()
 
     async def _create(self, key: str) -> bytes:
         """Post an entry without events, so that the stream exists. Returns its id."""
@@ -81,6 +93,8 @@ class RedisMailbox:
             try:
                 await self._reader.connect()
                 keys = list(self._last_ids)  # with those that were opened meanwhile
+                if not keys:
+                    continue
                 reply = await self._read(keys)
                 pause_s = 0.0
             except RedisError as error:
@@ -90,10 +104,13 @@ class RedisMailbox:
                     pause_s = min(LONGEST_PAUSE_S, pause_s * 2 or 0.05)
                 continue
             for key, entries in reply or ():
+                name = key.decode()
                 for entry_id, fields in entries:
-                    self._last_ids[key.decode()] = entry_id
+                    if name not in self._last_ids:
+                        break  # nobody needs it any more
+                    self._last_ids[name] = entry_id
                     if fields[0] == b"events":
-                        yield self._models[key.decode()], fields[1]
+                        yield self._models[name], fields[1]
             await asyncio.sleep(0)  # who waited for these answers before the next read is sent
 
     async def _read(self, keys: list[str]) -> list[tuple[bytes, list[tuple[bytes, list[bytes]]]]]:
@@ -103,26 +120,33 @@ class RedisMailbox:
         for key, entries in reply or ():
             # Streams are trimmed from their oldest end. As long as the entry read last is still there,
             # none after it is gone; only a reader that is far behind has to look.
-            if len(entries) == MAX_ENTRIES_PER_READ:
-                name = key.decode()
-                last_id = self._last_ids[name]
+            if len(entries) == MAX_ENTRIES_PER_READ and (name := key.decode()) in self._last_ids:
+                model, last_id = self._models[name], self._last_ids[name]
                 if not await self._reader.execute("XRANGE", name, last_id, last_id):
-                    self._report_gap(name)
+                    self._report_gap(model)
         return reply
 
-    def _report_gap(self, key: str) -> None:
-        model = self._models[key]
+    def _report_gap(self, model: str) -> None:
         logger.warning("events of model %s may be missing", model)
         self._on_gap(model)
 
     async def _renew_mailboxes(self) -> None:
         while True:
             await asyncio.sleep(self._renew_every_s)
-            for key in list(self._last_ids):
+            for key, model in list(self._models.items()):
+                if not self._is_needed(model):
+                    self._leave(key)
+                    continue
                 try:
                     await self._renew(key)
                 except RedisError as error:
                     logger.warning("cannot renew the mailbox: %s", error)
+
+    def _leave(self, key: str) -> None:
+        """Let Redis forget it."""
+        del self._last_ids[key], self._models[key]
+        if not self._last_ids:
+            self._opened.clear()
 
     async def _renew(self, key: str) -> None:
         """Keep the stream alive, drop what was read; make it anew if Redis lost it."""
@@ -131,7 +155,7 @@ class RedisMailbox:
             return
         self._last_ids[key] = await self._create(key)
         self._reader.close()
-        self._report_gap(key)
+        self._report_gap(self._models[key])
 
     async def close(self) -> None:
         """Stop renewing, remove the mailboxes, hang up."""

@@ -2,9 +2,11 @@
 
 import asyncio
 import time
+from functools import partial
 
 import pytest
 
+from gateway import services
 from gateway.calls.dispatcher import Dispatcher
 from gateway.calls.open_call import ChoiceProgress, Gone, OpenCall
 from shared.protocol import (
@@ -12,6 +14,7 @@ from shared.protocol import (
     Failed,
     Finished,
     FinishReason,
+    ModelCard,
     Started,
     Tokens,
     Usage,
@@ -22,7 +25,14 @@ from shared.queue.keys import RedisKeys
 from shared.queue.mailbox import RedisMailbox
 from shared.queue.submit import RedisGatewayQueue
 from shared.telemetry.metrics import GatewayMetrics
-from tests.factories_gateway import MODEL, Answer, make_body, say_hello
+from tests.factories_gateway import (
+    MODEL,
+    Answer,
+    make_body,
+    make_settings,
+    run_gateway_on_socket,
+    say_hello,
+)
 from tests.factories_queue import GATEWAY, make_request
 from tests.gateway.api.chat.test_streams import read_events
 from tests.rounds import in_one_round
@@ -409,3 +419,47 @@ async def test_events_that_cannot_be_read_are_a_gap_of_their_model_alone(
     worker.script = say_junk_first
     answer = (await gateway.chat()).json()
     assert answer["choices"][0]["message"]["content"] == "Hello you"
+
+
+async def test_a_model_that_is_retired_loses_its_mailbox_when_its_last_request_has_ended(
+    redis, redis_server, redis_prefix, worker, monkeypatch
+):
+    """And has it again when there is a request for it, as one that was read before it was retired."""
+    begun, go_on = asyncio.Event(), asyncio.Event()
+
+    async def wait(answer: Answer) -> None:
+        begun.set()
+        await go_on.wait()
+        await answer.finish("red")
+
+    async def find_as_before(*_) -> ModelCard:
+        return card
+
+    async def expires() -> bool:
+        """Whether nobody renews what has a moment left."""
+        await redis.pexpire(key, 150)
+        await asyncio.sleep(0.3)
+        return not await redis.exists(key)
+
+    monkeypatch.setattr(services, "RedisMailbox", partial(RedisMailbox, renew_every_s=0.02))
+    worker.script = wait
+    async with run_gateway_on_socket(make_settings(redis_server, redis_prefix)) as gateway:
+        models, mailbox = gateway.services.models, gateway.services.mailbox
+        key = RedisKeys(redis_prefix).mailbox(MODEL, mailbox.gateway_id)
+        card = await models.find(MODEL)
+        slow = asyncio.create_task(gateway.chat())
+        async with asyncio.timeout(20):
+            await begun.wait()
+        await worker.registry.forget(MODEL)
+        await worker.registry.withdraw("scripted")
+        await models.refresh()
+        assert not await expires()
+
+        go_on.set()
+        assert (await slow).status_code == 200
+        async with asyncio.timeout(20):
+            while not await expires():
+                pass
+
+        monkeypatch.setattr(models, "find", find_as_before)
+        assert (await gateway.chat()).status_code == 200

@@ -176,3 +176,30 @@ async def test_a_closed_mailbox_leaves_nothing(open_mailbox, redis, redis_prefix
     await mailbox.close()
 
     assert await redis.exists(RedisKeys(redis_prefix).mailbox("m", "g")) == 0
+
+
+@pytest.mark.parametrize("others", [[], ["n"]])
+async def test_a_mailbox_that_nobody_needs_expires_and_is_made_again(
+    open_mailbox, post, redis, redis_prefix, others
+):
+    needed = {"m", *others}
+    mailbox = open_mailbox(is_needed=needed.__contains__, renew_every_s=0.02)
+    await mailbox.open(["m", *others])
+    events = mailbox.events()
+    await post("1")
+    assert await names(events, 1) == ["1"]
+    waiting = asyncio.create_task(names(events, 1))
+
+    needed.remove("m")
+    async with asyncio.timeout(5):
+        while await redis.pexpire(RedisKeys(redis_prefix).mailbox("m", "g"), 10):
+            await asyncio.sleep(0.05)  # one that is needed is renewed by then
+    for model in others:
+        await post("2", model)
+        assert await waiting == ["2"]
+        waiting = asyncio.create_task(names(events, 1))
+
+    needed.add("m")
+    await mailbox.open(["m"])
+    await post("3")
+    assert await waiting == ["3"]
