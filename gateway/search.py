@@ -43,8 +43,8 @@ class SearchClient:
         """
         if not self.is_on:
             raise NotFound(
-                "Vector stores are not served here: start `vlm search-node`, and set VLM_SEARCH__URL "
-                "for it and for the gateways.",
+                "Vector stores are not served here: start `vlm serve --search`, or `vlm search-node` "
+                "with VLM_SEARCH__URL set for it and for the gateways.",
                 code="search_not_served",
             )
         try:
