@@ -244,6 +244,10 @@ def scale(
     """Change how many instances there may be."""
     given = {"min_instances": least, "max_instances": most}
     body = {name: value for name, value in given.items() if value is not None}
+    if not body:
+        error = typer.BadParameter("give --min, --max or both")
+        error.exit_code = ARGUMENTS
+        raise error
     _change(url, api_key, "POST", f"/{name}:scale", body)
 
 

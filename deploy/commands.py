@@ -36,13 +36,16 @@ from shared.packages.signature import BadSignature, sign
 from shared.packages.store import PackageStore, StoreError, open_store
 
 ARGUMENTS, PACKAGING, UPLOAD, API, ROLLOUT = 1, 2, 3, 4, 5  # exit codes, as Flame's
+INTERRUPTED = 130
 _UPLOADS = 4  # at a time
 _POLL_S = 0.5
 _PHASES = ("start", "install", "fetch")  #: of an instance, the last one first
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "": 1}
 _UNITS |= {f"{unit}i": 1024**power for power, unit in enumerate("kmgt", 1)}
 
-console = Console(stderr=True, highlight=False)
+# Without markup: messages of applications are shown, and `[/usr]` is a closing tag.
+console = Console(stderr=True, highlight=False, markup=False)
+screen = Console(markup=False)
 
 
 class CommandFailed(Exception):
@@ -304,7 +307,14 @@ def wait(client: Client, name: str, generation: int, wait_s: float) -> None:
         if time.monotonic() > give_up_at:
             text = f"{name}: generation {generation} is not ready after {wait_s:g} s; it goes on"
             raise CommandFailed(text, ROLLOUT)
-        time.sleep(_POLL_S)
+        try:
+            time.sleep(_POLL_S)
+        except KeyboardInterrupt:
+            raise CommandFailed(
+                f"{name}: generation {generation} goes on; see vlm app {name}, or take it back with "
+                f"vlm rollback {name}",
+                INTERRUPTED,
+            ) from None
 
 
 def _phase(found: dict[str, Any]) -> str:
@@ -321,9 +331,14 @@ def run_change(
     found = _ask(lambda: client.call(method, path, body))
     name, generation = found["name"], found["generation"]
     last = found["generations"][-1]
-    console.print(
-        f"{name}: generation {generation}: {last['cause']}, {last['outcome'] or 'begins'}"
-    )
+    told = {
+        None: f"generation {generation}: {last['cause']} begins",
+        "active": f"generation {generation} is active",
+        "rolled_back": f"generation {generation} is rolled back",
+    }[last["outcome"]]
+    if last["cause"] == "undeploy":
+        told = "takes no more requests; those that wait are answered"
+    console.print(f"{name}: {told}")
     if wait_s and last["outcome"] is None:
         wait(client, name, generation, wait_s)
 
@@ -358,7 +373,7 @@ def run_apps(client: Client, form: str | None) -> None:
             app["name"], app["state"], str(app["generation"]), _short(active),
             _short(candidate), ready, app["message"],
         )  # fmt: skip
-    Console().print(table)
+    screen.print(table)
 
 
 def run_app(client: Client, name: str, form: str | None, pause_s: float | None) -> None:
@@ -369,9 +384,9 @@ def run_app(client: Client, name: str, form: str | None, pause_s: float | None) 
         return
     rates = _Rates()
     if pause_s is None:
-        Console().print(_table(found, rates))
+        screen.print(_table(found, rates))
         return
-    with Live(_table(found, rates), console=Console()) as live:
+    with Live(_table(found, rates), console=screen) as live:
         while True:
             time.sleep(pause_s)
             live.update(_table(_ask(lambda: client.call("GET", f"/{name}")), rates))
@@ -450,7 +465,7 @@ def finish(command: Callable[[], None]) -> None:
     try:
         command()
     except CommandFailed as error:
-        console.print(str(error), style="red", markup=False)
+        console.print(str(error), style="red")
         sys.exit(error.code)
     except KeyboardInterrupt:
-        sys.exit(130)
+        sys.exit(INTERRUPTED)

@@ -28,8 +28,10 @@ def read_input(text: str) -> Any:
     if text.startswith("@"):
         try:
             text = Path(text[1:]).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise CommandFailed(f"{text}: it cannot be read: {error}", ARGUMENTS) from None
+        except OSError as error:
+            raise CommandFailed(f"{text}: it cannot be read: {error.strerror}", ARGUMENTS) from None
+        except UnicodeDecodeError as error:
+            raise CommandFailed(f"{text}: it is not UTF-8: {error}", ARGUMENTS) from None
     try:
         return json.loads(text)
     except ValueError:
@@ -134,7 +136,7 @@ def run_close(client: Client, session_id: str) -> None:
     """Raises: CommandFailed."""
     found = _ask(client, "POST", f"/v1/sessions/{session_id}:close", {})
     print(
-        f"{session_id}: closed; {found['running']} tasks run, {found['cancelled']} were cancelled"
+        f"{session_id}: closed; {found['running']} tasks are running still, {found['cancelled']} were cancelled"
     )
 
 

@@ -3,12 +3,14 @@
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from typer.testing import CliRunner, Result
 
 import vlm
+from deploy.client import Client
 from shared.settings.tree import DeploySettings
 from tests.factories_gateway import make_settings, run_gateway_on_socket
 
@@ -66,6 +68,7 @@ def deploy_of(package: Path, *more: str | Path) -> list[str | Path]:
         (["promote"], "name"),
         (["rollback", "n", "--to", "first"], "--to"),
         (["scale", "n", "--max", "0"], "--max"),
+        (["scale", "n"], "--min"),
         (["gc", "--keep", "0"], "--keep"),
         (["run", "n"], "INPUT"),
         (["run", "n", "@/no/such/file"], "/no/such/file"),
@@ -175,6 +178,42 @@ async def test_what_the_gateway_refuses_ends_with_4(package: Path, url: str):
         done = await asyncio.to_thread(run, *arguments, url=url, key=key)
         assert done.exit_code == 4, done.output
         assert done.stderr
+
+
+async def test_messages_of_applications_are_shown_as_they_are(
+    package: Path, url: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Rich takes `[/x]` for markup that closes what nobody opened."""
+    text = "[/x] [red]no[/red]"
+    assert (
+        await asyncio.to_thread(run, *deploy_of(package, "--wait", "0"), url=url)
+    ).exit_code == 0
+    call = Client.call
+
+    def told(client: Client, *arguments: Any) -> Any:
+        found = call(client, *arguments)
+        for each in found.get("data", [found]):
+            each["message"] = text
+        return found
+
+    monkeypatch.setattr(Client, "call", told)
+    late = deploy_of(package, "--set", "decode_s=0.5", "--wait", "0.1")
+    for arguments, code in ((["apps"], 0), (["app", "n"], 0), (late, 5)):
+        done = await asyncio.to_thread(run, *arguments, url=url)
+        assert done.exit_code == code, done.output
+        assert all(word in done.output for word in text.split())
+
+
+async def test_who_waits_no_longer_is_told_that_the_rollout_goes_on(
+    package: Path, url: str, monkeypatch: pytest.MonkeyPatch
+):
+    def interrupt(_: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("deploy.commands.time.sleep", interrupt)
+    done = await asyncio.to_thread(run, *deploy_of(package), url=url)
+    assert done.exit_code == 130
+    assert "generation 1 goes on" in said(done)
 
 
 async def test_what_does_not_serve_in_time_ends_with_5_and_what_nobody_waits_for_with_0(
