@@ -149,6 +149,7 @@ class BatchRoutes:
     ) -> None:
         """`endpoints`: whose requests may be lines."""
         self._endpoints = endpoints
+        self._taking = asyncio.Lock()  # the places for open batches
         self._batches = batches
         self._look = look
         self._limits = limits
@@ -176,10 +177,11 @@ class BatchRoutes:
     async def create(self, caller: Caller) -> BatchObject:
         """`POST /v1/batches`"""
         batches, body = self._all, _BODY.decode(caller.body)
+        most = self._limits.max_open_batches
         if body.endpoint not in self._endpoints:
             raise invalid("endpoint", f"Send one of {', '.join(self._endpoints)}")
 
-        def create() -> BatchView | None:
+        def check() -> None:
             file = batches.files.get(caller.tenant, body.input_file_id)
             if file is None:
                 raise invalid(
@@ -189,14 +191,21 @@ class BatchRoutes:
                 raise invalid(
                     "input_file_id", f"the file's purpose is not {PURPOSE}; upload it for that"
                 )
-            if len(batches.open_ids(caller.tenant)) >= self._limits.max_open_batches:
-                raise TooManyBatches(self._limits.max_open_batches)
+            if len(batches.open_ids(caller.tenant)) >= most:
+                raise TooManyBatches(most)
+
+        def create() -> BatchView | None:
+            tenant, file_id = caller.context.tenant, body.input_file_id
             record = batches.create(
-                caller.tenant, caller.context.tenant, body.endpoint, file.id, body.metadata
+                caller.tenant, tenant, body.endpoint, file_id, body.metadata, most
             )
+            if record is None:
+                raise TooManyBatches(most)
             return batches.get(caller.tenant, record.id)
 
-        view = await blocking(create)
+        await blocking(check)
+        async with self._taking:  # of many at once as many as there is room for
+            view = await blocking(create)
         self._look()
         return BatchObject.of(_found(view))
 

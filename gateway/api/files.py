@@ -163,9 +163,9 @@ class Files:
     async def _create_for_batch(self, owner: str, filename: str, data: bytes) -> BatchFile:
         files, most = self._files, self._limits.max_key_batch_bytes
 
-        def create() -> BatchFile:
+        def check(num_more: int, num_more_bytes: int) -> None:
             num_files, num_bytes = files.usage(owner)
-            if num_bytes + len(data) > most or num_files >= MAX_BATCH_FILES:
+            if num_bytes + num_more_bytes > most or num_files + num_more > MAX_BATCH_FILES:
                 raise InvalidRequest(
                     f"This key keeps files of {num_bytes} bytes for batches: delete some, as {most} "
                     f"bytes and {MAX_BATCH_FILES} files are the most.",
@@ -173,7 +173,16 @@ class Files:
                     status=413,
                     code="store_full",
                 )
-            return files.put(owner, filename, PURPOSE, [data], len(data))
+
+        def create() -> BatchFile:
+            check(1, len(data))
+            file = files.put(owner, filename, PURPOSE, [data], len(data))
+            try:
+                check(0, 0)  # others may have come meanwhile
+            except InvalidRequest:
+                files.delete(owner, file)
+                raise
+            return file
 
         return await blocking(create)
 

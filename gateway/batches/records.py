@@ -132,8 +132,12 @@ class Batches:
         endpoint: str,
         input_file_id: str,
         metadata: dict[str, str] | None,
-    ) -> BatchRecord:
-        """Begin a batch."""
+        max_open: int,
+    ) -> BatchRecord | None:
+        """Begin a batch, unless its owner has `max_open` that have not ended.
+
+        It is noted before all are counted: of those that come at once no more than that find room, and perhaps fewer.
+        """
         now = time.time()  # noqa: TID251
         record = BatchRecord(
             make_id(BATCH_ID, now),
@@ -146,6 +150,9 @@ class Batches:
             metadata,
         )
         self._store.put_if_absent(f"{_OPEN}/{owner}/{record.id}", b"")
+        if len(self.open_ids(owner)) > max_open:
+            self._store.delete(f"{_OPEN}/{owner}/{record.id}")
+            return None
         self._write(record, "record", record)
         return record
 

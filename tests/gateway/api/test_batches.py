@@ -217,6 +217,48 @@ async def test_what_cannot_be_is_refused_by_name(client, worker):
     assert (raised.value.status_code, raised.value.code) == (413, "store_full")
 
 
+@pytest.fixture
+async def others(redis_server, redis_prefix, changes):
+    """Clients of two more gateways."""
+    settings = make_settings(redis_server, redis_prefix, **changes)
+    async with contextlib.AsyncExitStack() as stack:
+        gateways = [
+            await stack.enter_async_context(run_gateway_on_socket(settings)) for _ in range(2)
+        ]
+        yield [await stack.enter_async_context(client_of(gateway)) for gateway in gateways]
+
+
+async def statuses(asked):
+    """How often each status was answered; 200 for what is there now."""
+    answers = await asyncio.gather(*asked, return_exceptions=True)
+    return Counter(getattr(answer, "status_code", 200) for answer in answers)
+
+
+@pytest.mark.parametrize("limits", [{"max_open_batches": 4}])
+async def test_many_batches_at_once_are_no_more_than_may_be_open(client, others, worker):
+    """One gateway fills what there is; several, which do not know of each other, take no more."""
+    worker.script = say_nothing
+    batch = await begin(client, [LINE])
+    body = {"input_file_id": batch.input_file_id, "endpoint": CHAT, "completion_window": "24h"}
+    clients = [client, *others]
+    taken = await statuses(c.batches.create(**body) for c in clients * 4)
+    assert 0 <= taken[200] <= 3
+    assert taken[200] + taken[429] == 12
+    await statuses(client.batches.create(**body) for _ in range(8))
+    page = await client.batches.list()
+    assert [b.status not in ("completed", "failed") for b in page.data] == [True] * 4
+
+
+@pytest.mark.parametrize("limits", [{"max_key_batch_bytes": 2000}])
+async def test_many_files_at_once_are_no_more_than_may_be_kept(client, others):
+    clients = [client, *others]
+    kept = await statuses(
+        c.files.create(file=("in", b"x" * 600), purpose="batch") for c in clients * 4
+    )
+    assert kept[200] + kept[413] == 12
+    assert kept[200] == len((await client.files.list()).data) <= 3
+
+
 async def test_a_cancelled_batch_keeps_what_is_answered(client, worker):
     async def some(answer):
         slow = "slow" in answer.request.task.messages[0].parts[0].text
@@ -321,7 +363,7 @@ def batches(tmp_path):
 def make_batch(batches, lines):
     data = to_file(lines)
     file = batches.files.put("owner", "in", "batch", [data], len(data))
-    record = batches.create("owner", "tenant", CHAT, file.id, None)
+    record = batches.create("owner", "tenant", CHAT, file.id, None, 100)
     batches.begin(record, len(lines))
     return record
 
