@@ -412,7 +412,7 @@ def _encode_error(error: ApiError) -> bytes:
     kind = "invalid_request_error" if error.status < 500 else "api_error"
     _, type_ = _ERRORS.get(error.status, (0, kind))
     fields = AnthropicErrorFields(type_, error.message, error.code, error.param)
-    return encode(AnthropicError(fields))
+    return encode(AnthropicError(fields, request_id=error.request_id))
 
 
 class Messages(_Anthropic):

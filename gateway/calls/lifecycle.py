@@ -43,7 +43,7 @@ from gateway.http.errors import (
     unavailable,
     unexpected,
 )
-from gateway.http.exchange import ClientGone, Exchange
+from gateway.http.exchange import ClientGone, Exchange, shown_id
 from gateway.images.loader import ImageLoader, ImageSource, LoadedImage
 from shared.blobs.api import BlobStore, BlobsUnavailable
 from shared.protocol import Call, ModelCard, Scores, Task, Vectors
@@ -515,6 +515,7 @@ async def _fail(
     exchange: Exchange, surface: Surface | None, error: ApiError, reply: Reply | None
 ) -> None:
     """Tell the client: by a status before the answer has begun, by a last frame after."""
+    error.request_id = shown_id(exchange.context)
     if surface is None:
         await exchange.answer(error.status, error.headers(), error.body())
     elif exchange.has_started and reply is not None:

@@ -44,6 +44,7 @@ class ApiError(Exception):
     status = 500
     type = "server_error"
     model: str | None = None  #: that a refused body names, as metrics call it
+    request_id: str | None = None  #: as the answer's headers name the request
 
     def __init__(
         self,

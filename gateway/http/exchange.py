@@ -49,10 +49,14 @@ class Exchange:
             pass
 
 
+def shown_id(context: RequestContext) -> str:
+    """What the client knows the request by: its own id, or ours."""
+    return context.client_id or "req_" + context.id
+
+
 def with_ids(context: RequestContext, headers: Iterable[tuple[bytes, bytes]]) -> Headers:
     """An answer's headers, with those that name the request: its id and its span."""
-    shown_id = context.client_id or "req_" + context.id
-    named = [*headers, (b"x-request-id", shown_id.encode())]
+    named = [*headers, (b"x-request-id", shown_id(context).encode())]
     if context.trace_parent is not None:
         named.append((b"traceparent", context.trace_parent.encode()))
     return named

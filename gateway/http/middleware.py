@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from gateway.http.auth import KeyRing, WrongKey
 from gateway.http.context import SCOPE_KEY, RequestContext
 from gateway.http.errors import AuthenticationError, Render, send_error
-from gateway.http.exchange import with_ids
+from gateway.http.exchange import shown_id, with_ids
 from gateway.http.wrong_keys import TooManyWrongKeys, WrongKeys
 from shared.telemetry.logs import request_id
 from shared.telemetry.trace_context import parse_trace_parent
@@ -66,6 +66,7 @@ class GatewayMiddleware:
             try:
                 context.tenant = self._authenticate(scope)
             except (AuthenticationError, TooManyWrongKeys) as error:
+                error.request_id = shown_id(context)
                 await send_error(_naming(context, send), error, api and api.render)
                 return
         if api is not None and scope["method"] == "POST":
@@ -97,9 +98,9 @@ def _note(scope: Scope) -> RequestContext:
     request_id.set(context.id)  # each request is a task of its own
     if (caller := headers.get(b"traceparent")) is not None:
         context.trace_parent = parse_trace_parent(caller)
-    shown_id = headers.get(b"x-request-id")
-    if shown_id is not None and _SANE_ID.fullmatch(shown_id):
-        context.client_id = shown_id.decode()
+    client_id = headers.get(b"x-request-id")
+    if client_id is not None and _SANE_ID.fullmatch(client_id):
+        context.client_id = client_id.decode()
     return context
 
 

@@ -164,6 +164,32 @@ async def test_a_fleet_that_cannot_now_is_overloaded(client, worker):
     assert refused.value.response.headers["retry-after"]
 
 
+@pytest.mark.parametrize("changes", [{"gateway": {"api_keys": ["sk-right"]}}])
+@pytest.mark.parametrize("headers", [{}, {"x-request-id": "mine-1"}])
+async def test_an_error_names_its_request_as_the_answers_header_does(gateway, headers):
+    unknown = {"model": "nobody", "max_tokens": 9, "messages": HELLO}
+    for key, status in (("sk-right", 404), ("sk-wrong", 401)):
+        refused = await gateway.client.post(
+            "/v1/messages", json=unknown, headers={"x-api-key": key, **headers}
+        )
+        assert refused.status_code == status
+        assert refused.json()["request_id"] == refused.headers["x-request-id"]
+
+
+async def test_an_error_within_a_stream_names_its_request_too(client, worker):
+    async def fail(answer: Answer) -> None:
+        await answer.start()
+        await answer.say("half")
+        await answer.fail(ErrorCode.ENGINE_FAILURE)
+
+    worker.script = fail
+    with pytest.raises(anthropic.APIStatusError) as broken:
+        async with client.messages.stream(model=MODEL, max_tokens=9, messages=HELLO) as stream:
+            await stream.until_done()
+    assert broken.value.body["type"] == "error"
+    assert broken.value.body["request_id"] == broken.value.response.headers["x-request-id"]
+
+
 @pytest.mark.parametrize("card", [replace(CARD, tasks=("generate", "tokenize"))])
 async def test_tokens_are_counted(client, worker):
     async def script(answer: Answer) -> None:
