@@ -21,7 +21,7 @@ _ERRORS = {
     "404": "The model does not exist.",
     "408": "The body did not arrive in time.",
     "413": "The body is too large.",
-    "415": "The body is not JSON in UTF-8.",
+    "415": "A browser's body is not named JSON; the charset is not UTF-8, or the body compressed.",
     "422": "An idempotency key was used for another request.",
     "429": "Too much at a time for this key, or too many wrong keys; `retry-after` says when.",
     "500": "The server failed.",

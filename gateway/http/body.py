@@ -90,7 +90,8 @@ async def _read_all(
 def _check_headers(context: RequestContext, max_bytes: int, expected: bytes) -> None:
     headers = context.headers
     media_type, _, charset = headers.get(b"content-type", b"").lower().partition(b";")
-    if media_type.strip() != expected:
+    is_named = media_type.strip() == expected
+    if not is_named and (expected != JSON or _is_from_browser(headers)):
         raise InvalidRequest(
             f"Send the body with `Content-Type: {expected.decode()}`.",
             status=415,
@@ -98,6 +99,7 @@ def _check_headers(context: RequestContext, max_bytes: int, expected: bytes) -> 
         )
     if (
         charset
+        and is_named
         and expected == JSON
         and charset.replace(b'"', b"").strip() not in (b"charset=utf-8", b"charset=utf8")
     ):
@@ -119,6 +121,16 @@ def _check_headers(context: RequestContext, max_bytes: int, expected: bytes) -> 
         )
     if int(length[:20]) > max_bytes:
         raise _too_large(f"{max_bytes} bytes")
+
+
+def _is_from_browser(headers: Mapping[bytes, bytes]) -> bool:
+    """Whether a browser sends the request, which says so by headers that no page can leave out.
+
+    A page of another origin may send any body that is not named as JSON without being asked whether
+    it may. Who is no browser needs no type: `curl -d` names a form. Source: Fetch, "CORS-safelisted
+    request-header" and "`Origin` header"; Fetch Metadata.
+    """
+    return b"origin" in headers or b"sec-fetch-site" in headers
 
 
 def _too_large(limit: str) -> ApiError:

@@ -569,10 +569,27 @@ async def test_an_unknown_field_is_refused_by_name(speaker):
     assert speaker.error_of(response) == ("unsupported_parameter", "colour")
 
 
-async def test_another_media_type_is_a_415(speaker):
-    response = await speaker.client.post(speaker.url(), content=b"{}")
-    assert response.status_code == 415
-    assert speaker.error_of(response)[0] == "unsupported_media_type"
+#: What a page may send anywhere without asking; the last has no type.
+SIMPLE_TYPES = ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "")
+
+
+async def test_a_page_cannot_send_a_body_for_which_no_browser_asks_first(speaker, worker):
+    body = json.dumps(speaker.body())
+    for media_type in SIMPLE_TYPES:
+        for header in ({"origin": "null"}, {"sec-fetch-site": "cross-site"}):
+            headers = {"content-type": media_type, **header}
+            response = await speaker.client.post(speaker.url(), content=body, headers=headers)
+            assert response.status_code == 415, headers
+            assert speaker.error_of(response)[0] == "unsupported_media_type"
+    assert worker.requests == []
+
+
+async def test_without_a_browser_json_needs_no_media_type(speaker):
+    body = json.dumps(speaker.body())
+    for media_type in SIMPLE_TYPES:
+        headers = {"content-type": media_type} if media_type else {}
+        response = await speaker.client.post(speaker.url(), content=body, headers=headers)
+        assert response.status_code == 200, response.text
 
 
 async def test_an_unknown_model_is_a_404(speaker):

@@ -27,6 +27,21 @@ async def test_a_chat_is_streamed_unless_it_says_otherwise(gateway, worker):
     assert end["total_duration"] > 0
 
 
+async def test_the_curl_of_ollamas_own_examples_is_answered(gateway, worker):
+    form = {"content-type": "application/x-www-form-urlencoded"}  # as of `curl -d`
+    body = json.dumps({"model": MODEL, "prompt": "hello", "stream": False})
+    response = await gateway.client.post("/api/generate", content=body, headers=form)
+    assert response.json()["response"] == "Hello you"
+    response = await gateway.client.post(
+        "/api/show", content=f'{{"model": "{MODEL}"}}', headers=form
+    )
+    assert response.json()["capabilities"] == ["completion", "vision"]
+    response = await gateway.client.post(
+        "/api/show", content=f'{{"model": "{MODEL}"}}', headers={**form, "origin": "null"}
+    )
+    assert response.status_code == 415
+
+
 async def test_a_whole_answer_to_images_options_and_a_tag(gateway, worker):
     async def script(answer: Answer) -> None:
         await answer.start()

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 CANARY = "cAnArY7"
 JSON_TYPE = {"content-type": "application/json"}
+PAGE = {"origin": "https://page.example.com"}
 LIMITS = {
     "max_body_bytes": 200_000, "max_messages": 8, "max_text_chars": 1000, "max_images": 2,
     "max_image_bytes": 50_000, "max_image_pixels": 1_000_000, "max_image_side": 4096,
@@ -340,9 +341,9 @@ async def test_what_asks_for_nothing_else_is_answered(fleet, text):
 @pytest.mark.parametrize(
     ("headers", "status", "code"),
     [
-        ({"content-type": "text/plain"}, 415, "unsupported_media_type"),
-        ({"content-type": "application/x-www-form-urlencoded"}, 415, "unsupported_media_type"),
-        ({"content-type": "multipart/form-data; boundary=x"}, 415, "unsupported_media_type"),
+        ({"content-type": "text/plain", **PAGE}, 415, "unsupported_media_type"),
+        ({"content-type": "application/x-www-form-urlencoded", **PAGE}, 415, "unsupported_media_type"),
+        ({"content-type": "multipart/form-data; boundary=x", **PAGE}, 415, "unsupported_media_type"),
         ({"content-type": "application/json; charset=latin-1"}, 415, "unsupported_media_type"),
         ({"content-type": "application/json", "content-encoding": "gzip"}, 415, "unsupported_media_type"),
     ],
@@ -355,10 +356,16 @@ async def test_bodies_that_are_not_plain_json_are_refused(fleet, headers, status
     check_error(response, status, code, None)
 
 
-async def test_a_missing_content_type_is_refused(fleet):
+async def test_a_page_that_names_no_content_type_is_refused(fleet):
     gateway, _ = fleet
-    response = await gateway.client.post(CHAT, content=b"{}")
+    response = await gateway.client.post(CHAT, content=b"{}", headers=PAGE)
     check_error(response, 415, "unsupported_media_type", None)
+
+
+async def test_a_form_is_no_json_whoever_sends_it(fleet):
+    gateway, _ = fleet
+    for form in ({"files": {"file": b"x"}}, {"data": {"model": "tiny"}}):
+        check_error(await gateway.client.post(CHAT, **form), 400, "invalid_json", None)
 
 
 @pytest.mark.parametrize("charset", ["utf-8", '"UTF-8"'])
