@@ -524,7 +524,7 @@ class Sessions:
     async def _find_card(self, name: str, side: str) -> ModelCard:
         """The version that serves. Raises: ApiError, QueueUnavailable."""
         try:
-            card = await self._lifecycle.models.find(name, side)
+            card = await self._lifecycle.models.find(name, side, "run")
         except NotFound as error:
             error.param = "name"
             raise

@@ -178,7 +178,8 @@ class Lifecycle:
             recorder.user = request.user
             if recorder.is_traced:
                 recorder.describe(surface.describe(request))
-            card = await self.models.find(request.model, request.user or context.id)
+            side = request.user or context.id
+            card = await self.models.find(request.model, side, surface.task)
             recorder.model = self.models.label(card.name)
             if surface.task not in card.tasks:
                 raise _wrong_task(surface, card)

@@ -166,8 +166,9 @@ class ModelDirectory:
                 self._outage.succeeded()
             await asyncio.sleep(_REFRESH_PAUSE_S)
 
-    async def find(self, name: str, side: str = "") -> ModelCard:
-        """A model's card. `side`: whose request it is, by which a canary takes its share.
+    async def find(self, name: str, side: str = "", task: str = "") -> ModelCard:
+        """A model's card. `side`: whose request it is, by which a canary takes its share; `task`:
+        what it is wanted for.
 
         Raises: NotFound; Overloaded if its workers speak another version; QueueUnavailable,
         RedisError, OSError.
@@ -180,7 +181,7 @@ class ModelDirectory:
                 await self._look_again()
             card = self._known(name, side)
         if card is None:
-            raise self.missing(name)
+            raise self.missing(name, task)
         return card
 
     def _known(self, name: str, side: str) -> ModelCard | None:
@@ -189,27 +190,30 @@ class ModelDirectory:
             card = route.pick(side)
         return card
 
-    def missing(self, name: str) -> ApiError:
+    def missing(self, name: str, task: str = "") -> ApiError:
         """The error for a name that no worker has announced, or only workers of another version, or
-        whose deployment cannot be read.
+        whose deployment cannot be read. It lists those that offer the task.
         """
         if self._board is not None and name in self._board.unreadable:
             return record_unreadable()
         other = self._other_versions.get(name)
         if other is None:
-            return self._not_found()
+            return self._not_found(task)
         versions = explain_versions(PROTOCOL_VERSION, other.version)
         message = f"No worker of this model speaks this gateway's protocol: {versions}."
         return Overloaded("version", message, code="unsupported_version", retry_after_s=10)
 
-    def _not_found(self) -> NotFound:
-        known = (*self.cards, *self.routes)
-        live = sorted(known, key=lambda name: (self.num_workers[name] == 0, name))
+    def _not_found(self, task: str) -> NotFound:
+        known = self.cards | {name: route.card for name, route in self.routes.items()}
+        offering = [name for name, card in known.items() if not task or task in card.tasks]
+        live = sorted(offering, key=lambda name: (self.num_workers[name] == 0, name))
         names = ", ".join(live[:_MAX_NAMES])
         more = " and others, which GET /v1/models lists" if len(live) > _MAX_NAMES else ""
-        served = f"send one of: {names}{more}" if names else "no worker serves any yet"
+        any_ = f"any that offers the task {task}" if task else "any"
+        served = f"send one of: {names}{more}" if names else f"no worker serves {any_} yet"
+        what = "application" if task == "run" else "model"
         return NotFound(
-            f"The model does not exist; {served}.", param="model", code="model_not_found"
+            f"The {what} does not exist; {served}.", param="model", code="model_not_found"
         )
 
     async def _look_again(self) -> None:

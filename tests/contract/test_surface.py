@@ -598,6 +598,19 @@ async def test_an_unknown_model_is_a_404(speaker):
     assert speaker.error_of(response) == ("model_not_found", speaker.dialect.model_field)
 
 
+async def test_an_unknown_model_is_told_which_ones_can_be_asked_there(
+    speaker, redis_server, redis_prefix
+):
+    others = tuple(task for task in TASKS if task != speaker.dialect.task)
+    card = replace(CARD, name="of-another-kind", tasks=others)
+    async with run_worker(redis_server, redis_prefix, card):
+        await speaker.services.models.refresh()
+        response = await speaker.ask(model="nobody")
+    assert response.status_code == 404
+    assert MODEL in response.text
+    assert "of-another-kind" not in response.text
+
+
 async def test_a_model_without_the_task_says_what_it_offers(speaker, redis_server, redis_prefix):
     others = tuple(task for task in TASKS if task != speaker.dialect.task)
     card = replace(CARD, name="other", tasks=others)

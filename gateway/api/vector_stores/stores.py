@@ -180,7 +180,7 @@ class VectorStores:
             names = ", ".join(sorted(card.name for card in cards)) or "none"
             raise invalid("embedding_model", f"name one of those that make vectors: {names}")
         try:
-            card = await models.find(name)
+            card = await models.find(name, task="embed")
         except NotFound as error:
             raise NotFound(error.message, param="embedding_model", code=error.code) from None
         if "embed" not in card.tasks:

@@ -99,7 +99,7 @@ class StoreVectors:
     ) -> list[Hit]:
         """The hits by a model's scores for the first text; those without text come last."""
         try:
-            card = await self._lifecycle.models.find(model)
+            card = await self._lifecycle.models.find(model, task="rerank")
         except NotFound as error:
             param = "ranking_options.ranker"
             raise NotFound(error.message, param=param, code=error.code) from None
