@@ -618,20 +618,24 @@ def _part(
 ) -> Part:
     if isinstance(block, TextBlock):
         return conversation.text(block.text)
-    return conversation.image(_url(block, place), f"{place}.source", role)
+    url, name = _url(block, place)
+    return conversation.image(url, f"{place}.source.{name}", role)
 
 
-def _url(block: ImageBlock, place: str) -> str:
-    """Raises: InvalidRequest."""
+def _url(block: ImageBlock, place: str) -> tuple[str, str]:
+    """Where the image is, and the field that says so. Raises: InvalidRequest."""
     source = block.source
     if isinstance(source, UrlSource):
-        return source.url
+        return source.url, "url"
     if isinstance(source, FileSource):
-        return source.file_id
-    beginning = _BEGINNINGS.get(source.media_type)
-    if beginning is not None and not source.data.startswith(beginning):
-        raise invalid(f"{place}.source.media_type", "the image is of another type; name its own")
-    return f"data:{source.media_type};base64,{source.data}"
+        return source.file_id, "file_id"
+    types = [type_ for type_, begins in _BEGINNINGS.items() if source.data.startswith(begins)]
+    if not types:
+        problem = "it is no image; send PNG, JPEG, WebP or GIF in base64"
+        raise invalid(f"{place}.source.data", problem, "unsupported_image")
+    if types != [source.media_type]:
+        raise invalid(f"{place}.source.media_type", f"the image is {types[0]}; name that")
+    return f"data:{source.media_type};base64,{source.data}", "data"
 
 
 def _grammar(request: MessageRequest, card: ModelCard, limits: LimitSettings) -> Grammar | None:

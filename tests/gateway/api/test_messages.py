@@ -12,6 +12,7 @@ from tests.factories_images import data_url
 
 HELLO = [{"role": "user", "content": "hello"}]
 PNG = data_url().partition(",")[2]
+JPEG = data_url(format="JPEG").partition(",")[2]
 
 
 def image(media_type: str = "image/png") -> dict:
@@ -162,6 +163,25 @@ async def test_a_fleet_that_cannot_now_is_overloaded(client, worker):
     assert refused.value.status_code == 529
     assert refused.value.body["error"]["type"] == "overloaded_error"
     assert refused.value.response.headers["retry-after"]
+
+
+@pytest.mark.parametrize(
+    ("data", "media_type", "name"),
+    [
+        ("bm8gaW1hZ2U=", "image/png", "data"),  # "no image"
+        ("no base64", "image/png", "data"),
+        ("", "image/png", "data"),
+        (PNG[:16], "image/png", "data"),  # its signature alone
+        (PNG, "image/webp", "media_type"),
+        (JPEG, "image/png", "media_type"),
+    ],
+)
+async def test_of_an_image_the_field_that_is_wrong_is_named(client, worker, data, media_type, name):
+    source = {"type": "base64", "media_type": media_type, "data": data}
+    messages = [{"role": "user", "content": [{"type": "image", "source": source}]}]
+    with pytest.raises(anthropic.BadRequestError) as refused:
+        await client.messages.create(model=MODEL, max_tokens=9, messages=messages)
+    assert refused.value.body["error"]["param"] == f"messages.[0].content.[0].source.{name}"
 
 
 @pytest.mark.parametrize("changes", [{"gateway": {"api_keys": ["sk-right"]}}])
