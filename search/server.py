@@ -82,16 +82,21 @@ class SearchApp:
             return
         self._num_open += 1
         try:
-            status, content = await self._serve(receive)
+            answer = await self._serve(receive)
         finally:
             self._num_open -= 1
-        await _send(send, status, content)
+        if answer is not None:
+            await _send(send, *answer)
 
-    async def _serve(self, receive: Receive) -> tuple[int, bytes]:
+    async def _serve(self, receive: Receive) -> tuple[int, bytes] | None:
+        """Status and body; None where the gateway has left before all of its request was here."""
         body = bytearray()
         has_more = True
         while has_more:
             message = await receive()
+            if message["type"] == "http.disconnect":
+                logger.info("a gateway left in the middle of a request")
+                return None
             body += message.get("body", b"")
             has_more = message.get("more_body", False)
             if len(body) > self._max_bytes:

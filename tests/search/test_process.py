@@ -1,5 +1,7 @@
 """The search process: killed while it writes, started again, asked for what it has acknowledged."""
 
+import asyncio
+import logging
 import threading
 from pathlib import Path
 
@@ -27,7 +29,7 @@ from shared.search import (
 )
 from shared.settings import SettingsError
 from shared.settings.tree import Settings
-from tests.factories_search import make_items, run_search
+from tests.factories_search import make_items, run_search, serve_search
 from tests.fuzzing import IS_LONG
 
 CREATE = CreateStore(tenant="t", name="store", model="m", digest="d", dimensions=8)
@@ -130,6 +132,21 @@ def test_a_file_whose_chunks_were_not_all_written_leaves_none(process):
         whole = [f for f in files if f.status == "completed"]
         assert files == whole
         assert stored.num_items == 2000 * len(whole)
+
+
+async def test_a_gateway_that_leaves_in_the_middle_of_a_request_is_no_fault(tmp_path, caplog):
+    async with serve_search(tmp_path / "data") as settings:
+        path = settings.url.removeprefix("unix://")
+        reader, writer = await asyncio.open_unix_connection(path)
+        head = (
+            b"POST / HTTP/1.1\r\nhost: search\r\nexpect: 100-continue\r\ncontent-length: 9\r\n\r\n"
+        )
+        writer.write(head)
+        await reader.readuntil(b"100 Continue\r\n\r\n")  # it reads the body
+        writer.write(b"half")
+        writer.close()
+        await writer.wait_closed()
+    assert [record for record in caplog.records if record.levelno > logging.INFO] == []
 
 
 def test_a_second_process_on_a_directory_is_refused(process):
