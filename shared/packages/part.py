@@ -6,11 +6,13 @@ import os
 import secrets
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from errno import ENOENT
 from pathlib import Path
 from types import TracebackType
 
 PIECE_BYTES = 4 * 1024 * 1024
 SUFFIX = ".part"
+_MOVES = 100
 
 Read = Callable[[int], Iterable[bytes]]  #: the bytes from a place on
 Report = Callable[[int], None]  #: told how many more bytes are done
@@ -106,9 +108,23 @@ class Part:
         """Have the file be `target`; it is on the disk then. Raises: OSError."""
         os.fchmod(self._file, mode)
         os.fsync(self._file)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        os.replace(self.path, target)
+        place(os.replace, self.path, target)
         self._is_moved = True
+
+
+def place(move: Callable[[Path, Path], None], path: Path, target: Path) -> None:
+    """Have a finished file be `target`, on the disk. Raises: OSError.
+
+    Whoever removes the last file of a folder removes that, too: it is made again then.
+    """
+    for _ in range(_MOVES):
+        with suppress(FileNotFoundError):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            move(path, target)
+            break
+    else:
+        raise FileNotFoundError(ENOENT, os.strerror(ENOENT), str(target))
+    with suppress(FileNotFoundError):  # it is removed already
         folder = os.open(target.parent, os.O_RDONLY)
         try:
             os.fsync(folder)

@@ -14,7 +14,15 @@ from typing import IO, Any, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
 from shared.packages.manifest import BadPackage, Manifest, decode_manifest, digest_of, is_digest
-from shared.packages.part import PIECE_BYTES, Part, Report, WrongDigest, part_path, remove_old_parts
+from shared.packages.part import (
+    PIECE_BYTES,
+    Part,
+    Report,
+    WrongDigest,
+    part_path,
+    place,
+    remove_old_parts,
+)
 
 SCHEMES = ("file", "s3", "gs", "az", "memory")
 
@@ -170,12 +178,10 @@ class FileStore:
         with self._aside() as (part, out):
             out.write(data)
             _sync(out)
-            target.parent.mkdir(parents=True, exist_ok=True)
             try:
-                os.link(part, target)  # which no other has made: a rename would take its place
+                place(os.link, part, target)  # a rename would take the place of another's
             except FileExistsError:
                 return False
-            _sync_folder(target.parent)
         return True
 
     def get(self, key: str) -> bytes | None:
@@ -189,10 +195,9 @@ class FileStore:
 
     def list(self, prefix: str) -> list[str]:
         """See `PackageStore.list`."""
-        folder = self.root / prefix
-        return sorted(
-            str(file.relative_to(self.root)) for file in folder.rglob("*") if file.is_file()
-        )
+        walked = os.walk(self.root / prefix)  # passes over folders that go meanwhile
+        found = (Path(folder, name) for folder, _, names in walked for name in names)
+        return sorted(str(file.relative_to(self.root)) for file in found)
 
     def entries(self, prefix: str) -> Iterator[Entry]:
         """See `PackageStore.entries`."""
@@ -208,9 +213,7 @@ class FileStore:
             for piece in pieces:
                 out.write(piece)
             _sync(out)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            os.replace(part, target)
-            _sync_folder(target.parent)
+            place(os.replace, part, target)
 
     def stream(self, key: str) -> Iterator[bytes]:
         """See `PackageStore.stream`."""
@@ -222,11 +225,17 @@ class FileStore:
             raise StoreError(f"{self.url}: {key} cannot be read: {error.strerror}") from None
 
     def delete(self, key: str) -> None:
-        """See `PackageStore.delete`."""
+        """See `PackageStore.delete`. A folder that is empty then goes, too."""
+        path = self.root / key
         try:
-            (self.root / key).unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
         except OSError as error:
             raise StoreError(f"{self.url}: {key} cannot be removed: {error.strerror}") from None
+        with suppress(OSError):  # the first that is not empty
+            for folder in path.parents:
+                if folder == self.root:
+                    break
+                folder.rmdir()
 
     def delete_parts(self, before: float) -> int:
         """See `PackageStore.delete_parts`."""
@@ -428,14 +437,6 @@ def _compare(digest: str, found: Any) -> None:
 def _sync(file: IO[bytes]) -> None:
     file.flush()
     os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _first_line(error: Exception) -> str:

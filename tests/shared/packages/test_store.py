@@ -19,7 +19,7 @@ import pytest
 
 from shared.packages.manifest import digest_of
 from shared.packages.part import PIECE_BYTES, Part
-from shared.packages.store import BadBlob, PackageStore, StoreError, open_store
+from shared.packages.store import BadBlob, FileStore, PackageStore, StoreError, open_store
 
 MOTO = shutil.which("moto_server") or os.environ.get("MOTO_SERVER", "")
 
@@ -208,6 +208,38 @@ def test_a_blob_is_read_from_any_place(store: PackageStore):
     data = b"0123456789"
     store.put(digest_of(data), io.BytesIO(data))
     assert b"".join(store.read(digest_of(data), 7)) == b"789"
+
+
+def folders(store: FileStore) -> set[Path]:
+    return {path for path in store.root.rglob("*") if path.is_dir()}
+
+
+def test_a_folder_goes_with_its_last_record(tmp_path: Path):
+    store = FileStore(tmp_path)
+    store.write("files/one/kept", [b"x"])
+    before = folders(store)
+    store.write("files/other/data", [b"x"])
+    store.put_if_absent("batches/other/parts/one", b"x")
+    for key in ("files/other/data", "batches/other/parts/one", "batches/other/never"):
+        store.delete(key)
+    assert folders(store) == before
+    assert store.list("") == ["files/one/kept"]
+
+
+def test_who_writes_into_a_folder_that_another_empties_is_not_disturbed(tmp_path: Path):
+    store = FileStore(tmp_path)
+
+    def come_and_go(name: str) -> None:
+        for _ in range(100):
+            assert store.put_if_absent(f"folder/in/{name}", b"x")
+            store.write(f"folder/in/{name}", [b"y"])
+            assert store.get(f"folder/in/{name}") == b"y"
+            store.list("folder")
+            store.delete(f"folder/in/{name}")
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(come_and_go, "abcd"))
+    assert store.list("folder") == []
 
 
 def test_a_record_of_any_size_is_replaced_as_a_whole_and_dropped(store):
