@@ -17,11 +17,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import IO
+from typing import IO, Any
 
 from deploy.hashes import HashCache
 from engines.base import EngineStartError
-from engines.registry import check_package, find_kind, kind_of
+from engines.registry import check_package, find_kind, kind_of, read_settings
 from shared.packages.manifest import (
     MAX_PACKAGE_BYTES,
     BadPackage,
@@ -202,6 +202,8 @@ def find_config(
     if ("config.json" in files and has_weights) or needs_none:
         try:
             check_package(engine, files)
+            if find_kind(kind_of(engine)) is not None:  # others are known to their nodes
+                read_settings(_in_groups(engine), lambda name: f"--set {name}")
         except EngineStartError as error:
             raise BadPackage(str(error)) from None
         return PackageConfig("model", engine=engine)
@@ -218,6 +220,20 @@ def find_config(
         "it is no model (config.json and *.safetensors), no Python application (app.py with one class "
         "of Application, or --entry module:Class), and has not one executable (in bin/, or --command)"
     )
+
+
+def _in_groups(engine: Mapping[str, str]) -> dict[str, object]:
+    """Settings as a tree: `mock__seed` is one of the group `mock`. Raises: BadPackage."""
+    tree: dict[str, Any] = {}
+    for name, value in engine.items():
+        *groups, last = name.split("__")
+        group = tree
+        for each in groups:
+            group = group.setdefault(each, {})
+            if not isinstance(group, dict):
+                raise BadPackage(f"--set {name}: {each} has a value of its own")
+        group[last] = value
+    return tree
 
 
 def _read_tool(files: Mapping[str, Path]) -> Mapping[str, object]:

@@ -12,7 +12,7 @@ from pkgutil import resolve_name  # noqa: TID251 - names the modules of its own 
 from typing import Any
 
 from engines.base import EngineStartError, LoadedEngine, Progress
-from engines.settings import BadEngineSettings, EngineSettings
+from engines.settings import BadEngineSettings, EngineSettings, Spell, as_variable
 
 ENTRY_POINTS = "vlm_fleet.engines"
 AUTO = "auto"
@@ -113,10 +113,11 @@ def settings_classes() -> list[type[EngineSettings]]:
     return [kind.load_settings() for kind in engine_kinds().values()]
 
 
-def read_settings(values: Mapping[str, object]) -> EngineSettings:
+def read_settings(values: Mapping[str, object], spell: Spell = as_variable) -> EngineSettings:
     """What raw values say, `kind` among them, checked by the engine that they name. Raises: BadEngineSettings."""
     kind, found = _find(values)
-    return found.load_settings().read(kind, {k: v for k, v in values.items() if k != "kind"})
+    own = {name: value for name, value in values.items() if name != "kind"}
+    return found.load_settings().read(kind, own, spell)
 
 
 def check_settings(values: Mapping[str, object]) -> EngineSettings:

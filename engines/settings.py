@@ -4,7 +4,8 @@ An engine's own settings are a class that inherits these, in the engine's folder
 values of its `VLM_ENGINE__...` variables; the engine that they name validates them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from difflib import get_close_matches
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -12,8 +13,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from engines.base import EngineStartError
 
 PREFIX = "VLM_ENGINE__"
+Spell = Callable[[str], str]  #: how a person writes a setting of that name
 #: As `json_schema_extra` of a field that tests, measurements and nodes set, and no deployment: it is in no table.
 UNLISTED: dict[str, Any] = {"is_listed": False}
+
+
+def as_variable(name: str) -> str:
+    """As in the environment."""
+    return PREFIX + name.upper()
 
 
 class BadEngineSettings(EngineStartError):
@@ -36,18 +43,29 @@ class EngineSettings(BaseModel):
     )
 
     @classmethod
-    def read(cls, kind: str, values: Mapping[str, object]) -> Self:
+    def read(cls, kind: str, values: Mapping[str, object], spell: Spell = as_variable) -> Self:
         """Settings of raw values, such as an environment holds. Raises: BadEngineSettings."""
         try:
             return cls.model_validate(dict(values))
         except ValidationError as error:
             faults = error.errors(include_input=False, include_url=False)
-            raise BadEngineSettings("\n".join(_sentence(kind, fault) for fault in faults)) from None
+            sentences = [_sentence(kind, fault, cls, spell) for fault in faults]
+            raise BadEngineSettings("\n".join(sentences)) from None
 
 
-def _sentence(kind: str, fault: Any) -> str:
+def _sentence(kind: str, fault: Any, settings: type[BaseModel], spell: Spell) -> str:
     """What is wrong with one setting, without its value: it may be a secret."""
-    variable = PREFIX + "__".join(str(part) for part in fault["loc"]).upper()
-    if fault["type"] == "extra_forbidden":
-        return f"{variable}: the {kind} engine has no such setting"
-    return f"{variable}: {fault['msg']}"
+    name = "__".join(str(part) for part in fault["loc"])
+    if fault["type"] != "extra_forbidden":
+        return f"{spell(name)}: {fault['msg']}"
+    near = get_close_matches(name.lower(), _names(settings))
+    hint = f"; did you mean {' or '.join(map(spell, near))}?" if near else ""
+    return f"{spell(name)}: the {kind} engine has no such setting{hint}"
+
+
+def _names(settings: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, field in settings.model_fields.items():
+        if isinstance(field.default, BaseModel):
+            yield from _names(type(field.default), f"{prefix}{name}__")
+        else:
+            yield prefix + name

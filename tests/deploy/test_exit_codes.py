@@ -129,6 +129,32 @@ def test_a_file_that_is_no_package_is_named(tmp_path: Path):
     assert "README.md:" in "".join(done.stderr.split())
 
 
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ("blok_size=8", "--set blok_size: "),
+        ("blok_size=8", "did you mean --set block_size?"),
+        ("mock__decode=1", "did you mean --set mock__decode_s"),
+        ("mock__decode_s=fast", "--set mock__decode_s: "),
+        ("max_num_seqs=0", "--set max_num_seqs: "),
+        ("nothing_near=1", "--set nothing_near: "),
+    ],
+)
+def test_a_setting_that_the_engine_cannot_take_is_refused_at_once(
+    package: Path, setting: str, says: str
+):
+    done = run(*deploy_of(package, "--set", setting))
+    assert done.exit_code == 2
+    assert says in said(done)
+
+
+def test_settings_of_an_engine_that_only_nodes_have_are_theirs_to_check(package: Path):
+    arguments = ("deploy", "--name", "n", "--application", package, "--dry-run")
+    (package / "model.safetensors").write_bytes(b"")
+    done = run(*arguments, "--set", "kind=theirs", "--set", "whatever=1")
+    assert done.exit_code == 0, done.stderr
+
+
 async def test_a_key_that_cannot_sign_ends_with_2(package: Path, url: str, tmp_path: Path):
     (tmp_path / "key").write_text("no key")
     done = await asyncio.to_thread(run, *deploy_of(package, "--sign", tmp_path / "key"), url=url)
@@ -197,7 +223,7 @@ async def test_messages_of_applications_are_shown_as_they_are(
         return found
 
     monkeypatch.setattr(Client, "call", told)
-    late = deploy_of(package, "--set", "decode_s=0.5", "--wait", "0.1")
+    late = deploy_of(package, "--set", "mock__decode_s=0.5", "--wait", "0.1")
     for arguments, code in ((["apps"], 0), (["app", "n"], 0), (late, 5)):
         done = await asyncio.to_thread(run, *arguments, url=url)
         assert done.exit_code == code, done.output

@@ -8,11 +8,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import psutil
 
+from deploy.client import Client, GatewayStore
+from deploy.commands import upload
+from deploy.pack import pack
+from shared.packages.manifest import PackageConfig, make_manifest
 from tests.integration.fleet_process import ROOT, Served, run_vlm
 
 CHAT = "/v1/chat/completions"
@@ -42,12 +47,28 @@ class Deployer:
         )  # fmt: skip
 
     def deploy(self, version: int, *more: str):
+        package = self._write(version)
+        given = ("--name", "cap", "--application", str(package), "--set", "kind=mock")
+        return self.vlm("deploy", *given, *more)
+
+    def deploy_from_a_newer_machine(self, version: int, **engine: str) -> dict:
+        """A version with settings that the fleet's engine does not have. Returns what came of it."""
+        packed = pack(str(self._write(version)), engine={"kind": "mock"})
+        config = PackageConfig("model", engine={"kind": "mock", **engine})
+        packed = replace(packed, manifest=make_manifest(config, list(packed.manifest.layers)))
+        client = Client(self.fleet.url, self.key)
+        store = GatewayStore(client)
+        store.begin(packed.manifest)
+        upload(packed, store)
+        client.call("PUT", "/cap", {"digest": packed.manifest.digest, "spec": {}})
+        return self.wait(lambda app: app["generations"][-1]["outcome"])["generations"][-1]
+
+    def _write(self, version: int) -> Path:
         package = self.folder / f"version-{version}"
         package.mkdir(exist_ok=True)
         (package / "config.json").write_text(f'{{"version": {version}}}')
         (package / "shared.json").write_text('"the same in all versions"')
-        given = ("--name", "cap", "--application", str(package), "--set", "kind=mock")
-        return self.vlm("deploy", *given, *more)
+        return package
 
     def app(self) -> dict:
         headers = {"authorization": f"Bearer {self.key}"}

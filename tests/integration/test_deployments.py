@@ -34,9 +34,9 @@ def test_an_update_a_bad_version_and_a_rollback_under_load(deployer: Deployer):
         assert second.returncode == 0, second.stderr
         assert "1 of 2 blobs uploaded" in second.stderr  # the other one is there
         new = deployer.active()
-        bad = deployer.deploy(3, "--set", "nonsense=1")
-        assert bad.returncode == 5
-        assert "VLM_ENGINE__NONSENSE: the mock engine has no such setting" in bad.stderr
+        bad = deployer.deploy_from_a_newer_machine(3, nonsense="1")
+        assert bad["outcome"] == "rolled_back"
+        assert "VLM_ENGINE__NONSENSE: the mock engine has no such setting" in bad["message"]
         assert deployer.active() == new
         deployer.wait(lambda app: app["active"]["p95_token_s"] > 0)
         back = deployer.vlm("rollback", "cap")
