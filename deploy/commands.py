@@ -303,7 +303,7 @@ def wait(client: Client, name: str, generation: int, wait_s: float) -> None:
             return
         if (doing := found["message"] or _phase(found)) not in ("", shown):
             shown = doing
-            console.print(f"{name}: {shown}")
+            console.print(f"{name}: {shown}", soft_wrap=True)
         if time.monotonic() > give_up_at:
             text = f"{name}: generation {generation} is not ready after {wait_s:g} s; it goes on"
             raise CommandFailed(text, ROLLOUT)
@@ -465,7 +465,7 @@ def finish(command: Callable[[], None]) -> None:
     try:
         command()
     except CommandFailed as error:
-        console.print(str(error), style="red")
+        console.print(str(error), style="red", soft_wrap=True)
         sys.exit(error.code)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)

@@ -96,7 +96,7 @@ def test_wrong_arguments_end_with_1(arguments: list[str], says: str):
 def test_a_quantity_that_is_none_is_refused_by_its_option(package: Path, option: str, wrong: str):
     done = run(*deploy_of(package, option, wrong))
     assert done.exit_code == 1
-    assert f"{option}{wrong}:write" in "".join(done.stderr.split())
+    assert f"{option} {wrong}: write" in done.stderr
 
 
 def test_manifests_are_written_without_references(package: Path):
@@ -126,7 +126,14 @@ def test_a_file_that_is_no_package_is_named(tmp_path: Path):
     (tmp_path / "README.md").write_text("# nothing to run")
     done = run("deploy", "--name", "n", "--application", tmp_path / "README.md")
     assert done.exit_code == 2
-    assert "README.md:" in "".join(done.stderr.split())
+    assert "README.md:" in done.stderr
+
+
+def test_a_long_path_in_an_error_can_be_copied(tmp_path: Path):
+    path = tmp_path / ("a-long-name-" * 12) / "and more"
+    done = run("deploy", "--name", "n", "--application", path)
+    assert done.exit_code == 2
+    assert str(path) in done.stderr
 
 
 @pytest.mark.parametrize(

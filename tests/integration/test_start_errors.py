@@ -58,6 +58,7 @@ def test_a_checkpoint_that_cannot_be_run_is_one_sentence(tmp_path):
     ("arguments", "words"),
     [
         (["--data-dir", "/proc/nothing"], ["/proc/nothing", "--data-dir"]),
+        (["--data-dir", "/proc" + "/nothing" * 20], ["/proc" + "/nothing" * 20]),
         (["--host", "192.0.2.1", "--port", "0", "--allow-open"], ["192.0.2.1", "--host"]),
         (["--host", "192.0.2.1", "--port", "8000", "--allow-open"], ["192.0.2.1", "--host"]),
         (["--redis-url", "bla"], ["--redis-url", "redis://HOST"]),

@@ -83,7 +83,7 @@ def run_node(
             asyncio.run(_run(settings, num_workers, redis, search, also))
     except (NodeError, EmbeddedRedisError) as error:
         if str(error):
-            console.print(str(error), style="red", markup=False)
+            console.print(str(error), style="red", markup=False, soft_wrap=True)
         return error.exit_code if isinstance(error, NodeError) else os.EX_CONFIG
     return 0
 
