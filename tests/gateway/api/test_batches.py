@@ -242,7 +242,7 @@ async def test_many_batches_at_once_are_no_more_than_may_be_open(client, others,
     body = {"input_file_id": batch.input_file_id, "endpoint": CHAT, "completion_window": "24h"}
     clients = [client, *others]
     taken = await statuses(c.batches.create(**body) for c in clients * 4)
-    assert 0 <= taken[200] <= 3
+    assert taken[200] <= 3
     assert taken[200] + taken[429] == 12
     await statuses(client.batches.create(**body) for _ in range(8))
     page = await client.batches.list()
