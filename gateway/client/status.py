@@ -109,7 +109,7 @@ def to_screen(url: str, period: Period) -> Group:
     """The whole screen."""
     state = period.last.state
     head = Text.assemble(
-        f"{url} is ", (state, "green" if state == "ready" else "red bold"),
+        f"{url} is ", ("ready", "green") if state == "ready" else (f"not ready ({state})", "red bold"),
         f", {period.now('vlm_open_requests'):.0f} requests open; ", _span(period.length_s),
     )  # fmt: skip
     tables = (to_models(period), "", to_latencies(period), "", to_stages(period))
