@@ -1,6 +1,7 @@
 """Deployments by the command line, on real processes, under load of which not one request may fail."""
 
 import json
+import signal
 import time
 from collections.abc import Iterator
 
@@ -140,3 +141,27 @@ def test_what_is_undeployed_is_gone(deployer: Deployer):
         while (answer := client.post(CHAT, json=body)).status_code != 404:
             assert time.monotonic() < give_up_at, answer.text
             time.sleep(0.2)
+
+
+def test_a_second_ctrl_c_waits_for_no_instance(tmp_path):
+    long = {"VLM_GATEWAY__DRAIN_S": "600", "VLM_WORKER__DRAIN_S": "600"}
+    long |= {"VLM_ENGINE__MOCK__DECODE_S": "0.1"}
+    fleet = start_fleet(tmp_path, **long)
+    try:
+        deployer = Deployer(fleet, tmp_path)
+        done = deployer.deploy(1)
+        assert done.returncode == 0, done.stderr
+        instances = deployer.instances()
+        messages = [{"role": "user", "content": "Hi"}]
+        body = {"model": "cap", "stream": True, "max_tokens": 3000, "ignore_eos": True}
+        body |= {"messages": messages}
+        with fleet.client() as client, client.stream("POST", CHAT, json=body) as answer:
+            assert next(answer.iter_lines())
+            fleet.process.send_signal(signal.SIGINT)
+            assert fleet.process.stderr is not None
+            assert any(line.startswith("stopping") for line in fleet.process.stderr)
+            fleet.process.send_signal(signal.SIGINT)
+            fleet.process.wait(10)  # the calls of a gateway that is gone run for 15 s
+        assert not any(instance.is_running() for instance in instances)
+    finally:
+        fleet.end()

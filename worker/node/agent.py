@@ -115,8 +115,16 @@ class NodeAgent:
         self._stopping = asyncio.Event()
 
     def stop(self) -> None:
-        """Take no more slots, drain what runs, end."""
+        """Take no more slots, drain what runs, end; said again, end at once."""
+        if self._stopping.is_set():
+            self.kill()
         self._stopping.set()
+
+    def kill(self) -> None:
+        """Take no more slots, end what runs, end."""
+        self._stopping.set()
+        for instance in self._instances.values():
+            instance.kill()
 
     async def run(self) -> None:
         """Serve until `stop`."""

@@ -110,6 +110,12 @@ class Instance:
         """Finish what runs, then end."""
         self._draining.set()
 
+    def kill(self) -> None:
+        """End at once."""
+        self.drain()
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+
     async def close(self) -> None:
         """Drain, and wait until it has ended."""
         self.drain()

@@ -165,10 +165,10 @@ async def _run(
     also: Sequence[str],
 ) -> None:
     node = create_node(settings, num_workers, search=search, also=also)
-    await stop_on_signals(node)
+    agent = NodeAgent(settings) if settings.deploy.store else None
+    await stop_on_signals(node, partial(_say_stopping, node), agent.kill if agent else lambda: None)
     # Until the end of the loop, beyond the node's own watchers: a drain needs Redis too.
     watcher = asyncio.create_task(keep_running(redis)) if redis else None
-    agent = NodeAgent(settings) if settings.deploy.store else None
     deployed = asyncio.create_task(agent.run(), name="deployments") if agent else None
     try:
         await _serve(settings, num_workers, node, also)
@@ -178,6 +178,13 @@ async def _run(
             await asyncio.wait({deployed})
         if watcher is not None:
             watcher.cancel()
+
+
+def _say_stopping(node: Node) -> None:
+    if node.was_ready:
+        console.print(
+            f"stopping: what runs has {node.stop_within_s:g} s to end; Ctrl-C again ends it at once"
+        )
 
 
 async def keep_running(redis: EmbeddedRedis, poll_s: float = 0.1) -> None:
@@ -296,9 +303,9 @@ async def wait_until_ready(url: str, pause_s: float = 0.1) -> None:
 
 
 async def wait_until_served(settings: Settings, num_models: int) -> list[dict[str, Any]]:
-    """What a gateway that is ready lists, once that is so many models: the newest that has a worker comes first.
+    """The models that have workers, once they are so many: the newest first. Waits as long as that takes.
 
-    Waits as long as that takes.
+    What is deployed and adapters of models do not count: they come back with Redis's file, or their model.
     """
     url = base_url(settings)
     await wait_until_ready(url)
@@ -308,9 +315,14 @@ async def wait_until_served(settings: Settings, num_models: int) -> list[dict[st
         while True:
             with suppress(httpx.HTTPError):  # it is busy, or Redis is
                 listing = (await client.get("/v1/models")).raise_for_status()
-                if len(models := listing.json()["data"]) >= num_models:
+                models = [model for model in listing.json()["data"] if _is_own(model)]
+                if len(models) >= num_models:
                     return models
             await asyncio.sleep(0.2)
+
+
+def _is_own(model: dict[str, Any]) -> bool:
+    return model["num_workers"] > 0 and not model["parent"] and "package" not in model
 
 
 def find_port(host: str, port: int) -> int:

@@ -157,15 +157,20 @@ class Node:
             await child.process.wait()
 
 
-async def stop_on_signals(node: Node) -> None:
-    """Let SIGINT and SIGTERM stop the node; a second one kills what is left."""
+async def stop_on_signals(
+    node: Node, on_first: Callable[[], None], on_second: Callable[[], None]
+) -> None:
+    """Let SIGINT and SIGTERM stop the node; a second one kills what is left. Both are told."""
     loop = asyncio.get_running_loop()
 
     def on_signal() -> None:
         if node.stopping.is_set():
             for child in node.children:
                 child.signal(signal.SIGKILL)
-        node.stopping.set()
+            on_second()
+        else:
+            node.stopping.set()
+            on_first()
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal)

@@ -45,15 +45,30 @@ def test_another_model_has_a_worker_of_its_own_on_the_cpu():
     assert gateway.must_start
 
 
+def listed(name: str, num_workers: int = 1, **more: str) -> dict[str, object]:
+    return {"id": name, "num_workers": num_workers, "parent": None, **more}
+
+
+#: What was deployed, what an adapter of the first model is, and what ran yesterday.
+OTHERS = [
+    listed("app@1f2e3d4c5b6a", package="app@sha256:1f2e3d4c5b6a"),
+    listed("app", parent="app@1f2e3d4c5b6a", package="app@sha256:1f2e3d4c5b6a"),
+    listed("one:sql", parent="one"),
+    listed("old", num_workers=0),
+]
+
+
 @pytest.mark.parametrize("num_models", [1, 2])
 async def test_a_gateway_that_cannot_list_its_models_yet_is_asked_again(num_models):
-    answers = [(503, []), (200, ["one"]), (200, ["one", "two"])][: num_models + 1]
+    one, two = listed("one"), listed("two")
+    answers = [(503, []), (200, OTHERS), (200, [*OTHERS, one]), (200, [one, *OTHERS, two])]
+    answers = answers[: num_models + 2]
 
     async def app(scope, receive, send):
         status, models = 200, []
         if scope["path"] == "/v1/models":
             status, models = answers.pop(0)
-        body = json.dumps({"data": [{"id": name} for name in models]}).encode()
+        body = json.dumps({"data": models}).encode()
         await send({"type": "http.response.start", "status": status, "headers": []})
         await send({"type": "http.response.body", "body": body})
 
