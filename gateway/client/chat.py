@@ -122,10 +122,14 @@ def first_model(client: httpx.Client) -> str:
     check_status(response)
     models = response.json()["data"]
     # other servers do not say what their models do
-    models = [model for model in models if "generate" in model.get("tasks", ("generate",))]
-    if not models or models[0].get("num_workers") == 0:  # other servers do not count them
-        raise ChatError("the server has no model yet; is a worker running?")
-    return models[0]["id"]
+    models = [model for model in models if model.get("num_workers", 1)]  # nor count workers
+    for model in models:
+        if "generate" in model.get("tasks", ("generate",)):
+            return model["id"]
+    if models:
+        names = ", ".join(model["id"] for model in models)
+        raise ChatError(f"the server has no model that chats; it has {names}")
+    raise ChatError("the server has no model yet; is a worker running?")
 
 
 def format_timings(timings: dict[str, float], usage: dict[str, Any]) -> str:

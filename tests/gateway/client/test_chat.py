@@ -29,6 +29,15 @@ def test_without_a_worker_it_says_so_and_does_not_wait(models):
         first_model(client)
 
 
+def test_a_server_whose_models_do_not_chat_names_them():
+    models = [
+        {"id": "clip", "num_workers": 1, "tasks": ["embed"]},
+        {"id": "gone", "num_workers": 0, "tasks": ["generate"]},
+    ]
+    with make_client(*models) as client, pytest.raises(ChatError, match=r"it has clip$"):
+        first_model(client)
+
+
 def test_a_server_that_wants_a_key_is_told_with_the_variable_that_holds_one():
     refusal = httpx.Response(401, json={"error": {"message": "no key"}})
     transport = httpx.MockTransport(lambda request: refusal)
