@@ -175,6 +175,8 @@ class VectorStores:
         models = self._lifecycle.models
         if name is None:
             cards = [card for card in models.cards.values() if "embed" in card.tasks]
+            served = [card for card in cards if models.num_workers[card.queue]]
+            cards = served or cards  # one that ran yesterday is no choice
             if len(cards) == 1:
                 return cards[0]
             names = ", ".join(sorted(card.name for card in cards)) or "none"

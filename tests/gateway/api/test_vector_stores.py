@@ -93,6 +93,16 @@ async def test_the_official_client_makes_lists_changes_and_deletes_stores(client
         await client.vector_stores.retrieve(first.id)
 
 
+async def test_without_a_name_a_store_has_the_model_that_has_a_worker(ends, redis_server, search):
+    async with run_worker(ends, "w", load=lambda: load(served_name="of yesterday")):
+        pass
+    async with run_fleet(ends, redis_server, search=dict(search)) as (gateway, _):
+        listed = (await gateway.client.get("/v1/models")).json()["data"]
+        assert {model["id"] for model in listed} == {MODEL, "of yesterday"}
+        made = (await gateway.client.post(STORES, json={"name": "mine"})).json()
+    assert made["embedding_model"] == MODEL
+
+
 async def test_items_are_stored_replaced_found_read_and_deleted(gateway, store):
     items = [
         {"id": f"text {n}", "text": text, "attributes": {"n": n, "long": len(text) > 18}}
