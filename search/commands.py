@@ -165,7 +165,7 @@ def run_search(
         )
 
         if (text is None) == (image is None):
-            raise EmbedError("say what to look for: a text, or --image FILE")
+            raise EmbedError("say what to look for: a text or --image FILE, one of them")
         if image is not None and not image.is_file():
             raise EmbedError(f"{image} is no file: name an image with --image")
         query = Source("query", text or "", image)

@@ -130,9 +130,10 @@ def _resume(directory: Path, plan: Plan) -> list[PartRecord]:
     open_output(directory)
     if (directory / MANIFEST).exists():
         manifest = read_manifest(directory)
-        if (manifest.inputs, manifest.digest) == (plan.inputs, plan.digest):
-            return list(manifest.parts)
-        raise EmbedError(f"{directory} holds another collection: name a new directory")
+        if (manifest.inputs, manifest.digest) != (plan.inputs, plan.digest):
+            raise EmbedError(f"{directory} holds another collection: name a new directory")
+        _refuse_changes(directory, manifest, plan, ("prompt", "dtype"))
+        return list(manifest.parts)
     try:
         known = msgspec.json.decode((directory / PLAN).read_bytes(), type=Plan)
     except FileNotFoundError:
@@ -140,14 +141,7 @@ def _resume(directory: Path, plan: Plan) -> list[PartRecord]:
         return []
     except msgspec.MsgspecError:
         raise EmbedError(f"{directory / PLAN} cannot be read: name a new directory") from None
-    if known != plan:
-        differs = [
-            name for name in Plan.__struct_fields__ if getattr(known, name) != getattr(plan, name)
-        ]
-        raise EmbedError(
-            f"{directory} was begun with another {' and '.join(differs)}: name a new directory, or go "
-            "on as it was begun"
-        )
+    _refuse_changes(directory, known, plan, Plan.__struct_fields__)
     parts = []
     while (path := directory / f"part-{len(parts):05d}.safetensors").exists():
         part = Part(path, plan.dimensions)
@@ -155,6 +149,18 @@ def _resume(directory: Path, plan: Plan) -> list[PartRecord]:
         if len(part) < plan.part_items:
             break
     return parts
+
+
+def _refuse_changes(
+    directory: Path, known: Plan | Manifest, plan: Plan, names: Sequence[str]
+) -> None:
+    """Raises: EmbedError if one of these fields differs."""
+    differs = [name for name in names if getattr(known, name) != getattr(plan, name)]
+    if differs:
+        raise EmbedError(
+            f"{directory} was begun with another {' and '.join(differs)}: name a new directory, or go "
+            "on as it was begun"
+        )
 
 
 def _to_item(source: Source, vector: np.ndarray) -> Item:

@@ -85,12 +85,14 @@ class LocalEmbedder:
         try:
             if source.image is not None:
                 data = source.image.read_bytes()
-                ref = _image_ref(data)
+                ref = _image_ref(source.image, data)
                 content = self._engine.prepare_image(data, ref, decode_image)
                 images = [PreparedImage(ref.sha256, content)]
                 task = Embed((ImagePart(0),), (ref,), truncate="end")
             self._engine.add(self._engine.prepare(EngineCall(str(index), task), images))
-        except (RequestError, OSError) as error:
+        except OSError as error:
+            raise EmbedError(f"{source.image} cannot be read ({error.strerror})") from None
+        except RequestError as error:
             raise EmbedError(f"{source.image or source.id}: {error}") from None
 
     def close(self) -> None:
@@ -98,7 +100,8 @@ class LocalEmbedder:
         self._engine.close()
 
 
-def _image_ref(data: bytes) -> Any:
+def _image_ref(path: Path, data: bytes) -> Any:
+    """Raises: EmbedError."""
     import io  # noqa: PLC0415
 
     from PIL import Image, UnidentifiedImageError  # noqa: PLC0415
@@ -110,7 +113,7 @@ def _image_ref(data: bytes) -> Any:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             kind, (width, height) = (image.format or "").lower(), image.size
     except (UnidentifiedImageError, OSError):
-        raise OSError(0, f"it is none of {FORMAT_NAMES}") from None
+        raise EmbedError(f"{path}: it is none of {FORMAT_NAMES}") from None
     return ImageRef(hashlib.sha256(data).hexdigest(), len(data), f"image/{kind}", width, height)
 
 
@@ -148,6 +151,8 @@ class RemoteEmbedder:
     def _find(self, model: str) -> dict[str, Any]:
         cards = self._call("GET", "/v1/models")["data"]
         known = [card for card in cards if "embed" in card["tasks"]]
+        if not model:  # one that ran yesterday is no choice
+            known = [card for card in known if card["num_workers"]] or known
         for card in known:
             if card["id"] == model or (not model and len(known) == 1):
                 return card

@@ -115,13 +115,13 @@ def _to_wire(item: Item) -> dict[str, Any]:
 
 def export(name: str, directory: Path, gateway: Gateway, dtype: str, report: Report) -> Manifest:
     """Write a store as a collection. Raises: EmbedError."""
-    open_output(directory)
-    if any(directory.iterdir()):
-        raise EmbedError(f"{directory} is not empty: name a new directory")
     with connect(gateway.url, gateway.api_key) as client:
         store = find_store(client, name)
         if store is None:
             raise EmbedError(f"there is no vector store {name!r}")
+        open_output(directory)
+        if any(directory.iterdir()):
+            raise EmbedError(f"{directory} is not empty: name a new directory")
         items, parts = _read_all(client, store["id"]), []
         done = 0
         while batch := list(islice(items, EXPORT_PART_ITEMS)):

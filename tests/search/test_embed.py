@@ -14,7 +14,7 @@ from engines.registry import EngineKind, engine_kinds, register
 from engines.settings import EngineSettings
 from search.collection import BadCollection, Part, read_manifest, write_manifest, write_part
 from search.embed import Progress, embed
-from search.embedders import LocalEmbedder
+from search.embedders import LocalEmbedder, RemoteEmbedder
 from search.flat import FlatIndex
 from search.sources import EmbedError
 from shared.search import Filter
@@ -92,6 +92,32 @@ def test_other_inputs_or_another_model_do_not_go_on_with_it(tmp_path, inputs, em
     (tmp_path / "full" / "file").touch()
     with pytest.raises(EmbedError, match="not empty"):
         embed([inputs], tmp_path / "full", embedder)
+
+
+@pytest.mark.parametrize("change", ["dtype", "prompt"])
+def test_a_whole_collection_is_not_told_to_be_made_otherwise(tmp_path, inputs, embedder, change):
+    whole = embed([inputs], tmp_path / "out", embedder)
+    embedder.prompt = "query" if change == "prompt" else embedder.prompt
+    dtype = "f16" if change == "dtype" else "f32"
+    with pytest.raises(EmbedError, match=f"another {change}"):
+        embed([inputs], tmp_path / "out", embedder, dtype=dtype)
+    assert read_manifest(tmp_path / "out") == whole
+
+
+def test_without_a_name_the_model_of_a_gateway_that_has_a_worker_is_asked(monkeypatch):
+    card = {"tasks": ["embed"], "dimensions": 8}
+    cards = [{**card, "id": "new", "num_workers": 1}, {**card, "id": "old", "num_workers": 0}]
+    transport = httpx.MockTransport(lambda request: httpx.Response(200, json={"data": cards}))
+    client = httpx.Client(transport=transport, base_url="http://gateway")
+    monkeypatch.setattr("search.embedders.connect", lambda url, key: client)
+    assert RemoteEmbedder("http://gateway", "", None).model == "new"
+
+
+def test_a_file_that_is_no_image_is_named(tmp_path):
+    (tmp_path / "a.png").write_text("no image")
+    done = run("embed", tmp_path / "a.png", "--output", tmp_path / "out")
+    assert done.exit_code == 1
+    assert "a.png: it is none of PNG" in done.stderr
 
 
 def test_jsonl_csv_and_images_are_inputs(tmp_path, embedder):
