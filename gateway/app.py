@@ -68,6 +68,7 @@ def create_app(
             wrong_keys=wrong_keys,
             public_paths=PUBLIC_PATHS | {route.path for route in page},
             apis=apis,
+            origins=gateway.cors_origins,
         )
         if not gateway.cors_origins:
             return middleware

@@ -18,10 +18,11 @@ _REFERENCE = "#/components/schemas/{name}"
 _ERRORS = {
     "400": "The request cannot be served as it is; `param` names the field.",
     "401": "No API key, or an unknown one.",
+    "403": "A page of another origin, which the operator does not name.",
     "404": "The model does not exist.",
     "408": "The body did not arrive in time.",
     "413": "The body is too large.",
-    "415": "A browser's body is not named JSON; the charset is not UTF-8, or the body compressed.",
+    "415": "The charset is not UTF-8, or the body compressed.",
     "422": "An idempotency key was used for another request.",
     "429": "Too much at a time for this key, or too many wrong keys; `retry-after` says when.",
     "500": "The server failed.",

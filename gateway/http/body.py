@@ -91,7 +91,7 @@ def _check_headers(context: RequestContext, max_bytes: int, expected: bytes) -> 
     headers = context.headers
     media_type, _, charset = headers.get(b"content-type", b"").lower().partition(b";")
     is_named = media_type.strip() == expected
-    if not is_named and (expected != JSON or _is_from_browser(headers)):
+    if not is_named and expected != JSON:  # JSON needs no name: `curl -d` calls it a form
         raise InvalidRequest(
             f"Send the body with `Content-Type: {expected.decode()}`.",
             status=415,
@@ -121,16 +121,6 @@ def _check_headers(context: RequestContext, max_bytes: int, expected: bytes) -> 
         )
     if int(length[:20]) > max_bytes:
         raise _too_large(f"{max_bytes} bytes")
-
-
-def _is_from_browser(headers: Mapping[bytes, bytes]) -> bool:
-    """Whether a browser sends the request, which says so by headers that no page can leave out.
-
-    A page of another origin may send any body that is not named as JSON without being asked whether
-    it may. Who is no browser needs no type: `curl -d` names a form. Source: Fetch, "CORS-safelisted
-    request-header" and "`Origin` header"; Fetch Metadata.
-    """
-    return b"origin" in headers or b"sec-fetch-site" in headers
 
 
 def _too_large(limit: str) -> ApiError:

@@ -117,7 +117,7 @@ class AuthenticationError(ApiError):
 
 
 class Forbidden(ApiError):
-    """The key is known, and may not do this."""
+    """Whoever asks is known, and may not do this."""
 
     status = 403
     type = "invalid_request_error"

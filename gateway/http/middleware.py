@@ -15,13 +15,18 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.http.auth import KeyRing, WrongKey
 from gateway.http.context import SCOPE_KEY, RequestContext
-from gateway.http.errors import AuthenticationError, Render, send_error
+from gateway.http.errors import AuthenticationError, Forbidden, Render, send_error
 from gateway.http.exchange import shown_id, with_ids
 from gateway.http.wrong_keys import TooManyWrongKeys, WrongKeys
 from shared.telemetry.logs import request_id
 from shared.telemetry.trace_context import parse_trace_parent
 
 _SANE_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
+#: Bodies that a page may send anywhere without being asked whether it may; others come after a
+#: preflight, which `cors_origins` answers. Source: Fetch, "CORS-safelisted request-header".
+_SIMPLE_TYPES = (
+    b"", b"application/x-www-form-urlencoded", b"multipart/form-data", b"text/plain",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +38,7 @@ class Api:
 
 
 class GatewayMiddleware:
-    """The outermost application. Without keys it asks nobody for one."""
+    """The outermost application. Without keys it asks nobody for one, and serves no page of another origin."""
 
     def __init__(
         self,
@@ -43,8 +48,9 @@ class GatewayMiddleware:
         wrong_keys: WrongKeys,
         public_paths: Collection[str],
         apis: Mapping[str, Api],
+        origins: Collection[str] = (),
     ) -> None:
-        """`apis`: by path; one with names, as in `/v1/things/{name}`, is that of many."""
+        """`apis`: by path; one with names, as in `/v1/things/{name}`, is that of many. `origins`: of pages that may post."""
         self.app = app
         self.keys = keys
         self.wrong_keys = wrong_keys
@@ -53,6 +59,7 @@ class GatewayMiddleware:
         named = [(path, api) for path, api in apis.items() if "{" in path]
         self._named = [(compile_path(path)[0], api) for path, api in named]
         self._needs_key = not keys.is_open
+        self._origins = frozenset(origin.encode() for origin in origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer 401 or 429, or pass the request on with a `RequestContext` in its scope."""
@@ -62,13 +69,15 @@ class GatewayMiddleware:
         context = scope[SCOPE_KEY] = _note(scope)
         path = scope["path"]
         api = self._apis.get(path) or self._find_named(path, context)
-        if self._needs_key and path not in self.public_paths:
-            try:
+        try:
+            if not self._needs_key:
+                self._check_origin(scope["method"], context.headers)
+            elif path not in self.public_paths:
                 context.tenant = self._authenticate(scope)
-            except (AuthenticationError, TooManyWrongKeys) as error:
-                error.request_id = shown_id(context)
-                await send_error(_naming(context, send), error, api and api.render)
-                return
+        except (AuthenticationError, TooManyWrongKeys, Forbidden) as error:
+            error.request_id = shown_id(context)
+            await send_error(_naming(context, send), error, api and api.render)
+            return
         if api is not None and scope["method"] == "POST":
             await api.serve(scope, receive, send)
         else:
@@ -80,6 +89,28 @@ class GatewayMiddleware:
                 context.path = match.groupdict()
                 return api
         return None
+
+    def _check_origin(self, method: str, headers: Mapping[bytes, bytes]) -> None:
+        """Refuse what a page of another origin posts though it was never asked whether it may.
+
+        Browsers say where a request comes from, and no page can leave that out. Others, such as
+        curl, say nothing. Raises: Forbidden. Source: Fetch, "`Origin` header"; Fetch Metadata.
+        """
+        site, origin = headers.get(b"sec-fetch-site"), headers.get(b"origin")
+        if method != "POST" or (site is None and origin is None):
+            return
+        media_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+        if media_type not in _SIMPLE_TYPES or origin in self._origins or b"*" in self._origins:
+            return
+        if site is not None:  # of the gateway as the browser sees it, whatever proxy is between
+            is_own = site in (b"same-origin", b"none")
+        else:
+            is_own = (origin or b"").partition(b"://")[2] == headers.get(b"host")
+        if not is_own:
+            raise Forbidden(
+                "Pages of this origin may not ask this server: its operator names them in VLM_GATEWAY__CORS_ORIGINS.",
+                code="origin_not_allowed",
+            )
 
     def _authenticate(self, scope: Scope) -> str:
         """The cache salt of the caller. Raises: AuthenticationError, TooManyWrongKeys."""

@@ -39,7 +39,7 @@ async def test_the_curl_of_ollamas_own_examples_is_answered(gateway, worker):
     response = await gateway.client.post(
         "/api/show", content=f'{{"model": "{MODEL}"}}', headers={**form, "origin": "null"}
     )
-    assert response.status_code == 415
+    assert response.status_code == 403
 
 
 async def test_a_whole_answer_to_images_options_and_a_tag(gateway, worker):

@@ -49,3 +49,49 @@ async def test_other_origins_are_not_allowed(gateway, changes):
     asked = await gateway.client.options(CHAT, headers=headers)
     assert asked.status_code == 400
     assert "access-control-allow-origin" not in asked.headers
+
+
+FORM = {"content-type": "multipart/form-data; boundary=x"}
+#: Of a page elsewhere: told by name, by the browser alone, by a page without an origin, by a neighbor on this host.
+ELSEWHERE = (
+    {"origin": "https://evil.example.com"}, {"sec-fetch-site": "cross-site"}, {"origin": "null"},
+    {"origin": "http://localhost:3000", "sec-fetch-site": "same-site"},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/files", "/v1/batches/batch_1/cancel", "/nowhere"])
+@pytest.mark.parametrize("headers", [{}, {"content-type": "Text/Plain;charset=utf-8"}, FORM])
+async def test_what_no_browser_asks_about_is_refused_to_pages_of_other_origins(
+    gateway, path, headers
+):
+    for page in ELSEWHERE:
+        response = await gateway.client.post(path, content=b"", headers={**headers, **page})
+        assert response.status_code == 403, page
+        assert response.json()["error"]["code"] == "origin_not_allowed"
+    assert (await gateway.client.post(path, content=b"", headers=headers)).status_code != 403
+
+
+async def test_the_pages_of_the_gateway_may_post_anything(gateway):
+    """By the browser's word, behind any proxy; by their host where a browser says no more (plain HTTP)."""
+    host = gateway.client.build_request("POST", "/").headers["host"]
+    for page in (
+        {"origin": "https://public.example.com", "sec-fetch-site": "same-origin"},
+        {"origin": f"http://{host}"},
+        {"sec-fetch-site": "none"},
+    ):
+        response = await gateway.client.post("/v1/files", content=b"", headers={**FORM, **page})
+        assert response.status_code != 403, page
+
+
+@pytest.mark.parametrize(
+    "changes", [{"gateway": {"cors_origins": (PAGE,)}}, {"gateway": {"cors_origins": ("*",)}}]
+)
+async def test_pages_of_an_allowed_origin_may_post_anything(gateway, changes):
+    response = await gateway.client.post("/v1/files", headers={**FORM, "origin": PAGE})
+    assert response.status_code != 403
+
+
+async def test_a_page_that_was_asked_about_is_not_asked_again(gateway):
+    """JSON came after a preflight, or of an extension that needs none."""
+    response = await gateway.chat(headers={"origin": "chrome-extension://abc"})
+    assert response.status_code == 200
