@@ -32,6 +32,7 @@ _DESCRIPTION = "An OpenAI-compatible gateway to a fleet of workers for vision-la
 
 #: Headers of an answer that a page of an allowed origin may read.
 _SHOWN_TO_PAGES = (
+    "request-id",
     "retry-after",
     "server-timing",
     "x-request-id",

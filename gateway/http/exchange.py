@@ -56,7 +56,10 @@ def shown_id(context: RequestContext) -> str:
 
 def with_ids(context: RequestContext, headers: Iterable[tuple[bytes, bytes]]) -> Headers:
     """An answer's headers, with those that name the request: its id and its span."""
-    named = [*headers, (b"x-request-id", shown_id(context).encode())]
+    request_id = shown_id(context).encode()
+    named = [*headers, (b"x-request-id", request_id)]
+    if b"anthropic-version" in context.headers:  # whose clients know it by this name
+        named.append((b"request-id", request_id))
     if context.trace_parent is not None:
         named.append((b"traceparent", context.trace_parent.encode()))
     return named

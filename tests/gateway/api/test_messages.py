@@ -43,6 +43,7 @@ async def test_a_message_with_system_and_an_image(client, worker):
         tools=[{"name": "f", "input_schema": {"type": "object"}}],
     )
     assert answer.id.startswith("msg_")
+    assert answer._request_id.startswith("req_")
     assert answer.content[0].text == "Hello you"
     assert (answer.stop_reason, answer.stop_sequence) == ("end_turn", None)
     assert (answer.usage.input_tokens, answer.usage.cache_read_input_tokens) == (5, 2)
@@ -150,6 +151,7 @@ async def test_what_cannot_be_honoured_is_refused_in_anthropics_shape(client, wo
         await client.messages.create(**{"model": MODEL, "max_tokens": 9, "messages": HELLO, **wish})
     assert refused.value.body["type"] == "error"
     assert refused.value.body["error"]["message"]
+    assert refused.value.body["request_id"] == refused.value.request_id
     assert worker.requests == []
 
 

@@ -20,7 +20,7 @@ async def test_the_chat_route_is_described(document):
     request = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"]
     assert request == "#/components/schemas/ChatCompletionRequest"
     assert set(operation["responses"]) == {
-        "200", "400", "401", "404", "408", "413", "415", "422", "429", "500", "503", "504",
+        "200", "400", "401", "403", "404", "408", "413", "415", "422", "429", "500", "503", "504",
     }  # fmt: skip
     assert set(operation["responses"]["200"]["content"]) == {
         "application/json",
