@@ -92,7 +92,11 @@ def first_model(url: str, api_key: str) -> str:
         with ChatClient(url, api_key) as client:
             models = client.models()
     except AnswerError as error:
+        if str(error).startswith("status 401"):
+            raise AnswerError(
+                f"{url} wants a key: give one with --api-key, or set OPENAI_API_KEY"
+            ) from error
         raise AnswerError(f"{url} does not tell its models ({error}): does it run?") from error
     if not models:
-        raise AnswerError(f"{url} has no model")
+        raise AnswerError(f"{url} has no model that chats")
     return models[0]

@@ -111,10 +111,15 @@ class ChatClient:
         self._connection.close()
 
     def models(self) -> list[str]:
-        """The models on offer. Raises: AnswerError."""
+        """The models that chat, and are worked on where the server says so. Raises: AnswerError."""
         with _faults_end_the_connection(self._connection):
             self._request("GET", "/v1/models")
-            return [model["id"] for model in _read_json(self._connection.getresponse())["data"]]
+            models = _read_json(self._connection.getresponse())["data"]
+        return [
+            model["id"]
+            for model in models
+            if "generate" in model.get("tasks", ("generate",)) and model.get("num_workers", 1)
+        ]
 
     def ask(self, body: dict[str, Any]) -> Answer:
         """Send one request and read its whole answer. Raises: AnswerError."""

@@ -24,6 +24,8 @@ class FakeServer:
         #: Of a stream: bytes to send, seconds to wait.
         self.pieces: list[bytes | float] | None = None
         self.completion: Any = completion()
+        self.status = 200
+        self.models: list[dict[str, Any]] = [{"id": "fake"}]
         self.sent_at: list[float] = []
 
 
@@ -91,7 +93,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.fake.paths.append(self.path)
-        self._send_json(200, {"data": [{"id": "fake"}]})
+        self._send_json(self.fake.status, {"data": self.fake.models})
 
     def handle(self) -> None:
         with suppress(ConnectionError):  # a client may leave whenever it likes

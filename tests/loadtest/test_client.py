@@ -4,6 +4,7 @@ import time
 
 import pytest
 
+from loadtest.asking import first_model
 from loadtest.client import Answer, AnswerError, ChatClient, tokens_by_chunk
 from loadtest.scenarios import text_part, to_body
 from tests.loadtest.fake_server import WORDS, FakeServer, chunk, completion, event, stream
@@ -80,6 +81,24 @@ def test_address_is_taken_with_and_without_the_version(fake, end):
         assert client.models() == ["fake"]
         assert client.ask(WHOLE).num_tokens == 3
     assert fake.paths == ["/v1/models", "/v1/chat/completions"]
+
+
+def test_models_that_do_not_chat_or_have_no_worker_are_not_asked(fake):
+    fake.models = [
+        {"id": "clip", "num_workers": 1, "tasks": ["embed"]},
+        {"id": "gone", "num_workers": 0, "tasks": ["generate"]},
+        {"id": "chats", "num_workers": 1, "tasks": ["generate"]},
+    ]
+    assert first_model(fake.url, "") == "chats"
+    fake.models.pop()
+    with pytest.raises(AnswerError, match="no model that chats"):
+        first_model(fake.url, "")
+
+
+def test_a_server_that_wants_a_key_is_told_how_one_is_given(fake):
+    fake.status = 401
+    with pytest.raises(AnswerError, match="--api-key"):
+        first_model(fake.url, "")
 
 
 def test_connection_that_rested_is_not_trusted(fake, monkeypatch):
