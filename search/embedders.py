@@ -227,6 +227,8 @@ def call(client: Any, method: str, path: str, body: Any = None, tries: int = 5) 
 def _message(answer: Any) -> str:
     try:
         error = answer.json()["error"]
+        if answer.status_code == 401:
+            return f"{error['message']} Give a key with --api-key, or set OPENAI_API_KEY."
         return f"{error['message']} ({error['param'] or error['code']})"
     except (ValueError, KeyError, TypeError):
         return f"the gateway answered {answer.status_code}"

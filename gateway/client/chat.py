@@ -105,7 +105,7 @@ def check_status(response: httpx.Response) -> None:
         message = response.text[:200]
     next_step = ""
     if response.status_code == 401:
-        next_step = "; give a key of the server with --api-key, or set OPENAI_API_KEY"
+        next_step = " Give a key of the server with --api-key, or set OPENAI_API_KEY."
     raise ChatError(f"{response.status_code}: {printable(message)}{next_step}")
 
 
