@@ -45,5 +45,7 @@ class BatchingSettings(EngineSettings):
         default=256 * MIB, ge=0, description="Size of the image feature cache."
     )
     #: None: as many as `kv_cache_bytes` holds.
-    num_kv_blocks: int | None = Field(default=None, json_schema_extra=UNLISTED)
-    max_images_per_step: int = Field(default=8, description="Images that one step encodes at most.")
+    num_kv_blocks: int | None = Field(default=None, ge=1, le=1 << 24, json_schema_extra=UNLISTED)
+    max_images_per_step: int = Field(
+        default=8, ge=1, description="Images that one step encodes at most."
+    )

@@ -50,6 +50,8 @@ VOCAB_SIZE = FIRST_WORD_ID + len(WORDS)
 
 MAX_MODEL_LEN = 8192
 KV_BYTES_PER_TOKEN = 1024
+#: What `kv_cache_bytes` may ask for: nothing is kept there, and the list of blocks takes memory.
+_MAX_KV_BLOCKS = 1 << 20
 _SPECIAL = {EOS_ID: "<eos>", IMAGE_ID: "<image>"}
 FEATURE_BYTES_PER_TOKEN = 1024
 
@@ -397,10 +399,11 @@ def load_mock_engine(settings: MockEngineSettings, progress: Progress | None) ->
 
 
 def _num_kv_blocks(settings: MockEngineSettings) -> int:
-    """As configured, or else enough for all sequences at their longest."""
+    """As configured, as far as a list of them goes; or else enough for all sequences at their longest."""
     if settings.num_kv_blocks is not None:
         return settings.num_kv_blocks
     if settings.kv_cache_bytes is not None:
-        return max(1, settings.kv_cache_bytes // (KV_BYTES_PER_TOKEN * settings.block_size))
+        num_blocks = settings.kv_cache_bytes // (KV_BYTES_PER_TOKEN * settings.block_size)
+        return min(max(1, num_blocks), _MAX_KV_BLOCKS)
     max_model_len = settings.max_model_len or MAX_MODEL_LEN
     return settings.max_num_seqs * -(-max_model_len // settings.block_size)

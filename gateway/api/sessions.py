@@ -210,16 +210,16 @@ class Sessions:
         session_id = "sess_" + token_hex(16)
         name = caller.path["name"]
         await self._find_card(name, session_id)
-        owner, most = _owner(caller), self._limits.max_sessions
-        if not await self._store.find_room(owner, most):
+        session = Session(
+            session_id, _owner(caller), name, time.time(),  # noqa: TID251
+            wanted.idle_s, wanted.timeout_s, wanted.priority,
+        )  # fmt: skip
+        most = self._limits.max_sessions
+        if not await self._store.take_place(session, most):
             raise _conflict(
                 f"This key has {most} sessions: use one that is open, or wait until one is forgotten.",
                 code="too_many_sessions",
             )
-        session = Session(
-            session_id, owner, name, time.time(),  # noqa: TID251
-            wanted.idle_s, wanted.timeout_s, wanted.priority,
-        )  # fmt: skip
         if wanted.common_data is not UNSET:
             most = self._limits.max_common_bytes
             data = bytes(compact(wanted.common_data, "common_data", most))

@@ -88,15 +88,27 @@ class SessionStore:
         self._sender = RedisSender(redis)
 
     @redis_errors_as(QueueUnavailable)
-    async def find_room(self, owner: str, max_sessions: int) -> bool:
-        """Whether an owner has fewer sessions than that; those that have expired make room."""
-        index = self._keys.sessions(owner)
-        if await self._ask("ZCARD", index) >= max_sessions:
-            await self._forget_gone(index)
-        return await self._ask("ZCARD", index) < max_sessions
+    async def take_place(self, session: Session, max_sessions: int) -> bool:
+        """Count a session to come, if its owner then has so many at most; those that have expired make room.
 
-    async def _forget_gone(self, index: str) -> None:
-        names = await self._ask("ZRANGE", index, 0, -1)
+        Noted first and then counted, so that of many at once no more pass than there are places.
+        """
+        index = self._keys.sessions(session.owner)
+        await self._note(session)
+        if await self._ask("ZCARD", index) > max_sessions:
+            await self._forget_gone(index, but=session.id)
+            if await self._ask("ZCARD", index) > max_sessions:
+                await self._ask("ZREM", index, session.id)
+                return False
+        return True
+
+    async def _note(self, session: Session) -> None:
+        index = self._keys.sessions(session.owner)
+        command = ("ZADD", index, int(1000 * session.created_at), session.id)
+        await self._ask(*with_ttl(index, to_ms(_INDEX_TTL_S), *command))
+
+    async def _forget_gone(self, index: str, but: str) -> None:
+        names = [name for name in await self._ask("ZRANGE", index, 0, -1) if name.decode() != but]
         keys = [self._keys.session(name.decode()) for name in names]
         found = await asyncio.gather(*(self._ask("EXISTS", key) for key in keys))
         if gone := [name for name, is_there in zip(names, found, strict=True) if not is_there]:
@@ -105,11 +117,9 @@ class SessionStore:
     @redis_errors_as(QueueUnavailable)
     async def create(self, session: Session) -> None:
         """Open a session."""
-        index = self._keys.sessions(session.owner)
         arguments = named(encode(session), ttl_ms=to_ms(session.ttl_s))
         await self._run(OPEN_SESSION, (self._keys.session(session.id),), arguments)
-        command = ("ZADD", index, int(1000 * session.created_at), session.id)
-        await self._ask(*with_ttl(index, to_ms(_INDEX_TTL_S), *command))
+        await self._note(session)  # again: to another that found no place it was one of the gone
 
     @redis_errors_as(QueueUnavailable)
     async def find(self, session_id: str) -> SessionState | None:

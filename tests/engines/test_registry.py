@@ -71,6 +71,11 @@ def test_neither_the_mock_engine_nor_a_look_at_all_settings_needs_torch():
         ({"kind": "mock", "dtype": "float16"}, "VLM_ENGINE__DTYPE: the mock engine has no such"),
         ({"kind": "mock", "mock": {"decode_s": "fast"}}, "VLM_ENGINE__MOCK__DECODE_S: .*number"),
         ({"kind": "mock", "max_num_seqs": "0"}, "VLM_ENGINE__MAX_NUM_SEQS: .*greater than"),
+        ({"kind": "mock", "num_kv_blocks": "0"}, "VLM_ENGINE__NUM_KV_BLOCKS: .*greater than"),
+        (
+            {"kind": "torch", "max_images_per_step": "-1"},
+            "VLM_ENGINE__MAX_IMAGES_PER_STEP: .*greater",
+        ),
         (
             {"disabled_gpu_kernels": "gate, nothing"},
             "VLM_ENGINE__DISABLED_GPU_KERNELS: .*no 'nothing'",

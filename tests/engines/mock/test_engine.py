@@ -197,6 +197,7 @@ def test_the_pool_is_as_large_as_configured():
     assert num_blocks(num_kv_blocks=7) == 7
     assert num_blocks(kv_cache_bytes=64 * 1024, block_size=16) == 4
     assert num_blocks(max_num_seqs=2, max_model_len=40, block_size=16) == 6
+    assert num_blocks(kv_cache_bytes=10**20) > 1 << 16  # and the process has memory for their list
 
 
 def thinking_engine(num_reasoning_tokens: int = 5, **config) -> BatchingEngine:

@@ -19,16 +19,32 @@ def make_session(name: str, idle_s: float = 60.0) -> Session:
 
 
 async def test_sessions_that_have_expired_make_room_for_others(store):
-    await store.create(make_session("sess_1", idle_s=0.01))
-    await store.create(make_session("sess_2"))
-    assert await store.find_room("owner", 3)
-    assert await store.find_room("other", 2)
+    async def opens(name: str, max_sessions: int, idle_s: float = 60.0) -> bool:
+        session = make_session(name, idle_s)
+        if has_place := await store.take_place(session, max_sessions):
+            await store.create(session)
+        return has_place
+
+    assert await opens("sess_1", 3, idle_s=0.01)
+    assert await opens("sess_2", 3)
     async with asyncio.timeout(20):
         while await store.find("sess_1") is not None:
             await asyncio.sleep(0.01)
-    assert await store.find_room("owner", 2)
-    await store.create(make_session("sess_3"))
-    assert not await store.find_room("owner", 2)
+    assert await opens("sess_3", 2)
+    assert not await opens("sess_4", 2)
+    assert await opens("sess_5", 3)
+    assert {state.session.id for state in await store.all("owner")} == {
+        "sess_2",
+        "sess_3",
+        "sess_5",
+    }
+
+
+async def test_of_many_at_once_no_more_pass_than_there_are_places(store):
+    await store.create(make_session("sess_0"))
+    many = [make_session(f"sess_{number}") for number in range(1, 9)]
+    passed = await asyncio.gather(*(store.take_place(session, 3) for session in many))
+    assert sum(passed) <= 2
 
 
 async def test_every_key_expires_also_of_a_session_that_is_closed_too_late(
