@@ -28,6 +28,8 @@ SETTLE_TASKS = load_script(_SCRIPTS / "settle_tasks.lua")
 Ended = Literal["succeed", "failed", "cancelled"]
 ENDED: tuple[Ended, ...] = ("succeed", "failed", "cancelled")
 _INDEX_TTL_S = 7 * 24 * 3600.0
+_TO_COME = "+"  #: before the id of a session that has its place and is not there yet
+_COMES_WITHIN_S = 60.0
 
 
 class Session(msgspec.Struct, frozen=True):
@@ -94,21 +96,27 @@ class SessionStore:
         Noted first and then counted, so that of many at once no more pass than there are places.
         """
         index = self._keys.sessions(session.owner)
-        await self._note(session)
+        await self._note(session, _TO_COME + session.id)
         if await self._ask("ZCARD", index) > max_sessions:
-            await self._forget_gone(index, but=session.id)
+            await self._forget_gone(index, session.created_at)
             if await self._ask("ZCARD", index) > max_sessions:
-                await self._ask("ZREM", index, session.id)
+                await self._ask("ZREM", index, _TO_COME + session.id)
                 return False
         return True
 
-    async def _note(self, session: Session) -> None:
+    async def _note(self, session: Session, name: str) -> None:
         index = self._keys.sessions(session.owner)
-        command = ("ZADD", index, int(1000 * session.created_at), session.id)
+        command = ("ZADD", index, int(1000 * session.created_at), name)
         await self._ask(*with_ttl(index, to_ms(_INDEX_TTL_S), *command))
 
-    async def _forget_gone(self, index: str, but: str) -> None:
-        names = [name for name in await self._ask("ZRANGE", index, 0, -1) if name.decode() != but]
+    async def _forget_gone(self, index: str, now: float) -> None:
+        """Those that have expired, and those to come that never came."""
+        late = await self._ask("ZRANGEBYSCORE", index, "-inf", int(1000 * (now - _COMES_WITHIN_S)))
+        names = [
+            name
+            for name in await self._ask("ZRANGE", index, 0, -1)
+            if name in late or not name.startswith(_TO_COME.encode())
+        ]
         keys = [self._keys.session(name.decode()) for name in names]
         found = await asyncio.gather(*(self._ask("EXISTS", key) for key in keys))
         if gone := [name for name, is_there in zip(names, found, strict=True) if not is_there]:
@@ -119,7 +127,8 @@ class SessionStore:
         """Open a session."""
         arguments = named(encode(session), ttl_ms=to_ms(session.ttl_s))
         await self._run(OPEN_SESSION, (self._keys.session(session.id),), arguments)
-        await self._note(session)  # again: to another that found no place it was one of the gone
+        await self._note(session, session.id)
+        await self._ask("ZREM", self._keys.sessions(session.owner), _TO_COME + session.id)
 
     @redis_errors_as(QueueUnavailable)
     async def find(self, session_id: str) -> SessionState | None:
@@ -136,7 +145,8 @@ class SessionStore:
     async def all(self, owner: str) -> list[SessionState]:
         """An owner's sessions, the latest first."""
         index = self._keys.sessions(owner)
-        names = await self._ask("ZREVRANGE", index, 0, -1)
+        known = await self._ask("ZREVRANGE", index, 0, -1)
+        names = [name for name in known if not name.startswith(_TO_COME.encode())]
         found = await asyncio.gather(*(self.find(name.decode()) for name in names))
         gone = [name for name, session in zip(names, found, strict=True) if session is None]
         if gone:
