@@ -156,7 +156,8 @@ class _File:
             metadata, _ = read_gguf_metadata(str(file), {"tokenizer.ggml.tokens"})
             header = GgufHeader.from_file(str(file))
         except Exception as error:  # whatever transformers makes of a damaged file
-            reason = " ".join(str(error).split())[:200]
+            # Not the path of our link to it.
+            reason = " ".join(str(error).replace(str(file), "it").split())[:200]
             raise UnsupportedCheckpoint(f"{name}: is no GGUF file to read: {reason}") from None
         opened = cls(file, metadata, {info.name: info for info in header.tensors}, header)
         if metadata.get("split.count", 1) > 1:
