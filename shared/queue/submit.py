@@ -135,15 +135,17 @@ class RedisGatewayQueue:
         await retry_idempotent(lambda: self._sender.run(CANCEL, keys, arguments))
 
     @redis_errors_as(QueueUnavailable)
-    async def cancel_all(self, model: str, count: int = 10_000) -> int:
-        """Cancel the oldest calls of a model that nobody will serve again; returns how many."""
-        ids: list[str] = []
+    async def cancel_all(self, model: str, at_once: int = 1000) -> int:
+        """Cancel the calls of a model that nobody will serve again, oldest first; returns how many."""
+        num_cancelled = 0
         for key in (self._keys.queue(model), self._keys.backlog(model)):
-            entries = await self._ask("XRANGE", key, "-", "+", "COUNT", count)
-            ids += [fields[1].decode() for _, fields in entries if fields[0] == b"id"]
-        if ids:
-            await self.cancel(model, ids)
-        return len(ids)
+            start = b"-"
+            while entries := await self._ask("XRANGE", key, start, "+", "COUNT", at_once):
+                ids = [fields[1].decode() for _, fields in entries if fields[0] == b"id"]
+                await self.cancel(model, ids)
+                num_cancelled += len(ids)
+                start = b"(" + entries[-1][0]
+        return num_cancelled
 
     @redis_errors_as(QueueUnavailable)
     async def state(self, model: str, request_id: str) -> RequestState | None:
