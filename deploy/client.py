@@ -138,7 +138,8 @@ def _content(answer: httpx.Response) -> Any:
     message = content.get("error", {}).get("message", "")
     if answer.status_code in (401, 403):
         message += (
-            " Give --api-key or DEPLOY_KEY; `vlm serve` keeps one in deploy.key in its data folder."
+            " Give --api-key, DEPLOY_KEY where you deploy, OPENAI_API_KEY where you ask; "
+            "`vlm serve` keeps one that may do both in deploy.key in its data folder."
         )
     failed = ApiFailed(message or f"the gateway answers {answer.status_code}")
     if (after := answer.headers.get("retry-after", "")).isdigit():

@@ -11,7 +11,10 @@ if TYPE_CHECKING:
     from deploy.client import Client
 
 Key = Annotated[
-    str | None, typer.Option("--api-key", envvar="API_KEY", help="A key.", show_default=False)
+    str | None,
+    typer.Option(
+        "--api-key", envvar=["OPENAI_API_KEY", "API_KEY"], help="A key.", show_default=False
+    ),
 ]
 Session = Annotated[str, typer.Argument(help="Id of the session.", show_default=False)]
 Inputs = Annotated[

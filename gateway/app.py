@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 
 from fastapi import FastAPI, Request, Response
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
@@ -157,6 +158,8 @@ async def _show_http_error(known: Sequence[str], request: Request, error: Except
     path = request.url.path
     is_unknown = error.status_code == 404 or path in _NOT_SERVED
     shown = unknown_path(path, known) if is_unknown else from_status(error.status_code)
+    if methods := Headers(error.headers).get("allow"):
+        shown.message = f"Method Not Allowed: send {methods}."
     response = await _show_api_error(request, shown)
     for name, value in (error.headers or {}).items():
         response.headers[name] = value

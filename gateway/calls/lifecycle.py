@@ -475,8 +475,9 @@ def _bad_image(image: ImageSource, problem: str, code: str) -> InvalidRequest:
 
 def _wrong_task(surface: Surface, card: ModelCard) -> InvalidRequest:
     offered = ", ".join(card.tasks)
+    path = surface.path.replace("{name}", card.name)
     return InvalidRequest(
-        f"This model does not offer the task {surface.task}, which {surface.path} needs; "
+        f"This model does not offer the task {surface.task}, which {path} needs; "
         f"it offers: {offered}.",
         param="model",
         code="wrong_task",

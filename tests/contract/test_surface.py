@@ -620,6 +620,7 @@ async def test_a_model_without_the_task_says_what_it_offers(speaker, redis_serve
     assert response.status_code == 400
     assert speaker.error_of(response) == ("wrong_task", speaker.dialect.model_field)
     assert ", ".join(others) in response.text
+    assert speaker.url(model="other") in response.text  # the path that was asked
     assert other.requests == []
 
 
@@ -661,6 +662,7 @@ async def test_a_wrong_key_is_a_401_in_the_apis_own_shape(speaker):
 async def test_only_post_is_served(speaker):
     response = await speaker.client.get(speaker.url())
     assert response.status_code in (404, 405)  # 404: the name of a thing in another API
+    assert response.status_code == 404 or "send POST" in response.text
 
 
 # What is answered

@@ -264,3 +264,14 @@ async def test_what_does_not_serve_in_time_ends_with_5_and_what_nobody_waits_for
     assert (await asyncio.to_thread(deploy, "--wait", "0")).exit_code == 0
     listed = await asyncio.to_thread(run, "apps", "-o", "json", url=url)
     assert (listed.exit_code, '"name": "n"' in listed.stdout) == (0, True)
+
+
+@pytest.mark.parametrize("variable", ["OPENAI_API_KEY", "API_KEY"])
+async def test_who_asks_may_give_the_key_as_to_every_other_command(url: str, variable: str):
+    done = await asyncio.to_thread(
+        CliRunner().invoke,
+        vlm.app,
+        ["session", "list", "--url", url],
+        env={variable: "may-deploy"},
+    )
+    assert done.exit_code == 0, done.output
