@@ -60,6 +60,16 @@ def test_neither_the_mock_engine_nor_a_look_at_all_settings_needs_torch():
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
+def test_an_engine_with_a_model_of_ours_starts_without_the_models_of_transformers():
+    """Their import takes a second."""
+    program = (
+        "import sys; import engines.torch_backend; from engines.registry import create_engine;"
+        "create_engine({'kind': 'torch', 'model': 'shapes', 'num_kv_blocks': 64, 'max_model_len': 512});"
+        "assert 'transformers.modeling_utils' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
 @pytest.mark.parametrize(
     ("values", "sentence"),
     [

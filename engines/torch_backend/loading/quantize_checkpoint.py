@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,11 @@ from typing import Any
 import torch
 from rich.progress import Progress, TimeElapsedColumn
 from torch import Tensor, nn
+from transformers.core_model_loading import revert_weight_conversion
 
 from engines.packages.resolve import ModelUnavailable, resolve_model
 from engines.torch_backend.layers.linear import LinearWeights
-from engines.torch_backend.layers.quantization import SCHEMES
+from engines.torch_backend.layers.quantization import SCHEMES, Scheme
 from engines.torch_backend.layers.quantized_linear import (
     GROUP_SIZES,
     Int4Linear,
@@ -39,7 +41,7 @@ from engines.torch_backend.loading.stored_tensors import (
 from engines.torch_backend.loading.weights import build_empty
 from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.models.generic.config import GenericConfig
-from engines.torch_backend.models.generic.linears import stored_linears
+from engines.torch_backend.models.generic.linears import linears_within
 from engines.torch_backend.models.registry import find_family
 
 _TEXT_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
@@ -76,7 +78,7 @@ def quantize_checkpoint(
             raise UnsupportedCheckpoint(
                 "--calibrate: is for models of this project's own modules; leave it out"
             )
-        model = stored_linears(config, SCHEMES[scheme])
+        model = _stored_linears(config, SCHEMES[scheme])
     layers = _Layers(model, rename, head, names)
     with new_directory(target) as made:
         report = progress or (lambda share: None)
@@ -244,3 +246,41 @@ def run(model: str, target: Path, scheme: str, head: str = "none", examples: str
     print(
         f"{target}: {scheme}, {before / 2**20:,.1f} MiB of weights became {after / 2**20:,.1f} MiB"
     )
+
+
+def _stored_linears(config: GenericConfig, scheme: Scheme) -> nn.Module:
+    """The linear maps of a model, without weights, where a checkpoint has them: those of a scheme within the decoder's
+
+    layers. Raises: UnsupportedCheckpoint for a decoder without such layers.
+    """
+    with torch.device("meta"):
+        model: Any = config.model_class(deepcopy(config.full))
+    layers = getattr(model.get_decoder(), "layers", None)
+    decoder = next((name for name, module in model.named_modules() if module is layers), None)
+    inside = set() if decoder is None else {*linears_within(model, decoder)}
+    state = model.state_dict()
+    names = {id(x): name.removesuffix(".weight") for name, x in state.items()}
+    root, num_found = nn.Module(), 0
+    for stored, x in revert_weight_conversion(model, state).items():
+        name = names.get(id(x))  # what is joined or cut on the way is another tensor
+        linear = model.get_submodule(name) if name and stored.endswith(".weight") else None
+        if type(linear) is not nn.Linear:
+            continue
+        with torch.device("meta"):
+            made: nn.Module = LinearWeights(
+                linear.in_features, linear.out_features, bias=linear.bias is not None
+            )
+        if name in inside and scheme.fits((linear.out_features, linear.in_features)):
+            made = scheme.create_linear(made, torch.float32)
+            num_found += 1
+        place = root
+        *path, last = stored.removesuffix(".weight").split(".")
+        for part in path:
+            if not hasattr(place, part):
+                place.add_module(part, nn.Module())
+            place = place.get_submodule(part)
+        place.add_module(last, made)
+    if not num_found:
+        kind = config.model_class.__name__
+        raise UnsupportedCheckpoint(f"{kind} has no linear maps that can be in {scheme.name}")
+    return root

@@ -295,7 +295,6 @@ def read_config(directory: Path) -> Any:
 def check_config(config: Fields) -> tuple[ModelFamily, Any]:
     """As `find_family`, of the fields of a `config.json`."""
     families = [*_registered, *_built_in()]
-    generic = import_module(_FALLBACK).FAMILY
     given, kind = config.get("architectures"), config.get("model_type")
     for family in families:
         is_named = isinstance(given, list) and any(name in given for name in family.architectures)
@@ -303,10 +302,11 @@ def check_config(config: Fields) -> tuple[ModelFamily, Any]:
             try:
                 return family, family.check(config)
             except BeyondOurProgram as refusal:
-                if not generic.claims(config):
+                if not _fallback().claims(config):
                     raise
                 logger.info("not the program of %s: %s", family.architectures[0], refusal)
                 break
+    generic = _fallback()
     if generic.claims(config):
         return generic, generic.check(config)
     known = ", ".join(name for family in families for name in family.architectures)
@@ -322,10 +322,16 @@ def _built_in() -> tuple[ModelFamily, ...]:
     return tuple(import_module(name).FAMILY for name in _BUILT_IN)
 
 
+@cache
+def _fallback() -> Any:
+    """The family of any other model. Its import takes a second and 100 MB, which no other family needs."""
+    return import_module(_FALLBACK).FAMILY
+
+
 def import_families() -> None:
     """Import every family, as the first model would."""
     _built_in()
-    import_module(_FALLBACK)
+    _fallback()
 
 
 def rename_weights(

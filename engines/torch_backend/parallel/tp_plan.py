@@ -10,14 +10,17 @@ Shape letters: K inputs, N outputs, E experts.
 
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, PreTrainedModel
+from transformers import CONFIG_MAPPING
 
 from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.parallel.mesh import Mesh, Share, advise_size, share_heads
+
+if TYPE_CHECKING:  # a second of imports, which no model of ours needs
+    from transformers import PreTrainedModel
 
 #: Kinds of decoders without a plan, and those whose modules they have.
 _KIN = {"qwen3_vl_text": "qwen3"}
@@ -56,7 +59,7 @@ class SharedLinear(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
-def share_model(model: PreTrainedModel, mesh: Mesh) -> None:
+def share_model(model: "PreTrainedModel", mesh: Mesh) -> None:
     """Cut what members share down to this one's part. Raises: UnsupportedCheckpoint."""
     name = type(model).__name__
     plan = _plan_of(model, mesh)

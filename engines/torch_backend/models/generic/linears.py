@@ -1,19 +1,15 @@
 """The linear maps of transformers' decoder layers by our operators, in few bits if asked."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from copy import deepcopy
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers.core_model_loading import revert_weight_conversion
 
 from engines.torch_backend.layers.linear import Linear, LinearWeights, Precision, Reordered
 from engines.torch_backend.layers.quantization import Scheme
-from engines.torch_backend.models.config import UnsupportedCheckpoint
-from engines.torch_backend.models.generic.config import GenericConfig
 from engines.torch_backend.ops.native.packed_linear import PackedLinear
 from engines.torch_backend.ops.registry import Ops
 from engines.torch_backend.parallel.mesh import WHOLE, share_of
@@ -143,44 +139,6 @@ def _allow_int8_of(model: nn.Module, name: str, linear: nn.Linear) -> None:
         )
     weights.load_state_dict(linear.state_dict(), assign=True)
     model.set_submodule(name, OperatorLinear(weights.requires_grad_(False)))
-
-
-def stored_linears(config: GenericConfig, scheme: Scheme) -> nn.Module:
-    """The linear maps of a model, without weights, where a checkpoint has them: those of a scheme within the decoder's
-
-    layers. Raises: UnsupportedCheckpoint for a decoder without such layers.
-    """
-    with torch.device("meta"):
-        model: Any = config.model_class(deepcopy(config.full))
-    layers = getattr(model.get_decoder(), "layers", None)
-    decoder = next((name for name, module in model.named_modules() if module is layers), None)
-    inside = set() if decoder is None else {*linears_within(model, decoder)}
-    state = model.state_dict()
-    names = {id(x): name.removesuffix(".weight") for name, x in state.items()}
-    root, num_found = nn.Module(), 0
-    for stored, x in revert_weight_conversion(model, state).items():
-        name = names.get(id(x))  # what is joined or cut on the way is another tensor
-        linear = model.get_submodule(name) if name and stored.endswith(".weight") else None
-        if type(linear) is not nn.Linear:
-            continue
-        with torch.device("meta"):
-            made: nn.Module = LinearWeights(
-                linear.in_features, linear.out_features, bias=linear.bias is not None
-            )
-        if name in inside and scheme.fits((linear.out_features, linear.in_features)):
-            made = scheme.create_linear(made, torch.float32)
-            num_found += 1
-        place = root
-        *path, last = stored.removesuffix(".weight").split(".")
-        for part in path:
-            if not hasattr(place, part):
-                place.add_module(part, nn.Module())
-            place = place.get_submodule(part)
-        place.add_module(last, made)
-    if not num_found:
-        kind = config.model_class.__name__
-        raise UnsupportedCheckpoint(f"{kind} has no linear maps that can be in {scheme.name}")
-    return root
 
 
 def use_operators(
