@@ -723,7 +723,7 @@ async def test_a_client_that_does_not_wait_for_a_whole_answer_cancels_its_call(s
     await asyncio.wait_for(worker.cancelled.wait(), 10)
 
 
-@pytest.mark.parametrize("changes", [{"gateway": {"request_timeout_s": 1.0}}])
+@pytest.mark.parametrize("changes", [{"gateway": {"request_timeout_s": 0.3}}])
 async def test_the_deadline_ends_a_call(speaker, worker):
     worker.script = say_nothing
     whole = await speaker.ask()
