@@ -119,7 +119,8 @@ def place(move: Callable[[Path, Path], None], path: Path, target: Path) -> None:
     """
     for _ in range(_MOVES):
         with suppress(FileNotFoundError):
-            target.parent.mkdir(parents=True, exist_ok=True)
+            with suppress(FileExistsError):  # said of a folder, too, that goes while mkdir looks
+                target.parent.mkdir(parents=True, exist_ok=True)
             move(path, target)
             break
     else:
