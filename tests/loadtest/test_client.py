@@ -8,6 +8,7 @@ from loadtest.asking import first_model
 from loadtest.client import Answer, AnswerError, ChatClient, tokens_by_chunk
 from loadtest.scenarios import text_part, to_body
 from tests.loadtest.fake_server import WORDS, FakeServer, chunk, completion, event, stream
+from tests.rounds import in_one_round
 
 WHOLE = to_body("fake", [text_part("hello")], max_tokens=3, stream=False)
 STREAMED = to_body("fake", [text_part("hello")], max_tokens=3, stream=True)
@@ -27,6 +28,7 @@ def test_first_text_counts_and_not_the_role(fake):
     assert started_at + answer.ttft_s < time.perf_counter()
 
 
+@in_one_round
 def test_each_gap_is_the_one_between_two_tokens(fake):
     fake.pieces = stream(pause_s=0.03)
     answer = ask(fake)
@@ -37,9 +39,9 @@ def test_each_gap_is_the_one_between_two_tokens(fake):
 
 
 def test_end_to_end_includes_what_comes_after_the_last_text(fake):
-    fake.pieces = [*stream()[:-1], 0.04, event(b"[DONE]")]
+    fake.pieces = [*stream()[:-1], 0.5, event(b"[DONE]")]
     answer = ask(fake)
-    assert answer.e2e_s >= answer.chunks[-1][0] + 0.04
+    assert answer.e2e_s >= answer.chunks[-1][0] + 0.1  # a busy machine reads the last text late
 
 
 def test_gap_of_a_chunk_is_shared_by_the_tokens_in_it():
