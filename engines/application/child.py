@@ -50,7 +50,7 @@ class Reply(msgspec.Struct):
 
 _replies = msgspec.json.Decoder(Reply)
 _values = msgspec.json.Decoder(msgspec.Raw)
-#: Levels of a value that the decoder has to be able to read more: gateways have more on their stack.
+#: A value is refused so many levels before the decoder fails: gateways decode it on a deeper stack.
 _LEVELS_LEFT = 200
 
 

@@ -117,7 +117,7 @@ class AuthenticationError(ApiError):
 
 
 class Forbidden(ApiError):
-    """Whoever asks is known, and may not do this."""
+    """Who asks may not do this, by its key or its origin."""
 
     status = 403
     type = "invalid_request_error"

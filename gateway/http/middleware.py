@@ -22,8 +22,8 @@ from shared.telemetry.logs import request_id
 from shared.telemetry.trace_context import parse_trace_parent
 
 _SANE_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
-#: Bodies that a page may send anywhere without being asked whether it may; others come after a
-#: preflight, which `cors_origins` answers. Source: Fetch, "CORS-safelisted request-header".
+#: Bodies that a page may send anywhere without a preflight; all others need one, which
+#: `cors_origins` answers. Source: Fetch, "CORS-safelisted request-header".
 _SIMPLE_TYPES = (
     b"", b"application/x-www-form-urlencoded", b"multipart/form-data", b"text/plain",
 )  # fmt: skip
@@ -38,7 +38,7 @@ class Api:
 
 
 class GatewayMiddleware:
-    """The outermost application. Without keys it asks nobody for one, and serves no page of another origin."""
+    """The outermost application. Without keys it asks nobody for one, and checks where pages come from."""
 
     def __init__(
         self,
@@ -91,10 +91,10 @@ class GatewayMiddleware:
         return None
 
     def _check_origin(self, method: str, headers: Mapping[bytes, bytes]) -> None:
-        """Refuse what a page of another origin posts though it was never asked whether it may.
+        """Refuse what a page of another origin posts without a preflight. Raises: Forbidden.
 
         Browsers say where a request comes from, and no page can leave that out. Others, such as
-        curl, say nothing. Raises: Forbidden. Source: Fetch, "`Origin` header"; Fetch Metadata.
+        curl, say nothing. Source: Fetch, "`Origin` header"; Fetch Metadata.
         """
         site, origin = headers.get(b"sec-fetch-site"), headers.get(b"origin")
         if method != "POST" or (site is None and origin is None):
@@ -108,7 +108,7 @@ class GatewayMiddleware:
             is_own = (origin or b"").partition(b"://")[2] == headers.get(b"host")
         if not is_own:
             raise Forbidden(
-                "Pages of this origin may not ask this server: its operator names them in VLM_GATEWAY__CORS_ORIGINS.",
+                "Pages of this origin may not call this server; its operator allows an origin by VLM_GATEWAY__CORS_ORIGINS.",
                 code="origin_not_allowed",
             )
 

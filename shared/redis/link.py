@@ -216,7 +216,7 @@ def _set(future: asyncio.Future[Any], result: Any) -> None:
 
 
 def with_ttl(key: str, ttl_ms: int, *command: Part) -> Command:
-    """A command that may make a key, and the key's time to live: whoever dies, it is both or neither."""
+    """A command that may make a key, as a script that sets the key's time to live with it: both are done, or neither."""
     return ("EVAL", _WITH_TTL.source, 1, key, ttl_ms, *command)
 
 

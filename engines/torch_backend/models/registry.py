@@ -324,7 +324,7 @@ def _built_in() -> tuple[ModelFamily, ...]:
 
 @cache
 def _fallback() -> Any:
-    """The family of any other model. Its import takes a second and 100 MB, which no other family needs."""
+    """The family of any other model. Its import takes a second, and no other family needs it."""
     return import_module(_FALLBACK).FAMILY
 
 
