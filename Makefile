@@ -1,6 +1,6 @@
 # The two commands of a newcomer: `make serve` and `make test`. Each does all the set-up it needs.
 .DEFAULT_GOAL := help
-.PHONY: help install serve test clients embedding-clients store-test applications families fuzz schemas bfcl hostile faults accuracy walk browser-test compose-test lint format typecheck bench trace-request loadtest up down clean
+.PHONY: help install serve test clients embedding-clients store-test applications families fuzz schemas bfcl hostile faults accuracy walk browser-test compose-test lint format typecheck bench trace-request size loadtest up down clean
 
 PYTHON ?= python3
 VENV   := .venv
@@ -37,7 +37,7 @@ families: $(STAMP)  ## run every family of models by every way, and write the ta
 	TESTS_LONG=1 $(BIN)/python -m pytest tests/engines/torch_backend/models \
 		tests/engines/torch_backend/parallel tests/engines/torch_backend/test_equivalence.py \
 		tests/engines/torch_backend/lora tests/engines/torch_backend/loading tests/engines/packages tests/contract \
-		tests/e2e/test_transformers_models.py $(ARGS)
+		tests/e2e/test_transformers_models.py tests/e2e/test_photos.py $(ARGS)
 
 clients: $(STAMP)  ## run published clients (openai, anthropic, ollama, litellm, langchain ...) and llm-comply; ARGS=--write: docs/clients.md
 	$(BIN)/python -m tests.clients.run $(ARGS)
@@ -101,6 +101,9 @@ bench: $(STAMP)  ## measure the way of a request beside a bare FastAPI endpoint
 
 trace-request: $(STAMP)  ## print the files that a streamed chat request passes; ARGS="--engine torch --image"
 	$(BIN)/python -m tests.trace_request $(ARGS)
+
+size:  ## count the lines and files of product, training and benchmarks, tests and docs
+	@$(PYTHON) -m tests.size
 
 loadtest: $(STAMP)  ## half a minute of load for a fleet on the mock engine; a report in .cache/loadtest.html
 	mkdir -p .cache
