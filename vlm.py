@@ -2,6 +2,7 @@
 
 import os
 import sys
+from importlib.util import find_spec
 from typing import Annotated
 
 import typer
@@ -14,6 +15,7 @@ import loadtest.cli
 import search.cli
 import worker.cli
 from shared.settings import SettingsError
+from shared.version import package_version
 
 
 def settings(markdown: Annotated[bool, typer.Option(help="Print Markdown.")] = False) -> None:
@@ -31,6 +33,24 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"vlm-fleet {package_version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", is_eager=True, callback=_show_version, help="Show the version."),
+    ] = False,
+) -> None:
+    """Options of the program itself."""
+
+
 for command in (
     worker.cli.serve,
     gateway.cli.gateway,
@@ -56,15 +76,10 @@ app.command("search")(search.cli.find)
 app.add_typer(search.cli.store, name="store")
 deploy.cli.add_to(app)
 deploy.session_cli.add_to(app)
-bench = typer.Typer(help="Measure parts of the system on this machine.", no_args_is_help=True)
-bench.command("engine")(engines.cli.bench_engine)
-bench.command("peers")(engines.cli.bench_peers)
-bench.command("programs")(engines.cli.bench_programs)
-bench.command("embeddings")(engines.cli.bench_embeddings)
-bench.command("quality")(engines.cli.bench_quality)
-bench.command("search")(search.cli.bench_search)
-bench.command("gateway")(gateway.cli.bench_gateway)
-app.add_typer(bench, name="bench")
+if find_spec("benchmarks") is not None:  # in the repository, not in the wheel
+    from benchmarks.cli import app as bench
+
+    app.add_typer(bench, name="bench")
 app.add_typer(loadtest.cli.app, name="loadtest")
 
 

@@ -71,7 +71,6 @@ class Fields:
         return Fields(self.file, value, f"{self.path}{name}.")
 
     def whole(self, name: str, default: Any = None, *, at_least: int = 1, at_most: int) -> Any:
-        """An integer within limits."""
         value = self.get(name, default)
         if value is not None:
             is_whole = isinstance(value, int) and not isinstance(value, bool)
@@ -94,14 +93,12 @@ class Fields:
         return float(value)
 
     def flag(self, name: str, default: Any = None) -> Any:
-        """True or false."""
         value = self.get(name, default)
         if value is not None and not isinstance(value, bool):
             raise self.refuse(name, f"is {shown(value)}, neither true nor false")
         return value
 
     def one_of(self, name: str, known: tuple[str, ...], default: Any = None) -> Any:
-        """One of the words."""
         value = self.get(name, default)
         if value is not None and value not in known:
             raise self.refuse(name, f"{shown(value)} cannot be run; known: {', '.join(known)}")

@@ -1,0 +1,321 @@
+"""The embedding engine beside others, on the same random weights, in turn: from texts to vectors, from pixels to vectors.
+
+One thread, CPU time: what other programs take of the machine counts for nobody. Peers run in processes and environments
+of their own.
+"""
+
+import engines.torch_backend  # noqa: F401  isort: skip - before torchvision
+
+import gc
+import json
+import tempfile
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import asdict, dataclass
+from importlib import import_module  # noqa: TID251 - the peers are a part of the repository alone
+from importlib.util import find_spec
+from pathlib import Path
+from random import Random
+from statistics import median
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import AutoModel, BertConfig, BertModel, CLIPConfig, CLIPModel
+
+from engines.base import EngineCall
+from engines.pooling.batch import Row
+from engines.pooling.clip import ClipEncoder
+from engines.pooling.encoder import PixelInput
+from engines.pooling.engine import PoolingEngine
+from engines.pooling.load import load_encoder, prepare_linears
+from engines.pooling.settings import PoolingSettings
+from shared.protocol import Embed, TextPart
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "minilm-l6": {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536},
+    "bge-base": {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072},
+}  # fmt: skip
+#: Tokens of each text: like sentences and short queries, like paragraphs, and both.
+LENGTHS: dict[str, tuple[int, int, int]] = {
+    "short": (6, 30, 128),
+    "long": (40, 256, 24),
+    "mixed": (6, 256, 32),
+}
+CLIP = "clip-vit-b-32"
+NUM_IMAGES = 8
+BATCH_SIZE = 32  # of the others
+NUM_WORDS = 30_000
+#: What a peer is asked for, by its environment.
+PEERS = {"sentence-transformers": ("default", "bfloat16"), "infinity": ("float32", "bfloat16")}
+MIB = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The median of a system's rounds. Units: inputs and real tokens per CPU second."""
+
+    shape: str
+    inputs: str
+    system: str
+    inputs_per_s: float
+    tokens_per_s: float
+    ratio: float  #: to the first system
+    min_cosine: float  #: to the same
+
+
+#: Seconds of CPU, and vectors.
+Compute = Callable[[Sequence[Any]], tuple[float, torch.Tensor]]
+
+
+def run(shapes: Sequence[str], rounds: int, as_json: bool, peers: Path | None) -> None:
+    """Measure and print. `peers`: where their environments are, or are made; None: without them."""
+    torch.set_num_threads(1)
+    results: list[Result] = []
+    for shape in shapes:
+        if shape == CLIP:
+            results += measure_images(rounds)
+        else:
+            results += measure(shape, rounds, peers)
+    if as_json:
+        print(json.dumps([asdict(result) for result in results], indent=2))
+        return
+    table = Table("shape", "inputs", "system", "inputs/s", "tokens/s", "x", "min cosine")
+    for r in results:
+        table.add_row(
+            r.shape, r.inputs, r.system, f"{r.inputs_per_s:.1f}", f"{r.tokens_per_s:.0f}", f"{r.ratio:.2f}",
+            f"{r.min_cosine:.5f}",
+        )  # fmt: skip
+    Console().print(table)
+
+
+def measure(shape: str, rounds: int, peers: Path | None) -> list[Result]:
+    """All systems on all kinds of texts, one after another in every round."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = make_checkpoint(Path(name), shape)
+        processes = _start_peers(peers, name) if peers is not None else {}
+        systems: dict[str, Compute] = {
+            **processes,
+            "transformers float32, sorted": padded(folder, torch.float32),
+            "transformers bfloat16, sorted": padded(folder, torch.bfloat16),
+            "ours float32": ours(folder, torch.float32),
+            "ours bfloat16": ours(folder, torch.bfloat16),
+            "ours int8": ours(folder, torch.float32, is_int8=True),
+        }
+        try:
+            results = []
+            for inputs, (least, most, count) in LENGTHS.items():
+                chance = Random(inputs)
+                texts = [_text(chance, chance.randint(least, most)) for _ in range(count)]
+                num_tokens = sum(len(text.split()) + 2 for text in texts)
+                results += _measure(shape, inputs, texts, num_tokens, rounds, systems)
+        finally:
+            for process in processes.values():
+                process.close()
+    return results
+
+
+def measure_images(rounds: int) -> list[Result]:
+    """The image tower of CLIP ViT-B/32 beside that of open_clip; each has weights of its own."""
+    import open_clip  # noqa: PLC0415 - takes seconds
+
+    pixels = list(torch.rand(NUM_IMAGES, 3, 224, 224))
+    systems: dict[str, Compute] = {}
+    theirs = open_clip.create_model("ViT-B-32-quickgelu").eval()
+    for dtype in (torch.float32, torch.bfloat16):
+        systems[f"open_clip {_name(dtype)}"] = _timed(_open_clip(theirs, dtype))
+    with tempfile.TemporaryDirectory() as folder:
+        CLIPModel(CLIPConfig()).save_pretrained(folder)
+        for dtype, is_int8 in (
+            (torch.float32, False),
+            (torch.bfloat16, False),
+            (torch.float32, True),
+        ):
+            model = CLIPModel.from_pretrained(folder, dtype=dtype).eval()
+            prepare_linears(model, torch.device("cpu"), is_int8)
+            name = f"ours {'int8' if is_int8 else _name(dtype)}"
+            systems[name] = _timed(_our_images(ClipEncoder(model, None, None)))  # type: ignore[arg-type]
+    return _measure(CLIP, "images", pixels, 50 * NUM_IMAGES, rounds, systems)
+
+
+def run_memory(shape: str, dtype: str) -> None:
+    """Measure what a request of 2,048 inputs of 512 tokens takes beside the weights, and print it."""
+    with tempfile.TemporaryDirectory() as name:
+        weights, growth = measure_memory(make_checkpoint(Path(name), shape), getattr(torch, dtype))
+    print(f"{shape} {dtype}: weights {weights:.0f} MiB, 2,048 x 512 tokens {growth:.0f} MiB more")
+
+
+def measure_memory(folder: Path, dtype: torch.dtype, num_steps: int = 4) -> tuple[float, float]:
+    """Bytes of weights, and by how much the process grew at most for 2,048 inputs of 512 tokens, in MiB.
+
+    Only the first steps are run: each takes as much as any other.
+    """
+    torch.set_num_threads(1)
+    model = load_encoder(folder, torch.device("cpu"), dtype)
+    engine = PoolingEngine(model, PoolingSettings(result_cache_bytes=0))
+    chance = Random(0)
+    texts = [_text(chance, model.texts.max_tokens - 2) for _ in range(2048)]
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # forget the most so far
+    before = _memory("VmRSS")
+    engine.add(engine.prepare(EngineCall("0", Embed(tuple(map(TextPart, texts)))), []))
+    for _ in range(num_steps):
+        engine.step()
+    return model.memory_bytes()["weights"] / MIB, _memory("VmHWM") - before
+
+
+def _memory(name: str) -> float:
+    """Of this process, in MiB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(name))
+
+
+def make_checkpoint(folder: Path, shape: str) -> Path:
+    """A BERT of a shape with random weights, and the files of sentence-transformers."""
+    torch.manual_seed(0)
+    config = BertConfig(**SHAPES[shape])
+    BertModel(config, add_pooling_layer=False).eval().save_pretrained(folder)
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *(f"w{n}" for n in range(NUM_WORDS))]
+    vocab = {word: number for number, word in enumerate(words)}
+    tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "1_Pooling").mkdir()
+    (folder / "2_Normalize").mkdir()
+    kinds = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
+    files: dict[str, Any] = {
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 512, "pad_token": "[PAD]",
+            "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]",
+        },
+        "modules.json": [
+            {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{kind}"}
+            for index, (path, kind) in enumerate(kinds.items())
+        ],
+        "sentence_bert_config.json": {"max_seq_length": 512, "do_lower_case": False},
+        "1_Pooling/config.json": {
+            "word_embedding_dimension": config.hidden_size, "pooling_mode_mean_tokens": True,
+        },
+    }  # fmt: skip
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content))
+    return folder
+
+
+def padded(folder: Path, dtype: torch.dtype) -> Compute:
+    """Transformers over padded batches of texts of like lengths, the mean over what is real."""
+    model = AutoModel.from_pretrained(folder, dtype=dtype, add_pooling_layer=False).eval()
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+    @torch.inference_mode()
+    def compute(texts: Sequence[str]) -> torch.Tensor:
+        ids = [encoding.ids for encoding in tokenizer.encode_batch(list(texts))]
+        order = sorted(range(len(ids)), key=lambda i: -len(ids[i]))
+        out = torch.empty(len(ids), model.config.hidden_size)
+        for begin in range(0, len(order), BATCH_SIZE):
+            batch = order[begin : begin + BATCH_SIZE]
+            longest = len(ids[batch[0]])
+            rows = torch.tensor([ids[i] + [0] * (longest - len(ids[i])) for i in batch])
+            mask = torch.tensor([[1] * len(ids[i]) + [0] * (longest - len(ids[i])) for i in batch])
+            hidden = model(input_ids=rows, attention_mask=mask).last_hidden_state.float()
+            weights = mask[..., None].float()
+            out[torch.tensor(batch)] = (hidden * weights).sum(1) / weights.sum(1)
+        return torch.nn.functional.normalize(out, dim=1)
+
+    return _timed(compute)
+
+
+def ours(folder: Path, dtype: torch.dtype, *, is_int8: bool = False) -> Compute:
+    """The engine, steps and all: each text is a call."""
+    model = load_encoder(folder, torch.device("cpu"), dtype, is_int8=is_int8)
+    engine = PoolingEngine(model, PoolingSettings(result_cache_bytes=0))
+
+    def compute(texts: Sequence[str]) -> torch.Tensor:
+        for index, text in enumerate(texts):
+            engine.add(engine.prepare(EngineCall(str(index), Embed((TextPart(text),))), []))
+        values: dict[int, bytes] = {}
+        while engine.has_work():
+            for output in engine.step():
+                values[int(output.request_id)] = output.values
+        found = bytearray().join(values[index] for index in range(len(texts)))
+        return torch.frombuffer(found, dtype=torch.float32).view(len(texts), -1)
+
+    return _timed(compute)
+
+
+def _measure(
+    shape: str, name: str, inputs: Sequence[Any], num_tokens: int, rounds: int, systems: dict[str, Compute]
+) -> list[Result]:  # fmt: skip
+    seconds: dict[str, list[float]] = {system: [] for system in systems}
+    vectors: dict[str, torch.Tensor] = {}
+    for _ in range(rounds + 1):  # the first is not counted
+        for system, compute in systems.items():
+            took_s, vectors[system] = compute(inputs)
+            seconds[system].append(took_s)
+    base, *_ = systems
+    results = []
+    for system, times in seconds.items():
+        took_s = median(times[1:])
+        cosines = torch.cosine_similarity(vectors[system], vectors[base], dim=1)
+        ratio = median(seconds[base][1:]) / took_s
+        results.append(
+            Result(
+                shape, name, system, len(inputs) / took_s, num_tokens / took_s, ratio, float(cosines.min())
+            )
+        )  # fmt: skip
+    return results
+
+
+def _start_peers(folder: Path, directory: str) -> dict[str, Any]:
+    if find_spec("benchmarks.peers") is None:
+        raise SystemExit("peers are a part of the repository, not of the installed package")
+    peers = import_module("benchmarks.peers.embedding_peers")
+    return {
+        f"{peer} {dtype}": peers.PeerProcess(peers.python_of(folder, peer), peer, directory, dtype)
+        for peer, dtypes in PEERS.items()
+        for dtype in dtypes
+    }
+
+
+def _timed(compute: Callable[[Sequence[Any]], torch.Tensor]) -> Compute:
+    def timed(inputs: Sequence[Any]) -> tuple[float, torch.Tensor]:
+        began_s = time.process_time()
+        vectors = compute(inputs)
+        return time.process_time() - began_s, vectors.float()
+
+    return timed
+
+
+def _open_clip(model: Any, dtype: torch.dtype) -> Callable[[Sequence[Any]], torch.Tensor]:
+    model = deepcopy(model).to(dtype)
+
+    @torch.inference_mode()
+    def compute(pixels: Sequence[Any]) -> torch.Tensor:
+        return model.encode_image(torch.stack(list(pixels)).to(dtype), normalize=True)
+
+    return compute
+
+
+def _our_images(encoder: ClipEncoder) -> Callable[[Sequence[Any]], torch.Tensor]:
+    def compute(pixels: Sequence[Any]) -> torch.Tensor:
+        rows = [Row(PixelInput(each), encoder.image_tokens, "image") for each in pixels]
+        encoder.compute(rows)
+        return torch.tensor([array("f", row.result) for row in rows])
+
+    return compute
+
+
+def _text(chance: Random, num_tokens: int) -> str:
+    """Of so many tokens, two of which are put around it."""
+    return " ".join(f"w{chance.randrange(NUM_WORDS)}" for _ in range(num_tokens))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,219 @@
+"""One run of one scenario on an engine: when each token came, and what the steps had to read and multiply.
+
+Used by the benchmark. TTFT, TPOT, ITL and the rates are those of `docs/performance.md`.
+"""
+
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from benchmarks.engine.cost import ModelCost, Work
+from engines.base import EngineOutput
+from engines.core.engine import BatchingEngine
+from engines.core.request import EngineRequest
+from engines.core.runner import ModelRunner, RunningStep, StepResult
+from engines.core.sequence import Batch
+
+#: tokens of each stream before a late request comes
+NUM_ALONE = 8
+
+
+class WorkCounter:
+    """Stands before a runner and adds up the work of its steps."""
+
+    def __init__(self, runner: ModelRunner, cost: ModelCost) -> None:
+        self._runner = runner
+        self._cost = cost
+        self.steps: list[Work] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def launch(self, batch: Batch) -> RunningStep:
+        """The runner's own, counted when it is waited for."""
+        before = self._num_encoded()
+        step = self._runner.launch(batch)
+        return _CountedStep(self, batch, step, self._num_encoded() - before)
+
+    def count(self, batch: Batch, result: StepResult, num_images: int) -> None:
+        """Note a step that encoded so many images."""
+        computed = [i for i in batch.items if i.sequence.request_id not in result.deferred]
+        self.steps.append(self._cost.step(Batch(computed), num_images))
+
+    def _num_encoded(self) -> int:
+        num_queries, num_hits, _ = self._runner.encoder_cache_counts()
+        return num_queries - num_hits
+
+
+@dataclass(slots=True)
+class _CountedStep:
+    counter: WorkCounter
+    batch: Batch
+    step: RunningStep
+    num_images: int
+
+    @property
+    def can_be_followed(self) -> bool:
+        return self.step.can_be_followed
+
+    def wait(self) -> StepResult:
+        result = self.step.wait()
+        self.counter.count(self.batch, result, self.num_images)
+        return result
+
+
+@dataclass(slots=True)
+class Run:
+    """What one run gave. Units: seconds since all requests were added; tokens."""
+
+    elapsed_s: float
+    token_times: dict[str, list[float]]
+    num_prompt_tokens: int
+    num_images: int
+    steps: list[Work] = field(default_factory=list)
+    late: "Late | None" = None
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(len(times) for times in self.token_times.values())
+
+    @property
+    def ttfts(self) -> list[float]:
+        """Time to first token of each request, or of the late one alone."""
+        if self.late is not None:
+            return [self.late.first_token_s - self.late.added_s]
+        return [times[0] for times in self.token_times.values()]
+
+    @property
+    def tpots(self) -> list[float]:
+        """Time per output token after the first, of each request that has more than one."""
+        several = (times for times in self.token_times.values() if len(times) > 1)
+        return [(times[-1] - times[0]) / (len(times) - 1) for times in several]
+
+    @property
+    def itls(self) -> list[float]:
+        """Gaps between neighbouring tokens, of all requests together."""
+        lists = self.token_times.values()
+        return [b - a for times in lists for a, b in pairwise(times)]
+
+    @property
+    def slowdown(self) -> float | None:
+        """The 99th percentile of the streams' gaps while the late prompt is computed, over their median before."""
+        if self.late is None:
+            return None
+        streams = [times for name, times in self.token_times.items() if name != self.late.name]
+        gaps = [(a, b) for times in streams for a, b in pairwise(times)]
+        alone = [b - a for a, b in gaps if b <= self.late.added_s]
+        beside = sorted(b - a for a, b in gaps if self.late.added_s < b <= self.late.first_token_s)
+        return beside[math.ceil(0.99 * len(beside)) - 1] / statistics.median(alone)
+
+    def rates(self) -> dict[str, float]:
+        """Per second: output tokens, all tokens, requests, images, bytes, operations."""
+        amounts = {
+            "output_tokens": self.num_output_tokens,
+            "total_tokens": self.num_prompt_tokens + self.num_output_tokens,
+            "requests": len(self.token_times),
+            "images": self.num_images,
+            "bytes": sum(work.num_bytes for work in self.steps),
+            "flops": sum(work.num_flops for work in self.steps),
+        }
+        return {f"{name}_per_s": amount / self.elapsed_s for name, amount in amounts.items()}
+
+    def roofline_ratio(self, bytes_per_s: float, flops_per_s: float) -> float:
+        """The least time that the machine needs for these steps, over the time they took."""
+        least_s = sum(work.least_s(bytes_per_s, flops_per_s) for work in self.steps)
+        return least_s / self.elapsed_s
+
+
+@dataclass(frozen=True, slots=True)
+class Late:
+    """A request that came while others ran, and when its first token did."""
+
+    name: str
+    added_s: float
+    first_token_s: float
+
+
+def run_requests(
+    engine: BatchingEngine, counter: WorkCounter, requests: list[EngineRequest]
+) -> Run:
+    """Add all at once and step until the last token. Raises: RequestError, RuntimeError for a failed request."""
+    counter.steps = []
+    times: dict[str, list[float]] = {request.request_id: [] for request in requests}
+    started = time.perf_counter()
+    for request in requests:
+        engine.add(request)
+    while engine.has_work():
+        outputs = _step(engine)
+        now = time.perf_counter() - started
+        for output in outputs:
+            times[output.request_id] += [now] * len(output.token_ids)
+    return Run(
+        elapsed_s=time.perf_counter() - started,
+        token_times=times,
+        num_prompt_tokens=sum(len(request.prompt_token_ids) for request in requests),
+        num_images=sum(len(request.images) for request in requests),
+        steps=counter.steps,
+    )
+
+
+def _step(engine: BatchingEngine) -> list[EngineOutput]:
+    """What a step gives. Raises: RuntimeError for a failed request."""
+    outputs = engine.step()
+    for output in outputs:
+        if output.error is not None:
+            raise RuntimeError(output.error)
+    return outputs
+
+
+def run_in_turn(
+    engines: Sequence[BatchingEngine], requests: Sequence[Sequence[EngineRequest]]
+) -> list[float]:
+    """Processor time that each engine takes for its requests, a step of each in turn: what else the machine does falls
+    on all alike. Raises: RequestError, RuntimeError for a failed request.
+    """
+    spent_s = [0.0 for _ in engines]
+    for engine, added in zip(engines, requests, strict=True):
+        for request in added:
+            engine.add(request)
+    while any(engine.has_work() for engine in engines):
+        for place, engine in enumerate(engines):
+            if engine.has_work():
+                started_s = time.process_time()
+                _step(engine)
+                spent_s[place] += time.process_time() - started_s
+    return spent_s
+
+
+def run_beside(
+    engine: BatchingEngine, counter: WorkCounter, streams: list[EngineRequest], late: EngineRequest
+) -> Run:
+    """Streams for a while alone, then until the first token of a late request. Raises: as `run_requests`."""
+    counter.steps = []
+    times: dict[str, list[float]] = {request.request_id: [] for request in (*streams, late)}
+    started = time.perf_counter()
+    for request in streams:
+        engine.add(request)
+    added_s = now = 0.0
+    while not times[late.request_id]:
+        if not added_s and min(len(times[each.request_id]) for each in streams) > NUM_ALONE:
+            engine.add(late)
+            added_s = time.perf_counter() - started
+        outputs = _step(engine)
+        now = time.perf_counter() - started
+        for output in outputs:
+            times[output.request_id] += [now] * len(output.token_ids)
+    for name in times:
+        engine.abort(name)
+    return Run(
+        elapsed_s=now,
+        token_times=times,
+        num_prompt_tokens=sum(len(each.prompt_token_ids) for each in (*streams, late)),
+        num_images=len(late.images),
+        steps=counter.steps,
+        late=Late(late.request_id, added_s, now),
+    )

@@ -1,0 +1,185 @@
+"""Runs of a benchmark to medians and spreads, and these to JSON and a table.
+
+Used by the benchmark.
+"""
+
+import math
+import statistics
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.engine.machine import Machine
+from benchmarks.engine.measure import Run
+
+#: of the table; `total tok/s` counts prompt tokens too
+_COLUMNS = (
+    "scenario",
+    "batch",
+    "steps",
+    "output\ntok/s",
+    "total\ntok/s",
+    "images\n/s",
+    "TTFT\nms",
+    "TPOT\nms",
+    "ITL p99\nms, slower",
+    "GB/s\nGFLOP/s",
+    "of\nroofline",
+    "peak\nMiB",
+)
+#: The least and the most of five values have the median between them 94 times of 100 only.
+_MIN_FOR_INTERVAL = 6
+#: characters that the table needs; a narrower terminal breaks its lines, but no number
+TABLE_WIDTH = 140
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A number's median, least and most over the rounds."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: list[float]) -> "Spread":
+        """Of at least one value."""
+        return cls(statistics.median(values), min(values), max(values))
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One scenario at one batch size. TTFT, TPOT and ITL pool the requests of all rounds. Units: seconds, bytes."""
+
+    scenario: str
+    batch_size: int
+    num_rounds: int
+    num_steps: float  #: median of the rounds
+    rates: dict[str, Spread]
+    ttft_s: Spread
+    tpot_s: Spread | None
+    itl_p99_s: float | None
+    slowdown: Spread | None  #: of streams by a late prompt, of each round
+    roofline_ratio: Spread
+    peak_bytes: int  #: of the process so far
+
+
+def to_row(
+    scenario: str, batch_size: int, runs: list[Run], machine: Machine, peak_bytes: int
+) -> Row:
+    """Sum up the rounds of a cell."""
+    rates = [run.rates() for run in runs]
+    tpots = [value for run in runs for value in run.tpots]
+    itls = sorted(value for run in runs for value in run.itls)
+    slowdowns = [run.slowdown for run in runs if run.slowdown is not None]
+    shares = [run.roofline_ratio(machine.bytes_per_s, machine.flops_per_s) for run in runs]
+    return Row(
+        scenario=scenario,
+        batch_size=batch_size,
+        num_rounds=len(runs),
+        num_steps=statistics.median(len(run.steps) for run in runs),
+        rates={name: Spread.of([rate[name] for rate in rates]) for name in rates[0]},
+        ttft_s=Spread.of([value for run in runs for value in run.ttfts]),
+        tpot_s=Spread.of(tpots) if tpots else None,
+        itl_p99_s=itls[int(0.99 * (len(itls) - 1))] if itls else None,
+        slowdown=Spread.of(slowdowns) if slowdowns else None,
+        roofline_ratio=Spread.of(shares),
+        peak_bytes=peak_bytes,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Processor time with speculation over that without, a step of each in turn."""
+
+    scenario: str
+    batch_size: int
+    num_rounds: int
+    #: The median, and where it lies by 95 %; of fewer than six, the least and the most.
+    ratio: Spread
+
+    @classmethod
+    def of(cls, scenario: str, batch_size: int, ratios: list[float]) -> "Cost":
+        """Of the ratios of all rounds."""
+        ratios = sorted(ratios)
+        count, half = len(ratios), 0.98 * len(ratios) ** 0.5
+        low = max(0, math.floor(count / 2 - half))
+        high = min(count, math.ceil(count / 2 + half) + 1) - 1
+        spread = Spread(statistics.median(ratios), ratios[low], ratios[high])
+        return cls(scenario, batch_size, count, spread)
+
+    @property
+    def kind(self) -> str:
+        """What its ratio's ends are."""
+        kind = "95 %" if self.num_rounds >= _MIN_FOR_INTERVAL else "least to most"
+        return f"{kind} of {self.num_rounds}"
+
+
+def to_json(
+    machine: Machine, model: dict[str, Any], rows: list[Row], costs: list[Cost]
+) -> dict[str, Any]:
+    """Everything that was measured."""
+    tables = {"rows": rows, "costs": costs}
+    found = {name: [asdict(row) for row in table] for name, table in tables.items()}
+    return {"machine": asdict(machine), "model": model, **found}
+
+
+def show(
+    console: Console,
+    machine: Machine,
+    model: dict[str, Any],
+    rows: list[Row],
+    costs: list[Cost],
+) -> None:
+    """Print what a reader compares: medians, with the least and the most behind them."""
+    console.print(", ".join(f"{name} {value}" for name, value in model.items()))
+    console.print(
+        f"{machine.device}, {machine.num_threads} threads, torch {machine.torch_version}, load average"
+        f" {machine.load_average:.1f}; measured {machine.bytes_per_s / 1e9:.1f} GB/s,"
+        f" {machine.flops_per_s / 1e9:,.0f} GFLOP/s"
+    )
+    table = Table(title=f"median, and least-most, of {rows[0].num_rounds}", box=SIMPLE_HEAD)
+    for name in _COLUMNS:
+        table.add_column(name, no_wrap=True, justify="left" if name == "scenario" else "right")
+    for row in rows:
+        table.add_row(*_cells(row))
+    console.print(table)
+    for cost in costs:
+        ratio = cost.ratio
+        console.print(
+            f"{cost.scenario}, batch {cost.batch_size}: processor time of ngram over off"
+            f" {ratio.median:.3f} ({ratio.low:.3f}-{ratio.high:.3f}, {cost.kind})"
+        )
+
+
+def _cells(row: Row) -> list[str]:
+    rate = row.rates
+    return [
+        row.scenario,
+        str(row.batch_size),
+        f"{row.num_steps:,.0f}",
+        _text(rate["output_tokens_per_s"]),
+        _text(rate["total_tokens_per_s"]),
+        _text(rate["images_per_s"]) if rate["images_per_s"].high else "",
+        _text(row.ttft_s, 1e3),
+        _text(row.tpot_s, 1e3) if row.tpot_s else "",
+        _itl_text(row),
+        f"{rate['bytes_per_s'].median / 1e9:.1f}\n{rate['flops_per_s'].median / 1e9:,.0f}",
+        f"{row.roofline_ratio.median:.0%}",
+        f"{row.peak_bytes / 2**20:,.0f}",
+    ]
+
+
+def _itl_text(row: Row) -> str:
+    text = f"{row.itl_p99_s * 1e3:,.1f}" if row.itl_p99_s else ""
+    return f"{text}\n{row.slowdown.median:.2f}x" if row.slowdown else text
+
+
+def _text(spread: Spread, scale: float = 1.0) -> str:
+    numbers = [value * scale for value in (spread.median, spread.low, spread.high)]
+    digits = 0 if numbers[0] >= 100 else 1
+    median, low, high = (f"{number:,.{digits}f}" for number in numbers)
+    return f"{median}\n{low}-{high}"

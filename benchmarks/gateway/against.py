@@ -1,0 +1,62 @@
+"""The way of a request by another checkout of this project beside ours: `vlm bench gateway --against FOLDER`.
+
+Fleets of both run at the same time and take turns under the same client. Where a process lies in memory makes it
+faster or slower for its life, so both start anew each round. A ratio is one of two turns that follow each other.
+"""
+
+from pathlib import Path
+from statistics import median
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from benchmarks.gateway.run import BenchError, create_bodies, measure_cell, run_vlm_fleet
+from benchmarks.gateway.tables import ROLES, Cell, Samples, in_ms, new_table
+
+NUM_TURNS = 20  #: of each cell and checkout, a round
+
+Pair = tuple[Samples, Samples]
+
+
+def run_against(
+    folder: Path, seconds: float, rounds: int, connections: list[int], num_turns: int = NUM_TURNS
+) -> list[Table]:
+    """Measure text requests on both checkouts, in turns of `seconds`. Raises: BenchError."""
+    if not (folder / "vlm.py").is_file():
+        raise BenchError(f"--against {folder}: no checkout of this project is there")
+    text = create_bodies()[0]
+    cells = [Cell(text, stream, number) for number in connections for stream in (False, True)]
+    found: dict[Cell, list[Pair]] = {cell: [] for cell in cells}
+    screen = Console(stderr=True)
+    for _ in track(range(rounds), "measuring", console=screen, transient=True):
+        with run_vlm_fleet() as ours, run_vlm_fleet(folder=folder) as theirs:
+            for cell in cells:
+                pair = Samples(), Samples()
+                for number in range(2 * num_turns):
+                    side = (number + number // 2) % 2  # the order within a pair alternates
+                    measure_cell(cell, (ours, theirs)[side], seconds, pair[side])
+                found[cell].append(pair)
+    return [to_table(found)]
+
+
+def to_table(found: dict[Cell, list[Pair]]) -> Table:
+    """One row for each kind of request: medians of all rounds, and ratios of ours to theirs, which are better below 1."""
+    columns = ["request", "connections", "theirs p50 ms", "ours p50 ms", "ratio", "of rounds"]
+    table = new_table("Beside the other checkout", *columns, "theirs CPU ms", "ours", "ratio")
+    for cell, pairs in found.items():
+        ratios = [to_ratio(*pair) for pair in pairs]
+        p50s = [median(pair[side].p50_s for pair in pairs) for side in (0, 1)]
+        cpus = [median(sum(map(pair[side].cpu_of, ROLES)) for pair in pairs) for side in (0, 1)]
+        table.add_row(
+            cell.name, str(cell.num_connections), in_ms(p50s[1]), in_ms(p50s[0]),
+            f"{median(ratios):.3f}", f"{min(ratios):.2f} to {max(ratios):.2f}",
+            in_ms(cpus[1]), in_ms(cpus[0]), f"{cpus[0] / cpus[1]:.3f}",
+        )  # fmt: skip
+    return table
+
+
+def to_ratio(ours: Samples, theirs: Samples) -> float:
+    """Of the median times: each turn beside the one that followed or preceded it."""
+    both = zip(ours.results, theirs.results, strict=True)
+    return median(mine.p50_s / other.p50_s for mine, other in both)

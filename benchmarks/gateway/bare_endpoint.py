@@ -1,0 +1,97 @@
+"""The least that FastAPI can do: read a request as JSON and return an answer that is always the same.
+
+Run as a process of its own, beside which the gateway benchmark measures: `python -m benchmarks.gateway.bare_endpoint PORT`.
+"""
+
+import json
+import sys
+from collections.abc import AsyncIterator
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import StreamingResponse
+
+NUM_TOKENS = 16
+WORDS = [f"word{number:02d} " for number in range(NUM_TOKENS)]
+HEAD = {"id": "chatcmpl-0", "created": 0, "model": "bare"}
+COMPLETION = {
+    **HEAD,
+    "object": "chat.completion",
+    "choices": [
+        {
+            "index": 0,
+            "message": {"role": "assistant", "content": "".join(WORDS)},
+            "finish_reason": "length",
+        }
+    ],
+    "usage": {
+        "prompt_tokens": 16,
+        "completion_tokens": NUM_TOKENS,
+        "total_tokens": 16 + NUM_TOKENS,
+    },
+}
+#: Of one text, as the mock engine's: 64 numbers.
+EMBEDDING = {
+    "object": "list",
+    "model": "bare",
+    "data": [{"object": "embedding", "index": 0, "embedding": "A" * 344}],
+    "usage": {"prompt_tokens": 8, "total_tokens": 8},
+}
+
+
+def to_event(delta: dict[str, str], finish_reason: str | None = None) -> str:
+    """One chunk of the streamed answer, as a server-sent event."""
+    choice = {"index": 0, "delta": delta, "finish_reason": finish_reason}
+    chunk = {**HEAD, "object": "chat.completion.chunk", "choices": [choice]}
+    return f"data: {json.dumps(chunk, separators=(',', ':'))}\n\n"
+
+
+EVENTS = [
+    to_event({"role": "assistant", "content": ""}),
+    *(to_event({"content": word}) for word in WORDS),
+    to_event({}, "length"),
+    "data: [DONE]\n\n",
+]
+
+app = FastAPI()
+
+
+@app.get("/readyz")
+async def is_ready() -> dict[str, str]:
+    """Answer the probe."""
+    return {"status": "ready"}
+
+
+@app.post("/v1/chat/completions", response_model=None)
+async def answer(request: Request) -> dict[str, Any] | StreamingResponse:
+    """The fixed answer, whole or one event per token."""
+    body = await request.json()
+    if body.get("stream"):
+        return StreamingResponse(stream_events(), media_type="text/event-stream")
+    return COMPLETION
+
+
+@app.post("/v1/embeddings")
+async def embed(request: Request) -> dict[str, Any]:
+    """The fixed vector."""
+    await request.json()
+    return EMBEDDING
+
+
+async def stream_events() -> AsyncIterator[str]:
+    """Each event as a piece of its own, as a model would make them."""
+    for event in EVENTS:
+        yield event
+
+
+if __name__ == "__main__":
+    uvicorn.run(
+        app,
+        host="127.0.0.1",
+        port=int(sys.argv[1]),
+        loop="uvloop",
+        http="httptools",
+        log_level="warning",
+        access_log=False,
+    )

@@ -1,0 +1,341 @@
+"""The price of the way: HTTP, Redis, worker and an instant mock engine, beside a bare FastAPI endpoint.
+
+Both targets run at the same time on the same machine and take turns under the
+same client, which is this process; every number is the median of the rounds. All share the machine's cores.
+"""
+
+import base64
+import io
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from platform import machine, python_version
+from statistics import median
+from typing import Any
+
+import httpx
+import psutil
+import uvloop
+from PIL import Image
+from rich import box
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from benchmarks.gateway.bare_endpoint import NUM_TOKENS
+from benchmarks.gateway.client import CHAT, EMBEDDINGS, Job, Result, image_head, run_job
+from benchmarks.gateway.tables import (
+    BARE,
+    FLEET,
+    ROLES,
+    Body,
+    Cell,
+    Measured,
+    Samples,
+    to_cpu_table,
+    to_goals,
+    to_tables,
+)
+
+HOST = "127.0.0.1"
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 20.0
+IMAGE_SIDE = 274  #: in pixels of noise: 60 kB
+INSTANT = {
+    "VLM_ENGINE__MOCK__VISION_S": "0",
+    "VLM_ENGINE__MOCK__PREFILL_S_PER_TOKEN": "0",
+    "VLM_ENGINE__MOCK__DECODE_S": "0",
+    "VLM_ENGINE__MOCK__NUM_OUTPUT_TOKENS": str(2 * NUM_TOKENS),
+}
+EMBEDDER = {
+    "VLM_ENGINE__KIND": "mock_pooling",
+    "VLM_ENGINE__RESULT_CACHE_BYTES": "0",
+    "VLM_ENGINE__MOCK__STEP_S": "0",
+    "VLM_ENGINE__MOCK__S_PER_TOKEN": "0",
+}
+MOST_WARMUP_S = 0.3
+#: Of new images: a million for each job.
+FIRST_NUMBERS = count(10**6, 10**6)
+
+
+class BenchError(Exception):
+    """A server did not start, or an answer was wrong or missing: the numbers would mean nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A server under test and its processes by role."""
+
+    name: str
+    port: int
+    model: str
+    processes: dict[str, psutil.Process]
+
+    def cpu_s(self) -> dict[str, float]:
+        """CPU time that each process has used so far."""
+        times = {role: process.cpu_times() for role, process in self.processes.items()}
+        return {role: used.user + used.system for role, used in times.items()}
+
+
+def run(
+    seconds: float, rounds: int, connections: list[int], markdown: bool, embeddings: bool = False
+) -> None:
+    """Measure and print the tables; ends the process with 1 if that was not possible."""
+    try:
+        measured = measure(seconds, rounds, connections, embeddings)
+    except BenchError as error:
+        sys.exit(f"the benchmark stopped: {error}")
+    show([*to_tables(measured), to_cpu_table(measured), to_goals(measured)], markdown)
+    print(
+        f"\n{rounds} rounds of {seconds:g} s, medians; {NUM_TOKENS} tokens; "
+        f"{psutil.cpu_count()} cores, {machine()}, Python {python_version()}"
+    )
+    print(
+        f"A byte to a sleeping process and back takes {measure_round_trip_s() * 1e6:.0f} us here."
+    )
+
+
+def show(tables: list[Table], markdown: bool) -> None:
+    """Print tables to standard output."""
+    console = Console(width=None if sys.stdout.isatty() and not markdown else 200)
+    for table in tables:
+        if markdown:
+            print(f"\n### {table.title}\n")
+            table.title, table.box = None, box.MARKDOWN
+        console.print(table)
+
+
+def measure(
+    seconds: float, rounds: int, connections: list[int], embeddings: bool = False
+) -> Measured:
+    """Measure every cell on both targets, in turns. Raises: BenchError."""
+    short = Body("short text", [], text="how to bake bread at home")
+    cells = [
+        Cell(body, stream, number)
+        for body in ([short] if embeddings else create_bodies())
+        for stream in ((False,) if embeddings else (False, True))
+        for number in connections
+    ]
+    measured: Measured = {}
+    screen = Console(stderr=True)
+    with run_bare() as bare, run_vlm_fleet(EMBEDDER if embeddings else INSTANT) as fleet:
+        # The order within a pair alternates, so that a drift of the machine favours neither.
+        turns = [
+            (cell, target)
+            for number in range(rounds)
+            for cell in cells
+            for target in ((bare, fleet) if number % 2 == 0 else (fleet, bare))
+        ]
+        # The client is this process: the screen takes little of its time.
+        for cell, target in track(
+            turns, "measuring", console=screen, transient=True, refresh_per_second=1
+        ):
+            samples = measured.setdefault((cell, target.name), Samples())
+            measure_cell(cell, target, seconds, samples)
+    return measured
+
+
+def create_bodies() -> list[Body]:
+    """Text, a new image with every request, and the same image again and again."""
+    image = {"type": "image_url", "image_url": {"url": noise_url()}}
+    question = {"type": "text", "text": "What is in this image?"}
+    return [
+        Body("text", [{"type": "text", "text": "Tell me about a lighthouse."}]),
+        Body("new 60 kB image", [image, question], is_new=True),
+        Body("repeated 60 kB image", [image, question]),
+    ]
+
+
+def noise_url() -> str:
+    """A JPEG of noise, which no format can make smaller, as a data URL. It begins with `image_head`."""
+    pixels = random.Random(0).randbytes(3 * IMAGE_SIDE * IMAGE_SIDE)
+    buffer = io.BytesIO()
+    Image.frombytes("RGB", (IMAGE_SIDE, IMAGE_SIDE), pixels).save(buffer, "JPEG", quality=85)
+    jpeg = image_head(0) + buffer.getvalue()[2:]
+    return f"data:image/jpeg;base64,{base64.b64encode(jpeg).decode()}"
+
+
+def measure_cell(cell: Cell, target: Target, seconds: float, samples: Samples) -> None:
+    """One round of one cell on one target. Raises: BenchError."""
+    job = create_job(cell, target, seconds, next(FIRST_NUMBERS))
+    before = target.cpu_s() | {"client": time.process_time()}
+    result = run_checked(job)
+    after = target.cpu_s() | {"client": time.process_time()}
+    samples.results.append(result)
+    samples.cpu_s.append({role: after[role] - before[role] for role in after})
+
+
+def run_checked(job: Job) -> Result:
+    """Do one job. Raises: BenchError when an answer was wrong."""
+    result = uvloop.run(run_job(job))
+    if result.error:
+        raise BenchError(result.error)
+    return result
+
+
+def create_job(cell: Cell, target: Target, seconds: float, first_number: int) -> Job:
+    """The client's orders. One request tells what the answer is, where it is always the same."""
+    warmup_s = min(MOST_WARMUP_S, seconds / 5)
+    if cell.body.text:
+        text = json.dumps(
+            {"model": target.model, "input": cell.body.text, "encoding_format": "base64"}
+        )
+        return Job(target.port, text, cell.num_connections, seconds, warmup_s, path=EMBEDDINGS)
+    body = {
+        "model": target.model,
+        "messages": [{"role": "user", "content": cell.body.content}],
+        "max_tokens": NUM_TOKENS,
+        "temperature": 0,
+    }
+    answer = ask(target.port, CHAT, body)
+    if answer["usage"]["completion_tokens"] != NUM_TOKENS:
+        raise BenchError(f"{target.name} answers with {answer['usage']}")
+    text = json.dumps(body | {"stream": cell.stream})
+    return Job(
+        port=target.port,
+        body=text,
+        num_connections=cell.num_connections,
+        seconds=seconds,
+        warmup_s=warmup_s,
+        stream=cell.stream,
+        image_at=text.index("base64,") + len("base64,") if cell.body.is_new else None,
+        first_number=first_number,
+        expected_text=None if cell.body.is_new else answer["choices"][0]["message"]["content"],
+    )
+
+
+def ask(port: int, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    """What a server answers, as JSON. Raises: BenchError."""
+    method = "GET" if body is None else "POST"
+    try:
+        answer = httpx.request(
+            method, f"http://{HOST}:{port}{path}", json=body, timeout=60.0, trust_env=False
+        )
+        return answer.raise_for_status().json()
+    except httpx.HTTPError as error:
+        raise BenchError(str(error)) from None
+
+
+@contextmanager
+def run_bare() -> Iterator[Target]:
+    """The bare endpoint in a process of its own."""
+    port = free_port()
+    with run_server(["benchmarks.gateway.bare_endpoint", str(port)], port) as process:
+        yield Target(BARE, port, "bare", {"bare": process})
+
+
+@contextmanager
+def run_vlm_fleet(
+    settings: Mapping[str, str] = INSTANT, folder: Path | None = None
+) -> Iterator[Target]:
+    """The fleet, of another checkout if its folder is given, on an engine that takes no time, unless the environment
+    says otherwise; else with its defaults.
+    """
+    port = free_port()
+    with tempfile.TemporaryDirectory(prefix="vlm-bench-") as data_dir:
+        kind = settings.get("VLM_ENGINE__KIND", "mock")
+        command = ["vlm", "serve", "--engine", kind, "--host", HOST, "--port", str(port)]
+        given = {name: os.environ[name] for name in INSTANT if name in os.environ}
+        command += ["--data-dir", data_dir]
+        with run_server(command, port, {**settings, **given}, folder) as process:
+            model = ask(port, "/v1/models")["data"][0]["id"]
+            family = process.children(recursive=True)
+            yield Target(FLEET, port, model, {role: _find(family, role) for role in ROLES})
+
+
+def _find(family: list[psutil.Process], role: str) -> psutil.Process:
+    found = [p for p in family if p.name() == role or role in p.cmdline()]
+    if len(found) != 1:
+        raise BenchError(f"{len(found)} processes look like the {role}")
+    return found[0]
+
+
+@contextmanager
+def run_server(
+    command: list[str],
+    port: int,
+    environment: dict[str, str] | None = None,
+    folder: Path | None = None,
+) -> Iterator[psutil.Process]:
+    """A Python module, of the code in `folder` if it is given, that serves, once it is ready; its children end with it. Raises: BenchError."""
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", *command],
+            cwd=folder,
+            env=os.environ | (environment or {}),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            if not _is_ready(process, port):
+                output.seek(0)
+                words = output.read()[-2000:].decode(errors="replace")
+                raise BenchError(f"{' '.join(command)} did not get ready:\n{words}")
+            yield psutil.Process(process.pid)
+        finally:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(STOP_TIMEOUT_S)
+            process.kill()
+            process.wait()
+
+
+def _is_ready(process: subprocess.Popen[bytes], port: int) -> bool:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while process.poll() is None and time.monotonic() < deadline:
+        with suppress(httpx.HTTPError):
+            httpx.get(f"http://{HOST}:{port}/readyz?workers=1", trust_env=False).raise_for_status()
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def free_port() -> int:
+    """A port that nobody listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return probe.getsockname()[1]
+
+
+_ECHO = """
+import socket, sys
+with socket.socket(fileno=int(sys.argv[1])) as wire:
+    while data := wire.recv(1):
+        wire.send(data)
+"""
+
+
+def measure_round_trip_s(num_tries: int = 500, pause_s: float = 0.0003) -> float:
+    """A byte to a sleeping process and back, at the median: two of the wake-ups that a request needs.
+
+    `pause_s` is long enough for the other process, and its core, to go to sleep; ours stays awake.
+    """
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, "-c", _ECHO, str(theirs.fileno())]
+    with ours, subprocess.Popen(command, pass_fds=[theirs.fileno()]) as echo:
+        theirs.close()
+        took_s = []
+        for _ in range(num_tries):
+            resume_at = time.perf_counter() + pause_s
+            while time.perf_counter() < resume_at:
+                pass
+            started_at = time.perf_counter()
+            ours.send(b"x")
+            if not ours.recv(1):
+                raise ConnectionError("the other process ended")
+            took_s.append(time.perf_counter() - started_at)
+        ours.close()
+        echo.wait()
+    return median(took_s)

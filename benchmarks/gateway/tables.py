@@ -1,0 +1,186 @@
+"""What the gateway benchmark measured, beside what it is compared to: tables and goals.
+
+Pure arithmetic.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from benchmarks.gateway.client import Result
+
+BARE = "bare FastAPI"
+FLEET = "vlm-fleet"
+ROLES = ("gateway", "worker", "redis-server")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Body:
+    """A kind of request. `is_new`: each one shows an image that was not seen before; `text`: what is to be a vector."""
+
+    name: str
+    content: list[dict[str, Any]]
+    is_new: bool = False
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One thing to measure on both targets."""
+
+    body: Body
+    stream: bool
+    num_connections: int
+
+    @property
+    def name(self) -> str:
+        """The kind of request and of answer."""
+        return f"{self.body.name}, {'streamed' if self.stream else 'whole'}"
+
+
+@dataclass(slots=True)
+class Samples:
+    """The rounds of one cell on one target."""
+
+    results: list[Result] = field(default_factory=list)
+    cpu_s: list[dict[str, float]] = field(default_factory=list)
+
+    @property
+    def rate(self) -> float:
+        return median(result.num_requests / result.seconds for result in self.results)
+
+    @property
+    def p50_s(self) -> float:
+        return median(result.p50_s for result in self.results)
+
+    @property
+    def p99_s(self) -> float:
+        """99th percentile of the latency."""
+        return median(result.p99_s for result in self.results)
+
+    @property
+    def num_events(self) -> float:
+        """Server-sent events of an answer: a server that is behind puts several tokens into one."""
+        return median(result.num_events / max(1, result.num_all) for result in self.results)
+
+    def cpu_of(self, role: str) -> float:
+        """CPU seconds per request of one process."""
+        return median(
+            used[role] / max(1, result.num_all)
+            for used, result in zip(self.cpu_s, self.results, strict=True)
+        )
+
+
+def new_table(title: str, *columns: str) -> Table:
+    """A table whose first column names the row."""
+    table = Table(
+        title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False,
+        collapse_padding=True,
+    )  # fmt: skip
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left", overflow="fold")
+    return table
+
+
+def in_figures(value: float) -> str:
+    """A number to three figures at least."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def in_ms(seconds: float) -> str:
+    """Milliseconds to three figures."""
+    return in_figures(1e3 * seconds)
+
+
+Measured = dict[tuple[Cell, str], Samples]
+
+
+def pairs(measured: Measured) -> Iterator[tuple[Cell, Samples, Samples]]:
+    """Each cell with the samples of the bare endpoint and of the fleet."""
+    for cell in dict.fromkeys(cell for cell, _ in measured):
+        yield cell, measured[cell, BARE], measured[cell, FLEET]
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """What the way of a text request may cost."""
+
+    name: str
+    stream: bool
+    num_connections: int
+    least_ratio: float = 0.0
+    most_added_ms: float = float("inf")
+    #: Of the bare endpoint, in the CPU time of all processes that serve.
+    most_added_answers: float = 0.0
+
+    def judge(self, bare: Samples, fleet: Samples) -> tuple[str, str, str]:
+        """What was wanted, what was measured, and whether that is met."""
+        if self.most_added_answers:
+            added = sum(map(fleet.cpu_of, ROLES)) / bare.cpu_of("bare") - 1
+            is_met = added <= self.most_added_answers
+            return f"<= {self.most_added_answers:.2f}", f"{added:.2f}", "yes" if is_met else "no"
+        ratio, added_ms = fleet.rate / bare.rate, (fleet.p50_s - bare.p50_s) * 1000
+        is_met = ratio >= self.least_ratio and added_ms <= self.most_added_ms
+        wanted, value = f">= {self.least_ratio:.2f}", ratio
+        if not self.least_ratio:
+            wanted, value = f"<= {self.most_added_ms:.2f}", added_ms
+        return wanted, f"{value:.2f}", "yes" if is_met else "no"
+
+
+GOALS = (
+    Goal("32 connections, whole: ratio", False, 32, least_ratio=0.5),
+    Goal("32 connections, streamed: ratio", True, 32, least_ratio=1.0),
+    Goal("1 connection, whole: added ms", False, 1, most_added_ms=1.1),
+)
+EMBEDDING_GOALS = tuple(
+    Goal(f"{number} connections: added bare answers of CPU", False, number, most_added_answers=2.0)
+    for number in (1, 32)
+)
+
+
+def to_tables(measured: Measured) -> list[Table]:
+    """One table per kind of request, whole and streamed; one row per number of connections."""
+    tables: dict[str, Table] = {}
+    columns = ["clients", "bare req/s", "p50 ms", "p99 ms"]
+    columns += ["fleet req/s", "p50 ms", "p99 ms", "ratio", "added ms", "events"]
+    for cell, bare, fleet in pairs(measured):
+        table = tables.setdefault(cell.name, new_table(cell.name, *columns))
+        table.add_row(
+            str(cell.num_connections),
+            *(in_figures(bare.rate), in_ms(bare.p50_s), in_ms(bare.p99_s)),
+            *(in_figures(fleet.rate), in_ms(fleet.p50_s), in_ms(fleet.p99_s)),
+            f"{fleet.rate / bare.rate:.2f}",
+            in_ms(fleet.p50_s - bare.p50_s),
+            f"{bare.num_events:.0f}/{fleet.num_events:.0f}" if cell.stream else "-",
+        )
+    return list(tables.values())
+
+
+def to_cpu_table(measured: Measured) -> Table:
+    """What each request costs each process."""
+    columns = ["request", "connections", "bare", "gateway", "worker", "Redis", "client"]
+    table = new_table("CPU milliseconds per request", *columns)
+    for cell, bare, fleet in pairs(measured):
+        table.add_row(
+            cell.name,
+            str(cell.num_connections),
+            in_ms(bare.cpu_of("bare")),
+            *(in_ms(fleet.cpu_of(role)) for role in (*ROLES, "client")),
+        )
+    return table
+
+
+def to_goals(measured: Measured) -> Table:
+    """The goals for text, as far as they were measured."""
+    table = new_table("Goals for text", "goal", "wanted", "measured", "met")
+    for cell, bare, fleet in pairs(measured):
+        for goal in EMBEDDING_GOALS if cell.body.text else GOALS:
+            if cell.body.name not in ("text", "short text") or cell.stream != goal.stream:
+                continue
+            if cell.num_connections == goal.num_connections:
+                table.add_row(goal.name, *goal.judge(bare, fleet))
+    return table

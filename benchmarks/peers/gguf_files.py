@@ -1,0 +1,198 @@
+"""A checkpoint as llama.cpp's files: the decoder of several families and, of LLaVA alone, the tower with its projector.
+
+Run where `gguf` is installed, which is not our own environment. Quantized decoders are made from the BF16 file by
+llama.cpp itself. Source: the formats are those that llama.cpp's `src/llama-arch.cpp` and `tools/mtmd/clip.cpp` read.
+"""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf  # pyright: ignore[reportMissingImports]
+from torch import Tensor
+
+from benchmarks.peers.peer import DECODERS
+from engines.torch_backend.loading.stored_tensors import list_tensors
+from engines.torch_backend.models.config import TextConfig, VisionConfig
+from engines.torch_backend.models.llava import VLMConfig
+from engines.torch_backend.models.registry import read_config
+from engines.torch_backend.models.vision import num_blocks_needed
+
+_TEXT_NAMES = {
+    "embed_tokens": "token_embd",
+    "norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_VISION_NAMES = {
+    "embeddings.class_embedding": "v.class_embd",
+    "embeddings.patch_embedding.weight": "v.patch_embd.weight",
+    "embeddings.position_embedding.weight": "v.position_embd.weight",
+    "pre_layrnorm": "v.pre_ln",
+    "layer_norm1": "ln1",
+    "layer_norm2": "ln2",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.out_proj": "attn_out",
+    "mlp.fc1": "ffn_up",
+    "mlp.fc2": "ffn_down",
+}
+_TEXT_LAYER = re.compile(r"(?:.+\.)?layers\.(\d+)\.(.+)\.(weight|bias)$")
+_TOWERS = ("vision", "visual")
+_VISION_LAYER = re.compile(
+    r"vision_tower\.vision_model\.encoder\.layers\.(\d+)\.(.+)\.(weight|bias)$"
+)
+
+Rename = Callable[[str], str | None]
+
+
+def write_decoder(checkpoint: Path, target: Path, kind: str) -> None:
+    """The decoder, its matrices as `kind` (F32, F16, BF16). Raises: UnsupportedCheckpoint, OSError."""
+    kind_of_decoder, text = read_text(checkpoint)
+    writer = gguf.GGUFWriter(target, kind_of_decoder)
+    _describe_decoder(writer, text)
+    turns_neighbours = kind_of_decoder == "llama"
+    heads = {"attn_q": text.num_heads, "attn_k": text.num_kv_heads}
+
+    def arrange(name: str, tensor: Tensor) -> Tensor:
+        count = heads.get(name.split(".")[-2])
+        if count is None or not turns_neighbours:
+            return tensor
+        return _interleave_halves(tensor, count)
+
+    _write_tensors(writer, checkpoint, kind, _decoder_name, arrange)
+
+
+def read_text(checkpoint: Path) -> tuple[str, TextConfig]:
+    """llama.cpp's name of the decoder, and its shape. Raises: UnsupportedCheckpoint."""
+    config = read_config(checkpoint)
+    if isinstance(config, VLMConfig):
+        return "llama", config.text
+    text: Any = config.full.get_text_config(decoder=True)
+    rope = text.rope_parameters
+    num_heads = text.num_attention_heads
+    return DECODERS[text.model_type], TextConfig(
+        vocab_size=text.vocab_size,
+        hidden_size=text.hidden_size,
+        intermediate_size=text.intermediate_size,
+        num_layers=text.num_hidden_layers,
+        num_heads=num_heads,
+        num_kv_heads=text.num_key_value_heads,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // num_heads,
+        max_position_embeddings=text.max_position_embeddings,
+        rms_norm_eps=text.rms_norm_eps,
+        rope_theta=rope["rope_theta"],
+        rope_sections=tuple(rope.get("mrope_section", ())),
+    )
+
+
+def write_tower(checkpoint: Path, target: Path, kind: str) -> None:
+    """Tower and projector, their matrices as `kind`. Raises: UnsupportedCheckpoint, OSError."""
+    config = read_config(checkpoint)
+    depth = num_blocks_needed(config.vision, config.vision_feature_layers)
+    writer = gguf.GGUFWriter(target, "clip")
+    _describe_tower(writer, config.vision, depth)
+    _write_tensors(
+        writer, checkpoint, kind, lambda name: _tower_name(name, depth), lambda name, tensor: tensor
+    )
+
+
+def _describe_decoder(writer: "gguf.GGUFWriter", text: TextConfig) -> None:
+    writer.add_context_length(text.max_position_embeddings)
+    writer.add_embedding_length(text.hidden_size)
+    writer.add_block_count(text.num_layers)
+    writer.add_feed_forward_length(text.intermediate_size)
+    writer.add_head_count(text.num_heads)
+    writer.add_head_count_kv(text.num_kv_heads)
+    writer.add_rope_dimension_count(text.head_dim)
+    writer.add_rope_freq_base(text.rope_theta)
+    if text.rope_sections:
+        writer.add_rope_dimension_sections([*text.rope_sections, 0])
+    writer.add_layer_norm_rms_eps(text.rms_norm_eps)
+    writer.add_vocab_size(text.vocab_size)
+    writer.add_tokenizer_model("llama")  # ids come from us: the names of tokens only fill the table
+    writer.add_token_list([f"<{number}>" for number in range(text.vocab_size)])
+    writer.add_token_scores([0.0] * text.vocab_size)
+    writer.add_token_types([gguf.TokenType.NORMAL] * text.vocab_size)
+
+
+def _describe_tower(writer: "gguf.GGUFWriter", vision: VisionConfig, depth: int) -> None:
+    writer.add_bool("clip.has_vision_encoder", True)
+    writer.add_string("clip.projector_type", "mlp")
+    writer.add_bool("clip.use_gelu", vision.hidden_act == "gelu")
+    writer.add_uint32("clip.vision.image_size", vision.image_size)
+    writer.add_uint32("clip.vision.patch_size", vision.patch_size)
+    writer.add_uint32("clip.vision.embedding_length", vision.hidden_size)
+    writer.add_uint32("clip.vision.feed_forward_length", vision.intermediate_size)
+    writer.add_uint32("clip.vision.projection_dim", vision.hidden_size)
+    writer.add_uint32("clip.vision.block_count", depth)
+    writer.add_array("clip.vision.feature_layer", [depth])  # else the last but one of these
+    writer.add_uint32("clip.vision.attention.head_count", vision.num_heads)
+    writer.add_float32("clip.vision.attention.layer_norm_epsilon", vision.layer_norm_eps)
+    writer.add_array("clip.vision.image_mean", [0.5, 0.5, 0.5])
+    writer.add_array("clip.vision.image_std", [0.5, 0.5, 0.5])
+
+
+def _write_tensors(
+    writer: "gguf.GGUFWriter",
+    checkpoint: Path,
+    kind: str,
+    rename: Rename,
+    arrange: Callable[[str, Tensor], Tensor],
+) -> None:
+    """All that `rename` knows; vectors and the patches' kernel stay exact."""
+    for stored in list_tensors(checkpoint):
+        name = rename(stored.name)
+        if name is None:
+            continue
+        tensor = arrange(name, stored.map()).float().numpy()
+        is_matrix = tensor.ndim == 2 and "position_embd" not in name
+        tensor_kind = gguf.GGMLQuantizationType[kind if is_matrix else "F32"]
+        data = gguf.quants.quantize(tensor, tensor_kind)
+        writer.add_tensor(name, data, raw_dtype=tensor_kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _decoder_name(name: str) -> str | None:
+    if any(tower in name for tower in _TOWERS):
+        return None
+    match = _TEXT_LAYER.match(name)
+    if match:
+        layer, module, kind = match.groups()
+        return f"blk.{layer}.{_TEXT_NAMES[module]}.{kind}"
+    _, module, kind = f".{name}".rsplit(".", 2)
+    return f"{_TEXT_NAMES[module]}.{kind}" if module in _TEXT_NAMES else None
+
+
+def _tower_name(name: str, depth: int) -> str | None:
+    match = _VISION_LAYER.match(name)
+    if match:
+        layer, module, kind = match.groups()
+        return f"v.blk.{layer}.{_VISION_NAMES[module]}.{kind}" if int(layer) < depth else None
+    if name.startswith("multi_modal_projector."):
+        linear, kind = name.removeprefix("multi_modal_projector.linear_").split(".")
+        return f"mm.{0 if linear == '1' else 2}.{kind}"
+    name = name.removeprefix("vision_tower.vision_model.")
+    module, _, kind = name.rpartition(".")
+    if name in _VISION_NAMES:
+        return _VISION_NAMES[name]
+    return f"{_VISION_NAMES[module]}.{kind}" if module in _VISION_NAMES else None
+
+
+def _interleave_halves(tensor: Tensor, num_heads: int) -> Tensor:
+    """llama.cpp rotates neighbours where transformers rotates halves. Shapes: (N, C), kept."""
+    halves = tensor.view(num_heads, 2, -1, tensor.shape[1])
+    return halves.transpose(1, 2).reshape(tensor.shape)

@@ -1,0 +1,154 @@
+"""`transformers` as a peer: its own model of a checkpoint, with its own caches, or compiled.
+
+Run in a process of its own. Its forward pass is called directly and the likeliest token taken, which spares it the
+bookkeeping of `generate`. Of its growing and its static cache the one that is faster at a batch size is taken. The
+mode `compiled` has the static cache and `torch.compile`, whose first steps take minutes.
+"""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForImageTextToText, DynamicCache, StaticCache
+from transformers.utils.logging import disable_progress_bar
+
+from benchmarks.peers.prompts import ExamplePrompts
+from engines.core.runner import Prompt
+from engines.torch_backend.models.generic.self_check import joined_inputs, whole_inputs
+from engines.torch_backend.multimodal.transformers_images import ProcessedImage
+
+_MAX_STEPS = 128
+
+
+class HuggingFace:
+    """The model in one precision, with one kind of cache."""
+
+    def __init__(
+        self, checkpoint: Path, precision: str, mode: str, num_threads: int, device: str = "cpu"
+    ) -> None:
+        """Load. Raises: what transformers raises."""
+        torch.set_num_threads(num_threads)
+        self._device = torch.device(device)
+        self._dtype = getattr(torch, precision)
+        self._prompts = ExamplePrompts(checkpoint)
+        self._num_context = self._prompts.num_tokens
+        disable_progress_bar()
+        model: Any = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=self._dtype)
+        self._model: Any = model.eval().to(self._device)
+        self._is_static: dict[int, bool] = {}  # by batch size, where it is known
+        self._is_compiled = mode == "compiled"
+        self._step: Any = torch.compile(model.forward) if self._is_compiled else model.forward
+        self._generator = torch.Generator().manual_seed(0)
+
+    @torch.inference_mode()
+    def decode(self, batch_size: int, num_steps: int) -> float:
+        """Behind contexts of random keys and values."""
+        if batch_size not in self._is_static:
+            times = {kind: self._decode(batch_size, 3, kind) for kind in (False, True)}
+            self._is_static[batch_size] = self._is_compiled or times[True] < times[False]
+        return self._decode(batch_size, num_steps, self._is_static[batch_size])
+
+    def _decode(self, batch_size: int, num_steps: int, is_static: bool) -> float:
+        cache = self._filled_cache(batch_size, is_static)
+        token_ids = torch.full((batch_size, 1), 5, device=self._device)
+        token_ids = self._next_tokens(token_ids, cache)  # unmeasured: the first one may compile
+        started = time.perf_counter()
+        for _ in range(num_steps):
+            token_ids = self._next_tokens(token_ids, cache)
+        return time.perf_counter() - started
+
+    @torch.inference_mode()
+    def prefill(self) -> float:
+        """One forward pass with logits of the last token only."""
+        token_ids = torch.tensor([self._prompts.text(self._num_context)], device=self._device)
+        started = time.perf_counter()
+        self._first(input_ids=token_ids)
+        return time.perf_counter() - started
+
+    @torch.inference_mode()
+    def image(self) -> float:
+        """`get_image_features`."""
+        inputs = joined_inputs(self._model, [_image(self._prompts.make())])
+        started = time.perf_counter()
+        self._model.base_model.get_image_features(**inputs)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter() - started
+
+    @torch.inference_mode()
+    def first_token(self) -> float:
+        """One forward pass with the image."""
+        inputs = self._inputs(1)
+        started = time.perf_counter()
+        self._first(**inputs)
+        return time.perf_counter() - started
+
+    def repeat(self) -> float:
+        """Nothing is remembered between calls of `generate`: the same as a new image."""
+        return self.first_token()
+
+    @torch.inference_mode()
+    def serve(self, batch_size: int, num_steps: int) -> float:
+        """One batch, which nobody joins or leaves, with the static cache: the best that it can do."""
+        inputs = self._inputs(batch_size)
+        cache = self._static_cache(num_steps)
+        started = time.perf_counter()
+        token_ids = self._first(**inputs, past_key_values=cache)
+        for _ in range(num_steps - 1):
+            token_ids = self._next_tokens(token_ids, cache)
+        return time.perf_counter() - started
+
+    def _first(self, **inputs: Any) -> Tensor:
+        logits = self._model(**inputs, logits_to_keep=1).logits
+        next_ids = logits[:, -1].argmax(dim=-1, keepdim=True)
+        next_ids.tolist()
+        return next_ids
+
+    def _inputs(self, batch_size: int) -> dict[str, Any]:
+        """A new image and text for each."""
+        prompts = [self._prompts.make() for _ in range(batch_size)]
+        token_ids = torch.tensor([prompt.token_ids for prompt in prompts], device=self._device)
+        images = [_image(prompt) for prompt in prompts]
+        slot_id = self._prompts.slot_id
+        return {
+            "input_ids": token_ids,
+            **whole_inputs(self._model, token_ids, slot_id, images),
+        }
+
+    def _next_tokens(self, token_ids: Tensor, cache: DynamicCache | StaticCache) -> Tensor:
+        logits = self._step(input_ids=token_ids, past_key_values=cache).logits
+        next_ids = logits[:, -1].argmax(dim=-1, keepdim=True)
+        next_ids.tolist()  # a server would have to look
+        return next_ids
+
+    def _filled_cache(self, batch_size: int, is_static: bool) -> DynamicCache | StaticCache:
+        text, cache = self._text_config, DynamicCache(config=self._model.config)
+        if is_static:
+            cache = self._static_cache(_MAX_STEPS)
+        width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        shape = (batch_size, text.num_key_value_heads, self._num_context - 1, width)
+        noise = torch.randn(shape, generator=self._generator).to(self._device, self._dtype)
+        for layer in range(text.num_hidden_layers):
+            cache.update(noise.clone(), noise.clone(), layer)
+        if hasattr(self._model.base_model, "rope_deltas"):
+            self._model.base_model.rope_deltas = None  # of another prompt
+        return cache
+
+    def _static_cache(self, num_steps: int) -> StaticCache:
+        length = self._num_context + num_steps
+        return StaticCache(config=self._model.config, max_cache_len=length)
+
+    @property
+    def _text_config(self) -> Any:
+        return self._model.config.get_text_config(decoder=True)
+
+
+def _image(prompt: Prompt) -> ProcessedImage:
+    """As transformers' own processor would have made it."""
+    [image] = prompt.images
+    if isinstance(image.pixels, ProcessedImage):
+        return image.pixels
+    pixels = torch.as_tensor(image.pixels)[None]
+    return ProcessedImage({"pixel_values": pixels}, "", image.num_slots)

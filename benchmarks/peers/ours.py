@@ -1,0 +1,149 @@
+"""Our own engine as a peer: the whole of it, from `add` to the token's text, without HTTP and queue.
+
+Run in a process of its own. Batches decode behind contexts whose keys and values are random numbers, each sequence its
+own: reading them takes as long as reading true ones, and computing sixteen prompts would take minutes.
+"""
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.peers.prompts import ExamplePrompts
+from engines.core.engine import BatchingEngine
+from engines.core.request import EngineRequest
+from engines.core.runner import ComputedStep, ModelRunner, Prompt, StepResult, TokenChoice
+from engines.core.sequence import Batch
+from engines.registry import create_engine
+from engines.torch_backend.runner import TorchRunner
+from shared.protocol import SamplingParams
+
+_BLOCK_SIZE = 16
+_MAX_STEPS = 128
+
+
+class Ours:
+    """The engine in one precision."""
+
+    def __init__(
+        self,
+        checkpoint: Path,
+        precision: str,
+        num_threads: int,
+        max_batch_size: int,
+        device: str = "cpu",
+    ) -> None:
+        """Load and warm up. Raises: what loading raises."""
+        is_dtype = precision in ("float32", "bfloat16")
+        self._prompts = ExamplePrompts(checkpoint)
+        self._num_context = self._prompts.num_tokens
+        num_blocks = -(-(self._num_context + _MAX_STEPS) // _BLOCK_SIZE)
+        settings = {
+            "model": str(checkpoint),
+            "device": device,
+            "dtype": precision if is_dtype else "auto",
+            "quantization": "none" if is_dtype else precision,
+            "num_threads": num_threads,
+            "max_num_seqs": max_batch_size,
+            "max_num_batched_tokens": max_batch_size * num_blocks * _BLOCK_SIZE,
+            "num_kv_blocks": max_batch_size * num_blocks,
+            "block_size": _BLOCK_SIZE,
+            "speculation": "off",
+        }
+        engine = create_engine(settings).engine
+        assert isinstance(engine, BatchingEngine)
+        assert isinstance(engine.runner, TorchRunner)
+        self.engine, self.runner = engine, engine.runner
+        self._device = torch.device(device)
+        self._num_requests = 0
+        self._last: EngineRequest | None = None
+        self._skipping = _SkippingRunner(engine.runner)
+        for pool in engine.runner.kv_pools:
+            pool.data.normal_()  # untouched memory is one page of zeros, read from the cache
+
+    def decode(self, batch_size: int, num_steps: int) -> float:
+        """Time of whole engine steps."""
+        for _ in range(batch_size):
+            self.engine.add(self._request(self._text(self._num_context - 1), num_steps + 2))
+        self.engine.runner = self._skipping  # pyright: ignore[reportAttributeAccessIssue]
+        self.engine.step()
+        self.engine.runner = self.runner
+        self.engine.step()
+        started = time.perf_counter()
+        for _ in range(num_steps):
+            self.engine.step()
+        elapsed = time.perf_counter() - started
+        assert not self.engine.has_work()
+        return elapsed
+
+    def prefill(self) -> float:
+        """One request of one token."""
+        return self._run(self._request(self._text(self._num_context), 1))
+
+    def image(self) -> float:
+        """As the runner encodes it, cache aside."""
+        images = self._prompts.make().images
+        started = time.perf_counter()
+        with torch.inference_mode():
+            self.runner.model.encode(images, self._device, self.runner._dtype)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter() - started
+
+    def first_token(self) -> float:
+        """One request of one token."""
+        self._last = self._request(self._prompts.make(), 1)
+        return self._run(self._last)
+
+    def repeat(self) -> float:
+        """The same request under another id."""
+        if self._last is None:
+            self.first_token()
+        assert self._last is not None
+        return self._run(replace(self._last, request_id=self._next_id()))
+
+    def serve(self, batch_size: int, num_steps: int) -> float:
+        prompts = [self._prompts.make() for _ in range(batch_size)]
+        return self._run(*(self._request(prompt, num_steps) for prompt in prompts))
+
+    def _run(self, *requests: EngineRequest) -> float:
+        started = time.perf_counter()
+        for request in requests:
+            self.engine.add(request)
+        while self.engine.has_work():
+            for output in self.engine.step():
+                assert output.error is None, output.error
+        return time.perf_counter() - started
+
+    def _request(self, prompt: Prompt, max_tokens: int) -> EngineRequest:
+        return EngineRequest(
+            self._next_id(),
+            prompt.token_ids,
+            SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True),
+            prompt.images,
+            positions=prompt.positions,
+        )
+
+    def _text(self, count: int) -> Prompt:
+        return Prompt(self._prompts.text(count))
+
+    def _next_id(self) -> str:
+        self._num_requests += 1
+        return f"peer-{self._num_requests}"
+
+
+class _SkippingRunner:
+    """Stands before a runner and samples token 5 without computing anything."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner = runner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.runner, name)
+
+    def launch(self, batch: Batch) -> ComputedStep:
+        """A step of no time."""
+        choices = [TokenChoice(5) if item.samples else None for item in batch.items]
+        return ComputedStep(StepResult(choices))

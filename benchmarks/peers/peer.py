@@ -1,0 +1,121 @@
+"""What a system under comparison can be asked, and the questions.
+
+Used by all of this package. Every answer is the seconds that something took; loading, warming up and preparing are
+not counted.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+#: text tokens beside the image, in `first_token` and in the length of every context
+NUM_TEXT_TOKENS = 32
+
+Task = Literal["decode", "prefill", "image", "first_token", "repeat", "serve"]
+
+
+class Peer(Protocol):
+    """One model in one precision, loaded and ready."""
+
+    def decode(self, batch_size: int, num_steps: int) -> float:
+        """Steps of one token for each sequence, behind contexts of an image prompt's length."""
+        ...
+
+    def prefill(self) -> float:
+        """A new prompt of an image prompt's length, of text, until its next token is known."""
+        ...
+
+    def image(self) -> float:
+        """Tower and projector of one new image, pixels to features."""
+        ...
+
+    def first_token(self) -> float:
+        """A new image and text, until the first token is known."""
+        ...
+
+    def repeat(self) -> float:
+        """The last image and text of `first_token` again."""
+        ...
+
+    def serve(self, batch_size: int, num_steps: int) -> float:
+        """So many requests at once, each of a new image and text, until each has so many tokens."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A question. Decoding and serving have a batch size and a number of steps."""
+
+    name: str
+    task: Task
+    unit: Literal["tok/s", "requests/s", "ms"] = "ms"
+    batch_size: int = 1
+    num_steps: int = 0
+
+    @property
+    def arguments(self) -> dict[str, int]:
+        if not self.num_steps:
+            return {}
+        return {"batch_size": self.batch_size, "num_steps": self.num_steps}
+
+    def value(self, seconds: float, num_context: int) -> float:
+        """An answer in the unit. `num_context`: tokens of an image prompt."""
+        if self.unit == "ms":
+            return seconds * 1e3
+        if self.unit == "requests/s":
+            return self.batch_size / seconds
+        num_tokens = self.batch_size * self.num_steps if self.task == "decode" else num_context
+        return num_tokens / seconds
+
+
+WORKLOADS = {
+    workload.name: workload
+    for workload in (
+        Workload("decode-1", "decode", "tok/s", 1, 16),
+        Workload("decode-4", "decode", "tok/s", 4, 8),
+        Workload("decode-16", "decode", "tok/s", 16, 4),
+        Workload("prefill", "prefill", "tok/s"),
+        Workload("image", "image"),
+        Workload("first-token", "first_token"),
+        Workload("repeat", "repeat"),
+        Workload("serve-64", "serve", "requests/s", 64, 128),
+    )
+}
+
+#: Those for a machine whose every step takes a second; `serve-64` takes such a one an hour.
+CPU_WORKLOADS = tuple(name for name in WORKLOADS if name != "serve-64")
+
+#: Those without a tower.
+TEXT_WORKLOADS = tuple(name for name, x in WORKLOADS.items() if x.task in ("decode", "prefill"))
+
+#: llama.cpp's name of a decoder, by transformers' type of it.
+DECODERS = {"llama": "llama", "qwen2_vl_text": "qwen2vl", "qwen2_5_vl_text": "qwen2vl"}
+
+
+@dataclass(frozen=True, slots=True)
+class SystemName:
+    """Who computes, in which precision, and how: `transformers:bfloat16:compiled`."""
+
+    maker: str
+    precision: str
+    mode: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> "SystemName":
+        """Raises: ValueError."""
+        maker, _, rest = text.partition(":")
+        precision, _, mode = rest.partition(":")
+        if precision not in PRECISIONS.get(maker, ()) or mode not in MODES.get(maker, ("",)):
+            known = [f"{name}:{each}" for name, several in PRECISIONS.items() for each in several]
+            raise ValueError(f"no system is called {text!r}; there are {', '.join(known)}")
+        return cls(maker, precision, mode)
+
+    def __str__(self) -> str:
+        return ":".join(part for part in (self.maker, self.precision, self.mode) if part)
+
+
+PRECISIONS = {
+    "ours": ("float32", "bfloat16", "int8", "int4"),
+    "transformers": ("float32", "bfloat16"),
+    "llama.cpp": ("F32", "F16", "BF16", "Q8_0", "Q4_0"),
+}
+MODES = {"transformers": ("", "compiled")}

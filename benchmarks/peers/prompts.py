@@ -1,0 +1,60 @@
+"""Prompts of one image and text, as a checkpoint's own processor makes them; every system is asked the same kind."""
+
+import random
+from dataclasses import replace
+from io import BytesIO
+from pathlib import Path
+
+from PIL import Image
+
+from benchmarks.peers.peer import NUM_TEXT_TOKENS
+from engines.core.runner import Prompt
+from engines.torch_backend.models.config import UnsupportedCheckpoint
+from engines.torch_backend.models.registry import find_family
+from engines.torch_backend.multimodal.processor import create_processor
+from shared.protocol import ChatMessage, ImagePart
+
+#: (width, height) of every image, before the model's processor resizes or tiles it.
+IMAGE_SIZE = (640, 480)
+
+
+class ExamplePrompts:
+    """Makes new ones: images of noise, and random tokens that mean nothing to the model by themselves."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        """Raises: UnsupportedCheckpoint, also for a model that takes no images."""
+        family, config = find_family(checkpoint)
+        self._multimodal = family.processor(checkpoint, config)
+        self.slot_id = self._multimodal.slot_id
+        if self.slot_id is None:
+            raise UnsupportedCheckpoint(
+                "the model takes no images; for a text model there is `vlm bench programs`"
+            )
+        self._processor = create_processor(
+            checkpoint, self._multimodal, config.text.max_position_embeddings
+        )
+        tokenizer = self._processor.tokenizer
+        self._plain_ids = [i for i in range(tokenizer.vocab_size) if tokenizer.token_bytes(i)]
+        self._random = random.Random(0)
+        self._num_made = 0
+        self.num_tokens = len(self.make().token_ids)
+
+    def make(self) -> Prompt:
+        """The image's tokens, then `NUM_TEXT_TOKENS` of text."""
+        self._num_made += 1
+        width, height = IMAGE_SIZE
+        noise = Image.frombytes("RGB", IMAGE_SIZE, self._random.randbytes(3 * width * height))
+        data = BytesIO()
+        noise.save(data, "PNG", compress_level=0)
+        pixels = self._processor.process_image(data.getvalue(), IMAGE_SIZE)
+        messages = [ChatMessage("user", (ImagePart(0),))]
+        built = self._processor.build_prompt(messages, [(f"example-{self._num_made}", pixels)])
+        [image] = built.images
+        ids = built.token_ids[image.offset : image.offset + image.num_tokens]
+        ids += self.text(NUM_TEXT_TOKENS)
+        images = (replace(image, offset=0),)
+        return Prompt(ids, images, self._multimodal.positions(Prompt(ids, images)))
+
+    def text(self, count: int) -> list[int]:
+        """Random tokens, none of which is the model's for control."""
+        return self._random.choices(self._plain_ids, k=count)

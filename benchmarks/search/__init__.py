@@ -1,0 +1,1 @@
+"""`vlm bench search`: exact search compared with the indexes."""

@@ -1,0 +1,187 @@
+"""The benchmark counts what is computed, and reports every cell that was asked for."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks.engine import run as module
+from benchmarks.engine.cost import ModelCost, Work, image_flops
+from benchmarks.engine.machine import Machine
+from benchmarks.engine.measure import Late, Run
+from benchmarks.engine.report import Cost, to_row
+from benchmarks.engine.run import BenchOptions, run
+from engines.base import RequestError
+from engines.core.engine import BatchingEngine
+from engines.core.sequence import Batch, ScheduledSequence, Sequence
+from engines.torch_backend.layers.quantized_linear import Int8Linear
+from engines.torch_backend.loading.make_checkpoint import make_checkpoint
+from shared.protocol import SamplingParams
+from tests.factories_torch import make_model_pair, make_pixels, make_runner, make_vlm_config
+
+MACHINE = Machine("a device", "a processor", 2, "2", 0.5, bytes_per_s=100.0, flops_per_s=1000.0)
+
+
+@contextmanager
+def count_operations() -> Iterator[FlopCounterMode]:
+    """Fused attention is one operation that torch cannot count; its plain form is products."""
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        yield counter
+
+
+@pytest.mark.parametrize("changes", [{}, {"vision_feature_layers": (-1, -2)}])
+def test_operations_of_an_image_are_those_that_torch_counts(changes):
+    pair = make_model_pair(make_vlm_config(**changes))
+    with count_operations() as counter, torch.no_grad():
+        pair.ours.encode_images(make_pixels(0)[None])
+    assert counter.get_total_flops() == image_flops(pair.config)
+
+
+def test_operations_of_a_decode_step_are_those_that_torch_counts():
+    pair = make_model_pair(make_vlm_config())
+    runner = make_runner(pair)
+    sequence = Sequence("a", list(range(6)), 6, SamplingParams(temperature=0))
+    sequence.block_ids = [0, 1]
+    runner.run(Batch([ScheduledSequence(sequence, 5)]))
+    sequence.num_computed_tokens = 5
+    batch = Batch([ScheduledSequence(sequence, 1)])
+    with count_operations() as counter:
+        runner.run(batch)
+    work = ModelCost(pair.ours, torch.float32).step(batch, num_images=0)
+    assert counter.get_total_flops() == work.num_flops
+
+
+def test_bytes_of_a_step_are_weights_once_and_the_context_of_each_sequence():
+    config = make_vlm_config(text={"tie_word_embeddings": True})
+    pair = make_model_pair(config)
+    cost = ModelCost(pair.ours, torch.bfloat16)
+    decoder = pair.ours.language_model.model
+    weights = sum(value.nbytes for value in decoder.layers.state_dict().values())
+    head = decoder.embed_tokens.weight.nbytes
+    chunk = Sequence("a", [1] * 9, 9, SamplingParams())
+    whole = Sequence("b", [1] * 7, 7, SamplingParams())
+    per_token = 2 * 2 * 2 * 8 * 2  # keys and values, layers, heads, their width, bfloat16
+    first = cost.step(Batch([ScheduledSequence(chunk, 5)]), 0)
+    both = cost.step(Batch([ScheduledSequence(chunk, 5), ScheduledSequence(whole, 7)]), 0)
+    assert first.num_bytes == weights + 5 * per_token
+    assert both.num_bytes == weights + 12 * per_token + head
+
+
+def test_a_head_in_few_bits_is_counted_as_it_is_kept():
+    pair = make_model_pair(make_vlm_config())
+    decoder, text = pair.ours.language_model, pair.config.text
+    sequence = Sequence("a", [1] * 7, 7, SamplingParams())
+    batch = Batch([ScheduledSequence(sequence, 7)])
+    full = ModelCost(pair.ours, torch.bfloat16).step(batch, 0).num_bytes
+    num_outputs, width = text.vocab_size, text.hidden_size
+    decoder.lm_head = Int8Linear((num_outputs, width), None, torch.float32).to_empty(device="cpu")
+    found = ModelCost(pair.ours, torch.bfloat16).step(batch, 0).num_bytes
+    assert full - found == num_outputs * (3 * width - 4)  # and a scale for each
+
+
+def test_rates_and_latencies_follow_their_definitions():
+    times = {"a": [0.5, 0.75, 1.5], "b": [1.0]}
+    steps = [Work(50, 100), Work(10, 300)]  # 0.5 s for bytes, 0.3 s for operations
+    row = to_row("s", 2, [Run(2.0, times, 20, 1, steps)], MACHINE, peak_bytes=7)
+    assert row.ttft_s.median == 0.75
+    assert row.tpot_s is not None
+    assert row.tpot_s.median == 0.5
+    assert row.itl_p99_s == 0.25
+    assert row.rates["output_tokens_per_s"].median == 2.0
+    assert row.rates["total_tokens_per_s"].median == 12.0
+    assert row.roofline_ratio.median == pytest.approx(0.4)
+
+
+def test_streams_are_slowed_by_what_their_gaps_grow_beside_a_late_prompt():
+    times = {"a": [1.0, 2.0, 3.0, 4.5, 6.5, 7.0], "late": [6.5]}
+    run = Run(7.0, times, 20, 1, [], Late("late", added_s=3.0, first_token_s=6.5))
+    assert run.slowdown == 2.0
+    assert run.ttfts == [3.5]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("bench") / "tiny"
+    make_checkpoint("tiny", directory)
+    return directory
+
+
+def test_every_cell_is_measured_and_printed_as_json(tiny, capsys):
+    options = BenchOptions(str(tiny), batch_sizes=(1, 3), num_tokens=4, rounds=2, device="cpu")
+    run(options, as_json=True)
+    report = json.loads(capsys.readouterr().out)
+    cells = [(row["scenario"], row["batch_size"]) for row in report["rows"]]
+    names = ("decode", "prefill", "image", "repeat", "mixed")
+    assert cells == [(name, size) for name in names for size in (1, 3)]
+    assert report["machine"]["bytes_per_s"] > 0
+    for row in report["rows"]:
+        assert row["rates"]["requests_per_s"]["low"] > 0
+        assert 0 < row["roofline_ratio"]["median"] < 1
+        assert (row["tpot_s"] is None) == (row["scenario"] == "prefill")
+        assert (row["slowdown"] is None) == (row["scenario"] != "mixed")
+
+
+def test_the_table_has_a_line_for_each_cell(tiny, capsys):
+    run(BenchOptions(str(tiny), scenarios=("decode",), batch_sizes=(1,), rounds=1), as_json=False)
+    assert "decode" in capsys.readouterr().out
+
+
+def test_given_answers_are_measured_with_and_without_speculation(tiny, capsys):
+    options = BenchOptions(
+        str(tiny), device="cpu", scenarios=("edit", "fresh"), batch_sizes=(1,), num_tokens=24,
+        rounds=1, speculation=("off", "ngram"),
+    )  # fmt: skip
+    run(options, as_json=True)
+    report = json.loads(capsys.readouterr().out)
+    rows = {row["scenario"]: row for row in report["rows"]}
+    assert list(rows) == ["edit off", "edit ngram", "fresh off", "fresh ngram"]
+    assert rows["edit off"]["num_steps"] == rows["fresh ngram"]["num_steps"] == 24
+    costs = {cost["scenario"]: cost["ratio"] for cost in report["costs"]}
+    assert list(costs) == ["edit", "fresh"]
+    assert all(0 < each["low"] <= each["median"] <= each["high"] for each in costs.values())
+    assert rows["edit ngram"]["num_steps"] <= 24
+
+
+def test_engines_that_are_compared_are_closed_whatever_fails(tiny, monkeypatch):
+    def fail(engines, requests):
+        raise RequestError("It failed.")
+
+    closed, close = [], BatchingEngine.close
+    monkeypatch.setattr(module, "run_in_turn", fail)
+    monkeypatch.setattr(BatchingEngine, "close", lambda self: (closed.append(self), close(self)))
+    options = BenchOptions(
+        str(tiny), device="cpu", scenarios=("fresh",), batch_sizes=(1,), num_tokens=4,
+        rounds=1, speculation=("off", "ngram"),
+    )  # fmt: skip
+    with pytest.raises(SystemExit, match="It failed"):
+        run(options, as_json=True)
+    assert len(set(map(id, closed))) == 3
+
+
+@pytest.mark.parametrize(
+    ("count", "kind"), [(2, "least to most of 2"), (5, "least to most of 5"), (6, "95 % of 6")]
+)
+def test_few_rounds_have_no_interval(count, kind):
+    cost = Cost.of("fresh", 1, [float(each) for each in range(count)])
+    assert (cost.ratio.low, cost.ratio.high, cost.kind) == (0, count - 1, kind)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        BenchOptions(speculation=("on",)),
+        BenchOptions(scenarios=("sleep",)),
+        BenchOptions(batch_sizes=(0,)),
+        BenchOptions(model="./nowhere"),
+    ],
+)
+def test_what_cannot_be_measured_ends_with_the_reason(options):
+    with pytest.raises(
+        SystemExit, match=r"bench engine: .*(decode|at least 1|built-in name|ngram, off)"
+    ):
+        run(options, as_json=True)

@@ -1,0 +1,243 @@
+"""The comparison with peers: what is timed is computed, and slices of it add up."""
+
+import json
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+
+from benchmarks.peers import run as comparison
+from benchmarks.peers.fleet import Fleet
+from benchmarks.peers.hugging_face import HuggingFace
+from benchmarks.peers.ours import Ours
+from benchmarks.peers.peer import CPU_WORKLOADS, WORKLOADS, SystemName
+from benchmarks.peers.report import compare
+from benchmarks.peers.results import Result, Results
+from benchmarks.peers.run import Comparison, PeerOptions, run
+from engines.torch_backend.loading.make_checkpoint import make_checkpoint
+from tests.engines.torch_backend.models.family_table import FAMILIES, write_checkpoint
+
+ABOUT: dict[str, str | int] = {"model": "tiny", "threads": 2}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("peers") / "tiny"
+    make_checkpoint("tiny", directory)
+    return directory
+
+
+def make_result(system: str, workload: str, *values: float) -> Result:
+    return Result(system, workload, WORKLOADS[workload].unit, list(values), "2026-11-21T00:00", 0.1)
+
+
+@pytest.mark.parametrize("workload", [WORKLOADS[name] for name in CPU_WORKLOADS], ids=str)
+def test_our_engine_and_transformers_answer_every_workload(tiny, workload):
+    ours = Ours(tiny, "float32", 1, max_batch_size=16)
+    theirs = HuggingFace(tiny, "float32", "", 1)
+    for peer in (ours, theirs):
+        seconds = getattr(peer, workload.task)(**workload.arguments)
+        assert workload.value(seconds, 48) > 0
+
+
+@pytest.mark.parametrize("name", ["Qwen2.5-VL", "SmolVLM"])
+def test_models_of_transformers_answer_with_their_own_images_and_positions(name, tmp_path):
+    [family] = [family for family in FAMILIES if family.name == name]
+    write_checkpoint(family, tmp_path)
+    ours = Ours(tmp_path, "float32", 1, max_batch_size=4)
+    theirs = HuggingFace(tmp_path, "float32", "", 1)
+    for workload in ("first-token", "repeat", "decode-4", "prefill", "image"):
+        for peer in (ours, theirs):
+            asked = WORKLOADS[workload]
+            assert getattr(peer, asked.task)(**asked.arguments) > 0
+    assert ours.engine.stats().num_prefix_hit_tokens > 0
+    assert theirs.serve(batch_size=2, num_steps=3) > 0
+
+
+def test_our_batches_decode_behind_contexts_of_their_own(tiny, monkeypatch):
+    ours = Ours(tiny, "float32", 1, max_batch_size=4)
+    seen = []
+    compute = ours.runner.launch
+
+    def look(batch):
+        seen.append(
+            [(item.sequence.num_computed_tokens, item.num_new_tokens) for item in batch.items]
+        )
+        blocks = [block for item in batch.items for block in item.sequence.block_ids]
+        assert len(set(blocks)) == len(blocks)
+        return compute(batch)
+
+    monkeypatch.setattr(ours.runner, "launch", look)
+    ours.decode(batch_size=4, num_steps=2)
+    assert seen == [[(length, 1)] * 4 for length in (47, 48, 49)]
+
+
+def test_requests_with_images_are_served_together(tiny):
+    ours = Ours(tiny, "float32", 1, max_batch_size=3)
+    assert ours.serve(batch_size=3, num_steps=4) > 0
+    stats = ours.engine.stats()
+    assert (stats.num_encoder_queries, stats.num_encoder_hits) == (3, 0)
+    assert stats.num_output_tokens == 12
+    assert HuggingFace(tiny, "float32", "", 1).serve(batch_size=3, num_steps=4) > 0
+
+
+def test_a_repeated_image_is_found_and_a_new_one_is_not(tiny):
+    ours = Ours(tiny, "float32", 1, max_batch_size=1)
+    ours.first_token()
+    ours.first_token()
+    stats = ours.engine.stats()
+    assert (stats.num_prefix_hit_tokens, stats.num_encoder_hits) == (0, 0)
+    ours.repeat()
+    assert ours.engine.stats().num_prefix_hit_tokens == 32
+
+
+def test_values_are_tokens_of_all_sequences_or_milliseconds():
+    assert WORKLOADS["decode-4"].value(2.0, 608) == 4 * 8 / 2
+    assert WORKLOADS["prefill"].value(2.0, 608) == 304
+    assert WORKLOADS["image"].value(2.0, 608) == 2000
+    assert WORKLOADS["serve-64"].value(2.0, 608) == 32
+
+
+def test_results_are_kept_as_they_come_and_every_turn_is_told(tiny, tmp_path, monkeypatch, capsys):
+    file = tmp_path / "results.json"
+    options = PeerOptions(
+        tiny, ("ours:float32",), ("decode-1", "prefill"), rounds=2, folder=tmp_path,
+        results=file,
+    )  # fmt: skip
+    ask, seen = Fleet.ask, []
+
+    def cut(self, system, workload):
+        if workload.name == "prefill" and len(seen) == 1:
+            raise KeyboardInterrupt
+        if workload.name == "prefill":
+            seen.append(system)
+        return ask(self, system, workload)
+
+    monkeypatch.setattr(Fleet, "ask", cut)
+    run(options, as_json=True)
+    shown = capsys.readouterr()
+    kept = json.loads(file.read_text())
+    assert json.loads(shown.out) == kept
+    counts = {(row["system"], row["workload"]): len(row["values"]) for row in kept["results"]}
+    assert counts == {
+        ("ours:float32", "decode-1"): 2,
+        ("ours:float32", "prefill"): 1,
+    }
+    first, *lines = shown.err.splitlines()
+    assert "2 workloads (decode-1, prefill), 2 rounds" in first
+    assert sum("round" in line for line in lines) == 3
+
+
+def test_a_file_of_results_keeps_what_another_command_measured(tmp_path):
+    file = tmp_path / "results.json"
+    results = Results.read(file, ABOUT)
+    results.add([make_result("ours:float32", "decode-1", 4.0)])
+    file.write_text(results.to_json())
+    results = Results.read(file, ABOUT)
+    results.add([make_result("ours:int8", "decode-1", 5.0)])
+    assert {system for system, _ in results.by_cell} == {"ours:float32", "ours:int8"}
+    with pytest.raises(ValueError, match="is about"):
+        Results.read(file, ABOUT | {"threads": 7})
+
+
+def test_a_quick_look_takes_llama_cpp_only_where_it_is_built(tiny, tmp_path):
+    options = PeerOptions(tiny, ("ours:int8", "llama.cpp:Q8_0"), folder=tmp_path)
+    quick = options.quick
+    assert (quick.systems, quick.workloads) == (("ours:int8",), ("decode-1", "prefill"))
+    assert quick.rounds == 2
+
+
+def test_ratios_are_speeds_over_the_best_of_the_others():
+    results = Results(ABOUT)
+    results.add(
+        [
+            make_result("ours:bfloat16", "decode-1", 20.0),
+            make_result("ours:bfloat16", "image", 100.0),
+            make_result("transformers:float32", "decode-1", 4.0),
+            make_result("transformers:bfloat16", "decode-1", 5.0, 10.0, 15.0),
+            make_result("transformers:float32", "image", 300.0),
+            make_result("transformers:bfloat16", "image", 250.0),
+            make_result("llama.cpp:BF16", "image", 50.0),
+            make_result("llama.cpp:Q8_0", "decode-1", 1.0),
+        ]
+    )
+    assert compare(results, ["decode-1", "image"]) == [
+        ("ours bfloat16 : transformers' best", [2.0, 2.5]),
+        ("ours bfloat16 : llama.cpp BF16", [None, 0.5]),
+    ]
+
+
+@pytest.mark.parametrize("name", ["vllm:bfloat16", "ours:Q8_0", "ours:int8:static"])
+def test_unknown_systems_are_named(name):
+    with pytest.raises(ValueError, match=name):
+        SystemName.parse(name)
+
+
+def test_llama_cpp_is_no_peer_on_a_gpu(tiny):
+    with pytest.raises(SystemExit, match="leave it out of --systems"):
+        run(PeerOptions(tiny, ("llama.cpp:BF16",), device="cuda"), as_json=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "workload", "reason"),
+    [("SmolVLM", "image", "towers .* --workloads decode-1"), ("Qwen3-VL", "decode-1", "decoders")],
+)
+def test_llama_cpp_is_no_peer_of_families_whose_files_nobody_writes(
+    name, workload, reason, tmp_path
+):
+    [family] = [family for family in FAMILIES if family.name == name]
+    write_checkpoint(family, tmp_path)
+    with pytest.raises(SystemExit, match=f"{reason}.*leave it out of --systems"):
+        run(PeerOptions(tmp_path, ("llama.cpp:BF16",), (workload,)), as_json=True)
+
+
+def test_llama_cpp_decodes_beside_families_whose_decoder_it_has(tmp_path):
+    [family] = [family for family in FAMILIES if family.name == "Qwen2.5-VL"]
+    write_checkpoint(family, tmp_path)
+    Comparison(PeerOptions(tmp_path, ("llama.cpp:BF16",), ("decode-1", "prefill")))
+
+
+def test_a_model_without_images_has_another_benchmark(tmp_path):
+    [family] = [family for family in FAMILIES if family.name == "GPT-2"]
+    write_checkpoint(family, tmp_path)
+    with pytest.raises(SystemExit, match="takes no images"):
+        run(PeerOptions(tmp_path, ("ours:float32",)), as_json=True)
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """The systems that were in memory together; they answer without being there."""
+    seen = []
+
+    class Loaded(nullcontext):
+        def __init__(self, systems, *_):
+            seen.append([str(system) for system in systems])
+            super().__init__(self)
+
+        def ask(self, system, workload):
+            return 1.0
+
+    monkeypatch.setattr(comparison, "Fleet", Loaded)
+    return seen
+
+
+def test_a_first_look_begins_no_turn_after_its_time(tiny, tmp_path, held, capsys):
+    options = PeerOptions(tiny, ("ours:float32",), ("prefill",), limit_s=0, folder=tmp_path)
+    run(options, as_json=True)
+    assert json.loads(capsys.readouterr().out)["results"] == []
+
+
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_systems_may_be_held_one_after_another(one_by_one, tiny, tmp_path, held, capsys):
+    systems = ["ours:float32", "transformers:float32"]
+    options = PeerOptions(
+        tiny, tuple(systems), ("prefill",), folder=tmp_path, one_by_one=one_by_one
+    )
+    run(options, as_json=True)
+    assert held == ([systems[:1], systems[1:]] if one_by_one else [systems])
+    assert len(json.loads(capsys.readouterr().out)["results"]) == 2
+
+
+def test_a_wrong_workload_ends_with_the_reason(tiny):
+    with pytest.raises(SystemExit, match="bench peers: workloads are decode-1"):
+        run(PeerOptions(tiny, ("ours:float32",), ("sleep",)), as_json=True)

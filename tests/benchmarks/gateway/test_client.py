@@ -1,0 +1,103 @@
+"""The lean client: keeps its connections busy, counts complete answers only, refuses every other."""
+
+import base64
+import io
+import json
+from dataclasses import asdict
+
+import pytest
+from PIL import Image
+
+from benchmarks.gateway.client import Job, check_answer, image_head, run_job, to_parts
+from benchmarks.gateway.run import noise_url
+from tests.loadtest.fake_server import WORDS, chunk, completion, event, stream
+
+TEXT = "".join(WORDS)
+IMAGE = {"type": "image_url", "image_url": {"url": noise_url()}}
+HELLO = {"type": "text", "text": "hello"}
+
+
+def job(fake=None, stream=False, content=None, **changes) -> Job:
+    messages = [{"role": "user", "content": content or [HELLO]}]
+    body = {"model": "fake", "messages": messages, "max_tokens": 3, "stream": stream}
+    port = int(fake.url.rpartition(":")[2]) if fake else 1
+    options = {"num_connections": 2, "seconds": 0.2, "warmup_s": 0.05, "expected_text": TEXT}
+    return Job(port, json.dumps(body), stream=stream, **{**options, **changes})
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_every_connection_is_used_and_every_answer_counted(fake, streamed):
+    result = await run_job(job(fake, stream=streamed))
+    assert result.error == ""
+    assert result.num_events == result.num_all * (7 if streamed else 0)
+    assert 0 < result.num_requests <= result.num_all == len(fake.bodies)
+    assert len(fake.connections) == 2
+    assert 0 < result.p50_s <= result.p99_s < 5.0
+
+
+async def test_warm_up_is_not_counted(fake):
+    result = await run_job(job(fake, seconds=0.05, warmup_s=0.3))
+    assert result.num_requests < result.num_all / 2
+
+
+async def test_latency_is_the_time_to_the_end_of_the_stream(fake):
+    fake.pieces = [*stream(), 0.05]
+    assert (await run_job(job(fake, stream=True, seconds=0.3))).p50_s >= 0.05
+
+
+async def test_each_request_shows_the_next_image(fake):
+    content = [IMAGE, HELLO]
+    at = job(content=content).body.index("base64,") + len("base64,")
+    await run_job(job(fake, content=content, image_at=at, first_number=7, num_connections=1))
+    urls = [body["messages"][0]["content"][0]["image_url"]["url"] for body in fake.bodies]
+    jpegs = [base64.b64decode(url.partition(",")[2]) for url in urls]
+    assert [jpeg[6:18] for jpeg in jpegs[:3]] == [b"%012d" % number for number in (8, 9, 10)]
+    assert len(set(urls)) == len(urls)
+    pixels = [Image.open(io.BytesIO(jpeg)).convert("RGB").tobytes() for jpeg in jpegs[:2]]
+    assert pixels[0] == pixels[1]
+
+
+def test_length_of_a_numbered_request_is_the_one_it_names():
+    order = job(content=[IMAGE])
+    parts = to_parts(Job(**{**asdict(order), "image_at": order.body.index("base64,") + 7}))
+    head, _, rest = (parts[0] + base64.b64encode(image_head(5)) + parts[1]).partition(b"\r\n\r\n")
+    assert f"content-length: {len(rest)}".encode() in head
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"status": 503},
+        {"completion": completion(choices=[])},
+        {"completion": {"choices": [{"message": {"content": TEXT}, "finish_reason": "stop"}]}},
+        {"completion": {"choices": [{"message": {"content": "no"}, "finish_reason": "length"}]}},
+    ],
+)
+async def test_wrong_whole_answer_ends_the_job(fake, change):
+    for name, value in change.items():
+        setattr(fake, name, value)
+    assert (await run_job(job(fake))).error
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        stream()[:-1],
+        [piece for piece in stream() if piece != chunk(WORDS[1])],
+        [chunk(TEXT), event(b"[DONE]")],
+        [chunk(TEXT), event({"error": {"code": "engine_failure"}})],
+    ],
+)
+async def test_incomplete_stream_ends_the_job(fake, pieces):
+    fake.pieces = pieces
+    assert (await run_job(job(fake, stream=True))).error
+
+
+async def test_absent_server_is_an_error():
+    assert "Refused" in (await run_job(job())).error
+
+
+def test_escaped_text_is_compared_as_text():
+    choice = {"message": {"content": 'a"b\n\u00e9'}, "finish_reason": "length"}
+    answer = b"HTTP/1.1 200 OK\r\n\r\n" + json.dumps({"choices": [choice]}).encode()
+    assert check_answer(answer, job(expected_text='a"b\n\u00e9')) == ""

@@ -1,0 +1,137 @@
+"""The benchmark runs the real way and the bare endpoint, says what each costs, and counts no wrong answer."""
+
+import io
+from itertools import chain
+
+import psutil
+import pytest
+from rich.console import Console
+
+from benchmarks.gateway.client import Job, Result
+from benchmarks.gateway.run import BenchError, measure, measure_round_trip_s, run_checked, show
+from benchmarks.gateway.tables import (
+    BARE,
+    FLEET,
+    Body,
+    Cell,
+    Samples,
+    to_cpu_table,
+    to_goals,
+    to_tables,
+)  # fmt: skip
+from tests.rounds import in_one_round
+
+TEXT = Body("text", [])
+#: Far below the goals: the machine of a test is busy. What this guards against is a way that got 5x slower.
+LEAST_RATIO = 0.08
+
+
+def samples(rate: float = 100.0, p50_s: float = 0.001, cpu_s: float = 0.05) -> Samples:
+    result = Result(num_requests=round(rate), num_all=round(rate), seconds=1.0, p50_s=p50_s)
+    return Samples(
+        [result], [dict.fromkeys(("bare", "gateway", "worker", "redis-server", "client"), cpu_s)]
+    )
+
+
+def compared(cell: Cell, bare: Samples, fleet: Samples):
+    return {(cell, BARE): bare, (cell, FLEET): fleet}
+
+
+@pytest.fixture(scope="module")
+def measured():
+    return measure_once()
+
+
+def measure_once():
+    return measure(seconds=0.2, rounds=1, connections=[8])
+
+
+def test_the_way_is_not_many_times_slower_than_bare_fastapi(measured):
+    cells = {cell for cell, _ in measured}
+    assert len(cells) == 6
+    slow = cells
+    for found in chain([measured], (measure_once() for _ in range(3))):  # a machine may pause
+        slow = {c for c in slow if found[c, FLEET].rate < LEAST_RATIO * found[c, BARE].rate}
+        if not slow:
+            break
+    assert not slow
+
+
+def test_vectors_are_measured_too():
+    measured = measure(seconds=0.2, rounds=1, connections=[1, 8], embeddings=True)
+    assert all(samples.rate > 0 for samples in measured.values())
+    assert to_goals(measured).row_count == 1  # a goal is for one connection or for 32
+
+
+def test_every_process_is_seen_at_work(measured):
+    for (_, target), rounds in measured.items():
+        roles = {"bare"} if target == BARE else {"gateway", "worker", "redis-server"}
+        assert set(rounds.cpu_s[0]) == roles | {"client"}
+        assert sum(rounds.cpu_s[0].values()) > 0
+
+
+def test_tables_name_every_kind_of_request_once(measured):
+    tables = to_tables(measured)
+    titles = [table.title for table in tables]
+    assert len(titles) == len(set(titles)) == 6
+    assert to_cpu_table(measured).row_count == 6
+    for table in (*tables, to_cpu_table(measured)):
+        assert all(len(list(column.cells)) == table.row_count for column in table.columns)
+
+
+@pytest.mark.parametrize("markdown", [True, False])
+def test_tables_are_for_people_or_for_documents(capsys, markdown):
+    measured = compared(Cell(TEXT, False, 32), samples(), samples(rate=25))
+    show([*to_tables(measured), to_goals(measured)], markdown)
+    printed = capsys.readouterr().out
+    assert "text, whole" in printed
+    assert "0.25" in printed
+    assert ("|---" in printed) == markdown
+
+
+def test_tables_fit_a_terminal_of_80_columns_and_a_pipe():
+    measured = compared(Cell(TEXT, True, 32), samples(rate=1234), samples(rate=987.6))
+    for table in (*to_tables(measured), to_cpu_table(measured), to_goals(measured)):
+        out = io.StringIO()
+        Console(file=out, width=80).print(table)
+        assert "\u2026" not in out.getvalue()
+        for column in table.columns[1:]:
+            assert all(str(cell) in out.getvalue() for cell in column.cells)
+
+
+def test_numbers_are_medians_of_the_rounds():
+    rounds = [samples(rate, p50_s) for rate, p50_s in ((100, 0.3), (900, 0.1), (200, 0.2))]
+    merged = Samples([r.results[0] for r in rounds], [r.cpu_s[0] for r in rounds])
+    assert (merged.rate, merged.p50_s) == (200, 0.2)
+    assert merged.cpu_of("worker") == pytest.approx(0.05 / 200)
+
+
+@pytest.mark.parametrize(
+    ("cell", "fleet", "is_met"),
+    [
+        (Cell(TEXT, False, 32), samples(rate=50), "yes"),
+        (Cell(TEXT, False, 32), samples(rate=49), "no"),
+        (Cell(TEXT, True, 32), samples(rate=100), "yes"),
+        (Cell(TEXT, True, 32), samples(rate=99), "no"),
+        (Cell(TEXT, False, 1), samples(p50_s=0.0020), "yes"),
+        (Cell(TEXT, False, 1), samples(p50_s=0.0022), "no"),
+    ],
+)
+def test_goals_are_judged(cell, fleet, is_met):
+    [verdict] = to_goals(compared(cell, samples(), fleet)).columns[-1].cells
+    assert verdict == is_met
+
+
+def test_wrong_answer_ends_the_benchmark(fake):
+    fake.status = 500
+    port = int(fake.url.rpartition(":")[2])
+    job = Job(port, "{}", num_connections=1, seconds=0.1)
+    with pytest.raises(BenchError, match="500"):
+        run_checked(job)
+
+
+@in_one_round
+def test_waking_a_process_takes_a_time_and_leaves_no_process():
+    before = psutil.Process().children()
+    assert 1e-6 < measure_round_trip_s() < 0.1
+    assert psutil.Process().children() == before

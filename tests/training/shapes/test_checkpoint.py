@@ -1,0 +1,89 @@
+"""The checkpoint that is shipped loads with plain transformers and answers rightly."""
+
+import json
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from PIL import Image
+
+from tests.long import few
+from tests.training.shapes.strangers import draw_framed, draw_plainly, draw_smoothly
+from training.shapes.architecture import IMAGE_SIZE, NUM_IMAGE_TOKENS
+from training.shapes.evaluate import LocalAnswerer
+from training.shapes.evaluation import Message, evaluate, make_cases
+from training.shapes.gallery import to_input
+from training.shapes.questions import SINGLE_TOPICS, Asker
+from training.shapes.samples import FOLDER, SCENES
+from training.shapes.world import make_scene
+
+CHECKPOINT = Path("engines/packages/shapes/checkpoint")
+FLOOR = 0.9  # of the share of right answers
+FILES = (
+    "chat_template.jinja",
+    "chat_template.json",
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+)
+
+
+@pytest.fixture(scope="module")
+def answerer() -> LocalAnswerer:
+    return LocalAnswerer(CHECKPOINT, num_threads=1)  # of the process, also for the tests behind it
+
+
+def test_it_has_the_files_of_a_llava_checkpoint():
+    assert {path.name for path in CHECKPOINT.iterdir()} == set(FILES)
+    assert sum(path.stat().st_size for path in CHECKPOINT.iterdir()) < 16_000_000
+    config = json.loads((CHECKPOINT / "config.json").read_text())
+    assert config["architectures"] == ["LlavaForConditionalGeneration"]
+    assert config["text_config"]["max_position_embeddings"] >= 2048
+
+
+def test_it_has_three_to_eight_million_parameters(answerer):
+    assert 3e6 < sum(each.numel() for each in answerer.model.parameters()) < 8e6
+
+
+def test_images_are_prepared_as_in_training(answerer):
+    image = draw_smoothly(make_scene("white", ("red", "star", "center")), rng=Random(0))
+    pixels = answerer.processor.image_processor(image, return_tensors="pt")["pixel_values"][0]
+    mean, std = (
+        torch.tensor(getattr(answerer.processor.image_processor, name))
+        for name in ("image_mean", "image_std")
+    )
+    levels = (pixels.permute(1, 2, 0) * std + mean) * 255
+    expected = torch.from_numpy(to_input(image, IMAGE_SIZE).copy()).float()
+    assert (levels - expected).abs().max() < 1.01  # transformers may resize with torchvision
+
+
+def test_a_prompt_holds_one_slot_for_each_image_token(answerer):
+    chat = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Hi"}]}]
+    text = answerer.processor.apply_chat_template(chat, add_generation_prompt=True)
+    assert text == "USER: <image>\nHi ASSISTANT: "
+    image = draw_plainly(make_scene("white"), rng=Random(0))
+    ids = answerer.processor(text=text, images=[image], return_tensors="pt")["input_ids"][0]
+    assert (ids == 4).sum() == NUM_IMAGE_TOKENS
+    assert (ids == 0).sum() == 1
+
+
+@pytest.mark.parametrize("draw", few([draw_plainly, draw_smoothly, draw_framed], [draw_framed]))
+def test_it_answers_strangers(answerer, draw):
+    """Drawn by other programs than those of training. The goals are in `tests/e2e/test_accuracy.py`."""
+    score = evaluate(answerer, list(make_cases(3, seed=7, draw=draw)))
+    assert score.accuracy() > FLOOR
+
+
+@pytest.mark.parametrize("name", SCENES)
+def test_it_answers_most_questions_about_the_samples(answerer, name):
+    image = Image.open(FOLDER / f"{name}.png")
+    rng = Random(0)
+    questions = [Asker(rng, SCENES[name], plain=True).ask(t) for t in SINGLE_TOPICS]
+    right = [answerer([Message((image,), q.text)]) == q.answer for q in questions]
+    assert sum(right) > FLOOR * len(right)

@@ -1,0 +1,91 @@
+"""The tokenizer spells everything, and packs conversations as the chat template does."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from training.shapes.architecture import NUM_IMAGE_TOKENS
+from training.shapes.export import load_tokenizer
+from training.shapes.sequences import Encoder
+from training.shapes.tokenizer import (
+    BOS_ID,
+    EOS_ID,
+    IMAGE_ID,
+    PAD_ID,
+    SPECIAL_TOKENS,
+    UNK_ID,
+    VOCAB_SIZE,
+)
+
+CHECKPOINT = Path("engines/packages/shapes/checkpoint")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(CHECKPOINT)
+
+
+def spell(tokenizer, text: str) -> str:
+    return tokenizer.decode(tokenizer.encode(text, add_special_tokens=False))
+
+
+@pytest.mark.parametrize(
+    "text", ["", " ", "a  b\n\n c ", "naïve 世界 🎉👩‍👩‍👧", "WHAT'S\tthis?!", "\x00\x7f"]
+)
+def test_any_text_comes_back(tokenizer, text):
+    assert spell(tokenizer, text) == text
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.text())
+def test_any_text_at_all_comes_back(text):
+    if not any(token in text for token in SPECIAL_TOKENS):
+        assert spell(load_cached(), text) == text
+
+
+def load_cached(cache: list = []):  # noqa: B006  one tokenizer for all examples
+    if not cache:
+        cache.append(load_tokenizer(CHECKPOINT))
+    return cache[0]
+
+
+def test_special_tokens_have_their_ids(tokenizer):
+    ids = tokenizer.convert_tokens_to_ids(list(SPECIAL_TOKENS))
+    assert ids == [BOS_ID, EOS_ID, UNK_ID, PAD_ID, IMAGE_ID]
+    assert len(tokenizer) == VOCAB_SIZE
+
+
+@pytest.mark.parametrize("word", ["red", "triangle", "purple", "background", "center", "second"])
+def test_the_words_of_the_world_are_single_tokens(tokenizer, word):
+    for text in (word, f"{word} "):
+        assert len(tokenizer.encode(text, add_special_tokens=False)) == 1
+
+
+def test_a_packed_conversation_reads_as_the_chat_template_writes_it(tokenizer):
+    encoder = Encoder(tokenizer, num_image_tokens=NUM_IMAGE_TOKENS)
+    packed = [
+        *encoder.opening("Be brief."),
+        *encoder.images(2),
+        *encoder.question("Is there a star?"),
+        *encoder.answer("yes"),
+        *encoder.images(0),
+        *encoder.question("Where is it?"),
+    ]
+    chat = [
+        {"role": "system", "content": "Be brief."},
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "Is there a star?"},
+                {"type": "image"},
+                {"type": "image"},
+            ],
+        },
+        {"role": "assistant", "content": "yes"},
+        {"role": "user", "content": "Where is it?"},
+    ]
+    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    expanded = text.replace("<image>", NUM_IMAGE_TOKENS * "<image>")
+    assert packed == tokenizer.encode(expanded)

@@ -1,0 +1,65 @@
+"""Queries are true of the scenes that they were made for, and both ways to tell agree."""
+
+from random import Random
+
+import numpy as np
+import pytest
+
+from training.shapes.gallery import encode
+from training.shapes.world import make_scene, sample_scene
+from training.shapes_clip.evaluation import evaluate, make_queries
+from training.shapes_clip.queries import (
+    KINDS_OF_QUERIES,
+    Fact,
+    Query,
+    sample_query,
+)
+
+TWO_STARS = make_scene("white", ("red", "star", "center"), ("blue", "star", "top left", "small"))
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_QUERIES)
+def test_a_query_is_true_of_its_scene_and_says_so_of_many_at_once(kind):
+    rng = Random(kind)
+    scenes = [sample_scene(rng) for _ in range(80)]
+    codes = np.stack([encode(scene) for scene in scenes])
+    for scene in scenes[:40]:
+        query = sample_query(scene, rng, kind)
+        assert query.holds(scene), query
+        assert query.holds_of(codes).tolist() == [query.holds(other) for other in scenes], query
+
+
+@pytest.mark.parametrize(
+    ("query", "is_true"),
+    [
+        (Query("a red star", (Fact("star", "red"),)), True),
+        (Query("a red circle", (Fact("circle", "red"),)), False),
+        (Query("a small red star", (Fact("star", "red", "small"),)), False),
+        (Query("a star and a red star", (Fact("star"), Fact("star", "red"))), True),
+        (Query("two red stars", (Fact("star", "red"), Fact("star", "red"))), False),
+        (Query("a white background", (), "white"), True),
+        (Query("a red star on black", (Fact("star", "red"),), "black"), False),
+        (Query("nothing but a red star", (Fact("star", "red"),), None, is_complete=True), False),
+    ],
+    ids=lambda value: value.text if isinstance(value, Query) else "",
+)
+def test_what_is_true(query, is_true):
+    assert query.holds(TWO_STARS) is is_true
+    assert query.holds_of(encode(TWO_STARS)[None]).tolist() == [is_true]
+
+
+def test_precision_is_that_of_the_order():
+    scenes = [TWO_STARS, make_scene("black", ("red", "ring", "center")), make_scene("gray")]
+    codes = np.stack([encode(scene) for scene in scenes])
+    query = Query("something red", (Fact(color="red"),))
+    [row] = evaluate([("one", query)], np.array([[0.1, 0.3, 0.2]]), codes).values()
+    assert (row.precision_at_1, row.recall_at_5, row.chance) == (1.0, 1.0, pytest.approx(2 / 3))
+    assert row.mean_average_precision == pytest.approx((1 + 2 / 3) / 2)
+    [row] = evaluate([("one", query)], np.array([[0.1, 0.2, 0.3]]), codes).values()
+    assert row.precision_at_1 == 0.0
+
+
+def test_questions_are_different_and_of_every_kind():
+    rng = Random(0)
+    queries = make_queries([sample_scene(rng) for _ in range(100)], 10)
+    assert len({query for _, query in queries}) == len(queries) == 10 * len(KINDS_OF_QUERIES)

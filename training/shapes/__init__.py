@@ -1,0 +1,1 @@
+"""Training of `shapes`, the built-in model that chats."""

@@ -1,0 +1,114 @@
+"""Writes the model in the format of the `llava-hf` checkpoints: weights in bf16, tokenizer, processor."""
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+import torch
+
+from training.shapes import phrasings
+from training.shapes.architecture import (
+    IMAGE_MEAN,
+    IMAGE_SIZE,
+    IMAGE_STD,
+    PATCH_SIZE,
+)
+from training.shapes.conversations import sample_conversation
+from training.shapes.llava import (
+    CLIPImageProcessor,
+    GenerationConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+    PreTrainedTokenizerFast,
+)
+from training.shapes.tokenizer import (
+    BOS_ID,
+    CHAT_TEMPLATE,
+    EOS_ID,
+    IMAGE,
+    PAD_ID,
+    train_tokenizer,
+)
+from training.shapes.world import sample_scene
+
+
+def make_tokenizer(num_conversations: int = 4000) -> PreTrainedTokenizerFast:
+    """The tokenizer, trained on conversations of the image world; always the same."""
+    return train_tokenizer(_texts(num_conversations))
+
+
+def _texts(num_conversations: int) -> Iterator[str]:
+    rng = Random(0)
+    for _ in range(num_conversations):
+        scenes = tuple(sample_scene(rng) for _ in range(rng.randint(1, 3)))
+        for turn in sample_conversation(scenes, 6, rng).turns:
+            yield f"USER: \n{turn.question.text} ASSISTANT: {turn.question.answer}"
+    for _ in range(20):
+        yield from (f"{prompt} USER: " for prompt in phrasings.SYSTEM_PROMPTS)
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    """The tokenizer of a checkpoint."""
+    return PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+def make_processor(tokenizer: PreTrainedTokenizerFast) -> LlavaProcessor:
+    """Images and chat to tensors, as `transformers` does it: squashed to a square, never cropped."""
+    size = {"height": IMAGE_SIZE, "width": IMAGE_SIZE}
+    image_processor = CLIPImageProcessor(
+        size=size,
+        crop_size=size,
+        do_center_crop=False,
+        image_mean=list(IMAGE_MEAN),
+        image_std=list(IMAGE_STD),
+        resample=3,
+    )
+    return LlavaProcessor(
+        image_processor=image_processor,
+        tokenizer=tokenizer,
+        patch_size=PATCH_SIZE,
+        vision_feature_select_strategy="default",
+        chat_template=CHAT_TEMPLATE,
+        image_token=IMAGE,
+        num_additional_image_tokens=1,
+    )
+
+
+def export(
+    model: LlavaForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, folder: Path
+) -> None:
+    """Write the checkpoint; `LlavaForConditionalGeneration.from_pretrained(folder)` reads it."""
+    model = copy.deepcopy(model).to(dtype=torch.bfloat16)  # pyright: ignore[reportCallIssue]
+    model.generation_config = GenerationConfig(
+        bos_token_id=BOS_ID,
+        eos_token_id=EOS_ID,
+        pad_token_id=PAD_ID,
+        do_sample=False,
+        max_new_tokens=128,
+    )
+    model.save_pretrained(folder)
+    processor = make_processor(tokenizer)
+    processor.save_pretrained(folder)
+    processor.image_processor.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "model.safetensors").chmod(0o644)
+    _name_for_older_readers(folder)
+    (folder / "chat_template.json").write_text(
+        json.dumps({"chat_template": CHAT_TEMPLATE}, indent=2) + "\n"
+    )
+
+
+def _name_for_older_readers(folder: Path) -> None:
+    """Add what `transformers` before version 5 looks for."""
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    config = json.loads((folder / "config.json").read_text())
+    text = config["text_config"]
+    text["rope_theta"] = text["rope_parameters"]["rope_theta"]
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    names = ("bos_token", "eos_token", "unk_token", "pad_token")
+    special = {name: settings[name] for name in names} | {"additional_special_tokens": [IMAGE]}
+    (folder / "special_tokens_map.json").write_text(json.dumps(special, indent=2) + "\n")

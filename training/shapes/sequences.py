@@ -1,0 +1,179 @@
+"""Packs conversations into training sequences.
+
+Many independent conversations about the same images share one sequence: they all see the images and
+none sees another, so that images are read once and every conversation still looks as if it were alone.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from random import Random
+
+import numpy as np
+from transformers import PreTrainedTokenizerFast
+
+from training.shapes.conversations import (
+    Conversation,
+    Turn,
+    sample_conversation,
+    sample_system,
+)
+from training.shapes.questions import Asker, ask_about_pair
+from training.shapes.tokenizer import BOS_ID, EOS_ID, IMAGE_ID, PAD_ID
+from training.shapes.world import Scene
+
+PADDING = -1  # the branch of padding; 0 is what all branches share
+LOOK_UPS = ("color", "kind", "place", "content")
+MAX_GAP = 700  # positions by which a branch may stand apart from its images, as after a long talk
+
+
+@dataclass(frozen=True, slots=True)
+class Sequence:
+    """One packed sequence. Shapes: all (T,).
+
+    `branches` says which conversation a token belongs to (0: to all), `positions` where it stands in its
+    own conversation, and `weights` how much it counts in the loss when it is predicted (0 for prompts).
+    `answers` are (topic, start, end) of each answer's tokens.
+    """
+
+    token_ids: np.ndarray
+    positions: np.ndarray
+    branches: np.ndarray
+    weights: np.ndarray
+    answers: tuple[tuple[str, int, int], ...]
+
+
+class Encoder:
+    """Text to token ids, piece by piece; the same ids as the chat template as a whole gives."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, num_image_tokens: int) -> None:
+        self.num_image_tokens = num_image_tokens
+        self.encode = lru_cache(100_000)(
+            lambda text: tuple(tokenizer.encode(text, add_special_tokens=False))
+        )
+
+    def opening(self, system: str | None) -> list[int]:
+        """The beginning of every conversation."""
+        return [BOS_ID, *self.encode(f"{system} " if system else "")]
+
+    def images(self, num_images: int) -> list[int]:
+        """A user's turn up to and including its images."""
+        image = [IMAGE_ID] * self.num_image_tokens + list(self.encode("\n"))
+        return [*self.encode("USER: "), *(num_images * image)]
+
+    def question(self, text: str) -> list[int]:
+        """The rest of a user's turn, and the invitation to answer."""
+        return list(self.encode(f"{text} ASSISTANT: "))
+
+    def answer(self, text: str) -> list[int]:
+        """What the model should say."""
+        return [*self.encode(text), EOS_ID]
+
+    def turns(
+        self, conversation: Conversation, skip_images: bool
+    ) -> Iterator[tuple[str, list[int], list[int]]]:
+        """Topic and token ids of prompt and answer of each turn; `skip_images` leaves out the first images."""
+        for index, turn in enumerate(conversation.turns):
+            start = [] if skip_images and index == 0 else self.images(turn.num_images)
+            question = turn.question
+            yield question.topic, start + self.question(question.text), self.answer(question.answer)
+
+
+class Packer:
+    """Fills one sequence of `length` tokens with conversations."""
+
+    def __init__(self, encoder: Encoder, length: int) -> None:
+        self.encoder = encoder
+        self.length = length
+        self.token_ids: list[int] = []
+        self.positions: list[int] = []
+        self.branches: list[int] = []
+        self.weights: list[float] = []
+        self.answers: list[tuple[str, int, int]] = []
+
+    def add(self, token_ids: list[int], branch: int, position: int, weight: float = 0.0) -> None:
+        """Add tokens of a branch, the first of them at a position."""
+        self.token_ids += token_ids
+        self.positions += range(position, position + len(token_ids))
+        self.branches += [branch] * len(token_ids)
+        self.weights += [weight] * len(token_ids)
+
+    def add_branch(
+        self, conversation: Conversation, branch: int, position: int, skip_images: bool
+    ) -> int:
+        """Add as many turns as fit; return how many."""
+        num_added = 0
+        for topic, prompt, answer in self.encoder.turns(conversation, skip_images):
+            if len(self.token_ids) + len(prompt) + len(answer) > self.length:
+                break
+            self.add(prompt, branch, position)
+            self.add(answer, branch, position + len(prompt), len(answer) ** -0.5)
+            self.answers.append((topic, len(self.token_ids) - len(answer), len(self.token_ids)))
+            position += len(prompt) + len(answer)
+            num_added += 1
+        return num_added
+
+    def finish(self) -> Sequence:
+        """The sequence, padded to its length."""
+        missing = self.length - len(self.token_ids)
+        return Sequence(
+            np.array(self.token_ids + [PAD_ID] * missing, dtype=np.int64),
+            np.array(self.positions + [0] * missing, dtype=np.int64),
+            np.array(self.branches + [PADDING] * missing, dtype=np.int64),
+            np.array(self.weights + [0.0] * missing, dtype=np.float32),
+            tuple(self.answers),
+        )
+
+
+def pack_branches(
+    scenes: tuple[Scene, ...], encoder: Encoder, length: int, rng: Random
+) -> Sequence:
+    """Many conversations of one to four turns, all about the same images, which come first."""
+    packer = Packer(encoder, length)
+    packer.add(encoder.opening(sample_system(rng)) + encoder.images(len(scenes)), 0, 0)
+    start = len(packer.token_ids)
+    misses = branch = 0
+    while misses < 3:
+        num_turns = rng.choice((1, 1, 1, 2, 3, 4))
+        conversation = sample_conversation(scenes, num_turns, rng, at_once=True)
+        gap = rng.randrange(MAX_GAP) if rng.random() < 0.3 else 0
+        branch += 1
+        misses += not packer.add_branch(conversation, branch, start + gap, skip_images=True)
+    return packer.finish()
+
+
+def pack_look_ups(
+    scenes: tuple[Scene, ...], encoder: Encoder, length: int, rng: Random
+) -> Sequence:
+    """Only the simplest questions about one image, half of them in their plainest words."""
+    packer = Packer(encoder, length)
+    packer.add(encoder.opening(None) + encoder.images(1), 0, 0)
+    start = len(packer.token_ids)
+    num_added = 0
+    while True:
+        asker = Asker(rng, scenes[0], plain=rng.random() < 0.5)
+        conversation = Conversation((Turn(0, asker.ask(rng.choice(LOOK_UPS))),))
+        if not packer.add_branch(conversation, num_added + 1, start, skip_images=True):
+            return packer.finish()
+        num_added += 1
+
+
+def pack_pairs(scenes: tuple[Scene, ...], encoder: Encoder, length: int, rng: Random) -> Sequence:
+    """Pairs of images, each for itself. Whether two are the same is one bit a pair: it takes many."""
+    packer = Packer(encoder, length)
+    for branch, first in enumerate(range(0, len(scenes), 2), start=1):
+        question = ask_about_pair("same", scenes[first], scenes[first + 1], rng)
+        packer.add(encoder.opening(None), branch, 0)
+        packer.add_branch(Conversation((Turn(2, question),)), branch, 1, skip_images=False)
+    return packer.finish()
+
+
+def pack_conversation(
+    scenes: tuple[Scene, ...], encoder: Encoder, length: int, rng: Random
+) -> Sequence:
+    """One long conversation in which the images come at any turn."""
+    packer = Packer(encoder, length)
+    conversation = sample_conversation(scenes, rng.randint(8, 24), rng)
+    packer.add(encoder.opening(conversation.system), 0, 0)
+    packer.add_branch(conversation, 0, len(packer.token_ids), skip_images=False)
+    return packer.finish()

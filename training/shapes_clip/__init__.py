@@ -1,0 +1,1 @@
+"""Training of `shapes-clip`, the built-in model of embeddings."""

@@ -1,0 +1,232 @@
+"""Trains `shapes-clip` and writes its checkpoint.
+
+What scenes and queries mean are vectors, without images or words (`meaning.py`). Images learn to be the
+vector of their scene, and texts to be what they mean: this is far quicker than to learn both from each other.
+
+python -m training.shapes_clip.train --minutes 12 --autocast
+"""
+
+import engines.torch_backend  # noqa: F401  isort: skip - before torchvision
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+from rich.progress import track
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import CLIPModel, PreTrainedTokenizerFast
+
+from training import PACKAGES
+from training.shapes.architecture import IMAGE_SIZE, PATCH_SIZE
+from training.shapes.gallery import (
+    NUM_HELD_OUT,
+    Gallery,
+    decode,
+    load_gallery,
+)
+from training.shapes.llava import LlavaForConditionalGeneration
+from training.shapes.scene_targets import place_of_patches
+from training.shapes.trainer import Plan, Trainer
+from training.shapes.world import PLACES, sample_scene
+from training.shapes_clip.architecture import (
+    DIMENSIONS,
+    look,
+    make_model,
+    see,
+    take_over,
+)
+from training.shapes_clip.evaluation import evaluate, make_queries
+from training.shapes_clip.export import export
+from training.shapes_clip.meaning import Meaning, learn_meaning
+from training.shapes_clip.queries import Query, sample_query
+from training.shapes_clip.tokenizer import train_tokenizer
+
+EYE = PACKAGES / "shapes" / "checkpoint"
+CHECKPOINT = PACKAGES / "shapes_clip" / "checkpoint"
+PLACE_OF_PATCHES = place_of_patches(IMAGE_SIZE // PATCH_SIZE)
+PATCHES_OF_A_PLACE = len(PLACE_OF_PATCHES) // len(PLACES)
+NUM_TEXTS = 20_000  # that the tokenizer learns from
+NUM_FOR_NEURONS = 256  # images that say which neurons matter
+TEXTS_OF_A_CHUNK = 32
+TEXTS_TO_POLISH = 320  # a step
+
+
+def make_tokenizer(num_texts: int = NUM_TEXTS) -> PreTrainedTokenizerFast:
+    """The tokenizer; always the same."""
+    rng = Random(0)
+    return train_tokenizer(sample_query(sample_scene(rng), rng).text for _ in range(num_texts))
+
+
+def encode_texts(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> Tensor:
+    """Token ids, padded behind their end, where no token of a text looks. Shapes: int64 (Q, longest)."""
+    return tokenizer(texts, padding=True, return_tensors="pt")["input_ids"]
+
+
+class Student(nn.Module):
+    """The model, and what it is to say."""
+
+    def __init__(
+        self, model: CLIPModel, tokenizer: PreTrainedTokenizerFast, meaning: Meaning
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.tokenizer = tokenizer
+        self.meaning = meaning
+
+    def texts(self, queries: list[Query]) -> Tensor:
+        """Vectors of length 1; those of like lengths are padded together. Shapes: (Q, V)."""
+        order = sorted(range(len(queries)), key=lambda index: len(queries[index].text))
+        made = []
+        for first in range(0, len(order), TEXTS_OF_A_CHUNK):
+            chunk = [queries[index].text for index in order[first : first + TEXTS_OF_A_CHUNK]]
+            ids = encode_texts(self.tokenizer, chunk)
+            features: Any = self.model.get_text_features(ids)
+            made.append(features.pooler_output.float())
+        return F.normalize(torch.cat(made)[torch.tensor(order).argsort()], dim=1)
+
+    def images(self, looked: Tensor, stands_for: int = 1) -> Tensor:
+        """Vectors of length 1. Shapes: (N, P, W) in, (N, V) out."""
+        return F.normalize(see(self.model, looked, stands_for).float(), dim=1)
+
+    def loss(
+        self, looked: Tensor, codes: np.ndarray, queries: list[Query], stands_for: int = 1
+    ) -> Tensor:
+        """How far images and texts are from what they mean.
+
+        Shapes: (N, P, W), uint8 (N, CODE_LENGTH), Q queries.
+        """
+        apart = self.images(looked, stands_for) - self.meaning.of_scenes(codes)
+        return apart.square().sum(1).mean() + self.loss_of_texts(queries)
+
+    def loss_of_texts(self, queries: list[Query]) -> Tensor:
+        """How far texts are from what they mean."""
+        apart = self.texts(queries) - self.meaning.of_queries(queries)
+        return apart.square().sum(1).mean()
+
+
+@torch.no_grad()
+def look_at_all(model: CLIPModel, gallery: Gallery, file: Path) -> np.ndarray:
+    """`look` at every image, kept in a file. Shapes: float16 (N, P, W)."""
+    if file.exists():
+        return np.load(file, mmap_mode="r", allow_pickle=False)
+    chunks = []
+    for chunk in track(torch.from_numpy(gallery.images).split(128), "looking"):
+        with torch.autocast("cpu", torch.bfloat16):
+            chunks.append(look(model, chunk).half().numpy())
+    with file.with_suffix(".part").open("wb") as part:
+        np.save(part, np.concatenate(chunks), allow_pickle=False)
+    file.with_suffix(".part").rename(file)
+    return np.load(file, mmap_mode="r", allow_pickle=False)
+
+
+def draw_patches(looked: np.ndarray, rng: np.random.Generator) -> Tensor:
+    """The class token and one patch of each place, which stands for all of them; see PATCHES_OF_A_PLACE.
+
+    Shapes: float16 (N, P, W) in, float (N, 1 + places, W) out.
+    """
+    members = PLACE_OF_PATCHES.argsort(stable=True).view(len(PLACES), PATCHES_OF_A_PLACE).numpy()
+    chosen = rng.integers(0, PATCHES_OF_A_PLACE, (len(looked), len(PLACES)))
+    patches = 1 + members[np.arange(len(PLACES)), chosen]
+    kept = np.concatenate([np.zeros_like(patches[:, :1]), patches], axis=1)
+    return torch.from_numpy(np.take_along_axis(looked, kept[..., None], axis=1)).float()
+
+
+def polish_texts(student: Student, num_steps: int, report: Callable[[], str], folder: Path) -> None:
+    """Let only the text tower learn: its steps are cheap, and searches want it exact."""
+    student.requires_grad_(False)
+    student.model.text_model.requires_grad_(True)
+    student.model.text_projection.requires_grad_(True)
+
+    def loss_at(step: int) -> Tensor:
+        rng = Random(f"texts {step}")
+        return student.loss_of_texts(
+            [sample_query(sample_scene(rng), rng) for _ in range(TEXTS_TO_POLISH)]
+        )
+
+    trainer = Trainer(student, loss_at, Plan(num_steps, 1e-3, warmup_steps=20))
+    trainer.run(folder, report, report_every=num_steps)
+    trainer.keep_average()
+
+
+def main(
+    cache: Annotated[Path, typer.Option(help="where images and checkpoints go")] = Path(
+        ".cache/shapes_clip"
+    ),
+    output: Annotated[Path, typer.Option(help="where the model goes")] = CHECKPOINT,
+    chat_model: Annotated[Path, typer.Option(help="whose eye is taken over")] = EYE,
+    num_steps: int = 1000,
+    minutes: Annotated[float, typer.Option(help="end after this time, if not before")] = math.inf,
+    batch_size: int = 256,
+    num_texts: int = 128,
+    num_text_steps: Annotated[
+        int, typer.Option(help="in which only texts learn, at the end")
+    ] = 300,
+    learning_rate: float = 1.5e-3,
+    num_shards: Annotated[int, typer.Option(help="of 2048 images each")] = 14,
+    start: Annotated[
+        Path | None,
+        typer.Option(help="a checkpoint that learns on; else only the eye is taken over"),
+    ] = None,
+    resume: bool = False,
+    report_every: Annotated[int, typer.Option(help="steps")] = 100,
+    num_threads: int = 1,
+    autocast: Annotated[bool, typer.Option(help="multiply in bfloat16")] = False,
+) -> None:
+    """Train, report precision on held-out images, and write the checkpoint."""
+    torch.set_num_threads(num_threads)
+    gallery = load_gallery(cache / "gallery", num_shards, IMAGE_SIZE)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(start) if start else make_tokenizer()
+    eye = LlavaForConditionalGeneration.from_pretrained(chat_model, dtype=torch.float32).eval()
+    sample = torch.from_numpy(gallery.images[:NUM_FOR_NEURONS])
+    model = make_model(tokenizer, eye.model.vision_tower, sample)
+    if start:
+        take_over(model, CLIPModel.from_pretrained(start, dtype=torch.float32))
+    student = Student(model, tokenizer, learn_meaning(DIMENSIONS))
+    looked = look_at_all(student.model, gallery, cache / f"looked-{num_shards}.npy")
+
+    def loss_at(step: int) -> Tensor:
+        generator, rng = np.random.default_rng(step), Random(step)
+        drawn = generator.integers(0, len(looked) - NUM_HELD_OUT, batch_size)
+        queries = [sample_query(sample_scene(rng), rng) for _ in range(num_texts)]
+        patches = draw_patches(looked[drawn], generator)
+        return student.loss(patches, gallery.codes[drawn], queries, PATCHES_OF_A_PLACE)
+
+    held_out = gallery.codes[-NUM_HELD_OUT:]
+    questions = make_queries([decode(code) for code in held_out], 60)
+
+    @torch.no_grad()
+    def report() -> str:
+        tail = torch.tensor(looked[-NUM_HELD_OUT:]).float()
+        images = torch.cat([student.images(chunk) for chunk in tail.split(128)])
+        asked = [query for _, query in questions]
+        texts, meanings = student.texts(asked), student.meaning.of_queries(asked)
+        scenes = student.meaning.of_scenes(held_out)
+        export(student.model, tokenizer, cache / "checkpoint")
+        told = [
+            f"cosine of texts {(texts * meanings).sum(1).mean():.4f}, "
+            f"of images {(images * scenes).sum(1).mean():.4f}"
+        ]
+        for name, scores in (("all", texts @ images.T), ("meanings", meanings @ scenes.T)):
+            rows = evaluate(questions, scores.numpy(), held_out)
+            told.append(
+                f"{name}: {', '.join(f'{k} {r.precision_at_1:.2f}' for k, r in rows.items())}"
+            )
+        return "; ".join(told)
+
+    trainer = Trainer(student, loss_at, Plan(num_steps, learning_rate, warmup_steps=50), autocast)
+    if resume:
+        trainer.load(cache / "state")
+    trainer.run(cache / "state", report, report_every=report_every, max_seconds=60 * minutes)
+    with trainer.averaged():
+        polish_texts(student, num_text_steps, report, cache / "texts")
+        export(student.model, tokenizer, output)
+
+
+if __name__ == "__main__":
+    typer.run(main)
