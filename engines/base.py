@@ -22,6 +22,7 @@ from shared.protocol import (
     ModelCard,
     OutputLogprob,
     Priority,
+    PromptLogprob,
     StageTimings,
     Task,
     Tokenize,
@@ -131,9 +132,7 @@ class Adapter(Protocol):
         ...
 
     @property
-    def num_bytes(self) -> int:
-        """In the device's memory."""
-        ...
+    def num_bytes(self) -> int: ...
 
 
 class PreparedImage(msgspec.Struct, frozen=True):
@@ -161,14 +160,10 @@ class EngineInput(Protocol):
     """A call ready for `Engine.add`. The rest of it is the engine's own."""
 
     @property
-    def request_id(self) -> str:
-        """That of the call."""
-        ...
+    def request_id(self) -> str: ...
 
     @property
-    def priority(self) -> Priority:
-        """That of the call."""
-        ...
+    def priority(self) -> Priority: ...
 
 
 class EngineOutput(msgspec.Struct):
@@ -194,6 +189,7 @@ class EngineOutput(msgspec.Struct):
     stopped_by: str = ""  #: which stop string ended it
     reasoning: str = ""  #: what the model thinks before its answer; it stands before `text`
     calls: tuple[CallPiece, ...] = ()  #: of functions; behind `text`
+    prompt_logprobs: tuple[PromptLogprob, ...] = ()  #: a range of the prompt; before any token
     #: Little-endian float32 of a call that asks for numbers, with its last output: its vectors, one after another,
     #: or its scores.
     values: bytes = b""

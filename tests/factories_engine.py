@@ -131,6 +131,9 @@ class SumMatcher:
     def is_error(self) -> bool:
         return self.is_lost
 
+    def get_error(self) -> str:
+        return "the token doesn't satisfy the grammar" if self.is_lost else ""
+
 
 class CheckingRunner(MockRunner):
     """A mock that keeps a KV pool of notes, and reads them all back before it samples a token.

@@ -221,129 +221,6 @@ def deepseek(block: int = 128) -> tuple[Write, dict[str, Any]]:
     return _fp8_writer("block", block, "weight_scale_inv"), config
 
 
-#: The values that indices of 4 bits stand for, in the order of bitsandbytes' tables.
-_NF4 = (
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
-    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
-)  # fmt: skip
-_FP4 = tuple(
-    sign * value for sign in (1, -1) for value in (0, 1 / 192, 2 / 3, 1, 1 / 3, 1 / 2, 1 / 6, 1 / 4)
-)
-
-
-def bitsandbytes4(
-    kind: str = "nf4", *, nested: bool = False, block: int = 64, storage: str = "uint8"
-) -> tuple[Write, dict[str, Any]]:
-    table = np.array(_NF4 if kind == "nf4" else _FP4, np.float32)
-
-    def write(weight: Tensor) -> tuple[Tensors, Tensor]:
-        blocks = weight.float().numpy().reshape(-1, block)
-        scale = np.abs(blocks).max(1)
-        state: dict[str, Any] = {
-            "quant_type": kind, "blocksize": block, "dtype": "float32", "shape": list(weight.shape),
-        }  # fmt: skip
-        parts: Tensors = {}
-        if nested:
-            offset = float(scale.mean())
-            outer = np.abs(np.pad(scale - offset, (0, -len(scale) % 256)).reshape(-1, 256)).max(1)
-            map_of = np.linspace(-1, 1, 256, dtype=np.float32)
-            wide = outer.repeat(256)[: len(scale)]
-            inner = np.abs(((scale - offset) / wide)[:, None] - map_of).argmin(1)
-            scale = map_of[inner] * wide + offset
-            state |= {
-                "nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": offset,
-            }  # fmt: skip
-            parts["weight.absmax"] = torch.from_numpy(inner.astype(np.uint8))
-            parts["weight.nested_absmax"] = to_numbers(outer, torch.float32)
-            parts["weight.nested_quant_map"] = torch.from_numpy(map_of)
-        else:
-            parts["weight.absmax"] = to_numbers(scale, torch.float32)
-        indices = np.abs(blocks[:, :, None] / scale[:, None, None] - table).argmin(2)
-        flat = indices.reshape(-1, 2).astype(np.uint8)
-        octets = torch.from_numpy(flat[:, 0] << 4 | flat[:, 1])
-        parts["weight"] = octets.view(getattr(torch, storage))[:, None]
-        parts["weight.quant_map"] = torch.tensor(table)
-        text = json.dumps(state).encode()
-        parts[f"weight.quant_state.bitsandbytes__{kind}"] = torch.tensor(
-            list(text), dtype=torch.uint8
-        )
-        numbers = (table[indices] * scale[:, None]).reshape(weight.shape)
-        return parts, torch.from_numpy(numbers).float()
-
-    return write, {
-        "quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False, "bnb_4bit_quant_type": kind,
-        "bnb_4bit_use_double_quant": nested, "bnb_4bit_quant_storage": storage,
-    }  # fmt: skip
-
-
-def bitsandbytes8() -> tuple[Write, dict[str, Any]]:
-    def write(weight: Tensor) -> tuple[Tensors, Tensor]:
-        scale = weight.abs().amax(1)
-        integers = (weight * (127 / scale[:, None])).round()
-        parts = {
-            "weight": integers.to(torch.int8), "SCB": scale, "weight_format": torch.tensor(0, dtype=torch.uint8),
-        }  # fmt: skip
-        return parts, integers * (scale / 127)[:, None]
-
-    return write, {"quant_method": "bitsandbytes", "load_in_4bit": False, "load_in_8bit": True}
-
-
-def torchao(
-    bits: int = 8, group_size: int = -1, *, symmetric: bool = True
-) -> tuple[Write, dict[str, Any]]:
-    """Of 4 bits in bytes, as its tensors are without a packing."""
-
-    def write(weight: Tensor) -> tuple[Tensors, Tensor]:
-        group = groups_of(weight.shape[1], group_size)
-        rounded = round_weights(weight, group, bits, symmetric, torch.bfloat16)
-        middle = 2 ** (bits - 1)
-        parts = {
-            "_weight_qdata": torch.from_numpy((rounded.integers - middle).astype(np.int8)),
-            "_weight_scale": to_numbers(rounded.scale, torch.bfloat16),
-            "_weight_zero_point": to_numbers(rounded.zero - middle, torch.int8),
-        }
-        return parts, rounded.numbers
-
-    kind = "Int8Tensor" if bits == 8 and group_size == -1 else "IntxUnpackedToInt8Tensor"
-    return write, _torchao(kind, group_size, f"int{bits}")
-
-
-def torchao_float8() -> tuple[Write, dict[str, Any]]:
-    write = _fp8_writer("channel", 1, "_weight_scale")
-
-    def renamed(weight: Tensor) -> tuple[Tensors, Tensor]:
-        parts, numbers = write(weight)
-        return {"_weight_qdata": parts.pop("weight"), **parts}, numbers
-
-    return renamed, _torchao("Float8Tensor", -1, "")
-
-
-def _torchao(kind: str, group_size: int, target: str) -> dict[str, Any]:
-    return {
-        "quant_method": "torchao",
-        "quant_type": {"default": {}},
-        "told": [kind, group_size, target],
-    }
-
-
-def _metadata(config: dict[str, Any], stored: Tensors) -> dict[str, str] | None:
-    """What torchao tells of each of its weights beside them."""
-    if "told" not in config:
-        return None
-    kind, group_size, target = config["told"]
-    found = {"format": "pt"}
-    for name, tensor in stored.items():
-        if name.endswith("._weight_qdata"):
-            size = tensor.shape[1] if group_size == -1 else group_size
-            data: dict[str, Any] = {"block_size": [1, size]}
-            if kind == "IntxUnpackedToInt8Tensor":
-                data["target_dtype"] = {"_type": "torch.dtype", "_data": target}
-            told = {"_type": kind, "_data": data}
-            found[name.replace("_weight_qdata", "weight")] = json.dumps(told)
-    return found
-
-
 def _fp8_writer(strategy: str, block: int, name: str) -> Write:
     def write(weight: Tensor) -> tuple[Tensors, Tensor]:
         num_outputs, num_inputs = weight.shape
@@ -421,7 +298,7 @@ def _rewrite(directory: Path, write: Write, config: dict[str, Any]) -> Tensors:
         else:
             stored[name] = tensor
     stored = {name: tensor.contiguous() for name, tensor in stored.items()}
-    save_file(stored, file, _metadata(config, stored))
+    save_file(stored, file, {"format": "pt"})
     settings = json.loads((directory / "config.json").read_text())
     settings["quantization_config"] = config
     (directory / "config.json").write_text(json.dumps(settings))

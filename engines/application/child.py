@@ -21,7 +21,12 @@ from typing import IO, Literal
 import msgspec
 import psutil
 
-from engines.application.sandbox import make_command, make_environment
+from engines.application.sandbox import (
+    find_bubblewrap,
+    make_command,
+    make_environment,
+    tmpfs_bytes,
+)
 from engines.application.settings import ApplicationSettings
 from engines.base import EngineStartError
 
@@ -62,7 +67,6 @@ class Variables(msgspec.Struct, frozen=True):
 
     @property
     def all(self) -> dict[str, str]:
-        """Both."""
         return self.plain | self.secrets
 
     def concealer(self) -> Callable[[str], str]:
@@ -101,6 +105,7 @@ class Child:
         self._settings = settings
         self._conceal = variables.concealer()
         self._scratch = Path(mkdtemp(prefix="vlm-app-"))
+        self._is_sandboxed = settings.isolation != "none" and find_bubblewrap() is not None
         try:
             self._process = subprocess.Popen(
                 make_command(settings, self._scratch),
@@ -176,6 +181,8 @@ class Child:
         num_threads = num_bytes = 0
         with suppress(psutil.Error):
             root = psutil.Process(self._process.pid)
+            for inner in root.children()[:1] if self._is_sandboxed else ():
+                num_bytes += tmpfs_bytes(inner.pid)
             for process in (root, *root.children(recursive=True)):
                 with suppress(psutil.Error):
                     num_threads += process.num_threads()

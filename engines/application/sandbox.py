@@ -1,6 +1,6 @@
 """How an application's process is started: its command, what it sees, and what it may use.
 
-With bubblewrap it sees the system's libraries, Python and its package, all read-only, a /tmp of its own, its own
+With bubblewrap it sees the system's libraries, Python and its package, all read-only, a bounded /tmp, its own
 processes, and no network unless its package asks for that. Without, the limits of `launch.py` are all there is: they
 keep an application from taking the machine, not from reading it.
 
@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -25,10 +26,14 @@ _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/opt")
 _SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/passwd", "/etc/group", "/etc/ssl", "/etc/alternatives")
 _NETWORK_FILES = ("/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf")
 _NAMESPACES = ("--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-uts")
-_OWN = ("--tmpfs", "/tmp", "--proc", "/proc", "--dev", "/dev")
+_OWN = ("--proc", "/proc", "--dev", "/dev")
 _PROBE_S = 10.0
 MAX_FILES = 1024  #: that a process has open
 MAX_FILE_BYTES = 4 * 1024**3
+#: Capacity of /tmp and /dev/shm of an application without a memory limit.
+DEFAULT_TMPFS_BYTES = 1024**3
+#: Capacity of each as a share of the memory limit, so that a full one leaves room for the process.
+_TMPFS_RATIOS = {"/tmp": 0.5, "/dev/shm": 0.25}
 
 
 @cache
@@ -38,13 +43,23 @@ def find_bubblewrap() -> str | None:
     if program is None:
         return None
     # A container may let it make namespaces, and mount no /proc in them.
+    return program if _probe(program) else None
+
+
+@cache
+def _supports(program: str, *options: str) -> bool:
+    """Whether this bubblewrap has these options; older versions lack some."""
+    return _probe(program, *options)
+
+
+def _probe(program: str, *options: str) -> bool:
     view = ("--unshare-net", "--ro-bind", "/", "/", *_OWN)
-    probe = [program, *_NAMESPACES, *view, "--", "/bin/true"]
+    probe = [program, *_NAMESPACES, *view, *options, "--", "/bin/true"]
     try:
         done = subprocess.run(probe, capture_output=True, timeout=_PROBE_S, env={})
     except (OSError, subprocess.TimeoutExpired):
-        return None
-    return program if done.returncode == 0 else None
+        return False
+    return done.returncode == 0
 
 
 def check_isolation(isolation: str) -> None:
@@ -72,7 +87,7 @@ def make_command(settings: ApplicationSettings, scratch: Path) -> list[str]:
     launch = [sys.executable, "-I", "-S", str(LAUNCH), *limits, "--", *program]
     if bubblewrap is None:
         return launch
-    return [bubblewrap, *_sandbox(settings, package), "--", *launch]
+    return [bubblewrap, *_sandbox(bubblewrap, settings, package), "--", *launch]
 
 
 def _program(settings: ApplicationSettings, package: Path) -> list[str]:
@@ -89,16 +104,24 @@ def _program(settings: ApplicationSettings, package: Path) -> list[str]:
         "app = sys.modules['vlm_app'] = module_from_spec(spec); spec.loader.exec_module(app); "
         f"app.serve({settings.entry!r})"
     )
-    return [sys.executable, "-I", *(["-S"] if own else []), "-c", code]
+    # -B: the package is verified, and a file more is a change of it. -I ignores PYTHONDONTWRITEBYTECODE.
+    return [sys.executable, "-I", "-B", *(["-S"] if own else []), "-c", code]
 
 
-def _sandbox(settings: ApplicationSettings, package: Path) -> Iterator[str]:
+def _sandbox(program: str, settings: ApplicationSettings, package: Path) -> Iterator[str]:
     yield from (*_NAMESPACES, "--unshare-cgroup-try", "--die-with-parent", "--new-session")
     yield from ("--cap-drop", "ALL", "--hostname", "application")
+    if _supports(program, "--disable-userns"):  # in another one it could mount without a limit
+        yield "--disable-userns"
     if not settings.network:
         yield "--unshare-net"
     seen = [*_SYSTEM, *_SYSTEM_FILES, *(_NETWORK_FILES if settings.network else ())]
     yield from _OWN
+    is_bounded = _supports(program, "--size", "4096", "--tmpfs", "/tmp")
+    for path, ratio in _TMPFS_RATIOS.items():
+        size = int(ratio * settings.memory_bytes) or DEFAULT_TMPFS_BYTES
+        yield from ("--size", str(size)) if is_bounded else ()
+        yield from ("--tmpfs", path)
     for path in _outermost(_python(settings)):
         yield from ("--ro-bind", path, path)
     for path in seen:
@@ -106,6 +129,21 @@ def _sandbox(settings: ApplicationSettings, package: Path) -> Iterator[str]:
     for device in _devices(settings.uses_gpu):
         yield from ("--dev-bind-try", device, device)
     yield from ("--ro-bind", str(package), str(package), "--chdir", str(package))
+    # Both are tmpfs mounts of bubblewrap's, without a limit of size.
+    yield from ("--remount-ro", "/dev", "--remount-ro", "/")
+
+
+def tmpfs_bytes(pid: int) -> int:
+    """What the files of a sandbox hold in memory. `pid`: of a process in it."""
+    total = 0
+    for path in _TMPFS_RATIOS:
+        with suppress(OSError):
+            inside = f"/proc/{pid}/root{path}"
+            # Until bubblewrap has changed the root, the path is the node's own.
+            if os.stat(inside).st_dev not in (os.stat("/").st_dev, os.stat(path).st_dev):
+                found = os.statvfs(inside)
+                total += (found.f_blocks - found.f_bfree) * found.f_frsize
+    return total
 
 
 def _python(settings: ApplicationSettings) -> list[str]:

@@ -86,13 +86,13 @@ class BlockManager:
     def find_prefix(self, sequence: Sequence) -> list[int]:
         """The published blocks with the longest prefix of the sequence, without its last token.
 
-        That token has to be computed even when all is known: the next one is sampled from it.
+        The last token is computed even when all is known: the next one is sampled from it.
         """
         if not self._enable_prefix_cache:
             return []
         found: list[int] = []
         size = self.block_size
-        for index in range((sequence.num_tokens - 1) // size):
+        for index in range(sequence.num_reusable_tokens // size):
             block_id = self._published.get(self._block_hash(sequence, index))
             if block_id is None:
                 break
@@ -115,7 +115,7 @@ class BlockManager:
 
     def is_promised(self, sequence: Sequence, index: int) -> bool:
         """Whether the present step computes that block of the sequence for somebody else."""
-        is_sharable = index < (sequence.num_tokens - 1) // self.block_size
+        is_sharable = index < sequence.num_reusable_tokens // self.block_size
         return is_sharable and self._block_hash(sequence, index) in self._promised
 
     def can_admit(self, sequence: Sequence, prefix: list[int], num_spare_blocks: int) -> bool:

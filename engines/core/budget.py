@@ -23,6 +23,9 @@ RECOVERY_STEPS = 1000
 #: A step with prompt tokens takes so many times what it takes without; twice at most is promised,
 #: and steps vary.
 MAX_SLOWDOWN = 1.6
+#: Rows of scores that one step computes for logprobs of prompts: each is as long as the vocabulary.
+MAX_SCORED_TOKENS = 512
+_ASYNC_PREFILL_TOKENS = 512  #: of a step beside decodes, on a GPU
 _SMALLEST_CHUNK = 3  # beside one stream four tokens, which CPU kernels compute together
 _NUM_STREAMS = 8
 _TRIES = 2
@@ -47,6 +50,7 @@ class StepBudget(msgspec.Struct):
     encoded: set[str] = msgspec.field(
         default_factory=set
     )  #: hashes of the images that the step encodes
+    num_scored_tokens: int = MAX_SCORED_TOKENS
 
     def fit(self, num_pending: int) -> int:
         """How many of a sequence's pending tokens fit; one alone is no prompt."""
@@ -62,6 +66,16 @@ class StepBudget(msgspec.Struct):
         self.num_tokens = left if (left := self.num_tokens - num_new) > 0 else 0
         if num_pending > 1 and not is_over_budget:
             self.num_prefill_tokens = max(0, self.num_prefill_tokens - num_new)
+
+    def take_scored(self, sequence: Sequence, start: int, num_new: int) -> int:
+        """Limit a share whose prompt tokens get logprobs."""
+        if start >= sequence.num_prompt_tokens - 1 or start + num_new < sequence.num_scored_tokens:
+            return num_new
+        if sequence.num_scored_tokens >= sequence.num_prompt_tokens:
+            return num_new
+        num_new = min(num_new, self.num_scored_tokens)
+        self.num_scored_tokens -= num_new
+        return num_new
 
     def take_image(self, image_hash: str) -> bool:
         """Whether the step encodes an image: one that it encodes already, or one more."""
@@ -144,7 +158,7 @@ class PrefillLimit:
     #: What a step beside streams may take longer, which follows the times of steps. None: nothing
     #: is followed, because launching a step does not compute it.
     spare_s: float | None = None
-    #: Whether `num_tokens` was configured and stays.
+    #: Whether `num_tokens` stays, whatever steps take.
     is_fixed: bool = False
     _share: float = field(default=1.0, compare=False)
     _alone_s: dict[int, float] = field(default_factory=dict, compare=False)  # by number of streams
@@ -196,15 +210,16 @@ class PrefillLimit:
 
 
 def measure_prefill_limit(runner: ModelRunner, max_tokens: int) -> PrefillLimit:
-    """Time steps of the runner, whose keys and values are nobody's yet.
+    """Time steps of an idle runner: longer and longer chunks, until a step takes longer than it may.
 
-    Longer and longer chunks stand beside one stream, until a step takes longer than it may.
+    An asynchronous runner is not timed: its decode steps are CUDA graphs and its mixed steps are
+    eager, so their ratio says nothing about the number of tokens.
     """
+    if runner.runs_async:
+        return PrefillLimit(min(_ASYNC_PREFILL_TOKENS, max_tokens), is_fixed=True)
     trial = Trial(runner)
     alone = trial.seconds(num_streams=1)
-    # A GPU's streams are computed by graphs, its prompts are not: neither says how long the other
-    # takes.
-    spare_s = None if runner.runs_async else (MAX_SLOWDOWN - 1) * alone
+    spare_s = (MAX_SLOWDOWN - 1) * alone
     fast_chunk, fast_s, chunk = 0, alone, _SMALLEST_CHUNK
     while (seconds := trial.seconds(1, chunk)) <= MAX_SLOWDOWN * alone:
         fast_chunk, fast_s = chunk, seconds

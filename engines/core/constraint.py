@@ -5,6 +5,7 @@ worker, replays its tokens. Asked by samplers.
 """
 
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from typing import Protocol
 
@@ -15,7 +16,7 @@ BURST_S = 0.1
 _TOKEN_S = 0.005
 #: Of a draft: an answer for which one takes longer gets no more of them.
 DRAFT_S = 0.005
-_SHOWN = 64  #: tokens of the answer that drafts are made of
+_SHOWN = 64  #: tokens of the answer that drafts and `Narrow` see
 IDLE = 4  #: words that nothing followed of: then it is a text, which goes on until a sign
 #: As many of them count as seen behind a sign: the words next to it tell names and choices from a text.
 _BEHIND_SIGN = 2
@@ -24,6 +25,8 @@ TOO_COMPLEX = (
     "The grammar takes too long to follow at this place of the answer: send a simpler one."
 )
 BROKEN = "The answer cannot be continued as its grammar asks for."
+#: Of llguidance's error for a token that the grammar does not allow; all others are of its limits.
+_MISMATCH = "doesn't satisfy the grammar"
 
 
 class ConstraintFailure(Exception):
@@ -49,9 +52,7 @@ class Matcher(Protocol):
         """How many of these may follow."""
         ...
 
-    def compute_ff_bytes(self) -> bytes:
-        """What must follow."""
-        ...
+    def compute_ff_bytes(self) -> bytes: ...
 
     def rollback(self, num_tokens: int) -> bool:
         """Go back by so many tokens."""
@@ -63,6 +64,10 @@ class Matcher(Protocol):
 
     def is_error(self) -> bool:
         """Whether a limit was reached, or a token did not follow."""
+        ...
+
+    def get_error(self) -> str:
+        """Which of both it was; empty if neither."""
         ...
 
 
@@ -78,12 +83,19 @@ class Drafts(Protocol):
         ...
 
 
+#: Forbids tokens of a mask, given the last tokens of the answer.
+Narrow = Callable[[bytes, Items[int]], bytes]
+
+
 class Constraint:
     """A grammar that one answer is held to."""
 
-    def __init__(self, matcher: Matcher, drafts: Drafts | None = None) -> None:
+    def __init__(
+        self, matcher: Matcher, drafts: Drafts | None = None, narrow: Narrow | None = None
+    ) -> None:
         self._matcher = matcher
         self.drafts = drafts
+        self._narrow = narrow
         self._num_consumed = 0
         self._mask: bytes | None = None  # of the place where the matcher is
         self._cpu_s = 0.0
@@ -92,7 +104,7 @@ class Constraint:
     def begin(self) -> "Constraint":
         """The same for another answer, from its start."""
         assert self._num_consumed == 0
-        return Constraint(self._matcher.deep_copy(), self.drafts)
+        return Constraint(self._matcher.deep_copy(), self.drafts, self._narrow)
 
     def is_silent(self, token_ids: Items[int]) -> bool:
         """Whether it guesses nothing behind these: it does not, or they are amid a text."""
@@ -107,6 +119,9 @@ class Constraint:
             new = list(token_ids[num_prompt_tokens + self._num_consumed :])
             started_s = time.thread_time()
             self._mask = self._advance(new)
+            if self._narrow is not None:
+                last = token_ids[max(num_prompt_tokens, len(token_ids) - _SHOWN) :]
+                self._mask = self._narrow(self._mask, last)
             self._num_consumed = num_output_tokens
             self._cpu_s += time.thread_time() - started_s
             if self._cpu_s > BURST_S + _TOKEN_S * num_output_tokens:
@@ -115,7 +130,9 @@ class Constraint:
 
     def _advance(self, new: list[int]) -> bytes:
         if new and not self._matcher.consume_tokens(new):
-            raise ConstraintFailure(BROKEN)
+            if _MISMATCH in self._matcher.get_error():
+                raise ConstraintFailure(BROKEN)
+            raise ConstraintFailure(TOO_COMPLEX, ErrorCode.GRAMMAR_TOO_COMPLEX)
         mask = self._matcher.compute_bitmask()
         if self._matcher.is_error():
             raise ConstraintFailure(TOO_COMPLEX, ErrorCode.GRAMMAR_TOO_COMPLEX)

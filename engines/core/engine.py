@@ -31,13 +31,14 @@ from engines.base import (
 from engines.core.blocks import BlockManager
 from engines.core.budget import PrefillLimit, StepLimits
 from engines.core.constraint import Constraint
-from engines.core.echo import echo
 from engines.core.pipeline import StepPipeline
 from engines.core.request import EngineRequest
 from engines.core.runner import (
     ModelRunner,
+    PixelLimits,
     Processor,
     Prompt,
+    PromptScore,
     SequenceFailure,
     StepResult,
     TokenChoice,
@@ -46,7 +47,13 @@ from engines.core.scheduler import Scheduler
 from engines.core.sequence import Batch, ScheduledSequence, Sequence
 from engines.core.settings import BatchingSettings
 from engines.core.speculation import Speculator
-from engines.text.detokenizer import Detokenizer, SpellingTokenizer, decode
+from engines.text.detokenizer import (
+    Detokenizer,
+    SpecialsTokenizer,
+    SpellingTokenizer,
+    StopStrings,
+    decode,
+)
 from engines.text.grammar import GrammarCompiler
 from engines.text.reasoning import ReasoningDetokenizer
 from engines.text.tools import CallReader
@@ -56,6 +63,7 @@ from shared.protocol import (
     Grammar,
     ImageRef,
     OutputLogprob,
+    PromptLogprob,
     SamplingParams,
     StageTimings,
     TextPart,
@@ -79,14 +87,12 @@ class Generation(Struct):
     vision_s: float = 0.0
     is_announced: bool = False  #: whether an output has carried its usage
     calls: CallReader | None = None  #: of an answer that may call functions
-    num_echoed: int = 0  #: of the prompt, though they are in the answer
 
     @property
     def usage(self) -> Usage:
-        """Token counts so far."""
         sequence = self.sequence
         return Usage(
-            num_prompt_tokens=sequence.num_prompt_tokens + self.num_echoed,
+            num_prompt_tokens=sequence.num_prompt_tokens,
             num_output_tokens=sequence.num_output_tokens,
             num_image_tokens=sum(image.num_tokens for image in sequence.images),
             num_cached_tokens=sequence.num_cached_tokens,
@@ -182,7 +188,8 @@ class BatchingEngine(Engine[EngineRequest]):
 
     def prepare_image(self, data: bytes, image: ImageRef, decode: Decode) -> Any:
         """An image's pixels, as the processor makes them. Raises: InvalidImage."""
-        return self.processor.process_image(data, (image.width, image.height), decode)
+        limits = PixelLimits(image.min_pixels, image.max_pixels)
+        return self.processor.process_image(data, (image.width, image.height), decode, limits)
 
     def prepare(self, call: EngineCall, images: Items[PreparedImage]) -> EngineRequest:
         """Messages and images as token ids with image slots, and what the answer is held to.
@@ -192,8 +199,6 @@ class BatchingEngine(Engine[EngineRequest]):
         assert isinstance(call.task, Generate)  # the worker passes on no task that is not offered
         tools = self._choose_tools(call.task.tools)
         prompt = self._build_prompt(call.task, images, tools)
-        if call.task.is_echoed:
-            return self._prepare_echo(call, call.task.sampling, prompt.token_ids)
         return EngineRequest(
             call.request_id,
             prompt.token_ids,
@@ -210,30 +215,6 @@ class BatchingEngine(Engine[EngineRequest]):
             tool_format=None if tools is None else self.processor.tool_format,
         )
 
-    def _prepare_echo(
-        self, call: EngineCall, sampling: SamplingParams, token_ids: list[int]
-    ) -> EngineRequest:
-        """Raises: PromptTooLong, InvalidRequest."""
-        sampling, constraint = echo(
-            token_ids,
-            sampling,
-            self.runner.vocab_size,
-            self.max_model_len,
-            self.tokenizer.eos_token_ids,
-        )
-        return EngineRequest(
-            call.request_id,
-            token_ids[:1],
-            sampling,
-            output_token_ids=call.output_token_ids,
-            cache_salt=call.tenant,
-            priority=call.priority,
-            adapter=self._find_adapter(call.adapter),
-            is_raw=True,
-            constraint=constraint,
-            num_echoed=len(token_ids) - 1,
-        )
-
     def _build_prompt(
         self, task: Generate, images: Items[PreparedImage], tools: Tools | None
     ) -> Prompt:
@@ -241,7 +222,9 @@ class BatchingEngine(Engine[EngineRequest]):
         prompt = task.prompt
         if prompt is None:
             pairs = [(image.image_hash, image.content) for image in images]
-            return self.processor.build_prompt(task.messages, pairs, task.template_options, tools)
+            return self.processor.build_prompt(
+                task.messages, pairs, task.template_options, tools, task.ending
+            )
         if isinstance(prompt, TextPart):
             return self.processor.encode_prompt(
                 prompt.text, add_special_tokens=task.add_special_tokens
@@ -322,7 +305,6 @@ class BatchingEngine(Engine[EngineRequest]):
             detokenizer,
             time.perf_counter(),
             calls=calls,
-            num_echoed=request.num_echoed,
         )
         reason = self.scheduler.find_finish_reason(sequence)
         if detokenizer.is_stopped:
@@ -350,10 +332,13 @@ class BatchingEngine(Engine[EngineRequest]):
         self, request: EngineRequest, calls: CallReader | None
     ) -> Detokenizer | ReasoningDetokenizer:
         """One that knows what earlier attempts have told."""
-        stop, reasoning = request.sampling.stop, self.processor.reasoning
+        stop = StopStrings(request.sampling.stop, keeps=request.sampling.keeps_stop)
+        reasoning = self.processor.reasoning
         tokenizer = self.tokenizer
         if calls is not None and self.processor.spelled:
             tokenizer = SpellingTokenizer(tokenizer, self.processor.spelled)
+        if not request.sampling.skip_special_tokens:
+            tokenizer = SpecialsTokenizer(tokenizer)
         if reasoning is None or request.is_raw:
             detokenizer = Detokenizer(tokenizer, stop)
         else:
@@ -443,8 +428,8 @@ class BatchingEngine(Engine[EngineRequest]):
 
     def _check(self, request: EngineRequest) -> None:
         """Raises: PromptTooLong, InvalidRequest."""
-        num_prompt_tokens = len(request.prompt_token_ids)
-        if num_prompt_tokens + 1 > self.max_model_len:
+        num_prompt_tokens, max_tokens = len(request.prompt_token_ids), request.sampling.max_tokens
+        if num_prompt_tokens + (max_tokens != 0) > self.max_model_len:
             raise PromptTooLong(
                 f"the model's maximum context length is {self.max_model_len} tokens; the prompt has"
                 f" {num_prompt_tokens} tokens{_of_images(request)} and leaves no room for output"
@@ -453,18 +438,30 @@ class BatchingEngine(Engine[EngineRequest]):
             raise InvalidRequest(f"request id {request.request_id!r} is in use")
         if num_prompt_tokens == 0:
             raise InvalidRequest("the prompt is empty: send at least one token", "prompt")
-        max_tokens = request.sampling.max_tokens
-        if max_tokens is not None and max_tokens < 1:
-            raise InvalidRequest(f"max_tokens is {max_tokens}: send at least 1")
+        if max_tokens is not None and max_tokens < 0:
+            raise InvalidRequest(f"max_tokens is {max_tokens}: send at least 0")
         vocab_size = self.runner.vocab_size
-        for token_id in request.sampling.logit_bias:
-            if not 0 <= token_id < vocab_size:
-                raise InvalidRequest(
-                    f"logit_bias names token {token_id}: send token ids below {vocab_size}"
-                )
+        self._check_token_ids(request.sampling)
         if any(not 0 <= token_id < vocab_size for token_id in request.output_token_ids):
             raise InvalidRequest("the answer so far holds tokens of another model")
         self._check_places(request)
+
+    def _check_token_ids(self, sampling: SamplingParams) -> None:
+        """Raises: InvalidRequest."""
+        vocab_size = self.runner.vocab_size
+        for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+            for token_id in getattr(sampling, name):
+                if not 0 <= token_id < vocab_size:
+                    raise InvalidRequest(
+                        f"{name} names token {token_id}: send token ids below {vocab_size}", name
+                    )
+        if sampling.min_tokens and sampling.allowed_token_ids:
+            ends = self.tokenizer.eos_token_ids.union(sampling.stop_token_ids)
+            if ends.issuperset(sampling.allowed_token_ids):
+                raise InvalidRequest(
+                    "allowed_token_ids has only tokens that min_tokens forbids: send others too",
+                    "allowed_token_ids",
+                )
 
     def _check_places(self, request: EngineRequest) -> None:
         """Raises: InvalidRequest."""
@@ -498,8 +495,14 @@ class BatchingEngine(Engine[EngineRequest]):
             generation = generations[item.sequence.request_id]
             if generation.first_token_at is None:
                 self._note_prefill(generation, item, result.vision_s, started_at)
+            if result.prompt_scores:
+                scores = result.prompt_scores.get(item.sequence.request_id)
+                if scores:
+                    outputs.append(self._prompt_output(generation, scores))
             if choice is not None:
-                if not choice.following:
+                if item.sequence.sampling.max_tokens == 0:
+                    outputs.append(self._end_of_prompt(generation, now))
+                elif not choice.following:
                     outputs.append(self._token_output(generation, choice, now))
                 else:
                     outputs += self._token_outputs(generation, choice, now)
@@ -512,6 +515,39 @@ class BatchingEngine(Engine[EngineRequest]):
                     )
                 )
         return outputs
+
+    def _prompt_output(self, generation: Generation, scores: list[PromptScore]) -> EngineOutput:
+        sequence = generation.sequence
+        output = EngineOutput(
+            sequence.request_id, prompt_logprobs=self._prompt_logprobs(sequence, scores)
+        )
+        if not generation.is_announced:
+            generation.is_announced = True
+            output.usage = generation.usage
+        return output
+
+    def _prompt_logprobs(
+        self, sequence: Sequence, scores: list[PromptScore]
+    ) -> tuple[PromptLogprob, ...]:
+        return tuple(
+            PromptLogprob(
+                score.position,
+                token_id := sequence.token_ids[score.position],
+                self._token_logprob(token_id, score.logprob),
+                score.rank,
+                tuple((rival[0], self._token_logprob(*rival)) for rival in score.top),
+            )
+            for score in scores
+        )
+
+    def _end_of_prompt(self, generation: Generation, now: float) -> EngineOutput:
+        """The end of a request for its prompt alone: the sampled token is dropped."""
+        sequence = generation.sequence
+        del sequence.token_ids[sequence.num_prompt_tokens :]
+        sequence.finish_reason = FinishReason.LENGTH
+        output = EngineOutput(sequence.request_id)
+        self._end(output, generation, now)
+        return output
 
     def _note_prefill(
         self, generation: Generation, item: ScheduledSequence, vision_s: float, started_at: float
@@ -544,7 +580,10 @@ class BatchingEngine(Engine[EngineRequest]):
         sequence, detokenizer = generation.sequence, generation.detokenizer
         token_id = choice.token_id
         self._num_output_tokens += 1
-        text = detokenizer.append(token_id)
+        is_last = sequence.finish_reason is not None and num_later == 0
+        sampling = sequence.sampling
+        is_hidden = is_last and token_id in sampling.stop_token_ids and not sampling.keeps_stop
+        text = "" if is_hidden else detokenizer.append(token_id)
         index = len(sequence.token_ids) - sequence.num_prompt_tokens - 1 - num_later
         output = EngineOutput(sequence.request_id, index, (token_id,), text)
         if choice.logprob is not None:
@@ -554,7 +593,6 @@ class BatchingEngine(Engine[EngineRequest]):
         if not generation.is_announced:
             generation.is_announced = True
             output.usage = generation.usage
-        is_last = sequence.finish_reason is not None and num_later == 0
         if is_last:
             output.text += detokenizer.finish()
         if isinstance(detokenizer, ReasoningDetokenizer):

@@ -64,4 +64,3 @@ class EngineRequest:
     adapter: Adapter | None = None
     tool_format: "ToolFormat | None" = None  #: of calls that the answer may hold
     constraint: Constraint | None = None  #: what each answer is held to, at its start
-    num_echoed: int = 0  #: tokens at the beginning of the answer that are the prompt's

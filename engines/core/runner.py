@@ -7,21 +7,30 @@ A backend is a `ModelRunner` (computes steps, called by the engine thread alone)
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from engines.base import Adapter, AdapterLimits, Decode
 from engines.core.constraint import ConstraintFailure
 from engines.core.request import ImageInput, Positions
 from engines.core.sequence import Batch, Sequence
 from engines.image_decoder import decode_image
-from shared.protocol import ChatMessage, ErrorCode, TemplateOption, Tools
+from shared.protocol import ChatMessage, Ending, ErrorCode, TemplateOption, Tools
 
 if TYPE_CHECKING:
     from engines.text.reasoning import Reasoning
     from engines.text.tools import ToolFormat
 
+
+class PixelLimits(NamedTuple):
+    """Between how many pixels an image is scaled. 0: the processor's own limit."""
+
+    least: int = 0
+    most: int = 0
+
+
+NO_LIMITS = PixelLimits()
 NO_OPTIONS: Mapping[str, TemplateOption] = {}
 
 
@@ -65,6 +74,15 @@ class TokenChoice(Struct):
     following: "tuple[TokenChoice, ...]" = ()
 
 
+class PromptScore(Struct):
+    """The logprob of a prompt's token, its rank from 1, and the best (token id, logprob) there."""
+
+    position: int
+    logprob: float = 0.0
+    rank: int = 0  #: 0 for the first token, which has no logprob
+    top: tuple[tuple[int, float], ...] = ()
+
+
 class StepResult(Struct):
     """What a step computed: per scheduled sequence a token, or None while its prompt is unfinished.
 
@@ -78,6 +96,8 @@ class StepResult(Struct):
     vision_s: float = 0.0
     deferred: frozenset[str] = frozenset()
     over_budget: frozenset[str] = frozenset()
+    #: By request, of the tokens `ScheduledSequence.scored`.
+    prompt_scores: dict[str, list[PromptScore]] = field(default_factory=dict)
 
 
 class RunningStep(Protocol):
@@ -100,7 +120,6 @@ class ComputedStep(Struct):
     can_be_followed: bool = False
 
     def wait(self) -> StepResult:
-        """What was computed."""
         return self.result
 
 
@@ -144,9 +163,7 @@ class ModelRunner(Protocol):
         """Bytes by use: weights, kv_cache, encoder_cache."""
         ...
 
-    def close(self) -> None:
-        """Free the device."""
-        ...
+    def close(self) -> None: ...
 
 
 class Tokenizer(Protocol):
@@ -193,7 +210,11 @@ class Processor(Protocol):
     spelled: Mapping[int, str]  #: tokens that are no text, and begin or end a call
 
     def process_image(
-        self, data: bytes, expected_size: tuple[int, int], decode: Decode = decode_image
+        self,
+        data: bytes,
+        expected_size: tuple[int, int],
+        decode: Decode = decode_image,
+        pixels: PixelLimits = NO_LIMITS,
     ) -> Any:
         """Decode and resize one image.
 
@@ -208,6 +229,7 @@ class Processor(Protocol):
         images: Items[tuple[str, Any]],
         options: Mapping[str, TemplateOption] = NO_OPTIONS,
         tools: Tools | None = None,
+        ending: Ending = "answer",
     ) -> Prompt:
         """Apply the chat template. `images[i]` is (image hash, pixels) of the part with index i.
 

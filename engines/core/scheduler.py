@@ -97,6 +97,9 @@ class Scheduler:
                 assert choice is not None
                 end += len(choice.following) - len(item.draft)
             sequence.num_computed_tokens = end
+            if sequence.num_scored_tokens < sequence.num_prompt_tokens:
+                scored_end = min(end + 1, sequence.num_prompt_tokens)
+                sequence.num_scored_tokens = max(sequence.num_scored_tokens, scored_end)
             if choice is not None:
                 sequence.token_ids.append(choice.token_id)
                 if choice.following:
@@ -116,6 +119,8 @@ class Scheduler:
         if num_output_tokens == 0:
             return None
         if token_ids[-1] in self._eos_token_ids and not sequence.sampling.ignore_eos:
+            return FinishReason.STOP
+        if token_ids[-1] in sequence.sampling.stop_token_ids:
             return FinishReason.STOP
         if num_output_tokens >= sequence.max_output_tokens:
             return FinishReason.LENGTH
@@ -191,6 +196,7 @@ class Scheduler:
             num_pending = len(sequence.token_ids) - start
             num_new = 1 if num_pending == 1 else budget.fit(num_pending)
             if start < sequence.num_prompt_tokens:
+                num_new = budget.take_scored(sequence, start, num_new)
                 num_new = self._limit_by_images(sequence, start, num_new, budget)
             if num_new == 0:
                 continue
@@ -247,7 +253,7 @@ class Scheduler:
                 return
             start = len(prefix) * self.blocks.block_size
             num_pending = sequence.num_tokens - start
-            num_new = budget.fit(num_pending)
+            num_new = budget.take_scored(sequence, start, budget.fit(num_pending))
             num_new = self._limit_by_images(sequence, start, num_new, budget)
             if num_new == 0:
                 return

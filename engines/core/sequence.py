@@ -5,7 +5,7 @@ Used by scheduler, block manager and runners.
 
 from collections.abc import Iterable
 from enum import Enum, auto
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct, field
 
@@ -17,6 +17,7 @@ from shared.protocol import FinishReason, Priority, SamplingParams
 if TYPE_CHECKING:
     from engines.core.speculation import History
 
+NOT_SCORED = 1 << 62  #: more tokens than any prompt has: no logprobs are wanted
 #: Newcomers that overtake a waiting batch sequence before it counts as one of them.
 MAX_OVERTAKES = 32
 
@@ -50,6 +51,7 @@ class Sequence(Struct, eq=False):
     eos_token_ids: tuple[int, ...] = ()  #: not sampled before `sampling.min_tokens`
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0  #: tokens whose keys and values are in the cache
+    num_scored_tokens: int = NOT_SCORED  #: prompt tokens whose logprobs are reported
     num_cached_tokens: int = 0  #: prompt tokens that the prefix cache gave at first scheduling
     num_restored_tokens: int = 0  #: output tokens that an earlier attempt had emitted
     block_ids: list[int] = field(default_factory=list)  #: the block table
@@ -59,6 +61,7 @@ class Sequence(Struct, eq=False):
     num_overtakes: int = 0  #: how often a newcomer was started before it
     finish_reason: FinishReason | None = None
     history: "History | None" = None  #: what drafts are made of; none where nothing is guessed
+    token_counts: Any = None  #: the sampler's, where tokens have penalties
     _shift: int = 0  #: from a later token's place to its rotary position
 
     def __post_init__(self) -> None:
@@ -74,6 +77,10 @@ class Sequence(Struct, eq=False):
         salt, adapter = request.cache_salt, request.adapter
         if adapter is not None:  # keys and values depend on it too
             salt = f"{salt}\0{adapter.digest}"
+        # an attempt that emitted a token had reported them all
+        wants_scores = (
+            request.sampling.num_prompt_logprobs is not None and not request.output_token_ids
+        )
         return cls(
             request_id=request.request_id,
             token_ids=[*request.prompt_token_ids, *request.output_token_ids],
@@ -86,7 +93,10 @@ class Sequence(Struct, eq=False):
             adapter=adapter,
             constraint=request.constraint and request.constraint.begin(),
             max_output_tokens=max_output_tokens,
-            eos_token_ids=tuple(eos_token_ids) if request.sampling.min_tokens else (),
+            eos_token_ids=(*eos_token_ids, *request.sampling.stop_token_ids)
+            if request.sampling.min_tokens
+            else (),
+            num_scored_tokens=0 if wants_scores else NOT_SCORED,
             num_restored_tokens=len(request.output_token_ids),
         )
 
@@ -112,6 +122,13 @@ class Sequence(Struct, eq=False):
     def num_output_tokens(self) -> int:
         """Output tokens so far, those of earlier attempts included."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_reusable_tokens(self) -> int:
+        """Leading tokens that a prefix hit may give: all but those whose scores are needed."""
+        if self.num_scored_tokens < self.num_prompt_tokens:
+            return max(self.num_scored_tokens - 1, 0)
+        return len(self.token_ids) - 1
 
     @property
     def num_pending_tokens(self) -> int:
@@ -162,6 +179,14 @@ class ScheduledSequence:
     def output_position(self) -> int:
         """How many output tokens stand before the one that is sampled."""
         return self.end - len(self.draft) - self.sequence.num_prompt_tokens
+
+    @property
+    def scored(self) -> range:
+        """Prompt tokens whose logprobs this share computes, from the scores of the token before each."""
+        sequence = self.sequence
+        num_scored = sequence.num_scored_tokens
+        first = max(self.start + 1, num_scored) if num_scored else 0  # the first token has no score
+        return range(first, min(self.end + 1, sequence.num_prompt_tokens))
 
     @property
     def token_ids(self) -> list[int]:

@@ -290,7 +290,7 @@ class Speculator:
             draft, right = history.find(sequence, most), history.right
         if not draft:
             return ()
-        eos = self._eos_token_ids
+        eos = self._eos_token_ids | set(sequence.sampling.stop_token_ids)
         if not eos.isdisjoint(draft):
             draft = list(takewhile(lambda each: each not in eos, draft))
         most = min(most, len(draft))

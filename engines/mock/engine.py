@@ -32,14 +32,32 @@ from engines.base import (
 )
 from engines.core.engine import BatchingEngine
 from engines.core.request import EngineRequest, ImageInput
-from engines.core.runner import NO_OPTIONS, Prompt, StepResult, TokenChoice, Tokenizer, token_mask
+from engines.core.runner import (
+    NO_LIMITS,
+    NO_OPTIONS,
+    PixelLimits,
+    Prompt,
+    PromptScore,
+    StepResult,
+    TokenChoice,
+    Tokenizer,
+    token_mask,
+)
 from engines.core.sequence import Batch, ScheduledSequence, Sequence
 from engines.core.speculation import sample_drafts
 from engines.image_decoder import FORMATS, decode_image
 from engines.mock.settings import MockEngineSettings
 from engines.text.reasoning import REASONING_FORMATS, Reasoning
 from engines.text.tools import HERMES, describe_in_text
-from shared.protocol import ChatMessage, Generate, ImagePart, ModelCard, TemplateOption, Tools
+from shared.protocol import (
+    ChatMessage,
+    Ending,
+    Generate,
+    ImagePart,
+    ModelCard,
+    TemplateOption,
+    Tools,
+)
 
 EOS_ID = 256
 IMAGE_ID = 257
@@ -106,7 +124,11 @@ class MockProcessor:
         self.tokens_per_image = self.image_tokens = tokens_per_image
 
     def process_image(
-        self, data: bytes, expected_size: tuple[int, int], decode: Decode = decode_image
+        self,
+        data: bytes,
+        expected_size: tuple[int, int],
+        decode: Decode = decode_image,
+        pixels: PixelLimits = NO_LIMITS,
     ) -> tuple[int, int]:
         """Width and height. Raises: InvalidImage."""
         try:
@@ -124,6 +146,7 @@ class MockProcessor:
         images: Items[tuple[str, tuple[int, int]]],
         options: Mapping[str, TemplateOption] = NO_OPTIONS,
         tools: Tools | None = None,
+        ending: Ending = "answer",
     ) -> Prompt:
         """`role: text` lines with one run of image slots per image."""
         if tools is not None or any(m.tool_calls or m.role == "tool" for m in messages):
@@ -142,7 +165,10 @@ class MockProcessor:
                 else:
                     token_ids += self.tokenizer.encode(part.text)
             token_ids += self.tokenizer.encode("\n")
-        token_ids += self.tokenizer.encode("assistant:")
+        if ending == "message":
+            token_ids.pop()
+        elif ending == "answer":
+            token_ids += self.tokenizer.encode("assistant:")
         if self.reasoning is not None and options.get("enable_thinking") is False:
             token_ids += NO_THINKING
         return Prompt(token_ids, tuple(inputs))
@@ -231,7 +257,11 @@ class MockRunner:
             jitter = 1 + mock.jitter_ratio * self._random.uniform(-1, 1)
             vision_s *= jitter
             self._free_at = max(self._free_at, time.perf_counter()) + step_s * jitter
-        return MockStep(StepResult(choices, vision_s), self._free_at)
+        result = StepResult(choices, vision_s)
+        for item in items:
+            if scored := item.scored:
+                result.prompt_scores[item.sequence.request_id] = _score(item.sequence, scored)
+        return MockStep(result, self._free_at)
 
     def load_adapter(self, directory: Path, limits: AdapterLimits) -> MockAdapter:
         """Whatever `adapter_config.json` holds. Raises: BadAdapter without one, or where it is too large."""
@@ -261,7 +291,6 @@ class MockRunner:
         }
 
     def close(self) -> None:
-        """Forget everything."""
         self._answers.clear()
         self._held_images.clear()
         self._encoder_cache.clear()
@@ -282,6 +311,9 @@ class MockRunner:
         token_id = EOS_ID if ends else FIRST_WORD_ID + value
         if marker_byte is not None:
             token_id = marker_byte
+        allowed = sampling.allowed_token_ids
+        if allowed and token_id not in allowed:
+            token_id = allowed[value % len(allowed)]
         if sequence.constraint is not None:
             token_id = _choose_allowed(token_mask(sequence), token_id, value)
         num_logprobs = sampling.num_logprobs
@@ -290,7 +322,9 @@ class MockRunner:
         rivals = [FIRST_WORD_ID + (value + rank) % len(WORDS) for rank in range(1, num_logprobs)]
         ranked = [token_id, *rivals][:num_logprobs]
         return TokenChoice(
-            token_id, -0.1, tuple((rival, -0.1 - 3.0 * rank) for rank, rival in enumerate(ranked))
+            token_id,
+            _logprob(0),
+            tuple((rival, _logprob(rank)) for rank, rival in enumerate(ranked)),
         )
 
     def _thought(self, sequence: Sequence, position: int) -> tuple[int, int | None]:
@@ -336,6 +370,22 @@ class MockRunner:
         self._encoder_cache_bytes += num_bytes
         while self._encoder_cache_bytes > self._encoder_cache_limit:
             self._encoder_cache_bytes -= self._encoder_cache.popitem(last=False)[1]
+
+
+def _score(sequence: Sequence, positions: range) -> list[PromptScore]:
+    """Each token is the most probable one; the first has no logprob."""
+    num_top = sequence.sampling.num_prompt_logprobs or 0
+    scores = [PromptScore(0)] if positions[0] == 0 else []
+    for position in positions[len(scores) :]:
+        token_id = sequence.token_ids[position]
+        rivals = [(token_id + rank) % VOCAB_SIZE for rank in range(num_top)]
+        top = tuple((rival, _logprob(rank)) for rank, rival in enumerate(rivals))
+        scores.append(PromptScore(position, _logprob(0), 1, top))
+    return scores
+
+
+def _logprob(rank: int) -> float:
+    return -0.1 - 3.0 * rank
 
 
 def answer_stream(sequence: Sequence, num_bytes: int) -> bytes:

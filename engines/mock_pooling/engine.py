@@ -41,7 +41,6 @@ class _Content:
 
     @property
     def identity(self) -> bytes:
-        """Equal for equal results."""
         return b"%d %d " % (self.dimensions, self.is_normalized) + self.data
 
 
@@ -127,7 +126,6 @@ class MockPoolingModel:
             time.sleep(step_s)
 
     def memory_bytes(self) -> dict[str, int]:
-        """It holds nothing."""
         return {"weights": 0}
 
     def close(self) -> None:

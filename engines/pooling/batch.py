@@ -80,7 +80,6 @@ class Waiting:
         return taken
 
     def clear(self) -> None:
-        """Forget all rows."""
         self._by_age.clear()
         self._by_length.clear()
         self.num_tokens = 0

@@ -53,7 +53,6 @@ class ResultCache:
             self.num_bytes -= _num_bytes(oldest)
 
     def clear(self) -> None:
-        """Forget all."""
         self._entries.clear()
         self.num_bytes = 0
 

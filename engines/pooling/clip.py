@@ -102,11 +102,9 @@ class ClipEncoder:
             give_vectors(part, _vectors(made))
 
     def memory_bytes(self) -> dict[str, int]:
-        """The weights."""
         return {"weights": num_bytes(self._model)}
 
     def close(self) -> None:
-        """Free the weights."""
         self._model = torch.nn.Module()
 
 

@@ -52,7 +52,6 @@ class Words:
 
     @property
     def identity(self) -> bytes:
-        """Equal for equal results."""
         numbers = (self.dimensions or 0, self.is_normalized, *self.ids, *self.types)
         return array("i", numbers).tobytes()
 
@@ -91,7 +90,7 @@ class Texts:
         part, param = task.inputs[index], task.param(index)
         options = (task.dimensions, task.is_normalized)
         if isinstance(part, TextPart):
-            name = task.prompt_name or self._config.default_prompt
+            name = self._config.default_prompt if task.prompt_name == "" else task.prompt_name
             prompt = self._config.prompts[name] if name else ""
             encoding = self._tokenizer.encode(prompt + part.text, add_special_tokens=False)
             num_special = self._tokenizer.num_special_tokens_to_add(False)
@@ -142,7 +141,6 @@ class Texts:
         return Words(array("i", encoding.ids), bytes(encoding.type_ids), None, not task.is_raw)
 
     def _most(self, task: Embed) -> int:
-        """Tokens of an input."""
         return min(self.max_tokens, task.max_tokens or self.max_tokens)
 
     def _cut(self, encoding: Encoding, room: int, truncate: Truncate, param: str) -> None:
@@ -301,11 +299,9 @@ class Encoder:
         return torch.where(wants_activation, logits.sigmoid(), logits)
 
     def memory_bytes(self) -> dict[str, int]:
-        """The weights."""
         return {"weights": num_bytes(self._model) + num_bytes(self._head)}
 
     def close(self) -> None:
-        """Free the weights."""
         self._model = self._base = nn.Module()
         self._head = nn.Sequential()
 

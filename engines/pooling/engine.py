@@ -76,13 +76,9 @@ class PoolingModel(Protocol):
         """Give each row its result."""
         ...
 
-    def memory_bytes(self) -> dict[str, int]:
-        """Bytes by use."""
-        ...
+    def memory_bytes(self) -> dict[str, int]: ...
 
-    def close(self) -> None:
-        """Free the device. Idempotent."""
-        ...
+    def close(self) -> None: ...
 
 
 @dataclass(eq=False, slots=True)
@@ -101,7 +97,6 @@ class PoolingInput:
 
     @property
     def usage(self) -> Usage:
-        """All inputs together."""
         return Usage(
             sum(row.num_tokens - row.num_padding for row in self.rows),
             num_image_tokens=sum(row.num_image_tokens for row in self.rows),

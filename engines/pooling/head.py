@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from engines.base import UnsupportedCheckpoint
 from engines.pooling.checkpoint import DenseConfig, Normalize
+from engines.torch_backend.loading.stored_tensors import finite
 
 #: Of torch.nn, without arguments; the word in the file is the last of its path.
 _ACTIVATIONS: dict[str, type[nn.Module]] = {
@@ -56,7 +57,8 @@ class Dense(nn.Module):
                 "unpickling can run any code"
             )
         try:
-            self.load_state_dict({name: x.float() for name, x in load_file(file).items()})
+            weights = {name: finite(name, x.float()) for name, x in load_file(file).items()}
+            self.load_state_dict(weights)
         except (RuntimeError, SafetensorError, OSError) as error:
             raise UnsupportedCheckpoint(f"{folder.name}/model.safetensors: {error}") from error
 

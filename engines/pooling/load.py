@@ -40,6 +40,7 @@ from engines.pooling.linears import pack_linears, quantize_linears
 from engines.pooling.settings import EncoderSettings
 from engines.silent_transformers import silent_transformers
 from engines.torch_backend.loading.load import choose_device, choose_dtype
+from engines.torch_backend.loading.stored_tensors import finite
 from engines.torch_backend.loading.threads import set_num_threads
 from shared.protocol import ModelCard
 
@@ -201,6 +202,8 @@ def _load_model(kind: Any, directory: Path, config: Any, dtype: torch.dtype) -> 
         )
     if kind is AutoModel and hasattr(model, "pooler"):
         model.pooler = None
+    for name, weight in model.named_parameters():
+        finite(name, weight.detach())
     return model
 
 

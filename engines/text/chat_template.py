@@ -73,9 +73,11 @@ class ChatTemplate:
         options: Mapping[str, Any] = NO_OPTIONS,
         tools: Sequence[dict[str, Any]] = (),
         calls: Mapping[int, list[dict[str, Any]]] = NO_CALLS,
+        *,
+        is_answered: bool = True,
     ) -> str:
         """The prompt's text. `texts[i]` are the texts that stand for the text parts of `messages[i]`, and last for
-        its reasoning. `options` are further variables, `tools` functions, and `calls[i]` those of `messages[i]`.
+        its reasoning. `options` are further variables, `tools` functions, and `calls[i]` those of `messages[i]`. `is_answered`: it ends with the head of an answer.
 
         Raises: InvalidRequest where the template refuses the conversation.
         """
@@ -97,7 +99,9 @@ class ChatTemplate:
                 shown["tool_call_id"] = message.tool_call_id
             rendered.append(shown)
         try:
-            return self._renderer.render(rendered, options=options, tools=tools)
+            return self._renderer.render(
+                rendered, options=options, tools=tools, is_answered=is_answered
+            )
         except TemplateRefusal as refusal:
             raise InvalidRequest(
                 f"The model's chat template refuses this conversation: {refusal}"

@@ -26,16 +26,30 @@ class SpellingTokenizer:
         return self._spelled.get(token_id) or self._tokenizer.token_bytes(token_id)
 
 
+class SpecialsTokenizer(SpellingTokenizer):
+    """A tokenizer that gives the text of special tokens, but for those that end an answer."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__(tokenizer, {})
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The raw bytes that a token adds to the text."""
+        data = self._tokenizer.token_bytes(token_id)
+        if data or token_id in self.eos_token_ids:
+            return data
+        return self.token_string(token_id).encode()
+
+
 class Detokenizer:
     """The text of one answer. `is_stopped` tells that a stop string has ended it."""
 
     num_reasoning_tokens = 0  #: it keeps nothing apart
 
-    def __init__(self, tokenizer: Tokenizer, stop: Iterable[str] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop: "Iterable[str] | StopStrings" = ()) -> None:
         self._token_bytes = tokenizer.token_bytes
         self._drops_space = tokenizer.drops_leading_space
         self._incomplete = b""
-        self._stops = StopStrings(stop)
+        self._stops = stop if isinstance(stop, StopStrings) else StopStrings(stop)
 
     @property
     def is_stopped(self) -> bool:
@@ -78,7 +92,9 @@ def decode(tokenizer: Tokenizer, token_ids: Iterable[int]) -> str:
 class StopStrings:
     """Lets through what of a text lies before the first stop string, and what can be part of none."""
 
-    def __init__(self, texts: Iterable[str]) -> None:
+    def __init__(self, texts: Iterable[str], *, keeps: bool = False) -> None:
+        """`keeps`: the stop string that ends the text is let through."""
+        self._keeps = keeps
         self.texts = [StopString(text) for text in texts if text]
         self.is_stopped = False
         self.stopped_by = ""
@@ -98,16 +114,15 @@ class StopStrings:
                     num_stop_characters, self.stopped_by = len(stop.text), stop.text
             if num_stop_characters:
                 self.is_stopped = True
-                released = (self._held + text[: index + 1])[:-num_stop_characters]
+                released = self._held + text[: index + 1]
                 self._held = ""
-                return released
+                return released if self._keeps else released[:-num_stop_characters]
         known = self._held + text
         num_held = max((stop.num_matched for stop in self.texts), default=0)
         self._held = known[len(known) - num_held :]
         return known[: len(known) - num_held]
 
     def finish(self) -> str:
-        """What was held back."""
         rest, self._held = self._held, ""
         return rest
 

@@ -11,7 +11,7 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -82,6 +82,7 @@ class GrammarCompiler:
         self._vocabulary: Vocabulary | None = None
         self._tables: Any = None
         self._drafter: Drafter | None = None
+        self._bound_numbers: NumberBounds | None = None
         self._judge: _Judge | None = None
 
     @classmethod
@@ -108,7 +109,8 @@ class GrammarCompiler:
         Raises: BadGrammar, GrammarTooComplex.
         """
         try:
-            return self._constrain(*_to_body(grammar), is_thinking=is_thinking)
+            is_json = grammar.kind == "json"
+            return self._constrain(*_to_body(grammar), is_thinking=is_thinking, is_json=is_json)
         except _Refusal as refusal:
             raise refusal.to_error(grammar.param) from None
 
@@ -135,19 +137,21 @@ class GrammarCompiler:
         for is_loose in (False, True):
             try:
                 body = "\n".join((head, rules, _to_rules(tools, form, is_loose=is_loose)))
-                return self._constrain(body, others, is_thinking=is_thinking)
+                is_json = grammar is None or grammar.kind == "json"
+                return self._constrain(body, others, is_thinking=is_thinking, is_json=is_json)
             except _Refusal as refusal:
                 if is_loose or is_strict:
                     raise refusal.to_error("tools") from None
         raise AssertionError  # one of both was returned or raised
 
-    def _constrain(self, body: str, others: dict[str, str], *, is_thinking: bool) -> Constraint:
+    def _constrain(
+        self, body: str, others: dict[str, str], *, is_thinking: bool, is_json: bool
+    ) -> Constraint:
         """Raises: _Refusal."""
         matcher = self._find(self._to_source(body, others, is_thinking=is_thinking))
-        return Constraint(matcher, self._drafter)
+        return Constraint(matcher, self._drafter, self._bound_numbers if is_json else None)
 
     def close(self) -> None:
-        """End the child. Idempotent."""
         with self._judging:
             if self._judge is not None:
                 self._judge.close()
@@ -225,6 +229,7 @@ class GrammarCompiler:
         self._judge = _Judge(self._vocabulary)  # it reads them meanwhile
         self._tables = create_tokenizer(self._vocabulary)
         self._drafter = Drafter(tokenizer, self._vocab_size)
+        self._bound_numbers = NumberBounds(self._vocabulary.tokens)
 
     def _ask(self, source: str) -> Verdict:
         """The child's verdict. Raises: _Refusal if the child ends first; the next grammar has another child."""
@@ -247,6 +252,57 @@ class GrammarCompiler:
                 self._num_bytes += found.num_bytes
             while len(self._kept) > _MAX_KEPT or self._num_bytes > _MAX_KEPT_BYTES:
                 self._num_bytes -= self._kept.popitem(last=False)[1].num_bytes
+
+
+class NumberBounds:
+    """Ends numbers of JSON that a schema does not bound, which small models continue without an end.
+
+    An integer has at most 19 digits, a number 17 and an exponent of 3. llguidance has no such option, so that tokens
+    are forbidden where the answer ends with a number and every digit may follow: there a schema sets no bound.
+    """
+
+    def __init__(self, texts: Sequence[bytes]) -> None:
+        """`texts` are those of the vocabulary, by token."""
+        self._texts = texts
+        ids = {text: token_id for token_id, text in enumerate(texts) if len(text) == 1}
+        self._digits = [ids.get(b"%d" % digit, -1) for digit in range(10)]
+        self._point = ids.get(b".", -1)
+        self._others = [ids.get(sign, -1) for sign in (b'"', b"a")]  # of strings
+        begun = ((i, _NUMBER_SIGNS.match(text)) for i, text in enumerate(texts))
+        self._numeric = [(i, found[0]) for i, found in begun if found]
+
+    def __call__(self, mask: bytes, last: Sequence[int]) -> bytes:
+        """As `Narrow`."""
+        run = b""
+        for token_id in reversed(last):
+            run = self._texts[token_id] + run
+            if not _NUMBER_SIGNS.fullmatch(run):
+                break
+        found = _NUMBER.search(run)
+        if found is None or min(self._digits) < 0:
+            return mask
+        may = [mask[i >> 3] >> (i & 7) & 1 for i in (*self._digits, *self._others) if i >= 0]
+        if not all(may[:10]) or any(may[10:]):
+            return mask
+        has_point = self._point >= 0 and mask[self._point >> 3] >> (self._point & 7) & 1
+        is_whole = not has_point and found[0].lstrip(b"-").isdigit()
+        narrowed = bytearray(mask)
+        for token_id, text in self._numeric:
+            if not _is_bounded(found[0] + text, is_whole=is_whole):
+                narrowed[token_id >> 3] &= ~(1 << (token_id & 7))
+        return bytes(narrowed) if any(narrowed) else mask
+
+
+_NUMBER_SIGNS = re.compile(rb"[0-9.eE+-]+")
+_NUMBER = re.compile(rb"-?[0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]*)?$")
+_DIGIT = re.compile(rb"[0-9]")
+
+
+def _is_bounded(number: bytes, *, is_whole: bool) -> bool:
+    """Whether a partly written number can still be completed within its bounds."""
+    mantissa, _, exponent = number.lower().partition(b"e")
+    num_digits = len(_DIGIT.findall(mantissa)) + mantissa.endswith(b".")
+    return num_digits <= (19 if is_whole else 17) and len(_DIGIT.findall(exponent)) <= 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,7 +356,6 @@ class _Judge:
         self._socket.sendall(data)
 
     def close(self) -> None:
-        """End the process. Idempotent."""
         self._process.kill()
         self._process.wait()
         self._socket.close()

@@ -84,6 +84,7 @@ def create_matcher(tokenizer: Any, source: str) -> Any:
     limits = LLParserLimits(
         max_lexer_states=20_000,
         step_max_items=20_000,
+        max_items_in_row=20_000,  # an object has 4 for each property that may come next
         initial_lexer_fuel=200_000,
         step_lexer_fuel=50_000,
         max_grammar_size=100_000,

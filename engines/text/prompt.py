@@ -21,7 +21,7 @@ from engines.core.request import ImageInput
 from engines.core.runner import NO_OPTIONS, Prompt
 from engines.text.chat_template import ChatTemplate
 from engines.text.tools import describe_in_text, move_images, to_openai, to_shown
-from shared.protocol import ChatMessage, ImagePart, TemplateOption, TextPart, Tools
+from shared.protocol import ChatMessage, Ending, ImagePart, TemplateOption, TextPart, Tools
 
 if TYPE_CHECKING:
     from engines.text.reasoning import Reasoning
@@ -82,10 +82,14 @@ class PromptBuilder:
         slot_id: int | None,
         placeholder: str = "",
         reasoning: "Reasoning | None" = None,
+        *,
+        adds_special_tokens: bool = True,
     ) -> None:
         """`slot_id` is the token of image slots, None for no images.
 
-        The template spells it once where an image is, or another token as `placeholder`.
+        The template spells it once where an image is, or another token as `placeholder`. `adds_special_tokens`:
+        a rendered template that does not begin with BOS gets the tokenizer's special tokens, as transformers'
+        processors add them; `apply_chat_template` of its tokenizers never does.
         """
         self._tokenizer = tokenizer
         self._template = template
@@ -93,6 +97,7 @@ class PromptBuilder:
         self._spelling = ControlSpelling(tokenizer.control_tokens, slot_id)
         self._placeholder = placeholder or self._spelling.run_text
         self._reasoning = reasoning
+        self._adds_special_tokens = adds_special_tokens
 
     def build(
         self,
@@ -100,8 +105,11 @@ class PromptBuilder:
         items: Sequence[Item],
         options: Mapping[str, TemplateOption] = NO_OPTIONS,
         tools: Tools | None = None,
+        ending: Ending = "answer",
     ) -> Prompt:
         """Token ids and where images are. `items[i]` is the image of the part with index i.
+
+        `ending` "message" continues the last message, as `continue_final_message` of transformers.
 
         `options` are further variables of the template, `tools` functions that the model is told of.
         Raises: InvalidRequest.
@@ -126,6 +134,9 @@ class PromptBuilder:
             name: protect(value, guard) if isinstance(value, str) else value
             for name, value in options.items()
         }
+        mark = f"{guard}{guard} " if ending == "message" else ""
+        if mark:
+            _mark_end(messages[-1], protected[-1], mark)
         calls = {
             place: [_protect_in(to_shown(call), protect, guard) for call in message.tool_calls]
             for place, message in enumerate(messages)
@@ -133,10 +144,16 @@ class PromptBuilder:
         }
         functions = () if tools is None else tools.functions
         shown_tools = [_protect_in(to_openai(each), protect, guard) for each in functions]
-        rendered = self._template.render(messages, protected, options, shown_tools, calls)
+        rendered = self._template.render(
+            messages, protected, options, shown_tools, calls, is_answered=ending == "answer"
+        )
+        if mark:
+            rendered = _cut_at(rendered, mark)
         shown = [items[index] for index in order]
         expanded, places = self._expand(rendered, shown, guard)
-        token_ids, runs = self._encode(expanded, places, guard)
+        token_ids, runs = self._encode(
+            expanded, places, guard, add_special_tokens=self._adds_special_tokens
+        )
         images = (self._place(token_ids, run, item) for run, item in zip(runs, shown, strict=True))
         is_thinking = self._reasoning is not None and self._reasoning.is_opened_by(rendered)
         return Prompt(token_ids, tuple(images), is_thinking=is_thinking)
@@ -182,7 +199,7 @@ class PromptBuilder:
         places: list[tuple[int, int]],
         guard: str,
         *,
-        add_special_tokens: bool = True,
+        add_special_tokens: bool,
     ) -> tuple[list[int], list[tuple[int, int]]]:
         """Ids of a prompt's text, and between which of them the control tokens of each place are."""
         tokenizer = self._tokenizer
@@ -286,6 +303,25 @@ class ControlSpelling:
                 start += len(rendered[start:]) - len(rendered[start:].lstrip())
         pieces.append((rendered[start:], None, len(rendered), 1))
         return pieces
+
+
+def _mark_end(message: ChatMessage, texts: list[str], mark: str) -> None:
+    """Put a mark behind the last text of a message. Raises: InvalidRequest."""
+    last = sum(isinstance(part, TextPart) for part in message.parts) - 1
+    if last < 0:
+        raise InvalidRequest("The last message holds no text that could be continued.")
+    texts[last] += mark
+
+
+def _cut_at(rendered: str, mark: str) -> str:
+    """The prompt up to the mark, as transformers cuts it. Raises: InvalidRequest."""
+    start = rendered.rfind(mark.strip())
+    if start < 0:
+        raise InvalidRequest(
+            "The model's chat template does not show the end of the last message: end with a user message."
+        )
+    before = rendered[:start]
+    return before if rendered.startswith(mark, start) else before.rstrip()
 
 
 def _is_word(character: str) -> bool:

@@ -66,9 +66,7 @@ class Splitter(Protocol):
         """What of the text so far, and of what was held back, is thinking, and what is answer."""
         ...
 
-    def finish(self) -> tuple[str, str]:
-        """What was held back."""
-        ...
+    def finish(self) -> tuple[str, str]: ...
 
 
 class TagSplitter:
@@ -230,14 +228,14 @@ class ReasoningDetokenizer:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        stop: Iterable[str],
+        stop: Iterable[str] | StopStrings,
         reasoning: Reasoning,
         is_thinking: bool,
     ) -> None:
         """`is_thinking`: the prompt has begun the thinking."""
         self.num_reasoning_tokens = 0
         self._text = Detokenizer(tokenizer)
-        self._stops = StopStrings(stop)
+        self._stops = stop if isinstance(stop, StopStrings) else StopStrings(stop)
         self._splitter = reasoning.create_splitter(is_thinking)
         self._spelled = reasoning.spelled
         self._reasoning = ""

@@ -194,6 +194,8 @@ class CompiledTemplate:
         max_s: float = MAX_S,
         options: Mapping[str, Any] = NO_OPTIONS,
         tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        is_answered: bool = True,
     ) -> str:
         """The text of a conversation. `options` are further variables, `tools` functions that may be called.
 
@@ -203,7 +205,7 @@ class CompiledTemplate:
         max_chars = _BASE_CHARS + _CHARS_RATIO * num_chars
         try:
             with _working(max_chars, max_s):
-                return "".join(self._pieces(messages, max_chars, options, tools))
+                return "".join(self._pieces(messages, max_chars, options, tools, is_answered))
         except TemplateFailure:
             raise
         except jinja2.TemplateError as error:
@@ -217,12 +219,13 @@ class CompiledTemplate:
         max_chars: int,
         options: Mapping[str, Any],
         tools: Sequence[Mapping[str, Any]],
+        is_answered: bool,
     ) -> Iterator[str]:
         for piece in self._template.generate(
             messages=messages,
             tools=list(tools) or None,
             documents=None,
-            add_generation_prompt=True,
+            add_generation_prompt=is_answered,
             **self._variables,
             **{name: value for name, value in options.items() if name in self.options},
         ):

@@ -139,7 +139,6 @@ class KVCachePool:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all layers."""
         return self.data.nbytes
 
     def scales(self, layer: int) -> Tensor | None:

@@ -22,7 +22,7 @@ from engines.core.runner import (
 from engines.core.sequence import Batch, ScheduledSequence, Sequence
 from engines.core.speculation import sample_drafts
 from engines.torch_backend.graphs.cuda_steps import CudaSteps, is_served
-from engines.torch_backend.kv_cache import KVCachePool, plan_kv_cache
+from engines.torch_backend.kv_cache import KVCachePool, KVCacheTooSmall, plan_kv_cache
 from engines.torch_backend.kv_int8 import Int8KVCachePool
 from engines.torch_backend.layers.attention import AttentionPlan, Span, plan_attention
 from engines.torch_backend.layers.rotary import RotaryTable
@@ -38,9 +38,12 @@ from engines.torch_backend.ops.registry import Ops, cpu_ops
 from engines.torch_backend.parallel.leader import Leader
 from engines.torch_backend.parallel.mesh import SINGLE, Mesh, least
 from engines.torch_backend.parallel.step_message import Step
-from engines.torch_backend.sampling.sampler import needs_host, sample
+from engines.torch_backend.sampling.sampler import needs_host, sample, score_prompts
 from engines.torch_backend.settings import TorchSettings
 from shared.protocol import SamplingParams
+
+#: Of a sequence's states: before its last step, after it, and what the next step makes.
+_STATE_COPIES = 3
 
 
 def _free_for_caches(
@@ -84,6 +87,13 @@ class TorchRunner:
         self._weight_bytes = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
         set_num_threads(num_threads, device, self._weight_bytes, mesh.size)
         free = _free_for_caches(device, free_before_load, self._weight_bytes, mesh)
+        states = _STATE_COPIES * config.max_num_seqs * model.state_bytes_per_sequence
+        if states >= free > 0:
+            raise KVCacheTooSmall(
+                f"the recurrent states of {config.max_num_seqs} sequences need {states} bytes; {free} bytes are "
+                "free. Lower max_num_seqs."
+            )
+        free = max(0, free - states)
         shapes = model.kv_shapes
         plan = plan_kv_cache(text, config, dtype, free, device.type, shapes)
         self.block_size = config.block_size
@@ -159,7 +169,7 @@ class TorchRunner:
 
     def release(self, request_id: str) -> None:
         """Let go of the images that a request holds, and of what layers keep of it."""
-        self._encoder_cache.release(request_id)
+        self._images.release(request_id)
         self.model.release(request_id)
         if self._leader is not None:
             self._leader.release(request_id)
@@ -170,7 +180,6 @@ class TorchRunner:
         return cache.num_queries, cache.num_hits, cache.num_bytes
 
     def memory_bytes(self) -> dict[str, int]:
-        """Bytes by use."""
         return {
             "weights": self._weight_bytes,
             "kv_cache": sum(pool.num_bytes for pool in self.kv_pools),
@@ -182,8 +191,10 @@ class TorchRunner:
         """Free the device, and end the other ranks. Idempotent; nothing can be run after it."""
         if self._leader is not None:
             self._leader.close()
+        if (images := self.__dict__.pop("_images", None)) is not None:
+            images.close()
         self._encoder_cache.clear()
-        for name in ("model", "cuda", "_images", "kv_pools", "_rotary"):
+        for name in ("model", "cuda", "kv_pools", "_rotary"):
             self.__dict__.pop(name, None)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -238,12 +249,18 @@ class TorchRunner:
         spans = _to_spans(ordered)
         plan = plan_attention(spans, self.block_size, self._dtype, self.device)
         sampling = [place for place, item in enumerate(ordered) if item.samples]
-        rows, row_of = [], {}  # by place: that of its next token; those behind its draft follow
+        rows: list[int] = []
+        row_of: dict[int, int] = {}  # by place: that of its next token; those of its draft follow
         for place in sampling:
             row_of[place] = len(rows)
             stop = spans[place].stop
             rows += range(stop - 1 - len(ordered[place].draft), stop)
+        num_sampled = len(rows)
+        for item, span in zip(ordered, spans, strict=True):
+            rows += [span.start + position - 1 - item.start for position in item.scored if position]
         logits = self._logits(ordered, plan, rows)
+        logits, prompt_logits = logits[:num_sampled], logits[num_sampled:]
+        prompt_scores = score_prompts(prompt_logits, ordered)
         sampled: list[TokenChoice | None] = [None] * len(ordered)
 
         def sample_at(places: list[int], num_more: int) -> list[TokenChoice]:
@@ -260,7 +277,7 @@ class TorchRunner:
         for place, choice in enumerate(sampled):
             choices[order[place]] = choice
         self._images.unpin_done(ordered)
-        return StepResult(choices, vision_s, deferred, over_budget)
+        return StepResult(choices, vision_s, deferred, over_budget, prompt_scores)
 
     @torch.inference_mode()
     def logits(self, items: list[ScheduledSequence]) -> Tensor:
@@ -343,7 +360,7 @@ class TorchRunner:
             hidden = self.model.language_model(embeddings, attend)
         if not rows:
             return hidden[:0]
-        if len(rows) < hidden.shape[0]:
+        if rows != list(range(hidden.shape[0])):
             hidden = hidden[torch.tensor(rows, device=self.device)]
         return self.model.language_model.logits(hidden)
 

@@ -62,6 +62,14 @@ class TorchSettings(BatchingSettings):
         default=(), description="As `DISABLED_OPS`, by older names; gone in the next version."
     )
 
+    max_image_pixels: int = Field(
+        default=0,
+        ge=0,
+        le=128_000_000,
+        description="Pixels of an image that the model sees; larger ones are scaled down as the model's "
+        "processor does. 0: on a CPU 1048576, some 30 s of two fast cores for a tower of 32 layers; on a GPU the "
+        "processor's own limit.",
+    )
     generation_config: str = Field(
         default="auto",
         description="Sampling where a request says nothing: `auto` (what the model's "

@@ -18,13 +18,15 @@ from shared.queue.api import (
     Claim,
     DuplicateRequest,
     GatewayQueue,
+    Limits,
     Mailbox,
     Publication,
     QueueRefused,
+    Quotas,
+    Reservation,
     WorkerQueue,
 )
 from shared.queue.mailbox import RedisMailbox
-from shared.queue.quota import Limits, Quotas, Reservation
 from shared.queue.resume import ResumableCalls
 from shared.redis.client import create_redis
 from shared.redis.embedded import EmbeddedRedis

@@ -26,6 +26,7 @@ from engines.base import (
     PreparedImage,
     RequestError,
 )
+from engines.core.engine import BatchingEngine
 from engines.image_decoder import decode_image
 from engines.registry import create_engine, engine_kinds, register
 from engines.torch_backend.loading.make_checkpoint import make_checkpoint
@@ -39,6 +40,7 @@ from shared.protocol import (
     Generate,
     ImagePart,
     ImageRef,
+    PromptLogprob,
     Run,
     SamplingParams,
     Task,
@@ -47,6 +49,7 @@ from shared.protocol import (
     Tokens,
     TokensPart,
 )
+from shared.settings.limits import LimitSettings
 from tests.contract.test_pooling_engine import SETTINGS as POOLING_SETTINGS
 from tests.contract.toys.engine import TOY
 from tests.factories_engine import make_mock
@@ -201,6 +204,7 @@ class Said:
     num_tokens: int = 0
     num_logprobs: int = 0
     logprobs: list[float] = field(default_factory=list)
+    prompt_logprobs: tuple[PromptLogprob, ...] = ()
     last: EngineOutput | None = None
 
     def take(self, output: EngineOutput) -> None:
@@ -212,6 +216,8 @@ class Said:
         self.token_ids += output.token_ids
         self.num_tokens += len(output.token_ids) + output.num_without_id
         self.num_logprobs += len(output.logprobs)
+        assert not (output.prompt_logprobs and self.num_tokens), "the prompt's come first"
+        self.prompt_logprobs += output.prompt_logprobs
         self.logprobs += [entry.chosen.logprob for entry in output.logprobs]
         if output.finish_reason is not None or output.error is not None:
             self.last = output
@@ -365,6 +371,46 @@ def test_a_stop_string_ends_the_answer_or_is_refused(generating: Case):
     assert said.last.finish_reason is FinishReason.STOP
 
 
+@pytest.mark.parametrize("keeps_stop", [False, True])
+def test_a_stop_token_ends_the_answer(generating: Case, keeps_stop: bool):
+    engine = generating.start()
+    if "tokenize" not in engine.capabilities().tasks:
+        pytest.skip("it has no token ids")
+    whole = answer(engine, make_call(ignore_eos=True))
+    place = next(n for n in range(2, 6) if whole.token_ids[n] not in whole.token_ids[:n])
+    stop = whole.token_ids[place]
+    said = answer(engine, make_call(stop_token_ids=(stop,), ignore_eos=True, keeps_stop=keeps_stop))
+    assert said.token_ids == whole.token_ids[: place + 1]
+    assert said.last is not None
+    assert said.last.finish_reason is FinishReason.STOP
+    shown = answer(engine, make_call(ignore_eos=True, max_tokens=place + keeps_stop))
+    assert said.text == shown.text
+
+
+def test_a_stop_string_is_kept_where_that_is_asked_for(generating: Case):
+    engine = generating.start()
+    if "tokenize" not in engine.capabilities().tasks:
+        pytest.skip("it has no token ids")
+    whole = answer(engine, make_call()).text
+    stop = whole[len(whole) // 2 :][:3]
+    said = answer(engine, make_call(stop=(stop,), keeps_stop=True))
+    assert said.text == whole[: whole.index(stop) + len(stop)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_only_allowed_tokens_are_sampled(generating: Case, temperature: float):
+    engine = generating.start()
+    if "tokenize" not in engine.capabilities().tasks:
+        pytest.skip("it has no token ids")
+    allowed = (50, 60, 70)
+    said = answer(engine, make_call(allowed_token_ids=allowed, temperature=temperature))
+    assert len(said.token_ids) == 6
+    assert {*allowed}.issuperset(said.token_ids)
+    never = make_call("never", allowed_token_ids=(50,), stop_token_ids=(50,), min_tokens=2)
+    with pytest.raises(RequestError, match="allowed_token_ids"):
+        add(engine, never)
+
+
 def test_logprobs_come_for_each_token_or_are_refused(generating: Case):
     try:
         said = answer(generating.start(), make_call(num_logprobs=2))
@@ -374,7 +420,7 @@ def test_logprobs_come_for_each_token_or_are_refused(generating: Case):
 
 
 @pytest.mark.parametrize("num_asked", [0, 2])
-def test_an_echoed_prompt_has_the_logprobs_that_its_tokens_had_when_they_were_said(
+def test_a_prompt_has_the_logprobs_that_its_tokens_had_when_they_were_said(
     generating: Case, num_asked: int
 ):
     engine = generating.start()
@@ -384,24 +430,35 @@ def test_an_echoed_prompt_has_the_logprobs_that_its_tokens_had_when_they_were_sa
     wish = SamplingParams(temperature=0.0, max_tokens=6, num_logprobs=1, ignore_eos=True)
     said = answer(engine, EngineCall("said", Generate((), wish, prompt=TokensPart(prompt))))
     whole = TokensPart((*prompt, *said.token_ids[:5]))
-    again = replace(wish, max_tokens=num_asked)
-    echoed = answer(engine, EngineCall("echoed", Generate((), again, prompt=whole, is_echoed=True)))
-    assert echoed.token_ids[: len(whole.token_ids) - 1] == whole.token_ids[1:]
-    assert echoed.num_tokens == len(whole.token_ids) - 1 + num_asked
-    assert echoed.logprobs[len(prompt) - 1 :][:5] == pytest.approx(said.logprobs[:5], abs=1e-4)
-    assert echoed.last is not None
-    assert echoed.last.usage is not None
-    assert echoed.last.usage.num_prompt_tokens == len(whole.token_ids)
-    if num_asked and generating.kind == "torch":  # the mock asks nobody what came before
-        assert echoed.token_ids[-num_asked] == said.token_ids[5]
+    again = replace(wish, max_tokens=num_asked, num_prompt_logprobs=2)
+    scored = answer(engine, EngineCall("scored", Generate((), again, prompt=whole)))
+    assert [entry.token_id for entry in scored.prompt_logprobs] == [*whole.token_ids]
+    assert [entry.position for entry in scored.prompt_logprobs] == [*range(len(whole.token_ids))]
+    assert scored.prompt_logprobs[0].rank == 0
+    later = scored.prompt_logprobs[len(prompt) :]
+    assert [entry.rank for entry in later] == [1] * 5
+    assert [entry.chosen.logprob for entry in later] == pytest.approx(said.logprobs[:5], abs=1e-4)
+    assert all(
+        (entry.token_id, entry.chosen) == entry.top[0] and len(entry.top) == 2 for entry in later
+    )
+    assert scored.num_tokens == num_asked
+    assert scored.last is not None
+    assert scored.last.finish_reason is FinishReason.LENGTH
+    assert scored.last.usage is not None
+    usage = scored.last.usage
+    assert (usage.num_prompt_tokens, usage.num_output_tokens) == (len(whole.token_ids), num_asked)
+    if num_asked and generating.kind == "torch":  # the mock's answers depend on the whole prompt
+        assert scored.token_ids[0] == said.token_ids[5]
 
 
-def test_a_prompt_that_cannot_be_echoed_is_refused(generating: Case):
+def test_a_prompt_of_one_token_has_no_logprob(generating: Case):
     engine = generating.start()
-    wish = SamplingParams(temperature=0.0, max_tokens=0, num_logprobs=1)
-    call = EngineCall("one", Generate((), wish, prompt=TokensPart((40,)), is_echoed=True))
-    with pytest.raises(RequestError):
-        add(engine, call)
+    if "tokenize" not in engine.capabilities().tasks:
+        pytest.skip("it has no tokenizer")
+    wish = SamplingParams(temperature=0.0, max_tokens=0, num_prompt_logprobs=1)
+    said = answer(engine, EngineCall("one", Generate((), wish, prompt=TokensPart((40,)))))
+    assert [(each.token_id, each.rank) for each in said.prompt_logprobs] == [(40, 0)]
+    assert said.num_tokens == 0
 
 
 @pytest.mark.parametrize(
@@ -494,6 +551,61 @@ async def test_an_answer_over_http_is_the_engines_own(
     assert "".join(texts) == expected.text
     assert chunks[-1]["usage"]["completion_tokens"] == expected.num_tokens
     assert refused.status_code == 400, refused.text
+
+
+@pytest.mark.parametrize(("num_objects", "status"), [(1, 200), (6, 400)])
+async def test_a_schema_of_the_most_properties_is_kept_or_refused(
+    generating: Case, num_objects: int, status: int, ends: Ends, redis_server, redis_prefix
+):
+    if not generating.capabilities.takes_grammars:
+        pytest.skip("it takes no grammars")
+    names = map(str, range(LimitSettings.max_schema_properties))
+    schema = {"type": "object", "properties": {name: {} for name in names}}
+    schema = {"anyOf": [schema] * num_objects}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    async with (
+        run_worker(ends, load=generating.load),
+        run_gateway_on_socket(make_settings(redis_server, redis_prefix)) as gateway,
+    ):
+        for seed in range(3):
+            response = await gateway.chat(ask(response_format=form, temperature=1, seed=seed))
+            assert response.status_code == status, response.text
+            if status == 200:
+                assert response.json()["choices"][0]["message"]["content"].startswith("{")
+            else:
+                assert response.json()["error"]["code"] == "grammar_too_complex"
+
+
+async def test_a_prompt_of_token_ids_is_scored_as_lm_eval_asks(
+    generating: Case, ends: Ends, redis_server, redis_prefix
+):
+    """Also one that holds the end of a turn, as chat prompts do."""
+    loaded = generating.load()
+    if "tokenize" not in loaded.card.tasks:
+        pytest.skip("it has no tokenizer")
+    assert isinstance(loaded.engine, BatchingEngine)
+    end = min(loaded.engine.tokenizer.eos_token_ids)
+    prompts = [[40, end, 41, 42], [50, 51, end, *range(40, 60)]]
+    body = {"model": MODEL, "prompt": prompts, "echo": True, "logprobs": 1, "temperature": 0}
+    found = []
+    async with (
+        run_worker(ends, load=lambda: loaded),
+        run_gateway_on_socket(make_settings(redis_server, redis_prefix)) as gateway,
+    ):
+        for max_tokens in (0, 1):
+            told = await gateway.client.post(
+                "/v1/completions", json={**body, "max_tokens": max_tokens}
+            )
+            assert told.status_code == 200, told.text
+            found.append([choice["logprobs"] for choice in told.json()["choices"]])
+    for num_more, each in enumerate(found):
+        for prompt, logprobs in zip(prompts, each, strict=True):
+            values = logprobs["token_logprobs"]
+            assert len(values) == len(logprobs["tokens"]) == len(prompt) + num_more
+            assert values[0] is None
+            assert all(value <= 0 for value in values[1:])
+    for less, more in zip(*found, strict=True):
+        assert less["token_logprobs"][1:] == pytest.approx(more["token_logprobs"][1:-1], abs=1e-4)
 
 
 async def test_an_image_reaches_the_engine(

@@ -16,6 +16,7 @@ import pytest
 from msgspec.structs import replace
 
 from gateway.api import SURFACES
+from gateway.api.fields import UNSUPPORTED
 from gateway.calls.open_call import ChoiceEvent
 from gateway.calls.surface import AnswerHead, Frame, Totals
 from gateway.services import Services
@@ -376,13 +377,27 @@ DIALECTS = {
         calling=OLLAMA_CALLING,
     ),
     "/api/generate": Dialect(
-        body={"prompt": "hello"},
-        extra={"stream": False},
+        body={},
+        extra={"prompt": "hello", "stream": False},
         text_of=lambda answer: answer["response"],
         error_of=ollama_error,
         wrong=("prompt", 5),
         end='"done":true',
         stream_type="application/x-ndjson",
+    ),
+    "/api/embed": Dialect(
+        body={"input": "hello"},
+        text_of=lambda answer: TOLD if answer["embeddings"] == [NUMBERS] else "",
+        error_of=ollama_error,
+        wrong=("input", 5),
+        task="embed",
+    ),
+    "/api/embeddings": Dialect(
+        body={"prompt": "hello"},
+        text_of=lambda answer: TOLD if answer == {"embedding": NUMBERS} else "",
+        error_of=ollama_error,
+        wrong=("prompt", 5),
+        task="embed",
     ),
     "/v1/embeddings": Dialect(
         body={"input": "hello"},
@@ -563,10 +578,36 @@ async def test_a_missing_field_is_named(speaker):
         assert speaker.error_of(response) == ("missing_field", name)
 
 
-async def test_an_unknown_field_is_refused_by_name(speaker):
+async def test_an_unknown_field_is_ignored_and_listed(speaker):
+    response = await speaker.ask(colour="blue", shade=None)
+    assert response.status_code == 200, response.text
+    assert response.headers["x-vlm-ignored"] == "colour"
+    assert "x-vlm-ignored" not in (await speaker.ask()).headers
+
+
+@pytest.mark.parametrize("changes", [{"gateway": {"unknown_fields": "refuse"}}])
+async def test_an_unknown_field_is_refused_by_name_where_the_operator_wants_that(speaker):
     response = await speaker.ask(colour="blue")
     assert response.status_code == 400
     assert speaker.error_of(response) == ("unsupported_parameter", "colour")
+
+
+async def test_what_a_surface_does_not_support_is_refused_unless_it_is_a_no_op(speaker):
+    for path, values in UNSUPPORTED.get(speaker.path, {}).items():
+        for value in (*values, None, {"x": 1}):
+            is_no_op = value in (*values, None)
+            fields: Any = value
+            for name in reversed(path.split(".")[1:]):
+                fields = {name: fields}
+            name = path.partition(".")[0]
+            if name == "messages":
+                fields = [{"role": "user", "content": "x", **fields}]
+            response = await speaker.ask(**{name: fields})
+            assert response.status_code == (200 if is_no_op else 400), (path, value, response.text)
+            if not is_no_op:
+                code, param = speaker.error_of(response)
+                assert code == "unsupported_parameter"
+                assert param.replace(".[0]", "") == path
 
 
 #: What a page may send anywhere without asking; the last has no type.

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import torch
 
-from engines.bench.cost import ModelCost
-from engines.bench.measure import Run, WorkCounter, run_requests
-from engines.bench.scenario import RequestMaker, Scenario
+from benchmarks.engine.cost import ModelCost
+from benchmarks.engine.measure import Run, WorkCounter, run_requests
+from benchmarks.engine.scenario import RequestMaker, Scenario
 from engines.core.engine import BatchingEngine
 from engines.registry import create_engine
 from engines.torch_backend.loading.make_checkpoint import make_checkpoint

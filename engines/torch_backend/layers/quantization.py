@@ -101,7 +101,6 @@ class Int8Scheme(Scheme):
         return True
 
     def _quantize_rows(self, weight: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Rounded to 255 steps."""
         scale = (weight.abs().amax(dim=1) / 127).clamp(min=torch.finfo(torch.float32).tiny)
         scale = scale.to(dtype).clamp(min=torch.finfo(dtype).tiny)
         integers = (weight / scale.float()[:, None]).round_().clamp_(-127, 127).to(torch.int8)
@@ -128,7 +127,6 @@ class Int4Scheme(Scheme):
         return choose_group_size(shape[1]) is not None
 
     def _quantize_rows(self, weight: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Rounded to 16 steps."""
         num_outputs, num_inputs = weight.shape
         groups = weight.view(num_outputs, -1, choose_group_size(num_inputs) or num_inputs)
         low, high = groups.amin(dim=2), groups.amax(dim=2)

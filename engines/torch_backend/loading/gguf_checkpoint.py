@@ -226,7 +226,6 @@ class GgufModel:
 
     @property
     def file(self) -> Path:
-        """The text model's."""
         return self._text.file
 
     @property

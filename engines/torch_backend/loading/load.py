@@ -16,6 +16,7 @@ import torch
 from engines.base import EngineStartError, LoadedEngine, Progress
 from engines.core.budget import measure_prefill_limit
 from engines.core.engine import BatchingEngine
+from engines.core.runner import DeviceOutOfMemory
 from engines.heap import keep_freed_memory
 from engines.packages.generation_config import read_sampling_defaults
 from engines.packages.resolve import default_name, resolve_model
@@ -24,7 +25,8 @@ from engines.torch_backend.loading.check import check_model
 from engines.torch_backend.loading.gguf_checkpoint import TEXT_FILE, open_checkpoint
 from engines.torch_backend.loading.memory import free_bytes, limit_memory
 from engines.torch_backend.loading.threads import settle_num_threads
-from engines.torch_backend.loading.weights import load_model
+from engines.torch_backend.loading.weights import ModelTooLarge, load_model
+from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.models.hf_config import read_fields
 from engines.torch_backend.models.registry import find_family
 from engines.torch_backend.multimodal.processor import (
@@ -45,6 +47,8 @@ from shared.protocol import ModelCard, SamplingDefaults
 
 logger = logging.getLogger(__name__)
 
+#: An image of so many pixels takes a tower of 32 layers some 30 s on two fast cores.
+MAX_IMAGE_PIXELS_ON_CPU = 1024 * 1024
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -80,7 +84,12 @@ def load_engine(settings: TorchSettings, progress: Progress | None) -> LoadedEng
             family, config = find_family(directory)
             multimodal = family.processor(directory, config)
             max_len = config.text.max_position_embeddings
-            processor = create_processor(directory, multimodal, max_len, settings.reasoning)
+            max_pixels = settings.max_image_pixels or (
+                MAX_IMAGE_PIXELS_ON_CPU if device.type == "cpu" else 0
+            )
+            processor = create_processor(
+                directory, multimodal, max_len, settings.reasoning, max_pixels
+            )
             if settings.tensor_parallel > 1:
                 ranks = Ranks(settings, directory, device, dtype)
                 leader = Leader(ranks.mesh, ranks.send, ranks.close)
@@ -91,7 +100,7 @@ def load_engine(settings: TorchSettings, progress: Progress | None) -> LoadedEng
             )  # fmt: skip
         if device.type == "cpu":
             keep_freed_memory()  # an image of several tiles frees half a gigabyte
-        with phases.measure("warmup"):
+        with phases.measure("warmup"), _explained(runner, is_alone=leader is None):
             runner.warm_up()
             if device.type == "cpu" and not settings.num_threads and leader is None:
                 _settle_num_threads(runner, kernels, settings)
@@ -107,6 +116,29 @@ def load_engine(settings: TorchSettings, progress: Progress | None) -> LoadedEng
     engine = BatchingEngine(runner, processor, settings, phases.seconds, limit)
     processor.max_model_len = engine.max_model_len
     return LoadedEngine(engine, _describe(settings, directory, engine, processor, sampling, dtype))
+
+
+@contextmanager
+def _explained(runner: TorchRunner, *, is_alone: bool) -> Iterator[None]:
+    """Explain in one sentence why a model's first steps fail. Raises: UnsupportedCheckpoint, ModelTooLarge."""
+    try:
+        yield
+    except DeviceOutOfMemory as error:
+        used = ", ".join(f"{n / 2**30:.1f} GiB {use}" for use, n in runner.memory_bytes().items())
+        raise ModelTooLarge(
+            f"the model does not fit the memory of {error}: {used} are in use and "
+            f"{free_bytes(runner.device) / 2**30:.1f} GiB are free; lower kv_cache_bytes or "
+            "max_num_batched_tokens, or try --quantization int8 or int4"
+        ) from error
+    except (EngineStartError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # of a hundred classes' own
+        if runner.model.speed_path == "native" or not is_alone:
+            raise
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+        raise UnsupportedCheckpoint(
+            f"the model cannot be run: its first steps fail with {reason}"
+        ) from error
 
 
 def _describe(
@@ -126,6 +158,7 @@ def _describe(
         vocab_size=engine.runner.vocab_size,
         supports_images=processor.image_tokens > 0,
         image_tokens=processor.image_tokens,
+        max_image_pixels=processor.max_image_pixels,
         sampling=sampling,
         reasoning="" if processor.reasoning is None else processor.reasoning.form.name,
         always_thinks=processor.always_thinks,

@@ -28,7 +28,7 @@ from engines.torch_backend.loading.formats.reader import (
     Reader,
     StoredLinear,
 )
-from engines.torch_backend.loading.stored_tensors import StoredTensor
+from engines.torch_backend.loading.stored_tensors import StoredTensor, finite
 from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.models.generic.linears import OperatorLinear
 from engines.torch_backend.models.generic.stand_ins import cast, find_stand_ins, make_stand_in
@@ -72,11 +72,9 @@ class PublishedLinears:
 
     @property
     def has_integers(self) -> bool:
-        """Whether some stay integers."""
         return self.forms != {"float"}
 
     def layout(self, linear: StoredLinear) -> Layout:
-        """What a map is."""
         return self._layouts[linear.name]
 
     def place(self, linear: StoredLinear, model: nn.Module) -> str | None:
@@ -141,7 +139,7 @@ class PublishedLinears:
         self, linear: StoredLinear, layer: nn.Linear, dtype: torch.dtype, share: Share
     ) -> tuple[QuantizedLinear, dict[str, Tensor], Tensor | None]:
         """A linear without weights, its whole parts, and the order of its inputs."""
-        layout, weights = self.layout(linear), self._reader.read(linear)
+        layout, weights = self.layout(linear), self._read(linear)
         assert isinstance(weights, Integers)
         shape = layer.out_features, layer.in_features
         self._forms[layout.form] += 1
@@ -195,8 +193,19 @@ class PublishedLinears:
     def read_numbers(self, linear: StoredLinear) -> Tensor:
         """What the weights of a map stand for. Shapes: returns float32 (N, K)."""
         self._forms["float"] += 1
-        weights = self._reader.read(linear)
+        weights = self._read(linear)
         return weights.numbers(torch.float32) if isinstance(weights, Integers) else weights
+
+    def _read(self, linear: StoredLinear) -> Integers | Tensor:
+        """Weights that are finite: GGUF keeps scales in blocks of bytes, FP8 has a NaN."""
+        weights = self._reader.read(linear)
+        numbers = [weights]
+        if isinstance(weights, Integers):
+            numbers = [weights.scale, weights.zero, weights.base]
+        for x in numbers:
+            if isinstance(x, Tensor):
+                finite(linear.name, x)
+        return weights
 
     def restore(self, model: nn.Module, numbers: dict[str, Tensor], dtype: torch.dtype) -> None:
         """Put integers in place of numbers, where our own program turned out to compute what was read as such.

@@ -6,7 +6,7 @@ One tensor after another is read, rounded and written, so that memory stays at o
 import json
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -25,11 +25,9 @@ from engines.torch_backend.layers.quantized_linear import (
     Int4Linear,
     QuantizedLinear,
 )
-from engines.torch_backend.loading.calibration import OWN, Target, calibrate, read_examples
 from engines.torch_backend.loading.formats.compressed_tensors import to_config, to_parts
 from engines.torch_backend.loading.formats.reader import Integers
 from engines.torch_backend.loading.published import find_layer, find_published
-from engines.torch_backend.loading.rounding import round_int4, round_int8
 from engines.torch_backend.loading.stored_tensors import (
     INDEX_FILE,
     MAX_SHARD_BYTES,
@@ -44,6 +42,7 @@ from engines.torch_backend.models.generic.config import GenericConfig
 from engines.torch_backend.models.generic.linears import linears_within
 from engines.torch_backend.models.registry import find_family
 
+_CHUNK_WEIGHTS = 1 << 18  # rounded at once, which bounds temporary memory
 _TEXT_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
 _HEAD, _DECODER = "re:.*lm_head", "Linear"  # as `config_groups` call them
 
@@ -54,17 +53,16 @@ def quantize_checkpoint(
     scheme: str,
     *,
     head: str = "none",
-    examples: str = "none",
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: Callable[[float], None] | None = None,
 ) -> tuple[int, int]:
-    """Write the quantized copy of a checkpoint; `progress` is told the share of it done, 0..1.
+    """Write a quantized copy of a checkpoint. `progress` receives the completed ratio, 0..1.
 
-    `head` is "int8" for an output head in 8 bits, too; `examples` are those of `calibrate`, for int4. `target` is
-    there when all is written, and not before. Returns: bytes of the weights before and after.
+    `head` is "int8" to quantize the output head too. `target` appears when everything is written. Returns: bytes of
+    the weights before and after.
     Raises: UnsupportedCheckpoint, FileExistsError, OSError.
     """
-    _check(target, scheme, examples)
+    check_new(target)
     family, config = find_family(source)
     rename = partial(family.rename, config=config)
     published, stored = find_published(source, list_tensors(source), torch.device("cpu"), rename)
@@ -74,69 +72,38 @@ def quantize_checkpoint(
     names = [tensor.name for tensor in stored] + [f"{linear.name}.weight" for linear in linears]
     model: nn.Module = build_empty(family, config, SCHEMES[scheme], torch.float32)
     if isinstance(config, GenericConfig):
-        if examples != "none":
-            raise UnsupportedCheckpoint(
-                "--calibrate: is for models of this project's own modules; leave it out"
-            )
         model = _stored_linears(config, SCHEMES[scheme])
     layers = _Layers(model, rename, head, names)
     with new_directory(target) as made:
         report = progress or (lambda share: None)
-        calibrated: dict[str, Integers] = {}
-        if examples != "none":
-            dtypes = {x.name: x.float_dtype for x in stored}
-            targets = {
-                name: Target(layers.path(name), dtypes.get(name) or torch.float16)
-                for name, kind in layers.targets.items()
-                if kind == _DECODER
-            }
-            size, share = layers.group_size, 0.9
-            calibrated = calibrate(source, examples, targets, size, lambda x: report(x * share))
-        else:
-            share = 0.0
-        writer = _Writer(made, max_shard_bytes, layers, scheme, calibrated)
+        writer = _Writer(made, max_shard_bytes, layers, scheme)
         total = sum(item.num_values for item in (*stored, *linears))
         done = 0
         for tensor in stored:
             value = tensor.map()
             writer.write(tensor.name, value, value.dtype)
             done += tensor.num_values
-            report(share + (1 - share) * done / total)
+            report(done / total)
         for linear in linears:
             assert published is not None
             writer.write(f"{linear.name}.weight", published.read_numbers(linear), published.dtype)
             done += linear.num_values
-            report(share + (1 - share) * done / total)
+            report(done / total)
         writer.close()
         _copy_text_files(source, made, to_config(writer.groups, layers.ignored()))
     return _weight_bytes(source), _weight_bytes(target)
-
-
-def _check(target: Path, scheme: str, examples: str) -> None:
-    """What can be seen before a model is there. Raises: UnsupportedCheckpoint, OSError."""
-    if examples != "none" and scheme != "int4":
-        raise UnsupportedCheckpoint(f"--calibrate {examples}: is for --scheme int4, not {scheme}")
-    check_new(target)
-    if examples not in ("none", OWN):
-        read_examples(Path(examples))
 
 
 class _Writer:
     """Weights into files, in few bits where they are a target."""
 
     def __init__(
-        self,
-        directory: Path,
-        max_shard_bytes: int,
-        layers: "_Layers",
-        scheme: str,
-        calibrated: Mapping[str, Integers],
+        self, directory: Path, max_shard_bytes: int, layers: "_Layers", scheme: str
     ) -> None:
         self.groups: dict[str, Integers] = {}  #: an example of each
         self._tensors = TensorWriter(directory, max_shard_bytes)
         self._layers = layers
         self._scheme = scheme
-        self._calibrated = calibrated
 
     def write(self, name: str, value: Tensor, dtype: torch.dtype) -> None:
         """A weight, of numbers of this type. Raises: OSError."""
@@ -144,11 +111,10 @@ class _Writer:
         if kind is None:
             self._tensors.add(name, value if value.dtype == dtype else value.to(dtype))
             return
-        integers = self._calibrated.get(name)
-        if integers is None and (kind == _HEAD or self._scheme == "int8"):
-            integers = round_int8(value, dtype)
-        elif integers is None:
-            integers = round_int4(value, dtype, self._layers.group_size)
+        if kind == _HEAD or self._scheme == "int8":
+            integers = _round_int8(value, dtype)
+        else:
+            integers = _round_int4(value, dtype, self._layers.group_size)
         self.groups.setdefault(kind, integers)
         for part, tensor in to_parts(integers, dtype).items():
             self._tensors.add(f"{name.removesuffix('.weight')}.{part}", tensor)
@@ -195,10 +161,6 @@ class _Layers:
         elif isinstance(layer, nn.Linear) or not isinstance(renamed, str):
             self._kept.append(path)
 
-    def path(self, name: str) -> str:
-        """Of the layer in the model that a weight is for."""
-        return str(self._rename(name)).removesuffix(".weight")
-
     def ignored(self) -> list[str]:
         """Patterns of the linear maps that stay as they are, whatever comes before them in a name."""
         known = {part for name in self.targets for part in name.split(".")}
@@ -226,19 +188,18 @@ def _weight_bytes(directory: Path) -> int:
     return sum(file.stat().st_size for file in {tensor.file for tensor in list_tensors(directory)})
 
 
-def run(model: str, target: Path, scheme: str, head: str = "none", examples: str = "none") -> None:
+def run(model: str, target: Path, scheme: str, head: str = "none") -> None:
     """The command: `quantize_checkpoint` under a progress bar. Raises: SystemExit with the reason."""
     with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), transient=True) as bar:
         task = bar.add_task(f"{model} to {scheme}", total=1.0)
         try:
-            _check(target, scheme, examples)  # before a download
+            check_new(target)  # before a download
             source = resolve_model(model, lambda share: bar.update(task, completed=share))
             before, after = quantize_checkpoint(
                 source,
                 target,
                 scheme,
                 head=head,
-                examples=examples,
                 progress=lambda share: bar.update(task, completed=share),
             )
         except (ModelUnavailable, UnsupportedCheckpoint, OSError) as error:
@@ -284,3 +245,29 @@ def _stored_linears(config: GenericConfig, scheme: Scheme) -> nn.Module:
         kind = config.model_class.__name__
         raise UnsupportedCheckpoint(f"{kind} has no linear maps that can be in {scheme.name}")
     return root
+
+
+def _round_int8(weight: Tensor, dtype: torch.dtype) -> Integers:
+    """Round as `--quantization int8` does, with scales of `dtype`. Shapes: weight (N, K)."""
+    parts = SCHEMES["int8"].quantize(weight, dtype)
+    values = parts["integers"].view(torch.uint8) ^ 128
+    return Integers(values, 8, weight.shape[1], parts["scale"].float()[None], None)
+
+
+def _round_int4(weight: Tensor, dtype: torch.dtype, size: int) -> Integers:
+    """Round to the nearest in groups of `size`, each with a scale and an integer zero. Shapes: weight (N, K)."""
+    num_rows = max(1, _CHUNK_WEIGHTS // weight.shape[1])
+    chunks = [_round_rows(rows.float(), size, dtype) for rows in weight.split(num_rows)]
+    values, scale, zero = (torch.cat(parts) for parts in zip(*chunks, strict=True))
+    return Integers(values, 4, size, scale.t().contiguous(), zero.t().contiguous())
+
+
+def _round_rows(
+    weight: Tensor, group_size: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    groups = weight.view(len(weight), -1, group_size)
+    low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+    scale = ((high - low) / 15).to(dtype).clamp(min=torch.finfo(dtype).tiny).float()
+    zero = (-low / scale).round_().clamp_(0, 15)
+    values = (groups / scale[..., None]).round_().add_(zero[..., None]).clamp_(0, 15)
+    return values.to(torch.uint8).flatten(1), scale, zero

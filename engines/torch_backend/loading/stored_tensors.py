@@ -43,7 +43,6 @@ class StoredTensor:
 
     @property
     def num_values(self) -> int:
-        """Numbers in it."""
         return math.prod(self.shape)
 
     @property
@@ -58,7 +57,6 @@ class StoredTensor:
 
     @property
     def num_stored_bytes(self) -> int:
-        """Bytes in its file."""
         sizes = {"F64": 8, **{kind: t.itemsize for kind, t in _FLOATS.items()}}
         return self.num_values * (sizes | _INTEGER_BYTES | _SCALED)[self.kind]
 
@@ -67,12 +65,27 @@ class StoredTensor:
         return self.num_values * _INTEGER_BYTES.get(self.kind, dtype.itemsize)
 
     def map(self) -> Tensor:
-        """The tensor in its file, mapped: nothing is read before it is looked at, nothing ever copied.
+        """The tensor in its file, mapped and never copied.
 
         Each has a mapping of its own, so that the pages of one that is dropped are freed.
+        Raises: UnsupportedCheckpoint if it holds NaN or Inf.
         """
         with safe_open(self.file, "pt") as content:
-            return content.get_tensor(self.name)
+            return finite(self.name, content.get_tensor(self.name))
+
+
+def finite(name: str, weight: Tensor) -> Tensor:
+    """The weight itself. Raises: UnsupportedCheckpoint if it holds NaN or Inf."""
+    is_float = weight.is_floating_point() and weight.dtype.itemsize > 1  # FP8 is checked as float32
+    if is_float and weight.numel():
+        # one pass at the speed of memory, which `isfinite` is far from; NaN propagates
+        least, most = torch.aminmax(weight)
+        if not (least.isfinite() and most.isfinite()):
+            raise UnsupportedCheckpoint(
+                f"the weight {name} holds values that are not finite (NaN or Inf): download the "
+                "checkpoint again, or use another one"
+            )
+    return weight
 
 
 def list_tensors(directory: Path) -> list[StoredTensor]:

@@ -9,7 +9,7 @@ Shape letters: M tokens, K inputs, N outputs, r rank.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -102,6 +102,7 @@ class Loras:
         self._dtype, self._device = dtype, device
         path, layers = model.decoder_layers()
         self._path = path.split(".")
+        self._stored_rows = model.stored_rows
         self._decoder = model.language_model if isinstance(model.language_model, Llama) else None
         self._sites = list(_find_sites(layers))
         #: of each whole map, and what this member has of it
@@ -121,17 +122,26 @@ class Loras:
     ) -> LoraAdapter:
         """An adapter of its files, which other members are to be given, too, if it `is_shared`. Raises: BadAdapter."""
         files = read_peft(directory, limits)
-        names = {module: self._name(module) for module in files.changes}
-        if unknown := sorted(module for module, name in names.items() if name not in self._shapes):
+        places = {m: self._stored_rows(self._name(m)) for m in files.changes}
+        if unknown := sorted(
+            m for m, rows in places.items() if not rows.keys() <= self._shapes.keys()
+        ):
             raise BadAdapter(
                 f"the adapter changes {name_some(unknown)}, and only linear maps of the decoder's layers can "
                 "be changed: train with target_modules that name these, or merge the adapter"
             )
-        if len(set(names.values())) < len(names):
-            raise BadAdapter("the adapter names a map twice, by an older and a newer name")
-        stored = {name: files.changes[module] for module, name in names.items()}
-        for module, name in names.items():
-            self._check(module, name, stored[name])
+        stored: dict[str, LowRank] = {}
+        for module, rows in places.items():
+            if rows.keys() & stored.keys():
+                raise BadAdapter(
+                    "the adapter names a map twice: by an older and a newer name, or joined and alone"
+                )
+            change = files.changes[module]
+            self._check(module, list(rows), change)
+            stored |= {
+                name: change if own is None else replace(change, up=change.up[own])
+                for name, own in rows.items()
+            }
         try:
             adapter = self.take(files.digest, stored)
         except (torch.OutOfMemoryError, RuntimeError) as error:
@@ -154,9 +164,10 @@ class Loras:
         is_decoder = set(head.split(".")) <= _DECODER_WORDS | set(self._path)
         return name if is_decoder else ""
 
-    def _check(self, module: str, name: str, stored: LowRank) -> None:
+    def _check(self, module: str, names: Sequence[str], stored: LowRank) -> None:
         """Raises: BadAdapter for matrices of another model, and for numbers that are none here."""
-        found, shape = (stored.up.shape[0], stored.down.shape[1]), self._shapes[name]
+        found = stored.up.shape[0], stored.down.shape[1]
+        shape = sum(self._shapes[name][0] for name in names), self._shapes[names[0]][1]
         if found != shape:
             raise BadAdapter(
                 f"the adapter's {module} is {found}, and the model's is {shape}: it is of another model"

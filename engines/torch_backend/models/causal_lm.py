@@ -77,7 +77,6 @@ class CausalFamily:
         return None if is_tied or is_derived else f"language_model.{name}"
 
     def processor(self, directory: Path, config: CausalConfig) -> TextOnly:
-        """There are no images."""
         return TextOnly(TEMPLATE)
 
 

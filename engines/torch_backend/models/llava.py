@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from engines.base import Decode
 from engines.core.request import ImageInput
-from engines.core.runner import Prompt
+from engines.core.runner import NO_LIMITS, PixelLimits, Prompt
 from engines.image_decoder import decode_image
 from engines.packages.checkpoint_json import Fields, shown
 from engines.text.chat_template import LLAVA_TEMPLATE
@@ -115,7 +115,6 @@ class Llava(FamilyModel):
         return self.config.tokens_per_image if is_square else None
 
     def example_image(self) -> ImageInput:
-        """A black one."""
         size = self.config.vision.image_size
         pixels = torch.zeros(3, size, size)
         return ImageInput(0, self.config.tokens_per_image, "example", pixels)
@@ -129,9 +128,17 @@ class LlavaProcessor:
     slot_id: int
     image_tokens: int
     template: str = LLAVA_TEMPLATE
+    max_pixels: int = 0
+
+    def limit(self, max_pixels: int) -> None:
+        """The square is of one size."""
 
     def process(
-        self, data: bytes, expected_size: tuple[int, int], decode: Decode = decode_image
+        self,
+        data: bytes,
+        expected_size: tuple[int, int],
+        decode: Decode = decode_image,
+        pixels: PixelLimits = NO_LIMITS,
     ) -> np.ndarray:
         """Shapes: returns (3, size, size) float32. Raises: InvalidImage."""
         return self.images.process(data, expected_size, decode)
@@ -142,7 +149,6 @@ class LlavaProcessor:
         return [Item(name, self.image_tokens, pixels, text) for name, pixels in images]
 
     def positions(self, prompt: Prompt) -> tuple[()]:
-        """Tokens are counted."""
         return ()
 
 

@@ -4,7 +4,7 @@ A family is one file beside this one and a line in `_BUILT_IN`. The loader asks 
 """
 
 import logging
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -25,6 +25,7 @@ from engines.torch_backend.layers.quantization import Scheme
 from engines.torch_backend.layers.rotary import RotaryTable
 from engines.torch_backend.models.config import BeyondOurProgram, TextLimits, UnsupportedCheckpoint
 from engines.torch_backend.models.hf_config import read_fields
+from engines.torch_backend.multimodal.parts import in_parts
 from engines.torch_backend.multimodal.processor import MultimodalProcessor
 from engines.torch_backend.ops.registry import Ops
 from engines.torch_backend.parallel.mesh import DIMS, Mesh
@@ -107,6 +108,7 @@ class FamilyModel(nn.Module):
     shares_prefixes = True  #: whether blocks hold all that is known of their tokens
     binds_prompts = False  #: whether a prompt's tokens see all of it
     state_bytes = 0  #: of what is kept of sequences beside keys and values
+    state_bytes_per_sequence = 0  #: of one copy of these
     num_position_rows = 1  #: R, where there is no such decoder
 
     def __init__(self) -> None:
@@ -149,6 +151,13 @@ class FamilyModel(nn.Module):
     def decoder_layers(self) -> tuple[str, nn.Module]:
         """The decoder's layers and their path in transformers' model: what adapters may change."""
         return "language_model.model.layers", self.language_model.model.layers
+
+    def stored_rows(self, name: str) -> Mapping[str, Tensor | None]:
+        """Which rows of transformers' linear layer each linear layer here has; None for all, in order.
+
+        `name` is relative to the decoder's layers, such as "0.self_attn.q_proj".
+        """
+        return {name: None}
 
     def take(
         self,
@@ -224,8 +233,7 @@ class FamilyModel(nn.Module):
     ) -> Generator[None, None, Tensor]:
         """`encode` of one image, yielding before each part, so that streams may go on between two of them."""
         if isinstance(self.vision_tower, NoTower):
-            yield
-            return self.encode([image], device, dtype)[0]
+            return (yield from in_parts(lambda: self.encode([image], device, dtype)[0]))
         pixels = _tiles(image, device, dtype)
         features = yield from self.vision_tower.in_parts(pixels, tokens_per_part)
         projected = []

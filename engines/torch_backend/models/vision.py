@@ -198,7 +198,6 @@ class VisionTower(nn.Module):
 
     @property
     def blocks(self) -> list[TowerBlock]:
-        """The transformer's."""
         return [b for b in self.clip.transformer.resblocks if isinstance(b, TowerBlock)]
 
     def select(self, read: Mapping[int, Tensor]) -> Tensor:

@@ -1,8 +1,8 @@
 """The images of a step: which must be encoded, and where their features go.
 
-Used by the runner. It encodes the missing images of all requests together, and keeps features for later
-in an `EncoderCache`. Beside running streams it encodes one image after another, each in parts, where the
-time of a part is limited.
+Used by the runner. Features are kept in an `EncoderCache`. Where a step limits the time for images, as steps on
+CPUs do, images are encoded one after another, each in parts over several steps. Elsewhere all missing images of a
+step are encoded together.
 """
 
 import time
@@ -22,6 +22,8 @@ from shared.protocol import Priority
 NOT_FINITE = "The model's features of an image are not finite numbers."
 #: Tokens of a part: few enough for a part to be short beside a decode step, enough for products to be quick.
 TOKENS_PER_PART = 150
+#: Time for images in a step without streams: a step ends soon enough for the watchdog, newcomers and aborts.
+SECONDS_ALONE = 0.25
 
 
 class EncodingRun:
@@ -34,8 +36,11 @@ class EncodingRun:
         self._parts = parts
         next(parts)
 
+    def close(self) -> None:
+        """Stop where it is. Idempotent."""
+        self._parts.close()
+
     def advance(self) -> None:
-        """Compute the next part."""
         try:
             next(self._parts)
         except StopIteration as stop:
@@ -59,15 +64,30 @@ class ImageEncoder:
         self._device = device
         self._dtype = dtype
         self._begun: tuple[ImageKey, EncodingRun] | None = None
+        self._wanted_by: set[str] = set()  # requests that wait for the image that was begun
+
+    def release(self, request_id: str) -> None:
+        """The request has ended: stop encoding an image that only it waits for. Idempotent."""
+        self.cache.release(request_id)
+        self._wanted_by.discard(request_id)
+        if not self._wanted_by:
+            self.close()
+
+    def close(self) -> None:
+        """Forget the image that was begun. Idempotent."""
+        if self._begun is not None:
+            self._begun[1].close()
+        self._begun = None
 
     def encode_missing(
         self, items: list[ScheduledSequence], max_vision_s: float | None = None
     ) -> tuple[float, frozenset[str], frozenset[str]]:
         """Encode the images that a step reads and the cache does not hold.
 
-        Beside streams it takes `max_vision_s`, if that is given. Returns seconds spent, the requests that must wait
-        for the next step, as their images took the time that their tokens would take, and which of these have images
-        that are not there yet. Every image that is there is pinned for its request afterwards. Raises: SequenceFailure.
+        It takes `max_vision_s` beside streams and `SECONDS_ALONE` without, if `max_vision_s` is given. Returns
+        seconds spent, the requests that must wait for the next step, as their images took the time that their tokens
+        would take, and which of these have images that are not there yet. Every image that is there is pinned for its
+        request afterwards. Raises: SequenceFailure.
         """
         missing: dict[ImageKey, ImageInput] = {}
         wanted: list[tuple[str, ImageKey, bool]] = []
@@ -82,9 +102,14 @@ class ImageEncoder:
                     self._check(item.sequence, image)
                     missing[key] = image
         started = time.perf_counter()
-        if not any(map(_is_stream, items)):
-            max_vision_s = None
-        over_budget = self._encode(missing, max_vision_s)
+        has_streams = any(map(_is_stream, items))
+        if max_vision_s is None:
+            over_budget = self._encode(missing)
+        elif has_streams:
+            over_budget = missing.keys() - {self._work_on_one(missing, max_vision_s)}
+        else:
+            over_budget = self._work_on_all(missing)
+        self._note_wanted(wanted)
         vision_s = time.perf_counter() - started if missing else 0.0
         for request_id, key, is_known in wanted:
             if key not in over_budget:
@@ -92,13 +117,11 @@ class ImageEncoder:
                     raise SequenceFailure(request_id, NOT_FINITE)
                 self.cache.count_query(hit=is_known)
                 self.cache.pin(request_id, key)
-        if max_vision_s is None:
-            return vision_s, frozenset(), frozenset()
         deferred, still_missing = (
             frozenset(request_id for request_id, key, _ in wanted if key in keys)
             for keys in (missing, over_budget)
         )
-        return vision_s, deferred, still_missing
+        return vision_s, deferred if has_streams else still_missing, still_missing
 
     def place(self, items: list[ScheduledSequence], spans: list[Span]) -> list[ImageSlots]:
         """Where in the flat batch which features belong; a chunk may hold a part of an image."""
@@ -128,13 +151,12 @@ class ImageEncoder:
         if self._model.num_features(image) != image.num_slots:
             raise SequenceFailure(sequence.request_id, "An image was not prepared for this model.")
 
-    def _encode(
-        self, missing: dict[ImageKey, ImageInput], max_vision_s: float | None
-    ) -> Set[ImageKey]:
-        """Encode what there is time for; returns what is not there yet."""
-        if missing and max_vision_s is not None:
-            done = self._work_on_one(missing, max_vision_s)
-            return missing.keys() - {done}
+    def _note_wanted(self, wanted: list[tuple[str, ImageKey, bool]]) -> None:
+        if self._begun is not None:
+            self._wanted_by.update(name for name, key, _ in wanted if key == self._begun[0])
+
+    def _encode(self, missing: dict[ImageKey, ImageInput]) -> Set[ImageKey]:
+        """Encode all of them together; nothing is left."""
         encoded_images = list(missing.items())
         for start in range(0, len(encoded_images), self._max_batch):
             part = encoded_images[start : start + self._max_batch]
@@ -148,9 +170,23 @@ class ImageEncoder:
                     self.cache.put(key, rows.clone())
         return frozenset()
 
+    def _work_on_all(self, missing: dict[ImageKey, ImageInput]) -> Set[ImageKey]:
+        """Encode images one by one for `SECONDS_ALONE`; returns the keys that are still missing."""
+        left = dict(missing)
+        until = time.perf_counter() + SECONDS_ALONE
+        while left and (key := self._work_on_one(left, until - time.perf_counter())) is not None:
+            del left[key]
+            if time.perf_counter() >= until:
+                break
+        return left.keys()
+
     def _work_on_one(self, missing: dict[ImageKey, ImageInput], seconds: float) -> ImageKey | None:
         """Go on with the image that was begun, if it is still wanted; returns the one that is done with."""
+        if not missing:
+            return None
         if self._begun is None or self._begun[0] not in missing:
+            self.close()
+            self._wanted_by = set()
             key, image = next(iter(missing.items()))
             parts = self._model.encode_in_parts(image, TOKENS_PER_PART, self._device, self._dtype)
             self._begun = key, EncodingRun(parts)

@@ -20,7 +20,7 @@ from engines.base import (
     UnsupportedCheckpoint,
 )
 from engines.core.request import Positions
-from engines.core.runner import NO_OPTIONS, Prompt, Tokenizer
+from engines.core.runner import NO_LIMITS, NO_OPTIONS, PixelLimits, Prompt, Tokenizer
 from engines.image_decoder import decode_image
 from engines.text.chat_template import ChatTemplate, UnusableTemplate, read_chat_template
 from engines.text.prompt import Item, PromptBuilder
@@ -30,6 +30,7 @@ from engines.text.tools import TOLD
 from shared.protocol import (
     THINKING_SWITCHES,
     ChatMessage,
+    Ending,
     ImagePart,
     TemplateOption,
     TextPart,
@@ -57,10 +58,25 @@ class MultimodalProcessor(Protocol):
         """The chat template of checkpoints that bring none."""
         ...
 
-    def process(self, data: bytes, expected_size: tuple[int, int], decode: Decode) -> Any:
+    def limit(self, max_pixels: int) -> None:
+        """Scale larger images to so many pixels, where the model takes images of any size."""
+        ...
+
+    @property
+    def max_pixels(self) -> int:
+        """To which larger images are scaled; 0: to a size of the model's own."""
+        ...
+
+    def process(
+        self,
+        data: bytes,
+        expected_size: tuple[int, int],
+        decode: Decode,
+        pixels: PixelLimits = NO_LIMITS,
+    ) -> Any:
         """One image's pixels, whatever the model takes. Raises: InvalidImage.
 
-        `expected_size` is the (width, height) that was admitted.
+        `expected_size` is the (width, height) that was admitted; `pixels` are a request's own limits.
         """
         ...
 
@@ -84,17 +100,25 @@ class TextOnly:
     template: str
     slot_id: None = None
     image_tokens: int = 0
+    max_pixels: int = 0
 
-    def process(self, data: bytes, expected_size: tuple[int, int], decode: Decode) -> Any:
+    def limit(self, max_pixels: int) -> None:
+        """There are no images."""
+
+    def process(
+        self,
+        data: bytes,
+        expected_size: tuple[int, int],
+        decode: Decode,
+        pixels: PixelLimits = NO_LIMITS,
+    ) -> Any:
         """Raises: InvalidImage."""
         raise InvalidImage("The model takes no images.")
 
     def items(self, images: Sequence[tuple[str, Any]], slot: str) -> list[Item]:
-        """There are none."""
         return []
 
     def positions(self, prompt: Prompt) -> Positions:
-        """Tokens are counted."""
         return ()
 
 
@@ -111,7 +135,10 @@ class TorchProcessor:
         template: ChatTemplate,
         max_model_len: int,
         reasoning: Reasoning | None = None,
+        *,
+        adds_special_tokens: bool = True,
     ) -> None:
+        """`adds_special_tokens` is that of `PromptBuilder`."""
         self.reasoning = reasoning
         self.tool_format = template.tool_format or TOLD
         self.shows_tools = template.tool_format is not None
@@ -125,18 +152,28 @@ class TorchProcessor:
         self.tokenizer: Tokenizer = tokenizer
         self.max_model_len = max_model_len
         self.image_tokens = multimodal.image_tokens
+        self.max_image_pixels = multimodal.max_pixels
         self._slot = tokenizer.image_token
         placeholder = getattr(multimodal, "placeholder", "")
         self._multimodal = multimodal
         self._prompt_builder = PromptBuilder(
-            tokenizer, template, multimodal.slot_id, placeholder, reasoning
+            tokenizer,
+            template,
+            multimodal.slot_id,
+            placeholder,
+            reasoning,
+            adds_special_tokens=adds_special_tokens,
         )
 
     def process_image(
-        self, data: bytes, expected_size: tuple[int, int], decode: Decode = decode_image
+        self,
+        data: bytes,
+        expected_size: tuple[int, int],
+        decode: Decode = decode_image,
+        pixels: PixelLimits = NO_LIMITS,
     ) -> Any:
         """Decode and resize one image. Raises: InvalidImage."""
-        return self._multimodal.process(data, expected_size, decode)
+        return self._multimodal.process(data, expected_size, decode, pixels)
 
     def build_prompt(
         self,
@@ -144,10 +181,11 @@ class TorchProcessor:
         images: Sequence[tuple[str, Any]],
         options: Mapping[str, TemplateOption] = NO_OPTIONS,
         tools: Tools | None = None,
+        ending: Ending = "answer",
     ) -> Prompt:
         """Apply the chat template. Raises: InvalidRequest."""
         items = self._multimodal.items(images, self._slot)
-        prompt = self._prompt_builder.build(messages, items, options, tools)
+        prompt = self._prompt_builder.build(messages, items, options, tools, ending)
         return msgspec.structs.replace(prompt, positions=self._multimodal.positions(prompt))
 
     def encode_prompt(self, text: str, *, add_special_tokens: bool) -> Prompt:
@@ -188,14 +226,21 @@ def example_prompt(processor: TorchProcessor) -> Prompt | None:
 
 
 def create_processor(
-    directory: Path, multimodal: MultimodalProcessor, max_model_len: int, reasoning: str = "auto"
+    directory: Path,
+    multimodal: MultimodalProcessor,
+    max_model_len: int,
+    reasoning: str = "auto",
+    max_pixels: int = 0,
 ) -> TorchProcessor:
     """With tokenizer and chat template of a checkpoint; `reasoning` names a format, or is auto or none.
 
-    Raises: UnsupportedCheckpoint.
+    Images are scaled to `max_pixels` if it is not 0. Raises: UnsupportedCheckpoint.
     """
+    if max_pixels:
+        multimodal.limit(max_pixels)
     try:
-        source = read_chat_template(directory) or multimodal.template
+        own = read_chat_template(directory)
+        source = own or multimodal.template
         tokenizer = HfTokenizer(directory, multimodal.slot_id, source)
         if (backend := getattr(multimodal, "around", None)) is not None:
             tokenizer.surround(backend)
@@ -204,4 +249,12 @@ def create_processor(
     except UnusableTemplate as error:
         raise UnsupportedCheckpoint(str(error)) from None
     found = find_reasoning(reasoning, source, tokenizer.control_tokens)
-    return TorchProcessor(tokenizer, multimodal, template, max_model_len, found)
+    return TorchProcessor(
+        tokenizer,
+        multimodal,
+        template,
+        max_model_len,
+        found,
+        # a text model's own template writes all that it wants; ours knows no BOS
+        adds_special_tokens=own is None or multimodal.slot_id is not None,
+    )

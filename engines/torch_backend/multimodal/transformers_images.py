@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from math import isqrt
 from pathlib import Path
 from threading import Lock
 from typing import Any, Self
@@ -22,7 +23,7 @@ from transformers.models.smolvlm import processing_smolvlm
 
 from engines.base import Decode, InvalidImage, UnsupportedCheckpoint
 from engines.core.request import Positions
-from engines.core.runner import Prompt
+from engines.core.runner import NO_LIMITS, PixelLimits, Prompt
 from engines.image_decoder import decode_image
 from engines.text.prompt import Item
 from engines.torch_backend.models.generic.masks import INSTEAD, find_sight
@@ -41,8 +42,10 @@ _LAYOUTS = {
         "{% endfor %}{% endfor %}{{ '\\n' }}"
     )
 }
-#: Of the image that says how many tokens one may come to.
-_SAMPLE_SIDE = 1024
+#: Pixels and aspect ratios of the sample images that determine the largest number of tokens per image.
+_SAMPLE_PIXELS = 1024 * 1024
+_LARGEST_SAMPLE = 8 * _SAMPLE_PIXELS
+_SAMPLE_ASPECTS = (1.0, 1.5, 0.66, 2.0, 0.5, 3.0, 0.33)
 #: What processors say that treat an image in another way if it is not a prompt's only one.
 _COUNTS = "batch_num_images"
 
@@ -61,7 +64,6 @@ class ProcessedImage:
 
     @property
     def nbytes(self) -> int:
-        """Of its tensors."""
         own = sum(x.nbytes for x in self.inputs.values() if isinstance(x, Tensor))
         return own + (self.among_others.nbytes if self.among_others else 0)
 
@@ -168,7 +170,16 @@ class TransformersImages:
         self._hooks = PositionHooks.create(model_class, config)
         self._wanted = self._hooks.encoder_arguments()
         self._are_whole = self._hooks.lets_images_see_themselves()
-        self.image_tokens = self._count_tokens()
+        self.max_pixels = 0
+
+    def limit(self, max_pixels: int) -> None:
+        """Scale larger images to so many pixels."""
+        self.max_pixels = max_pixels
+
+    @property
+    def image_tokens(self) -> int:
+        """Largest number of tokens of one image. Raises: UnsupportedCheckpoint."""
+        return self._count_tokens()
 
     def _find_options(self, tokenizer: Any) -> dict[str, Any]:
         """Those of the processor's calls for images, and what else it says to them by name."""
@@ -181,26 +192,34 @@ class TransformersImages:
         return {name: merged[name] for name in more} | options
 
     def process(
-        self, data: bytes, expected_size: tuple[int, int], decode: Decode = decode_image
+        self,
+        data: bytes,
+        expected_size: tuple[int, int],
+        decode: Decode = decode_image,
+        pixels: PixelLimits = NO_LIMITS,
     ) -> ProcessedImage:
         """Raises: InvalidImage."""
-        return self._process(decode(data, expected_size))
+        return self._process(decode(data, expected_size), pixels)
 
-    def _process(self, image: Any) -> ProcessedImage:
-        alone = self._make(image, [image])
+    def _process(self, image: Image.Image, pixels: PixelLimits = NO_LIMITS) -> ProcessedImage:
+        most = min(filter(None, (pixels.most, self.max_pixels)), default=0)
+        options = limit_pixels(self._processor, self._options, PixelLimits(pixels.least, most))
+        if options is None:  # it has no option for it
+            options, image = self._options, _scale(image, most)
+        alone = self._make(image, [image], options)
         if _COUNTS not in alone.inputs:
             return alone
         # all images of one prompt; its duplicate is left out
-        several = self._make(image, [[image, image]])
+        several = self._make(image, [[image, image]], options)
         inputs = {
             name: x if name == _COUNTS or len(x) != 2 else x[:1]
             for name, x in several.inputs.items()
         }
         return replace(alone, among_others=replace(several, inputs=inputs))
 
-    def _make(self, image: Any, images: list[Any]) -> ProcessedImage:
+    def _make(self, image: Any, images: list[Any], options: Mapping[str, Any]) -> ProcessedImage:
         try:
-            made, [text, *_] = self._processor._process_images(images, **self._options)
+            made, [text, *_] = self._processor._process_images(images, **options)
         except Exception as error:  # each processor refuses in a way of its own
             reason = " ".join(str(error).split())[:200]
             raise _unfit(image, reason) from error
@@ -263,21 +282,99 @@ class TransformersImages:
     def _count_tokens(self) -> int:
         """Slots of a large image. Raises: UnsupportedCheckpoint where its processor is not for one image by itself."""
         name = type(self._processor).__name__
+        area = self.max_pixels or _own_area(self._processor) or _SAMPLE_PIXELS
+        most = _most_slots(self._processor, area)
+        # Large images are cut into the most tiles; one just above the limit is rounded up.
+        areas = min(4 * area, max(area, _LARGEST_SAMPLE)), 1.3 * area
+        # Wide and high images have more tiles, or more rows with a token of their own.
+        sizes = [
+            (round((each * ratio) ** 0.5), round((each / ratio) ** 0.5))
+            for each in areas
+            for ratio in _SAMPLE_ASPECTS
+        ]
         try:
-            sample = self._process(Image.new("RGB", (_SAMPLE_SIDE, _SAMPLE_SIDE)))
+            samples = [self._process(Image.new("RGB", size)) for size in sizes]
         except InvalidImage as error:
             raise UnsupportedCheckpoint(
                 f"{name} does not say what one image comes to, which the engine has to know "
                 f"({error.__cause__!r}); {INSTEAD}"
             ) from error
-        if missing := sorted(
-            n for n, wanted in self._wanted.items() if wanted and n not in sample.inputs
-        ):
+        made = samples[0].inputs
+        if missing := sorted(n for n, wanted in self._wanted.items() if wanted and n not in made):
             raise UnsupportedCheckpoint(
                 f"{name} makes no {', '.join(missing)} of one image by itself, which the model's image encoder "
                 f"takes: such processors are not supported; {INSTEAD}"
             )
-        return sample.num_slots
+        return max(most, *(sample.num_slots for sample in samples))
+
+
+def limit_pixels(
+    processor: Any, options: Mapping[str, Any], pixels: PixelLimits
+) -> Mapping[str, Any] | None:
+    """Options of a processor's call under which an image has that many pixels; None if it knows none for it."""
+    if pixels == NO_LIMITS:
+        return options
+    images: Any = processor.image_processor
+    least, most = pixels
+
+    def own(name: str) -> Any:
+        return options.get(name, getattr(images, name, None))
+
+    def fewer(name: str, pixels_each: int, fewest: int = 1) -> Mapping[str, Any]:
+        """With no more tiles than have room."""
+        return (
+            {**options, name: max(fewest, min(own(name), most // pixels_each))} if most else options
+        )
+
+    size = {name: side for name, side in dict(own("size") or {}).items() if side is not None}
+    if _has_areas(images, size):
+        longest = min(size["longest_edge"], most) if most else size["longest_edge"]
+        shortest = min(max(least or size["shortest_edge"], 1), longest)
+        return {**options, "size": {"shortest_edge": shortest, "longest_edge": longest}}
+    if own("max_slice_nums") is not None:
+        return fewer("max_slice_nums", own("scale_resolution") ** 2)
+    if own("max_tiles") is not None:
+        return fewer("max_tiles", own("tile_size") ** 2, own("min_tiles"))
+    if own("max_patches") is not None:
+        if {"height", "width"} <= size.keys():
+            return fewer("max_patches", size["height"] * size["width"], own("min_patches") or 1)
+        return fewer("max_patches", own("patch_size") ** 2)
+    if "longest_edge" in size and most:
+        tile = dict(own("max_image_size") or {}).get("longest_edge") or 1
+        longest = max(tile, min(size["longest_edge"], isqrt(most) // tile * tile))
+        sides = {name: min(side, longest) for name, side in size.items()}
+        return {**options, "size": sides}
+    if own("image_grid_pinpoints") is not None:
+        return None
+    return options  # images of any size become one of a size of the model's own
+
+
+def _has_areas(images: Any, size: Mapping[str, int]) -> bool:
+    """Whether the edges of a processor's size are areas: of those that merge patches of images of any size."""
+    return size.keys() == {"shortest_edge", "longest_edge"} and hasattr(images, "merge_size")
+
+
+def _own_area(processor: Any) -> int:
+    """Pixels of the largest image that a processor makes, where it says so; 0 elsewhere."""
+    images: Any = processor.image_processor
+    size = {name: side for name, side in dict(images.size or {}).items() if side is not None}
+    return size["longest_edge"] if _has_areas(images, size) else 0
+
+
+def _most_slots(processor: Any, area: int) -> int:
+    """Patches that an area has room for, where a processor makes them of images of any size; 0 elsewhere."""
+    images: Any = processor.image_processor
+    own = _own_area(processor)
+    return min(area, own) // (images.patch_size * images.merge_size) ** 2 if own else 0
+
+
+def _scale(image: Image.Image, most: int) -> Image.Image:
+    """An image of that many pixels at most. 0: any."""
+    share = (most / (image.width * image.height)) ** 0.5
+    if most == 0 or share >= 1:
+        return image
+    size = (max(1, int(image.width * share)), max(1, int(image.height * share)))
+    return image.resize(size, Image.Resampling.BICUBIC)
 
 
 def _unfit(image: Image.Image, reason: str) -> InvalidImage:

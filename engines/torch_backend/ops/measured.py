@@ -1,18 +1,20 @@
-"""Which of the ways to multiply with bfloat16 weights is the fastest here: timed once a machine, not taken from its name.
+"""Which of the ways to multiply with bfloat16 weights is the fastest here: timed once a day, not taken from its name.
 
 A processor may have an instruction and be slow at it, or torch may have a faster one (AMX). The times are kept beside the
 compiled kernels, in JSON, by library, torch, processor and number of threads.
 """
 
+import fcntl
 import hashlib
 import json
 import logging
 import os
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -40,6 +42,7 @@ Timings = Mapping[str, Mapping[int, float]]
 FEW, MANY = (1, 8), 512  # tokens
 _NUM_COPIES, _WIDTH, _ROUNDS = 5, 2048, 5  # 42 MB of weights: more than most caches hold
 _MARGIN = 1.1  # less of a difference is noise
+_MAX_AGE_S = 86_400.0  # of a measurement, which a busy machine may have spoiled
 
 
 def decide(level: CpuLevel, timings: Timings) -> CpuLevel:
@@ -76,22 +79,38 @@ def measured(level: CpuLevel, num_threads: int) -> CpuLevel:
 
 
 def recall(library: Library, key: str, parse: Callable[[str], T], measure: Callable[[], T]) -> T:
-    """What was measured before by this library and torch on such a processor, else what is measured now.
+    """The last day's measurement by this library and torch on such a processor, else a new one.
 
+    One process of a machine measures at a time: workers that start together would slow each other down.
     `parse` reads the JSON of what `measure` returns, and raises for anything else.
     """
     key = f"{library.file.name} {torch.__version__} {cpu_model()} {key}"
     file = library.file.with_name(f"times-{hashlib.sha256(key.encode()).hexdigest()[:32]}.json")
-    try:
-        return parse(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError):
-        pass  # not there, or damaged: it is made anew
-    found = measure()
-    scratch = file.with_suffix(f".{os.getpid()}")
-    with suppress(OSError):  # what cannot be kept is used all the same
-        scratch.write_text(json.dumps(found), encoding="utf-8")
-        scratch.replace(file)
+    found = _read_fresh(file, parse)
+    if found is not None:
+        return found
+    with ExitStack() as stack:
+        with suppress(OSError):
+            lock = stack.enter_context(open(file.with_name("times.lock"), "w", encoding="utf-8"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            found = _read_fresh(file, parse)  # another process may have measured meanwhile
+        if found is not None:
+            return found
+        found = measure()
+        scratch = file.with_suffix(f".{os.getpid()}")
+        with suppress(OSError):  # what cannot be kept is used all the same
+            scratch.write_text(json.dumps(found), encoding="utf-8")
+            scratch.replace(file)
     return found
+
+
+def _read_fresh(file: Path, parse: Callable[[str], T]) -> T | None:
+    """A kept measurement; None if there is none, or it is damaged or too old."""
+    try:
+        age_s = time.time() - file.stat().st_mtime  # noqa: TID251 - of a file
+        return parse(file.read_text(encoding="utf-8")) if age_s < _MAX_AGE_S else None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError):
+        return None
 
 
 def _parse(text: str) -> Timings:

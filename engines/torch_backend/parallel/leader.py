@@ -57,7 +57,6 @@ class Leader:
         self._writer.release(request_id)
 
     def close(self) -> None:
-        """End the others. Idempotent."""
         self.end()
 
 

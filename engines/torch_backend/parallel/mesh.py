@@ -16,9 +16,7 @@ class Mesh(Protocol):
         ...
 
     @property
-    def size(self) -> int:
-        """Members."""
-        ...
+    def size(self) -> int: ...
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of all members' tensors. Shapes: any, kept."""
@@ -41,15 +39,12 @@ class SingleMesh:
     size: int = 1
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Itself."""
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Itself."""
         return x
 
     def broadcast(self, x: Tensor) -> Tensor:
-        """Itself."""
         return x
 
 

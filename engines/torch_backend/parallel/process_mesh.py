@@ -59,7 +59,6 @@ class ProcessMesh:
         return x
 
     def close(self) -> None:
-        """Leave the others. Idempotent."""
         if dist.is_initialized():
             dist.destroy_process_group()
 

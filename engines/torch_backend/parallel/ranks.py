@@ -90,7 +90,6 @@ class Rank:
         return self.process.wait()
 
     def close(self) -> None:
-        """End it. Idempotent."""
         self.process.kill()
         self.process.wait()
         self._socket.close()
@@ -121,6 +120,7 @@ class Ranks:
         self, settings: TorchSettings, directory: Path, device: torch.device, dtype: torch.dtype
     ) -> ProcessMesh:
         size, meeting_place = settings.tensor_parallel, Path(self._folder) / "store"
+        directory = directory.absolute()  # a rank has another working directory
         for number in range(1, size):
             start = RankStart(
                 number, size, str(meeting_place), str(directory), str(device_of(device, number)),
@@ -148,7 +148,6 @@ class Ranks:
         return error
 
     def close(self) -> None:
-        """End all ranks. Idempotent."""
         self._is_closed = True
         for rank in self._ranks:
             rank.close()

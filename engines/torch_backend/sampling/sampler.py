@@ -3,8 +3,8 @@
 Used by the runner. The token of a row is a pure function of its logits, its request's sampling parameters and
 earlier tokens, its seed and its output position: whoever shares the step changes nothing.
 
-Order: logit bias, repetition penalty, frequency and presence penalty, no end before `min_tokens`, the tokens that a
-grammar allows; then what `choose` does. Log probabilities are those of the model's own distribution,
+Order: logit bias, repetition penalty, frequency and presence penalty, no end before `min_tokens`, `allowed_token_ids`,
+the tokens that a grammar allows; then what `choose` does. Log probabilities are those of the model's own distribution,
 before any of this, as OpenAI reports them.
 
 Shape letters: B rows, V vocabulary.
@@ -17,13 +17,15 @@ import torch
 from torch import Tensor
 
 from engines.core.constraint import Constraint
-from engines.core.runner import SequenceFailure, TokenChoice, token_mask
-from engines.core.sequence import Sequence
+from engines.core.runner import PromptScore, SequenceFailure, TokenChoice, token_mask
+from engines.core.sequence import ScheduledSequence, Sequence
 from engines.torch_backend.sampling.choose import SampleParams, is_truncated, sample_random
+from engines.torch_backend.sampling.penalties import TokenCounts
 from shared.protocol import SamplingParams
 
 #: OpenAI's value for what can hardly come; stands for minus infinity too, which no JSON can tell
 LEAST_LOGPROB = -9999.0
+_SCORED_ROWS = 64  #: whose scores are widened to float32 at a time
 NOT_FINITE = "The model's scores for the next token are not finite numbers."
 
 
@@ -73,8 +75,20 @@ def _adjust(logits: Tensor, sequences: list[Sequence], positions: list[int]) -> 
     ]
     if early:
         scores = _forbid_end(scores.clone(), sequences, early)
+    limited = [row for row, sequence in enumerate(sequences) if sequence.sampling.allowed_token_ids]
+    if limited:
+        scores = _allow_only(scores.clone(), sequences, limited)
     held = [row for row, sequence in enumerate(sequences) if sequence.constraint is not None]
     return apply_masks(scores, sequences, held) if held else scores
+
+
+def _allow_only(scores: Tensor, sequences: list[Sequence], rows: list[int]) -> Tensor:
+    for row in rows:
+        allowed = torch.tensor(sequences[row].sampling.allowed_token_ids, device=scores.device)
+        kept = scores[row, allowed]
+        scores[row] = -torch.inf
+        scores[row, allowed] = kept
+    return scores
 
 
 def _forbid_end(scores: Tensor, sequences: list[Sequence], rows: list[int]) -> Tensor:
@@ -141,6 +155,7 @@ def needs_host(sequence: Sampled) -> bool:
         sequence.constraint is not None
         or has_penalty(sampling)
         or bool(sampling.logit_bias)
+        or bool(sampling.allowed_token_ids)
         or sampling.num_logprobs is not None
         or sampling.min_tokens > 0
     )
@@ -174,12 +189,10 @@ def _penalise(scores: Tensor, sequences: list[Sequence], rows: list[int]) -> Ten
 
 def _penalties(sequence: Sequence) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Distinct tokens of a sequence, what to divide their scores by, and what to take from them."""
-    sampling = sequence.sampling
-    token_ids, places = np.unique(np.asarray(sequence.token_ids), return_inverse=True)
-    counts = np.bincount(places[sequence.num_prompt_tokens :], minlength=len(token_ids))
-    amounts = sampling.frequency_penalty * counts + sampling.presence_penalty * (counts > 0)
-    factors = np.full(len(token_ids), sampling.repetition_penalty)
-    return token_ids, factors.astype(np.float32), amounts.astype(np.float32)
+    counts = sequence.token_counts
+    if counts is None:
+        counts = sequence.token_counts = TokenCounts(sequence)
+    return counts.follow(sequence)
 
 
 def _sample_random(scores: Tensor, params: list[SamplingParams], positions: list[int]) -> Tensor:
@@ -212,3 +225,48 @@ def _add_logprobs(choices: list[TokenChoice], logits: Tensor, sequences: list[Se
     ):
         choices[row].logprob = value
         choices[row].top_logprobs = tuple(zip(ids[:count], values[:count], strict=True))
+
+
+def score_prompts(logits: Tensor, items: list[ScheduledSequence]) -> dict[str, list[PromptScore]]:
+    """The logprobs of `scored` tokens of prompts. Shapes: logits (B, V), a row for each but the first of a prompt.
+
+    Raises: SequenceFailure for logits that are no numbers.
+    """
+    scores: dict[str, list[PromptScore]] = {}
+    begin = 0
+    for item in items:
+        if not (positions := item.scored):
+            continue
+        found = [PromptScore(0)] if positions[0] == 0 else []
+        later = positions[len(found) :]
+        for index in range(0, len(later), _SCORED_ROWS):
+            part = later[index : index + _SCORED_ROWS]
+            found += _score_rows(logits[begin : begin + len(part)], item.sequence, part)
+            begin += len(part)
+        scores[item.sequence.request_id] = found
+    return scores
+
+
+def _score_rows(logits: Tensor, sequence: Sequence, positions: range) -> list[PromptScore]:
+    """Shapes: logits (positions, V)."""
+    scores = logits.float()
+    targets = torch.tensor(sequence.token_ids[positions.start : positions.stop])
+    values = scores.gather(1, targets.to(scores.device).unsqueeze(1))
+    totals = scores.logsumexp(-1, keepdim=True)
+    if not totals.isfinite().all():
+        raise SequenceFailure(sequence.request_id, NOT_FINITE)
+    ranks = (scores > values).sum(-1) + 1
+    logprobs = (values - totals).squeeze(1).clamp_(min=LEAST_LOGPROB)
+    top = scores.topk(min(sequence.sampling.num_prompt_logprobs or 0, scores.shape[1]), dim=-1)
+    top_values = (top.values - totals).clamp_(min=LEAST_LOGPROB)
+    return [
+        PromptScore(position, logprob, rank, tuple(zip(ids, values, strict=True)))
+        for position, logprob, rank, ids, values in zip(
+            positions,
+            logprobs.tolist(),
+            ranks.tolist(),
+            top.indices.tolist(),
+            top_values.tolist(),
+            strict=True,
+        )
+    ]

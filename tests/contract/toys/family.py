@@ -14,7 +14,7 @@ import torch
 
 from engines.base import Decode
 from engines.core.request import ImageInput, Positions
-from engines.core.runner import Prompt
+from engines.core.runner import NO_LIMITS, PixelLimits, Prompt
 from engines.packages.checkpoint_json import Fields
 from engines.text.chat_template import LLAVA_TEMPLATE
 from engines.text.prompt import Item
@@ -57,15 +57,26 @@ class TileProcessor:
         """Of four tiles, the tokens around them, and the breaks between."""
         return 4 * self.tile_tokens + 2 + 3
 
-    def process(self, data: bytes, expected_size: tuple[int, int], decode: Decode) -> np.ndarray:
+    max_pixels: int = 0
+
+    def limit(self, max_pixels: int) -> None:
+        """Its tiles are of one size."""
+
+    def process(
+        self,
+        data: bytes,
+        expected_size: tuple[int, int],
+        decode: Decode,
+        pixels: PixelLimits = NO_LIMITS,
+    ) -> np.ndarray:
         """Shapes: returns (tiles, 3, side, side) float32. Raises: InvalidImage."""
         image = decode(data, expected_size)
         width, height = image.size
         tiles = 4 if min(width, height) > self.side else 2 if width > height else 1
         rows, columns = PLACES[tiles]
         image = image.resize((columns * self.side, rows * self.side))
-        pixels = np.asarray(image, np.float32).transpose(2, 0, 1) / 127.5 - 1
-        parts = pixels.reshape(3, rows, self.side, columns, self.side).transpose(1, 3, 0, 2, 4)
+        values = np.asarray(image, np.float32).transpose(2, 0, 1) / 127.5 - 1
+        parts = values.reshape(3, rows, self.side, columns, self.side).transpose(1, 3, 0, 2, 4)
         return np.ascontiguousarray(parts.reshape(tiles, 3, self.side, self.side))
 
     def items(self, images: Sequence[tuple[str, Any]], slot: str) -> list[Item]:

@@ -85,7 +85,7 @@ class Echo(Surface):
         self.limits = limits
 
     def read(self, body: bytes, context: RequestContext) -> EchoRequest:
-        return JsonBody(EchoRequest).decode(body)
+        return JsonBody(EchoRequest).decode(body, context)
 
     def plan(self, request: EchoRequest, context: RequestContext, card: ModelCard) -> Plan:
         images = [ImageSource(url, f"images.[{i}]") for i, url in enumerate(request.images)]

@@ -1,7 +1,9 @@
 """An application behind the engine's interface: real processes, kind ones and bad ones."""
 
+import errno
 import json
 import socket
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -75,6 +77,21 @@ class Toy(Application):
                     pass
         time.sleep(60)
 
+    def fill(self, task):
+        written = 0
+        try:
+            for number in range(20):
+                with open(f"{task['folder']}/{number}", "wb", 0) as file:
+                    for _ in range(100):
+                        written += file.write(bytes(10**6))
+        except OSError as error:
+            return [error.errno, written]
+        return [0, written]
+
+    def unshare(self, task):
+        import ctypes
+        return ctypes.CDLL(None).unshare(0x1000_0000)  # CLONE_NEWUSER
+
     def nan(self, task):
         return float("nan")
 
@@ -100,6 +117,12 @@ class Toy(Application):
         import socket
         socket.create_connection(("127.0.0.1", task["port"]), timeout=5).close()
         return "connected"
+
+    def hold(self, task):
+        for folder in ("/tmp", "/dev/shm"):
+            self.fill({"folder": folder})
+        self.held = bytearray(b"x" * task["bytes"])
+        time.sleep(60)
 
     def eat(self, task):
         held = []
@@ -380,6 +403,59 @@ def test_in_its_sandbox_it_sees_no_files_processes_or_network(tmp_path):
             code, message = inside.refused({"do": "connect", "port": server.getsockname()[1]})
         assert code is ErrorCode.TASK_FAILED
         assert "Error" in message
+    finally:
+        engine.close()
+
+
+@pytest.mark.skipif(len(ISOLATIONS) == 1, reason="bubblewrap is not here")
+@pytest.mark.parametrize(
+    ("folder", "code"),
+    [
+        ("/tmp", errno.ENOSPC),
+        ("/dev/shm", errno.ENOSPC),
+        ("/dev", errno.EROFS),
+        ("/", errno.EROFS),
+    ],
+)
+def test_files_of_a_sandbox_are_bounded_by_its_memory(tmp_path, folder, code):
+    others = set(psutil.Process().children(recursive=True))
+    engine = make_engine(tmp_path / "package", isolation="require", memory_bytes=300 * 10**6)
+    inside = Driver(engine)
+    try:
+        found, written = inside.ask({"do": "fill", "folder": folder})
+        assert found == code
+        assert written <= 150 * 10**6
+        assert inside.ask({"do": "greet", "name": "you"}) == "hello you"
+        processes = set(psutil.Process().children(recursive=True)) - others
+    finally:
+        engine.close()
+    assert processes
+    _, alive = psutil.wait_procs(list(processes), timeout=WITHIN_S)
+    assert not alive  # the files end with the processes
+
+
+@pytest.mark.skipif(len(ISOLATIONS) == 1, reason="bubblewrap is not here")
+def test_files_of_a_sandbox_count_as_its_memory(tmp_path):
+    engine = make_engine(tmp_path / "package", isolation="require", memory_bytes=300 * 10**6)
+    inside = Driver(engine)
+    try:
+        code, message = inside.refused({"do": "hold", "bytes": 120 * 10**6})
+        assert code is ErrorCode.REQUEST_KILLS_WORKERS
+        assert "of 300000000 bytes of memory" in message
+    finally:
+        engine.close()
+
+
+@pytest.mark.skipif(len(ISOLATIONS) == 1, reason="bubblewrap is not here")
+def test_a_sandbox_makes_no_namespaces_of_its_own(tmp_path):
+    if (
+        "--disable-userns"
+        not in subprocess.run(["bwrap", "--help"], capture_output=True).stdout.decode()
+    ):
+        pytest.skip("bubblewrap is older than 0.8")
+    engine = make_engine(tmp_path / "package", isolation="require")
+    try:
+        assert Driver(engine).ask({"do": "unshare"}) == -1
     finally:
         engine.close()
 

@@ -82,6 +82,33 @@ def test_where_prompts_cost_little_there_is_no_limit(monkeypatch):
     )
 
 
+class AsyncRunner:
+    """An asynchronous runner that counts its steps."""
+
+    block_size, num_blocks, max_model_len = 16, 64, 512
+    runs_async = True
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+
+    def run(self, batch: Batch) -> StepResult:
+        self.num_steps += 1
+        return StepResult([None] * len(batch.items))
+
+
+@pytest.mark.parametrize(("max_tokens", "beside"), [(2048, 512), (128, 128)])
+def test_on_an_asynchronous_device_the_limit_is_fixed_and_not_measured(max_tokens, beside):
+    runner = AsyncRunner()
+    limit = measure_prefill_limit(runner, max_tokens)  # type: ignore[arg-type]
+    for num_streams in (1, 8, 63):
+        for _ in range(200):
+            limit.note(num_streams, 0, 0.0035)
+            limit.note(num_streams, limit.beside(num_streams), 0.02)
+            assert limit.beside(num_streams) == beside
+    assert limit.spare_s is None
+    assert runner.num_steps == 0
+
+
 def follow(limit: PrefillLimit, token_s: float, num_steps: int) -> list[float]:
     """By what steps are longer than those without a prompt, which take a second."""
     slowdowns = []

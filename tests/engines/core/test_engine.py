@@ -295,8 +295,10 @@ def test_a_prompt_that_can_never_fit_is_refused_with_the_numbers(config: dict[st
     [
         pytest.param(make_request(logit_bias={100_000: 1.0}), id="bias outside the vocabulary"),
         pytest.param(make_request(logit_bias={-1: 1.0}), id="negative bias"),
+        pytest.param(make_request(stop_token_ids=(100_000,)), id="no such stop token"),
+        pytest.param(make_request(allowed_token_ids=(-1,)), id="no such allowed token"),
         pytest.param(make_request(output_token_ids=(300, 100_000)), id="another model's output"),
-        pytest.param(make_request(max_tokens=0), id="no tokens asked for"),
+        pytest.param(make_request(max_tokens=-1), id="a negative number of tokens"),
         pytest.param(make_request(prompt=""), id="empty prompt"),
         pytest.param(
             EngineRequest("r0", [1] * 8, make_request().sampling, (make_image(4, 8),)),

@@ -122,6 +122,8 @@ def test_prompts_and_dimensions_come_from_the_directory(tmp_path):
     [[vector]] = compute(model, embed("w1", is_normalized=True, dimensions=8))
     cut = reference(tmp_path, "w7 w8 w1", "mean")[:8]
     assert np.allclose(vector, torch.nn.functional.normalize(cut, dim=0), atol=1e-5)
+    [[bare]] = compute(model, embed("w1", prompt_name=None))
+    assert np.allclose(bare, reference(tmp_path, "w1", "mean"), atol=1e-5)
     with pytest.raises(InvalidRequest):
         compute(model, embed("w1", dimensions=9))
     with pytest.raises(InvalidRequest):
@@ -325,6 +327,18 @@ def test_what_cannot_be_served_is_refused_with_the_reason(change, why, tmp_path)
     make_encoder(tmp_path, "bert")
     change(tmp_path)
     with pytest.raises(UnsupportedCheckpoint, match=why):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("folder", ["", "2_Dense"])
+def test_weights_that_are_not_finite_are_refused_by_name(folder, tmp_path):
+    make_encoder(tmp_path, "bert", dense=[{"in_features": 32, "out_features": 8}])
+    file = tmp_path / folder / "model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if name.endswith("weight"))
+    tensors[name].view(-1)[3] = torch.nan
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(UnsupportedCheckpoint, match=f"the weight {name} .* not finite"):
         load(tmp_path)
 
 

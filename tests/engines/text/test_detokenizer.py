@@ -3,7 +3,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.text.detokenizer import Detokenizer
+from engines.text.detokenizer import Detokenizer, SpecialsTokenizer
 
 
 class TokenTable:
@@ -64,6 +64,17 @@ def test_an_incomplete_character_becomes_a_replacement_only_at_the_end():
 
 def test_special_tokens_add_nothing():
     assert detokenize([b"a", b"", b"b"]) == ["a", "", "b", ""]
+
+
+def test_special_tokens_are_text_where_that_is_asked_for_but_for_the_end():
+    class Named(TokenTable):
+        eos_token_ids = frozenset((3,))
+
+        def token_string(self, token_id: int) -> str:
+            return ("", "<loc_1>", "", "</s>")[token_id]
+
+    detokenizer = Detokenizer(SpecialsTokenizer(Named([b"a", b"", b"b", b""])))
+    assert [detokenizer.append(token_id) for token_id in range(4)] == ["a", "<loc_1>", "b", ""]
 
 
 def test_one_leading_space_is_dropped_where_the_tokenizer_says_so():

@@ -138,6 +138,36 @@ def test_a_lenient_schema_ignores_what_is_not_supported(compiler):
     assert follows(compiler.compile(grammar), " 1")
 
 
+NUMBERS = [
+    ({"type": "integer"}, ["1" * 19, "-" + "9" * 19, "0"], ["1" * 20, "-" + "1" * 20]),
+    ({"type": "integer", "minimum": 0}, ["1" * 19], ["1" * 20]),
+    (
+        {"type": "number"},
+        ["1" * 17, "0." + "1" * 16, "1" * 16 + ".5", "-" + "1" * 17 + "e-300", "1.5E+123", "1e5"],
+        ["1" * 18, "0." + "1" * 17, "1" * 17 + ".5", "1e1234"],
+    ),
+    ({}, ["1" * 17, "[" + "1" * 17 + "]"], ["1" * 18, '{"a":' + "1" * 18 + "}"]),
+    ({"const": 10**25}, [str(10**25)], []),
+    ({"enum": [10**25, 1]}, [str(10**25), "1"], []),
+    ({"type": "string"}, ['"' + "1" * 30 + '"', '"1e12345"'], []),
+    ({"type": "string", "pattern": "^[0-9]{30,40}$"}, ['"' + "1" * 30 + '"', '"' + "1" * 40 + '"'], []),
+    ({"type": "string", "format": "uuid"}, ['"550e8400-e29b-41d4-a716-446655440000"'], []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "taken", "refused"), NUMBERS)
+def test_numbers_that_a_schema_does_not_bound_are_bounded(compiler, schema, taken, refused):
+    constraint = compiler.compile(make_grammar("json", schema))
+    for text in taken:
+        assert follows(constraint, f" {text}"), text
+    for text in refused:
+        assert not follows(constraint, f" {text}"), text
+
+
+def test_other_grammars_have_numbers_of_any_length(compiler):
+    assert follows(compiler.compile(make_grammar("regex", "[0-9]+")), " " + "1" * 30)
+
+
 def follow_at_random(constraint: Constraint) -> str:
     """The first tokens of an answer; or what ended it."""
     token_ids: list[int] = []
@@ -160,7 +190,7 @@ def test_hostile_grammars_are_refused_or_followed_within_bounds(compiler, place)
     else:
         outcome = follow_at_random(constraint)
     assert outcome
-    assert time.process_time() - began_s < 3.0  # in this process, which compiles what passed
+    assert time.process_time() - began_s < 10.0  # in this process, which compiles what passed
 
 
 def test_a_child_that_is_lost_costs_one_grammar(compiler, monkeypatch):

@@ -8,13 +8,11 @@ from collections.abc import Callable
 
 from engines.packages.checkpoint_json import Fields, shown
 from engines.torch_backend.loading.formats.awq import AwqReader
-from engines.torch_backend.loading.formats.bitsandbytes import BitsAndBytesReader
 from engines.torch_backend.loading.formats.compressed_tensors import CompressedTensorsReader
 from engines.torch_backend.loading.formats.fp8 import Fp8Reader
 from engines.torch_backend.loading.formats.gguf import GgufReader
 from engines.torch_backend.loading.formats.gptq import GptqReader
 from engines.torch_backend.loading.formats.reader import Reader
-from engines.torch_backend.loading.formats.torchao import TorchAoReader
 from engines.torch_backend.models.hf_config import QUANT_METHOD
 
 #: by `quant_method`
@@ -25,12 +23,12 @@ READERS: dict[str, Callable[[Fields], Reader]] = {
     "fp8": Fp8Reader,
     "fbgemm_fp8": Fp8Reader,
     "gguf": GgufReader,
-    "bitsandbytes": BitsAndBytesReader,
-    "torchao": TorchAoReader,
 }
 
 #: Why others cannot be; transformers reads them with libraries that are not here.
 _REASONS = {
+    "bitsandbytes": "its numbers of 4 bits have no kernel here",
+    "torchao": "its tensors are laid out by the library",
     "hqq": "the installed transformers does not load it",
     "quanto": "its weights are classes of its library",
     "aqlm": "its weights are indices into code books",

@@ -55,7 +55,6 @@ class AwqReader(Reader):
         return Layout((num_outputs, num_inputs), 4, size)
 
     def read(self, linear: StoredLinear) -> Integers:
-        """Its integers."""
         values = _in_order(linear.read("qweight")).t().contiguous()
         zero = _in_order(linear.read("qzeros")).float()
         scale = linear.read("scales").float()

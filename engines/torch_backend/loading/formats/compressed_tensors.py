@@ -91,7 +91,6 @@ class CompressedTensorsReader(Reader):
         return self._find(linear)[1]
 
     def read(self, linear: StoredLinear) -> Integers | Tensor:
-        """Its weights."""
         scheme, layout = self._find(linear)
         if not layout.bits:
             return scaled(linear, "weight_scale", scheme.block)

@@ -34,7 +34,6 @@ class Fp8Reader(Reader):
         return scaled_layout(linear, name, self._block, "F8_E4M3")
 
     def read(self, linear: StoredLinear) -> Tensor:
-        """Its weights."""
         name = next(name for name in self.marker if name in linear.parts)
         return scaled(linear, name, self._block)
 

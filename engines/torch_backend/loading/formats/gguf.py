@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from transformers.integrations.gguf.dequant import GGML_NAME, dequantize
+from transformers.integrations.gguf.dequant import GGML_BLOCK, GGML_NAME, dequantize
 
 from engines.packages.checkpoint_json import Fields
 from engines.torch_backend.loading.formats.reader import (
@@ -19,13 +19,16 @@ from engines.torch_backend.loading.formats.reader import (
     Reader,
     StoredLinear,
 )
-from engines.torch_backend.loading.stored_tensors import StoredTensor
+from engines.torch_backend.loading.stored_tensors import StoredTensor, finite
 
 #: the types of plain numbers, by their numbers in a file
 FLOATS = {0: ("F32", torch.float32), 1: ("F16", torch.float16), 30: ("BF16", torch.bfloat16)}
 DTYPE = torch.float16  #: of what is dequantized
-_Q4_0, _Q4_1, _Q4_K = 2, 3, 12
+_Q4_0, _Q4_1, _Q5_0, _Q5_1, _Q4_K = 2, 3, 6, 7, 12
 _GROUP = 32
+#: llama.cpp falls back to these where a row is no multiple of 256. Transformers' reader does not know them.
+GGML_BLOCK.update({_Q5_0: (_GROUP, 22), _Q5_1: (_GROUP, 24)})
+GGML_NAME.update({_Q5_0: "Q5_0", _Q5_1: "Q5_1"})
 _CHUNK_WEIGHTS = 1 << 20  # dequantized at once: what is computed on the way stays small
 
 
@@ -45,7 +48,6 @@ class GgufTensor(StoredTensor):
 
     @property
     def num_stored_bytes(self) -> int:
-        """Bytes in its file."""
         return self.num_file_bytes
 
     def map(self) -> Tensor:
@@ -56,7 +58,7 @@ class GgufTensor(StoredTensor):
         if self.is_blocks:
             raw = raw.view(self.shape[0], -1)
         else:
-            raw = raw.view(FLOATS[self.ggml_type][1]).view(self.shape)
+            raw = finite(self.name, raw.view(FLOATS[self.ggml_type][1]).view(self.shape))
         return raw if self.num_heads == 0 else _as_halves(raw, self.num_heads)
 
 
@@ -86,7 +88,6 @@ class GgufReader(Reader):
         return linears, others
 
     def layout(self, linear: StoredLinear) -> Layout:
-        """What a map is."""
         num_outputs, num_inputs = linear.expect_matrix("weight", "blocks")
         kind = _tensor(linear).ggml_type
         bits, size = (4, _GROUP) if kind in (_Q4_0, _Q4_1, _Q4_K) else (0, 0)
@@ -105,7 +106,8 @@ class GgufReader(Reader):
         numbers = rows.new_empty(num_outputs, num_inputs, dtype=DTYPE)
         num_rows = max(1, _CHUNK_WEIGHTS // num_inputs)
         for part, target in zip(rows.split(num_rows), numbers.split(num_rows), strict=True):
-            target.copy_(dequantize(part.flatten(), kind).view(target.shape))
+            found = _q5(part, kind) if kind in (_Q5_0, _Q5_1) else dequantize(part.flatten(), kind)
+            target.copy_(found.view(target.shape))
         return numbers
 
 
@@ -133,6 +135,21 @@ def _q4_1(rows: Tensor) -> Integers:
     scale, base = _halves(blocks, 0, 2).unbind(-1)
     values = _nibbles(blocks[..., 4:])
     return Integers(values, 4, _GROUP, scale.t().contiguous(), None, base=base.t().contiguous())
+
+
+def _q5(rows: Tensor, kind: int) -> Tensor:
+    """Q5_0 and Q5_1: Q4_0 and Q4_1 with a fifth bit of each integer in a word of 32 bits.
+
+    Shapes: uint8 (N, bytes of a row); returns float32 (N, K).
+    """
+    blocks = rows.unflatten(1, (-1, GGML_BLOCK[kind][1]))
+    num_halves = 1 if kind == _Q5_0 else 2
+    scale, *rest = _halves(blocks, 0, num_halves).split(1, -1)
+    base = rest[0] if rest else -16 * scale
+    high, low = blocks[..., 2 * num_halves :].split((4, 16), -1)
+    bits = (high[..., None] >> torch.arange(8, dtype=torch.uint8, device=rows.device)) & 1
+    values = torch.cat([low & 15, low >> 4], -1) | (bits.flatten(-2) << 4)
+    return (values * scale + base).flatten(1)
 
 
 def _q4_k(rows: Tensor) -> Integers:

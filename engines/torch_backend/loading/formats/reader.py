@@ -109,7 +109,6 @@ class StoredLinear:
 
     @property
     def num_values(self) -> int:
-        """Numbers in its tensors."""
         return sum(part.num_values for part in self.parts.values())
 
     def expect(self, part: str, shape: tuple[int, ...] | None, *kinds: str) -> StoredTensor:

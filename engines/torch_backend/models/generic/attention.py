@@ -426,7 +426,6 @@ class Counted:
         self._shift = torch.empty(0)
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        """As the layer's own."""
         step = getattr(self._module.pages, "step", None)
         if step is not None and self._module.config._attn_implementation == NAME:
             places = step.places

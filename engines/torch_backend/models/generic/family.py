@@ -22,7 +22,6 @@ class GenericFamily:
         self._lowers = lowers
 
     def claims(self, config: Fields) -> bool:
-        """Whether transformers implements it."""
         return find_class(config) is not None
 
     def check(self, config: Fields) -> GenericConfig:

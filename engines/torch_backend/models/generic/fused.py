@@ -87,7 +87,6 @@ class Watched:
                 handle.remove()
 
     def calls(self, module: nn.Module) -> list[Call]:
-        """All of a module."""
         return self._calls.get(module, [])
 
     def call(self, module: nn.Module) -> Call | None:
@@ -257,7 +256,6 @@ class Attention:
             part.copy_(norm(part.reshape(shape)).view(part.shape))
 
     def rotation(self, options: dict[str, Any]) -> Rotation | None:
-        """Of queries and keys."""
         if not self._rotated:
             return None
         cos, sin = options["position_embeddings"]
@@ -406,7 +404,6 @@ class Layer:
 
     @property
     def attention(self) -> Attention:
-        """Its attention."""
         return self._attention
 
     @property
@@ -622,7 +619,6 @@ class Recognised:
         return {module: each for module, each in found.items() if module not in parts}
 
     def counts(self) -> str:
-        """For the log."""
         return ", ".join(
             f"{len(found)} {name}"
             for name in ("layers", "attentions", "gated", "norms")
@@ -674,7 +670,6 @@ class Fused:
             module.forward = forward  # pyright: ignore
 
     def remove(self) -> None:
-        """The modules' own again."""
         for module in self._forwards:
             module.__dict__.pop("forward", None)
 

@@ -23,7 +23,6 @@ class ImageForm:
 
     @classmethod
     def of(cls, output: Any) -> Self:
-        """That of an output."""
         field = "last_hidden_state" if output.get("pooler_output") is None else "pooler_output"
         levels = tuple(isinstance(level, Tensor) for level in output.get(_LEVELS) or ())
         return cls(type(output), field, isinstance(output[field], Tensor), levels)

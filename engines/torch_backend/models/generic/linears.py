@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import handle_torch_function, has_torch_function
 
 from engines.torch_backend.layers.linear import Linear, LinearWeights, Precision, Reordered
 from engines.torch_backend.layers.quantization import Scheme
@@ -36,6 +37,8 @@ class OperatorLinear(nn.Module):
         held = self.__dict__["_modules"].get("weights")
         if name == "weight" and held is not None:
             return held.dequantized() if isinstance(held, PackedLinear) else held.weight
+        if name == "bias" and held is not None:
+            return held.bias
         if name in ("in_features", "out_features") and held is not None:
             inside = f"num_{'inputs' if name == 'in_features' else 'outputs'}"
             return getattr(held, inside if isinstance(held, PackedLinear) else name)
@@ -47,6 +50,11 @@ class OperatorLinear(nn.Module):
             found = self.siblings.compute(self, x)
             if found is not None:
                 return found
+        if has_torch_function((x,)):  # a mode that splits it, which sees no kernel of ours
+            return handle_torch_function(self._compute, (x,), x)
+        return self._compute(x)
+
+    def _compute(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         return self._linear(rows.to(self._dtype)).to(x.dtype).unflatten(0, x.shape[:-1])
 

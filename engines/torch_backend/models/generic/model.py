@@ -164,17 +164,16 @@ class GenericModel(FamilyModel):
 
         `stored` are names of weights that stay as they are, and of the modules that these are of.
         """
-        is_shared = self._mesh.size > 1
-        place = torch.device("cpu") if is_shared else device  # whole, it may be too large
         empty = {name: weights[name].new_zeros(1).expand_as(weights[name]) for name in stored}
-        self.inner = self._load(weights | empty, place, dtype).requires_grad_(False).eval()
+        # on the CPU: transformers needs accelerate to load elsewhere, and one device may be too small for all
+        self.inner = self._load(weights | empty, dtype).requires_grad_(False).eval()
         for name, paths in stored.items():
             keep_stored(map(self.inner.get_submodule, paths), weights[name], dtype)
         self._dtype = dtype
-        if is_shared:
+        if self._mesh.size > 1:
             share_model(self.inner, self._mesh)
-            inner: Any = self.inner
-            inner.to(device)
+        moved: Any = self.inner
+        moved.to(device)
         self.find_arguments()
         text = self._text
         self._own_attention = text._attn_implementation
@@ -192,6 +191,7 @@ class GenericModel(FamilyModel):
         self._watched = Watched()
         with self._watched.watching(self.inner):
             self.specs = self._probe(device)
+        self._measure_states()
         check_masks(self.inner, list(self.specs.values()))
         head = self.inner.get_output_embeddings()
         self._calls_head = type(head) is nn.Linear and self._watched.call(head) is not None
@@ -202,6 +202,17 @@ class GenericModel(FamilyModel):
                 module: replace(spec, sees_images=sight is None or spec.kind in sight)
                 for module, spec in self.specs.items()
             }
+
+    def _measure_states(self) -> None:
+        """Raises: UnsupportedCheckpoint."""
+        try:
+            for mixer in self._mixers:
+                mixer.measure()
+        except Exception as error:  # of a hundred classes' own
+            name = self.config.model_class.__name__
+            raise UnsupportedCheckpoint(
+                f"{name}: its states cannot be kept: {_explain(error)}"
+            ) from error
 
     @torch.inference_mode()
     def _recognise(self, device: torch.device) -> None:
@@ -218,9 +229,7 @@ class GenericModel(FamilyModel):
         self._arguments = frozenset(inspect.signature(self.inner.forward).parameters)
         self._types = type_names(self._arguments)
 
-    def _load(
-        self, weights: dict[str, Tensor], device: torch.device, dtype: torch.dtype
-    ) -> PreTrainedModel:
+    def _load(self, weights: dict[str, Tensor], dtype: torch.dtype) -> PreTrainedModel:
         name = self.config.model_class.__name__
         weights = {n: cast(x, dtype) for n, x in weights.items()}
         try:
@@ -230,7 +239,6 @@ class GenericModel(FamilyModel):
                     config=self.config.full,
                     state_dict=weights,
                     dtype=dtype,
-                    device_map=None if device.type == "cpu" else {"": device},
                     output_loading_info=True,
                     ignore_mismatched_sizes=True,
                 )
@@ -262,8 +270,9 @@ class GenericModel(FamilyModel):
         try:
             self.inner(input_ids=ids, position_ids=positions, use_cache=False)
         except Exception as error:  # a layer that wants a mask fails in a way of its own
+            own = "" if probe.layers else "its layers compute attention by themselves: "
             raise UnsupportedCheckpoint(
-                f"{name} cannot be run over pages: {_explain(error)}"
+                f"{name} cannot be run over pages: {own}{_explain(error)}"
             ) from error
         text = self._text
         types = getattr(text, "layer_types", None) or [None] * text.num_hidden_layers
@@ -340,7 +349,6 @@ class GenericModel(FamilyModel):
             allow_int8(self.inner, decoder, self.inner.get_output_embeddings())
 
     def decoder_layers(self) -> tuple[str, nn.Module]:
-        """Where attention is."""
         return self._layers_name, self.inner.get_submodule(self._layers_name)
 
     @property
@@ -400,6 +408,11 @@ class GenericModel(FamilyModel):
     def state_bytes(self) -> int:
         """Of the states of layers that are no attention."""
         return self._states.num_bytes
+
+    @property
+    def state_bytes_per_sequence(self) -> int:
+        """Of all layers, as the probe has found."""
+        return sum(mixer.num_bytes for mixer in self._mixers)
 
     def release(self, request_id: str) -> None:
         """Let go of a request's states. Idempotent."""

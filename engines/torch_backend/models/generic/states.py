@@ -69,11 +69,9 @@ class LayerState:
         return bool(self.conv or self.recurrent)
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """No state goes back."""
         return False
 
     def tensors(self) -> list[Tensor]:
-        """All that is kept."""
         return [*self.conv.values(), *self.recurrent.values()]
 
     def copy(self) -> "LayerState":
@@ -93,7 +91,6 @@ class LayerState:
         return joined
 
     def split(self) -> Iterator["LayerState"]:
-        """Each sequence's."""
         for row in range(len(next(iter((*self.conv.values(), *self.recurrent.values()))))):
             state = self.copy()
             state.conv = {key: x[row : row + 1] for key, x in self.conv.items()}
@@ -147,7 +144,6 @@ class SequenceStates:
         return sum(storages.values())
 
     def release(self, request_id: str) -> None:
-        """Forget a request. Idempotent."""
         self._kept.pop(request_id, None)
 
 
@@ -168,10 +164,21 @@ class Mixer:
         self._name = "cache_params" if "cache_params" in parameters else "past_key_values"
         self._states = states
         self.plan: AttentionPlan | None = None  #: of the present step; None: as transformers does
+        self.num_bytes = 0  #: of one sequence's state, once it was measured
+        self._seen: Tensor | None = None
+
+    @torch.inference_mode()
+    def measure(self) -> None:
+        """Find the size of a state, from what the layer was given last."""
+        if self._seen is not None:
+            state = LayerState()
+            self._forward(self._seen, **{self._name: state})
+            self.num_bytes, self._seen = sum(x.nbytes for x in state.tensors()), None
 
     def __call__(self, hidden_states: Tensor, *others: Any, **options: Any) -> Any:
         """Shapes: (1, N, C), kept."""
         if self.plan is None:
+            self._seen = hidden_states
             return self._forward(hidden_states, *others, **options)
         out = torch.empty_like(hidden_states)
         before, after = self._states.before, self._states.after

@@ -10,7 +10,7 @@ transformers' own, and has to make the same of it. Where it does not, the model 
 Shape letters: N tokens of a step, C hidden width.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,12 @@ from engines.torch_backend.models.config import BeyondOurProgram
 from engines.torch_backend.models.generic.linears import OperatorLinear, allow_int8
 from engines.torch_backend.models.llama import Llama
 from engines.torch_backend.models.lowered.proof import check_levels, compare, observe
-from engines.torch_backend.models.lowered.reading import find_stack, order_of_pairs, read_decoder
+from engines.torch_backend.models.lowered.reading import (
+    find_stack,
+    order_of_pairs,
+    read_decoder,
+    stored_rows,
+)
 from engines.torch_backend.models.lowered.rotary import Rotary
 from engines.torch_backend.models.registry import FamilyModel, ImageSlots
 from engines.torch_backend.ops.registry import Ops
@@ -53,7 +58,7 @@ def lower(front: Any, dtype: torch.dtype) -> "LoweredModel":
             except BeyondOurProgram as refusal:
                 refusals.append(refusal)
             else:
-                return LoweredModel(front, stack_name, decoder, rotary, dtype)
+                return LoweredModel(front, stack_name, decoder, rotary, order, dtype)
     raise refusals[0]
 
 
@@ -64,13 +69,23 @@ class LoweredModel(FamilyModel):
     speed_path = "lowered"
 
     def __init__(
-        self, front: Any, stack_name: str, decoder: Llama, rotary: Rotary, dtype: torch.dtype
+        self,
+        front: Any,
+        stack_name: str,
+        decoder: Llama,
+        rotary: Rotary,
+        order: Tensor | None,
+        dtype: torch.dtype,
     ) -> None:
-        """Takes transformers' decoder out of its model, which is of no use without this one then."""
+        """Takes transformers' decoder out of its model, which is of no use without this one then.
+
+        `order` is that of the channels of queries and keys in each head, if it was changed.
+        """
         super().__init__()
         self.config = front.config
         self.language_model = decoder
         self._rotary = rotary
+        self._order = order
         self._inputs = _DecoderInputs(decoder)
         self.front: Any = None
         self._stack_name = stack_name
@@ -82,16 +97,18 @@ class LoweredModel(FamilyModel):
             self.front = front
 
     def rotary(self, max_positions: int, dtype: torch.dtype, device: torch.device) -> RotaryTable:
-        """By transformers' own frequencies."""
         self._rotary.freeze(max_positions)
         return self._rotary.table(max_positions, dtype, device)
+
+    def stored_rows(self, name: str) -> Mapping[str, Tensor | None]:
+        """Rows of joined layers are split, those of queries and keys reordered."""
+        return stored_rows(name, self.language_model.text, self._order)
 
     def quantize(self, scheme: Scheme, dtype: torch.dtype) -> None:
         """The linear maps of the decoder's layers."""
         scheme.convert_linears(self.language_model)
 
     def allow_int8_beside(self) -> None:
-        """Those of transformers' front."""
         if self.front is not None:
             allow_int8(self.front.inner, self._stack_name, None)
 

@@ -3,7 +3,7 @@
 Shape letters: D head width.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -55,7 +55,10 @@ def read_decoder(front: Any, stack: Any, dtype: torch.dtype, order: Tensor | Non
         parts = _read_layer(layer, spec)
         all_eps |= parts.eps
         activations.add(parts.activation)
-        weights |= {f"model.layers.{number}.{name}": x for name, x in parts.in_order(order, spec)}
+        weights |= {
+            f"model.layers.{number}.{name}": _in_order(name, x, order, spec.key_dim)
+            for name, x in parts.weights.items()
+        }
     if len(all_eps) > 1 or len(activations) > 1:
         raise BeyondOurProgram("its layers are not alike")
     limit = front.config.text.max_position_embeddings
@@ -174,14 +177,31 @@ class _LayerParts:
     eps: set[float]
     activation: str
 
-    def in_order(self, order: Tensor | None, spec: LayerSpec) -> Iterator[tuple[str, Tensor]]:
-        """All, those of queries' and keys' channels in an order of these."""
-        for name, x in self.weights.items():
-            if order is None or name not in _TURNED:
-                yield name, x
-            else:
-                by_head = x.unflatten(0, (-1, spec.key_dim))
-                yield name, by_head[:, order.to(x.device)].flatten(0, 1)
+
+def stored_rows(name: str, text: TextConfig, order: Tensor | None) -> dict[str, Tensor | None]:
+    """`FamilyModel.stored_rows` of a decoder that `read_decoder` made in this `order`."""
+    number, _, module = name.partition(".")
+    qkv = _qkv_rows(text.num_heads, text.num_kv_heads, text.head_dim)
+    num_rows = {
+        "self_attn.q_proj": qkv[0],
+        "self_attn.k_proj": qkv[1],
+        "self_attn.qkv_proj": sum(qkv),
+        "mlp.gate_up_proj": 2 * text.intermediate_size,
+    }.get(module)
+    if num_rows is None:
+        return {name: None}
+    parts = _parted(f"{module}.weight", torch.arange(num_rows), qkv)
+    return {
+        f"{number}.{part.removesuffix('.weight')}": _in_order(part, rows, order, text.head_dim)
+        for part, rows in parts.items()
+    }
+
+
+def _in_order(name: str, x: Tensor, order: Tensor | None, head_dim: int) -> Tensor:
+    """A weight of a layer, with the channels of queries and keys in `order`."""
+    if order is None or name not in _TURNED:
+        return x
+    return x.unflatten(0, (-1, head_dim))[:, order.to(x.device)].flatten(0, 1)
 
 
 _LINEARS = (
@@ -212,6 +232,7 @@ def _read_layer(layer: nn.Module, spec: LayerSpec) -> _LayerParts:
     }
     tensors: dict[str, Tensor] = {}
     has_four = modules.keys() >= _FOUR_NORMS.keys()
+    qkv = _qkv_rows(spec.num_heads, spec.num_kv_heads, spec.key_dim)
     of_stream: dict[str, str] = _FOUR_NORMS if has_four else dict(zip(_NORMS, _NORMS, strict=True))
     for name, module in list(modules.items()):
         if name in (*of_stream, *_HEAD_NORMS):
@@ -219,7 +240,7 @@ def _read_layer(layer: nn.Module, spec: LayerSpec) -> _LayerParts:
         if type(module) is not nn.Linear:
             raise BeyondOurProgram(f"a layer has {name}, a {type(module).__name__}")
         for part, x in module.named_parameters(recurse=False):
-            tensors |= _parted(f"{name}.{part}", x, spec)
+            tensors |= _parted(f"{name}.{part}", x, qkv)
     wanted = {*of_stream, *(_HEAD_NORMS if modules.keys() & {*_HEAD_NORMS} else ())}
     names = {name.rpartition(".")[0] for name in tensors} | (
         modules.keys() & {*of_stream, *_HEAD_NORMS}
@@ -238,12 +259,16 @@ def _read_layer(layer: nn.Module, spec: LayerSpec) -> _LayerParts:
     return _LayerParts(tensors, {eps for _, eps in norms.values()}, _read_activation(mlp))
 
 
-def _parted(name: str, x: Tensor, spec: LayerSpec) -> dict[str, Tensor]:
-    """The rows of joined maps by themselves."""
+def _qkv_rows(num_heads: int, num_kv_heads: int, head_dim: int) -> list[int]:
+    """Rows of the linear layers of queries, keys and values."""
+    return [count * head_dim for count in (num_heads, num_kv_heads, num_kv_heads)]
+
+
+def _parted(name: str, x: Tensor, qkv: list[int]) -> dict[str, Tensor]:
+    """Split the rows of joined linear layers."""
     head, _, part = name.rpartition(".")
     if head == "self_attn.qkv_proj":
-        heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
-        rows = x.split([count * spec.key_dim for count in heads])
+        rows = x.split(qkv)
         return {f"self_attn.{k}_proj.{part}": y for k, y in zip("qkv", rows, strict=True)}
     if head == "mlp.gate_up_proj":
         return {f"mlp.{k}_proj.{part}": y for k, y in zip(("gate", "up"), x.chunk(2), strict=True)}

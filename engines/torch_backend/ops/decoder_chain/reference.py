@@ -21,7 +21,6 @@ class LayerProducts(NamedTuple):
 
     @property
     def products(self) -> tuple[Product, Product, Product, Product]:
-        """In their order."""
         return self[:4]
 
 
@@ -47,7 +46,6 @@ class CallByCall:
         self._layers = layers
 
     def can_run(self, x: Tensor, attend: Attend) -> bool:
-        """Always."""
         return True
 
     def __call__(self, x: Tensor, attend: Attend) -> None:

@@ -1,5 +1,6 @@
 // Activations to integers of 8 or 16 bits, with a scale for each group of inputs.
 #include <algorithm>
+#include <cmath>
 
 #include "linear.h"
 #include "vectors.h"
@@ -31,14 +32,16 @@ int32_t round_inputs(const float* x, int64_t count, float inverse, int bits, voi
     return sum;
 }
 
+// NaN if there is one: it passes each comparison below, and nothing is larger.
 float largest_size(const float* x, int64_t count) {
     Floats most = {};
     for (int64_t i = 0; i < count; i += LANES) {
         const Floats value = load(x + i), size = value < 0.0f ? -value : value;
-        most = size > most ? size : most;
+        most = (size > most) | (size != size) ? size : most;
     }
     float largest = 0;
-    for (int64_t lane = 0; lane < LANES; lane++) largest = std::max(largest, most[lane]);
+    for (int64_t lane = 0; lane < LANES; lane++)
+        if (most[lane] > largest || most[lane] != most[lane]) largest = most[lane];
     return largest;
 }
 
@@ -54,6 +57,11 @@ void quantize_token(const float* x, int64_t num_inputs, int64_t group, int bits,
             inputs = padded;
         }
         const float largest = largest_size(inputs, group);
+        if (!std::isfinite(largest)) {  // the products are NaN then, as those of floats would be
+            *scale = *sum = NAN;
+            std::memset((char*)q + start * bits / 8, 0, group * bits / 8);
+            continue;
+        }
         *scale = largest / steps;
         *sum = (float)round_inputs(inputs, group, largest > 0 ? steps / largest : 0.0f, bits, (char*)q + start * bits / 8);
     }

@@ -14,7 +14,7 @@ from engines.core.request import EngineRequest
 from engines.registry import create_engine
 from engines.torch_backend.layers.quantization import SCHEMES
 from engines.torch_backend.layers.quantized_linear import Int4Linear
-from engines.torch_backend.loading.formats.gguf import GgufReader
+from engines.torch_backend.loading.formats.gguf import GgufReader, GgufTensor
 from engines.torch_backend.loading.formats.reader import Integers
 from engines.torch_backend.loading.gguf_checkpoint import list_weights, open_checkpoint
 from engines.torch_backend.loading.make_checkpoint import make_checkpoint
@@ -35,6 +35,7 @@ MIXTURES = {
     "F16": lambda name: Kind.F16,
     "Q4_0": lambda name: Kind.Q4_0,
     "Q4_1": lambda name: Kind.Q4_1,
+    "Q5_0 and Q5_1": factories.mixture(Kind.Q5_0, Kind.Q5_1),
     "Q8_0": lambda name: Kind.Q8_0,
     "Q4_K_M": factories.mixture(Kind.Q4_K, Kind.Q6_K),
     "Q5_K_M": factories.mixture(Kind.Q5_K, Kind.Q6_K),
@@ -67,7 +68,10 @@ def logits(model: FamilyModel) -> torch.Tensor:
         return inner(input_ids=TOKEN_IDS[None]).logits[0]
 
 
-@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1, Kind.Q8_0, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K])
+@pytest.mark.parametrize(
+    "kind",
+    [Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K],
+)
 def test_numbers_are_those_of_the_formats_own_package(kind: Kind, file: Path) -> None:
     meant = factories.write_text(file, factories.make_model("llama"), "llama", lambda name: kind)
 
@@ -81,6 +85,21 @@ def test_numbers_are_those_of_the_formats_own_package(kind: Kind, file: Path) ->
             assert_close(found.numbers(torch.float32), expected, rtol=1e-6, atol=1e-8)
         else:
             assert torch.equal(found, expected.half())
+
+
+@pytest.mark.parametrize("kind", [Kind.F16, Kind.Q4_0, Kind.Q4_1, Kind.Q8_0, Kind.Q4_K])
+def test_numbers_that_are_not_finite_are_refused_by_name(kind: Kind, file: Path) -> None:
+    factories.write_text(file, factories.make_model("llama"), "llama", lambda name: kind)
+    name = "model.layers.1.mlp.up_proj.weight"
+    [tensor] = [x for x in list_weights(opened(file)) if x.name == name]
+    assert isinstance(tensor, GgufTensor)
+    with file.open("r+b") as content:  # the first number, or the scale of the first block
+        content.seek(tensor.offset)
+        content.write(np.float16(np.nan).tobytes())
+
+    with pytest.raises(UnsupportedCheckpoint, match=f"weight {name.removesuffix('.weight')}") as e:
+        load(file, "fast")
+    assert "not finite" in str(e.value)
 
 
 @pytest.mark.parametrize("name", MIXTURES)

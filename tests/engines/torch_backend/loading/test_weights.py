@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.models.llava import Llava
 from engines.torch_backend.models.registry import find_family
 from engines.torch_backend.ops.registry import cpu_ops
+from tests.engines.torch_backend.models.family_table import text, write_checkpoint
 from tests.long import IS_LONG
 
 CPU = torch.device("cpu")
@@ -315,3 +317,30 @@ def test_memory_peaks_little_above_the_model(
 ) -> None:
     """Touched as well as loaded: what is only mapped would weigh nothing."""
     assert peaks[precision] <= PRECISIONS[precision]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("scheme", [None, "int8"])
+@pytest.mark.parametrize(
+    "name",
+    ["model.embed_tokens.weight", "model.norm.weight", "model.layers.1.mlp.down_proj.weight"],
+)
+def test_weights_that_are_not_finite_are_refused_by_name(
+    name: str, scheme: str | None, value: float, tiny: Path
+) -> None:
+    name = f"language_model.{name}"
+    weight = load_file(tiny / "model.safetensors")[name].clone()
+    weight.view(-1)[-1] = value
+    edit(tiny, **{name.replace(".", "__"): weight})
+
+    with pytest.raises(UnsupportedCheckpoint, match=rf"weight {re.escape(name)} .*not finite"):
+        load(tiny, scheme=SCHEMES[scheme] if scheme else None, ops=cpu_ops("fast"))
+
+
+def test_generic_models_refuse_weights_that_are_not_finite(tmp_path: Path) -> None:
+    write_checkpoint(text("Qwen3", "Qwen3", head_dim=16), tmp_path)
+    name = "model.layers.0.self_attn.q_norm.weight"
+    edit(tmp_path, **{name.replace(".", "__"): torch.full((16,), torch.nan)})
+
+    with pytest.raises(UnsupportedCheckpoint, match=rf"weight {re.escape(name)} .*not finite"):
+        load(tmp_path)

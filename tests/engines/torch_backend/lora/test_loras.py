@@ -183,6 +183,10 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 GENERIC: list[tuple[Family, tuple[str, ...]]] = [
     (text("Qwen3", "Qwen3", head_dim=16), ALL),
     *[(text("Mistral", "Mistral", sliding_window=8), ALL)] * IS_LONG,
+    (text("GLM", "Glm", head_dim=16), ALL),  # rotary on some channels; gate_up_proj
+    (text("ERNIE 4.5", "Ernie4_5"), ALL),  # rotary on neighbouring channels
+    (text("Helium", "Helium", head_dim=16), ALL),
+    (text("Phi-3", "Phi3", partial_rotary_factor=0.5, hidden_size=128), ALL),  # qkv_proj
     *(
         (family, ALL if family.name in ("Qwen2.5-VL",) else ATTENTION)
         for family in FAMILIES
@@ -209,6 +213,7 @@ def adapted_model(
     folder = tmp_path_factory.mktemp("adapted")
     loaded = test_families.load_family(family, folder / "model")
     theirs = test_families.load_reference(folder / "model", family.auto)
+    # the ends match qkv_proj and gate_up_proj, too
     names = [n for n in linear_names(theirs, ends) if "visual" not in n and "vision" not in n]
     changes = {
         "a": make_changes(theirs, names, seed=1),

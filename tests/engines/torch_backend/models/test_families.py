@@ -6,7 +6,10 @@ some of them, `make families` all, and writes `docs/models.md` of what it saw.
 
 import contextlib
 import io
+import json
 import random
+import shutil
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Several
@@ -15,21 +18,27 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
 from PIL import Image
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, AutoProcessor
 
+from engines.core.budget import measure_prefill_limit
 from engines.core.engine import BatchingEngine
-from engines.core.request import EngineRequest
-from engines.core.runner import Prompt
+from engines.core.request import EngineRequest, ImageInput
+from engines.core.runner import PixelLimits, Prompt
 from engines.core.sequence import ScheduledSequence, Sequence
+from engines.image_decoder import decode_image
+from engines.torch_backend.loading.load import MAX_IMAGE_PIXELS_ON_CPU
 from engines.torch_backend.loading.weights import load_model
 from engines.torch_backend.models.generic.family import FAMILY, GenericFamily
 from engines.torch_backend.models.generic.tested import TESTED
 from engines.torch_backend.models.hf_config import read_fields
 from engines.torch_backend.models.registry import FamilyModel, find_family
+from engines.torch_backend.multimodal import parts
 from engines.torch_backend.multimodal.processor import TorchProcessor, create_processor
 from engines.torch_backend.ops.registry import Ops, cpu_ops
 from engines.torch_backend.runner import TorchRunner
@@ -276,6 +285,118 @@ def test_the_models_that_share_no_prefixes_are_known(loaded: Loaded) -> None:
 def test_the_compared_answers_say_something(loaded: Loaded) -> None:
     assert len({tuple(tokens) for tokens in loaded.expected.values()}) >= len(loaded.expected) - 1
     assert len({token for tokens in loaded.expected.values() for token in tokens}) > 3
+
+
+@torch.inference_mode()
+def test_an_image_is_encoded_in_parts_of_bounded_work(
+    loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if loaded.family.create_processor is None:
+        pytest.skip("it takes no images")
+    image = next(r.images[-1] for r in loaded.requests if r.request_id == "two")
+    [expected] = loaded.model.encode([image], CPU, torch.float32)
+    piece = 60_000
+    monkeypatch.setattr(parts, "PIECE_FLOPS_PER_THREAD", piece // torch.get_num_threads())
+    monkeypatch.setattr(parts, "PART_S", 0.0)
+    encoding = loaded.model.encode_in_parts(image, 4, CPU, torch.float32)
+    flops = []
+    while True:
+        with FlopCounterMode(display=False) as counter:
+            try:
+                next(encoding)
+            except StopIteration as stop:
+                torch.testing.assert_close(stop.value, expected, rtol=1e-4, atol=1e-4)
+                break
+        flops.append(counter.get_total_flops())
+    # one channel of one convolution is not split
+    assert max(flops) <= max(2 * piece, sum(flops) / 8)
+
+
+def test_larger_images_are_scaled_to_the_limit(loaded: Loaded) -> None:
+    if loaded.family.create_processor is None:
+        pytest.skip("it takes no images")
+    config = FAMILY.check(read_fields(loaded.directory))
+    free, limited = (FAMILY.processor(loaded.directory, config) for _ in range(2))
+    limited.limit(56 * 56)
+    for size in ((64, 64), (150, 100), (60, 200)):
+        data = make_image(*size, seed=4)
+        made = limited.process(data, size, decode_image)
+        assert made.num_slots <= limited.image_tokens <= free.image_tokens
+        assert made.num_slots <= free.process(data, size, decode_image).num_slots
+        asked = free.process(data, size, decode_image, PixelLimits(most=56 * 56))
+        assert asked.text == made.text  # a request's own limit does the same
+        image = ImageInput(0, made.num_slots, "image", made)
+        [features] = loaded.model.encode([image], CPU, torch.float32)
+        assert len(features) == made.num_slots
+
+
+def test_a_stream_goes_on_beside_an_image_at_the_default_pixel_limit(
+    loaded: Loaded, smooth_rows: list[str], tmp_path: Path
+) -> None:
+    if loaded.family.create_processor is None:
+        pytest.skip("it takes no images")
+    directory = tmp_path / "large"
+    shutil.copytree(loaded.directory, directory)
+    allow_large_images(directory)
+    config = FAMILY.check(read_fields(directory))
+    model = load_model(directory, FAMILY, config, CPU, torch.float32)
+    processor = create_processor(
+        directory, FAMILY.processor(directory, config), 8192, max_pixels=MAX_IMAGE_PIXELS_ON_CPU
+    )
+    settings = TorchSettings(num_kv_blocks=1024)
+    runner = TorchRunner(model, settings, CPU, torch.float32, num_threads=2)
+    limit = measure_prefill_limit(runner, settings.max_num_batched_tokens)
+    engine = BatchingEngine(runner, processor, settings, prefill_limit=limit)
+    engine.add(make_request("stream", ask(processor, ["Say a word."]), max_tokens=2000))
+    alone = [seconds_of_step(engine)[0] for _ in range(20)]
+    prompt = ask(processor, [(2048, 1536, 1), "What is it?"])
+    engine.add(make_request("photo", prompt, max_tokens=1))
+    beside, is_answered = [], False
+    while not is_answered:
+        seconds, is_answered = seconds_of_step(engine)
+        beside.append(seconds)
+    [image] = prompt.images
+    median, p99 = np.median(alone), np.percentile(beside, 99)
+    smooth_rows.append(
+        f"{loaded.family.name:22}{image.num_tokens:8}{len(beside):8}{1e3 * median:10.1f}{1e3 * p99:10.1f}"
+    )
+    assert p99 <= max(2 * median, 0.25)
+
+
+@pytest.fixture(scope="module")
+def smooth_rows(request: pytest.FixtureRequest) -> Iterator[list[str]]:
+    """Lines of a table that `make families` prints."""
+    lines: list[str] = []
+    yield lines
+    if IS_LONG:
+        head = f"{'family':22}{'tokens':>8}{'steps':>8}{'median ms':>10}{'p99 ms':>10}"
+        title = f"A stream beside an image of {MAX_IMAGE_PIXELS_ON_CPU} pixels, 2 threads, times of a step"
+        capture: Any = request.config.pluginmanager.getplugin("capturemanager")
+        with capture.global_and_fixture_disabled():
+            print("", title, head, *lines, sep="\n")
+
+
+def allow_large_images(directory: Path) -> None:
+    """Have a checkpoint whose processor takes images of any size take them as large as published ones do."""
+    for name in ("processor_config.json", "preprocessor_config.json"):
+        if (path := directory / name).is_file():
+            text = path.read_text().replace(
+                f'"longest_edge": {784 * 12}', '"longest_edge": 12845056'
+            )
+            path.write_text(text)
+    config = json.loads((directory / "config.json").read_text())
+    text_config = config.get("text_config", config)
+    text_config["max_position_embeddings"] = max(8192, text_config["max_position_embeddings"])
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+def seconds_of_step(engine: BatchingEngine) -> tuple[float, bool]:
+    """Of a step that gives the stream its token, and whether the photo is answered."""
+    started = time.thread_time()  # computes as long as the others: on a busy machine they all wait
+    outputs = {output.request_id: output for output in engine.step()}
+    seconds = time.thread_time() - started
+    assert outputs["stream"].token_ids
+    return seconds, "photo" in outputs and outputs["photo"].finish_reason is not None
 
 
 def test_kernels_give_the_same_tokens(loaded: Loaded) -> None:

@@ -14,9 +14,11 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from engines.core.sequence import Batch, ScheduledSequence, Sequence
+from engines.registry import create_engine
+from engines.torch_backend.kv_cache import KVCacheTooSmall, bytes_per_block
 from engines.torch_backend.layers.quantization import SCHEMES
 from engines.torch_backend.layers.quantized_linear import QuantizedLinear
-from engines.torch_backend.loading.weights import load_model
+from engines.torch_backend.loading.weights import ModelTooLarge, load_model
 from engines.torch_backend.models.causal_lm import CausalFamily
 from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.models.generic.attention import PagedLayer
@@ -72,6 +74,46 @@ def write(family: Family, directory: Path, **changes: Any) -> Path:
     return directory
 
 
+def test_a_model_is_moved_to_its_device_without_accelerate(tmp_path: Path) -> None:
+    directory = write(LLAMA, tmp_path)
+    config = GENERIC.check(read_fields(directory))
+    model = load_model(directory, GENERIC, config, torch.device("meta"), torch.float32)
+    assert all(x.is_meta for x in (*model.parameters(), *model.buffers()))
+    assert model.kv_shapes
+
+
+JAMBA = text(
+    "Jamba", "Jamba", shares_prefixes=False, attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2,
+    expert_layer_offset=1, num_experts=2, mamba_d_state=8, mamba_dt_rank=8,
+)  # fmt: skip
+
+
+def test_a_module_that_reads_the_bias_of_a_linear_layer_is_given_it(tmp_path: Path) -> None:
+    """Its states stay another matter: the self-check finds that its scores differ."""
+    with pytest.raises(UnsupportedCheckpoint, match=r"JambaForCausalLM.* differ"):
+        create_engine({"kind": "torch", "model": str(write(JAMBA, tmp_path)), "device": "cpu"})
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "words"),
+    [
+        (AttributeError("no such\npart"), UnsupportedCheckpoint, "AttributeError: no such part"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), ModelTooLarge, "GiB weights"),
+    ],
+)
+def test_what_fails_in_the_first_steps_is_one_sentence(
+    error: Exception, kind: type[Exception], words: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    def fail(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(GenericModel, "logits", fail)
+    directory = write(text("StableLM", "StableLm"), tmp_path)
+    with pytest.raises(kind, match=words) as refused:
+        create_engine({"kind": "torch", "model": str(directory), "device": "cpu"})
+    assert "\n" not in str(refused.value)
+
+
 def start(model: Any, **changes: Any) -> TorchRunner:
     settings = TorchSettings(**{"num_kv_blocks": 64, "block_size": 4, **changes})
     return TorchRunner(model, settings, CPU, torch.float32)
@@ -96,7 +138,7 @@ def start(model: Any, **changes: Any) -> TorchRunner:
             Family("Falcon", lambda: transformers.FalconConfig(
                 vocab_size=320, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, alibi=True
             )),
-            "cannot be run over pages",
+            "cannot be run over pages: its layers compute attention by themselves",
         ),
     ],
     ids=lambda value: str(value) if isinstance(value, Family) else "",
@@ -113,9 +155,13 @@ def test_what_would_be_wrong_in_silence_is_refused_by_its_reason(
 def test_models_of_images_that_cannot_be_run_are_refused_before_a_request(
     family: Family, reason: str, tmp_path: Path
 ) -> None:
+    def start() -> None:
+        multimodal = FAMILY.processor(tmp_path, FAMILY.check(read_fields(tmp_path)))
+        create_processor(tmp_path, multimodal, 512)
+
     write_checkpoint(family, tmp_path)
     with pytest.raises(UnsupportedCheckpoint, match=reason) as refused:
-        FAMILY.processor(tmp_path, FAMILY.check(read_fields(tmp_path)))
+        start()
     assert _names_another(refused.value)
 
 
@@ -439,10 +485,32 @@ def test_what_is_kept_of_sequences_beside_blocks_is_counted(tmp_path: Path) -> N
         sequence.block_ids = [number]
         runner.run(Batch([ScheduledSequence(sequence, 4)]))
     # convolution: 4 of 64 * 2 + 2 * 8 channels; state: 8 heads of 16 by 8; the first step begins with nothing
-    assert runner.memory_bytes()["states"] == 2 * 4 * (4 * (128 + 16) + 8 * 16 * 8)
+    state_bytes = 4 * (4 * (128 + 16) + 8 * 16 * 8)
+    assert runner.memory_bytes()["states"] == 2 * state_bytes
     runner.release("0")
     runner.release("1")
     assert runner.memory_bytes()["states"] == 0
+
+
+def test_memory_for_states_is_reserved_before_that_of_keys_and_values(tmp_path: Path) -> None:
+    [family] = [each for each in FAMILIES if each.name == "Bamba"]
+    write_checkpoint(family, tmp_path)
+    model, _ = load(tmp_path)
+    weights = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
+    states = (
+        3 * 4 * (4 * (128 + 16) + 8 * 16 * 8)
+    )  # of a sequence: before and after a step, and in it
+    [pool] = model.kv_shapes
+    room = 100 * bytes_per_block(pool, 4, torch.float32)
+
+    def num_blocks(max_num_seqs: int, free: int) -> int:
+        settings = TorchSettings(block_size=4, max_num_seqs=max_num_seqs)
+        runner = TorchRunner(model, settings, CPU, torch.float32, free_before_load=weights + free)
+        return runner.num_blocks
+
+    assert num_blocks(8, room + 8 * states) == num_blocks(16, room + 16 * states) == 40
+    with pytest.raises(KVCacheTooSmall, match=r"states of 8 sequences need .* Lower max_num_seqs"):
+        num_blocks(8, 8 * states)
 
 
 def test_a_state_that_is_lost_between_chunks_is_found_by_the_self_check(

@@ -1,6 +1,6 @@
 """Images of any shape become features in their slots, and what is no number fails its request and is not kept."""
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from engines.core.sequence import ScheduledSequence
 from engines.core.sequence import Sequence as EngineSequence
 from engines.torch_backend.layers.attention import Span
 from engines.torch_backend.models.registry import FamilyModel
+from engines.torch_backend.multimodal import image_encoder
 from engines.torch_backend.multimodal.encoder_cache import EncoderCache
 from engines.torch_backend.multimodal.image_encoder import ImageEncoder
 from shared.protocol import SamplingParams
@@ -95,14 +96,80 @@ def test_features_that_are_no_numbers_fail_their_request_and_are_not_kept(beside
     sound, bad = make_image("sound", (4, 4)), make_image("bad", (2, 2))
     hostile = ImageInput(1, 1, "bad", bad.pixels * torch.inf, grid=(2, 2))
     encoder = make_encoder()
-    streams = []
-    if beside_streams:
-        encoder.seconds_beside_streams, streams = 0.0, [make_stream()]
+    streams = [make_stream()] if beside_streams else []
+
+    items = [*streams, make_share("a", hostile), make_share("b", sound)]
 
     with pytest.raises(SequenceFailure, match="not finite") as caught:
-        encoder.encode_missing([*streams, make_share("a", hostile), make_share("b", sound)])
+        encoder.encode_missing(items, 0.0 if beside_streams else None)
     assert caught.value.request_id == "a"
 
     encoder.encode_missing([make_share("b", sound), make_share("c", bad)])
     encoder.cache.check_integrity()
     assert encoder.cache.pin("c", ("", "bad")).isfinite().all()
+
+
+class Slow(Patches):
+    """Takes ten parts of an image, and notes where it stands."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[str] = []
+
+    def encode_in_parts(
+        self, image: ImageInput, tokens_per_part: int, device: torch.device, dtype: torch.dtype
+    ) -> Generator[None, None, Tensor]:
+        try:
+            for _ in range(10):
+                yield
+                self.log.append(image.image_hash)
+            return self.encode([image], device, dtype)[0]
+        except GeneratorExit:
+            self.log.append("closed")
+            raise
+
+
+def make_slow(monkeypatch: pytest.MonkeyPatch) -> tuple[Slow, ImageEncoder]:
+    """Whose every step has time for one part."""
+    monkeypatch.setattr(image_encoder, "SECONDS_ALONE", 0.0)
+    model = Slow()
+    return model, ImageEncoder(model, EncoderCache(1 << 20), 8, CPU, torch.float32)
+
+
+def test_without_streams_a_long_image_takes_several_steps(monkeypatch: pytest.MonkeyPatch):
+    _, encoder = make_slow(monkeypatch)
+    items = [make_share("a", make_image("a", (2, 2)))]
+    steps = 0
+    while True:
+        _, deferred, over_budget = encoder.encode_missing(items, max_vision_s=0.0)
+        steps += 1
+        assert deferred == over_budget
+        if not deferred:
+            break
+    assert steps == 10
+
+
+def test_quick_images_without_streams_are_encoded_in_one_step():
+    items = [make_share("a", make_image("a", (2, 2))), make_share("b", make_image("b", (4, 2)))]
+    _, deferred, over_budget = make_encoder().encode_missing(items, max_vision_s=0.0)
+    assert (deferred, over_budget) == (frozenset(), frozenset())
+
+
+def test_an_image_that_only_an_ended_request_waits_for_is_left_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    model, encoder = make_slow(monkeypatch)
+    image = make_image("image", (2, 2))
+    encoder.encode_missing([make_share("a", image), make_share("b", image)], max_vision_s=0.0)
+    encoder.release("a")
+    assert model.log == ["image"]
+    encoder.release("b")
+    assert model.log == ["image", "closed"]
+
+
+def test_closing_the_encoder_leaves_the_image_that_was_begun(monkeypatch: pytest.MonkeyPatch):
+    model, encoder = make_slow(monkeypatch)
+    encoder.encode_missing([make_share("a", make_image("image", (2, 2)))], max_vision_s=0.0)
+    encoder.close()
+    encoder.close()
+    assert model.log == ["image", "closed"]

@@ -1,6 +1,13 @@
 """What computes bfloat16 products follows from times, which a machine measures once."""
 
+import json
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -60,6 +67,33 @@ def test_times_are_measured_once_and_damaged_ones_again(
     measured.cache_clear()
     assert measured(level, 2).max_rounded_tokens == level.max_float_tokens
     assert num_measured == 2
+    two_days_ago = file.stat().st_mtime - 2 * 86_400
+    os.utime(file, (two_days_ago, two_days_ago))
+    measured.cache_clear()
+    assert measured(level, 2).max_rounded_tokens == level.max_float_tokens
+    assert num_measured == 3
+
+
+def test_one_process_of_a_machine_measures_at_a_time(tmp_path: Path):
+    library: Any = type("Library", (), {"file": tmp_path / "kernels.so"})()
+    inside, most = 0, 0
+    lock = threading.Lock()
+
+    def measure() -> list[int]:
+        nonlocal inside, most
+        with lock:
+            inside, most = inside + 1, max(most, inside + 1)
+        time.sleep(0.05)
+        with lock:
+            inside -= 1
+        return [1]
+
+    # each opens the lock file by itself, as processes do
+    with ThreadPoolExecutor(4) as pool:
+        found = pool.map(lambda key: module.recall(library, key, json.loads, measure), "abab")
+        assert list(found) == [[1]] * 4
+    assert most == 1
+    assert len(list(tmp_path.glob("times-*.json"))) == 2
 
 
 def test_a_level_without_a_choice_is_not_measured(monkeypatch: pytest.MonkeyPatch):

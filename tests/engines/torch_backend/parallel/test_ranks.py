@@ -96,9 +96,11 @@ def test_ranks_that_are_processes_give_the_tokens_of_one_and_end_the_engine_with
     exit_codes: SimpleQueue[int] = SimpleQueue()
     monkeypatch.setattr(os, "_exit", exit_codes.put)
     monkeypatch.setenv("VLM_REDIS_URL", "redis://:secret@127.0.0.1:1")
+    monkeypatch.chdir(llava.parent)
     settings = TorchSettings(
-        model=str(llava), dtype="float32", tensor_parallel=2, num_kv_blocks=64, cpu_kernels="off"
-    )
+        model=f"./{llava.name}", dtype="float32", tensor_parallel=2, num_kv_blocks=64,
+        cpu_kernels="off",
+    )  # fmt: skip
     engine: Any = load_engine(settings, None).engine
     requests = make_requests(make_processor(llava))
     try:

@@ -5,6 +5,10 @@ true sampler exceeds once in 10,000 sets of seeds.
 """
 
 import math
+import time
+from collections import Counter
+from collections.abc import Callable
+from random import Random
 from typing import Any
 
 import pytest
@@ -14,6 +18,7 @@ from engines.core.runner import SequenceFailure
 from engines.core.sequence import Sequence
 from engines.torch_backend.sampling.choose import NUCLEUS_WIDTH
 from engines.torch_backend.sampling.noise import gumbel_noise, random_bits, signed, stream_key
+from engines.torch_backend.sampling.penalties import TokenCounts
 from engines.torch_backend.sampling.sampler import LEAST_LOGPROB, sample
 from shared.protocol import SamplingParams
 
@@ -128,6 +133,47 @@ def adjusted(changes: dict[int, float], temperature: float = 1.0) -> torch.Tenso
 )
 def test_samples_follow_the_distribution_under_bias_and_penalties(sampling, expected):
     assert_distribution(sample_many(LOGITS, prompt=(5, 5), output=(0, 0, 1), **sampling), expected)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_penalties_follow_a_sequence_that_grows_and_loses_its_end(seed):
+    """Against counting all tokens: drafts are sampled and taken back, new tokens and old ones come."""
+    random = Random(seed)
+    sequence = make_sequence(
+        prompt=tuple(random.choices(range(30), k=random.randrange(1, 40))),
+        output=tuple(random.choices(range(30), k=random.randrange(4))),
+        repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=-0.3, temperature=0.0,
+    )  # fmt: skip
+    logits = torch.randn(20, 40, generator=torch.Generator().manual_seed(seed))
+    for _ in range(150):
+        num_lost = random.randrange(min(4, sequence.num_output_tokens + 1))
+        del sequence.token_ids[sequence.num_tokens - num_lost :]
+        sequence.token_ids += random.choices(range(40), k=random.randrange(4))
+        counts = Counter(sequence.token_ids[sequence.num_prompt_tokens :])
+        expected = logits.clone()
+        for token_id in set(sequence.token_ids):
+            score, count = logits[:, token_id], counts[token_id]
+            score = torch.where(score < 0, score * 1.3, score / 1.3)
+            expected[:, token_id] = score - 0.4 * count + 0.3 * (count > 0)
+        found = sample(logits, [sequence] * len(logits))
+        assert [choice.token_id for choice in found] == expected.argmax(-1).tolist()
+
+
+def test_a_token_with_penalties_costs_less_than_counting_a_long_sequence():
+    sequence = make_sequence(prompt=tuple(range(100_000)), repetition_penalty=1.1)
+    counts = TokenCounts(sequence)
+
+    def seconds(work: Callable[[], object]) -> float:
+        started = time.perf_counter()
+        work()
+        return time.perf_counter() - started
+
+    def follow() -> None:
+        sequence.token_ids.append(5)
+        counts.follow(sequence)
+
+    follow_s = min(seconds(follow) for _ in range(20))
+    assert follow_s < 0.1 * min(seconds(lambda: TokenCounts(sequence)) for _ in range(5))
 
 
 def test_a_penalty_comes_before_the_limits():

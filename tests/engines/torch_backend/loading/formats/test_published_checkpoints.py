@@ -25,10 +25,14 @@ from engines.torch_backend.layers.quantized_linear import (
 )
 from engines.torch_backend.loading import published
 from engines.torch_backend.loading import weights as module
+from engines.torch_backend.loading.formats import detect
+from engines.torch_backend.loading.formats.reader import Integers
 from engines.torch_backend.loading.published import PublishedLinears
+from engines.torch_backend.loading.stored_tensors import list_tensors
 from engines.torch_backend.loading.weights import ModelTooLarge, load_model
 from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.models.generic.family import GenericFamily
+from engines.torch_backend.models.hf_config import read_fields
 from engines.torch_backend.models.registry import FamilyModel, find_family
 from engines.torch_backend.ops.registry import CpuKernels, cpu_ops
 from tests import factories_formats as formats
@@ -53,8 +57,6 @@ INT4 = {
     "packed asymmetric groups of 32": formats.packed(4, 32, symmetric=False),
     "packed asymmetric channels": formats.packed(4, symmetric=False),
     "packed ordered": formats.packed(4, 64, ordered=True),
-    "torchao of 4 bits": formats.torchao(4, 32),
-    "torchao of 4 bits, asymmetric": formats.torchao(4, 64, symmetric=False),
 }
 INT8 = {
     "gptq of 8 bits": formats.gptq(8, -1, sym=True, dtype=torch.float32),
@@ -62,8 +64,6 @@ INT8 = {
     "int8": formats.int8(),
     "int8, one scale": formats.int8("tensor"),
     "w8a8": formats.int8(activations=True),
-    "bitsandbytes int8": formats.bitsandbytes8(),
-    "torchao of 8 bits": formats.torchao(),
 }
 FLOAT = {
     "gptq of 8 bits in groups": formats.gptq(8, 128, desc_act=True),
@@ -74,11 +74,6 @@ FLOAT = {
     "fp8, one scale": formats.float8("tensor"),
     "fp8 blocks of compressed-tensors": formats.float8("block", 96),
     "fp8 blocks": formats.deepseek(),
-    "bitsandbytes nf4": formats.bitsandbytes4(),
-    "bitsandbytes nf4, nested": formats.bitsandbytes4(nested=True, storage="bfloat16"),
-    "bitsandbytes fp4": formats.bitsandbytes4("fp4", block=128),
-    "torchao of 8 bits in groups": formats.torchao(8, 64, symmetric=False),
-    "torchao fp8": formats.torchao_float8(),
 }
 ALL = INT4 | INT8 | FLOAT
 #: Those that the format's own library can read here.
@@ -254,21 +249,6 @@ HOSTILE: list[tuple[Any, dict[str, Tensor | None], str]] = [
     ),
     (formats.deepseek(), {"weight_scale_inv": torch.ones(1, 1)}, r"weight_scale_inv is \(1, 1\)"),
     (formats.deepseek(), {"weight_scale_inv": None}, "type F8_E4M3, and has no scale"),
-    (formats.bitsandbytes4(), {"weight.absmax": torch.ones(3)}, r"absmax is \(3,\), .* \(1024,\)"),
-    (formats.bitsandbytes4(), {"weight.quant_map": torch.ones(8)}, r"quant_map is \(8,\)"),
-    (formats.bitsandbytes4(), {"weight": torch.zeros(9, 1).byte()}, "weight has 9 bytes"),
-    (
-        formats.bitsandbytes4(),
-        {"weight.quant_state.bitsandbytes__nf4": torch.tensor(list(b"{}")).byte()},
-        "bitsandbytes__nf4 does not say shape and block size",
-    ),
-    (
-        formats.bitsandbytes4(),
-        {"weight.quant_state.bitsandbytes__nf4": torch.zeros(9999).byte()},
-        "bitsandbytes__nf4 has more than 4096 bytes",
-    ),
-    (formats.bitsandbytes8(), {"SCB": torch.ones(9)}, r"SCB is \(9,\)"),
-    (formats.bitsandbytes8(), {"weight_format": torch.tensor(1).byte()}, "weight_format is of a GPU's"),
     (
         formats.gptq(),
         {"qweight": torch.zeros(16, 256).int(), "scales": torch.ones(2, 256).half(), "g_idx": None,
@@ -290,6 +270,21 @@ def test_tensors_that_do_not_fit_are_named(
     assert PROJECTION.removesuffix(".") in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_numbers_that_are_not_finite_are_refused_by_name(name: str, tmp_path: Path) -> None:
+    formats.write_checkpoint(tmp_path / "q", *ALL[name])
+    tensors = load_file(tmp_path / "q" / "model.safetensors")
+    floats = {n: x for n, x in tensors.items() if PROJECTION in n and x.is_floating_point()}
+    assert floats
+    for part, value in floats.items():
+        damaged = value.clone()
+        damaged.view(-1)[-1] = torch.nan
+        change(tmp_path / "q", {**floats, part: damaged})
+        with pytest.raises(UnsupportedCheckpoint, match="not finite") as caught:
+            load(tmp_path / "q", "fast")
+        assert PROJECTION.removesuffix(".") in str(caught.value)
+
+
 def compressed(**weights: Any) -> dict[str, Any]:
     config = formats.packed()[1]
     config["config_groups"]["group_0"]["weights"] |= weights
@@ -300,10 +295,8 @@ def compressed(**weights: Any) -> dict[str, Any]:
     ("config", "reason"),
     [
         ({"quant_method": "quanto"}, "'quanto' cannot be read, as .* these can"),
-        (
-            formats.bitsandbytes4()[1] | {"bnb_4bit_quant_type": "int4"},
-            "bnb_4bit_quant_type is 'int4'",
-        ),
+        ({"quant_method": "bitsandbytes"}, "'bitsandbytes' cannot be read"),
+        ({"quant_method": "torchao"}, "'torchao' cannot be read"),
         ({"quant_method": "new"}, "'new' cannot be read; these can: .* --quantization int8"),
         ({"quant_method": ["gptq"]}, "quant_method .* cannot be read"),
         ({}, "lacks weights|unknown"),
@@ -337,25 +330,6 @@ def test_settings_that_cannot_be_read_are_named(
     config: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
     formats.write_checkpoint(tmp_path / "q", formats.gptq()[0], config)
-
-    with pytest.raises(UnsupportedCheckpoint, match=reason):
-        load(tmp_path / "q")
-
-
-@pytest.mark.parametrize(
-    ("told", "reason"),
-    [
-        (["Int4Tensor", 32, ""], "of torchao's class 'Int4Tensor'; Int8Tensor, .* can be read"),
-        (["IntxUnpackedToInt8Tensor", 32, "int3"], "integers of the type 'int3'"),
-        (["Int8Tensor", 32, ""], r"_weight_scale is \(\d+, 1\), but the others make it"),
-        (["Int8Tensor", 0, ""], r"in blocks of \[1, 0\]"),
-    ],
-)
-def test_what_torchao_tells_beside_weights_has_to_fit(
-    told: list[Any], reason: str, tmp_path: Path
-) -> None:
-    write, config = formats.torchao()
-    formats.write_checkpoint(tmp_path / "q", write, config | {"told": told})
 
     with pytest.raises(UnsupportedCheckpoint, match=reason):
         load(tmp_path / "q")
@@ -480,3 +454,32 @@ def test_a_lowered_decoder_keeps_the_integers(
     assert f"14 quantized linear maps (14 {form}" in caplog.text
     are_plain = [isinstance(m, nn.Linear) for m in linears(model)]
     assert are_plain == [name in FLOAT] * 14
+
+
+#: Words written by hand: AutoGPTQ packs eight inputs from the lowest bits on, and stores zeros less one; AutoAWQ packs
+#: eight outputs in the order 0, 2, 4, 6, 1, 3, 5, 7.
+BY_HAND = [
+    ("gptq", {"sym": True}, torch.full((1, 8), 0x76543210), 0x77777777, lambda n, k: k - 8),
+    ("gptq", {"sym": False}, torch.full((1, 8), 0x76543210), 0x21076543, lambda n, k: k - ZEROS[n]),
+    ("awq", {"version": "gemm"}, torch.full((8, 1), 0x75316420), 0x13572460, lambda n, k: n - AWQ_ZEROS[n]),
+]  # fmt: skip
+ZEROS = [4, 5, 6, 7, 8, 1, 2, 3]
+AWQ_ZEROS = [0, 7, 6, 5, 4, 3, 2, 1]
+
+
+@pytest.mark.parametrize(("method", "config", "words", "zeros", "number"), BY_HAND)
+def test_words_written_by_hand_are_the_numbers_of_the_published_layout(
+    method: str, config: Any, words: Tensor, zeros: int, number: Any, tmp_path: Path
+) -> None:
+    config = {"quant_method": method, "bits": 4, "group_size": 8, **config}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
+    scales = torch.arange(1, 9).half()[None]
+    parts = {"qweight": words.int(), "qzeros": torch.tensor([[zeros]]).int(), "scales": scales}
+    save_file({f"x.{name}": x for name, x in parts.items()}, tmp_path / "model.safetensors")
+    reader = detect(read_fields(tmp_path))
+    assert reader is not None
+    [linear], _ = reader.split(list_tensors(tmp_path), CPU)
+    found = reader.read(linear)
+    assert isinstance(found, Integers)
+    expected = [[number(n, k) * (n + 1) for k in range(8)] for n in range(8)]
+    assert found.numbers(torch.float32).tolist() == expected

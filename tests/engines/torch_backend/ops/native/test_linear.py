@@ -111,6 +111,20 @@ def test_a_product_equals_its_reference(
         assert_near(fused(x), meant(linear, x), tolerance(form, ops))
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_products_of_what_is_not_finite_are_not_finite(ops: Ops, form: str, value: float):
+    """Those of other tokens are as they were."""
+    linear = make_linear(form, (96, 640))
+    fused = make_map(ops, [linear])
+    x = make_numbers(5, 640, seed=1)
+    expected = fused(x)
+    x[2, 639] = x[3, 0] = value
+    found = fused(x)
+    assert torch.equal(found[[0, 1, 4]], expected[[0, 1, 4]])
+    assert not found[2:4].isfinite().any()
+
+
 @pytest.mark.parametrize("form", FORMS[:3])
 @pytest.mark.parametrize("num_inputs", [7, 100, 3101])
 def test_numbers_are_multiplied_at_any_width(ops: Ops, form: str, num_inputs: int):

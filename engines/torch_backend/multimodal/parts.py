@@ -1,0 +1,227 @@
+"""Run an image encoder as a generator, so that engine steps run between parts of bounded work.
+
+The encoder's own forward pass runs in a greenlet of the engine's thread. A torch function mode sees each of its
+operations, splits large ones into pieces, and hands control back once a part has taken long enough.
+"""
+
+import time
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import greenlet
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+#: Work of one piece: about 10 ms, and rows enough for an efficient matrix product. Unit: floating point operations.
+PIECE_FLOPS_PER_THREAD = 500_000_000
+#: An elementwise operation is bound by memory: each element counts as so many floating point operations.
+_FLOPS_PER_ELEMENT = 500
+#: A part ends with the first piece after this time.
+PART_S = 0.005
+
+T = TypeVar("T")
+_Arguments = Any  #: a tuple, as operations are called
+
+
+def in_parts(compute: Callable[[], T]) -> Generator[None, None, T]:
+    """Call `compute`, yielding before each part. Closing the generator ends the call where it stands."""
+    mode = _Parts()
+    call = greenlet.greenlet(mode.run)
+    try:
+        while True:
+            yield
+            call.parent = greenlet.getcurrent()
+            result = mode.resume(call, compute)
+            if call.dead:
+                return result
+    finally:
+        if call:  # it has begun and not ended
+            call.parent = greenlet.getcurrent()
+            call.throw()
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """How to split an operation along one dimension. Dimensions count from the end."""
+
+    narrowed: Mapping[Any, int]  #: dimension by the argument's index, or name
+    out_dim: int
+    length: int
+    flops: int  #: of the whole operation
+
+
+class _Parts(TorchFunctionMode):
+    """Splits operations and hands control back between pieces. The mode is off while other code runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._began_at = 0.0
+        self._piece_flops = PIECE_FLOPS_PER_THREAD * torch.get_num_threads()
+
+    def run(self, compute: Callable[[], T]) -> T:
+        with self:
+            return compute()
+
+    def resume(self, call: greenlet.greenlet, compute: Callable[[], Any]) -> Any:
+        """Compute the next part; returns the result once the call has ended."""
+        self._began_at = time.perf_counter()
+        return call.switch() if call else call.switch(compute)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: _Arguments = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return self._compute(func, args, kwargs or {})
+
+    def _compute(self, func: Any, args: _Arguments, kwargs: dict[str, Any]) -> Any:
+        find_cut = _CUTS.get(func)
+        if find_cut is None and isinstance(getattr(func, "__self__", None), nn.Module):
+            find_cut = _cut_module
+        cut = find_cut(func, args, kwargs) if find_cut and "out" not in kwargs else None
+        if cut is None or cut.flops <= self._piece_flops:
+            result = func(*args, **kwargs)
+            if time.perf_counter() - self._began_at >= PART_S:
+                parent = greenlet.getcurrent().parent
+                assert parent is not None
+                parent.switch()
+            return result
+        return self._in_pieces(func, args, kwargs, cut)
+
+    def _in_pieces(self, func: Any, args: _Arguments, kwargs: dict[str, Any], cut: _Cut) -> Tensor:
+        size = max(1, self._piece_flops * cut.length // cut.flops)
+        out = torch.empty(0)
+        for start in range(0, cut.length, size):
+            count = min(size, cut.length - start)
+            narrow = partial(_narrow, cut=cut, start=start, count=count)
+            given = tuple(narrow(place, arg) for place, arg in enumerate(args))
+            named = {name: narrow(name, arg) for name, arg in kwargs.items()}
+            piece = self._compute(func, given, named)
+            if start == 0:
+                shape = list(piece.shape)
+                shape[cut.out_dim] = cut.length
+                out = piece.new_empty(shape)
+            out.narrow(cut.out_dim, start, count).copy_(piece)
+        return out
+
+
+def _narrow(key: int | str, argument: Any, cut: _Cut, start: int, count: int) -> Any:
+    return argument.narrow(cut.narrowed[key], start, count) if key in cut.narrowed else argument
+
+
+def _first_dim(x: Tensor, num_dims: int) -> int | None:
+    """The first of the leading dimensions that is longer than 1, counted from the end."""
+    return next((d - x.ndim for d in range(num_dims) if x.shape[d] > 1), None)
+
+
+def _cut_rows(x: Tensor, flops: int, num_inner: int = 1) -> _Cut | None:
+    """Of an operation on each row by itself; the last `num_inner` dimensions are a row's."""
+    dim = _first_dim(x, x.ndim - num_inner)
+    return None if dim is None else _Cut({0: dim}, dim, x.shape[dim], flops)
+
+
+def _cut_linear(func: Any, args: _Arguments, kwargs: dict[str, Any]) -> _Cut | None:
+    x, weight = args[0], args[1] if len(args) > 1 else kwargs["weight"]
+    return _cut_rows(x, 2 * x.numel() * weight.shape[0])
+
+
+def _cut_module(func: Any, args: _Arguments, kwargs: dict[str, Any]) -> _Cut | None:
+    """Of a linear map that a kernel computes."""
+    return _cut_rows(args[0], 2 * args[0].numel() * func.__self__.out_features)
+
+
+def _cut_norm(func: Any, args: _Arguments, kwargs: dict[str, Any]) -> _Cut | None:
+    shape = args[1] if len(args) > 1 else kwargs["normalized_shape"]
+    return _cut_rows(args[0], _FLOPS_PER_ELEMENT * args[0].numel(), len(shape))
+
+
+def _cut_elementwise(func: Any, args: _Arguments, kwargs: dict[str, Any]) -> _Cut | None:
+    x, other = args[0], args[1] if len(args) > 1 else None
+    if not isinstance(x, Tensor) or (dim := _first_dim(x, x.ndim)) is None:
+        return None
+    narrowed: dict[Any, int] = {0: dim}
+    if isinstance(other, Tensor):
+        if other.ndim > x.ndim or torch.broadcast_shapes(x.shape, other.shape) != x.shape:
+            return None
+        if other.ndim >= -dim and other.shape[dim] > 1:
+            narrowed[1] = dim
+    return _Cut(narrowed, dim, x.shape[dim], _FLOPS_PER_ELEMENT * x.numel())
+
+
+def _cut_matmul(func: Any, args: _Arguments, kwargs: dict[str, Any]) -> _Cut | None:
+    if len(args) < 2 or min(args[0].ndim, args[1].ndim) < 2:
+        return None
+    left, right = args[:2]
+    if right.ndim == 2:
+        return _cut_rows(left, 2 * left.numel() * right.shape[1])
+    if left.shape[:-2] != right.shape[:-2] or (dim := _first_dim(left, left.ndim - 1)) is None:
+        return None
+    narrowed = {0: dim} if dim == -2 else {0: dim, 1: dim}
+    return _Cut(narrowed, dim, left.shape[dim], 2 * left.numel() * right.shape[-1])
+
+
+def _cut_convolution(func: Any, args: _Arguments, kwargs: dict[str, Any]) -> _Cut | None:
+    """Images one by one, or the channels of one."""
+    x, weight = args[:2]
+    spatial = weight.ndim - 2
+    if x.ndim != weight.ndim or x.shape[1] != weight.shape[1]:  # no batch, or channels in groups
+        return None
+    made = _made_by_convolution(x, weight, args, kwargs)
+    flops = 2 * x.shape[0] * made * weight.numel()
+    if x.shape[0] > 1:
+        return _Cut({0: -x.ndim}, -x.ndim, x.shape[0], flops)
+    if weight.shape[0] == 1:
+        return None
+    narrowed = {1: -weight.ndim} | ({2: -1} if len(args) > 2 and args[2] is not None else {})
+    return _Cut(narrowed, -spatial - 1, weight.shape[0], flops)
+
+
+def _made_by_convolution(x: Tensor, weight: Tensor, args: _Arguments, kwargs: Any) -> int:
+    """Places of the output of one image, nearly."""
+    stride = args[3] if len(args) > 3 else kwargs.get("stride", 1)
+    count = 1
+    for place, length in enumerate(x.shape[2:]):
+        count *= max(
+            1, length // (stride if isinstance(stride, int) else stride[place % len(stride)])
+        )
+    return count
+
+
+def _cut_attention(func: Any, args: _Arguments, kwargs: dict[str, Any]) -> _Cut | None:
+    """Images, then heads, then queries."""
+    if len(args) != 3 or args[0].ndim != 4 or kwargs.get("is_causal") or kwargs.get("enable_gqa"):
+        return None
+    query, key, _ = args
+    if query.shape[:2] != key.shape[:2] or (dim := _first_dim(query, 3)) is None:
+        return None
+    narrowed: dict[Any, int] = {0: dim} if dim == -2 else {0: dim, 1: dim, 2: dim}
+    mask = kwargs.get("attn_mask")
+    if mask is not None and mask.ndim >= -dim and mask.shape[dim] > 1:
+        narrowed["attn_mask"] = dim
+    return _Cut(narrowed, dim, query.shape[dim], 4 * query.numel() * key.shape[2])
+
+
+_CUTS: dict[Any, Callable[[Any, _Arguments, dict[str, Any]], _Cut | None]] = {
+    F.linear: _cut_linear,
+    F.layer_norm: _cut_norm,
+    F.rms_norm: _cut_norm,
+    F.scaled_dot_product_attention: _cut_attention,
+    **dict.fromkeys((F.conv2d, F.conv3d, torch.conv2d, torch.conv3d), _cut_convolution),
+    **dict.fromkeys((torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm), _cut_matmul),
+    **dict.fromkeys(
+        (
+            F.gelu,
+            F.silu,
+            F.relu,
+            torch.sigmoid,
+            Tensor.sigmoid,
+            Tensor.add,
+            Tensor.mul,
+            torch.mul,
+            torch.add,
+        ),
+        _cut_elementwise,
+    ),
+}

@@ -1,0 +1,131 @@
+"""A computation in parts: the same results, other work between its parts, and a clean end wherever it stands."""
+
+from collections.abc import Callable, Generator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from engines.torch_backend.multimodal import parts
+from engines.torch_backend.multimodal.parts import in_parts
+
+
+def numbers(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def attend(*shape: int, **options: Any) -> Tensor:
+    x = numbers(*shape)
+    return F.scaled_dot_product_attention(x, x, x, **options)
+
+
+OPERATIONS: dict[str, Callable[[], Tensor]] = {
+    "linear": lambda: F.linear(numbers(1, 50, 8), numbers(6, 8), numbers(6)),
+    "linear by name": lambda: F.linear(numbers(50, 8), weight=numbers(6, 8)),
+    "convolution of patches": lambda: F.conv3d(numbers(40, 3, 2, 4, 4), numbers(5, 3, 2, 4, 4)),
+    "convolution of an image": lambda: F.conv2d(
+        numbers(1, 3, 28, 28), numbers(8, 3, 7, 7), numbers(8), stride=7
+    ),
+    "padded convolution": lambda: F.conv2d(
+        numbers(2, 4, 16, 16), numbers(8, 4, 3, 3), None, (2, 2), (1, 1)
+    ),
+    "convolution in groups": lambda: F.conv2d(numbers(1, 4, 9, 9), numbers(4, 1, 3, 3), groups=4),
+    "attention": lambda: attend(2, 3, 20, 8, scale=0.3),
+    "attention with a mask": lambda: attend(2, 3, 20, 8, attn_mask=numbers(2, 1, 20, 20)),
+    "causal attention": lambda: attend(1, 2, 20, 8, is_causal=True),
+    "matrices": lambda: numbers(2, 3, 20, 8) @ numbers(2, 3, 8, 20),
+    "rows by a matrix": lambda: torch.matmul(numbers(2, 20, 8), numbers(8, 20)),
+    "broadcast matrices": lambda: numbers(1, 3, 20, 8) @ numbers(2, 1, 8, 20),
+    "norm": lambda: F.layer_norm(numbers(1, 40, 8), (8,), numbers(8)),
+    "elementwise": lambda: F.gelu(numbers(1, 90, 8), approximate="tanh") * numbers(90, 1) + 1.0,
+    "broadcast to the left": lambda: numbers(8) + numbers(30, 8),
+    "a result that is given": lambda: torch.add(numbers(40, 8), 1.0, out=torch.empty(40, 8)),
+    "a module of the model": lambda: nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8))(
+        numbers(1, 40, 8)
+    ).detach(),
+}
+
+
+@pytest.fixture
+def smallest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "PIECE_FLOPS_PER_THREAD", 1)
+    monkeypatch.setattr(parts, "PART_S", 0.0)
+
+
+def run(generator: Generator[None, None, Any]) -> tuple[int, Any]:
+    """Parts, and what comes in the end; torch is used between them."""
+    num_parts = 0
+    while True:
+        try:
+            next(generator)
+        except StopIteration as stop:
+            return num_parts, stop.value
+        num_parts += 1
+        assert torch.ones(3, 3).matmul(torch.ones(3)).tolist() == [3, 3, 3]
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+@torch.inference_mode()
+def test_an_operation_in_pieces_has_the_same_result(name: str, smallest: None):
+    torch.manual_seed(0)
+    expected = OPERATIONS[name]()
+    torch.manual_seed(0)
+
+    num_parts, found = run(in_parts(OPERATIONS[name]))
+
+    assert num_parts > 1
+    assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_small_work_is_one_part():
+    assert run(in_parts(lambda: int(torch.ones(3).sum())))[1] == 3
+
+
+def test_an_error_ends_it_with_that_error(smallest: None):
+    def fail() -> None:
+        torch.ones(3).add(1)
+        raise ValueError("no image")
+
+    with pytest.raises(ValueError, match="no image"):
+        run(in_parts(fail))
+    assert run(in_parts(lambda: float(torch.ones(2).sum())))[1] == 2
+
+
+def test_closing_it_ends_the_computation_where_it_stands(smallest: None):
+    ended: list[str] = []
+
+    def compute() -> None:
+        try:
+            for _ in range(10):
+                torch.ones(3).add(1)
+            ended.append("all")
+        finally:
+            ended.append("left")
+
+    generator = in_parts(compute)
+    for _ in range(3):
+        next(generator)
+    generator.close()
+
+    assert ended == ["left"]
+    assert run(in_parts(lambda: float(torch.ones(2).sum())))[1] == 2
+
+
+def test_closing_it_before_it_begins_computes_nothing():
+    generator = in_parts(lambda: pytest.fail("it was computed"))
+    next(generator)
+    generator.close()
+
+
+def test_two_of_them_do_not_disturb_each_other(smallest: None):
+    first, second = (
+        in_parts(lambda x=x: (torch.full((4, 4), x) @ torch.ones(4, 4)).sum()) for x in (1.0, 2.0)
+    )
+    next(first)
+    next(second)
+    next(first)
+    assert run(second)[1] == 128
+    assert run(first)[1] == 64
