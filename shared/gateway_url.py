@@ -1,9 +1,16 @@
-"""The option `--url` of commands that ask a gateway."""
+"""The options `--url` and `--api-key` of commands that ask a gateway.
 
+The key is that of `VLM_API_KEY`. `OPENAI_API_KEY` is for the server of `OPENAI_BASE_URL`: it is read
+only where the address comes from there, so that no other server is sent it.
+"""
+
+import os
 from typing import Annotated
 from urllib.parse import urlsplit
 
 import typer
+
+from shared.settings import KEY_VARIABLE, URL_VARIABLE
 
 URL = "http://127.0.0.1:8000"
 
@@ -22,4 +29,46 @@ def read_url(text: str | None) -> str | None:
     return text.rstrip("/").removesuffix("/v1")
 
 
-Url = Annotated[str, typer.Option("--url", help="Where the gateway listens.", callback=read_url)]
+def read_key(context: typer.Context, key: str | None) -> str | None:
+    """The given key, or that of OpenAI's variables where they give the address too."""
+    source = context.get_parameter_source("url")
+    is_openai = source is not None and source.name == "ENVIRONMENT"
+    if not key and is_openai and not os.environ.get(URL_VARIABLE):
+        return os.environ.get("OPENAI_API_KEY") or None
+    return key
+
+
+Url = Annotated[
+    str,
+    typer.Option(
+        "--url", envvar=URL_VARIABLE, help="Where the gateway listens.", callback=read_url
+    ),
+]
+#: Of commands that ask models. Eager: it is read before the key.
+AskUrl = Annotated[
+    str,
+    typer.Option(
+        "--url",
+        envvar=[URL_VARIABLE, "OPENAI_BASE_URL"],
+        help="Where the gateway listens.",
+        callback=read_url,
+        is_eager=True,
+    ),
+]
+ApiKey = Annotated[
+    str | None,
+    typer.Option(
+        envvar=KEY_VARIABLE,
+        help="API key, if the server wants one; also OPENAI_API_KEY with OPENAI_BASE_URL.",
+        callback=read_key,
+    ),
+]
+DeployKey = Annotated[
+    str | None,
+    typer.Option(
+        "--api-key",
+        envvar="DEPLOY_KEY",
+        help="A key that may deploy.",
+        show_default="vlm serve's own",
+    ),
+]

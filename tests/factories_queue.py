@@ -28,11 +28,11 @@ from shared.protocol import (
     decode_log,
     seal,
 )
-from shared.queue.api import Claim, Publication
+from shared.queue.api import Claim, Limits, Publication, Reservation
 from shared.queue.claim import RedisWorkerQueue
 from shared.queue.keys import GROUP, RedisKeys
 from shared.queue.mailbox import RedisMailbox
-from shared.queue.quota import Limits, RedisQuotas, Reservation
+from shared.queue.quota import RedisQuotas
 from shared.queue.resume import RedisResumableCalls
 from shared.queue.submit import RedisGatewayQueue
 from worker.active_requests import read_claim

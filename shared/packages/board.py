@@ -115,7 +115,6 @@ class Board:
         return int(seconds) + int(microseconds) / 1e6
 
     async def close(self) -> None:
-        """Hang up."""
         await self._sender.close()
 
 

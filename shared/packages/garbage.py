@@ -5,6 +5,7 @@ collector marks its beginning, and then reads what is held. So one of the two se
 Both are records of the store; one whose writer was killed counts no more after a while.
 """
 
+import os
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -48,7 +49,6 @@ class Garbage:
 
     @property
     def size(self) -> int:
-        """Bytes of the blobs."""
         return sum(blob.size for blob in self.blobs)
 
 
@@ -76,11 +76,23 @@ def write_hold(store: PackageStore, blobs: Collection[str] = (), package: str | 
     store.put_if_absent(key, msgspec.json.encode(_Hold(sorted(blobs), package)))
     # By our own clock: the store's may be another.
     give_up_at = time.monotonic() + WAIT_S
-    waited_for = {entry.key for entry in store.entries(_COLLECTORS)}
+    waited_for = {mark.key for mark in _marks(store, key)[0]}
     while waited_for and time.monotonic() < give_up_at:
         time.sleep(_POLL_S)
         waited_for &= {entry.key for entry in store.entries(_COLLECTORS)}
     return key
+
+
+def _marks(store: PackageStore, key: str) -> tuple[list[Entry], list[Entry]]:
+    """Marks of collectors that may still remove blobs, and those of killed ones.
+
+    `key`: a record that was just written, which tells the time by the store's clock.
+    """
+    marks = list(store.entries(_COLLECTORS))
+    written = [each.modified_at for each in store.entries(os.path.dirname(key)) if each.key == key]
+    before = written[0] - WAIT_S if marks and written else float("-inf")
+    live = [mark for mark in marks if mark.modified_at >= before]
+    return live, [mark for mark in marks if mark.modified_at < before]
 
 
 def collect(
@@ -102,8 +114,9 @@ def collect(
         return garbage
     while old:
         mark = f"{_COLLECTORS}/{token_hex(12)}.json"
-        store.put_if_absent(mark, b"{}")
+        # Taken before the write: others count from the mark's time in the store.
         marked_at = time.monotonic()
+        store.put_if_absent(mark, b"{}")
         try:
             named = roots.read()
             if time.monotonic() - marked_at > LOOK_S:
@@ -124,17 +137,27 @@ def collect(
 
 
 def _clean_up(store: PackageStore, garbage: Garbage) -> None:
-    """Remove what killed uploads and collectors left a day ago, and signatures of nothing."""
+    """Remove marks of killed collectors, what killed uploads left a day ago, and signatures of nothing."""
+    _remove_dead_marks(store)
     before = time.time() - GRACE_S  # noqa: TID251
     garbage.part_bytes = store.delete_parts(before)
-    for folder in (_HOLDS, _COLLECTORS):
-        for entry in list(store.entries(folder)):
-            if entry.modified_at < before:
-                store.delete(entry.key)
+    for entry in list(store.entries(_HOLDS)):
+        if entry.modified_at < before:
+            store.delete(entry.key)
     for entry in list(store.entries("signatures")):
         package = f"sha256:{entry.key.split('/')[1]}"
         if entry.modified_at < before and is_digest(package) and store.size(package) is None:
             store.delete(entry.key)
+
+
+def _remove_dead_marks(store: PackageStore) -> None:
+    if not list(store.entries(_COLLECTORS)):
+        return
+    mark = f"{_COLLECTORS}/{token_hex(12)}.json"
+    store.put_if_absent(mark, b"{}")
+    for dead in _marks(store, mark)[1]:
+        store.delete(dead.key)
+    store.delete(mark)
 
 
 class _Roots:

@@ -43,12 +43,10 @@ class RecentCounts:
         self._counts: Counter[int] = Counter()
 
     def add(self, seconds: float, now: float | None = None) -> None:
-        """Count a time."""
         self._turn(now)
         self._counts[bucket_of(seconds)] += 1
 
     def read(self, now: float | None = None) -> dict[int, int]:
-        """All that count now."""
         self._turn(now)
         return dict(self._before + self._counts)
 

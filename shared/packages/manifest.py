@@ -11,6 +11,7 @@ import base64
 import hashlib
 import json
 import re
+import unicodedata
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,12 +29,14 @@ MODE = "org.vlm-fleet.mode"
 
 MAX_FILES = 20_000
 MAX_PATH_CHARS = 512
+MAX_PART_BYTES = 255  #: of a path: file systems hold no more
 MAX_MANIFEST_BYTES = 16 * 1024 * 1024
 MAX_PACKAGE_BYTES = 2 * 1024**4
 
 #: Files of these names are pickles as a rule: whoever loads one runs what its maker wrote.
 _PICKLES = re.compile(r".*\.(pkl|pickle|pt|pth|ckpt|bin|joblib|dill)", re.IGNORECASE)
 _PICKLE_HEAD = re.compile(rb"\x80[\x02-\x05]", re.DOTALL)
+_DIRECTIONS = ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
 _WEIGHTS = (".safetensors", ".gguf")
@@ -82,7 +85,6 @@ class Manifest(msgspec.Struct, frozen=True):
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
         return sum(layer.size for layer in self.layers)
 
     @property
@@ -202,22 +204,34 @@ def _check_config(config: PackageConfig, paths: set[str]) -> None:
 
 
 def check_path(path: str) -> None:
-    """Refuse a path that could lead out of a directory, or whose file would be unpickled. Raises: BadPackage."""
-    parts = path.split("/")
+    """Refuse a path that a directory cannot hold or that leads out of it, and names of pickles. Raises: BadPackage."""
     if not path or len(path) > MAX_PATH_CHARS:
         raise BadPackage(f"{path[:80]!r}: a path has 1 to {MAX_PATH_CHARS} characters")
-    if any(part in ("", ".", "..") for part in parts):
+    try:
+        parts = path.encode().split(b"/")
+    except UnicodeEncodeError:
+        raise BadPackage(f"{path!r}: the path is not UTF-8") from None
+    if any(part in (b"", b".", b"..") for part in parts):
         raise BadPackage(
             f"{path}: the path leads out of the package, or is not in its shortest form"
         )
-    if "\\" in path or any(ord(character) < 32 or character == "\x7f" for character in path):
+    if any(len(part) > MAX_PART_BYTES for part in parts):
+        raise BadPackage(
+            f"{path[:80]!r}: each part of a path has at most {MAX_PART_BYTES} bytes of UTF-8; "
+            "give the file or folder a shorter name"
+        )
+    if "\\" in path or any(map(_is_control, path)):
         raise BadPackage(f"{path!r}: no backslash and no control character may be in a path")
-    try:
-        path.encode()
-    except UnicodeEncodeError:
-        raise BadPackage(f"{path!r}: the path is not UTF-8") from None
     if _PICKLES.fullmatch(path):
         raise BadPackage(f"{path}: {_PICKLED}")
+
+
+def _is_control(character: str) -> bool:
+    """Whether it controls a terminal or the direction of text: then a path reads as another."""
+    return (
+        unicodedata.category(character) in ("Cc", "Zl", "Zp")
+        or unicodedata.bidirectional(character) in _DIRECTIONS
+    )
 
 
 _PICKLED = (

@@ -37,6 +37,8 @@ RETIRE_S = 600.0
 #: A node that says nothing of a slot it took has forgotten it.
 FORGOTTEN_S = 10.0
 SCALE_PAUSE_S = 2.0
+#: After so many failed starts in a row, requests that wait for the version fail.
+MAX_FAILED_STARTS = 2
 LONGEST_BACKOFF_S = 60.0
 #: Ready for so long, a slot's earlier failures count no more.
 STABLE_S = 120.0
@@ -70,7 +72,12 @@ class Revision(msgspec.Struct, frozen=True, omit_defaults=True):
     spec: Spec
     since: float = 0.0
     started_at: float = 0.0  #: when a node first took a slot of it; 0: none has
-    num_failed: int = 0  #: starts and instances, since the last that was stable
+    #: Starts and instances that failed since the last that was stable. Crashes that the requests
+    #: of one tenant alone may have caused are counted apart: `num_crashes`, of `crash_tenants`.
+    num_failed: int = 0
+    num_crashes: int = 0
+    num_failed_starts: int = 0  #: in a row
+    crash_tenants: tuple[str, ...] = ()  #: whose requests ran in each of these
     card: ModelCard | None = None  #: as its first instance announced it
     is_canary: bool = False
     is_new: bool = False  #: deployed, not gone back to
@@ -117,7 +124,6 @@ class App(msgspec.Struct, frozen=True):
 
     @property
     def state(self) -> str:
-        """In a word."""
         if self.candidate is not None:
             return "canary" if self.candidate.is_canary else "starting"
         return "undeployed" if self.active is None else "active"
@@ -146,6 +152,7 @@ class SlotReport(msgspec.Struct, frozen=True, omit_defaults=True):
     is_final: bool = False  #: of a failure: another try will fail the same way
     card: ModelCard | None = None
     since: float = 0.0  #: when it was claimed
+    tenants: tuple[str, ...] = ()  #: of a failure: whose requests ran; none where this is not known
 
 
 class NodeRecord(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -229,11 +236,19 @@ def _to_revision(generation: Generation, now: float) -> Revision:
 
 
 def advance(
-    app: App, nodes: Mapping[str, NodeRecord], loads: Mapping[str, Load], now: float
+    app: App,
+    nodes: Mapping[str, NodeRecord],
+    loads: Mapping[str, Load],
+    now: float,
+    *,
+    trusts_absence: bool = True,
 ) -> tuple[App, Outcome | None]:
-    """The next state, and what the candidate's outcome should be, if it is time to say."""
+    """The next state, and what the candidate's outcome should be, if it is time to say.
+
+    `trusts_absence`: whether a node without a record is gone, rather than cut off from Redis.
+    """
     app = _adopt(app, nodes, now)
-    app = _follow(app, nodes, now)
+    app = _follow(app, nodes, now, trusts_absence=trusts_absence)
     app = _retire_idle(app, loads, now)
     app = _scale(app, loads, now)
     app = _place(app, loads, now)
@@ -347,7 +362,7 @@ def _adopt(app: App, nodes: Mapping[str, NodeRecord], now: float) -> App:
                 known[slot.id] = replace(slot, state="starting", node=node.id, since=since)
                 if not revision.started_at:
                     app = _change(app, replace(revision, started_at=since))
-            elif slot is None and report.state == "ready":
+            elif slot is None and report.state in ("starting", "ready"):
                 known[report.slot] = Slot(
                     report.slot, report.digest, "starting", node.id, since=now
                 )
@@ -356,11 +371,13 @@ def _adopt(app: App, nodes: Mapping[str, NodeRecord], now: float) -> App:
     return app if slots == app.slots else replace(app, slots=slots)
 
 
-def _follow(app: App, nodes: Mapping[str, NodeRecord], now: float) -> App:
+def _follow(app: App, nodes: Mapping[str, NodeRecord], now: float, *, trusts_absence: bool) -> App:
     for slot in app.slots:
         if not slot.node:
             continue
         node = nodes.get(slot.node)
+        if node is None and not trusts_absence:
+            continue
         report = None
         if node is not None:
             found = (r for r in node.slots if r.app == app.name and r.slot == slot.id)
@@ -368,7 +385,7 @@ def _follow(app: App, nodes: Mapping[str, NodeRecord], now: float) -> App:
         is_lost = node is None or (report is None and now - slot.since > FORGOTTEN_S)
         if is_lost:
             where = f"node {slot.node} " + ("is gone" if node is None else "knows nothing of it")
-            app = _free(app, slot, now, where, is_blamed=False)
+            app = _free(app, slot, now, where)
         elif report is not None:
             app = _apply_report(app, slot, report, now)
     return app
@@ -378,7 +395,7 @@ def _apply_report(app: App, slot: Slot, report: SlotReport, now: float) -> App:
     if report.state == "gone":
         return _remove(app, slot)
     if report.state == "failed":
-        return _free(app, slot, now, f"{report.phase}: {report.message}", report.is_final)
+        return _fail(app, slot, report, now)
     if slot.state == "draining":
         return app
     if report.state == "starting":
@@ -388,33 +405,57 @@ def _apply_report(app: App, slot: Slot, report: SlotReport, now: float) -> App:
         app = _put(app, replace(slot, state="ready", since=now, phase=""))
         if slot.phase or not app.start_s:  # else it was ready when we first saw it
             app = replace(app, start_s=now - slot.since)
-        if revision is not None and report.card is not None and revision.card is None:
-            app = _change(app, replace(revision, card=report.card))
+        if revision is not None:
+            card = revision.card or report.card
+            app = _change(app, replace(revision, card=card, num_failed_starts=0))
         return _note(app, now, f"slot {slot.id} of {slot.digest[:19]} is ready on {slot.node}")
-    if revision is not None and revision.num_failed and now - slot.since > STABLE_S:
-        return _change(app, replace(revision, num_failed=0))
+    if revision is None or now - slot.since <= STABLE_S:
+        return app
+    if revision.num_failed or revision.num_crashes:
+        return _change(app, replace(revision, num_failed=0, num_crashes=0, crash_tenants=()))
     return app
 
 
-def _free(
-    app: App, slot: Slot, now: float, why: str, is_final: bool = False, *, is_blamed: bool = True
-) -> App:
-    """Have another instance in place of one that ended; it waits longer the more have failed."""
-    app = _note(app, now, f"slot {slot.id} of {slot.digest[:19]} failed: {why}")
+def _fail(app: App, slot: Slot, report: SlotReport, now: float) -> App:
+    """Count a failed start or instance against its version, and replace it: later the more have failed."""
+    why = f"{report.phase}: {report.message}"
     revision = app.revision(slot.digest)
     if slot.state == "draining" or revision is None:
+        return _free(app, slot, now, why)
+    limit = revision.spec.retry_limit
+    revision = _count_failure(revision, report.tenants)
+    num_failed = max(revision.num_failed, limit + 1 if report.is_final else 0)
+    num_starts = revision.num_failed_starts + 1 if slot.state == "starting" else 0
+    if report.is_final:
+        num_starts = MAX_FAILED_STARTS
+    revision = replace(revision, num_failed=num_failed, num_failed_starts=num_starts)
+    app = replace(_change(app, revision), message=why)
+    pause_s = min(LONGEST_BACKOFF_S, 2.0 ** min(max(0, num_failed - 1), 6))
+    return _free(app, slot, now, why, pause_s)
+
+
+def _count_failure(revision: Revision, tenants: Sequence[str]) -> Revision:
+    """Crashes count against a version once they have no tenant in common, whose requests may be the cause."""
+    earlier = revision.crash_tenants if revision.num_crashes else tenants
+    common = tuple(tenant for tenant in tenants if tenant in earlier)
+    if common:
+        return replace(revision, num_crashes=revision.num_crashes + 1, crash_tenants=common)
+    num_crashes = revision.num_crashes if tenants else 0
+    num_failed = revision.num_failed + num_crashes + 1
+    if not tenants:
+        return replace(revision, num_failed=num_failed)
+    return replace(revision, num_failed=num_failed, num_crashes=0, crash_tenants=())
+
+
+def _free(app: App, slot: Slot, now: float, why: str, pause_s: float = 0.0) -> App:
+    """Replace an instance that ended, `pause_s` from now at the earliest."""
+    app = _note(app, now, f"slot {slot.id} of {slot.digest[:19]} failed: {why}")
+    if slot.state == "draining" or app.revision(slot.digest) is None:
         return _remove(app, slot)
-    pause_s = 0.0
-    if is_blamed:
-        limit = revision.spec.retry_limit
-        num_failed = max(revision.num_failed + 1, limit + 1 if is_final else 0)
-        app = _change(app, replace(revision, num_failed=num_failed))
-        app = replace(app, message=why)
-        pause_s = min(LONGEST_BACKOFF_S, 2.0 ** min(num_failed - 1, 6))
     # A new number: what the lost node may still say of the old one is of no account.
     number = _next_number(app, now)
     app = replace(_remove(app, slot), next_slot=number + 1)
-    wanted = Slot(number, slot.digest, not_before=now + pause_s)
+    wanted = Slot(number, slot.digest, since=now, not_before=now + pause_s)
     return replace(app, slots=(*app.slots, wanted))
 
 
@@ -611,6 +652,25 @@ def _retire_idle(app: App, loads: Mapping[str, Load], now: float) -> App:
     return app
 
 
+def find_lost(app: App, nodes: Mapping[str, NodeRecord], now: float) -> list[str]:
+    """Versions whose requests no instance will answer: their starts fail, or no node can take one."""
+    lost = [r.digest for r in app.retiring if not _can_work(r) and not app.of(r.digest)]
+    active = app.active
+    if active is None or app.of(active.digest, "ready", "draining"):
+        return lost
+    may_grow = any(
+        node.takes for node in nodes.values()
+    )  # nodes come with the load, as in Kubernetes
+    waiting = (
+        () if may_grow or app.of(active.digest, "starting") else app.of(active.digest, "wanted")
+    )
+    is_stuck = any(now - slot.since > SETTLE_S for slot in waiting)
+    is_blocked = is_stuck and bool(_find_obstacle(app, active, nodes))
+    if is_blocked or active.num_failed_starts >= MAX_FAILED_STARTS:
+        lost.append(active.digest)
+    return lost
+
+
 def _can_work(revision: Revision) -> bool:
     return revision.num_failed <= revision.spec.retry_limit
 
@@ -622,13 +682,9 @@ def _explain(app: App, nodes: Mapping[str, NodeRecord], now: float) -> App:
         if slot.state != "wanted" or revision is None:
             continue
         needed = revision.needs
-        rooms = [Resources(node.cpu, node.memory_bytes, node.gpu) for node in nodes.values()]
-        text = _find_lack(app, revision, nodes)
-        if text:
-            pass
-        elif not any(fits(needed, room) for room in rooms):
-            text = f"no node has room for an instance of {_write(needed)}"
-        elif revision is app.candidate and slot.since and now - slot.since > SETTLE_S:
+        text = _find_obstacle(app, revision, nodes)
+        is_late = slot.since and now - slot.since > SETTLE_S
+        if not text and revision is app.candidate and is_late:
             text = (
                 f"instances have all the room that one of {_write(needed)} needs: those without work "
                 "stop after their idle_s; or undeploy one, deploy with less --resources, or add a node"
@@ -642,6 +698,20 @@ def _write(needed: Resources) -> str:
     """As `vlm deploy --resources` takes them."""
     given = (("cpu", needed.cpu), ("memory", needed.memory_bytes), ("gpu", needed.gpu))
     return ",".join(f"{n}={v:g}" if n == "cpu" else f"{n}={v}" for n, v in given if v)
+
+
+def _find_obstacle(app: App, revision: Revision, nodes: Mapping[str, NodeRecord]) -> str:
+    """Why no node can take an instance, even an idle one; empty: one can."""
+    if lack := _find_lack(app, revision, nodes):
+        return lack
+    rooms = [Resources(node.cpu, node.memory_bytes, node.gpu) for node in nodes.values()]
+    if any(fits(revision.needs, room) for room in rooms):
+        return ""
+    nodes_have = "; ".join(sorted({_write(room) for room in rooms}))
+    return (
+        f"no node has room for an instance of {_write(revision.needs)}, even an idle one (nodes: "
+        f"{nodes_have or 'none'}): add a larger node, or deploy with less --resources"
+    )
 
 
 def _find_lack(app: App, revision: Revision, nodes: Mapping[str, NodeRecord]) -> str:

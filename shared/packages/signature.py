@@ -5,6 +5,7 @@ Source: OpenSSH, PROTOCOL.sshsig; ssh-keygen(1), ALLOWED SIGNERS.
 
 import shutil
 import subprocess
+from base64 import b64decode
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -13,7 +14,9 @@ from shared.packages.store import PackageStore, StoreError
 
 NAMESPACE = "vlm-fleet"
 MAX_SIGNATURE_CHARS = 16 * 1024
-_MAX_SIGNATURES = 16  # of one package
+#: Prefix of signatures that were verified before they were stored: one for each key that signed.
+_BY_KEY = "key-"
+_MAX_UNVERIFIED = 16  # of earlier versions, which stored what they were sent
 _TIMEOUT_S = 20.0
 
 
@@ -29,12 +32,24 @@ def sign(key: Path, digest: str) -> str:
     return done.stdout
 
 
-def keep_signature(store: PackageStore, digest: str, signature: str) -> None:
-    """Put a signature beside the package. Raises: BadSignature, StoreError."""
+def keep_signature(store: PackageStore, digest: str, signature: str, signers: Path) -> None:
+    """Store the signature of one of `signers`, once for each signer. Raises: BadSignature, StoreError."""
     if len(signature) > MAX_SIGNATURE_CHARS:
         raise BadSignature(f"the signature has more than {MAX_SIGNATURE_CHARS} characters")
-    name = digest_of(signature.encode()).removeprefix("sha256:")[:16]
-    store.put_if_absent(f"{signatures_key(digest)}/{name}.sig", signature.encode())
+    _check_file(signers)
+    try:
+        _verify(signature.encode(), digest, signers)
+    except BadSignature as error:
+        raise BadSignature(f"the package {digest} is refused: {error}") from None
+    name = digest_of(_public_key(signature)).removeprefix("sha256:")[:32]
+    store.put_if_absent(f"{signatures_key(digest)}/{_BY_KEY}{name}.sig", signature.encode())
+
+
+def _public_key(signature: str) -> bytes:
+    """The signer's, of a signature that is verified."""
+    data = b64decode("".join(signature.split("-----")[2].split()))
+    start = len(b"SSHSIG") + 8  # a version and a length
+    return data[start : start + int.from_bytes(data[start - 4 : start])]
 
 
 def signatures_key(digest: str) -> str:
@@ -47,17 +62,24 @@ def check_signed(store: PackageStore, digest: str, signers: Path) -> str:
 
     Raises: BadSignature, StoreError.
     """
-    if not signers.is_file():
-        raise BadSignature(f"{signers}: there is no such file of allowed signers")
+    _check_file(signers)
     keys = store.list(signatures_key(digest))
+    by_key = [key for key in keys if key.rpartition("/")[2].startswith(_BY_KEY)]
+    old = [key for key in keys if key not in by_key]
     problem = "it has no signature"
-    for key in keys[:_MAX_SIGNATURES]:
+    for key in by_key + old[:_MAX_UNVERIFIED]:
         data = store.get(key) or b""
         try:
             return _verify(data[: MAX_SIGNATURE_CHARS + 1], digest, signers)
         except BadSignature as error:
             problem = str(error)
     raise BadSignature(f"the package {digest} is refused: {problem}")
+
+
+def _check_file(signers: Path) -> None:
+    """Raises: BadSignature."""
+    if not signers.is_file():
+        raise BadSignature(f"{signers}: there is no such file of allowed signers")
 
 
 def _verify(signature: bytes, digest: str, signers: Path) -> str:

@@ -40,6 +40,7 @@ class ModelCard(Report, frozen=True):
     vocab_size: int
     supports_images: bool = True
     image_tokens: int = 0  #: the most that one image may come to, for quotas; 0: unknown
+    max_image_pixels: int = 0  #: to which larger images are scaled; 0: as their processor does
     tasks: tuple[str, ...] = ("generate",)  #: tags of the tasks that it takes
     dimensions: int = 0  #: of its vectors; 0: it makes none
     shorter_dimensions: tuple[int, ...] = ()  #: that a vector may be cut to

@@ -73,9 +73,11 @@ class BlobRef(Message, frozen=True):
     num_bytes: int
 
 
-class ImageRef(BlobRef, frozen=True):
+class ImageRef(BlobRef, frozen=True, omit_defaults=True):
     """An image by the blob of its encoded bytes. Units: pixels."""
 
     media_type: str
     width: int
     height: int
+    min_pixels: int = 0  #: to which it is scaled up for the model; 0: the model's own
+    max_pixels: int = 0  #: to which it is scaled down for the model; 0: the model's own

@@ -101,7 +101,6 @@ class TokenLogprob(Report, frozen=True, array_like=True):
 
     @property
     def token_bytes(self) -> bytes:
-        """Its raw bytes."""
         if self.spelled.startswith(_RAW):
             return bytes.fromhex(self.spelled[1:])
         return self.spelled.encode()
@@ -117,6 +116,16 @@ class OutputLogprob(Report, frozen=True, array_like=True):
 
     chosen: TokenLogprob
     top: tuple[TokenLogprob, ...] = ()
+
+
+class PromptLogprob(Report, frozen=True, array_like=True):
+    """A token of the prompt and the most probable ones at its position."""
+
+    position: int
+    token_id: int
+    chosen: TokenLogprob
+    rank: int = 0  #: 1: the most probable token of all; 0 for the first token, which has no logprob
+    top: tuple[tuple[int, TokenLogprob], ...] = ()  #: with token ids, most probable first
 
 
 class Started(Report, frozen=True, tag_field="type", tag="started", omit_defaults=True):
@@ -160,6 +169,8 @@ class Tokens(Report, frozen=True, tag_field="type", tag="tokens", omit_defaults=
     num_without_id: int = 0
     reasoning: str = ""  #: what the model thinks before its answer; it stands before the text
     calls: tuple[CallPiece, ...] = ()  #: behind the text
+    #: A range of the prompt. All come before the first output token; another attempt may repeat some.
+    prompt_logprobs: tuple[PromptLogprob, ...] = msgspec.field(default=(), name="plp")
 
     @property
     def num_tokens(self) -> int:

@@ -24,7 +24,8 @@ class SamplingParams(Message, frozen=True, omit_defaults=True):
     Units: probabilities and temperatures are pure numbers, `max_tokens` counts output tokens.
     """
 
-    max_tokens: int | None = None  #: None: as many as the context holds
+    #: None: as many as the context holds. 0: the prompt is computed and nothing is sampled.
+    max_tokens: int | None = None
     temperature: float = 1.0  #: 0 is greedy
     top_p: float = 1.0
     top_k: int = 0  #: 0: all
@@ -32,13 +33,18 @@ class SamplingParams(Message, frozen=True, omit_defaults=True):
     #: Always set by the gateway; the noise is a pure function of (seed, output position).
     seed: int = 0
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()  #: end the answer, whatever `ignore_eos` is
+    keeps_stop: bool = False  #: the text includes what stopped it
+    allowed_token_ids: tuple[int, ...] = ()  #: empty: all
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] = msgspec.field(default_factory=dict)
     num_logprobs: int | None = None  #: None: none; k: the chosen token's and the k best
+    num_prompt_logprobs: int | None = None  #: the same of each token of the prompt
     ignore_eos: bool = False
     min_tokens: int = 0  #: the end of the answer is not sampled before so many
+    skip_special_tokens: bool = True  #: false: special tokens are part of the text
 
 
 #: `json`: any JSON object, or what conforms to the schema that `source` is; `choice`: one of the texts of a JSON array.
@@ -83,6 +89,10 @@ class Grammar(Message, frozen=True, omit_defaults=True):
 TemplateOption = bool | int | float | str | None
 
 
+#: How a rendered conversation ends: with the head of an answer, within its last message, or after it.
+Ending = Literal["answer", "message", "none"]
+
+
 class Generate(Message, frozen=True, tag_field="task", tag="generate", omit_defaults=True):
     """Continue a conversation, or a prompt: one answer.
 
@@ -96,12 +106,11 @@ class Generate(Message, frozen=True, tag_field="task", tag="generate", omit_defa
     template_options: dict[str, TemplateOption] = msgspec.field(default_factory=dict)
     grammar: Grammar | None = None
     tools: Tools | None = None
+    ending: Ending = "answer"
     #: In place of messages, without the chat template: special tokens spelled in it are tokens.
     prompt: TextPart | TokensPart | None = None
     #: Whether the tokenizer puts its own around a prompt of text, such as BOS.
     add_special_tokens: bool = True
-    #: The answer begins with the prompt behind its first token; it has `max_tokens` besides, perhaps none.
-    is_echoed: bool = False
 
     @property
     def param(self) -> str:
@@ -109,7 +118,6 @@ class Generate(Message, frozen=True, tag_field="task", tag="generate", omit_defa
         return "messages" if self.prompt is None else "prompt"
 
     def texts(self) -> Iterator[str]:
-        """All text, in order."""
         if isinstance(self.prompt, TextPart):
             yield self.prompt.text
         yield from (value for value in self.template_options.values() if isinstance(value, str))
@@ -143,7 +151,8 @@ class Embed(Message, frozen=True, tag_field="task", tag="embed", omit_defaults=T
 
     inputs: tuple[TextPart | ImagePart | TokensPart, ...]
     images: tuple[ImageRef, ...] = ()
-    prompt_name: str = ""  #: one of the model's prompts, to stand before each text
+    #: One of the model's prompts, to stand before each text; empty: the model's default; None: none.
+    prompt_name: str | None = ""
     dimensions: int | None = None  #: so many leading ones; None: all
     is_normalized: bool = True  #: to length 1
     truncate: Truncate = "none"
@@ -151,7 +160,6 @@ class Embed(Message, frozen=True, tag_field="task", tag="embed", omit_defaults=T
     max_tokens: int | None = None  #: of an input, special ones included; None: the model's
 
     def texts(self) -> Iterator[str]:
-        """All text, in order."""
         return (part.text for part in self.inputs if isinstance(part, TextPart))
 
     def with_images(self, images: Sequence[ImageRef]) -> "Embed":
@@ -190,7 +198,6 @@ class Rerank(Message, frozen=True, tag_field="task", tag="rerank", omit_defaults
     images: tuple[ImageRef, ...] = ()
 
     def texts(self) -> Iterator[str]:
-        """All text, in order."""
         yield from self.queries
         yield from self.documents
 
@@ -203,7 +210,6 @@ class Rerank(Message, frozen=True, tag_field="task", tag="rerank", omit_defaults
         return self.name if self.first is None else f"{self.name}.[{self.first + index}]"
 
     def param_of_image(self, index: int) -> str | None:
-        """It has no images."""
         return None
 
 
@@ -217,11 +223,9 @@ class Tokenize(Message, frozen=True, tag_field="task", tag="tokenize", omit_defa
 
     @property
     def images(self) -> tuple[ImageRef, ...]:
-        """Those of the request."""
         return () if self.of is None else self.of.images
 
     def texts(self) -> Iterator[str]:
-        """All text, in order."""
         return iter(()) if self.of is None else self.of.texts()
 
     def with_images(self, images: Sequence[ImageRef]) -> "Tokenize":
@@ -252,11 +256,9 @@ class Run(Message, frozen=True, tag_field="task", tag="run", omit_defaults=True)
         yield bytes(self.input).decode()
 
     def with_images(self, images: Sequence[ImageRef]) -> "Run":
-        """The same task."""
         return self
 
     def param_of_image(self, index: int) -> str | None:
-        """It has no images."""
         return None
 
 

@@ -6,14 +6,11 @@ call changes nothing. A claim's attempt number fences all earlier attempts. All 
 
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal, Protocol
 
 from msgspec import Struct
 
 from shared.protocol import Envelope
-
-if TYPE_CHECKING:
-    from shared.queue.quota import Reservation
 
 #: A suspect that has come so many tokens further will hardly end this worker: it needs to be alone no longer, and the
 #: loss of the worker is no evidence against it.
@@ -116,6 +113,44 @@ class Publication(Struct, frozen=True, eq=False):
     keep_s: float = 0.0  #: so long an ended call is kept at least
 
 
+class Limits(Struct, frozen=True):
+    """Of one model, for all gateways together; 0 means any."""
+
+    max_tokens: int = 0  #: that all open calls may come to; tenants share them
+    max_tenant_requests: int = 0  #: open at once
+    max_tenant_requests_per_minute: int = 0
+    max_tenant_tokens_per_minute: int = 0
+
+
+class Reservation(Struct, frozen=True):
+    """What the calls of one request count as: each with the same tokens."""
+
+    model: str
+    tenant: str
+    request_ids: tuple[str, ...]
+    num_tokens: int  #: of prompt and answer, taken from the tenant's minute
+    num_answer_tokens: int  #: among them; what the answer does not come to is refunded
+    num_open_tokens: int  #: while it is open: more than `num_tokens` where it takes more memory
+    limits: Limits
+
+    @property
+    def is_refundable(self) -> bool:
+        """Whether a minute was charged."""
+        return self.limits.max_tenant_tokens_per_minute > 0
+
+
+class Quotas(Protocol):
+    """What becomes of reservations. They are made as a call is submitted, and released as it ends."""
+
+    async def refund(self, reservation: Reservation) -> bool:
+        """Give a tenant's minute back what answers did not come to, or charge it for what they came to beyond.
+
+        Does so once. False if one of the answers has not ended, and this is to be called again. Raises:
+        QueueUnavailable.
+        """
+        ...
+
+
 class GatewayQueue(Protocol):
     """The gateways' end of all models' queues."""
 
@@ -125,7 +160,7 @@ class GatewayQueue(Protocol):
         *,
         timeout_s: float,
         max_waiting: int,
-        reservation: "Reservation | None" = None,
+        reservation: Reservation | None = None,
         home: Home | None = None,
     ) -> Homing:
         """Queue the calls of one request, all or none; their deadline is `timeout_s` from now by the queue's clock.
@@ -148,6 +183,10 @@ class GatewayQueue(Protocol):
         """How a call stands; None if it is not known."""
         ...
 
+    async def states(self, model: str, request_ids: Sequence[str]) -> list[RequestState | None]:
+        """How calls stand, many in a script."""
+        ...
+
     async def events(self, model: str, request_id: str) -> list[bytes]:
         """Every event of a call that was accepted so far, encoded, in order: repairs a gap in the mailbox."""
         ...
@@ -162,9 +201,7 @@ class GatewayQueue(Protocol):
         """How full a model's queue is."""
         ...
 
-    async def close(self) -> None:
-        """Hang up."""
-        ...
+    async def close(self) -> None: ...
 
 
 class Mailbox(Protocol):
@@ -259,6 +296,4 @@ class WorkerQueue(Protocol):
         """Give back all that is ours beyond `keep`, and be forgotten once nothing is; call it when nobody claims."""
         ...
 
-    async def close(self) -> None:
-        """Hang up."""
-        ...
+    async def close(self) -> None: ...

@@ -21,6 +21,7 @@ from shared.queue.api import CLEARED_AFTER_TOKENS, Claim, Publication, QueueUnav
 from shared.queue.keys import (
     AFTER_END_S,
     BELL_TTL_S,
+    CRASH_TTL_S,
     GROUP,
     HOME_TTL_S,
     QUEUE_TTL_S,
@@ -310,7 +311,14 @@ class RedisWorkerQueue:
         return await retry_idempotent(lambda: self._release(requests, items, blame))
 
     async def _release(self, requests: list[str], items: list[dict[str, Any]], blame: bool) -> int:
-        arguments = named(group=GROUP, released=RELEASED_CONSUMER, blame=blame, items=items)
+        arguments = named(
+            group=GROUP,
+            released=RELEASED_CONSUMER,
+            blame=blame,
+            crashes=self._keys.crash(self._model, ""),
+            crash_ttl_ms=to_ms(CRASH_TTL_S),
+            items=items,
+        )
         return await self._sender.run(RELEASE, [self._queue, *requests], arguments)
 
     @redis_errors_as(QueueUnavailable)
@@ -345,7 +353,6 @@ class RedisWorkerQueue:
         await self.entries.create_group()
 
     async def close(self) -> None:
-        """Hang up."""
         self._reader.close()
         self._bell.close()
         await self._sender.close()
@@ -395,7 +402,6 @@ class Bell:
         await sender.execute("DEL", self.key)
 
     def close(self) -> None:
-        """Hang up."""
         self._link.close()
 
 

@@ -24,6 +24,8 @@ DEAD_TTL_S = 7 * 24 * 3600.0
 MAX_DEAD_ENTRIES = 10_000
 #: A blob stays that long after the last request that needed it: the conversation may go on.
 BLOB_LINGER_S = 30.0
+#: A node asks for the tenants of a crash as soon as it sees it.
+CRASH_TTL_S = 600.0
 #: Who last served an image or a prefix; caches rarely keep it longer.
 HOME_TTL_S = 600.0
 #: A worker that does not renew its bell takes nothing that is put aside for it.
@@ -94,6 +96,10 @@ class RedisKeys:
     def bells(self, model: str) -> str:
         """What the keys of all bells of a model begin with."""
         return f"{self.prefix}:{{{model}}}:bell:"
+
+    def crash(self, model: str, worker_id: str) -> str:
+        """Set of the tenants whose requests a worker ran when its engine failed."""
+        return f"{self.prefix}:{{{model}}}:crash:{worker_id}"
 
     def dead(self, model: str) -> str:
         """Stream of requests that were given up: id, reason, attempt, worker; never their content."""

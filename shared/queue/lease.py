@@ -31,5 +31,4 @@ class RedisLeases:
         return held == 1
 
     async def close(self) -> None:
-        """Hang up."""
         await self._sender.close()

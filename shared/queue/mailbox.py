@@ -84,14 +84,17 @@ class RedisMailbox:
     async def events(self) -> AsyncIterator[tuple[str, bytes]]:
         """Yield what workers post, entry by entry, for ever: the model, and encoded events.
 
-        Goes on where it was after an outage.
+        Goes on where it was after an outage, and reports a gap: Redis may have lost its last writes.
         """
-        pause_s = 0.0
+        pause_s, was_lost = 0.0, False
         while True:
             await self._opened.wait()
             keys = list(self._last_ids)
             try:
                 await self._reader.connect()
+                if was_lost:
+                    await self._restore()
+                    was_lost = False
                 keys = list(self._last_ids)  # with those that were opened meanwhile
                 if not keys:
                     continue
@@ -99,6 +102,7 @@ class RedisMailbox:
                 pause_s = 0.0
             except RedisError as error:
                 if list(self._last_ids) == keys:  # else: interrupted by `open`
+                    was_lost = True
                     logger.warning("cannot read the mailbox: %s", error)
                     await asyncio.sleep(pause_s)
                     pause_s = min(LONGEST_PAUSE_S, pause_s * 2 or 0.05)
@@ -126,6 +130,13 @@ class RedisMailbox:
                     self._report_gap(model)
         return reply
 
+    async def _restore(self) -> None:
+        """Create the mailboxes that Redis lost, and have all open requests looked up. Raises: RedisError."""
+        for key, model in list(self._models.items()):
+            if not await self._sender.execute("EXISTS", key):
+                self._last_ids[key] = await self._create(key)
+            self._on_gap(model)
+
     def _report_gap(self, model: str) -> None:
         logger.warning("events of model %s may be missing", model)
         self._on_gap(model)
@@ -143,7 +154,6 @@ class RedisMailbox:
                     logger.warning("cannot renew the mailbox: %s", error)
 
     def _leave(self, key: str) -> None:
-        """Let Redis forget it."""
         del self._last_ids[key], self._models[key]
         if not self._last_ids:
             self._opened.clear()

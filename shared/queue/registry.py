@@ -6,7 +6,7 @@ whose workers are all restarting keeps queueing.
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Literal, TypeVar
 
 import msgspec
@@ -110,6 +110,14 @@ class Registry:
         found = await self._members(self._keys.models, self._keys.model, decode_card)
         return sorted(found, key=lambda card: card.name)
 
+    async def silence_s(self, models: Iterable[str]) -> dict[str, float]:
+        """For how long no worker has announced each of these models."""
+        names = list(models)
+        ttls = await asyncio.gather(
+            *(self._sender.execute("PTTL", self._keys.model(name)) for name in names)
+        )
+        return {n: MODEL_TTL_S - max(0, ms) / 1000 for n, ms in zip(names, ttls, strict=True)}
+
     async def adapters(self, model: str) -> dict[str, AdapterSource]:
         """The adapters that are to be loaded beside a model, by name."""
         key = self._keys.adapters(model)
@@ -165,5 +173,4 @@ class Registry:
         return member
 
     async def close(self) -> None:
-        """Hang up."""
         await self._sender.close()

@@ -19,6 +19,10 @@ class ResumableCalls(Protocol):
         """Keep a gateway's record of a request; False if there is one already."""
         ...
 
+    async def replace(self, request_id: str, record: bytes, ttl_s: float) -> None:
+        """Change the record of a request that is remembered."""
+        ...
+
     async def recall(self, request_id: str) -> bytes | None:
         """The record of a request, if there is one."""
         ...
@@ -53,6 +57,12 @@ class RedisResumableCalls:
         return await self._sender.execute(*command) is not None
 
     @redis_errors_as(QueueUnavailable)
+    async def replace(self, request_id: str, record: bytes, ttl_s: float) -> None:
+        """See `ResumableCalls.replace`."""
+        command = ("SET", self._keys.stream(request_id), record, "XX", "PX", to_ms(ttl_s))
+        await retry_idempotent(lambda: self._sender.execute(*command))
+
+    @redis_errors_as(QueueUnavailable)
     async def recall(self, request_id: str) -> bytes | None:
         """See `ResumableCalls.recall`."""
         key = self._keys.stream(request_id)
@@ -78,5 +88,4 @@ class RedisResumableCalls:
         return to_state(*found) if found else None
 
     async def close(self) -> None:
-        """Hang up."""
         await self._sender.close()

@@ -64,7 +64,7 @@ GATEWAY = Rights(
     ),
 )
 WORKER = Rights(
-    keys=(*_QUEUE_KEYS, *_FLEET_KEYS, _KEYS.dead("*")),
+    keys=(*_QUEUE_KEYS, *_FLEET_KEYS, _KEYS.dead("*"), _KEYS.crash("*", "*")),
     commands=(
         *("eval", "evalsha", "time"),
         *("get", "set", "del", "exists", "pexpire", "pttl"),
@@ -73,7 +73,7 @@ WORKER = Rights(
         *("xgroup|create", "xgroup|delconsumer", "xinfo|consumers"),
     ),
 )
-#: A node has its workers' rights too: they are its children, and have their Redis from it.
+#: A node cancels requests and removes models as well; its workers connect as `worker`.
 NODE = Rights(
     keys=(*WORKER.keys, *_DEPLOY_KEYS, _KEYS.claims("*")),
     commands=(*WORKER.commands, "mget", "smembers"),

@@ -11,7 +11,7 @@ from secrets import token_hex
 from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
 
-from shared.protocol import Envelope, Priority
+from shared.protocol import Envelope, ErrorCode, Priority
 from shared.queue.api import (
     DuplicateRequest,
     Home,
@@ -20,24 +20,34 @@ from shared.queue.api import (
     QueueStats,
     QueueUnavailable,
     RequestState,
+    Reservation,
 )
 from shared.queue.keys import (
     AFTER_DEADLINE_S,
     AFTER_END_S,
     GROUP,
+    MAX_MAILBOX_ENTRIES,
     QUEUE_TTL_S,
     RedisKeys,
     keys_of_calls,
     to_ms,
 )
-from shared.queue.quota import Reservation, quota_arguments, quota_keys
-from shared.queue.scripts import CANCEL, FORGET_LOST, SHARE, SUBMIT, named
+from shared.queue.quota import quota_arguments, quota_keys
+from shared.queue.scripts import (
+    CANCEL,
+    CRASH_TENANTS,
+    FORGET_LOST,
+    SHARE,
+    STATES,
+    SUBMIT,
+    named,
+)
 from shared.redis.client import redis_errors_as, retry_idempotent
 from shared.redis.link import RedisSender
 
 _MAX_FORGOTTEN = 100  #: at once
-#: Calls that one script cancels; Redis answers others before the next.
-_MAX_CANCELLED = 100
+#: Calls that one script cancels or looks up; Redis answers others before the next.
+_MAX_PER_SCRIPT = 100
 
 
 class RedisGatewayQueue:
@@ -102,6 +112,7 @@ class RedisGatewayQueue:
             *(choice.payload for choice in choices),
             nonce=token_hex(8),
             group=GROUP,
+            tenant=first.tenant,
             timeout_ms=to_ms(timeout_s),
             keep_ms=to_ms(AFTER_DEADLINE_S),
             queue_ttl_ms=to_ms(QUEUE_TTL_S),
@@ -125,38 +136,65 @@ class RedisGatewayQueue:
     @redis_errors_as(QueueUnavailable)
     async def cancel(self, model: str, request_ids: Sequence[str]) -> None:
         """See `GatewayQueue.cancel`."""
-        for first in range(0, len(request_ids), _MAX_CANCELLED):
-            await self._cancel(model, request_ids[first : first + _MAX_CANCELLED])
+        for first in range(0, len(request_ids), _MAX_PER_SCRIPT):
+            await self._end(model, request_ids[first : first + _MAX_PER_SCRIPT])
 
-    async def _cancel(self, model: str, request_ids: Sequence[str]) -> None:
+    async def _end(self, model: str, request_ids: Sequence[str], **failure: str) -> None:
+        """Cancel calls, or fail them with the `code` and `message` that are given."""
         keys = [self._keys.queue(model), self._keys.backlog(model), self._keys.reservations(model)]
         keys += keys_of_calls(self._keys, model, request_ids)
-        arguments = named(group=GROUP, keep_ms=to_ms(AFTER_END_S))
+        ending = {
+            **failure,
+            "ids": request_ids,
+            "mailboxes": self._keys.mailbox(model, ""),
+            "max_entries": MAX_MAILBOX_ENTRIES,
+        }
+        arguments = named(
+            group=GROUP, keep_ms=to_ms(AFTER_END_S), **({"failure": ending} if failure else {})
+        )
         await retry_idempotent(lambda: self._sender.run(CANCEL, keys, arguments))
 
     @redis_errors_as(QueueUnavailable)
-    async def cancel_all(self, model: str, at_once: int = 1000) -> int:
-        """Cancel the calls of a model that nobody will serve again, oldest first; returns how many."""
-        num_cancelled = 0
+    async def fail_all(self, model: str, code: ErrorCode, message: str) -> int:
+        """Fail the calls of a model that no worker will serve, oldest first; returns how many."""
+        num_failed = 0
         for key in (self._keys.queue(model), self._keys.backlog(model)):
             start = b"-"
-            while entries := await self._ask("XRANGE", key, start, "+", "COUNT", at_once):
+            while entries := await self._ask("XRANGE", key, start, "+", "COUNT", _MAX_PER_SCRIPT):
                 ids = [fields[1].decode() for _, fields in entries if fields[0] == b"id"]
-                await self.cancel(model, ids)
-                num_cancelled += len(ids)
+                if ids:
+                    await self._end(model, ids, code=code.value, message=message)
+                num_failed += len(ids)
                 start = b"(" + entries[-1][0]
-        return num_cancelled
+        return num_failed
+
+    @redis_errors_as(QueueUnavailable)
+    async def crash_tenants(self, model: str, worker_id: str) -> frozenset[str]:
+        """The tenants whose requests a worker ran when it ended; empty names are of fleets without keys."""
+        keys = (self._keys.queue(model), self._keys.crash(model, worker_id))
+        arguments = named(group=GROUP, worker=worker_id, requests=self._keys.requests(model))
+        names = await retry_idempotent(lambda: self._sender.run(CRASH_TENANTS, keys, arguments))
+        return frozenset(name.decode() for name in names)
 
     @redis_errors_as(QueueUnavailable)
     async def state(self, model: str, request_id: str) -> RequestState | None:
         """See `GatewayQueue.state`."""
-        key = self._keys.request(model, request_id)
-        fields, ttl_ms = await asyncio.gather(  # in one write
-            self._ask("HMGET", key, "state", "attempt", "tokens"), self._ask("PTTL", key)
-        )
-        if fields[0] is None or ttl_ms < 0:
-            return None
-        return to_state(fields[0], int(fields[1]), int(fields[2]), ttl_ms)
+        [found] = await self.states(model, [request_id])
+        return found
+
+    @redis_errors_as(QueueUnavailable)
+    async def states(self, model: str, request_ids: Sequence[str]) -> list[RequestState | None]:
+        """See `GatewayQueue.states`."""
+        found: list[RequestState | None] = []
+        for first in range(0, len(request_ids), _MAX_PER_SCRIPT):
+            ids = request_ids[first : first + _MAX_PER_SCRIPT]
+            keys = [self._keys.request(model, request_id) for request_id in ids]
+            answer = await retry_idempotent(lambda: self._sender.run(STATES, keys, ()))  # noqa: B023
+            found += [
+                to_state(state, int(attempt), int(num_tokens), ttl_ms) if ttl_ms >= 0 else None
+                for state, attempt, num_tokens, ttl_ms in answer
+            ]
+        return found
 
     @redis_errors_as(QueueUnavailable)
     async def events(self, model: str, request_id: str) -> list[bytes]:
@@ -206,7 +244,6 @@ class RedisGatewayQueue:
         await self._sender.execute("TIME")
 
     async def close(self) -> None:
-        """Hang up."""
         await self._sender.close()
 
     async def _ask(self, *command: str | bytes | int):

@@ -20,7 +20,6 @@ class Record(msgspec.Struct, frozen=True):
 
     @property
     def num_bytes(self) -> int:
-        """With its images."""
         return len(self.data) + sum(image.num_bytes for image in self.images)
 
 
@@ -45,6 +44,4 @@ class RecordStore(Protocol):
         """Drop a record. Returns it, if it was there."""
         ...
 
-    async def close(self) -> None:
-        """Hang up."""
-        ...
+    async def close(self) -> None: ...

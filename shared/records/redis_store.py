@@ -73,5 +73,4 @@ class RedisRecordStore:
         return self._keys.records(owner), self._keys.record_sizes(owner)
 
     async def close(self) -> None:
-        """Hang up."""
         await self._sender.close()

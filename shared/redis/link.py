@@ -290,14 +290,8 @@ class RedisLink:
         return wire
 
     def _tls_context(self) -> ssl.SSLContext:
-        options = self._options
-        context = ssl.create_default_context(cafile=options.get("ssl_ca_certs"))
-        if options.get("ssl_certfile"):
-            context.load_cert_chain(options["ssl_certfile"], options.get("ssl_keyfile"))
-        if options.get("ssl_cert_reqs") == "none":
-            context.check_hostname = False
-            context.verify_mode = ssl.CERT_NONE
-        return context
+        options = {name: v for name, v in self._options.items() if name.startswith("ssl_")}
+        return SSLConnection(**options).ssl_context.get()
 
     def _greeting(self) -> list[Command]:
         options = self._options

@@ -25,7 +25,6 @@ class OutageLog:
         self._logged_at: float | None = None
 
     def failed(self, error: Exception) -> None:
-        """A try failed."""
         now = time.monotonic()
         if self._logged_at is None or now - self._logged_at >= self._remind_after_s:
             self._logged_at = now
@@ -37,7 +36,6 @@ class OutageLog:
             logger.warning(text + "; trying on", self._address, cause)
 
     def succeeded(self) -> None:
-        """A try succeeded."""
         if self._logged_at is not None:
             self._logged_at = None
             logger.warning("Redis at %s answers again", self._address)

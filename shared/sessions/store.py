@@ -5,7 +5,7 @@ expires when nobody has used it for long enough.
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -22,6 +22,7 @@ from shared.redis.script import Script, load_script, named
 _SCRIPTS = Path(__file__).parent / "scripts"
 OPEN_SESSION = load_script(_SCRIPTS / "open_session.lua")
 CLOSE_SESSION = load_script(_SCRIPTS / "close_session.lua")
+LIST_SESSIONS = load_script(_SCRIPTS / "list_sessions.lua")
 ADD_TASK = load_script(_SCRIPTS / "add_task.lua")
 SETTLE_TASKS = load_script(_SCRIPTS / "settle_tasks.lua")
 
@@ -30,6 +31,7 @@ ENDED: tuple[Ended, ...] = ("succeed", "failed", "cancelled")
 _INDEX_TTL_S = 7 * 24 * 3600.0
 _TO_COME = "+"  #: before the id of a session that has its place and is not there yet
 _COMES_WITHIN_S = 60.0
+_MAX_SETTLED = 500  #: tasks of one script; Redis answers others before the next
 
 
 class Session(msgspec.Struct, frozen=True):
@@ -46,16 +48,17 @@ class Session(msgspec.Struct, frozen=True):
 
     @property
     def ttl_s(self) -> float:
-        """From its last use."""
         return self.idle_s + self.timeout_s
 
 
 class SessionState(msgspec.Struct, frozen=True):
-    """A session as it stands. `ended`: tasks whose end somebody has seen, by how they ended."""
+    """A session as it stands. `ended`: tasks whose end was noted, by how they ended."""
 
     session: Session
     state: Literal["open", "closed"]
     ended: dict[str, int]
+    num_open: int = 0  #: tasks whose end was not noted
+    open_tasks: list["TaskRecord"] = []  #: all of these, or none where they are too many
 
 
 class TaskRecord(msgspec.Struct, frozen=True):
@@ -124,34 +127,45 @@ class SessionStore:
 
     @redis_errors_as(QueueUnavailable)
     async def create(self, session: Session) -> None:
-        """Open a session."""
         arguments = named(encode(session), ttl_ms=to_ms(session.ttl_s))
         await self._run(OPEN_SESSION, (self._keys.session(session.id),), arguments)
         await self._note(session, session.id)
         await self._ask("ZREM", self._keys.sessions(session.owner), _TO_COME + session.id)
 
     @redis_errors_as(QueueUnavailable)
-    async def find(self, session_id: str) -> SessionState | None:
-        """A session, if it is there."""
-        pairs = await self._ask("HGETALL", self._keys.session(session_id))
-        fields = dict(zip(pairs[::2], pairs[1::2], strict=True))
-        if b"record" not in fields:
-            return None
-        ended = {state: int(fields.get(state.encode(), 0)) for state in ENDED}
-        state = "open" if fields[b"state"] == b"open" else "closed"
-        return SessionState(_sessions.decode(fields[b"record"]), state, ended)
+    async def find(self, session_id: str, max_open: int = 0) -> SessionState | None:
+        """A session, if it is there. `max_open`: as in `page`."""
+        [found] = await self._states([session_id], max_open)
+        return found
+
+    async def _states(self, session_ids: Sequence[str], max_open: int) -> list[SessionState | None]:
+        if not session_ids:
+            return []
+        pairs = ((self._keys.session(each), self._keys.session_open(each)) for each in session_ids)
+        keys = tuple(key for pair in pairs for key in pair)
+        found = await self._run(LIST_SESSIONS, keys, named(max_open=max_open))
+        return [_to_state(*fields) if fields[0] else None for fields in found]
 
     @redis_errors_as(QueueUnavailable)
-    async def all(self, owner: str) -> list[SessionState]:
-        """An owner's sessions, the latest first."""
+    async def page(
+        self, owner: str, after: str, limit: int, max_open: int
+    ) -> tuple[list[SessionState], bool] | None:
+        """An owner's sessions after one, the latest first, and whether there are more. None: `after` is not there.
+
+        `max_open`: open tasks that are read, of all these sessions together.
+        """
         index = self._keys.sessions(owner)
-        known = await self._ask("ZREVRANGE", index, 0, -1)
-        names = [name for name in known if not name.startswith(_TO_COME.encode())]
-        found = await asyncio.gather(*(self.find(name.decode()) for name in names))
-        gone = [name for name, session in zip(names, found, strict=True) if session is None]
-        if gone:
+        while True:
+            rank = await self._ask("ZREVRANK", index, after) if after else -1
+            if rank is None:
+                return None
+            names = await self._ask("ZREVRANGE", index, rank + 1, rank + 1 + limit)
+            shown = [name for name in names[:limit] if not name.startswith(_TO_COME.encode())]
+            found = await self._states([name.decode() for name in shown], max_open)
+            gone = [name for name, state in zip(shown, found, strict=True) if state is None]
+            if not gone:
+                return [state for state in found if state is not None], len(names) > limit
             await self._ask("ZREM", index, *gone)
-        return [session for session in found if session is not None]
 
     @redis_errors_as(QueueUnavailable)
     async def close_session(self, session_id: str) -> None:
@@ -180,8 +194,9 @@ class SessionStore:
     @redis_errors_as(QueueUnavailable)
     async def settle(self, session_id: str, states: Mapping[str, str]) -> None:
         """Note how tasks ended; `forgotten`: they were not queued after all."""
-        if states:
-            arguments, keys = named(states=dict(states)), self._task_keys(session_id)
+        pairs, keys = list(states.items()), self._task_keys(session_id)
+        for first in range(0, len(pairs), _MAX_SETTLED):
+            arguments = named(states=dict(pairs[first : first + _MAX_SETTLED]))
             await self._run(SETTLE_TASKS, keys, arguments)
 
     @redis_errors_as(QueueUnavailable)
@@ -196,14 +211,7 @@ class SessionStore:
         found = await self._ask("HGETALL", self._keys.session_tasks(session_id))
         return sorted(map(_read, found[1::2]), key=lambda pair: (pair[0].created_at, pair[0].id))
 
-    @redis_errors_as(QueueUnavailable)
-    async def open_tasks(self, session_id: str) -> list[TaskRecord]:
-        """Those whose end nobody has seen."""
-        found = await self._ask("HGETALL", self._keys.session_open(session_id))
-        return [_tasks.decode(value) for value in found[1::2]]
-
     async def close(self) -> None:
-        """Hang up."""
         await self._sender.close()
 
     def _task_keys(self, session_id: str) -> tuple[str, str, str]:
@@ -217,6 +225,17 @@ class SessionStore:
 
     async def _ask(self, *command: str | bytes | int):
         return await retry_idempotent(lambda: self._sender.execute(*command))
+
+
+def _to_state(
+    record: bytes, state: bytes, succeed: bytes, failed: bytes, cancelled: bytes, num_open: int,
+    tasks: list[bytes],
+) -> SessionState:  # fmt: skip
+    ended = {"succeed": int(succeed), "failed": int(failed), "cancelled": int(cancelled)}
+    return SessionState(
+        _sessions.decode(record), "open" if state == b"open" else "closed", ended, num_open,
+        [_tasks.decode(task) for task in tasks],
+    )  # fmt: skip
 
 
 def _read(value: bytes) -> tuple[TaskRecord, str]:

@@ -18,7 +18,7 @@ MAX_NAME_CHARS = 64  #: `messages[].name`
 MAX_METADATA_ENTRIES = 16
 MAX_METADATA_KEY_CHARS = 64
 MAX_METADATA_VALUE_CHARS = 512
-MAX_TOOL_NAME_CHARS = 64  #: `tools[].function.name`
+MAX_TOOL_NAME_CHARS = 128  #: `tools[].function.name`
 MAX_FORMAT_NAME_CHARS = 64  #: `response_format.json_schema.name`
 MAX_FORMAT_DESCRIPTION_CHARS = 4096
 MAX_RESPONSE_ID_CHARS = 64  #: `previous_response_id`
@@ -44,11 +44,16 @@ class LimitSettings(Group):
 
     max_header_bytes: ClassVar[int] = 32 * 1024  #: the request line and all headers
     max_headers: ClassVar[int] = 100
+    min_body_rate: ClassVar[int] = 16 * 1024  #: bytes a second of a request body
+    max_slow_uploads: ClassVar[int] = 4  #: of one key: package files that arrive slowly
+    max_json_depth: ClassVar[int] = 100  #: levels of objects and arrays in a field of any JSON
     max_image_side: ClassVar[int] = 16_384  #: pixels of the longer side
     max_image_aspect: ClassVar[float] = 200.0  #: longer side over shorter side
     max_choices: ClassVar[int] = 16  #: `n`
-    max_stop_strings: ClassVar[int] = 4
+    max_stop_strings: ClassVar[int] = 16
     max_stop_chars: ClassVar[int] = 64
+    max_stop_token_ids: ClassVar[int] = 64
+    max_allowed_token_ids: ClassVar[int] = 1024
     max_logit_bias: ClassVar[int] = 300
     max_top_logprobs: ClassVar[int] = 20
     max_schema_bytes: ClassVar[int] = 64 * 1024  #: a JSON schema, or choices
@@ -58,7 +63,7 @@ class LimitSettings(Group):
     #: Characters of a value, and the least that one may be asked to have.
     max_schema_text: ClassVar[int] = 4096
     max_pattern_chars: ClassVar[int] = 1024  #: a regular expression
-    max_tools: ClassVar[int] = 128
+    max_tools: ClassVar[int] = 512
     max_choice_texts: ClassVar[int] = 1000  #: `structured_outputs.choice`
     max_prompts: ClassVar[int] = 64  #: of a completion request, times `n`
     max_inputs: ClassVar[int] = 2048  #: `input` of an embedding request

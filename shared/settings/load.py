@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import BaseModel, SecretStr, ValidationError
 from pydantic_settings import SettingsError as UnparsedValue
 
+from shared.settings import KEY_VARIABLE, URL_VARIABLE
 from shared.settings.tree import CONFIG_VARIABLE, PREFIX, Settings, SettingsError
 
 
@@ -44,7 +45,12 @@ def load_settings(typed: Mapping[str, str] = {}, **overrides: dict[str, Any]) ->
 
 
 def _unknown_variables() -> list[str]:
-    known = {CONFIG_VARIABLE, *(PREFIX + name.upper() for name in Settings.model_fields)}
+    known = {
+        CONFIG_VARIABLE,
+        KEY_VARIABLE,
+        URL_VARIABLE,
+        *(PREFIX + name.upper() for name in Settings.model_fields),
+    }
     return sorted(
         name
         for name in os.environ

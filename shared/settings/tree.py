@@ -81,6 +81,11 @@ class GatewaySettings(Group):
     allow_open: bool = Field(
         default=False, description="Serve without API keys on addresses other than loopback."
     )
+    hosts: Annotated[tuple[str, ...], NoDecode] = Field(
+        default=(),
+        description="Without API keys: names by which clients may call the gateway, comma separated, such as "
+        "`models.lan`. `localhost` and IP addresses always may.",
+    )
     request_timeout_s: float = Field(
         default=300.0,
         gt=0,
@@ -88,7 +93,9 @@ class GatewaySettings(Group):
         description="Deadline of a request, from its acceptance to its last token.",
     )
     body_timeout_s: float = Field(
-        default=30.0, gt=0, description="Whole time for receiving a request's body."
+        default=30.0,
+        gt=0,
+        description="A request's body is cut after that long without a byte, or below 16 KiB/s over it.",
     )
     response_ttl_s: float = Field(
         default=3600.0,
@@ -117,6 +124,10 @@ class GatewaySettings(Group):
         "`any-public`. None: no fetching.",
     )
 
+    unknown_fields: Literal["ignore", "refuse"] = Field(
+        default="ignore",
+        description="Unknown fields of a request: `ignore` and list them in `x-vlm-ignored`, or `refuse` with a 400.",
+    )
     cors_origins: Annotated[tuple[str, ...], NoDecode] = Field(
         default=(),
         description="Origins whose web pages may call the APIs, comma separated, such as "
@@ -124,12 +135,27 @@ class GatewaySettings(Group):
     )
 
     @field_validator(
-        "api_keys", "admin_keys", "deploy_keys", "remote_images", "cors_origins", mode="before"
+        "api_keys",
+        "admin_keys",
+        "deploy_keys",
+        "hosts",
+        "remote_images",
+        "cors_origins",
+        mode="before",
     )
     @classmethod
     def split_names(cls, value: Any) -> Any:
         """Accept a comma-separated string, as environments hold it."""
         return split_items(value)
+
+    @field_validator("hosts")
+    @classmethod
+    def check_names(cls, hosts: tuple[str, ...]) -> tuple[str, ...]:
+        """Take names without ports. Raises: ValueError."""
+        hosts = tuple(host.lower() for host in hosts)
+        if any(":" in host or not _HOST.fullmatch(host) for host in hosts):
+            raise ValueError("name hosts without a port, such as `models.lan`")
+        return hosts
 
     @field_validator("remote_images")
     @classmethod
@@ -164,7 +190,8 @@ class WorkerSettings(Group):
         default="", description="Name of the worker; empty: host, process id and a random part."
     )
     health_host: str = Field(
-        default="127.0.0.1", description="Address of the health and metrics server."
+        default="127.0.0.1",
+        description="Address of the health and metrics server, or the path of a unix socket.",
     )
     health_port: int = Field(default=0, ge=0, le=65535, description="Its port; 0 takes a free one.")
     lease_s: float = Field(
@@ -289,6 +316,11 @@ class RedisSettings(Group):
         return _check_redis_url(url)
 
     @property
+    def has_password(self) -> bool:
+        """Whether the URL holds one."""
+        return bool(urlsplit(self.url).password)
+
+    @property
     def address(self) -> str:
         """The URL as it may be shown: without user, password and options."""
         parts = urlsplit(self.url)
@@ -382,13 +414,22 @@ class DeploySettings(Group):
 
     @property
     def signers(self) -> Path | None:
-        """That file."""
         return Path(self.allowed_signers).expanduser() if self.allowed_signers else None
 
 
 class NodeSettings(Group):
-    """How a node runs applications."""
+    """How a node runs instances."""
 
+    metrics_host: str = Field(
+        default="127.0.0.1", description="Address where `vlm node` serves its workers' metrics."
+    )
+    metrics_port: int = Field(
+        default=0, ge=0, le=65535, description="Its port; 0 takes a free one."
+    )
+    worker_redis_url: str = Field(
+        default="",
+        description="Redis URL of the node's workers; required if the node's own URL holds a password.",
+    )
     isolation: Literal["auto", "require", "none"] = Field(
         default="auto",
         description="Applications in bubblewrap: where it is installed, always (a node without it does not start), or never.",
@@ -401,6 +442,12 @@ class NodeSettings(Group):
         default=(),
         description="Variables of the node's own that are secrets of applications, and of no other process, comma-separated.",
     )
+
+    @field_validator("worker_redis_url")
+    @classmethod
+    def check_url(cls, url: str) -> str:
+        """Raises: ValueError."""
+        return _check_redis_url(url)
 
     @field_validator("secrets", mode="before")
     @classmethod

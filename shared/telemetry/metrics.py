@@ -49,6 +49,8 @@ TOKEN_BUCKETS = (
 )  # fmt: skip
 
 _MAX_SEEN = 10_000
+CLIENT_GONE = 499  #: status of a request whose client left before the answer
+_METHODS = frozenset({"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"})
 
 Kind = Literal["counter", "gauge", "histogram"]
 
@@ -69,6 +71,9 @@ GATEWAY_METRICS = (
            "Requests by how they ended: ok, followed (the answer of a request sent before, which counts its "
            "tokens and times), cancelled, rejected, or an error's code.",
            ("model", "outcome")),
+    Metric("vlm_http_requests_total", "counter",
+           "HTTP requests by their route's template, without probes and /metrics. Status 499: the client left.",
+           ("method", "route", "status")),
     Metric("vlm_request_stage_seconds", "histogram",
            "Time that finished requests spent in each stage.", ("stage", "model"), LATENCY_BUCKETS),
     Metric("vlm_queue_wait_seconds", "histogram",
@@ -93,6 +98,7 @@ GATEWAY_METRICS = (
            "How long the oldest request waits that no worker has taken; 0 if none waits.", ("model",)),
     Metric("vlm_batch_backlog", "gauge", "Batch requests in it that no worker has been given.", ("model",)),
     Metric("vlm_open_requests", "gauge", "Requests that this gateway keeps open."),
+    Metric("vlm_ready_workers", "gauge", "Workers that take requests. Every gateway shows the same.", ("model",)),
     Metric("vlm_admission_rejections_total", "counter",
            "Requests refused before they were queued.", ("reason",)),
     Metric("vlm_images_total", "counter", "Images in requests: accepted or refused.", ("outcome",)),
@@ -182,7 +188,6 @@ class Histogram(Collector):
         return self._children.setdefault(values, Buckets(self._metric.buckets))
 
     def describe(self) -> list[HistogramMetricFamily]:
-        """The name, without values."""
         metric = self._metric
         return [HistogramMetricFamily(metric.name, metric.help, labels=metric.labels)]
 
@@ -238,6 +243,7 @@ class GatewayMetrics:
         self.deployments = DeploymentMetrics(self._set)
         self._finished: dict[str, _ModelMetrics] = {}
         self._outcomes: dict[tuple[str, str], Counter] = {}
+        self._http: dict[tuple[str, str, str], Counter] = {}
 
     def record_outcome(self, model: str, outcome: str) -> None:
         """Count a request's end. `outcome`: ok, followed, cancelled, rejected or an error code."""
@@ -245,6 +251,15 @@ class GatewayMetrics:
         if counter is None:
             counter = self._set.counters["vlm_requests_total"].labels(model, outcome)
             self._outcomes[model, outcome] = counter
+        counter.inc()
+
+    def record_http(self, method: str, route: str, status: int | None) -> None:
+        """Count an HTTP request. `status`: None if the client left before it was told one."""
+        labels = (method if method in _METHODS else "other", route, str(status or CLIENT_GONE))
+        counter = self._http.get(labels)
+        if counter is None:
+            counter = self._set.counters["vlm_http_requests_total"].labels(*labels)
+            self._http[labels] = counter
         counter.inc()
 
     def record_finished(self, record: RequestRecord) -> None:
@@ -283,6 +298,13 @@ class GatewayMetrics:
     def set_open_requests(self, count: int) -> None:
         """Set how many requests this gateway keeps open."""
         self._set.gauges["vlm_open_requests"].set(count)
+
+    def set_ready_workers(self, counts: Mapping[str, int]) -> None:
+        """Set how many workers of each model take requests."""
+        gauge = self._set.gauges["vlm_ready_workers"]
+        gauge.clear()
+        for model, count in counts.items():
+            gauge.labels(model).set(count)
 
     def _of_model(self, model: str) -> "_ModelMetrics":
         metrics = self._finished.get(model)

@@ -1,20 +1,11 @@
-"""What a trace is made of, without OpenTelemetry: an optional extra, imported only if asked for.
+"""The data of a trace, without OpenTelemetry, which is an optional extra.
 
-Each process calls `create_tracer` once, and then has a `Tracer` or None. Units: instants are epoch
-nanoseconds, durations seconds.
+Units: instants are epoch nanoseconds, durations seconds.
 """
 
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
-from shared.settings.tree import SettingsError, TraceSettings
-from shared.version import package_version
-
-if TYPE_CHECKING:
-    from shared.telemetry.spans import Tracer
 
 NS = 1_000_000_000
 
@@ -33,20 +24,6 @@ class Stage:
     begin_s: float
     duration_s: float
     attributes: Attributes = field(default_factory=dict)
-
-
-def create_tracer(settings: TraceSettings, process: str, instance: str) -> "Tracer | None":
-    """What makes the spans of this process; None without traces. Raises: SettingsError."""
-    is_disabled = os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
-    if settings.export == "none" or is_disabled:
-        return None
-    try:
-        from shared.telemetry.spans import Tracer  # noqa: PLC0415 - an optional extra
-    except ModuleNotFoundError as error:
-        raise SettingsError(
-            f"VLM_TRACES__EXPORT: {error.name} is missing; pip install '.[traces]'"
-        ) from None
-    return Tracer(process, instance, package_version())
 
 
 def epoch_ns(elapsed_s: float) -> int:

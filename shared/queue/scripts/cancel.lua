@@ -1,11 +1,25 @@
--- Mark calls as cancelled. Their entries leave the queue at once, so that nobody claims them; a worker
--- that runs one learns it at its next publish or lease renewal.
+-- Mark calls as cancelled, or as failed where a failure is given: their gateways get its event. Their entries leave
+-- the queue at once, so that nobody claims them; a worker that runs one learns it at its next publish or lease renewal.
 -- KEYS: queue, backlog, reservations (`submit.lua`), then call and log of each item
--- args: group, keep_ms
+-- args: group, keep_ms; failure: absent, or code, message, ids (of the calls), max_entries,
+--   mailboxes (the beginning of their keys)
 -- Returns for each item the state it was in, or gone.
 local queue, backlog, reservations = KEYS[1], KEYS[2], KEYS[3]
 local args = cmsgpack.unpack(ARGV[1])
+local failure = args.failure
 local states = {}
+
+local function fail(request, item)
+  local r = redis.call('HMGET', request, 'attempt', 'reply_to', 'listeners')
+  local event = cjson.encode({type = 'failed', request_id = failure.ids[item], attempt = tonumber(r[1]),
+    code = failure.code, message = failure.message})
+  redis.call('HSET', request, 'state', 'failed')
+  for gateway in string.gmatch(r[2] .. ' ' .. (r[3] or ''), '%S+') do
+    redis.call('XADD', failure.mailboxes .. gateway, 'NOMKSTREAM', 'MAXLEN', '~', failure.max_entries, '*',
+      'events', '[' .. event .. ']')
+  end
+end
+
 for item = 1, (#KEYS - 3) / 2 do
   local request, log = KEYS[2 * item + 2], KEYS[2 * item + 3]
   local r = redis.call('HMGET', request, 'state', 'entry', 'backlog', 'reservation')
@@ -17,10 +31,14 @@ for item = 1, (#KEYS - 3) / 2 do
       redis.call('XDEL', backlog, r[3])
     end
     if r[4] and r[4] ~= '' then redis.call('ZADD', reservations, 'XX', 0, r[4]) end
-    redis.call('HSET', request, 'state', 'cancelled')
+    if failure then
+      fail(request, item)
+    else
+      redis.call('HSET', request, 'state', 'cancelled')
+      redis.call('DEL', log)
+    end
     redis.call('HDEL', request, 'payload')
     redis.call('PEXPIRE', request, args.keep_ms)
-    redis.call('DEL', log)
   end
   states[item] = r[1] or 'gone'
 end

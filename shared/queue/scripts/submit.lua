@@ -1,7 +1,7 @@
 -- Accept the choices of a request, all or none: refuse a known id, a full queue and what exceeds a quota; store them,
 -- add their ids to the queue. Batch work goes to the backlog, which the queue's workers empty.
 -- KEYS: queue, backlog, then the call of each choice, then where there is a quota: reservations, usage, rates
--- args: nonce, group, timeout_ms, keep_ms, queue_ttl_ms, reply_to, is_batch, max_waiting, ids (of the choices), quota:
+-- args: nonce, group, tenant, timeout_ms, keep_ms, queue_ttl_ms, reply_to, is_batch, max_waiting, ids (of the choices), quota:
 --   absent, or tenant, num_tokens (of each choice, from the tenant's minute), reserved_tokens (of each choice while it
 --   is open), max_tokens, max_tenant_requests, requests_per_minute, tokens_per_minute (0: any); home: absent, or key,
 --   bells (the beginning of their keys), num_workers, num_seats
@@ -180,7 +180,7 @@ for i, id in ipairs(ids) do
     'state', 'queued', 'nonce', args.nonce, 'attempt', '0', 'failures', '0', 'tokens', '0', 'items', '0',
     'entry', is_batch and '' or entry, 'backlog', is_batch and entry or '',
     'reservation', beginning and beginning .. id or '',
-    'reply_to', args.reply_to, 'payload', ARGV[1 + i],
+    'reply_to', args.reply_to, 'tenant', args.tenant, 'payload', ARGV[1 + i],
     'enqueued_ms', digits(now_ms), 'deadline_ms', digits(now_ms + args.timeout_ms), unpack(others))
   redis.call('PEXPIRE', request, digits(lives_ms))
 end

@@ -189,6 +189,23 @@ def _collect_until_killed(root: str, at: int) -> None:
     collect(store)
 
 
+def test_a_mark_of_a_dead_collector_delays_nobody_and_goes_with_the_next_collection(
+    store: Store, monkeypatch
+):
+    digest = store.add("named")
+    store.deploy("n", 1, digest)
+    store.put_if_absent("gc/collectors/dead.json", b"{}")
+    mark = store.root / "gc/collectors/dead.json"
+    at = mark.stat().st_mtime - garbage.WAIT_S - 1
+    os.utime(mark, (at, at))
+    monkeypatch.setattr(garbage.time, "sleep", lambda _: pytest.fail("it waits for a dead mark"))
+    with hold(store, package=digest):
+        pass
+    collect(store)
+    assert not store.list("gc")
+    assert store.is_whole(digest)
+
+
 @pytest.mark.parametrize("at", [0, 1])
 def test_a_collector_that_is_killed_is_not_waited_for_long_and_the_next_finishes(
     store: Store, monkeypatch, at

@@ -297,7 +297,7 @@ def test_what_fits_nowhere_waits_and_says_so(world: World):
     world.run(30)
     before = world.app
     world.run(600)
-    assert "no node has room for an instance of cpu=1,gpu=1" in world.app.message
+    assert "instance of cpu=1,gpu=1, even an idle one (nodes: cpu=8)" in world.app.message
     assert world.app.slots == before.slots  # it does not flap
     assert world.active == A
     world.rooms["two"] = Resources(4, 0, 1)
@@ -406,6 +406,52 @@ def test_nothing_changes_where_nothing_happens(world: World):
     assert replace(world.app, busy_at=0) == replace(before, busy_at=0)
 
 
+def test_requests_fail_within_10_s_where_nothing_can_start(world: World):
+    """And as long as instances may start, they wait."""
+    assert world.app.active is not None
+    [slot] = world.app.of(A, "ready")
+    node, report = world.running[slot.id]
+    world.running[slot.id] = (node, replace(report, state="failed", phase="serve"))
+    world.behaviour, world.loads = {A: "crashes"}, {A: Load(num_open=1)}
+    world.step()
+    assert rollout.find_lost(world.app, world.nodes(), world.now) == []
+    world.run(10)
+    assert rollout.find_lost(world.app, world.nodes(), world.now) == [A]
+    world.behaviour = {}
+    world.run(20)
+    assert world.num_ready(A) == 1
+    assert rollout.find_lost(world.app, world.nodes(), world.now) == []
+    world.rooms = {"small": Resources(0.5)}
+    world.step()
+    assert rollout.find_lost(world.app, world.nodes(), world.now) == []
+    world.run(10)
+    assert rollout.find_lost(world.app, world.nodes(), world.now) == [A]
+    world.rooms = {"one": Resources(8)}
+    world.run(5)
+    assert rollout.find_lost(world.app, world.nodes(), world.now) == []
+
+
+def test_slots_of_a_node_that_may_be_cut_off_stay(world: World):
+    before = world.app
+    app, _ = rollout.advance(before, {}, {}, world.now + 60, trusts_absence=False)
+    assert [slot.node for slot in app.slots] == ["one"]
+    app, _ = rollout.advance(before, {}, {}, world.now + 60)
+    assert [slot.node for slot in app.slots] == [""]
+
+
+def test_an_instance_that_still_loads_is_taken_over_again_and_not_loaded_twice(world: World):
+    world.behaviour = {B: "loads"}
+    world.deploy(B)
+    world.run(3)
+    [(number, (node, report))] = [(n, r) for n, r in world.running.items() if r[1].digest == B]
+    del world.rooms["one"]
+    world.run(1)  # its slot is freed
+    world.rooms["one"] = Resources(8)
+    world.running[number] = (node, report)
+    world.app, _ = rollout.advance(world.app, world.nodes(), {}, world.now)
+    assert [slot.id for slot in world.app.of(B)] == [number]
+
+
 def test_a_version_that_keeps_ending_after_it_took_over_is_failing(world: World):
     world.deploy(B)
     world.run(10)
@@ -434,6 +480,44 @@ def test_a_version_that_keeps_ending_after_it_took_over_is_failing(world: World)
         world.running[slot.id] = (node, replace(report, state="failed", phase="serve"))
         world.run(10)
     assert not rollout.is_failing(world.app, world.now)  # there is no to and fro
+
+
+@pytest.mark.parametrize(
+    ("crashes", "is_failing"),
+    [
+        ([("a",)] * 9, False),
+        ([("a", "b"), ("a",), ("c", "a"), ("a",), ("a",)], False),
+        ([("a",), ("b",), ("a",), ("b",)], True),
+        ([("a", "b"), ("a",), ("a",), ("b",)], True),
+        ([("a",), ("a",), ("a",), ()], False),  # one failure that no tenant explains
+        ([()] * 4, True),
+    ],
+)
+def test_crashes_on_requests_of_one_tenant_take_no_version_back(world: World, crashes, is_failing):
+    assert SPEC.retry_limit == 3
+    world.deploy(B)
+    world.run(10)
+    for tenants in crashes:
+        [slot] = world.app.of(B, "ready")
+        node, report = world.running[slot.id]
+        failed = replace(report, state="failed", phase="serve", tenants=tenants)
+        world.running[slot.id] = (node, failed)
+        world.run(15)
+    assert rollout.is_failing(world.app, world.now) == is_failing
+    assert world.num_ready(B) == 1
+
+
+def test_a_candidate_whose_one_tenant_crashes_it_goes_on(world: World):
+    world.deploy(B, replace(SPEC, canary=0.5, retry_limit=0))
+    world.run(10)
+    for _ in range(5):
+        [slot] = world.app.of(B)
+        node, report = world.running[slot.id]
+        failed = replace(report, state="failed", phase="serve", tenants=("a",))
+        world.running[slot.id] = (node, failed)
+        world.run(10)
+    assert world.app.candidate is not None
+    assert len(world.outcomes) == 1  # of the version before
 
 
 def test_a_node_of_one_version_takes_no_other(world: World):
@@ -512,7 +596,7 @@ def test_a_version_that_waits_says_what_for_where_the_old_one_waits_too(world: W
     world.rooms["one"] = Resources(0.5)
     world.running.clear()
     world.step()
-    assert "no node has room" in world.app.message  # for the old one
+    assert "(nodes: cpu=0.5)" in world.app.message  # for the old one
     [text] = [event.text for event in world.app.events if "generation 2 waits" in event.text]
     assert "no node has the secret token:" in text
 

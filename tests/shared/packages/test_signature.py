@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 
 from shared.packages.manifest import Layer, Manifest, PackageConfig, digest_of
-from shared.packages.signature import BadSignature, check_signed, keep_signature, sign
+from shared.packages.signature import (
+    BadSignature,
+    check_signed,
+    keep_signature,
+    sign,
+    signatures_key,
+)
 from shared.packages.store import FileStore
 from worker.node.cache import Cache
 from worker.node.install import InstallError, install
@@ -44,8 +50,9 @@ def add(store: FileStore) -> str:
 
 def test_a_signed_package_is_installed_and_the_signer_is_named(store, keys, tmp_path):
     digest = add(store)
-    keep_signature(store, digest, sign(keys / "stranger", digest))
-    keep_signature(store, digest, sign(keys / "known", digest))
+    for key in ("known", "known"):
+        keep_signature(store, digest, sign(keys / key, digest), keys / "allowed")
+    assert len(store.list(signatures_key(digest))) == 1
     assert check_signed(store, digest, keys / "allowed") == "release@example.com"
     install(store, digest, Cache(tmp_path / "cache"), signers=keys / "allowed")
 
@@ -67,7 +74,13 @@ def test_wrong_missing_and_cut_signatures_are_refused_by_a_node(
     if name is not None:
         signed = "sha256:" + 64 * "0" if name == "other digest" else digest
         text = sign(keys / ("stranger" if name == "stranger" else "known"), signed)
-        keep_signature(store, digest, damage(text) if damage else text)
+        text = damage(text) if damage else text
+        with pytest.raises(BadSignature, match=rf"{digest} is refused: .*{says}"):
+            keep_signature(store, digest, text, keys / "allowed")
+        assert not store.list(signatures_key(digest))
+        store.put_if_absent(
+            f"{signatures_key(digest)}/0.sig", text.encode()
+        )  # of an earlier version
     with pytest.raises(InstallError, match=rf"{digest} is refused: .*{says}"):
         install(store, digest, Cache(tmp_path / "cache"), signers=keys / "allowed")
     assert not (tmp_path / "cache").exists()
@@ -81,4 +94,12 @@ def test_no_key_no_signers_and_too_long_a_signature(store, keys, tmp_path):
     with pytest.raises(BadSignature, match="no such file of allowed signers"):
         check_signed(store, digest, tmp_path / "none")
     with pytest.raises(BadSignature, match="characters"):
-        keep_signature(store, digest, "x" * 20_000)
+        keep_signature(store, digest, "x" * 20_000, keys / "allowed")
+
+
+def test_what_an_earlier_version_stored_unverified_blocks_no_package(store, keys, tmp_path):
+    digest = add(store)
+    for number in range(16):
+        store.put_if_absent(f"{signatures_key(digest)}/{number:016d}.sig", b"junk")
+    keep_signature(store, digest, sign(keys / "known", digest), keys / "allowed")
+    install(store, digest, Cache(tmp_path / "cache"), signers=keys / "allowed")

@@ -123,6 +123,32 @@ async def test_the_reader_goes_on_where_it_was_after_its_connection_broke(
     assert await waiting == ["2", "3"]
 
 
+async def test_after_an_outage_all_models_are_looked_up_and_lost_mailboxes_made_again(
+    proxy, redis, redis_prefix, post
+):
+    settings, gaps, is_told = RedisSettings(url=proxy.url), [], asyncio.Event()
+
+    def on_gap(model: str) -> None:
+        gaps.append(model)
+        if len(gaps) == 2:
+            is_told.set()
+
+    blocking = create_redis(settings, blocking=True)
+    mailbox = RedisMailbox(blocking, redis_prefix, "g", on_gap)
+    await mailbox.open(["m", "n"])
+    reading = asyncio.create_task(names(mailbox.events(), 2))
+    await post("1")
+    await redis.delete(RedisKeys(redis_prefix).mailbox("n", "g"))
+    proxy.reset()
+    async with asyncio.timeout(10):
+        await is_told.wait()
+        assert sorted(gaps) == ["m", "n"]
+        await post("2", model="n")
+        assert await reading == ["1", "2"]
+    await mailbox.close()
+    await blocking.aclose()
+
+
 async def test_entries_trimmed_before_they_were_read_are_told(
     open_mailbox, post, redis, redis_prefix, monkeypatch
 ):

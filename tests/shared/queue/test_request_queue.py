@@ -4,7 +4,16 @@ import asyncio
 
 import pytest
 
-from shared.protocol import ErrorCode, Failed, Finished, Started, Tokens, Usage, decode_log
+from shared.protocol import (
+    ErrorCode,
+    Failed,
+    Finished,
+    Priority,
+    Started,
+    Tokens,
+    Usage,
+    decode_log,
+)
 from shared.queue.api import (
     CLEARED_AFTER_TOKENS,
     Claim,
@@ -131,7 +140,9 @@ async def test_redis_answers_others_while_many_are_cancelled(ends, all_of_them):
     await asyncio.gather(*(ends.enqueue(request, max_waiting=5000) for request in requests))
     ids = [request.id for request in requests]
     cancelling = asyncio.create_task(
-        ends.queue.cancel_all(MODEL) if all_of_them else ends.queue.cancel(MODEL, ids)
+        ends.queue.fail_all(MODEL, ErrorCode.WORKER_LOST, "gone")
+        if all_of_them
+        else ends.queue.cancel(MODEL, ids)
     )
     seen = set()
     while not cancelling.done():
@@ -140,7 +151,28 @@ async def test_redis_answers_others_while_many_are_cancelled(ends, all_of_them):
     assert seen - {0, 2000}
     assert await ends.num_open() == 0
     states = await asyncio.gather(*(ends.queue.state(MODEL, id_) for id_ in ids))
-    assert {state.state for state in states} == {"cancelled"}
+    assert {state.state for state in states} == {"failed" if all_of_them else "cancelled"}
+
+
+async def test_calls_that_no_worker_will_serve_fail_and_their_gateway_is_told(ends):
+    await ends.mailbox.open([MODEL])
+    worker = ends.worker("a")
+    running = await ends.enqueue()
+    claim = await ends.claim(worker)
+    await worker.publish([publication(claim, 1, 0, make_delta(claim, 0, 7))])
+    waiting = [await ends.enqueue(), await ends.enqueue(make_request(priority=Priority.BATCH))]
+    assert await ends.queue.fail_all(MODEL, ErrorCode.WORKER_LOST, "gone") == 3
+    assert await ends.queue.fail_all(MODEL, ErrorCode.WORKER_LOST, "gone") == 0
+    for request in (running, *waiting):
+        attempt = 1 if request is running else 0
+        failed = Failed(request.id, attempt, ErrorCode.WORKER_LOST, "gone")
+        async with asyncio.timeout(10):
+            while (await ends.next_events())[-1] != failed:
+                pass
+    assert await worker.publish([publication(claim, 2, 1, make_finished(claim, 1))]) == {
+        running.id: "ended"
+    }
+    assert await ends.num_open() == 0
 
 
 async def test_a_worker_learns_of_a_cancellation_at_its_next_publish(ends):
@@ -729,3 +761,21 @@ async def test_types_of_events_survive_the_way(ends):
     events = await ends.next_events()
     assert events == decode_log([said.events])
     assert [type(event) for event in events] == [Started, Tokens, Finished]
+
+
+async def test_a_crash_names_the_tenants_whose_requests_ran(ends):
+    for name in ("a", "a", "b"):
+        await ends.enqueue(make_request(tenant=name))
+    worker, other = ends.worker("w"), ends.worker("v")
+    await worker.create_group()
+    held = await worker.read(2, 1.0)
+    [last] = await other.read(1, 1.0)
+    assert await ends.queue.crash_tenants(MODEL, "w") == {"a"}
+    assert await ends.queue.crash_tenants(MODEL, "unknown") == frozenset()
+    await worker.release([held[0]], blame=True)
+    await worker.publish([publication(held[1], 1, 0, make_finished(held[1]))])
+    assert await ends.queue.crash_tenants(MODEL, "w") == {"a"}
+    await other.release([last])
+    assert await ends.queue.crash_tenants(MODEL, "v") == frozenset()
+    for key in await ends.redis.keys(f"{ends.prefix}:*"):
+        assert await ends.redis.ttl(key) > 0

@@ -1,0 +1,9 @@
+-- How calls stand.
+-- KEYS: call of each item
+-- Returns for each item {state, attempt, tokens, milliseconds to live}; the state is empty if it is not there.
+local found = {}
+for item, request in ipairs(KEYS) do
+  local fields = redis.call('HMGET', request, 'state', 'attempt', 'tokens')
+  found[item] = {fields[1] or '', fields[2] or '0', fields[3] or '0', redis.call('PTTL', request)}
+end
+return found
