@@ -16,6 +16,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.api import SURFACES, create_operations, create_routers
+from gateway.api.ollama import encode_error
 from gateway.api.openapi import create_openapi
 from gateway.api.routes import create_routes, schemas_of
 from gateway.calls.resume import STREAM_PATH
@@ -38,6 +39,7 @@ _SHOWN_TO_PAGES = (
     "server-timing",
     "x-request-id",
     "x-should-retry",
+    "x-vlm-ignored",
     "x-vlm-package",
     "x-vlm-stream",
 )
@@ -71,6 +73,9 @@ def create_app(
             public_paths=PUBLIC_PATHS | {route.path for route in page},
             apis=apis,
             origins=gateway.cors_origins,
+            hosts=gateway.hosts,
+            metrics=services.metrics,
+            refuses_unknown_fields=gateway.unknown_fields == "refuse",
         )
         if not gateway.cors_origins:
             return middleware
@@ -125,6 +130,8 @@ def _create_empty(services: Services) -> _Application:
         description=_DESCRIPTION,
         lifespan=lifespan,
         redirect_slashes=False,
+        docs_url=None,  # FastAPI's pages load their scripts from another host
+        redoc_url=None,
         telemetry={"tracing": False, "metrics": False, "logs": False},  # we have our own
     )
     app.add_exception_handler(ApiError, _show_api_error)
@@ -143,14 +150,14 @@ class Endpoint:
         self.serve = serve
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
         await self.serve(scope, receive, send)
 
 
 async def _show_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     headers = {name.decode(): value.decode() for name, value in error.headers()}
-    return Response(error.body(), error.status, headers)
+    is_ollama = request.url.path.startswith("/api/")
+    return Response(encode_error(error) if is_ollama else error.body(), error.status, headers)
 
 
 async def _show_http_error(known: Sequence[str], request: Request, error: Exception) -> Response:

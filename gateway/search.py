@@ -58,7 +58,6 @@ class SearchClient:
         return msgspec.msgpack.decode(answer.content, type=type_)
 
     async def close(self) -> None:
-        """Hang up."""
         await self._client.aclose()
 
 

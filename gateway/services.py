@@ -39,8 +39,8 @@ from shared.redis.client import create_redis
 from shared.redis.release import warn_of_known_faults
 from shared.sessions.store import SessionStore
 from shared.settings.tree import Settings, SettingsError
+from shared.telemetry import create_tracer
 from shared.telemetry.metrics import GatewayMetrics
-from shared.telemetry.tracing import create_tracer
 
 
 class Services:

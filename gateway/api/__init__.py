@@ -19,7 +19,13 @@ from gateway.api.embeddings import Embeddings
 from gateway.api.files import Files
 from gateway.api.messages import CountTokens, Messages
 from gateway.api.models import create_model_routes
-from gateway.api.ollama import OllamaChat, OllamaGenerate, OllamaRoutes
+from gateway.api.ollama import (
+    OllamaChat,
+    OllamaEmbed,
+    OllamaEmbeddings,
+    OllamaGenerate,
+    OllamaRoutes,
+)
 from gateway.api.operator_access import OperatorAccess
 from gateway.api.packages import create_package_routes
 from gateway.api.probes import create_probes
@@ -51,6 +57,8 @@ SURFACES: tuple[Callable[[LimitSettings], Surface], ...] = (
     CountTokens,
     OllamaChat,
     OllamaGenerate,
+    OllamaEmbed,
+    OllamaEmbeddings,
     Running,
 )
 

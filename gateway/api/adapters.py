@@ -108,7 +108,7 @@ class FleetAdapters:
             except NotFound as error:
                 error.param = "base_model_name"
                 raise
-        names = [card.name for card in self._models.cards.values() if "generate" in card.tasks]
+        names = [card.queue for card in self._models.served() if "generate" in card.tasks]
         if len(names) != 1:
             raise invalid("base_model_name", "several models are served, or none; name one")
         return names[0]

@@ -9,7 +9,17 @@ from msgspec import UNSET, UnsetType
 
 from gateway.calls.open_call import ChoiceEvent
 from gateway.calls.surface import Frame, Totals
-from shared.protocol import OutputLogprob, Tokenized, Tokens, ToolCall, Usage, join_calls
+from shared.protocol import (
+    CallEvent,
+    Finished,
+    OutputLogprob,
+    PromptLogprob,
+    Tokenized,
+    Tokens,
+    ToolCall,
+    Usage,
+    join_calls,
+)
 from shared.version import package_version
 
 SYSTEM_FINGERPRINT = f"vlm-fleet-{package_version()}"
@@ -69,6 +79,48 @@ def usage_of(prompt: Usage, num_output: int) -> CompletionUsage:
     )
 
 
+class PromptTokenScore(msgspec.Struct):
+    """What vLLM tells of a token that stands in the prompt, or could have."""
+
+    logprob: float
+    rank: int  #: 1: the most probable token
+    decoded_token: str
+
+
+#: By token id, the prompt's own first; null for the first token, which has no logprob.
+PromptLogprobs = list[dict[str, PromptTokenScore] | None]
+
+
+class PromptTokens:
+    """The prompt of one choice, gathered from ranges that may repeat."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, PromptLogprob] = {}
+
+    def add(self, event: object) -> None:
+        """Take what an event has of it."""
+        if isinstance(event, Tokens):
+            for entry in event.prompt_logprobs:
+                self._found[entry.position] = entry
+
+    @property
+    def entries(self) -> list[PromptLogprob]:
+        """In order, as far as they are known."""
+        return list(self._found.values())
+
+    def to_prompt_logprobs(self) -> PromptLogprobs:
+        """In the words of vLLM's `prompt_logprobs`."""
+        return [_to_scores(entry) if entry.rank else None for entry in self.entries]
+
+
+def _to_scores(entry: PromptLogprob) -> dict[str, PromptTokenScore]:
+    own = PromptTokenScore(entry.chosen.logprob, entry.rank, entry.chosen.token)
+    scores = {str(entry.token_id): own}
+    for rank, (token_id, rival) in enumerate(entry.top, 1):
+        scores.setdefault(str(token_id), PromptTokenScore(rival.logprob, rank, rival.token))
+    return scores
+
+
 def merge_tokens(events: Sequence[ChoiceEvent]) -> Iterator[ChoiceEvent]:
     """The same events with adjacent tokens of one choice made one."""
     held: tuple[int, Tokens] | None = None
@@ -87,6 +139,30 @@ def merge_tokens(events: Sequence[ChoiceEvent]) -> Iterator[ChoiceEvent]:
         yield held
 
 
+def with_ends(
+    events: Sequence[ChoiceEvent], *, joins: bool
+) -> Iterator[tuple[int, CallEvent, Finished | None]]:
+    """Merged events, each with the end of its choice if it is one.
+
+    `joins`: the last tokens also have the end that was published with them, which is skipped.
+    """
+    merged = list(merge_tokens(events)) if len(events) > 1 else events
+    joined: CallEvent | None = None
+    for place, (index, event) in enumerate(merged):
+        if event is joined:
+            continue
+        end = event if isinstance(event, Finished) else None
+        if joins and isinstance(event, Tokens) and place + 1 < len(merged):
+            following, later = merged[place + 1]
+            if (
+                following == index
+                and later.attempt == event.attempt
+                and isinstance(later, Finished)
+            ):
+                joined = end = later
+        yield index, event, end
+
+
 def _merge(first: Tokens, second: Tokens) -> Tokens:
     return Tokens(
         first.request_id,
@@ -98,6 +174,7 @@ def _merge(first: Tokens, second: Tokens) -> Tokens:
         first.num_without_id + second.num_without_id,
         first.reasoning + second.reasoning,
         join_calls((*first.calls, *second.calls)) if second.calls else first.calls,
+        first.prompt_logprobs + second.prompt_logprobs,
     )
 
 
@@ -196,17 +273,14 @@ class Blocks:
 
     @property
     def text(self) -> str:
-        """What the model said."""
         return self._join("text")
 
     @property
     def thought(self) -> str:
-        """What it thought."""
         return self._join("thought")
 
     @property
     def calls(self) -> list[Block]:
-        """What it calls."""
         return [block for block in self.all if block.kind == "call"]
 
     def to_calls(self) -> tuple[ToolCall, ...]:
@@ -229,10 +303,8 @@ class TokenizedAnswer:
         self._to_body = to_body
 
     def whole(self, events: Sequence[ChoiceEvent], totals: Totals) -> bytes:
-        """The body."""
         [made] = [event for _, event in events if isinstance(event, Tokenized)]
         return encode(self._to_body(made))
 
     def frames(self, events: Sequence[ChoiceEvent], totals: Totals | None) -> list[Frame]:
-        """There are none."""
         return []

@@ -414,10 +414,15 @@ def _check_package(store: PackageStore, digest: str) -> Manifest:
 def _check_signature(
     store: PackageStore, digest: str, signature: str | None, signers: Path | None
 ) -> None:
-    """Keep a signature, and see that there is one that counts. Raises: InvalidRequest, StoreError."""
+    """Store a signature that counts, and see that there is one. Raises: InvalidRequest, StoreError."""
     try:
         if signature is not None:
-            keep_signature(store, digest, signature)
+            if signers is None:
+                raise BadSignature(
+                    "this gateway cannot verify it: set VLM_DEPLOY__ALLOWED_SIGNERS of the gateway, or "
+                    "send no signature"
+                )
+            keep_signature(store, digest, signature, signers)
         if signers is not None:
             name = check_signed(store, digest, signers)
             logger.info("the package %s is signed by %s", digest, name)

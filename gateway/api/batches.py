@@ -155,7 +155,6 @@ class BatchRoutes:
         self._limits = limits
 
     def operations(self) -> list[Operation]:
-        """All that is served."""
         batch = "/v1/batches/{batch_id}"
         return [
             Operation("POST", "/v1/batches", "create_batch", "Begin a batch", self.create,
@@ -176,7 +175,7 @@ class BatchRoutes:
 
     async def create(self, caller: Caller) -> BatchObject:
         """`POST /v1/batches`"""
-        batches, body = self._all, _BODY.decode(caller.body)
+        batches, body = self._all, _BODY.decode(caller.body, caller.context)
         most = self._limits.max_open_batches
         if body.endpoint not in self._endpoints:
             raise invalid("endpoint", f"Send one of {', '.join(self._endpoints)}")

@@ -3,30 +3,34 @@
 Source: OpenAI API reference, "Create completion"; vLLM, "Completions API".
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
+from msgspec.structs import replace
 
 from gateway.api.answers import (
     SYSTEM_FINGERPRINT,
     CompletionUsage,
+    PromptLogprobs,
+    PromptTokens,
     encode,
     merge_tokens,
     to_usage,
     usage_of,
+    with_ends,
 )
 from gateway.api.conversation import check_text_chars
 from gateway.api.fields import (
+    UNSUPPORTED,
     ModelName,
-    Neutral,
     ServiceTier,
     StreamOptions,
     Timings,
     TokenId,
     UserName,
-    check_neutral,
     check_stream_options,
     find_priority,
     find_service_tier,
@@ -34,10 +38,11 @@ from gateway.api.fields import (
     timings_of,
     wants_timings,
 )
-from gateway.api.openapi import branch, describe_operation, write_neutral
+from gateway.api.openapi import branch, describe_operation
 from gateway.api.sampling import (
     check_max_tokens,
     check_model,
+    check_prompt_logprobs,
     num_choices,
     seed_of,
     split_choices,
@@ -54,6 +59,8 @@ from shared.protocol import (
     Generate,
     ModelCard,
     OutputLogprob,
+    PromptLogprob,
+    SamplingParams,
     Started,
     TextPart,
     Tokens,
@@ -63,12 +70,6 @@ from shared.protocol import (
 from shared.settings.limits import LimitSettings
 
 DEFAULT_MAX_TOKENS = 16
-#: JSON that asks for nothing, by field that is not supported; null always does.
-_NEUTRAL: dict[str, tuple[bytes, ...]] = {
-    "best_of": (b"1",),
-    "prompt_logprobs": (),
-    "suffix": (b'""',),
-}
 
 
 class CompletionRequest(StructuredFields, frozen=True, kw_only=True):
@@ -86,9 +87,6 @@ class CompletionRequest(StructuredFields, frozen=True, kw_only=True):
     service_tier: ServiceTier | None = None
     user: UserName | None = None  #: the log holds a short hash of it
     timings: bool | None = None  #: ours: the answer ends with its stage timings
-    best_of: Neutral = UNSET
-    prompt_logprobs: Neutral = UNSET
-    suffix: Neutral = UNSET
 
 
 class CompletionLogprobs(msgspec.Struct):
@@ -107,6 +105,7 @@ class CompletionChoice(msgspec.Struct):
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct, kw_only=True):
@@ -127,15 +126,16 @@ class CompletionOptions(msgspec.Struct, frozen=True):
     """How the client wants its answer."""
 
     num_choices: int = 1  #: of each prompt
-    echo: tuple[str, ...] = ()  #: the prompts, if they are to stand before the texts
+    #: The prompts, if they are to stand before the texts; None: one of token ids.
+    echo: tuple[str | None, ...] = ()
     with_logprobs: bool = False
-    is_echoed: bool = False  #: with logprobs of the prompt, whose tokens begin the answer
+    with_prompt_logprobs: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
     service_tier: str | UnsetType = UNSET
 
 
-_BODY = JsonBody(CompletionRequest)
+_BODY = JsonBody(CompletionRequest, unsupported=UNSUPPORTED["/v1/completions"])
 
 
 class Completions(Surface):
@@ -154,12 +154,10 @@ class Completions(Surface):
 
     def read(self, body: bytes, context: RequestContext) -> CompletionRequest:
         """The checked body. Raises: InvalidRequest."""
-        request = _BODY.decode(body)
-        check_neutral(request, _NEUTRAL)
-        if _is_echoed(request):
-            self._check_echo(request)
-        elif request.max_tokens == 0:
-            raise invalid("max_tokens", "send at least 1; none is for echo with logprobs")
+        request = _BODY.decode(body, context)
+        check_prompt_logprobs(request, request.stream)
+        if request.max_tokens == 0 and request.prompt_logprobs is None and not request.echo:
+            raise invalid("max_tokens", "send at least 1; 0 needs echo or prompt_logprobs")
         check_stream_options(request.stream_options, request.stream)
         return request
 
@@ -177,12 +175,11 @@ class Completions(Surface):
             max_tokens=DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens,
             num_logprobs=request.logprobs,
         )
+        sampling = _with_echo(sampling, request, prompts)
         check_model(sampling, card)
         grammar = find_grammar(request, card, self.limits)
         if grammar is not None:
             check_with_grammar(sampling)
-            if _is_echoed(request):
-                raise invalid(grammar.param, "it cannot stand beside echo with logprobs")
         adds_special = request.add_special_tokens is not False
         tasks = [
             task
@@ -194,21 +191,20 @@ class Completions(Surface):
                     prompt=prompt,
                     add_special_tokens=adds_special,
                     grammar=grammar,
-                    is_echoed=_is_echoed(request),
                 ),
                 count,
             )
         ]
         priority = find_priority(request.service_tier, context.headers)
         stream_options = request.stream_options or StreamOptions()
-        echo = [prompt.text for prompt in prompts if isinstance(prompt, TextPart)]
+        echo = [prompt.text if isinstance(prompt, TextPart) else None for prompt in prompts]
         return Plan(
             tasks,
             CompletionOptions(
                 num_choices=count,
                 echo=tuple(echo) if request.echo else (),
                 with_logprobs=request.logprobs is not None,
-                is_echoed=_is_echoed(request),
+                with_prompt_logprobs=request.prompt_logprobs is not None,
                 include_usage=stream_options.include_usage,
                 continuous_usage=stream_options.continuous_usage_stats,
                 service_tier=find_service_tier(request.service_tier, priority),
@@ -218,12 +214,6 @@ class Completions(Surface):
             shows_timings=wants_timings(request.timings, context.headers),
             priority=priority,
         )
-
-    def _check_echo(self, request: CompletionRequest) -> None:
-        """Refuse what would be of the prompt's tokens, too. Raises: InvalidRequest."""
-        for name in ("stream", "stop", "presence_penalty", "frequency_penalty", "min_tokens"):
-            if getattr(request, name):
-                raise invalid(name, "it cannot stand beside echo with logprobs; leave it out")
 
     def _check(
         self, prompts: Sequence[TextPart | TokensPart], count: int, request: CompletionRequest
@@ -236,9 +226,6 @@ class Completions(Surface):
             "prompt",
             limits,
         )
-        is_allowed = isinstance(prompts[0], TextPart) or _is_echoed(request)
-        if request.echo and not is_allowed:
-            raise invalid("echo", "it needs prompts of text; POST /detokenize tells that of ids")
         if (request.logprobs or 0) > limits.max_top_logprobs:
             raise invalid("logprobs", f"send at most {limits.max_top_logprobs}")
 
@@ -273,14 +260,20 @@ class Completions(Surface):
             "characters together. Special tokens that a text spells are tokens."
         )
         branch(properties["max_tokens"], "integer")["maximum"] = limits.max_output_tokens
-        branch(properties["logprobs"], "integer")["maximum"] = limits.max_top_logprobs
-        write_neutral(properties, _NEUTRAL)
+        for name in ("logprobs", "prompt_logprobs"):
+            branch(properties[name], "integer")["maximum"] = limits.max_top_logprobs
         return operation, schemas
 
 
-def _is_echoed(request: CompletionRequest) -> bool:
-    """Whether the tokens of the prompt have logprobs."""
-    return bool(request.echo) and request.logprobs is not None
+def _with_echo(
+    sampling: SamplingParams, request: CompletionRequest, prompts: Sequence[TextPart | TokensPart]
+) -> SamplingParams:
+    """Ask for the prompt's tokens too, where an echo needs more than the text that was sent."""
+    is_text = isinstance(prompts[0], TextPart)
+    if not request.echo or (is_text and request.logprobs is None):
+        return sampling
+    most = max(request.logprobs or 0, request.prompt_logprobs or 0)
+    return replace(sampling, num_prompt_logprobs=most)
 
 
 def _prompts(request: CompletionRequest) -> list[TextPart | TokensPart]:
@@ -311,82 +304,56 @@ class CompletionAnswer:
         self._counts: dict[int, int] = {}  # output tokens so far, by choice
         self._prompts: dict[int, Usage] = {}  # by choice
         self._num_tokens = 0
+        self._tokens_of_prompt: defaultdict[int, PromptTokens] = defaultdict(PromptTokens)
 
     def whole(self, events: Sequence[ChoiceEvent], totals: Totals) -> bytes:
         """A `Completion`."""
-        pieces: list[list[Tokens]] = [[] for _ in totals.finished]
-        reasons, num_echoed = [""] * len(pieces), [0] * len(pieces)
+        pieces: list[list[ChoiceEvent]] = [[] for _ in totals.finished]
+        reasons = [""] * len(pieces)
         for index, event in events:
+            self._tokens_of_prompt[index].add(event)
             if isinstance(event, Tokens):
-                pieces[index].append(event)
+                pieces[index].append((index, event))
             elif isinstance(event, Finished):
                 reasons[index] = event.finish_reason.value
-                num_echoed[index] = event.usage.num_prompt_tokens - 1
-        if self.options.is_echoed:
-            return self._whole_echoed(pieces, reasons, num_echoed, totals)
-        choices = [
-            self._choice(index, [(index, event) for event in each], reasons[index])
-            for index, each in enumerate(pieces)
-        ]
+        choices = [self._choice(index, each, reasons[index]) for index, each in enumerate(pieces)]
         return self._encode(choices, to_usage(totals), timings_of(totals))
 
-    def _whole_echoed(
-        self, pieces: list[list[Tokens]], reasons: list[str], num_echoed: list[int], totals: Totals
-    ) -> bytes:
-        choices = [
-            self._echoed(index, *each)
-            for index, each in enumerate(zip(pieces, reasons, num_echoed, strict=True))
-        ]
-        usage = usage_of(totals.prompt, totals.num_output_tokens - sum(num_echoed))
-        return self._encode(choices, usage, timings_of(totals))
-
     def _choice(self, index: int, events: Sequence[ChoiceEvent], reason: str) -> CompletionChoice:
-        """All of a text."""
-        text, logprobs = self._begin(index), None
+        choice = self._begin(index)
+        choice.finish_reason = reason
         for _, event in merge_tokens(events):
             assert isinstance(event, Tokens)
+            choice.text += event.text
             logprobs = self._logprobs(index, event)
-            text += event.text
-        if logprobs is None and self.options.with_logprobs:
-            logprobs = CompletionLogprobs([], [], [], [])
-        return CompletionChoice(index, text, logprobs, reason)
-
-    def _echoed(
-        self, index: int, pieces: list[Tokens], reason: str, num_echoed: int
-    ) -> CompletionChoice:
-        """All of a text whose prompt has logprobs: its first token has none, and is known by the text alone."""
-        entries = [entry for event in pieces for entry in event.logprobs]
-        first = ""
-        if self.options.echo:
-            prompt = self.options.echo[index // self.options.num_choices]
-            behind = "".join(entry.chosen.token for entry in entries[:num_echoed])
-            first = prompt.removesuffix(behind) if prompt.endswith(behind) else ""
-        text = first + "".join(event.text for event in pieces)
-        logprobs = to_logprobs(entries, len(first))
-        logprobs.tokens.insert(0, first)
-        logprobs.token_logprobs.insert(0, None)
-        logprobs.top_logprobs.insert(0, None)
-        logprobs.text_offset.insert(0, 0)
-        return CompletionChoice(index, text, logprobs, reason)
+            if choice.logprobs is not None and logprobs is not None:
+                for name in CompletionLogprobs.__struct_fields__:
+                    getattr(choice.logprobs, name).extend(getattr(logprobs, name))
+        if self.options.with_prompt_logprobs:
+            choice.prompt_logprobs = self._tokens_of_prompt[index].to_prompt_logprobs()
+        return choice
 
     def frames(self, events: Sequence[ChoiceEvent], totals: Totals | None) -> list[Frame]:
         """Chunks; the last ones hold the usage and the timings, where they are asked for."""
         frames: list[Frame] = []
         timings = UNSET if totals is None else timings_of(totals)
         last = events[-1][1] if events else None
-        for index, event in merge_tokens(events):
+        for index, event, end in with_ends(events, joins=self.options.continuous_usage):
             self._count(index, event)
-            if index not in self._begun and (echo := self._begin(index)):
-                frames.append((0, self._chunk(CompletionChoice(index, echo))))
-            if isinstance(event, Tokens):
-                logprobs = self._logprobs(index, event)
-                if event.text or logprobs is not None:
-                    chunk = self._chunk(CompletionChoice(index, event.text, logprobs))
-                    frames.append((event.index + event.num_tokens, chunk))
-            elif isinstance(event, Finished):
-                self._num_tokens = event.usage.num_output_tokens
-                choice = CompletionChoice(index, "", None, event.finish_reason.value)
-                is_end = event is last and not self.options.include_usage
+            self._tokens_of_prompt[index].add(event)
+            if index not in self._begun and self._can_begin(event):
+                first = self._begin(index)
+                if first.text or (first.logprobs and first.logprobs.tokens):
+                    frames.append((0, self._chunk(first)))
+            choice = CompletionChoice(index, "")
+            if isinstance(event, Tokens) and (event.num_tokens or event.text):
+                choice = CompletionChoice(index, event.text, self._logprobs(index, event))
+                if end is None and (choice.text or choice.logprobs is not None):
+                    frames.append((event.index + event.num_tokens, self._chunk(choice)))
+            if end is not None:
+                self._num_tokens = end.usage.num_output_tokens
+                choice.finish_reason = end.finish_reason.value
+                is_end = end is last and not self.options.include_usage
                 chunk = self._chunk(choice, timings if is_end else UNSET)
                 frames.append((self._num_tokens + 1, chunk))
         if totals is not None:
@@ -398,14 +365,25 @@ class CompletionAnswer:
             yield self._num_tokens + 2, sse.frame(self._encode([], to_usage(totals), timings))
         yield self._num_tokens + 3, sse.DONE
 
-    def _begin(self, index: int) -> str:
-        """What stands before a text."""
+    def _can_begin(self, event: object) -> bool:
+        """Whether all that stands before the text is known: the prompt's tokens come before others."""
+        if isinstance(event, Tokens):
+            return bool(event.num_tokens or event.text)
+        return isinstance(event, Finished)
+
+    def _begin(self, index: int) -> CompletionChoice:
+        """What stands before a text: the prompt, if it is echoed, perhaps with logprobs of its tokens."""
         self._begun.add(index)
-        if not self.options.echo:
-            return ""
-        echo = self.options.echo[index // self.options.num_choices]
-        self._num_chars[index] = len(echo)
-        return echo
+        choice = CompletionChoice(index, "")
+        entries: list[PromptLogprob] = []
+        if self.options.echo:
+            entries = self._tokens_of_prompt[index].entries
+            text = self.options.echo[index // self.options.num_choices]
+            choice.text = _text_of(entries) if text is None else text
+        if self.options.with_logprobs:
+            choice.logprobs = to_echoed_logprobs(entries, choice.text)
+        self._num_chars[index] = len(choice.text)
+        return choice
 
     def _count(self, index: int, event: object) -> None:
         if isinstance(event, Tokens):
@@ -449,6 +427,26 @@ class CompletionAnswer:
                 timings=timings,
             )
         )
+
+
+def _text_of(entries: Sequence[PromptLogprob]) -> str:
+    return b"".join([entry.chosen.token_bytes for entry in entries]).decode("utf-8", "replace")
+
+
+def to_echoed_logprobs(entries: Sequence[PromptLogprob], text: str) -> CompletionLogprobs:
+    """The `logprobs` object of a prompt's tokens; the first has no logprob."""
+    found = CompletionLogprobs([], [], [], [])
+    # a tokenizer may put a space before the text
+    begin = len(text) - sum(len(entry.chosen.token) for entry in entries)
+    for entry in entries:
+        chosen = entry.chosen
+        found.tokens.append(chosen.token)
+        found.token_logprobs.append(chosen.logprob if entry.rank else None)
+        top = {rival.token: rival.logprob for _, rival in entry.top}
+        found.top_logprobs.append({**top, chosen.token: chosen.logprob} if entry.rank else None)
+        found.text_offset.append(max(begin, 0) if entry.position else 0)
+        begin += len(chosen.token)
+    return found
 
 
 def to_logprobs(entries: Sequence[OutputLogprob], begin: int) -> CompletionLogprobs:

@@ -6,11 +6,13 @@ from typing import Literal
 from msgspec import Struct, field
 
 from gateway.api.fields import invalid
+from gateway.http.context import RequestContext
 from gateway.http.errors import InvalidRequest
 from gateway.images.loader import ImageSource
 from shared.protocol import (
     THINKING_SWITCHES,
     ChatMessage,
+    Ending,
     ImagePart,
     ImageRef,
     ModelCard,
@@ -32,17 +34,23 @@ class Conversation(Struct):
     messages: list[ChatMessage] = field(default_factory=list)
     sources: list[ImageSource] = field(default_factory=list)
     num_chars: int = 0
+    ending: Ending = "answer"
 
     def text(self, text: str) -> TextPart:
         """The part of a text."""
         self.num_chars += len(text)
         return TextPart(text)
 
-    def image(self, url: str, param: str, role: Role = "user") -> ImagePart:
-        """The part of an image. `param` names its place in the request. Raises: InvalidRequest."""
+    def image(
+        self, url: str, param: str, role: Role = "user", pixels: tuple[int, int] = (0, 0)
+    ) -> ImagePart:
+        """The part of an image. `param` names its place in the request. Raises: InvalidRequest.
+
+        `pixels`: to how many it is scaled, at least and at most; 0: as the model does.
+        """
         if role not in ("user", "tool"):
             raise invalid(param, "images are only allowed in user and tool messages")
-        self.sources.append(ImageSource(url, param))
+        self.sources.append(ImageSource(url, param, None, *pixels))
         return ImagePart(len(self.sources) - 1)
 
     def kept_image(self, ref: ImageRef, param: str) -> ImagePart:
@@ -63,15 +71,20 @@ class Conversation(Struct):
         self.messages.append(ChatMessage(role, tuple(parts), reasoning, tuple(calls), call_id))
 
     def check(self, param: str, limits: LimitSettings, last: str) -> None:
-        """Raises: InvalidRequest if it is too long, or ends with the assistant's turn.
+        """Raises: InvalidRequest if it is too long, or ends with calls of the assistant's.
 
-        `last` names the place of the last turn.
+        `last` names the place of the last turn. One of the assistant's is continued.
         """
         check_text_chars(self.num_chars, param, limits)
-        if self.messages[-1].role == "assistant":
-            raise invalid(
-                last, "the last message must not be the assistant's; end with a user message"
-            )
+        final = self.messages[-1]
+        if final.role != "assistant":
+            return
+        if final.tool_calls:
+            raise invalid(last, "the last message calls tools; send their results behind it")
+        if any(isinstance(part, TextPart) and part.text.strip() for part in final.parts):
+            self.ending = "message"
+        elif len(self.messages) > 1:
+            self.messages.pop()
 
 
 def check_text_chars(num_chars: int, param: str, limits: LimitSettings) -> None:
@@ -85,11 +98,11 @@ def check_text_chars(num_chars: int, param: str, limits: LimitSettings) -> None:
 
 
 def find_template_options(
-    card: ModelCard, given: Mapping[str, TemplateOption] | None
+    card: ModelCard, given: Mapping[str, TemplateOption] | None, context: RequestContext
 ) -> dict[str, TemplateOption]:
-    """Variables of the chat template that a client gives by name.
+    """Variables of the chat template that a client gives by name; unknown ones are ignored.
 
-    Raises: InvalidRequest for what the model's template reads nowhere and would change the answer.
+    Raises: InvalidRequest.
     """
     if not given:
         return {}
@@ -100,31 +113,33 @@ def find_template_options(
         raise invalid(param, f"send strings of at most {_MAX_OPTION_CHARS} characters")
     options = {name: value for name, value in given.items() if name in card.template_options}
     for name in given.keys() - options.keys():
-        if name not in THINKING_SWITCHES:
-            read = ", ".join(card.template_options) or "none"
-            problem = f"this model's chat template reads of such variables: {read}"
-            raise invalid(param, problem, code="unsupported_parameter")
-        options |= switch_thinking(card, bool(given[name]), param)
+        if name in THINKING_SWITCHES:
+            options |= switch_thinking(card, bool(given[name]), f"{param}.{name}", context)
+        else:
+            context.ignore(f"{param}.{name}")
     return options
 
 
-def find_effort(card: ModelCard, effort: str | None, param: str) -> dict[str, TemplateOption]:
-    """The variable for how much to think. `param` is the client's name of it. Raises: InvalidRequest."""
+def find_effort(
+    card: ModelCard, effort: str | None, param: str, context: RequestContext
+) -> dict[str, TemplateOption]:
+    """The variable for how much to think. `param` is the client's name of it."""
     if effort is None:
         return {}
     if "reasoning_effort" in card.template_options:
         return {"reasoning_effort": effort}
     if card.always_thinks and effort != "none":
         return {}
-    return switch_thinking(card, effort != "none", param)
+    return switch_thinking(card, effort != "none", param, context)
 
 
-def switch_thinking(card: ModelCard, wanted: bool, param: str) -> dict[str, TemplateOption]:
-    """What makes the model think or not; nothing where it does so anyhow. Raises: InvalidRequest."""
+def switch_thinking(
+    card: ModelCard, wanted: bool, param: str, context: RequestContext
+) -> dict[str, TemplateOption]:
+    """The variable that makes the model think or not; a hint, ignored by models without one."""
     for name in sorted(THINKING_SWITCHES):
         if name in card.template_options:
             return {name: wanted}
     if wanted is not card.always_thinks:
-        does = "thinks always" if card.always_thinks else "has no switch for thinking"
-        raise invalid(param, f"this model {does}; leave it out", code="unsupported_parameter")
+        context.ignore(param)
     return {}

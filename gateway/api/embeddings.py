@@ -55,10 +55,15 @@ from shared.settings.limits import LimitSettings
 TokenIds = list[TokenId]
 _BYTES_PER_NUMBER = 4
 
+_QUERY = ("query", "search_query")
+_DOCUMENT = ("document", "passage", "search_document")
 #: Prompts by what other APIs call their use; the first that the model has is taken.
 _PROMPTS_OF_TYPE = {
-    "search_query": ("query", "search_query"),
-    "search_document": ("document", "passage", "search_document"),
+    "search_query": _QUERY,
+    "query": _QUERY,
+    "search_document": _DOCUMENT,
+    "document": _DOCUMENT,
+    "passage": _DOCUMENT,
     "classification": ("classification",),
     "clustering": ("clustering",),
 }
@@ -94,7 +99,16 @@ class EmbeddingRequest(RequestStruct, frozen=True, kw_only=True):
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
     prompt_name: str | None = None  #: which of the model's prompts stands before each text
     input_type: (
-        Literal["search_query", "search_document", "classification", "clustering"] | None
+        Literal[
+            "search_query",
+            "search_document",
+            "classification",
+            "clustering",
+            "query",
+            "document",
+            "passage",
+        ]
+        | None
     ) = None
     service_tier: ServiceTier | None = None
     timings: bool | None = None  #: ours: the answer ends with its stage timings
@@ -158,7 +172,7 @@ class Embeddings(Surface):
 
     def read(self, body: bytes, context: RequestContext) -> EmbeddingRequest:
         """The checked body. Raises: InvalidRequest."""
-        request = _BODY.decode(body)
+        request = _BODY.decode(body, context)
         _check_kinds(request)
         return request
 
@@ -200,7 +214,7 @@ class Embeddings(Surface):
         """What was asked for, in numbers."""
         return {
             "embedding.dimensions": request.dimensions,
-            "input.count": len(request.input or [1]),
+            "input.count": len(request.input) if isinstance(request.input, list) else 1,
         }
 
     def openapi(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -309,13 +323,13 @@ class EmbeddingAnswer:
 
     def __init__(self, options: EmbeddingOptions, head: AnswerHead) -> None:
         self._options = options
-        self._head = head
+        self.head = head
 
     def whole(self, events: Sequence[ChoiceEvent], totals: Totals) -> bytes:
         """An `EmbeddingList`."""
         answer = {
             "object": "list",
-            "model": self._head.model,
+            "model": self.head.model,
             "data": [
                 _Embedding(index, row if self._options.is_base64 else row.cast("f").tolist())
                 for index, row in enumerate(rows_of(events))
@@ -327,7 +341,6 @@ class EmbeddingAnswer:
         return msgspec.json.encode(answer)
 
     def frames(self, events: Sequence[ChoiceEvent], totals: Totals | None) -> list[Frame]:
-        """It is never streamed."""
         return []
 
 
@@ -368,8 +381,8 @@ def _check_dimensions(dimensions: int | None, card: ModelCard) -> None:
         raise invalid("dimensions", f"this model has {', '.join(map(str, allowed))}")
 
 
-def _find_prompt(request: EmbeddingRequest, card: ModelCard) -> str:
-    """The name of the prompt to use; empty for the model's own choice. Raises: InvalidRequest."""
+def _find_prompt(request: EmbeddingRequest, card: ModelCard) -> str | None:
+    """As `Embed.prompt_name`. Raises: InvalidRequest."""
     if request.prompt_name is not None:
         if request.prompt_name not in card.prompts:
             offered = ", ".join(card.prompts) or "none"
@@ -377,9 +390,12 @@ def _find_prompt(request: EmbeddingRequest, card: ModelCard) -> str:
         return request.prompt_name
     if request.input_type is None or not card.prompts:
         return ""
-    for name in _PROMPTS_OF_TYPE[request.input_type]:
+    names = _PROMPTS_OF_TYPE[request.input_type]
+    for name in names:
         if name in card.prompts:
             return name
+    if names == _DOCUMENT:  # models with a prompt for queries alone take documents as they are
+        return None
     raise invalid(
         "input_type",
         f"the prompts of this model are: {', '.join(card.prompts)}; name one in prompt_name",

@@ -1,14 +1,14 @@
 """What requests of every API have in common: field types, the priority, the error that names a field."""
 
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
 
 from gateway.calls.surface import Totals
-from gateway.http.body import unsupported
 from gateway.http.errors import InvalidRequest
+from gateway.http.unknown_fields import Unsupported
 from shared.protocol import Priority
 from shared.settings.limits import MAX_MODEL_CHARS, MAX_USER_CHARS
 
@@ -16,20 +16,82 @@ ModelName = Annotated[str, Meta(min_length=1, max_length=MAX_MODEL_CHARS)]
 UserName = Annotated[str, Meta(max_length=MAX_USER_CHARS)]
 ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast"]
 Ignored = Raw | UnsetType  #: checked to be JSON and otherwise skipped
-Neutral = Raw | UnsetType  #: skipped too, and refused unless it asks for nothing
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 Timings = dict[str, float] | UnsetType
 #: For clients that cannot say `service_tier`; it goes before.
 PRIORITY_HEADER = b"x-vlm-priority"
-_MAX_NEUTRAL_BYTES = 256
+
+
+#: Of sampling, in the APIs of vLLM, SGLang and llama-server.
+_TEXT: Unsupported = {
+    "bad_words": ([],),
+    "best_of": (1,),
+    "dry_multiplier": (0,),
+    "ebnf": (),
+    "image_embeds": (),
+    "json_schema": (),
+    "length_penalty": (1,),
+    "logits_processors": ([],),
+    "mirostat": (0,),
+    "no_repeat_ngram_size": (0,),
+    "prompt_embeds": (),
+    "regex": (),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "spaces_between_special_tokens": (True,),
+    "tfs_z": (1,),
+    "truncate_prompt_tokens": (),
+    "typical_p": (1,),
+    "use_beam_search": (False,),
+    "xtc_probability": (0,),
+}
+_MESSAGES: Unsupported = {"container": (), "mcp_servers": ([],), "thread": ()}
+_RESPONSES: Unsupported = {"conversation": (), "moderation": (), "prompt": ()}
+_OLLAMA: Unsupported = {
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "options.mirostat": (0,),
+    "options.tfs_z": (1,),
+    "options.typical_p": (1,),
+}
+#: Fields that would change the answer and are not supported, by path, with the values that are
+#: no-ops; null always is. All other unknown fields are ignored. docs/api.md has the same table.
+UNSUPPORTED: dict[str, Unsupported] = {
+    "/v1/chat/completions": {
+        **_TEXT,
+        "audio": (),
+        "chat_template": (),
+        "documents": ([],),
+        "echo": (False,),
+        "function_call": ("none", "auto"),
+        "functions": ([],),
+        "messages.audio": ({}, [], ""),
+        "modalities": (["text"],),
+        "moderation": (),
+        "prediction": (),
+        "web_search_options": (),
+    },
+    "/v1/completions": {**_TEXT, "suffix": ("",)},
+    "/v1/messages": _MESSAGES,
+    "/v1/messages/count_tokens": _MESSAGES,
+    "/v1/responses": {**_RESPONSES, "background": (False,)},
+    "/v1/responses/input_tokens": _RESPONSES,
+    "/api/chat": _OLLAMA,
+    "/api/generate": {**_OLLAMA, "context": ([],), "suffix": ("",), "template": ("",)},
+    "/v1/vector_stores": {"expires_after": (), "file_ids": ([],)},
+    "/v1/vector_stores/{id}/items": {"items.vector": ()},
+    "/tokenize": {"chat_template": (), "mm_processor_kwargs": ({},)},
+}
 
 
 class RequestStruct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of all that clients send: immutable, without unknown fields."""
+    """Base of what clients send: immutable. See `gateway.http.unknown_fields`."""
 
 
-class EchoedStruct(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of what clients also send back as an answer had it: further members change nothing."""
+class EchoedStruct(RequestStruct, frozen=True, kw_only=True):
+    """Base of what clients also send back as an answer had it: unknown fields are never an error."""
+
+    is_lenient: ClassVar[bool] = True
 
 
 class IgnoredStreamFields(RequestStruct, frozen=True, kw_only=True):
@@ -49,31 +111,6 @@ def check_stream_options(options: StreamOptions | None, is_streamed: bool | None
     """Refuse options of a stream that is not asked for. Raises: InvalidRequest."""
     if options is not None and not is_streamed:
         raise invalid("stream_options", "it needs stream: send stream as true")
-
-
-def asks_for_something(value: Neutral, neutral: tuple[bytes, ...] = ()) -> bool:
-    """Whether an unsupported field holds more than null or one of `neutral`, compact JSON."""
-    if value is UNSET:
-        return False
-    if len(memoryview(value)) > _MAX_NEUTRAL_BYTES:  # nothing is built of what is not small
-        return True
-    try:
-        compact = msgspec.json.encode(msgspec.json.decode(value))
-    except msgspec.DecodeError:  # a number out of range
-        return True
-    return compact not in (b"null", *neutral)
-
-
-def check_neutral(
-    request: object, neutral: Mapping[str, tuple[bytes, ...]], prefix: str = ""
-) -> None:
-    """Refuse what would change the answer and is not done here.
-
-    `neutral`: JSON that asks for nothing, by field; null always does. Raises: InvalidRequest.
-    """
-    for name, values in neutral.items():
-        if asks_for_something(getattr(request, name, UNSET), values):
-            raise unsupported(prefix + name)
 
 
 def find_priority(service_tier: str | None, headers: Mapping[bytes, bytes]) -> Priority:

@@ -90,7 +90,6 @@ class Files:
         self._limits = limits
 
     def operations(self) -> list[Operation]:
-        """All that is served."""
         file = "/v1/files/{file_id}"
         return [
             Operation("POST", "/v1/files", "create_file", "Upload a file", self.create, FileObject,

@@ -30,7 +30,6 @@ class InputUsage(msgspec.Struct):
 
     @classmethod
     def of(cls, totals: Totals) -> "InputUsage":
-        """Of all inputs together."""
         prompt = totals.prompt
         details = {
             "cached_tokens": prompt.num_cached_tokens,

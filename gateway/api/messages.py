@@ -4,27 +4,27 @@ Source: Anthropic API reference, "Messages", "Streaming Messages", "Count Messag
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Union
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from gateway.api.answers import Block, Blocks, TokenizedAnswer, encode, merge_tokens
+from gateway.api.chat.schemas import ReasoningEffort
 from gateway.api.conversation import Conversation, Part, Role, switch_thinking
 from gateway.api.fields import (
+    UNSUPPORTED,
     EchoedStruct,
     Ignored,
     ModelName,
-    Neutral,
     RequestStruct,
     UserName,
-    check_neutral,
     find_priority,
     invalid,
     missing,
     wants_timings,
 )
-from gateway.api.openapi import branch, describe_operation, write_neutral
+from gateway.api.openapi import branch, describe_operation
 from gateway.api.sampling import SamplingFields, check_max_tokens, seed_of, translate_sampling
 from gateway.api.structured import check_grammar, schema_grammar
 from gateway.api.tools import FunctionField, Offer, find_tools
@@ -59,6 +59,7 @@ _BEGINNINGS = {
     "image/webp": "UklGR",
     "image/gif": "R0lGOD",
 }
+_BILLING_HEADER = "x-anthropic-billing-header:"
 _STOP_REASONS = {FinishReason.LENGTH: "max_tokens", FinishReason.TOOL_CALLS: "tool_use"}
 #: The status and the type of an error, by OpenAI's status.
 _ERRORS = {
@@ -69,13 +70,6 @@ _ERRORS = {
     429: (429, "rate_limit_error"),
     503: (529, "overloaded_error"),
     504: (504, "timeout_error"),
-}
-#: JSON that asks for nothing, by field that is not supported; null always does.
-_NEUTRAL: dict[str, tuple[bytes, ...]] = {
-    "container": (),
-    "context_management": (b"{}", b'{"edits":[]}'),
-    "fallbacks": (b"[]",),
-    "mcp_servers": (b"[]",),
 }
 
 
@@ -119,10 +113,66 @@ class ThinkingBlock(EchoedStruct, frozen=True, kw_only=True, tag_field="type", t
     thinking: str
 
 
-class RedactedThinkingBlock(
-    EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="redacted_thinking"
+class SkippedBlock(EchoedStruct, frozen=True, kw_only=True, forbid_unknown_fields=False):
+    """A block of another server's own tools or thinking, which no model here can read."""
+
+
+def _skipped(tag: str) -> Any:
+    return msgspec.defstruct(
+        tag, [], bases=(SkippedBlock,), tag_field="type", tag=tag, frozen=True, kw_only=True
+    )
+
+
+_SKIPPED_TAGS = (
+    "redacted_thinking",
+    "server_tool_use",
+    "mcp_tool_use",
+    "mcp_tool_result",
+    "web_search_tool_result",
+    "web_fetch_tool_result",
+    "code_execution_tool_result",
+    "bash_code_execution_tool_result",
+    "text_editor_code_execution_tool_result",
+    "tool_search_tool_result",
+)
+
+
+class TextSource(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="text"):
+    """The text of a document."""
+
+    data: str
+
+
+class ContentSource(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="content"):
+    """A document in blocks."""
+
+    content: "str | list[TextBlock | ImageBlock]"
+
+
+class DocumentBlock(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="document"):
+    """A document of text."""
+
+    source: TextSource | ContentSource
+    title: str | None = None
+    context: str | None = None
+
+
+class SearchResultBlock(
+    EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="search_result"
 ):
-    """What another server hides of it."""
+    """A passage that a search found."""
+
+    source: str
+    title: str
+    content: list[TextBlock]
+
+
+class ToolReference(
+    EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="tool_reference"
+):
+    """A tool that a search for tools found."""
+
+    tool_name: str
 
 
 class ToolUseBlock(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="tool_use"):
@@ -137,18 +187,31 @@ class ToolResultBlock(EchoedStruct, frozen=True, kw_only=True, tag_field="type",
     """What came of a call. Whether it is an error is for its text to say."""
 
     tool_use_id: CallName
-    content: str | list[TextBlock | ImageBlock] | None = None
+    content: (
+        str
+        | list[TextBlock | ImageBlock | DocumentBlock | SearchResultBlock | ToolReference]
+        | None
+    ) = None
 
 
-InputBlock = (
-    TextBlock | ImageBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock
-)
+#: What is shown to the model, of a turn or of a tool's result.
+ShownBlock = TextBlock | ImageBlock | DocumentBlock | SearchResultBlock | ToolReference
+InputBlock = Union[
+    TextBlock,
+    ImageBlock,
+    DocumentBlock,
+    SearchResultBlock,
+    ThinkingBlock,
+    ToolUseBlock,
+    ToolResultBlock,
+    *map(_skipped, _SKIPPED_TAGS),  # type: ignore[misc]
+]
 
 
 class MessageParam(EchoedStruct, frozen=True, kw_only=True):
     """One turn."""
 
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: str | list[InputBlock]
 
 
@@ -174,6 +237,7 @@ class OutputConfig(EchoedStruct, frozen=True, kw_only=True):
     """How the text is to be."""
 
     format: MessageFormat | None = None
+    effort: ReasoningEffort | None = None
 
 
 class MessageTool(EchoedStruct, frozen=True, kw_only=True):
@@ -202,15 +266,12 @@ class PromptFields(RequestStruct, frozen=True, kw_only=True):
     system: str | list[TextBlock] | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: MessageFormat | None = None  #: an older name of `output_config.format`
     tools: list[MessageTool] | None = None
     tool_choice: MessageToolChoice | None = None
     cache_control: Ignored = UNSET
     betas: Ignored = UNSET
     speed: Ignored = UNSET
-    container: Neutral = UNSET
-    context_management: Neutral = UNSET
-    fallbacks: Neutral = UNSET
-    mcp_servers: Neutral = UNSET
 
 
 class CountTokensRequest(PromptFields, frozen=True, kw_only=True):
@@ -245,7 +306,6 @@ class MessageText(msgspec.Struct, tag_field="type", tag="text"):
     """What the model said."""
 
     text: str
-    citations: None = None
 
 
 class MessageThinking(msgspec.Struct, tag_field="type", tag="thinking"):
@@ -362,6 +422,8 @@ class AnthropicErrorFields(msgspec.Struct):
     message: str
     code: str | None
     param: str | None
+    #: By which Anthropic's tool runner goes on without a thread.
+    details: dict[str, Any] | UnsetType = UNSET
 
 
 class AnthropicError(msgspec.Struct):
@@ -383,14 +445,14 @@ class CountTokensOptions(msgspec.Struct, frozen=True):
 
 
 _HINTS = {
-    "role": "Supported roles are user and assistant; send system as a field of its own.",
-    "type": "Supported blocks are text, image, thinking, tool_use and tool_result, supported "
-    "sources base64, url and file.",
+    "role": "Supported roles are user, assistant and system.",
+    "type": "Supported blocks are text, image, document, search_result, thinking, tool_use and "
+    "tool_result; sources of images base64, url and file, of documents text and content.",
     "tool_choice.type": "Send auto, any, tool or none.",
     "media_type": "Supported types are image/png, image/jpeg, image/webp and image/gif.",
 }
-_BODY = JsonBody(MessageRequest, hints=_HINTS)
-_COUNT_BODY = JsonBody(CountTokensRequest, hints=_HINTS)
+_BODY = JsonBody(MessageRequest, _HINTS, UNSUPPORTED["/v1/messages"])
+_COUNT_BODY = JsonBody(CountTokensRequest, _HINTS, UNSUPPORTED["/v1/messages/count_tokens"])
 
 
 class _Anthropic(Surface):
@@ -400,7 +462,6 @@ class _Anthropic(Surface):
         self.limits = limits
 
     def error(self, error: ApiError) -> tuple[int, bytes]:
-        """Anthropic's shape."""
         return _ERRORS.get(error.status, (error.status, ""))[0], _encode_error(error)
 
     def error_frame(self, error: ApiError, answer: Answer) -> bytes:
@@ -412,6 +473,8 @@ def _encode_error(error: ApiError) -> bytes:
     kind = "invalid_request_error" if error.status < 500 else "api_error"
     _, type_ = _ERRORS.get(error.status, (0, kind))
     fields = AnthropicErrorFields(type_, error.message, error.code, error.param)
+    if error.param == "thread":
+        fields.details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
     return encode(AnthropicError(fields, request_id=error.request_id))
 
 
@@ -426,8 +489,7 @@ class Messages(_Anthropic):
 
     def read(self, body: bytes, context: RequestContext) -> MessageRequest:
         """The checked body. Raises: InvalidRequest."""
-        request = _BODY.decode(body)
-        check_neutral(request, _NEUTRAL)
+        request = _BODY.decode(body, context)
         return request
 
     def plan(self, request: MessageRequest, context: RequestContext, card: ModelCard) -> Plan:
@@ -453,7 +515,8 @@ class Messages(_Anthropic):
         task = Generate(
             tuple(conversation.messages),
             sampling,
-            template_options=_thinking(request, card),
+            template_options=_thinking(request, card, context),
+            ending=conversation.ending,
             grammar=_grammar(request, card, self.limits),
             tools=_tools(request, card, self.limits),
         )
@@ -500,7 +563,6 @@ class Messages(_Anthropic):
         stops = branch(properties["stop_sequences"], "array")
         stops["maxItems"] = self.limits.max_stop_strings
         stops["items"].update(minLength=1, maxLength=self.limits.max_stop_chars)
-        write_neutral(properties, _NEUTRAL)
         return operation, schemas
 
 
@@ -515,8 +577,7 @@ class CountTokens(_Anthropic):
 
     def read(self, body: bytes, context: RequestContext) -> CountTokensRequest:
         """The checked body. Raises: InvalidRequest."""
-        request = _COUNT_BODY.decode(body)
-        check_neutral(request, _NEUTRAL)
+        request = _COUNT_BODY.decode(body, context)
         return request
 
     def plan(self, request: CountTokensRequest, context: RequestContext, card: ModelCard) -> Plan:
@@ -525,7 +586,8 @@ class CountTokens(_Anthropic):
         of = Generate(
             tuple(conversation.messages),
             SamplingParams(),
-            template_options=_thinking(request, card),
+            template_options=_thinking(request, card, context),
+            ending=conversation.ending,
             tools=_tools(request, card, self.limits),
         )
         task = Tokenize(of, with_ids=False)
@@ -547,7 +609,6 @@ class CountTokens(_Anthropic):
             statuses={"503": "529"},
             limits=self.limits,
         )
-        write_neutral(schemas["CountTokensRequest"]["properties"], _NEUTRAL)
         return operation, schemas
 
 
@@ -559,7 +620,12 @@ def _translate(request: PromptFields, limits: LimitSettings) -> Conversation:
     if request.system:
         texts = request.system
         blocks = [texts] if isinstance(texts, str) else [block.text for block in texts]
-        conversation.add("system", [conversation.text(text) for text in blocks])
+        # Claude Code's first line differs in each request, which would defeat prefix caches.
+        if blocks and blocks[0].startswith(_BILLING_HEADER):
+            blocks = [blocks[0].partition("\n")[2], *blocks[1:]]
+        shown = [conversation.text(text) for text in blocks if text]
+        if shown:
+            conversation.add("system", shown)
     for index, message in enumerate(request.messages):
         if isinstance(message.content, str):
             conversation.add(message.role, [conversation.text(message.content)])
@@ -571,7 +637,7 @@ def _translate(request: PromptFields, limits: LimitSettings) -> Conversation:
 
 def _add_blocks(
     conversation: Conversation,
-    role: Literal["user", "assistant"],
+    role: Literal["user", "assistant", "system"],
     blocks: Sequence[InputBlock],
     param: str,
 ) -> None:
@@ -582,8 +648,8 @@ def _add_blocks(
     for index, block in enumerate(blocks):
         place = f"{param}.[{index}]"
         match block:
-            case TextBlock() | ImageBlock():
-                parts.append(_part(conversation, block, role, place))
+            case TextBlock() | ImageBlock() | DocumentBlock() | SearchResultBlock():
+                parts += _parts(conversation, block, role, place)
             case ThinkingBlock() if role == "assistant":
                 thought += block.thinking
             case ToolUseBlock() if role == "assistant":
@@ -601,25 +667,46 @@ def _add_blocks(
         conversation.add(role, parts or [conversation.text("")], thought, calls)
 
 
-def _add_result(conversation: Conversation, block: ToolResultBlock, place: str) -> None:
-    content = block.content or ""
+def _add_result(conversation: Conversation, result: ToolResultBlock, place: str) -> None:
+    content = result.content or ""
     if isinstance(content, str):
         parts: list[Part] = [conversation.text(content)]
     else:
         parts = [
-            _part(conversation, part, "tool", f"{place}.content.[{index}]")
-            for index, part in enumerate(content)
+            part
+            for index, block in enumerate(content)
+            for part in _parts(conversation, block, "tool", f"{place}.content.[{index}]")
         ]
-    conversation.add("tool", parts, call_id=block.tool_use_id)
+    conversation.add("tool", parts, call_id=result.tool_use_id)
 
 
-def _part(
-    conversation: Conversation, block: TextBlock | ImageBlock, role: Role, place: str
-) -> Part:
-    if isinstance(block, TextBlock):
-        return conversation.text(block.text)
-    url, name = _url(block, place)
-    return conversation.image(url, f"{place}.source.{name}", role)
+def _parts(conversation: Conversation, block: ShownBlock, role: Role, place: str) -> Iterator[Part]:
+    match block:
+        case TextBlock():
+            yield conversation.text(block.text)
+        case ToolReference():
+            yield conversation.text(block.tool_name)
+        case SearchResultBlock():
+            texts = (block.title, block.source, *(each.text for each in block.content))
+            yield conversation.text("\n".join(texts))
+        case DocumentBlock():
+            for text in filter(None, (block.title, block.context)):
+                yield conversation.text(f"{text}\n")
+            yield from _document(conversation, block.source, role, f"{place}.source")
+        case ImageBlock():
+            url, name = _url(block, place)
+            yield conversation.image(url, f"{place}.source.{name}", role)
+
+
+def _document(
+    conversation: Conversation, source: TextSource | ContentSource, role: Role, place: str
+) -> Iterator[Part]:
+    content = source.data if isinstance(source, TextSource) else source.content
+    if isinstance(content, str):
+        yield conversation.text(content)
+        return
+    for index, block in enumerate(content):
+        yield from _parts(conversation, block, role, f"{place}.content.[{index}]")
 
 
 def _url(block: ImageBlock, place: str) -> tuple[str, str]:
@@ -640,10 +727,13 @@ def _url(block: ImageBlock, place: str) -> tuple[str, str]:
 
 def _grammar(request: MessageRequest, card: ModelCard, limits: LimitSettings) -> Grammar | None:
     """What the answer must be; None: any text. Raises: InvalidRequest."""
-    wanted = None if request.output_config is None else request.output_config.format
+    wanted = request.output_format
+    param = "output_format.schema"
+    if request.output_config is not None and request.output_config.format is not None:
+        wanted, param = request.output_config.format, "output_config.format.schema"
     if wanted is None:
         return None
-    grammar = schema_grammar(bytes(wanted.schema), "output_config.format.schema", limits)
+    grammar = schema_grammar(bytes(wanted.schema), param, limits)
     check_grammar(grammar, card)
     return grammar
 
@@ -671,15 +761,22 @@ def _tools(request: PromptFields, card: ModelCard, limits: LimitSettings) -> Too
     return find_tools(offer, card, limits)
 
 
-def _thinking(request: PromptFields, card: ModelCard) -> dict[str, TemplateOption]:
-    """The switch of the chat template. Raises: InvalidRequest for a model that cannot think."""
-    thinking = request.thinking
-    if thinking is None or thinking.type == "adaptive":
-        return {}
-    has_switch = not THINKING_SWITCHES.isdisjoint(card.template_options)
-    if thinking.type == "disabled" and not has_switch:
-        return {}  # what it thinks all the same is not shown
-    return switch_thinking(card, thinking.type == "enabled", "thinking")
+def _thinking(
+    request: PromptFields, card: ModelCard, context: RequestContext
+) -> dict[str, TemplateOption]:
+    """The switch and the effort of the chat template."""
+    thinking, config = request.thinking, request.output_config
+    options: dict[str, TemplateOption] = {}
+    if thinking is not None and thinking.type != "adaptive":
+        has_switch = not THINKING_SWITCHES.isdisjoint(card.template_options)
+        if thinking.type == "enabled" or has_switch:  # else its thinking is not shown
+            options |= switch_thinking(card, thinking.type == "enabled", "thinking", context)
+    if config is not None and config.effort is not None:
+        if "reasoning_effort" in card.template_options:
+            options["reasoning_effort"] = config.effort
+        else:
+            context.ignore("output_config.effort")
+    return options
 
 
 class MessageAnswer:

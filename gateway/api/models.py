@@ -23,6 +23,8 @@ class ModelLimits(msgspec.Struct):
     max_images: int | msgspec.UnsetType = msgspec.UNSET
     max_image_bytes: int | msgspec.UnsetType = msgspec.UNSET
     max_image_pixels: int | msgspec.UnsetType = msgspec.UNSET
+    #: Larger images are scaled to so many pixels for the model.
+    scaled_image_pixels: int | msgspec.UnsetType = msgspec.UNSET
     #: The most tokens that one image may come to.
     max_image_tokens: int | msgspec.UnsetType = msgspec.UNSET
 
@@ -71,7 +73,9 @@ class ModelObject(msgspec.Struct):
 
 
 class ModelList(msgspec.Struct):
-    """The models that somebody works on first, then their adapters; of these the newest first."""
+    """Models with workers first; of these, models of workers, then deployments, versions of
+    deployments and adapters, each by the newest.
+    """
 
     data: list[ModelObject]
     object: str = "list"
@@ -139,9 +143,9 @@ def create_model_routes(models: ModelDirectory, limits: LimitSettings) -> APIRou
     async def list_models(request: Request) -> Response:
         """The models that the fleet serves."""
         deployed = {name: route.card for name, route in models.routes.items()}
-        found = sorted({**models.cards, **models.adapters, **deployed}.items())
-        objects = [to_object(card) for _, card in found]
-        objects.sort(key=_order)
+        found = [*{**models.cards, **models.adapters, **deployed}.values()]
+        found.sort(key=lambda card: (models.num_workers[card.queue] == 0, *_order(card)))
+        objects = [to_object(card) for card in found]
         if _is_anthropic(request):
             names = [each.id for each in objects] or [None]
             data = [_to_anthropic(each) for each in objects]
@@ -173,8 +177,10 @@ def _to_anthropic(model: ModelObject) -> AnthropicModel:
     return AnthropicModel(model.id, model.id, created, *limits)
 
 
-def _order(model: ModelObject) -> tuple[bool, bool, int]:
-    return model.num_workers == 0, model.parent is not None, -model.created
+def _order(card: ModelCard) -> tuple[bool, bool, bool, int, str]:
+    """Clients take the first model as their default; a deployment must not change it."""
+    is_version = bool(card.package) and not card.parent
+    return bool(card.adapter), bool(card.package), is_version, -card.created_at, card.name
 
 
 def _limits(card: ModelCard, limits: LimitSettings) -> ModelLimits:
@@ -188,6 +194,7 @@ def _limits(card: ModelCard, limits: LimitSettings) -> ModelLimits:
         found.max_images = limits.max_images if generates else limits.max_input_images
         found.max_image_bytes = limits.max_image_bytes
         found.max_image_pixels = limits.max_image_pixels
+        found.scaled_image_pixels = card.max_image_pixels or msgspec.UNSET
         found.max_image_tokens = card.image_tokens or msgspec.UNSET
     return found
 

@@ -15,13 +15,20 @@ from msgspec import UNSET, Meta, UnsetType
 
 from gateway.api.answers import Block, Blocks, encode
 from gateway.api.conversation import Conversation, Part, Role, find_effort, switch_thinking
+from gateway.api.embeddings import (
+    EmbeddingAnswer,
+    EmbeddingOptions,
+    EmbeddingRequest,
+    Embeddings,
+    rows_of,
+)
 from gateway.api.fields import (
+    UNSUPPORTED,
+    EchoedStruct,
     Ignored,
     ModelName,
-    Neutral,
     RequestStruct,
     UserName,
-    check_neutral,
     find_priority,
     invalid,
 )
@@ -60,6 +67,7 @@ from shared.version import package_version
 
 _LATEST = ":latest"
 _NS = 1_000_000_000
+_NOT_KEPT = (b"0", b'"0"', b'"0s"', b'"0m"')
 #: Calls are no reason of their own.
 _DONE_REASONS = {FinishReason.LENGTH: "length"}
 _LINES: Headers = [
@@ -67,25 +75,12 @@ _LINES: Headers = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
-#: JSON that asks for nothing, by field that is not supported; null always does.
-_NEUTRAL: dict[str, tuple[bytes, ...]] = {
-    "context": (b"[]",),
-    "logprobs": (b"false",),
-    "suffix": (b'""',),
-    "template": (b'""',),
-    "top_logprobs": (b"0",),
-}
-_NEUTRAL_OPTIONS: dict[str, tuple[bytes, ...]] = {
-    "mirostat": (b"0",),
-    "tfs_z": (b"1", b"1.0"),
-    "typical_p": (b"1", b"1.0"),
-}
 
 
 CallName = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
 
 
-class OllamaOptions(msgspec.Struct, frozen=True, kw_only=True):
+class OllamaOptions(EchoedStruct, frozen=True, kw_only=True):
     """How to sample. Other options, of how a model is loaded and how much of it, change nothing."""
 
     num_predict: Annotated[int, Meta(ge=-2)] | None = None  #: below 1: as many as there is room for
@@ -98,26 +93,23 @@ class OllamaOptions(msgspec.Struct, frozen=True, kw_only=True):
     repeat_penalty: Annotated[float, Meta(ge=0.1, le=10)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    mirostat: Neutral = UNSET
-    tfs_z: Neutral = UNSET
-    typical_p: Neutral = UNSET
 
 
-class OllamaFunction(msgspec.Struct, frozen=True, kw_only=True):
+class OllamaFunction(EchoedStruct, frozen=True, kw_only=True):
     """What the assistant has called; arguments are an object."""
 
     name: Annotated[str, Meta(max_length=MAX_TOOL_NAME_CHARS)]
     arguments: msgspec.Raw | UnsetType = UNSET
 
 
-class OllamaCall(msgspec.Struct, frozen=True, kw_only=True):
+class OllamaCall(EchoedStruct, frozen=True, kw_only=True):
     """One call in the history."""
 
     function: OllamaFunction
     id: CallName | None = None
 
 
-class OllamaMessage(msgspec.Struct, frozen=True, kw_only=True):
+class OllamaMessage(EchoedStruct, frozen=True, kw_only=True):
     """One turn; images are base64. What came of a call names its function, or the call's id."""
 
     role: Literal["system", "user", "assistant", "tool"]
@@ -136,32 +128,60 @@ class OllamaRequest(RequestStruct, frozen=True, kw_only=True):
     stream: bool | None = None
     options: OllamaOptions | None = None
     think: bool | Literal["low", "medium", "high"] | None = None
-    keep_alive: Ignored = UNSET
+    keep_alive: Ignored = UNSET  #: 0 without a prompt unloads; nothing is loaded or unloaded here
     truncate: Ignored = UNSET
     shift: Ignored = UNSET
-    format: Neutral = UNSET  #: "json", or a schema
-    logprobs: Neutral = UNSET
-    top_logprobs: Neutral = UNSET
+    format: msgspec.Raw | UnsetType = UNSET  #: "json", or a schema
     user: UserName | None = None  #: ours: the log holds a short hash of it
 
 
 class OllamaChatRequest(OllamaRequest, frozen=True, kw_only=True):
     """The body of `POST /api/chat`."""
 
-    messages: Annotated[list[OllamaMessage], Meta(min_length=1)]
+    messages: list[OllamaMessage]
     tools: list[ToolField] | None = None
 
 
 class OllamaGenerateRequest(OllamaRequest, frozen=True, kw_only=True):
     """The body of `POST /api/generate`."""
 
-    prompt: Annotated[str, Meta(min_length=1)]
+    prompt: str = ""
     system: str | None = None
     images: list[str] | None = None
     raw: bool | None = None  #: without the chat template
-    suffix: Neutral = UNSET
-    template: Neutral = UNSET
-    context: Neutral = UNSET
+
+
+class OllamaEmbedRequest(RequestStruct, frozen=True, kw_only=True):
+    """The body of `POST /api/embed`."""
+
+    model: ModelName
+    input: str | list[str]
+    dimensions: Annotated[int, Meta(ge=1)] | None = None
+    truncate: bool | None = None  #: false refuses what is too long
+    options: OllamaOptions | None = None
+    keep_alive: Ignored = UNSET
+    user: UserName | None = None  #: ours: the log holds a short hash of it
+
+
+class OllamaEmbeddingsRequest(RequestStruct, frozen=True, kw_only=True):
+    """The body of `POST /api/embeddings`, which is older."""
+
+    model: ModelName
+    prompt: str
+    options: OllamaOptions | None = None
+    keep_alive: Ignored = UNSET
+    user: UserName | None = None
+
+
+class OllamaVectors(msgspec.Struct, kw_only=True):
+    """The answer: `embeddings`, or `embedding` of the older path. Units: nanoseconds."""
+
+    model: str | UnsetType = UNSET
+    embedding: Sequence[float] | UnsetType = UNSET
+    embeddings: Sequence[Sequence[float]] | UnsetType = UNSET
+    total_duration: int | UnsetType = UNSET
+    load_duration: int | UnsetType = UNSET
+    prompt_eval_count: int | UnsetType = UNSET
 
 
 class OllamaCalled(msgspec.Struct):
@@ -251,14 +271,15 @@ class _Ollama(Surface):
         task = Generate(
             messages,
             sampling,
-            template_options=_thinking(request, card),
+            template_options=_thinking(request, card, context),
+            ending=conversation.ending,
             prompt=prompt,
             grammar=_grammar(request, card, self.limits),
             tools=tools,
         )
         return Plan(
             [task],
-            OllamaAnswerOptions(bool(request.think)),
+            OllamaAnswerOptions(request.think is not False),
             conversation.sources,
             is_streamed=request.stream is not False,
             shows_timings=True,
@@ -269,7 +290,6 @@ class _Ollama(Surface):
         self, options: OllamaOptions, context: RequestContext, card: ModelCard
     ) -> SamplingParams:
         """Raises: InvalidRequest."""
-        check_neutral(options, _NEUTRAL_OPTIONS, "options.")
         most = options.num_predict if (options.num_predict or 0) > 0 else None
         fields = SamplingFields(
             temperature=options.temperature,
@@ -287,34 +307,51 @@ class _Ollama(Surface):
             fields, self.limits, seed_of(context), card.sampling, max_tokens=max_tokens
         )
 
+    def without_worker(self, request: OllamaRequest, head: AnswerHead) -> bytes | None:
+        """Says that a model is loaded, or unloaded, where there is no prompt."""
+        if not self.is_empty(request):
+            return None
+        kept = b"" if request.keep_alive is UNSET else bytes(request.keep_alive)
+        line = OllamaLine(model=head.model, created_at=_time(head.created), done=True)
+        line.done_reason = "unload" if kept in _NOT_KEPT else "load"
+        if isinstance(request, OllamaChatRequest):
+            line.message = OllamaSaid("assistant", "")
+        else:
+            line.response = ""
+        return encode(line) + b"\n"
+
+    def is_empty(self, request: Any) -> bool:
+        """Whether there is nothing to answer."""
+        raise NotImplementedError
+
     def error(self, error: ApiError) -> tuple[int, bytes]:
-        """Ollama's shape."""
-        return error.status, _encode_error(error)
+        return error.status, encode_error(error)
 
     def error_frame(self, error: ApiError, answer: Answer) -> bytes:
         """The same, as the last line."""
-        return _encode_error(error) + b"\n"
+        return encode_error(error) + b"\n"
 
     def numbered(self, frame: bytes, position: int) -> bytes:
-        """Lines have no ids."""
         return frame
 
 
-def _encode_error(error: ApiError) -> bytes:
+def encode_error(error: ApiError) -> bytes:
+    """Ollama's shape of an error: a text."""
     return encode(OllamaError(error.message, error.code, error.param))
 
 
 def _read(request: Any) -> Any:
     """Without the tag that Ollama puts behind each name. Raises: InvalidRequest."""
-    check_neutral(request, _NEUTRAL)
     return msgspec.structs.replace(request, model=request.model.removesuffix(_LATEST))
 
 
-def _thinking(request: OllamaRequest, card: ModelCard) -> dict[str, TemplateOption]:
-    """The switch of the chat template. Raises: InvalidRequest for a model that has none."""
+def _thinking(
+    request: OllamaRequest, card: ModelCard, context: RequestContext
+) -> dict[str, TemplateOption]:
+    """The switch of the chat template."""
     if isinstance(request.think, str):
-        return find_effort(card, request.think, "think")
-    return {} if request.think is None else switch_thinking(card, request.think, "think")
+        return find_effort(card, request.think, "think", context)
+    return {} if request.think is None else switch_thinking(card, request.think, "think", context)
 
 
 def _grammar(request: OllamaRequest, card: ModelCard, limits: LimitSettings) -> Grammar | None:
@@ -369,12 +406,18 @@ class OllamaChat(_Ollama):
     path = "/api/chat"
     id_prefix = "ollama-"
     _body = JsonBody(
-        OllamaChatRequest, hints={"role": "Supported roles are system, user, assistant and tool."}
+        OllamaChatRequest,
+        hints={"role": "Supported roles are system, user, assistant and tool."},
+        unsupported=UNSUPPORTED["/api/chat"],
     )
 
     def read(self, body: bytes, context: RequestContext) -> OllamaChatRequest:
         """The checked body. Raises: InvalidRequest."""
-        return _read(self._body.decode(body))
+        return _read(self._body.decode(body, context))
+
+    def is_empty(self, request: OllamaChatRequest) -> bool:
+        """Whether there is no turn."""
+        return not request.messages
 
     def plan(self, request: OllamaChatRequest, context: RequestContext, card: ModelCard) -> Plan:
         """One task. Raises: InvalidRequest."""
@@ -419,11 +462,15 @@ class OllamaGenerate(_Ollama):
     name = "ollama_generate"
     path = "/api/generate"
     id_prefix = "ollama-"
-    _body = JsonBody(OllamaGenerateRequest)
+    _body = JsonBody(OllamaGenerateRequest, unsupported=UNSUPPORTED["/api/generate"])
 
     def read(self, body: bytes, context: RequestContext) -> OllamaGenerateRequest:
         """The checked body. Raises: InvalidRequest."""
-        return _read(self._body.decode(body))
+        return _read(self._body.decode(body, context))
+
+    def is_empty(self, request: OllamaGenerateRequest) -> bool:
+        """Whether there is no prompt."""
+        return not (request.prompt or request.images)
 
     def plan(
         self, request: OllamaGenerateRequest, context: RequestContext, card: ModelCard
@@ -454,6 +501,103 @@ class OllamaGenerate(_Ollama):
         )
 
 
+class OllamaEmbed(Embeddings):
+    """Vectors of texts."""
+
+    name = "ollama_embed"
+    path = "/api/embed"
+    batchable = False
+    _body: JsonBody[Any] = JsonBody(OllamaEmbedRequest)
+
+    def read(self, body: bytes, context: RequestContext) -> EmbeddingRequest:
+        """The checked body. Raises: InvalidRequest."""
+        request = _read(self._body.decode(body, context))
+        return self._to_request(
+            request, request.input, dimensions=request.dimensions, truncate=request.truncate
+        )
+
+    def _to_request(
+        self, request: Any, given: str | list[str], *, dimensions: int | None, truncate: bool | None
+    ) -> EmbeddingRequest:
+        if not given:
+            raise invalid(self.input_field, "it is empty: send text")
+        return EmbeddingRequest(
+            model=request.model,
+            input=given if isinstance(given, str) else [*given],
+            dimensions=dimensions,
+            truncate=truncate is not False,
+            user=request.user,
+        )
+
+    input_field = "input"
+
+    def plan(self, request: EmbeddingRequest, context: RequestContext, card: ModelCard) -> Plan:
+        """As of `Embeddings`, with its stage timings."""
+        return msgspec.structs.replace(super().plan(request, context, card), shows_timings=True)
+
+    def answer(self, options: EmbeddingOptions, head: AnswerHead) -> EmbeddingAnswer:
+        """An `OllamaVectors`."""
+        return _Vectors(options, head)
+
+    def error(self, error: ApiError) -> tuple[int, bytes]:
+        if (error.param or "").startswith("input"):
+            error.param = self.input_field
+        return error.status, encode_error(error)
+
+    def openapi(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Of the structs that decode a request."""
+        return describe_operation(
+            operation_id=self.name,
+            summary="Turn texts into vectors, in Ollama's words",
+            tag="ollama",
+            request=self._request,
+            answer=OllamaVectors,
+            error=OllamaError,
+            limits=self.limits,
+        )
+
+    _request: type[msgspec.Struct] = OllamaEmbedRequest
+
+
+class OllamaEmbeddings(OllamaEmbed):
+    """The vector of one text, by the older path."""
+
+    name = "ollama_embeddings"
+    path = "/api/embeddings"
+    input_field = "prompt"
+    _body = JsonBody(OllamaEmbeddingsRequest)
+    _request = OllamaEmbeddingsRequest
+
+    def read(self, body: bytes, context: RequestContext) -> EmbeddingRequest:
+        """The checked body. Raises: InvalidRequest."""
+        request = _read(self._body.decode(body, context))
+        return self._to_request(request, request.prompt, dimensions=None, truncate=None)
+
+    def answer(self, options: EmbeddingOptions, head: AnswerHead) -> EmbeddingAnswer:
+        """An `OllamaVectors`."""
+        return _Vector(options, head)
+
+
+class _Vectors(EmbeddingAnswer):
+    def whole(self, events: Sequence[ChoiceEvent], totals: Totals) -> bytes:
+        """The vectors, and how long they took."""
+        return encode(
+            OllamaVectors(
+                model=self.head.model,
+                embeddings=[row.cast("f").tolist() for row in rows_of(events)],
+                total_duration=_ns((totals.timings or {}).get("e2e_s", 0.0)),
+                load_duration=0,
+                prompt_eval_count=totals.prompt.num_prompt_tokens,
+            )
+        )
+
+
+class _Vector(EmbeddingAnswer):
+    def whole(self, events: Sequence[ChoiceEvent], totals: Totals) -> bytes:
+        [row] = rows_of(events)
+        return encode(OllamaVectors(embedding=row.cast("f").tolist()))
+
+
 class OllamaAnswer:
     """One answer, whole or in lines."""
 
@@ -466,7 +610,6 @@ class OllamaAnswer:
         self._num_tokens = 0
 
     def whole(self, events: Sequence[ChoiceEvent], totals: Totals) -> bytes:
-        """One object."""
         self._blocks.add_all(events)
         blocks = self._blocks
         return encode(self._end(totals, blocks.text, blocks.thought, blocks.calls))
@@ -576,7 +719,7 @@ class OllamaModels(msgspec.Struct):
     models: list[OllamaModel]
 
 
-class OllamaShowRequest(msgspec.Struct, frozen=True):
+class OllamaShowRequest(EchoedStruct, frozen=True):
     """The body of `POST /api/show`."""
 
     model: str = ""
@@ -614,7 +757,6 @@ class OllamaRoutes:
         self._show_body = body_of(OllamaShowRequest)
 
     def operations(self) -> list[Operation]:
-        """All that is served."""
         return [
             Operation("GET", "/api/tags", "ollama_tags", "List models, in Ollama's words",
                       self.tags, OllamaModels, tag="ollama"),
@@ -641,12 +783,12 @@ class OllamaRoutes:
 
     async def show(self, caller: Caller) -> OllamaShown | Response:
         """`POST /api/show`"""
-        wanted = self._show_body.decode(caller.body)
+        wanted = self._show_body.decode(caller.body, caller.context)
         name = (wanted.model or wanted.name).removesuffix(_LATEST)
         try:
             card = await self._models.find(name)
         except NotFound as error:
-            return Response(_encode_error(error), 404, media_type="application/json")
+            return Response(encode_error(error), 404, media_type="application/json")
         capabilities = {
             "completion": "generate" in card.tasks,
             "embedding": "embed" in card.tasks,
@@ -671,5 +813,6 @@ class OllamaRoutes:
         return OllamaVersion(package_version())
 
     def _cards(self) -> list[ModelCard]:
-        found = {**self._models.cards, **self._models.adapters}
+        deployed = {name: route.card for name, route in self._models.routes.items()}
+        found = {**self._models.cards, **self._models.adapters, **deployed}
         return [card for _, card in sorted(found.items())]

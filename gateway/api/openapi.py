@@ -7,6 +7,7 @@ import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
+from gateway.api.fields import UNSUPPORTED
 from gateway.api.models import ModelList, ModelObject
 from gateway.calls.resume import STREAM_PATH
 from gateway.calls.surface import Surface
@@ -47,6 +48,8 @@ def create_openapi(
     schemas.pop("ValidationError", None)
     for surface in surfaces:
         operation, components = surface.openapi()
+        if refused := UNSUPPORTED.get(surface.path):
+            operation["requestBody"]["description"] += f" Not supported: {', '.join(refused)}."
         document["paths"][surface.path] = {"post": operation}
         schemas.update(components)
     document["paths"][STREAM_PATH + "{id}"] = {"get": _describe_streams()}
@@ -75,7 +78,8 @@ def describe_operation(
         answers["text/event-stream"] = {"schema": _reference(chunk)}
     body = (
         f"JSON in UTF-8 of at most {limits.max_body_bytes} bytes and {limits.max_commas} commas; "
-        "of a key that comes twice in one object the last counts."
+        "of a key that comes twice in one object the last counts. Unknown fields are ignored; the "
+        "answer's `x-vlm-ignored` lists them."
     )
     operation = {
         "operationId": operation_id,
@@ -130,15 +134,11 @@ def branch(schema: dict[str, Any], kind: str) -> dict[str, Any]:
     return next(branch for branch in schema["anyOf"] if branch.get("type") == kind)
 
 
-def write_neutral(properties: dict[str, Any], neutral: Mapping[str, tuple[bytes, ...]]) -> None:
-    """Describe fields that are accepted only where they ask for nothing."""
-    for name in neutral.keys() & properties.keys():
-        allowed = [None, *map(msgspec.json.decode, neutral[name])]
-        properties[name] = {"enum": allowed, "default": None, "description": "Unsupported."}
-
-
 def _schemas(*types: type) -> dict[str, Any]:
     _, schemas = msgspec.json.schema_components(types, ref_template=_REFERENCE)
+    for schema in schemas.values():
+        if schema.get("additionalProperties") is False:  # unknown fields are ignored
+            del schema["additionalProperties"]
     return schemas
 
 

@@ -17,7 +17,7 @@ class OperatorAccess:
 
     def __init__(
         self,
-        check_key: Callable[[Sequence[tuple[bytes, bytes]]], None],
+        check_key: Callable[[Sequence[tuple[bytes, bytes]]], str],
         wrong_keys: WrongKeys,
         admission: Admission,
         settings: Settings,
@@ -27,10 +27,10 @@ class OperatorAccess:
         self._admission = admission
         self._settings = settings
 
-    def check(self, request: Request) -> None:
-        """Raises: ApiError for a key that may not; wrong ones count against their host."""
+    def check(self, request: Request) -> str:
+        """The caller's cache salt. Raises: ApiError for a key that may not; wrong ones count against their host."""
         try:
-            self._check_key(request.scope["headers"])
+            return self._check_key(request.scope["headers"])
         except WrongKey:
             host, _ = request.scope.get("client") or ("", 0)
             self._wrong_keys.count(host)

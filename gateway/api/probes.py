@@ -1,5 +1,6 @@
 """Health, readiness and metrics. Probes feed no metric and never reveal more than a word of why."""
 
+import re
 from contextlib import suppress
 
 from fastapi import APIRouter, Response
@@ -8,8 +9,10 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from gateway.calls.models import ModelDirectory
 from gateway.http.admission import Admission
+from gateway.http.errors import InvalidRequest
 from shared.queue.api import GatewayQueue, QueueUnavailable
 from shared.telemetry.metrics import GatewayMetrics
+from shared.version import package_version
 
 
 def create_probes(
@@ -26,15 +29,35 @@ def create_probes(
         """Whether this process is alive; asks nobody else."""
         return {"status": "ok"}
 
+    @router.get("/ping")
+    async def ping() -> Response:
+        """As SageMaker's containers answer: alive."""
+        return Response()
+
+    @router.get("/version")
+    async def version() -> dict[str, str]:
+        """The version of vlm-fleet."""
+        return {"version": package_version()}
+
     @router.get("/health", responses={503: {"description": "Not ready"}}, operation_id="health")
     @router.get("/readyz", responses={503: {"description": "Not ready"}}, operation_id="readyz")
-    async def readyz() -> JSONResponse:
-        """Whether requests sent now will be answered. vLLM's clients ask at `/health`."""
+    async def readyz(workers: str = "0") -> JSONResponse:
+        """Whether this gateway accepts requests: Redis answers, and it is not shutting down.
+
+        `workers`: also require that many ready workers. A Service must not: deployments at zero
+        instances are started by the requests that it would withhold.
+        """
+        if not re.fullmatch("[0-9]{1,6}", workers):
+            raise InvalidRequest(
+                "Invalid value for workers: send a number, such as 1.",
+                param="workers",
+                code="invalid_value",
+            )
         if admission.is_draining:
             reason = "draining"
         elif not models.is_fresh:
             reason = "no redis"
-        elif models.num_live_workers == 0:
+        elif models.num_live_workers < int(workers):
             reason = "no worker"
         else:
             return JSONResponse({"status": "ready"})
@@ -44,6 +67,7 @@ def create_probes(
     async def show_metrics() -> Response:
         """Prometheus text; needs a key where keys are set."""
         metrics.set_open_requests(admission.num_open)
+        metrics.set_ready_workers(models.num_workers)
         with suppress(QueueUnavailable):
             for name in models.cards:
                 stats = await queue.stats(name)

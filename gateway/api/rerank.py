@@ -189,7 +189,7 @@ class Reranking(_Pairs):
 
     def read(self, body: bytes, context: RequestContext) -> RerankRequest:
         """The checked body. Raises: InvalidRequest."""
-        return _RERANK_BODY.decode(body)
+        return _RERANK_BODY.decode(body, context)
 
     def plan(self, request: RerankRequest, context: RequestContext, card: ModelCard) -> Plan:
         """One task for each part of the documents. Raises: InvalidRequest."""
@@ -241,7 +241,7 @@ class Scoring(_Pairs):
 
     def read(self, body: bytes, context: RequestContext) -> ScoreRequest:
         """The checked body. Raises: InvalidRequest."""
-        request = _SCORE_BODY.decode(body)
+        request = _SCORE_BODY.decode(body, context)
         if isinstance(request.text_1, list) and (
             not isinstance(request.text_2, list) or len(request.text_1) != len(request.text_2)
         ):
@@ -282,7 +282,6 @@ class _Whole:
     """An answer that is never streamed."""
 
     def frames(self, events: Sequence[ChoiceEvent], totals: Totals | None) -> list[Frame]:
-        """There are none."""
         return []
 
 

@@ -18,6 +18,7 @@ from redis.exceptions import RedisError
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from gateway.api.fields import UNSUPPORTED
 from gateway.http.admission import Admission, HeldBody
 from gateway.http.body import JsonBody, locate, read_body
 from gateway.http.context import SCOPE_KEY, RequestContext
@@ -143,7 +144,6 @@ class _Streamed(Response):
         self._opened = opened
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it."""
         with self._opened:
             await self._answer(scope, receive, send)
 
@@ -222,6 +222,6 @@ def _describe(operation: Operation, limits: LimitSettings) -> dict[str, Any]:
     return described
 
 
-def body_of(type_: type[T], **hints: str) -> JsonBody[T]:
-    """Reads the bodies of an operation."""
-    return JsonBody(type_, hints=hints)
+def body_of(type_: type[T], path: str = "", **hints: str) -> JsonBody[T]:
+    """Reads the bodies of an operation. `path`: of `UNSUPPORTED`."""
+    return JsonBody(type_, hints, UNSUPPORTED.get(path))

@@ -82,7 +82,7 @@ class Running(Surface):
 
     def read(self, body: bytes, context: RequestContext) -> NamedRequest:
         """The checked body. Raises: InvalidRequest."""
-        return NamedRequest(context.path["name"], _BODY.decode(body))
+        return NamedRequest(context.path["name"], _BODY.decode(body, context))
 
     def plan(self, request: NamedRequest, context: RequestContext, card: ModelCard) -> Plan:
         """One task. Raises: InvalidRequest."""

@@ -10,7 +10,7 @@ from typing import Annotated, TypeVar
 from msgspec import Meta
 from msgspec.structs import replace
 
-from gateway.api.fields import RequestStruct, invalid
+from gateway.api.fields import EchoedStruct, RequestStruct, TokenId, invalid
 from gateway.http.context import RequestContext
 from shared.protocol import Generate, ModelCard, SamplingDefaults, SamplingParams
 from shared.settings.limits import LimitSettings
@@ -18,12 +18,20 @@ from shared.settings.limits import LimitSettings
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
+RepetitionPenalty = Annotated[float, Meta(ge=0.1, le=10)]
 Number = TypeVar("Number", int, float)
 
 _GREEDY_BELOW = 1e-5  #: temperatures under it are greedy: dividing by them would overflow
 _LEAST_TOP_P = 1e-9  #: 0 is legal on the wire and means the most probable token alone
 _MAX_TOKEN_ID_DIGITS = 10
 _SEED_MASK = 2**64 - 1  #: negative seeds are the upper half of the fleet's unsigned ones
+
+
+class StopForm(EchoedStruct, frozen=True, kw_only=True):
+    """candle-vllm's: one of these."""
+
+    Single: str | None = None
+    Multiple: list[str] | None = None
 
 
 class SamplingFields(RequestStruct, frozen=True, kw_only=True):
@@ -35,14 +43,22 @@ class SamplingFields(RequestStruct, frozen=True, kw_only=True):
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     seed: Seed | None = None
-    stop: str | list[str] | None = None
+    stop: str | list[str] | StopForm | None = None
+    stop_token_ids: list[TokenId] | None = None  #: vLLM's
+    include_stop_str_in_output: bool | None = None  #: vLLM's
+    allowed_token_ids: list[TokenId] | None = None  #: vLLM's
     n: Annotated[int, Meta(ge=1)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(ge=0.1, le=10)] | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    repeat_penalty: RepetitionPenalty | None = None  #: llama.cpp's name of it
+    penalty: RepetitionPenalty | None = None  #: candle-vllm's
     #: By token id; as numbers, keys could be made to collide.
     logit_bias: dict[str, Bias] | None = None
     min_tokens: Annotated[int, Meta(ge=0)] | None = None  #: vLLM's: no end before so many
+    #: vLLM's: of each token of the prompt, its logprob and those of so many of the best.
+    prompt_logprobs: Annotated[int, Meta(ge=0)] | None = None
+    skip_special_tokens: bool | None = None  #: vLLM's: false keeps special tokens in the text
     ignore_eos: bool | None = None  #: ours: write until `max_tokens`, for load tests
 
 
@@ -78,13 +94,23 @@ def translate_sampling(
         min_p=_first(fields.min_p, defaults.min_p, 0.0),
         seed=(seed if fields.seed is None else fields.seed) & _SEED_MASK,
         stop=_stop(fields, limits),
+        stop_token_ids=_token_ids(fields, "stop_token_ids", limits.max_stop_token_ids),
+        keeps_stop=bool(fields.include_stop_str_in_output),
+        allowed_token_ids=_allowed_token_ids(fields, limits),
         presence_penalty=fields.presence_penalty or 0.0,
         frequency_penalty=fields.frequency_penalty or 0.0,
-        repetition_penalty=_first(fields.repetition_penalty, defaults.repetition_penalty, 1.0),
+        repetition_penalty=_first(_repetition(fields), defaults.repetition_penalty, 1.0),
         logit_bias=_logit_bias(fields, limits),
         num_logprobs=num_logprobs,
+        num_prompt_logprobs=_prompt_logprobs(fields, limits),
         ignore_eos=bool(fields.ignore_eos),
+        skip_special_tokens=fields.skip_special_tokens is not False,
     )
+
+
+def _repetition(fields: SamplingFields) -> float | None:
+    names = (fields.repetition_penalty, fields.repeat_penalty, fields.penalty)
+    return next((value for value in names if value is not None), None)
 
 
 def _first(asked: Number | None, default: Number | None, neutral: Number) -> Number:
@@ -112,15 +138,43 @@ def _min_tokens(fields: SamplingFields, max_tokens: int | None, limits: LimitSet
     return value
 
 
+def _prompt_logprobs(fields: SamplingFields, limits: LimitSettings) -> int | None:
+    if (fields.prompt_logprobs or 0) > limits.max_top_logprobs:
+        raise invalid("prompt_logprobs", f"send at most {limits.max_top_logprobs}")
+    return fields.prompt_logprobs
+
+
+def check_prompt_logprobs(fields: SamplingFields, is_streamed: bool | None) -> None:
+    """Raises: InvalidRequest: chunks have no field for them."""
+    if fields.prompt_logprobs is not None and is_streamed:
+        raise invalid("prompt_logprobs", "it needs a whole answer: send stream as false")
+
+
 def _stop(fields: SamplingFields, limits: LimitSettings) -> tuple[str, ...]:
     if fields.stop is None:
         return ()
-    stop = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop)
+    given = fields.stop
+    if isinstance(given, StopForm):
+        given = given.Single if given.Single is not None else given.Multiple or []
+    stop = (given,) if isinstance(given, str) else tuple(given)
     if len(stop) > limits.max_stop_strings:
         raise invalid("stop", f"send at most {limits.max_stop_strings} strings")
     if any(not 1 <= len(text) <= limits.max_stop_chars for text in stop):
         raise invalid("stop", f"send strings of 1 to {limits.max_stop_chars} characters")
     return stop
+
+
+def _token_ids(fields: SamplingFields, name: str, most: int) -> tuple[int, ...]:
+    token_ids: list[int] = getattr(fields, name) or []
+    if len(token_ids) > most:
+        raise invalid(name, f"send at most {most} token ids")
+    return tuple(dict.fromkeys(token_ids))
+
+
+def _allowed_token_ids(fields: SamplingFields, limits: LimitSettings) -> tuple[int, ...]:
+    if fields.allowed_token_ids == []:
+        raise invalid("allowed_token_ids", "send at least one token id, or leave it out")
+    return _token_ids(fields, "allowed_token_ids", limits.max_allowed_token_ids)
 
 
 def _logit_bias(fields: SamplingFields, limits: LimitSettings) -> dict[int, float]:
@@ -146,8 +200,9 @@ def num_choices(fields: SamplingFields, limits: LimitSettings) -> int:
 
 def check_model(sampling: SamplingParams, card: ModelCard) -> None:
     """Refuse what this model cannot do. Raises: InvalidRequest."""
-    if any(token_id >= card.vocab_size for token_id in sampling.logit_bias):
-        raise invalid("logit_bias", f"send token ids below {card.vocab_size}")
+    for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+        if any(token_id >= card.vocab_size for token_id in getattr(sampling, name)):
+            raise invalid(name, f"send token ids below {card.vocab_size}")
 
 
 def _choice_seed(seed: int, choice: int) -> int:

@@ -9,10 +9,11 @@ import asyncio
 import hashlib
 import hmac
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
 from secrets import token_hex
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from fastapi import Response
@@ -26,7 +27,7 @@ from gateway.calls.lifecycle import Lifecycle
 from gateway.calls.open_call import Gone, OpenCall
 from gateway.calls.surface import AnswerHead, Totals
 from gateway.http import sse
-from gateway.http.errors import ErrorFields, InvalidRequest, NotFound, from_failed
+from gateway.http.errors import ApiError, ErrorFields, InvalidRequest, NotFound, from_failed
 from shared.protocol import (
     Call,
     CallEvent,
@@ -38,7 +39,7 @@ from shared.protocol import (
     Run,
     decode_log,
 )
-from shared.queue.api import DuplicateRequest, QueueRefused
+from shared.queue.api import DuplicateRequest, QueueRefused, RequestState
 from shared.sessions.store import (
     ENDED,
     Session,
@@ -50,6 +51,8 @@ from shared.sessions.store import (
 from shared.settings.limits import MAX_PAGE, LimitSettings
 
 MAX_WAIT_S = 60.0
+_MAX_NAMED = 20  #: tasks in a message
+_MAX_OPEN_OF_PAGE = 1000  #: open tasks that are looked at for a list of sessions
 #: A task that was just noted may not be queued yet.
 BEGINS_WITHIN_S = 10.0
 _DAY_S = 86_400.0
@@ -101,11 +104,11 @@ class TaskQuery(msgspec.Struct):
     wait: Annotated[float, Meta(ge=0, le=MAX_WAIT_S)] = 0.0
 
 
-class TaskListQuery(msgspec.Struct):
-    """Which tasks to list."""
+class PageQuery(msgspec.Struct):
+    """Which sessions or tasks to list."""
 
     limit: Annotated[int, Meta(ge=1, le=MAX_PAGE)] = MAX_PAGE
-    after: str = ""  #: the id of the last task of the page before
+    after: Annotated[str, Meta(max_length=128)] = ""  #: the last id of the page before
 
 
 class SessionObject(msgspec.Struct):
@@ -130,6 +133,7 @@ class SessionList(msgspec.Struct):
     """The sessions of a key, the latest first."""
 
     data: list[SessionObject]
+    has_more: bool = False
     object: str = "list"
 
 
@@ -154,6 +158,26 @@ class TaskList(msgspec.Struct):
     object: str = "list"
 
 
+class _PartlyQueued(ApiError):
+    """Some tasks of a request were queued, others not: the error of the first, with the tasks that were."""
+
+    def __init__(self, failed: Mapping[int, Any], queued: list[TaskObject]) -> None:
+        first: ApiError = next(iter(failed.values()))
+        names = ", ".join(f"tasks[{index}]" for index in [*failed][:_MAX_NAMED])
+        names += ", ..." if len(failed) > _MAX_NAMED else ""
+        super().__init__(
+            f"{first.message} Not queued: {names}; data lists the {len(queued)} tasks that were.",
+            code=first.code, param=f"tasks[{next(iter(failed))}]", status=first.status,
+            retry_after_s=first.retry_after_s,
+        )  # fmt: skip
+        self.type, self._queued = first.type, queued
+
+    def body(self) -> bytes:
+        """OpenAI's envelope, with the tasks that were queued."""
+        error = msgspec.json.decode(super().body())
+        return msgspec.json.encode({**error, "data": self._queued})
+
+
 class Sessions:
     """The operations."""
 
@@ -163,7 +187,6 @@ class Sessions:
         self._limits = limits
 
     def operations(self) -> list[Operation]:
-        """All of them."""
         operation = partial(Operation, tag="sessions")
         session, task = "/v1/sessions/{session_id}", "/v1/sessions/{session_id}/tasks/{task_id}"
         return [
@@ -173,7 +196,7 @@ class Sessions:
             ),
             operation(
                 "GET", "/v1/sessions", "list_sessions", "List the sessions of this key",
-                self.list_all, SessionList,
+                self.list_all, SessionList, query=PageQuery,
             ),
             operation("GET", session, "retrieve_session", "Show a session", self.get, SessionObject),
             operation(
@@ -186,7 +209,7 @@ class Sessions:
             ),
             operation(
                 "GET", session + "/tasks", "list_tasks", "List the tasks of a session",
-                self.list_tasks, TaskList, query=TaskListQuery,
+                self.list_tasks, TaskList, query=PageQuery,
             ),
             operation(
                 "GET", task, "retrieve_task", "Show a task, once it has ended or `wait` is over",
@@ -206,7 +229,7 @@ class Sessions:
 
     async def create(self, caller: Caller) -> SessionObject:
         """Raises: ApiError, QueueUnavailable, BlobsUnavailable."""
-        wanted = _CREATE.decode(caller.body)
+        wanted = _CREATE.decode(caller.body, caller.context)
         session_id = "sess_" + token_hex(16)
         name = caller.path["name"]
         await self._find_card(name, session_id)
@@ -229,29 +252,34 @@ class Sessions:
         return _show(SessionState(session, "open", {}), {})
 
     async def list_all(self, caller: Caller) -> SessionList:
-        """Raises: QueueUnavailable."""
-        found = await self._store.all(_owner(caller))
-        return SessionList([await self._describe(state) for state in found])
+        """Raises: ApiError, QueueUnavailable."""
+        query = caller.read_query(PageQuery)
+        page = await self._store.page(_owner(caller), query.after, query.limit, _MAX_OPEN_OF_PAGE)
+        if page is None:
+            raise invalid("after", "send the id of a session of this key, or leave it out")
+        found, has_more = page
+        return SessionList(await self._describe(found), has_more)
 
     async def get(self, caller: Caller) -> SessionObject:
         """Raises: NotFound, QueueUnavailable."""
-        return await self._describe(await self._find(caller))
+        [shown] = await self._describe([await self._find(caller, self._limits.max_session_tasks)])
+        return shown
 
     async def close(self, caller: Caller) -> SessionObject:
         """What runs is finished. Raises: ApiError, QueueUnavailable."""
-        _EMPTY.decode(caller.body)
-        found = await self._find(caller)
-        session_id = found.session.id
-        await self._store.close_session(session_id)
-        stands = await self._look_at_open(session_id)
-        await self._cancel(session_id, [t for t, state in stands if state == "pending"])
-        if found.session.common is not None:
-            self._lifecycle.blobs.release(session_id, [found.session.common])
-        return await self._describe(await self._find(caller))
+        _EMPTY.decode(caller.body, caller.context)
+        session = (await self._find(caller)).session
+        await self._store.close_session(session.id)
+        found = await self._find(caller, self._limits.max_session_tasks)
+        stands = await self._look_at_open([found])
+        await self._cancel(session.id, [t for t, state in stands if state == "pending"])
+        if session.common is not None and all(state != "running" for _, state in stands):
+            self._lifecycle.blobs.release(session.id, [session.common])  # else it expires
+        return await self.get(caller)
 
-    async def _find(self, caller: Caller) -> SessionState:
+    async def _find(self, caller: Caller, max_open: int = 0) -> SessionState:
         """The caller's own. Raises: NotFound, QueueUnavailable."""
-        found = await self._store.find(caller.path["session_id"])
+        found = await self._store.find(caller.path["session_id"], max_open)
         if found is None or not hmac.compare_digest(found.session.owner, _owner(caller)):
             raise NotFound(
                 "There is no such session, or it was not used for longer than its idle_s: "
@@ -261,29 +289,37 @@ class Sessions:
             )
         return found
 
-    async def _describe(self, found: SessionState) -> SessionObject:
-        stands = await self._look_at_open(found.session.id)
-        now_ended = [state for _, state in stands if state in ENDED]
-        ended = {s: found.ended.get(s, 0) + now_ended.count(s) for s in ENDED}
-        open_now: dict[str, int] = {}
-        for _, state in stands:
-            open_now[state] = open_now.get(state, 0) + 1
-        return _show(SessionState(found.session, found.state, ended), open_now)
+    async def _describe(self, found: Sequence[SessionState]) -> list[SessionObject]:
+        """Sessions with the numbers of their tasks. Open tasks that were not read count as pending."""
+        stands = await self._look_at_open(found)
+        at, shown = 0, []
+        for each in found:
+            now = Counter(state for _, state in stands[at : at + len(each.open_tasks)])
+            at += len(each.open_tasks)
+            now["pending"] += each.num_open - len(each.open_tasks)
+            shown.append(_show(each, now + Counter(each.ended)))
+        return shown
 
-    async def _look_at_open(self, session_id: str) -> list[tuple[TaskRecord, TaskState]]:
-        """How the open tasks stand; what has ended is noted."""
-        tasks = await self._store.open_tasks(session_id)
-        states = await asyncio.gather(*(self._look(task) for task in tasks))
+    async def _look_at_open(
+        self, found: Sequence[SessionState]
+    ) -> list[tuple[TaskRecord, TaskState]]:
+        """How the open tasks of sessions stand, in their order; ends are noted."""
+        tasks = [task for each in found for task in each.open_tasks]
+        states = await self._look(tasks)
         stands = list(zip(tasks, states, strict=True))
-        ended = {task.id: state for task, state in stands if state in ENDED}
-        await self._store.settle(session_id, ended)
+        at = 0
+        for each in found:
+            own = stands[at : at + len(each.open_tasks)]
+            at += len(own)
+            ended = {task.id: state for task, state in own if state in ENDED}
+            await self._store.settle(each.session.id, ended)
         return stands
 
     # Tasks
 
     async def create_tasks(self, caller: Caller) -> TaskList:
         """Queue tasks that are not known. Raises: ApiError, QueueUnavailable."""
-        wanted = _TASKS.decode(caller.body)
+        wanted = _TASKS.decode(caller.body, caller.context)
         tasks = wanted.tasks
         if (tasks is None) == (wanted.input is UNSET):
             raise invalid("tasks", "send input, or tasks with an input each")
@@ -306,10 +342,13 @@ class Sessions:
             for task, data in zip(tasks, inputs, strict=True)
         ]
         shown = await asyncio.gather(*submits, return_exceptions=True)
-        for each in shown:
-            if isinstance(each, BaseException):
-                raise each
-        return TaskList([each for each in shown if isinstance(each, TaskObject)])
+        queued = [each for each in shown if isinstance(each, TaskObject)]
+        failed = {i: each for i, each in enumerate(shown) if isinstance(each, BaseException)}
+        if failed and queued and all(isinstance(each, ApiError) for each in failed.values()):
+            raise _PartlyQueued(failed, queued)
+        for error in failed.values():
+            raise error
+        return TaskList(queued)
 
     async def _submit(
         self, caller: Caller, session: Session, card: ModelCard, task_id: str, data: Raw
@@ -338,7 +377,8 @@ class Sessions:
                 raise
         if state == "new":
             return _show_task(session, task, "pending")
-        return _show_task(session, task, await self._stand(session, task, state))
+        [state] = await self._stand(session, [(task, state)])
+        return _show_task(session, task, state)
 
     async def _is_queued(self, task: TaskRecord) -> bool:
         """Whether Redis has its call all the same, and only the reply was lost."""
@@ -377,14 +417,13 @@ class Sessions:
 
     async def list_tasks(self, caller: Caller) -> TaskList:
         """Raises: ApiError, QueueUnavailable."""
-        query = caller.read_query(TaskListQuery)
+        query = caller.read_query(PageQuery)
         session = (await self._find(caller)).session
-        await self._look_at_open(session.id)
         tasks = await self._store.tasks(session.id)
         names = [task.id for task, _ in tasks]
         first = names.index(query.after) + 1 if query.after in names else 0
         page = tasks[first : first + query.limit]
-        states = await asyncio.gather(*(self._stand(session, *each) for each in page))
+        states = await self._stand(session, page)
         shown = [
             _show_task(session, task, state) for (task, _), state in zip(page, states, strict=True)
         ]
@@ -395,10 +434,10 @@ class Sessions:
         query = caller.read_query(TaskQuery)
         session = (await self._find(caller)).session
         task, noted = await self._find_task(session, caller.path["task_id"])
-        state = await self._stand(session, task, noted)
+        [state] = await self._stand(session, [(task, noted)])
         if query.wait and state not in ENDED:
             await self._wait(task, query.wait)
-            state = await self._stand(session, task, "open")
+            [state] = await self._stand(session, [(task, "open")])
         shown = _show_task(session, task, state)
         if state in ENDED:
             await self._complete(shown, task)
@@ -406,13 +445,13 @@ class Sessions:
 
     async def cancel_task(self, caller: Caller) -> TaskObject:
         """Raises: ApiError, QueueUnavailable."""
-        _EMPTY.decode(caller.body)
+        _EMPTY.decode(caller.body, caller.context)
         session = (await self._find(caller)).session
         task, noted = await self._find_task(session, caller.path["task_id"])
-        state = await self._stand(session, task, noted)
+        [state] = await self._stand(session, [(task, noted)])
         if state not in ENDED:
             await self._cancel(session.id, [task])
-            state = await self._stand(session, task, "open")
+            [state] = await self._stand(session, [(task, "open")])
         return _show_task(session, task, state)
 
     async def stream_task(self, caller: Caller) -> Response:
@@ -452,24 +491,28 @@ class Sessions:
             raise NotFound("The session has no such task.", param="task", code="task_not_found")
         return found
 
-    async def _stand(self, session: Session, task: TaskRecord, noted: str) -> TaskState:
-        """How a task stands; its end is noted."""
-        if noted in ENDED:
-            return noted
-        state = await self._look(task)
-        if state in ENDED:
-            await self._store.settle(session.id, {task.id: state})
-        return state
+    async def _stand(
+        self, session: Session, noted: Sequence[tuple[TaskRecord, str]]
+    ) -> list[TaskState]:
+        """How tasks stand, by what was noted of them; ends are noted."""
+        tasks = [task for task, state in noted if state not in ENDED]
+        found = dict(zip((task.id for task in tasks), await self._look(tasks), strict=True))
+        ended = {task_id: state for task_id, state in found.items() if state in ENDED}
+        await self._store.settle(session.id, ended)
+        return [state if state in ENDED else found[task.id] for task, state in noted]
 
-    async def _look(self, task: TaskRecord) -> TaskState:
-        """How its call stands. One that nobody took in time, or that Redis has lost, has failed."""
-        now = time.time()  # noqa: TID251
-        found = await self._lifecycle.dispatcher.queue.state(task.model, task.request_id)
-        if found is None:
-            return "pending" if now < task.created_at + BEGINS_WITHIN_S else "failed"
-        if found.state in ("queued", "running") and found.remaining_s < 0:
-            return "failed"
-        return _STATES[found.state]
+    async def _look(self, tasks: Sequence[TaskRecord]) -> list[TaskState]:
+        """How the calls of tasks stand."""
+        by_model: dict[str, list[TaskRecord]] = {}
+        for task in tasks:
+            by_model.setdefault(task.model, []).append(task)
+        stands: dict[str, TaskState] = {}
+        for model, group in by_model.items():
+            ids = [task.request_id for task in group]
+            found = await self._lifecycle.dispatcher.queue.states(model, ids)
+            for task, state in zip(group, found, strict=True):
+                stands[task.request_id] = _state_of(task, state)
+        return [stands[task.request_id] for task in tasks]
 
     async def _complete(self, shown: TaskObject, task: TaskRecord) -> None:
         """Add what the task came to, as its call's log has it."""
@@ -515,11 +558,12 @@ class Sessions:
             by_model.setdefault(task.model, []).append(task.request_id)
         for model, request_ids in by_model.items():
             await self._lifecycle.dispatcher.queue.cancel(model, request_ids)
-        await asyncio.gather(*(self._settle_cancelled(session_id, task) for task in tasks))
-
-    async def _settle_cancelled(self, session_id: str, task: TaskRecord) -> None:
-        state = await self._look(task)  # it may have ended just before
-        await self._store.settle(session_id, {task.id: state if state in ENDED else "cancelled"})
+        states = await self._look(tasks)  # some may have ended just before
+        ended = {
+            task.id: state if state in ENDED else "cancelled"
+            for task, state in zip(tasks, states, strict=True)
+        }
+        await self._store.settle(session_id, ended)
 
     async def _find_card(self, name: str, side: str) -> ModelCard:
         """The version that serves. Raises: ApiError, QueueUnavailable."""
@@ -537,6 +581,16 @@ class Sessions:
         return card
 
 
+def _state_of(task: TaskRecord, found: RequestState | None) -> TaskState:
+    """How a task's call stands. One that nobody took in time, or that Redis has lost, has failed."""
+    if found is None:
+        now = time.time()  # noqa: TID251
+        return "pending" if now < task.created_at + BEGINS_WITHIN_S else "failed"
+    if found.state in ("queued", "running") and found.remaining_s < 0:
+        return "failed"
+    return _STATES[found.state]
+
+
 def _owner(caller: Caller) -> str:
     """The caller's tenant; no secret."""
     return hashlib.sha256(b"session " + caller.context.tenant.encode()).hexdigest()[:32]
@@ -546,12 +600,12 @@ def _request_id(session_id: str, task_id: str) -> str:
     return hashlib.sha256(f"{session_id}\0{task_id}".encode()).hexdigest()[:32] + "-0"
 
 
-def _show(found: SessionState, open_now: dict[str, int]) -> SessionObject:
-    session, ended = found.session, found.ended
+def _show(found: SessionState, counts: Mapping[str, int]) -> SessionObject:
+    session = found.session
     return SessionObject(
         session.id, session.application, found.state, session.priority,
-        open_now.get("pending", 0), open_now.get("running", 0),
-        ended.get("succeed", 0), ended.get("failed", 0), ended.get("cancelled", 0),
+        counts.get("pending", 0), counts.get("running", 0),
+        counts.get("succeed", 0), counts.get("failed", 0), counts.get("cancelled", 0),
         int(session.created_at), session.idle_s, session.timeout_s,
     )  # fmt: skip
 

@@ -35,7 +35,6 @@ class Similar:
         self._stores = stores
 
     def operations(self) -> list[Operation]:
-        """It."""
         return [
             Operation("POST", "/similar", "similar", "The nearest items of the default store",
                       self.find, SimilarAnswer, SimilarRequest),
@@ -43,7 +42,7 @@ class Similar:
 
     async def find(self, caller: Caller) -> SimilarAnswer:
         """`POST /similar`"""
-        request = _BODY.decode(caller.body)
+        request = _BODY.decode(caller.body, caller.context)
         words = request.keywords
         text = request.text or (words if isinstance(words, str) else " ".join(words or ()))
         if (request.text is None) == (words is None) or not text:

@@ -111,6 +111,8 @@ def check_with_grammar(sampling: SamplingParams) -> None:
     for name in ("ignore_eos", "min_tokens"):
         if getattr(sampling, name):
             raise invalid(name, "an answer that must be of a form ends with it; leave it out")
+    if sampling.allowed_token_ids:
+        raise invalid("allowed_token_ids", "it cannot be combined with a grammar; leave it out")
 
 
 def _asks_for_nothing(fields: StructuredFields) -> bool:

@@ -9,19 +9,18 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 import msgspec
-from msgspec import UNSET, Meta
+from msgspec import Meta
 
 from gateway.api.answers import TokenizedAnswer
 from gateway.api.chat.schemas import ChatCompletionRequest, ChatMessageParam
 from gateway.api.chat.translate import translate
 from gateway.api.conversation import check_text_chars
 from gateway.api.fields import (
+    UNSUPPORTED,
     ModelName,
-    Neutral,
     RequestStruct,
     TokenId,
     UserName,
-    check_neutral,
     invalid,
 )
 from gateway.api.openapi import describe_operation
@@ -41,13 +40,6 @@ from shared.protocol import (
 )
 from shared.settings.limits import LimitSettings
 
-_NEUTRAL: dict[str, tuple[bytes, ...]] = {
-    "add_generation_prompt": (b"true",),
-    "chat_template": (),
-    "continue_final_message": (b"false",),
-    "mm_processor_kwargs": (b"{}",),
-}
-
 
 class TokenizeRequest(RequestStruct, frozen=True, kw_only=True):
     """The body of `POST /tokenize`: a prompt, or messages."""
@@ -59,12 +51,10 @@ class TokenizeRequest(RequestStruct, frozen=True, kw_only=True):
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None  #: each token as the vocabulary spells it
     chat_template_kwargs: dict[str, TemplateOption] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     user: UserName | None = None
     tools: list[ToolField] | None = None
-    add_generation_prompt: Neutral = UNSET
-    chat_template: Neutral = UNSET
-    continue_final_message: Neutral = UNSET
-    mm_processor_kwargs: Neutral = UNSET
 
 
 class TokenList(msgspec.Struct):
@@ -101,7 +91,7 @@ class DetokenizeOptions(msgspec.Struct, frozen=True):
     """There are none."""
 
 
-_TOKENIZE_BODY = JsonBody(TokenizeRequest)
+_TOKENIZE_BODY = JsonBody(TokenizeRequest, unsupported=UNSUPPORTED["/tokenize"])
 _DETOKENIZE_BODY = JsonBody(DetokenizeRequest)
 
 
@@ -119,8 +109,7 @@ class Tokenizing(Surface):
 
     def read(self, body: bytes, context: RequestContext) -> TokenizeRequest:
         """The checked body. Raises: InvalidRequest."""
-        request = _TOKENIZE_BODY.decode(body)
-        check_neutral(request, _NEUTRAL)
+        request = _TOKENIZE_BODY.decode(body, context)
         if request.prompt is None and request.messages is None:
             message = "Missing required field: prompt, or messages."
             raise InvalidRequest(message, param="prompt", code="missing_field")
@@ -149,6 +138,8 @@ class Tokenizing(Surface):
                     messages=request.messages,
                     tools=request.tools,
                     chat_template_kwargs=request.chat_template_kwargs,
+                    add_generation_prompt=request.add_generation_prompt,
+                    continue_final_message=request.continue_final_message,
                 ),
                 context,
                 card,
@@ -199,7 +190,7 @@ class Detokenizing(Surface):
 
     def read(self, body: bytes, context: RequestContext) -> DetokenizeRequest:
         """The checked body. Raises: InvalidRequest."""
-        return _DETOKENIZE_BODY.decode(body)
+        return _DETOKENIZE_BODY.decode(body, context)
 
     def plan(self, request: DetokenizeRequest, context: RequestContext, card: ModelCard) -> Plan:
         """One task. Raises: InvalidRequest."""

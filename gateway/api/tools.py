@@ -10,8 +10,9 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
 
-from gateway.api.fields import invalid, missing
+from gateway.api.fields import EchoedStruct, invalid, missing
 from gateway.api.structured import schema_grammar
+from gateway.http.body import is_deeper
 from shared.protocol import Function, ModelCard, ToolCall, Tools
 from shared.settings.limits import MAX_TOOL_NAME_CHARS, LimitSettings
 
@@ -20,8 +21,8 @@ _NO_PARAMETERS = '{"type":"object","properties":{}}'
 _NULL = b"null"
 
 
-class FunctionField(msgspec.Struct, frozen=True):
-    """A function. Fields that are not known are skipped: clients keep some of their own here."""
+class FunctionField(EchoedStruct, frozen=True):
+    """A function. Clients keep fields of their own here."""
 
     name: str = ""
     description: str | None = None
@@ -29,34 +30,34 @@ class FunctionField(msgspec.Struct, frozen=True):
     strict: bool | None = None
 
 
-class ToolField(msgspec.Struct, frozen=True):
+class ToolField(EchoedStruct, frozen=True):
     """A tool; those that are no functions are somebody else's."""
 
     type: str = "function"
     function: FunctionField | None = None
 
 
-class NamedFunction(msgspec.Struct, frozen=True):
+class NamedFunction(EchoedStruct, frozen=True):
     """A function by its name."""
 
     name: str
 
 
-class NamedTool(msgspec.Struct, frozen=True):
+class NamedTool(EchoedStruct, frozen=True):
     """A tool by its function's name."""
 
     function: NamedFunction | None = None
     type: str = "function"
 
 
-class AllowedTools(msgspec.Struct, frozen=True):
+class AllowedTools(EchoedStruct, frozen=True):
     """Some of the tools."""
 
     tools: list[NamedTool]
     mode: Literal["auto", "required"] = "auto"
 
 
-class ChoiceField(msgspec.Struct, frozen=True):
+class ChoiceField(EchoedStruct, frozen=True):
     """`tool_choice` as an object."""
 
     type: Literal["function", "allowed_tools"]
@@ -67,14 +68,14 @@ class ChoiceField(msgspec.Struct, frozen=True):
 ToolChoice = Literal["none", "auto", "required"] | ChoiceField
 
 
-class CalledFunction(msgspec.Struct, frozen=True):
+class CalledFunction(EchoedStruct, frozen=True):
     """What the assistant has called."""
 
     name: Annotated[str, Meta(max_length=MAX_TOOL_NAME_CHARS)]
     arguments: str = "{}"
 
 
-class CallField(msgspec.Struct, frozen=True):
+class CallField(EchoedStruct, frozen=True):
     """One call in the history."""
 
     function: CalledFunction
@@ -187,6 +188,14 @@ def _read_function(
     return Function(field.name, parameters, field.description or "", bool(field.strict))
 
 
-def read_call(call: CallField, place: int) -> ToolCall:
-    """A call of the history; `place` stands for an id that it lacks."""
-    return ToolCall(call.id or f"call_{place}", call.function.name, call.function.arguments)
+def read_call(call: CallField, place: int, param: str) -> ToolCall:
+    """A call of the history; `place` stands for an id that it lacks. Raises: InvalidRequest."""
+    arguments = check_arguments(call.function.arguments, f"{param}.function.arguments")
+    return ToolCall(call.id or f"call_{place}", call.function.name, arguments)
+
+
+def check_arguments(arguments: str, param: str) -> str:
+    """The arguments of a call. Raises: InvalidRequest for JSON that nests too deeply."""
+    if is_deeper(arguments.encode(), most := LimitSettings.max_json_depth):
+        raise invalid(param, f"send JSON of at most {most} levels of arrays and objects")
+    return arguments

@@ -26,7 +26,11 @@ class LineAsker:
     async def ask(self, tenant: str, path: str, body: bytes) -> LineAnswer:
         """The endpoint's answer; cancelling it takes the request back."""
         context = RequestContext(
-            secrets.token_hex(16), dict(_HEADERS), time.perf_counter(), tenant=tenant
+            secrets.token_hex(16),
+            dict(_HEADERS),
+            time.perf_counter(),
+            tenant=tenant,
+            refuses_unknown_fields=self._lifecycle.settings.unknown_fields == "refuse",
         )
         request_id.set(context.id)
         exchange = _InProcess(body)

@@ -75,7 +75,6 @@ class BatchFiles:
         return self._store.stream(_data(owner, file))
 
     def delete(self, owner: str, file: BatchFile) -> None:
-        """Forget a file."""
         self._store.delete(_record(owner, file.id))
         self._store.delete(_data(owner, file))
 

@@ -39,7 +39,9 @@ _MAX_PAUSE_S = 30.0
 #: A line is tried so often that the fleet took and could not answer.
 _MAX_TRIES = 5
 #: Errors that say that a request was not taken: they are no try.
-_NOT_TAKEN = frozenset({"server_overloaded", "service_unavailable", "unsupported_version"})
+_NOT_TAKEN = frozenset(
+    {"no_worker", "server_overloaded", "service_unavailable", "unsupported_version"}
+)
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +105,6 @@ class BatchRunner:
         self._loop: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin to look."""
         self._loop = asyncio.create_task(self._look_for_ever(), name="batches")
 
     async def stop(self) -> None:
@@ -257,7 +258,6 @@ class BatchRunner:
 
     @property
     def max_open_lines(self) -> int:
-        """Of one batch."""
         return self._max_open_lines
 
     @property

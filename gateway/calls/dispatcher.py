@@ -8,6 +8,7 @@ are looked up by another, and a third sends cancellations, a bounded number at a
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from itertools import islice
@@ -23,8 +24,8 @@ from shared.queue.api import (
     Mailbox,
     QueueRefused,
     QueueUnavailable,
+    Reservation,
 )
-from shared.queue.quota import Reservation
 from shared.telemetry.metrics import GatewayMetrics
 
 _DEADLINE_PAUSE_S = 0.1
@@ -127,6 +128,7 @@ class Dispatcher:
             self._forget,
         )
         call.is_resumable = calls[0].is_resumable
+        call.begins_by = math.inf
         self._add(call)
         try:
             homing = await self.queue.submit(
@@ -143,6 +145,7 @@ class Dispatcher:
         except BaseException:
             call.close()
             raise
+        call.begins_by = 0.0
         if homing:
             self.metrics.record_home(homing)
         if homing == "home":

@@ -37,10 +37,13 @@ class KeptAnswers:
         """
         if self._ttl_s <= 0:
             return
-        holder = _holder(name)
-        holds = (self._blobs.hold(image, holder, ttl_s=self._ttl_s) for image in set(images))
-        await asyncio.gather(*holds)
+        await self.hold(name, images, self._ttl_s)
         await self._put(tenant, name, Record(data, images))
+
+    async def hold(self, name: str, images: tuple[ImageRef, ...], ttl_s: float) -> None:
+        """Hold the images of an answer that may be kept later."""
+        holder = _holder(name)
+        await asyncio.gather(*(self._blobs.hold(each, holder, ttl_s=ttl_s) for each in set(images)))
 
     async def put_image(self, tenant: str, image: LoadedImage, data: bytes) -> bool:
         """Keep an image and what is told of it, from now on for its time; False: it is more than may be kept."""

@@ -26,8 +26,7 @@ from shared.protocol import (
     Tokenize,
     TokensPart,
 )
-from shared.queue.api import QueueRefused
-from shared.queue.quota import Limits, Reservation
+from shared.queue.api import Limits, QueueRefused, Reservation
 from shared.settings.limits import LimitSettings
 
 CHARS_PER_TOKEN = 4
@@ -153,7 +152,6 @@ class PossibleTokens:
 
     @property
     def total(self) -> int:
-        """Of prompt and answer."""
         return self.num_prompt_tokens + self.num_answer_tokens
 
 
@@ -168,7 +166,8 @@ def possible_tokens(task: Task, card: ModelCard) -> PossibleTokens:
         return PossibleTokens(max(1, num_prompt + _num_token_ids(task)), 0)
     if isinstance(task.prompt, TokensPart):
         num_prompt = len(task.prompt.token_ids)
-    answer = task.sampling.max_tokens or OPEN_ANSWER_TOKENS
+    max_tokens = task.sampling.max_tokens
+    answer = OPEN_ANSWER_TOKENS if max_tokens is None else max_tokens
     num_prompt = min(num_prompt, card.max_model_len - 1)
     return PossibleTokens(num_prompt, min(answer, card.max_model_len - num_prompt))
 
@@ -182,8 +181,14 @@ def open_tokens(task: Task, num_tokens: int) -> int:
     """Tokens that a request counts as while it is open, by what its answer may take of Redis's memory."""
     if isinstance(task, Embed):
         return num_tokens + TOKENS_PER_VECTOR * len(task.inputs)
-    if isinstance(task, Rerank | Tokenize | Run) or task.sampling.num_logprobs is None:
+    if isinstance(task, Rerank | Tokenize | Run):
         return num_tokens
-    num_answer_tokens = min(task.sampling.max_tokens or num_tokens, num_tokens)
-    num_logprobs = num_answer_tokens * (1 + task.sampling.num_logprobs)
+    sampling, num_logprobs = task.sampling, 0
+    if sampling.num_logprobs is not None:
+        num_answer_tokens = num_tokens
+        if sampling.max_tokens is not None:
+            num_answer_tokens = min(sampling.max_tokens, num_tokens)
+        num_logprobs += num_answer_tokens * (1 + sampling.num_logprobs)
+    if sampling.num_prompt_logprobs is not None:
+        num_logprobs += num_tokens * (1 + sampling.num_prompt_logprobs)
     return num_tokens + -(-num_logprobs // LOGPROBS_PER_TOKEN)

@@ -29,7 +29,7 @@ from gateway.calls.models import ModelDirectory
 from gateway.calls.open_call import ChoiceEvent, Gone, OpenCall
 from gateway.calls.recorder import Recorder, StageClock, body_timings, timing_headers
 from gateway.calls.refunds import Refunds
-from gateway.calls.resume import RESUME_HEADERS, NumberedAnswer, Resume, is_resumable
+from gateway.calls.resume import RESUME_HEADERS, STREAM_PATH, NumberedAnswer, Resume, is_resumable
 from gateway.calls.surface import Answer, AnswerHead, Plan, Reply, Request, Surface
 from gateway.http.admission import Admission, HeldBody
 from gateway.http.body import find_model_name, read_body
@@ -46,7 +46,7 @@ from gateway.http.errors import (
 from gateway.http.exchange import ClientGone, Exchange, shown_id
 from gateway.images.loader import ImageLoader, ImageSource, LoadedImage
 from shared.blobs.api import BlobStore, BlobsUnavailable
-from shared.protocol import Call, ModelCard, Scores, Task, Vectors
+from shared.protocol import Call, ImageRef, ModelCard, Scores, Task, Vectors
 from shared.queue.api import QueueRefused, QueueUnavailable
 from shared.records.api import RecordsUnavailable
 from shared.settings.limits import LimitSettings
@@ -97,7 +97,8 @@ class Lifecycle:
         try:
             with self.admission:
                 reply = await self._open(surface, exchange, context, recorder)
-                await self._answer(exchange, reply, recorder)
+                if reply is not None:
+                    await self._answer(exchange, reply, recorder)
             is_answered = True
         except Exception as raised:
             error = _to_api_error(raised)
@@ -106,6 +107,8 @@ class Lifecycle:
         if error is not None:
             await _fail(exchange, surface, error, reply)
         recorder.stop(exchange.status)
+        if context.route:  # else it is a line of a batch
+            self.metrics.record_http("POST", context.route, exchange.status)
         # In the next turn of the loop: this one's end sends the answer.
         asyncio.get_running_loop().call_soon(recorder.account, exchange.status)
 
@@ -115,6 +118,7 @@ class Lifecycle:
         """Answer a reader who resumes a stream. The request itself is recorded where it came in."""
         exchange = Exchange(scope, receive, send)
         context = exchange.context
+        context.route = f"{STREAM_PATH}{{id}}"
         reply, error = None, None
         try:
             with self.admission:
@@ -168,8 +172,8 @@ class Lifecycle:
 
     async def _open(
         self, surface: Surface, exchange: Exchange, context: RequestContext, recorder: Recorder
-    ) -> Reply:
-        """Read and queue the request.
+    ) -> Reply | None:
+        """Read and queue the request; None: it is answered already.
 
         Its body, images and all, is dropped before the answer begins.
         """
@@ -183,6 +187,11 @@ class Lifecycle:
             recorder.model = self.models.label(card.name)
             if surface.task not in card.tasks:
                 raise _wrong_task(surface, card)
+            created = int(time.time())  # noqa: TID251
+            head = AnswerHead(surface.id_prefix + context.id, created, card.name, card.package)
+            if (body := surface.without_worker(request, head)) is not None:
+                await exchange.answer(200, _JSON, body)
+                return None
             if surface.keeps_answers:
                 request = await self._recall(surface, request, context)
             plan = surface.plan(request, context, card)
@@ -190,13 +199,17 @@ class Lifecycle:
             recorder.priority, recorder.num_prompts = plan.priority, plan.num_prompts
             may_resume = not RESUME_HEADERS.isdisjoint(context.headers)
             resumes = may_resume and is_resumable(context, plan)
-            created = int(time.time())  # noqa: TID251
-            head = AnswerHead(surface.id_prefix + context.id, created, card.name, card.package)
+            if resumes:  # an Idempotency-Key names the answer
+                head = replace(head, id=surface.id_prefix + context.id)
             submit = partial(self._submit, plan, card, context, recorder.clock, held, resumes)
             if resumes:
-                return await self.resume.open(
+                reply = await self.resume.open(
                     surface, request, plan, head, card.queue, context, submit
                 )
+                if surface.keeps_answers and reply.call.images:
+                    await self.kept.hold(reply.id, reply.call.images, self.resume.keep_s)
+                    await self.resume.note_images(context.id, reply.call.images)
+                return reply
             answer = surface.answer(plan.options, head)
             return Reply(
                 surface,
@@ -225,8 +238,12 @@ class Lifecycle:
     async def _keep(self, reply: Reply, context: RequestContext) -> None:
         """Keep a complete answer before its client knows that it is. Raises: RecordsUnavailable."""
         data = reply.surface.record(_plain(reply.answer))
-        if data is not None and not reply.call.is_follower:
-            await self.kept.put(context.tenant, reply.id, data, reply.call.images)
+        if data is None:
+            return
+        images = reply.call.images
+        if reply.call.is_follower:  # the reader before it may have left too early to keep it
+            images = await self.resume.images(reply.id.removeprefix(reply.surface.id_prefix))
+        await self.kept.put(context.tenant, reply.id, data, images)
 
     async def _read(
         self, surface: Surface, exchange: Exchange, context: RequestContext, held: HeldBody
@@ -264,7 +281,9 @@ class Lifecycle:
         sources = await self.kept.find_images(context.tenant, plan.images)
         images = await self._load_images(sources, clock, held)
         refs = tuple(image.ref for image in images)
-        tasks = [task.with_images(refs) for task in plan.tasks]
+        # each request brings the limit, so that every worker that takes it makes the same prompt
+        scaled = tuple(map(partial(_scaled, card), sources, refs))
+        tasks = [task.with_images(scaled) for task in plan.tasks]
         holder = f"{self.gateway_id}:{next(self._holder_numbers)}"
         try:
             await self._put_images(images, holder)
@@ -447,7 +466,6 @@ class _Watch:
         self._call.close()
 
     def end(self) -> None:
-        """Watch no longer."""
         self._timer.cancel()
         if self._task is not None:
             self._task.cancel()
@@ -471,6 +489,12 @@ def check_images(
 def _bad_image(image: ImageSource, problem: str, code: str) -> InvalidRequest:
     text = f"Invalid value for {image.param}: {problem}."
     return InvalidRequest(text, param=image.param, code=code)
+
+
+def _scaled(card: ModelCard, source: ImageSource, ref: ImageRef) -> ImageRef:
+    """An image with the limits to which workers scale it."""
+    limits = filter(None, (source.max_pixels, card.max_image_pixels))
+    return replace(ref, min_pixels=source.min_pixels, max_pixels=min(limits, default=0))
 
 
 def _wrong_task(surface: Surface, card: ModelCard) -> InvalidRequest:

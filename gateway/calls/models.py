@@ -1,7 +1,7 @@
 """Which models the fleet serves, as its workers announce them; refreshed in the background.
 
-A model that was seen within a day stays known while no worker is up: its requests wait in the
-queue.
+A model whose last worker has gone stays known for two minutes, in which its requests wait in the
+queue; a deployment for as long as it exists. Then, for a day, its requests are refused with 503.
 """
 
 import asyncio
@@ -28,6 +28,7 @@ _REFRESH_PAUSE_S = 1.0
 _STALE_AFTER_S = 5.0
 _MISS_PAUSE_S = 0.1  #: how often unknown names may make us look early
 _ROUTES_KEPT_S = 60.0  #: deployments that Redis has no more
+_GONE_AFTER_S = 120.0  #: a model without a worker and a deployment
 _MAX_NAMES = 8  # in messages
 MAX_ADAPTER_LABELS = 200  #: later ones count as their model: names may come and go for ever
 OTHER = "other"  #: stands for models that are not known
@@ -81,6 +82,7 @@ class ModelDirectory:
         self.cards: dict[str, ModelCard] = {}
         self.adapters: dict[str, ModelCard] = {}  #: of models, as `model:adapter`
         self._adapter_labels: set[str] = set()
+        self._gone: frozenset[str] = frozenset()  # models without a worker for long
         self._other_versions: dict[str, ModelCard] = {}  # models that only such workers serve
         self.num_workers: Counter[str] = Counter()  #: that take requests, by model
         self.num_seats: dict[str, int] = {}  #: what each of these runs at once, at least
@@ -96,8 +98,17 @@ class ModelDirectory:
 
     @property
     def is_fresh(self) -> bool:
-        """Whether Redis answered lately."""
         return time.monotonic() - self._refreshed_at < _STALE_AFTER_S
+
+    def served(self) -> list[ModelCard]:
+        """Models by the names that clients use: a deployment's name stands for its versions."""
+        deployed = [route.card for route in self.routes.values()]
+        own = [
+            card
+            for card in self.cards.values()
+            if not card.package or card.name.partition("@")[0] not in self.routes
+        ]
+        return [*deployed, *own]
 
     async def refresh(self) -> None:
         """Ask the registry. Raises: QueueUnavailable, RedisError, OSError."""
@@ -106,8 +117,15 @@ class ModelDirectory:
             workers = await self.registry.workers()  # after: a worker is written before its model
             known += sorted((worker.card for worker in workers), key=lambda card: card.created_at)
             routes, versions = await self._read_routes({card.name for card in known})
+            served = {card.name for card in versions} | {worker.card.name for worker in workers}
+            silent = await self.registry.silence_s({card.name for card in known} - served)
+            self._gone = frozenset(n for n, silent_s in silent.items() if silent_s > _GONE_AFTER_S)
+            known = [card for card in known if card.name not in self._gone]
             cards = {card.name: card for card in (*versions, *known) if _is_spoken(card)}
             others = {card.name: card for card in known if not _is_spoken(card)}
+            for worker in workers:
+                if (card := cards.get(worker.card.name)) is not None:
+                    cards[card.name] = _with_smaller_images(card, worker.card)
             if new := cards.keys() - self.cards.keys():
                 await self._open(sorted(new))
             self.cards = cards
@@ -196,6 +214,9 @@ class ModelDirectory:
         """
         if self._board is not None and name in self._board.unreadable:
             return record_unreadable()
+        if self._gone.intersection((name, name.rpartition(":")[0])):
+            message = "No worker serves the model now: start one, or send another model."
+            return Overloaded("no_worker", message, code="no_worker", retry_after_s=10)
         other = self._other_versions.get(name)
         if other is None:
             return self._not_found(task)
@@ -287,6 +308,14 @@ def _what_is_left(route: Route, known: Collection[str]) -> Route | None:
 def _as_deployed(name: str, card: ModelCard) -> ModelCard:
     """A version under the deployment's name; its calls go to the version's own queue."""
     return replace(card, name=name, parent=card.name)
+
+
+def _with_smaller_images(card: ModelCard, other: ModelCard) -> ModelCard:
+    """A model's card with the smallest pixel limit of its workers, to which all of them scale images."""
+    limit = other.max_image_pixels
+    if limit == 0 or 0 < card.max_image_pixels <= limit:
+        return card
+    return replace(card, max_image_pixels=limit, image_tokens=other.image_tokens)
 
 
 def _is_spoken(card: ModelCard) -> bool:

@@ -143,7 +143,7 @@ class OpenCall:
         self.is_resumable = False  #: it goes on when it is closed
         self.listen: LookUp | None = None  #: of a follower: another call submitted it
         self.images: tuple[ImageRef, ...] = ()  #: of the request, where it submitted one
-        self.begins_by = 0.0  #: of a follower: until then Redis need not know its request
+        self.begins_by = 0.0  #: until then Redis need not know its request
         self._on_close: list[Callable[[OpenCall], object]] = [on_close]
         self._pending: list[ChoiceEvent] = []
         self._waiter: asyncio.Future[None] | None = None

@@ -10,7 +10,6 @@ of the span are OpenTelemetry's GenAI conventions and a few of our own (`vlm.`):
 of ours. The worker's stages hang below the same span, as its name travels with the call.
 """
 
-import hashlib
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -21,7 +20,7 @@ from msgspec import Struct
 from gateway.calls.models import OTHER
 from gateway.calls.open_call import ChoiceEvent, OpenCall
 from gateway.calls.surface import Surface, Totals
-from gateway.http.context import RequestContext
+from gateway.http.context import RequestContext, short_hash
 from gateway.http.errors import ApiError, Headers, Overloaded, from_failed
 from shared.protocol import (
     ErrorCode,
@@ -318,11 +317,6 @@ def _check(event: Finished) -> None:
     if event.finish_reason is FinishReason.ABORT:
         message = "The request was cancelled."
         raise from_failed(Failed(event.request_id, event.attempt, ErrorCode.CANCELLED, message))
-
-
-def short_hash(name: str) -> str:
-    """A short name for a user or a tenant: a pseudonym, not a secret."""
-    return hashlib.blake2b(name.encode(), digest_size=6).hexdigest()
 
 
 def _stages_of(clock: StageClock, worker: StageTimings, e2e_s: float) -> dict[str, float]:

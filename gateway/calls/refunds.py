@@ -10,8 +10,7 @@ import asyncio
 import logging
 from contextlib import suppress
 
-from shared.queue.api import QueueUnavailable
-from shared.queue.quota import Quotas, Reservation
+from shared.queue.api import QueueUnavailable, Quotas, Reservation
 
 PAUSE_S = 0.25
 
@@ -27,7 +26,6 @@ class Refunds:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin to refund."""
         self._task = asyncio.create_task(self._run(), name="refund answers")
 
     async def stop(self) -> None:

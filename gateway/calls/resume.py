@@ -22,7 +22,7 @@ from gateway.calls.open_call import ChoiceEvent, Gone, OpenCall
 from gateway.calls.surface import Answer, AnswerHead, Frame, Plan, Reply, Request, Surface, Totals
 from gateway.http.context import RequestContext
 from gateway.http.errors import InvalidRequest, NotFound, from_failed, unavailable
-from shared.protocol import Failed, Tokens, decode_log
+from shared.protocol import Failed, ImageRef, Tokens, decode_log
 from shared.queue.api import DuplicateRequest, GatewayQueue, QueueUnavailable, RequestState
 from shared.queue.resume import ResumableCalls
 
@@ -61,6 +61,7 @@ class StreamRecord(msgspec.Struct, frozen=True):
     options: msgspec.Raw
     queue: str = ""  #: whose calls are the request's; empty: the model's own
     package: str = ""  #: what answers, where it was deployed
+    images: tuple[ImageRef, ...] = ()  #: of a request whose answer may be kept
 
     @property
     def queue_model(self) -> str:
@@ -82,7 +83,9 @@ def is_resumable(context: RequestContext, plan: Plan) -> bool:
         return False
     if len(plan.tasks) != 1:
         raise InvalidRequest(
-            "`n` must be 1 for a resumable request.", param="n", code="invalid_value"
+            "A resumable request makes one answer: send one prompt, with n 1.",
+            param="n",
+            code="invalid_value",
         )
     if key is not None:
         if not _KEY.fullmatch(key):
@@ -278,6 +281,20 @@ class Resume:
         options = msgspec.json.decode(record.options, type=surface.options)
         answer = surface.answer(options, head)
         return _numbered_reply(surface, call, answer, head, last_id, True, record.shows_timings)
+
+    async def images(self, request_id: str) -> tuple[ImageRef, ...]:
+        """The images of a request whose answer may be kept. Raises: QueueUnavailable."""
+        data = await self.records.recall(request_id)
+        record = _decode(data) if data is not None else None
+        return () if record is None else record.images
+
+    async def note_images(self, request_id: str, images: tuple[ImageRef, ...]) -> None:
+        """Remember them for a reader who resumes. Raises: QueueUnavailable."""
+        data = await self.records.recall(request_id)
+        record = _decode(data) if data is not None else None
+        if record is not None:
+            record = msgspec.structs.replace(record, images=images)
+            await self.records.replace(request_id, msgspec.json.encode(record), self.keep_s)
 
     async def _has_answer(self, model: str, choice_id: str) -> bool:
         """Whether a call is known, and its end, if it has one, is not to send the request again.

@@ -137,6 +137,10 @@ class Surface(Protocol):
         """The id of a kept answer from which a request goes on."""
         return None
 
+    def without_worker(self, request: Any, head: AnswerHead) -> bytes | None:
+        """The answer to a request that asks a model for nothing; None: it needs a worker."""
+        return None
+
     def go_on(self, request: Any, kept: Record) -> Request:
         """The request, with what was kept of that answer."""
         return request

@@ -105,7 +105,7 @@ def check_status(response: httpx.Response) -> None:
         message = response.text[:200]
     next_step = ""
     if response.status_code == 401:
-        next_step = " Give a key of the server with --api-key, or set OPENAI_API_KEY."
+        next_step = " Give a key of the server with --api-key, or set VLM_API_KEY."
     raise ChatError(f"{response.status_code}: {printable(message)}{next_step}")
 
 
@@ -156,7 +156,7 @@ def run_chat(
     temperature: float,
 ) -> None:
     """Answer one question, or as many as are typed when none is given. Raises: ChatError."""
-    console = Console(highlight=False)
+    console, timings = Console(highlight=False), Console(stderr=True, highlight=False)
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     timeout = httpx.Timeout(300.0, connect=5.0)
     with httpx.Client(base_url=url, headers=headers, timeout=timeout, trust_env=False) as client:
@@ -168,7 +168,7 @@ def run_chat(
                     console.print(printable(piece), end="", markup=False, soft_wrap=True)
                 console.print()
                 line = format_timings(conversation.timings, conversation.usage)
-                console.print(line, style="dim", markup=False, soft_wrap=True)
+                timings.print(line, style="dim", markup=False, soft_wrap=True)
                 images = []  # shown once; the conversation remembers them
         except httpx.ConnectError:
             raise ChatError(f"nothing answers at {url}; start a server with `vlm serve`") from None

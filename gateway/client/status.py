@@ -183,11 +183,13 @@ def _time(seconds: float) -> str:
 def read_snapshot(client: httpx.Client) -> Snapshot:
     """Ask the gateway. Raises: StatusError."""
     try:
-        ready, models, metrics = (client.get(p) for p in ("/readyz", "/v1/models", "/metrics"))
+        ready, models, metrics = (
+            client.get(p) for p in ("/readyz?workers=1", "/v1/models", "/metrics")
+        )
     except httpx.HTTPError as error:
         raise StatusError(f"nothing answers at {client.base_url}: {error}") from None
     if models.status_code == 401:
-        raise StatusError("the gateway wants an API key: --api-key, or OPENAI_API_KEY")
+        raise StatusError("the gateway wants an API key: --api-key, or VLM_API_KEY")
     if not models.is_success or not metrics.is_success:
         raise StatusError(f"{client.base_url} is no gateway of ours, or too old a one")
     series = parse_metrics(metrics.text)

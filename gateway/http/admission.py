@@ -42,7 +42,6 @@ class Admission:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Let it go."""
         self.num_open -= 1
         self._ended_at.append(time.monotonic())
 
@@ -84,7 +83,6 @@ class HeldBody:
             raise admission.overloaded("body_bytes")
 
     def __enter__(self) -> "HeldBody":
-        """Begin with nothing."""
         return self
 
     def __exit__(

@@ -18,7 +18,7 @@ from gateway.http.errors import AuthenticationError, Forbidden
 from shared.settings.tree import GatewaySettings, SettingsError
 
 #: Of the probes; the chat page's files are public too.
-PUBLIC_PATHS = frozenset({"/health", "/healthz", "/readyz"})
+PUBLIC_PATHS = frozenset({"/health", "/healthz", "/ping", "/readyz"})
 
 
 class WrongKey(AuthenticationError):
@@ -53,26 +53,27 @@ class KeyRing:
         """
         return "" if self._is_open else self._salt(headers)
 
-    def check_admin(self, headers: Sequence[tuple[bytes, bytes]]) -> None:
-        """See that the caller is an operator. Raises: Forbidden, and as `authenticate` where keys are needed."""
-        self._check(headers, self._admins, "VLM_GATEWAY__ADMIN_KEYS")
+    def check_admin(self, headers: Sequence[tuple[bytes, bytes]]) -> str:
+        """The cache salt of an operator. Raises: Forbidden, and as `authenticate` where keys are needed."""
+        return self._check(headers, self._admins, "VLM_GATEWAY__ADMIN_KEYS")
 
-    def check_deployer(self, headers: Sequence[tuple[bytes, bytes]]) -> None:
-        """See that the caller may deploy. Raises: Forbidden, and as `authenticate` where keys are needed."""
-        self._check(headers, self._deployers, "VLM_GATEWAY__DEPLOY_KEYS")
+    def check_deployer(self, headers: Sequence[tuple[bytes, bytes]]) -> str:
+        """The cache salt of a caller who may deploy. Raises: Forbidden, and as `authenticate` where keys are needed."""
+        return self._check(headers, self._deployers, "VLM_GATEWAY__DEPLOY_KEYS")
 
     def _check(
         self, headers: Sequence[tuple[bytes, bytes]], allowed: frozenset[str], setting: str
-    ) -> None:
+    ) -> str:
         if not allowed:
             raise Forbidden(
                 f"Nobody may do this: {setting} names no key.", code="insufficient_permissions"
             )
-        if self._salt(headers) not in allowed:
+        if (salt := self._salt(headers)) not in allowed:
             raise Forbidden(
                 f"This API key may not do this: send one of {setting}.",
                 code="insufficient_permissions",
             )
+        return salt
 
     def _salt(self, headers: Sequence[tuple[bytes, bytes]]) -> str:
         keys = [_bearer(value) for name, value in headers if name == b"authorization"]

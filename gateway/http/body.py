@@ -6,18 +6,20 @@ place: `messages.[0].content.[1].image_url`.
 
 import asyncio
 import re
+import time
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Generic, TypeVar
 
 import msgspec
 from msgspec import inspect
-from starlette.types import Receive
+from starlette.types import Message, Receive
 
 from gateway.http.admission import HeldBody
 from gateway.http.context import RequestContext
 from gateway.http.errors import ApiError, InvalidRequest
 from gateway.http.exchange import ClientGone
+from gateway.http.unknown_fields import Cleaner, Unsupported, join, members_of, unsupported
 from shared.settings.limits import LimitSettings
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -34,8 +36,16 @@ _name_decoder = msgspec.json.Decoder(_NamesModel)
 _AT = re.compile(r"(?P<reason>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>.*)`)?", re.DOTALL)
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(?P<name>\w+)`")
-_SANE_NAME = re.compile(r"\w{1,64}(\[\])?", re.ASCII)  #: with brackets: a query's list
 JSON = b"application/json"
+_TO_BRACKETS = bytes.maketrans(b"{}", b"[]")
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+_RUNS = re.compile(rb"\[+|\]+")
+_SHALLOW = 3
+_TOKENS = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}:,]', re.DOTALL)
+_SEARCHED = 1 << 20  #: bytes of a body that are searched for a field that nests too deeply
+_TYPED_LEVELS = 8  #: of a request's own fields around one of any JSON, at most
+_LISTS = (inspect.ListType, inspect.VarTupleType, inspect.SetType)
+_CONTAINERS = (inspect.StructType, *_LISTS)
 _ANY_KEY = "[...]"  #: msgspec's word for the client's own keys, which are not echoed
 
 
@@ -56,12 +66,64 @@ async def read_body(
     _check_headers(context, limits.max_body_bytes, media_type)
     most = max_commas or limits.max_commas if media_type == JSON else limits.max_body_bytes
     try:
-        async with asyncio.timeout(timeout_s):
-            return await _read_all(receive, held, limits, most)
-    except TimeoutError:
-        raise InvalidRequest(
-            f"The body did not arrive within {timeout_s:g} s.", status=408, code="timeout"
-        ) from None
+        return await _read_all(PacedBody(receive, timeout_s).receive, held, limits, most)
+    except BodyTooSlow as slow:
+        raise slow.error() from None
+
+
+class BodyTooSlow(Exception):
+    """A body sent nothing for `timeout_s`, or less than the minimum rate over it."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.problem = f"less than {LimitSettings.min_body_rate >> 10} KiB a second arrived for {timeout_s:g} s"
+
+    def error(self) -> ApiError:
+        """The answer to the client."""
+        message = f"The body was sent too slowly: {self.problem}."
+        return InvalidRequest(message, status=408, code="timeout")
+
+
+class PacedBody:
+    """A body's messages, held to a minimum rate. Time counts only while a message is awaited."""
+
+    def __init__(self, receive: Receive, timeout_s: float) -> None:
+        self._receive = receive
+        self._timeout_s = timeout_s
+        self.num_bytes = 0  #: received so far
+        self._waited_s = 0.0
+        self._waits_since: float | None = None
+        self._window = (0, 0.0)  # both when the window began
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds spent waiting for the client so far."""
+        since = self._waits_since
+        return self._waited_s + (0.0 if since is None else time.monotonic() - since)
+
+    async def receive(self) -> Message:
+        """The next message. Raises: BodyTooSlow."""
+        silent_until = self.waited_s + self._timeout_s
+        while True:
+            num_bytes, began = self._window
+            message = await self._wait(min(silent_until, began + self._timeout_s) - self.waited_s)
+            if message is not None:
+                return message
+            least = LimitSettings.min_body_rate * (self.waited_s - began)
+            if self.waited_s >= silent_until or self.num_bytes - num_bytes < least:
+                raise BodyTooSlow(self._timeout_s)
+            self._window = (self.num_bytes, self.waited_s)
+
+    async def _wait(self, timeout_s: float) -> Message | None:
+        self._waits_since = time.monotonic()
+        try:
+            async with asyncio.timeout(timeout_s):
+                message = await self._receive()
+            self.num_bytes += len(message.get("body", b""))
+            return message
+        except TimeoutError:
+            return None
+        finally:
+            self._waited_s, self._waits_since = self.waited_s, None
 
 
 async def _read_all(
@@ -138,31 +200,107 @@ class JsonBody(Generic[T]):
     one, the set itself.
     """
 
-    def __init__(self, type_: type[T], hints: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        type_: type[T],
+        hints: Mapping[str, str] | None = None,
+        unsupported: Unsupported | None = None,
+    ) -> None:
+        """`unsupported`: fields that are refused although unknown ones are ignored."""
         self._type = type_
         self._decoder = msgspec.json.Decoder(type_)
         self._hints = hints or {}
+        self._unsupported = unsupported or {}
 
-    def decode(self, body: bytes) -> T:
-        """Read one. Raises: InvalidRequest that names the field."""
+    def decode(self, body: bytes, context: RequestContext | None = None) -> T:
+        """Read one. Without a `context`, an unknown field is refused.
+
+        Raises: InvalidRequest that names the field.
+        """
         try:
             if not body.isascii():
                 body.decode()  # the decoder does not look into the fields that it skips
-            return self._decoder.decode(body)
+            try:
+                decoded = self._decoder.decode(body)
+            except msgspec.ValidationError:
+                if context is None:
+                    raise
+                cleaner = Cleaner(context, self._unsupported, self._hints)
+                decoded = self._decoder.decode(cleaner.clean(body, self._info))
         except msgspec.ValidationError as error:
             raise locate(str(error), self._hints, self._info) from None
         except RecursionError:
-            raise InvalidRequest(
-                "The body nests objects and arrays too deeply: send at most 100 levels.",
-                code="invalid_json",
-            ) from None
+            raise self._too_deep(body) from None
         except (msgspec.DecodeError, UnicodeDecodeError):
             message = "The body is not valid JSON in UTF-8."
             raise InvalidRequest(message, code="invalid_json") from None
+        most = LimitSettings.max_json_depth
+        if is_deeper(body, most):
+            error = self._too_deep(body)
+            # Beyond what is searched for the field, the levels of typed fields are not told apart.
+            if error.param or (len(body) > _SEARCHED and is_deeper(body, most + _TYPED_LEVELS)):
+                raise error
+        return decoded
+
+    def _too_deep(self, body: bytes) -> ApiError:
+        """The error for a value that nests too deeply; names its field if it is found early."""
+        most = LimitSettings.max_json_depth
+        path: list[str | int] = []  # the key or index that was reached in each open container
+        key = "?"
+        for token in _TOKENS.finditer(body, 0, _SEARCHED):
+            first = token[0][:1]
+            if first in b"[{":
+                path.append(0 if first == b"[" else key)
+                if len(path) > most and len(path) - len(field := self._field(path)) > most:
+                    param = ".".join(field)
+                    text = (
+                        f"{param} nests arrays and objects too deeply: send at most {most} levels."
+                    )
+                    return InvalidRequest(text, param=param, code="invalid_json")
+            elif first == b'"':
+                key = token[0][1:-1].decode(errors="replace")
+            elif path and first in b"]}":
+                path.pop()
+            elif path and first == b":":
+                path[-1] = key
+            elif path and isinstance(index := path[-1], int):
+                path[-1] = index + 1
+        text = f"The body nests arrays and objects too deeply: send at most {most} levels."
+        return InvalidRequest(text, code="invalid_json")
+
+    def _field(self, path: list[str | int]) -> list[str]:
+        """The part of a path that this type describes: the rest is within a field of any JSON."""
+        names: list[str] = []
+        types = list(members_of(self._info))
+        for part in path[:_TYPED_LEVELS]:  # types may be recursive
+            if not any(isinstance(type_, _CONTAINERS) for type_ in types):
+                break
+            name = part if isinstance(part, str) else f"[{part}]"
+            names.append(name if isinstance(part, int) else join("", name))
+            types = [m for type_ in types for t in _inside(type_, name) for m in members_of(t)]
+        return names
 
     @cached_property
     def _info(self) -> inspect.Type:
         return inspect.type_info(self._type)
+
+
+def is_deeper(data: bytes, max_levels: int) -> bool:
+    """Whether valid JSON nests arrays and objects deeper than that."""
+    if data.count(b"[") + data.count(b"{") <= max_levels:
+        return False
+    if b"\\" in data:
+        data = data.replace(b"\\\\", b"").replace(b'\\"', b"")
+    outline = b"".join(data.split(b'"')[::2]).translate(_TO_BRACKETS, _NO_BRACKETS)
+    for _ in range(_SHALLOW):  # these are most of a wide value, and quick to leave out
+        outline = outline.replace(b"[]", b"")
+    depth = _SHALLOW
+    for run in _RUNS.finditer(outline):
+        num = run.end() - run.start()
+        depth += num if run[0].startswith(b"[") else -num
+        if depth > max_levels:
+            return True
+    return False
 
 
 def find_model_name(body: bytes) -> str:
@@ -184,27 +322,14 @@ def locate(problem: str, hints: Mapping[str, str], info: inspect.Type | None = N
     path = (match["path"] or "").partition(_ANY_KEY)[0]
     path = path.replace("[", ".[") if ".[" not in path else path
     if unknown := _UNKNOWN.fullmatch(reason):
-        return unsupported(_join(path, unknown["name"]))
+        return unsupported(join(path, unknown["name"]))
     if missing := _MISSING.fullmatch(reason):
-        param = _join(path, missing["name"])
+        param = join(path, missing["name"])
         return InvalidRequest(
             f"Missing required field: {param}.", param=param, code="missing_field"
         )
     message = _explain(reason, path, hints, info)
     return InvalidRequest(message, param=path or None, code="invalid_value")
-
-
-def unsupported(param: str) -> ApiError:
-    """The error for a field that would change the answer, or that nobody knows."""
-    return InvalidRequest(
-        f"Unsupported parameter: {param}. Remove it.", param=param, code="unsupported_parameter"
-    )
-
-
-def _join(path: str, name: str) -> str:
-    if not _SANE_NAME.fullmatch(name):
-        name = "?"  # a client's own text is not echoed
-    return f"{path}.{name}" if path else name
 
 
 def _explain(reason: str, path: str, hints: Mapping[str, str], info: inspect.Type | None) -> str:
@@ -219,13 +344,13 @@ def _explain(reason: str, path: str, hints: Mapping[str, str], info: inspect.Typ
 
 def _values_at(info: inspect.Type, path: str) -> list[str]:
     """The closed set of texts at that path of a body; empty: there is none."""
-    types = [*_members(info)]
+    types = [*members_of(info)]
     for name in filter(None, path.split(".")):
         types = [
             member
             for type_ in types
             for inner in _inside(type_, name)
-            for member in _members(inner)
+            for member in members_of(inner)
         ]
     sets = (type_.values for type_ in types if isinstance(type_, inspect.LiteralType))
     enums = (
@@ -234,17 +359,8 @@ def _values_at(info: inspect.Type, path: str) -> list[str]:
     return [value for values in (*sets, *enums) for value in values if isinstance(value, str)]
 
 
-def _members(type_: inspect.Type) -> Iterator[inspect.Type]:
-    """Itself, or those of a union; without what only describes it."""
-    while isinstance(type_, inspect.Metadata):
-        type_ = type_.type
-    yield from type_.types if isinstance(type_, inspect.UnionType) else (type_,)
-
-
 def _inside(type_: inspect.Type, name: str) -> Iterator[inspect.Type]:
     if isinstance(type_, inspect.StructType):
         yield from (field.type for field in type_.fields if field.encode_name == name)
-    elif name.startswith("[") and isinstance(
-        type_, inspect.ListType | inspect.VarTupleType | inspect.SetType
-    ):
+    elif name.startswith("[") and isinstance(type_, _LISTS):
         yield type_.item_type

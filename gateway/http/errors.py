@@ -11,6 +11,7 @@ Messages are short, fixed texts and numbers of ours, never input, addresses, pat
 """
 
 from collections.abc import Callable, Collection
+from difflib import get_close_matches
 from http import HTTPStatus
 
 import msgspec
@@ -19,6 +20,7 @@ from starlette.types import Send
 from shared.protocol import ErrorCode, Failed
 
 Headers = list[tuple[bytes, bytes]]
+_MAX_COMPARED_CHARS = 100  #: of an unknown path
 
 
 class ErrorFields(msgspec.Struct):
@@ -189,7 +191,7 @@ def from_status(status: int) -> ApiError:
 
 
 def unknown_path(path: str, known: Collection[str]) -> ApiError:
-    """The error for a path that nobody serves: which one is near, or which ones there are.
+    """The error for an unknown path, with the nearest one that is served.
 
     Only our own paths are told, never the client's.
     """
@@ -197,7 +199,8 @@ def unknown_path(path: str, known: Collection[str]) -> ApiError:
     if near:
         message = f"Not Found: this server serves {near[0]}; is the base URL without /v1, or twice?"
     else:
-        message = f"Not Found: this server serves {', '.join(sorted(known))}; GET /docs lists all."
+        [nearest] = get_close_matches(path[:_MAX_COMPARED_CHARS], sorted(known), 1, cutoff=0.0)
+        message = f"Not Found: the nearest path is {nearest}; GET /docs lists all."
     return NotFound(message, code="not_found")
 
 

@@ -8,6 +8,7 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.http.context import SCOPE_KEY, RequestContext
 from gateway.http.errors import Headers
+from gateway.http.unknown_fields import header_of
 
 
 class ClientGone(Exception):
@@ -29,12 +30,10 @@ class Exchange:
         return self.status is not None
 
     async def answer(self, status: int, headers: Headers, body: bytes) -> None:
-        """Send a whole response."""
         await self.start(status, [*headers, (b"content-length", b"%d" % len(body))])
         await self.write(body, is_last=True)
 
     async def start(self, status: int, headers: Headers) -> None:
-        """Send the status line."""
         self.status = status
         headers = with_ids(self.context, headers)
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
@@ -60,6 +59,8 @@ def with_ids(context: RequestContext, headers: Iterable[tuple[bytes, bytes]]) ->
     named = [*headers, (b"x-request-id", request_id)]
     if b"anthropic-version" in context.headers:  # whose clients know it by this name
         named.append((b"request-id", request_id))
+    if context.ignored:
+        named.append(header_of(context))
     if context.trace_parent is not None:
         named.append((b"traceparent", context.trace_parent.encode()))
     return named

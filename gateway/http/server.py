@@ -129,6 +129,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     _has_ended = False  #: whether the latest read held the end of a request
     _timer: TimerHandle | None = None  #: ends a connection whose request does not come
     _times_body = False  #: whether that timer is a body's
+    _is_body_silent = False  #: no byte of the body since that timer was set
     _send_timer: TimerHandle | None = None  #: ends a connection whose client does not read
 
     def __init__(
@@ -150,7 +151,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._set_timer(self._header_timeout_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the clocks."""
         self._stop_timer()
         self._stop_send_timer()
         super().connection_lost(exc)
@@ -163,7 +163,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._send_timer = self.loop.call_later(self._send_timeout_s, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """It has read."""
         self._stop_send_timer()
         super().resume_writing()
 
@@ -189,11 +188,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         elif not self._in_body:
             self._stop_timer()
         elif not self._times_body:
-            self._set_timer(self._body_timeout_s)
-            self._times_body = True
+            self._time_body()
 
     def on_message_begin(self) -> None:
-        """A request begins."""
         super().on_message_begin()
         self._in_headers, self._in_body, self._num_received = True, False, 0
         self._num_trailers = self._num_trailer_bytes = 0
@@ -215,6 +212,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         """A piece of the body; what stands between two of them is bounded."""
         self._num_received = 0
+        self._is_body_silent = False
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -308,6 +306,19 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._stop_timer()
         self._timer = self.loop.call_later(timeout_s, self.transport.close)
 
+    def _time_body(self) -> None:
+        """Close a connection whose body stops. Its rate is limited by whoever reads it."""
+        self._stop_timer()
+        self._times_body, self._is_body_silent = True, True
+        self._timer = self.loop.call_later(self._body_timeout_s, self._end_body)
+
+    def _end_body(self) -> None:
+        is_unread = self.cycle is None or self.cycle.response_complete
+        if is_unread or (self._is_body_silent and not self.flow.read_paused):
+            self.transport.close()
+        else:
+            self._time_body()
+
     def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
@@ -363,7 +374,6 @@ class DrainingServer(uvicorn.Server):
         return self.servers[0].sockets[0].getsockname()[1]
 
     async def startup(self, sockets=None) -> None:
-        """Listen, and say so."""
         await super().startup(sockets)
         host = self.config.host
         logger.info(

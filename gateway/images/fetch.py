@@ -252,7 +252,6 @@ class _PinnedNetwork(httpcore.AsyncNetworkBackend):
         return await self._inner.connect_tcp(str(self._pinned[host][-1]), port, *args, **options)
 
     async def sleep(self, seconds: float) -> None:
-        """Wait, between tries."""
         await self._inner.sleep(seconds)
 
 

@@ -34,6 +34,8 @@ class ImageSource(Struct, frozen=True):
     param: str
     #: Of one that an earlier request of the same tenant brought, in place of the URL.
     ref: ImageRef | None = None
+    min_pixels: int = 0  #: to which the model's processor scales it; 0: the model's own
+    max_pixels: int = 0
 
 
 class LoadedImage(Struct, frozen=True):
@@ -146,7 +148,6 @@ class ImageLoader:
         )
 
     def close(self) -> None:
-        """Let the threads go."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
@@ -155,7 +156,7 @@ def _is_data(url: str) -> bool:
 
 
 def decode_base64(text: str) -> bytes:
-    """Decode strictly: standard alphabet, padded, nothing else. Raises: ImageRefused.
+    """Decode: standard alphabet, padded; white space is skipped. Raises: ImageRefused.
 
     By msgspec, which is seven times as fast at it as binascii and refuses needless padding too.
     """
@@ -170,6 +171,8 @@ def decode_base64(text: str) -> bytes:
             slices.append(msgspec.convert(piece, bytes))
         return b"".join(slices)
     except ValueError:
+        if len(packed := "".join(text.split())) < len(text):
+            return decode_base64(packed)
         raise ImageRefused(
             "The image is not valid base64: send the standard alphabet with padding."
         ) from None

@@ -1,4 +1,4 @@
-"""The chat page and that of deployments: a handful of fixed files, read once, that a browser gets without a key.
+"""The chat page, that of deployments and the API reference: a handful of fixed files, read once, that a browser gets without a key.
 
 They hold nothing secret; the page asks its user for the key and sends it with each call of the API.
 Its policy lets it run its own scripts alone and talk to this gateway alone, so that no text of a
@@ -68,13 +68,14 @@ class PageFile:
 
 
 def load_page(folder: Path = FOLDER) -> dict[str, PageFile]:
-    """Every file of the pages by its path: `/` is `index.html`, `/apps` is `apps.html`, the others lie under `/page/`."""
+    """Every file of the pages by its path: `/` is `index.html`, `/apps` and `/docs` are pages, the others lie under `/page/`."""
     files = {
         f"/page/{path.relative_to(folder).as_posix()}": _read(path)
         for path in sorted(folder.rglob("*"))
         if path.suffix in _TYPES
     }
-    return {"/": files.pop("/page/index.html"), "/apps": files.pop("/page/apps.html"), **files}
+    pages = {"/": "index", "/apps": "apps", "/docs": "docs"}
+    return {path: files.pop(f"/page/{name}.html") for path, name in pages.items()} | files
 
 
 def create_page_routes() -> list[Route]:

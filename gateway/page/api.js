@@ -30,6 +30,11 @@ export async function listApplications() {
   return (await response.json()).data;
 }
 
+/** The OpenAPI document. Throws ApiError. */
+export async function readDocument() {
+  return (await call("openapi.json")).json();
+}
+
 /** A vector of length 1 for each input, in order. Throws ApiError, or AbortError when `signal` says stop. */
 export async function embed(body, signal) {
   const response = await post("v1/embeddings", { ...body, encoding_format: "base64" }, signal);

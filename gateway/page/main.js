@@ -93,8 +93,7 @@ async function answer(turn, body) {
 
 /** Add the stream's text to the exchange; returns its usage and times. */
 async function follow(turn, body, signal) {
-  const began = performance.now();
-  const measured = { timings: null, usage: null, firstTextAfter: null, reason: null };
+  const measured = { timings: null, usage: null, reason: null };
   for await (const chunk of streamAnswer(body, signal)) {
     measured.timings = chunk.timings ?? measured.timings;
     measured.usage = chunk.usage ?? measured.usage;
@@ -102,7 +101,6 @@ async function follow(turn, body, signal) {
     measured.reason = choice?.finish_reason ?? measured.reason;
     const { content = "", reasoning_content: thought = "", tool_calls: calls = [] } = choice?.delta ?? {};
     if (!content && !thought && !calls.length) continue;
-    measured.firstTextAfter ??= (performance.now() - began) / 1000;
     turn.exchange.answer += content ?? "";
     turn.exchange.thought += thought ?? "";
     addCalls(turn.exchange.calls, calls);

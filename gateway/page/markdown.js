@@ -4,6 +4,10 @@
 import { toCopyButton } from "./copy.js";
 
 const MAX_DEPTH = 8; // of quotes, lists and emphasis in each other
+const MAX_COLUMNS = 100;
+const MAX_CELLS = 2000; // of one table
+const MAX_BLOCKS = 2000; // of a text, and items of a list; what is beyond a bound is shown as text
+const MAX_LINE = 2000; // of a heading, a rule or a table's second line: their patterns backtrack
 const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([^\s`]*)/;
 const HEADING = /^ {0,3}(#{1,6})\s+(.*?)\s*#*$/;
 const RULE = /^ {0,3}(?:(?:\*\s*){3,}|(?:-\s*){3,}|(?:_\s*){3,})$/;
@@ -63,6 +67,10 @@ function splitBlocks(lines) {
   const blocks = [];
   let at = 0;
   while (at < lines.length) {
+    if (blocks.length === MAX_BLOCKS) {
+      blocks.push({ kind: "text", lines: lines.slice(at) });
+      break;
+    }
     if (!lines[at].trim()) {
       at++;
       continue;
@@ -78,12 +86,16 @@ function splitBlocks(lines) {
 function kindAt(lines, at) {
   const line = lines[at];
   if (FENCE.test(line)) return "code";
-  if (HEADING.test(line)) return "heading";
-  if (RULE.test(line)) return "rule";
+  if (matches(HEADING, line)) return "heading";
+  if (matches(RULE, line)) return "rule";
   if (QUOTE.test(line)) return "quote";
   if (ITEM.test(line)) return "list";
-  if (line.includes("|") && TABLE_RULE.test(lines[at + 1] ?? "")) return "table";
+  if (line.includes("|") && matches(TABLE_RULE, lines[at + 1] ?? "")) return "table";
   return "paragraph";
+}
+
+function matches(pattern, line) {
+  return line.length <= MAX_LINE && pattern.test(line);
 }
 
 const ENDS = {
@@ -103,7 +115,7 @@ const ENDS = {
     const end = endWhere(lines, at, (line, index) => {
       if (!line.trim()) return (wasBlank = true) && false;
       const isIndented = /^ {2}|^\t/.test(line);
-      const isItem = ITEM.test(line) && !RULE.test(line) && /\d/.test(line.trim()[0]) === isOrdered;
+      const isItem = ITEM.test(line) && !matches(RULE, line) && /\d/.test(line.trim()[0]) === isOrdered;
       const goesOn = isIndented || isItem || (!wasBlank && kindAt(lines, index) === "paragraph");
       wasBlank = false;
       return !goesOn;
@@ -119,12 +131,13 @@ function endWhere(lines, at, isEnd) {
 }
 
 function toBlock({ kind, lines }, depth) {
-  if (depth > MAX_DEPTH) return create("p", lines.join("\n"));
+  if (depth > MAX_DEPTH) return MAKERS.text(lines);
   return MAKERS[kind](lines, depth);
 }
 
 const MAKERS = {
   rule: () => create("hr"),
+  text: (lines) => create("p", lines.join("\n")),
   heading([line], depth) {
     const [, marks, text] = HEADING.exec(line);
     return withInline(create(`h${Math.min(6, marks.length + 2)}`), text, depth); // below the page's own
@@ -137,6 +150,9 @@ const MAKERS = {
     return toCodeBlock(lines.slice(1, isClosed ? -1 : undefined).join("\n"), language);
   },
   table(lines, depth) {
+    const numColumns = lines[1].split("|", MAX_COLUMNS + 3).length;
+    if (numColumns > MAX_COLUMNS + 2) return MAKERS.text(lines);
+    const numRows = Math.floor(MAX_CELLS / numColumns);
     const scroll = create("div", "", "table");
     const table = create("table");
     const sides = splitRow(lines[1]).map((cell) => (cell.endsWith(":") ? (cell[0] === ":" ? "center" : "right") : "left"));
@@ -155,16 +171,20 @@ const MAKERS = {
     const head = create("thead");
     const body = create("tbody");
     head.append(toRow(lines[0], "th"));
-    body.append(...lines.slice(2).map((line) => toRow(line, "td")));
+    body.append(...lines.slice(2, numRows + 2).map((line) => toRow(line, "td")));
     table.append(head, body);
     scroll.append(table);
+    if (lines.length > numRows + 2) scroll.append(MAKERS.text(lines.slice(numRows + 2)));
     return scroll;
   },
   list(lines, depth) {
     const first = ITEM.exec(lines[0])[2];
     const list = create(/\d/.test(first) ? "ol" : "ul");
     if (/\d/.test(first)) list.start = parseInt(first, 10);
-    for (const item of splitItems(lines)) {
+    const items = splitItems(lines);
+    const rest = items.splice(MAX_BLOCKS).flat();
+    if (rest.length > 0) items.push(["", rest.join("\n")]);
+    for (const item of items) {
       const element = create("li");
       const blocks = splitBlocks(item);
       const [opening] = blocks;

@@ -24,14 +24,14 @@ export function formatTime(seconds) {
   return ms >= 100 ? `${ms.toFixed(0)} ms` : `${ms.toFixed(1)} ms`;
 }
 
-/** Fill the footer of an answer from the stream's `timings` and `usage`; `firstTextAfter` is in seconds. */
-export function showTimings(footer, { timings, usage, firstTextAfter }) {
+/** Fill the footer of an answer from the stream's `timings` and `usage`. */
+export function showTimings(footer, { timings, usage }) {
   const stages = stagesOf(timings);
   const bar = footer.querySelector(".bar");
   bar.ariaLabel = `Time by stage: ${stages.map(({ name, seconds }) => `${LABELS[name]} ${formatTime(seconds)}`).join(", ")}`;
   bar.replaceChildren(...stages.map(toSegment));
   footer.querySelector(".stages").replaceChildren(...stages.map(toEntry));
-  const facts = toFacts(timings, usage, firstTextAfter).map((fact) => fact.replaceAll(" ", "\u00a0"));
+  const facts = toFacts(timings, usage, stages).map((fact) => fact.replaceAll(" ", "\u00a0"));
   footer.querySelector(".facts").textContent = facts.join("\u00a0\u00b7 "); // lines break between facts alone
   footer.hidden = false;
 }
@@ -55,10 +55,11 @@ function toEntry({ name, seconds }) {
   return entry;
 }
 
-function toFacts(timings, usage, firstTextAfter) {
+function toFacts(timings, usage, stages) {
   const { completion_tokens: tokens = 0, prompt_tokens: prompt = 0, prompt_tokens_details: details } = usage ?? {};
+  const firstToken = stages.filter(({ name }) => name !== "decode" && name !== "relay").reduce((sum, { seconds }) => sum + seconds, 0);
   const facts = [`${formatTime(timings.e2e_s)} in all`];
-  if (firstTextAfter !== null) facts.push(`first text after ${formatTime(firstTextAfter)}`);
+  if (tokens) facts.push(`first token after ${formatTime(firstToken)}`);
   facts.push(`${tokens} token${tokens === 1 ? "" : "s"}`);
   if (tokens > 1 && timings.decode_s > 0) facts.push(`${Math.round((tokens - 1) / timings.decode_s)} tokens/s`);
   facts.push(`${prompt} prompt tokens${details?.cached_tokens ? ` (${details.cached_tokens} cached)` : ""}`);

@@ -19,6 +19,7 @@ from tests.browser.chat_page import DESK, PHONE, SMALL, ChatPage
 from tests.browser.conftest import NUM_TOKENS
 from tests.integration.fleet_process import ROOT, SAMPLE, Served, start_fleet
 from tests.long import long
+from tests.processes import environment_of
 
 SAMPLES = sorted(SAMPLE.parent.glob("*.png"))
 
@@ -34,6 +35,8 @@ def test_an_answer_about_an_image_streams_in_and_tells_where_its_time_went(page:
     assert "in all" in facts
     assert f"{NUM_TOKENS} tokens" in facts
     assert "tokens/s" in facts
+    whole, first = re.findall(r"([\d.]+)\s(ms|s)\b", facts)[:2]
+    assert in_milliseconds(*first) < in_milliseconds(*whole)
     times = {row.get_attribute("class"): milliseconds(row) for row in page.find_all(".stages div")}
     assert {f"stage-{name}" for name in STAGES} >= set(times) > {"stage-vision", "stage-decode"}
     widths = {
@@ -46,7 +49,10 @@ def test_an_answer_about_an_image_streams_in_and_tells_where_its_time_went(page:
 
 
 def milliseconds(row: WebElement) -> float:
-    value, unit = row.find_element(By.TAG_NAME, "dd").text.split()
+    return in_milliseconds(*row.find_element(By.TAG_NAME, "dd").text.split())
+
+
+def in_milliseconds(value: str, unit: str) -> float:
     return float(value) * (1000 if unit == "s" else 1)
 
 
@@ -236,6 +242,38 @@ Two *shapes*, **no** text_in_it, `a < b`, 2 * 3 * 4.
 <b>code</b>
 ```
 <img src=x onerror=alert(1)> [bad](javascript:alert(1)) ![far](data:image/png;base64,AA)"""
+
+
+SHOW_LARGE = """
+const [text, done] = arguments;
+import("/page/markdown.js").then(({MarkdownView}) => {
+  const shown = document.querySelector(".answer .text");
+  const began = performance.now();
+  new MarkdownView(shown).show(text);
+  shown.getBoundingClientRect();
+  const lengthS = (performance.now() - began) / 1000;
+  done([lengthS, shown.querySelectorAll("*").length, shown.textContent.includes("the end")]);
+}, (error) => done([String(error), 0, false]));
+"""
+LARGE = {
+    "columns": "|" + "-|" * 1000 + "\n|" + "-|" * 1000 + "\n|" * 1000 + "the end",
+    "rows": "|a|b|\n|-|-|\n" + "|1|2|\n" * 20_000 + "|the end|",
+    "rule": "|a|\n" + "-" * 60_000 + "x\nthe end",
+    "heading": "# " + "#" * 20_000 + "x\nthe end",
+    "paragraphs": "a\n\n" * 20_000 + "the end",
+    "items": "* a\n" * 30_000 + "* the end",
+    "nested items": "* " * 30_000 + "the end",
+}
+
+
+@pytest.mark.parametrize("text", LARGE.values(), ids=LARGE)
+def test_no_answer_freezes_the_page(page: ChatPage, text: str):
+    page.ask("What is it?")
+    page.wait_for_end()
+    length_s, num_elements, is_whole = page.browser.execute_async_script(SHOW_LARGE, text)
+    assert (length_s < 5, num_elements < 10_000, is_whole) == (True, True, True), (
+        length_s, num_elements, is_whole,
+    )  # fmt: skip
 
 
 def test_markdown_of_answers_becomes_elements_and_never_code(page: ChatPage):
@@ -487,7 +525,7 @@ def test_results_of_calls_are_sent_and_kept(page: ChatPage):
 def two_models(browser, tmp_path) -> Iterator[Served]:
     """A fleet of its own whose two workers have a model each."""
     fleet = start_fleet(tmp_path)
-    variables = fleet.child("worker").environ() | {"VLM_ENGINE__SERVED_NAME": "shapes"}
+    variables = environment_of(fleet.child("worker")) | {"VLM_ENGINE__SERVED_NAME": "shapes"}
     second = subprocess.Popen(
         [sys.executable, "-m", "vlm", "worker"], cwd=ROOT, env=variables, stderr=subprocess.DEVNULL
     )

@@ -6,14 +6,14 @@ from typing import Any
 from gateway.api.chat.answer import ChatAnswer
 from gateway.api.chat.schemas import (
     IGNORED_FIELDS,
-    NEUTRAL_VALUES,
     ChatCompletion,
     ChatCompletionChunk,
     ChatCompletionRequest,
 )
-from gateway.api.chat.translate import ChatOptions, check_supported, translate
-from gateway.api.fields import check_stream_options
-from gateway.api.openapi import branch, describe_operation, write_neutral
+from gateway.api.chat.translate import ChatOptions, translate
+from gateway.api.fields import UNSUPPORTED, check_stream_options
+from gateway.api.openapi import branch, describe_operation
+from gateway.api.sampling import check_prompt_logprobs
 from gateway.api.structured import StructuredFields
 from gateway.calls.surface import Answer, AnswerHead, Plan, Surface
 from gateway.http.body import JsonBody
@@ -31,7 +31,10 @@ _BODY = JsonBody(
         "response_format.type": "Supported formats are text, json_object and json_schema.",
         "tool_choice": "Send none, auto, required, a function by name or allowed_tools.",
         "detail": "Supported values are auto, low, high and original.",
+        "functions": "Send tools instead.",
+        "function_call": "Send tools and tool_choice instead.",
     },
+    unsupported=UNSUPPORTED["/v1/chat/completions"],
 )
 #: Numbers of a request that its trace shows.
 _TRACED = ("temperature", "top_p", "top_k", "seed", "frequency_penalty", "presence_penalty")
@@ -52,9 +55,9 @@ class ChatCompletions(Surface):
 
     def read(self, body: bytes, context: RequestContext) -> ChatCompletionRequest:
         """The checked body. Raises: InvalidRequest."""
-        request = _BODY.decode(body)
-        check_supported(request)
+        request = _BODY.decode(body, context)
         check_stream_options(request.stream_options, request.stream)
+        check_prompt_logprobs(request, request.stream)
         return request
 
     def plan(
@@ -98,6 +101,7 @@ def _write_limits(properties: dict[str, Any], limits: LimitSettings) -> None:
         "max_tokens": limits.max_output_tokens,
         "max_completion_tokens": limits.max_output_tokens,
         "top_logprobs": limits.max_top_logprobs,
+        "prompt_logprobs": limits.max_top_logprobs,
     }.items():
         branch(properties[name], "integer")["maximum"] = maximum
     text, texts = branch(properties["stop"], "string"), branch(properties["stop"], "array")
@@ -121,4 +125,3 @@ def _write_limits(properties: dict[str, Any], limits: LimitSettings) -> None:
     for name in IGNORED_FIELDS:
         if name in properties:
             properties[name]["description"] = "Accepted; changes nothing."
-    write_neutral(properties, NEUTRAL_VALUES)

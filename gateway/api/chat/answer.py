@@ -14,11 +14,12 @@ from gateway.api.answers import (
     SYSTEM_FINGERPRINT,
     Blocks,
     CompletionUsage,
+    PromptTokens,
     call_id,
     encode,
-    merge_tokens,
     to_usage,
     usage_of,
+    with_ends,
 )
 from gateway.api.chat.schemas import (
     AnswerCall,
@@ -68,8 +69,11 @@ class ChatAnswer:
             _GatheredChoice(self.head.id, index, self.options)
             for index in range(len(totals.finished))
         ]
+        prompt = PromptTokens()
         for index, event in events:
             choices[index].add(event)
+            if index == 0:
+                prompt.add(event)
         completion = ChatCompletion(
             id=self.head.id,
             created=self.head.created,
@@ -80,6 +84,8 @@ class ChatAnswer:
             service_tier=self.options.service_tier,
             timings=timings_of(totals),
         )
+        if self.options.with_prompt_logprobs:
+            completion.prompt_logprobs = prompt.to_prompt_logprobs()
         return encode(completion)
 
     def frames(self, events: Sequence[ChoiceEvent], totals: Totals | None) -> list[Frame]:
@@ -87,20 +93,21 @@ class ChatAnswer:
         frames: list[Frame] = []
         timings = UNSET if totals is None else timings_of(totals)
         last = events[-1][1] if events else None
-        for index, event in merge_tokens(events) if len(events) > 1 else events:
+        for index, event, end in with_ends(events, joins=self.options.continuous_usage):
             if self.options.continuous_usage:
                 self._count(index, event)
             if index not in self._begun:
                 self._begun.add(index)
                 frames.append((0, self._chunk(ChunkChoice(index, ChoiceDelta("assistant", "")))))
-            if isinstance(event, Tokens):
-                if self._tells(event):
-                    position = event.index + event.num_tokens
-                    frames.append((position, self._chunk(self._content(index, event))))
-            elif isinstance(event, Finished):
-                self._num_tokens = event.usage.num_output_tokens
-                choice = ChunkChoice(index, ChoiceDelta(), None, event.finish_reason.value)
-                is_end = event is last and not self.options.include_usage
+            choice = ChunkChoice(index, ChoiceDelta())
+            if isinstance(event, Tokens) and self._tells(event):
+                choice = self._content(index, event)
+                if end is None:
+                    frames.append((event.index + event.num_tokens, self._chunk(choice)))
+            if end is not None:
+                self._num_tokens = end.usage.num_output_tokens
+                choice.finish_reason = end.finish_reason.value
+                is_end = end is last and not self.options.include_usage
                 chunk = self._chunk(choice, timings if is_end else UNSET)
                 frames.append((self._num_tokens + 1, chunk))
         if totals is not None:
@@ -182,7 +189,6 @@ class _GatheredChoice:
         self._finish_reason = ""
 
     def add(self, event: object) -> None:
-        """Take the next event."""
         if isinstance(event, Tokens):
             self._blocks.add(event)
             self._logprobs.extend(event.logprobs)

@@ -1,6 +1,6 @@
 """OpenAI's wire as structs: what a chat request may hold and what an answer looks like.
 
-Strict: an unknown field is an error. Limits are named in `shared.settings.limits`: those that the
+Limits are named in `shared.settings.limits`: those that the
 contract fixes are part of the types here, those that an operator may change are checked by
 `translate`.
 
@@ -12,12 +12,12 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from gateway.api.answers import CompletionUsage
+from gateway.api.answers import CompletionUsage, PromptLogprobs
 from gateway.api.fields import (
+    EchoedStruct,
     Ignored,
     IgnoredStreamFields,
     ModelName,
-    Neutral,
     RequestStruct,
     ServiceTier,
     StreamOptions,
@@ -62,10 +62,22 @@ class TextContent(IgnoredPartFields, frozen=True, kw_only=True, tag_field="type"
     text: str
 
 
+PixelCount = Annotated[int, Meta(ge=1, lt=2**31)]
+
+
+class PixelFields(RequestStruct, frozen=True, kw_only=True):
+    """Between how many pixels an image is scaled; never above the model's own limit."""
+
+    min_pixels: PixelCount | None = None
+    max_pixels: PixelCount | None = None
+
+
 class ImageContent(IgnoredPartFields, frozen=True, kw_only=True, tag_field="type", tag="image_url"):
     """An image; many clients send the URL bare."""
 
     image_url: ImageUrl | str
+    min_pixels: PixelCount | None = None  #: Qwen's; as of `mm_processor_kwargs`, and before them
+    max_pixels: PixelCount | None = None
 
 
 class InputTextContent(
@@ -88,7 +100,7 @@ class InputImageContent(
 ContentPart = TextContent | ImageContent | InputTextContent | InputImageContent
 
 
-class IgnoredMessageFields(RequestStruct, frozen=True, kw_only=True):
+class IgnoredMessageFields(EchoedStruct, frozen=True, kw_only=True):
     """Fields of a turn that change no answer."""
 
     name: Annotated[str, Meta(max_length=MAX_NAME_CHARS)] | None = None
@@ -96,18 +108,12 @@ class IgnoredMessageFields(RequestStruct, frozen=True, kw_only=True):
     refusal: str | None = None
 
 
-class ChatMessageParam(
-    IgnoredMessageFields, frozen=True, kw_only=True, forbid_unknown_fields=False
-):
-    """One turn. Clients echo assistant turns with all that an answer had and with fields of their own, which
-    are skipped.
-    """
+class ChatMessageParam(IgnoredMessageFields, frozen=True, kw_only=True):
+    """One turn. Clients echo assistant turns with all that an answer had and with fields of their own."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     #: null, or nothing, only of the assistant's, who may have said nothing
     content: str | Annotated[list[ContentPart], Meta(min_length=1)] | UnsetType | None = UNSET
-    audio: Neutral = UNSET
-    function_call: Neutral = UNSET
     #: What the assistant thought; some clients call it `reasoning`. Whatever is no text is skipped.
     reasoning: Ignored = UNSET
     reasoning_content: Ignored = UNSET
@@ -122,10 +128,15 @@ MetadataValue = Annotated[str, Meta(max_length=MAX_METADATA_VALUE_CHARS)]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
+class ThinkingType(EchoedStruct, frozen=True, kw_only=True):
+    """Whether the model is to think; `auto` leaves it to the model."""
+
+    type: Literal["enabled", "disabled", "adaptive", "auto"]
+
+
 class IgnoredFields(StructuredFields, frozen=True, kw_only=True):
     """Fields that clients send and that change nothing here: no answer, no log line, no metric."""
 
-    functions: Ignored = UNSET
     metadata: (
         Annotated[dict[MetadataKey, MetadataValue], Meta(max_length=MAX_METADATA_ENTRIES)] | None
     ) = None
@@ -137,18 +148,6 @@ class IgnoredFields(StructuredFields, frozen=True, kw_only=True):
     verbosity: Ignored = UNSET
 
 
-class NeutralFields(IgnoredFields, frozen=True, kw_only=True):
-    """Fields that would change the answer: accepted only where they ask for nothing."""
-
-    audio: Neutral = UNSET
-    best_of: Neutral = UNSET
-    function_call: Neutral = UNSET
-    modalities: Neutral = UNSET
-    moderation: Neutral = UNSET
-    prediction: Neutral = UNSET
-    web_search_options: Neutral = UNSET
-
-
 #: Fields that change nothing. The list in docs/api.md is tested against this one.
 IGNORED_FIELDS = (
     *IgnoredFields.__annotations__,
@@ -158,16 +157,8 @@ IGNORED_FIELDS = (
     *(f"messages[].content[].image_url.{name}" for name in IgnoredImageFields.__struct_fields__),
 )
 
-#: JSON that asks for nothing, by field that is not supported; null always does.
-NEUTRAL_VALUES: dict[str, tuple[bytes, ...]] = {
-    **dict.fromkeys(NeutralFields.__annotations__, ()),
-    "best_of": (b"1",),
-    "function_call": (b'"none"', b'"auto"'),
-    "modalities": (b'["text"]',),
-}
 
-
-class ChatCompletionRequest(NeutralFields, frozen=True, kw_only=True):
+class ChatCompletionRequest(IgnoredFields, frozen=True, kw_only=True):
     """The body of `POST /v1/chat/completions`."""
 
     model: ModelName
@@ -186,7 +177,11 @@ class ChatCompletionRequest(NeutralFields, frozen=True, kw_only=True):
     reasoning_effort: ReasoningEffort | None = None
     include_reasoning: bool | None = None  #: vLLM's: false leaves out what the model thinks
     enable_thinking: bool | None = None  #: as in `chat_template_kwargs`
+    thinking: bool | ThinkingType | None = None  #: the same, as candle-vllm and others name it
     chat_template_kwargs: dict[str, TemplateOption] | None = None  #: vLLM's
+    add_generation_prompt: bool | None = None  #: vLLM's
+    continue_final_message: bool | None = None  #: vLLM's
+    mm_processor_kwargs: PixelFields | None = None  #: vLLM's, of all images
 
 
 class TopLogprob(msgspec.Struct):
@@ -259,6 +254,7 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     usage: CompletionUsage
     system_fingerprint: str
     service_tier: str | UnsetType = UNSET  #: that it was served as, where the request named one
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     timings: Timings = UNSET
 
 

@@ -10,12 +10,13 @@ from contextlib import suppress
 import msgspec
 
 from gateway.api.chat.schemas import (
-    NEUTRAL_VALUES,
     ChatCompletionRequest,
     ChatMessageParam,
     ContentPart,
     ImageContent,
     InputImageContent,
+    PixelFields,
+    ThinkingType,
 )
 from gateway.api.conversation import (
     Conversation,
@@ -26,8 +27,6 @@ from gateway.api.conversation import (
     switch_thinking,
 )
 from gateway.api.fields import (
-    asks_for_something,
-    check_neutral,
     find_priority,
     find_service_tier,
     invalid,
@@ -46,12 +45,8 @@ from gateway.api.structured import check_with_grammar, find_grammar
 from gateway.api.tools import find_tools, read_call, read_offer
 from gateway.calls.surface import Plan
 from gateway.http.context import RequestContext
-from shared.protocol import Generate, ModelCard, TemplateOption, ToolCall
+from shared.protocol import Ending, Generate, ModelCard, TemplateOption, ToolCall
 from shared.settings.limits import LimitSettings
-
-_EMPTY = (b"[]", b"{}", b'""')  #: what answers have in fields that they do not use
-_NO_TOOLS = "send tools and tool_choice instead"
-_NO_CALLS = "send tool_calls instead, or the turn as text"
 
 
 class ChatOptions(msgspec.Struct, frozen=True):
@@ -61,6 +56,7 @@ class ChatOptions(msgspec.Struct, frozen=True):
     continuous_usage: bool = False  #: counts so far in every chunk
     with_logprobs: bool = False
     with_reasoning: bool = True
+    with_prompt_logprobs: bool = False
     #: That it is served as, where the request named one.
     service_tier: str | msgspec.UnsetType = msgspec.UNSET
 
@@ -79,9 +75,11 @@ def translate(
         max_tokens=_max_tokens(request, limits),
         num_logprobs=_num_logprobs(request, limits),
     )
-    conversation = translate_messages(request.messages, limits)
+    conversation = translate_messages(
+        request.messages, limits, request.mm_processor_kwargs or PixelFields()
+    )
     check_model(sampling, card)
-    options = _template_options(request, card)
+    options = _template_options(request, card, context)
     grammar = find_grammar(request, card, limits)
     tools = None
     if request.tools or request.tool_choice is not None:
@@ -93,6 +91,7 @@ def translate(
         tuple(conversation.messages),
         sampling,
         template_options=options,
+        ending=_ending(request, conversation),
         grammar=grammar,
         tools=tools,
     )
@@ -108,52 +107,50 @@ def translate(
             continuous_usage=stream_options is not None and stream_options.continuous_usage_stats,
             with_logprobs=bool(request.logprobs),
             with_reasoning=request.include_reasoning is not False,
+            with_prompt_logprobs=request.prompt_logprobs is not None,
             service_tier=find_service_tier(request.service_tier, priority),
         ),
     )
 
 
-def check_supported(request: ChatCompletionRequest) -> None:
-    """Refuse what would change the answer and is not done here. Raises: InvalidRequest."""
-    if asks_for_something(request.function_call, NEUTRAL_VALUES["function_call"]):
-        raise invalid("function_call", _NO_TOOLS, code="unsupported_parameter")
-    check_neutral(request, NEUTRAL_VALUES)
-
-
-def translate_messages(messages: Sequence[ChatMessageParam], limits: LimitSettings) -> Conversation:
+def translate_messages(
+    messages: Sequence[ChatMessageParam], limits: LimitSettings, pixels: PixelFields
+) -> Conversation:
     """The conversation, with images told apart from text. Raises: InvalidRequest."""
     if len(messages) > limits.max_messages:
         raise invalid("messages", f"send at most {limits.max_messages} messages")
     conversation = Conversation()
     for index, message in enumerate(messages):
-        _add_message(conversation, message, f"messages.[{index}]")
+        _add_message(conversation, message, f"messages.[{index}]", pixels)
     conversation.check("messages", limits, f"messages.[{len(messages) - 1}].role")
     return conversation
 
 
-def _add_message(conversation: Conversation, message: ChatMessageParam, param: str) -> None:
-    for name in ("audio", "function_call"):
-        if asks_for_something(getattr(message, name), _EMPTY):
-            raise invalid(f"{param}.{name}", _NO_CALLS, code="unsupported_parameter")
+def _add_message(
+    conversation: Conversation, message: ChatMessageParam, param: str, pixels: PixelFields
+) -> None:
     role = "system" if message.role == "developer" else message.role
     content = message.content
     if content is msgspec.UNSET and role != "assistant":
         raise missing(f"{param}.content")
     if content is None or content is msgspec.UNSET:
-        if role != "assistant":
+        if role not in ("assistant", "tool"):
             raise invalid(f"{param}.content", "send a string or a list of parts")
         content = ""
     if isinstance(content, str):
         parts: tuple[Part, ...] = (conversation.text(content),)
     else:
         parts = tuple(
-            _add_part(conversation, part, role, f"{param}.content.[{index}]")
+            _add_part(conversation, part, role, f"{param}.content.[{index}]", pixels)
             for index, part in enumerate(content)
         )
     reasoning = _reasoning(message) if role == "assistant" else ""
     calls: tuple[ToolCall, ...] = ()
     if role == "assistant" and message.tool_calls:
-        calls = tuple(read_call(call, place) for place, call in enumerate(message.tool_calls))
+        calls = tuple(
+            read_call(call, place, f"{param}.tool_calls.[{place}]")
+            for place, call in enumerate(message.tool_calls)
+        )
     conversation.add(role, parts, reasoning, calls, message.tool_call_id or "")
 
 
@@ -166,19 +163,52 @@ def _reasoning(message: ChatMessageParam) -> str:
     return ""
 
 
-def _template_options(request: ChatCompletionRequest, card: ModelCard) -> dict[str, TemplateOption]:
+def _wants_thinking(request: ChatCompletionRequest) -> bool | None:
+    if not isinstance(request.thinking, ThinkingType):
+        return request.thinking
+    return {"enabled": True, "disabled": False}.get(request.thinking.type)
+
+
+def _ending(request: ChatCompletionRequest, conversation: Conversation) -> Ending:
+    """How the prompt ends; an assistant's last message is continued. Raises: InvalidRequest."""
+    continues, adds = request.continue_final_message, request.add_generation_prompt
+    if continues and adds:
+        raise invalid("continue_final_message", "it excludes add_generation_prompt; send one")
+    if continues and conversation.ending != "message":
+        raise invalid("continue_final_message", "end with a message of the assistant")
+    if conversation.ending == "message" and continues is not False and adds is None:
+        return "message"
+    if continues:
+        return "message"
+    return "none" if adds is False else "answer"
+
+
+def _template_options(
+    request: ChatCompletionRequest, card: ModelCard, context: RequestContext
+) -> dict[str, TemplateOption]:
     """Variables of the chat template: those given by name, and the switch for thinking."""
-    options = find_template_options(card, request.chat_template_kwargs)
-    if request.enable_thinking is not None:
-        options |= switch_thinking(card, request.enable_thinking, "enable_thinking")
-    return options | find_effort(card, request.reasoning_effort, "reasoning_effort")
+    options = find_template_options(card, request.chat_template_kwargs, context)
+    for name, wanted in (
+        ("thinking", _wants_thinking(request)),
+        ("enable_thinking", request.enable_thinking),
+    ):
+        if wanted is not None:
+            options |= switch_thinking(card, wanted, name, context)
+    return options | find_effort(card, request.reasoning_effort, "reasoning_effort", context)
 
 
-def _add_part(conversation: Conversation, part: ContentPart, role: Role, param: str) -> Part:
+def _add_part(
+    conversation: Conversation, part: ContentPart, role: Role, param: str, pixels: PixelFields
+) -> Part:
     if not isinstance(part, ImageContent | InputImageContent):
         return conversation.text(part.text)
     url = part.image_url if isinstance(part.image_url, str) else part.image_url.url
-    return conversation.image(url, f"{param}.image_url", role)
+    least, most = pixels.min_pixels, pixels.max_pixels
+    if isinstance(part, ImageContent):
+        least, most = part.min_pixels or least, part.max_pixels or most
+    if least and most and least > most:
+        raise invalid(f"{param}.min_pixels", f"send at most max_pixels, which is {most}")
+    return conversation.image(url, f"{param}.image_url", role, (least or 0, most or 0))
 
 
 def _max_tokens(request: ChatCompletionRequest, limits: LimitSettings) -> int | None:

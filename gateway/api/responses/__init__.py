@@ -7,11 +7,10 @@ import msgspec
 from fastapi import Response
 
 from gateway.api.answers import TokenizedAnswer
-from gateway.api.fields import check_neutral
-from gateway.api.openapi import branch, describe_operation, write_neutral
+from gateway.api.fields import UNSUPPORTED
+from gateway.api.openapi import branch, describe_operation
 from gateway.api.responses.answer import ResponseAnswer
 from gateway.api.responses.schemas import (
-    NEUTRAL_VALUES,
     CallItem,
     CountRequest,
     InputTokens,
@@ -52,13 +51,13 @@ from shared.settings.limits import LimitSettings
 
 _HINTS = {
     "role": "Supported roles are system, developer, user and assistant.",
-    "type": "Supported items are message, reasoning, function_call and function_call_output, "
+    "type": "Supported items are message, reasoning, function_call, custom_tool_call and their outputs, "
     "supported parts input_text, output_text and input_image.",
     "tool_choice": "Send none, auto, required, a function by name or allowed_tools.",
     "detail": "Supported values are auto, low, high and original.",
 }
-_BODY = JsonBody(ResponseRequest, hints=_HINTS)
-_COUNT_BODY = JsonBody(CountRequest, hints=_HINTS)
+_BODY = JsonBody(ResponseRequest, _HINTS, UNSUPPORTED["/v1/responses"])
+_COUNT_BODY = JsonBody(CountRequest, _HINTS, UNSUPPORTED["/v1/responses/input_tokens"])
 _TRACED = ("temperature", "top_p", "top_k", "seed", "max_output_tokens")
 
 
@@ -97,8 +96,7 @@ class Responses(_Input):
 
     def read(self, body: bytes, context: RequestContext) -> ResponseRequest:
         """The checked body. Raises: InvalidRequest."""
-        request = _BODY.decode(body)
-        check_neutral(request, NEUTRAL_VALUES)
+        request = _BODY.decode(body, context)
         return request
 
     def record(self, answer: Answer) -> bytes | None:
@@ -146,7 +144,6 @@ class Responses(_Input):
             self.limits.max_output_tokens
         )
         branch(properties["top_logprobs"], "integer")["maximum"] = self.limits.max_top_logprobs
-        write_neutral(properties, NEUTRAL_VALUES)
         return operation, schemas
 
 
@@ -228,7 +225,6 @@ class ResponseRoutes:
         self._kept = kept
 
     def operations(self) -> list[Operation]:
-        """All that is served."""
         path = "/v1/responses/{response_id}"
         return [
             Operation("GET", path, "retrieve_response", "Retrieve a response that is kept",
@@ -314,8 +310,7 @@ class ResponseInputTokens(_Input):
 
     def read(self, body: bytes, context: RequestContext) -> CountRequest:
         """The checked body. Raises: InvalidRequest."""
-        request = _COUNT_BODY.decode(body)
-        check_neutral(request, NEUTRAL_VALUES)
+        request = _COUNT_BODY.decode(body, context)
         return request
 
     def plan(
@@ -328,7 +323,8 @@ class ResponseInputTokens(_Input):
         of = Generate(
             tuple(conversation.messages),
             SamplingParams(),
-            template_options=template_options(asked, card),
+            template_options=template_options(asked, card, context),
+            ending=conversation.ending,
             tools=tools_of(asked, card, self.limits),
         )
         return Plan([Tokenize(of, with_ids=False)], CountOptions(), conversation.sources)
@@ -347,5 +343,4 @@ class ResponseInputTokens(_Input):
             answer=InputTokens,
             limits=self.limits,
         )
-        write_neutral(schemas["CountRequest"]["properties"], NEUTRAL_VALUES)
         return operation, schemas

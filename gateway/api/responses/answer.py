@@ -109,12 +109,12 @@ class ResponseAnswer:
 
     def failed(self, error: ApiError) -> bytes:
         """How a stream ends that cannot be completed."""
-        frame = self._event(
-            "error", code=error.code or _SERVER_ERROR, message=error.message, param=error.param
-        )
         response = self._response("failed", None)
         response.error = ResponseError(_SERVER_ERROR, error.message)
-        return self._event("response.failed", response=response) + frame
+        failed = self._event("response.failed", response=response)
+        return failed + self._event(
+            "error", code=error.code or _SERVER_ERROR, message=error.message, param=error.param
+        )
 
     def _begin(self) -> bytes:
         self._has_begun = True

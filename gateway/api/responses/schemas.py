@@ -6,7 +6,7 @@ Source: OpenAI API reference, "Create a model response"; Open Responses specific
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -23,7 +23,6 @@ from gateway.api.fields import (
     Ignored,
     IgnoredStreamFields,
     ModelName,
-    Neutral,
     RequestStruct,
     ServiceTier,
     Timings,
@@ -89,15 +88,45 @@ InputPart = InputText | PlainText | OutputText | Refusal | ReasoningText | Input
 CallName = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
 
 
+InputItemType = Literal[
+    "message",
+    "reasoning",
+    "function_call",
+    "function_call_output",
+    "custom_tool_call",
+    "custom_tool_call_output",
+    "local_shell_call",
+    "local_shell_call_output",
+    "item_reference",
+    "code_interpreter_call",
+    "compaction",
+    "computer_call",
+    "file_search_call",
+    "image_generation_call",
+    "mcp_approval_request",
+    "mcp_call",
+    "mcp_list_tools",
+    "tool_search_call",
+    "web_search_call",
+]
+CALL_ITEMS = frozenset(("function_call", "custom_tool_call", "local_shell_call"))
+#: Items of tools that OpenAI hosts, which are skipped.
+HOSTED_ITEMS = frozenset(get_args(InputItemType)[9:])
+
+
 class InputItem(EchoedStruct, frozen=True, kw_only=True):
     """A message, with or without its `type`; what the assistant thought; a call, or what came of it."""
 
-    type: Literal["message", "reasoning", "function_call", "function_call_output"] = "message"
+    type: InputItemType = "message"
+    id: Ignored = UNSET
+    status: Ignored = UNSET
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: str | list[InputPart] | None = None
     call_id: CallName | None = None  #: of a call and of its output
     name: Annotated[str, Meta(max_length=MAX_TOOL_NAME_CHARS)] | None = None  #: of a call
-    arguments: str | None = None  #: of a call
+    arguments: str | None = None  #: of a function's call
+    input: str | None = None  #: of a custom tool's call
+    action: msgspec.Raw | UnsetType = UNSET  #: of a shell's call
     output: str | list[InputPart] | None = None  #: of a call
 
 
@@ -168,8 +197,7 @@ class ResponseFields(RequestStruct, frozen=True, kw_only=True):
     tools: list[ResponseTool] | None = None
     tool_choice: ResponseToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    conversation: Neutral = UNSET
-    truncation: Neutral = UNSET
+    truncation: Literal["auto", "disabled"] | None = None  #: `auto` is ignored
 
 
 class CountRequest(ResponseFields, frozen=True, kw_only=True):
@@ -204,21 +232,8 @@ class ResponseRequest(ResponseFields, frozen=True, kw_only=True):
     prompt_cache_retention: Ignored = UNSET
     max_tool_calls: Ignored = UNSET
     timings: bool | None = None  #: ours: the answer has its stage timings
-    background: Neutral = UNSET
-    context_management: Neutral = UNSET
-    moderation: Neutral = UNSET
-    prompt: Neutral = UNSET
 
 
-#: JSON that asks for nothing, by field that is not supported; null always does.
-NEUTRAL_VALUES: dict[str, tuple[bytes, ...]] = {
-    "background": (b"false",),
-    "context_management": (b"[]",),
-    "conversation": (),
-    "moderation": (),
-    "prompt": (),
-    "truncation": (b'"disabled"',),
-}
 WITH_LOGPROBS = "message.output_text.logprobs"
 
 

@@ -15,6 +15,8 @@ from gateway.api.fields import (
     wants_timings,
 )
 from gateway.api.responses.schemas import (
+    CALL_ITEMS,
+    HOSTED_ITEMS,
     WITH_LOGPROBS,
     InputImage,
     InputItem,
@@ -32,9 +34,10 @@ from gateway.api.responses.schemas import (
 )
 from gateway.api.sampling import SamplingFields, check_max_tokens, seed_of, translate_sampling
 from gateway.api.structured import JsonObjectFormat, any_object, check_grammar, schema_grammar
-from gateway.api.tools import FunctionField, Offer, find_tools
+from gateway.api.tools import FunctionField, Offer, check_arguments, find_tools
 from gateway.calls.surface import Plan
 from gateway.http.context import RequestContext
+from gateway.http.errors import NotFound
 from shared.protocol import (
     ChatMessage,
     Generate,
@@ -118,12 +121,15 @@ def translate(
     request, kept = (asked.request, asked) if isinstance(asked, Continued) else (asked, None)
     priority = find_priority(request.service_tier, context.headers)
     conversation = translate_input(request, limits, kept)
+    if request.truncation == "auto":
+        context.ignore("truncation")
     sampling = _sampling(request, context, card, limits)
     stores = request.store is not False
     task = Generate(
         tuple(conversation.messages),
         sampling,
-        template_options=template_options(request, card),
+        template_options=template_options(request, card, context),
+        ending=conversation.ending,
         grammar=_grammar(request, card, limits),
         tools=tools_of(request, card, limits),
     )
@@ -210,10 +216,12 @@ def _sampling(
     )
 
 
-def template_options(request: ResponseFields, card: ModelCard) -> dict[str, TemplateOption]:
-    """The switch for thinking. Raises: InvalidRequest."""
+def template_options(
+    request: ResponseFields, card: ModelCard, context: RequestContext
+) -> dict[str, TemplateOption]:
+    """The switch for thinking."""
     effort = None if request.reasoning is None else request.reasoning.effort
-    return find_effort(card, effort, "reasoning.effort")
+    return find_effort(card, effort, "reasoning.effort", context)
 
 
 def _is_function(tool: ResponseTool) -> bool:
@@ -326,9 +334,17 @@ class _Items:
         if item.type == "reasoning":
             self._end_turn()
             self._thought = _thought(item.content or [])
-        elif item.type == "function_call":
+        elif item.type in CALL_ITEMS:
             self._calls.append(self._call(item, param))
-        elif item.type == "function_call_output":
+        elif item.type in HOSTED_ITEMS:
+            pass
+        elif item.type == "item_reference":
+            raise NotFound(
+                "Items are not kept by id: send the item itself.",
+                param=f"{param}.id",
+                code="item_not_found",
+            )
+        elif item.type != "message":
             self._end_turn()
             if item.call_id is None:
                 raise missing(f"{param}.call_id")
@@ -355,10 +371,18 @@ class _Items:
         self._conversation.add(known, self._parts(content, known, f"{param}.content"))
 
     def _call(self, item: InputItem, param: str) -> ToolCall:
-        for name in ("call_id", "name"):
-            if getattr(item, name) is None:
-                raise missing(f"{param}.{name}")
-        return ToolCall(item.call_id or "", item.name or "", item.arguments or "{}")
+        name, arguments = item.name, item.arguments or "{}"
+        if item.type == "custom_tool_call":
+            arguments = msgspec.json.encode({"input": item.input or ""}).decode()
+        elif item.type == "local_shell_call":
+            name = "local_shell"
+            arguments = "{}" if item.action is msgspec.UNSET else bytes(item.action).decode()
+        if item.call_id is None:
+            raise missing(f"{param}.call_id")
+        if name is None:
+            raise missing(f"{param}.name")
+        arguments = check_arguments(arguments, f"{param}.arguments")
+        return ToolCall(item.call_id, name, arguments)
 
     def _end_turn(self) -> None:
         """The assistant's turn is complete, if it has one."""

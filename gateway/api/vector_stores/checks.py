@@ -9,8 +9,8 @@ from typing import Any
 
 from gateway.api.fields import invalid
 from gateway.api.vector_stores.schemas import ItemInput, QueryInput, SearchRequest, Vector
-from gateway.http.body import unsupported
 from gateway.http.errors import InvalidRequest
+from gateway.http.unknown_fields import unsupported
 from gateway.images.loader import ImageSource
 from shared.protocol import ModelCard
 from shared.search import Filter

@@ -91,9 +91,9 @@ _HINTS = {
     "type": "Comparisons are eq, ne, gt, gte, lt, lte, in and nin; and, or join filters.",
     "order": "Send asc or desc.",
 }
-_CREATE = body_of(CreateStoreRequest)
+_CREATE = body_of(CreateStoreRequest, "/v1/vector_stores")
 _CHANGE = body_of(ChangeStoreRequest)
-_PUT = body_of(PutItemsRequest)
+_PUT = body_of(PutItemsRequest, "/v1/vector_stores/{id}/items")
 _DELETE = body_of(DeleteItemsRequest, **_HINTS)
 _SEARCH = body_of(SearchRequest, **_HINTS)
 _ATTACH = body_of(AttachFileRequest, type="Send auto or static.")
@@ -112,7 +112,6 @@ class VectorStores:
         self._vectors = StoreVectors(lifecycle, limits)
 
     def operations(self) -> list[Operation]:
-        """All that is served."""
         stores, store = "/v1/vector_stores", "/v1/vector_stores/{vector_store_id}"
         item, file = store + "/items/{item_id:path}", store + "/files/{file_id}"
         return [
@@ -152,7 +151,7 @@ class VectorStores:
 
     async def create(self, caller: Caller) -> VectorStore:
         """`POST /v1/vector_stores`"""
-        request = _CREATE.decode(caller.body)
+        request = _CREATE.decode(caller.body, caller.context)
         check_metadata(request.metadata)
         card = await self._choose_model(request.embedding_model)
         allowed = (*card.shorter_dimensions, card.dimensions)
@@ -174,7 +173,7 @@ class VectorStores:
         """The card of a model that makes vectors. Raises: ApiError, QueueUnavailable, RedisError."""
         models = self._lifecycle.models
         if name is None:
-            cards = [card for card in models.cards.values() if "embed" in card.tasks]
+            cards = [card for card in models.served() if "embed" in card.tasks]
             served = [card for card in cards if models.num_workers[card.queue]]
             cards = served or cards  # one that ran yesterday is no choice
             if len(cards) == 1:
@@ -218,7 +217,7 @@ class VectorStores:
 
     async def modify(self, caller: Caller) -> VectorStore:
         """`POST /v1/vector_stores/{id}`"""
-        request = _CHANGE.decode(caller.body)
+        request = _CHANGE.decode(caller.body, caller.context)
         check_metadata(request.metadata)
         change = ChangeStore(
             tenant=caller.tenant,
@@ -238,7 +237,7 @@ class VectorStores:
 
     async def put_items(self, caller: Caller) -> ItemsStored:
         """`PUT /v1/vector_stores/{id}/items`"""
-        request = _PUT.decode(caller.body)
+        request = _PUT.decode(caller.body, caller.context)
         items = request.items
         check_items(items, self._limits)
         images = [
@@ -319,7 +318,7 @@ class VectorStores:
 
     async def delete_items(self, caller: Caller) -> ItemsDeleted:
         """`DELETE /v1/vector_stores/{id}/items`"""
-        request = _DELETE.decode(caller.body)
+        request = _DELETE.decode(caller.body, caller.context)
         if (request.ids is None) == (request.filters is None):
             raise invalid("ids", "send either ids or filters")
         if len(request.ids or ()) > self._limits.max_inputs:
@@ -343,7 +342,7 @@ class VectorStores:
 
     async def search(self, caller: Caller) -> SearchPage:
         """`POST /v1/vector_stores/{id}/search`"""
-        request = _SEARCH.decode(caller.body)
+        request = _SEARCH.decode(caller.body, caller.context)
         check_search(request, self._limits)
         store = await self._find(caller)
         texts, parts, vectors = read_query(request.query)
@@ -389,7 +388,7 @@ class VectorStores:
 
     async def attach_file(self, caller: Caller) -> StoreFileObject:
         """`POST /v1/vector_stores/{id}/files`: answered when all chunks are on disk."""
-        request = _ATTACH.decode(caller.body)
+        request = _ATTACH.decode(caller.body, caller.context)
         check_attributes(request.attributes, "attributes")
         store = await self._find(caller)
         card = await self._lifecycle.models.find(store.model)

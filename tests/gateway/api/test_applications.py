@@ -18,6 +18,7 @@ from shared.packages.rollout import App, Revision, Slot
 from shared.packages.store import open_store
 from shared.protocol import ModelCard
 from shared.queue.keys import RedisKeys
+from shared.queue.registry import WorkerRecord
 from shared.settings.tree import DeploySettings
 from tests.factories_gateway import (
     RunningGateway,
@@ -289,6 +290,19 @@ async def test_requests_go_to_the_version_that_serves_and_answers_name_it(
         assert seen == {f"n@{digest}", "n@sha256:new"}
         models = (await deployments.client.get("/v1/models")).json()["data"]
         assert "n" in {model["id"] for model in models}
+
+
+async def test_a_deployment_is_listed_after_models_of_workers_and_before_its_versions(deployments):
+    own = ModelCard("own", 1, 512, 1000)
+    version = ModelCard("n@old", 2, 512, 1000, package="n@sha256:old")
+    revision = Revision(1, "sha256:old", rollout.Spec(), card=version)
+    await deployments.board.put(None, App("n", 1, active=revision))
+    models = deployments.gateway.services.models
+    for card in (own, version):
+        await models.registry.announce(WorkerRecord(card.name, card, "mock"), ttl_s=600)
+    await models.refresh()
+    listed = (await deployments.client.get("/v1/models")).json()["data"]
+    assert [model["id"] for model in listed] == ["own", "n", "n@old"]
 
 
 def test_a_canary_has_its_share_of_ten_thousand_and_each_client_one_side():

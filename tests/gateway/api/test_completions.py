@@ -9,10 +9,12 @@ from shared.protocol import (
     FinishReason,
     Generate,
     OutputLogprob,
+    PromptLogprob,
     TextPart,
     Tokenize,
     Tokenized,
     TokenLogprob,
+    Tokens,
     TokensPart,
     Usage,
 )
@@ -87,31 +89,84 @@ async def test_a_stream_has_the_prompt_first_and_the_usage_last(client, worker):
     assert (chunk.usage.prompt_tokens, chunk.usage.completion_tokens) == (14, 3)
 
 
-@pytest.mark.parametrize(("prompt", "first"), [("Oh no yes", "Oh"), ([5, 6, 7], "")])
-async def test_an_echoed_prompt_has_logprobs_but_of_its_first_token(client, worker, prompt, first):
-    async def script(answer: Answer) -> None:
-        name = (answer.request.id, answer.claim.attempt)
-        await answer.start()
-        for text in (" no", " yes", " so"):
-            chosen = TokenLogprob.of(text.encode(), -0.5)
-            [event] = answer.deltas(text, logprobs=(OutputLogprob(chosen, (chosen,)),))
-            await answer.publish(event)
-        await answer.publish_raw(Finished(*name, FinishReason.LENGTH, Usage(3, 3)))
+def prompt_entry(position: int, text: str) -> PromptLogprob:
+    chosen = TokenLogprob.of(text.encode(), -0.5 if position else 0.0)
+    if position == 0:
+        return PromptLogprob(0, 40, chosen)
+    rival = TokenLogprob.of(b" so", -0.25)
+    return PromptLogprob(position, 40 + position, chosen, 2, ((7, rival),))
 
-    worker.script = script
-    told = await client.completions.create(
-        model=MODEL, prompt=prompt, echo=True, logprobs=1, max_tokens=1
-    )
-    [choice] = told.choices
-    assert choice.text == f"{first} no yes so"
-    assert choice.logprobs.tokens == [first, " no", " yes", " so"]
-    assert choice.logprobs.token_logprobs == [None, -0.5, -0.5, -0.5]
-    assert choice.logprobs.top_logprobs[0] is None
-    begin = len(first)
-    assert choice.logprobs.text_offset == [0, begin, begin + 3, begin + 7]
-    assert (told.usage.prompt_tokens, told.usage.completion_tokens) == (3, 1)
+
+PROMPT_ENTRIES = [prompt_entry(place, text) for place, text in enumerate(("Oh", " no", " yes"))]
+
+
+async def score_prompt(answer: Answer) -> None:
+    """The prompt's logprobs in two ranges, one of them twice, as after a takeover, and then a token if it may."""
+    name = (answer.request.id, answer.claim.attempt)
+    await answer.start()
+    for entries in (PROMPT_ENTRIES[:2], PROMPT_ENTRIES[:2], PROMPT_ENTRIES[2:]):
+        await answer.publish(Tokens(*name, 0, (), prompt_logprobs=tuple(entries)))
+    if answer.request.task.sampling.max_tokens == 0:
+        await answer.publish_raw(Finished(*name, FinishReason.LENGTH, Usage(3, 0)))
+        return
+    chosen = TokenLogprob.of(b" so", -0.5)
+    [event] = answer.deltas(" so", logprobs=(OutputLogprob(chosen, (chosen,)),))
+    await answer.publish(event, Finished(*name, FinishReason.LENGTH, Usage(3, 1)))
+
+
+@pytest.mark.parametrize("num_asked", [0, 1])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt", ["Oh no yes", [40, 41, 42]])
+async def test_an_echoed_prompt_has_logprobs_but_of_its_first_token(
+    client, worker, prompt, stream, num_asked
+):
+    worker.script = score_prompt
+    wish = {"model": MODEL, "prompt": prompt, "echo": True, "logprobs": 1, "max_tokens": num_asked}
+    if stream:
+        told = [chunk async for chunk in await client.completions.create(**wish, stream=True)]
+    else:
+        told = [await client.completions.create(**wish)]
+    choices = [chunk.choices[0] for chunk in told]
+    logprobs = [choice.logprobs for choice in choices if choice.logprobs]
+    said = [" so"][:num_asked]
+    assert "".join(choice.text for choice in choices) == "Oh no yes" + "".join(said)
+    assert [x for each in logprobs for x in each.tokens] == ["Oh", " no", " yes", *said]
+    values = [x for each in logprobs for x in each.token_logprobs]
+    assert values == [None, -0.5, -0.5, -0.5][: 3 + num_asked]
+    tops = [x for each in logprobs for x in each.top_logprobs]
+    assert tops[:2] == [None, {" so": -0.25, " no": -0.5}]
+    assert [x for each in logprobs for x in each.text_offset] == [0, 2, 5, 9][: 3 + num_asked]
+    assert choices[-1].finish_reason == "length"
     [request] = worker.requests
-    assert (request.task.is_echoed, request.task.sampling.max_tokens) == (True, 1)
+    sampling = request.task.sampling
+    assert (sampling.num_prompt_logprobs, sampling.max_tokens) == (1, num_asked)
+
+
+async def test_token_ids_are_echoed_without_logprobs_too(client, worker):
+    worker.script = score_prompt
+    told = await client.completions.create(model=MODEL, prompt=[40, 41, 42], echo=True)
+    assert (told.choices[0].text, told.choices[0].logprobs) == ("Oh no yes so", None)
+
+
+@pytest.mark.parametrize("of", ["completions", "chat"])
+async def test_prompt_logprobs_are_told_as_vllm_tells_them(gateway, worker, of):
+    worker.script = score_prompt
+    wish = {"model": MODEL, "prompt_logprobs": 2, "max_tokens": 1}
+    if of == "completions":
+        told = await gateway.client.post("/v1/completions", json={**wish, "prompt": "Oh no yes"})
+        [choice] = told.json()["choices"]
+        found, text = choice["prompt_logprobs"], choice["text"]
+    else:
+        messages = [{"role": "user", "content": "hello"}]
+        told = await gateway.chat({**wish, "messages": messages})
+        found = told.json()["prompt_logprobs"]
+        text = told.json()["choices"][0]["message"]["content"]
+    assert text == " so"
+    rival = {"logprob": -0.25, "rank": 1, "decoded_token": " so"}
+    own = {"logprob": -0.5, "rank": 2, "decoded_token": " no"}
+    assert found[:2] == [None, {"41": own, "7": rival}]
+    assert len(found) == 3
+    assert worker.requests[0].task.sampling.num_prompt_logprobs == 2
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -149,9 +204,8 @@ async def test_logprobs_say_where_each_token_begins(client, worker, stream):
         ({"prompt": [1, "a"]}, "prompt"),
         ({"prompt": [[]]}, "prompt"),
         ({"prompt": ["a"] * 65}, "prompt"),
-        ({"prompt": [1], "echo": True}, "echo"),
-        ({"echo": True, "logprobs": 1, "stream": True}, "stream"),
-        ({"echo": True, "logprobs": 1, "stop": "x"}, "stop"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"logprobs": 21}, "logprobs"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),

@@ -9,6 +9,9 @@ import msgspec
 import openai
 import pytest
 
+from gateway.api.embeddings import Embeddings
+from gateway.http.context import RequestContext
+from shared.settings.limits import LimitSettings
 from shared.telemetry.metrics import STAGES
 from tests.factories_gateway import CARD, CHAT, make_body
 from tests.factories_gateway import run_worker as run_scripted_worker
@@ -153,7 +156,6 @@ async def test_texts_that_are_too_long_together_are_a_413(gateway):
         ("a", {"truncate": "MIDDLE"}, "invalid_value", "truncate"),
         ("a", {"truncate_prompt_tokens": 0}, "invalid_value", "truncate_prompt_tokens"),
         ("a", {"truncate_prompt_tokens": 2, "truncate": False}, "invalid_value", "truncate"),
-        ("a", {"stream": True}, "unsupported_parameter", "stream"),
     ],
 )  # fmt: skip
 async def test_a_bad_field_is_named(gateway, given, options, code, param):
@@ -305,3 +307,14 @@ async def test_it_is_counted_and_logged_as_an_answer_without_tokens(gateway, cap
     assert f'vlm_generation_tokens_total{{model="{MODEL}"}} 0.0' in metrics
     assert f'vlm_time_to_first_token_seconds_count{{model="{MODEL}"}} 0.0' in metrics
     assert f'vlm_request_duration_seconds_count{{model="{MODEL}"}} 1.0' in metrics
+
+
+@pytest.mark.parametrize("use", ["search_document", "document", "passage"])
+def test_documents_need_no_prompt_of_their_own(use):
+    """A model with a prompt for queries alone takes documents as they are."""
+    card = msgspec.structs.replace(CARD, tasks=("embed",), prompts=("query",))
+    surface, context = Embeddings(LimitSettings()), RequestContext("", {}, 0.0)
+    body = {"model": "m", "input": "a text", "input_type": use}
+    request = surface.read(msgspec.json.encode(body), context)
+    [task] = surface.plan(request, context, card).tasks
+    assert task.prompt_name is None

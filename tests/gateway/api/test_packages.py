@@ -1,6 +1,7 @@
 """Packages that come through the gateway: whose key it is, what is refused, and what is sent again."""
 
 import asyncio
+import itertools
 import os
 import shutil
 import subprocess
@@ -25,8 +26,13 @@ DEPLOY = {"authorization": "Bearer may-deploy"}
 
 
 @asynccontextmanager
-async def run(redis_server: str, prefix: str, folder: Path, **deploy) -> AsyncIterator["Fleet"]:
-    gateway = {"deploy_keys": ("may-deploy",), "api_keys": ("asks",), "admin_keys": ("operates",)}
+async def run(
+    redis_server: str, prefix: str, folder: Path, body_timeout_s: float = 30.0, **deploy
+) -> AsyncIterator["Fleet"]:
+    gateway = {
+        "deploy_keys": ("may-deploy", "deploys-too"), "api_keys": ("asks",), "admin_keys": ("operates",),
+        "body_timeout_s": body_timeout_s,
+    }  # fmt: skip
     settings = make_settings(redis_server, prefix, gateway=gateway)
     deploy = {"store": f"file://{folder}/store", **deploy}
     settings = settings.model_copy(update={"deploy": DeploySettings(**deploy)})
@@ -127,6 +133,79 @@ async def test_an_upload_that_was_cut_goes_on_where_it_was(fleet):
     assert fleet.store.size(digest) == size
 
 
+async def send_paced(
+    fleet: Fleet, data: bytes, piece: int, pause_s: float, key: str = "may-deploy"
+):
+    """Upload a blob in pieces with pauses between them."""
+
+    async def pieces():
+        for start in range(0, len(data), piece):
+            yield data[start : start + piece]
+            await asyncio.sleep(pause_s)
+
+    headers = {"authorization": f"Bearer {key}", "content-length": str(len(data))}
+    url = f"/v1/blobs/{digest_of(data)}"
+    return await fleet.http.put(url, content=pieces(), headers=headers, timeout=60)
+
+
+async def test_an_upload_may_take_longer_than_the_body_timeout(
+    redis_server, redis_prefix, tmp_path
+):
+    """The server closes a silent body one second after `body_timeout_s`."""
+    async with run(redis_server, redis_prefix, tmp_path, body_timeout_s=1.0) as fleet:
+        data = os.urandom(4_000_000)
+        sent = await send_paced(fleet, data, 100_000, 0.1)
+        assert sent.status_code == 201, sent.text
+        assert fleet.store.size(digest_of(data)) == len(data)
+
+
+async def test_an_upload_below_the_minimum_rate_is_cut(redis_server, redis_prefix, tmp_path):
+    async with run(redis_server, redis_prefix, tmp_path, body_timeout_s=0.5) as fleet:
+        reader, writer = await asyncio.open_connection("127.0.0.1", fleet.http.base_url.port)
+        head = f"PUT /v1/blobs/{digest_of(b'')} HTTP/1.1\r\nhost: localhost\r\n"
+        head += f"authorization: {DEPLOY['authorization']}\r\ncontent-length: 1000\r\n\r\n"
+        writer.write(head.encode())
+        answer = asyncio.create_task(reader.readline())
+        for _ in range(1000):
+            if answer.done():
+                break
+            writer.write(b"x")
+            await asyncio.wait([answer], timeout=0.05)
+        writer.close()
+        assert answer.result().startswith(b"HTTP/1.1 408 ")
+
+
+async def test_slow_uploads_of_a_key_leave_place_for_others_and_are_few(
+    redis_server, redis_prefix, tmp_path
+):
+    async with run(redis_server, redis_prefix, tmp_path, body_timeout_s=10.0) as fleet:
+        go_on = asyncio.Event()
+
+        async def send_slowly():
+            data = os.urandom(200_000)
+
+            async def pieces():
+                yield data[:-1]
+                await go_on.wait()
+                yield data[-1:]
+
+            headers = {**DEPLOY, "content-length": str(len(data))}
+            url = f"/v1/blobs/{digest_of(data)}"
+            return await fleet.http.put(url, content=pieces(), headers=headers, timeout=60)
+
+        slow = [asyncio.create_task(send_slowly()) for _ in range(8)]
+        await asyncio.wait(slow, timeout=0.5)
+        other = await send_paced(fleet, b"data", 4, 0, key="deploys-too")
+        assert other.status_code == 201
+        go_on.set()
+        sent = [await each for each in slow]
+        statuses = [each.status_code for each in sent]
+        assert (statuses.count(201), statuses.count(429)) == (4, 4), statuses
+        refused = sent[statuses.index(429)]
+        assert refused.json()["error"]["type"] == "rate_limit_error"
+        assert refused.headers["retry-after"]
+
+
 async def test_what_is_no_such_blob_is_refused_by_its_field(fleet):
     data, other = b"data", digest_of(b"other")
     wrong = await fleet.put(data, other)
@@ -160,6 +239,16 @@ async def test_only_keys_that_deploy_may_upload(fleet):
     wrong.close()
 
 
+def junk_before(signature: str) -> list[str]:
+    """16 texts whose digests sort before the signature's."""
+    texts = (f"junk {number}" for number in itertools.count())
+    return list(itertools.islice((t for t in texts if _digest(t) < _digest(signature)), 16))
+
+
+def _digest(text: str) -> str:
+    return digest_of(text.encode())
+
+
 @pytest.mark.skipif(not shutil.which("ssh-keygen"), reason="no ssh-keygen")
 async def test_a_package_that_no_allowed_signer_signed_is_refused(
     redis_server, redis_prefix, tmp_path
@@ -170,6 +259,10 @@ async def test_a_package_that_no_allowed_signer_signed_is_refused(
     async with run(redis_server, redis_prefix, tmp_path, allowed_signers=str(signers)) as fleet:
         digest, _ = await fleet.upload(make_folder(tmp_path / "package", 1))
         good = sign(key, digest)
+        for junk in junk_before(good):
+            body = {"digest": digest, "signature": junk}
+            answer = await fleet.http.put("/v1/applications/junk", json=body, headers=DEPLOY)
+            assert answer.status_code == 400
         for signature, status in ((None, 400), (good[:90], 400), (good, 202), (None, 200)):
             body = {"digest": digest, **({"signature": signature} if signature else {})}
             answer = await fleet.http.put("/v1/applications/n", json=body, headers=DEPLOY)

@@ -54,7 +54,7 @@ async def test_a_client_that_leaves_before_any_event_cancels_its_request(gateway
 async def test_a_client_that_leaves_in_the_body_is_forgotten(gateway, worker):
     _, writer = await asyncio.open_connection("127.0.0.1", gateway.server.port)
     writer.write(
-        b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         b'content-length: 1000\r\n\r\n{"model"'
     )
     await writer.drain()
@@ -90,7 +90,7 @@ async def test_a_client_that_does_not_read_is_dropped(gateway, worker, changes):
     body = httpx.Request("POST", gateway.url, json=make_body(stream=True)).content
     _, writer = await asyncio.open_connection("127.0.0.1", gateway.server.port, limit=1024)
     writer.write(
-        b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         b"content-length: %d\r\n\r\n%b" % (len(body), body)
     )
     await writer.drain()
@@ -125,7 +125,9 @@ async def test_a_client_that_reads_slowly_gets_its_whole_answer(gateway, worker,
         loop = asyncio.get_running_loop()
         await loop.sock_connect(client, ("127.0.0.1", gateway.server.port))
         body = httpx.Request("POST", gateway.url, json=make_body(stream=True)).content
-        head = b"host: x\r\ncontent-type: application/json\r\ncontent-length: %d" % len(body)
+        head = b"host: localhost\r\ncontent-type: application/json\r\ncontent-length: %d" % len(
+            body
+        )
         await loop.sock_sendall(
             client, b"POST %b HTTP/1.1\r\n%b\r\n\r\n%b" % (CHAT.encode(), head, body)
         )

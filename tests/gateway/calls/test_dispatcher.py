@@ -209,6 +209,23 @@ async def test_a_request_that_redis_forgot_ends_with_an_error(gateway, worker, r
     assert response.headers["retry-after"]
 
 
+async def test_a_request_that_redis_lost_ends_once_redis_is_back(gateway, worker, redis):
+    """Redis answers again after a failover, but the write of the request was not replicated."""
+
+    async def script(answer: Answer) -> None:
+        async for key in redis.scan_iter(f"*request:{answer.request.id}"):
+            await redis.delete(key)
+        for client in await redis.client_list():
+            if client["cmd"] == "xread":
+                await redis.client_kill_filter(_id=client["id"])
+
+    worker.script = script
+    async with asyncio.timeout(10):  # of the 30 s after which silent requests are looked up
+        response = await gateway.chat()
+    assert response.status_code == 503
+    assert response.json()["error"]["code"] == "worker_lost"
+
+
 @pytest.mark.parametrize("changes", [{"gateway": {"request_timeout_s": 0.3}}])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_request_ends_at_its_deadline(gateway, worker, changes, stream):
@@ -336,7 +353,7 @@ async def test_ten_thousand_silent_requests_end_at_their_deadline(dispatcher):
         timeout_s = max(0.1, ended_at - asyncio.get_running_loop().time())
         [open_call] = await submit(dispatcher, 16, timeout_s)
         lateness.append(asyncio.create_task(lateness_s(open_call)))
-    assert max(await asyncio.gather(*lateness)) < 2.0
+    assert max(await asyncio.gather(*lateness)) < 5.0
 
 
 @in_one_round

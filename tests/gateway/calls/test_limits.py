@@ -1,6 +1,7 @@
 """Every limit of the table: what is at it passes, what is one above is refused with its field and its number."""
 
 import re
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -67,6 +68,8 @@ BODY_ROWS = [
     Row("max_stop_chars", lambda n: {"stop": ["x" * n]}, "stop"),
     Row("max_logit_bias", lambda n: {"logit_bias": {str(i): 1 for i in range(n)}}, "logit_bias"),
     Row("max_top_logprobs", lambda n: {"logprobs": True, "top_logprobs": n}, "top_logprobs"),
+    Row("max_stop_token_ids", lambda n: {"stop_token_ids": [1] * n}, "stop_token_ids"),
+    Row("max_allowed_token_ids", lambda n: {"allowed_token_ids": [1] * n}, "allowed_token_ids"),
 ]  # fmt: skip
 
 #: Limits that the contract fixes: field, constant, body.
@@ -92,6 +95,8 @@ ELSEWHERE = (
     "max_documents",
     "max_prompts",
     "max_wrong_",
+    "max_json_",
+    *("max_slow_", "min_body_rate"),
     "max_lora",
     *("max_task", "max_session", "max_common_"),
     *("max_schema_", "max_pattern_", "max_choice_", "max_grammar_", "MAX_FORMAT_"),
@@ -227,3 +232,17 @@ async def test_images_at_the_limit_of_bytes_pass():
         await loader.load_all([source], ignore)
     loader.close()
     assert raised.value.param == "p"
+
+
+class Nested(msgspec.Struct):
+    inner: list["Nested"] = []
+
+
+def test_a_recursive_type_is_refused_at_its_depth_in_linear_time():
+    levels = 50_000
+    body = b'{"inner":[' * levels + b"]}" * levels
+    began_s = time.process_time()
+    with pytest.raises(InvalidRequest) as refused:
+        JsonBody(Nested).decode(body)
+    assert refused.value.code == "invalid_json"
+    assert time.process_time() - began_s < 5  # a quadratic search takes minutes

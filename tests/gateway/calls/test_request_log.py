@@ -105,3 +105,47 @@ def test_a_line_that_nobody_reads_costs_next_to_nothing(caplog):
         return (time.perf_counter() - began_at) / 100
 
     assert min(measure() for _ in range(10)) < 10e-6
+
+
+HTTP_LOGGER = "gateway.http.middleware"
+
+
+@pytest.mark.parametrize("changes", [{"gateway": {"api_keys": ("sk-one",)}}])
+async def test_every_route_writes_a_line_and_counts_by_its_template(gateway, worker, caplog):
+    caplog.set_level(logging.INFO)
+    key = {"authorization": "Bearer sk-one"}
+    client = gateway.client
+    await gateway.chat(headers=key)
+    for path in ("/v1/models", "/v1/sessions/secret", "/v1/responses/secret", "/secret"):
+        await client.get(path, headers=key)
+    await client.get("/v1/streams/secret", headers=key)
+    await client.get("/v1/chat/completions", headers=key)
+    await client.post("/v1/chat/completions")
+    await client.get("/healthz")
+    records = [vars(each) for each in caplog.records if each.name in (LOGGER, HTTP_LOGGER)]
+    lines = {(record.get("route"), record["status"]) for record in records}
+    assert lines == {
+        (None, 200), ("/v1/models", 200), ("/v1/sessions/{session_id}", 404),
+        ("/v1/responses/{response_id}", 404), ("unknown", 404), ("/v1/streams/{id}", 404),
+        ("/v1/chat/completions", 405), ("/v1/chat/completions", 401),
+    }  # fmt: skip
+    text = (await client.get("/metrics", headers=key)).text
+    counted = [line for line in text.splitlines() if line.startswith("vlm_http_requests_total{")]
+    assert len(counted) == 8
+    assert '{method="POST",route="/v1/chat/completions",status="200"} 1.0' in text
+    assert "secret" not in text + str(records)
+    assert "healthz" not in text
+
+
+@pytest.mark.parametrize("changes", [{"gateway": {"api_keys": ("sk-one",)}}])
+async def test_refusals_share_ten_lines_a_second(gateway, caplog):
+    caplog.set_level(logging.INFO, HTTP_LOGGER)
+    began = time.monotonic()
+    for _ in range(60):
+        await gateway.client.get("/v1/models")
+    seconds = int(time.monotonic() - began) + 2
+    lines = [vars(record) for record in caplog.records if record.name == HTTP_LOGGER]
+    assert len(lines) <= 10 * seconds
+    await gateway.client.get("/apps")
+    told = [vars(record) for record in caplog.records if record.name == HTTP_LOGGER]
+    assert len(lines) + sum(line.get("num_unlogged", 0) for line in told) == 60

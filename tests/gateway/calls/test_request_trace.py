@@ -8,7 +8,7 @@ from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 
 from shared.protocol import ErrorCode
 from shared.settings.tree import SettingsError, TraceSettings
-from shared.telemetry.tracing import create_tracer
+from shared.telemetry import create_tracer
 from tests.factories_gateway import Answer, make_body, make_settings, run_gateway_on_socket
 from tests.factories_images import data_url
 from tests.otlp_collector import run_collector

@@ -42,7 +42,7 @@ def test_a_server_that_wants_a_key_is_told_with_the_variable_that_holds_one():
     refusal = httpx.Response(401, json={"error": {"message": "no key"}})
     transport = httpx.MockTransport(lambda request: refusal)
     client = httpx.Client(transport=transport, base_url="http://server")
-    with client, pytest.raises(ChatError, match=r"no key.*OPENAI_API_KEY"):
+    with client, pytest.raises(ChatError, match=r"no key.*VLM_API_KEY"):
         first_model(client)
 
 
@@ -57,6 +57,18 @@ def test_an_answer_is_printed_without_its_controls(fake: FakeServer, capsys):
     assert "hello" in out
     assert "\x1b]0" not in out
     assert "\x07" not in out
+
+
+def test_the_answer_alone_goes_to_the_standard_output(fake: FakeServer, capsys):
+    fake.pieces = [
+        chunk("hello"),
+        event({"choices": [], "timings": {"e2e_s": 0.5}}),
+        event(b"[DONE]"),
+    ]
+    run_chat(fake.url, "fake", None, [], "question", None, 0.0)
+    out, err = capsys.readouterr()
+    assert out == "hello\n"
+    assert "500.0 ms" in err
 
 
 def test_an_error_of_the_server_is_shown_without_its_controls(fake: FakeServer):

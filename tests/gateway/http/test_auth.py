@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from functools import partial
 
 import pytest
 from pydantic import SecretStr
@@ -136,12 +137,47 @@ async def test_logs_hold_no_key_no_prompt_and_no_image(
     ]
     body = make_body(messages=[{"role": "user", "content": content}])
     for headers in (ONE, {"authorization": "Bearer sk-wrong"}):
-        for extra in ({}, {"pRoMpT": "pRoMpT"}, {"temperature": 9}, {"model": "pRoMpT"}):
+        for extra in ({}, {"unknown": "pRoMpT"}, {"temperature": 9}, {"model": "pRoMpT"}):
             await gateway.client.post(CHAT, json={**body, **extra}, headers=headers)
     async with asyncio.timeout(10):
-        for _ in range(4):  # without a key no request begins
+        for _ in range(4):  # those with a key
             await ended.acquire()
-    assert caplog.text.count("request ended") == 4
+    assert caplog.text.count("request ended") == 8
     written = caplog.text + "".join(str(vars(record)) for record in caplog.records)
     for secret in ("sk-one", "sk-two", "sk-wrong", "pRoMpT", image[100:400]):
         assert secret not in written
+
+
+OWN = ("127.0.0.1:8000", "10.0.0.5:8000", "[::1]:8000", "LocalHost", "models.lan:80")
+FOREIGN = (
+    "evil.example",
+    "evil.example:8000",
+    "localhost.evil.example",
+    "",
+    "a b",
+    "[::1",
+    "127.0.0.1@x",
+)
+
+
+@pytest.mark.parametrize("changes", [{"gateway": {"hosts": ("models.lan",)}}])
+async def test_without_keys_a_foreign_name_is_refused(gateway, worker, changes):
+    for host in OWN:
+        assert (await gateway.chat(headers={"host": host})).status_code == 200, host
+    for host in FOREIGN:
+        for request in (gateway.chat, partial(gateway.client.get, "/v1/files")):
+            refused = await request(headers={"host": host})
+            assert refused.status_code == 403, host
+            error = refused.json()["error"]
+            assert (error["code"], "VLM_GATEWAY__HOSTS" in error["message"]) == (
+                "host_not_allowed",
+                True,
+            )
+        for path in ("/healthz", "/readyz", "/metrics"):
+            assert (await gateway.client.get(path, headers={"host": host})).status_code == 200
+
+
+@pytest.mark.parametrize("changes", [{"gateway": {"api_keys": ("sk-one",)}}])
+async def test_with_keys_any_name_may_be_used(gateway, worker, changes):
+    headers = {"host": "evil.example", "authorization": "Bearer sk-one"}
+    assert (await gateway.chat(headers=headers)).status_code == 200

@@ -31,6 +31,7 @@ from tests.factories_gateway import (
     say_hello,
     say_nothing,
 )
+from tests.factories_images import data_url
 from tests.gateway.api.chat.test_streams import read_events
 from tests.gateway.calls.test_disconnects import wait_for
 from tests.rounds import in_one_round
@@ -53,10 +54,10 @@ async def talk(gateway, *pieces: bytes) -> bytes:
 
 JSON_TYPE = {"content-type": "application/json"}
 CHUNKED = (
-    b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     b"connection: close\r\ntransfer-encoding: chunked\r\n\r\n"
 )
-START = b"GET /healthz HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+START = b"GET /healthz HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
 
 
 @pytest.mark.parametrize(
@@ -71,8 +72,8 @@ START = b"GET /healthz HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
         (b"POST / HTTP/1.1\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n",),
         (b"POST / HTTP/1.1\r\ncontent-length: -1\r\n\r\n",),
         (b"POST / HTTP/1.1\r\ntransfer-encoding : chunked\r\n\r\n",),
-        (b"GET / HTTP/1.1\r\nhost: x\r\n folded\r\n\r\n",),
-        (b"GET /healthz HTTP/2.0\r\nhost: x\r\n\r\n",),
+        (b"GET / HTTP/1.1\r\nhost: localhost\r\n folded\r\n\r\n",),
+        (b"GET /healthz HTTP/2.0\r\nhost: localhost\r\n\r\n",),
         (b"GET /healthz HTTP/0.9\r\n\r\n",),
         (b"POST / HTTP/1.1\r\ntransfer-encoding: gzip, chunked\r\n\r\n0\r\n\r\n",),
         (b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\ntransfer-encoding: chunked\r\n\r\n",),
@@ -112,7 +113,9 @@ async def test_a_trailer_is_no_header(gateway, worker, changes):
     answer = await talk(gateway, CHUNKED + chunks)
     assert answer.startswith(b"HTTP/1.1 401 ")
     assert b"x-request-id: trailer" not in answer
-    with_key = CHUNKED.replace(b"host: x", b"host: x\r\nauthorization: Bearer sk-one")
+    with_key = CHUNKED.replace(
+        b"host: localhost", b"host: localhost\r\nauthorization: Bearer sk-one"
+    )
     answer = await talk(gateway, with_key + chunks)
     assert answer.startswith(b"HTTP/1.1 200 ")
     assert b"x-request-id: trailer" not in answer
@@ -125,7 +128,7 @@ async def test_a_protocol_that_is_not_spoken_is_answered_in_this_one_and_not_log
     upgrade = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABk\r\n"
     answer = await talk(
         gateway,
-        b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         b"%bcontent-length: %d\r\n\r\n%b" % (upgrade, len(body), body),
         START + b"\r\n",
     )
@@ -140,7 +143,7 @@ async def test_headers_that_do_not_come_are_not_waited_for(gateway, changes):
     assert await talk(gateway, START) == b""
 
 
-POST = b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 9\r\n%b\r\n%b"
+POST = b"POST %b HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 9\r\n%b\r\n%b"
 
 
 @pytest.mark.parametrize("changes", [{"gateway": {"body_timeout_s": 0.2}}])
@@ -162,7 +165,7 @@ async def test_a_body_that_nobody_reads_is_not_waited_for_either(gateway, change
 @pytest.mark.parametrize("changes", [{"gateway": {"send_timeout_s": 0.2}}])
 @pytest.mark.parametrize("path", [b"/metrics", b"/page/style.css", b"/v1/models", b"/nowhere"])
 async def test_who_reads_no_answer_is_hung_up_on(gateway, changes, path):
-    with asks_without_reading(gateway, b"GET %b HTTP/1.1\r\nhost: x\r\n\r\n" % path * 400):
+    with asks_without_reading(gateway, b"GET %b HTTP/1.1\r\nhost: localhost\r\n\r\n" % path * 400):
         await wait_for(lambda: gateway.server.server_state.connections)
         await wait_for(lambda: not gateway.server.server_state.connections)
         await wait_for(lambda: not gateway.server.server_state.tasks)
@@ -170,7 +173,7 @@ async def test_who_reads_no_answer_is_hung_up_on(gateway, changes, path):
 
 @pytest.mark.parametrize("changes", [{"gateway": {"send_timeout_s": 0.2}}])
 async def test_the_end_of_a_last_answer_that_nobody_reads_is_dropped(gateway, changes):
-    request = b"GET /page/main.js HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+    request = b"GET /page/main.js HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
     with asks_without_reading(gateway, request):
         await wait_for(lambda: gateway.server.server_state.connections)
         await wait_for(lambda: not gateway.server.server_state.connections)
@@ -263,7 +266,7 @@ async def test_http_1_0_gets_its_answer_without_chunks_and_a_closed_connection(
 async def test_a_large_request_is_answered_though_the_next_begins_in_its_last_packet(gateway):
     body = json.dumps(make_body("x" * 60_000)).encode()
     first = (
-        b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         b"content-length: %d\r\n\r\n%b" % (len(body), body)
     )
     second = START + b"\r\n"
@@ -288,7 +291,7 @@ async def test_token_ids_that_collide_keep_nobody_waiting(gateway):
         assert (await gateway.client.get("/healthz")).status_code == 200
         longest_s = max(longest_s, time.perf_counter() - began_at)
     assert (await hostile).json()["error"]["param"] == "logit_bias"
-    assert longest_s < 0.8  # 8 to 10 where they become numbers first
+    assert longest_s < 5.0  # 8 to 10 where they become numbers first
 
 
 async def test_a_body_of_too_many_values_is_refused_before_it_is_all_there(gateway):
@@ -296,7 +299,7 @@ async def test_a_body_of_too_many_values_is_refused_before_it_is_all_there(gatew
     start = b'{"tools":[' + b"1.5," * (limit + 1)
     answer = await talk(
         gateway,
-        b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+        b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
         b"content-type: application/json\r\ncontent-length: 31000000\r\n\r\n",
         start,
     )
@@ -309,7 +312,7 @@ async def test_a_client_that_hangs_up_its_sending_half_has_left(gateway, worker)
     body = json.dumps(make_body()).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", gateway.server.port)
     writer.write(
-        b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         b"content-length: %d\r\n\r\n%b" % (len(body), body)
     )
     await wait_for(lambda: worker.answers)
@@ -320,16 +323,24 @@ async def test_a_client_that_hangs_up_its_sending_half_has_left(gateway, worker)
     await writer.wait_closed()
 
 
-async def test_probes_tell_whether_a_worker_is_there(redis_server, redis_prefix):
+async def test_a_gateway_without_workers_is_ready_unless_the_probe_asks_for_workers(
+    redis_server, redis_prefix
+):
     settings = make_settings(redis_server, redis_prefix)
     async with run_gateway_on_socket(settings) as gateway:
         assert (await gateway.client.get("/healthz")).json() == {"status": "ok"}
-        response = await gateway.client.get("/readyz")
-        assert (await gateway.client.get("/health")).status_code == response.status_code
+        for path in ("/readyz", "/health"):
+            assert (await gateway.client.get(path)).json() == {"status": "ready"}
+        strict = "/readyz?workers=1"
+        response = await gateway.client.get(strict)
         assert (response.status_code, response.json()) == (503, {"status": "no worker"})
+        assert (await gateway.client.get("/readyz?workers=x")).status_code == 400
         async with run_worker(redis_server, redis_prefix):
             await gateway.services.models.refresh()
-            assert (await gateway.client.get("/readyz")).status_code == 200
+            assert (await gateway.client.get(strict)).status_code == 200
+            assert (await gateway.client.get("/readyz?workers=2")).status_code == 503
+            metrics = (await gateway.client.get("/metrics")).text
+        assert 'vlm_ready_workers{model="tiny"} 1.0' in metrics
 
 
 async def test_a_model_without_a_worker_keeps_its_requests_in_the_queue(redis_server, redis_prefix):
@@ -337,7 +348,7 @@ async def test_a_model_without_a_worker_keeps_its_requests_in_the_queue(redis_se
     async with run_worker(redis_server, redis_prefix) as first:
         await first.registry.withdraw("scripted")
     async with run_gateway_on_socket(settings) as gateway:
-        assert (await gateway.client.get("/readyz")).status_code == 503
+        assert (await gateway.client.get("/readyz")).status_code == 200
         waiting = asyncio.ensure_future(gateway.chat())
         await wait_for(lambda: gateway.services.dispatcher.num_open == 1)
         async with run_worker(redis_server, redis_prefix):
@@ -398,6 +409,27 @@ async def test_models_are_listed_and_shown(gateway):
         "parent": None,
         "root": "tiny",
     }
+
+
+async def test_every_request_brings_the_smallest_pixel_limit_of_its_models_workers(
+    redis_server, redis_prefix
+):
+    large = replace(CARD, max_image_pixels=5000, image_tokens=50)
+    small = replace(CARD, created_at=CARD.created_at - 1, max_image_pixels=1000, image_tokens=10)
+    content = [{"type": "image_url", "image_url": {"url": data_url(1)}}]
+    async with (
+        run_worker(redis_server, redis_prefix, large) as worker,
+        run_gateway_on_socket(make_settings(redis_server, redis_prefix)) as gateway,
+    ):
+        await worker.registry.announce(WorkerRecord("second", small, "mock"), ttl_s=60)
+        models = gateway.services.models
+        await wait_for(lambda: models.cards["tiny"].max_image_pixels == 1000)
+        limits = (await gateway.client.get("/v1/models/tiny")).json()["limits"]
+        assert (limits["scaled_image_pixels"], limits["max_image_tokens"]) == (1000, 10)
+        response = await gateway.chat(make_body(messages=[{"role": "user", "content": content}]))
+        assert response.status_code == 200, response.text
+        [request] = worker.requests
+        assert [image.max_pixels for image in request.task.images] == [1000]
 
 
 async def test_a_model_is_shown_as_its_workers_describe_it(redis_server, redis_prefix):

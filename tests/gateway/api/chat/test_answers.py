@@ -21,6 +21,36 @@ from tests.factories_gateway import CARD, Answer, make_body
 from tests.factories_images import data_url, encoded
 
 
+@pytest.mark.parametrize("card", [replace(CARD, max_image_pixels=5000)])
+async def test_images_are_scaled_to_what_the_request_asks_within_the_models_limit(gateway, worker):
+    part = {"type": "image_url", "image_url": {"url": data_url(1)}}
+    content = [
+        part,
+        {**part, "max_pixels": 2000},
+        {**part, "min_pixels": 100, "max_pixels": 9000},
+        {**part, "image_url": data_url(1), "min_pixels": None},
+    ]
+    body = make_body(
+        messages=[{"role": "user", "content": content}],
+        mm_processor_kwargs={"min_pixels": 50, "max_pixels": 4000},
+    )
+    response = await gateway.chat(body)
+    assert response.status_code == 200, response.text
+    [request] = worker.requests
+    limits = [(image.min_pixels, image.max_pixels) for image in request.task.images]
+    assert limits == [(50, 4000), (50, 2000), (100, 5000), (50, 4000)]
+
+
+async def test_more_pixels_at_least_than_at_most_are_refused(gateway):
+    part = {"type": "image_url", "image_url": {"url": data_url(1)}, "min_pixels": 100}
+    messages = [{"role": "user", "content": [part]}]
+    response = await gateway.chat(
+        make_body(messages=messages, mm_processor_kwargs={"max_pixels": 50})
+    )
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "messages.[0].content.[0].min_pixels"
+
+
 async def test_an_answer_has_every_field_of_the_contract(gateway, worker):
     response = await gateway.chat()
     answer = response.json()
@@ -218,7 +248,7 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
         {"tools": [TOOL], "tool_choice": "none"},
         {"tools": [TOOL], "tool_choice": None},
         {"tool_choice": "auto"},
-        {"functions": [TOOL["function"]], "function_call": "auto"},
+        {"functions": [], "function_call": "auto"},
     ],
 )
 async def test_tools_that_no_call_is_asked_of_leave_an_answer_in_words(gateway, worker, changes):
@@ -261,8 +291,8 @@ async def test_an_unknown_model_is_told_which_ones_are_served(gateway, worker):
         ("/v1/chat/completions/", "serves /v1/chat/completions;"),
         ("/embeddings", "serves /v1/embeddings;"),
         ("/models", "serves /v1/models;"),
-        ("/v1/assistants", " /v1/chat/completions, "),
-        ("/api/pull", " /v1/chat/completions, "),
+        ("/v1/assistants", "the nearest path is /v1/"),
+        ("/v1/responces", "the nearest path is /v1/responses;"),
     ],
 )
 async def test_an_unknown_path_is_told_the_right_one(gateway, path, near):
@@ -384,7 +414,7 @@ async def test_names_that_clients_make_up_are_no_metric_labels(gateway, worker):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"no_such_field": 1},
+        {"best_of": 2},
         {"temperature": "hot"},
         {"messages": []},
         {"n": 0},

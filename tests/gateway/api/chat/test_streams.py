@@ -13,7 +13,7 @@ from gateway.api.chat.answer import ChatAnswer
 from gateway.api.chat.translate import ChatOptions
 from gateway.calls.surface import AnswerHead
 from gateway.http.errors import FAILURES
-from shared.protocol import ErrorCode, OutputLogprob, TokenLogprob, Tokens
+from shared.protocol import ErrorCode, FinishReason, OutputLogprob, TokenLogprob, Tokens
 from shared.telemetry.metrics import STAGES
 from tests.factories_gateway import Answer, make_body
 from tests.fuzzing import num_examples
@@ -75,6 +75,31 @@ async def test_counts_so_far_are_in_every_chunk_that_asks_for_them(gateway, work
     assert {count["prompt_tokens"] for count in counts} == {7}
     assert all(c["total_tokens"] == 7 + c["completion_tokens"] for c in counts)
     assert usage["usage"]["total_tokens"] == 10
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_each_chunk_with_a_choice_counts_more_than_the_one_before(gateway, worker, path):
+    """As vLLM's own tests ask, also where the last token has text."""
+
+    async def script(answer: Answer) -> None:
+        await answer.start()
+        await answer.publish(*answer.deltas("Hel"))
+        await answer.publish(*answer.deltas("lo"), answer.finished(FinishReason.LENGTH))
+
+    worker.script = script
+    body = {
+        **make_body(stream=True, stream_options={"continuous_usage_stats": True}),
+        "prompt": "x",
+    }
+    body.pop("prompt" if "chat" in path else "messages")
+    response = await gateway.client.post(path, json=body)
+    chunks = [json.loads(line[6:]) for line in response.text.splitlines() if line[:7] == "data: {"]
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts[-2:] == [1, 2]
+    assert counts == sorted(set(counts))
+    [choice] = chunks[-1]["choices"]
+    assert choice["finish_reason"] == "length"
+    assert (choice.get("text") or choice["delta"]["content"]) == "lo"
 
 
 async def test_counts_so_far_add_up_over_the_choices(gateway, worker):

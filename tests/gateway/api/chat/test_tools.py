@@ -116,7 +116,7 @@ async def test_what_the_model_may_call(gateway, worker, fields, expected):
         ({"tools": [TOOL, TOOL]}, "tools.[1].function.name"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.[0].function.name"),
         ({"tools": [{"type": "function"}]}, "tools.[0].function"),
-        ({"tools": [OTHER] * 129}, "tools"),
+        ({"tools": [OTHER] * 513}, "tools"),
         ({"tools": [TOOL], "min_tokens": 3}, "min_tokens"),
         ({"tools": [{"type": "function", "function": {
             "name": "f", "strict": True, "parameters": {"not": {}}}}]},

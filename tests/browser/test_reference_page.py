@@ -1,0 +1,55 @@
+"""The API reference: every operation and schema of the document, from this gateway's own files alone."""
+
+import httpx
+from selenium.webdriver.common.keys import Keys
+
+from tests.browser.chat_page import DESK, PHONE, SCREENSHOTS, ChatPage
+from tests.integration.fleet_process import start_fleet
+
+TEXTS = "return [...document.querySelectorAll(arguments[0])].map((each) => each.textContent)"
+LOADED = "return performance.getEntriesByType('resource').map((each) => new URL(each.name).origin)"
+
+
+def test_the_reference_needs_no_other_host(browser, fleet):
+    document = httpx.get(f"{fleet.url}/openapi.json", trust_env=False).json()
+    page = ChatPage(browser, f"{fleet.url}/docs")
+    page.open(DESK)
+    page.wait_for(lambda: page.find_all("#schemas details"))
+    operations = [
+        f"{method.upper()} {path}" for path, each in document["paths"].items() for method in each
+    ]
+    shown = browser.execute_script(TEXTS, "#operations summary code")
+    assert sorted(shown) == sorted(operations)
+    schemas = browser.execute_script(TEXTS, "#schemas summary code")
+    assert schemas == list(document["components"]["schemas"])
+    assert set(browser.execute_script(LOADED)) == {fleet.url}
+
+    summary = "POST /v1/chat/completions"
+    place = shown.index(summary)
+    page.find_all("#operations summary")[place].click()
+    page.find("#operations details[open] a").click()
+    page.wait_for(lambda: page.find("#schema-ChatCompletionRequest").get_property("open"))
+    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+    browser.save_screenshot(str(SCREENSHOTS / "reference.png"))
+    browser.execute_script("document.querySelector('#operations details[open]').scrollIntoView()")
+    browser.save_screenshot(str(SCREENSHOTS / "reference-operation.png"))
+    page.open(PHONE)
+    page.wait_for(lambda: page.find_all("#schemas details"))
+    assert browser.execute_script(
+        "return document.documentElement.scrollWidth <= document.documentElement.clientWidth"
+    )
+    assert page.complaints() == []
+
+
+def test_a_gateway_with_keys_asks_for_one(browser, tmp_path):
+    fleet = start_fleet(tmp_path, VLM_GATEWAY__API_KEYS="sk-one")
+    try:
+        page = ChatPage(browser, f"{fleet.url}/docs")
+        page.open(DESK)
+        page.wait_for(lambda: page.find("#key-dialog").is_displayed())
+        page.find("#key").send_keys("sk-one", Keys.ENTER)
+        page.wait_for(lambda: page.find_all("#operations details"))
+    finally:
+        browser.get("about:blank")
+        browser.get_log("browser")
+        fleet.end()

@@ -1,0 +1,240 @@
+"""Requests as programs send them, cut down to the fields that were refused once."""
+
+import pytest
+from msgspec.structs import replace
+
+from shared.protocol import TextPart, ToolCall
+from tests.factories_gateway import CARD, MODEL
+from tests.factories_images import data_url
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+async def post(gateway, path, **body):
+    response = await gateway.client.post(path, json={"model": MODEL, **body})
+    return response, response.json()
+
+
+async def message(gateway, **body):
+    return await post(gateway, "/v1/messages", **{"max_tokens": 9, "messages": HELLO, **body})
+
+
+def texts(worker, place: int = -1) -> list[tuple[str, str]]:
+    return [
+        (turn.role, "".join(part.text for part in turn.parts if isinstance(part, TextPart)))
+        for turn in worker.requests[place].task.messages
+    ]
+
+
+async def test_claude_code(gateway, worker):
+    billing = "x-anthropic-billing-header: cc_version=2.1; cch=1f;"
+    reference = {"type": "tool_reference", "tool_name": "grep"}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [reference]}
+    use = {"type": "tool_use", "id": "t", "name": "find_tools", "input": {}}
+    response, _ = await message(
+        gateway,
+        system=[{"type": "text", "text": billing}, {"type": "text", "text": "Be short."}],
+        messages=[
+            *HELLO,
+            {"role": "system", "content": "Mind the date."},
+            {"role": "assistant", "content": [use]},
+            {"role": "user", "content": [result]},
+        ],
+        context_management={"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        thinking={"type": "enabled", "budget_tokens": 1024},
+        output_config={"effort": "high"},
+    )
+    assert response.status_code == 200, response.text
+    assert {"context_management", "thinking", "output_config.effort"} <= set(
+        response.headers["x-vlm-ignored"].split(", ")
+    )
+    assert texts(worker) == [
+        ("system", "Be short."), ("user", "hello"), ("system", "Mind the date."),
+        ("assistant", ""), ("tool", "grep"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("card", [replace(CARD, template_options=("reasoning_effort",))])
+async def test_claude_codes_effort_is_that_of_the_template(gateway, worker):
+    response, _ = await message(gateway, output_config={"effort": "low"})
+    assert response.status_code == 200, response.text
+    assert worker.requests[-1].task.template_options == {"reasoning_effort": "low"}
+
+
+async def test_anthropics_tool_runner_is_told_to_go_on_without_a_thread(gateway):
+    response, told = await message(gateway, thread={"type": "create"})
+    assert response.status_code == 400
+    assert told["error"]["details"] == {
+        "error_code": "thread_unsupported_request", "unsupported": ["thread"],
+    }  # fmt: skip
+
+
+async def test_blocks_of_text_have_no_citations_where_there_are_none(gateway):
+    _, answer = await message(gateway)
+    assert answer["content"] == [{"type": "text", "text": "Hello you"}]
+
+
+async def test_documents_of_text_and_results_of_searches_are_text(gateway, worker):
+    blocks = [
+        {"type": "document", "title": "T", "source": {"type": "text", "media_type": "text/plain",
+                                                      "data": "words"}},
+        {"type": "document", "source": {"type": "content", "content": [
+            {"type": "text", "text": "more"}]}},
+        {"type": "search_result", "source": "u", "title": "S",
+         "content": [{"type": "text", "text": "found"}]},
+    ]  # fmt: skip
+    skipped = {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}}
+    turns = [*HELLO, {"role": "assistant", "content": [skipped, {"type": "text", "text": "so"}]}]
+    response, _ = await message(gateway, messages=[*turns, {"role": "user", "content": blocks}])
+    assert response.status_code == 200, response.text
+    assert texts(worker)[1:] == [("assistant", "so"), ("user", "T\nwordsmoreS\nu\nfound")]
+
+
+@pytest.mark.parametrize("path", ["/api/generate", "/api/chat"])
+@pytest.mark.parametrize("keep_alive", [None, 0, "0s", "5m", -1])
+async def test_ollamas_load_and_unload_need_no_worker(gateway, worker, path, keep_alive):
+    body = {"messages": []} if path == "/api/chat" else {}
+    if keep_alive is not None:
+        body["keep_alive"] = keep_alive
+    _, told = await post(gateway, path, **body)
+    assert told["done"] is True
+    assert told["done_reason"] == ("unload" if keep_alive in (0, "0s") else "load")
+    assert told.get("response", told.get("message", {}).get("content")) == ""
+    assert worker.requests == []
+    response, _ = await post(gateway, path, model="nobody", **body)
+    assert response.status_code == 404
+
+
+@pytest.mark.parametrize("card", [replace(CARD, template_options=("enable_thinking",))])
+@pytest.mark.parametrize("stop", [{"Single": "</s>"}, {"Multiple": ["</s>"]}, "</s>", ["</s>"]])
+@pytest.mark.parametrize("thinking", [True, {"type": "enabled"}])
+async def test_candle_vllms_forms(gateway, worker, stop, thinking):
+    body = {"stop": stop, "penalty": 1.5, "repeat_last_n": 64, "thinking": thinking}
+    response, _ = await post(gateway, "/v1/chat/completions", messages=HELLO, **body)
+    assert response.status_code == 200, response.text
+    assert response.headers["x-vlm-ignored"] == "repeat_last_n"
+    task = worker.requests[-1].task
+    assert (task.sampling.stop, task.sampling.repetition_penalty) == (("</s>",), 1.5)
+    assert task.template_options == {"enable_thinking": True}
+
+
+async def test_open_webuis_panel(gateway, worker):
+    body = {"repeat_penalty": 1.5, "num_ctx": 4096, "keep_alive": "5m", "mirostat": 0}
+    response, _ = await post(gateway, "/v1/chat/completions", messages=HELLO, **body)
+    assert response.headers["x-vlm-ignored"] == "num_ctx, keep_alive"
+    assert worker.requests[-1].task.sampling.repetition_penalty == 1.5
+
+
+async def test_small_things_that_others_take(gateway, worker):
+    url = data_url()
+    start = url.index(",") + 20
+    wrapped = {"url": f"{url[:start]}\n{url[start:]}"}
+    image = {"type": "image_url", "image_url": wrapped, "uuid": "7"}
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    turns = [
+        {"role": "user", "content": [image]},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": None},
+    ]
+    tools = [{"type": "function", "function": {"name": f"{'n' * 120}_{i}"}} for i in range(300)]
+    response, _ = await post(
+        gateway, "/v1/chat/completions", messages=turns, tools=tools, stop=["x"] * 16
+    )
+    assert response.status_code == 200, response.text
+    assert response.headers["x-vlm-ignored"] == "messages.content.uuid"
+
+
+async def test_ping_and_version(gateway):
+    assert (await gateway.client.get("/ping")).status_code == 200
+    assert (await gateway.client.get("/version")).json()["version"]
+
+
+BEGUN = [*HELLO, {"role": "assistant", "content": "There are"}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "ending"),
+    [
+        ("/v1/chat/completions", {"messages": BEGUN}, "message"),
+        ("/v1/chat/completions", {"messages": BEGUN, "continue_final_message": True,
+                                  "add_generation_prompt": False}, "message"),
+        ("/v1/chat/completions", {"messages": BEGUN, "continue_final_message": False,
+                                  "add_generation_prompt": True}, "answer"),
+        ("/v1/chat/completions", {"messages": BEGUN, "add_generation_prompt": False}, "none"),
+        ("/v1/chat/completions", {"messages": HELLO, "add_generation_prompt": False}, "none"),
+        ("/v1/chat/completions", {"messages": HELLO, "add_generation_prompt": True}, "answer"),
+        ("/v1/messages", {"messages": BEGUN, "max_tokens": 9}, "message"),
+        ("/v1/responses", {"input": BEGUN}, "message"),
+        ("/api/chat", {"messages": BEGUN, "stream": False}, "message"),
+    ],
+)  # fmt: skip
+async def test_a_last_message_of_the_assistant_is_continued(gateway, worker, path, body, ending):
+    response, _ = await post(gateway, path, **body)
+    assert response.status_code == 200, response.text
+    assert "x-vlm-ignored" not in response.headers
+    assert worker.requests[-1].task.ending == ending
+
+
+@pytest.mark.parametrize("skips", [True, False, None])
+async def test_ocr_clients_ask_for_special_tokens_in_the_text(gateway, worker, skips):
+    body = {"skip_special_tokens": skips, "vllm_xargs": {"no_repeat_ngram_size": 100}}
+    response, _ = await post(gateway, "/v1/chat/completions", messages=HELLO, **body)
+    assert response.status_code == 200, response.text
+    assert worker.requests[-1].task.sampling.skip_special_tokens is (skips is not False)
+
+
+async def test_an_unknown_path_of_ollama_is_an_error_of_text(gateway):
+    response = await gateway.client.post("/api/pull", json={"model": MODEL})
+    assert response.status_code == 404
+    assert isinstance(response.json()["error"], str)
+
+
+async def test_codex_cli(gateway, worker):
+    call = {"type": "custom_tool_call", "call_id": "c", "name": "apply_patch", "input": "a\nb"}
+    shell = {"type": "local_shell_call", "call_id": "d", "action": {"type": "exec", "command": []}}
+    response, _ = await post(
+        gateway,
+        "/v1/responses",
+        input=[
+            {"type": "message", "role": "user", "content": "hello"},
+            {"type": "web_search_call", "id": "ws_1", "status": "completed"},
+            {**call, "status": "completed"},
+            {"type": "custom_tool_call_output", "call_id": "c", "output": "done"},
+            shell,
+            {"type": "local_shell_call_output", "call_id": "d", "output": "files"},
+        ],
+        client_metadata={"session": "7"},
+        reasoning={"effort": "medium", "summary": "auto"},
+        include=["reasoning.encrypted_content"],
+        store=False,
+        truncation="auto",
+    )
+    assert response.status_code == 200, response.text
+    assert {"client_metadata", "reasoning.effort", "truncation"} <= set(
+        response.headers["x-vlm-ignored"].split(", ")
+    )
+    turns = worker.requests[-1].task.messages
+    assert [turn.role for turn in turns] == ["user", "assistant", "tool", "assistant", "tool"]
+    assert turns[1].tool_calls == (ToolCall("c", "apply_patch", '{"input":"a\\nb"}'),)
+    assert turns[3].tool_calls[0].name == "local_shell"
+    items = [*HELLO, {"type": "item_reference", "id": "msg_1"}]
+    response, told = await post(gateway, "/v1/responses", input=items)
+    assert (response.status_code, told["error"]["param"]) == (404, "input.[1].id")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "name"),
+    [
+        ("/v1/chat/completions", {"reasoning_effort": "low"}, "reasoning_effort"),
+        ("/v1/chat/completions", {"enable_thinking": True}, "enable_thinking"),
+        ("/v1/chat/completions", {"chat_template_kwargs": {"enable_thinking": True}},
+         "chat_template_kwargs.enable_thinking"),
+        ("/v1/chat/completions", {"chat_template_kwargs": {"x": 1}}, "chat_template_kwargs.x"),
+        ("/api/chat", {"think": True, "stream": False}, "think"),
+        ("/api/chat", {"think": "low", "stream": False}, "think"),
+    ],
+)  # fmt: skip
+async def test_thinking_is_a_hint_for_a_model_that_cannot(gateway, path, body, name):
+    response, _ = await post(gateway, path, messages=HELLO, **body)
+    assert response.status_code == 200, response.text
+    assert response.headers["x-vlm-ignored"] == name
