@@ -12,25 +12,18 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from shared.gateway_url import URL, Url
+from shared.gateway_url import URL, DeployKey, Url
 
 if TYPE_CHECKING:
     from deploy.client import Client
 
-Key = Annotated[
-    str | None,
-    typer.Option(
-        "--api-key",
-        envvar="DEPLOY_KEY",
-        help="A key that may deploy.",
-        show_default="vlm serve's own",
-    ),
-]
 Name = Annotated[str, typer.Argument(help="Of the deployment.", show_default=False)]
 Form = Annotated[Literal["yaml", "json"] | None, typer.Option("-o", help="Print it as data.")]
 Wait = Annotated[
-    float, typer.Option(min=0, help="Wait so many seconds for what comes of it; 0: do not.")
+    float,
+    typer.Option("--wait", "--timeout", min=0, help="Seconds to wait for the outcome; 0: do not."),
 ]
+NoWait = Annotated[bool, typer.Option("--no-wait", help="Do not wait for the outcome.")]
 ARGUMENTS = 1
 _UsageError = typer.BadParameter.__mro__[1]  # typer brings a click of its own
 
@@ -79,7 +72,7 @@ def deploy(
         ),
     ],
     url: Url = URL,
-    api_key: Key = None,
+    api_key: DeployKey = None,
     engine: Annotated[
         list[str] | None,
         typer.Option(
@@ -142,6 +135,7 @@ def deploy(
         Literal["yaml", "json"], typer.Option("-o", help="Of --dry-run and --target.")
     ] = "yaml",
     wait: Wait = 300,
+    no_wait: NoWait = False,
 ) -> None:
     """Make a package, and have it served under a name."""
     import shlex
@@ -165,7 +159,7 @@ def deploy(
             command=shlex.split(command), environment=environment, store_url=store,
             signing_key=sign, dry_run=output if dry_run or target == "kubernetes" else None,
             target=target,
-            wait_s=wait,
+            wait_s=0 if no_wait else wait,
         )  # fmt: skip
 
     commands.finish(run)
@@ -194,7 +188,7 @@ def _change(
     commands.finish(lambda: commands.run_change(_client(url, key), method, path, body, wait))
 
 
-def apps(url: Url = URL, api_key: Key = None, output: Form = None) -> None:
+def apps(url: Url = URL, api_key: DeployKey = None, output: Form = None) -> None:
     """List what is deployed."""
     from deploy import commands
 
@@ -204,7 +198,7 @@ def apps(url: Url = URL, api_key: Key = None, output: Form = None) -> None:
 def app(
     name: Name,
     url: Url = URL,
-    api_key: Key = None,
+    api_key: DeployKey = None,
     output: Form = None,
     watch: Annotated[bool, typer.Option("--watch", help="Show it anew until Ctrl-C.")] = False,
 ) -> None:
@@ -215,7 +209,7 @@ def app(
     commands.finish(lambda: commands.run_app(_client(url, api_key), name, output, pause_s))
 
 
-def promote(name: Name, url: Url = URL, api_key: Key = None) -> None:
+def promote(name: Name, url: Url = URL, api_key: DeployKey = None) -> None:
     """Have a canary serve all requests."""
     _change(url, api_key, "POST", f"/{name}:promote", {})
 
@@ -226,7 +220,7 @@ def rollback(
         int | None, typer.Option(help="Generation.", show_default="the last that served before")
     ] = None,
     url: Url = URL,
-    api_key: Key = None,
+    api_key: DeployKey = None,
     wait: Wait = 300,
 ) -> None:
     """Take a new version back; where none is on its way, have the one before serve again."""
@@ -239,7 +233,7 @@ def scale(
     least: Annotated[int | None, typer.Option("--min", min=0, show_default="as it is")] = None,
     most: Annotated[int | None, typer.Option("--max", min=1, show_default="as it is")] = None,
     url: Url = URL,
-    api_key: Key = None,
+    api_key: DeployKey = None,
 ) -> None:
     """Change how many instances there may be."""
     given = {"min_instances": least, "max_instances": most}
@@ -251,7 +245,7 @@ def scale(
     _change(url, api_key, "POST", f"/{name}:scale", body)
 
 
-def undeploy(name: Name, url: Url = URL, api_key: Key = None) -> None:
+def undeploy(name: Name, url: Url = URL, api_key: DeployKey = None) -> None:
     """Stop serving a name; what waits is still answered."""
     _change(url, api_key, "DELETE", f"/{name}", None)
 
@@ -268,7 +262,7 @@ def gc(
     ] = 10,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List, and remove nothing.")] = False,
     url: Url = URL,
-    api_key: Key = None,
+    api_key: DeployKey = None,
 ) -> None:
     """Remove packages from the store that no deployment names."""
     from deploy import commands

@@ -20,8 +20,9 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class ApiFailed(Exception):
-    """The gateway does not do it; the message is its own. `retry_after_s`: when it may."""
+    """The gateway refuses or fails; message and code are its own. `retry_after_s`: when to try again."""
 
+    code: str = ""
     retry_after_s: float | None = None
 
 
@@ -58,7 +59,6 @@ class Client:
         return urlsplit(self.url).hostname in _LOOPBACK
 
     def close(self) -> None:
-        """Hang up."""
         self._http.close()
 
 
@@ -135,13 +135,16 @@ def _content(answer: httpx.Response) -> Any:
         raise ApiFailed(f"the gateway answers {answer.status_code}, and no JSON") from None
     if answer.is_success:
         return content
-    message = content.get("error", {}).get("message", "")
+    error = content.get("error", {})
+    message = error.get("message", "")
     if answer.status_code in (401, 403):
         message += (
-            " Give --api-key, DEPLOY_KEY where you deploy, OPENAI_API_KEY where you ask; "
-            "`vlm serve` keeps one that may do both in deploy.key in its data folder."
+            " Give --api-key, DEPLOY_KEY where you deploy, VLM_API_KEY where you ask; "
+            "`vlm serve` keeps one that may do both in deploy.key in its data folder, that of --data-dir "
+            "or ~/.local/state/vlm-fleet/PORT."
         )
     failed = ApiFailed(message or f"the gateway answers {answer.status_code}")
+    failed.code = error.get("code") or ""
     if (after := answer.headers.get("retry-after", "")).isdigit():
         failed.retry_after_s = float(after)
     raise failed
@@ -153,7 +156,9 @@ def _own_key(url: str) -> str | None:
     if parts.hostname not in _LOOPBACK:
         return None
     state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+    folder = state / "vlm-fleet" / str(parts.port or 80)
+    paths = (folder / "data-dir.key", folder / "deploy.key")
     try:
-        return (state / "vlm-fleet" / str(parts.port or 80) / "deploy.key").read_text().strip()
-    except OSError:
+        return next(path.read_text().strip() for path in paths if path.exists())
+    except (OSError, StopIteration):
         return None

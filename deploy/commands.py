@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 import yaml
+from rich import box
 from rich.console import Console
 from rich.live import Live
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
@@ -38,6 +39,7 @@ from shared.packages.store import PackageStore, StoreError, open_store
 ARGUMENTS, PACKAGING, UPLOAD, API, ROLLOUT = 1, 2, 3, 4, 5  # exit codes, as Flame's
 INTERRUPTED = 130
 _UPLOADS = 4  # at a time
+WIDE = 1000  #: columns of a file or a pipe: tables are as wide as their texts
 _POLL_S = 0.5
 _PHASES = ("start", "install", "fetch")  #: of an instance, the last one first
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "": 1}
@@ -45,7 +47,7 @@ _UNITS |= {f"{unit}i": 1024**power for power, unit in enumerate("kmgt", 1)}
 
 # Without markup: messages of applications are shown, and `[/usr]` is a closing tag.
 console = Console(stderr=True, highlight=False, markup=False)
-screen = Console(markup=False)
+screen = Console(markup=False, width=None if sys.stdout.isatty() else WIDE)
 
 
 class CommandFailed(Exception):
@@ -164,7 +166,7 @@ def run_deploy(
             _show(documents, dry_run or "yaml")
             return
         if dry_run is not None:
-            _show(_plan(name, packed, spec, environment), dry_run)
+            _show(_plan(name, packed, spec, environment, store_url or client.url), dry_run)
             return
         digest = packed.manifest.digest
         body: dict[str, Any] = {"digest": digest, "spec": msgspec.to_builtins(spec)}
@@ -190,9 +192,17 @@ def find_store(client: Client) -> str:
     return _ask(lambda: client.call("GET"))["store"]
 
 
-def _plan(name: str, packed: Packed, spec: Spec, environment: Environment) -> dict[str, Any]:
+def _plan(
+    name: str, packed: Packed, spec: Spec, environment: Environment, url: str
+) -> dict[str, Any]:
+    config = packed.manifest.config
     return {
         "name": name,
+        "kind": config.kind,
+        "entry": config.entry,
+        "command": list(config.command),
+        "engine": dict(config.engine),
+        "url": url,
         "digest": packed.manifest.digest,
         "version": version_digest(packed.manifest.digest, environment),
         "environment": in_full(environment),
@@ -284,7 +294,7 @@ class _Bar:
 
 def wait(client: Client, name: str, generation: int, wait_s: float) -> None:
     """Until the generation serves, or is a canary. Raises: CommandFailed if it was rolled back, or not in time."""
-    give_up_at, shown = time.monotonic() + wait_s, ""
+    began_at, shown = time.monotonic(), ""
     while True:
         found = _ask(lambda: client.call("GET", f"/{name}"))
         own = next(g for g in found["generations"] if g["generation"] == generation)
@@ -304,7 +314,15 @@ def wait(client: Client, name: str, generation: int, wait_s: float) -> None:
         if (doing := found["message"] or _phase(found)) not in ("", shown):
             shown = doing
             console.print(f"{name}: {shown}", soft_wrap=True)
-        if time.monotonic() > give_up_at:
+        waited_s = time.monotonic() - began_at
+        start_s = _start_s_of_idle(found, generation)
+        if start_s is not None and waited_s > start_s and found["message"]:
+            text = (
+                f"{name}: generation {generation} did not start within {start_s:g} s: {shown}. It "
+                f"goes on waiting; take it back with vlm rollback {name}"
+            )
+            raise CommandFailed(text, ROLLOUT)
+        if waited_s > wait_s:
             text = f"{name}: generation {generation} is not ready after {wait_s:g} s; it goes on"
             raise CommandFailed(text, ROLLOUT)
         try:
@@ -315,6 +333,15 @@ def wait(client: Client, name: str, generation: int, wait_s: float) -> None:
                 f"vlm rollback {name}",
                 INTERRUPTED,
             ) from None
+
+
+def _start_s_of_idle(found: dict[str, Any], generation: int) -> float | None:
+    """`start_s` of a generation that no node has started yet; None for other generations."""
+    candidate = found["candidate"]
+    if candidate is None or found["generation"] != generation:
+        return None
+    slots = [slot for slot in found["slots"] if slot["digest"] == candidate["digest"]]
+    return None if any(slot["node"] for slot in slots) else candidate["spec"]["start_s"]
 
 
 def _phase(found: dict[str, Any]) -> str:
@@ -365,13 +392,13 @@ def run_apps(client: Client, form: str | None) -> None:
     if form:
         _show(found, form)
         return
-    table = Table("name", "state", "gen.", "active", "candidate", "ready", "message")
+    table = _new_table("name", "state", "serves", "ready", "candidate", "last gen.", "its message")
     for app in found["data"]:
         active, candidate = app["active"], app["candidate"]
         ready = f"{active['num_ready'] if active else 0}/{app['desired']}"
         table.add_row(
-            app["name"], app["state"], str(app["generation"]), _short(active),
-            _short(candidate), ready, app["message"],
+            app["name"], app["state"], _short(active), ready, _short(candidate),
+            str(app["generation"]), app["message"],
         )  # fmt: skip
     screen.print(table)
 
@@ -405,11 +432,20 @@ class _Rates:
         return f"{max(0, count - before) / (now - at):.1f}" if now > at else "-"
 
 
+def _new_table(*columns: str) -> Table:
+    """A table that folds what a terminal has no room for."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
 def _table(app: dict[str, Any], rates: _Rates) -> Table:
     outer = Table(
-        title=f"{app['name']}: {app['state']}. {app['message']}", show_header=False, box=None
-    )
-    versions = Table(
+        title=f"{app['name']}: {app['state']}. {app['message']}", title_justify="left",
+        show_header=False, box=None, padding=(0, 0, 1, 0),
+    )  # fmt: skip
+    versions = _new_table(
         "version", "digest", "share", "ready", "running", "answers/s", "failed", "p95 ms"
     )
     share = app["candidate"]["spec"]["canary"] if app["state"] == "canary" else 0.0
@@ -419,7 +455,7 @@ def _table(app: dict[str, Any], rates: _Rates) -> Table:
                 role, _short(each), f"{part:.0%}", str(each["num_ready"]),
                 str(each["num_running"]), rates.of(each), str(each["num_failed"]), _times(each),
             )  # fmt: skip
-    revisions = Table("generation", "cause", "digest", "outcome", "message")
+    revisions = _new_table("generation", "cause", "digest", "outcome", "message")
     for each in app["generations"][-8:]:
         digest = each["version"][:19]
         row = (
@@ -430,11 +466,11 @@ def _table(app: dict[str, Any], rates: _Rates) -> Table:
             each["message"],
         )
         revisions.add_row(*row)
-    slots = Table("slot", "digest", "state", "node")
+    slots = _new_table("slot", "digest", "state", "node")
     for slot in app["slots"]:
         state = f"{slot['state']} ({slot['phase']})" if slot["phase"] else slot["state"]
         slots.add_row(str(slot["id"]), slot["digest"][:19], state, slot["node"] or "-")
-    events = Table("event")
+    events = _new_table("event")
     for event in app["events"][-10:]:
         events.add_row(event["text"])
     for each in (versions, revisions, slots, events):

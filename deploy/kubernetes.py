@@ -18,6 +18,7 @@ _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,48}[a-z0-9])?")
 _DRAIN_S = 30
 _KEEPER = "deployments"
 _PASSWORD = "REDIS_PASSWORD"
+_WORKER_PASSWORD = "REDIS_WORKER_PASSWORD"
 
 
 class CannotRender(ValueError):
@@ -57,7 +58,7 @@ def render(
     resources = {"requests": requests, "limits": limits}
     secrets = sorted(set(environment.secrets.values()))
     for each in secrets:
-        reason = "the node sets it" if each == _PASSWORD else why_reserved(each)
+        reason = "the node sets it" if each in (_PASSWORD, _WORKER_PASSWORD) else why_reserved(each)
         if each[0].isdigit():
             reason = "it begins with a digit"
         if reason:
@@ -85,9 +86,13 @@ def _deployment(
 ) -> dict[str, Any]:
     """`keys`: those of a secret of Kubernetes that applications on these nodes may name."""
     labels = {"app": "node", "version": name}
-    password = {"secretKeyRef": {"name": "vlm-fleet", "key": "redis-node-password"}}
+    passwords = {_PASSWORD: "redis-node-password", _WORKER_PASSWORD: "redis-worker-password"}
     values = {
         "VLM_REDIS_URL": "redis://node:$(REDIS_PASSWORD)@redis:6379/0",
+        "VLM_NODE__WORKER_REDIS_URL": f"redis://worker:$({_WORKER_PASSWORD})@redis:6379/0",
+        # The container runtime's default seccomp profile forbids bubblewrap's namespaces; a pod runs
+        # one version only, and its boundary remains.
+        "VLM_NODE__ISOLATION": "auto",
         "VLM_DEPLOY__STORE": store,
         "VLM_DEPLOY__CACHE_DIR": "/models/packages",
         "VLM_WORKER__DRAIN_S": str(_DRAIN_S),
@@ -96,7 +101,10 @@ def _deployment(
         **({"VLM_NODE__SECRETS": ",".join(keys)} if keys else {}),
     }
     environment = [
-        {"name": _PASSWORD, "valueFrom": password},
+        *(
+            {"name": name, "valueFrom": {"secretKeyRef": {"name": "vlm-fleet", "key": key}}}
+            for name, key in passwords.items()
+        ),
         *({"name": key, "value": value} for key, value in values.items()),
         *(
             {"name": key, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}

@@ -55,7 +55,6 @@ class Packed:
     folder: Path | None = None
 
     def close(self) -> None:
-        """Remove what was unpacked."""
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
 

@@ -5,17 +5,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from deploy.cli import Command, Form, Group
-from shared.gateway_url import URL, Url
+from shared.gateway_url import URL, ApiKey, AskUrl
 
 if TYPE_CHECKING:
     from deploy.client import Client
 
-Key = Annotated[
-    str | None,
-    typer.Option(
-        "--api-key", envvar=["OPENAI_API_KEY", "API_KEY"], help="A key.", show_default=False
-    ),
-]
 Session = Annotated[str, typer.Argument(help="Id of the session.", show_default=False)]
 Inputs = Annotated[
     list[str],
@@ -28,8 +22,8 @@ Inputs = Annotated[
 def run(
     name: Annotated[str, typer.Argument(help="Of the application.", show_default=False)],
     inputs: Inputs,
-    url: Url = URL,
-    api_key: Key = None,
+    url: AskUrl = URL,
+    api_key: ApiKey = None,
 ) -> None:
     """Run tasks of an application, and print what each comes to: a line of JSON."""
     from deploy import sessions
@@ -53,8 +47,8 @@ def create(
     priority: Annotated[str, typer.Option(help="interactive or batch.")] = "interactive",
     idle_s: Annotated[float, typer.Option(help="Without a task, before it is forgotten.")] = 3600,
     timeout_s: Annotated[float, typer.Option(help="In which each task has to end.")] = 3600,
-    url: Url = URL,
-    api_key: Key = None,
+    url: AskUrl = URL,
+    api_key: ApiKey = None,
 ) -> None:
     """Open a session, and print its id."""
     from deploy import sessions
@@ -79,8 +73,8 @@ def run_in(
     wait: Annotated[
         bool, typer.Option(help="Wait for their ends, and print what they are.")
     ] = True,
-    url: Url = URL,
-    api_key: Key = None,
+    url: AskUrl = URL,
+    api_key: ApiKey = None,
 ) -> None:
     """Send tasks to a session; ends with 5 if one fails."""
     from deploy import sessions
@@ -90,7 +84,7 @@ def run_in(
 
 
 @session.command("list", cls=Command)
-def show_all(url: Url = URL, api_key: Key = None, output: Form = None) -> None:
+def show_all(url: AskUrl = URL, api_key: ApiKey = None, output: Form = None) -> None:
     """List the sessions, and how their tasks stand."""
     from deploy import sessions
 
@@ -98,7 +92,9 @@ def show_all(url: Url = URL, api_key: Key = None, output: Form = None) -> None:
 
 
 @session.command(cls=Command)
-def view(session_id: Session, url: Url = URL, api_key: Key = None, output: Form = None) -> None:
+def view(
+    session_id: Session, url: AskUrl = URL, api_key: ApiKey = None, output: Form = None
+) -> None:
     """Show a session and its tasks."""
     from deploy import sessions
 
@@ -106,7 +102,7 @@ def view(session_id: Session, url: Url = URL, api_key: Key = None, output: Form 
 
 
 @session.command("close", cls=Command)
-def close_session(session_id: Session, url: Url = URL, api_key: Key = None) -> None:
+def close_session(session_id: Session, url: AskUrl = URL, api_key: ApiKey = None) -> None:
     """Take no more tasks, cancel those that wait; those that run are finished."""
     from deploy import sessions
 

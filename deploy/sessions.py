@@ -9,14 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from rich.console import Console
 from rich.table import Table
 
 from deploy.client import ApiFailed, Client
-from deploy.commands import API, ARGUMENTS, ROLLOUT, CommandFailed, finish
+from deploy.commands import API, ARGUMENTS, ROLLOUT, CommandFailed, finish, screen
 
 _MAX_TASKS = 1000  # of one request
 _WAIT_S = 30
+#: Codes of errors that are one task's, of its input or its process.
+_TASK_ERRORS = (
+    *("task_failed", "request_kills_workers", "too_many_attempts", "worker_lost"),
+    *("engine_failure", "deadline_exceeded"),
+)
 _ENDED = ("succeed", "failed", "cancelled")
 _COUNTS = ("pending", "running", "succeed", "failed", "cancelled")
 
@@ -39,10 +43,26 @@ def read_input(text: str) -> Any:
 
 
 def run_tasks(client: Client, name: str, inputs: Sequence[str]) -> None:
-    """One after another, without a session. Raises: CommandFailed."""
-    for text in inputs:
+    """One after another, without a session; a failed task does not end it. Raises: CommandFailed."""
+    num_failed = 0
+    for number, text in enumerate(inputs, 1):
         body = {"input": read_input(text)}
-        print(json.dumps(_ask(client, "POST", f"/v1/applications/{name}/run", body)["output"]))
+        try:
+            answer = client.ask("POST", f"/v1/applications/{name}/run", body)
+        except ApiFailed as error:
+            if error.code not in _TASK_ERRORS:
+                raise CommandFailed(f"task {number}: {error}", API) from None
+            num_failed += 1
+            print(f"task {number}: {error}", file=sys.stderr)
+        else:
+            print(json.dumps(answer["output"]), flush=True)
+    _end(num_failed, len(inputs))
+
+
+def _end(num_failed: int, num_tasks: int) -> None:
+    """Raises: CommandFailed."""
+    if num_failed:
+        raise CommandFailed(f"{num_failed} of {num_tasks} tasks failed", ROLLOUT)
 
 
 def run_create(client: Client, name: str, common_data: str, body: dict[str, Any]) -> None:
@@ -72,8 +92,7 @@ def run_in(
             num_failed += 1
             said = shown.get("error", {}).get("message", shown["state"])
             print(f"{shown['id']}: {said}", file=sys.stderr)
-    if num_failed:
-        raise CommandFailed(f"{num_failed} of {len(tasks)} tasks failed", ROLLOUT)
+    _end(num_failed, len(tasks))
 
 
 def _send(client: Client, path: str, tasks: Sequence[dict[str, Any]]) -> None:
@@ -99,7 +118,7 @@ def _results(client: Client, path: str, names: Sequence[str]) -> Iterator[dict[s
 
 def run_list(client: Client, form: str | None) -> None:
     """Print a table. Raises: CommandFailed."""
-    found = _ask(client, "GET", "/v1/sessions")["data"]
+    found = list(_pages(client, "/v1/sessions"))
     if form is not None:
         _show(found, form)
         return
@@ -111,18 +130,24 @@ def run_list(client: Client, form: str | None) -> None:
             each["id"], each["state"].capitalize(), each["application"], each["priority"], *counts,
             _ago(each["created"]),
         )  # fmt: skip
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
+    screen.print(table)
+
+
+def _pages(client: Client, path: str) -> Iterator[dict[str, Any]]:
+    """All entries of a list. Raises: CommandFailed."""
+    after, has_more = "", True
+    while has_more:
+        page = _ask(client, "GET", f"{path}?after={after}")
+        yield from page["data"]
+        has_more = page["has_more"] and bool(page["data"])
+        after = page["data"][-1]["id"] if page["data"] else ""
 
 
 def run_view(client: Client, session_id: str, form: str | None) -> None:
     """Print a session and its tasks. Raises: CommandFailed."""
     path = f"/v1/sessions/{session_id}"
     found = _ask(client, "GET", path)
-    after, has_more, found["tasks"] = "", True, []
-    while has_more:
-        page = _ask(client, "GET", f"{path}/tasks?after={after}")
-        found["tasks"] += page["data"]
-        has_more, after = page["has_more"], page["data"][-1]["id"] if page["data"] else ""
+    found["tasks"] = list(_pages(client, f"{path}/tasks"))
     if form is not None:
         _show(found, form)
         return

@@ -41,7 +41,6 @@ class Catalog:
 
     @contextmanager
     def change(self) -> Iterator[None]:
-        """A transaction."""
         with self._lock:
             self._connection.execute("BEGIN IMMEDIATE")
             try:
@@ -58,7 +57,6 @@ class Catalog:
     # Stores
 
     def put_store(self, tenant: str, record: StoreRecord) -> None:
-        """Insert or replace one."""
         self._rows(
             "INSERT INTO stores (id, tenant, record) VALUES (?, ?, ?)"
             " ON CONFLICT (id) DO UPDATE SET record = excluded.record",
@@ -71,7 +69,6 @@ class Catalog:
         return _decode(rows[0][0], StoreRecord) if rows else None
 
     def stores(self, tenant: str) -> list[StoreRecord]:
-        """All of a tenant."""
         rows = self._rows("SELECT record FROM stores WHERE tenant = ?", tenant)
         return [_decode(row[0], StoreRecord) for row in rows]
 
@@ -92,14 +89,12 @@ class Catalog:
     # Files
 
     def put_file(self, tenant: str, record: FileRecord, data: bytes) -> None:
-        """Insert one."""
         self._rows(
             "INSERT INTO files (id, tenant, purpose, num_bytes, record, data) VALUES (?, ?, ?, ?, ?, ?)",
             record.id, tenant, record.purpose, record.num_bytes, _encode(record), data,
         )  # fmt: skip
 
     def file(self, tenant: str, name: str, *, with_data: bool = False) -> FileRecord | None:
-        """A tenant's file."""
         data = "data" if with_data else "x''"
         sql = f"SELECT record, {data} FROM files WHERE tenant = ? AND id = ?"
         rows = self._rows(sql, tenant, name)
@@ -118,14 +113,12 @@ class Catalog:
         return count, num_bytes
 
     def drop_file(self, tenant: str, name: str) -> bool:
-        """Whether there was one."""
         sql = "DELETE FROM files WHERE tenant = ? AND id = ? RETURNING id"
         return bool(self._rows(sql, tenant, name))
 
     # Files in stores
 
     def put_store_file(self, record: StoreFile) -> None:
-        """Insert or replace one."""
         self._rows(
             "INSERT INTO store_files (store, id, record) VALUES (?, ?, ?)"
             " ON CONFLICT (store, id) DO UPDATE SET record = excluded.record",
@@ -133,7 +126,6 @@ class Catalog:
         )  # fmt: skip
 
     def store_file(self, store: str, name: str) -> StoreFile | None:
-        """One of a store."""
         rows = self._rows("SELECT record FROM store_files WHERE store = ? AND id = ?", store, name)
         return _decode(rows[0][0], StoreFile) if rows else None
 
@@ -153,7 +145,6 @@ class Catalog:
         return [record for record in records if record.status == "in_progress"]
 
     def drop_store_file(self, store: str, name: str) -> None:
-        """Forget one."""
         self._rows("DELETE FROM store_files WHERE store = ? AND id = ?", store, name)
 
     def _page(

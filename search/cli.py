@@ -1,4 +1,4 @@
-"""The commands of search: `vlm search-node`, `embed`, `store`, `search`, `bench search`."""
+"""The commands of search: `vlm search-node`, `embed`, `store`, `search`."""
 
 import os
 import sys
@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from shared.cli_lists import names, numbers
-from shared.gateway_url import URL, Url, read_url
+from shared.gateway_url import URL, ApiKey, AskUrl, read_url
 from shared.settings.options import SettingOptions, takes_settings
 
 if TYPE_CHECKING:
@@ -44,9 +43,6 @@ def search_node(settings: "Settings") -> None:
     sys.exit(run_search(settings))
 
 
-ApiKey = Annotated[
-    str | None, typer.Option(envvar="OPENAI_API_KEY", help="API key, if the server wants one.")
-]
 Engine = Annotated[str, typer.Option(help="Which engine computes in this process, without --url.")]
 LocalUrl = Annotated[
     str | None,
@@ -92,7 +88,7 @@ store = typer.Typer(help="Vector stores of a gateway.", no_args_is_help=True)
 def store_load(
     directory: Annotated[Path, typer.Argument(help="A collection of `vlm embed`.")],
     name: Annotated[str, typer.Option(help="Of the store; it is made where there is none.")],
-    url: Url = URL,
+    url: AskUrl = URL,
     model: Annotated[
         str, typer.Option(help="Name at the gateway.", show_default="the collection's")
     ] = "",
@@ -108,7 +104,7 @@ def store_load(
 def store_export(
     name: Annotated[str, typer.Argument(help="Name or id of the store.")],
     output: Annotated[Path, typer.Option(help="A new directory.")],
-    url: Url = URL,
+    url: AskUrl = URL,
     dtype: Annotated[Literal["f32", "f16"], typer.Option(help="Of the stored numbers.")] = "f32",
     api_key: ApiKey = None,
 ) -> None:
@@ -139,23 +135,3 @@ def find(
     from search.commands import run_search
 
     run_search(target, text, image, limit, url, engine, model, api_key)
-
-
-def bench_search(
-    sizes: Annotated[
-        str, typer.Option(help="Comma-separated numbers of vectors.", callback=numbers(100))
-    ] = "20000,200000",
-    dimensions: Annotated[int, typer.Option(min=8, help="Of a vector.")] = 384,
-    kinds: Annotated[
-        str,
-        typer.Option(
-            help="Comma-separated: flat, lance, qdrant.", callback=names("flat", "lance", "qdrant")
-        ),
-    ] = "flat,lance",
-    queries: Annotated[int, typer.Option(min=1, help="Of each measurement.")] = 100,
-) -> None:
-    """Measure exact search and the indexes: time to build and to search, and what they find."""
-    one_thread()
-    from search.bench import run
-
-    run([int(size) for size in sizes.split(",")], dimensions, kinds.split(","), queries)

@@ -150,12 +150,10 @@ class Part:
         return data[offsets[row] : offsets[row + 1]].tobytes().decode(errors="replace")
 
     def attributes(self, row: int) -> Attributes:
-        """Of a row."""
         encoded = self.text("attributes", row)
         return json.loads(encoded) if encoded else {}
 
     def item(self, row: int, *, with_vector: bool = False) -> Item:
-        """A row."""
         return Item(
             id=self.text("ids", row),
             vector=self.vectors[row].astype("<f4").tobytes() if with_vector else b"",

@@ -96,7 +96,6 @@ class LocalEmbedder:
             raise EmbedError(f"{source.image or source.id}: {error}") from None
 
     def close(self) -> None:
-        """Free the device."""
         self._engine.close()
 
 
@@ -188,7 +187,6 @@ class RemoteEmbedder:
         return call(self._client, method, path, body)
 
     def close(self) -> None:
-        """Hang up."""
         self._client.close()
 
 
@@ -228,7 +226,7 @@ def _message(answer: Any) -> str:
     try:
         error = answer.json()["error"]
         if answer.status_code == 401:
-            return f"{error['message']} Give a key with --api-key, or set OPENAI_API_KEY."
+            return f"{error['message']} Give a key with --api-key, or set VLM_API_KEY."
         return f"{error['message']} ({error['param'] or error['code']})"
     except (ValueError, KeyError, TypeError):
         return f"the gateway answered {answer.status_code}"

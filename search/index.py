@@ -78,9 +78,7 @@ class IndexKind(Protocol):
         """Delete the index of a store, if there is one."""
         ...
 
-    def close(self) -> None:
-        """Let go of all."""
-        ...
+    def close(self) -> None: ...
 
 
 class SearchUnavailable(SettingsError):

@@ -93,7 +93,6 @@ class LanceIndex:
         self._compacted_at = table.version
 
     def upsert(self, items: Sequence[Item]) -> None:
-        """One commit."""
         merge = self._table.merge_insert("id")
         merge = merge.when_matched_update_all().when_not_matched_insert_all()
         with self._lock:

@@ -65,7 +65,6 @@ class QdrantIndexes:
         self._client.delete_collection(name)
 
     def close(self) -> None:
-        """Hang up."""
         self._client.close()
 
 
@@ -120,7 +119,6 @@ class QdrantIndex:
         ]
 
     def get(self, ids: Sequence[str]) -> list[Item]:
-        """By their UUIDs."""
         keys = [_to_uuid(key) for key in ids]
         found = self._client.retrieve(self._name, keys, with_payload=True, with_vectors=True)
         return [_to_item(point) for point in found]

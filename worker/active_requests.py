@@ -78,8 +78,8 @@ def read_claim(claim: Claim) -> tuple[Call, list[Tokens]]:
         call, log = decode_call(claim.payload), decode_log(claim.log)
     except UnsupportedVersion as error:
         raise _refuse(claim, ErrorCode.UNSUPPORTED_VERSION, str(error)) from error
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        logger.error("cannot read request %s: %s", claim.id, error)
+    except Exception as error:  # whatever the payload causes ends this request, not the worker
+        logger.error("cannot read request %s: %r", claim.id, error)
         message = "the worker cannot read the request"
         raise _refuse(claim, ErrorCode.INVALID_REQUEST, message, "unreadable") from error
     return call, [event for event in log if isinstance(event, Tokens)]
@@ -148,7 +148,9 @@ class ActiveRequest(Struct, eq=False):
         if first.usage is not None and first.error is None and not self.is_announced:
             self.is_announced = True
             events.append(Started(request_id, attempt, first.usage))
-        said = [o for o in outputs if o.token_ids or o.text or o.num_without_id]
+        said = [
+            o for o in outputs if o.token_ids or o.text or o.num_without_id or o.prompt_logprobs
+        ]
         if said:
             events.append(join_tokens(request_id, attempt, said))
         if last.error is not None:
@@ -216,7 +218,6 @@ class ActiveRequests:
         return len(self._active_requests)
 
     def all(self) -> list[ActiveRequest]:
-        """All of them now."""
         return list(self._active_requests.values())
 
     def find(self, claim: Claim) -> ActiveRequest | None:
@@ -272,7 +273,6 @@ class ActiveRequests:
         self._start_parked()
 
     def _start_parked(self) -> None:
-        """Start what may run."""
         while self._parked and self._may_start(self._parked[0].claim):
             active = self._parked.popleft()
             active.started_at = time.monotonic()

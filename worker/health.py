@@ -5,7 +5,8 @@ moves while it has work, ready is one that takes requests.
 """
 
 import asyncio
-from collections.abc import Callable
+import inspect
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -24,7 +25,7 @@ class HealthServer:
         self,
         is_alive: Callable[[], bool],
         is_ready: Callable[[], bool],
-        registry: Callable[[], CollectorRegistry | None],
+        registry: Callable[[], CollectorRegistry | Awaitable[CollectorRegistry] | None],
     ) -> None:
         self._is_alive = is_alive
         self._is_ready = is_ready
@@ -33,12 +34,16 @@ class HealthServer:
         self.port = 0  #: where it listens, once started
 
     async def start(self, host: str, port: int) -> None:
-        """Listen; port 0 takes a free one. Raises: OSError."""
+        """Listen; port 0 takes a free one, and a path as the host a unix socket. Raises: OSError."""
+        if host.startswith("/"):
+            self._server = await asyncio.start_unix_server(
+                self._serve, host, limit=MAX_REQUEST_BYTES
+            )
+            return
         self._server = await asyncio.start_server(self._serve, host, port, limit=MAX_REQUEST_BYTES)
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def close(self) -> None:
-        """Listen no longer."""
         if self._server is not None:
             self._server.close()
             await self._server.wait_closed()
@@ -47,7 +52,7 @@ class HealthServer:
         with suppress(OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             async with asyncio.timeout(REQUEST_WITHIN_S):
                 head = await reader.readuntil(b"\r\n\r\n")
-                status, content_type, body = self._answer(head)
+                status, content_type, body = await self._answer(head)
                 writer.write(
                     f"HTTP/1.1 {status} {_REASONS[status]}\r\ncontent-type: {content_type}\r\n"
                     f"content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode()
@@ -56,7 +61,7 @@ class HealthServer:
                 await writer.drain()
         writer.close()
 
-    def _answer(self, head: bytes) -> Answer:
+    async def _answer(self, head: bytes) -> Answer:
         words = head.split(b"\r\n", 1)[0].split(b" ")
         if len(words) != 3 or words[0] not in (b"GET", b"HEAD"):
             return 400, "text/plain", b"only GET is served here\n"
@@ -67,6 +72,8 @@ class HealthServer:
             return _probe(self._is_ready())
         if path == b"/metrics":
             registry = self._registry()
+            if inspect.isawaitable(registry):
+                registry = await registry
             body = generate_latest(registry) if registry is not None else b""
             return 200, CONTENT_TYPE_LATEST, body
         return 404, "text/plain", b"no such page\n"

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
 from engines.base import Decode, Engine, EngineLoadFailed, EngineStartError, LoadedEngine
+from engines.child_process import hide_process
 from engines.image_decoder import decode_image
 from engines.registry import create_engine, kind_of, prepare_process
 from shared.blobs.redis_store import RedisBlobStore
@@ -28,7 +29,7 @@ from shared.queue.registry import Registry
 from shared.redis.client import create_redis
 from shared.redis.outage import wait_for_redis
 from shared.settings.tree import Settings, SettingsError
-from shared.telemetry.tracing import create_tracer
+from shared.telemetry import create_tracer
 from worker.adapters import WorkerAdapters
 from worker.engine_thread import EngineBroken, EngineThread
 from worker.health import HealthServer
@@ -51,6 +52,8 @@ logger = logging.getLogger(__name__)
 def run_worker(settings: Settings) -> int:
     """Run one worker until a signal. Returns the exit code."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    if not hide_process():
+        logger.warning("this system cannot hide the worker's environment from its user's processes")
     try:
         prepare_process(settings.engine.values())
         uvloop.run(WorkerProcess(settings).run())

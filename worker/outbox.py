@@ -55,7 +55,6 @@ class _Draft(Struct):
     terminal: Finished | Failed | None = None
 
     def add(self, event: CallEvent) -> None:
-        """Say one thing more."""
         if isinstance(event, Tokens):
             self.deltas.append(event)
         elif isinstance(event, Started):
@@ -124,7 +123,6 @@ class Outbox:
         self._filled.set()
 
     def drop(self, active: Published) -> None:
-        """Forget a request."""
         self._held.pop(active, None)
         self._due.pop(active, None)
         self._ended.discard(active)
@@ -170,6 +168,7 @@ def join_tokens(request_id: str, attempt: int, pieces: Sequence[EngineOutput | T
     """The tokens of consecutive pieces as one event."""
     first = pieces[0]
     token_ids, logprobs, calls = [*first.token_ids], [*first.logprobs], [*first.calls]
+    prompt_logprobs = first.prompt_logprobs
     texts, thoughts, num_without_id = [first.text], [first.reasoning], first.num_without_id
     for piece in pieces[1:]:  # most have a token or few, and text
         token_ids += piece.token_ids
@@ -180,6 +179,8 @@ def join_tokens(request_id: str, attempt: int, pieces: Sequence[EngineOutput | T
             calls += piece.calls
         if piece.reasoning:
             thoughts.append(piece.reasoning)
+        if piece.prompt_logprobs:
+            prompt_logprobs += piece.prompt_logprobs
         if piece.num_without_id:
             num_without_id += piece.num_without_id
     return Tokens(
@@ -192,4 +193,5 @@ def join_tokens(request_id: str, attempt: int, pieces: Sequence[EngineOutput | T
         num_without_id,
         "".join(thoughts),
         join_calls(calls) if calls else (),
+        prompt_logprobs,
     )

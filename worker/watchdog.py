@@ -35,11 +35,9 @@ class Watchdog:
         return started_at is not None and time.monotonic() - started_at > self._longest_s
 
     def start(self) -> None:
-        """Begin to watch."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Watch no longer. Idempotent."""
         self._stopped.set()
 
     def _watch(self) -> None:

@@ -213,6 +213,22 @@ async def test_what_the_gateway_refuses_ends_with_4(package: Path, url: str):
         assert done.stderr
 
 
+def test_the_list_shows_the_version_that_serves_apart_from_the_last_generation(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    app = {
+        "name": "n", "state": "active", "generation": 4, "candidate": None, "desired": 1,
+        "active": {"digest": "sha256:" + 64 * "a", "version": "sha256:" + 64 * "a", "num_ready": 1},
+        "message": "start: not ready",
+    }  # fmt: skip
+    monkeypatch.setattr(Client, "call", lambda *_: {"data": [app]})
+    head, *rows = [line for line in run("apps").output.splitlines() if "n" in line]
+    serves, last = head.index("serves"), head.index("last gen.")
+    [row] = [row for row in rows if "aaaa" in row]
+    assert row[serves:].startswith("aaaa")
+    assert row[last:].startswith("4")
+
+
 async def test_messages_of_applications_are_shown_as_they_are(
     package: Path, url: str, monkeypatch: pytest.MonkeyPatch
 ):
@@ -257,7 +273,9 @@ async def test_what_does_not_serve_in_time_ends_with_5_and_what_nobody_waits_for
 
     planned = await asyncio.to_thread(deploy, "--dry-run")
     assert planned.exit_code == 0
-    assert "sha256:" in planned.stdout
+    shown = yaml.safe_load(planned.stdout)
+    assert (shown["kind"], shown["engine"], shown["url"]) == ("model", {"kind": "mock"}, url)
+    assert shown["digest"].startswith("sha256:")
     late = await asyncio.to_thread(deploy, "--wait", "0.1")
     assert late.exit_code == 5, late.output
     assert "not ready after 0.1 s" in said(late)
@@ -266,12 +284,26 @@ async def test_what_does_not_serve_in_time_ends_with_5_and_what_nobody_waits_for
     assert (listed.exit_code, '"name": "n"' in listed.stdout) == (0, True)
 
 
-@pytest.mark.parametrize("variable", ["OPENAI_API_KEY", "API_KEY"])
-async def test_who_asks_may_give_the_key_as_to_every_other_command(url: str, variable: str):
-    done = await asyncio.to_thread(
-        CliRunner().invoke,
-        vlm.app,
-        ["session", "list", "--url", url],
-        env={variable: "may-deploy"},
-    )
-    assert done.exit_code == 0, done.output
+@pytest.mark.parametrize("command", [["session", "list"], ["status"], ["store", "export", "s"]])
+async def test_the_key_of_openai_goes_to_the_server_of_openais_variable_alone(
+    redis_server, redis_prefix, tmp_path: Path, command: list[str]
+):
+    if command[0] == "store":
+        command = [*command, "--output", str(tmp_path / "new")]
+
+    async def ask(*more: str, **env: str) -> bool:
+        """Whether the gateway accepted the key."""
+        env = {"OPENAI_API_KEY": "", "OPENAI_BASE_URL": "", "VLM_API_KEY": "", "VLM_URL": "", **env}
+        done = await asyncio.to_thread(CliRunner().invoke, vlm.app, [*command, *more], env=env)
+        text = done.output + str(done.exception)
+        return "API key" not in text
+
+    settings = make_settings(redis_server, redis_prefix, gateway={"api_keys": ("asks",)})
+    async with run_gateway_on_socket(settings) as running:
+        url = str(running.client.base_url)
+        assert await ask("--url", url, VLM_API_KEY="asks")
+        assert await ask(OPENAI_BASE_URL=url + "/v1", OPENAI_API_KEY="asks")
+        assert await ask(VLM_URL=url, VLM_API_KEY="asks", OPENAI_BASE_URL=NOBODY)
+        assert not await ask(VLM_URL=url, OPENAI_BASE_URL=url, OPENAI_API_KEY="asks")
+        assert not await ask("--url", url, OPENAI_API_KEY="asks")
+        assert not await ask("--url", url, OPENAI_BASE_URL=url, OPENAI_API_KEY="asks")

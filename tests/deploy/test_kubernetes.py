@@ -94,7 +94,14 @@ def test_pods_have_the_secrets_that_are_named_and_no_other_version(tmp_path, cap
         ({"store": "file:///srv/packages"}, "--store s3://"),
         *(
             ({"environment": Environment(secrets={"A": secret})}, f"--secret {secret}")
-            for secret in ("REDIS_PASSWORD", "VLM_WORKER__DRAIN_S", "LD_PRELOAD", "PATH", "1st")
+            for secret in (
+                "REDIS_PASSWORD",
+                "REDIS_WORKER_PASSWORD",
+                "VLM_WORKER__DRAIN_S",
+                "LD_PRELOAD",
+                "PATH",
+                "1st",
+            )
         ),
     ],
 )

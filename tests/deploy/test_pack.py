@@ -115,12 +115,26 @@ def test_a_manifest_that_says_the_same_in_other_bytes_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     "path",
-    ["../x", "a/../../x", "/etc/passwd", "a//b", "./a", "a\\b", "a\nb", "", "x" * 600, "a/"],
-)
+    ["../x", "a/../../x", "/etc/passwd", "a//b", "./a", "a\\b", "a\nb", "", "x" * 600, "a/",
+     "d/" + 256 * "x", pytest.param(100 * "\U0001f600", id="400 bytes"), "a\u202eyp.exe", "a\u2067b", "a\u2028b", "a\x85b"],
+)  # fmt: skip
 def test_a_layer_that_leads_elsewhere_is_refused(path):
     layer = Layer(path, "sha256:" + 64 * "0", 1)
     with pytest.raises(BadPackage):
         make_manifest(PackageConfig("model", engine={"kind": "mock"}), [layer])
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "d/" + 255 * "x",
+        pytest.param(63 * "\U0001f600", id="252 bytes"),
+        "\u05d0 \U0001f468\u200d\U0001f469",
+    ],
+)
+def test_a_name_that_a_file_system_holds_is_taken(path):
+    layer = Layer(path, "sha256:" + 64 * "0", 1)
+    make_manifest(PackageConfig("model", engine={"kind": "mock"}), [layer])
 
 
 RUNS_CODE = EngineKind(EngineSettings, load_mock_engine, runs_code=True)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 from qdrant_client import QdrantClient
 
-from search.bench import make_items, make_vectors
+from benchmarks.search.run import make_items, make_vectors
 from search.filters import matches
 from search.index import IndexStats, SearchUnavailable, open_indexes
 from search.lance import LanceIndexes

@@ -14,13 +14,13 @@ import pytest
 from typer.testing import CliRunner
 
 import vlm
-from engines.packages.shapes.training.world import sample_scene
-from engines.packages.shapes_clip.training.queries import sample_query
 from engines.registry import create_engine
 from search.collection import read_manifest
 from tests.factories_gateway import make_settings, run_gateway_on_socket
 from tests.factories_search import serve_search
 from tests.factories_worker import run_worker
+from training.shapes.world import sample_scene
+from training.shapes_clip.queries import sample_query
 
 NUM_TEXTS = int(os.environ.get("WALK_TEXTS", "300"))
 #: What is asked, and the words that the nearest texts have.

@@ -9,8 +9,8 @@ import pytest
 
 from shared.protocol import Finished, SamplingParams
 from shared.settings.tree import TraceSettings
-from shared.telemetry import spans
-from shared.telemetry.tracing import create_tracer, epoch_ns
+from shared.telemetry import create_tracer, spans
+from shared.telemetry.tracing import epoch_ns
 from tests.factories_queue import MODEL, make_request
 from tests.factories_worker import run_worker
 from tests.otlp_collector import run_collector

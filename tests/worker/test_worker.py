@@ -22,6 +22,7 @@ from shared.protocol import (
     Started,
     TextPart,
     Tokens,
+    encode_call,
 )
 from shared.queue.api import CLEARED_AFTER_TOKENS, QueueUnavailable
 from shared.queue.claim import RedisWorkerQueue
@@ -107,7 +108,7 @@ async def test_what_is_wrong_with_a_request_is_told_by_its_code(ends, answers):
         (make_request(images=(missing,)), ErrorCode.IMAGE_UNAVAILABLE, image),
         (make_request(images=(broken,)), ErrorCode.INVALID_IMAGE, image),
         (make_request("x" * 20_000), ErrorCode.CONTEXT_LENGTH_EXCEEDED, "messages"),
-        (biased, ErrorCode.INVALID_REQUEST, None),
+        (biased, ErrorCode.INVALID_REQUEST, "logit_bias"),
         (stopped, ErrorCode.INVALID_REQUEST, None),
     ]
     async with run_worker(ends):
@@ -514,6 +515,13 @@ async def test_nothing_is_left_in_redis_without_an_expiry(ends, answers):
     [
         (
             b'{"version": 2, "id": 5}',
+            ErrorCode.INVALID_REQUEST,
+            "the worker cannot read the request",
+        ),
+        (
+            encode_call(make_request()).replace(
+                b'"task":{', b'"task":{"extra":' + b"[" * 5000 + b"]" * 5000 + b",", 1
+            ),
             ErrorCode.INVALID_REQUEST,
             "the worker cannot read the request",
         ),

@@ -15,14 +15,17 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from secrets import token_hex
+from tempfile import TemporaryDirectory
 from zlib import crc32
 
 from msgspec.structs import replace
+from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from engines.application.sandbox import check_isolation
 from engines.base import EngineStartError
+from engines.child_process import hide_process
 from engines.registry import engine_kinds
 from shared.packages import rollout
 from shared.packages.board import Board
@@ -40,29 +43,37 @@ from shared.packages.latency import add_up
 from shared.packages.manifest import Manifest
 from shared.packages.rollout import App, Load, NodeRecord, Revision, Slot
 from shared.packages.store import PackageStore, StoreError, open_store
-from shared.protocol import ModelCard
+from shared.protocol import ErrorCode, ModelCard
 from shared.queue.api import QueueUnavailable
 from shared.queue.registry import Registry, WorkerRecord
 from shared.queue.submit import RedisGatewayQueue
 from shared.redis.client import create_redis
 from shared.redis.outage import OutageLog
 from shared.settings.tree import Settings, SettingsError
+from worker.health import HealthServer
 from worker.node.cache import Cache, Uses
 from worker.node.environments import make_packages
 from worker.node.gpus import find_gpus
 from worker.node.install import install
 from worker.node.instance import Instance
 from worker.node.memory import room_bytes
+from worker.node.metrics import collect_metrics
 from worker.node.secrets import Secrets
 from worker.node.standby import Standby
 
 TICK_S = 0.5
-RECORD_TTL_S = 5.0
+#: A node that is silent for so long is gone, and others start its instances.
+RECORD_TTL_S = 30.0
 #: How often the store is compared with Redis, where nothing is amiss.
 SYNC_S = 30.0
 SYNC_EMPTY_S = 2.0
 #: An instance that no record knows is stopped after so long: the record may be on its way back.
 STRAY_S = 10.0
+#: How often Redis is asked whose requests ran in an instance that ended.
+TENANT_TRIES = 10
+_LOST_MESSAGE = (
+    "No instance can answer the request: those that had it ended, or none can start; retry."
+)
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +123,10 @@ class NodeAgent:
         self._workers: list[WorkerRecord] = []
         self._logged: set[str] = set()
         self._synced_at = float("-inf")
+        self._beaten_at = time.monotonic()
+        self._trusts_at = 0.0  # from then on, a record that is absent means that its node is gone
         self._stopping = asyncio.Event()
+        self._sockets = TemporaryDirectory(prefix="vlm-node-")
 
     def stop(self) -> None:
         """Take no more slots, drain what runs, end; said again, end at once."""
@@ -129,16 +143,26 @@ class NodeAgent:
     async def run(self) -> None:
         """Serve until `stop`."""
         logger.info("node %s: packages from %s", self.id, self._store.url)
+        beating = asyncio.create_task(self._keep_beating(), name="heartbeat")
         try:
             while not self._stopping.is_set():
                 await self._try_tick()
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._stopping.wait(), self._tick_s)
-            await self._leave()
+            await self._leave(beating)
         finally:
+            beating.cancel()
             for part in (self._board, self._registry, self._queue):
                 await part.close()
             await self._redis.aclose()
+            self._sockets.cleanup()
+
+    async def metrics(self) -> CollectorRegistry:
+        return await collect_metrics(
+            ({"application": each.app, "worker": each.worker_id}, each.health_socket)
+            for each in self._instances.values()
+            if not each.is_over
+        )
 
     async def _try_tick(self) -> None:
         try:
@@ -163,15 +187,27 @@ class NodeAgent:
                 return self._engines[app.active.digest]
         return None
 
-    async def _leave(self) -> None:
-        await self._standby.keep(None)
-        closing = [asyncio.ensure_future(each.close()) for each in self._instances.values()]
-        while closing and not all(task.done() for task in closing):
+    async def _keep_beating(self) -> None:
+        """Announce this node whatever else it waits for, such as the package store."""
+        while True:
             try:
                 await self._board.announce(self._record(), RECORD_TTL_S)
             except (RedisError, OSError) as error:
                 self._outage.failed(error)
-            await asyncio.wait(closing, timeout=1.0)
+            else:
+                now = time.monotonic()
+                if (
+                    now - self._beaten_at > RECORD_TTL_S / 2
+                ):  # other nodes may have been cut off, too
+                    self._trusts_at = now + RECORD_TTL_S
+                self._beaten_at = now
+            await asyncio.sleep(self._tick_s)
+
+    async def _leave(self, beating: asyncio.Task[None]) -> None:
+        await self._standby.keep(None)
+        await asyncio.gather(*(each.close() for each in self._instances.values()))
+        beating.cancel()
+        await asyncio.wait([beating])
         try:
             await self._board.withdraw(self.id)
         except (RedisError, OSError):
@@ -180,9 +216,8 @@ class NodeAgent:
     # One look at everything
 
     async def tick(self) -> None:
-        """Say how it stands, follow what the records say, take what waits. Raises: RedisError, StoreError."""
+        """Follow the deployments' records and claim slots. Raises: RedisError, StoreError."""
         now = await self._board.now()
-        await self._board.announce(self._record(), RECORD_TTL_S)
         apps = await self._board.apps()
         self._obey(apps)
         await self._standby.keep(self._engine_at_rest(apps))
@@ -273,7 +308,8 @@ class NodeAgent:
     async def _advance(self, app: App, nodes: Mapping[str, NodeRecord], now: float) -> App | None:
         """The record, moved on; None if another was first, or it is over."""
         loads = {digest: await self._load(app.name, digest) for digest in _digests(app)}
-        after, outcome = rollout.advance(app, nodes, loads, now)
+        trusts = time.monotonic() >= self._trusts_at
+        after, outcome = rollout.advance(app, nodes, loads, now, trusts_absence=trusts)
         if outcome is not None and after.candidate is not None:
             number = after.candidate.number
             outcome = await asyncio.to_thread(settle, self._store, app.name, number, outcome)
@@ -281,11 +317,13 @@ class NodeAgent:
             logger.info("%s: %s", app.name, after.events[-1].text)
         if rollout.is_failing(after, now):
             after = await self._go_back(after, now)
-        for revision in app.retiring:
-            if after.revision(revision.digest) is None:
-                model = version_name(app.name, revision.digest)
-                if num := await self._queue.cancel_all(model):
-                    logger.warning("%s: nobody can answer %d requests any more", model, num)
+        gone = [r.digest for r in app.retiring if after.revision(r.digest) is None]
+        lost = rollout.find_lost(after, nodes, now) if trusts else ()
+        for digest in {*gone, *lost}:
+            model = version_name(app.name, digest)
+            if num := await self._queue.fail_all(model, ErrorCode.WORKER_LOST, _LOST_MESSAGE):
+                logger.warning("%s: %d requests failed: no instance is left", model, num)
+            if digest in gone:
                 await self._registry.forget(model)
         if after.state == "undeployed" and not after.slots and not after.retiring:
             await self._board.remove(app)
@@ -363,7 +401,8 @@ class NodeAgent:
                 make_packages, cache=self._cache, hidden=frozenset(self._settings.node.secrets)
             ),
             variables=partial(self._secrets.read, revision.environment),
-            find_card=self._find_card, spare=self._standby.take(),
+            find_card=self._find_card, health_socket=f"{self._sockets.name}/{token_hex(6)}", find_tenants=self._find_tenants,
+            spare=self._standby.take(),
         )  # fmt: skip
 
     def _install(self, digest: str, uses: Uses) -> tuple[Manifest, Path]:
@@ -377,6 +416,13 @@ class NodeAgent:
             return None
         found = (w.card for w in workers if w.worker_id == worker_id and w.state == "ready")
         return next(found, None)
+
+    async def _find_tenants(self, model: str, worker_id: str) -> frozenset[str]:
+        for _ in range(TENANT_TRIES):
+            with contextlib.suppress(QueueUnavailable):
+                return await self._queue.crash_tenants(model, worker_id)
+            await asyncio.sleep(TICK_S)
+        return frozenset()
 
 
 def _digests(app: App) -> list[str]:
@@ -392,7 +438,9 @@ def default_cache() -> Path:
 
 def run_agent(settings: Settings) -> int:
     """Run a node until a signal. Returns the exit code."""
+    hide_process()
     try:
+        _check_worker_redis(settings)
         asyncio.run(_run_until_signal(settings))
     except SettingsError as error:
         logger.critical("%s", error)
@@ -400,9 +448,31 @@ def run_agent(settings: Settings) -> int:
     return 0
 
 
+def _check_worker_redis(settings: Settings) -> None:
+    """Raises: SettingsError if workers would get the node's password."""
+    if settings.redis.has_password and not settings.node.worker_redis_url:
+        raise SettingsError(
+            "VLM_NODE__WORKER_REDIS_URL: required because VLM_REDIS_URL holds a password, which the "
+            "node's workers must not read; set it to the URL of the Redis user `worker`"
+        )
+
+
 async def _run_until_signal(settings: Settings) -> None:
     agent = NodeAgent(settings)
+    server = HealthServer(lambda: True, lambda: True, agent.metrics)
+    host, port = settings.node.metrics_host, settings.node.metrics_port
+    try:
+        await server.start(host, port)
+    except OSError as error:
+        raise SettingsError(
+            f"VLM_NODE__METRICS_PORT: cannot listen on {host}:{port} ({error.strerror}); give another "
+            "port, or 0 for a free one"
+        ) from None
+    logger.info("node %s: metrics on port %d", agent.id, server.port)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, agent.stop)
-    await agent.run()
+    try:
+        await agent.run()
+    finally:
+        await server.close()

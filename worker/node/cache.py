@@ -6,12 +6,15 @@ full. Nodes may share a cache.
 """
 
 import fcntl
+import hashlib
 import os
 import secrets
 import shutil
-from collections.abc import Collection, Iterator
+import stat
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Lock
 
 from shared.packages.part import SUFFIX
 
@@ -46,6 +49,35 @@ class Cache:
     def __init__(self, folder: Path, max_bytes: int = 0) -> None:
         self.folder = folder
         self._max_bytes = max_bytes
+        self._discarding = Lock()
+        self._verified: dict[tuple[int, ...], str] = {}  # digests by what `_identity` gives
+
+    def has_content(self, path: Path, digest: str) -> bool:
+        """Whether a regular file has this digest. Hashes it once, and again if it was changed or linked.
+
+        Raises: OSError.
+        """
+        try:
+            identity = _identity(path)
+            if identity is None:
+                return False
+            if identity not in self._verified:
+                with path.open("rb") as file:
+                    found = hashlib.file_digest(file, "sha256").hexdigest()
+                self._verified[identity] = f"sha256:{found}"
+        except FileNotFoundError:
+            return False
+        return self._verified[identity] == digest
+
+    def discard(self, folder: Path, is_intact: Callable[[], bool]) -> bool:
+        """Remove a folder that may be in use, unless it is intact by now. Returns whether it did. Raises: OSError."""
+        with self._discarding:  # else one thread could discard what another has just installed
+            if not folder.is_dir() or is_intact():
+                return False
+            aside = folder.with_name(f"{secrets.token_hex(8)}{SUFFIX}")
+            folder.rename(aside)
+        shutil.rmtree(aside)
+        return True
 
     @contextmanager
     def filling(self) -> Iterator[None]:
@@ -106,6 +138,14 @@ class Cache:
         for kind in ("packages", "environments"):
             for path in (self.folder / kind).glob(f"*{SUFFIX}"):
                 shutil.rmtree(path)
+
+
+def _identity(path: Path) -> tuple[int, ...] | None:
+    """Changes with any change of a file: its owner sets all times but ctime. None: not a regular file."""
+    found = path.lstat()
+    if not stat.S_ISREG(found.st_mode):
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def _remove(folder: Path) -> bool:

@@ -77,7 +77,7 @@ def _make(arguments: list[str], folder: Path, target: Path, hidden: frozenset[st
 
 def _run_pip(arguments: list[str], folder: Path, hidden: frozenset[str]) -> None:
     """Raises: InstallError, OSError."""
-    environment = plain_environment(HUB_SECRETS | hidden)
+    environment = plain_environment(HUB_SECRETS | hidden, ("PIP_",))
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-input"]
     command += ["--disable-pip-version-check", "--only-binary", ":all:", *arguments]
     try:

@@ -1,13 +1,16 @@
-"""From the store to a directory that a worker may read: every byte is checked here again.
+"""From the store to a directory that a worker may read: every byte is checked here again, what a cache holds once
+in the life of a node and whenever it has changed.
 
 What two versions share is fetched once.
 """
 
+import logging
 import os
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from engines.base import EngineStartError
@@ -19,6 +22,8 @@ from shared.packages.store import BadBlob, PackageStore, StoreError, read_manife
 from worker.node.cache import RESERVE_BYTES, Cache, Uses
 
 _THREADS = 4
+
+logger = logging.getLogger(__name__)
 
 
 class InstallError(Exception):
@@ -47,12 +52,19 @@ def install(
         folder = cache.folder / "packages" / digest.removeprefix("sha256:")
         if uses is not None:
             uses.add(folder)
+        is_intact = partial(_is_intact, manifest, folder, cache)
+        if folder.is_dir() and not is_intact() and cache.discard(folder, is_intact):
+            logger.warning("%s was changed and is installed again", folder)
         if not folder.is_dir():
             layers = {layer.digest: layer for layer in manifest.layers}
-            cache.make_room(_size(_find_missing(layers, cache.folder)), layers)
+            cache.make_room(_size(_find_missing(layers, cache)), layers)
             with cache.filling():
-                _fetch_all(store, _find_missing(layers, cache.folder), cache.folder, report)
+                _fetch_all(store, _find_missing(layers, cache), cache.folder, report)
                 _link(manifest, cache.folder, folder)
+            if not is_intact() and cache.discard(folder, is_intact):
+                raise InstallError(
+                    f"{folder}: digest_mismatch: it was changed after it was fetched"
+                )
     except (StoreError, BadPackage, BadSignature, EngineStartError) as error:
         raise InstallError(str(error)) from None
     except OSError as error:
@@ -60,13 +72,23 @@ def install(
     return manifest, folder
 
 
-def _find_missing(layers: Mapping[str, Layer], cache: Path) -> list[Layer]:
-    blobs = cache / "blobs"
-    return [
-        layer
-        for digest, layer in layers.items()
-        if not _is_there(blobs / digest.removeprefix("sha256:"), layer.size)
-    ]
+def _find_missing(layers: Mapping[str, Layer], cache: Cache) -> list[Layer]:
+    blobs = cache.folder / "blobs"
+    paths = [blobs / digest.removeprefix("sha256:") for digest in layers]
+    with ThreadPoolExecutor(_THREADS) as threads:
+        found = list(threads.map(cache.has_content, paths, layers))
+    return [layer for layer, is_there in zip(layers.values(), found, strict=True) if not is_there]
+
+
+def _is_intact(manifest: Manifest, folder: Path, cache: Cache) -> bool:
+    """Whether a folder has the files of the package, as they were packed, and no others."""
+    layers = {folder / layer.path: layer.digest for layer in manifest.layers}
+    if {path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()} != set(
+        layers
+    ):
+        return False
+    with ThreadPoolExecutor(_THREADS) as threads:
+        return all(threads.map(cache.has_content, layers, layers.values()))
 
 
 def _size(layers: Sequence[Layer]) -> int:
@@ -78,6 +100,7 @@ def _fetch_all(
 ) -> None:
     blobs = cache / "blobs"
     blobs.mkdir(parents=True, exist_ok=True)
+    blobs.chmod(0o755)
     free = shutil.disk_usage(blobs).free
     if _size(missing) + RESERVE_BYTES > free:
         raise InstallError(
@@ -85,10 +108,6 @@ def _fetch_all(
         )
     with ThreadPoolExecutor(_THREADS) as threads:
         list(threads.map(lambda layer: _fetch(store, layer, blobs, report), missing))
-
-
-def _is_there(path: Path, size: int) -> bool:
-    return path.is_file() and path.stat().st_size == size
 
 
 def _fetch(store: PackageStore, layer: Layer, blobs: Path, report: Report | None) -> None:
@@ -122,6 +141,8 @@ def _link(manifest: Manifest, cache: Path, folder: Path) -> None:
             target = aside / layer.path
             target.parent.mkdir(parents=True, exist_ok=True)
             os.link(cache / "blobs" / layer.digest.removeprefix("sha256:"), target)
+        for parent, _, _ in os.walk(aside):
+            os.chmod(parent, 0o755)  # whatever the umask: no other user adds files
         os.rename(aside, folder)
     except OSError:
         if not folder.is_dir():  # else another was first

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from engines.application.child import Variables
 from engines.base import EngineStartError
@@ -21,7 +22,7 @@ from shared.packages.rollout import ReportState, SlotReport
 from shared.protocol import ModelCard
 from shared.settings.tree import EngineValues, Settings
 from worker.node.cache import Uses
-from worker.node.environment import WORKER_GROUPS, child_environment
+from worker.node.environment import HUB_SECRETS, WORKER_GROUPS, child_environment
 from worker.node.gpus import VARIABLE
 from worker.node.install import InstallError
 from worker.node.memory import too_much, used_bytes
@@ -42,6 +43,8 @@ Install = Callable[[str, Uses], tuple[Manifest, Path]]
 MakePackages = Callable[[Manifest, Path, Uses], Path | None]
 #: The card that a worker has announced under its id.
 FindCard = Callable[[str], Awaitable[ModelCard | None]]
+#: The tenants whose requests a worker ran when it ended, by its model and id.
+FindTenants = Callable[[str, str], Awaitable[frozenset[str]]]
 
 
 class Instance:
@@ -63,6 +66,8 @@ class Instance:
         make_packages: MakePackages,
         variables: Callable[[], Variables],
         find_card: FindCard,
+        find_tenants: FindTenants,
+        health_socket: str,
         spare: Spare | None = None,
     ) -> None:
         self.app = app
@@ -78,7 +83,9 @@ class Instance:
         self._make_packages = make_packages
         self._variables = variables
         self._find_card = find_card
+        self._find_tenants = find_tenants
         self._spare = spare
+        self.health_socket = health_socket  #: where its worker serves health and metrics
         self.engine = ""  #: its kind, once that is known
         self._runs_code = False
         self.worker_id = f"{app}-{slot}-{os.getpid()}"
@@ -86,6 +93,7 @@ class Instance:
         self._phase = "fetch"
         self._message = ""
         self._is_final = False
+        self._tenants: tuple[str, ...] = ()
         self._card: ModelCard | None = None
         self._uses = Uses()
         self._process: asyncio.subprocess.Process | None = None
@@ -103,7 +111,7 @@ class Instance:
         """What to say of it."""
         return SlotReport(
             self.app, self.slot, self.digest, self._state, self._phase, self._message,
-            self._is_final, self._card, self.since,
+            self._is_final, self._card, self.since, self._tenants,
         )  # fmt: skip
 
     def drain(self) -> None:
@@ -111,7 +119,6 @@ class Instance:
         self._draining.set()
 
     def kill(self) -> None:
-        """End at once."""
         self.drain()
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
@@ -178,6 +185,7 @@ class Instance:
             if not self._draining.is_set() and self._state != "failed":
                 code = ending.result()
                 said = f": {self._lines[-1]}" if self._lines else ""
+                await self._note_tenants()
                 self._fail(describe_end(code) + said, is_final=code == os.EX_CONFIG)
         finally:
             for task in (reading, ending, draining, watching):
@@ -231,10 +239,18 @@ class Instance:
             if used > limit and process.returncode is None:
                 # One that has not served yet would do the same again.
                 is_ready = self._state == "ready"
+                await self._note_tenants()
                 self._fail(too_much(used, limit, is_ready=is_ready), is_final=not is_ready)
                 process.kill()
                 return
             await asyncio.sleep(MEMORY_POLL_S)
+
+    async def _note_tenants(self) -> None:
+        """Find whose requests an instance that served ran at its end."""
+        if self._state == "ready":
+            model = version_name(self.app, self.digest)
+            tenants = await self._find_tenants(model, self.worker_id)
+            self._tenants = () if "" in tenants else tuple(sorted(tenants))
 
     async def _stop(self, ending: "asyncio.Task[int]") -> None:
         assert self._process is not None
@@ -282,11 +298,17 @@ class Instance:
         worker = self._settings.worker.model_copy(
             update={
                 "id": self.worker_id, "package": self._full_name(),
-                "lora": (), "health_port": 0,
+                "lora": (), "health_host": self.health_socket,
             }
         )  # fmt: skip
-        changes = {"engine": EngineValues.model_validate(values), "worker": worker}
-        environment = child_environment(self._settings.model_copy(update=changes), WORKER_GROUPS)
+        changes: dict[str, Any] = {"engine": EngineValues.model_validate(values), "worker": worker}
+        if url := self._settings.node.worker_redis_url:
+            changes["redis"] = self._settings.redis.model_copy(update={"url": url})
+        environment = child_environment(
+            self._settings.model_copy(update=changes),
+            WORKER_GROUPS,
+            HUB_SECRETS if kind.runs_code else frozenset(),
+        )
         if self.gpus:
             environment[VARIABLE] = ",".join(self.gpus)
         elif self.spec.resources.gpu == 0:

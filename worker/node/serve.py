@@ -7,8 +7,8 @@ import os
 import shutil
 import socket
 import sys
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from errno import EACCES, EADDRNOTAVAIL, EAFNOSUPPORT
 from functools import partial
 from pathlib import Path
@@ -47,6 +47,7 @@ from worker.node.supervisor import (
 )
 
 SAMPLE = Path(__file__).parents[2] / "engines" / "packages" / "shapes" / "samples" / "shapes.png"
+TEXT_QUESTION = "Write a sentence about the sea."
 GRACE_S = 5.0
 
 console = Console(stderr=True, highlight=False)
@@ -80,6 +81,7 @@ def run_node(
                 settings = _with_url(settings, redis)
             if settings.deploy.store or redis is not None:
                 settings = _with_deployments(settings, data_dir)
+                stack.enter_context(_key_by_port(settings, data_dir))
             asyncio.run(_run(settings, num_workers, redis, search, also))
     except (NodeError, EmbeddedRedisError) as error:
         if str(error):
@@ -146,6 +148,24 @@ def _deploy_key(folder: Path) -> str:
         with os.fdopen(descriptor, "w") as out:
             out.write(token_urlsafe(32))
     return file.read_text().strip()
+
+
+@contextmanager
+def _key_by_port(settings: Settings, data_dir: Path | None) -> Iterator[None]:
+    """Let `vlm deploy` on this machine find the key in a data folder that it does not know."""
+    folder = _data_dir(settings, None)
+    link = folder / "data-dir.key"
+    link.unlink(missing_ok=True)  # of one that was killed
+    key = _data_dir(settings, data_dir).absolute() / "deploy.key"
+    is_needed = data_dir is not None and key.exists()
+    if is_needed:
+        folder.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(key)
+    try:
+        yield
+    finally:
+        if is_needed:
+            link.unlink(missing_ok=True)
 
 
 def _data_dir(settings: Settings, data_dir: Path | None) -> Path:
@@ -221,9 +241,7 @@ async def _serve(
         listing = asyncio.ensure_future(wait_until_served(settings, 1 + len(also)))
         await asyncio.wait({task, listing}, return_when=asyncio.FIRST_COMPLETED)
         if listing.done():
-            models = listing.result()
-            main = next((model for model in models if "generate" in model["tasks"]), models[0])
-            others = [model for model in models if model is not main] if also else []
+            main, others = tell_apart(listing.result(), also)
             show_screen(settings, main, num_workers, others)
         listing.cancel()
     await task
@@ -297,7 +315,7 @@ async def wait_until_ready(url: str, pause_s: float = 0.1) -> None:
     async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=2.0) as client:
         while True:
             with suppress(httpx.HTTPError):
-                if (await client.get("/readyz")).is_success:
+                if (await client.get("/readyz?workers=1")).is_success:
                     return
             await asyncio.sleep(pause_s)
 
@@ -319,6 +337,21 @@ async def wait_until_served(settings: Settings, num_models: int) -> list[dict[st
                 if len(models) >= num_models:
                     return models
             await asyncio.sleep(0.2)
+
+
+def tell_apart(
+    models: Sequence[dict[str, Any]], also: Sequence[str]
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The model of --model, and those of --also."""
+    others = []
+    if also:
+        # The hub's client is slow to import.
+        from engines.packages.resolve import default_name  # noqa: PLC0415
+
+        names = {default_name(model) for model in also}
+        others = [model for model in models if model["id"] in names]
+    own = [model for model in models if model not in others]
+    return next((model for model in own if "generate" in model["tasks"]), own[0]), others
 
 
 def _is_own(model: dict[str, Any]) -> bool:
@@ -379,11 +412,12 @@ def show_screen(
         )
     )
     if "generate" in model["tasks"]:
-        console.print("Ask about an image from another terminal:\n")
-        console.print(sample_curl(url, name, needs_key), markup=False, soft_wrap=True)
+        sees = model["supports_images"]
+        console.print(f"Ask{' about an image' if sees else ''} from another terminal:\n")
+        console.print(sample_curl(url, model, needs_key), markup=False, soft_wrap=True)
         vlm = "vlm" if shutil.which("vlm") else _short(Path(sys.executable).parent / "vlm")
-        chat = f'{vlm} chat --url {url} --image {_short(SAMPLE)} "Describe the image."'
-        console.print(f"\nor: {chat}", soft_wrap=True)
+        asked = f'--image {_short(SAMPLE)} "Describe the image."' if sees else f'"{TEXT_QUESTION}"'
+        console.print(f"\nor: {vlm} chat --url {url} {asked}", soft_wrap=True)
     else:
         console.print("Ask for numbers from another terminal:\n")
         console.print(numbers_curl(url, model, needs_key), markup=False, soft_wrap=True)
@@ -393,15 +427,21 @@ def show_screen(
     console.print("\nCtrl-C stops everything.", style="dim")
 
 
-def sample_curl(url: str, model: str, needs_key: bool) -> str:
-    """A shell command that asks about the sample image."""
-    key = _key(needs_key)
-    image = f"$(base64 < {_short(SAMPLE)} | tr -d '\\n')"
+def sample_curl(url: str, model: dict[str, Any], needs_key: bool) -> str:
+    """A shell command that asks about the sample image, or a model without images for a text."""
+    content = f'"{TEXT_QUESTION}"'
+    if model["supports_images"]:
+        image = f"$(base64 < {_short(SAMPLE)} | tr -d '\\n')"
+        content = (
+            "[\n"
+            f'  {{"type": "image_url", "image_url": {{"url": "data:image/png;base64,{image}"}}}},\n'
+            '  {"type": "text", "text": "Describe the image."}]'
+        )
     return (
-        f"curl -s {url}/v1/chat/completions{key} -H 'content-type: application/json' -d @- <<EOF\n"
-        f'{{"model": "{model}", "temperature": 0, "messages": [{{"role": "user", "content": [\n'
-        f'  {{"type": "image_url", "image_url": {{"url": "data:image/png;base64,{image}"}}}},\n'
-        f'  {{"type": "text", "text": "Describe the image."}}]}}]}}\n'
+        f"curl -s {url}/v1/chat/completions{_key(needs_key)} -H 'content-type: application/json' "
+        "-d @- <<EOF\n"
+        f'{{"model": "{model["id"]}", "temperature": 0, '
+        f'"messages": [{{"role": "user", "content": {content}}}]}}\n'
         "EOF"
     )
 

@@ -30,7 +30,6 @@ class Spare:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it still waits."""
         return self._process.returncode is None
 
     async def become(self, environment: Mapping[str, str]) -> asyncio.subprocess.Process:
@@ -42,7 +41,6 @@ class Spare:
         return self._process
 
     async def stop(self) -> None:
-        """End it."""
         if self.is_alive:
             with suppress(ProcessLookupError):
                 self._process.kill()

@@ -1,7 +1,7 @@
 """The supervisor of one machine: starts processes by their `vlm` command lines, watches them, drains them in order.
 
-A process that ends is started again, with growing pauses. Until all could serve, one that `must_start`, a gateway,
-ends the node instead: its port or its settings are wrong.
+A process that ends is started again, with growing pauses. Until all could serve, a process that fails three times ends
+the node, and one that `must_start`, a gateway, at once: its port or its settings are wrong.
 """
 
 import asyncio
@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
 STABLE_AFTER_S = 60.0
+MAX_STARTS = 3  #: of a process, until all could serve
 
 
 class NodeError(Exception):
@@ -124,16 +125,19 @@ class Node:
         on_ready()
 
     async def _watch(self, child: Child) -> None:
+        num_starts = 0
         while True:
+            num_starts += 1
             assert child.process is not None
             code = await child.process.wait()
             # Later, the same code of a worker has a cause that may pass, such as too little free memory.
             if code == os.EX_CONFIG and not self.was_ready:
                 raise NodeError("", exit_code=code)
             end = describe_end(code)
-            if child.must_start and not self.was_ready:
+            if not self.was_ready and (child.must_start or num_starts == MAX_STARTS):
+                times = "" if child.must_start else f" in {MAX_STARTS} starts"
                 hint = "; its last lines say why" if code > 0 else ""
-                raise NodeError(f"{child.name} {end} before it could serve{hint}")
+                raise NodeError(f"{child.name} {end}{times} before it could serve{hint}")
             pause_s = child.pauses.next_s()
             logger.warning("%s %s; again in %.1f s", child.name, end, pause_s)
             await asyncio.sleep(pause_s)

@@ -13,7 +13,7 @@ from queue import SimpleQueue
 from PIL import Image
 
 from engines.base import InvalidImage
-from engines.child_process import can_filter, hide_process, receive, start_child
+from engines.child_process import can_filter, receive, start_child
 from engines.image_decoder import CANNOT_DECODE
 from worker.prepare import decoder_child
 from worker.prepare.decoder_child import ANSWER, READY, REQUEST
@@ -80,14 +80,10 @@ class DecoderPool:
             self._idle.put(None)
 
     def start(self) -> None:
-        """Start all children now, so that the first image need not wait for one; this process hides from them."""
+        """Start all children now, so that the first image need not wait for one."""
         if not can_filter():
             logger.warning(
                 "this kernel filters no system calls: decoders may open files and sockets"
-            )
-        if not hide_process():
-            logger.warning(
-                "this system hides no process: decoders may read the worker's environment"
             )
         for _ in range(self._idle.qsize()):
             self._idle.put(self._idle.get() or self._start_child())

@@ -161,7 +161,7 @@ class Preprocessor:
 
     async def _image(self, index: int, image: ImageRef, tenant: str) -> PreparedImage:
         """An image as the engine wants it. Raises: ImageRefused."""
-        image_hash = salted_hash(image.sha256, tenant)
+        image_hash = salted_hash(_identity(image), tenant)
         try:
             content = await self._prepared.get(
                 image_hash, lambda: self._prepare_image(image, tenant)
@@ -220,6 +220,14 @@ def _to_engine_call(request: Call, engine_id: str, output_token_ids: tuple[int, 
     )
 
 
+def _identity(image: ImageRef) -> str:
+    """An image, and the size that it is scaled to."""
+    if not (image.min_pixels or image.max_pixels):
+        return image.sha256
+    scaled = f"{image.sha256} {image.min_pixels} {image.max_pixels}"
+    return hashlib.sha256(scaled.encode()).hexdigest()
+
+
 def salted_hash(sha256: str, tenant: str) -> str:
     """An image's identity in the caches: tenants with different salts share nothing."""
     if not tenant:
@@ -272,8 +280,11 @@ def _bounds(task: Task, num_chars: int, limits: LimitSettings) -> tuple[tuple[st
             ("images", len(task.images), limits.max_images),
             ("output tokens", sampling.max_tokens or 0, limits.max_output_tokens),
             ("stop strings", len(sampling.stop), limits.max_stop_strings),
+            ("stop token ids", len(sampling.stop_token_ids), limits.max_stop_token_ids),
+            ("allowed token ids", len(sampling.allowed_token_ids), limits.max_allowed_token_ids),
             ("biased tokens", len(sampling.logit_bias), limits.max_logit_bias),
             ("logprobs", sampling.num_logprobs or 0, limits.max_top_logprobs),
+            ("prompt logprobs", sampling.num_prompt_logprobs or 0, limits.max_top_logprobs),
         )
     if isinstance(task, Tokenize):
         own = ("token ids", len(task.token_ids), limits.max_input_tokens)

@@ -2,6 +2,8 @@
 
 import asyncio
 import io
+import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any, ClassVar
 
@@ -15,14 +17,17 @@ from shared.packages.deployments import (
     Spec,
     read_history,
     record_generation,
+    version_name,
 )
 from shared.packages.manifest import Layer, Manifest, PackageConfig, digest_of
 from shared.packages.rollout import App, SlotReport
 from shared.packages.store import FileStore
 from shared.protocol import ModelCard
 from shared.queue.keys import RedisKeys
+from shared.queue.submit import RedisGatewayQueue
 from shared.redis.client import create_redis
 from shared.settings.tree import DeploySettings, RedisSettings, Settings
+from tests.factories_queue import enqueue, make_request
 from worker.node import agent as agents
 from worker.node.agent import NodeAgent
 
@@ -173,6 +178,67 @@ async def test_the_slots_of_a_killed_node_go_to_the_other(machines):
     app = await machines.wait(lambda app: nodes_of(app) == ["two", "two"])
     assert app.active is not None
     assert app.active.num_failed == 0
+
+
+async def test_a_store_that_hangs_frees_no_slot_and_loads_nothing_twice(machines, monkeypatch):
+    nodes = [machines.start("one", cpu=2.0), machines.start("two", cpu=2.0)]
+    machines.deploy(machines.add_package("{}"), min_instances=4, resources=Resources(cpu=1))
+    before = await machines.wait(lambda app: len(nodes_of(app)) == 4)
+    hanging, released = threading.Barrier(len(nodes) + 1, timeout=WITHIN_S), threading.Event()
+
+    def hang(_: object) -> dict[str, int]:
+        hanging.wait()
+        released.wait(WITHIN_S)
+        return {}
+
+    monkeypatch.setattr(agents, "last_numbers", hang)
+    await asyncio.to_thread(hanging.wait)
+    until = time.monotonic() + 2 * agents.RECORD_TTL_S
+    while time.monotonic() < until:
+        assert set(await machines.board.nodes()) == {"one", "two"}
+        await asyncio.sleep(0.1)
+    monkeypatch.setattr(agents, "last_numbers", lambda _: {"n": 1})
+    released.set()
+    after = await machines.wait(lambda app: len(nodes_of(app)) == 4)
+    assert [slot.id for slot in after.slots] == [slot.id for slot in before.slots]
+    assert len(FakeInstance.all) == 4
+
+
+async def test_a_redis_that_pauses_frees_no_slot_and_loads_nothing_twice(machines, redis):
+    machines.start("one", cpu=2.0)
+    machines.start("two", cpu=2.0)
+    machines.deploy(machines.add_package("{}"), min_instances=4, resources=Resources(cpu=1))
+    before = await machines.wait(lambda app: len(nodes_of(app)) == 4)
+    pause_s = 2 * agents.RECORD_TTL_S
+    await redis.execute_command("CLIENT", "PAUSE", round(1000 * pause_s))
+    until = time.monotonic() + pause_s + agents.RECORD_TTL_S
+    while time.monotonic() < until:
+        await asyncio.sleep(0.1)
+    async with asyncio.timeout(WITHIN_S):
+        while set(await machines.board.nodes()) != {"one", "two"}:
+            await asyncio.sleep(0.02)
+    after = await machines.wait(lambda app: len(nodes_of(app)) == 4)
+    assert [slot.id for slot in after.slots] == [slot.id for slot in before.slots]
+    assert len(FakeInstance.all) == 4
+
+
+async def test_a_request_to_a_version_that_cannot_start_fails(machines, redis, redis_prefix):
+    machines.start("one")
+    digest = machines.add_package("{}")
+    machines.deploy(digest, min_instances=0)
+    await machines.wait(lambda app: app.active is not None)
+    FakeInstance.failing.add(digest)
+    for instance in FakeInstance.all:
+        instance.state = "failed"
+    queue = RedisGatewayQueue(redis, redis_prefix)
+    request = make_request(model=version_name("n", digest))
+    await enqueue(queue, request)
+    async with asyncio.timeout(WITHIN_S):
+        while (state := await queue.state(request.model, request.id)) and state.state == "queued":
+            await asyncio.sleep(0.05)
+    assert state is not None
+    assert state.state == "failed"
+    await queue.close()
 
 
 async def test_a_version_that_keeps_failing_is_taken_back_in_the_store(machines):

@@ -60,6 +60,73 @@ def test_what_two_versions_share_is_fetched_once(store, tmp_path):
     assert not fetched
 
 
+WEIGHTS = "sub/weights.safetensors"
+
+
+def overwrite(path: Path) -> None:
+    """Of the same length, with the times of before."""
+    before = path.stat()
+    path.chmod(0o644)
+    path.write_bytes(b"W" + path.read_bytes()[1:])
+    path.chmod(0o444)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def link_elsewhere(path: Path) -> None:
+    other = path.parents[4] / "other"
+    other.write_bytes(path.read_bytes())
+    path.unlink()
+    path.symlink_to(other)
+
+
+@pytest.mark.parametrize(
+    "tamper",
+    [
+        overwrite,
+        link_elsewhere,
+        Path.unlink,
+        lambda path: path.with_name("sitecustomize.py").write_text("attack()"),
+        lambda path: path.with_name("link").symlink_to(path.parent),
+    ],
+)
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_a_cached_package_that_was_changed_is_installed_again(
+    store, tmp_path, tamper, is_restarted
+):
+    digest, cache = add(store, FILES), Cache(tmp_path / "cache")
+    _, folder = install(store, digest, cache)
+    tamper(folder / WEIGHTS)
+    _, again = install(store, digest, Cache(tmp_path / "cache") if is_restarted else cache)
+    found = {str(p.relative_to(again)): p.read_bytes() for p in again.rglob("*") if p.is_file()}
+    assert found == FILES
+    assert not [path for path in again.rglob("*") if path.is_symlink()]
+
+
+def test_a_cached_blob_that_was_changed_is_fetched_again(store, tmp_path):
+    cache = Cache(tmp_path / "cache")
+    _, folder = install(store, add(store, FILES), cache)
+    overwrite(folder / WEIGHTS)  # and with it the blob
+    _, other = install(store, add(store, {**FILES, "config.json": b'{"new": 1}'}), cache)
+    assert (other / WEIGHTS).read_bytes() == FILES[WEIGHTS]
+
+
+def test_a_cached_package_is_hashed_once(store, tmp_path, monkeypatch):
+    digest, cache = add(store, FILES), Cache(tmp_path / "cache")
+    install(store, digest, cache)
+    monkeypatch.setattr("hashlib.file_digest", lambda *_: pytest.fail("hashed again"))
+    install(store, digest, cache)
+
+
+def test_no_other_user_writes_to_a_package(store, tmp_path):
+    before = os.umask(0)
+    try:
+        _, folder = install(store, add(store, FILES), Cache(tmp_path / "cache"))
+    finally:
+        os.umask(before)
+    for path in (folder, folder / "sub", tmp_path / "cache" / "blobs"):
+        assert path.stat().st_mode & 0o777 == 0o755
+
+
 @pytest.mark.parametrize(
     ("damage", "says"),
     [

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 from pathlib import Path
 from threading import Thread
 
@@ -16,8 +17,8 @@ from shared.settings.tree import (
     Settings,
     WorkerSettings,
 )
-from worker.node.serve import create_node, wait_until_served
-from worker.node.supervisor import NodeError
+from worker.node.serve import create_node, show_screen, tell_apart, wait_until_served
+from worker.node.supervisor import Child, Node, NodeError
 
 ROOT = Path(__file__).parents[3]
 
@@ -56,6 +57,23 @@ OTHERS = [
     listed("one:sql", parent="one"),
     listed("old", num_workers=0),
 ]
+
+
+@pytest.mark.parametrize("sees", [True, False])
+def test_the_screen_asks_about_an_image_only_a_model_that_takes_one(sees, capsys):
+    settings = Settings(_env_file=None)  # type: ignore[call-arg]
+    show_screen(settings, {"id": "one", "tasks": ["generate"], "supports_images": sees}, 1)
+    screen = capsys.readouterr().err
+    assert (" --image " in screen, "image_url" in screen) == (sees, sees)
+    if not sees:
+        body = json.loads(screen.split("<<EOF\n")[1].split("\nEOF")[0])
+        [message] = body["messages"]
+        assert isinstance(message["content"], str)
+
+
+def test_the_model_of_the_engine_is_told_from_those_of_also():
+    clip, mock = ({"id": name, "tasks": ["embed"]} for name in ("shapes-clip", "mock-embeddings"))
+    assert tell_apart([clip, mock], ["shapes-clip"]) == (mock, [clip])
 
 
 @pytest.mark.parametrize("num_models", [1, 2])
@@ -113,3 +131,12 @@ def test_two_models_of_one_name_are_refused(engine, also, is_refused):
         assert caught.value.exit_code == 78
     else:
         assert len(create_node(settings, 1, also=also).children) == 3
+
+
+async def test_a_process_that_never_starts_ends_the_node_after_three_tries():
+    never = asyncio.Event()
+    worker = Child("worker 1", ["worker", "--no-such-option"], dict(os.environ))
+    node = Node([worker], never.wait, stop_within_s=5.0)
+    with pytest.raises(NodeError, match=r"worker 1 ended with exit code 2 in 3 starts") as ended:
+        await asyncio.wait_for(node.run(lambda: None), 120)
+    assert ended.value.exit_code == 1

@@ -195,19 +195,6 @@ def test_decoders_are_confined(pool: DecoderPool):
         assert "NoNewPrivs:\t1" in status
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="of Linux")
-def test_the_worker_hides_from_its_children():
-    code = """
-import ctypes
-from worker.prepare.decoder_pool import DecoderPool
-pool = DecoderPool(1, 10_000, max_cpu_s=1.0)
-pool.start()
-pool.close()
-print(ctypes.CDLL(None).prctl(3, 0, 0, 0, 0))  # PR_GET_DUMPABLE
-"""
-    assert run_python(code).stdout == "0\n"
-
-
 def test_memory_beyond_the_limit_is_not_given():
     pool = DecoderPool(1, -15_000_000, max_cpu_s=5.0)
     with pytest.raises(InvalidImage):

@@ -7,6 +7,7 @@ from hashlib import sha256
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from engines.base import Capabilities, Decode, EngineCall, PreparedImage
 from engines.core.engine import BatchingEngine
@@ -106,6 +107,21 @@ async def test_one_tenants_slow_images_do_not_delay_anothers(preparing: Preparin
     assert (
         preparing.engine.order.index("of b") <= 2
     )  # behind the one that ran, and one that was promised
+
+
+async def test_an_image_scaled_to_other_sizes_is_another_image(preparing: Preparing):
+    ref = image("photo")
+    preparing.names[ref.sha256.encode()] = "photo"
+    preparing.engine.permits.release(4)
+    images = (
+        ref,
+        replace(ref, max_pixels=100),
+        replace(ref, max_pixels=100),
+        replace(ref, min_pixels=9),
+    )
+    messages = (ChatMessage("user", (TextPart("hi"),)),)
+    await preparing.preprocessor.prepare(make_request(images=images, messages=messages), "r")
+    assert preparing.engine.order == ["photo"] * 3
 
 
 async def test_waiting_tenants_take_turns():

@@ -1,0 +1,48 @@
+"""What commands of deployments print."""
+
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from deploy import commands
+
+DIGEST = "sha256:" + 64 * "a"
+MESSAGE = "an instance of a rather long message that has to be read to its end"
+REVISION = {
+    "digest": DIGEST, "num_ready": 2, "num_running": 12, "num_finished": 3, "num_failed": 1,
+    "p95_first_s": 0.123, "p95_token_s": 0.0456, "spec": {"canary": 0.1},
+}  # fmt: skip
+APP = {
+    "name": "captioner", "state": "canary", "message": MESSAGE, "desired": 2, "generation": 2,
+    "active": REVISION, "candidate": REVISION, "events": [{"text": MESSAGE}],
+    "generations": [
+        {"generation": 2, "cause": "deploy", "version": DIGEST, "outcome": None, "message": MESSAGE}
+    ],
+    "slots": [
+        {"id": 1795469491511, "state": "starting", "phase": "install", "digest": DIGEST, "node": None}
+    ],
+}  # fmt: skip
+
+
+class Gateway:
+    """Answers what commands ask."""
+
+    def call(self, _method: str, path: str = "") -> dict[str, Any]:
+        return APP if path else {"data": [APP]}
+
+
+@pytest.mark.parametrize("width", [80, None])
+def test_tables_lose_no_text_on_a_terminal_and_in_a_pipe(width, capsys, monkeypatch):
+    if width:
+        monkeypatch.setattr(commands, "screen", Console(markup=False, width=width))
+    gateway: Any = Gateway()
+    commands.run_apps(gateway, None)
+    commands.run_app(gateway, "captioner", None, None)
+    printed = capsys.readouterr().out
+    assert "\u2026" not in printed
+    for word in ("answers/s", "candidate", "123 + 45.6", *MESSAGE.split()):
+        assert word in printed
+    assert (MESSAGE + "\n" in printed) == (width is None)
+    if width:
+        assert max(map(len, printed.splitlines())) <= width
