@@ -28,7 +28,7 @@ QUESTIONS = (
     "What color is the background?",
 )
 
-#: Of every sample what the world of `engines/packages/shapes/training` says of it.
+#: Of every sample what the world of `training/shapes` says of it.
 SAMPLE_FACTS: dict[str, tuple[Fact, ...]] = {
     "shapes": (
         ("How many shapes are there?", "3"),
@@ -90,7 +90,6 @@ class Album:
         raise NotImplementedError
 
     def several(self, draw: random.Random) -> Group:
-        """Several new images."""
         raise NotImplementedError
 
 
@@ -104,15 +103,12 @@ class NoiseAlbum(Album):
         self._urls = NumberedUrls(noise_jpeg(num_bytes))
 
     def fixed(self) -> Group:
-        """Number 0."""
         return Group((self._urls.url(0),), self.FACTS)
 
     def new(self, draw: random.Random) -> Group:
-        """The next number."""
         return Group((self._urls.url(next(self._numbers)),), self.FACTS)
 
     def several(self, draw: random.Random) -> Group:
-        """2 to MAX_GROUP images."""
         urls = [self._urls.url(next(self._numbers)) for _ in range(draw.randint(2, MAX_GROUP))]
         return Group(tuple(urls), (("Compare the images.", None),))
 
@@ -135,7 +131,6 @@ class ShapesAlbum(Album):
         return Group((self._numbered(name),), SAMPLE_FACTS[name])
 
     def several(self, draw: random.Random) -> Group:
-        """One of the pairs."""
         names = draw.choice(list(PAIR_FACTS))
         return Group(tuple(map(self._numbered, names)), PAIR_FACTS[names])
 

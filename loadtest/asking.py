@@ -94,7 +94,7 @@ def first_model(url: str, api_key: str) -> str:
     except AnswerError as error:
         if str(error).startswith("status 401"):
             raise AnswerError(
-                f"{url} wants a key: give one with --api-key, or set OPENAI_API_KEY"
+                f"{url} wants a key: give one with --api-key, or set VLM_API_KEY"
             ) from error
         raise AnswerError(f"{url} does not tell its models ({error}): does it run?") from error
     if not models:

@@ -43,7 +43,7 @@ def _writable(path: Path | None) -> Path | None:
 
 
 ApiKey = Annotated[
-    str, typer.Option(envvar="OPENAI_API_KEY", help="API key, if the server wants one.")
+    str, typer.Option(envvar="VLM_API_KEY", help="API key, if the server wants one.")
 ]
 
 
@@ -122,23 +122,13 @@ def call(function: Callable[..., int], fault: type[Exception], *arguments: Any) 
 def compare(
     before: Annotated[Path, typer.Argument(help="The result of one run (--json).")],
     after: Annotated[Path, typer.Argument(help="The result of another.")],
-    least: Annotated[
-        float, typer.Option(min=0.0, help="Smallest relative change that matters.")
-    ] = 0.05,
-    every: Annotated[bool, typer.Option("--all", help="Show what has not changed, too.")] = False,
-    fail_if_worse: Annotated[
-        bool, typer.Option("--fail-if-worse", help="Exit with 1 if anything is worse.")
-    ] = False,
     markdown: Annotated[bool, typer.Option(help="Print a table for a document.")] = False,
-    html: Annotated[
-        Path | None, typer.Option(help="Write a page with both runs' plots.", callback=_writable)
-    ] = None,
 ) -> None:
-    """Show what changed between two runs beyond chance."""
+    """Print the rates and latencies of two runs and their ratios."""
     from loadtest.difference import run
     from loadtest.result import ResultError
 
-    call(run, ResultError, before, after, least, every, fail_if_worse, markdown, html)
+    call(run, ResultError, before, after, markdown)
 
 
 @app.command()

@@ -38,7 +38,6 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Where it listens."""
         return f"http://{HOST}:{self.port}"
 
 
@@ -49,7 +48,7 @@ def run_fleet(engine: str = "mock") -> Iterator[Server]:
     with tempfile.TemporaryDirectory(prefix="vlm-load-") as data_dir:
         arguments = ["-m", "vlm", "serve", "--engine", engine, "--port", str(port)]
         arguments += ["--data-dir", data_dir, "--host", HOST]
-        with run_server(arguments, port, "/readyz") as server:
+        with run_server(arguments, port, "/readyz?workers=1") as server:
             yield server
 
 

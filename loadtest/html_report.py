@@ -1,18 +1,14 @@
-"""One run, or several over each other, as one page that needs nothing else: numbers, plots, tables; dark and light.
-
-Called by `vlm loadtest`. plotly.js is in the page; its policy lets it load nothing and run nothing else.
-"""
+"""The report of one run as one HTML page with plotly.js inside. Its policy lets it load and run nothing else."""
 
 import base64
 import hashlib
-from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from loadtest.figures import Runs, figures
+from loadtest.figures import figures
 from loadtest.report import Table, in_ms, in_number, percentile
 from loadtest.result import (
     Result,
@@ -35,32 +31,34 @@ FOLDER = Path(__file__).parent
 
 
 def run(source: Path, page: Path) -> int:
-    """Make the page of a result's file; returns the exit code. Raises: ResultError."""
-    write_page({"run": load_result(source)}, page)
+    """Write the page of a saved result; returns the exit code. Raises: ResultError."""
+    write_page(load_result(source), page)
     return 0
 
 
-def write_page(runs: Runs, page: Path, changes: Table | None = None) -> None:
-    """Write the page of runs by name; `changes`: what differs between them. Raises: ResultError."""
-    page.write_text(to_html(runs, changes), encoding="utf-8")
+def write_page(result: Result, page: Path) -> None:
+    """Write the page of a run. Raises: ResultError."""
+    page.write_text(to_html(result), encoding="utf-8")
 
 
-def to_html(runs: Runs, changes: Table | None = None) -> str:
-    """The whole page. Raises: ResultError without plotly."""
+def to_html(result: Result) -> str:
+    """Render the page. Raises: ResultError without plotly."""
     loader = Environment(
         loader=FileSystemLoader(FOLDER), autoescape=True, undefined=StrictUndefined
     )
-    found = figures(runs)
+    found = figures(result)
     scripts = [plotly_js(), (FOLDER / "report.js").read_text()]
+    tables = [to_rate_table, to_latency_table, to_stage_table, to_failure_table]
     return loader.get_template("report.html").render(
-        title=f"Load test of {' and '.join(dict.fromkeys(r.model for r in runs.values()))}",
+        title=f"Load test of {result.model}",
         style=Markup((FOLDER / "report.css").read_text()),
         scripts=[Markup(script) for script in scripts],
         hashes=[sha256(script) for script in scripts],
-        runs={name: (subtitle(result), numbers(result)) for name, result in runs.items()},
-        orders={name: order_of(result) for name, result in runs.items()},
-        changes=changes,
-        sections={name: (found[name], tables(name, runs)) for name in found},
+        subtitle=subtitle(result),
+        numbers=numbers(result),
+        order=order_of(result),
+        figures=found,
+        tables=[table for make in tables if (table := make(result)).rows],
         data=to_script_data(found),
     )
 
@@ -112,21 +110,6 @@ def numbers(result: Result) -> dict[str, str]:
     if str(result.objective):
         shown[f"kept to {result.objective}"] = in_percent(whole.good_ratio)
     return shown | {"of the requests failed": in_percent(failure_ratio(result))}
-
-
-def tables(section: str, runs: Runs) -> Sequence[Table]:
-    """The numbers of a section, a table for each run that has any."""
-    make = {
-        "Load and answers": to_rate_table,
-        "Latencies": to_latency_table,
-        "Stages": to_stage_table,
-        "Failures": to_failure_table,
-    }[section]
-    found = {name: make(result) for name, result in runs.items()}
-    if len(found) > 1:
-        for name, table in found.items():
-            table.title = f"{name}: {table.title}"
-    return [table for table in found.values() if table.rows]
 
 
 def to_failure_table(result: Result) -> Table:

@@ -27,7 +27,6 @@ class Phase:
 
     @property
     def length_s(self) -> float:
-        """Its length."""
         return self.end_s - self.start_s
 
 

@@ -63,7 +63,6 @@ class ChatUser(User):
         ChatUser.asker.ask(self.choose_scenario(), self.draw)
 
     def choose_scenario(self) -> str:
-        """What is asked next."""
         return self.scenario
 
 
@@ -132,7 +131,7 @@ def add_options(parser: LocustArgumentParser) -> None:
     parser.add_argument(
         "--api-key",
         default="",
-        env_var="OPENAI_API_KEY",
+        env_var="VLM_API_KEY",
         include_in_web_ui=False,
         help="API key, if the server wants one.",
     )

@@ -3,9 +3,9 @@
 const text = (name) => name.replaceAll("&", "&amp;").replaceAll("<", "&lt;");
 const grey = "rgba(128, 128, 128, .25)";
 const axis = { gridcolor: grey, linecolor: grey, zerolinecolor: grey, automargin: true };
-const sections = JSON.parse(document.getElementById("data").textContent);
+const figures = JSON.parse(document.getElementById("data").textContent);
 for (const place of document.querySelectorAll(".plot")) {
-  const figure = sections[place.dataset.section][Number(place.dataset.number)];
+  const figure = figures[Number(place.dataset.number)];
   for (const trace of figure.data) {
     trace.name = text(trace.name);
     if (trace.orientation) trace.y = trace.y.map(text);

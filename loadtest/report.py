@@ -20,7 +20,6 @@ class Table:
     rows: list[list[str]] = field(default_factory=list)
 
     def add(self, name: str, *cells: str) -> None:
-        """Add a row."""
         self.rows.append([name, *cells])
 
     def to_markdown(self) -> str:

@@ -83,7 +83,6 @@ class Sight:
 
     @property
     def answered_rate(self) -> float:
-        """Right answers/s."""
         return len(self.answered) / self.phase.length_s
 
     @property

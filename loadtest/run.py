@@ -70,7 +70,7 @@ def run(wanted: Wanted, outputs: Outputs, max_failure_ratio: float) -> int:
         result.save(outputs.json)
     if outputs.html:
         try:
-            write_page({"run": result}, outputs.html)
+            write_page(result, outputs.html)
         except ResultError as error:
             raise LoadTestError(str(error)) from None
     for fault, number in failures(result).most_common(MAX_LINES):

@@ -43,7 +43,6 @@ class Scenario:
         self._album = album
 
     def next_question(self, draw: random.Random) -> Question:
-        """What is asked next."""
         raise NotImplementedError
 
 

@@ -2,15 +2,13 @@
 
 import json
 import random
-import time
 from html.parser import HTMLParser
 
 import pytest
 from typer.testing import CliRunner
 
 import vlm
-from loadtest.difference import compare, to_change_table
-from loadtest.figures import MAX_POINTS, figures, line, log_ms, thin
+from loadtest.figures import figures
 from loadtest.html_report import to_html
 from loadtest.objective import Objective
 from loadtest.result import Result
@@ -67,13 +65,13 @@ def busy_run(**plan) -> Result:
     return result(records, Objective(ttft_s=0.5), **plan)
 
 
-def page_of(*runs: Result) -> Page:
-    return Page(to_html({f"run {number}": run for number, run in enumerate(runs)}))
+def page_of(run: Result) -> Page:
+    return Page(to_html(run))
 
 
 @pytest.mark.parametrize("plan", [{}, {"loop": "open", "levels": (10.0, 20.0, 40.0)}])
 def test_page_is_whole_and_loads_nothing(plan):
-    text = to_html({"run": busy_run(**plan)})
+    text = to_html(busy_run(**plan))
     page = Page(text)
     assert page.open == []
     assert not page.tags & {"link", "img", "iframe", "object"}
@@ -87,26 +85,10 @@ def test_every_question_has_its_plot():
     headings = page_of(busy_run(loop="open", levels=(10.0, 20.0))).headings
     assert headings[0] == "Load test of mock"
     for title in (
-        "Answers a second against load", "TTFT against load", "E2E against load",
-        "Requests a second", "Open requests", "TTFT over time", "E2E over time",
-        "TTFT, distribution", "TPOT, distribution", "ITL, distribution", "E2E, distribution",
-        "Mean time of each stage", "Failures over time",
+        "Requests a second against load", "TTFT against load", "E2E against load",
+        "Requests a second over time", "TTFT over time", "E2E over time", "Mean time of each stage",
     ):  # fmt: skip
         assert title in headings
-
-
-def test_two_runs_are_drawn_over_each_other_beside_what_changed():
-    runs = {"before": busy_run(), "after": busy_run(levels=(9.0,))}
-    table = to_change_table(compare(*runs.values()), 0.05, is_whole=True)
-    page = Page(to_html(runs, table))
-    assert {"before", "after", "Changes"} <= set(page.headings)
-    assert "verdict" in page.words
-    for section in figures(runs).values():
-        for figure in section:
-            names = " ".join(trace["name"] for trace in figure.data)
-            if figure.title not in ("Mean time of each stage", "Failures over time"):
-                assert "before" in names
-                assert "after" in names
 
 
 def long_run() -> Result:
@@ -124,26 +106,13 @@ def long_run() -> Result:
     return result(records, Objective(ttft_s=0.5), duration_s=400.0)
 
 
-def test_page_of_a_long_run_is_small_and_keeps_the_slowest():
+def test_page_of_a_long_run_is_small_and_shows_the_slowest():
     run = long_run()
-    began_s = time.process_time()
-    text = to_html({"run": run})
-    assert time.process_time() - began_s < 6  # about 1 s on an idle core
+    text = to_html(run)
     assert len(text) < PLOTLY_BYTES
     assert "950 other kinds" in text
-    plots = {
-        figure.title: figure for section in figures({"run": run}).values() for figure in section
-    }
-    assert max(max(trace["y"]) for trace in plots["E2E over time"].data) == pytest.approx(60_000)
-    assert [t["name"] for t in plots["Failures over time"].data][-1] == "996 x other failures"
-
-
-def test_thinned_points_keep_the_highest():
-    points = [(float(index), float(index % 7)) for index in range(20_000)]
-    points[12_345] = (12_345.0, 99.0)
-    assert (12_345.0, 99.0) in thin(points)
-    assert len(thin(points)) <= 1.2 * MAX_POINTS
-    assert thin(points[:1000]) == points[:1000]
+    plots = {figure.title: figure for figure in figures(run)}
+    assert max(max(trace["y"]) for trace in plots["E2E over time"].data) > 1000
 
 
 def test_constant_load_has_no_plot_against_load():
@@ -162,12 +131,11 @@ def test_constant_load_has_no_plot_against_load():
 )
 def test_every_number_in_every_plot_can_be_drawn(run):
     assert page_of(run).open == []
-    for section in figures({"run": run}).values():
-        for figure in section:
-            for trace in figure.data:
-                assert trace["x"], figure.title
-                assert len(trace["x"]) == len(trace["y"])
-                json.dumps([trace["x"], trace["y"]], allow_nan=False)
+    for figure in figures(run):
+        for trace in figure.data:
+            assert trace["x"], figure.title
+            assert len(trace["x"]) == len(trace["y"])
+            json.dumps([trace["x"], trace["y"]], allow_nan=False)
 
 
 def test_what_a_server_says_is_text():
@@ -180,7 +148,6 @@ def test_what_a_server_says_is_text():
 
 def test_failures_are_counted_by_name():
     assert "text, whole: status 503: <overloaded>" in page_of(busy_run()).words
-    assert "None." in page_of(result([record()])).words
 
 
 def test_command_makes_the_page_of_a_file(tmp_path):
@@ -189,29 +156,4 @@ def test_command_makes_the_page_of_a_file(tmp_path):
     run.save(source)
     done = CliRunner().invoke(vlm.app, ["loadtest", "report", str(source), str(page)])
     assert done.exit_code == 0
-    assert page.read_text() == to_html({"run": run})
-
-
-def test_command_makes_the_page_of_two_files(tmp_path):
-    source, page = tmp_path / "a.json", tmp_path / "a.html"
-    busy_run().save(source)
-    files = [str(source), str(source), "--html", str(page)]
-    done = CliRunner().invoke(vlm.app, ["loadtest", "compare", *files])
-    assert done.exit_code == 0
-    assert "Changes" in Page(page.read_text()).headings
-
-
-@pytest.mark.parametrize("low", [0.4, 7.0, 80.0, 999.0])
-@pytest.mark.parametrize("ratio", [1.0, 1 + 1e-12, 1.01, 1.3, 2.0, 5.9, 6.1, 12.0, 70.0, 1e3, 1e6])
-def test_an_axis_of_latencies_has_labels_however_wide_it_is(low, ratio):
-    axis = log_ms([line([(0.0, low), (1.0, low * ratio)], "p50")])
-    bounds = [10**bound for bound in axis["range"]]
-    assert bounds[0] < low <= low * ratio < bounds[1]
-    assert 2 <= len(axis["tickvals"]) <= 14
-    assert all(bounds[0] <= value <= bounds[1] for value in axis["tickvals"])
-    assert len(set(axis["ticktext"])) == len(axis["ticktext"])
-    assert max(map(len, axis["ticktext"])) <= 7
-
-
-def test_an_axis_of_no_latencies_is_one_too():
-    assert log_ms([])["tickvals"]
+    assert page.read_text() == to_html(run)

@@ -8,11 +8,6 @@ from typing import get_args
 import pytest
 from PIL import Image
 
-from engines.packages.shapes.training import answers
-from engines.packages.shapes.training.questions import Question as WorldQuestion
-from engines.packages.shapes.training.questions import ask_about_pair
-from engines.packages.shapes.training.samples import SCENES
-from engines.packages.shapes.training.world import PLACES, Selector
 from loadtest.albums import PAIR_FACTS, SAMPLE_FACTS, NoiseAlbum, ShapesAlbum, create_album
 from loadtest.images import (
     DATA_URL,
@@ -24,6 +19,11 @@ from loadtest.images import (
 )
 from loadtest.record import Profile
 from loadtest.scenarios import MAX_TURNS, PROFILES, SCENARIOS, Conversation, Question, to_body
+from training.shapes import answers
+from training.shapes.questions import Question as WorldQuestion
+from training.shapes.questions import ask_about_pair
+from training.shapes.samples import SCENES
+from training.shapes.world import PLACES, Selector
 
 NEW = ("text", "image", "several images")
 
