@@ -19,10 +19,11 @@ from engines.base import (
     EngineStats,
     LoadedEngine,
     PreparedImage,
+    Tokenization,
 )
 from engines.registry import create_engine
 from shared.blobs.redis_store import RedisBlobStore
-from shared.protocol import Call, CallEvent, Failed, Finished, ImageRef, Tokens
+from shared.protocol import Call, CallEvent, Failed, Finished, ImageRef, Tokenize, Tokens
 from shared.queue.registry import Registry
 from shared.settings.limits import LimitSettings
 from shared.settings.tree import WorkerSettings
@@ -61,6 +62,9 @@ class StoppableEngine(Engine):
         prepared = self.engine.prepare(call, images)
         self.num_prepared += 1
         return prepared
+
+    def tokenize(self, task: Tokenize, images: Sequence[PreparedImage]) -> Tokenization:
+        return self.engine.tokenize(task, images)
 
     def load_adapter(self, directory: Path, limits: AdapterLimits) -> Adapter:
         return self.engine.load_adapter(directory, limits)

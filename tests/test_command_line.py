@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 import vlm
 from shared.settings.load import load_settings
 from shared.settings.tree import Settings
+from shared.version import package_version
 from tests.integration.fleet_process import ROOT, run_vlm
 
 ENGINE_OPTIONS = ["--engine", "mock", "--max-num-seqs", "7", "--dtype", "float16"]
@@ -90,6 +91,11 @@ def test_a_wrong_option_is_refused(wrong, started):
     assert not started
 
 
+def test_the_version_is_that_of_the_package():
+    result = CliRunner().invoke(vlm.app, ["--version"])
+    assert (result.exit_code, result.stdout) == (0, f"vlm-fleet {package_version()}\n")
+
+
 CALLS = [
     ["chat", "hi"], ["status"], ["apps"], ["app", "n"], ["deploy", "--name", "n", "--application", "shapes"],
     ["run", "n", "1"], ["session", "list"], ["search", "library", "a star"], ["embed", ".", "--output", "x"],
@@ -153,7 +159,7 @@ def test_a_wrong_setting_is_one_line_and_exit_code_78(wrong, named):
 
 
 def test_tools_of_the_engine_get_what_was_asked_for(monkeypatch):
-    from engines.bench import run as bench  # noqa: PLC0415
+    from benchmarks.engine import run as bench  # noqa: PLC0415
 
     calls: list[tuple[Any, ...]] = []
     quantized = "engines.torch_backend.loading.quantize_checkpoint.run"
@@ -161,7 +167,7 @@ def test_tools_of_the_engine_get_what_was_asked_for(monkeypatch):
     monkeypatch.setattr(bench, "run", lambda *arguments: calls.append(arguments))
     run("quantize", "org/name", "out", "--scheme", "int4")
     run("bench", "engine", "--batch-sizes", "1,8", "--scenarios", "decode", "--json")
-    assert calls[0] == ("org/name", Path("out"), "int4", "none", "none")
+    assert calls[0] == ("org/name", Path("out"), "int4", "none")
     options, is_json = calls[1]
     assert (options.batch_sizes, options.scenarios, is_json) == ((1, 8), ("decode",), True)
 

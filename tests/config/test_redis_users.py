@@ -271,7 +271,7 @@ CALLED = {
             RedisBlobStore.open,
             RedisRecordStore,
         ),
-        *(Registry.workers, Registry.models, Registry._members),
+        *(Registry.workers, Registry.models, Registry.silence_s, Registry._members),
         *(Registry.adapters, Registry.put_adapter, Registry.remove_adapter),
         *(Board.apps, Board.put, Board._put, Board.now),
     ),
@@ -282,7 +282,7 @@ CALLED = {
 }
 CALLED["node"] = (
     *CALLED["worker"],
-    *(Board, RedisGatewayQueue.stats, RedisGatewayQueue._age_s, RedisGatewayQueue.cancel_all),
+    *(Board, RedisGatewayQueue.stats, RedisGatewayQueue._age_s, RedisGatewayQueue.fail_all),
     *(Registry.workers, Registry._members, Registry.forget),
 )
 CONTAINERS = ("XGROUP", "XINFO")  #: whose subcommands are rights of their own

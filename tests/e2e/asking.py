@@ -1,4 +1,4 @@
-"""Puts the questions of `engines.packages.shapes.training.evaluation` to a fleet, over HTTP."""
+"""Puts the questions of `training.shapes.evaluation` to a fleet, over HTTP."""
 
 import base64
 import io
@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 from openai import OpenAI
 
-from engines.packages.shapes.training.evaluation import GROUPS, Case, Message, Score, make_cases
-from engines.packages.shapes.training.questions import PAIR_TOPICS, SINGLE_TOPICS
-from tests.engines.packages.shapes.strangers import draw_as_a_stranger
+from tests.training.shapes.strangers import draw_as_a_stranger
+from training.shapes.evaluation import GROUPS, Case, Message, Score, make_cases
+from training.shapes.questions import PAIR_TOPICS, SINGLE_TOPICS
 
 NUM_CLIENTS = 16
 QUESTIONS_PER_SCENE = 5

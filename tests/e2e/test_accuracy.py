@@ -9,8 +9,8 @@ import pytest
 from openai import OpenAI
 from rich.console import Console
 
-from engines.packages.shapes.training.evaluation import GROUPS, Score, report
 from tests.e2e.asking import ask_all, choose_cases, choose_evenly
+from training.shapes.evaluation import GROUPS, Score, report
 
 IS_LONG = bool(os.environ.get("ACCURACY_SCENES"))  #: `make accuracy`
 #: Of 50 questions of a group two wrong ones are chance: the goals themselves are the long form's.

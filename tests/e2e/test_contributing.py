@@ -62,13 +62,13 @@ def test_the_api_answers_whole_streamed_and_with_an_error(fleet):
     with fleet.client() as client:
         whole = client.post("/v1/echo", json=body)
         streamed = client.post("/v1/echo", json={**body, "stream": True})
-        wrong = client.post("/v1/echo", json={**body, "colour": "blue"})
+        wrong = client.post("/v1/echo", json={"model": "parrot"})
         document = client.get("/openapi.json").json()
     assert whole.json()["text"] == " hello: say it"
     assert whole.json()["id"].startswith("echo-")
     events = [json.loads(data) for data in re.findall(r"^data: (.*)$", streamed.text, re.MULTILINE)]
     assert "".join(event["text"] for event in events) == " hello: say it"
-    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "colour")
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "prompt")
     assert "/v1/echo" in document["paths"]
 
 

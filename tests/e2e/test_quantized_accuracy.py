@@ -14,9 +14,9 @@ import pytest
 from openai import OpenAI
 from rich.console import Console
 
-from engines.packages.shapes.training.evaluation import GROUPS, Case, Score
 from tests.e2e.asking import ask_all, choose_cases
 from tests.integration.fleet_process import start_fleet
+from training.shapes.evaluation import GROUPS, Case, Score
 
 NUM_SCENES = int(os.environ.get("ACCURACY_SCENES", "0"))
 PARTS = os.environ.get("ACCURACY_PARTS")

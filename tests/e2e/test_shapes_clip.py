@@ -17,12 +17,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from engines.packages.shapes.training.gallery import encode
-from engines.packages.shapes.training.render import render, sample_style
-from engines.packages.shapes.training.world import Scene, sample_scene
-from engines.packages.shapes_clip.training.evaluation import Row, evaluate, make_queries
-from engines.packages.shapes_clip.training.queries import SINGLE_FACTS, TWO_FACTS
-from tests.engines.packages.shapes.strangers import draw_framed, draw_plainly, draw_smoothly
+from tests.training.shapes.strangers import draw_framed, draw_plainly, draw_smoothly
+from training.shapes.gallery import encode
+from training.shapes.render import render, sample_style
+from training.shapes.world import Scene, sample_scene
+from training.shapes_clip.evaluation import Row, evaluate, make_queries
+from training.shapes_clip.queries import SINGLE_FACTS, TWO_FACTS
 
 NUM_SCENES = int(os.environ.get("CLIP_SCENES", "64"))
 NUM_QUERIES = 16 if NUM_SCENES < 1000 else 200  #: of a kind

@@ -2,13 +2,16 @@
 
 import base64
 import json
+import re
 from enum import Enum
+from typing import Any
 
 import jsonschema
 import openai
 import pytest
 from pydantic import BaseModel, Field
 
+from gateway.page import FOLDER
 from tests.integration.fleet_process import SAMPLE
 
 
@@ -28,7 +31,8 @@ class Scene(BaseModel):
     count: int = Field(ge=0, le=9)
 
 
-SCHEMAS = [
+PAGE = (FOLDER / "index.html").read_text()
+SCHEMAS: list[Any] = [
     {"type": "object", "properties": {"a": {"type": "boolean"}, "b": {"enum": [1, None, "x"]}},
      "required": ["a", "b"], "additionalProperties": False},
     {"type": "array", "items": {"type": "integer", "minimum": -5, "maximum": 5},
@@ -38,6 +42,7 @@ SCHEMAS = [
      "additionalProperties": False},
     {"anyOf": [{"type": "null"}, {"type": "object", "properties": {"x": {"const": 1}},
      "required": ["x"], "additionalProperties": False}]},
+    json.loads(re.findall("""name="schema".*placeholder='(.*?)'""", PAGE)[0]),
 ]  # fmt: skip
 
 

@@ -60,7 +60,7 @@ class LoadClient:
             "model": MODEL, "max_tokens": num_tokens, "ignore_eos": True, "temperature": 0,
             "messages": [{"role": "user", "content": "one of many"}],
         }).encode()  # fmt: skip
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: fleet\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
         self._request = head.encode() + body
         self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
         self._tasks: set[asyncio.Task[None]] = set()

@@ -35,7 +35,13 @@ _SOURCES = [
 ]
 _WORDS = {word for source in _SOURCES for word in re.findall(r'"([a-z_]+)"', source)}
 #: By label: the values that the fleet itself may give it, which stand in its source as they are.
-OUR_WORDS = {"outcome": _WORDS, "reason": _WORDS}
+OUR_WORDS = {
+    "outcome": _WORDS,
+    "reason": _WORDS,
+    "status": {str(status) for status in range(200, 600)},
+    "method": {"GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH", "other"},
+    "route": {"unknown", "refused"},
+}
 ENCODED = re.compile(r"[A-Za-z0-9+/]{256,}")
 RedisNames = RedisKeys(PREFIX)
 
@@ -61,6 +67,9 @@ class HostileFleet:
     async def learn_labels(self) -> None:
         """What metrics hold from here on is known."""
         self.labels = labels((await self.client.get("/metrics")).text)
+        document = (await self.client.get("/openapi.json")).json()
+        self.labels |= {("route", path) for path in document["paths"]}
+        self.labels |= {("route", path) for path in ("/openapi.json", "/docs", "/", "/apps")}
 
     async def canary(self) -> None:
         """A greedy answer, whole and unchanged."""

@@ -94,7 +94,7 @@ ATTACKS: dict[str, list[Attack]] = {
         embed("x", 400, dimensions=0), embed("x", 400, dimensions=63), embed("x", 400, dimensions=2**70),
         embed("x", 400, encoding_format="int8"), embed("x", 400, prompt_name=CANARY),
         embed("x", 400, truncate="MIDDLE"), embed("x", 400, truncate_prompt_tokens=-2),
-        embed("x", 404, model=CANARY), embed("x", 400, model="mock"), embed("x", 400, cache_salt=CANARY),
+        embed("x", 404, model=CANARY), embed("x", 400, model="mock"), embed("x", 200, cache_salt=CANARY),
     ],
     "vectors that are no numbers": [
         *[put({"id": "a", "embedding": vector}, statuses={400}) for vector in

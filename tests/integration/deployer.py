@@ -19,6 +19,7 @@ from deploy.commands import upload
 from deploy.pack import pack
 from shared.packages.manifest import PackageConfig, make_manifest
 from tests.integration.fleet_process import ROOT, Served, run_vlm
+from tests.processes import environment_of
 
 CHAT = "/v1/chat/completions"
 WITHIN_S = 60.0
@@ -91,7 +92,7 @@ class Deployer:
         found = []
         for process in self.fleet.family():
             if "worker" in process.cmdline():
-                package = process.environ().get("VLM_WORKER__PACKAGE", "")
+                package = environment_of(process).get("VLM_WORKER__PACKAGE", "")
                 found += [process] if package.startswith("cap@") else []
         return found
 

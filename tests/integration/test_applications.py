@@ -15,9 +15,10 @@ import psutil
 import pytest
 from redis import Redis
 
-from tests.integration.fleet_process import ROOT, start_fleet
+from tests.integration.fleet_process import ROOT, run_vlm, start_fleet
 from tests.integration.test_deployments import WITHIN_S, Deployer
 from tests.long import long
+from tests.processes import environment_of
 
 APPLICATION = """
 from vlm_app import Application, TaskError
@@ -89,6 +90,26 @@ def test_a_task_without_a_session(deployer: Deployer):
         }  # fmt: skip
 
 
+def test_json_that_nests_too_deeply_ends_no_worker(deployer: Deployer):
+    before = {process.pid for process in deployer.fleet.family()}
+    with deployer.fleet.client() as client:
+        session = client.post(
+            "/v1/applications/greeter/sessions", json={"common_data": {"word": "hi"}}
+        )
+        tasks = f"/v1/sessions/{session.json()['id']}/tasks"
+        for levels in (*range(955, 990), 101):
+            body = b'{"input": %s}' % (b"[" * levels + b"]" * levels)
+            answers = [
+                client.post("/v1/applications/greeter/run", content=body),
+                client.post(tasks, content=body),
+            ]
+            assert [a.status_code for a in answers] == [400, 400]
+            assert {a.json()["error"]["param"] for a in answers} == {"input"}
+        answer = client.post("/v1/applications/greeter/run", json={"input": "you"})
+        assert answer.json()["output"] == "hello you"
+    assert before <= {process.pid for process in deployer.fleet.family()}
+
+
 def test_a_session_is_walked_through_by_commands(deployer: Deployer):
     opened = deployer.vlm("session", "create", "greeter", "--common-data", '{"word": "dear"}')
     assert opened.returncode == 0, opened.stderr
@@ -102,6 +123,20 @@ def test_a_session_is_walked_through_by_commands(deployer: Deployer):
     assert counts == {"pending": 0, "running": 0, "succeed": 2, "failed": 1}
     closed = deployer.vlm("session", "close", name)
     assert closed.returncode == 0, closed.stderr
+
+
+def test_a_failed_task_does_not_end_the_command(deployer: Deployer):
+    done = deployer.vlm("run", "greeter", "you", "fail", "me")
+    assert done.stdout.splitlines() == ['"hello you"', '"hello me"']
+    assert "task 2: told to" in done.stderr
+    assert done.returncode == 5
+
+
+def test_the_key_in_a_data_folder_is_found_by_port(deployer: Deployer):
+    env = {name: text for name, text in os.environ.items() if name != "DEPLOY_KEY"}
+    done = run_vlm("apps", "-o", "json", env={**env, "VLM_URL": deployer.fleet.url})
+    assert done.returncode == 0, done.stderr
+    assert [each["name"] for each in json.loads(done.stdout)["data"]] == ["greeter"]
 
 
 def leaks(deployer: Deployer, shown: list[str]) -> list[str]:
@@ -120,7 +155,7 @@ def leaks(deployer: Deployer, shown: list[str]) -> list[str]:
     for process in deployer.fleet.family():
         with suppress(psutil.Error):
             is_application = "vlm_app" in " ".join(process.cmdline())
-            says = [*process.cmdline(), *process.environ().values()]
+            says = [*process.cmdline(), *environment_of(process).values()]
             if not is_application and any("tell-nobody" in value for value in says):
                 found.append(f"{process.pid} {process.cmdline()}")
     return found
@@ -252,7 +287,7 @@ def test_an_instance_that_dies_in_the_middle_of_a_session_loses_no_task(deployer
         [instance] = [
             process for process in deployer.fleet.family()
             if "worker" in process.cmdline()
-            and process.environ().get("VLM_WORKER__PACKAGE", "").startswith("stamped@")
+            and environment_of(process).get("VLM_WORKER__PACKAGE", "").startswith("stamped@")
         ]  # fmt: skip
         instance.kill()
         outputs = session.outputs(100)

@@ -2,14 +2,17 @@
 
 import json
 import signal
+import threading
 import time
 from collections.abc import Iterator
 
+import httpx
 import pytest
 from redis import Redis
 
 from tests.integration.deployer import CHAT, WITHIN_S, Deployer, load
 from tests.integration.fleet_process import start_fleet
+from tests.processes import environment_of
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +94,9 @@ def test_a_version_that_ends_after_it_took_over_is_taken_back(deployer: Deployer
     assert done.returncode == 0, done.stderr
     new = deployer.active()
     with load(deployer) as running:
-        [instance] = [p for p in deployer.instances() if new in p.environ()["VLM_WORKER__PACKAGE"]]
+        [instance] = [
+            p for p in deployer.instances() if new in environment_of(p)["VLM_WORKER__PACKAGE"]
+        ]
         instance.kill()
         app = deployer.wait(lambda app: app["active"]["digest"] == old)
     assert [g["cause"] for g in app["generations"]][-2:] == ["deploy", "rollback"]
@@ -141,6 +146,101 @@ def test_what_is_undeployed_is_gone(deployer: Deployer):
         while (answer := client.post(CHAT, json=body)).status_code != 404:
             assert time.monotonic() < give_up_at, answer.text
             time.sleep(0.2)
+
+
+def test_a_deploy_that_no_node_can_take_fails_after_its_time_to_start(deployer: Deployer):
+    assert deployer.deploy(1).returncode == 0
+    old = deployer.active()
+    began_at = time.monotonic()
+    done = deployer.deploy(9, "--resources", "gpu=8", "--start-s", "2", "--timeout", "100")
+    assert done.returncode == 5
+    assert time.monotonic() - began_at < 60
+    assert "did not start within 2 s: no node has room" in " ".join(done.stderr.split())
+    begun = deployer.deploy(10, "--resources", "gpu=8", "--no-wait")
+    assert begun.returncode == 0, begun.stderr
+    deployer.vlm("rollback", "cap", "--wait", "0")
+    deployer.wait(lambda app: app["state"] == "active")
+    assert deployer.active() == old
+
+
+def test_streams_of_a_retiring_version_that_cannot_start_again_end_at_once(deployer: Deployer):
+    first = deployer.deploy(7, "--min-instances", "1", "--max-instances", "1", "--retry-limit", "0")
+    assert first.returncode == 0, first.stderr
+    old = deployer.active()
+    deployer.wait(lambda app: {slot["digest"] for slot in app["slots"]} == {old})
+    [instance] = deployer.instances()
+    messages = [{"role": "user", "content": "hi"}]
+    body = {"model": "cap", "messages": messages, "max_tokens": 4000, "ignore_eos": True}
+    with deployer.fleet.client() as client:
+        whole = threading.Thread(
+            target=lambda: answers.append(client.post(CHAT, json={**body, "stream": False}))
+        )
+        answers: list[httpx.Response] = []
+        with client.stream("POST", CHAT, json={**body, "stream": True}) as answer:
+            lines = answer.iter_lines()
+            next(line for line in lines if '"content":"' in line)
+            whole.start()
+            second = deployer.deploy(8, "--min-instances", "1")
+            assert second.returncode == 0, second.stderr
+            assert deployer.active() != old
+            instance.kill()
+            killed_at = time.monotonic()
+            last = [line for line in lines if line][-1]
+            assert time.monotonic() - killed_at < 10
+        error = json.loads(last.removeprefix("data: "))["error"]
+        assert (error["code"], error["should_retry"]) == ("worker_lost", True)
+        whole.join()
+    assert answers[0].status_code == 503
+    assert answers[0].json()["error"]["code"] == "worker_lost"
+    assert answers[0].headers["x-should-retry"] == "true"
+
+
+def test_crashes_on_requests_of_one_tenant_take_no_version_back(tmp_path):
+    keys = [name * 40 for name in "ab"]
+    fleet = start_fleet(
+        tmp_path, VLM_ENGINE__MOCK__DECODE_S="0.05", VLM_GATEWAY__API_KEYS=",".join(keys)
+    )
+    deployer = Deployer(fleet, tmp_path)
+    try:
+        for version, more in ((1, ()), (2, ("--retry-limit", "0"))):
+            done = deployer.deploy(version, "--min-instances", "1", *more)
+            assert done.returncode == 0, done.stderr
+        new = deployer.active()
+        deployer.wait(lambda app: {slot["digest"] for slot in app["slots"]} == {new})
+        for key in (keys[0], keys[0], keys[1]):
+            assert deployer.active() == new
+            _kill_under(deployer, key)
+        app = deployer.wait(lambda app: app["active"]["digest"] != new)
+        assert app["generations"][-1]["cause"] == "rollback"
+    finally:
+        fleet.end()
+
+
+def _kill_under(deployer: Deployer, key: str) -> None:
+    """Kill the instance while it answers a request of this key; returns when another is in its place."""
+    [instance] = deployer.instances()
+    slots = {slot["id"] for slot in deployer.app()["slots"]}
+    messages = [{"role": "user", "content": "hi"}]
+    body = {
+        "model": "cap",
+        "messages": messages,
+        "max_tokens": 1000,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    headers = {"authorization": f"Bearer {key}"}
+    with (
+        deployer.fleet.client() as client,
+        client.stream("POST", CHAT, json=body, headers=headers) as answer,
+    ):
+        next(
+            line
+            for line in answer.iter_lines()
+            if '"content":"' in line and '"content":""' not in line
+        )
+        instance.kill()
+        deployer.wait(lambda app: slots.isdisjoint(slot["id"] for slot in app["slots"]))
+    deployer.wait(lambda app: any(slot["state"] == "ready" for slot in app["slots"]))
 
 
 def test_a_second_ctrl_c_waits_for_no_instance(tmp_path):

@@ -29,15 +29,19 @@ def test_the_printed_curl_answers_when_pasted(served):
 
 def test_chat_streams_an_answer_and_ends_with_its_stage_timings(served):
     command = [sys.executable, "-m", "vlm", "chat", "--url", served.url, "--image", str(SAMPLE)]
-    with subprocess.Popen([*command, "what is this?"], cwd=ROOT, stdout=subprocess.PIPE) as chat:
+    with subprocess.Popen(
+        [*command, "what is this?"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as chat:
         assert chat.stdout is not None
+        assert chat.stderr is not None
         first = os.read(chat.stdout.fileno(), 1000)
         with served.client() as client:  # the request has not ended
             assert "\nvlm_open_requests 1.0\n" in client.get("/metrics").text
-        rest = chat.stdout.read()
+        answer = first + chat.stdout.read()
+        timings = chat.stderr.read().decode()
     assert chat.returncode == 0
-    answer, timings = (first + rest).decode().strip().rsplit("\n", 1)
     assert answer.strip()
+    assert timings.count("\n") == 1
     for stage in ("ingest", "image_decode", "queue", "preprocess", "vision", "prefill", "decode"):
         assert stage in timings
     assert "tokens" in timings
@@ -47,7 +51,7 @@ def test_chat_remembers_the_image_in_follow_up_questions(served):
     short = ["--max-tokens", "2", "--image", str(SAMPLE)]
     done = run_vlm("chat", "--url", served.url, *short, input="first\nsecond\n\n")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count(" ms, ") == 2  # one line of timings an answer
+    assert done.stderr.count(" ms, ") == 2  # one line of timings an answer
 
 
 def test_chat_without_a_server_says_how_to_start_one():

@@ -9,6 +9,7 @@ import pytest
 
 from shared.redis.embedded import EmbeddedRedis
 from tests.integration.fleet_process import ROOT, run_vlm, start_fleet
+from tests.processes import environment_of
 from tests.rounds import in_one_round
 
 CANNOT_START = os.EX_CONFIG
@@ -115,11 +116,6 @@ def test_a_redis_that_is_not_there_is_told_once_and_waited_for(tmp_path, command
     [told] = [line for line in said if "VLM_REDIS_URL" in line]
     assert redis.url in told
     assert "is ready" not in "".join(said)
-
-
-def environment_of(process) -> dict[str, str]:
-    """What /proc/PID/environ holds."""
-    return process.environ()
 
 
 def test_each_process_has_only_its_own_secrets(tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ import pytest
 from engines.registry import settings_classes
 from gateway.http.errors import FAILURES, from_status
 from shared.queue.keys import RedisKeys
+from shared.settings import KEY_VARIABLE, URL_VARIABLE
 from shared.settings.table import rows
 from shared.telemetry.metrics import METRICS
 
@@ -16,7 +17,10 @@ ROOT = Path(__file__).parent.parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "loadtest/RESULTS.md"]
 MORE_PAGES = [ROOT / "CHANGELOG.md", ROOT / "engines/packages/shapes/README.md"]
 TOP = {path.name for path in ROOT.iterdir()} - {".cache"}  # which runs fill
-SETTINGS = {row.variable for row in rows(settings_classes())} | {"VLM_CONFIG"}
+SETTINGS = {
+    *(row.variable for row in rows(settings_classes())),
+    *("VLM_CONFIG", KEY_VARIABLE, URL_VARIABLE),
+}
 METRIC_NAMES = {metric.name for metric in METRICS}
 
 

@@ -1,5 +1,6 @@
 """README, settings page and API page are true: commands, targets, tables and examples of a settings file."""
 
+import json
 import re
 import subprocess
 from pathlib import Path
@@ -9,7 +10,8 @@ from typer.testing import CliRunner
 
 import vlm
 from engines.registry import settings_classes
-from gateway.api.chat.schemas import IGNORED_FIELDS, NEUTRAL_VALUES, ChatCompletionRequest
+from gateway.api.chat.schemas import IGNORED_FIELDS, ChatCompletionRequest
+from gateway.api.fields import UNSUPPORTED
 from shared.settings.load import load_settings
 from shared.settings.table import to_markdown
 
@@ -56,6 +58,19 @@ def test_fields_that_change_nothing_are_listed_completely():
     assert table_row("accepted, changes nothing") == set(IGNORED_FIELDS)
 
 
+def test_fields_that_are_refused_are_listed_with_the_values_that_are_not():
+    for path, fields in UNSUPPORTED.items():
+        listed = ", ".join(
+            f"`{name}`" + (f" ({' or '.join(map(to_json, values))})" if values else "")
+            for name, values in sorted(fields.items())
+        )
+        assert f"| `{path}` | {listed} |" in API
+
+
+def to_json(value: object) -> str:
+    return f"`{json.dumps(value)}`"
+
+
 def test_fields_that_work_are_listed_completely():
     listed = set().union(
         *(
@@ -65,6 +80,7 @@ def test_fields_that_work_are_listed_completely():
                 "length",
                 "output",
                 "form",
+                "image size",
                 "tools",
                 "thinking",
                 "priority",
@@ -73,5 +89,5 @@ def test_fields_that_work_are_listed_completely():
         )
     )
     fields = set(ChatCompletionRequest.__struct_fields__)
-    supported = fields - set(IGNORED_FIELDS) - set(NEUTRAL_VALUES) - {"model", "messages"}
+    supported = fields - set(IGNORED_FIELDS) - {"model", "messages"}
     assert {name.split(".")[0] for name in listed} == supported
