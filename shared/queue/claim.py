@@ -19,7 +19,6 @@ from redis.exceptions import RedisError, ResponseError
 from shared.protocol import ErrorCode, Failed, encode
 from shared.queue.api import CLEARED_AFTER_TOKENS, Claim, Publication, QueueUnavailable
 from shared.queue.keys import (
-    AFTER_END_S,
     BELL_TTL_S,
     CRASH_TTL_S,
     GROUP,
@@ -27,6 +26,7 @@ from shared.queue.keys import (
     QUEUE_TTL_S,
     RELEASED_CONSUMER,
     RedisKeys,
+    cancel_arguments,
     keys_of_calls,
     to_ms,
 )
@@ -297,7 +297,7 @@ class RedisWorkerQueue:
         keys = [self._queue, self._keys.backlog(self._model), self._keys.reservations(self._model)]
         keys += keys_of_calls(self._keys, self._model, [claim.id for claim in claims])
         self._held.difference_update([claim.entry_id for claim in claims])
-        arguments = named(group=GROUP, keep_ms=to_ms(AFTER_END_S))
+        arguments = named(**cancel_arguments(self._keys, self._model))
         await self._sender.run(CANCEL, keys, arguments)
 
     @redis_errors_as(QueueUnavailable)

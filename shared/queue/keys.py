@@ -26,6 +26,8 @@ MAX_DEAD_ENTRIES = 10_000
 BLOB_LINGER_S = 30.0
 #: A node asks for the tenants of a crash as soon as it sees it.
 CRASH_TTL_S = 600.0
+#: A crash so soon after a running request was cancelled may be due to that request.
+LEFT_TTL_S = 10.0
 #: Who last served an image or a prefix; caches rarely keep it longer.
 HOME_TTL_S = 600.0
 #: A worker that does not renew its bell takes nothing that is put aside for it.
@@ -100,6 +102,10 @@ class RedisKeys:
     def crash(self, model: str, worker_id: str) -> str:
         """Set of the tenants whose requests a worker ran when its engine failed."""
         return f"{self.prefix}:{{{model}}}:crash:{worker_id}"
+
+    def left(self, model: str, worker_id: str) -> str:
+        """Hash of the tenants who cancelled a request that a worker ran, by the time (ms) of the last."""
+        return f"{self.prefix}:{{{model}}}:left:{worker_id}"
 
     def dead(self, model: str) -> str:
         """Stream of requests that were given up: id, reason, attempt, worker; never their content."""
@@ -196,3 +202,13 @@ def keys_of_calls(keys: RedisKeys, model: str, request_ids: Iterable[str]) -> li
     for request_id in request_ids:
         found += (keys.request(model, request_id), keys.log(model, request_id))
     return found
+
+
+def cancel_arguments(keys: RedisKeys, model: str) -> dict[str, str | int]:
+    """The arguments of `cancel.lua`, without a failure."""
+    return {
+        "group": GROUP,
+        "keep_ms": to_ms(AFTER_END_S),
+        "left": keys.left(model, ""),
+        "left_ttl_ms": to_ms(LEFT_TTL_S),
+    }

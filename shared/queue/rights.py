@@ -25,6 +25,7 @@ _QUEUE_KEYS = (
     _KEYS.mailbox("*", "*"),
     _KEYS.home("*", "*"),
     _KEYS.bell("*", "*"),
+    _KEYS.left("*", "*"),
 )
 _DEPLOY_KEYS = (_KEYS.apps, _KEYS.nodes, _KEYS.node("*"))
 _FLEET_KEYS = (

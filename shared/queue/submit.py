@@ -24,11 +24,12 @@ from shared.queue.api import (
 )
 from shared.queue.keys import (
     AFTER_DEADLINE_S,
-    AFTER_END_S,
     GROUP,
+    LEFT_TTL_S,
     MAX_MAILBOX_ENTRIES,
     QUEUE_TTL_S,
     RedisKeys,
+    cancel_arguments,
     keys_of_calls,
     to_ms,
 )
@@ -150,7 +151,7 @@ class RedisGatewayQueue:
             "max_entries": MAX_MAILBOX_ENTRIES,
         }
         arguments = named(
-            group=GROUP, keep_ms=to_ms(AFTER_END_S), **({"failure": ending} if failure else {})
+            **cancel_arguments(self._keys, model), **({"failure": ending} if failure else {})
         )
         await retry_idempotent(lambda: self._sender.run(CANCEL, keys, arguments))
 
@@ -171,8 +172,17 @@ class RedisGatewayQueue:
     @redis_errors_as(QueueUnavailable)
     async def crash_tenants(self, model: str, worker_id: str) -> frozenset[str]:
         """The tenants whose requests a worker ran when it ended; empty names are of fleets without keys."""
-        keys = (self._keys.queue(model), self._keys.crash(model, worker_id))
-        arguments = named(group=GROUP, worker=worker_id, requests=self._keys.requests(model))
+        keys = (
+            self._keys.queue(model),
+            self._keys.crash(model, worker_id),
+            self._keys.left(model, worker_id),
+        )
+        arguments = named(
+            group=GROUP,
+            worker=worker_id,
+            requests=self._keys.requests(model),
+            left_ttl_ms=to_ms(LEFT_TTL_S),
+        )
         names = await retry_idempotent(lambda: self._sender.run(CRASH_TENANTS, keys, arguments))
         return frozenset(name.decode() for name in names)
 

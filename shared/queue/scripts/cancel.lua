@@ -1,13 +1,24 @@
 -- Mark calls as cancelled, or as failed where a failure is given: their gateways get its event. Their entries leave
 -- the queue at once, so that nobody claims them; a worker that runs one learns it at its next publish or lease renewal.
 -- KEYS: queue, backlog, reservations (`submit.lua`), then call and log of each item
--- args: group, keep_ms; failure: absent, or code, message, ids (of the calls), max_entries,
---   mailboxes (the beginning of their keys)
+-- args: group, keep_ms, left (prefix of the keys of the tenants that left a worker), left_ttl_ms; failure: absent, or
+--   code, message, ids (of the calls), max_entries, mailboxes (prefix of their keys)
 -- Returns for each item the state it was in, or gone.
 local queue, backlog, reservations = KEYS[1], KEYS[2], KEYS[3]
 local args = cmsgpack.unpack(ARGV[1])
 local failure = args.failure
 local states = {}
+
+local time = redis.call('TIME')
+local now_ms = string.format('%d', time[1] * 1000 + math.floor(time[2] / 1000))
+
+-- The worker may still run the call for a moment: `crash_tenants.lua` counts its tenant until then.
+local function note_tenant(request)
+  local r = redis.call('HMGET', request, 'worker', 'begun', 'tenant')
+  if r[2] ~= '1' then return end
+  redis.pcall('HSET', args.left .. r[1], r[3] or '', now_ms)  -- pcall: users of an older release may not write it
+  redis.pcall('PEXPIRE', args.left .. r[1], args.left_ttl_ms)
+end
 
 local function fail(request, item)
   local r = redis.call('HMGET', request, 'attempt', 'reply_to', 'listeners')
@@ -34,6 +45,7 @@ for item = 1, (#KEYS - 3) / 2 do
     if failure then
       fail(request, item)
     else
+      if r[1] == 'running' then note_tenant(request) end
       redis.call('HSET', request, 'state', 'cancelled')
       redis.call('DEL', log)
     end

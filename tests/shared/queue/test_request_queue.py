@@ -779,3 +779,13 @@ async def test_a_crash_names_the_tenants_whose_requests_ran(ends):
     assert await ends.queue.crash_tenants(MODEL, "v") == frozenset()
     for key in await ends.redis.keys(f"{ends.prefix}:*"):
         assert await ends.redis.ttl(key) > 0
+
+
+async def test_a_crash_names_the_tenant_of_a_request_that_was_cancelled_just_before(ends):
+    worker = ends.worker("w")
+    running = await ends.enqueue(make_request(tenant="a"))
+    await worker.create_group()
+    await worker.read(1, 1.0)
+    waiting = await ends.enqueue(make_request(tenant="b"))
+    await ends.queue.cancel(MODEL, [running.id, waiting.id])
+    assert await ends.queue.crash_tenants(MODEL, "w") == {"a"}
