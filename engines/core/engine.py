@@ -6,12 +6,10 @@ Called by the worker's engine thread, over a mock or a torch runner alike. Clock
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Mapping, Set
 from collections.abc import Sequence as Items
 from pathlib import Path
 from typing import Any
-
-from msgspec import Struct
 
 from engines.base import (
     Adapter,
@@ -28,6 +26,7 @@ from engines.base import (
     PromptTooLong,
     Tokenization,
 )
+from engines.core.answers import Answer
 from engines.core.blocks import BlockManager
 from engines.core.budget import PrefillLimit, StepLimits
 from engines.core.constraint import Constraint
@@ -38,7 +37,6 @@ from engines.core.runner import (
     PixelLimits,
     Processor,
     Prompt,
-    PromptScore,
     SequenceFailure,
     StepResult,
     TokenChoice,
@@ -47,73 +45,20 @@ from engines.core.scheduler import Scheduler
 from engines.core.sequence import Batch, ScheduledSequence, Sequence
 from engines.core.settings import BatchingSettings
 from engines.core.speculation import Speculator
-from engines.text.detokenizer import (
-    Detokenizer,
-    SpecialsTokenizer,
-    SpellingTokenizer,
-    StopStrings,
-    decode,
-)
+from engines.text.detokenizer import decode
 from engines.text.grammar import GrammarCompiler
-from engines.text.reasoning import ReasoningDetokenizer
-from engines.text.tools import CallReader
 from shared.protocol import (
     FinishReason,
     Generate,
     Grammar,
     ImageRef,
-    OutputLogprob,
-    PromptLogprob,
     SamplingParams,
-    StageTimings,
     TextPart,
     Tokenize,
-    TokenLogprob,
     Tools,
-    Usage,
 )
 
 logger = logging.getLogger(__name__)
-
-
-class Generation(Struct):
-    """A request from `add` to its last output: a sequence, its text and its clock readings."""
-
-    sequence: Sequence
-    detokenizer: Detokenizer | ReasoningDetokenizer
-    added_at: float
-    scheduled_at: float | None = None
-    first_token_at: float | None = None
-    vision_s: float = 0.0
-    is_announced: bool = False  #: whether an output has carried its usage
-    calls: CallReader | None = None  #: of an answer that may call functions
-
-    @property
-    def usage(self) -> Usage:
-        sequence = self.sequence
-        return Usage(
-            num_prompt_tokens=sequence.num_prompt_tokens,
-            num_output_tokens=sequence.num_output_tokens,
-            num_image_tokens=sum(image.num_tokens for image in sequence.images),
-            num_cached_tokens=sequence.num_cached_tokens,
-            num_reasoning_tokens=self.detokenizer.num_reasoning_tokens,
-        )
-
-    def finish_reason(self, reason: FinishReason) -> FinishReason:
-        """Why it ends, where the sequence ends for that reason."""
-        has_called = self.calls is not None and self.calls.num_calls > 0
-        return FinishReason.TOOL_CALLS if has_called and reason is FinishReason.STOP else reason
-
-    def timings(self, now: float) -> StageTimings:
-        """The stages of a request that ends now; they add up to its time in the engine."""
-        scheduled_at = now if self.scheduled_at is None else self.scheduled_at
-        first_token_at = now if self.first_token_at is None else self.first_token_at
-        return StageTimings(
-            queue_s=scheduled_at - self.added_at,
-            vision_s=self.vision_s,
-            prefill_s=max(first_token_at - scheduled_at - self.vision_s, 0.0),
-            decode_s=now - first_token_at,
-        )
 
 
 class BatchingEngine(Engine[EngineRequest]):
@@ -168,7 +113,7 @@ class BatchingEngine(Engine[EngineRequest]):
             tokenizer, runner.vocab_size, processor.reasoning, processor.spelled
         )
         self._shows_tools = config.tools == "any" or processor.shows_tools
-        self._generations: dict[str, Generation] = {}
+        self._answers: dict[str, Answer] = {}  # by request
         self._finished_early: list[EngineOutput] = []  # requests that came complete
         self._startup_s = dict(startup_s or {})
         self._num_steps = 0
@@ -298,62 +243,22 @@ class BatchingEngine(Engine[EngineRequest]):
         sequence = Sequence.from_request(
             request, self._max_output_tokens(request), self.tokenizer.eos_token_ids
         )
-        calls = None if request.tool_format is None else CallReader(request.tool_format)
-        detokenizer = self._create_detokenizer(request, calls)
-        generation = Generation(
-            sequence,
-            detokenizer,
-            time.perf_counter(),
-            calls=calls,
-        )
+        answer = Answer.begin(request, self.processor)
         reason = self.scheduler.find_finish_reason(sequence)
-        if detokenizer.is_stopped:
+        if answer.is_stopped:
             reason = FinishReason.STOP
-        if reason is None:
-            speculator = self.scheduler.speculator
-            if speculator and (speculator.repeats or sequence.constraint is not None):
-                speculator.begin(sequence)
-            self._generations[request.request_id] = generation
-            self.scheduler.add(sequence)
-        else:
-            # No text: the rest of it went out with the last token of the attempt that was lost.
-            self._finished_early.append(
-                EngineOutput(
-                    request.request_id,
-                    sequence.num_output_tokens,
-                    usage=generation.usage,
-                    finish_reason=generation.finish_reason(reason),
-                    timings=StageTimings(),
-                    stopped_by=detokenizer.stopped_by,
-                )
-            )
-
-    def _create_detokenizer(
-        self, request: EngineRequest, calls: CallReader | None
-    ) -> Detokenizer | ReasoningDetokenizer:
-        """One that knows what earlier attempts have told."""
-        stop = StopStrings(request.sampling.stop, keeps=request.sampling.keeps_stop)
-        reasoning = self.processor.reasoning
-        tokenizer = self.tokenizer
-        if calls is not None and self.processor.spelled:
-            tokenizer = SpellingTokenizer(tokenizer, self.processor.spelled)
-        if not request.sampling.skip_special_tokens:
-            tokenizer = SpecialsTokenizer(tokenizer)
-        if reasoning is None or request.is_raw:
-            detokenizer = Detokenizer(tokenizer, stop)
-        else:
-            detokenizer = ReasoningDetokenizer(tokenizer, stop, reasoning, request.is_thinking)
-        for token_id in request.output_token_ids:
-            text = detokenizer.append(token_id)
-            if calls is not None:
-                calls.feed(text)
-        if isinstance(detokenizer, ReasoningDetokenizer):
-            detokenizer.forget()
-        return detokenizer
+        if reason is not None:  # the lost attempt has reported all of the text
+            self._finished_early.append(answer.end(reason))
+            return
+        speculator = self.scheduler.speculator
+        if speculator and (speculator.repeats or sequence.constraint is not None):
+            speculator.begin(sequence)
+        self._answers[request.request_id] = answer
+        self.scheduler.add(sequence)
 
     def abort(self, request_id: str) -> None:
         """Forget a request and free what it holds; no output follows. Idempotent."""
-        if request_id in self._generations:
+        if request_id in self._answers:
             self._forget(request_id)
         self._finished_early = [
             output for output in self._finished_early if output.request_id != request_id
@@ -418,7 +323,7 @@ class BatchingEngine(Engine[EngineRequest]):
         """Forget all requests and free the device. Idempotent."""
         try:
             self.pipeline.discard()
-            for request_id in tuple(self._generations):
+            for request_id in tuple(self._answers):
                 self._forget(request_id)
             self._finished_early.clear()
             if self._grammars is not None:
@@ -434,7 +339,7 @@ class BatchingEngine(Engine[EngineRequest]):
                 f"the model's maximum context length is {self.max_model_len} tokens; the prompt has"
                 f" {num_prompt_tokens} tokens{_of_images(request)} and leaves no room for output"
             )
-        if request.request_id in self._generations:
+        if request.request_id in self._answers:
             raise InvalidRequest(f"request id {request.request_id!r} is in use")
         if num_prompt_tokens == 0:
             raise InvalidRequest("the prompt is empty: send at least one token", "prompt")
@@ -488,172 +393,55 @@ class BatchingEngine(Engine[EngineRequest]):
     def _update(self, batch: Batch, result: StepResult, started_at: float) -> list[EngineOutput]:
         """Note the tokens of a step; returns what they mean for each request in it."""
         self.scheduler.update(batch, result.choices, result.deferred, result.over_budget)
-        now = time.perf_counter()
         outputs: list[EngineOutput] = []
-        generations = self._generations
         for item, choice in zip(batch.items, result.choices, strict=True):
-            generation = generations[item.sequence.request_id]
-            if generation.first_token_at is None:
-                self._note_prefill(generation, item, result.vision_s, started_at)
-            if result.prompt_scores:
-                scores = result.prompt_scores.get(item.sequence.request_id)
-                if scores:
-                    outputs.append(self._prompt_output(generation, scores))
+            sequence = item.sequence
+            answer = self._answers[sequence.request_id]
+            if answer.first_token_at is None:
+                self._note_prefill(answer, item, result.vision_s, started_at)
+            if result.prompt_scores and (scores := result.prompt_scores.get(sequence.request_id)):
+                outputs.append(answer.prompt_output(sequence.token_ids, scores))
             if choice is not None:
-                if item.sequence.sampling.max_tokens == 0:
-                    outputs.append(self._end_of_prompt(generation, now))
-                elif not choice.following:
-                    outputs.append(self._token_output(generation, choice, now))
-                else:
-                    outputs += self._token_outputs(generation, choice, now)
-            elif not generation.is_announced:
-                generation.is_announced = True
-                sequence = item.sequence
-                outputs.append(
-                    EngineOutput(
-                        sequence.request_id, sequence.num_output_tokens, usage=generation.usage
-                    )
-                )
+                outputs.append(self._token_output(answer, sequence, choice))
+            elif not answer.is_announced:
+                outputs.append(answer.announce())
         return outputs
 
-    def _prompt_output(self, generation: Generation, scores: list[PromptScore]) -> EngineOutput:
-        sequence = generation.sequence
-        output = EngineOutput(
-            sequence.request_id, prompt_logprobs=self._prompt_logprobs(sequence, scores)
-        )
-        if not generation.is_announced:
-            generation.is_announced = True
-            output.usage = generation.usage
-        return output
-
-    def _prompt_logprobs(
-        self, sequence: Sequence, scores: list[PromptScore]
-    ) -> tuple[PromptLogprob, ...]:
-        return tuple(
-            PromptLogprob(
-                score.position,
-                token_id := sequence.token_ids[score.position],
-                self._token_logprob(token_id, score.logprob),
-                score.rank,
-                tuple((rival[0], self._token_logprob(*rival)) for rival in score.top),
-            )
-            for score in scores
-        )
-
-    def _end_of_prompt(self, generation: Generation, now: float) -> EngineOutput:
-        """The end of a request for its prompt alone: the sampled token is dropped."""
-        sequence = generation.sequence
-        del sequence.token_ids[sequence.num_prompt_tokens :]
-        sequence.finish_reason = FinishReason.LENGTH
-        output = EngineOutput(sequence.request_id)
-        self._end(output, generation, now)
-        return output
-
     def _note_prefill(
-        self, generation: Generation, item: ScheduledSequence, vision_s: float, started_at: float
+        self, answer: Answer, item: ScheduledSequence, vision_s: float, started_at: float
     ) -> None:
         """First scheduling, and the time of images that the share reads."""
-        if generation.scheduled_at is None:
-            generation.scheduled_at = started_at
-            self._num_prompt_tokens += generation.sequence.num_prompt_tokens
+        if answer.scheduled_at is None:
+            answer.scheduled_at = started_at
+            answer.num_cached_tokens = item.sequence.num_cached_tokens
+            self._num_prompt_tokens += item.sequence.num_prompt_tokens
         if vision_s and item.images:
-            generation.vision_s += vision_s
-
-    def _token_outputs(
-        self, generation: Generation, choice: TokenChoice, now: float
-    ) -> Iterator[EngineOutput]:
-        """Tokens of one step, up to the end of the request if it is among them."""
-        choices = (choice, *choice.following)
-        for num_later in reversed(range(len(choices))):
-            output = self._token_output(generation, choices[-1 - num_later], now, num_later)
-            yield output
-            if output.finish_reason is not None:
-                return
+            answer.vision_s += vision_s
 
     def _token_output(
-        self, generation: Generation, choice: TokenChoice, now: float, num_later: int = 0
+        self, answer: Answer, sequence: Sequence, choice: TokenChoice
     ) -> EngineOutput:
-        """One new token, the text that it completes, and the end of the request if it is one.
-
-        `num_later` tokens behind it are in the sequence already.
-        """
-        sequence, detokenizer = generation.sequence, generation.detokenizer
-        token_id = choice.token_id
-        self._num_output_tokens += 1
-        is_last = sequence.finish_reason is not None and num_later == 0
-        sampling = sequence.sampling
-        is_hidden = is_last and token_id in sampling.stop_token_ids and not sampling.keeps_stop
-        text = "" if is_hidden else detokenizer.append(token_id)
-        index = len(sequence.token_ids) - sequence.num_prompt_tokens - 1 - num_later
-        output = EngineOutput(sequence.request_id, index, (token_id,), text)
-        if choice.logprob is not None:
-            output.logprobs = (self._output_logprob(choice, choice.logprob),)
-        if generation.first_token_at is None:
-            generation.first_token_at = now
-        if not generation.is_announced:
-            generation.is_announced = True
-            output.usage = generation.usage
-        if is_last:
-            output.text += detokenizer.finish()
-        if isinstance(detokenizer, ReasoningDetokenizer):
-            detokenizer.separate(output)
-        is_stopped = detokenizer.is_stopped
-        if generation.calls is not None:
-            _separate_calls(output, generation.calls, is_last=is_last or is_stopped)
-        if is_stopped:
-            if num_later:
-                del sequence.token_ids[-num_later:]
+        if sequence.sampling.max_tokens == 0:  # a request for its prompt alone
+            output = answer.end(FinishReason.LENGTH)
+        else:
+            output = answer.output((choice, *choice.following), sequence.finish_reason)
+            self._num_output_tokens += len(output.token_ids)
+        if answer.is_stopped:
             self.scheduler.finish(sequence, FinishReason.STOP)
-        if is_last or is_stopped:
-            self._end(output, generation, now)
+        if output.finish_reason is not None:
+            del self._answers[sequence.request_id]
+            self.runner.release(sequence.request_id)
         return output
-
-    def _end(self, output: EngineOutput, generation: Generation, now: float) -> None:
-        """Make an output the last one of its request, and forget the request."""
-        assert generation.sequence.finish_reason is not None
-        output.finish_reason = generation.finish_reason(generation.sequence.finish_reason)
-        output.stopped_by = generation.detokenizer.stopped_by
-        output.usage = generation.usage
-        output.timings = generation.timings(now)
-        del self._generations[output.request_id]
-        self.runner.release(output.request_id)
 
     def _fail(self, failure: SequenceFailure) -> EngineOutput:
         """The error of one sequence; all others are scheduled again as if the step had not been."""
-        generation = self._generations.pop(failure.request_id)
-        self.blocks.withdraw(generation.sequence)
-        self.scheduler.finish(generation.sequence, FinishReason.ABORT)
-        self.runner.release(failure.request_id)
-        return EngineOutput(
-            failure.request_id,
-            generation.sequence.num_output_tokens,
-            usage=generation.usage,
-            error=str(failure),
-            error_code=failure.code,
-            timings=generation.timings(time.perf_counter()),
-        )
+        self.blocks.withdraw(self.scheduler.find(failure.request_id))
+        return self._forget(failure.request_id).fail(str(failure), failure.code)
 
-    def _forget(self, request_id: str) -> None:
-        generation = self._generations.pop(request_id)
-        self.scheduler.finish(generation.sequence, FinishReason.ABORT)
+    def _forget(self, request_id: str) -> Answer:
+        self.scheduler.finish(self.scheduler.find(request_id), FinishReason.ABORT)
         self.runner.release(request_id)
-
-    def _output_logprob(self, choice: TokenChoice, logprob: float) -> OutputLogprob:
-        return OutputLogprob(
-            chosen=self._token_logprob(choice.token_id, logprob),
-            top=tuple(self._token_logprob(*rival) for rival in choice.top_logprobs),
-        )
-
-    def _token_logprob(self, token_id: int, logprob: float) -> TokenLogprob:
-        return TokenLogprob.of(self.tokenizer.token_bytes(token_id), logprob)
-
-
-def _separate_calls(output: EngineOutput, calls: CallReader, *, is_last: bool) -> None:
-    """Take calls of functions out of an output's text."""
-    output.text, pieces = calls.feed(output.text)
-    if is_last:
-        output.text += calls.finish()
-    output.calls = tuple(pieces)
+        return self._answers.pop(request_id)
 
 
 def _of_images(request: EngineRequest) -> str:

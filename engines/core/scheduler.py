@@ -126,6 +126,10 @@ class Scheduler:
             return FinishReason.LENGTH
         return None
 
+    def find(self, request_id: str) -> Sequence:
+        """An unfinished sequence."""
+        return self.running.get(request_id) or self.waiting[request_id]
+
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """End a sequence and free what it holds, whatever its state."""
         self.running.pop(sequence.request_id, None)

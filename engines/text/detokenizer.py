@@ -41,15 +41,23 @@ class SpecialsTokenizer(SpellingTokenizer):
 
 
 class Detokenizer:
-    """The text of one answer. `is_stopped` tells that a stop string has ended it."""
+    """The text of one answer, up to its first stop string."""
 
-    num_reasoning_tokens = 0  #: it keeps nothing apart
+    reasoning = ""  #: reasoning since it was last taken
+    num_reasoning_tokens = 0
+    is_undecided = (
+        False  #: whether the last token may be part of a marker that begins the reasoning
+    )
+    is_content = True  #: whether the last token is part of the answer's text
 
-    def __init__(self, tokenizer: Tokenizer, stop: "Iterable[str] | StopStrings" = ()) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, stop: Iterable[str] = (), *, keeps_stop: bool = False
+    ) -> None:
+        """`keeps_stop`: the stop string that ends the text is part of it."""
         self._token_bytes = tokenizer.token_bytes
         self._drops_space = tokenizer.drops_leading_space
         self._incomplete = b""
-        self._stops = stop if isinstance(stop, StopStrings) else StopStrings(stop)
+        self._stops = StopStrings(stop, keeps=keeps_stop)
 
     @property
     def is_stopped(self) -> bool:
@@ -58,11 +66,18 @@ class Detokenizer:
 
     @property
     def stopped_by(self) -> str:
-        """Which one; empty if none has."""
+        """The stop string that has ended the answer, or an empty string."""
         return self._stops.stopped_by
 
     def append(self, token_id: int) -> str:
-        """Take the next token; returns the text that it completes, at a constant cost."""
+        """Add the next token; returns the text that it completes. Takes constant time."""
+        return self._release(self._decode(token_id))
+
+    def finish(self) -> str:
+        """The text that was held back, with U+FFFD for the bytes of an incomplete character."""
+        return self._release(self._flush()) + self._stops.finish()
+
+    def _decode(self, token_id: int) -> str:
         data = self._token_bytes(token_id)
         if self._drops_space and data:
             self._drops_space = False
@@ -71,13 +86,15 @@ class Detokenizer:
             data = self._incomplete + data
         text, num_decoded = utf_8_decode(data, "replace", False)
         self._incomplete = data[num_decoded:]
-        return self._stops.release(text) if self._stops.texts else text
+        return text
 
-    def finish(self) -> str:
-        """The rest: what was held back, with U+FFFD for the bytes of an incomplete character."""
+    def _flush(self) -> str:
         text, _ = utf_8_decode(self._incomplete, "replace", True)
         self._incomplete = b""
-        return self._stops.release(text) + self._stops.finish() if self._stops.texts else text
+        return text
+
+    def _release(self, text: str) -> str:
+        return self._stops.release(text) if self._stops.texts else text
 
 
 def decode(tokenizer: Tokenizer, token_ids: Iterable[int]) -> str:
@@ -93,7 +110,6 @@ class StopStrings:
     """Lets through what of a text lies before the first stop string, and what can be part of none."""
 
     def __init__(self, texts: Iterable[str], *, keeps: bool = False) -> None:
-        """`keeps`: the stop string that ends the text is let through."""
         self._keeps = keeps
         self.texts = [StopString(text) for text in texts if text]
         self.is_stopped = False

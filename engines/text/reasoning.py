@@ -10,11 +10,9 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Protocol
 
-from engines.base import EngineOutput
 from engines.core.runner import Tokenizer
-from engines.text.detokenizer import Detokenizer, StopStrings
+from engines.text.detokenizer import Detokenizer
 from engines.text.prompt import ControlToken
-from shared.protocol import OutputLogprob
 
 _MAX_HEAD_CHARS = 200  #: of what is looked at before an answer counts as one without markers
 
@@ -219,87 +217,61 @@ def find_reasoning(
     return None
 
 
-class ReasoningDetokenizer:
-    """As `Detokenizer`, for a model that thinks: its text is the answer, `reasoning` is kept apart.
+class ReasoningDetokenizer(Detokenizer):
+    """A detokenizer for a model that reasons: its text is the answer, the rest is in `reasoning`.
 
-    Stop strings end the answer; in the thinking they mean nothing.
+    Stop strings end the answer only; they have no effect in the reasoning.
     """
 
     def __init__(
         self,
         tokenizer: Tokenizer,
-        stop: Iterable[str] | StopStrings,
         reasoning: Reasoning,
-        is_thinking: bool,
+        stop: Iterable[str] = (),
+        *,
+        keeps_stop: bool = False,
+        is_thinking: bool = False,
     ) -> None:
-        """`is_thinking`: the prompt has begun the thinking."""
-        self.num_reasoning_tokens = 0
-        self._text = Detokenizer(tokenizer)
-        self._stops = stop if isinstance(stop, StopStrings) else StopStrings(stop)
+        """`is_thinking`: the prompt ends within the reasoning."""
+        super().__init__(tokenizer, stop, keeps_stop=keeps_stop)
         self._splitter = reasoning.create_splitter(is_thinking)
         self._spelled = reasoning.spelled
-        self._reasoning = ""
-        self._num_held = 0  # tokens of which nobody knows yet
-        self._logprobs: list[OutputLogprob] = []  # theirs
-        self._is_content = False  # the last token
-
-    @property
-    def is_stopped(self) -> bool:
-        """Whether a stop string has ended the answer."""
-        return self._stops.is_stopped
-
-    @property
-    def stopped_by(self) -> str:
-        """Which one; empty if none has."""
-        return self._stops.stopped_by
+        self._num_undecided = 0  # tokens of the present head
 
     def append(self, token_id: int) -> str:
-        """Take the next token; returns what of the answer it completes."""
+        """Add the next token; returns the text of the answer that it completes."""
         before = self._splitter.state
         is_read = before is not State.CONTENT or self._splitter.has_parts
         spelled = self._spelled.get(token_id) if is_read else None
-        text = self._text.append(token_id) if spelled is None else self._text.finish() + spelled
+        text = self._decode(token_id) if spelled is None else self._flush() + spelled
         content = self._add(*self._splitter.feed(text))
         self._count(before, self._splitter.state)
         return content
 
     def finish(self) -> str:
         """The rest of the answer."""
-        if self._splitter.state is State.HEAD and not self._splitter.has_parts:
-            self._is_content, self._num_held = True, 0  # an answer too short for a marker
-        first = self._add(*self._splitter.feed(self._text.finish()))
+        if self.is_undecided:  # an answer too short for a marker
+            self.is_content, self.is_undecided = True, False
+        first = self._add(*self._splitter.feed(self._flush()))
         return first + self._add(*self._splitter.finish()) + self._stops.finish()
 
-    def separate(self, output: EngineOutput) -> None:
-        """Give an output the thinking since the last one, and the probabilities of the answer's tokens alone."""
-        output.reasoning, self._reasoning = self._reasoning, ""
-        if output.logprobs or self._logprobs:
-            self._logprobs += output.logprobs
-            output.logprobs = ()
-            if self._is_content:
-                output.logprobs = tuple(self._logprobs)
-            if not self._num_held:
-                self._logprobs = []
-
-    def forget(self) -> None:
-        """Nobody asks for the thinking so far: an earlier attempt has told it."""
-        self._reasoning = ""
-
     def _add(self, reasoning: str, content: str) -> str:
-        self._reasoning += reasoning
-        return self._stops.release(content) if self._stops.texts else content
+        self.reasoning += reasoning
+        return self._release(content)
 
     def _count(self, before: State, after: State) -> None:
-        is_head = before is State.HEAD and self._splitter.has_parts
-        self._is_content = after is State.CONTENT and before is not State.THINKING and not is_head
+        has_parts = self._splitter.has_parts
+        is_head = before is State.HEAD and has_parts
+        self.is_content = after is State.CONTENT and before is not State.THINKING and not is_head
         if before is State.HEAD:
-            self._num_held += 1
+            self._num_undecided += 1
         if before is State.THINKING:
             self.num_reasoning_tokens += 1
         elif before is State.HEAD and after in (State.THINKING, State.BETWEEN):
-            self.num_reasoning_tokens += self._num_held
+            self.num_reasoning_tokens += self._num_undecided
         if after is not State.HEAD:
-            self._num_held = 0
+            self._num_undecided = 0
+        self.is_undecided = after is State.HEAD and not has_parts
 
 
 def _num_begun(text: str, marker: str) -> int:

@@ -241,16 +241,16 @@ def test_an_answer_that_ends_in_the_thinking_has_no_text():
 
 
 @pytest.mark.parametrize("stop", [(), ("ba",)])
-def test_whoever_goes_on_with_an_answer_tells_the_rest_of_it(stop):
-    """The pieces of both attempts are the answer, wherever the first one ended."""
+def test_an_answer_continues_behind_any_output_of_an_earlier_attempt(stop):
     engine, pieces = thinking_engine(), []
     engine.add(prepare(engine, stop=stop))
     while engine.has_work():
         pieces += engine.step()
     whole = ask(thinking_engine(), stop=stop)
-    for num_told in range(len(whole.token_ids)):
-        told = [piece for piece in pieces if piece.token_ids][:num_told]
-        rest = ask(thinking_engine(), tuple(whole.token_ids[:num_told]), stop=stop)
+    for num_told in range(len(pieces)):
+        told = pieces[:num_told]
+        token_ids = tuple(token_id for piece in told for token_id in piece.token_ids)
+        rest = ask(thinking_engine(), token_ids, stop=stop)
         assert "".join(piece.text for piece in told) + rest.text == whole.text
         assert "".join(piece.reasoning for piece in told) + rest.reasoning == whole.reasoning
         assert rest.last.usage == whole.last.usage

@@ -22,6 +22,9 @@ class TokenTable:
     def token_bytes(self, token_id: int) -> bytes:
         return self.tokens[token_id]
 
+    def token_string(self, token_id: int) -> str:
+        raise NotImplementedError
+
 
 def detokenize(
     tokens: Sequence[bytes], stop: Sequence[str] = (), drops_leading_space: bool = False

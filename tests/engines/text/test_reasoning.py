@@ -6,16 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.base import EngineOutput
+from engines.core.answers import Answer
+from engines.core.request import EngineRequest
+from engines.core.runner import TokenChoice
 from engines.text.prompt import ControlToken
 from engines.text.reasoning import (
     REASONING_FORMATS,
     Reasoning,
-    ReasoningDetokenizer,
     find_reasoning,
 )
-from shared.protocol import OutputLogprob, TokenLogprob
-from tests.engines.text.test_detokenizer import TokenTable, split
+from shared.protocol import FinishReason, SamplingParams
+from tests.engines.core.test_answers import make_processor
+from tests.engines.text.test_detokenizer import split
 
 THINK = REASONING_FORMATS["think"]
 TAGS = [form for form in REASONING_FORMATS.values() if not form.head_end]
@@ -44,24 +46,21 @@ def read(
     is_thinking: bool = False,
     spelled: Mapping[int, str] | None = None,
 ) -> Told:
-    """As the engine does it: a piece a token, the rest with the last one."""
-    detokenizer = ReasoningDetokenizer(
-        TokenTable(tokens), stop, Reasoning(form, spelled or {}), is_thinking
-    )
+    """As the engine does it: an output a token, the rest with the last one."""
+    processor = make_processor(tokens, Reasoning(form, spelled or {}))
+    sampling = SamplingParams(stop=tuple(stop))
+    answer = Answer.begin(EngineRequest("r", [1], sampling, is_thinking=is_thinking), processor)
     told = Told()
-    for token_id, token in enumerate(tokens):
-        entry = OutputLogprob(TokenLogprob.of(token, -1.0))
-        output = EngineOutput("r", logprobs=(entry,), text=detokenizer.append(token_id))
-        is_last = token_id == len(tokens) - 1 or detokenizer.is_stopped
-        if is_last and not detokenizer.is_stopped:
-            output.text += detokenizer.finish()
-        detokenizer.separate(output)
+    for token_id in range(len(tokens)):
+        reason = FinishReason.LENGTH if token_id == len(tokens) - 1 else None
+        output = answer.output([TokenChoice(token_id, -1.0)], reason)
         told.text += output.text
         told.reasoning += output.reasoning
         told.tokens += [entry.chosen.token for entry in output.logprobs]
-        if is_last:
+        if output.finish_reason is not None:
+            assert output.usage is not None
+            told.num_reasoning_tokens = output.usage.num_reasoning_tokens
             break
-    told.num_reasoning_tokens = detokenizer.num_reasoning_tokens
     return told
 
 

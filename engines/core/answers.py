@@ -1,0 +1,197 @@
+"""From output tokens to what a client reads, for every engine that emits tokens.
+
+An `Answer` is a function of its tokens: one that begins with the tokens of an earlier attempt continues where that
+attempt stopped. Clock readings are `time.perf_counter` and stay here; durations leave.
+"""
+
+import time
+from collections.abc import Sequence as Items
+
+from msgspec import Struct, field
+
+from engines.base import EngineOutput
+from engines.core.request import EngineRequest
+from engines.core.runner import Processor, PromptScore, TokenChoice, Tokenizer
+from engines.text.detokenizer import Detokenizer, SpecialsTokenizer, SpellingTokenizer
+from engines.text.reasoning import ReasoningDetokenizer
+from engines.text.tools import CallReader
+from shared.protocol import (
+    ErrorCode,
+    FinishReason,
+    OutputLogprob,
+    PromptLogprob,
+    StageTimings,
+    TokenLogprob,
+    Usage,
+)
+
+
+class Answer(Struct, eq=False):
+    """One request: text, stop strings, reasoning, function calls, logprobs, usage and timings."""
+
+    request_id: str
+    tokenizer: Tokenizer
+    detokenizer: Detokenizer
+    num_prompt_tokens: int
+    num_image_tokens: int
+    calls: CallReader | None  #: of an answer that may call functions
+    hidden_token_ids: frozenset[int]  #: stop tokens that are not part of the text
+    added_at: float
+    num_tokens: int = 0  #: output tokens so far, those of earlier attempts included
+    num_cached_tokens: int = 0
+    scheduled_at: float | None = None
+    first_token_at: float | None = None
+    vision_s: float = 0.0
+    is_announced: bool = False  #: whether an output has carried the usage
+    undecided: list[TokenChoice] = field(default_factory=list)
+    """Tokens that are not reported yet, because they may be part of a reasoning marker."""
+
+    @classmethod
+    def begin(cls, request: EngineRequest, processor: Processor) -> "Answer":
+        """The answer of a request, behind the output tokens of earlier attempts."""
+        sampling = request.sampling
+        answer = cls(
+            request.request_id,
+            processor.tokenizer,
+            _create_detokenizer(request, processor),
+            len(request.prompt_token_ids),
+            sum(image.num_tokens for image in request.images),
+            None if request.tool_format is None else CallReader(request.tool_format),
+            frozenset(() if sampling.keeps_stop else sampling.stop_token_ids),
+            time.perf_counter(),
+        )
+        if request.output_token_ids:
+            answer.output([TokenChoice(token_id) for token_id in request.output_token_ids])
+            answer.first_token_at, answer.is_announced = None, False
+            answer.num_tokens = len(request.output_token_ids)
+            answer.undecided.clear()
+        return answer
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a stop string has ended it."""
+        return self.detokenizer.is_stopped
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_output_tokens=self.num_tokens,
+            num_image_tokens=self.num_image_tokens,
+            num_cached_tokens=self.num_cached_tokens,
+            num_reasoning_tokens=self.detokenizer.num_reasoning_tokens,
+        )
+
+    def announce(self) -> EngineOutput:
+        """An output without a token: the usage, if no earlier output has carried it."""
+        output = EngineOutput(self.request_id, self.num_tokens)
+        if not self.is_announced:
+            self.is_announced, output.usage = True, self.usage
+        return output
+
+    def prompt_output(self, token_ids: Items[int], scores: Items[PromptScore]) -> EngineOutput:
+        """Logprobs of the prompt; `token_ids` begin with all of it."""
+        output = self.announce()
+        output.prompt_logprobs = tuple(
+            PromptLogprob(
+                score.position,
+                token_id := token_ids[score.position],
+                self._token_logprob(token_id, score.logprob),
+                score.rank,
+                tuple((rival[0], self._token_logprob(*rival)) for rival in score.top),
+            )
+            for score in scores
+        )
+        return output
+
+    def output(
+        self, tokens: Items[TokenChoice], reason: FinishReason | None = None
+    ) -> EngineOutput:
+        """The next tokens, up to a stop string; `reason` if the last of them ends the answer."""
+        output = self.announce()
+        detokenizer = self.detokenizer
+        if self.first_token_at is None:
+            self.first_token_at = time.perf_counter()
+        for choice in tokens:
+            if choice.token_id not in self.hidden_token_ids:
+                output.text += detokenizer.append(choice.token_id)
+            self.undecided.append(choice)
+            if not detokenizer.is_undecided:
+                self._report(output)
+            if detokenizer.is_stopped:
+                reason = FinishReason.STOP
+                break
+        if reason is not None:
+            output.text += detokenizer.finish()
+            self._report(output)
+        output.reasoning, detokenizer.reasoning = detokenizer.reasoning, ""
+        if self.calls is not None:
+            output.text, pieces = self.calls.feed(output.text)
+            if reason is not None:
+                output.text += self.calls.finish()
+            output.calls = tuple(pieces)
+        return output if reason is None else self._end(output, reason)
+
+    def _report(self, output: EngineOutput) -> None:
+        tokens, self.undecided = self.undecided, []
+        output.token_ids += tuple([choice.token_id for choice in tokens])
+        self.num_tokens += len(tokens)
+        if self.detokenizer.is_content and tokens and tokens[0].logprob is not None:
+            output.logprobs += tuple(map(self._output_logprob, tokens))
+
+    def end(self, reason: FinishReason) -> EngineOutput:
+        """The last output of an answer whose text is complete."""
+        return self._end(EngineOutput(self.request_id, self.num_tokens), reason)
+
+    def fail(self, message: str, code: ErrorCode) -> EngineOutput:
+        """The last output of a request that cannot be continued."""
+        output = EngineOutput(self.request_id, self.num_tokens, error=message, error_code=code)
+        output.usage, output.timings = self.usage, self._timings()
+        return output
+
+    def _end(self, output: EngineOutput, reason: FinishReason) -> EngineOutput:
+        has_called = self.calls is not None and self.calls.num_calls > 0
+        is_call = has_called and reason is FinishReason.STOP
+        output.finish_reason = FinishReason.TOOL_CALLS if is_call else reason
+        output.stopped_by = self.detokenizer.stopped_by
+        output.usage, output.timings = self.usage, self._timings()
+        return output
+
+    def _timings(self) -> StageTimings:
+        """The stages of a request that ends now; they add up to its time in the engine."""
+        now = time.perf_counter()
+        scheduled_at = now if self.scheduled_at is None else self.scheduled_at
+        first_token_at = now if self.first_token_at is None else self.first_token_at
+        return StageTimings(
+            queue_s=scheduled_at - self.added_at,
+            vision_s=self.vision_s,
+            prefill_s=max(first_token_at - scheduled_at - self.vision_s, 0.0),
+            decode_s=now - first_token_at,
+        )
+
+    def _output_logprob(self, choice: TokenChoice) -> OutputLogprob:
+        assert choice.logprob is not None
+        return OutputLogprob(
+            chosen=self._token_logprob(choice.token_id, choice.logprob),
+            top=tuple(self._token_logprob(*rival) for rival in choice.top_logprobs),
+        )
+
+    def _token_logprob(self, token_id: int, logprob: float) -> TokenLogprob:
+        return TokenLogprob.of(self.tokenizer.token_bytes(token_id), logprob)
+
+
+def _create_detokenizer(request: EngineRequest, processor: Processor) -> Detokenizer:
+    tokenizer, sampling = processor.tokenizer, request.sampling
+    if request.tool_format is not None and processor.spelled:
+        tokenizer = SpellingTokenizer(tokenizer, processor.spelled)
+    if not sampling.skip_special_tokens:
+        tokenizer = SpecialsTokenizer(tokenizer)
+    if processor.reasoning is None or request.is_raw:
+        return Detokenizer(tokenizer, sampling.stop, keeps_stop=sampling.keeps_stop)
+    return ReasoningDetokenizer(
+        tokenizer,
+        processor.reasoning,
+        sampling.stop,
+        keeps_stop=sampling.keeps_stop,
+        is_thinking=request.is_thinking,
+    )

@@ -1,0 +1,169 @@
+"""An answer is a function of its tokens: however they are grouped, and wherever an earlier attempt ended."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engines.base import EngineOutput
+from engines.core.answers import Answer
+from engines.core.request import EngineRequest
+from engines.core.runner import Processor, TokenChoice
+from engines.mock.engine import MockProcessor
+from engines.text.reasoning import REASONING_FORMATS, Reasoning
+from engines.text.tools import HERMES, LLAMA3, MISTRAL, PYTHONIC
+from shared.protocol import (
+    CallPiece,
+    ErrorCode,
+    FinishReason,
+    OutputLogprob,
+    SamplingParams,
+    join_calls,
+)
+from tests.engines.text.test_detokenizer import TokenTable, split
+from tests.factories_engine import make_image
+
+
+def make_processor(
+    tokens: Sequence[bytes],
+    reasoning: Reasoning | None = None,
+    spelled: Mapping[int, str] | None = None,
+) -> Processor:
+    """A processor whose token `i` is the i-th of the given byte strings."""
+    processor = MockProcessor(1)
+    processor.tokenizer = TokenTable(tokens)
+    processor.reasoning, processor.spelled = reasoning, spelled or {}
+    return processor
+
+
+@dataclass
+class Transcript:
+    """What a client has of an answer."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    reasoning: str = ""
+    logprobs: list[OutputLogprob] = field(default_factory=list)
+    calls: tuple[CallPiece, ...] = ()
+    num_reasoning_tokens: int = 0
+    finish_reason: FinishReason | None = None
+    stopped_by: str = ""
+
+    def append(self, output: EngineOutput) -> None:
+        assert output.index == len(self.token_ids)
+        self.token_ids += output.token_ids
+        self.text += output.text
+        self.reasoning += output.reasoning
+        self.logprobs += output.logprobs
+        self.calls = join_calls((*self.calls, *output.calls))
+        self.finish_reason, self.stopped_by = output.finish_reason, output.stopped_by
+        if output.finish_reason is not None:
+            assert output.usage is not None
+            assert output.usage.num_output_tokens == len(self.token_ids)
+            self.num_reasoning_tokens = output.usage.num_reasoning_tokens
+
+
+def write(
+    answer: Answer, token_ids: Sequence[int], ends: Iterable[int], transcript: Transcript
+) -> Iterable[Transcript]:
+    """Append the tokens in groups with these ends, up to a stop string; the transcript after each."""
+    start = 0
+    for end in sorted({*(end % (len(token_ids) + 1) for end in ends), len(token_ids)} - {0}):
+        tokens = [TokenChoice(token_id, -1.0 - token_id) for token_id in token_ids[start:end]]
+        reason = FinishReason.LENGTH if end == len(token_ids) else None
+        transcript = replace(
+            transcript, token_ids=[*transcript.token_ids], logprobs=[*transcript.logprobs]
+        )
+        transcript.append(answer.output(tokens, reason))
+        yield transcript
+        if transcript.finish_reason is not None:
+            return
+        start = end
+
+
+FRAGMENTS = (
+    "<think>", "</think>", "[THINK]", "[/THINK]", "<|channel|>analysis<|message|>", "<|channel|>final<|message|>",
+    "<|end|>", "<|start|>assistant", "<tool_call>\n", "\n</tool_call>", "[TOOL_CALLS] [", "]",
+    '{"name": "f", "arguments": {"a": [1, "}"]}}', '{"name": "f", "parameters": {}}', '[f(a="b", c=[1]), g()]',
+    " ", "\n", "<", "stop", "st", "here", "caf\u00e9 \u20ac",
+)  # fmt: skip
+CUTS = st.lists(st.integers(0, 1000), max_size=12)
+
+
+@given(
+    st.lists(st.sampled_from(FRAGMENTS), min_size=1, max_size=8).map("".join),
+    st.sampled_from([None, *map(REASONING_FORMATS.get, ("think", "mistral", "harmony"))]),
+    st.sampled_from([None, HERMES, MISTRAL, LLAMA3, PYTHONIC]),
+    st.sampled_from([(), ("stop",), ("stop here", "\u20ac")]),
+    st.booleans(),
+    CUTS,
+    st.tuples(CUTS, CUTS, CUTS),
+    st.integers(0, 1000),
+)
+def test_an_answer_continues_behind_any_output_of_an_earlier_attempt(
+    text, form, tool_format, stop, is_thinking, cuts, groups, cut
+):
+    tokens = [token for token in split(text.encode(), cuts) if token]
+    processor = make_processor(tokens, Reasoning(form) if form else None)
+    request = EngineRequest(
+        "r",
+        [1],
+        SamplingParams(stop=stop),
+        is_thinking=is_thinking,
+        tool_format=tool_format,
+    )
+    token_ids = range(len(tokens))
+    *_, whole = write(Answer.begin(request, processor), token_ids, groups[0], Transcript())
+    first = list(write(Answer.begin(request, processor), token_ids, groups[1], Transcript()))
+    assert first[-1] == whole
+    told = [Transcript(), *first[:-1]][cut % len(first)]
+    continued = replace(request, output_token_ids=tuple(told.token_ids))
+    answer, rest = Answer.begin(continued, processor), token_ids[len(told.token_ids) :]
+    *_, last = write(answer, rest, groups[2], told)
+    assert last == whole
+
+
+def test_the_usage_comes_with_the_first_output_and_the_last():
+    image = make_image(0, 4)
+    answer = Answer.begin(
+        EngineRequest("r", [0] * 6, SamplingParams(), (image,)), make_processor([b"a", b"b"])
+    )
+    answer.num_cached_tokens = 2
+    outputs = [answer.announce(), *(answer.output([TokenChoice(i)]) for i in (0, 1))]
+    outputs.append(answer.output([TokenChoice(0)], FinishReason.STOP))
+    assert [output.usage is not None for output in outputs] == [True, False, False, True]
+    usage = outputs[-1].usage
+    assert usage is not None
+    assert (usage.num_prompt_tokens, usage.num_image_tokens, usage.num_cached_tokens) == (6, 4, 2)
+    assert usage.num_output_tokens == 3
+    assert outputs[-1].timings is not None
+
+
+def test_tokens_that_may_begin_the_reasoning_are_reported_when_that_is_decided():
+    processor = make_processor([b"<", b"b", b">"], Reasoning(REASONING_FORMATS["think"]))
+    answer = Answer.begin(EngineRequest("r", [1], SamplingParams()), processor)
+    first = answer.output([TokenChoice(0, -0.5)])
+    assert (first.token_ids, first.text, first.logprobs) == ((), "", ())
+    second = answer.output([TokenChoice(1, -1.0)])
+    assert (second.index, second.token_ids, second.text) == (0, (0, 1), "<b")
+    assert [entry.chosen.logprob for entry in second.logprobs] == [-0.5, -1.0]
+
+
+@pytest.mark.parametrize("keeps_stop", [False, True])
+def test_a_stop_token_is_reported_and_is_text_where_that_is_asked_for(keeps_stop: bool):
+    sampling = SamplingParams(stop_token_ids=(1,), keeps_stop=keeps_stop)
+    answer = Answer.begin(EngineRequest("r", [1], sampling), make_processor([b"a", b"b"]))
+    output = answer.output([TokenChoice(0), TokenChoice(1)], FinishReason.STOP)
+    assert output.token_ids == (0, 1)
+    assert output.text == ("ab" if keeps_stop else "a")
+
+
+def test_an_answer_that_fails_has_its_usage_and_times():
+    answer = Answer.begin(EngineRequest("r", [1], SamplingParams()), make_processor([b"a"]))
+    answer.output([TokenChoice(0)])
+    output = answer.fail("lost", ErrorCode.ENGINE_FAILURE)
+    assert (output.index, output.error) == (1, "lost")
+    assert output.usage is not None
+    assert output.timings is not None
