@@ -90,8 +90,6 @@ class Capabilities:
     #: Whether `prepare_image` decodes images of strangers: it is given a decoder in processes
     #: without rights.
     decodes_images: bool = False
-    #: Whether it goes on with an answer of which an earlier attempt has told tokens.
-    can_continue: bool = False
     #: Whether a short call is prepared in less time than another thread would cost.
     prepares_quickly: bool = False
     #: Whether it holds an answer to a grammar.
@@ -189,6 +187,7 @@ class EngineOutput(msgspec.Struct):
     stopped_by: str = ""  #: which stop string ended it
     reasoning: str = ""  #: what the model thinks before its answer; it stands before `text`
     calls: tuple[CallPiece, ...] = ()  #: of functions; behind `text`
+    prompt_token_ids: tuple[int, ...] = ()  #: with the first usage, where the request asks for them
     prompt_logprobs: tuple[PromptLogprob, ...] = ()  #: a range of the prompt; before any token
     #: Little-endian float32 of a call that asks for numbers, with its last output: its vectors, one after another,
     #: or its scores.
@@ -236,6 +235,10 @@ class Engine(ABC, Generic[Input]):
     @abstractmethod
     def capabilities(self) -> Capabilities:
         """What it can do; always the same."""
+
+    def can_continue(self, task: Task) -> bool:
+        """Whether `prepare` accepts output tokens of an earlier attempt at this task. Thread-safe."""
+        return False
 
     def prepare_image(self, data: bytes, image: ImageRef, decode: Decode) -> Any:
         """An image as `prepare` wants it: the encoded bytes, unless an engine decodes them.

@@ -23,7 +23,7 @@ from engines.base import (
 )
 from engines.registry import create_engine
 from shared.blobs.redis_store import RedisBlobStore
-from shared.protocol import Call, CallEvent, Failed, Finished, ImageRef, Tokenize, Tokens
+from shared.protocol import Call, CallEvent, Failed, Finished, ImageRef, Task, Tokenize, Tokens
 from shared.queue.registry import Registry
 from shared.settings.limits import LimitSettings
 from shared.settings.tree import WorkerSettings
@@ -54,6 +54,9 @@ class StoppableEngine(Engine):
 
     def capabilities(self) -> Capabilities:
         return self.engine.capabilities()
+
+    def can_continue(self, task: Task) -> bool:
+        return self.engine.can_continue(task)
 
     def prepare_image(self, data: bytes, image: ImageRef, decode: Decode) -> Any:
         return self.engine.prepare_image(data, image, decode)

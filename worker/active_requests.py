@@ -147,7 +147,7 @@ class ActiveRequest(Struct, eq=False):
         first, last = outputs[0], outputs[-1]
         if first.usage is not None and first.error is None and not self.is_announced:
             self.is_announced = True
-            events.append(Started(request_id, attempt, first.usage))
+            events.append(Started(request_id, attempt, first.usage, first.prompt_token_ids))
         said = [
             o for o in outputs if o.token_ids or o.text or o.num_without_id or o.prompt_logprobs
         ]

@@ -33,6 +33,7 @@ class Answer(Struct, eq=False):
     tokenizer: Tokenizer
     detokenizer: Detokenizer
     num_prompt_tokens: int
+    prompt_token_ids: tuple[int, ...]  #: empty unless the request asks for them
     num_image_tokens: int
     calls: CallReader | None  #: of an answer that may call functions
     hidden_token_ids: frozenset[int]  #: stop tokens that are not part of the text
@@ -55,6 +56,7 @@ class Answer(Struct, eq=False):
             processor.tokenizer,
             _create_detokenizer(request, processor),
             len(request.prompt_token_ids),
+            tuple(request.prompt_token_ids) if sampling.returns_prompt_ids else (),
             sum(image.num_tokens for image in request.images),
             None if request.tool_format is None else CallReader(request.tool_format),
             frozenset(() if sampling.keeps_stop else sampling.stop_token_ids),
@@ -87,6 +89,7 @@ class Answer(Struct, eq=False):
         output = EngineOutput(self.request_id, self.num_tokens)
         if not self.is_announced:
             self.is_announced, output.usage = True, self.usage
+            output.prompt_token_ids = self.prompt_token_ids
         return output
 
     def prompt_output(self, token_ids: Items[int], scores: Items[PromptScore]) -> EngineOutput:

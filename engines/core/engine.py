@@ -53,6 +53,7 @@ from shared.protocol import (
     Grammar,
     ImageRef,
     SamplingParams,
+    Task,
     TextPart,
     Tokenize,
     Tools,
@@ -126,10 +127,13 @@ class BatchingEngine(Engine[EngineRequest]):
             self.scheduler.max_num_seqs,
             tasks=("generate", "tokenize"),
             decodes_images=self.processor.decodes_images,
-            can_continue=True,
             prepares_quickly=self.processor.is_quick,
             takes_grammars=self._grammars is not None,
         )
+
+    def can_continue(self, task: Task) -> bool:
+        """Always: tokens, grammar and sampling noise are functions of the position."""
+        return True
 
     def prepare_image(self, data: bytes, image: ImageRef, decode: Decode) -> Any:
         """An image's pixels, as the processor makes them. Raises: InvalidImage."""

@@ -138,7 +138,6 @@ class PoolingEngine(Engine[PoolingInput]):
             self._settings.max_calls,
             tasks=(*self._model.tasks, "tokenize"),
             decodes_images=self._model.decodes_images,
-            can_continue=True,
             prepares_quickly=self._model.prepares_quickly,
         )
 

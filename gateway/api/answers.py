@@ -14,6 +14,7 @@ from shared.protocol import (
     Finished,
     OutputLogprob,
     PromptLogprob,
+    Started,
     Tokenized,
     Tokens,
     ToolCall,
@@ -96,10 +97,13 @@ class PromptTokens:
 
     def __init__(self) -> None:
         self._found: dict[int, PromptLogprob] = {}
+        self.token_ids: tuple[int, ...] = ()  #: empty unless the request asks for them
 
     def add(self, event: object) -> None:
         """Take what an event has of it."""
-        if isinstance(event, Tokens):
+        if isinstance(event, Started):
+            self.token_ids = event.prompt_token_ids
+        elif isinstance(event, Tokens):
             for entry in event.prompt_logprobs:
                 self._found[entry.position] = entry
 

@@ -106,6 +106,8 @@ class CompletionChoice(msgspec.Struct):
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: tuple[int, ...] | UnsetType = UNSET  #: of a stream, with the first chunk
+    token_ids: tuple[int, ...] | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct, kw_only=True):
@@ -130,6 +132,7 @@ class CompletionOptions(msgspec.Struct, frozen=True):
     echo: tuple[str | None, ...] = ()
     with_logprobs: bool = False
     with_prompt_logprobs: bool = False
+    with_token_ids: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
     service_tier: str | UnsetType = UNSET
@@ -205,6 +208,7 @@ class Completions(Surface):
                 echo=tuple(echo) if request.echo else (),
                 with_logprobs=request.logprobs is not None,
                 with_prompt_logprobs=request.prompt_logprobs is not None,
+                with_token_ids=bool(request.return_token_ids),
                 include_usage=stream_options.include_usage,
                 continuous_usage=stream_options.continuous_usage_stats,
                 service_tier=find_service_tier(request.service_tier, priority),
@@ -325,6 +329,8 @@ class CompletionAnswer:
         for _, event in merge_tokens(events):
             assert isinstance(event, Tokens)
             choice.text += event.text
+            if choice.token_ids is not UNSET:
+                choice.token_ids += event.token_ids
             logprobs = self._logprobs(index, event)
             if choice.logprobs is not None and logprobs is not None:
                 for name in CompletionLogprobs.__struct_fields__:
@@ -343,12 +349,19 @@ class CompletionAnswer:
             self._tokens_of_prompt[index].add(event)
             if index not in self._begun and self._can_begin(event):
                 first = self._begin(index)
-                if first.text or (first.logprobs and first.logprobs.tokens):
+                if (
+                    first.text
+                    or first.token_ids is not UNSET
+                    or (first.logprobs and first.logprobs.tokens)
+                ):
                     frames.append((0, self._chunk(first)))
             choice = CompletionChoice(index, "")
             if isinstance(event, Tokens) and (event.num_tokens or event.text):
                 choice = CompletionChoice(index, event.text, self._logprobs(index, event))
-                if end is None and (choice.text or choice.logprobs is not None):
+                if self.options.with_token_ids:
+                    choice.token_ids = event.token_ids
+                is_news = choice.text or choice.token_ids or choice.logprobs is not None
+                if end is None and is_news:
                     frames.append((event.index + event.num_tokens, self._chunk(choice)))
             if end is not None:
                 self._num_tokens = end.usage.num_output_tokens
@@ -382,6 +395,8 @@ class CompletionAnswer:
             choice.text = _text_of(entries) if text is None else text
         if self.options.with_logprobs:
             choice.logprobs = to_echoed_logprobs(entries, choice.text)
+        if self.options.with_token_ids:
+            choice.prompt_token_ids, choice.token_ids = self._tokens_of_prompt[index].token_ids, ()
         self._num_chars[index] = len(choice.text)
         return choice
 

@@ -36,7 +36,6 @@ _TEXT: Unsupported = {
     "no_repeat_ngram_size": (0,),
     "prompt_embeds": (),
     "regex": (),
-    "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
     "tfs_z": (1,),

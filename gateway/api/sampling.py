@@ -59,6 +59,7 @@ class SamplingFields(RequestStruct, frozen=True, kw_only=True):
     #: vLLM's: of each token of the prompt, its logprob and those of so many of the best.
     prompt_logprobs: Annotated[int, Meta(ge=0)] | None = None
     skip_special_tokens: bool | None = None  #: vLLM's: false keeps special tokens in the text
+    return_token_ids: bool | None = None  #: vLLM's: the ids of prompt and output
     ignore_eos: bool | None = None  #: ours: write until `max_tokens`, for load tests
 
 
@@ -105,6 +106,7 @@ def translate_sampling(
         num_prompt_logprobs=_prompt_logprobs(fields, limits),
         ignore_eos=bool(fields.ignore_eos),
         skip_special_tokens=fields.skip_special_tokens is not False,
+        returns_prompt_ids=bool(fields.return_token_ids),
     )
 
 

@@ -134,6 +134,7 @@ class Started(Report, frozen=True, tag_field="type", tag="started", omit_default
     request_id: str
     attempt: int
     usage: Usage
+    prompt_token_ids: tuple[int, ...] = ()  #: where the task asks for them
 
 
 class CallPiece(Report, frozen=True, array_like=True):

@@ -45,6 +45,7 @@ class SamplingParams(Message, frozen=True, omit_defaults=True):
     ignore_eos: bool = False
     min_tokens: int = 0  #: the end of the answer is not sampled before so many
     skip_special_tokens: bool = True  #: false: special tokens are part of the text
+    returns_prompt_ids: bool = False  #: the first event has the token ids of the prompt
 
 
 #: `json`: any JSON object, or what conforms to the schema that `source` is; `choice`: one of the texts of a JSON array.

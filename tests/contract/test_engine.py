@@ -488,9 +488,9 @@ def test_an_id_is_used_once_at_a_time(case: Case):
 
 def test_who_can_continue_continues_as_if_nothing_had_happened(generating: Case):
     engine = generating.start()
-    if not engine.capabilities().can_continue:
-        pytest.skip("it cannot continue an answer")
     call = make_call(temperature=0.7, seed=1, num_images=1, max_tokens=8)
+    if not engine.can_continue(call.task):
+        pytest.skip("it cannot continue an answer")
     whole = answer(engine, call, 0)
     add(generating.start(), call, 0)
     other = generating.start()
@@ -689,7 +689,7 @@ async def test_when_its_worker_is_lost_an_answer_is_continued_or_fails_clearly(
         await first.vanish()
     async with run_worker(ends, "second", load=generating.load, lease_s=0.6):
         events = await answers.end(request)
-    if generating.start().capabilities().can_continue:
+    if generating.start().can_continue(request.task):
         assert isinstance(events[-1], Finished)
     else:
         assert isinstance(events[-1], Failed)

@@ -141,7 +141,9 @@ class Preprocessor:
     ) -> None:
         """Whether this engine may and can run it. Raises: RequestError."""
         engine = self._capabilities
-        if num_published and not (engine.can_continue and num_published == num_output_tokens):
+        if num_published and not (
+            num_published == num_output_tokens and self._engine.can_continue(task)
+        ):
             raise CannotContinue(
                 "The worker was lost in the middle of the answer, and this model's engine cannot "
                 "continue it: send the request again."

@@ -86,6 +86,8 @@ class ChatAnswer:
         )
         if self.options.with_prompt_logprobs:
             completion.prompt_logprobs = prompt.to_prompt_logprobs()
+        if self.options.with_token_ids:
+            completion.prompt_token_ids = prompt.token_ids
         return encode(completion)
 
     def frames(self, events: Sequence[ChoiceEvent], totals: Totals | None) -> list[Frame]:
@@ -98,7 +100,10 @@ class ChatAnswer:
                 self._count(index, event)
             if index not in self._begun:
                 self._begun.add(index)
-                frames.append((0, self._chunk(ChunkChoice(index, ChoiceDelta("assistant", "")))))
+                choice = ChunkChoice(index, ChoiceDelta("assistant", ""))
+                is_start = isinstance(event, Started) and self.options.with_token_ids
+                ids = event.prompt_token_ids if is_start else UNSET
+                frames.append((0, self._chunk(choice, prompt_token_ids=ids)))
             choice = ChunkChoice(index, ChoiceDelta())
             if isinstance(event, Tokens) and self._tells(event):
                 choice = self._content(index, event)
@@ -126,6 +131,7 @@ class ChatAnswer:
             or event.calls
             or (event.reasoning and self.options.with_reasoning)
             or (event.logprobs and self.options.with_logprobs)
+            or (event.token_ids and self.options.with_token_ids)
         )
 
     def _content(self, index: int, event: Tokens) -> ChunkChoice:
@@ -137,7 +143,8 @@ class ChatAnswer:
         if event.calls:
             delta.tool_calls = [self._call(index, piece) for piece in event.calls]
             delta.content = event.text or UNSET
-        return ChunkChoice(index, delta, logprobs)
+        token_ids = event.token_ids if self.options.with_token_ids else UNSET
+        return ChunkChoice(index, delta, logprobs, token_ids=token_ids)
 
     def _call(self, choice: int, piece: CallPiece) -> AnswerCall:
         """What is added to a call; its id and name come once."""
@@ -147,11 +154,16 @@ class ChatAnswer:
             call.function.name = piece.name
         return call
 
-    def _chunk(self, choice: ChunkChoice, timings: Timings = UNSET) -> bytes:
+    def _chunk(
+        self,
+        choice: ChunkChoice,
+        timings: Timings = UNSET,
+        prompt_token_ids: tuple[int, ...] | UnsetType = UNSET,
+    ) -> bytes:
         usage = self._no_usage
         if self.options.continuous_usage:
             usage = usage_of(self._prompt, sum(self._counts.values()))
-        return self._encode([choice], usage, timings)
+        return self._encode([choice], usage, timings, prompt_token_ids)
 
     def _count(self, index: int, event: CallEvent) -> None:
         """Note the counts so far, for the chunk of this event."""
@@ -165,6 +177,7 @@ class ChatAnswer:
         choices: list[ChunkChoice],
         usage: CompletionUsage | UnsetType | None,
         timings: Timings,
+        prompt_token_ids: tuple[int, ...] | UnsetType = UNSET,
     ) -> bytes:
         chunk = ChatCompletionChunk(
             id=self.head.id,
@@ -174,6 +187,7 @@ class ChatAnswer:
             choices=choices,
             service_tier=self.options.service_tier,
             usage=usage,
+            prompt_token_ids=prompt_token_ids,
             timings=timings,
         )
         return sse.frame(encode(chunk))
@@ -186,12 +200,14 @@ class _GatheredChoice:
         self._options = options
         self._blocks = Blocks(answer_id, index, with_thought=options.with_reasoning)
         self._logprobs: list[OutputLogprob] = []
+        self._token_ids: list[int] = []
         self._finish_reason = ""
 
     def add(self, event: object) -> None:
         if isinstance(event, Tokens):
             self._blocks.add(event)
             self._logprobs.extend(event.logprobs)
+            self._token_ids.extend(event.token_ids)
         elif isinstance(event, Finished):
             self._finish_reason = event.finish_reason.value
 
@@ -207,7 +223,8 @@ class _GatheredChoice:
                 AnswerCall(AnswerFunction(call.name, call.text), call.call_id, "function")
                 for call in calls
             ]
-        return Choice(index, message, self._finish_reason, logprobs)
+        token_ids = self._token_ids if self._options.with_token_ids else UNSET
+        return Choice(index, message, self._finish_reason, logprobs, token_ids)
 
 
 def to_choice_logprobs(logprobs: Sequence[OutputLogprob]) -> ChoiceLogprobs:

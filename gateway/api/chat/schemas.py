@@ -241,6 +241,7 @@ class Choice(msgspec.Struct):
     message: AnswerMessage
     finish_reason: str
     logprobs: ChoiceLogprobs | None = None
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatCompletion(msgspec.Struct, kw_only=True):
@@ -255,6 +256,7 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     system_fingerprint: str
     service_tier: str | UnsetType = UNSET  #: that it was served as, where the request named one
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: tuple[int, ...] | UnsetType = UNSET
     timings: Timings = UNSET
 
 
@@ -274,6 +276,7 @@ class ChunkChoice(msgspec.Struct):
     delta: ChoiceDelta
     logprobs: ChoiceLogprobs | None = None
     finish_reason: str | None = None
+    token_ids: tuple[int, ...] | UnsetType = UNSET
 
 
 class ChatCompletionChunk(msgspec.Struct, kw_only=True):
@@ -287,4 +290,5 @@ class ChatCompletionChunk(msgspec.Struct, kw_only=True):
     choices: list[ChunkChoice]
     service_tier: str | UnsetType = UNSET
     usage: CompletionUsage | UnsetType | None = UNSET
+    prompt_token_ids: tuple[int, ...] | UnsetType = UNSET  #: with the first chunk
     timings: Timings = UNSET

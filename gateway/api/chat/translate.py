@@ -57,6 +57,7 @@ class ChatOptions(msgspec.Struct, frozen=True):
     with_logprobs: bool = False
     with_reasoning: bool = True
     with_prompt_logprobs: bool = False
+    with_token_ids: bool = False
     #: That it is served as, where the request named one.
     service_tier: str | msgspec.UnsetType = msgspec.UNSET
 
@@ -108,6 +109,7 @@ def translate(
             with_logprobs=bool(request.logprobs),
             with_reasoning=request.include_reasoning is not False,
             with_prompt_logprobs=request.prompt_logprobs is not None,
+            with_token_ids=bool(request.return_token_ids),
             service_tier=find_service_tier(request.service_tier, priority),
         ),
     )

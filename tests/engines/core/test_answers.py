@@ -141,6 +141,13 @@ def test_the_usage_comes_with_the_first_output_and_the_last():
     assert outputs[-1].timings is not None
 
 
+def test_the_ids_of_the_prompt_come_with_the_first_usage_where_they_are_asked_for():
+    sampling = SamplingParams(returns_prompt_ids=True)
+    answer = Answer.begin(EngineRequest("r", [4, 2], sampling), make_processor([b"a"]))
+    outputs = [answer.output([TokenChoice(0)]), answer.output([TokenChoice(0)], FinishReason.STOP)]
+    assert [output.prompt_token_ids for output in outputs] == [(4, 2), ()]
+
+
 def test_tokens_that_may_begin_the_reasoning_are_reported_when_that_is_decided():
     processor = make_processor([b"<", b"b", b">"], Reasoning(REASONING_FORMATS["think"]))
     answer = Answer.begin(EngineRequest("r", [1], SamplingParams()), processor)

@@ -1,5 +1,7 @@
 """`/v1/completions`, `/tokenize` and `/detokenize` as clients of OpenAI and vLLM use them."""
 
+import json
+
 import openai
 import pytest
 from msgspec.structs import replace
@@ -10,6 +12,7 @@ from shared.protocol import (
     Generate,
     OutputLogprob,
     PromptLogprob,
+    Started,
     TextPart,
     Tokenize,
     Tokenized,
@@ -167,6 +170,36 @@ async def test_prompt_logprobs_are_told_as_vllm_tells_them(gateway, worker, of):
     assert found[:2] == [None, {"41": own, "7": rival}]
     assert len(found) == 3
     assert worker.requests[0].task.sampling.num_prompt_logprobs == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_token_ids_of_prompt_and_output_are_returned_on_request(
+    gateway, worker, path, stream
+):
+    async def script(answer: Answer) -> None:
+        name = (answer.request.id, answer.claim.attempt)
+        await answer.publish_raw(Started(*name, Usage(3, 0), (40, 41, 42)))
+        await answer.publish(Tokens(*name, 0, (5, 6), "hi"), Tokens(*name, 2, (7,)))
+        await answer.publish_raw(Finished(*name, FinishReason.STOP, Usage(3, 3)))
+
+    worker.script = script
+    asked = (
+        {"prompt": "a"}
+        if path == "/v1/completions"
+        else {"messages": [{"role": "user", "content": "a"}]}
+    )
+    body = {"model": MODEL, "return_token_ids": True, "stream": stream, **asked}
+    response = await gateway.client.post(path, json=body)
+    lines = response.text.split("\n\n") if stream else [response.text]
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.endswith("}")]
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert [i for choice in choices for i in choice.get("token_ids", ())] == [5, 6, 7]
+    holders = choices if path == "/v1/completions" else chunks
+    assert [each["prompt_token_ids"] for each in holders if "prompt_token_ids" in each] == [
+        [40, 41, 42]
+    ]
+    assert worker.requests[0].task.sampling.returns_prompt_ids
 
 
 @pytest.mark.parametrize("stream", [False, True])
