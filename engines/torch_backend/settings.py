@@ -6,18 +6,6 @@ from pydantic import Field, field_validator
 
 from engines.core.settings import BatchingSettings
 
-#: What an earlier version called that which can be switched off.
-_OLD_NAMES = {
-    "add_norm": "add_norm",
-    "rotate_keep": "rotate_keep",
-    "gate": "gate",
-    "attend_decodes": "decode_attention",
-    "multiply_int8": "linear_int8.triton",
-    "multiply_int4": "linear_int4.triton",
-    "cuda_graph": "cuda_graph",
-    "varlen": "varlen_attention",
-}
-
 
 class TorchSettings(BatchingSettings):
     """A model on a device of this machine."""
@@ -58,10 +46,6 @@ class TorchSettings(BatchingSettings):
         description="C++ kernels, compiled at first use; `fast`: int8 and int4 weights meet activations of "
         "8 bits, `exact`: of 16.",
     )
-    disabled_gpu_kernels: tuple[str, ...] = Field(
-        default=(), description="As `DISABLED_OPS`, by older names; gone in the next version."
-    )
-
     max_image_pixels: int = Field(
         default=0,
         ge=0,
@@ -88,7 +72,7 @@ class TorchSettings(BatchingSettings):
         "no test of the project does.",
     )
 
-    @field_validator("disabled_ops", "disabled_gpu_kernels", mode="before")
+    @field_validator("disabled_ops", mode="before")
     @classmethod
     def split_names(cls, value: Any) -> Any:
         """Accept a comma-separated string, as environments hold it."""
@@ -96,18 +80,10 @@ class TorchSettings(BatchingSettings):
             return tuple(name.strip() for name in value.split(",") if name.strip())
         return value
 
-    @field_validator("disabled_gpu_kernels")
-    @classmethod
-    def know_names(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        """Raises: ValueError for a name that there never was."""
-        if unknown := [name for name in value if name not in _OLD_NAMES]:
-            raise ValueError(f"there is no {unknown[0]!r}; use VLM_ENGINE__DISABLED_OPS")
-        return value
-
     @property
     def switched_off(self) -> frozenset[str]:
-        """Names of `disabled_ops`, with those of settings that it replaces."""
-        names = [*self.disabled_ops, *(_OLD_NAMES[name] for name in self.disabled_gpu_kernels)]
+        """Names of `disabled_ops`, and those that other settings imply."""
+        names = [*self.disabled_ops]
         if self.cpu_kernels == "off":
             names.append("cpu")
         if self.tensor_parallel > 1:
@@ -116,11 +92,7 @@ class TorchSettings(BatchingSettings):
 
     @property
     def outdated(self) -> list[str]:
-        """Settings in use that are to go, each with what replaces it."""
-        found = []
-        if self.disabled_gpu_kernels:
-            names = ",".join(_OLD_NAMES[name] for name in self.disabled_gpu_kernels)
-            found.append(f"VLM_ENGINE__DISABLED_GPU_KERNELS: set VLM_ENGINE__DISABLED_OPS={names}")
+        """Deprecated settings in use, each with its replacement."""
         if self.cpu_kernels == "off":
-            found.append("VLM_ENGINE__CPU_KERNELS=off: set VLM_ENGINE__DISABLED_OPS=cpu")
-        return found
+            return ["VLM_ENGINE__CPU_KERNELS=off: set VLM_ENGINE__DISABLED_OPS=cpu"]
+        return []

@@ -146,20 +146,14 @@ def test_references_take_the_place_of_what_a_caller_does_not_want():
     assert ops.without("double")["double"] is toy.double
 
 
-def test_the_settings_switch_off_by_the_names_of_the_log_and_by_older_ones():
+def test_the_settings_switch_off_by_the_names_of_the_log():
     new = TorchSettings.read("torch", {"disabled_ops": "gate, linear_int8.triton, cuda_graph"})
     assert new.switched_off == {"gate", "linear_int8.triton", "cuda_graph"}
     assert not new.outdated
 
-    old = TorchSettings.read(
-        "torch",
-        {"disabled_gpu_kernels": "varlen,multiply_int8", "cpu_kernels": "off"},
-    )
-    assert old.switched_off == {"varlen_attention", "linear_int8.triton", "cpu"}
-    check_disabled(old.switched_off)
-    warnings = " ".join(old.outdated)
-    assert "VLM_ENGINE__DISABLED_OPS=varlen_attention,linear_int8.triton" in warnings
-    assert "VLM_ENGINE__DISABLED_OPS=cpu" in warnings
+    old = TorchSettings.read("torch", {"cpu_kernels": "off"})
+    assert old.switched_off == {"cpu"}
+    assert "VLM_ENGINE__DISABLED_OPS=cpu" in " ".join(old.outdated)
 
 
 def test_a_name_that_nothing_has_is_refused_with_those_that_there_are():

@@ -87,8 +87,8 @@ def test_an_engine_with_a_model_of_ours_starts_without_the_models_of_transformer
             "VLM_ENGINE__MAX_IMAGES_PER_STEP: .*greater",
         ),
         (
-            {"disabled_gpu_kernels": "gate, nothing"},
-            "VLM_ENGINE__DISABLED_GPU_KERNELS: .*no 'nothing'",
+            {"disabled_gpu_kernels": "gate"},
+            "VLM_ENGINE__DISABLED_GPU_KERNELS: .*did you mean VLM_ENGINE__DISABLED_OPS",
         ),
     ],
 )
