@@ -101,9 +101,10 @@ class ChatAnswer:
             if index not in self._begun:
                 self._begun.add(index)
                 choice = ChunkChoice(index, ChoiceDelta("assistant", ""))
-                is_start = isinstance(event, Started) and self.options.with_token_ids
-                ids = event.prompt_token_ids if is_start else UNSET
-                frames.append((0, self._chunk(choice, prompt_token_ids=ids)))
+                token_ids = UNSET
+                if isinstance(event, Started) and self.options.with_token_ids:
+                    token_ids = event.prompt_token_ids
+                frames.append((0, self._chunk(choice, prompt_token_ids=token_ids)))
             choice = ChunkChoice(index, ChoiceDelta())
             if isinstance(event, Tokens) and self._tells(event):
                 choice = self._content(index, event)
