@@ -1,6 +1,6 @@
 # The two commands of a newcomer: `make serve` and `make test`. Each does all the set-up it needs.
 .DEFAULT_GOAL := help
-.PHONY: help install serve test clients embedding-clients store-test applications families fuzz schemas bfcl hostile faults accuracy walk browser-test compose-test lint format typecheck bench trace-request size loadtest up down clean
+.PHONY: help install serve test clients embedding-clients store-test applications families fuzz schemas bfcl hostile faults accuracy walk browser-test compose-test lint format typecheck bench trace-request docs size loadtest up down clean
 
 PYTHON ?= python3
 VENV   := .venv
@@ -60,7 +60,7 @@ schemas: $(STAMP)  ## hold the 11,305 schemas of MaskBench (MASKBENCH=a checkout
 bfcl: $(STAMP)  ## count the steps in which the calls of BFCL (BFCL=a folder of wheels; else fetched) are written; takes minutes
 	$(BIN)/python -m tests.schemas.bfcl $(ARGS)
 
-hostile: $(STAMP)  ## play every attack of docs/security.md that a client can make against real processes
+hostile: $(STAMP)  ## play every attack that a client can make against real processes
 	TESTS_LONG=1 $(BIN)/python -m pytest tests/hostile tests/engines/text/test_template_rendering.py $(ARGS)
 
 browser-test: $(STAMP)  ## use the chat page in a headless chromium; screenshots in .cache/screenshots
@@ -101,6 +101,9 @@ bench: $(STAMP)  ## measure the way of a request beside a bare FastAPI endpoint
 
 trace-request: $(STAMP)  ## print the files that a streamed chat request passes; ARGS="--engine torch --image"
 	$(BIN)/python -m tests.trace_request $(ARGS)
+
+docs: $(STAMP)  ## write the generated tables of the docs; ARGS=--numbers: those of docs/contributing.md too
+	$(BIN)/python -m tests.docs_tables $(ARGS)
 
 size:  ## count the lines and files of product, training and benchmarks, tests and docs
 	@$(PYTHON) -m tests.size

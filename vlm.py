@@ -18,12 +18,12 @@ from shared.settings import SettingsError
 from shared.version import package_version
 
 
-def settings(markdown: Annotated[bool, typer.Option(help="Print Markdown.")] = False) -> None:
-    """List every setting: its variable, its default and what it means."""
+def settings() -> None:
+    """List every setting with its variable and default."""
     from engines.registry import settings_classes
     from shared.settings.table import show
 
-    show(settings_classes(), markdown)
+    show(settings_classes())
 
 
 app = typer.Typer(

@@ -54,7 +54,7 @@ _OLLAMA: Unsupported = {
     "options.typical_p": (1,),
 }
 #: Fields that would change the answer and are not supported, by path, with the values that are
-#: no-ops; null always is. All other unknown fields are ignored. docs/api.md has the same table.
+#: no-ops; null always is. All other unknown fields are ignored.
 UNSUPPORTED: dict[str, Unsupported] = {
     "/v1/chat/completions": {
         **_TEXT,

@@ -12,6 +12,7 @@ from gateway.api.models import ModelList, ModelObject
 from gateway.calls.resume import STREAM_PATH
 from gateway.calls.surface import Surface
 from gateway.http.auth import PUBLIC_PATHS
+from gateway.http.error_codes import ERROR_CODES
 from gateway.http.errors import ErrorBody
 from shared.settings.limits import LimitSettings
 
@@ -52,6 +53,7 @@ def create_openapi(
             operation["requestBody"]["description"] += f" Not supported: {', '.join(refused)}."
         document["paths"][surface.path] = {"post": operation}
         schemas.update(components)
+    schemas["ErrorFields"]["properties"]["code"]["examples"] = list(ERROR_CODES)
     document["paths"][STREAM_PATH + "{id}"] = {"get": _describe_streams()}
     return document
 

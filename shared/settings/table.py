@@ -1,7 +1,4 @@
-"""The settings as a table for people: variable, default, meaning. Made from the code, so always true.
-
-Called by `vlm settings` and by the test that keeps docs/settings.md equal to it.
-"""
+"""The table of all settings, for `vlm settings` and docs/settings.md: variable, default, meaning."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -17,7 +14,7 @@ ENGINE_PREFIX = f"{PREFIX}ENGINE__"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One setting. `default` is as one would write it in the environment."""
+    """One setting. `default` is written as in the environment."""
 
     variable: str
     default: str
@@ -45,21 +42,8 @@ def _rows(group: type[BaseModel], prefix: str) -> Iterator[Row]:
             yield Row(variable, default, field.description or "")
 
 
-def to_markdown(engines: Iterable[type[BaseModel]]) -> str:
-    """The table in Markdown."""
-    lines = ["| variable | default | meaning |", "|---|---|---|"]
-    lines += [
-        f"| `{row.variable}` | {f'`{row.default}`' if row.default else ''} | {row.description} |"
-        for row in rows(engines)
-    ]
-    return "\n".join(lines)
-
-
-def show(engines: Iterable[type[BaseModel]], markdown: bool) -> None:
-    """Print the table, for the terminal or in Markdown."""
-    if markdown:
-        print(to_markdown(engines))
-        return
+def show(engines: Iterable[type[BaseModel]]) -> None:
+    """Print the table."""
     table = Table("variable", "default", "meaning")
     for row in rows(engines):
         table.add_row(row.variable, row.default, row.description)

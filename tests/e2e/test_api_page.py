@@ -1,4 +1,4 @@
-"""The examples of docs/api.md work as they stand, but for the port, and print what the page shows.
+"""The examples of the API pages work with another port, and print what the pages show.
 
 A block that follows a `python` or `bash` block is what that prints: `text` with `...` for anything, `json` by its shape:
 keys and types are the same, strings without `...` too.
@@ -17,7 +17,10 @@ import pytest
 
 from tests.integration.fleet_process import ROOT
 
-PAGE = (ROOT / "docs" / "api.md").read_text()
+#: In the order of their examples: later pages use names of the first.
+NAMES = ("chat", "output", "completions", "responses", "messages", "ollama", "batches", "errors")
+PAGES = [ROOT / "docs" / name for name in (*(f"api-{name}.md" for name in NAMES), "api.md")]
+PAGE = "\n".join(page.read_text() for page in PAGES)
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$(?:\n^```(text|json)\n(.*?)^```$)?", PAGE, re.M | re.S)
 CURLS = [block for block in BLOCKS if block[0] == "bash" and block[1].startswith("curl")]
 PYTHONS = [block for block in BLOCKS if block[0] == "python"]

@@ -31,7 +31,7 @@ def page(shapes_fleet, tmp_path) -> Iterator[ChatPage]:
 
 def test_the_sample_is_described_as_the_documentation_says(page):
     [sentence] = set(
-        re.findall(r"^A white background .*$", (ROOT / "docs/api.md").read_text(), re.M)
+        re.findall(r"^A white background .*$", (ROOT / "docs/api-chat.md").read_text(), re.M)
     )
     page.browser.execute_script(WATCH_ANSWER)
     page.find("#samples button").click()

@@ -1,4 +1,4 @@
-"""Attacks that are one body of a chat request each, by the row of `docs/security.md` that they belong to."""
+"""Attacks that are one body of a chat request each, by their id."""
 
 import base64
 import itertools

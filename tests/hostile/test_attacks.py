@@ -1,6 +1,6 @@
 """Every attack that a client can make over the wire, on real processes; after each, all that must hold still holds.
 
-The rows are those of the table in `docs/security.md`. A greedy request runs beside each attack and must be answered as
+A greedy request runs beside each attack and must be answered as
 if there were none; the processes live and are ready; nothing is left in Redis; logs and metrics hold nothing of the
 attack.
 """

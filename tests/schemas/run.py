@@ -1,4 +1,4 @@
-"""`make schemas`: MaskBench's schemas, and the table of docs/api.md.
+"""`make schemas`: MaskBench's schemas, and the table of docs/api-output.md.
 
     python -m tests.schemas.run [--sample 200] [--write] [NAME ...]
 
@@ -25,7 +25,7 @@ from tests.schemas.checking import Case, Checker, Result
 SOURCE = "https://github.com/guidance-ai/jsonschemabench"
 COMMIT = "ba103c73756198dd9b149ddc7db7867da7a077f6"
 HOME = ROOT / ".cache" / "maskbench"
-PAGE = ROOT / "docs" / "api.md"
+PAGE = ROOT / "docs" / "api-output.md"
 BEGIN, END = "<!-- made by make schemas -->\n", "<!-- until here -->\n"
 MAX_REASONS = 12
 

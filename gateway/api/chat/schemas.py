@@ -148,7 +148,7 @@ class IgnoredFields(StructuredFields, frozen=True, kw_only=True):
     verbosity: Ignored = UNSET
 
 
-#: Fields that change nothing. The list in docs/api.md is tested against this one.
+#: Fields without an effect, as docs/api-chat.md lists them.
 IGNORED_FIELDS = (
     *IgnoredFields.__annotations__,
     *(f"stream_options.{name}" for name in IgnoredStreamFields.__struct_fields__),
