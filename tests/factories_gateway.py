@@ -30,7 +30,7 @@ from shared.protocol import (
     Usage,
 )
 from shared.queue.api import Claim
-from shared.queue.claim import RedisWorkerQueue
+from shared.queue.claims import RedisWorkerQueue
 from shared.queue.registry import Registry, WorkerRecord
 from shared.redis.client import create_redis
 from shared.settings.limits import LimitSettings

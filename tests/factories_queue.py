@@ -29,7 +29,7 @@ from shared.protocol import (
     seal,
 )
 from shared.queue.api import Claim, Limits, Publication, Reservation
-from shared.queue.claim import RedisWorkerQueue
+from shared.queue.claims import RedisWorkerQueue
 from shared.queue.keys import GROUP, RedisKeys
 from shared.queue.mailbox import RedisMailbox
 from shared.queue.quota import RedisQuotas

@@ -62,15 +62,6 @@ class ClaimLoops:
         if was_idle and claims:
             await self._active_requests.wait_for_change(ENGINE_FIRST_S)
 
-    async def claim_at_home(self) -> None:
-        """Claim what is put aside for this worker, which has served its like."""
-        await repeat(self._claim_at_home_once, "claim at home")
-
-    async def _claim_at_home_once(self) -> None:
-        while (room := self._limit(self._active_requests.room())) == 0:
-            await self._active_requests.wait_for_change()
-        self._active_requests.start(await self._queue.read_aside(room, BLOCK_S))
-
     async def claim_batch_work(self) -> None:
         """Claim batch work while nobody else waits for the room that there is."""
         await repeat(self._claim_batch_once, "claim batch work")

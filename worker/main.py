@@ -24,7 +24,7 @@ from engines.image_decoder import decode_image
 from engines.registry import create_engine, kind_of, prepare_process
 from shared.blobs.redis_store import RedisBlobStore
 from shared.process import end_startup
-from shared.queue.claim import RedisWorkerQueue
+from shared.queue.claims import RedisWorkerQueue
 from shared.queue.registry import Registry
 from shared.redis.client import create_redis
 from shared.redis.outage import wait_for_redis

@@ -86,7 +86,6 @@ class Worker:
             async with asyncio.TaskGroup() as tasks:
                 taking = [
                     tasks.create_task(self._loops.claim_requests(), name="claim requests"),
-                    tasks.create_task(self._loops.claim_at_home(), name="claim at home"),
                     tasks.create_task(self._loops.claim_batch_work(), name="claim batch work"),
                     tasks.create_task(self._loops.reclaim_requests(), name="reclaim requests"),
                 ]

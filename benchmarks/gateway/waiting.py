@@ -37,7 +37,7 @@ from shared.protocol import (
     seal,
 )
 from shared.queue.api import Limits, Publication, Reservation
-from shared.queue.claim import RedisWorkerQueue
+from shared.queue.claims import RedisWorkerQueue
 from shared.queue.submit import RedisGatewayQueue
 from shared.redis.client import create_redis
 from shared.redis.embedded import EmbeddedRedis

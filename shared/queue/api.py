@@ -244,13 +244,9 @@ class WorkerQueue(Protocol):
         ...
 
     async def read(self, count: int, block_s: float) -> list[Claim]:
-        """Claim up to `count` waiting calls; wait for the first."""
-        ...
+        """Claim up to `count` waiting calls, and the few that are reserved for this worker; wait for the first.
 
-    async def read_aside(self, count: int, block_s: float) -> list[Claim]:
-        """Claim calls that are put aside for this worker; wait for the first. From now on there may be some.
-
-        About `count`: what is put aside is not more than a few.
+        Calls may be reserved for a worker from its first read on.
         """
         ...
 

@@ -30,8 +30,8 @@ CRASH_TTL_S = 600.0
 LEFT_TTL_S = 10.0
 #: Who last served an image or a prefix; caches rarely keep it longer.
 HOME_TTL_S = 600.0
-#: A worker that does not renew its bell takes nothing that is put aside for it.
-BELL_TTL_S = 10.0
+#: Nothing is reserved for a worker that does not renew its stream of wakeups.
+WAKEUPS_TTL_S = 10.0
 #: A model without a worker keeps its queue open that long.
 MODEL_TTL_S = 24 * 3600.0
 
@@ -91,13 +91,9 @@ class RedisKeys:
         """The worker that last served requests which share something, such as an image."""
         return f"{self.prefix}:{{{model}}}:home:{digest}"
 
-    def bell(self, model: str, worker_id: str) -> str:
-        """Stream that wakes a worker: an entry for each request put aside for it; it exists while the worker takes any."""
-        return self.bells(model) + worker_id
-
-    def bells(self, model: str) -> str:
-        """What the keys of all bells of a model begin with."""
-        return f"{self.prefix}:{{{model}}}:bell:"
+    def wakeups(self, model: str, worker_id: str) -> str:
+        """Stream with an entry for each request reserved for a worker; it exists while the worker accepts any."""
+        return f"{self.prefix}:{{{model}}}:bell:{worker_id}"
 
     def crash(self, model: str, worker_id: str) -> str:
         """Set of the tenants whose requests a worker ran when its engine failed."""

@@ -1,6 +1,7 @@
-"""What a worker says about the calls that it holds, and how that reaches their logs and their gateways' mailboxes."""
+"""A worker's publications: events of its calls, appended to their logs and their gateways' mailboxes."""
 
 import asyncio
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -17,6 +18,25 @@ from shared.queue.keys import (
 )
 from shared.queue.scripts import PUBLISH, named
 from shared.redis.link import RedisSender
+
+#: A gateway without a mailbox is gone; longer than a living one needs to make it again.
+GONE_AFTER_S = 10.0
+
+
+class GatewayLiveness:
+    """How long each gateway's mailbox has been missing. Units: readings of one monotonic clock.
+
+    A gateway renews its mailbox. Redis may lose a mailbox, or let it expire while it was frozen; a living gateway
+    makes it again within seconds.
+    """
+
+    def __init__(self) -> None:
+        self._missing_since: dict[str, float] = {}
+
+    def update(self, missing: Iterable[str], now: float) -> set[str]:
+        """Note the gateways without a mailbox; returns those that are gone."""
+        self._missing_since = {name: self._missing_since.get(name, now) for name in missing}
+        return {g for g, since in self._missing_since.items() if now - since >= GONE_AFTER_S}
 
 
 class Publisher:
@@ -35,6 +55,7 @@ class Publisher:
             "dead_ttl_ms": to_ms(DEAD_TTL_S),
             "max_dead": MAX_DEAD_ENTRIES,
         }
+        self._liveness = GatewayLiveness()
         self.num_fenced = 0  #: publications refused because another worker owns the request
 
     async def publish(self, publications: Sequence[Publication]) -> dict[str, str]:
@@ -60,12 +81,13 @@ class Publisher:
         key = self._keys.result(self._model, item.claim.id, item.claim.attempt)
         await self._sender.execute("SET", key, item.result, "PX", to_ms(AFTER_END_S))
 
-    async def listening(self, gateways: Iterable[str]) -> list[tuple[str, bool]]:
-        """Gateways by name, and whether each has its mailbox. Raises: RedisError."""
+    async def find_gone(self, gateways: Iterable[str]) -> set[str]:
+        """Those of the gateways that are gone. Raises: RedisError."""
         names = list(gateways)
         keys = [self._keys.mailbox(self._model, name) for name in names]
         found = await asyncio.gather(*(self._sender.execute("EXISTS", key) for key in keys))
-        return [(name, count == 1) for name, count in zip(names, found, strict=True)]
+        missing = [name for name, count in zip(names, found, strict=True) if count == 0]
+        return self._liveness.update(missing, time.monotonic())
 
     async def _send(self, reply_to: str, batch: list[Publication]) -> dict[str, str]:
         if len(batch) > 1:

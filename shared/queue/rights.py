@@ -24,7 +24,7 @@ _QUEUE_KEYS = (
     _KEYS.result("*", "*", "*"),
     _KEYS.mailbox("*", "*"),
     _KEYS.home("*", "*"),
-    _KEYS.bell("*", "*"),
+    _KEYS.wakeups("*", "*"),
     _KEYS.left("*", "*"),
 )
 _DEPLOY_KEYS = (_KEYS.apps, _KEYS.nodes, _KEYS.node("*"))

@@ -129,7 +129,7 @@ class RedisGatewayQueue:
     def _home(self, model: str, home: Home) -> dict[str, str | int]:
         return {
             "key": self._keys.home(model, home.name),
-            "bells": self._keys.bells(model),
+            "wakeups": self._keys.wakeups(model, ""),
             "num_workers": home.num_workers,
             "num_seats": home.num_seats,
         }

@@ -21,7 +21,8 @@ from shared.blobs.redis_store import RedisBlobStore
 from shared.packages.board import Board
 from shared.packages.rollout import NodeRecord
 from shared.protocol import ModelCard, Tokens
-from shared.queue.claim import Bell, ClaimScript, QueueEntries, RedisWorkerQueue
+from shared.queue.claims import ClaimScript, RedisWorkerQueue
+from shared.queue.entries import QueueEntries
 from shared.queue.mailbox import RedisMailbox
 from shared.queue.publish import Publisher
 from shared.queue.quota import RedisQuotas
@@ -276,7 +277,7 @@ CALLED = {
         *(Board.apps, Board.put, Board._put, Board.now),
     ),
     "worker": (
-        *(RedisWorkerQueue, Bell, QueueEntries, Publisher, ClaimScript, RedisBlobStore.get),
+        *(RedisWorkerQueue, QueueEntries, Publisher, ClaimScript, RedisBlobStore.get),
         *(Registry.announce, Registry.withdraw, Registry.adapters, Registry.keep_adapters),
     ),
 }
@@ -425,7 +426,7 @@ async def make_every_kind_of_key(server: RedisWithUsers) -> None:
             Board(node, "vlm"),
         )
         await worker.create_group()
-        await worker.read_aside(1, 0.001)
+        await worker.read(1, 0.001)
         await registry.announce(WorkerRecord("w", ModelCard(MODEL, 1, 128, 100), "mock"), 60.0)
         await board.announce(NodeRecord("n", 8.0, 10**9, 1), 60.0)
         await mailbox.open([MODEL])

@@ -111,12 +111,12 @@ def _text_of(task: Task) -> str:
 
 def main() -> None:
     """Run a worker with these faults in it."""
-    import shared.queue.claim  # noqa: PLC0415
+    import shared.queue.claims  # noqa: PLC0415
 
     engines.mock.engine.MockRunner = FaultyRunner
     engines.mock_pooling.engine.MockPoolingModel = FaultyPoolingModel
     engines.mock_pooling.engine.PoolingEngine = FaultyPoolingEngine
-    shared.queue.claim.Publisher = FaultyPublisher
+    shared.queue.claims.Publisher = FaultyPublisher
     sys.argv = [
         "vlm",
         "worker",

@@ -4,7 +4,7 @@
 -- args: nonce, group, tenant, timeout_ms, keep_ms, queue_ttl_ms, reply_to, is_batch, max_waiting, ids (of the choices), quota:
 --   absent, or tenant, num_tokens (of each choice, from the tenant's minute), reserved_tokens (of each choice while it
 --   is open), max_tokens, max_tenant_requests, requests_per_minute, tokens_per_minute (0: any); home: absent, or key,
---   bells (the beginning of their keys), num_workers, num_seats
+--   wakeups (prefix of the keys of their streams), num_workers, num_seats
 -- raw: the payload of each choice
 -- Returns {duplicate} or {reason, wait_ms}, or {ok}, with a home {ok, home | new | busy | gone}. wait_ms is 0 where nobody
 -- knows. The same nonce again is the same call again: ok.
@@ -144,7 +144,7 @@ end
 -- The home: the worker that last served what these calls share. They are put aside for it, which is to say that it has
 -- read them, unless somebody waits already, or it has twice its share of the calls that workers hold.
 
-local MORE_THAN_SHARE, MAX_RINGS = 2, 100
+local MORE_THAN_SHARE, MAX_WAKEUPS = 2, 100
 local home, host, homing = args.home, nil, nil
 
 local function find_host()
@@ -158,8 +158,8 @@ local function find_host()
   end
   local most = math.min(home.num_seats, 2 * num_all / home.num_workers + MORE_THAN_SHARE)
   if num_held > most then return nil, 'busy' end
-  local rung = redis.call('XADD', home.bells .. worker, 'NOMKSTREAM', 'MAXLEN', '~', MAX_RINGS, '*', 'id', ids[1])
-  if not rung then return nil, 'gone' end
+  local woken = redis.call('XADD', home.wakeups .. worker, 'NOMKSTREAM', 'MAXLEN', '~', MAX_WAKEUPS, '*', 'id', ids[1])
+  if not woken then return nil, 'gone' end
   return worker, 'home'
 end
 

@@ -10,7 +10,7 @@ import pytest
 from gateway.calls.homes import PREFIX_CHARS, Homes
 from gateway.calls.models import ModelDirectory
 from shared.protocol import ChatMessage, Priority, TextPart, Tokenize
-from shared.queue.claim import RedisWorkerQueue
+from shared.queue.claims import RedisWorkerQueue
 from shared.queue.keys import RedisKeys
 from shared.queue.registry import WorkerRecord
 from tests.factories_gateway import CARD, make_body
@@ -76,7 +76,7 @@ async def absent(worker, gateway, redis, redis_blocking, redis_prefix) -> AsyncI
         redis, redis_blocking, keys_prefix=redis_prefix, model=CARD.name, worker_id="absent",
         lease_s=10.0, max_attempts=3, batch_age_s=60.0,
     )  # fmt: skip
-    assert await queue.read_aside(1, 0.001) == []
+    assert await queue.read(1, 0.001) == []
     await worker.registry.announce(WorkerRecord("absent", CARD, "mock"), ttl_s=600)
     await gateway.services.models.refresh()
     yield "absent"
@@ -114,8 +114,7 @@ async def test_others_serve_what_its_home_does_not_come_for(gateway, absent, red
 
 
 @pytest.mark.parametrize("changes", [{"gateway": {"home_grace_s": 10.0}}])
-async def test_a_home_that_comes_keeps_it(worker, gateway, absent):
-    assert await worker.queue.read_aside(1, 0.001) == []
+async def test_a_home_that_comes_keeps_it(gateway, absent):
     body = ask_about(data_url())
 
     for _ in range(3):

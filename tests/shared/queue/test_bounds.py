@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from redis.asyncio import Redis
 
-import shared.queue.claim
+import shared.queue.publish
 from shared.protocol import (
     Call,
     ErrorCode,
@@ -92,7 +92,7 @@ async def test_a_request_alone_is_never_too_much(ends):
 
 @pytest.mark.parametrize("how", ["finished", "failed", "cancelled", "deserted"])
 async def test_every_end_releases_its_reservation(ends, how, monkeypatch):
-    monkeypatch.setattr(shared.queue.claim, "GONE_AFTER_S", 0.0)
+    monkeypatch.setattr(shared.queue.publish, "GONE_AFTER_S", 0.0)
     reply_to = "gone" if how == "deserted" else GATEWAY
     request = await ends.enqueue(make_request(reply_to=reply_to), num_tokens=7)
     worker = ends.worker("a")

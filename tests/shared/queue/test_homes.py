@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from shared.queue.api import Claim, Home, QueueUnavailable
-from shared.queue.claim import RedisWorkerQueue
+from shared.queue.claims import RedisWorkerQueue
 from shared.queue.keys import GROUP
 from tests.factories_queue import MODEL, Ends, make_finished, make_request, publication, seal
 
@@ -14,11 +14,11 @@ HOME = Home("an-image", num_workers=4, num_seats=8)
 
 @pytest.fixture
 async def workers(ends) -> tuple[RedisWorkerQueue, RedisWorkerQueue]:
-    """Two, which have been told that something may be put aside for them."""
+    """Two that have read once, so that requests may be reserved for them."""
     both = ends.worker("a"), ends.worker("b")
     await both[0].create_group()
     for worker in both:
-        assert await worker.read_aside(1, 0.001) == []
+        assert await worker.read(1, 0.001) == []
     return both
 
 
@@ -53,12 +53,12 @@ async def test_the_worker_that_last_served_such_gets_it(ends, workers):
     assert await submit(ends, "second") == "home"
 
     assert await a.read(1, 0.001) == []
-    assert names(await b.read_aside(1, 1.0)) == ["second"]
+    assert names(await b.read(1, 1.0)) == ["second"]
 
 
 async def test_a_worker_that_waits_is_woken(ends, workers):
     await serve(ends, workers[0])
-    waiting = asyncio.create_task(workers[0].read_aside(4, 30.0))
+    waiting = asyncio.create_task(workers[0].read(4, 30.0))
     await asyncio.sleep(0)  # its read is on the way, or will find the request there
 
     assert await submit(ends, "second", "third") == "home"
@@ -67,13 +67,12 @@ async def test_a_worker_that_waits_is_woken(ends, workers):
         assert names(await waiting) == ["second", "third"]
 
 
-async def test_its_ordinary_read_brings_it_too(ends, workers):
+async def test_one_read_brings_what_is_reserved_and_what_waits_for_any_worker(ends, workers):
     await serve(ends, workers[0])
     await submit(ends, "second")
     await submit(ends, "plain", home=None)
 
     assert names(await workers[0].read(4, 1.0)) == ["second", "plain"]
-    assert await workers[0].read_aside(4, 0.001) == []
 
 
 async def test_whoever_serves_it_next_is_its_home(ends, workers):
@@ -85,8 +84,8 @@ async def test_whoever_serves_it_next_is_its_home(ends, workers):
 
     await submit(ends, "third")
 
-    assert await a.read_aside(1, 0.001) == []
-    assert names(await b.read_aside(1, 1.0)) == ["third"]
+    assert await a.read(1, 0.001) == []
+    assert names(await b.read(1, 1.0)) == ["third"]
 
 
 async def test_what_is_shared_is_nobodys_any_more(ends, workers):
@@ -97,7 +96,6 @@ async def test_what_is_shared_is_nobodys_any_more(ends, workers):
     assert await ends.queue.share(MODEL, ["second", "unknown"]) == 1
 
     assert await ends.queue.share(MODEL, ["second"]) == 0
-    assert await a.read_aside(1, 0.001) == []
     assert await a.reconcile() == []
     assert names(await b.read(2, 1.0)) == ["second"]
     assert await ends.num_open() == 1
@@ -106,7 +104,7 @@ async def test_what_is_shared_is_nobodys_any_more(ends, workers):
 async def test_what_is_claimed_is_not_shared(ends, workers):
     await serve(ends, workers[0])
     await submit(ends, "second")
-    [claim] = await workers[0].read_aside(1, 1.0)
+    [claim] = await workers[0].read(1, 1.0)
 
     assert await ends.queue.share(MODEL, ["second"]) == 0
 
@@ -122,7 +120,7 @@ async def test_a_cancelled_one_is_gone(ends, workers):
     await ends.queue.cancel(MODEL, ["second"])
 
     assert await ends.queue.share(MODEL, ["second"]) == 0
-    assert await workers[0].read_aside(1, 0.001) == []
+    assert await workers[0].read(1, 0.001) == []
     assert await ends.num_open() == 0
 
 
@@ -140,7 +138,7 @@ async def test_nothing_is_put_aside_for_a_worker_that_leaves(ends, workers):
 async def test_nothing_is_put_aside_for_a_worker_that_is_gone(ends, workers):
     await serve(ends, workers[0])
     await ends.redis.delete(
-        ends.keys.bell(MODEL, "a")
+        ends.keys.wakeups(MODEL, "a")
     )  # as it does by itself when nobody renews it
 
     assert await submit(ends, "second") == "gone"
@@ -148,15 +146,15 @@ async def test_nothing_is_put_aside_for_a_worker_that_is_gone(ends, workers):
     assert names(await workers[1].read(1, 1.0)) == ["second"]
 
 
-async def test_it_takes_more_again_once_its_bell_was_lost(ends, workers):
+async def test_it_takes_more_again_once_its_wakeups_were_lost(ends, workers):
     await serve(ends, workers[0])
-    await ends.redis.delete(ends.keys.bell(MODEL, "a"))
+    await ends.redis.delete(ends.keys.wakeups(MODEL, "a"))
 
-    for _ in range(3):  # it finds none, and makes one, before it waits again
-        assert await workers[0].read_aside(1, 0.001) == []
+    for _ in range(3):  # it creates the stream again
+        assert await workers[0].read(1, 0.001) == []
 
     assert await submit(ends, "second") == "home"
-    assert names(await workers[0].read_aside(1, 1.0)) == ["second"]
+    assert names(await workers[0].read(1, 1.0)) == ["second"]
 
 
 async def test_nothing_is_put_aside_while_others_wait(ends, workers):
@@ -179,7 +177,7 @@ async def test_a_home_gets_no_more_than_its_seats_and_about_twice_its_share(
     await serve(ends, a)
     for number in range(num_there):
         assert await submit(ends, f"there-{number}", home=home) == "home"
-        assert len(await a.read_aside(4, 1.0)) == 1
+        assert len(await a.read(4, 1.0)) == 1
 
     assert await submit(ends, "beyond", home=home) == "busy"
 
@@ -201,7 +199,7 @@ async def test_a_submit_whose_reply_was_lost_says_again_that_it_was_put_aside(
     assert await submit(far, "second") == "home"
 
     assert proxy.num_lost == 1
-    assert names(await workers[0].read_aside(4, 1.0)) == ["second"]
+    assert names(await workers[0].read(4, 1.0)) == ["second"]
     assert await ends.num_open() == 1
 
 
@@ -223,13 +221,13 @@ async def test_what_a_dead_home_has_not_claimed_is_taken_over_without_blame(ends
 async def test_a_claim_whose_reply_was_lost_is_found_again_without_blame(ends, far, proxy):
     worker = far.worker("a", ghost_after_s=0.0)
     await worker.create_group()
-    await worker.read_aside(1, 0.001)
+    await worker.read(1, 0.001)
     await serve(ends, worker)
     await submit(ends, "second")
     proxy.drop_next_reply(after=b"XREAD")
 
     with pytest.raises(QueueUnavailable):
-        await worker.read_aside(1, 1.0)
+        await worker.read(1, 1.0)
 
     [claim] = await worker.reconcile()
 
@@ -242,7 +240,7 @@ async def test_redis_may_forget_the_scripts(ends, workers):
     await submit(ends, "second")
     await ends.redis.script_flush()
 
-    assert names(await workers[0].read_aside(1, 1.0)) == ["second"]
+    assert names(await workers[0].read(1, 1.0)) == ["second"]
 
 
 async def test_every_key_expires(ends, workers):

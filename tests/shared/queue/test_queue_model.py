@@ -42,7 +42,7 @@ from shared.queue.api import (
     QueueRefused,
     QueueUnavailable,
 )
-from shared.queue.claim import LOSSES_PER_ATTEMPT, RedisWorkerQueue, split_replies
+from shared.queue.claims import LOSSES_PER_ATTEMPT, RedisWorkerQueue, split_replies
 from shared.queue.keys import GROUP, RedisKeys
 from shared.queue.scripts import CLAIM, named
 from shared.queue.submit import RedisGatewayQueue
@@ -296,18 +296,10 @@ class QueueMachine(RuleBasedStateMachine):
     def read(self, name: str, count: int) -> None:
         self._take(name, self.run(self.workers[name].read(count, 0.001)))
 
-    @rule(name=st.sampled_from(WORKERS), count=st.integers(1, 3))
-    def read_aside(self, name: str, count: int) -> None:
-        """What is put aside for one worker comes to no other."""
-        unread = self._unread()
-        claims = self.run(self.workers[name].read_aside(count, 0.001))
-        assert unread.isdisjoint(claim.id for claim in claims)
-        self._take(name, claims)
-
     @rule(name=st.sampled_from(WORKERS))
-    def lose_the_bell(self, name: str) -> None:
+    def lose_the_wakeups(self, name: str) -> None:
         """It was not renewed: the worker was stopped for long."""
-        self.eye.delete(self.keys.bell(MODEL, name))
+        self.eye.delete(self.keys.wakeups(MODEL, name))
 
     @rule(name=st.sampled_from(WORKERS))
     def leave(self, name: str) -> None:
@@ -324,7 +316,7 @@ class QueueMachine(RuleBasedStateMachine):
                 request.lost_by = None
         self.run(worker.leave(keep))
         assert self._pending(name) <= kept
-        assert not self.eye.exists(self.keys.bell(MODEL, name))
+        assert not self.eye.exists(self.keys.wakeups(MODEL, name))
 
     @rule(name=st.sampled_from(WORKERS), count=st.integers(1, 3))
     def take(self, name: str, count: int) -> None:

@@ -21,7 +21,7 @@ from shared.queue.api import (
     QueueRefused,
     QueueUnavailable,
 )
-from shared.queue.claim import LOSSES_PER_ATTEMPT, RedisWorkerQueue, giving_up
+from shared.queue.claims import LOSSES_PER_ATTEMPT, RedisWorkerQueue, giving_up
 from shared.queue.keys import GROUP
 from shared.queue.submit import RedisGatewayQueue
 from shared.redis.client import create_redis

@@ -1,25 +1,24 @@
-"""The worker's end of the queue: claim requests, keep their leases, publish their events, give them back.
+"""The worker's end of the queue: claim requests, renew their leases, publish their events, release them.
 
-A claim is one attempt at a request. Its number fences all earlier attempts: what they still send is
-refused.
+A claim is one attempt at a request. Its number fences all earlier attempts: their publications are refused.
 """
 
 import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from secrets import token_hex
 from types import MappingProxyType
 from typing import Any
 
 from redis.asyncio import Redis
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import RedisError
 
 from shared.protocol import ErrorCode, Failed, encode
 from shared.queue.api import CLEARED_AFTER_TOKENS, Claim, Publication, QueueUnavailable
+from shared.queue.entries import Entry, QueueEntries
 from shared.queue.keys import (
-    BELL_TTL_S,
     CRASH_TTL_S,
     GROUP,
     HOME_TTL_S,
@@ -31,24 +30,19 @@ from shared.queue.keys import (
     to_ms,
 )
 from shared.queue.publish import Publisher, refusals
-from shared.queue.scripts import BEGIN, CANCEL, CLAIM, REAP, RELEASE, RENEW, TAKE, named
+from shared.queue.scripts import BEGIN, CANCEL, CLAIM, RELEASE, RENEW, named
 from shared.redis.client import redis_errors_as, retry_idempotent
-from shared.redis.link import Command, RedisLink, RedisSender, with_ttl
+from shared.redis.link import Command, RedisLink, RedisSender
 
-Entry = tuple[bytes, list[bytes]]
 Replies = Mapping[bytes, list[Any]]  #: of the claim script, by entry
 NO_REPLIES: Replies = MappingProxyType({})
 
 #: Entries of our own that are idle so long and unknown here: the reply that named them was lost.
 GHOST_AFTER_S = 3.0
-#: Consumers that hold nothing and were not seen so long are forgotten.
-FORGET_AFTER_S = 3600.0
 #: How often they are looked for.
 REAP_EVERY_S = 600.0
 #: Interactive calls that overtake batch work before the oldest of it, if it is old enough, queues among them.
 OVERTAKES_PER_AGED = 10
-#: A gateway without a mailbox is gone; longer than a living one needs to make it again.
-GONE_AFTER_S = 10.0
 #: A request is given up after so many lost workers for each that counts against it: it is innocent as far as is known.
 LOSSES_PER_ATTEMPT = 4
 
@@ -83,7 +77,6 @@ class RedisWorkerQueue:
         self._keys = RedisKeys(keys_prefix)
         self._sender = RedisSender(redis)
         self._reader = RedisLink(blocking_redis)
-        self._bell = Bell(RedisLink(blocking_redis), self._keys.bell(model, worker_id))
         self.entries = QueueEntries(self._sender, self._reader, self._keys, model, worker_id)
         self._model = model
         self._queue = self._keys.queue(model)
@@ -96,7 +89,6 @@ class RedisWorkerQueue:
         self._batch_age_s = batch_age_s
         self._num_overtakes = 0
         self._last_reap_at = time.monotonic()
-        self._liveness = GatewayLiveness()
         self.publisher = Publisher(self._sender, self._keys, model, worker_id)
         self._held: set[bytes] = set()  # entries that this worker knows to be its own
         self.num_claims = Counter({"new": 0, "reclaimed": 0, "reconciled": 0})  #: by kind
@@ -127,29 +119,15 @@ class RedisWorkerQueue:
     async def _read(self, count: int, block_s: float) -> list[Claim]:
         claim = self._script.of_read(self._last_read_id, count)
         entries, answers = await self.entries.wait(count, block_s, claim)
-        if entries:
-            self._last_read_id = entries[-1][0]
-        if not isinstance(answers, list):  # each call of its own teaches Redis the script
-            return await self._claim_entries(entries, "new", count)
-        # There may be answers without entries: the reply of an earlier read was lost.
+        if not isinstance(answers, list):  # Redis does not know the script yet
+            keys, arguments = (self._queue,), claim[4:]
+            answers = await retry_idempotent(lambda: self._sender.run(CLAIM, keys, arguments))
+        # Answers without entries are of requests that were reserved, or read by a read whose reply was lost.
         claimed, replies = split_replies(answers)
         others = [entry for entry in entries if entry[0] not in replies]
+        if claimed or others:
+            self._last_read_id = (claimed or others)[-1][0]
         return await self._claim_entries([*claimed, *others], "new", count, replies)
-
-    @redis_errors_as(QueueUnavailable)
-    async def read_aside(self, count: int, block_s: float) -> list[Claim]:
-        """See `WorkerQueue.read_aside`."""
-        claim = self._script.of_read(self._last_read_id, count)
-        has_rung, answers = await self._bell.wait(count, block_s, claim)
-        if has_rung and not isinstance(answers, list):  # Redis has forgotten the script
-            answers = await self._sender.run(CLAIM, (self._queue,), claim[4:])
-        claimed, replies = split_replies(answers if isinstance(answers, list) else ())
-        if claimed:
-            self._last_read_id = claimed[-1][0]
-        claims = await self._claim_entries(claimed, "new", count, replies)
-        if self.num_backlog:
-            self._num_overtakes += len(claims)
-        return claims
 
     @redis_errors_as(QueueUnavailable)
     async def take(self, count: int) -> list[Claim]:
@@ -173,7 +151,7 @@ class RedisWorkerQueue:
     @redis_errors_as(QueueUnavailable)
     async def reconcile(self) -> list[Claim]:
         """See `WorkerQueue.reconcile`. Consumers that hold nothing are forgotten now and then."""
-        await self.entries.look_at_backlog()
+        await self.entries.refresh()
         if time.monotonic() - self._last_reap_at > REAP_EVERY_S:
             self._last_reap_at = time.monotonic()
             await self.entries.reap()
@@ -286,8 +264,7 @@ class RedisWorkerQueue:
     async def cancel_deserted(self, claims: Iterable[Claim]) -> list[Claim]:
         """See `WorkerQueue.cancel_deserted`."""
         claims = list(claims)
-        listening = await self.publisher.listening({claim.reply_to for claim in claims})
-        gone = self._liveness.update(listening, time.monotonic())
+        gone = await self.publisher.find_gone({claim.reply_to for claim in claims})
         deserted = [claim for claim in claims if claim.reply_to in gone]
         if deserted:
             await self._cancel(deserted)
@@ -328,7 +305,7 @@ class RedisWorkerQueue:
         Whoever interrupts `read`, `reclaim` or `reconcile` does not know how far they came. Commands of one
         worker are executed in their order, so that Redis knows by now.
         """
-        await self._bell.remove(self._sender)
+        await self.entries.end_reservations()
         self._held.intersection_update([claim.entry_id for claim in keep])
         for entry_id in await self.entries.unknown(0.0, self._held):
             entry = await self.entries.find(entry_id)
@@ -354,177 +331,11 @@ class RedisWorkerQueue:
 
     async def close(self) -> None:
         self._reader.close()
-        self._bell.close()
         await self._sender.close()
 
 
 def _request_id(fields: Sequence[bytes]) -> str:
     return fields[1].decode(errors="replace")  # an id that is none is no request's: a stray
-
-
-class Bell:
-    """Wakes a worker when something is put aside for it. While it exists, something may be."""
-
-    def __init__(self, link: RedisLink, key: str) -> None:
-        self._link = link
-        self.key = key
-        self._rung = b""  # empty before the key is made
-        self._renew_at = 0.0
-
-    async def wait(self, count: int, block_s: float, and_then: Command) -> tuple[bool, Any]:
-        """Whether it rang, and what Redis says then to `and_then`; an error may be its answer. Raises: RedisError."""
-        ttl_ms = to_ms(BELL_TTL_S)
-        if not self._rung:
-            made = with_ttl(self.key, ttl_ms, "XADD", self.key, "*", "made", "")
-            self._rung = await self._link.execute(*made)
-        renewal: Command = ("PEXPIRE", self.key, ttl_ms)
-        read = ("XREAD", "COUNT", count, "BLOCK", to_ms(block_s), "STREAMS", self.key, self._rung)
-        is_due = (now := time.monotonic()) >= self._renew_at
-        *renewed, rung, answer = await self._exchange([renewal] * is_due + [read, and_then])
-        if rung:
-            self._rung = rung[0][1][-1][0]
-        elif 0 in renewed:
-            self._rung = b""  # Redis has lost it
-        if is_due or not rung:
-            self._renew_at = now + BELL_TTL_S / 4 if rung else 0.0
-        return bool(rung), answer
-
-    async def _exchange(self, commands: list[Command]) -> list[Any]:
-        """The replies, of which the last may be an error. Raises: RedisError."""
-        replies = await self._link.exchange(commands)
-        for reply in replies[:-1]:
-            if isinstance(reply, Exception):
-                raise reply
-        return replies
-
-    async def remove(self, sender: RedisSender) -> None:
-        """Nothing more is put aside. Raises: RedisError."""
-        await sender.execute("DEL", self.key)
-
-    def close(self) -> None:
-        self._link.close()
-
-
-class QueueEntries:
-    """One worker's view of one queue. `num_backlog` is how long the backlog was when it was last looked at."""
-
-    def __init__(
-        self, sender: RedisSender, reader: RedisLink, keys: RedisKeys, model: str, worker_id: str
-    ) -> None:
-        self._sender = sender
-        self._reader = reader
-        self._worker_id = worker_id
-        self._queue = keys.queue(model)
-        self._batch_keys = (keys.queue(model), keys.backlog(model))
-        self._requests = keys.requests(model)
-        self._read = ("XREADGROUP", "GROUP", GROUP, worker_id, "COUNT")
-        self.num_backlog = 0
-
-    async def wait(
-        self, count: int, block_s: float, and_then: Command
-    ) -> tuple[Sequence[Entry], Any]:
-        """Up to `count` entries that nobody has read, and what Redis says to `and_then`; waits for the first entry.
-
-        The command stands behind the read, so that Redis does both at once when an entry comes. If it fails, that
-        is its answer. Raises: RedisError.
-        """
-        where = (count, "BLOCK", to_ms(block_s), "STREAMS", self._queue, ">")
-        reply, answer = await self._reader.exchange([(*self._read, *where), and_then])
-        if isinstance(reply, ResponseError):
-            await self._handle_missing_queue(reply)
-            return [], None
-        if isinstance(reply, Exception):
-            raise reply
-        return (reply[0][1] if reply else []), answer
-
-    async def take(self, count: int, age_s: float | None = None) -> Sequence[Entry]:
-        """Up to `count` entries, of batch work where nothing else waits; does not wait. Raises: RedisError.
-
-        `age_s`: what has waited that long joins the queue, the oldest at once.
-        """
-        arguments = named(
-            requests=self._requests,
-            group=GROUP,
-            worker=self._worker_id,
-            count=count,
-            age_ms=None if age_s is None else to_ms(age_s),
-        )
-        try:
-            entries, self.num_backlog = await self._sender.run(TAKE, self._batch_keys, arguments)
-        except ResponseError as error:
-            await self._handle_missing_queue(error)
-            return []
-        return entries
-
-    async def age(self, age_s: float) -> None:
-        """Let the oldest batch call into the queue, if it has waited that long. Raises: RedisError."""
-        await self.take(0, age_s)
-
-    async def look_at_backlog(self) -> None:
-        """Whether there is batch work. Raises: RedisError."""
-        self.num_backlog = await self._sender.execute("XLEN", self._batch_keys[1])
-
-    async def idle(self, count: int, lease_s: float, held: Set[bytes]) -> Sequence[bytes]:
-        """Up to `count` entries whose lease has run out, without those that this worker is busy with."""
-        # Not XAUTOCLAIM: it gives up after looking at 10 x COUNT entries, which may all be alive.
-        most = count + len(held)
-        command = ("XPENDING", self._queue, GROUP, "IDLE", to_ms(lease_s), "-", "+", most)
-        try:
-            idle = await self._sender.execute(*command)
-        except ResponseError as error:
-            await self._handle_missing_queue(error)
-            return []
-        me = self._worker_id.encode()
-        others = [i[0] for i in idle if i[1] != me or i[0] not in held]
-        return others[:count]
-
-    async def seize(self, entry_ids: Sequence[bytes], lease_s: float) -> Sequence[Entry]:
-        """Make entries ours whose lease has run out. Raises: RedisError.
-
-        Of several workers that saw the same entry one gets it: taking it resets its idle time.
-        """
-        command = ("XCLAIM", self._queue, GROUP, self._worker_id, to_ms(lease_s))
-        return [entry for entry in await self._sender.execute(*command, *entry_ids) if entry]
-
-    async def unknown(self, idle_s: float, held: Set[bytes]) -> Sequence[bytes]:
-        """What Redis counts as ours and is not held. Raises: RedisError."""
-        command = ("XPENDING", self._queue, GROUP, "IDLE", round(idle_s * 1000), "-", "+", 1000)
-        try:
-            pending = await self._sender.execute(*command, self._worker_id)
-        except ResponseError as error:
-            await self._handle_missing_queue(error)
-            return []
-        return [entry[0] for entry in pending if entry[0] not in held]
-
-    async def find(self, entry_id: bytes) -> Entry | None:
-        """An entry by its id, if it is in the queue. Raises: RedisError."""
-        found = await self._sender.execute("XRANGE", self._queue, entry_id, entry_id)
-        return found[0] if found else None
-
-    async def remove(self, entry_ids: Sequence[bytes]) -> None:
-        """Take entries out of the queue that are no request's. Raises: RedisError."""
-        await self._sender.execute("XACK", self._queue, GROUP, *entry_ids)
-        await self._sender.execute("XDEL", self._queue, *entry_ids)
-
-    async def create_group(self) -> None:
-        """Make the queue and its group, unless they exist. Raises: RedisError."""
-        try:
-            command = ("XGROUP", "CREATE", self._queue, GROUP, "0", "MKSTREAM")
-            await self._sender.execute(*with_ttl(self._queue, to_ms(QUEUE_TTL_S), *command))
-        except ResponseError as error:
-            if not str(error).startswith("BUSYGROUP"):
-                raise
-
-    async def reap(self, leaving: str = "") -> None:
-        """Forget consumers that hold nothing: old ones, and the one named. Raises: RedisError."""
-        await self._sender.run(
-            REAP, (self._queue,), named(group=GROUP, worker=leaving, idle_ms=to_ms(FORGET_AFTER_S))
-        )
-
-    async def _handle_missing_queue(self, error: ResponseError) -> None:
-        if not str(error).startswith(("NOGROUP", "UNBLOCKED")):
-            raise error
-        await self.create_group()
 
 
 class ClaimScript:
@@ -567,26 +378,6 @@ class ClaimScript:
         """
         arguments = named(entry=last_id.decode(), count=count, **self._of_reads)
         return (*self._read_command, *arguments)
-
-
-class GatewayLiveness:
-    """How long each gateway's mailbox has been missing. Units: readings of one monotonic clock.
-
-    A mailbox lives as long as its gateway renews it. Redis may lose it, or let it expire while it was frozen itself;
-    the gateway makes it again within seconds then. Only one that stays away is taken for dead.
-    """
-
-    def __init__(self) -> None:
-        self._missing_since: dict[str, float] = {}
-
-    def update(self, present: Iterable[tuple[str, bool]], now: float) -> set[str]:
-        """Take what was found, by gateway; returns those that are gone. Others are forgotten."""
-        self._missing_since = {
-            gateway: self._missing_since.get(gateway, now)
-            for gateway, is_present in present
-            if not is_present
-        }
-        return {g for g, since in self._missing_since.items() if now - since >= GONE_AFTER_S}
 
 
 def split_replies(answers: Sequence[Any]) -> tuple[list[Entry], dict[bytes, list[Any]]]:

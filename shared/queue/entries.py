@@ -1,0 +1,156 @@
+"""The entries of one queue in Redis, as one worker reads and removes them."""
+
+import asyncio
+from collections.abc import Sequence, Set
+from typing import Any
+
+from redis.exceptions import ResponseError
+
+from shared.queue.keys import GROUP, QUEUE_TTL_S, WAKEUPS_TTL_S, RedisKeys, to_ms
+from shared.queue.scripts import REAP, TAKE, named
+from shared.redis.link import Command, RedisLink, RedisSender, with_ttl
+
+Entry = tuple[bytes, list[bytes]]
+
+#: Consumers without pending entries that were not seen for so long are deleted.
+FORGET_AFTER_S = 3600.0
+
+
+class QueueEntries:
+    """One worker's view of one queue. `num_backlog`: length of the backlog at the last look."""
+
+    def __init__(
+        self, sender: RedisSender, reader: RedisLink, keys: RedisKeys, model: str, worker_id: str
+    ) -> None:
+        self._sender = sender
+        self._reader = reader
+        self._worker_id = worker_id
+        self._queue = keys.queue(model)
+        self._wakeups = keys.wakeups(model, worker_id)
+        self._seen: list[bytes] = []  # wakeups that are not acknowledged yet
+        self._batch_keys = (keys.queue(model), keys.backlog(model))
+        self._requests = keys.requests(model)
+        self._read = ("XREADGROUP", "GROUP", GROUP, worker_id, "COUNT")
+        self.num_backlog = 0
+
+    async def wait(
+        self, count: int, block_s: float, and_then: Command
+    ) -> tuple[Sequence[Entry], Any]:
+        """Read up to `count` entries of the queue, and run `and_then` behind the read, in the same write.
+
+        Waits for an entry, or for a wakeup: a request was reserved for this worker. Returns the entries and the
+        reply of `and_then`, which may be an error. Raises: RedisError.
+        """
+        seen, self._seen = self._seen, []
+        commands: list[Command] = [("XACK", self._wakeups, GROUP, *seen)] if seen else []
+        streams = ("STREAMS", self._queue, self._wakeups, ">", ">")
+        read = (*self._read, count, "BLOCK", to_ms(block_s), *streams)
+        *_, reply, answer = await self._reader.exchange([*commands, read, and_then])
+        if isinstance(reply, ResponseError):
+            await self._handle_missing_queue(reply)
+            await self._create(self._wakeups, WAKEUPS_TTL_S)
+            return await self.wait(count, block_s, and_then)
+        if isinstance(reply, Exception):
+            raise reply
+        found = {stream.decode(): entries for stream, entries in reply or ()}
+        self._seen = [entry_id for entry_id, _ in found.get(self._wakeups, ())]
+        return found.get(self._queue, ()), answer
+
+    async def take(self, count: int, age_s: float | None = None) -> Sequence[Entry]:
+        """Up to `count` entries, of batch work where nothing else waits; does not wait. Raises: RedisError.
+
+        `age_s`: what has waited that long joins the queue, the oldest at once.
+        """
+        arguments = named(
+            requests=self._requests,
+            group=GROUP,
+            worker=self._worker_id,
+            count=count,
+            age_ms=None if age_s is None else to_ms(age_s),
+        )
+        try:
+            entries, self.num_backlog = await self._sender.run(TAKE, self._batch_keys, arguments)
+        except ResponseError as error:
+            await self._handle_missing_queue(error)
+            return []
+        return entries
+
+    async def age(self, age_s: float) -> None:
+        """Let the oldest batch call into the queue, if it has waited that long. Raises: RedisError."""
+        await self.take(0, age_s)
+
+    async def refresh(self) -> None:
+        """Look at the backlog, and renew the stream of wakeups. Raises: RedisError."""
+        self.num_backlog, _ = await asyncio.gather(
+            self._sender.execute("XLEN", self._batch_keys[1]),
+            self._sender.execute("PEXPIRE", self._wakeups, to_ms(WAKEUPS_TTL_S)),
+        )
+
+    async def end_reservations(self) -> None:
+        """Delete the stream of wakeups: nothing more is reserved for this worker. Raises: RedisError."""
+        await self._sender.execute("DEL", self._wakeups)
+
+    async def idle(self, count: int, lease_s: float, held: Set[bytes]) -> Sequence[bytes]:
+        """Up to `count` entries whose lease has run out, without those that this worker is busy with."""
+        # Not XAUTOCLAIM: it gives up after looking at 10 x COUNT entries, which may all be alive.
+        most = count + len(held)
+        command = ("XPENDING", self._queue, GROUP, "IDLE", to_ms(lease_s), "-", "+", most)
+        try:
+            idle = await self._sender.execute(*command)
+        except ResponseError as error:
+            await self._handle_missing_queue(error)
+            return []
+        me = self._worker_id.encode()
+        others = [i[0] for i in idle if i[1] != me or i[0] not in held]
+        return others[:count]
+
+    async def seize(self, entry_ids: Sequence[bytes], lease_s: float) -> Sequence[Entry]:
+        """Make entries ours whose lease has run out. Raises: RedisError.
+
+        Of several workers that saw the same entry one gets it: taking it resets its idle time.
+        """
+        command = ("XCLAIM", self._queue, GROUP, self._worker_id, to_ms(lease_s))
+        return [entry for entry in await self._sender.execute(*command, *entry_ids) if entry]
+
+    async def unknown(self, idle_s: float, held: Set[bytes]) -> Sequence[bytes]:
+        """What Redis counts as ours and is not held. Raises: RedisError."""
+        command = ("XPENDING", self._queue, GROUP, "IDLE", round(idle_s * 1000), "-", "+", 1000)
+        try:
+            pending = await self._sender.execute(*command, self._worker_id)
+        except ResponseError as error:
+            await self._handle_missing_queue(error)
+            return []
+        return [entry[0] for entry in pending if entry[0] not in held]
+
+    async def find(self, entry_id: bytes) -> Entry | None:
+        """An entry by its id, if it is in the queue. Raises: RedisError."""
+        found = await self._sender.execute("XRANGE", self._queue, entry_id, entry_id)
+        return found[0] if found else None
+
+    async def remove(self, entry_ids: Sequence[bytes]) -> None:
+        """Take entries out of the queue that are no request's. Raises: RedisError."""
+        await self._sender.execute("XACK", self._queue, GROUP, *entry_ids)
+        await self._sender.execute("XDEL", self._queue, *entry_ids)
+
+    async def create_group(self) -> None:
+        """Create the queue and its group, unless they exist. Raises: RedisError."""
+        await self._create(self._queue, QUEUE_TTL_S)
+
+    async def _create(self, stream: str, ttl_s: float) -> None:
+        command = ("XGROUP", "CREATE", stream, GROUP, "0", "MKSTREAM")
+        try:
+            await self._sender.execute(*with_ttl(stream, to_ms(ttl_s), *command))
+        except ResponseError as error:
+            if not str(error).startswith("BUSYGROUP"):
+                raise
+
+    async def reap(self, leaving: str = "") -> None:
+        """Forget consumers that hold nothing: old ones, and the one named. Raises: RedisError."""
+        await self._sender.run(
+            REAP, (self._queue,), named(group=GROUP, worker=leaving, idle_ms=to_ms(FORGET_AFTER_S))
+        )
+
+    async def _handle_missing_queue(self, error: ResponseError) -> None:
+        if not str(error).startswith(("NOGROUP", "UNBLOCKED")):
+            raise error
+        await self.create_group()
