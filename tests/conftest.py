@@ -22,6 +22,8 @@ from tests.factories_queue import Ends, open_ends
 if not Path("/dev/nvidiactl").exists():
     # kernels are tested in Triton's interpreter then, which whoever imports triton first must ask for
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# More processes run than there are cores: threads of torch that wait for each other must not spin.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 # What modules make when they are imported stays: nothing of it is looked through, now or in each test's collections.
