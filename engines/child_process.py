@@ -1,8 +1,8 @@
-"""Child processes with one socket to their parent, and an environment that holds no address and no key.
+"""Child processes with one socket to their parent and an environment without addresses and keys.
 
-Those for images that strangers have made have no rights besides: a child takes limits on itself before it reads
-anything, of memory, and, where the kernel filters system calls, no files, sockets, programs or other processes. It may
-die of what it reads. Used by the worker's decoders and by the ranks of an engine.
+A child that reads untrusted input drops its rights first (`restrict`, `confine`): memory and, where the kernel filters
+system calls, files, sockets, programs and other processes. It may crash on its input. Used by the worker's image
+decoders, the grammar compiler and tensor-parallel ranks.
 """
 
 import ctypes
@@ -10,6 +10,7 @@ import errno
 import platform
 import resource
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -17,7 +18,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+READY = b"!"  #: the first byte that a child sends
+
 _SOURCE = Path(__file__).parent.parent
+_LENGTH = struct.Struct(">Q")
 
 _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 4, 22, 38
 _SECCOMP_MODE_FILTER = 2
@@ -52,40 +56,68 @@ class _Program(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.POINTER(_Instruction)))
 
 
-def start_child(
-    module: str,
-    *arguments: int,
-    buffer_bytes: int = 0,
-    environment: Mapping[str, str] | None = None,
-    is_silent: bool = True,
-) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Run `python -m module NUMBER arguments...`, NUMBER being its end of the socket. Raises: OSError.
+class ChildProcess:
+    """A child and this end of its socket."""
 
-    `buffer_bytes`: what either end may send ahead of its reader; 0: the system's default. The `environment` is all that
-    it has beside the place of this source. Unless it `is_silent`, it says on stderr what it has to say.
-    """
-    ours, theirs = socket.socketpair()
-    with theirs:
-        if buffer_bytes:
-            for end in (ours, theirs):
-                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
-        number = theirs.fileno()
-        command = [sys.executable, "-m", module, str(number), *map(str, arguments)]
-        try:
-            process = subprocess.Popen(
-                command, pass_fds=(number,), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL if is_silent else None, cwd="/",
-                env={**(environment or {}), "PYTHONPATH": str(_SOURCE)},
-                start_new_session=True,
-            )  # fmt: skip
-        except OSError:
-            ours.close()
-            raise
-    return process, ours
+    def __init__(
+        self,
+        module: str,
+        *arguments: int,
+        buffer_bytes: int = 0,
+        environment: Mapping[str, str] | None = None,
+        is_silent: bool = True,
+    ) -> None:
+        """Run `python -m module NUMBER arguments...`, NUMBER being its end of the socket. Raises: OSError.
+
+        `buffer_bytes`: size of the socket's send buffers; 0: the system's default. The child's variables are the
+        `environment` and PYTHONPATH. Its stderr is discarded if it `is_silent`.
+        """
+        self._is_ready = False
+        self.socket, theirs = socket.socketpair()
+        with theirs:
+            if buffer_bytes:
+                for end in (self.socket, theirs):
+                    end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
+            number = theirs.fileno()
+            command = [sys.executable, "-m", module, str(number), *map(str, arguments)]
+            try:
+                self.process = subprocess.Popen(
+                    command, pass_fds=(number,), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL if is_silent else None, cwd="/",
+                    env={**(environment or {}), "PYTHONPATH": str(_SOURCE)},
+                    start_new_session=True,
+                )  # fmt: skip
+            except OSError:
+                self.socket.close()
+                raise
+
+    def wait_until_ready(self, timeout_s: float = 60.0) -> None:
+        """Return when the child has sent `READY`. Raises: EOFError, OSError (TimeoutError too)."""
+        if not self._is_ready:
+            receive(self.socket, len(READY), time.monotonic() + timeout_s)
+            self._is_ready = True
+
+    def close(self) -> None:
+        """Kill the child. Idempotent."""
+        self.process.kill()
+        self.process.wait()
+        self.socket.close()
+
+
+def send_message(sock: socket.socket, message: bytes) -> None:
+    """Raises: OSError."""
+    sock.sendall(_LENGTH.pack(len(message)))
+    sock.sendall(message)
+
+
+def receive_message(sock: socket.socket, until: float | None = None) -> bytearray:
+    """A message of `send_message`. Raises: as `receive`."""
+    (length,) = _LENGTH.unpack(receive(sock, _LENGTH.size, until))
+    return receive(sock, length, until)
 
 
 def receive(sock: socket.socket, num_bytes: int, until: float | None = None) -> bytearray:
-    """So many bytes, `until` a reading of `time.monotonic`. Raises: EOFError, TimeoutError, OSError."""
+    """The next bytes, `until` a reading of `time.monotonic`. Raises: EOFError, TimeoutError, OSError."""
     data = bytearray(num_bytes)
     view = memoryview(data)
     while view:

@@ -19,14 +19,12 @@ from typing import Any
 import msgspec
 
 from engines.base import BadGrammar, GrammarTooComplex
-from engines.child_process import receive, start_child
+from engines.child_process import ChildProcess, receive_message, send_message
 from engines.core.constraint import Constraint
 from engines.core.runner import Tokenizer
 from engines.text import grammar_child
 from engines.text.drafts import Drafter
 from engines.text.grammar_child import (
-    LENGTH,
-    READY,
     Verdict,
     Vocabulary,
     create_matcher,
@@ -43,7 +41,6 @@ MAX_BYTES = 256 * 1024 * 1024
 _MAX_KEPT = 256  #: compiled grammars, and refusals
 _MAX_KEPT_BYTES = 128 * 1024 * 1024
 _MIN_BYTES = 64 * 1024  #: that a compiled grammar counts as
-_START_TIMEOUT_S = 60.0
 ANSWER_TIMEOUT_S = 20.0  #: of a machine that is busy
 
 _COMPLEX_WORDS = ("too many", "too large", "too big", "too complex", "limit", "fuel", "exceed")
@@ -330,35 +327,20 @@ class _Refusal(Exception):
         return kind(f"Invalid value for {param}: {self}.", param)
 
 
-class _Judge:
-    """The child's socket."""
+class _Judge(ChildProcess):
+    """The child that tries grammars."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        self._process, self._socket = start_child(
-            grammar_child.__name__, MAX_BYTES, int(1000 * MAX_CPU_S)
-        )
-        self._is_ready = False
-        self._send(msgspec.msgpack.encode(vocabulary))
+        super().__init__(grammar_child.__name__, MAX_BYTES, int(1000 * MAX_CPU_S))
+        send_message(self.socket, msgspec.msgpack.encode(vocabulary))
 
     def ask(self, source: str) -> Verdict:
-        """Raises: EOFError, OSError (timeouts too) if the child is of no more use."""
-        if not self._is_ready:
-            receive(self._socket, len(READY), time.monotonic() + _START_TIMEOUT_S)
-            self._is_ready = True
-        until = time.monotonic() + ANSWER_TIMEOUT_S
-        self._socket.settimeout(ANSWER_TIMEOUT_S)
-        self._send(source.encode())
-        (length,) = LENGTH.unpack(receive(self._socket, LENGTH.size, until))
-        return msgspec.msgpack.decode(receive(self._socket, length, until), type=Verdict)
-
-    def _send(self, data: bytes) -> None:
-        self._socket.sendall(LENGTH.pack(len(data)))
-        self._socket.sendall(data)
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        self._socket.close()
+        """Raises: EOFError, OSError (TimeoutError too) if the child is lost."""
+        self.wait_until_ready()
+        self.socket.settimeout(ANSWER_TIMEOUT_S)
+        send_message(self.socket, source.encode())
+        data = receive_message(self.socket, time.monotonic() + ANSWER_TIMEOUT_S)
+        return msgspec.msgpack.decode(data, type=Verdict)
 
 
 def _to_body(grammar: Grammar, name: str = "answer") -> tuple[str, dict[str, str]]:

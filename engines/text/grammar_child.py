@@ -10,17 +10,14 @@ import os
 import resource
 import signal
 import socket
-import struct
 import sys
 from contextlib import suppress
 from typing import Any
 
 import msgspec
 
-from engines.child_process import confine, receive, restrict
+from engines.child_process import READY, confine, receive_message, restrict, send_message
 
-LENGTH = struct.Struct(">I")
-READY = b"!"  #: once the vocabulary is read
 _HEAD = '%llguidance {"no_forcing": true}'
 _MAX_ANSWER_BYTES = 64 * 1024
 _ADDRESS_BYTES = 1024 * 1024 * 1024  #: of an idle child, where the system does not tell
@@ -127,16 +124,15 @@ def main() -> None:
     """Serve on the socket whose number is the first argument; then come bytes and milliseconds."""
     number, max_bytes, max_cpu_ms = (int(argument) for argument in sys.argv[1:4])
     with socket.socket(fileno=number) as sock, suppress(EOFError, OSError):
-        vocabulary = msgspec.msgpack.decode(_read(sock), type=Vocabulary)
+        vocabulary = msgspec.msgpack.decode(receive_message(sock), type=Vocabulary)
         tokenizer = create_tokenizer(vocabulary)
         judge(tokenizer, to_source('start: %json {"type": "object"}'))  # loads what is left to load
         restrict(_present_bytes() + max_bytes)
         confine()
         sock.sendall(READY)
         while True:
-            verdict = judge_apart(tokenizer, _read(sock).decode(), max_cpu_ms / 1000)
-            data = msgspec.msgpack.encode(verdict)
-            sock.sendall(LENGTH.pack(len(data)) + data)
+            verdict = judge_apart(tokenizer, receive_message(sock).decode(), max_cpu_ms / 1000)
+            send_message(sock, msgspec.msgpack.encode(verdict))
 
 
 def _present_bytes() -> int:
@@ -144,11 +140,6 @@ def _present_bytes() -> int:
     with suppress(OSError), open("/proc/self/statm") as file:
         return int(file.read().split()[0]) * resource.getpagesize()
     return _ADDRESS_BYTES
-
-
-def _read(sock: socket.socket) -> bytes:
-    (length,) = LENGTH.unpack(receive(sock, LENGTH.size))
-    return bytes(receive(sock, length))
 
 
 if __name__ == "__main__":

@@ -17,10 +17,9 @@ from contextlib import suppress
 from PIL import Image, MpoImagePlugin, TiffImagePlugin  # noqa: F401 - Pillow loads them when first needed
 
 from engines.base import InvalidImage
-from engines.child_process import confine, receive, restrict
+from engines.child_process import READY, confine, receive, restrict
 from engines.image_decoder import FORMATS, decode_image
 
-READY = b"!"  #: the child's first word
 REQUEST = struct.Struct(">QII")  #: bytes of the file, width, height
 ANSWER = struct.Struct(">?QII")  #: whether it is pixels, bytes that follow, width, height
 

@@ -13,23 +13,22 @@ from queue import SimpleQueue
 from PIL import Image
 
 from engines.base import InvalidImage
-from engines.child_process import can_filter, receive, start_child
+from engines.child_process import ChildProcess, can_filter, receive
 from engines.image_decoder import CANNOT_DECODE
 from worker.prepare import decoder_child
-from worker.prepare.decoder_child import ANSWER, READY, REQUEST
+from worker.prepare.decoder_child import ANSWER, REQUEST
 
 MAX_IMAGES = 1000  #: of one child's life: what leaks, leaks no further
 TOO_LONG = "The image takes too long to decode: send a smaller or simpler one."
 _BASE_BYTES = 512 * 1024 * 1024  #: address space of an idle child, and room for its libraries
 _BYTES_PER_PIXEL = 32  #: a decoded image, its copies with transparency composited, and the answer
-_START_TIMEOUT_S = 60.0
 _WAITING_RATIO = 3.0  #: whole time of an image over its CPU time, on a busy machine
 _SOCKET_BYTES = 1024 * 1024
 
 logger = logging.getLogger(__name__)
 
 
-class Child:
+class Child(ChildProcess):
     """One decoding process."""
 
     def __init__(self, max_pixels: int, max_cpu_s: float) -> None:
@@ -37,34 +36,25 @@ class Child:
         self.is_lost = False  #: whether it is of no more use
         self._timeout_s = _WAITING_RATIO * max_cpu_s
         max_bytes = _BASE_BYTES + _BYTES_PER_PIXEL * max_pixels
-        self._process, self._socket = start_child(
+        super().__init__(
             decoder_child.__name__, max_bytes, math.ceil(max_cpu_s), buffer_bytes=_SOCKET_BYTES
         )
 
     def decode(self, data: bytes, size: tuple[int, int]) -> Image.Image:
         """An RGB image. Raises: InvalidImage; EOFError, OSError (timeouts too) if the child is of no more use."""
-        if self.num_images == 0:
-            receive(self._socket, len(READY), time.monotonic() + _START_TIMEOUT_S)
+        self.wait_until_ready()
         self.num_images += 1
         until = time.monotonic() + self._timeout_s
-        self._socket.settimeout(self._timeout_s)
-        self._socket.sendall(REQUEST.pack(len(data), *size))
-        self._socket.sendall(data)
-        is_image, num_bytes, width, height = ANSWER.unpack(
-            receive(self._socket, ANSWER.size, until)
-        )
+        self.socket.settimeout(self._timeout_s)
+        self.socket.sendall(REQUEST.pack(len(data), *size))
+        self.socket.sendall(data)
+        is_image, num_bytes, width, height = ANSWER.unpack(receive(self.socket, ANSWER.size, until))
         if num_bytes > 3 * max(size) ** 2 + 4096 or (is_image and num_bytes != 3 * width * height):
             raise EOFError  # no answer of ours
-        body = receive(self._socket, num_bytes, until)
+        body = receive(self.socket, num_bytes, until)
         if not is_image:
             raise InvalidImage(body.decode(errors="replace"))
         return Image.frombuffer("RGB", (width, height), body, "raw", "RGB", 0, 1)
-
-    def close(self) -> None:
-        """End the process, whatever it does. Idempotent."""
-        self._process.kill()
-        self._process.wait()
-        self._socket.close()
 
 
 class DecoderPool:

@@ -16,11 +16,11 @@ import msgspec
 import torch
 
 from engines.base import EngineStartError
-from engines.child_process import receive
+from engines.child_process import READY, receive_message, send_message
 from engines.torch_backend.loading.load import load_runner, prepare_kernels
 from engines.torch_backend.parallel.leader import follow
 from engines.torch_backend.parallel.process_mesh import ProcessMesh
-from engines.torch_backend.parallel.ranks import EXIT_BROKEN, LENGTH, READY, RankStart
+from engines.torch_backend.parallel.ranks import EXIT_BROKEN, RankStart
 from engines.torch_backend.runner import TorchRunner
 from engines.torch_backend.settings import TorchSettings
 
@@ -30,16 +30,15 @@ logger = logging.getLogger(__name__)
 def run(sock: socket.socket) -> int:
     """Serve rank 0; returns the exit code."""
     sock.sendall(READY)
-    start = msgspec.json.decode(_receive(sock), type=RankStart)
+    start = msgspec.json.decode(receive_message(sock), type=RankStart)
     threading.Thread(target=_end_with, args=(sock,), daemon=True).start()
     logging.basicConfig(format=f"rank {start.rank}: %(levelname)s %(message)s", level="WARNING")
     try:
         runner = _load(start)
     except EngineStartError as error:
-        text = str(error).encode()
-        sock.sendall(LENGTH.pack(len(text)) + text)
+        send_message(sock, str(error).encode())
         return os.EX_CONFIG
-    follow(lambda: _receive(sock), runner)
+    follow(lambda: receive_message(sock), runner)
     return 0
 
 
@@ -53,11 +52,6 @@ def _load(start: RankStart) -> TorchRunner:
     kernels = prepare_kernels(settings, device)
     dtype = getattr(torch, start.dtype)
     return load_runner(settings, Path(start.directory), device, dtype, kernels, mesh)
-
-
-def _receive(sock: socket.socket) -> bytearray:
-    (length,) = LENGTH.unpack(receive(sock, LENGTH.size))
-    return receive(sock, length)
 
 
 def _end_with(sock: socket.socket) -> None:

@@ -7,7 +7,6 @@ import logging
 import os
 import shutil
 import signal
-import struct
 import tempfile
 import threading
 import time
@@ -18,7 +17,7 @@ import msgspec
 import torch
 
 from engines.base import EngineStartError
-from engines.child_process import receive, start_child
+from engines.child_process import ChildProcess, receive_message, send_message
 from engines.torch_backend.parallel.process_mesh import ProcessMesh
 from engines.torch_backend.settings import TorchSettings
 
@@ -31,8 +30,6 @@ _START_TIMEOUT_S = 300.0  #: to import torch on a busy machine
 #: What a rank reads of this process's environment: where compilers, devices and caches are.
 _VARIABLES = ("PATH", "HOME", "TMPDIR", "LANG", "CC", "CXX", "LD_LIBRARY_PATH", "XDG_CACHE_HOME")
 _PREFIXES = ("CUDA_", "NVIDIA_", "NCCL_", "OMP_", "MKL_", "KMP_", "TRITON_")
-LENGTH = struct.Struct("<Q")
-READY = b"!"  #: a rank's first word
 
 logger = logging.getLogger(__name__)
 
@@ -53,46 +50,37 @@ class RankStart(msgspec.Struct, frozen=True):
     settings: dict[str, object]
 
 
-class Rank:
+class Rank(ChildProcess):
     """A process with a part of the model."""
 
     def __init__(self, number: int, start: RankStart) -> None:
         self.number = number
         self.error = ""  #: why it could not start, in its words
-        self.process, self._socket = start_child(
-            _CHILD, environment=_environment(), is_silent=False
-        )
+        super().__init__(_CHILD, environment=_environment(), is_silent=False)
         self.send(msgspec.json.encode(start))
 
     def send(self, message: bytes) -> None:
         """Raises: RankLost."""
         try:
-            self._socket.sendall(LENGTH.pack(len(message)))
-            self._socket.sendall(message)
+            send_message(self.socket, message)
         except OSError:
             raise RankLost(f"rank {self.number} is gone") from None
 
     def begin(self) -> None:
         """Wait until it listens. Raises: EngineStartError."""
         try:
-            receive(self._socket, len(READY), time.monotonic() + _START_TIMEOUT_S)
+            self.wait_until_ready(_START_TIMEOUT_S)
         except (EOFError, OSError):
             raise EngineStartError(
                 f"rank {self.number} does not start; its last lines say why"
             ) from None
-        self._socket.settimeout(None)
+        self.socket.settimeout(None)
 
     def wait(self) -> int:
         """Its exit code; blocks until it has ended."""
         with suppress(EOFError, OSError):
-            (length,) = LENGTH.unpack(receive(self._socket, LENGTH.size))
-            self.error = receive(self._socket, length).decode(errors="replace")
+            self.error = receive_message(self.socket).decode(errors="replace")
         return self.process.wait()
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        self._socket.close()
 
 
 class Ranks:
