@@ -1,8 +1,7 @@
-"""The interface between a worker and an engine: one model on one device, driven step by step.
+"""The interface between a worker and an engine: one model on one device.
 
-A worker asks what the engine can do (`capabilities`), prepares calls in its threads
-(`prepare_image`, `prepare`), and hands what came of them to one thread that drives the engine
-(`add`, `step`, `abort`). What the engine has to tell is in `EngineOutput` and `EngineStats`.
+A worker prepares calls in its threads (`prepare_image`, `prepare`). One thread drives the engine (`add`, `step`,
+`abort`). Results are `EngineOutput`s and `EngineStats`.
 """
 
 from abc import ABC, abstractmethod
@@ -31,10 +30,7 @@ from shared.protocol import (
 
 
 class RequestError(Exception):
-    """One call that cannot be served; the message is fit for the client's eyes.
-
-    `param` names what is to blame in the request, in the words of the wire.
-    """
+    """A call that cannot be served; the client sees the message. `param` names the field of the request."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -46,87 +42,86 @@ class PromptTooLong(RequestError):
 
 
 class InvalidImage(RequestError):
-    """An image's bytes cannot be decoded or are of no use to the model."""
+    """An image cannot be decoded or used."""
 
 
 class InvalidRequest(RequestError):
-    """A parameter that this model cannot honour, such as a biased token outside its vocabulary."""
+    """A parameter that this model does not support, such as a token id outside its vocabulary."""
 
 
 class BadGrammar(RequestError):
-    """A schema or grammar that no answer can be held to; the message says why."""
+    """A schema or grammar that cannot be enforced."""
 
 
 class GrammarTooComplex(RequestError):
-    """A schema or grammar that takes more time or memory than a request may."""
+    """A schema or grammar that exceeds the limits of time or memory."""
 
 
 class BadAdapter(RequestError):
-    """An adapter that cannot be loaded; the message says why and what would do."""
+    """An adapter that cannot be loaded."""
 
 
 class AdapterUnavailable(RequestError):
-    """The request's adapter is not loaded here, or not any more."""
+    """The request's adapter is not loaded."""
 
 
 class EngineStartError(Exception):
-    """An engine that cannot be made until the operator mends what the message names."""
+    """The engine cannot start until the operator fixes the problem in the message."""
 
 
 class EngineLoadFailed(Exception):
-    """An engine that could not be made this time; another try may succeed."""
+    """The engine failed to start; a retry may succeed."""
 
 
 class UnsupportedCheckpoint(EngineStartError):
-    """The checkpoint is not one that the engine can run; the message says why and what would do."""
+    """The engine cannot run the checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a worker has to know of an engine before it gives it work."""
+    """Properties of an engine that a worker needs."""
 
-    max_num_seqs: int  #: calls that it works on at a time
-    tasks: tuple[str, ...] = ("generate",)  #: tags of the tasks that it takes
-    #: Whether `prepare_image` decodes images of strangers: it is given a decoder in processes
-    #: without rights.
+    max_num_seqs: int  #: concurrent calls
+    tasks: tuple[str, ...] = ("generate",)  #: tags of supported tasks
+    #: Whether `prepare_image` decodes images, which are untrusted: it gets a sandboxed decoder.
     decodes_images: bool = False
-    #: Whether a short call is prepared in less time than another thread would cost.
+    #: Whether preparing a short call is cheaper than a switch to another thread.
     prepares_quickly: bool = False
-    #: Whether it holds an answer to a grammar.
+    #: Whether it supports grammars.
     takes_grammars: bool = False
 
 
 class EngineCall(msgspec.Struct, frozen=True):
-    """One attempt at a call, as `prepare` gets it."""
+    """One attempt at a call, the input of `prepare`."""
 
-    request_id: str  #: of this attempt; the engine's outputs carry it
+    request_id: str  #: of this attempt; set on the engine's outputs
     task: Task
     tenant: str = ""  #: tenants share no cache
     priority: Priority = Priority.INTERACTIVE
-    output_token_ids: tuple[int, ...] = ()  #: told by earlier attempts, to be continued
-    adapter: str = ""  #: digest of a loaded one; empty: the model itself
-    common_data: bytes = b""  #: of a task's session: JSON
+    output_token_ids: tuple[int, ...] = ()  #: of earlier attempts, to be continued
+    adapter: str = ""  #: digest of a loaded adapter; empty: none
+    common_data: bytes = b""  #: the data of a task's session, as JSON
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterLimits:
-    """What an adapter may be."""
+    """Limits of an adapter."""
 
     max_rank: int
     max_bytes: int  #: of its files
 
 
 class Adapter(Protocol):
-    """Changes to a model's weights that an engine holds beside them, for the requests that ask."""
+    """A LoRA adapter that is loaded in an engine."""
 
     @property
     def digest(self) -> str:
-        """Of its files: the same content has the same name everywhere."""
+        """Digest of its files."""
         ...
 
     @property
     def rank(self) -> int:
-        """The largest of its changes."""
+        """Its largest rank."""
         ...
 
     @property
@@ -134,19 +129,19 @@ class Adapter(Protocol):
 
 
 class PreparedImage(msgspec.Struct, frozen=True):
-    """What `prepare_image` made. The hash names it in every cache and is the tenant's own."""
+    """The result of `prepare_image`. The hash is the cache key; it is salted by tenant."""
 
     image_hash: str
     content: Any
 
 
-#: Bytes and the (width, height) that was admitted, to an RGB image. Raises: InvalidImage.
+#: Decodes bytes with the expected (width, height) to an RGB image. Raises: InvalidImage.
 Decode = Callable[[bytes, tuple[int, int] | None], Image.Image]
 
 
 @dataclass(frozen=True, slots=True)
 class Tokenization:
-    """What `Engine.tokenize` made: ids and how each is spelled, or a text."""
+    """The result of `Engine.tokenize`: token ids with their spellings, or a text."""
 
     token_ids: Sequence[int] = ()
     num_image_tokens: int = 0  #: of these
@@ -155,7 +150,7 @@ class Tokenization:
 
 
 class EngineInput(Protocol):
-    """A call ready for `Engine.add`. The rest of it is the engine's own."""
+    """A prepared call. Other fields are private to the engine."""
 
     @property
     def request_id(self) -> str: ...
@@ -165,12 +160,11 @@ class EngineInput(Protocol):
 
 
 class EngineOutput(msgspec.Struct):
-    """What one step made for one request. The first output of a request may have no token yet.
+    """The output of one step for one request. It may have no tokens.
 
-    `index` is the number of output tokens before these. An engine that has no token ids sets
-    `num_without_id`: usage, rates and the order of events count tokens, not texts. `finish_reason`
-    or `error` make it terminal; `usage` is complete then, and `timings` hold the engine's own
-    stages (queue, vision, prefill, decode).
+    `index` is the number of output tokens before these. An engine without token ids sets `num_without_id`. An output
+    with `finish_reason` or `error` is terminal: `usage` is complete, and `timings` has the engine's stages (queue, vision,
+    prefill, decode).
     """
 
     request_id: str
@@ -178,30 +172,29 @@ class EngineOutput(msgspec.Struct):
     token_ids: tuple[int, ...] = ()
     text: str = ""
     logprobs: tuple[OutputLogprob, ...] = ()
-    usage: Usage | None = None  #: set on the first output of a request and on the last
+    usage: Usage | None = None  #: set on the first and the last output of a request
     finish_reason: FinishReason | None = None
     error: str | None = None
     error_code: ErrorCode = ErrorCode.ENGINE_FAILURE
     timings: StageTimings | None = None
-    num_without_id: int = 0  #: further tokens, whose ids the engine does not know
-    stopped_by: str = ""  #: which stop string ended it
-    reasoning: str = ""  #: what the model thinks before its answer; it stands before `text`
-    calls: tuple[CallPiece, ...] = ()  #: of functions; behind `text`
+    num_without_id: int = 0  #: further tokens with unknown ids
+    stopped_by: str = ""  #: the stop string that ended it
+    reasoning: str = ""  #: reasoning, before `text`
+    calls: tuple[CallPiece, ...] = ()  #: function calls, behind `text`
     prompt_token_ids: tuple[int, ...] = ()  #: with the first usage, where the request asks for them
-    prompt_logprobs: tuple[PromptLogprob, ...] = ()  #: a range of the prompt; before any token
-    #: Little-endian float32 of a call that asks for numbers, with its last output: its vectors, one after another,
-    #: or its scores.
+    prompt_logprobs: tuple[PromptLogprob, ...] = ()  #: of a range of the prompt; before any token
+    #: With the last output of a pooling task: its vectors, concatenated, or its scores, as little-endian float32.
     values: bytes = b""
-    dimensions: int = 0  #: of a vector; 0: the values are scores
+    dimensions: int = 0  #: of a vector; 0 for scores
 
 
 class EngineStats(msgspec.Struct):
-    """An image of the engine now, and counts since its start."""
+    """The present state of an engine, and counts since its start."""
 
     num_running: int = 0
     num_waiting: int = 0
-    num_waiting_batch: int = 0  #: of these, the ones that let others pass
-    num_steps: int = 0  #: advances with every step: the worker's heartbeat follows it
+    num_waiting_batch: int = 0  #: of these, batch work
+    num_steps: int = 0  #: the worker's heartbeat
     kv_usage_ratio: float = 0.0
     num_free_blocks: int = 0
     num_prompt_tokens: int = 0
@@ -211,12 +204,12 @@ class EngineStats(msgspec.Struct):
     num_encoder_queries: int = 0
     num_encoder_hits: int = 0
     encoder_cache_bytes: int = 0
-    num_result_queries: int = 0  #: inputs looked up among the results of earlier ones
-    num_result_hits: int = 0  #: of these, those that needed no computing of their own
+    num_result_queries: int = 0  #: lookups in the result cache
+    num_result_hits: int = 0  #: hits of the result cache
     result_cache_bytes: int = 0
     num_preemptions: int = 0
-    num_guessed_tokens: int = 0  #: computed ahead, in answers held to a grammar
-    num_accepted_tokens: int = 0  #: of these, those that came
+    num_guessed_tokens: int = 0  #: drafted tokens
+    num_accepted_tokens: int = 0  #: accepted tokens
     num_adapters: int = 0
     memory_bytes: dict[str, int] = msgspec.field(
         default_factory=dict
@@ -234,53 +227,49 @@ class Engine(ABC, Generic[Input]):
 
     @abstractmethod
     def capabilities(self) -> Capabilities:
-        """What it can do; always the same."""
+        """Constant properties."""
 
     def can_continue(self, task: Task) -> bool:
         """Whether `prepare` accepts output tokens of an earlier attempt at this task. Thread-safe."""
         return False
 
     def prepare_image(self, data: bytes, image: ImageRef, decode: Decode) -> Any:
-        """An image as `prepare` wants it: the encoded bytes, unless an engine decodes them.
+        """Process an image for `prepare`; by default the encoded bytes.
 
-        The worker keeps it for other calls, at the cost of its `nbytes` or length. Thread-safe.
-        Raises: InvalidImage.
+        The worker caches the result by its `nbytes` or length. Thread-safe. Raises: InvalidImage.
         """
         return data
 
     @abstractmethod
     def prepare(self, call: EngineCall, images: Sequence[PreparedImage]) -> Input:
-        """What `add` takes; `images[i]` is the task's i-th. Thread-safe. Raises: RequestError."""
+        """Build the input of `add`; `images[i]` is the task's i-th image. Thread-safe. Raises: RequestError."""
 
     def tokenize(self, task: Tokenize, images: Sequence[PreparedImage]) -> Tokenization:
-        """What the task asks for, of an engine that offers it; it is answered by that alone.
-
-        Thread-safe. Raises: RequestError.
-        """
+        """Run a tokenize task, which is not added to the engine. Thread-safe. Raises: RequestError."""
         raise InvalidRequest("the model's engine has no tokenizer", "model")
 
     def load_adapter(self, directory: Path, limits: AdapterLimits) -> Adapter:
-        """Hold an adapter, by its digest, from now on. Thread-safe. Raises: BadAdapter."""
+        """Load an adapter. Thread-safe. Raises: BadAdapter."""
         raise BadAdapter("the model's engine takes no adapters")
 
     def unload_adapter(self, digest: str) -> None:
-        """Give an adapter to no further request; those that have it keep it. Thread-safe."""
+        """Unload an adapter; running requests keep it. Thread-safe."""
 
     @abstractmethod
     def add(self, request: Input) -> None:
-        """Accept a prepared call. Raises: RequestError, and then nothing is queued."""
+        """Queue a prepared call. Raises: RequestError, and nothing is queued."""
 
     @abstractmethod
     def abort(self, request_id: str) -> None:
-        """Forget a request and free what it holds; no output follows. Unknown ids are ignored."""
+        """Drop a request; no output follows. Unknown ids are ignored."""
 
     @abstractmethod
     def step(self) -> list[EngineOutput]:
-        """One forward pass of the batch. Returns what each of its requests has to say."""
+        """One forward pass of the batch. Returns the outputs of its requests."""
 
     @abstractmethod
     def has_work(self) -> bool:
-        """Whether `step` has anything to compute."""
+        """Whether `step` has work."""
 
     @abstractmethod
     def stats(self) -> EngineStats:
@@ -291,14 +280,13 @@ class Engine(ABC, Generic[Input]):
         """Free the device. Idempotent."""
 
 
-#: Called with a phase (`download`, `compile`, `load`, `quantize`, `warmup`) and its share done,
-#: 0..1.
+#: Called with a phase (`download`, `compile`, `load`, `quantize`, `warmup`) and its progress, 0..1.
 Progress = Callable[[str, float], None]
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedEngine:
-    """An engine that is ready, and what the world may know of its model."""
+    """An engine that is ready, and the card of its model."""
 
     engine: Engine[Any]
     card: ModelCard

@@ -26,7 +26,7 @@ _LENGTH = struct.Struct(">Q")
 _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 4, 22, 38
 _SECCOMP_MODE_FILTER = 2
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-#: Numbers of the system calls that a child is refused, on x86-64 and on 64-bit Arm.
+#: Denied system calls of a confined child, on x86-64 and 64-bit Arm.
 _DENIED = {
     "x86_64": {
         "open": 2, "creat": 85, "openat": 257, "openat2": 437, "open_by_handle_at": 304, "socket": 41, "connect": 42,
@@ -131,21 +131,21 @@ def receive(sock: socket.socket, num_bytes: int, until: float | None = None) -> 
 
 
 def restrict(max_bytes: int) -> None:
-    """Give up what no child needs: memory beyond `max_bytes`, writing files, core dumps."""
+    """Limit memory to `max_bytes`, and disable file writes and core dumps."""
     for limit, most in (
         (resource.RLIMIT_AS, max_bytes),
         (resource.RLIMIT_FSIZE, 0),
         (resource.RLIMIT_CORE, 0),
     ):
-        with suppress(ValueError, OSError):  # not every system has every limit
+        with suppress(ValueError, OSError):  # not all systems have all limits
             resource.setrlimit(limit, (most, most))
 
 
 def can_filter() -> bool:
-    """Whether the kernel filters system calls, and their numbers are known for this machine."""
+    """Whether system calls can be filtered on this machine."""
     if sys.platform != "linux" or platform.machine() not in _AUDIT_ARCH:
         return False
-    # A filter at address 0 is a bad address where there are filters, and a bad argument where there are none.
+    # A filter at address 0 gives EFAULT if filters are supported, else EINVAL.
     libc = ctypes.CDLL(None, use_errno=True)
     return (
         libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, None, 0, 0) == -1
@@ -154,9 +154,9 @@ def can_filter() -> bool:
 
 
 def confine() -> bool:
-    """Give up, for good, files that are not open yet, new sockets, programs, and a look at other processes.
+    """Deny opening files and sockets, running programs and inspecting processes, irrevocably.
 
-    For a process that has loaded all that it needs. Returns False where the kernel cannot.
+    Call it after all modules are loaded. Returns False if the kernel does not support it.
     Source: Linux, Documentation/userspace-api/seccomp_filter.rst.
     """
     if not can_filter():
@@ -169,7 +169,7 @@ def confine() -> bool:
         (equal, 1, 0, _AUDIT_ARCH[platform.machine()]),
         (give, 0, 0, deny),
         (load, 0, 0, 0),  # the number
-        (at_least, len(numbers) + 1, 0, 0x4000_0000),  # calls of another ABI
+        (at_least, len(numbers) + 1, 0, 0x4000_0000),  # calls of the x32 ABI
         *((equal, len(numbers) - i, 0, number) for i, number in enumerate(numbers)),
         (give, 0, 0, allow),
         (give, 0, 0, deny),
@@ -184,8 +184,8 @@ def confine() -> bool:
 
 
 def hide_process() -> bool:
-    """Let no other process of this user look at this one's environment and memory; root may. No core dumps any more.
+    """Hide environment and memory from other processes of this user, and disable core dumps.
 
-    Returns False where the kernel cannot.
+    Returns False if the kernel does not support it.
     """
     return sys.platform == "linux" and ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0) == 0

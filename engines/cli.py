@@ -1,6 +1,6 @@
-"""The commands of the engine's tools: `vlm make-checkpoint`, `vlm quantize`, `vlm convert-gguf`, `vlm models`, `vlm pull`, `vlm rm`.
+"""The commands `vlm make-checkpoint`, `vlm quantize`, `vlm convert-gguf`, `vlm models`, `vlm pull` and `vlm rm`.
 
-Torch is loaded when one of them runs, and not before.
+They import torch when they run.
 """
 
 from importlib.util import find_spec
@@ -86,7 +86,7 @@ def rm(
 
 
 def _find_engine() -> "FindEngine | None":
-    """What knows which engine runs a model; nobody does where torch is not installed."""
+    """The function that finds the engine of a model; None without torch."""
     if find_spec("torch") is None:
         return None
     from engines.packages.runnable import find_engine

@@ -1,28 +1,26 @@
-"""Memory that a process frees and uses again. Where the C library is not glibc, nothing happens."""
+"""Tuning of glibc's malloc; no effect with other C libraries."""
 
 import ctypes
 
-#: Bytes of one allocation that returns to the process's heap, not to the kernel, and bytes of the
-#: heap's free end.
+#: Largest allocation from the heap, and most bytes that are kept at its free end.
 LARGEST_KEPT = 2**28
 MOST_KEPT = 2**30
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # malloc.h
 
 
 def use_one_heap() -> None:
-    """Have threads that start from now on allocate from one heap, whatever they give back to it.
+    """Use one malloc arena for all threads that start from now on.
 
-    With heaps of their own, as glibc has them, what is larger than 64 MiB comes from the kernel
-    each time, and what is free in one heap is of no use to the others.
+    By default each thread has its own; allocations above 64 MiB then come from the kernel each time, and free memory of
+    one arena is not available to others.
     """
     _mallopt(_M_ARENA_MAX, 1)
 
 
 def keep_freed_memory() -> None:
-    """Keep up to 1 GiB of what is freed, for allocations to come: pages are zeroed only once.
+    """Keep up to 1 GiB of freed memory for later allocations, so that pages are zeroed once.
 
-    More than the process has held at once is not kept. For a process that does the same again and
-    again in large buffers, once what it holds for good is there. Before glibc 2.35 nothing happens.
+    For a process that reuses large buffers; call it after its permanent allocations. No effect before glibc 2.35.
     """
     if _mallopt(_M_MMAP_THRESHOLD, LARGEST_KEPT):
         _mallopt(_M_TRIM_THRESHOLD, MOST_KEPT)
@@ -31,7 +29,7 @@ def keep_freed_memory() -> None:
 def _mallopt(parameter: int, value: int) -> bool:
     try:
         library = ctypes.CDLL(None)
-        library.gnu_get_libc_version  # noqa: B018 - others number parameters otherwise
+        library.gnu_get_libc_version  # noqa: B018 - other C libraries number parameters differently
         return library.mallopt(parameter, value) == 1
     except (AttributeError, OSError):
         return False

@@ -1,8 +1,7 @@
 """Engines by name.
 
-An engine is two things: a class of settings (`engines.settings`), and a function that makes a loaded engine of
-them. The project's own are listed here, those of other packages are found by the entry point group
-`vlm_fleet.engines`, whose values are `EngineKind`s. Nothing of an engine is imported before it is asked for.
+An engine is a class of settings and a function that creates it. Engines of other packages are found by the entry point
+group `vlm_fleet.engines`, whose values are `EngineKind`s. Engines are imported lazily.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -17,43 +16,43 @@ from engines.settings import BadEngineSettings, EngineSettings, Spell, as_variab
 ENTRY_POINTS = "vlm_fleet.engines"
 AUTO = "auto"
 DEFAULT_KIND = "torch"
-APPLICATION_KIND = "application"  #: of packages of Python and of programs
+APPLICATION_KIND = "application"  #: of applications
 
 
 @dataclass(frozen=True, slots=True)
 class EngineKind:
-    """An engine's settings and what makes it, each itself or as `module:name`, imported when needed.
+    """An engine's parts, as objects or as `module:name`, which is imported when needed.
 
     `create(settings, progress)` blocks until the engine can serve. Raises: EngineStartError.
     """
 
     settings: type[EngineSettings] | str
     create: Callable[[Any, Progress | None], LoadedEngine] | str
-    install: str = ""  #: what to install where a package that `create` needs is missing
-    #: Refuses the name of a model that cannot be found, before anything is loaded. Raises: EngineStartError.
+    install: str = ""  #: what to install if a package of `create` is missing
+    #: Refuses an unknown model before anything is loaded. Raises: EngineStartError.
     check_model: Callable[[str], None] | str | None = None
-    #: Imports what `create` would; only where that takes seconds.
+    #: Imports the modules of `create`, where that takes seconds.
     preload: Callable[[], None] | str | None = None
-    #: Sets up the process of a worker before that has threads, such as its heap.
+    #: Sets up the worker process before it starts threads.
     prepare_process: Callable[[], None] | str | None = None
-    #: Models that it runs where nobody names an engine.
+    #: Models that select this engine.
     models: tuple[str, ...] = ()
-    #: Whether its models are checkpoints, which have a config.json and safetensors.
+    #: Whether its models are checkpoints with config.json and safetensors.
     needs_checkpoint: bool = False
-    #: Whether it runs the code of a package. Such an engine isolates that, limits its memory and is
-    #: handed its variables, as the node says: no package of a model may name it.
+    #: Whether it runs the code of a package, isolated and with limits that the node sets. A model package may not
+    #: select it.
     runs_code: bool = False
 
     def load_settings(self) -> type[EngineSettings]:
-        """The class of its settings."""
+        """The settings class."""
         return _load(self.settings)
 
     def load_create(self) -> Callable[[Any, Progress | None], LoadedEngine]:
-        """What makes it. Raises: ModuleNotFoundError."""
+        """The function that creates it. Raises: ModuleNotFoundError."""
         return _load(self.create)
 
     def load_all(self) -> None:
-        """Import what takes long of it, before there is a model. Raises: ModuleNotFoundError."""
+        """Import its slow modules before the model is known. Raises: ModuleNotFoundError."""
         self.load_create()
         if self.preload is not None:
             _load(self.preload)()
@@ -98,30 +97,30 @@ kinds: dict[str, EngineKind] = {
 
 
 def register(name: str, kind: EngineKind) -> None:
-    """Add an engine, or put another in place of one."""
+    """Add or replace an engine."""
     kinds[name] = kind
 
 
 def engine_kinds() -> dict[str, EngineKind]:
-    """All engines by name; those of other packages come last, and replace none."""
+    """All engines by name; those of other packages come last and replace none."""
     others = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
     return kinds | {name: point.load() for name, point in others.items() if name not in kinds}
 
 
 def settings_classes() -> list[type[EngineSettings]]:
-    """The settings of every engine, for whoever lists them."""
+    """The settings classes of all engines."""
     return [kind.load_settings() for kind in engine_kinds().values()]
 
 
 def read_settings(values: Mapping[str, object], spell: Spell = as_variable) -> EngineSettings:
-    """What raw values say, `kind` among them, checked by the engine that they name. Raises: BadEngineSettings."""
+    """Validate raw values by the engine of their `kind`. Raises: BadEngineSettings."""
     kind, found = _find(values)
     own = {name: value for name, value in values.items() if name != "kind"}
     return found.load_settings().read(kind, own, spell)
 
 
 def check_settings(values: Mapping[str, object]) -> EngineSettings:
-    """`read_settings`, and what else can be refused before anything is loaded. Raises: EngineStartError."""
+    """`read_settings`, and check the model's name. Raises: EngineStartError."""
     settings = read_settings(values)
     check = _find(values)[1].check_model
     if check is not None:
@@ -130,9 +129,9 @@ def check_settings(values: Mapping[str, object]) -> EngineSettings:
 
 
 def check_package(values: Mapping[str, object], paths: Collection[str]) -> None:
-    """Refuse a package of a model that the engine of its settings cannot have. Raises: EngineStartError.
+    """Check that the engine of the settings can run a model package. Raises: EngineStartError.
 
-    An engine that is not here is taken for one of checkpoints, as most are.
+    An unknown engine is assumed to need a checkpoint.
     """
     name = kind_of(values)
     kind = find_kind(name)
@@ -146,17 +145,14 @@ def check_package(values: Mapping[str, object], paths: Collection[str]) -> None:
 
 
 def prepare_process(values: Mapping[str, object]) -> None:
-    """Set up a process that has no threads yet, as the engine wants it. Raises: BadEngineSettings."""
+    """Set up a worker process that has no threads yet. Raises: BadEngineSettings."""
     prepare = _find(values)[1].prepare_process
     if prepare is not None:
         _load(prepare)()
 
 
 def create_engine(values: Mapping[str, object], progress: Progress | None = None) -> LoadedEngine:
-    """Make the engine that raw settings describe; blocks until it can serve.
-
-    Raises: EngineStartError, with a message that says what to do.
-    """
+    """Create the engine of raw settings; blocks until it can serve. Raises: EngineStartError."""
     settings = read_settings(values)
     kind, found = _find(values)
     try:
@@ -171,7 +167,7 @@ def create_engine(values: Mapping[str, object], progress: Progress | None = None
 
 
 def kind_of(values: Mapping[str, object]) -> str:
-    """The name of the engine that raw values ask for; by their model where they leave it open."""
+    """The engine's name in raw values; if it is not set, by their model."""
     kind, model = str(values.get("kind", AUTO)), str(values.get("model", ""))
     if kind != AUTO or not model:
         return DEFAULT_KIND if kind == AUTO else kind
@@ -183,7 +179,7 @@ def _runs(model: str, kinds: Mapping[str, EngineKind]) -> str | None:
 
 
 def find_kind(name: str) -> EngineKind | None:
-    """The engine of this name, without a look at other packages where it is the project's own."""
+    """The engine of this name; entry points are read only for unknown names."""
     return kinds.get(name) or engine_kinds().get(name)
 
 

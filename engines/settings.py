@@ -1,7 +1,6 @@
-"""The settings that every engine has, and how a wrong one is told.
+"""Settings of all engines, and their error messages.
 
-An engine's own settings are a class that inherits these, in the engine's folder. The worker hands over the raw
-values of its `VLM_ENGINE__...` variables; the engine that they name validates them.
+Each engine inherits them in its own folder. The worker passes the raw values of its `VLM_ENGINE__...` variables.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -13,22 +12,22 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from engines.base import EngineStartError
 
 PREFIX = "VLM_ENGINE__"
-Spell = Callable[[str], str]  #: how a person writes a setting of that name
-#: As `json_schema_extra` of a field that tests, measurements and nodes set, and no deployment: it is in no table.
+Spell = Callable[[str], str]  #: spelling of a setting's name in messages
+#: `json_schema_extra` of a field that is not documented: tests, benchmarks and nodes set it.
 UNLISTED: dict[str, Any] = {"is_listed": False}
 
 
 def as_variable(name: str) -> str:
-    """As in the environment."""
+    """The name of the environment variable."""
     return PREFIX + name.upper()
 
 
 class BadEngineSettings(EngineStartError):
-    """A value that the engine cannot take, or a name that it does not know."""
+    """An invalid value or an unknown setting."""
 
 
 class EngineSettings(BaseModel):
-    """Base of every engine's settings."""
+    """Settings of every engine."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -44,7 +43,7 @@ class EngineSettings(BaseModel):
 
     @classmethod
     def read(cls, kind: str, values: Mapping[str, object], spell: Spell = as_variable) -> Self:
-        """Settings of raw values, such as an environment holds. Raises: BadEngineSettings."""
+        """Validate raw values, as from an environment. Raises: BadEngineSettings."""
         try:
             return cls.model_validate(dict(values))
         except ValidationError as error:
@@ -54,7 +53,7 @@ class EngineSettings(BaseModel):
 
 
 def _sentence(kind: str, fault: Any, settings: type[BaseModel], spell: Spell) -> str:
-    """What is wrong with one setting, without its value: it may be a secret."""
+    """The error of one setting, without its value, which may be a secret."""
     name = "__".join(str(part) for part in fault["loc"])
     if fault["type"] != "extra_forbidden":
         return f"{spell(name)}: {fault['msg']}"

@@ -1,7 +1,7 @@
-"""Which KV block belongs to whom, and which blocks hold a prefix that others may share.
+"""Allocation of KV blocks and the prefix cache.
 
-Called by the scheduler. A hash covers all that a block's keys and values depend on: the blocks
-before it, its token ids, every image that touches it and where, and the tenant's salt at the root.
+Called by the scheduler. A block's hash covers all that its keys and values depend on: the blocks before it, its token
+ids, every image in it with its position, and the tenant's salt.
 """
 
 from array import array
@@ -16,26 +16,26 @@ from engines.core.sequence import Sequence, SequenceStatus
 
 @dataclass(slots=True)
 class Block:
-    """`block_size` KV slots. A published one has a hash, is full and computed, never changes."""
+    """`block_size` KV slots. A published block has a hash, is fully computed and immutable."""
 
     ref_count: int = 0
     block_hash: bytes | None = None
     parent_hash: bytes | None = None  #: of a published block
     token_ids: list[int] | None = None  #: of a published block, compared on a hit
-    is_withdrawn: bool = False  #: published once; those who hold it may share it still
+    is_withdrawn: bool = False  #: was published; sequences that share it keep it
 
 
 def hash_root(cache_salt: str) -> bytes:
-    """The parent of a first block: tenants with different salts share nothing."""
+    """Parent hash of a first block: tenants with different salts share nothing."""
     return blake2b(cache_salt.encode("utf-8", "surrogatepass"), digest_size=32).digest()
 
 
 def hash_block(
     parent: bytes, token_ids: list[int], start: int, images: Iterable[ImageInput]
 ) -> bytes:
-    """The hash of a block whose first token has position `start`, behind a block hashed `parent`.
+    """Hash of a block whose first token has position `start`.
 
-    An image counts by its hash and its place relative to the block, for its slots have one id.
+    The slots of an image all have one token id, so its hash and its offset in the block are added.
     """
     digest = blake2b(parent, digest_size=32)
     digest.update(array("q", token_ids))
@@ -48,9 +48,9 @@ def hash_block(
 
 
 class BlockManager:
-    """Lends blocks to sequences, counts who holds them, and finds prefixes computed before.
+    """Allocates blocks to sequences with reference counts, and finds cached prefixes.
 
-    A free block keeps its content until it is lent again, the least recently used first.
+    A free block keeps its content until it is allocated again, least recently used first.
     """
 
     def __init__(
@@ -62,31 +62,33 @@ class BlockManager:
         self.num_hit_tokens = 0
         self._enable_prefix_cache = enable_prefix_cache
         self._blocks = [Block() for _ in range(num_blocks)]
-        self._empty = list(range(num_blocks - 1, -1, -1))  # a stack: free, and of no use to anybody
+        self._empty = list(range(num_blocks - 1, -1, -1))  # free and not published; a stack
         self._evictable: OrderedDict[int, None] = OrderedDict()  # free but published, oldest first
         self._published: dict[bytes, int] = {}
-        self._promised: set[bytes] = set()  # hashes of blocks that the present step fills
+        self._promised: set[bytes] = set()  # hashes of blocks that this step computes
         self._is_parking = False
-        self._parked: list[list[int]] = []  # block tables freed while a step may write to them
+        self._parked: list[
+            list[int]
+        ] = []  # block tables freed while a step in flight may write to them
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that no sequence holds, published ones included."""
+        """Blocks without a reference, published ones included."""
         return len(self._empty) + len(self._evictable)
 
     @property
     def lent(self) -> set[int]:
-        """Blocks that some sequence holds."""
+        """Blocks with a reference."""
         return {block_id for block_id, block in enumerate(self._blocks) if block.ref_count}
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold that many tokens."""
+        """Blocks needed for so many tokens."""
         return -(-num_tokens // self.block_size)
 
     def find_prefix(self, sequence: Sequence) -> list[int]:
-        """The published blocks with the longest prefix of the sequence, without its last token.
+        """Published blocks of the sequence's longest cached prefix.
 
-        The last token is computed even when all is known: the next one is sampled from it.
+        The last token is always computed, because the next one is sampled from it.
         """
         if not self._enable_prefix_cache:
             return []
@@ -103,29 +105,29 @@ class BlockManager:
         return found
 
     def begin_step(self) -> None:
-        """Forget what the step before was to fill."""
+        """Clear the promises of the step before."""
         self._promised.clear()
 
     def promise(self, sequence: Sequence, num_new_tokens: int) -> None:
-        """Note which full blocks the present step computes for the sequence."""
+        """Note the full blocks that this step computes for the sequence."""
         if self._enable_prefix_cache:
             start = sequence.num_computed_tokens
             first, last = start // self.block_size, (start + num_new_tokens) // self.block_size
             self._promised.update(self._block_hash(sequence, i) for i in range(first, last))
 
     def is_promised(self, sequence: Sequence, index: int) -> bool:
-        """Whether the present step computes that block of the sequence for somebody else."""
+        """Whether this step computes that block of the sequence for another one."""
         is_sharable = index < sequence.num_reusable_tokens // self.block_size
         return is_sharable and self._block_hash(sequence, index) in self._promised
 
     def can_admit(self, sequence: Sequence, prefix: list[int], num_spare_blocks: int) -> bool:
-        """Whether all tokens of the sequence fit beside its prefix, with some blocks to spare."""
+        """Whether there are blocks for all tokens of the sequence and `num_spare_blocks` more."""
         num_taken = sum(self._blocks[block_id].ref_count == 0 for block_id in prefix)
         num_missing = self.num_blocks_for(sequence.num_tokens) - len(prefix)
         return num_missing + num_taken + num_spare_blocks <= self.num_free_blocks
 
     def admit(self, sequence: Sequence, prefix: list[int]) -> None:
-        """Begin the sequence's block table with its prefix; those tokens count as computed."""
+        """Start the sequence's block table with its cached prefix."""
         for block_id in prefix:
             block = self._blocks[block_id]
             if block.ref_count == 0:
@@ -142,7 +144,7 @@ class BlockManager:
             self.num_hit_tokens += sequence.num_computed_tokens
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Lend blocks until the table holds `num_tokens`; False, and none lent, if too few."""
+        """Allocate blocks for `num_tokens` tokens; False, and none allocated, if too few are free."""
         num_missing = self.num_blocks_for(num_tokens) - len(sequence.block_ids)
         if num_missing <= 0:
             return True
@@ -152,7 +154,7 @@ class BlockManager:
         return True
 
     def publish(self, sequence: Sequence) -> None:
-        """Let others find the blocks that the sequence has filled since the last call."""
+        """Add the blocks that the sequence has filled since the last call to the prefix cache."""
         if not self._enable_prefix_cache:
             return
         size = self.block_size
@@ -168,10 +170,9 @@ class BlockManager:
             sequence.num_published_blocks = index + 1
 
     def withdraw(self, sequence: Sequence) -> None:
-        """Let nobody find a failed sequence's blocks, nor those that were computed from them.
+        """Remove a failed sequence's blocks, and all computed from them, from the prefix cache.
 
-        Any of them may hold what made it fail: a chunk of a prompt is published before its scores
-        are looked at.
+        They may contain the cause of the failure: a prompt chunk is published before its logits are checked.
         """
         children: dict[bytes, list[bytes]] = {}
         for block_hash, block_id in self._published.items():
@@ -187,7 +188,7 @@ class BlockManager:
                 self._unpublish(block_id)
 
     def free(self, sequence: Sequence) -> None:
-        """Take the sequence's blocks back."""
+        """Release the sequence's blocks."""
         if self._is_parking:
             self._parked.append(sequence.block_ids)
         else:
@@ -195,17 +196,17 @@ class BlockManager:
         sequence.block_ids = []
 
     def park_freed(self) -> None:
-        """Lend nobody what is freed until `unpark`: a step in flight may write to it."""
+        """Do not reuse freed blocks until `unpark`: a step in flight may write to them."""
         self._is_parking = True
 
     def unpark(self) -> None:
-        """Take back what was parked, and from now on at once."""
+        """Release the parked blocks, and later ones at once."""
         self._is_parking = False
         while self._parked:
             self._give_back(self._parked.pop())
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Compare all books with the block tables of all sequences. Raises: AssertionError."""
+        """Compare the state with the block tables of all sequences. Raises: AssertionError."""
         holders = Counter(block_id for table in self._parked for block_id in table)
         for sequence in sequences:
             holders.update(sequence.block_ids)
@@ -224,7 +225,7 @@ class BlockManager:
         assert published == self._published, "published blocks and their hashes disagree"
 
     def _check_table(self, sequence: Sequence) -> None:
-        """Published blocks are as this sequence computed them; it writes to blocks of its own."""
+        """Published blocks match the sequence; it writes to unshared blocks only."""
         assert len(set(sequence.block_ids)) == len(sequence.block_ids), "one block twice"
         assert sequence.status is SequenceStatus.RUNNING or not sequence.block_ids
         assert sequence.num_computed_tokens <= len(sequence.block_ids) * self.block_size
@@ -243,7 +244,7 @@ class BlockManager:
             assert block.token_ids == tokens, "another text's block"
 
     def _give_back(self, block_ids: list[int]) -> None:
-        """End a table's hold on its blocks, so that a prefix is evicted from its end."""
+        """Release blocks last first, so that a prefix is evicted from its end."""
         for block_id in reversed(block_ids):
             block = self._blocks[block_id]
             block.ref_count -= 1
@@ -272,7 +273,7 @@ class BlockManager:
             self._empty.append(block_id)
 
     def _block_hash(self, sequence: Sequence, index: int) -> bytes:
-        """The hash of a full block; each is computed once in the life of a sequence."""
+        """Hash of a full block, computed once per sequence."""
         hashes = sequence.block_hashes
         while len(hashes) <= index:
             parent = hashes[-1] if hashes else hash_root(sequence.cache_salt)

@@ -1,7 +1,7 @@
-"""How much a step may compute: tokens, images, and prompts beside running streams.
+"""Token and image budgets of a step, and the prefill budget beside running streams.
 
-`StepLimits` are an engine's own: memory that runs out lowers them, and the time that steps take
-moves the share of prompts. `StepBudget` is what one step has left while the scheduler plans it.
+`StepLimits` belong to an engine: out-of-memory errors lower them, and step times adjust the prefill budget.
+`StepBudget` is what is left of them while the scheduler plans one step.
 """
 
 import logging
@@ -18,34 +18,31 @@ from shared.protocol import Priority, SamplingParams
 
 logger = logging.getLogger(__name__)
 
-#: Steps without an accident after which twice as much is tried: another one then costs little.
+#: Steps without an out-of-memory error after which the limits are doubled.
 RECOVERY_STEPS = 1000
-#: A step with prompt tokens takes so many times what it takes without; twice at most is promised,
-#: and steps vary.
+#: Target duration of a step with prompt tokens, as a multiple of one without. The promise is 2; step times vary.
 MAX_SLOWDOWN = 1.6
-#: Rows of scores that one step computes for logprobs of prompts: each is as long as the vocabulary.
+#: Rows of logits that one step computes for prompt logprobs; each has the size of the vocabulary.
 MAX_SCORED_TOKENS = 512
-_ASYNC_PREFILL_TOKENS = 512  #: of a step beside decodes, on a GPU
-_SMALLEST_CHUNK = 3  # beside one stream four tokens, which CPU kernels compute together
+_ASYNC_PREFILL_TOKENS = 512  #: per step beside decodes, on a GPU
+_SMALLEST_CHUNK = 3  # with one stream four tokens, which CPU kernels compute together
 _NUM_STREAMS = 8
 _TRIES = 2
-#: A step that was too long shrinks the next ones by a tenth, one that was not lets them grow: one
-#: in a hundred is too long.
+#: Factors after a step that was too long, and after one that was not: one step in a hundred is too long.
 _SHRINKING, _GROWING = 0.9, 1.001
-_SHARES = 0.2, 4.0  # of what was measured at the start, at least and at most
-_LONGEST_RUN = 64  # steps with prompts, before one without shows what these are compared to
-#: Weight of the newest step in what steps without prompts take, and of one that was not seen for
-#: long; it may be noise.
+_SHARES = 0.2, 4.0  # bounds, as multiples of the initial measurement
+_LONGEST_RUN = 64  # steps with prompts before one without is measured again
+#: Weight of the newest step in the average time of steps without prompts, usually and after a long gap.
 _NEWEST, _FIRST_AGAIN = 0.1, 0.3
 
 
 class StepBudget(msgspec.Struct):
-    """What a step may still compute while it is planned."""
+    """The remaining budget of a step while it is planned."""
 
     num_tokens: int
-    num_prefill_tokens: int  #: of these, for prompts
+    num_prefill_tokens: int  #: of these, for prefill
     max_images: int
-    #: Seconds that images may take beside streams; None: as many as they need.
+    #: Time limit of image encoding beside streams; None: no limit.
     max_vision_s: float | None = None
     encoded: set[str] = msgspec.field(
         default_factory=set
@@ -53,22 +50,22 @@ class StepBudget(msgspec.Struct):
     num_scored_tokens: int = MAX_SCORED_TOKENS
 
     def fit(self, num_pending: int) -> int:
-        """How many of a sequence's pending tokens fit; one alone is no prompt."""
+        """Number of a sequence's pending tokens that fit; a single one is not prefill."""
         if num_pending > self.num_prefill_tokens and num_pending > 1:
             num_pending = self.num_prefill_tokens
         return num_pending if num_pending < self.num_tokens else self.num_tokens
 
     def take(self, num_new: int, num_pending: int, *, is_over_budget: bool = False) -> None:
-        """Spend a share, which may be more than there is.
+        """Spend tokens, possibly more than are left.
 
-        One that is over the budget for images takes none of what others' prompts may have.
+        A request that waits for its image (`is_over_budget`) does not use prefill budget.
         """
         self.num_tokens = left if (left := self.num_tokens - num_new) > 0 else 0
         if num_pending > 1 and not is_over_budget:
             self.num_prefill_tokens = max(0, self.num_prefill_tokens - num_new)
 
     def take_scored(self, sequence: Sequence, start: int, num_new: int) -> int:
-        """Limit a share whose prompt tokens get logprobs."""
+        """Limit `num_new` to the rows that are left for prompt logprobs."""
         if start >= sequence.num_prompt_tokens - 1 or start + num_new < sequence.num_scored_tokens:
             return num_new
         if sequence.num_scored_tokens >= sequence.num_prompt_tokens:
@@ -78,7 +75,7 @@ class StepBudget(msgspec.Struct):
         return num_new
 
     def take_image(self, image_hash: str) -> bool:
-        """Whether the step encodes an image: one that it encodes already, or one more."""
+        """Reserve the encoding of an image; False if the step has no room for another."""
         if image_hash not in self.encoded:
             if len(self.encoded) == self.max_images:
                 return False
@@ -87,19 +84,19 @@ class StepBudget(msgspec.Struct):
 
 
 class StepLimits:
-    """How much any step of an engine may compute."""
+    """Limits of every step of an engine."""
 
     def __init__(
         self, max_tokens: int, max_images: int, prefill: "PrefillLimit | None" = None
     ) -> None:
-        """Without a limit of prompts, streams wait as long as a step takes."""
+        """Without a `prefill` limit, prompts delay streams by whole steps."""
         self._max_tokens = self._num_tokens = max_tokens
         self._max_images = self._num_images = max_images
         self._prefill = prefill
         self._num_good_steps = 0
 
     def budget(self, running: Mapping[str, Sequence]) -> StepBudget:
-        """That of the next step beside these sequences."""
+        """The budget of the next step beside these sequences."""
         num_tokens, prefill = self._num_tokens, self._prefill
         if prefill is None:
             return StepBudget(num_tokens, num_tokens, self._num_images)
@@ -108,7 +105,7 @@ class StepLimits:
         return StepBudget(num_tokens, num_prefill_tokens, self._num_images, prefill.spare_s)
 
     def halve(self, batch: Batch) -> None:
-        """Let steps be half of this one. Raises: DeviceOutOfMemory if it was the smallest."""
+        """Limit steps to half of this one. Raises: DeviceOutOfMemory if it had one token."""
         if batch.num_tokens == 1:
             raise DeviceOutOfMemory("the device has no memory for even one token")
         images = {image.image_hash for item in batch.items for image in item.images}
@@ -123,7 +120,7 @@ class StepLimits:
         )
 
     def note(self, batch: Batch, result: StepResult, launch_s: float) -> None:
-        """A step found the memory that it needed; launching it took so long."""
+        """A step succeeded; launching it took `launch_s`."""
         self._num_good_steps += 1
         if self._num_good_steps >= RECOVERY_STEPS:
             self._set(2 * self._num_tokens, 2 * self._num_images)
@@ -145,32 +142,29 @@ class StepLimits:
 
 @dataclass(slots=True)
 class PrefillLimit:
-    """How many prompt tokens a step may compute beside streams, so that these do not stutter.
+    """Prompt tokens that a step may compute beside streams.
 
-    Measured once by the loader, then corrected by the times of steps: later contexts are longer,
-    and the machine has other work at other times.
+    Measured once by the loader, then adjusted by step times, because contexts grow and the load of the machine varies.
     """
 
     #: Beside one stream.
     num_tokens: int
-    #: By what share more beside each further one.
+    #: Relative increase per further stream.
     growth: float = 0.0
-    #: What a step beside streams may take longer, which follows the times of steps. None: nothing
-    #: is followed, because launching a step does not compute it.
+    #: Extra time of a step beside streams; follows step times. None: not adjusted, because launching a step does
+    #: not compute it.
     spare_s: float | None = None
-    #: Whether `num_tokens` stays, whatever steps take.
+    #: Whether `num_tokens` is not adjusted.
     is_fixed: bool = False
     _share: float = field(default=1.0, compare=False)
     _alone_s: dict[int, float] = field(default_factory=dict, compare=False)  # by number of streams
-    _num_mixed: Counter[int] = field(default_factory=Counter, compare=False)  # steps since, as many
+    _num_mixed: Counter[int] = field(
+        default_factory=Counter, compare=False
+    )  # steps since the last one without prompts
     _stale: set[int] = field(default_factory=set, compare=False)
 
     def beside(self, num_streams: int) -> int:
-        """Prompt tokens of the next step beside so many streams; now and then none.
-
-        What streams alone take changes with contexts and with what else the machine does: it has to
-        be seen.
-        """
+        """Prompt tokens of the next step; periodically 0, to measure streams alone."""
         if self.is_fixed:
             return self.num_tokens
         if self._num_mixed[num_streams] >= _LONGEST_RUN:
@@ -184,7 +178,7 @@ class PrefillLimit:
         return max(min(_SMALLEST_CHUNK, self.num_tokens), num_tokens)
 
     def note(self, num_streams: int, num_prompt_tokens: int, seconds: float) -> None:
-        """What a step without images took."""
+        """Adjust to the time of a step without images."""
         if num_prompt_tokens == 0:
             self._note_alone(num_streams, seconds)
             return
@@ -210,7 +204,7 @@ class PrefillLimit:
 
 
 def measure_prefill_limit(runner: ModelRunner, max_tokens: int) -> PrefillLimit:
-    """Time steps of an idle runner: longer and longer chunks, until a step takes longer than it may.
+    """Time steps of an idle runner with growing chunks until one exceeds the target.
 
     An asynchronous runner is not timed: its decode steps are CUDA graphs and its mixed steps are
     eager, so their ratio says nothing about the number of tokens.
@@ -227,7 +221,7 @@ def measure_prefill_limit(runner: ModelRunner, max_tokens: int) -> PrefillLimit:
             return PrefillLimit(max_tokens, spare_s=spare_s)
         chunk = min(2 * chunk + 1, max_tokens, trial.longest_chunk)
     share = (MAX_SLOWDOWN * alone - fast_s) / (seconds - fast_s)
-    # A floor, for one noisy start must not slow all prompts of a worker's life to a token a step.
+    # a lower bound, so that a noisy start does not slow down all prompts
     num_tokens = max(_SMALLEST_CHUNK, int(fast_chunk + share * (chunk - fast_chunk)))
     num_streams = min(_NUM_STREAMS, trial.most_streams)
     if num_streams == 1:
@@ -237,7 +231,7 @@ def measure_prefill_limit(runner: ModelRunner, max_tokens: int) -> PrefillLimit:
 
 
 class Trial:
-    """Steps made up for timing. Streams have the first blocks, one each; the chunk has the rest."""
+    """Synthetic steps for timing. Each stream has one of the first blocks; the chunk has the rest."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
@@ -246,7 +240,7 @@ class Trial:
         self.longest_chunk = min(free, runner.max_model_len) - 1
 
     def seconds(self, num_streams: int, num_chunk_tokens: int = 0, tries: int = _TRIES) -> float:
-        """The best of a few tries, after one that is not counted."""
+        """Best of a few tries after a warm-up."""
         items = [self._share(place, [place], 1) for place in range(num_streams)]
         if num_chunk_tokens:
             blocks = list(range(self.most_streams, self._runner.num_blocks))
@@ -268,10 +262,10 @@ class Trial:
 
 
 def _is_stream(sequence: Sequence) -> bool:
-    """Whether somebody waits for its next token; nobody does for batch work."""
+    """Whether it decodes for an interactive client."""
     return sequence.num_pending_tokens == 1 and sequence.priority is Priority.INTERACTIVE
 
 
 def _is_smooth(item: ScheduledSequence) -> bool:
-    """The same of a share whose step is planned."""
+    """`_is_stream` of a scheduled sequence."""
     return item.samples and item.sequence.priority is Priority.INTERACTIVE

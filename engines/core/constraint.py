@@ -1,7 +1,6 @@
-"""Which tokens may come next, where an answer is held to a grammar: a function of the tokens so far.
+"""Token masks of an answer that is constrained by a grammar, as a function of its tokens.
 
-Nothing of it is kept elsewhere: whoever continues an answer, after a preemption or on another
-worker, replays its tokens. Asked by samplers.
+There is no other state: after a preemption or on another worker the tokens are replayed. Called by samplers.
 """
 
 import time
@@ -11,26 +10,26 @@ from typing import Protocol
 
 from shared.protocol import ErrorCode
 
-#: Processor time of masks: at the start of an answer, and for each token more.
+#: CPU time limit of masks: initially, and added per token.
 BURST_S = 0.1
 _TOKEN_S = 0.005
-#: Of a draft: an answer for which one takes longer gets no more of them.
+#: CPU time limit of one draft; an answer that exceeds it gets no more drafts.
 DRAFT_S = 0.005
-_SHOWN = 64  #: tokens of the answer that drafts and `Narrow` see
-IDLE = 4  #: words that nothing followed of: then it is a text, which goes on until a sign
-#: As many of them count as seen behind a sign: the words next to it tell names and choices from a text.
+_SHOWN = 64  #: last tokens of the answer that drafts and `Narrow` see
+IDLE = 4  #: tokens without a forced continuation after which drafting pauses until punctuation
+#: Initial count behind punctuation: the next tokens tell names and choices from free text.
 _BEHIND_SIGN = 2
 
 TOO_COMPLEX = (
     "The grammar takes too long to follow at this place of the answer: send a simpler one."
 )
 BROKEN = "The answer cannot be continued as its grammar asks for."
-#: Of llguidance's error for a token that the grammar does not allow; all others are of its limits.
+#: Part of llguidance's error for a token that the grammar forbids; other errors are exceeded limits.
 _MISMATCH = "doesn't satisfy the grammar"
 
 
 class ConstraintFailure(Exception):
-    """No mask can be made. The request ends; the message is fit for the client's eyes."""
+    """No mask can be computed. The request fails with this message."""
 
     def __init__(self, message: str, code: ErrorCode = ErrorCode.ENGINE_FAILURE) -> None:
         super().__init__(message)
@@ -38,57 +37,57 @@ class ConstraintFailure(Exception):
 
 
 class Matcher(Protocol):
-    """A grammar and a place in it, as llguidance has it. Nothing of it raises."""
+    """State of llguidance's parser. No method raises."""
 
     def deep_copy(self) -> "Matcher":
-        """Another one at the same place."""
+        """An independent copy of the state."""
         ...
 
     def consume_tokens(self, sampled_tokens: list[int]) -> bool:
-        """Go on; False and an error for tokens that do not follow."""
+        """Advance; False, and an error is set, if a token is not allowed."""
         ...
 
     def validate_tokens(self, tokens: list[int]) -> int:
-        """How many of these may follow."""
+        """Number of leading tokens that are allowed."""
         ...
 
     def compute_ff_bytes(self) -> bytes: ...
 
     def rollback(self, num_tokens: int) -> bool:
-        """Go back by so many tokens."""
+        """Undo tokens."""
         ...
 
     def compute_bitmask(self) -> bytes:
-        """A bit for each token, lowest first; whole words of 32."""
+        """One bit per token, lowest first, in 32-bit words."""
         ...
 
     def is_error(self) -> bool:
-        """Whether a limit was reached, or a token did not follow."""
+        """Whether a limit was exceeded or a token was not allowed."""
         ...
 
     def get_error(self) -> str:
-        """Which of both it was; empty if neither."""
+        """The error, or an empty string."""
         ...
 
 
 class Drafts(Protocol):
-    """Guesses what follows where a matcher is."""
+    """Drafts the continuation of an answer from its grammar."""
 
     def draft(self, matcher: Matcher, output: list[int]) -> list[int]:
-        """Tokens that may come behind these; the matcher stays where it is."""
+        """Probable next tokens; the matcher is not changed."""
         ...
 
     def is_turn(self, token_id: int) -> bool:
-        """Whether something may follow of a token though nothing did of those before it."""
+        """Whether drafting resumes behind this token."""
         ...
 
 
-#: Forbids tokens of a mask, given the last tokens of the answer.
+#: Removes tokens from a mask, given the last tokens of the answer.
 Narrow = Callable[[bytes, Items[int]], bytes]
 
 
 class Constraint:
-    """A grammar that one answer is held to."""
+    """The grammar state of one answer."""
 
     def __init__(
         self, matcher: Matcher, drafts: Drafts | None = None, narrow: Narrow | None = None
@@ -97,22 +96,22 @@ class Constraint:
         self.drafts = drafts
         self._narrow = narrow
         self._num_consumed = 0
-        self._mask: bytes | None = None  # of the place where the matcher is
+        self._mask: bytes | None = None  # at the matcher's position
         self._cpu_s = 0.0
-        self._num_idle = 0  # tokens since something followed of one
+        self._num_idle = 0  # tokens since the last one with a forced continuation
 
     def begin(self) -> "Constraint":
-        """The same for another answer, from its start."""
+        """A constraint for another answer, at its start."""
         assert self._num_consumed == 0
         return Constraint(self._matcher.deep_copy(), self.drafts, self._narrow)
 
     def is_silent(self, token_ids: Items[int]) -> bool:
-        """Whether it guesses nothing behind these: it does not, or they are amid a text."""
+        """Whether it has no draft behind these tokens: it has no drafter, or they are free text."""
         drafts = self.drafts
         return drafts is None or (self._num_idle >= IDLE and not drafts.is_turn(token_ids[-1]))
 
     def mask(self, token_ids: Items[int], num_prompt_tokens: int) -> bytes:
-        """A bit for each token that may follow these, the lowest first. Raises: ConstraintFailure."""
+        """One bit per token that is allowed next, lowest first. Raises: ConstraintFailure."""
         num_output_tokens = len(token_ids) - num_prompt_tokens
         if self._mask is None or num_output_tokens != self._num_consumed:
             self._go_back(num_output_tokens)
@@ -141,7 +140,7 @@ class Constraint:
         return mask
 
     def _go_back(self, num_output_tokens: int) -> None:
-        """A step that was taken back has shown tokens that are none yet."""
+        """Undo tokens of a step that was discarded. Raises: ConstraintFailure."""
         excess = self._num_consumed - num_output_tokens
         if excess > 0:
             if not self._matcher.rollback(excess):
@@ -149,7 +148,7 @@ class Constraint:
             self._num_consumed = num_output_tokens
 
     def draft(self, token_ids: Items[int], num_prompt_tokens: int) -> list[int]:
-        """Tokens that will probably follow these; none where nothing is forced, or it takes long."""
+        """Probable next tokens; empty if nothing is forced."""
         num_output_tokens = len(token_ids) - num_prompt_tokens
         drafts = self.drafts
         if drafts is None or num_output_tokens < self._num_consumed or self.is_silent(token_ids):
@@ -157,7 +156,7 @@ class Constraint:
         started_s = time.thread_time()
         if new := list(token_ids[num_prompt_tokens + self._num_consumed :]):
             if not self._matcher.consume_tokens(new):
-                return []  # the mask will say why
+                return []  # `mask` raises the error
             self._num_consumed, self._mask = num_output_tokens, None
         if self._matcher.is_error():
             return []

@@ -1,8 +1,4 @@
-"""The engine: scheduler, runner and detokenizers, put together to one step.
-
-Called by the worker's engine thread, over a mock or a torch runner alike. Clock readings are
-`time.perf_counter` and stay here; durations leave.
-"""
+"""The step loop: scheduler, runner and answers. Called by the worker's engine thread."""
 
 import logging
 import time
@@ -73,7 +69,7 @@ class BatchingEngine(Engine[EngineRequest]):
         startup_s: Mapping[str, float] | None = None,
         prefill_limit: PrefillLimit | None = None,
     ) -> None:
-        """`prefill_limit` is what was measured; the configured one goes before it."""
+        """`prefill_limit` is the measured one; a configured limit overrides it."""
         self.runner = runner
         self.processor = processor
         self.tokenizer = tokenizer = processor.tokenizer
@@ -96,7 +92,7 @@ class BatchingEngine(Engine[EngineRequest]):
             speculator=_create_speculator(config, runner, tokenizer.eos_token_ids),
         )
         overlaps = config.overlap_steps
-        if overlaps is None:  # tokens are guessed behind known ones
+        if overlaps is None:  # n-gram drafts need the last token
             overlaps = runner.runs_async and config.speculation != "ngram"
         self.pipeline = StepPipeline(
             self.scheduler,
@@ -106,7 +102,7 @@ class BatchingEngine(Engine[EngineRequest]):
         self.max_model_len = min(
             runner.max_model_len,
             config.max_model_len or runner.max_model_len,
-            # A sequence alone must fit, or it would wait for ever.
+            # A single sequence must fit.
             runner.num_blocks * runner.block_size,
         )
         self._adapters: dict[str, Adapter] = {}  # by digest
@@ -115,14 +111,14 @@ class BatchingEngine(Engine[EngineRequest]):
         )
         self._shows_tools = config.tools == "any" or processor.shows_tools
         self._answers: dict[str, Answer] = {}  # by request
-        self._finished_early: list[EngineOutput] = []  # requests that came complete
+        self._finished_early: list[EngineOutput] = []  # of requests that were already complete
         self._startup_s = dict(startup_s or {})
         self._num_steps = 0
         self._num_prompt_tokens = 0
         self._num_output_tokens = 0
 
     def capabilities(self) -> Capabilities:
-        """Generation that can be taken over; the rest is the processor's."""
+        """See `Engine.capabilities`."""
         return Capabilities(
             self.scheduler.max_num_seqs,
             tasks=("generate", "tokenize"),
@@ -136,16 +132,18 @@ class BatchingEngine(Engine[EngineRequest]):
         return True
 
     def prepare_image(self, data: bytes, image: ImageRef, decode: Decode) -> Any:
-        """An image's pixels, as the processor makes them. Raises: InvalidImage."""
+        """The processor's pixels of an image. Raises: InvalidImage."""
         limits = PixelLimits(image.min_pixels, image.max_pixels)
         return self.processor.process_image(data, (image.width, image.height), decode, limits)
 
     def prepare(self, call: EngineCall, images: Items[PreparedImage]) -> EngineRequest:
-        """Messages and images as token ids with image slots, and what the answer is held to.
+        """Build the prompt and compile the grammar.
 
         Raises: InvalidRequest, BadGrammar, GrammarTooComplex.
         """
-        assert isinstance(call.task, Generate)  # the worker passes on no task that is not offered
+        assert isinstance(
+            call.task, Generate
+        )  # the worker checks the task against the capabilities
         tools = self._choose_tools(call.task.tools)
         prompt = self._build_prompt(call.task, images, tools)
         return EngineRequest(
@@ -190,7 +188,7 @@ class BatchingEngine(Engine[EngineRequest]):
             )
 
     def tokenize(self, task: Tokenize, images: Items[PreparedImage]) -> Tokenization:
-        """The prompt of a request, or the text of ids. Raises: InvalidRequest."""
+        """Token ids of a request, or the text of ids. Raises: InvalidRequest."""
         if task.of is None:
             self._check_ids(task.token_ids, "tokens")
             return Tokenization(text=decode(self.tokenizer, task.token_ids))
@@ -203,7 +201,7 @@ class BatchingEngine(Engine[EngineRequest]):
         )
 
     def _choose_tools(self, tools: Tools | None) -> Tools | None:
-        """What the model is told of: nothing where it may as well answer in words, and knows no functions."""
+        """The functions that the prompt lists; None if calls are optional and the model was not trained for them."""
         if tools is None or tools.is_required:
             return tools
         return tools if self._shows_tools and self._grammars is not None else None
@@ -224,12 +222,12 @@ class BatchingEngine(Engine[EngineRequest]):
         return self._grammars.compile(grammar, is_thinking=is_thinking)
 
     def load_adapter(self, directory: Path, limits: AdapterLimits) -> Adapter:
-        """Hold an adapter for requests to come. Raises: BadAdapter."""
+        """Load an adapter. Raises: BadAdapter."""
         adapter = self.runner.load_adapter(directory, limits)
         return self._adapters.setdefault(adapter.digest, adapter)
 
     def unload_adapter(self, digest: str) -> None:
-        """Forget an adapter; sequences that have it keep it until they end."""
+        """Unload an adapter; running sequences keep it until they end."""
         self._adapters.pop(digest, None)
 
     def _find_adapter(self, digest: str) -> Adapter | None:
@@ -261,7 +259,7 @@ class BatchingEngine(Engine[EngineRequest]):
         self.scheduler.add(sequence)
 
     def abort(self, request_id: str) -> None:
-        """Forget a request and free what it holds; no output follows. Idempotent."""
+        """Drop a request and free its blocks; no output follows. Idempotent."""
         if request_id in self._answers:
             self._forget(request_id)
         self._finished_early = [
@@ -269,10 +267,10 @@ class BatchingEngine(Engine[EngineRequest]):
         ]
 
     def step(self) -> list[EngineOutput]:
-        """One forward pass of a batch. Returns what each of its requests has to say.
+        """One forward pass of a batch. Returns the outputs of its requests.
 
-        Raises: DeviceOutOfMemory when steps cannot be smaller, and whatever a runner raises that is
-        no single request's fault; the engine is lost.
+        Raises: DeviceOutOfMemory if steps cannot be smaller, and any error of the runner that is not a
+        SequenceFailure; the engine is lost then.
         """
         self._num_steps += 1
         early, self._finished_early = self._finished_early, []
@@ -288,7 +286,7 @@ class BatchingEngine(Engine[EngineRequest]):
         return early + outputs if early else outputs
 
     def has_work(self) -> bool:
-        """Whether `step` has anything to compute or to tell."""
+        """Whether `step` has work or outputs."""
         return self.scheduler.has_work() or self.pipeline.has_work or bool(self._finished_early)
 
     def stats(self) -> EngineStats:
@@ -324,7 +322,7 @@ class BatchingEngine(Engine[EngineRequest]):
         return found
 
     def close(self) -> None:
-        """Forget all requests and free the device. Idempotent."""
+        """Drop all requests and free the device. Idempotent."""
         try:
             self.pipeline.discard()
             for request_id in tuple(self._answers):
@@ -332,7 +330,7 @@ class BatchingEngine(Engine[EngineRequest]):
             self._finished_early.clear()
             if self._grammars is not None:
                 self._grammars.close()
-        finally:  # a device that fails is to be freed too
+        finally:  # free the device after a failure too
             self.runner.close()
 
     def _check(self, request: EngineRequest) -> None:
@@ -389,13 +387,13 @@ class BatchingEngine(Engine[EngineRequest]):
                 )
 
     def _max_output_tokens(self, request: EngineRequest) -> int:
-        """As many as asked for, and as the context holds beside the prompt."""
+        """The requested number, limited by the context length."""
         space = self.max_model_len - len(request.prompt_token_ids)
         max_tokens = request.sampling.max_tokens
         return space if max_tokens is None else min(max_tokens, space)
 
     def _update(self, batch: Batch, result: StepResult, started_at: float) -> list[EngineOutput]:
-        """Note the tokens of a step; returns what they mean for each request in it."""
+        """Append the tokens of a step to sequences and answers."""
         self.scheduler.update(batch, result.choices, result.deferred, result.over_budget)
         outputs: list[EngineOutput] = []
         for item, choice in zip(batch.items, result.choices, strict=True):
@@ -414,7 +412,7 @@ class BatchingEngine(Engine[EngineRequest]):
     def _note_prefill(
         self, answer: Answer, item: ScheduledSequence, vision_s: float, started_at: float
     ) -> None:
-        """First scheduling, and the time of images that the share reads."""
+        """Record the first scheduling and the time of image encoding."""
         if answer.scheduled_at is None:
             answer.scheduled_at = started_at
             answer.num_cached_tokens = item.sequence.num_cached_tokens
@@ -438,7 +436,7 @@ class BatchingEngine(Engine[EngineRequest]):
         return output
 
     def _fail(self, failure: SequenceFailure) -> EngineOutput:
-        """The error of one sequence; all others are scheduled again as if the step had not been."""
+        """Fail one sequence; the others are scheduled again."""
         self.blocks.withdraw(self.scheduler.find(failure.request_id))
         return self._forget(failure.request_id).fail(str(failure), failure.code)
 
@@ -449,7 +447,7 @@ class BatchingEngine(Engine[EngineRequest]):
 
 
 def _of_images(request: EngineRequest) -> str:
-    """How many tokens of a prompt are its images', in words, where there are any."""
+    """The number of image tokens, for an error message."""
     count = sum(image.num_tokens for image in request.images)
     return f", {count} of them of its images," if count else ""
 
@@ -457,7 +455,7 @@ def _of_images(request: EngineRequest) -> str:
 def _create_speculator(
     config: BatchingSettings, runner: ModelRunner, eos_token_ids: Set[int]
 ) -> Speculator | None:
-    """Who guesses tokens, where that is wanted and a wrong one can be taken back."""
+    """The speculator, if it is enabled and the model's state can be rolled back."""
     if config.speculation == "off":
         return None
     if runner.binds_prompts or not runner.shares_prefixes:

@@ -1,9 +1,7 @@
-"""Launches the scheduler's steps and waits for them: one by one, or one behind another.
+"""Launch-ahead: the next step is launched while the device computes the present one.
 
-While the device computes a step, the next one is launched if it can be known, so that the device
-does not rest while the host handles tokens. That is one kind of step: each sequence decodes its
-next token. All else - prompts, images, newcomers, preemption, failures - happens when no step is in
-flight.
+Only a pure decode step can be planned ahead. Prefill, images, new requests, preemption and failures are handled when no
+step is in flight.
 """
 
 import time
@@ -30,14 +28,14 @@ class _LaunchedStep(Struct):
 
 
 class StepPipeline:
-    """At most two steps are in flight: one that is waited for, and one launched ahead."""
+    """At most two steps in flight: the one that is awaited and one launched ahead."""
 
     def __init__(self, scheduler: Scheduler, limits: StepLimits, *, is_overlapping: bool) -> None:
         self._scheduler = scheduler
         self._limits = limits
         self._is_overlapping = is_overlapping
         self._ahead: _LaunchedStep | None = None
-        self.num_overlapped = 0  #: steps that were launched while another was in flight
+        self.num_overlapped = 0  #: steps launched while another was in flight
 
     @property
     def has_work(self) -> bool:
@@ -45,14 +43,14 @@ class StepPipeline:
         return self._ahead is not None
 
     def schedule(self) -> Batch:
-        """The batch that was launched ahead, or else the scheduler's next."""
+        """The batch that was launched ahead, else the scheduler's next."""
         return self._scheduler.schedule() if self._ahead is None else self._ahead.batch
 
     def run(self, runner: ModelRunner, batch: Batch) -> tuple[Batch, StepResult]:
-        """Compute what `schedule` gave. Returns the shares of sequences that did not end meanwhile.
+        """Compute a batch of `schedule`. Returns the items whose sequences have not ended meanwhile.
 
-        Empty if there is no memory for it. Raises: SequenceFailure, and DeviceOutOfMemory when
-        steps cannot be smaller; then no step is in flight, and what was is scheduled again.
+        Returns an empty batch after an out-of-memory error. Raises: SequenceFailure, DeviceOutOfMemory if steps
+        cannot be smaller; no step is in flight then.
         """
         if not batch.items:
             return batch, StepResult([])
@@ -85,7 +83,7 @@ class StepPipeline:
         return batch, result
 
     def discard(self) -> None:
-        """Wait for the step that is in flight, and forget what it computes."""
+        """Wait for the step in flight and drop its result."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             with suppress(SequenceFailure, DeviceOutOfMemory):
@@ -93,7 +91,7 @@ class StepPipeline:
         self._scheduler.blocks.unpark()
 
     def _launch_next(self, runner: ModelRunner, batch: Batch) -> _LaunchedStep | None:
-        """Launch the step behind one in flight, if it can be known and the device takes it."""
+        """Launch the step behind one in flight, if it can be planned."""
         following = self._plan_next(batch)
         if not following.items:
             return None
@@ -101,15 +99,15 @@ class StepPipeline:
         try:
             step = runner.launch(following)
         except (SequenceFailure, DeviceOutOfMemory):
-            return None  # planned again by the scheduler, and dealt with if it fails then
+            return None  # the scheduler plans it again and handles a repeated failure
         self.num_overlapped += 1
         return _LaunchedStep(following, step, time.perf_counter() - started_at)
 
     def _plan_next(self, batch: Batch) -> Batch:
-        """The next token of each sequence in a launched batch; empty where anything else is due.
+        """Decode steps of all sequences in a launched batch; empty if any other work is due.
 
-        Sequences that reach `max_tokens` by the launched step are skipped; an early stop is
-        computed and discarded. Nothing changes but block tables, which may grow early.
+        Sequences that reach `max_tokens` with the launched step are skipped; tokens behind a stop are discarded.
+        Only block tables change.
         """
         scheduler = self._scheduler
         running = [
@@ -136,7 +134,7 @@ class StepPipeline:
 
 
 def _without_ended(batch: Batch, result: StepResult) -> tuple[Batch, StepResult]:
-    """A step without the shares of sequences that ended while it was computed."""
+    """A step without the sequences that ended while it was computed."""
     pairs = [
         (item, choice)
         for item, choice in zip(batch.items, result.choices, strict=True)
@@ -148,7 +146,7 @@ def _without_ended(batch: Batch, result: StepResult) -> tuple[Batch, StepResult]
 
 
 def _has_ended(batch: Batch, request_id: str) -> bool:
-    """Whether the sequence that failed had ended already: the failure is nobody's then."""
+    """Whether the sequence that failed had already ended."""
     return any(
         item.sequence.request_id == request_id and item.sequence.status is SequenceStatus.FINISHED
         for item in batch.items

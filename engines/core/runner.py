@@ -1,7 +1,7 @@
-"""The seam between the scheduler and the arithmetic: protocols that the mock and torch both keep.
+"""The interface of a backend, implemented by mock and torch.
 
-A backend is a `ModelRunner` (computes steps, called by the engine thread alone), and a `Processor`
-(turns messages and image bytes into engine inputs; thread-safe, called from a pool).
+A `ModelRunner` computes steps on the engine thread. A `Processor` turns messages and images into prompts; it is
+thread-safe.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class PixelLimits(NamedTuple):
-    """Between how many pixels an image is scaled. 0: the processor's own limit."""
+    """Limits of the pixels of a scaled image. 0: the processor's own limit."""
 
     least: int = 0
     most: int = 0
@@ -35,9 +35,9 @@ NO_OPTIONS: Mapping[str, TemplateOption] = {}
 
 
 class SequenceFailure(Exception):
-    """A step failed because of one sequence, which alone ends; the others are computed again.
+    """A step failed because of one sequence. It ends with this message; the others are computed again.
 
-    Raised by a `ModelRunner` before it changes any state of others. The client sees the message.
+    Raised by a `ModelRunner` before it changes any state of other sequences.
     """
 
     def __init__(
@@ -49,11 +49,11 @@ class SequenceFailure(Exception):
 
 
 class DeviceOutOfMemory(Exception):
-    """A step did not fit the device's memory and computed nothing; a smaller one may."""
+    """A step did not fit into device memory and computed nothing; a smaller one may fit."""
 
 
 def token_mask(sequence: Sequence) -> bytes:
-    """A bit for each token that a constrained sequence may go on with. Raises: SequenceFailure."""
+    """One bit per token that the sequence's grammar allows. Raises: SequenceFailure."""
     assert sequence.constraint is not None
     try:
         return sequence.constraint.mask(sequence.token_ids, sequence.num_prompt_tokens)
@@ -62,10 +62,9 @@ def token_mask(sequence: Sequence) -> bytes:
 
 
 class TokenChoice(Struct):
-    """A sequence's next token; `top_logprobs` are (token id, natural logarithm), best first.
+    """A sampled token; `top_logprobs` are (token id, natural logarithm), best first.
 
-    `following` are those behind it that the step has sampled too: one for each token of a draft
-    that was right.
+    `following` are the tokens behind it from the same step, one per accepted draft token.
     """
 
     token_id: int
@@ -75,7 +74,7 @@ class TokenChoice(Struct):
 
 
 class PromptScore(Struct):
-    """The logprob of a prompt's token, its rank from 1, and the best (token id, logprob) there."""
+    """Logprob and rank of a prompt token, and the best (token id, logprob) at its position."""
 
     position: int
     logprob: float = 0.0
@@ -84,37 +83,35 @@ class PromptScore(Struct):
 
 
 class StepResult(Struct):
-    """What a step computed: per scheduled sequence a token, or None while its prompt is unfinished.
+    """The result of a step: per item a token, or None if the prompt is unfinished.
 
-    `vision_s` is the part of the step that went into encoding images. `deferred` are the requests
-    whose share was left for a later step, because of an image of theirs; of these, `over_budget`
-    are the ones whose image is not encoded yet, so that the next step beside streams leaves them
-    too.
+    `vision_s` is the time of image encoding. `deferred` requests were not computed because of an image; those
+    `over_budget` still wait for its encoding, so the next step beside streams defers them too.
     """
 
     choices: list[TokenChoice | None]
     vision_s: float = 0.0
     deferred: frozenset[str] = frozenset()
     over_budget: frozenset[str] = frozenset()
-    #: By request, of the tokens `ScheduledSequence.scored`.
+    #: By request, for the tokens of `ScheduledSequence.scored`.
     prompt_scores: dict[str, list[PromptScore]] = field(default_factory=dict)
 
 
 class RunningStep(Protocol):
-    """A step that was launched."""
+    """A launched step."""
 
     @property
     def can_be_followed(self) -> bool:
-        """Whether a step may be launched behind it that decodes the tokens of this one."""
+        """Whether the next decode step may be launched before this one is done."""
         ...
 
     def wait(self) -> StepResult:
-        """What was computed. Raises: SequenceFailure, DeviceOutOfMemory."""
+        """The result. Raises: SequenceFailure, DeviceOutOfMemory."""
         ...
 
 
 class ComputedStep(Struct):
-    """A step that was computed while it was launched."""
+    """A step that was computed synchronously."""
 
     result: StepResult
     can_be_followed: bool = False
@@ -124,22 +121,21 @@ class ComputedStep(Struct):
 
 
 class ModelRunner(Protocol):
-    """Computes steps. KV slots are the scheduler's: it names blocks, the runner owns tensors."""
+    """Computes steps. The scheduler allocates KV blocks by number; the runner owns the tensors."""
 
     block_size: int
     num_blocks: int
     max_model_len: int
     vocab_size: int
-    shares_prefixes: bool  #: whether blocks hold all that is known of their tokens
-    binds_prompts: bool  #: whether a prompt's tokens see all of it: one step computes them
-    runs_async: bool  #: whether a device computes beside the host, which goes on meanwhile
+    shares_prefixes: bool  #: whether KV blocks are the only state, so that prefixes can be shared
+    binds_prompts: bool  #: whether prompts are bidirectional, so that one step computes a whole one
+    runs_async: bool  #: whether launching a step does not wait for the device
 
     def launch(self, batch: Batch) -> RunningStep:
-        """Begin to compute every scheduled token, and to sample the next one of caught-up sequences.
+        """Start computing the scheduled tokens and sampling.
 
-        At most one step is under way when another is launched, and whoever has a share in both
-        `in_flight_index`. All that is read of the sequences is read here. Raises: SequenceFailure,
-        DeviceOutOfMemory, as does waiting for the step; anything else is the end of the engine.
+        At most one other step is in flight; items of sequences in both have an `in_flight_index`. Sequences are read
+        here only. Raises: SequenceFailure, DeviceOutOfMemory, like `wait`; any other error is fatal to the engine.
         """
         ...
 
@@ -148,15 +144,15 @@ class ModelRunner(Protocol):
         ...
 
     def load_adapter(self, directory: Path, limits: AdapterLimits) -> Adapter:
-        """Make an adapter of its files, for sequences to have. Thread-safe. Raises: BadAdapter."""
+        """Load an adapter. Thread-safe. Raises: BadAdapter."""
         ...
 
     def release(self, request_id: str) -> None:
-        """Drop what is kept for a request that ended (pinned encoder features, sampler state)."""
+        """Free the state of a request that ended (encoder features, sampler state)."""
         ...
 
     def encoder_cache_counts(self) -> tuple[int, int, int]:
-        """Images asked for, found in the cache, and bytes now held."""
+        """Lookups and hits of the encoder cache, and its bytes."""
         ...
 
     def memory_bytes(self) -> dict[str, int]:
@@ -167,47 +163,47 @@ class ModelRunner(Protocol):
 
 
 class Tokenizer(Protocol):
-    """Token ids and their bytes; what the detokenizer and the prompt builder need, no more."""
+    """Token ids and their bytes."""
 
     vocab_size: int
     eos_token_ids: frozenset[int]
-    drops_leading_space: bool  #: decoding drops one space at the start of the text (sentencepiece)
+    drops_leading_space: bool  #: sentencepiece: decoding drops one space at the start
 
     def encode(self, text: str) -> list[int]:
-        """Ordinary text to ids: special tokens spelled in it stay text."""
+        """Token ids of a text. Special tokens spelled in it stay text."""
         ...
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The raw bytes that a token adds to the text; empty for special tokens."""
+        """Bytes of a token; empty for special tokens."""
         ...
 
     def token_string(self, token_id: int) -> str:
-        """How the vocabulary spells a token; empty for one that it does not have."""
+        """Spelling in the vocabulary; empty for an unknown id."""
         ...
 
 
 class Prompt(Struct, frozen=True):
-    """Token ids with one run of tokens per image; `images` come in the order of the parts."""
+    """Token ids with one run of tokens per image, in the order of the message parts."""
 
     token_ids: list[int]
     images: tuple[ImageInput, ...] = ()
     positions: Positions = ()
-    is_thinking: bool = False  #: whether it ends within the thinking that comes before an answer
+    is_thinking: bool = False  #: whether it ends within the reasoning
 
 
 class Processor(Protocol):
-    """Messages and images to a prompt. Thread-safe: called from a pool, off the engine thread."""
+    """Builds prompts from messages and images. Thread-safe."""
 
     tokenizer: Tokenizer
     max_model_len: int
-    image_tokens: int  #: the most tokens that one image may come to
-    #: Whether short messages are a prompt in less time than another thread would cost.
+    image_tokens: int  #: most tokens of one image
+    #: Whether building a short prompt is cheaper than a switch to another thread.
     is_quick: bool
-    decodes_images: bool  #: whether it looks at pixels, not only at headers
-    reasoning: "Reasoning | None"  #: how its model marks what it thinks before it answers
-    tool_format: "ToolFormat"  #: how its model writes calls of functions
-    shows_tools: bool  #: whether its chat template tells the model of functions
-    spelled: Mapping[int, str]  #: tokens that are no text, and begin or end a call
+    decodes_images: bool  #: whether it reads pixels, not only headers
+    reasoning: "Reasoning | None"  #: the reasoning markers of the model
+    tool_format: "ToolFormat"  #: the function call format of the model
+    shows_tools: bool  #: whether the chat template lists functions
+    spelled: Mapping[int, str]  #: special tokens that begin or end a call
 
     def process_image(
         self,
@@ -218,8 +214,7 @@ class Processor(Protocol):
     ) -> Any:
         """Decode and resize one image.
 
-        `expected_size` is the (width, height) that was admitted; an image of another is refused
-        before it is decoded. `decode` says where that is done. Raises: InvalidImage.
+        An image whose (width, height) is not `expected_size` is refused before decoding. Raises: InvalidImage.
         """
         ...
 
@@ -231,12 +226,12 @@ class Processor(Protocol):
         tools: Tools | None = None,
         ending: Ending = "answer",
     ) -> Prompt:
-        """Apply the chat template. `images[i]` is (image hash, pixels) of the part with index i.
+        """Apply the chat template. `images[i]` is (image hash, pixels) of the image with index i.
 
-        `options` are further variables of the template, `tools` what the model is told of. Raises: InvalidRequest.
+        `options` are template variables, `tools` the functions that the template lists. Raises: InvalidRequest.
         """
         ...
 
     def encode_prompt(self, text: str, *, add_special_tokens: bool) -> Prompt:
-        """A text as it stands: special tokens spelled in it are tokens."""
+        """Tokenize a text without a template. Special tokens spelled in it are tokens."""
         ...

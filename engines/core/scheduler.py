@@ -1,10 +1,8 @@
-"""Who computes how many tokens in the next step.
+"""Continuous batching: how many tokens of which sequences the next step computes.
 
-Called by the engine. One loop over one token budget: the running sequences, oldest first, then the
-waiting ones. Prefill in chunks, prefix hits, preemption and taking over a request are the same
-thing: `num_computed_tokens` has to catch up with `num_tokens`. Among running and waiting alike,
-batch work stands behind all interactive work. Beside interactive streams prompts have a smaller
-budget, so that these stay smooth.
+Called by the engine. One loop over one token budget: the running sequences, oldest first, then the waiting ones.
+Chunked prefill, prefix hits, preemption and takeover are one case: `num_computed_tokens` catches up with `num_tokens`.
+Interactive requests precede batch work. Beside interactive streams, prefill has a smaller budget.
 """
 
 from collections import OrderedDict
@@ -21,11 +19,10 @@ from shared.protocol import FinishReason
 
 
 class Scheduler:
-    """Owns every sequence from `add` until it is finished or removed.
+    """Owns every sequence from `add` to `finish`.
 
-    No sequence waits for ever: the oldest running one can always take every block from the younger
-    ones, `add` is only given sequences whose longest form fits into the pool, and a batch sequence
-    is overtaken a limited number of times.
+    No sequence starves: the oldest running one can preempt all younger ones, each sequence fits into the pool at its
+    maximum length, and a batch sequence is overtaken a limited number of times.
     """
 
     def __init__(
@@ -38,7 +35,7 @@ class Scheduler:
         binds_prompts: bool = False,
         speculator: Speculator | None = None,
     ) -> None:
-        """`binds_prompts`: one step computes all of a prompt, whatever the budget."""
+        """`binds_prompts`: a prompt is computed in one step, whatever the budget."""
         self.speculator = speculator
         self.blocks = blocks
         self.max_num_seqs = max_num_seqs
@@ -48,10 +45,12 @@ class Scheduler:
         self.waiting: OrderedDict[str, Sequence] = OrderedDict()
         self._eos_token_ids = eos_token_ids
         self._binds_prompts = binds_prompts
-        self._over_budget: Set[str] = frozenset()  # whose images the step before did not finish
+        self._over_budget: Set[str] = (
+            frozenset()
+        )  # requests whose image the last step did not finish
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence behind all others, but before those that it may preempt."""
+        """Queue a sequence behind all others that it may not preempt."""
         _enter(self.waiting, sequence)
 
     def has_work(self) -> bool:
@@ -59,9 +58,9 @@ class Scheduler:
         return bool(self.running or self.waiting)
 
     def schedule(self) -> Batch:
-        """Reserve blocks for the next step and say what it computes.
+        """Plan the next step and allocate its blocks.
 
-        When the step fails, it may be called again without `update`; nothing is computed twice.
+        After a failed step it may be called again without `update`.
         """
         self.blocks.begin_step()
         if self.waiting:
@@ -80,11 +79,10 @@ class Scheduler:
         deferred: Set[str] = frozenset(),
         over_budget: Set[str] = frozenset(),
     ) -> None:
-        """Note what a step has computed; who is finished by it frees its blocks.
+        """Append the tokens of a step; sequences that are finished free their blocks.
 
-        The shares of the `deferred` requests were not computed, and are scheduled again. Those of
-        the `over_budget` ones will not be computed beside streams then either, and take no prompt
-        tokens from others.
+        The `deferred` requests were not computed and are scheduled again. The `over_budget` ones will be deferred
+        again beside streams, so they use no prefill budget.
         """
         self._over_budget = over_budget
         block_size = self.blocks.block_size
@@ -93,7 +91,7 @@ class Scheduler:
             if sequence.request_id in deferred:
                 continue
             end = item.end
-            if item.draft:  # what was wrong of it was not computed
+            if item.draft:  # rejected tokens do not count
                 assert choice is not None
                 end += len(choice.following) - len(item.draft)
             sequence.num_computed_tokens = end
@@ -113,7 +111,7 @@ class Scheduler:
                 self.finish(sequence, reason)
 
     def find_finish_reason(self, sequence: Sequence) -> FinishReason | None:
-        """Why the sequence ends with its present last token, if it does."""
+        """The finish reason if the sequence ends with its last token."""
         token_ids = sequence.token_ids
         num_output_tokens = len(token_ids) - sequence.num_prompt_tokens
         if num_output_tokens == 0:
@@ -131,7 +129,7 @@ class Scheduler:
         return self.running.get(request_id) or self.waiting[request_id]
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        """End a sequence and free what it holds, whatever its state."""
+        """End a sequence in any state and free its blocks."""
         self.running.pop(sequence.request_id, None)
         self.waiting.pop(sequence.request_id, None)
         self.blocks.free(sequence)
@@ -139,7 +137,7 @@ class Scheduler:
         sequence.finish_reason = reason
 
     def is_waited_for(self) -> bool:
-        """Whether the next schedule might start a waiting sequence, or preempt another for it."""
+        """Whether the next `schedule` could start a waiting sequence, perhaps by preemption."""
         if not self.waiting:
             return False
         if self._has_room_for_next():
@@ -148,7 +146,7 @@ class Scheduler:
         return youngest.is_preemptible and not first.is_preemptible
 
     def check_integrity(self) -> None:
-        """Compare queues, states and blocks with each other. Raises: AssertionError."""
+        """Check queues, states and blocks. Raises: AssertionError."""
         assert len(self.running) <= self.max_num_seqs
         for sequence in self.running.values():
             assert sequence.status is SequenceStatus.RUNNING
@@ -164,10 +162,9 @@ class Scheduler:
         self.blocks.check_integrity((*self.running.values(), *self.waiting.values()))
 
     def _make_way(self) -> None:
-        """Preempt batch sequences, the youngest first, for the interactive one that waits first.
+        """Preempt batch sequences, youngest first, for the first waiting interactive sequence.
 
-        For one a step, whose prompt may take all of it; from nobody if all of theirs would be too
-        little.
+        At most one is admitted per step. None is preempted if all of them would not make enough room.
         """
         if next(iter(self.waiting.values())).is_preemptible:
             return
@@ -181,7 +178,7 @@ class Scheduler:
             self._preempt(victim)
 
     def _has_room_for_next(self, num_leaving: int = 0, num_freed: int = 0) -> bool:
-        """Whether the first waiting one would have seat and blocks, once so many are free."""
+        """Whether the first waiting sequence could start after so many sequences and blocks are freed."""
         num_running = len(self.running) - num_leaving
         if num_running == self.max_num_seqs:
             return False
@@ -190,12 +187,12 @@ class Scheduler:
         return self.blocks.can_admit(sequence, prefix, num_spare_blocks=num_running - num_freed)
 
     def _schedule_running(self, batch: Batch, budget: StepBudget) -> None:
-        """Give every running sequence its share, oldest first."""
+        """Schedule the running sequences, oldest first."""
         items, over_budget, block_size = batch.items, self._over_budget, self.blocks.block_size
         may_guess: bool | None = None
         for sequence in tuple(self.running.values()):
             if budget.num_tokens == 0 or sequence.status is not SequenceStatus.RUNNING:
-                break  # preempted for an older one, and so are all that come after it
+                break  # preempted for an older one, like all after it
             start = sequence.num_computed_tokens
             num_pending = len(sequence.token_ids) - start
             num_new = 1 if num_pending == 1 else budget.fit(num_pending)
@@ -223,13 +220,13 @@ class Scheduler:
                 self.blocks.promise(sequence, num_new)
 
     def _may_guess(self) -> bool:
-        """Whether nobody has a prompt to compute: what a step may compute is for prompts first."""
+        """Whether no sequence has prefill work, which goes before drafts."""
         if self.waiting and len(self.running) < self.max_num_seqs:
             return False
         return all(sequence.num_pending_tokens == 1 for sequence in self.running.values())
 
     def _with_draft(self, sequence: Sequence, budget: StepBudget) -> ScheduledSequence:
-        """The share of a sequence that decodes, with what may come next where there is room for it."""
+        """Schedule a decoding sequence, with a draft if the budget and free blocks allow it."""
         draft: tuple[int, ...] = ()
         if self.speculator is not None:
             draft = self.speculator.guess(
@@ -243,16 +240,16 @@ class Scheduler:
         return ScheduledSequence(sequence, 1 + len(draft), draft=draft)
 
     def _schedule_waiting(self, batch: Batch, budget: StepBudget) -> None:
-        """Start waiting sequences in order while there is budget, a seat, and space for all tokens.
+        """Start waiting sequences in order while tokens, sequences and blocks allow it.
 
-        One spare block for each running sequence keeps a newcomer from being preempted at once. Who
-        has just been preempted is first in the queue and does not fit, so nobody takes that place.
+        One spare block per running sequence avoids an immediate preemption. A sequence that was just preempted is
+        first in the queue and does not fit, so none starts in its place.
         """
         while self.waiting and budget.num_tokens > 0 and len(self.running) < self.max_num_seqs:
             sequence = next(iter(self.waiting.values()))
             prefix = self.blocks.find_prefix(sequence)
             if self.blocks.is_promised(sequence, len(prefix)):
-                return  # a step later it need not be computed again: choices of one prompt, bursts
+                return  # one step later it is a prefix hit: choices of one prompt, bursts
             if not self.blocks.can_admit(sequence, prefix, num_spare_blocks=len(self.running)):
                 return
             start = len(prefix) * self.blocks.block_size
@@ -272,7 +269,7 @@ class Scheduler:
             self.blocks.promise(sequence, num_new)
 
     def _note_overtaking(self, started: Sequence) -> None:
-        """Count it for the first batch sequence that waits, and the first in its prompt."""
+        """Count the overtaking for the first batch sequence that waits and the first one in prefill."""
         if started.is_preemptible:
             return
         begun = (s for s in self.running.values() if s.num_pending_tokens > 1)
@@ -285,11 +282,10 @@ class Scheduler:
     def _limit_by_images(
         self, sequence: Sequence, start: int, num_new: int, budget: StepBudget
     ) -> int:
-        """Shorten a share so that it does not reach into an image that this step cannot encode.
+        """Limit the tokens so that they do not reach an image that this step cannot encode.
 
-        A running sequence's runner still holds the image in whose middle it stopped. Where the slots of an image see
-        each other, a share goes on to the last of them, whatever the budget; where a prompt sees all of itself, to
-        its end.
+        The runner still holds the image in which a running sequence stopped. Bidirectional image slots are computed
+        in one step, whatever the budget, and so is a bidirectional prompt.
         """
         if self._binds_prompts and num_new > 0:
             for image in sequence.images:
@@ -309,7 +305,7 @@ class Scheduler:
         return num_new
 
     def _reserve(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Get blocks for a running sequence, from the youngest if need be, itself at last."""
+        """Allocate blocks for a running sequence, preempting the youngest ones, finally itself."""
         while not self.blocks.grow(sequence, num_tokens):
             victim = next(reversed(self.running.values()))
             self._preempt(victim)
@@ -318,7 +314,7 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Take a sequence's blocks; it keeps its tokens and waits before others of its kind."""
+        """Free a sequence's blocks; it keeps its tokens and waits first in its class."""
         del self.running[sequence.request_id]
         self.blocks.free(sequence)
         sequence.num_computed_tokens = 0
@@ -329,7 +325,7 @@ class Scheduler:
 
 
 def _to_end_of_run(image: ImageInput, start: int, num_new: int) -> int:
-    """The share, up to the end of the run of slots that it would end in."""
+    """Extend `num_new` to the end of a run of image slots."""
     for first, stop in image.slot_runs:
         if image.offset + first < start + num_new < image.offset + stop:
             return image.offset + stop - start
@@ -337,7 +333,7 @@ def _to_end_of_run(image: ImageInput, start: int, num_new: int) -> int:
 
 
 def _enter(queue: OrderedDict[str, Sequence], sequence: Sequence, *, first: bool = False) -> None:
-    """Queue a sequence last, or first, among its kind: interactive ones before batch work."""
+    """Queue a sequence last, or first, in its class; interactive ones precede batch work."""
     is_preemptible = sequence.is_preemptible
     behind = [
         request_id

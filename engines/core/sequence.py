@@ -1,7 +1,4 @@
-"""A request inside an engine, and the batch of them that one step computes.
-
-Used by scheduler, block manager and runners.
-"""
+"""The state of a request in an engine, and the batch of one step."""
 
 from collections.abc import Iterable
 from enum import Enum, auto
@@ -17,13 +14,13 @@ from shared.protocol import FinishReason, Priority, SamplingParams
 if TYPE_CHECKING:
     from engines.core.speculation import History
 
-NOT_SCORED = 1 << 62  #: more tokens than any prompt has: no logprobs are wanted
-#: Newcomers that overtake a waiting batch sequence before it counts as one of them.
+NOT_SCORED = 1 << 62  #: `num_scored_tokens` where no prompt logprobs are requested
+#: Newer requests that may overtake a batch sequence before it is treated as interactive.
 MAX_OVERTAKES = 32
 
 
 class SequenceStatus(Enum):
-    """WAITING holds no blocks; RUNNING may; FINISHED never again."""
+    """Only RUNNING sequences hold blocks."""
 
     WAITING = auto()
     RUNNING = auto()
@@ -33,8 +30,8 @@ class SequenceStatus(Enum):
 class Sequence(Struct, eq=False):
     """Tokens of one request and how many of them are computed.
 
-    There is no prefill flag: `num_computed_tokens` catches up with `num_tokens`, in one step or
-    many, after a prefix hit, a preemption or a takeover alike.
+    There is no prefill flag: `num_computed_tokens` catches up with `num_tokens` after admission, a prefix hit, a
+    preemption or a takeover.
     """
 
     request_id: str
@@ -44,40 +41,40 @@ class Sequence(Struct, eq=False):
     images: tuple[ImageInput, ...] = ()
     cache_salt: str = ""
     priority: Priority = Priority.INTERACTIVE
-    prompt_positions: Positions = ()  #: rotary ones; empty: 0, 1, 2 ...
+    prompt_positions: Positions = ()  #: rotary positions; empty: 0, 1, 2 ...
     adapter: Adapter | None = None
     constraint: Constraint | None = None
     max_output_tokens: int = 1
     eos_token_ids: tuple[int, ...] = ()  #: not sampled before `sampling.min_tokens`
     status: SequenceStatus = SequenceStatus.WAITING
-    num_computed_tokens: int = 0  #: tokens whose keys and values are in the cache
+    num_computed_tokens: int = 0  #: tokens with keys and values in the cache
     num_scored_tokens: int = NOT_SCORED  #: prompt tokens whose logprobs are reported
-    num_cached_tokens: int = 0  #: prompt tokens that the prefix cache gave at first scheduling
-    num_restored_tokens: int = 0  #: output tokens that an earlier attempt had emitted
+    num_cached_tokens: int = 0  #: prompt tokens found in the prefix cache at first scheduling
+    num_restored_tokens: int = 0  #: output tokens of earlier attempts
     block_ids: list[int] = field(default_factory=list)  #: the block table
-    block_hashes: list[bytes] = field(default_factory=list)  #: of its full blocks, as far as known
-    num_published_blocks: int = 0  #: leading blocks that the prefix cache knows
+    block_hashes: list[bytes] = field(default_factory=list)  #: of its full blocks, computed lazily
+    num_published_blocks: int = 0  #: leading blocks in the prefix cache
     num_preemptions: int = 0
-    num_overtakes: int = 0  #: how often a newcomer was started before it
+    num_overtakes: int = 0  #: how often a newer request was started before it
     finish_reason: FinishReason | None = None
-    history: "History | None" = None  #: what drafts are made of; none where nothing is guessed
-    token_counts: Any = None  #: the sampler's, where tokens have penalties
-    _shift: int = 0  #: from a later token's place to its rotary position
+    history: "History | None" = None  #: n-gram index for drafts; None without speculation
+    token_counts: Any = None  #: the sampler's, for penalties
+    _shift: int = 0  #: rotary position minus index of output tokens
 
     def __post_init__(self) -> None:
         rows = self.prompt_positions
-        # what follows the prompt has one position in all rows, behind the largest of the prompt
+        # output tokens have one position in all rows, behind the largest one of the prompt
         self._shift = max(map(max, rows)) + 1 - self.num_prompt_tokens if rows else 0
 
     @classmethod
     def from_request(
         cls, request: EngineRequest, max_output_tokens: int, eos_token_ids: Iterable[int] = ()
     ) -> "Sequence":
-        """The sequence of a request, with the output of earlier attempts appended to its prompt."""
+        """The sequence of a request, with the output of earlier attempts behind the prompt."""
         salt, adapter = request.cache_salt, request.adapter
-        if adapter is not None:  # keys and values depend on it too
+        if adapter is not None:  # keys and values depend on the adapter
             salt = f"{salt}\0{adapter.digest}"
-        # an attempt that emitted a token had reported them all
+        # an attempt that emitted a token has reported all prompt logprobs
         wants_scores = (
             request.sampling.num_prompt_logprobs is not None and not request.output_token_ids
         )
@@ -101,7 +98,7 @@ class Sequence(Struct, eq=False):
         )
 
     def positions(self, start: int, end: int) -> list[list[int]]:
-        """Rotary positions from `start` to before `end`, by row; one row where all are alike."""
+        """Rotary positions from `start` to before `end`, by row; a single row if all are equal."""
         if not self.prompt_positions:
             return [list(range(start, end))]
         split, shift = self.num_prompt_tokens, self._shift
@@ -110,37 +107,36 @@ class Sequence(Struct, eq=False):
 
     @property
     def is_preemptible(self) -> bool:
-        """Whether interactive sequences overtake it: batch work is, until enough have."""
+        """Whether interactive sequences may preempt it: batch work that was not overtaken too often."""
         return self.priority is Priority.BATCH and self.num_overtakes < MAX_OVERTAKES
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output tokens known so far."""
+        """Prompt and output tokens so far."""
         return len(self.token_ids)
 
     @property
     def num_output_tokens(self) -> int:
-        """Output tokens so far, those of earlier attempts included."""
+        """Output tokens so far, including earlier attempts."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def num_reusable_tokens(self) -> int:
-        """Leading tokens that a prefix hit may give: all but those whose scores are needed."""
+        """Leading tokens that may come from the prefix cache: those whose logits are not needed."""
         if self.num_scored_tokens < self.num_prompt_tokens:
             return max(self.num_scored_tokens - 1, 0)
         return len(self.token_ids) - 1
 
     @property
     def num_pending_tokens(self) -> int:
-        """Tokens still to compute before the next one can be sampled."""
+        """Tokens to compute before the next one can be sampled."""
         return len(self.token_ids) - self.num_computed_tokens
 
 
 class ScheduledSequence:
-    """One sequence's share of a step: the tokens from `start` to before `end`. Immutable.
+    """One sequence in a step: computes the tokens from `start` to before `end`. Immutable.
 
-    Blocks for all of them are in `sequence.block_ids` already. When `samples` is true the step
-    samples a token.
+    Their blocks are in `sequence.block_ids`. If `samples` is true, the step samples a token.
     """
 
     __slots__ = (
@@ -160,10 +156,10 @@ class ScheduledSequence:
         in_flight_index: int | None = None,
         draft: tuple[int, ...] = (),
     ) -> None:
-        """What the sequence has yet to compute, or, with an `in_flight_index`, its one next token.
+        """The next pending tokens; with an `in_flight_index`, the token that the item with this index in the step in
+        flight samples.
 
-        That token is sampled by the step in flight, for its share of this index. A `draft` is what
-        may come behind the sequence's end; it is among the new tokens.
+        The new tokens include those of the `draft`, which follow the end of the sequence.
         """
         self.sequence = sequence
         self.draft = draft
@@ -172,31 +168,33 @@ class ScheduledSequence:
         num_tokens = len(sequence.token_ids)
         self.start = start = sequence.num_computed_tokens if in_flight_index is None else num_tokens
         self.end = end = start + num_new_tokens
-        #: whether this share reaches the sequence's end, so that the next token can be sampled
+        #: whether the end of the sequence is reached, so that the next token can be sampled
         self.samples = end >= num_tokens
 
     @property
     def output_position(self) -> int:
-        """How many output tokens stand before the one that is sampled."""
+        """Number of output tokens before the sampled one."""
         return self.end - len(self.draft) - self.sequence.num_prompt_tokens
 
     @property
     def scored(self) -> range:
-        """Prompt tokens whose logprobs this share computes, from the scores of the token before each."""
+        """Prompt tokens whose logprobs the step computes, from the logits of the token before each."""
         sequence = self.sequence
         num_scored = sequence.num_scored_tokens
-        first = max(self.start + 1, num_scored) if num_scored else 0  # the first token has no score
+        first = (
+            max(self.start + 1, num_scored) if num_scored else 0
+        )  # the first token has no logprob
         return range(first, min(self.end + 1, sequence.num_prompt_tokens))
 
     @property
     def token_ids(self) -> list[int]:
-        """The tokens that it computes, where they are known."""
+        """The tokens that it computes, as far as they are known."""
         known = self.sequence.token_ids[self.start : self.end]
         return [*known, *self.draft] if self.draft else known
 
     @property
     def images(self) -> list[ImageInput]:
-        """The images whose features this share reads, in order of their offsets."""
+        """The images whose features are read, in order of their offsets."""
         start, end = self.start, self.end
         return [
             image
@@ -206,13 +204,13 @@ class ScheduledSequence:
 
 
 class Batch(Struct):
-    """What one step computes: prefill chunks and decode tokens mixed freely."""
+    """One step: any mix of prefill chunks and decode tokens."""
 
     items: list[ScheduledSequence] = field(default_factory=list)
-    #: Seconds that encoding images may take beside streams; None: as many as it needs.
+    #: Time limit of image encoding beside streams; None: no limit.
     max_vision_s: float | None = None
 
     @property
     def num_tokens(self) -> int:
-        """New tokens in the whole batch."""
+        """New tokens of all items."""
         return sum(item.num_new_tokens for item in self.items)

@@ -1,10 +1,9 @@
-"""Several tokens of an answer in one step: guessed before it, kept where they are what is sampled.
+"""Speculative decoding: a step verifies a draft of several tokens behind the last one.
 
-A step computes the last token and a draft behind it. The sampler then samples as ever, place by
-place; as long as it samples what the draft has, the next place is known too. So an answer is the
-same with and without drafts, at any temperature. Grammars guess well, as they force much of what
-they allow; what stood in prompt or answer before comes again: edits of code, quotes, extracts. How
-long drafts are follows what steps take, and how often a sequence's were right.
+The sampler samples each position as usual and stops at the first token that differs from the draft, so the output is
+the same with and without drafts, at any temperature. Drafts come from the grammar of an answer, which forces much of
+it, and from n-grams of prompt and answer (edits of code, quotes, extracts). The draft length follows measured step
+times and acceptance rates.
 """
 
 from array import array
@@ -15,56 +14,56 @@ from itertools import takewhile
 from engines.core.runner import StepResult, TokenChoice
 from engines.core.sequence import Batch, ScheduledSequence, Sequence
 
-#: Tokens of a draft at most.
+#: Longest draft.
 MAX_DRAFT = 16
-#: Tokens that have to come again before what followed them is guessed.
+#: Length of an n-gram whose continuation is drafted.
 _NGRAM = 3
 _KEY_MASK = (1 << 24 * _NGRAM) - 1
-#: Places where they stood that are compared, the latest first; the longest match is taken.
+#: Earlier occurrences of an n-gram that are compared, latest first; the longest match is used.
 _MAX_PLACES = 4
-#: A match is compared so far; a draft is twice as long as its match at most.
+#: Longest match that is compared. A draft is at most twice as long as its match.
 _MAX_MATCH = 16
-#: Tokens of a text that are indexed in one step: long prompts must not hold up others.
+#: Tokens indexed per step, so that a long prompt does not delay other sequences.
 _MAX_INDEXED = 2048
-#: Draft lengths that are tried: kernels compute rows by four.
+#: Draft lengths that are tried: kernels compute rows in groups of four.
 _LENGTHS = (1, 2, 3, 5, 7, 11, MAX_DRAFT)
-#: How often a token of a draft is right, before it is known.
+#: Prior acceptance rates.
 _FORCED_RIGHT, _RIGHT = 0.9, 0.5
-#: Where drafts are right more often than that, one that does not pay is thought of again so soon.
+#: Acceptance rate above which an unprofitable draft is reconsidered after so many tokens.
 _LIKELY, _REST = 0.6, 8
-#: A sequence begins with one draft that may not pay, where those of others were right so often.
+#: Acceptance rate of other sequences above which a new one starts with a trial draft.
 _WORTH_A_TRIAL = 0.3
-#: Drafts that are right so often and do not pay will not, however often they are right.
+#: Acceptance rate above which an unprofitable draft is not retried.
 _SURE = 0.9
 #: Weight of the newest measurement.
 _NEWEST = 0.1
-#: Weight of the newest token in how often a sequence's drafts are right; the engine's follows slowly.
+#: Weights of the newest token in the acceptance rates of a sequence and of the engine.
 _NEWEST_OF_SEQUENCE, _NEWEST_OF_ALL = 0.3, 0.05
-#: After so many steps in a row with drafts one goes without: what that takes has to be seen.
+#: Steps with drafts after which one runs without, to measure its time.
 _PLAIN_EVERY = 64
-#: A sequence whose drafts would not pay has none for so many tokens, at first and at most; then one.
+#: Tokens until the next trial draft of a sequence whose drafts do not pay: first and longest.
 _FIRST_WAIT, _LONGEST_WAIT = 64, 256
-#: After so many tokens behind which nothing stood before, only every fourth is looked at.
+#: Misses after which only every fourth token is looked up.
 _NUM_MISSES, _NEXT_LOOK = 32, 4
-#: What is known of other sequences is forgotten by that share with each new one.
+#: Decay of the engine's acceptance rate with each new sequence.
 _FORGOTTEN = 0.01
-#: A token of a draft is taken to cost that share of a step, over its sequences, before it is known.
+#: Prior cost of a draft token as a share of a step, divided by the number of sequences.
 _FIRST_COST = 0.25
-#: What a draft costs counts so many times: what was measured is not exact.
+#: Safety factor on measured costs.
 _MARGIN = 1.4
-#: Step times are noisy: one counts as so many times the usual at most.
+#: Cap of one step time as a multiple of the average.
 _MAX_NOISE = 2.0
 
-#: Samples the next tokens of shares, by their places; of which each has so many tokens more by now.
+#: Samples the next tokens of the items with these indices, which have so many more tokens by now.
 Sample = Callable[[list[int], int], list[TokenChoice]]
 
 
 def sample_drafts(
     items: Items[ScheduledSequence], choices: list[TokenChoice | None], sample: Sample
 ) -> None:
-    """Sample the tokens behind drafts, while these are right, into `following` of the choices.
+    """Sample the tokens behind accepted draft tokens into `following` of the choices.
 
-    While `sample` is called, the sequences have the tokens that were sampled before it.
+    During calls of `sample` the sequences contain the tokens sampled so far.
     """
     places = [place for place, item in enumerate(items) if item.draft]
     if not places:
@@ -95,10 +94,10 @@ def _is_right(item: ScheduledSequence, choice: TokenChoice | None, num_more: int
 
 
 class History:
-    """Where the tokens of one sequence stood before, and how often guesses from that were right.
+    """N-gram index of one sequence, and the acceptance rate of its drafts.
 
-    Each place is indexed once, by the three tokens in front of it as one number (tuples would take
-    three times the memory); places behind the same three are chained, the latest first.
+    Each position is indexed once, by the three tokens before it as one integer (tuples would take three times the
+    memory). Positions behind equal n-grams are chained, latest first.
     """
 
     __slots__ = (
@@ -115,21 +114,21 @@ class History:
     )
 
     def __init__(self, right: float) -> None:
-        """`right`: the share of guessed tokens that will be, as far as is known."""
+        """`right`: the expected acceptance rate."""
         self.right = right
-        self.is_forced = False  #: whether its last draft was its grammar's
-        self.quiet_until = 0  #: the length from which on it is looked at again
-        # the length from which on a draft is tried that would not pay; 0: none has been declined
+        self.is_forced = False  #: whether its last draft came from the grammar
+        self.quiet_until = 0  #: no n-gram draft before the sequence has so many tokens
+        # number of tokens at which an unprofitable draft is tried; 0: none has been declined
         self._trial_at = 0 if right < _WORTH_A_TRIAL else 1
         self._wait = _FIRST_WAIT
         self._num_misses = 0
-        self._is_trial = False  # whether its last draft was not thought to pay
-        self._key = 0  # the three tokens in front of the first place without index
+        self._is_trial = False  # whether its last draft was a trial
+        self._key = 0  # the n-gram before the first position that is not indexed
         self._latest: dict[int, int] = {}
-        self._earlier = array("i", [0] * _NGRAM)  # by place; 0: none
+        self._earlier = array("i", [0] * _NGRAM)  # by position; 0: none
 
     def rests(self, sequence: Sequence) -> bool:
-        """Whether nothing is guessed of a sequence by now: most text is new, and told apart here at little cost."""
+        """Cheap check whether no draft is possible now, as for most text."""
         token_ids, constraint = sequence.token_ids, sequence.constraint
         if constraint is not None and not constraint.is_silent(token_ids):
             return False
@@ -144,7 +143,7 @@ class History:
         return True
 
     def _look(self, token_ids: list[int]) -> int:
-        """Index what has come; returns where the last tokens stood before, 0 for nowhere."""
+        """Index new tokens; returns the latest earlier position behind the last n-gram, or 0."""
         end = len(token_ids)
         latest, earlier = self._latest, self._earlier
         start, key = len(earlier), self._key
@@ -160,7 +159,7 @@ class History:
         return latest.get(key, 0) if len(earlier) >= end else 0
 
     def find(self, sequence: Sequence, most: int) -> list[int]:
-        """At most so many tokens that followed the last ones where these stood before."""
+        """Up to `most` tokens that followed the longest earlier match of the last tokens."""
         token_ids, earlier = sequence.token_ids, self._earlier
         end, place = len(token_ids), self._look(token_ids)
         if not place:
@@ -176,23 +175,23 @@ class History:
                 break
         most = _up_to_image(sequence, best, min(most, 2 * longest))
         draft = token_ids[best : best + most]
-        while 0 < len(draft) < most:  # the end is reached: what it repeats goes on
+        while 0 < len(draft) < most:  # the match overlaps the end: continue periodically
             draft += draft[: most - len(draft)]
         return draft
 
     def decline(self, num_tokens: int) -> bool:
-        """Note that a draft would not pay; returns whether it is tried all the same."""
+        """Note an unprofitable draft; returns whether it is tried anyway."""
         is_trial = 0 < self._trial_at <= num_tokens
         if is_trial or not self._trial_at:
             self._trial_at = num_tokens + self._wait
             self._wait = min(2 * self._wait, _LONGEST_WAIT)
-        is_likely = self.right > _LIKELY  # then steps may be cheaper soon, or others draft as well
+        is_likely = self.right > _LIKELY  # costs may fall soon
         self.quiet_until = num_tokens + _REST if is_likely else self._trial_at
         self._is_trial = is_trial
         return is_trial
 
     def note(self, num_right: int, num_tried: int) -> None:
-        """Of so many guessed tokens that were looked at so many were right."""
+        """Update the acceptance rate with one verified draft."""
         weight = 1 - (1 - _NEWEST_OF_SEQUENCE) ** num_tried
         self.right += weight * (num_right / num_tried - self.right)
         is_trial, self._is_trial = self._is_trial, False
@@ -200,12 +199,12 @@ class History:
             return
         if not is_trial:
             self._wait = _FIRST_WAIT
-        elif self.right < _SURE:  # what was tried may be tried again
+        elif self.right < _SURE:  # a trial succeeded
             self.quiet_until, self._trial_at = 0, 1
 
 
 def _match(token_ids: list[int], place: int, end: int) -> int:
-    """How many tokens in front of two places are alike, of which three are."""
+    """Length of the common suffix before two positions; at least an n-gram."""
     length = _NGRAM
     while (
         length < _MAX_MATCH
@@ -217,7 +216,7 @@ def _match(token_ids: list[int], place: int, end: int) -> int:
 
 
 def _up_to_image(sequence: Sequence, place: int, most: int) -> int:
-    """How many tokens from a place on are text: an image's slots are no tokens that are sampled."""
+    """Limit `most` to the tokens before the next image, whose slots are never sampled."""
     if place < sequence.num_prompt_tokens:
         for image in sequence.images:
             if image.offset + image.num_tokens > place:
@@ -226,29 +225,28 @@ def _up_to_image(sequence: Sequence, place: int, most: int) -> int:
 
 
 class Speculator:
-    """Guesses for the sequences of one engine.
+    """Drafts for the sequences of one engine.
 
-    A token more in a draft makes the step longer for all of its sequences, and saves one of them a
-    step where it is right: drafts are as long as that pays, by what was measured.
+    A longer draft makes the step longer for all sequences and saves one of them a step if it is accepted. The length
+    maximizes the expected token rate, from measured costs.
     """
 
     def __init__(self, eos_token_ids: Set[int] = frozenset(), *, repeats: bool = True) -> None:
-        """No draft has tokens that end an answer: what is sampled behind one may.
-
-        `repeats`: answers without a grammar are guessed too, by what stood before.
-        """
+        """Drafts contain no end-of-sequence token. `repeats`: draft from n-grams too."""
         self._eos_token_ids = eos_token_ids
         self.repeats = repeats
-        self.num_guessed = 0  #: tokens of drafts that were computed
+        self.num_guessed = 0  #: drafted tokens
         self.num_accepted = 0
-        self.is_asked = False  #: for the step that is planned: what comes of it is worth a note
-        self._plain_s: dict[int, float] = {}  # a step without drafts, by number of sequences
-        # a token of drafts, as a share of that step, by magnitudes of sequences and of draft tokens
+        self.is_asked = False  #: whether the planned step is to be measured
+        self._plain_s: dict[
+            int, float
+        ] = {}  # time of a step without drafts, by number of sequences
+        # cost of a draft token as a share of that step, by magnitudes of sequences and draft tokens
         self._costs: dict[tuple[int, int], float] = {}
-        # how often a token is right: of grammars, and where a sequence begins
+        # acceptance rates: of grammar drafts, and the prior of new sequences
         self._forced_right, self._first_right = _FORCED_RIGHT, _RIGHT
         self._num_drafted = 0  # steps in a row with drafts
-        self._num_wanted = 0  # sequences that had a draft worth its time, in the step before
+        self._num_wanted = 0  # sequences with a draft in the step before
         self._begin_step()
 
     def _begin_step(self) -> None:
@@ -256,24 +254,24 @@ class Speculator:
         self._num_expected = 0.0
 
     def begin(self, sequence: Sequence) -> None:
-        """Take on a sequence in which something is to be guessed: held to a grammar, or any where it `repeats`."""
-        # others' text came again: that says little of this one's, and wrong guesses cost
+        """Start drafting for a sequence."""
+        # others' acceptance says little about this one, and rejected drafts cost time
         sequence.history = History(min(self._first_right, _RIGHT))
         self._first_right += _FORGOTTEN * (_RIGHT - self._first_right)
 
     def guess(
         self, sequence: Sequence, num_running: int, most: int, most_beside: int
     ) -> tuple[int, ...]:
-        """What may follow the tokens of a sequence: at most so many, none where it does not pay.
+        """A draft of at most `most` tokens; empty if it does not pay.
 
-        `most_beside` holds where others do not take several tokens in this step as well.
+        `most_beside` is the limit where not all sequences of the step have drafts.
         """
         self.is_asked = True
         history, constraint = sequence.history, sequence.constraint
         num_tokens = len(sequence.token_ids)
         assert history is not None
         is_quiet = num_tokens < history.quiet_until
-        # what steps take without has to be seen, at first and now and then
+        # measure plain steps first, and again periodically
         if (
             (is_quiet and (constraint is None or constraint.is_silent(sequence.token_ids)))
             or self._num_drafted >= _PLAIN_EVERY
@@ -310,9 +308,9 @@ class Speculator:
         return tuple(draft[:longest])
 
     def _longest(self, right: float, most: int, num_running: int) -> tuple[int, float]:
-        """How long a draft is best, and how many of its tokens will be right.
+        """The best draft length and the expected number of accepted tokens.
 
-        A length of unknown cost is tried only behind one that is known.
+        A length of unknown cost is tried only if the next shorter one is known.
         """
         num_sure, num_planned = num_running + self._num_expected, self._num_planned
         best = num_sure / (1 + self._cost(num_running, num_planned))
@@ -328,7 +326,7 @@ class Speculator:
         return longest, expected
 
     def _cost(self, num_running: int, num_tokens: int) -> float:
-        """What so many draft tokens make a step longer, as a share of one without."""
+        """Cost of so many draft tokens, as a share of a step without."""
         if not num_tokens:
             return 0.0
         size, magnitude = _magnitude(num_running, num_tokens)
@@ -339,7 +337,7 @@ class Speculator:
         return num_tokens * _FIRST_COST / num_running
 
     def note(self, batch: Batch, result: StepResult, seconds: float) -> None:
-        """What came of a step, and how long it took."""
+        """Update costs and acceptance rates with the result of a step."""
         self.is_asked = False
         self._num_wanted, is_drafted = self._num_wanting, self._num_planned > 0
         self._begin_step()
@@ -353,7 +351,7 @@ class Speculator:
                 self._note_draft(item, len(choice.following))
         self.num_guessed += num_guessed
         plain_s = self._plain_s.get(num_running)
-        if not is_decode:  # prompts: its time says nothing about drafts
+        if not is_decode:  # the step had prompt tokens: its time says nothing about drafts
             return
         if num_guessed == 0:
             self._num_drafted = 0

@@ -1,7 +1,6 @@
-"""A checkpoint's chat template: conversation in, prompt text out.
+"""A checkpoint's chat template: renders a conversation as text.
 
-Used by the prompt builder. Templates come from strangers: they see plain data only, in jinja's
-sandbox, with limits of time and memory.
+Templates are untrusted: they get plain data only, in jinja's sandbox, with limits of time and memory.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +19,7 @@ from engines.text.template_rendering import (
 from engines.text.tools import ToolFormat, find_tool_format
 from shared.protocol import ChatMessage, ImagePart
 
-#: LLaVA-1.5's, as llava-hf publishes it; for checkpoints that bring none.
+#: The template of llava-hf's LLaVA-1.5, for checkpoints without one.
 LLAVA_TEMPLATE = """\
 {% for message in messages %}\
 {% if message['role'] != 'system' %}{{ message['role'].upper() + ': ' }}{% endif %}\
@@ -38,18 +37,16 @@ NO_CALLS: Mapping[int, list[dict[str, Any]]] = {}
 
 
 class ChatTemplate:
-    """A compiled template, and whether it takes contents as lists of parts or as one string.
+    """A compiled template. It takes message contents as lists of parts or as strings.
 
-    `image_token` is what it writes where an image is; empty for a model that takes none.
-
-    Raises: UnusableTemplate.
+    `image_token` is the placeholder that it writes for an image; empty for a text-only model. Raises: UnusableTemplate.
     """
 
     def __init__(
         self, source: str, image_token: str, variables: Mapping[str, str] | None = None
     ) -> None:
         self.source = source
-        #: How the model writes calls of functions, where the template has a place for them.
+        #: The call format, if the template lists functions.
         self.tool_format: ToolFormat | None = None
         self._image_token = image_token
         self._renderer = CompiledTemplate(source, dict(variables or {}))
@@ -76,10 +73,10 @@ class ChatTemplate:
         *,
         is_answered: bool = True,
     ) -> str:
-        """The prompt's text. `texts[i]` are the texts that stand for the text parts of `messages[i]`, and last for
-        its reasoning. `options` are further variables, `tools` functions, and `calls[i]` those of `messages[i]`. `is_answered`: it ends with the head of an answer.
+        """The prompt's text. `texts[i]` replace the text parts of `messages[i]`, then its reasoning.
 
-        Raises: InvalidRequest where the template refuses the conversation.
+        `options` are further variables, `tools` functions, `calls[i]` the calls of `messages[i]`. `is_answered`: add the
+        generation prompt. Raises: InvalidRequest if the template refuses the conversation.
         """
         rendered = []
         for place, (message, replacements) in enumerate(zip(messages, texts, strict=True)):
@@ -117,7 +114,7 @@ class ChatTemplate:
         return "".join(part.get("text", f"{self._image_token}\n") for part in parts)
 
     def _shows_tools(self) -> bool:
-        """Whether the template tells the model what it may call."""
+        """Whether the template lists functions."""
         function = {"name": _PROBE, "description": _PROBE, "parameters": {"type": "object"}}
         content = self._to_content([{"type": "text", "text": "hello"}])
         try:
@@ -145,9 +142,9 @@ class ChatTemplate:
 
 
 def read_chat_template(directory: Path) -> str | None:
-    """The template of a checkpoint, from the places and in the order in which transformers looks.
+    """The template of a checkpoint, searched in the order of transformers.
 
-    Raises: UnsupportedCheckpoint on files that are no JSON.
+    Raises: UnsupportedCheckpoint for files that are not JSON.
     """
     file = directory / "chat_template.jinja"
     if file.is_file():

@@ -1,7 +1,6 @@
-"""Tokens to text while they come, exactly: the pieces add up to the decoding of the whole.
+"""Incremental detokenization: the pieces add up to the decoding of the whole answer.
 
-Called by the engine, one object per answer. A character whose bytes are not all there is held back;
-so is text that may become a stop string.
+One object per answer. Incomplete characters and text that may be part of a stop string are held back.
 """
 
 from codecs import utf_8_decode
@@ -11,7 +10,7 @@ from engines.core.runner import Tokenizer
 
 
 class SpellingTokenizer:
-    """A tokenizer that gives text for some tokens that are none."""
+    """A tokenizer that spells some special tokens."""
 
     def __init__(self, tokenizer: Tokenizer, spelled: Mapping[int, str]) -> None:
         self.vocab_size = tokenizer.vocab_size
@@ -22,18 +21,18 @@ class SpellingTokenizer:
         self._spelled = {token_id: text.encode() for token_id, text in spelled.items()}
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The raw bytes that a token adds to the text."""
+        """Bytes of a token."""
         return self._spelled.get(token_id) or self._tokenizer.token_bytes(token_id)
 
 
 class SpecialsTokenizer(SpellingTokenizer):
-    """A tokenizer that gives the text of special tokens, but for those that end an answer."""
+    """A tokenizer that spells special tokens, except those that end an answer."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__(tokenizer, {})
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The raw bytes that a token adds to the text."""
+        """Bytes of a token."""
         data = self._tokenizer.token_bytes(token_id)
         if data or token_id in self.eos_token_ids:
             return data
@@ -98,7 +97,7 @@ class Detokenizer:
 
 
 def decode(tokenizer: Tokenizer, token_ids: Iterable[int]) -> str:
-    """The text of ids, special tokens as they are spelled."""
+    """The text of token ids, with special tokens spelled."""
     pieces = (tokenizer.token_bytes(i) or tokenizer.token_string(i).encode() for i in token_ids)
     data = b"".join(pieces)
     return (data.removeprefix(b" ") if tokenizer.drops_leading_space else data).decode(
@@ -107,7 +106,7 @@ def decode(tokenizer: Tokenizer, token_ids: Iterable[int]) -> str:
 
 
 class StopStrings:
-    """Lets through what of a text lies before the first stop string, and what can be part of none."""
+    """Releases text up to the first stop string, and holds back text that may begin one."""
 
     def __init__(self, texts: Iterable[str], *, keeps: bool = False) -> None:
         self._keeps = keeps
@@ -117,9 +116,9 @@ class StopStrings:
         self._held = ""
 
     def release(self, text: str) -> str:
-        """What of the text can be part of no stop string any more, or lies before the first one.
+        """Add text; returns the text that cannot be part of a stop string any more.
 
-        The first one is the one that is complete first; of several, the longest.
+        The stop string that is complete first counts; of several, the longest.
         """
         if self.is_stopped:
             return ""
@@ -144,20 +143,20 @@ class StopStrings:
 
 
 class StopString:
-    """Finds one string in a stream of characters, at a constant cost per character on average.
+    """Finds one string in a stream of characters, in amortized constant time per character.
 
     Source: Knuth, Morris, Pratt, "Fast pattern matching in strings", 1977.
     """
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self.num_matched = 0  #: length of the longest prefix with which the stream now ends
-        self._borders = [0]  # per prefix: length of its longest proper prefix that also ends it
+        self.num_matched = 0  #: length of the longest prefix that is a suffix of the stream
+        self._borders = [0]  # per prefix: length of its longest border
         for character in text[1:]:
             self._borders.append(self._extend(self._borders[-1], character))
 
     def advance(self, character: str) -> bool:
-        """Take the next character; returns whether the string is complete, which ends it."""
+        """Add a character; returns whether the string is complete."""
         self.num_matched = self._extend(self.num_matched, character)
         return self.num_matched == len(self.text)
 

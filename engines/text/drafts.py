@@ -1,8 +1,7 @@
-"""What an answer will probably say next, by the grammar that it is held to.
+"""Drafts for answers that are constrained by a grammar.
 
-What is forced is certain, but for how the model cuts it into tokens. Between forced texts JSON has
-optional spaces and signs that follow from what stands before; the answer itself shows whether its
-model writes spaces.
+Forced text is certain except for its tokenization. Between forced texts, JSON has optional spaces and punctuation; the
+answer so far shows whether the model writes spaces.
 """
 
 from engines.core.constraint import Matcher
@@ -12,12 +11,12 @@ _MAX_BYTES = 96
 _CONTEXT_TOKENS = 8
 _SHOWN_TOKENS = 48
 _SIGNS = (b'"', b":", b",", b"}", b"]", b"{", b"[")
-#: What may stand inside texts and numbers, where a sign says nothing.
+#: Where one of these is allowed, the position is inside a string or number.
 _INSIDE = (b"0", b"a")
 
 
 class Drafter:
-    """Guesses for one model's tokens. A guess changes nothing but time."""
+    """See `Drafts`."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._tokenizer = tokenizer
@@ -33,7 +32,7 @@ class Drafter:
         self._longest = min(32, max(map(len, self._ids), default=0))
 
     def draft(self, matcher: Matcher, output: list[int]) -> list[int]:
-        """Tokens that may come behind these, where the matcher is. Shapes: any number of them."""
+        """See `Drafts`."""
         last = b""
         for token_id in reversed(output[-4:]):
             last = self._text(token_id) + last
@@ -50,11 +49,11 @@ class Drafter:
         return self._cut(output, bytes(found))
 
     def is_turn(self, token_id: int) -> bool:
-        """Whether it is more than letters and spaces."""
+        """Whether a token has other characters than letters and spaces."""
         return token_id >= len(self._is_word) or not self._is_word[token_id]
 
     def _find(self, matcher: Matcher, before: bytes, output: list[int]) -> bytes:
-        """What is forced here, or else likely."""
+        """Forced text, else likely text."""
         forced = matcher.compute_ff_bytes()
         if forced:
             return bytes(forced[:_MAX_BYTES])
@@ -75,7 +74,7 @@ class Drafter:
         return token_id is not None and matcher.validate_tokens([token_id]) == 1
 
     def _cut(self, output: list[int], text: bytes) -> list[int]:
-        """The tokens of a text behind others, as the model would write them."""
+        """Tokenize a text in the context of the output."""
         context = b"".join(map(self._text, output[-_CONTEXT_TOKENS:]))
         try:
             token_ids = self._tokenizer.encode((context + text).decode())
@@ -91,7 +90,7 @@ class Drafter:
         return found
 
     def _spell(self, text: bytes) -> list[int]:
-        """A text in the longest tokens from its start on; empty where there are none."""
+        """Tokenize a text greedily by longest match; empty if that is not possible."""
         found, start = [], 0
         while start < len(text):
             for end in range(min(len(text), start + self._longest), start, -1):

@@ -1,7 +1,6 @@
-"""Grammars of clients, compiled for a model's tokens: what an answer must be, to a `Constraint`.
+"""Compiles grammars of clients for a model's vocabulary. Thread-safe.
 
-Called by the engine when it prepares a request, from any thread. A grammar comes from a stranger: it
-is tried in a child process with limits of time and memory before this one compiles it.
+Grammars are untrusted: a child process with limits of time and memory compiles them first.
 """
 
 import hashlib
@@ -36,15 +35,15 @@ from engines.text.schemas import UnsupportedSchema, prepare
 from engines.text.tools import ToolFormat, to_rules
 from shared.protocol import UNSUPPORTED_KEYWORDS, Grammar, Tools
 
-MAX_CPU_S = 0.5  #: to compile a grammar and to make its first mask
+MAX_CPU_S = 0.5  #: to compile a grammar and compute its first mask
 MAX_BYTES = 256 * 1024 * 1024
-_MAX_KEPT = 256  #: compiled grammars, and refusals
+_MAX_KEPT = 256  #: compiled grammars and refusals
 _MAX_KEPT_BYTES = 128 * 1024 * 1024
-_MIN_BYTES = 64 * 1024  #: that a compiled grammar counts as
-ANSWER_TIMEOUT_S = 20.0  #: of a machine that is busy
+_MIN_BYTES = 64 * 1024  #: minimum size of a compiled grammar
+ANSWER_TIMEOUT_S = 20.0  #: on a busy machine
 
 _COMPLEX_WORDS = ("too many", "too large", "too big", "too complex", "limit", "fuel", "exceed")
-#: What an error ends with: the source, which holds the client's words.
+#: The end of an error: the source, which contains text of the client.
 _LISTING = re.compile(r"\n +1 \| ")
 _COMPLEX = "it takes more time or memory than a request may; send a simpler one"
 
@@ -64,10 +63,7 @@ class GrammarCompiler:
         reasoning: Reasoning | None = None,
         spelled: Mapping[int, str] = NOTHING_SPELLED,
     ) -> None:
-        """`vocab_size` is the number of scores that there are for each token.
-
-        `spelled` are tokens that are no text, and that a grammar may ask for by these texts.
-        """
+        """`vocab_size` is the number of logits. `spelled` are special tokens that grammars name by these texts."""
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._reasoning = reasoning
@@ -90,8 +86,8 @@ class GrammarCompiler:
         reasoning: Reasoning | None,
         spelled: Mapping[int, str] = NOTHING_SPELLED,
     ) -> "GrammarCompiler | None":
-        """None where answers cannot be held to grammars: nothing ends them, they have several parts,
-        or llguidance is not installed.
+        """None if grammars are not supported: without end-of-sequence token, for answers in several parts, or without
+        llguidance.
         """
         has_parts = reasoning is not None and bool(reasoning.form.head_end)
         ends = any(token_id < vocab_size for token_id in tokenizer.eos_token_ids)
@@ -100,10 +96,9 @@ class GrammarCompiler:
         return cls(tokenizer, vocab_size, reasoning, spelled)
 
     def compile(self, grammar: Grammar, *, is_thinking: bool = False) -> Constraint:
-        """What holds an answer to a grammar. Blocks; other threads run meanwhile.
+        """Compile a grammar. Blocks without the GIL.
 
-        `is_thinking`: the prompt has begun what comes before the answer.
-        Raises: BadGrammar, GrammarTooComplex.
+        `is_thinking`: the prompt ends within the reasoning. Raises: BadGrammar, GrammarTooComplex.
         """
         try:
             is_json = grammar.kind == "json"
@@ -114,9 +109,9 @@ class GrammarCompiler:
     def compile_tools(
         self, tools: Tools, form: ToolFormat, grammar: Grammar | None, *, is_thinking: bool = False
     ) -> Constraint:
-        """What lets an answer be calls of functions, or else text, or what the grammar asks for.
+        """Compile a grammar for function calls, else text, or else `grammar`.
 
-        Schemas of functions that cannot be kept are any object's, unless they are strict. Raises: as `compile`.
+        Unsupported schemas of functions accept any object, unless they are strict. Raises: as `compile`.
         """
         others: dict[str, str] = {}
         rules = ""
@@ -155,9 +150,9 @@ class GrammarCompiler:
                 self._judge = None
 
     def _to_source(self, body: str, others: dict[str, str], *, is_thinking: bool) -> str:
-        """All that the model may write; `body` has the rule `answer`.
+        """The grammar of the whole output, with reasoning; `body` has the rule `answer`.
 
-        Of an answer whose first space is dropped, that space stands before it always.
+        If the first space of an output is dropped, the grammar begins with a space.
         """
         space = '" "' if self._tokenizer.drops_leading_space else '""'
         if self._reasoning is None:
@@ -174,7 +169,7 @@ class GrammarCompiler:
         return to_source("\n".join([f"start: {start}", *rules, body]), **others)
 
     def _find(self, source: str) -> Any:
-        """A matcher at the start of a grammar, for copies. Raises: _Refusal."""
+        """The cached matcher of a grammar, to be copied. Raises: _Refusal."""
         key = hashlib.sha256(source.encode()).digest()
         with self._lock:
             found = self._kept.get(key)
@@ -201,7 +196,7 @@ class GrammarCompiler:
         if not verdict.is_lost and not verdict.error:
             matcher = create_matcher(self._tables, source)
             if not matcher.is_error():
-                matcher.compute_bitmask()  # so that no step has to wait for the first one
+                matcher.compute_bitmask()  # outside of a step
             verdict = msgspec.structs.replace(verdict, error=matcher.get_error())
             if not verdict.error:
                 return _Compiled(matcher, max(_MIN_BYTES, verdict.num_bytes))
@@ -211,7 +206,7 @@ class GrammarCompiler:
         raise _Refusal(_explain(error) or "it cannot be read")
 
     def _load(self) -> None:
-        """Tables of the vocabulary: some megabytes, and some time, for the first that asks."""
+        """Build the vocabulary tables, at the first grammar."""
         tokenizer = self._tokenizer
         spelled = self._spelled
         self._vocabulary = Vocabulary(
@@ -223,13 +218,13 @@ class GrammarCompiler:
             ),
             tuple(sorted(i for i in tokenizer.eos_token_ids if i < self._vocab_size)),
         )
-        self._judge = _Judge(self._vocabulary)  # it reads them meanwhile
+        self._judge = _Judge(self._vocabulary)  # it loads them meanwhile
         self._tables = create_tokenizer(self._vocabulary)
         self._drafter = Drafter(tokenizer, self._vocab_size)
         self._bound_numbers = NumberBounds(self._vocabulary.tokens)
 
     def _ask(self, source: str) -> Verdict:
-        """The child's verdict. Raises: _Refusal if the child ends first; the next grammar has another child."""
+        """The child's verdict. Raises: _Refusal if the child is lost; it is replaced."""
         assert self._vocabulary is not None
         try:
             if self._judge is None:
@@ -252,14 +247,14 @@ class GrammarCompiler:
 
 
 class NumberBounds:
-    """Ends numbers of JSON that a schema does not bound, which small models continue without an end.
+    """Limits JSON numbers without bounds in the schema, which small models can continue forever.
 
-    An integer has at most 19 digits, a number 17 and an exponent of 3. llguidance has no such option, so that tokens
-    are forbidden where the answer ends with a number and every digit may follow: there a schema sets no bound.
+    Integers have at most 19 digits, other numbers 17 and an exponent of 3. llguidance has no such option, so tokens are
+    masked where the answer ends with a number and every digit may follow.
     """
 
     def __init__(self, texts: Sequence[bytes]) -> None:
-        """`texts` are those of the vocabulary, by token."""
+        """`texts` are the tokens' bytes."""
         self._texts = texts
         ids = {text: token_id for token_id, text in enumerate(texts) if len(text) == 1}
         self._digits = [ids.get(b"%d" % digit, -1) for digit in range(10)]
@@ -269,7 +264,7 @@ class NumberBounds:
         self._numeric = [(i, found[0]) for i, found in begun if found]
 
     def __call__(self, mask: bytes, last: Sequence[int]) -> bytes:
-        """As `Narrow`."""
+        """See `Narrow`."""
         run = b""
         for token_id in reversed(last):
             run = self._texts[token_id] + run
@@ -296,7 +291,7 @@ _DIGIT = re.compile(rb"[0-9]")
 
 
 def _is_bounded(number: bytes, *, is_whole: bool) -> bool:
-    """Whether a partly written number can still be completed within its bounds."""
+    """Whether a number prefix is within the limits."""
     mantissa, _, exponent = number.lower().partition(b"e")
     num_digits = len(_DIGIT.findall(mantissa)) + mantissa.endswith(b".")
     return num_digits <= (19 if is_whole else 17) and len(_DIGIT.findall(exponent)) <= 3
@@ -311,12 +306,12 @@ class _Compiled:
 
 
 class _Refusal(Exception):
-    """What is wrong with a grammar, without anything of the client's."""
+    """The reason to refuse a grammar, without text of the client."""
 
     num_bytes = 1024
 
     def __init__(self, problem: str, *, is_complex: bool = False, is_kept: bool = True) -> None:
-        """`is_kept`: it would be refused again."""
+        """`is_kept`: the refusal is cached."""
         super().__init__(problem)
         self.is_complex = is_complex
         self.is_kept = is_kept
@@ -344,7 +339,7 @@ class _Judge(ChildProcess):
 
 
 def _to_body(grammar: Grammar, name: str = "answer") -> tuple[str, dict[str, str]]:
-    """The rule of that name, and grammars that it names. Raises: _Refusal."""
+    """The rule `name`, and the grammars that it references. Raises: _Refusal."""
     if grammar.kind == "json":
         return f"{name}: %json {_to_schema(grammar)}", {}
     if grammar.kind == "regex":
@@ -366,7 +361,7 @@ def _to_rules(tools: Tools, form: ToolFormat, *, is_loose: bool) -> str:
 
 
 def _to_schema(grammar: Grammar) -> str:
-    """The schema as llguidance is given it. Raises: _Refusal."""
+    """The prepared schema. Raises: _Refusal."""
     try:
         schema = json.loads(grammar.source)
     except (ValueError, RecursionError):
@@ -381,7 +376,7 @@ def _to_schema(grammar: Grammar) -> str:
         raise _Refusal(str(error)) from None
 
 
-#: What llguidance says, and what we say of it, which holds nothing of the client's.
+#: Parts of llguidance's errors, and messages without text of the client.
 _PROBLEMS = (
     ("Unknown format", "a format is not supported"),
     ("oneOf", "oneOf whose schemas may overlap is not supported; use anyOf"),
@@ -411,7 +406,7 @@ def _is_complex(error: str) -> bool:
 
 
 def _explain(error: str) -> str:
-    """Empty for what is not known."""
+    """The message for an error of llguidance; empty if it is unknown."""
     if "Unimplemented keys" in error:
         words = re.findall(r'"([^"]*)"', error.partition("Unimplemented keys")[2])
         named = ", ".join(word for word in words if word in UNSUPPORTED_KEYWORDS) or "some"

@@ -1,8 +1,7 @@
-"""A child process that tries grammars of strangers before the engine has to do with them.
+"""A child process that compiles untrusted grammars, without keys, addresses and rights.
 
-It has no keys, no address and no rights; for each grammar it makes a copy of itself, which is given little
-time and memory, compiles it and makes the first mask, and may die of it.
-On a socket: the vocabulary, then grammars; to each an answer. All are a length and msgpack.
+It forks for each grammar; the fork has limits of time and memory, compiles the grammar, computes the first mask and may
+crash. Messages on the socket: the vocabulary, then grammars, each answered by a `Verdict`.
 """
 
 import json
@@ -20,26 +19,26 @@ from engines.child_process import READY, confine, receive_message, restrict, sen
 
 _HEAD = '%llguidance {"no_forcing": true}'
 _MAX_ANSWER_BYTES = 64 * 1024
-_ADDRESS_BYTES = 1024 * 1024 * 1024  #: of an idle child, where the system does not tell
+_ADDRESS_BYTES = 1024 * 1024 * 1024  #: of an idle child, where /proc is missing
 
 
 class Vocabulary(msgspec.Struct, frozen=True):
-    """What a grammar is matched against."""
+    """The tokens that grammars match."""
 
-    tokens: tuple[bytes, ...]  #: what each adds to the text; empty: it is no text
+    tokens: tuple[bytes, ...]  #: bytes of each token; empty for special tokens
     eos_token_ids: tuple[int, ...]
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """What came of a grammar."""
+    """The result of one grammar."""
 
     error: str = ""
-    num_bytes: int = 0  #: memory that it took
-    is_lost: bool = False  #: it took too much time or memory
+    num_bytes: int = 0  #: memory of the compiled grammar
+    is_lost: bool = False  #: it exceeded its time or memory
 
 
 class _Tokens:
-    """A vocabulary in the words of llguidance."""
+    """llguidance's tokenizer interface."""
 
     bos_token_id = None
 
@@ -49,14 +48,14 @@ class _Tokens:
         self.special_token_ids = list(vocabulary.eos_token_ids)
 
     def __call__(self, text: bytes) -> list[int]:
-        """How a text is cut, which nobody asks for: no grammar forces tokens."""
+        """Tokenize; not used, because grammars force no tokens."""
         return []
 
 
 def to_source(lark: str, **others: str) -> str:
-    """A grammar in Lark's language, and `others` that it names as `@name`, in llguidance's form.
+    """The source of a Lark grammar for llguidance, and the `others` that it references as `@name`.
 
-    Nothing is forced: a text that must come would be cut into tokens at every mask, however long it is.
+    Forcing is off: forced text would be tokenized again at every mask.
     """
     grammars = [{"lark_grammar": f"{_HEAD}\n{lark}"}]
     grammars += [{"name": name, "lark_grammar": text} for name, text in others.items()]
@@ -75,13 +74,13 @@ def create_tokenizer(vocabulary: Vocabulary) -> Any:
 
 
 def create_matcher(tokenizer: Any, source: str) -> Any:
-    """A compiled grammar, perhaps in error. Drops the GIL meanwhile."""
+    """Compile a grammar; check `is_error`. Releases the GIL."""
     from llguidance import LLMatcher, LLParserLimits  # noqa: PLC0415 - an extra
 
     limits = LLParserLimits(
         max_lexer_states=20_000,
         step_max_items=20_000,
-        max_items_in_row=20_000,  # an object has 4 for each property that may come next
+        max_items_in_row=20_000,  # an object has 4 per property that may come next
         initial_lexer_fuel=200_000,
         step_lexer_fuel=50_000,
         max_grammar_size=100_000,
@@ -91,7 +90,7 @@ def create_matcher(tokenizer: Any, source: str) -> Any:
 
 
 def judge(tokenizer: Any, source: str) -> Verdict:
-    """Compile a grammar and make its first mask."""
+    """Compile a grammar and compute its first mask."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     matcher = create_matcher(tokenizer, source)
     if not matcher.is_error():
@@ -101,13 +100,13 @@ def judge(tokenizer: Any, source: str) -> Verdict:
 
 
 def judge_apart(tokenizer: Any, source: str, max_cpu_s: float) -> Verdict:
-    """The same in a copy of this process."""
+    """`judge` in a fork of this process."""
     ours, theirs = os.pipe()
     pid = os.fork()
     if pid == 0:
         code = 1
         with suppress(BaseException):
-            signal.setitimer(signal.ITIMER_PROF, max_cpu_s)  # its signal ends the process
+            signal.setitimer(signal.ITIMER_PROF, max_cpu_s)  # the signal ends the process
             os.write(theirs, msgspec.msgpack.encode(judge(tokenizer, source)))
             code = 0
         os._exit(code)
@@ -121,12 +120,12 @@ def judge_apart(tokenizer: Any, source: str, max_cpu_s: float) -> Verdict:
 
 
 def main() -> None:
-    """Serve on the socket whose number is the first argument; then come bytes and milliseconds."""
+    """Arguments: number of the socket, limits of memory in bytes and of CPU time in milliseconds."""
     number, max_bytes, max_cpu_ms = (int(argument) for argument in sys.argv[1:4])
     with socket.socket(fileno=number) as sock, suppress(EOFError, OSError):
         vocabulary = msgspec.msgpack.decode(receive_message(sock), type=Vocabulary)
         tokenizer = create_tokenizer(vocabulary)
-        judge(tokenizer, to_source('start: %json {"type": "object"}'))  # loads what is left to load
+        judge(tokenizer, to_source('start: %json {"type": "object"}'))  # lazy imports
         restrict(_present_bytes() + max_bytes)
         confine()
         sock.sendall(READY)
@@ -136,7 +135,7 @@ def main() -> None:
 
 
 def _present_bytes() -> int:
-    """The address space of this process."""
+    """Size of the address space of this process."""
     with suppress(OSError), open("/proc/self/statm") as file:
         return int(file.read().split()[0]) * resource.getpagesize()
     return _ADDRESS_BYTES

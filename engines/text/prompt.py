@@ -1,13 +1,11 @@
 """Conversations to token ids with slots for images.
 
-Called by the torch processor. The law of this module: only the chat template can write a control
-token. A user's `<image>` or `</s>` stays ordinary text, in one message part or spread over several,
-and there are as many runs of image slots as image parts.
+Invariant: only the chat template can write a control token. A user's `<image>` or `</s>` stays text, in one message
+part or across several, and there are as many runs of image slots as image parts.
 
-How: where a user's text spells a control token, a random guard is put inside; the rendered prompt
-is cut at the control tokens that are left, which are the template's; the guards are taken out, and
-the pieces between are encoded as plain text. Without such spellings no guard is put, and the ids
-are those of transformers.
+A random guard is inserted into control tokens that user text spells. The rendered prompt is split at the remaining
+control tokens, which are the template's; the guards are removed and the pieces are encoded as plain text. Without
+guards the ids equal those of transformers.
 """
 
 import re
@@ -31,7 +29,7 @@ _GUARD_ALPHABET = [chr(code) for code in range(0xE000, 0xE400)]  # private use: 
 
 @dataclass(frozen=True, slots=True)
 class ControlToken:
-    """A token that means something to the model beyond text. `lstrip`: it swallows spaces to its left."""
+    """A special token. `lstrip`, `rstrip`: white space beside it is dropped."""
 
     id: int
     text: str
@@ -41,39 +39,39 @@ class ControlToken:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """An image as a family's processor made it ready.
+    """A processed image.
 
-    `hash` is of the image and of how it was processed: the key of every cache. `text` stands in the prompt in place of
-    the template's placeholder; it spells control tokens, among them the slots, and may hold plain text between them.
+    `hash` covers the image and its processing: it is the key of every cache. `text` replaces the template's placeholder;
+    it spells control tokens, among them the slots, and may contain plain text.
     """
 
     hash: str
-    #: from the first control token of `text` to its last; None: as many as there are
+    #: from the first control token of `text` to its last; None: not checked
     num_tokens: int | None
     pixels: Any
     text: str
-    grid: tuple[int, ...] = ()  #: rows and columns of slots and the like
-    is_whole: bool = False  #: as of `ImageInput`
-    is_filled: bool = False  #: whether all tokens of it are slots, whatever they are
-    #: A token that the text begins and ends with; neighbours share one, and a space parts it from a word.
+    grid: tuple[int, ...] = ()  #: as in `ImageInput`
+    is_whole: bool = False  #: as in `ImageInput`
+    is_filled: bool = False  #: whether all of its tokens are slots
+    #: Separator token at both ends of the text; adjacent images share one, and a space separates it from a word.
     seam: str = ""
 
 
 class PromptTokenizer(Protocol):
-    """What prompts need of a tokenizer, beyond what engines need."""
+    """The tokenizer interface of the prompt builder."""
 
     control_tokens: Mapping[str, ControlToken]
     bos_token: str | None
-    prefix_ids: Sequence[int]  #: put before every text, where the template does not begin with BOS
+    prefix_ids: Sequence[int]  #: added before every text, unless the template begins with BOS
     suffix_ids: Sequence[int]
 
     def encode_piece(self, text: str, *, is_first: bool) -> list[int]:
-        """Plain text at the start of a prompt, or behind a control token."""
+        """Token ids of plain text at the start of a prompt or behind a control token."""
         ...
 
 
 class PromptBuilder:
-    """Makes prompts for one model."""
+    """Builds prompts for one model."""
 
     def __init__(
         self,
@@ -85,11 +83,11 @@ class PromptBuilder:
         *,
         adds_special_tokens: bool = True,
     ) -> None:
-        """`slot_id` is the token of image slots, None for no images.
+        """`slot_id` is the token of image slots, None for a text-only model.
 
-        The template spells it once where an image is, or another token as `placeholder`. `adds_special_tokens`:
-        a rendered template that does not begin with BOS gets the tokenizer's special tokens, as transformers'
-        processors add them; `apply_chat_template` of its tokenizers never does.
+        The template writes it, or the token `placeholder`, once per image. `adds_special_tokens`: add the tokenizer's
+        special tokens to a rendered template that does not begin with BOS, like transformers' processors and unlike
+        `apply_chat_template` of its tokenizers.
         """
         self._tokenizer = tokenizer
         self._template = template
@@ -107,12 +105,10 @@ class PromptBuilder:
         tools: Tools | None = None,
         ending: Ending = "answer",
     ) -> Prompt:
-        """Token ids and where images are. `items[i]` is the image of the part with index i.
+        """The prompt of a conversation. `items[i]` is the image with index i.
 
-        `ending` "message" continues the last message, as `continue_final_message` of transformers.
-
-        `options` are further variables of the template, `tools` functions that the model is told of.
-        Raises: InvalidRequest.
+        `ending` "message" continues the last message, like `continue_final_message` of transformers. `options` are
+        template variables, `tools` the functions that the template lists. Raises: InvalidRequest.
         """
         if self._template.tool_format is not None:
             messages = move_images(messages)
@@ -159,14 +155,14 @@ class PromptBuilder:
         return Prompt(token_ids, tuple(images), is_thinking=is_thinking)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> Prompt:
-        """A text as it stands, without the template: control tokens that it spells are tokens."""
+        """Tokenize a text without the template. Control tokens spelled in it are tokens."""
         token_ids, _ = self._encode(text, [], "", add_special_tokens=add_special_tokens)
         return Prompt(token_ids)
 
     def _expand(
         self, rendered: str, items: list[Item], guard: str
     ) -> tuple[str, list[tuple[int, int]]]:
-        """The prompt with the images' texts in the template's places, and where these begin and end."""
+        """Replace placeholders by the texts of images; returns the text and their (start, end)."""
         found = [
             start
             for start, token in self._spelling.find(rendered)
@@ -201,7 +197,7 @@ class PromptBuilder:
         *,
         add_special_tokens: bool,
     ) -> tuple[list[int], list[tuple[int, int]]]:
-        """Ids of a prompt's text, and between which of them the control tokens of each place are."""
+        """Token ids of a text, and the (start, end) of the control tokens of each place."""
         tokenizer = self._tokenizer
         bos = tokenizer.bos_token
         adds_special = add_special_tokens and not (bos and text.startswith(bos))
@@ -213,7 +209,7 @@ class PromptBuilder:
         for number, (piece, control, start, count) in enumerate(self._spelling.cut(text)):
             if piece:
                 ids += tokenizer.encode_piece(piece.replace(guard, ""), is_first=number == 0)
-            while True:  # for each place that a run of slots reaches into
+            while True:  # for each place within a run of slots
                 while start >= end and len(runs) < len(places):
                     runs.append((first, last + 1))
                     begin, end = next(remaining, (len(text), len(text)))
@@ -229,7 +225,7 @@ class PromptBuilder:
         return (ids + list(tokenizer.suffix_ids) if adds_special else ids), runs
 
     def _place(self, token_ids: list[int], run: tuple[int, int], item: Item) -> ImageInput:
-        """An image at its run of tokens. Raises: InvalidRequest."""
+        """The image input of a run of tokens. Raises: InvalidRequest."""
         offset, stop = run
         if item.num_tokens is not None and stop - offset != item.num_tokens:
             raise InvalidRequest(
@@ -249,10 +245,10 @@ class PromptBuilder:
 
 
 class ControlSpelling:
-    """Finds control tokens where they are spelled, and breaks those that a user spells."""
+    """Finds spelled control tokens, and guards those in user text."""
 
     def __init__(self, tokens: Mapping[str, ControlToken], slot_id: int | None = None) -> None:
-        """Runs of the token `slot_id` are cut as one, since an image has hundreds."""
+        """Runs of the token `slot_id` are split as one, since an image has hundreds."""
         self._tokens = tokens
         longest_first = sorted(tokens, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
@@ -263,33 +259,30 @@ class ControlSpelling:
                 spelled[text] = f"(?P<run>(?:{re.escape(text)})+)"
         self._run_pattern = re.compile("|".join(spelled.values()) or r"(?!)")
         self.run_text = next((text for text, token in tokens.items() if token.id == slot_id), "")
-        # What a text may begin or end with to make a control token together with its neighbours.
+        # texts that may form a control token together with their neighbours
         self._heads = tuple({t[:end] for t in tokens for end in range(1, len(t))})
         self._tails = tuple({t[start:] for t in tokens for start in range(1, len(t))})
 
     def protect(self, text: str, guard: str) -> str:
-        """The text with guards, so that neither it alone nor with its neighbours spells a control token."""
+        """Insert guards, so that the text spells no control token, alone or with its neighbours."""
         body = text.strip()
         if not body:
             return text
         start = text.index(body)
-        while self._pattern.search(body):  # again, where spellings overlap
+        while self._pattern.search(body):  # again for overlapping spellings
             body = self._pattern.sub(lambda match: match[0][0] + guard + match[0][1:], body)
-        # Within leading and trailing spaces, which templates may trim.
+        # inside leading and trailing spaces, which templates may trim
         head = guard if body.startswith(self._tails) else ""
         tail = guard if body.endswith(self._heads) else ""
         stop = len(text.rstrip())
         return text[:start] + head + body + tail + text[stop:]
 
     def find(self, text: str) -> list[tuple[int, ControlToken]]:
-        """The control tokens of a text, each with the place where its spelling begins."""
+        """Control tokens of a text with their positions."""
         return [(match.start(), self._tokens[match[0]]) for match in self._pattern.finditer(text)]
 
     def cut(self, rendered: str) -> list[tuple[str, ControlToken | None, int, int]]:
-        """Pieces of text, each with the control token behind it, that one's place and how often it stands there.
-
-        The last has none.
-        """
+        """Split into (text, control token behind it, its position, its repetitions); the last token is None."""
         pieces: list[tuple[str, ControlToken | None, int, int]] = []
         start = 0
         for match in self._run_pattern.finditer(rendered):
@@ -306,7 +299,7 @@ class ControlSpelling:
 
 
 def _mark_end(message: ChatMessage, texts: list[str], mark: str) -> None:
-    """Put a mark behind the last text of a message. Raises: InvalidRequest."""
+    """Append a mark to the last text of a message. Raises: InvalidRequest."""
     last = sum(isinstance(part, TextPart) for part in message.parts) - 1
     if last < 0:
         raise InvalidRequest("The last message holds no text that could be continued.")
@@ -314,7 +307,7 @@ def _mark_end(message: ChatMessage, texts: list[str], mark: str) -> None:
 
 
 def _cut_at(rendered: str, mark: str) -> str:
-    """The prompt up to the mark, as transformers cuts it. Raises: InvalidRequest."""
+    """The prompt before the mark, cut as in transformers. Raises: InvalidRequest."""
     start = rendered.rfind(mark.strip())
     if start < 0:
         raise InvalidRequest(
@@ -329,13 +322,13 @@ def _is_word(character: str) -> bool:
 
 
 def _texts_of(message: ChatMessage) -> list[str]:
-    """Its text parts, and last what was thought before them."""
+    """Its text parts, then its reasoning."""
     texts = [part.text for part in message.parts if isinstance(part, TextPart)]
     return [*texts, message.reasoning] if message.reasoning else texts
 
 
 def _protect_in(value: Any, protect: Callable[[str, str], str], guard: str) -> Any:
-    """The same with every string in it protected."""
+    """Protect every string in a value."""
     if isinstance(value, str):
         return protect(value, guard)
     if isinstance(value, list):
@@ -348,7 +341,7 @@ def _protect_in(value: Any, protect: Callable[[str, str], str], guard: str) -> A
 
 
 def _random_guard(texts: Sequence[Sequence[str]]) -> str:
-    """A string that no text holds and that no user can foresee."""
+    """An unpredictable string that no text contains."""
     while True:
         guard = "".join(secrets.choice(_GUARD_ALPHABET) for _ in range(12))
         if not any(guard in text for group in texts for text in group):

@@ -1,8 +1,7 @@
-"""What a model thinks before it answers, told apart from its answer by the family's markers.
+"""Separates the reasoning of a model from its answer by the markers of its family.
 
-Called by the engine, one object per answer, and by the loader, to find the family's format. Markers
-may be tokens of their own or spread over several; whatever the pieces are, their sums are the same,
-and no marker is in either.
+Markers may be single tokens or span several. The result does not depend on how the text is cut into pieces, and
+contains no markers.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,17 +13,17 @@ from engines.core.runner import Tokenizer
 from engines.text.detokenizer import Detokenizer
 from engines.text.prompt import ControlToken
 
-_MAX_HEAD_CHARS = 200  #: of what is looked at before an answer counts as one without markers
+_MAX_HEAD_CHARS = 200  #: length without a marker after which an answer has none
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """What stands before and behind the thinking of a family's models."""
+    """The reasoning markers of a model family."""
 
     name: str
     start: str
     end: str
-    #: What ends the head of each part, where an answer is parts with heads that name their channel.
+    #: End of a channel header, for answers in parts whose headers name their channel.
     head_end: str = ""
 
 
@@ -46,29 +45,29 @@ REASONING_FORMATS = {
 
 
 class State(Enum):
-    """Where in its answer a model is."""
+    """Position in an answer."""
 
-    HEAD = auto()  #: too little is known
+    HEAD = auto()  #: undecided
     THINKING = auto()
-    BETWEEN = auto()  #: behind the thinking, before the answer's first word
+    BETWEEN = auto()  #: behind the reasoning, before the answer's first word
     CONTENT = auto()
 
 
 class Splitter(Protocol):
-    """Tells thinking and answer apart, piece by piece."""
+    """Separates reasoning and answer, piece by piece."""
 
     state: State
-    has_parts: bool  #: between which heads stand, so that markers count in the answer too
+    has_parts: bool  #: answers in parts with headers, so that markers are recognized throughout
 
     def feed(self, text: str) -> tuple[str, str]:
-        """What of the text so far, and of what was held back, is thinking, and what is answer."""
+        """Add text; returns the new reasoning and the new answer text."""
         ...
 
     def finish(self) -> tuple[str, str]: ...
 
 
 class TagSplitter:
-    """Thinking once, first, between two markers; spaces around it belong to neither."""
+    """Reasoning once, at the start, between two markers; white space around it is dropped."""
 
     has_parts = False
 
@@ -79,7 +78,7 @@ class TagSplitter:
         self._has_thought = False
 
     def feed(self, text: str) -> tuple[str, str]:
-        """As of `Splitter`."""
+        """See `Splitter`."""
         reasoning = ""
         if self.state is State.HEAD:
             text = self._read_head(text)
@@ -92,20 +91,20 @@ class TagSplitter:
         return reasoning, text
 
     def finish(self) -> tuple[str, str]:
-        """As of `Splitter`; a part of the end marker is no thinking."""
+        """See `Splitter`; an incomplete end marker is dropped."""
         held, self._held = self._held, ""
         if self.state is State.HEAD:
             return "", held
         return held[: len(held) - _num_begun(held, self._form.end)].rstrip(), ""
 
     def _read_head(self, text: str) -> str:
-        """The text behind the marker that begins the thinking; all of it where there is none."""
+        """The text behind the start marker; all of it if there is none."""
         self._held += text
         body = self._held.lstrip()
         start, end = self._form.start, self._form.end
         if body.startswith(start):
             self.state, rest = State.THINKING, body[len(start) :]
-        elif body.startswith(end):  # the prompt has begun and ended the thinking
+        elif body.startswith(end):  # the prompt contains the start marker
             self.state, rest = State.BETWEEN, body[len(end) :]
         elif (start.startswith(body) or end.startswith(body)) and len(self._held) < _MAX_HEAD_CHARS:
             return ""
@@ -115,12 +114,12 @@ class TagSplitter:
         return rest
 
     def _think(self, text: str) -> tuple[str, str]:
-        """Thinking, and the text behind it where it ends."""
+        """The new reasoning, and the text behind its end."""
         known = self._held + text
         if not self._has_thought:
             start = self._form.start
             known = known.lstrip()
-            if known.startswith(start):  # some models repeat what their prompt has begun
+            if known.startswith(start):  # some models repeat the marker of the prompt
                 known = known[len(start) :].lstrip()
             elif known and start.startswith(known):
                 self._held = known
@@ -136,7 +135,7 @@ class TagSplitter:
 
 
 class ChannelSplitter:
-    """Parts, each behind a head that names its channel; what is on no channel of thinking is answer."""
+    """Parts behind headers that name their channel; all channels except reasoning are answer."""
 
     has_parts = True
 
@@ -146,7 +145,7 @@ class ChannelSplitter:
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, str]:
-        """As of `Splitter`."""
+        """See `Splitter`."""
         said = {State.THINKING: "", State.CONTENT: ""}
         known, self._held = self._held + text, ""
         while known:
@@ -170,7 +169,7 @@ class ChannelSplitter:
         return said[State.THINKING], said[State.CONTENT]
 
     def finish(self) -> tuple[str, str]:
-        """As of `Splitter`; heads are neither."""
+        """See `Splitter`; headers are dropped."""
         held, self._held = self._held, ""
         is_head = self.state is State.HEAD and "<|" in held
         return ("", "" if is_head or self.state is State.THINKING else held)
@@ -178,19 +177,19 @@ class ChannelSplitter:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """How the answers of one checkpoint are split."""
+    """The reasoning format of one checkpoint."""
 
     form: ReasoningFormat
-    #: Tokens of markers that are no text, as they are spelled.
+    #: Spelling of special tokens in markers.
     spelled: Mapping[int, str] = field(default_factory=dict)
 
     def is_opened_by(self, prompt: str) -> bool:
-        """Whether a prompt ends within the thinking, so that the answer begins there."""
+        """Whether a prompt ends within the reasoning."""
         form = self.form
         return not form.head_end and prompt.rstrip().endswith(form.start.rstrip())
 
     def create_splitter(self, is_thinking: bool) -> Splitter:
-        """For one answer; `is_thinking`: its prompt has begun the thinking."""
+        """The splitter of one answer; `is_thinking`: its prompt ends within the reasoning."""
         form = self.form
         return ChannelSplitter(form) if form.head_end else TagSplitter(form, is_thinking)
 
@@ -198,7 +197,7 @@ class Reasoning:
 def find_reasoning(
     choice: str, template: str, control_tokens: Mapping[str, ControlToken]
 ) -> Reasoning | None:
-    """The format that is chosen by name, or for `auto` the one that template and tokens spell."""
+    """The format by name; for `auto`, by the markers in template and vocabulary."""
     if choice == "none":
         return None
     candidates = REASONING_FORMATS.values() if choice == "auto" else (REASONING_FORMATS[choice],)
@@ -275,6 +274,6 @@ class ReasoningDetokenizer(Detokenizer):
 
 
 def _num_begun(text: str, marker: str) -> int:
-    """Characters at the end of a text that may begin a marker."""
+    """Length of the longest suffix of a text that begins a marker."""
     most = min(len(marker) - 1, len(text))
     return next((n for n in range(most, 0, -1) if text.endswith(marker[:n])), 0)

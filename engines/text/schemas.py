@@ -1,22 +1,22 @@
-"""JSON schemas of clients as llguidance is given them: what it takes more loosely than they say is made exact.
+"""Prepares JSON schemas for llguidance, which is looser than the standard in some keywords.
 
-Pure. Every answer that llguidance then lets pass conforms to the schema; some that conform do not pass.
+Every answer that llguidance then accepts conforms to the schema; some conforming answers are not accepted.
 """
 
 import json
 import re
 from typing import Any
 
-#: Of llguidance, in place of any of the client's. A space at most where JSON allows any: small models write nothing
-#: else for ever. No \\u: of members that the schema does not name it would let a named one pass, spelled otherwise.
+#: llguidance's options; those of the client are replaced. At most one space, because small models can write white space
+#: forever. No unicode escapes, which could spell a named member as an additional one.
 _OPTIONS = {"whitespace_pattern": " ?", "json_allowed_escapes": 'nrbtf"\\'}
 
-#: Keywords whose values are no schemas, and those whose values are schemas by name.
+#: Keywords with plain values, and those with schemas by name.
 _VALUES = frozenset(("const", "enum", "default", "examples"))
 _NAMED = frozenset(("properties", "patternProperties", "$defs", "definitions"))
-#: Keywords that say how long a string is.
+#: Keywords that limit the length of a string.
 _TEXT_BOUNDS = frozenset(("enum", "const", "pattern", "format", "maxLength"))
-#: Keywords beside which members that are not named have a meaning.
+#: Keywords that define additional members.
 _MEMBER_BOUNDS = frozenset(
     ("additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref")
 )
@@ -32,27 +32,27 @@ _TIME = (
     r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]+)?"
     "(?:[Zz]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 )
-#: Formats that llguidance takes loosely: it knows no leap years, and gives every minute a leap second. Source: RFC 3339.
+#: Formats that llguidance checks loosely: no leap years, and leap seconds in every minute. Source: RFC 3339.
 _FORMATS = {
     "date": f"^{_DATE}$",
     "time": f"^{_TIME}$",
     "date-time": f"^{_DATE}[Tt]{_TIME}$",
 }
-#: As JavaScript has them, where Rust's differ.
+#: JavaScript's classes where Rust's differ.
 _CLASSES = {r"\s": r"[\s\x{FEFF}]", r"\S": r"[^\s\x{FEFF}]"}
 
 
 class UnsupportedSchema(Exception):
-    """No answer can be held to it; the message says why, with nothing of the client's."""
+    """The schema cannot be enforced; the message contains no text of the client."""
 
 
 def prepare(
     schema: dict[str, Any], *, is_lenient: bool = False, max_text_chars: int | None = None
 ) -> dict[str, Any]:
-    """The schema for llguidance; the client's stays as it is. Raises: UnsupportedSchema.
+    """A copy of the schema for llguidance. Raises: UnsupportedSchema.
 
-    `is_lenient`: what cannot be kept is ignored. `max_text_chars` is for strings, and for objects whose members are
-    named, that have no bounds.
+    `is_lenient`: ignore unsupported keywords. `max_text_chars`: limit of unbounded strings; objects with named members
+    are closed then.
     """
     try:
         made = _Preparation(is_lenient, max_text_chars).prepare(schema)
@@ -67,7 +67,7 @@ class _Preparation:
         self._max_text_chars = max_text_chars
 
     def prepare(self, schema: Any) -> Any:
-        """A schema, or whatever may hold some: references lead anywhere."""
+        """Prepare a schema or any value, since references may point anywhere."""
         if isinstance(schema, list):
             return [self.prepare(each) for each in schema]
         if not isinstance(schema, dict):
@@ -104,13 +104,13 @@ def _to_rust(pattern: str) -> str:
 
 
 def _check_texts(value: Any) -> None:
-    """Of a control character that is written by its number llguidance makes none at all. Raises: UnsupportedSchema."""
+    """Refuse control characters, which the options above do not let llguidance write. Raises: UnsupportedSchema."""
     if _BY_NUMBER.search(json.dumps(value)):
         raise UnsupportedSchema("const and enum hold a control character, which is not supported")
 
 
 def _check_members(schema: dict[str, Any]) -> None:
-    """A member that is written twice is one, and llguidance counts it twice. Raises: UnsupportedSchema."""
+    """Refuse counts of members: llguidance counts a repeated one twice. Raises: UnsupportedSchema."""
     least, required = schema.get("minProperties"), schema.get("required")
     num_required = len(set(map(str, required))) if isinstance(required, list) else 0
     if isinstance(least, int | float) and least > num_required + 1:
@@ -120,7 +120,7 @@ def _check_members(schema: dict[str, Any]) -> None:
 
 
 def _bound(schema: dict[str, Any], max_text_chars: int) -> None:
-    """Write bounds into a schema where it has none: what conforms to it still conforms to the original."""
+    """Add limits to a schema that has none; conforming values conform to the original."""
     if schema.get("type") == "string" and _TEXT_BOUNDS.isdisjoint(schema):
         least = schema.get("minLength")
         schema["maxLength"] = max(max_text_chars, least if isinstance(least, int) else 0)

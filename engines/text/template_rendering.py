@@ -1,8 +1,7 @@
-"""Jinja's side of chat templates: compiled as transformers compiles them, in the sandbox, with an end to all they do.
+"""Renders untrusted chat templates in jinja's sandbox, compiled as in transformers, with limits.
 
-A template may come from a stranger, and a Python thread cannot be ended from outside. So each operation of a template
-is bounded by itself (the size of its result is estimated before it is made), and looks at the prompt's time and at the
-characters that the prompt has made so far: loops, calls, filters, operators, outputs.
+A Python thread cannot be stopped from outside. Therefore each operation of a template (loops, calls, filters, operators,
+outputs) estimates the size of its result first and checks the time and the characters of the rendering so far.
 """
 
 import functools
@@ -26,26 +25,26 @@ from jinja2.utils import Namespace
 
 Messages = Sequence[Mapping[str, Any]]
 
-MAX_S = 1.0  #: of a prompt, of its thread's own time
+MAX_S = 1.0  #: CPU time of one rendering
 _COMPILE_S = 2.0
 _MAX_SOURCE_CHARS = 512 * 1024
-#: A prompt has at most that many characters, and this many times those of its conversation.
+#: Limit of a prompt: so many characters plus a multiple of those of its conversation.
 _BASE_CHARS = 65_536
 _CHARS_RATIO = 4
-_MADE_RATIO = 100  #: characters and items made on the way, over those that a prompt may have
-_MAX_PRODUCT = 100_000_000  #: sizes of a call's arguments, multiplied: what its result may come to
-_MAX_BITS = 4096  #: of a whole number
-_MAX_DIGITS = 50  #: that `round` is asked for
+_MADE_RATIO = 100  #: limit of intermediate characters and items, as a multiple of the prompt limit
+_MAX_PRODUCT = 100_000_000  #: limit of the product of the sizes of a call's arguments
+_MAX_BITS = 4096  #: of an integer
+_MAX_DIGITS = 50  #: argument of `round`
 _NUMBER = re.compile(r"\d+")
 _WIDTH_FROM_VALUE = re.compile(r"%[^a-zA-Z%]*\*|\{[^}]*\{")
-#: Filters that may make more than they are given; the others take time in proportion to it.
+#: Filters with super-linear results or time.
 _AMPLIFYING = frozenset({"batch", "center", "indent", "join", "slice", "tojson", "truncate"})
-#: Filters and functions whose time is in no proportion to their arguments, and which no prompt needs.
+#: Filters and functions with unbounded time that no prompt needs.
 _DROPPED_FILTERS = ("pprint", "striptags", "urlize", "wordwrap", "xmlattr")
 _DROPPED_GLOBALS = ("lipsum",)
 
 
-#: Variables that are no request's to set.
+#: Variables that requests may not set.
 _OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt", "chat_template"}) | {
     f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 }
@@ -53,23 +52,23 @@ NO_OPTIONS: Mapping[str, Any] = {}
 
 
 class UnusableTemplate(Exception):
-    """The template cannot be compiled, or puts images nowhere; the message says which."""
+    """The template cannot be compiled or has no place for images."""
 
 
 class TemplateRefusal(Exception):
-    """The template refuses the conversation, in its own words."""
+    """The template refuses the conversation with this message."""
 
 
 class TemplateFailure(Exception):
-    """The template fails at the conversation, takes too long or writes too much."""
+    """The template fails, takes too long or writes too much."""
 
 
 class TooSlow(TemplateFailure):
-    """The template takes more time than it was given."""
+    """The template exceeds its time limit."""
 
 
 class _Work:
-    """What one rendering has done, and may do."""
+    """The limits and counters of one rendering."""
 
     def __init__(self, max_chars: int, max_s: float) -> None:
         self.max_chars = max_chars
@@ -79,16 +78,16 @@ class _Work:
         self._until_of_thread = time.thread_time() + max_s
 
     def charge(self, size: int) -> None:
-        """Count what was made, and look at the time. Raises: TemplateFailure."""
+        """Count `size` and check the time. Raises: TemplateFailure."""
         self._num_left -= size
         if self._num_left < 0:
             raise TemplateFailure("makes too much")
-        # A machine that pauses is no fault of the template; the thread's own time takes longer to ask for.
+        # CPU time, because the machine may pause; wall time first, because it is cheaper to read.
         if time.monotonic() > self._until and time.thread_time() > self._until_of_thread:
             raise TooSlow("takes too long")
 
     def check(self, value: Any) -> Any:
-        """The value, where it is no text or collection that is too large. Raises: TemplateFailure."""
+        """Returns the value if it is not too large. Raises: TemplateFailure."""
         if isinstance(value, str):
             if len(value) > self.max_chars:
                 raise TemplateFailure("a text is too long")
@@ -98,7 +97,7 @@ class _Work:
         return value
 
     def weigh(self, value: Any) -> int:
-        """Characters and items of a collection with all in it. Raises: TemplateFailure where they are too many."""
+        """Number of characters and items in a nested collection. Raises: TemplateFailure if too many."""
         weight, waiting = 0, [value]
         while waiting:
             item = waiting.pop()
@@ -121,7 +120,7 @@ class _Work:
         return weight
 
     def check_arguments(self, arguments: Sequence[Any]) -> None:
-        """Bound what a call may make of its arguments. Raises: TemplateFailure."""
+        """Limit the result of a call by its arguments. Raises: TemplateFailure."""
         product = 1
         for argument in arguments:
             if isinstance(argument, int | float):
@@ -134,7 +133,7 @@ class _Work:
                 continue
             if size > 1:
                 product *= size
-            if not product <= _MAX_PRODUCT:  # also where it is no number
+            if not product <= _MAX_PRODUCT:  # NaN too
                 raise TemplateFailure("a call may make too much")
         self.charge(1)
 
@@ -163,7 +162,7 @@ def _work() -> _Work:
 
 
 class CompiledTemplate:
-    """A template, ready to render in any thread. Raises: UnusableTemplate."""
+    """A compiled template. Thread-safe. Raises: UnusableTemplate."""
 
     def __init__(self, source: str, variables: Mapping[str, str]) -> None:
         self._variables = variables
@@ -185,7 +184,7 @@ class CompiledTemplate:
         ) as error:
             raise UnusableTemplate(f"the chat template is not a jinja template: {error}") from None
 
-        #: what it reads beyond the conversation and the tokenizer's words
+        #: variables that requests may set
         self.options = frozenset(read - _OURS - variables.keys())
 
     def render(
@@ -197,7 +196,7 @@ class CompiledTemplate:
         *,
         is_answered: bool = True,
     ) -> str:
-        """The text of a conversation. `options` are further variables, `tools` functions that may be called.
+        """The text of a conversation. `options` are further variables, `tools` functions.
 
         Raises: TemplateRefusal, TemplateFailure; TooSlow beyond `max_s`.
         """
@@ -210,7 +209,7 @@ class CompiledTemplate:
             raise
         except jinja2.TemplateError as error:
             raise TemplateRefusal(str(error)[:200]) from None
-        except Exception as error:  # a template may fail in any way that Python can
+        except Exception as error:  # a template can raise any error
             raise TemplateFailure(type(error).__name__) from None
 
     def _pieces(
@@ -246,7 +245,7 @@ def _count_chars(value: Any) -> int:
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """As transformers compiles chat templates: the same flags, filters and functions; and every operation bounded."""
+    """Flags, filters and functions of transformers' chat templates, with every operation limited."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
@@ -273,7 +272,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return template
 
     def tick(self, num_chars: int) -> str:
-        """One more round of a loop or call, which may write so many characters of the template's own."""
+        """Count one round of a loop or call and its literal characters."""
         _work().charge(1 + num_chars)
         return ""
 
@@ -286,11 +285,11 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return work.check("".join(texts))
 
     def collect(self, value: Any) -> Any:
-        """A list, tuple or dictionary that the template writes."""
+        """Check a literal list, tuple or dictionary."""
         return _work().check(value)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """An operator between two values. Raises: TemplateFailure where its result may be too large."""
+        """A binary operator. Raises: TemplateFailure if its result may be too large."""
         work = _work()
         work.charge(1)
         if isinstance(left, int) and isinstance(right, int):
@@ -325,7 +324,7 @@ def _length(value: Any) -> int:
 
 
 def _check_format(work: _Work, form: str, values: Any) -> None:
-    """Bound the widths that a format asks for. Raises: TemplateFailure."""
+    """Limit the widths of a format. Raises: TemplateFailure."""
     widths = sum(int(number[:9]) for number in _NUMBER.findall(form))
     if widths > work.max_chars or _WIDTH_FROM_VALUE.search(form):
         raise TemplateFailure("a format is too wide")
@@ -340,7 +339,7 @@ def _check_replace(work: _Work, text: str, arguments: Sequence[Any]) -> None:
 
 
 def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter whose arguments and result are checked."""
+    """Wrap a filter with checks of its arguments and result."""
 
     @functools.wraps(function)
     def bounded(*args: Any, **kwargs: Any) -> Any:
@@ -370,7 +369,7 @@ def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_output(value: Any) -> Any:
-    """A value that becomes text. Raises: TemplateFailure where the text may be too long."""
+    """Check a value that becomes text. Raises: TemplateFailure."""
     work = _current.work
     if work is None or isinstance(value, str):
         return value if work is None else work.check(value)
@@ -380,7 +379,7 @@ def _check_output(value: Any) -> Any:
 
 
 def _count_work(template: nodes.Template) -> None:
-    """Let loops and macros count their rounds, `~` and literal collections what they make."""
+    """Insert checks into loops, macros, `~` and literal collections."""
     for node in template.find_all(
         (nodes.For, nodes.Macro, nodes.CallBlock, nodes.FilterBlock, nodes.AssignBlock)
     ):
@@ -425,18 +424,18 @@ def _checked(node: nodes.Node) -> nodes.Node:
 
 
 class _Generation(Extension):
-    """Accepts `{% generation %}`, with which templates mark the assistant's words for training."""
+    """Accepts `{% generation %}`, which marks assistant text for training."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja declares it so
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        """A `generation` block is its content; the marks serve training only."""
+        """Replace a `generation` block by its content."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    """JSON without jinja's escaping for HTML."""
+    """JSON without jinja's HTML escaping."""
     if isinstance(value, Undefined):
         raise TypeError("undefined is no JSON")
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)

@@ -1,8 +1,4 @@
-"""Tokens of a vocabulary to the bytes that they stand for, by the decoder that tokenizer.json names.
-
-Used by the tokenizer. Three kinds are known: byte-level (GPT-2's alphabet), sentencepiece's (▁ for a space,
-<0x0A> for a byte), and Metaspace.
-"""
+"""Bytes of vocabulary entries, by the decoder of tokenizer.json: byte-level, sentencepiece (▁, <0x0A>) or Metaspace."""
 
 import re
 from typing import Any
@@ -13,7 +9,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's characters for bytes. Source: `bytes_to_unicode` in github.com/openai/gpt-2, encoder.py."""
+    """GPT-2's byte alphabet. Source: `bytes_to_unicode` in github.com/openai/gpt-2, encoder.py."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     alphabet = {chr(byte): byte for byte in printable}
@@ -24,9 +20,9 @@ _ALPHABET = _byte_alphabet()
 
 
 class ByteDecoder:
-    """Decodes single tokens; `drops_leading_space` tells that the first space of a text goes.
+    """Decodes single tokens. `drops_leading_space`: the first space of a text is dropped.
 
-    Raises: UnsupportedCheckpoint on decoders whose tokens depend on their neighbours otherwise.
+    Raises: UnsupportedCheckpoint if the decoding of a token depends on its neighbours otherwise.
     """
 
     def __init__(self, decoder: dict[str, Any] | None) -> None:

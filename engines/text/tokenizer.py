@@ -1,7 +1,4 @@
-"""A checkpoint's tokenizer.json: text to ids as transformers would, ids to raw bytes.
-
-Used by the prompt builder and the detokenizer, from any thread.
-"""
+"""A checkpoint's tokenizer.json: text to ids as in transformers, ids to bytes. Thread-safe."""
 
 import json
 import math
@@ -18,7 +15,7 @@ from engines.text.prompt import ControlToken
 from engines.text.token_bytes import ByteDecoder
 
 MAX_VOCAB_SIZE = 2**21
-#: of a text by a normalizer, or of a token by a decoder
+#: Largest growth factor of a normalizer or decoder.
 MAX_GROWTH = 64
 _NAMED = (
     "bos_token",
@@ -32,14 +29,13 @@ _NAMED = (
 
 
 class HfTokenizer:
-    """Keeps the engine's `Tokenizer` protocol and the prompt builder's.
+    """Implements `Tokenizer` and `PromptTokenizer`.
 
-    `template` is the chat template: added tokens that it spells are control tokens too, special or not.
-    Raises: UnsupportedCheckpoint.
+    Added tokens that the chat `template` spells are control tokens too. Raises: UnsupportedCheckpoint.
     """
 
     def __init__(self, directory: Path, image_token_id: int | None, template: str = "") -> None:
-        """`image_token_id` is None for a model that takes no images."""
+        """`image_token_id` is None for a text-only model."""
         content = _read_tokenizer_json(directory)
         settings = read_json(directory / "tokenizer_config.json")
         self.special_variables = _special_variables(settings)
@@ -78,13 +74,13 @@ class HfTokenizer:
         ]
 
     def surround(self, backend: Backend) -> None:
-        """Put around a text what another's post-processor puts, which pads and cuts nothing any more."""
+        """Add the special tokens of another tokenizer's post-processor around texts."""
         backend.no_padding()
         backend.no_truncation()
         self.prefix_ids, self.suffix_ids = _surrounding_ids(backend)
 
     def encode(self, text: str) -> list[int]:
-        """Ordinary text to ids: control tokens spelled in it stay text; nothing is put around it."""
+        """Token ids of a text without special tokens around it. Control tokens spelled in it stay text."""
         return self.encode_piece(text, is_first=True)
 
     def encode_piece(self, text: str, *, is_first: bool) -> list[int]:
@@ -92,16 +88,16 @@ class HfTokenizer:
         backend = self._encoders.first if is_first else self._encoders.later
         tokens = backend.encode(text, add_special_tokens=False).tokens
         if any(token in self.control_tokens for token in tokens):
-            # A vocabulary may hold control tokens as plain ones too; single characters cannot make them.
+            # The vocabulary may contain control tokens as plain ones; single characters cannot form them.
             tokens = [t for c in text for t in backend.encode(c, add_special_tokens=False).tokens]
         return [self._ids[token] for token in tokens]
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The raw bytes that a token adds to the text; empty for special and unknown tokens."""
+        """Bytes of a token; empty for special and unknown tokens."""
         return self._bytes[token_id] if 0 <= token_id < self.vocab_size else b""
 
     def token_string(self, token_id: int) -> str:
-        """How the vocabulary spells a token; empty for one that it does not have."""
+        """Spelling in the vocabulary; empty for an unknown id."""
         return self._texts.get(token_id, "")
 
     def _find_control_tokens(self, backend: Backend, template: str) -> dict[str, ControlToken]:
@@ -123,7 +119,7 @@ class HfTokenizer:
 
 
 def _surrounding_ids(backend: Backend) -> tuple[list[int], list[int]]:
-    """What the post-processor puts before and behind a text, such as BOS."""
+    """Ids that the post-processor adds before and behind a text, such as BOS."""
     plain = backend.encode("a", add_special_tokens=False).ids
     full = backend.encode("a", add_special_tokens=True).ids
     for start in range(len(full) - len(plain) + 1):
@@ -135,9 +131,9 @@ def _surrounding_ids(backend: Backend) -> tuple[list[int], list[int]]:
 
 
 class _PieceEncoders:
-    """Backends without control tokens, for pieces of text at the start of a prompt and for later ones.
+    """Tokenizers without control tokens, for the first piece of a prompt and for later ones.
 
-    They differ where Metaspace puts a space before the `first` piece only.
+    They differ where Metaspace adds a space before the `first` piece only.
     """
 
     def __init__(self, content: dict[str, Any], control_tokens: Set[str]) -> None:
@@ -163,7 +159,7 @@ def _never_first(pre_tokenizer: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _load_backend(content: dict[str, Any], settings: Fields) -> Backend:
-    """The tokenizer with all its special tokens, those that only its settings name included."""
+    """The tokenizer with all special tokens, including those of tokenizer_config.json."""
     fields = Fields("tokenizer.json", content)
     if fields.section("model").get("type", "BPE") != "BPE":
         raise UnsupportedCheckpoint(
@@ -185,13 +181,13 @@ def _load_backend(content: dict[str, Any], settings: Fields) -> Backend:
     named = [(name, settings.get(name)) for name in _NAMED if settings.get(name)]
     for name, entry in [*named, *_extras(settings)]:
         token = _to_added_token(settings, name, entry)
-        if token.content not in known:  # adding it again would change how it is found
+        if token.content not in known:  # adding it again would change its flags
             backend.add_special_tokens([token])
     return backend
 
 
 def _growth(step: Mapping[str, Any]) -> float:
-    """How many times as long a normalizer or decoder can make a text; what it cannot read is no step of ours."""
+    """Largest growth factor of a normalizer or decoder."""
     inner = step.get("normalizers") or step.get("decoders")
     if isinstance(inner, list):
         return math.prod(_growth(part) for part in inner if isinstance(part, dict))
@@ -223,7 +219,7 @@ def _to_added_token(fields: Fields, name: str, entry: Any) -> AddedToken:
 
 
 def _special_variables(settings: Fields) -> dict[str, str]:
-    """What templates know as `bos_token` and so on."""
+    """Template variables such as `bos_token`."""
     return {
         name: _to_added_token(settings, name, settings.get(name)).content
         for name in _NAMED
@@ -232,7 +228,7 @@ def _special_variables(settings: Fields) -> dict[str, str]:
 
 
 def _eos_token_ids(directory: Path, ids: dict[str, int], variables: dict[str, str]) -> set[int]:
-    """Where generation ends: as generation_config.json says, else config.json, else the tokenizer."""
+    """End-of-sequence ids: from generation_config.json, else config.json, else the tokenizer."""
     config = read_json(directory / "config.json")
     sources = (
         read_json(directory / "generation_config.json"),

@@ -1,7 +1,6 @@
-"""Functions that a model may call: how families write calls, how others are told, how calls are read.
+"""Function calls: the formats of model families, grammars for them, and their parser.
 
-Called by the engine. What a model may write is a grammar made of the functions, so that what it writes has
-one shape for each family, and is read without guessing.
+The output is constrained by a grammar built from the functions, so each family has exactly one format to parse.
 """
 
 import dataclasses
@@ -23,10 +22,10 @@ _ANY_OBJECT = {"type": "object"}
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """How a family writes calls: `trigger begin open NAME middle ARGUMENTS close`, between calls `separator`, last `end`."""
+    """Call format: `trigger begin opening NAME middle ARGUMENTS close`, `separator` between calls, `end`."""
 
     name: str
-    #: Tells a call from text, wherever it comes; empty: an answer is text unless it begins with `opening`.
+    #: Marks the start of calls anywhere in an answer; empty: calls only at the start of an answer.
     trigger: str
     begin: str
     middle: str
@@ -34,13 +33,13 @@ class ToolFormat:
     end: str
     opening: str = '{"name": "'
     close: str = "}"
-    #: Of a string whose schema has no bounds; none: as long as the answer may be.
+    #: Limit of strings without one in the schema; None: no limit.
     max_text_chars: int | None = None
-    is_pythonic: bool = False  #: arguments are those of a call in Python, not JSON
+    is_pythonic: bool = False  #: arguments are Python keyword arguments, not JSON
 
     @property
     def mark(self) -> str:
-        """What the first call begins with."""
+        """Text that begins the first call."""
         return self.trigger or self.begin + self.opening
 
 
@@ -52,7 +51,7 @@ HERMES = ToolFormat(
     "\n</tool_call>\n<tool_call>\n",
     "\n</tool_call>",
 )
-#: For models that no template teaches to call: nothing told them when to end a string, or a list of members.
+#: For models without a tool template, which may not end strings or objects.
 TOLD = dataclasses.replace(HERMES, name="told", max_text_chars=64)
 MISTRAL = ToolFormat("mistral", "[TOOL_CALLS]", " [", '", "arguments": ', ", ", "]")
 LLAMA3 = ToolFormat("llama3", "", "", '", "parameters": ', "; ", "")
@@ -60,7 +59,7 @@ PYTHONIC = ToolFormat("pythonic", "", "[", "(", ", ", "]", "", ")", is_pythonic=
 
 
 def find_tool_format(template: str) -> ToolFormat | None:
-    """The format that a chat template with a place for tools spells; None: one that nobody here reads.
+    """The format of a chat template that lists functions; None if it is not supported.
 
     Source: the chat templates of the families, as they are published.
     """
@@ -77,7 +76,7 @@ def find_tool_format(template: str) -> ToolFormat | None:
 
 
 def to_openai(function: Function) -> dict[str, Any]:
-    """A function as chat templates know it."""
+    """A function in the format of chat templates."""
     described = {"description": function.description} if function.description else {}
     parameters = json.loads(function.parameters)
     shown = {"name": function.name, **described, "parameters": parameters}
@@ -85,7 +84,7 @@ def to_openai(function: Function) -> dict[str, Any]:
 
 
 def to_shown(call: ToolCall) -> dict[str, Any]:
-    """A call as chat templates know it; they want its arguments as an object."""
+    """A call in the format of chat templates, with its arguments as an object."""
     arguments: Any = call.arguments
     with suppress(ValueError, RecursionError):
         arguments = json.loads(call.arguments)
@@ -94,9 +93,9 @@ def to_shown(call: ToolCall) -> dict[str, Any]:
 
 
 def to_rules(tools: Tools, form: ToolFormat, *, is_loose: bool = False) -> str:
-    """Rules in Lark's language: `calls`, and `said` for text that may end in calls.
+    """Lark rules `calls`, and `said` for text that may end with calls.
 
-    `is_loose`: whatever the functions want, arguments are any object.
+    `is_loose`: arguments are any object.
     """
     rules = [f"begun: {_text(form.begin)} one" if form.begin else "begun: one"]
     names = []
@@ -158,7 +157,7 @@ For each function call, return a json object with function name and arguments wi
 
 
 def describe_in_text(messages: Sequence[ChatMessage], tools: Tools | None) -> list[ChatMessage]:
-    """A conversation for a model whose template knows no tools: what it may call, has called and got, as text."""
+    """Write functions, calls and results as text, for a template without tools."""
     described: list[ChatMessage] = []
     for message in messages:
         if message.role == "tool":
@@ -200,7 +199,7 @@ def _is_response(message: ChatMessage) -> bool:
 
 
 def move_images(messages: Iterable[ChatMessage]) -> list[ChatMessage]:
-    """The same with images of tools' results in a user turn behind them: templates have no place for them there."""
+    """Move images of tool results into a user message behind them, because templates do not support them there."""
     moved: list[ChatMessage] = []
     for message in messages:
         images = tuple(part for part in message.parts if isinstance(part, ImagePart))
@@ -213,7 +212,7 @@ def move_images(messages: Iterable[ChatMessage]) -> list[ChatMessage]:
 
 
 class CallReader:
-    """Tells the calls of one answer from its text while it comes; whatever the pieces are, their sums are the same."""
+    """Incremental parser of calls. The result does not depend on how the text is cut into pieces."""
 
     def __init__(self, form: ToolFormat) -> None:
         self.num_calls = 0
@@ -221,13 +220,13 @@ class CallReader:
         self._mark = form.mark
         self._held = ""
         self._is_calling = False
-        self._arguments: _JsonEnd | None = None  # of the call that is being written
-        self._keywords: KeywordArguments | None = None  # the same, as Python has them
-        self._name = self._written = ""  # of such a call: its name, and its text so far
-        self._is_text = False  # nothing else follows
+        self._arguments: _JsonEnd | None = None  # of the present call
+        self._keywords: KeywordArguments | None = None  # the same for Python arguments
+        self._name = self._written = ""  # of a Python call: its name and its text so far
+        self._is_text = False  # the rest is text
 
     def feed(self, text: str) -> tuple[str, list[CallPiece]]:
-        """What of the text so far is text, and what is calls."""
+        """Add text; returns the new text and the new pieces of calls."""
         said, pieces = "", []
         self._held += text
         if not self._is_calling:
@@ -240,12 +239,12 @@ class CallReader:
         return said, pieces
 
     def finish(self) -> str:
-        """Text that was held back, as it might have begun a call."""
+        """The text that was held back because it might begin a call."""
         held, self._held = self._written + self._held, ""
         return "" if self._is_calling and not self._form.is_pythonic else held
 
     def _find_calls(self) -> str:
-        """Text before the first call; what may begin one is held back."""
+        """Text before the first call; text that may begin one is held back."""
         mark, held = self._mark, self._held
         if self._is_text:
             self._held = ""
@@ -264,7 +263,7 @@ class CallReader:
         return held[: len(held) - num_held]
 
     def _read(self, pieces: list[CallPiece]) -> bool:
-        """One step within calls; False where more text is needed."""
+        """One parsing step; False if more text is needed."""
         form = self._form
         if self._arguments is None:
             _, opened, behind = self._held.partition(form.opening)
@@ -285,11 +284,11 @@ class CallReader:
         return True
 
     def _read_keywords(self, pieces: list[CallPiece]) -> bool:
-        """The same where calls are Python's, which are told when they are whole; what is none is text."""
+        """One parsing step of Python calls, which are reported when complete; malformed ones are text."""
         if self._keywords is None:
             found = _BEGUN.match(self._held)
             if found is None:
-                self._held = self._held.removeprefix("]")  # behind the last one
+                self._held = self._held.removeprefix("]")  # behind the last call
                 self._is_text = not _MAY_BEGIN.fullmatch(self._held)
                 self._is_calling = not self._is_text
                 return False
@@ -315,13 +314,13 @@ class CallReader:
         return True
 
 
-#: A call of Python's in a list, to its arguments; and the beginnings of such a text.
+#: A Python call in a list up to its arguments, and prefixes of that.
 _BEGUN = re.compile(r"[\[,]\s*([\w.:/-]{1,256})\(")
 _MAY_BEGIN = re.compile(r"([\[,]\s*[\w.:/-]{0,256})?")
 
 
 class _JsonEnd:
-    """Finds the end of a JSON object that comes in pieces."""
+    """Finds the end of a JSON object in pieces of text."""
 
     def __init__(self) -> None:
         self.is_found = False
@@ -329,7 +328,7 @@ class _JsonEnd:
         self._is_string = self._is_escaped = False
 
     def find(self, text: str) -> int:
-        """How much of the text belongs to it."""
+        """Number of characters that belong to the object."""
         for place, character in enumerate(text):
             if self._is_string:
                 if self._is_escaped:
