@@ -1,1 +1,1 @@
-"""Applications of others behind the engine's interface: one process, one task at a time."""
+"""User applications as engines: one process that runs one task at a time."""

@@ -1,4 +1,4 @@
-"""One process of an application: messages in and out, a line each, and an eye on what it takes."""
+"""One process of an application: JSON lines in both directions, and its resource usage."""
 
 import errno
 import logging
@@ -31,22 +31,22 @@ from engines.application.settings import ApplicationSettings
 from engines.base import EngineStartError
 
 _PIECE_BYTES = 64 * 1024
-#: Of what an application says to the log: so much at once, and so much a second.
+#: Rate limit of an application's log: burst and bytes per second.
 _LOG_BYTES, _LOG_BYTES_PER_S = 64 * 1024, 8 * 1024
-_LOOK_S = 0.5  # between looks at what the processes take
+_LOOK_S = 0.5  # between checks of the resource usage
 _STOP_S = 2.0
-#: A secret shorter than that could be a word of anything.
+#: Shorter secrets are not masked, because they could be common words.
 _LEAST_CONCEALED = 6
 
 logger = logging.getLogger(__name__)
 
 
 class ChildFailed(Exception):
-    """The process has ended, or was: it did what it may not. The message says what."""
+    """The process ended or violated a limit."""
 
 
 class Reply(msgspec.Struct):
-    """One line of an application."""
+    """One line from the application."""
 
     type: Literal["ready", "entered", "left", "item", "result", "error"]
     value: msgspec.Raw = msgspec.Raw(b"null")
@@ -55,12 +55,12 @@ class Reply(msgspec.Struct):
 
 _replies = msgspec.json.Decoder(Reply)
 _values = msgspec.json.Decoder(msgspec.Raw)
-#: A value is refused so many levels before the decoder fails: gateways decode it on a deeper stack.
+#: Nesting margin below the decoder's limit: gateways decode values on a deeper stack.
 _LEVELS_LEFT = 200
 
 
 class Variables(msgspec.Struct, frozen=True):
-    """What a process is given by name. A node hands it over in a file that has no name."""
+    """Environment variables of an application, which a node passes in an anonymous file."""
 
     plain: dict[str, str] = {}
     secrets: dict[str, str] = {}
@@ -70,7 +70,7 @@ class Variables(msgspec.Struct, frozen=True):
         return self.plain | self.secrets
 
     def concealer(self) -> Callable[[str], str]:
-        """What takes the secrets out of a text; of one of several lines, each line."""
+        """A function that masks secrets in a text, multi-line secrets line by line."""
         parts = {line.strip() for value in self.secrets.values() for line in value.splitlines()}
         shown = [re.escape(part) for part in parts if len(part) >= _LEAST_CONCEALED]
         if not shown:
@@ -80,7 +80,7 @@ class Variables(msgspec.Struct, frozen=True):
 
 
 def read_variables(number: int) -> Variables:
-    """Read that file and close it. Raises: EngineStartError."""
+    """Read and close the file of the variables. Raises: EngineStartError."""
     if number < 0:
         return Variables()
     try:
@@ -93,7 +93,7 @@ def read_variables(number: int) -> Variables:
 
 
 class Child:
-    """A process that runs, until it ends or `close`."""
+    """A running process."""
 
     def __init__(
         self,
@@ -131,14 +131,14 @@ class Child:
         self._unread = bytearray()
         self._log = _Log(self._process.stderr, self._conceal)
         self._looked_at = time.monotonic()
-        self.memory_bytes = 0  #: of all its processes, at the last look
+        self.memory_bytes = 0  #: of all its processes, at the last check
 
     def send(self, message: bytes) -> None:
-        """Say one thing; what the pipe does not take goes with the next `receive`."""
+        """Send a message; `receive` sends what the pipe does not accept now."""
         self._unsent += message + b"\n"
 
     def receive(self, timeout_s: float) -> list[Reply]:
-        """What it has said; waits for something. Raises: ChildFailed."""
+        """Wait for replies. Raises: ChildFailed."""
         self._look()
         writing = [self._in] if self._unsent else []
         readable, writable, _ = select.select([self._out], writing, [], timeout_s)
@@ -173,7 +173,7 @@ class Child:
         return reply
 
     def _look(self) -> None:
-        """Raises: ChildFailed if the processes take more than they may."""
+        """Check the resource usage. Raises: ChildFailed."""
         now = time.monotonic()
         if now - self._looked_at < _LOOK_S:
             return
@@ -199,7 +199,7 @@ class Child:
             code = self._process.wait(_STOP_S)
         except subprocess.TimeoutExpired:
             return "it closed its output"
-        # bubblewrap tells a signal as a shell does.
+        # bubblewrap reports signals like a shell
         number = -code if code < 0 else code - 128 if 128 < code < 160 else 0
         with suppress(ValueError):
             if number:
@@ -208,18 +208,18 @@ class Child:
 
     @property
     def last_words(self) -> str:
-        """What it has said to the log last, to stand behind a message."""
+        """Its last log line, to append to a message."""
         return self._log.last_words()
 
     def close(self, grace_s: float = 0.0) -> None:
-        """End all its processes; with time to leave what it has entered. Idempotent."""
+        """Kill all its processes after `grace_s`. Idempotent."""
         with suppress(OSError):
             self._in.close()
         if grace_s:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(grace_s)
         own: list[psutil.Process] = []
-        with suppress(psutil.Error):  # also those that left its process group
+        with suppress(psutil.Error):  # including those outside its process group
             own = psutil.Process(self._process.pid).children(recursive=True)
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -232,7 +232,7 @@ class Child:
 
 
 class _Log:
-    """Passes on what the process says on stderr, as much as a log can bear."""
+    """Forwards the process's stderr to the log, rate limited."""
 
     def __init__(self, file: IO[bytes], conceal: Callable[[str], str]) -> None:
         self._file = file
@@ -256,7 +256,7 @@ class _Log:
                         "the application said %d bytes more than a log can bear", dropped
                     )
                     dropped = 0
-                # Whole lines: in pieces of one a secret would not be found.
+                # whole lines, so that secrets are masked
                 held += data
                 end = max(held.rfind(b"\n"), held.rfind(b"\r")) + 1
                 if len(held) > _PIECE_BYTES:
@@ -271,6 +271,6 @@ class _Log:
         print(text, end="", file=sys.stderr, flush=True)
 
     def last_words(self) -> str:
-        """The last line, to stand behind a message."""
+        """The last line, to append to a message."""
         self._thread.join(0.2)
         return f": {self._lines[-1][:300]}" if self._lines else ""

@@ -1,8 +1,7 @@
-"""Tasks of an application: one after another, in a process that is put back when it ends.
+"""Runs an application's tasks one at a time in a process that is restarted when it ends.
 
-A task that its process did not survive is tried once more in a new one; that is evidence enough. What it has told by
-then is not told twice: a streamed task that has begun is not tried again. A session is entered when its first task
-comes here, once in each process.
+A task whose process ended is retried once in a new one, unless it has streamed output. A session is entered with its
+first task, once per process.
 """
 
 import logging
@@ -42,9 +41,9 @@ from shared.protocol import (
 )
 
 POLL_S = 0.05
-MAX_TRIES = 2  #: of a task whose process ends
+MAX_TRIES = 2  #: of a task whose process ended
 MAX_ENTERS = 3  #: of a session
-_MAX_STARTS = 3  # one after another that fail, before the worker gives up
+_MAX_STARTS = 3  # consecutive failed starts before the worker gives up
 _ENTER_PAUSE_S = 0.5
 _STOP_S = 2.0
 
@@ -53,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False, slots=True)
 class TaskInput:
-    """A task, ready for the process."""
+    """A prepared task."""
 
     request_id: str
     priority: Priority
@@ -64,7 +63,7 @@ class TaskInput:
     entered_at: float = 0.0
     num_tries: int = 0
     num_enters: int = 0
-    not_before: float = 0.0  #: of the next try to enter
+    not_before: float = 0.0  #: of the next attempt to enter
     num_published: int = 0
     num_bytes: int = 0
     lines: list[str] = field(default_factory=list)
@@ -72,7 +71,7 @@ class TaskInput:
 
 
 class ApplicationEngine(Engine[TaskInput]):
-    """One application. The process is there from the start, and again with the task after its end."""
+    """One application. A process that ended is restarted with the next step."""
 
     def __init__(self, settings: ApplicationSettings) -> None:
         """Blocks until the application is set up. Raises: EngineStartError, EngineLoadFailed."""
@@ -81,11 +80,13 @@ class ApplicationEngine(Engine[TaskInput]):
         self._waiting: deque[TaskInput] = deque()
         self._current: TaskInput | None = None
         self._child: Child | None = None
-        self._state = "starting"  # then `idle`, and while a task is here `entering` and `running`
+        self._state = "starting"  # or idle, entering, leaving, running
         self._cancel_until = 0.0
         self._ready_by = 0.0
-        self._sessions: OrderedDict[str, None] = OrderedDict()  # entered here, the latest last
-        self._num_starts = 0  # since one that succeeded
+        self._sessions: OrderedDict[str, None] = (
+            OrderedDict()
+        )  # entered in this process, latest last
+        self._num_starts = 0  # since the last success
         self._stats = EngineStats()
         try:
             self._start()
@@ -118,7 +119,7 @@ class ApplicationEngine(Engine[TaskInput]):
         self._waiting.insert(place, request)
 
     def abort(self, request_id: str) -> None:
-        """Drop a task; one that runs is asked to end, and made to after a while."""
+        """Drop a task; a running one is cancelled, and its process killed after `grace_s`."""
         current = self._current
         if current is None or current.request_id != request_id or current.is_cancelled:
             self._waiting = deque(each for each in self._waiting if each.request_id != request_id)
@@ -136,7 +137,7 @@ class ApplicationEngine(Engine[TaskInput]):
         return bool(self._waiting) or self._current is not None
 
     def step(self) -> list[EngineOutput]:
-        """Do what can be done, or wait for a moment. Raises: EngineLoadFailed where the application starts no more."""
+        """Process replies, waiting at most `POLL_S`. Raises: EngineLoadFailed if the application does not start."""
         self._stats.num_steps += 1
         try:
             if self._child is None:
@@ -161,7 +162,7 @@ class ApplicationEngine(Engine[TaskInput]):
         )
 
     def _put_back(self, error: ChildFailed) -> list[EngineOutput]:
-        """Have the task fail or tried again in a new process."""
+        """Handle the end of the process: fail or retry its task."""
         assert self._child is not None or self._state == "starting"
         was, task = self._state, self._current
         logger.warning("the application's process is gone while %s: %s", was, error)
@@ -192,7 +193,7 @@ class ApplicationEngine(Engine[TaskInput]):
     # A task
 
     def _begin(self) -> None:
-        """Enter the session of the next task, or run it."""
+        """Enter the session of the next task, or start the task."""
         if self._current is None:
             if not self._waiting:
                 return
@@ -219,7 +220,7 @@ class ApplicationEngine(Engine[TaskInput]):
             self._child.send(_line(type="enter", session=session, common_data=common_data))
 
     def _receive(self, timeout_s: float) -> list[EngineOutput]:
-        """What the process has to say. Raises: ChildFailed."""
+        """Process replies. Raises: ChildFailed."""
         assert self._child is not None
         outputs: list[EngineOutput] = []
         for reply in self._child.receive(timeout_s):
@@ -258,13 +259,13 @@ class ApplicationEngine(Engine[TaskInput]):
         return []
 
     def _rest(self) -> None:
-        """The process waits for what comes next; a task that was cancelled meanwhile is over."""
+        """The process is idle; a task that was cancelled meanwhile is done."""
         self._state, self._cancel_until = "idle", 0.0
         if self._current is not None and self._current.is_cancelled:
             self._current = None
 
     def _enter_failed(self, task: TaskInput, message: str) -> list[EngineOutput]:
-        """A session that cannot be entered is no fault of its task, until it was tried often enough."""
+        """Retry entering a session, at most `MAX_ENTERS` times."""
         if task.num_enters >= MAX_ENTERS:
             text = f"The session cannot be entered, tried {task.num_enters} times: {message}"
             return self._fail(task, ErrorCode.TASK_FAILED, text)
@@ -339,14 +340,14 @@ class ApplicationEngine(Engine[TaskInput]):
         return self._stats
 
     def close(self) -> None:
-        """Leave all sessions, end the process."""
+        """Leave all sessions and end the process."""
         child, self._child = self._child, None
         if child is not None:
             child.close(grace_s=0.0 if self._state == "starting" else _STOP_S)
 
 
 def _in_line(value: msgspec.Raw) -> msgspec.Raw:
-    """JSON without a carriage return, which stands between its values alone, and ends a line of a stream."""
+    """Replace carriage returns between JSON values, which would end a line of a stream."""
     data = bytes(value)
     return msgspec.Raw(data.replace(b"\r", b" ")) if b"\r" in data else value
 

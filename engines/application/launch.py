@@ -1,6 +1,6 @@
-"""Takes limits on itself, then becomes another program: `launch.py NAME=VALUE ... -- PROGRAM ARGUMENTS`.
+"""Sets resource limits, then executes a program: `launch.py NAME=VALUE ... -- PROGRAM ARGUMENTS`.
 
-A file for itself, as it runs before and without everything else.
+It runs without the rest of the package.
 """
 
 import ctypes
@@ -13,7 +13,7 @@ _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
 
 
 def main(arguments: list[str]) -> None:
-    """Never returns."""
+    """Replaces the process."""
     place = arguments.index("--")
     libc = ctypes.CDLL(None)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -1,8 +1,8 @@
-"""How an application's process is started: its command, what it sees, and what it may use.
+"""Command line, sandbox and environment of an application's process.
 
-With bubblewrap it sees the system's libraries, Python and its package, all read-only, a bounded /tmp, its own
-processes, and no network unless its package asks for that. Without, the limits of `launch.py` are all there is: they
-keep an application from taking the machine, not from reading it.
+With bubblewrap the process sees system libraries, Python and its package read-only, a bounded /tmp, its own processes,
+and the network only if its package requests it. Without bubblewrap, `launch.py` limits its resources, but not its access
+to files.
 
 Source: bubblewrap, `bwrap(1)`.
 """
@@ -28,27 +28,27 @@ _NETWORK_FILES = ("/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf")
 _NAMESPACES = ("--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-uts")
 _OWN = ("--proc", "/proc", "--dev", "/dev")
 _PROBE_S = 10.0
-MAX_FILES = 1024  #: that a process has open
+MAX_FILES = 1024  #: open files of a process
 MAX_FILE_BYTES = 4 * 1024**3
 #: Capacity of /tmp and /dev/shm of an application without a memory limit.
 DEFAULT_TMPFS_BYTES = 1024**3
-#: Capacity of each as a share of the memory limit, so that a full one leaves room for the process.
+#: Capacity of each as a share of the memory limit.
 _TMPFS_RATIOS = {"/tmp": 0.5, "/dev/shm": 0.25}
 
 
 @cache
 def find_bubblewrap() -> str | None:
-    """The program, if it is there and may make namespaces."""
+    """The path of bubblewrap, if it is installed and can create namespaces."""
     program = shutil.which("bwrap")
     if program is None:
         return None
-    # A container may let it make namespaces, and mount no /proc in them.
+    # In a container it may create namespaces but not mount /proc.
     return program if _probe(program) else None
 
 
 @cache
 def _supports(program: str, *options: str) -> bool:
-    """Whether this bubblewrap has these options; older versions lack some."""
+    """Whether this version of bubblewrap has the options."""
     return _probe(program, *options)
 
 
@@ -63,7 +63,7 @@ def _probe(program: str, *options: str) -> bool:
 
 
 def check_isolation(isolation: str) -> None:
-    """Raises: EngineStartError where bubblewrap is required and does not run."""
+    """Raises: EngineStartError if bubblewrap is required and does not run."""
     if isolation == "require" and find_bubblewrap() is None:
         raise EngineStartError(
             "VLM_NODE__ISOLATION=require: bubblewrap (bwrap) is not installed, or may not make user "
@@ -72,15 +72,12 @@ def check_isolation(isolation: str) -> None:
 
 
 def make_command(settings: ApplicationSettings, scratch: Path) -> list[str]:
-    """The command line of the application's process. Raises: EngineStartError.
-
-    `scratch`: a directory of its own, where it has no /tmp of its own.
-    """
+    """The command line of the application's process. Raises: EngineStartError."""
     check_isolation(settings.isolation)
     package = Path(settings.model).resolve()
     bubblewrap = find_bubblewrap() if settings.isolation != "none" else None
     values = {"NOFILE": MAX_FILES, "FSIZE": MAX_FILE_BYTES, "DATA": settings.memory_bytes}
-    if bubblewrap is not None:  # else all that its user runs would count
+    if bubblewrap is not None:  # without a user namespace, all processes of the user count
         values["NPROC"] = settings.max_processes
     limits = [f"{name}={value}" for name, value in values.items() if value]
     program = _program(settings, package)
@@ -94,7 +91,7 @@ def _program(settings: ApplicationSettings, package: Path) -> list[str]:
     if settings.command:
         first, *arguments = settings.command
         return [str(package / first), *arguments]
-    # Its own packages replace those of the worker: `-S` leaves these out.
+    # `-S` excludes the worker's packages if the application has its own.
     own = [settings.packages] if settings.packages else []
     paths = [*own, *([] if own else [str(_SOURCE)])]
     code = (
@@ -104,14 +101,14 @@ def _program(settings: ApplicationSettings, package: Path) -> list[str]:
         "app = sys.modules['vlm_app'] = module_from_spec(spec); spec.loader.exec_module(app); "
         f"app.serve({settings.entry!r})"
     )
-    # -B: the package is verified, and a file more is a change of it. -I ignores PYTHONDONTWRITEBYTECODE.
+    # -B: bytecode would change the verified package. -I ignores PYTHONDONTWRITEBYTECODE.
     return [sys.executable, "-I", "-B", *(["-S"] if own else []), "-c", code]
 
 
 def _sandbox(program: str, settings: ApplicationSettings, package: Path) -> Iterator[str]:
     yield from (*_NAMESPACES, "--unshare-cgroup-try", "--die-with-parent", "--new-session")
     yield from ("--cap-drop", "ALL", "--hostname", "application")
-    if _supports(program, "--disable-userns"):  # in another one it could mount without a limit
+    if _supports(program, "--disable-userns"):  # in a nested one it could mount without a limit
         yield "--disable-userns"
     if not settings.network:
         yield "--unshare-net"
@@ -129,17 +126,17 @@ def _sandbox(program: str, settings: ApplicationSettings, package: Path) -> Iter
     for device in _devices(settings.uses_gpu):
         yield from ("--dev-bind-try", device, device)
     yield from ("--ro-bind", str(package), str(package), "--chdir", str(package))
-    # Both are tmpfs mounts of bubblewrap's, without a limit of size.
+    # Both are tmpfs mounts without a size limit.
     yield from ("--remount-ro", "/dev", "--remount-ro", "/")
 
 
 def tmpfs_bytes(pid: int) -> int:
-    """What the files of a sandbox hold in memory. `pid`: of a process in it."""
+    """Memory of the files in a sandbox's tmpfs mounts. `pid`: a process in the sandbox."""
     total = 0
     for path in _TMPFS_RATIOS:
         with suppress(OSError):
             inside = f"/proc/{pid}/root{path}"
-            # Until bubblewrap has changed the root, the path is the node's own.
+            # Before bubblewrap changes the root, this is the node's own path.
             if os.stat(inside).st_dev not in (os.stat("/").st_dev, os.stat(path).st_dev):
                 found = os.statvfs(inside)
                 total += (found.f_blocks - found.f_bfree) * found.f_frsize
@@ -147,7 +144,7 @@ def tmpfs_bytes(pid: int) -> int:
 
 
 def _python(settings: ApplicationSettings) -> list[str]:
-    """What Python and our two files need."""
+    """Paths that Python and `launch.py` need."""
     own = [settings.packages] if settings.packages else []
     source = [] if own or settings.command else [_SOURCE / "engines", _SOURCE / "shared"]
     named = [sys.prefix, sys.base_prefix, *own, *source, LAUNCH, LIBRARY]
@@ -156,7 +153,7 @@ def _python(settings: ApplicationSettings) -> list[str]:
 
 
 def _outermost(paths: Sequence[str]) -> list[str]:
-    """Without those inside others, and those that the system's folders hold."""
+    """Drop paths inside other paths or /usr."""
     found: list[str] = []
     for path in sorted(set(paths)):
         if not any(Path(path).is_relative_to(other) for other in (*found, "/usr")):
@@ -173,7 +170,7 @@ def _devices(uses_gpu: bool) -> Iterator[str]:
 def make_environment(
     settings: ApplicationSettings, scratch: Path, variables: Mapping[str, str]
 ) -> Mapping[str, str]:
-    """All that the process has of an environment: no address, no key but those it was deployed with."""
+    """The environment of the process: its deployed variables, no addresses or keys of the worker."""
     threads = str(settings.num_threads or 1)
     bubblewrap = find_bubblewrap() if settings.isolation != "none" else None
     folder = "/tmp" if bubblewrap else str(scratch)

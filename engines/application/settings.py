@@ -1,4 +1,4 @@
-"""The settings of applications; a node sets them from the package and the deployment."""
+"""Settings of applications, which a node sets from package and deployment."""
 
 from typing import Literal
 
@@ -20,7 +20,7 @@ class ApplicationSettings(EngineSettings):
         default="",
         description="Directory of what an application imports besides; empty: what the worker has.",
     )
-    #: Open file with its variables as a JSON object, which a node makes; -1: none.
+    #: Number of an open file with its variables as JSON, from the node; -1: none.
     variables_fd: int = Field(default=-1, json_schema_extra=UNLISTED)
     isolation: Isolation = Field(
         default="auto", description="See `VLM_NODE__ISOLATION`, from which a node sets it."

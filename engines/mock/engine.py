@@ -1,8 +1,7 @@
-"""An engine without a model: real scheduling, blocks and text, pretended arithmetic.
+"""An engine without a model: real scheduling, blocks and text, simulated computation.
 
-For tests, load tests and the development of everything around the engine.
-An answer is the SHAKE-128 stream of its prompt, read as words, so that a token depends on prompt,
-images, seed and position alone: batched, preempted or taken over, the answer is the same.
+For tests and development. An answer is the SHAKE-128 stream of its prompt, read as words: a token depends on prompt,
+images, seed and position only, so the answer is the same when batched, preempted or taken over.
 """
 
 import io
@@ -68,20 +67,20 @@ VOCAB_SIZE = FIRST_WORD_ID + len(WORDS)
 
 MAX_MODEL_LEN = 8192
 KV_BYTES_PER_TOKEN = 1024
-#: What `kv_cache_bytes` may ask for: nothing is kept there, and the list of blocks takes memory.
+#: Limit of the blocks of `kv_cache_bytes`; only the list of blocks takes memory.
 _MAX_KV_BLOCKS = 1 << 20
 _SPECIAL = {EOS_ID: "<eos>", IMAGE_ID: "<image>"}
 FEATURE_BYTES_PER_TOKEN = 1024
 
 
-#: Before and behind what the mock thinks, a token a byte.
+#: Reasoning markers, one token per byte.
 THINK_START, THINK_END = b"<think>\n", b"\n</think>\n\n"
-#: How its prompt ends where it is told not to think.
+#: End of a prompt with reasoning disabled.
 NO_THINKING = list(b"<think>\n\n</think>\n\n")
 
 
 class MockTokenizer:
-    """A token per byte of any text, and one per word of the answers, with its leading space."""
+    """One token per byte, and one per word of the answers with its leading space."""
 
     vocab_size = VOCAB_SIZE
     eos_token_ids = frozenset({EOS_ID})
@@ -93,22 +92,22 @@ class MockTokenizer:
         self._token_bytes += [b" " + word.encode() for word in WORDS]
 
     def encode(self, text: str) -> list[int]:
-        """Ordinary text to ids, one per byte of its UTF-8."""
+        """One id per byte of UTF-8."""
         return list(text.encode("utf-8", "replace"))
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The raw bytes that a token adds to the text; empty for special tokens."""
+        """Bytes of a token; empty for special tokens."""
         return self._token_bytes[token_id]
 
     def token_string(self, token_id: int) -> str:
-        """Bytes as Latin-1, words as they are; in angle brackets what is no text."""
+        """Bytes as Latin-1, words, or special tokens in angle brackets."""
         if token_id in _SPECIAL:
             return _SPECIAL[token_id]
         return self._token_bytes[token_id].decode("latin-1")
 
 
 class MockProcessor:
-    """Prompts in a template of its own. Images are opened, not decoded: no pixel is looked at."""
+    """Prompts in a simple template. Images are opened but not decoded."""
 
     max_model_len = MAX_MODEL_LEN
     is_quick = True
@@ -134,7 +133,7 @@ class MockProcessor:
         try:
             with Image.open(io.BytesIO(data), formats=FORMATS) as image:
                 size = image.size
-        except Exception as error:  # whatever a parser raises on strange bytes, they are the reason
+        except Exception as error:  # parsers may raise any error
             raise InvalidImage("The image cannot be decoded.") from error
         if size != expected_size:
             raise InvalidImage("The image is of another size than its header says.")
@@ -148,7 +147,7 @@ class MockProcessor:
         tools: Tools | None = None,
         ending: Ending = "answer",
     ) -> Prompt:
-        """`role: text` lines with one run of image slots per image."""
+        """`role: text` lines with one run of slots per image."""
         if tools is not None or any(m.tool_calls or m.role == "tool" for m in messages):
             messages = describe_in_text(messages, tools)
         token_ids: list[int] = []
@@ -174,19 +173,19 @@ class MockProcessor:
         return Prompt(token_ids, tuple(inputs))
 
     def encode_prompt(self, text: str, *, add_special_tokens: bool) -> Prompt:
-        """Its bytes: there are no special tokens around a text."""
+        """The bytes of a text, without special tokens."""
         return Prompt(self.tokenizer.encode(text))
 
 
 class MockStep(Struct):
-    """A step on a device that is not there: one after another, each takes its time."""
+    """A step on a simulated device, which runs one step after another."""
 
     result: StepResult
-    ready_at: float  #: `time.perf_counter`; 0 where no time is simulated
+    ready_at: float  #: `time.perf_counter`; 0 without simulated times
     can_be_followed: bool = True
 
     def wait(self) -> StepResult:
-        """Sleep until the step would be computed."""
+        """Sleep until the simulated end of the step."""
         if self.ready_at and (rest_s := self.ready_at - time.perf_counter()) > 0:
             time.sleep(rest_s)
         return self.result
@@ -194,7 +193,7 @@ class MockStep(Struct):
 
 @dataclass(frozen=True, slots=True)
 class MockAdapter:
-    """Makes other answers."""
+    """An adapter; it changes the answers."""
 
     digest: str
     rank: int = 1
@@ -202,7 +201,7 @@ class MockAdapter:
 
 
 class MockRunner:
-    """Pretends to compute steps: samples words, counts images, takes as long as a model."""
+    """Simulates steps: samples words, counts images, sleeps."""
 
     vocab_size = VOCAB_SIZE
     max_model_len = MAX_MODEL_LEN
@@ -215,21 +214,21 @@ class MockRunner:
         self.num_blocks = _num_kv_blocks(settings)
         self._mock = settings.mock
         self._random = Random(settings.mock.seed)
-        self._answers: dict[str, bytes] = {}  # by request: its stream of words, as far as sampled
-        self._held_images: dict[str, set[str]] = {}  # by request: images whose features it holds
+        self._answers: dict[str, bytes] = {}  # by request: its stream of words so far
+        self._held_images: dict[str, set[str]] = {}  # by request: images with features
         self._encoder_cache: OrderedDict[str, int] = OrderedDict()  # bytes by image, oldest first
         self._encoder_cache_limit = settings.encoder_cache_bytes
         self._encoder_cache_bytes = 0
         self._num_encoder_queries = 0
         self._num_encoder_hits = 0
-        self._free_at = 0.0  # when the last step with a simulated time is done, `time.perf_counter`
+        self._free_at = 0.0  # end of the last simulated step, `time.perf_counter`
 
     def run(self, batch: Batch) -> StepResult:
         """Launch a step and wait for it."""
         return self.launch(batch).wait()
 
     def launch(self, batch: Batch) -> "MockStep":
-        """Sample a token for each sequence that has caught up; they are known after the simulated time."""
+        """Sample tokens; `wait` returns them after the simulated time."""
         items = batch.items
         choices = [
             self._choose(item.sequence, item.output_position) if item.samples else None
@@ -264,7 +263,7 @@ class MockRunner:
         return MockStep(result, self._free_at)
 
     def load_adapter(self, directory: Path, limits: AdapterLimits) -> MockAdapter:
-        """Whatever `adapter_config.json` holds. Raises: BadAdapter without one, or where it is too large."""
+        """An adapter with any `adapter_config.json`. Raises: BadAdapter if it is missing or too large."""
         file = directory / "adapter_config.json"
         if not file.is_file():
             raise BadAdapter(f"there is no {file.name}: give a directory that peft has saved")
@@ -274,16 +273,16 @@ class MockRunner:
         return MockAdapter(sha256(content).hexdigest()[:32])
 
     def release(self, request_id: str) -> None:
-        """Drop what is kept for a request that ended."""
+        """Free the state of a request that ended."""
         self._answers.pop(request_id, None)
         self._held_images.pop(request_id, None)
 
     def encoder_cache_counts(self) -> tuple[int, int, int]:
-        """Images asked for, found in the cache, and bytes now held."""
+        """Lookups and hits of the encoder cache, and its bytes."""
         return self._num_encoder_queries, self._num_encoder_hits, self._encoder_cache_bytes
 
     def memory_bytes(self) -> dict[str, int]:
-        """Bytes by use, as pretended."""
+        """Simulated bytes by use."""
         return {
             "weights": 0,
             "kv_cache": self.num_blocks * self.block_size * KV_BYTES_PER_TOKEN,
@@ -328,7 +327,7 @@ class MockRunner:
         )
 
     def _thought(self, sequence: Sequence, position: int) -> tuple[int, int | None]:
-        """How many tokens come before an answer, and which one stands here if it is of a marker."""
+        """Number of reasoning tokens, and the marker byte at this position, if any."""
         num_words, num_prompt = self._mock.num_reasoning_tokens, sequence.num_prompt_tokens
         if sequence.token_ids[num_prompt - len(NO_THINKING) : num_prompt] == NO_THINKING:
             return 0, None
@@ -340,7 +339,7 @@ class MockRunner:
         return num_thought, THINK_END[position - end_at] if is_end else None
 
     def _answer(self, sequence: Sequence, position: int) -> int:
-        """The number that stands at one position of the sequence's answer."""
+        """The number at one position of the answer."""
         stream = self._answers.get(sequence.request_id, b"")
         if len(stream) <= position:
             stream = answer_stream(sequence, num_bytes=max(2 * position, 64))
@@ -348,7 +347,7 @@ class MockRunner:
         return stream[position]
 
     def _encode_images(self, item: ScheduledSequence) -> int:
-        """Pretend to encode the images that a share reads; returns how many no cache had."""
+        """Simulate encoding the item's images; returns the number of cache misses."""
         num_encoded = 0
         for image in item.images:
             held = self._held_images.setdefault(item.sequence.request_id, set())
@@ -373,7 +372,7 @@ class MockRunner:
 
 
 def _score(sequence: Sequence, positions: range) -> list[PromptScore]:
-    """Each token is the most probable one; the first has no logprob."""
+    """Logprobs of prompt tokens, each with rank 1; the first has none."""
     num_top = sequence.sampling.num_prompt_logprobs or 0
     scores = [PromptScore(0)] if positions[0] == 0 else []
     for position in positions[len(scores) :]:
@@ -389,7 +388,7 @@ def _logprob(rank: int) -> float:
 
 
 def answer_stream(sequence: Sequence, num_bytes: int) -> bytes:
-    """The start of an answer: a pure function of prompt, images, adapter and, unless greedy, seed."""
+    """The first bytes of an answer: a function of prompt, images, adapter and, unless greedy, seed."""
     seed = sequence.sampling.seed if sequence.sampling.temperature > 0 else None
     image_keys = [(image.offset, image.image_hash) for image in sequence.images]
     stream = shake_128(repr((seed, sequence.num_prompt_tokens, image_keys)).encode())
@@ -399,12 +398,12 @@ def answer_stream(sequence: Sequence, num_bytes: int) -> bytes:
     return stream.digest(num_bytes)
 
 
-#: What ends a JSON value; in a string it is a quotation mark.
+#: Bytes that end a JSON value outside of strings.
 _CLOSING = tuple(b'}]",0')
 
 
 def _choose_allowed(mask: bytes, token_id: int, value: int) -> int:
-    """The token, if the grammar allows it, else another; in place of the end, what brings it near."""
+    """The token, if the grammar allows it, else another; instead of EOS one that closes a JSON value."""
     allowed = [t for t in range(VOCAB_SIZE) if mask[t >> 3] >> (t & 7) & 1]
     if token_id in allowed:
         return token_id
@@ -417,10 +416,10 @@ def _choose_allowed(mask: bytes, token_id: int, value: int) -> int:
 
 
 class MockEngine(BatchingEngine):
-    """The engine over a mock: where it may call functions, it does, and talks about what comes of it."""
+    """The engine over a mock. It calls functions whenever it may, and answers tool results with text."""
 
     def prepare(self, call: EngineCall, images: Items[PreparedImage]) -> EngineRequest:
-        """As of any engine. Raises: InvalidRequest, BadGrammar, GrammarTooComplex."""
+        """See `Engine.prepare`."""
         task = call.task
         if isinstance(task, Generate) and task.tools is not None and not task.tools.is_required:
             is_asked = task.messages[-1].role != "tool"
@@ -430,7 +429,7 @@ class MockEngine(BatchingEngine):
 
 
 def load_mock_engine(settings: MockEngineSettings, progress: Progress | None) -> LoadedEngine:
-    """The mock behind the real engine."""
+    """Create the mock engine."""
     mock = settings.mock
     processor = MockProcessor(mock.tokens_per_image, thinks=mock.num_reasoning_tokens > 0)
     engine = MockEngine(MockRunner(settings), processor, settings)
@@ -449,7 +448,7 @@ def load_mock_engine(settings: MockEngineSettings, progress: Progress | None) ->
 
 
 def _num_kv_blocks(settings: MockEngineSettings) -> int:
-    """As configured, as far as a list of them goes; or else enough for all sequences at their longest."""
+    """The configured number, else enough for all sequences at their maximum length."""
     if settings.num_kv_blocks is not None:
         return settings.num_kv_blocks
     if settings.kv_cache_bytes is not None:

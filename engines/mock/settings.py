@@ -1,4 +1,4 @@
-"""The settings of the mock engine."""
+"""Settings of the mock engine."""
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -7,7 +7,7 @@ from engines.settings import UNLISTED
 
 
 class MockSettings(BaseModel):
-    """What the mock pretends. Units: seconds, tokens."""
+    """What the mock simulates. Units: seconds, tokens."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -16,7 +16,7 @@ class MockSettings(BaseModel):
         default=0.00002, ge=0, description="Simulated time per prompt token."
     )
     decode_s: float = Field(default=0.005, ge=0, description="Simulated time of one step.")
-    #: Random share of the simulated times, and the seed of that randomness.
+    #: Random share of the simulated times, and its seed.
     jitter_ratio: float = Field(default=0.0, ge=0, le=1, json_schema_extra=UNLISTED)
     seed: int = Field(default=0, json_schema_extra=UNLISTED)
     tokens_per_image: int = Field(default=64, ge=1, description="Image slots of one image.")
@@ -29,6 +29,6 @@ class MockSettings(BaseModel):
 
 
 class MockEngineSettings(BatchingSettings):
-    """Real scheduling over pretended arithmetic."""
+    """Real scheduling, simulated computation."""
 
     mock: MockSettings = MockSettings()

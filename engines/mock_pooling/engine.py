@@ -1,7 +1,6 @@
-"""An embedding engine without a model: real batches, pretended arithmetic.
+"""An embedding engine without a model: real batches, simulated computation.
 
-A vector is the SHAKE-128 stream of its input, read as numbers and brought to length 1; a score is that
-of query and document. So it depends on its input alone, bit by bit, in whatever company it was computed.
+Vectors and scores are the SHAKE-128 stream of their input, read as numbers: a function of the input, whatever the batch.
 A token is a word.
 """
 
@@ -33,7 +32,7 @@ VOCAB_SIZE = 65_536
 
 @dataclass(frozen=True, slots=True)
 class _Content:
-    """What a row is computed of. `dimensions`: 0 for a score."""
+    """The input of a row. `dimensions`: 0 for a score."""
 
     data: bytes
     dimensions: int
@@ -45,7 +44,7 @@ class _Content:
 
 
 class MockPoolingModel:
-    """Vectors and scores of hashes."""
+    """Vectors and scores from hashes."""
 
     tasks: tuple[str, ...] = ("embed", "rerank")
     decodes_images = True
@@ -61,7 +60,7 @@ class MockPoolingModel:
         )
 
     def process_image(self, data: bytes, image: ImageRef, decode: Decode) -> bytes:
-        """The hash of its pixels. Raises: InvalidImage."""
+        """The hash of an image's pixels. Raises: InvalidImage."""
         return hashlib.sha256(decode(data, (image.width, image.height)).tobytes()).digest()
 
     def rows(self, task: Task, images: Sequence[PreparedImage]) -> list[Row]:
@@ -109,7 +108,7 @@ class MockPoolingModel:
         return words[-most:] if truncate == "start" else words[:most]
 
     def encode(self, text: str, *, add_special_tokens: bool) -> tuple[list[int], list[str]]:
-        """A number for each word; there are no special tokens."""
+        """One id per word, without special tokens."""
         words = text.split()
         return [zlib.crc32(word.encode()) % VOCAB_SIZE for word in words], words
 
@@ -118,7 +117,7 @@ class MockPoolingModel:
         raise InvalidRequest("the mock keeps no words: it cannot tell a text from ids", "tokens")
 
     def compute(self, rows: Sequence[Row]) -> None:
-        """Sleep as long as a model would take."""
+        """Compute the results and sleep for the simulated time."""
         for row in rows:
             row.result = numbers_of(row.content).tobytes()
         num_tokens = sum(row.num_tokens for row in rows)
@@ -129,11 +128,11 @@ class MockPoolingModel:
         return {"weights": 0}
 
     def close(self) -> None:
-        """It holds nothing."""
+        """No-op."""
 
 
 def numbers_of(content: _Content) -> "array[float]":
-    """A pure function of the content; a vector of 0 dimensions is a score between 0 and 1."""
+    """The numbers of a content; with 0 dimensions a score between 0 and 1."""
     if content.dimensions == 0:
         stream = hashlib.shake_128(content.data).digest(4)
         score = int.from_bytes(stream, "little") / 2**32
@@ -149,7 +148,7 @@ def numbers_of(content: _Content) -> "array[float]":
 def load_mock_pooling_engine(
     settings: MockPoolingSettings, progress: Progress | None
 ) -> LoadedEngine:
-    """The mock behind the real engine."""
+    """Create the mock engine."""
     model = MockPoolingModel(settings)
     engine = PoolingEngine(model, settings)
     card = ModelCard(

@@ -1,4 +1,4 @@
-"""The settings of the mock of an embedding engine."""
+"""Settings of the mock embedding engine."""
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -6,7 +6,7 @@ from engines.pooling.settings import PoolingSettings
 
 
 class MockPooling(BaseModel):
-    """What the mock pretends. Units: seconds, tokens."""
+    """What the mock simulates. Units: seconds, tokens."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -19,6 +19,6 @@ class MockPooling(BaseModel):
 
 
 class MockPoolingSettings(PoolingSettings):
-    """Real batches over pretended arithmetic."""
+    """Real batches, simulated computation."""
 
     mock: MockPooling = MockPooling()

@@ -1,7 +1,4 @@
-"""Models that the cache of the Hugging Face hub holds: listed and removed.
-
-Called by the command line.
-"""
+"""Lists and removes models in the Hugging Face cache."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,8 +13,8 @@ from engines.packages.resolve import BUILT_IN, find_missing_weights, parse_hub_i
 
 _WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx")
 
-#: Which engine runs a model on this machine, given its directory and the bytes of its weights.
-#: Raises: EngineStartError, which says why none does.
+#: Returns the engine that runs a model on this machine, given its directory and the bytes of its weights.
+#: Raises: EngineStartError.
 FindEngine = Callable[[Path, int], str]
 
 
@@ -26,7 +23,7 @@ class CachedModel:
     """One revision of a model. Units: bytes on disk."""
 
     name: str
-    revision: str  #: its names, else its commit; empty for what has none
+    revision: str  #: its names, else its commit; may be empty
     num_bytes: int
     format: str
     source: str  #: `hub` or `built in`
@@ -35,11 +32,11 @@ class CachedModel:
 
     @property
     def num_weight_bytes(self) -> int:
-        """Of its weights in safetensors."""
+        """Bytes of its safetensors files."""
         return sum(file.stat().st_size for file in self.directory.glob("*.safetensors"))
 
     def explain(self, find_engine: FindEngine) -> tuple[bool, str]:
-        """Whether an engine runs it here, and which one, or why not."""
+        """Whether an engine runs it here, and which one or why not."""
         try:
             if missing := find_missing_weights(self.directory, self.file_names):
                 return False, (
@@ -53,11 +50,11 @@ class CachedModel:
 
 
 class NotCached(EngineStartError):
-    """The cache has no such model; the message says what it has."""
+    """The cache does not have the model."""
 
 
 def list_models() -> list[CachedModel]:
-    """Built-in models, then those of the hub's cache by name."""
+    """Built-in models, then cached ones by name."""
     built_in = [
         _describe(name, "", directory, _names_in(directory), _size_of(directory), "built in")
         for name, directory in BUILT_IN.items()
@@ -78,10 +75,9 @@ def list_models() -> list[CachedModel]:
 
 
 def remove(model: str, confirm: Callable[[str], bool]) -> int | None:
-    """Take a model, or one revision of it as `org/name@revision`, out of the cache.
+    """Remove a model, or one revision `org/name@revision`, from the cache.
 
-    `confirm` is asked with a sentence. Returns: bytes that are free now; None where it declined.
-    Raises: NotCached, which says what could be removed.
+    Returns: freed bytes; None if `confirm` declined. Raises: NotCached.
     """
     parsed = parse_hub_id(model)
     if model in BUILT_IN or parsed is None:
@@ -108,7 +104,7 @@ def remove(model: str, confirm: Callable[[str], bool]) -> int | None:
 
 
 def format_bytes(count: int) -> str:
-    """A size for people."""
+    """A readable size."""
     return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
 
 
@@ -133,7 +129,7 @@ def _describe(
 
 
 def _format_of(directory: Path, names: frozenset[str]) -> str:
-    """What its weights are stored as, and how they are quantized."""
+    """File format and quantization of its weights."""
     suffixes = {Path(name).suffix for name in names}
     stored = next((suffix[1:] for suffix in _WEIGHTS if suffix in suffixes), "no weights")
     try:

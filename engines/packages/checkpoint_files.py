@@ -1,7 +1,4 @@
-"""The text files of a made-up checkpoint: a byte-level BPE tokenizer, processor settings, chat template.
-
-Used by the checkpoint maker alone.
-"""
+"""Text files of a synthetic checkpoint: byte-level BPE tokenizer, processor settings, chat template."""
 
 import json
 from collections.abc import Iterator
@@ -21,10 +18,10 @@ _CLIP_STD = [0.26862954, 0.26130258, 0.27577711]
 
 
 def make_tokenizer(num_base_tokens: int) -> Tokenizer:
-    """A byte-level BPE for any text: bytes, then merges of letters, `<image>` right behind them.
+    """A byte-level BPE tokenizer, with `<image>` behind the base tokens.
 
-    The merges are all pairs of letters, then triples, so that English text makes tokens of two to three
-    characters and every id below `num_base_tokens` decodes to text.
+    The merges are all pairs of letters, then triples: English text has two to three characters per token, and every id
+    below `num_base_tokens` decodes to text.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: index for index, token in enumerate([UNK, BOS, EOS, *alphabet])}

@@ -1,7 +1,6 @@
-"""The JSON files of a checkpoint, read without trust: bounded in size and depth, each field with
-its type and limits.
+"""Reads untrusted JSON files of a checkpoint, limited in size and depth, with types and limits of each field.
 
-Whatever is wrong is an `UnsupportedCheckpoint` that names file and field.
+Errors are `UnsupportedCheckpoint`s that name file and field.
 """
 
 import json
@@ -21,12 +20,12 @@ _repr.maxstring = _repr.maxother = 80
 
 
 def shown(value: Any) -> str:
-    """A value of any size and depth as a message may show it."""
+    """A short representation of any value for messages."""
     return _repr.repr(value)
 
 
 def read_json(file: Path) -> "Fields":
-    """The object in a file; an empty one where there is no file. Raises: UnsupportedCheckpoint."""
+    """The object in a file, empty if there is no file. Raises: UnsupportedCheckpoint."""
     name = file.name
     if not file.is_file():
         return Fields(name, {})
@@ -45,26 +44,26 @@ def read_json(file: Path) -> "Fields":
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """An object of a JSON file. A field that is absent or null takes its default.
+    """An object of a JSON file. A field that is absent or null has its default.
 
-    Raises: UnsupportedCheckpoint, from every method, where a field is not what it has to be.
+    All methods raise UnsupportedCheckpoint for an invalid field.
     """
 
     file: str
     values: Mapping[str, Any]
-    path: str = ""  #: of the object within the file, with a dot behind it
+    path: str = ""  #: path of the object in the file, with a trailing dot
 
     def refuse(self, name: str, why: str) -> UnsupportedCheckpoint:
-        """The error that names a field; `why` continues the sentence."""
+        """The error of a field; `why` continues the sentence."""
         return UnsupportedCheckpoint(f"{self.file}: {self.path}{name} {why}")
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The value as it stands."""
+        """The value without a check."""
         value = self.values.get(name)
         return default if value is None else value
 
     def section(self, name: str) -> "Fields":
-        """An object within this one; empty without it."""
+        """A nested object, empty if absent."""
         value = self.get(name, {})
         if not isinstance(value, dict):
             raise self.refuse(name, f"is {shown(value)}, no object")
@@ -85,7 +84,7 @@ class Fields:
         return None if value is None else self.check_number(name, value, above, at_most)
 
     def check_number(self, name: str, value: Any, above: float, at_most: float) -> float:
-        """A number found in a field."""
+        """Check a number of a field."""
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not math.isfinite(value) or not above < value <= at_most:
             limits = f"above {above:g} and up to {at_most:g}"

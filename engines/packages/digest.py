@@ -1,4 +1,4 @@
-"""What a checkpoint is, by its content: names and bytes of the files that decide what it computes."""
+"""Digest of a checkpoint's content."""
 
 import hashlib
 from pathlib import Path
@@ -8,7 +8,7 @@ _PIECE = 1024 * 1024
 
 
 def digest_of(directory: Path) -> str:
-    """SHA-256 over the files' names and hashes, in the order of their names."""
+    """SHA-256 over names and hashes of the files that determine the output, in order of names."""
     whole = hashlib.sha256()
     paths = {path for pattern in _DECIDES for path in directory.glob(pattern) if path.is_file()}
     for name, path in sorted((str(path.relative_to(directory)), path) for path in paths):

@@ -1,8 +1,4 @@
-"""What a model's makers suggest for sampling: `generation_config.json`.
-
-As vLLM reads it: `do_sample` is not looked at, a temperature of 0 is how a client asks for greedy
-answers.
-"""
+"""Default sampling parameters from `generation_config.json`, read as in vLLM: `do_sample` is ignored."""
 
 import logging
 from pathlib import Path
@@ -18,10 +14,10 @@ logger = logging.getLogger(__name__)
 
 
 def read_sampling_defaults(directory: Path, choice: str) -> SamplingDefaults:
-    """What to do where a request says nothing.
+    """Defaults for parameters that a request does not set.
 
-    `choice`: `auto` reads the checkpoint's file, `none` no file, else it is a folder with another.
-    Raises: EngineStartError for a folder without the file.
+    `choice`: `auto` for the checkpoint's file, `none`, or a folder with another file. Raises: EngineStartError if the
+    folder has no such file.
     """
     if choice == "none":
         return SamplingDefaults()
@@ -55,7 +51,7 @@ def read_sampling_defaults(directory: Path, choice: str) -> SamplingDefaults:
 
 
 def _number(fields: Fields, name: str, least: float, most: float) -> float | None:
-    """A number that a client may send too; else none, for it is a suggestion only."""
+    """A number within the limits of requests, else None."""
     try:
         return fields.number(name, above=least - 1e-9, at_most=most)
     except UnsupportedCheckpoint as problem:

@@ -1,4 +1,4 @@
-"""`vlm models`, `vlm pull` and `vlm rm`: what the cache of models holds, in words for people."""
+"""Output of `vlm models`, `vlm pull` and `vlm rm`."""
 
 import json
 import sys
@@ -54,7 +54,7 @@ def show(as_json: bool, find_engine: FindEngine | None) -> None:
 
 
 def pull(model: str, find_engine: FindEngine | None) -> None:
-    """Download a model, after a look at whether it runs here."""
+    """Download a model if it runs here."""
     if parse_hub_id(model) is None:
         sys.exit(f"{model!r} is no hub id: name one as org/name[@revision]")
 
@@ -70,7 +70,7 @@ def pull(model: str, find_engine: FindEngine | None) -> None:
 
 
 def remove(model: str, yes: bool) -> None:
-    """Remove a model, after a question."""
+    """Remove a model after confirmation."""
     try:
         freed = cache.remove(model, lambda question: yes or typer.confirm(question))
     except EngineStartError as problem:

@@ -1,8 +1,6 @@
-"""A model's name to the directory with its files: built in, on this disk, or from the Hugging Face
-hub.
+"""Resolves a model's name to a directory: built in, local, or downloaded from the Hugging Face hub.
 
-Called by the loader. `HF_HOME`, `HF_TOKEN`, `HF_ENDPOINT` and `HF_HUB_OFFLINE` mean what they mean
-everywhere.
+`HF_HOME`, `HF_TOKEN`, `HF_ENDPOINT` and `HF_HUB_OFFLINE` apply.
 """
 
 import errno
@@ -26,32 +24,32 @@ from tqdm.auto import tqdm
 from engines.base import EngineStartError
 from engines.packages.checkpoint_json import read_json
 
-GGUF = ".gguf"  #: how names of such files end
+GGUF = ".gguf"  #: suffix of GGUF files
 BUILT_IN = {
     "shapes": Path(__file__).parent / "shapes" / "checkpoint",
     "shapes-clip": Path(__file__).parent / "shapes_clip" / "checkpoint",
 }
-#: Root files, and the `1_Pooling` of sentence-transformers: other folders hold the same model in other formats.
+#: Root files and `1_Pooling` of sentence-transformers; other folders have the model in other formats.
 _WANTED = ["*.safetensors", "*.json", "*.jinja"]
 _UNWANTED = ["[!1]*/*", "consolidated*.safetensors"]
 _HUB_ID = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>[\w./-]+))?")
-RESERVE_BYTES = 256 * 1024 * 1024  # disk that a download leaves to others
+RESERVE_BYTES = 256 * 1024 * 1024  # disk space that a download leaves free
 
 _INDEX_FILE = "model.safetensors.index.json"
 _WEIGHTS = ".safetensors"
 
 Report = Callable[[float], None]
-#: Looks at a model of which only the small files are there, and at the bytes of its weights, before these are
-#: downloaded. Raises: EngineStartError.
+#: Checks a model by its small files and the bytes of its weights before these are downloaded.
+#: Raises: EngineStartError.
 Check = Callable[[Path, int], None]
 
 
 class ModelUnavailable(EngineStartError):
-    """The model's files cannot be had; the message says why and what to do."""
+    """The model's files are not available."""
 
 
 def default_name(model: str) -> str:
-    """What a model is called on the wire when nobody says otherwise."""
+    """The served name of a model, unless it is configured."""
     if model in BUILT_IN:
         return model
     if Path(model).is_dir():
@@ -62,10 +60,10 @@ def default_name(model: str) -> str:
 
 
 def resolve_model(model: str, report: Report | None = None, check: Check | None = None) -> Path:
-    """The directory of a built-in name, a directory, or a hub id `org/name[@revision]`; or a GGUF file.
+    """The directory of a built-in name, a directory or a hub id `org/name[@revision]`; or a GGUF file.
 
-    Downloads what the cache lacks; `report` is told the share of bytes, and without it a progress bar is
-    drawn. Raises: ModelUnavailable, and what `check` raises.
+    Downloads missing files; `report` is called with the progress, otherwise a progress bar is shown. Raises:
+    ModelUnavailable, and errors of `check`.
     """
     if model in BUILT_IN:
         return BUILT_IN[model]
@@ -78,7 +76,7 @@ def resolve_model(model: str, report: Report | None = None, check: Check | None 
 
 
 def check_reference(model: str) -> None:
-    """Whether a model can be looked for at all, without a look at the network. Raises: ModelUnavailable."""
+    """Check a model's name without the network. Raises: ModelUnavailable."""
     if model in BUILT_IN or _HUB_ID.fullmatch(model):
         return
     if _on_disk(model) is None:
@@ -99,7 +97,7 @@ def _unknown(model: str) -> ModelUnavailable:
 
 
 def parse_hub_id(model: str) -> tuple[str, str | None] | None:
-    """Repository and revision of what is a hub id."""
+    """Repository and revision of a hub id, else None."""
     match = _HUB_ID.fullmatch(model)
     return match and (match["repo"], match["revision"])
 
@@ -168,13 +166,13 @@ def _download(repo: str, revision: str | None, report: Report | None, check: Che
 
 
 def _plan(repo: str, revision: str | None) -> list[Any] | None:
-    """The files to have, with sizes and whether the cache lacks them; None if the hub cannot be asked."""
+    """The files with their sizes and whether they are cached; None if the hub is not reachable."""
     try:
         return _snapshot(repo, revision, dry_run=True, tqdm_class=_silent())
     except (GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError):
         raise
-    except OSError as error:  # DryRunError, or a file's size that could not be asked
-        if isinstance(error.__cause__, RepositoryNotFoundError):  # gated ones are such, too
+    except OSError as error:  # DryRunError, or a failed request
+        if isinstance(error.__cause__, RepositoryNotFoundError):  # includes gated ones
             raise error.__cause__ from None
         return None
 
@@ -204,7 +202,7 @@ def _snapshot(repo: str, revision: str | None, *, small: bool = False, **options
 
 
 def find_missing_weights(directory: Path, names: Set[str]) -> list[str]:
-    """Files of weights that the directory's index names and that are not among `names`.
+    """Weight files in the directory's index that are not among `names`.
 
     Raises: UnsupportedCheckpoint.
     """
@@ -241,7 +239,7 @@ def _silent() -> type[tqdm]:
 
 
 def _reporting_bar(report: Report, num_bytes: int) -> type[tqdm]:
-    """A progress bar that draws nothing and reports the share of bytes written."""
+    """A silent progress bar that reports the share of bytes written."""
 
     class ReportingBar(tqdm):
         def __init__(self, *args: Any, **settings: Any) -> None:

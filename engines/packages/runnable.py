@@ -1,4 +1,4 @@
-"""Which engine runs a model on this machine. Loads torch."""
+"""Finds the engine of a model. Imports torch."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from engines.torch_backend.loading.check import check_memory, check_model
 
 
 def find_engine(directory: Path, num_weight_bytes: int) -> str:
-    """The engine that runs a model, at the least precision that it has.
+    """The engine that runs a model on this machine, at its lowest precision.
 
     Raises: UnsupportedCheckpoint, ModelTooLarge.
     """

@@ -1,8 +1,7 @@
-"""Which inputs share a step.
+"""Selects the inputs of a step.
 
-The oldest input is always in; what is left of the budget goes to the inputs nearest to it in length. So a step has
-little to pad where a model pads, and none where it does not: there, rows of one length share one attention call.
-Nobody starves: an input is in at the latest when all that came before it are.
+The oldest input is always included, the rest of the budget goes to inputs of similar length. This limits padding; models
+without padding compute rows of one length in one attention call. No input starves.
 """
 
 from bisect import bisect_left, insort
@@ -13,27 +12,29 @@ from typing import Any
 
 @dataclass(eq=False, slots=True)
 class Row:
-    """One input of a call, ready to be computed. Rows of different kinds share no step."""
+    """One prepared input of a call. A step has rows of one kind."""
 
-    content: Any  #: the model's own
+    content: Any  #: private to the model
     num_tokens: int
     kind: str = "text"
     num_image_tokens: int = 0
-    num_padding: int = 0  #: of its tokens, those that only fill it up
-    identity: bytes = b""  #: equal for rows of a kind with equal results; empty: unknown
+    num_padding: int = 0  #: padding among its tokens
+    identity: bytes = b""  #: equal for rows of a kind with equal results; empty: not cached
     result: bytes = b""  #: little-endian float32
-    number: int = field(default=0, init=False)  #: in the order of arrival
-    cache_key: bytes = field(default=b"", init=False)  #: empty: its result is its call's alone
-    followers: list["Row"] = field(default_factory=list, init=False)  #: that wait for its result
+    number: int = field(default=0, init=False)  #: order of arrival
+    cache_key: bytes = field(default=b"", init=False)  #: empty: not cached
+    followers: list["Row"] = field(
+        default_factory=list, init=False
+    )  #: equal rows that wait for its result
 
     @property
     def key(self) -> tuple[int, int]:
-        """Its place among rows of its kind: by length, then by age."""
+        """Sort key among rows of its kind: length, then age."""
         return self.num_tokens, self.number
 
 
 class Waiting:
-    """Rows that wait, by age and by length."""
+    """Waiting rows, ordered by age and by length."""
 
     def __init__(self) -> None:
         self._by_age: OrderedDict[int, Row] = OrderedDict()
@@ -45,7 +46,7 @@ class Waiting:
         return len(self._by_age)
 
     def add(self, row: Row) -> None:
-        """Take a row; it is the youngest."""
+        """Add the youngest row."""
         self._num_added += 1
         row.number = self._num_added
         self._by_age[row.number] = row
@@ -53,7 +54,7 @@ class Waiting:
         self.num_tokens += row.num_tokens
 
     def remove(self, row: Row) -> None:
-        """Forget a row, if it still waits."""
+        """Remove a row, if it still waits."""
         if self._by_age.pop(row.number, None) is None:
             return
         rows = self._by_length[row.kind]
@@ -61,7 +62,7 @@ class Waiting:
         self.num_tokens -= row.num_tokens
 
     def take(self, max_tokens: int, max_rows: int) -> list[Row]:
-        """The rows of the next step, shortest first: at least the oldest, however long it is."""
+        """Remove the rows of the next step, shortest first: at least the oldest one, whatever its length."""
         oldest = next(iter(self._by_age.values()))
         rows = self._by_length[oldest.kind]
         begin = bisect_left(rows, oldest.key, key=_key)
@@ -92,7 +93,7 @@ def _key(item: tuple[tuple[int, int], Row]) -> tuple[int, int]:
 def _nearer(
     rows: list[tuple[tuple[int, int], Row]], below: int, above: int, num_tokens: int
 ) -> int | None:
-    """Which of two places holds the row that is nearer in length; of equal ones the shorter."""
+    """The index of the row with the nearer length; of equal ones the shorter."""
     if below < 0 or above >= len(rows):
         return above if above < len(rows) else below if below >= 0 else None
     shorter_by = num_tokens - rows[below][1].num_tokens

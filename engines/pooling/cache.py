@@ -1,27 +1,27 @@
-"""Results by what they were computed of, while memory and time allow. Torch-free."""
+"""LRU cache of results by input, with limits of memory and age. Torch-free."""
 
 import time
 from collections import OrderedDict
 from collections.abc import Callable
 from hashlib import sha256
 
-#: What an entry takes besides its result: key, instant, places in the dictionary.
+#: Overhead of an entry.
 _ENTRY_BYTES = 256
 
 
 def cache_key(tenant: str, kind: str, identity: bytes) -> bytes:
-    """The name of an input's result: tenants share none."""
+    """The key of an input's result, salted by tenant."""
     salt = tenant.encode("utf-8", "surrogatepass")
     return sha256(b"%d %s %s " % (len(salt), salt, kind.encode()) + identity).digest()
 
 
 class ResultCache:
-    """The results that were asked for last. Not thread-safe."""
+    """Not thread-safe."""
 
     def __init__(
         self, max_bytes: int, ttl_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`max_bytes` 0: it keeps nothing."""
+        """`max_bytes` 0: disabled."""
         self.is_on = max_bytes > 0
         self.num_bytes = 0
         self._max_bytes = max_bytes
@@ -30,7 +30,7 @@ class ResultCache:
         self._entries: OrderedDict[bytes, tuple[bytes, float]] = OrderedDict()
 
     def find(self, key: bytes) -> bytes | None:
-        """The result of this name, if it is kept and not too old."""
+        """The cached result, if it has not expired."""
         entry = self._entries.get(key)
         if entry is None:
             return None
@@ -43,7 +43,7 @@ class ResultCache:
         return result
 
     def keep(self, key: bytes, result: bytes) -> None:
-        """Keep a result; those that nobody asked for longest make room."""
+        """Add a result, evicting the least recently used ones."""
         if key in self._entries:
             return
         self._entries[key] = result, self._clock()

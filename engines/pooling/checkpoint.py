@@ -1,4 +1,4 @@
-"""What a sentence-transformers directory says beside its model: pooling, prompts, lengths.
+"""Reads the configuration of a sentence-transformers directory: pooling, prompts, lengths.
 
 Source: sentence-transformers, `modules.json` and the `config.json` of its modules.
 """
@@ -12,7 +12,7 @@ from engines.base import UnsupportedCheckpoint
 from engines.packages.checkpoint_json import read_json
 
 Pooling = Literal["cls", "mean", "max", "last"]
-#: How the files call them: as flags once, as one word now.
+#: Names in the files: flags in older versions, one word in newer ones.
 _MODES: dict[str, Pooling] = {
     "cls": "cls",
     "mean": "mean",
@@ -32,35 +32,35 @@ _MAX_SIZE = 1 << 16  # of a vector
 
 @dataclass(frozen=True, slots=True)
 class Normalize:
-    """Vectors of length 1 from here on."""
+    """Normalizes vectors to length 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class DenseConfig:
-    """A linear map with an activation, whose weights lie in a folder of the checkpoint."""
+    """A linear layer with activation, whose weights are in a folder of the checkpoint."""
 
     folder: str
     num_inputs: int
     num_outputs: int
     has_bias: bool
     activation: str  #: a path such as `torch.nn.modules.activation.Tanh`
-    is_residual: bool  #: whether its input is added to what it gives
+    is_residual: bool  #: whether its input is added to its output
 
 
 @dataclass(frozen=True, slots=True)
 class SentenceConfig:
-    """How a model's last layer becomes one vector, and what stands before its texts."""
+    """Pooling of a model's last layer, and prompts before its texts."""
 
     pooling: Pooling = "mean"
-    modules: tuple[DenseConfig | Normalize, ...] = ()  #: behind the pooling, in their order
+    modules: tuple[DenseConfig | Normalize, ...] = ()  #: behind the pooling, in order
     prompts: dict[str, str] = field(default_factory=dict)
-    #: The name of the one that stands before a text when no other is named.
+    #: Name of the prompt of texts that name none.
     default_prompt: str = ""
     max_tokens: int | None = None
 
 
 def read_sentence_config(directory: Path) -> SentenceConfig:
-    """Of a directory without `modules.json`: the mean, not normalized. Raises: UnsupportedCheckpoint."""
+    """Without `modules.json`: mean pooling, not normalized. Raises: UnsupportedCheckpoint."""
     modules = _read_modules(directory)
     kinds = [str(module.get("type", "")).rpartition(".")[2] for module in modules]
     if unknown := [kind for kind in kinds if kind not in _KINDS]:

@@ -1,4 +1,4 @@
-"""Texts and images in one space: `CLIPModel` and `SiglipModel` of transformers, with their own processors.
+"""Joint embeddings of texts and images: `CLIPModel` and `SiglipModel` of transformers with their processors.
 
 Shape letters: n rows of one length, V numbers of a vector.
 """
@@ -19,20 +19,20 @@ from shared.protocol import Embed, ImagePart, ImageRef, Task
 
 @dataclass(frozen=True, slots=True)
 class Filling:
-    """What short texts are filled up with, for a text tower that has only seen one length and sees all of it."""
+    """Padding of texts to the one length of a text tower without a mask."""
 
     length: int
     token_id: int
     is_left: bool = False
 
     def fill(self, ids: Sequence[int]) -> Sequence[int]:
-        """Ids of the one length."""
+        """Padded ids."""
         padding = [self.token_id] * (self.length - len(ids))
         return [*padding, *ids] if self.is_left else [*ids, *padding]
 
 
 class ClipEncoder:
-    """Two towers. Rows of one length are one forward pass: nothing is padded but what the model wants so."""
+    """Two towers. Rows of one length are one forward pass."""
 
     tasks: tuple[str, ...] = ("embed",)
     shorter_dimensions: tuple[int, ...] = ()
@@ -43,7 +43,7 @@ class ClipEncoder:
     def __init__(
         self, model: Any, texts: Texts, processor: Any, filling: Filling | None = None
     ) -> None:
-        """`filling` is a SigLIP's: its towers meet without projections, and its images have no class token."""
+        """`filling` is set for SigLIP, which has no projections and no class token."""
         self._model: Any = model
         self.texts = texts
         self._processor = processor
@@ -53,7 +53,7 @@ class ClipEncoder:
         self.dimensions: int = vision.hidden_size if filling else config.projection_dim
 
     def process_image(self, data: bytes, image: ImageRef, decode: Decode) -> Any:
-        """Pixels as the processor makes them. Shapes: (3, height, width). Raises: InvalidImage."""
+        """Processed pixels. Shapes: (3, height, width). Raises: InvalidImage."""
         decoded = decode(data, (image.width, image.height))
         return self._processor(images=decoded, return_tensors="np")["pixel_values"][0]
 
@@ -77,7 +77,7 @@ class ClipEncoder:
         return Row(words, length, num_padding=padding, identity=words.identity)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> tuple[list[int], list[str]]:
-        """Token ids of a text, and how each is spelled."""
+        """Token ids of a text and their spellings."""
         return self.texts.encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -109,5 +109,5 @@ class ClipEncoder:
 
 
 def _vectors(made: Any) -> torch.Tensor:
-    """Shapes: (n, V) float32; releases of transformers differ in what they wrap it in."""
+    """Shapes: (n, V) float32. Newer releases of transformers wrap the tensor."""
     return getattr(made, "pooler_output", made).float()

@@ -1,5 +1,5 @@
-"""Encoders of transformers: BERT, RoBERTa and XLM-R, DistilBERT, ELECTRA over packed rows; others as they are, padding
-rows of nearly one length.
+"""Text encoders of transformers: BERT, RoBERTa, XLM-R, DistilBERT and ELECTRA with packed rows, others with padded rows
+of similar length.
 
 Shape letters: n rows of one length, L tokens of a row, E hidden size, V numbers of a result.
 """
@@ -23,11 +23,11 @@ from engines.pooling.layers import Keeps, PackedLayers
 from engines.pooling.linears import num_bytes
 from shared.protocol import Embed, ImagePart, ImageRef, Rerank, Task, TextPart, Truncate
 
-#: Rows are padded together while padding is at most that share of the real tokens.
+#: Largest ratio of padding to real tokens in a batch of padded rows.
 MAX_PADDING_RATIO = 0.15
-#: Tokens of packed rows that a CPU computes together: more are no faster, and take more memory.
+#: Tokens of packed rows per forward pass on a CPU; more are not faster and take more memory.
 MAX_CPU_TOKENS = 2048
-#: Model types whose layers are `PackedLayers`, and their position of a row's first token.
+#: Model types with `PackedLayers`, and the position of a row's first token.
 PACKED_TYPES: dict[str, int | None] = {
     "bert": 0,
     "roberta": None,
@@ -37,13 +37,13 @@ PACKED_TYPES: dict[str, int | None] = {
     "electra": 0,
 }
 _KEEPS: dict[Pooling, Keeps] = {"cls": "first", "last": "last"}
-#: Of these, whose heads take a pooled vector or the last layer.
+#: Model types that can score pairs.
 SCORER_TYPES = ("bert", "roberta", "xlm-roberta", "camembert", "electra")
 
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """A text as ids, and what is wanted of it."""
+    """Token ids of a text, and output options."""
 
     ids: Sequence[int]
     types: Sequence[int]
@@ -58,7 +58,7 @@ class Words:
 
 @dataclass(frozen=True, slots=True)
 class PixelInput:
-    """An image's pixels, and what is wanted of it. Shapes: pixels (3, height, width)."""
+    """Pixels of an image, and output options. Shapes: pixels (3, height, width)."""
 
     pixels: Any
     dimensions: int | None = None
@@ -67,13 +67,13 @@ class PixelInput:
 
     @property
     def identity(self) -> bytes:
-        """Equal for equal results; empty where nobody named the image."""
+        """See `Row.identity`."""
         text = f"{self.dimensions or 0} {self.is_normalized} {self.image_hash}"
         return text.encode() if self.image_hash else b""
 
 
 class Texts:
-    """The tokenizer: texts, ids and pairs as rows. Thread-safe."""
+    """Tokenizes texts, ids and pairs. Thread-safe."""
 
     def __init__(
         self, tokenizer: Tokenizer, max_tokens: int, vocab_size: int, config: SentenceConfig
@@ -111,12 +111,12 @@ class Texts:
         return Words(ids, (0,) * len(ids), *options)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> tuple[list[int], list[str]]:
-        """All of a text as ids, and how each is spelled."""
+        """Token ids of a text and their spellings."""
         encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return encoding.ids, encoding.tokens
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of ids, special tokens as they are spelled. Raises: InvalidRequest."""
+        """The text of ids with special tokens. Raises: InvalidRequest."""
         if any(token_id >= self.vocab_size for token_id in token_ids):
             raise InvalidRequest(
                 f"A token id is outside the vocabulary: send 0 to {self.vocab_size - 1}.", "tokens"
@@ -124,7 +124,7 @@ class Texts:
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
     def pair(self, task: Rerank, index: int) -> Words:
-        """A query and a document. Raises: PromptTooLong."""
+        """Token ids of a query and a document. Raises: PromptTooLong."""
         query = task.queries[index if len(task.queries) > 1 else 0]
         first = self._tokenizer.encode(query, add_special_tokens=False)
         second = self._tokenizer.encode(task.documents[index], add_special_tokens=False)
@@ -158,7 +158,7 @@ class Texts:
 
 
 class Encoder:
-    """A text encoder with pooling, or with a head that scores pairs."""
+    """A text encoder with pooling, or with a scoring head for pairs."""
 
     decodes_images = False
     prepares_quickly = True
@@ -174,7 +174,7 @@ class Encoder:
         layers: PackedLayers | None = None,
         head: nn.Sequential | None = None,
     ) -> None:
-        """`layers`: those of a model whose rows need no padding; `head`: what stands behind the pooling."""
+        """`layers`: for models with packed rows; `head`: modules behind the pooling."""
         self._model: Any = model
         self.texts = texts
         self._pooling: Pooling = config.pooling
@@ -182,7 +182,7 @@ class Encoder:
         self._is_scorer = is_scorer
         self._layers = layers
         self._keeps: Keeps = "all"
-        if layers is not None:  # what is behind reads no other tokens
+        if layers is not None:  # other tokens are not needed
             self._keeps = "first" if is_scorer else _KEEPS.get(config.pooling, "all")
         self.tasks: tuple[str, ...] = ("rerank",) if is_scorer else ("embed",)
         size = num_outputs(config.modules, model.config.hidden_size)
@@ -192,7 +192,7 @@ class Encoder:
         self._base: Any = model.base_model if is_scorer else model
 
     def process_image(self, data: bytes, image: ImageRef, decode: Decode) -> Any:
-        """It takes none. Raises: InvalidRequest."""
+        """Raises: InvalidRequest."""
         raise InvalidRequest("this model takes no images")
 
     def rows(self, task: Task, images: Sequence[PreparedImage]) -> list[Row]:
@@ -207,7 +207,7 @@ class Encoder:
         return [Row(each, len(each.ids), identity=each.identity) for each in contents]
 
     def encode(self, text: str, *, add_special_tokens: bool) -> tuple[list[int], list[str]]:
-        """Token ids of a text, and how each is spelled."""
+        """Token ids of a text and their spellings."""
         return self.texts.encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -216,7 +216,7 @@ class Encoder:
 
     @torch.inference_mode()
     def compute(self, rows: Sequence[Row]) -> None:
-        """All rows of a step. They come sorted by length."""
+        """Compute rows that are sorted by length."""
         if self._is_scorer:
             scores = self._score(torch.cat(list(self._hidden(rows))), rows)
             for row, score in zip(rows, scores.cpu().numpy(), strict=True):
@@ -226,7 +226,7 @@ class Encoder:
         give_vectors(rows, self._head(vectors))
 
     def _hidden(self, rows: Sequence[Row]) -> Iterator[Tensor]:
-        """The last layer of rows of one length after another; (n, 1, E), if one token of each is kept."""
+        """The last layer of groups of rows of one length; (n, 1, E) if one token of each row is kept."""
         if self._layers is None:
             for group in padded_groups(rows):
                 yield from self._padded(group)
@@ -324,7 +324,7 @@ def parts(rows: Sequence[Row], num_tokens: int) -> Iterator[Sequence[Row]]:
 
 
 def padded_groups(rows: Sequence[Row]) -> Iterator[list[Row]]:
-    """Sorted rows in groups of nearly one length."""
+    """Groups of sorted rows of similar length."""
     group: list[Row] = []
     num_real = 0
     for row in rows:
@@ -339,7 +339,7 @@ def padded_groups(rows: Sequence[Row]) -> Iterator[list[Row]]:
 
 
 def give_vectors(rows: Sequence[Row], vectors: Tensor) -> None:
-    """Cut and brought to length 1 as each row wants it. Shapes: vectors (n, V) float32."""
+    """Set the rows' results, truncated and normalized as requested. Shapes: vectors (n, V) float32."""
     units = F.normalize(vectors, dim=1)
     for row, unit, raw in zip(rows, units.cpu(), vectors.cpu(), strict=True):
         wanted = row.content

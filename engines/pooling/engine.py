@@ -1,7 +1,6 @@
-"""An engine without tokens: a step is one batch of inputs, and a call ends with its last input.
+"""An engine for embeddings and scores: a step computes one batch of inputs.
 
-The model behind it turns tasks into rows (in any thread) and rows into numbers (in the engine's thread). No KV cache,
-no sampler, no text.
+The model turns tasks into rows in any thread, and computes rows in the engine's thread.
 """
 
 import time
@@ -35,29 +34,29 @@ from shared.protocol import (
     Usage,
 )
 
-#: Rows of one step: short ones would fill the budget by the thousand, and a step must end.
+#: Most rows of a step, however short they are.
 MAX_ROWS_PER_STEP = 512
 _ORDER = {priority: place for place, priority in enumerate(Priority)}
-#: Work that waits in the engine, in steps: with less, the next step would be smaller than it could be.
+#: Waiting work, in steps, that the engine accepts, so that each step is full.
 STEPS_AHEAD = 2
 
 
 class PoolingModel(Protocol):
-    """What computes rows."""
+    """Prepares and computes rows."""
 
-    #: Tags of the tasks that it takes.
+    #: Tags of supported tasks.
     tasks: tuple[str, ...]
-    #: Of its vectors; 0: it makes none.
+    #: Size of its vectors; 0: none.
     dimensions: int
-    #: That they may be cut to.
+    #: Sizes to which vectors may be truncated.
     shorter_dimensions: tuple[int, ...]
-    #: What may stand before a text, by name.
+    #: Prompts before a text, by name.
     prompts: Mapping[str, str]
     decodes_images: bool
     prepares_quickly: bool
 
     def process_image(self, data: bytes, image: ImageRef, decode: Decode) -> Any:
-        """An image as `rows` wants it. Thread-safe. Raises: InvalidImage."""
+        """Process an image for `rows`. Thread-safe. Raises: InvalidImage."""
         ...
 
     def rows(self, task: Task, images: Sequence[PreparedImage]) -> list[Row]:
@@ -65,7 +64,7 @@ class PoolingModel(Protocol):
         ...
 
     def encode(self, text: str, *, add_special_tokens: bool) -> tuple[list[int], list[str]]:
-        """Token ids of a text, and how each is spelled. Thread-safe."""
+        """Token ids of a text and their spellings. Thread-safe."""
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -73,7 +72,7 @@ class PoolingModel(Protocol):
         ...
 
     def compute(self, rows: Sequence[Row]) -> None:
-        """Give each row its result."""
+        """Set the result of each row."""
         ...
 
     def memory_bytes(self) -> dict[str, int]: ...
@@ -83,12 +82,12 @@ class PoolingModel(Protocol):
 
 @dataclass(eq=False, slots=True)
 class PoolingInput:
-    """A call whose inputs are ready."""
+    """A prepared call."""
 
     request_id: str
     priority: Priority
     rows: list[Row]
-    dimensions: int  #: of a vector; 0: a row comes to one number
+    dimensions: int  #: of a vector; 0 for scores
     added_at: float = 0.0
     first_step_at: float = 0.0
     image_s: float = 0.0  #: of steps with images
@@ -105,10 +104,10 @@ class PoolingInput:
 
 
 class PoolingEngine(Engine[PoolingInput]):
-    """Batches the inputs of all calls over any `PoolingModel`. Batch work takes the steps that others leave.
+    """Batches the inputs of all calls over a `PoolingModel`; batch work runs when no other work waits.
 
-    What one tenant sends again is not computed again: its result is kept for a while, and while a row waits, equal
-    ones follow it. If its call is aborted, the first that follows takes its place.
+    Results are cached per tenant, and equal waiting rows are computed once: the first one leads, the others follow. If
+    its call is aborted, a follower leads.
     """
 
     def __init__(
@@ -121,11 +120,11 @@ class PoolingEngine(Engine[PoolingInput]):
         self._settings = settings
         self._startup_s = dict(startup_s or {})
         self._calls: dict[str, PoolingInput] = {}
-        self._owners: dict[Row, PoolingInput] = {}  # of rows that wait
+        self._owners: dict[Row, PoolingInput] = {}  # of waiting rows
         self._waiting = {priority: Waiting() for priority in Priority}
         self._results = ResultCache(settings.result_cache_bytes, settings.result_cache_s)
-        self._leaders: dict[bytes, Row] = {}  # rows that wait, by what is computed
-        self._answered: list[PoolingInput] = []  # calls that need no step
+        self._leaders: dict[bytes, Row] = {}  # waiting rows by cache key
+        self._answered: list[PoolingInput] = []  # calls answered from the cache
         self._has_just_answered = False
         self._num_steps = 0
         self._num_tokens = 0
@@ -133,7 +132,7 @@ class PoolingEngine(Engine[PoolingInput]):
         self._num_hits = 0
 
     def capabilities(self) -> Capabilities:
-        """Tasks of the model; a call is begun anew by another worker, as nothing is told before its end."""
+        """See `Engine.capabilities`."""
         return Capabilities(
             self._settings.max_calls,
             tasks=(*self._model.tasks, "tokenize"),
@@ -142,11 +141,11 @@ class PoolingEngine(Engine[PoolingInput]):
         )
 
     def prepare_image(self, data: bytes, image: ImageRef, decode: Decode) -> Any:
-        """As the model makes it. Raises: InvalidImage."""
+        """See `PoolingModel.process_image`."""
         return self._model.process_image(data, image, decode)
 
     def prepare(self, call: EngineCall, images: Sequence[PreparedImage]) -> PoolingInput:
-        """A call as rows. Raises: RequestError."""
+        """Build the rows of a call. Raises: RequestError."""
         task, dimensions = call.task, 0
         if isinstance(task, Embed):
             dimensions = task.dimensions or self._model.dimensions
@@ -160,7 +159,7 @@ class PoolingEngine(Engine[PoolingInput]):
         return PoolingInput(call.request_id, call.priority, rows, dimensions)
 
     def tokenize(self, task: Tokenize, images: Sequence[PreparedImage]) -> Tokenization:
-        """A text as ids, or ids as text. Raises: InvalidRequest."""
+        """Token ids of a text, or the text of ids. Raises: InvalidRequest."""
         if task.of is None:
             return Tokenization(text=self._model.decode(task.token_ids))
         prompt = task.of.prompt
@@ -172,14 +171,14 @@ class PoolingEngine(Engine[PoolingInput]):
         return Tokenization(token_ids, strings=strings if task.with_strings else ())
 
     def _check(self, task: Embed, dimensions: int) -> None:
-        """Look again at what a gateway with an older card may have let through. Raises: InvalidRequest."""
+        """Check again: a gateway may have an older card. Raises: InvalidRequest."""
         if dimensions not in (self._model.dimensions, *self._model.shorter_dimensions):
             raise InvalidRequest(f"the model has no vectors of {dimensions}", "dimensions")
         if task.prompt_name and task.prompt_name not in self._model.prompts:
             raise InvalidRequest("the model has no prompt of this name", "prompt_name")
 
     def add(self, request: PoolingInput) -> None:
-        """Accept a call. Raises: InvalidRequest."""
+        """Queue a call. Raises: InvalidRequest."""
         if request.request_id in self._calls:
             raise InvalidRequest(f"request {request.request_id} is running already")
         if not request.rows:
@@ -205,7 +204,7 @@ class PoolingEngine(Engine[PoolingInput]):
             self._lead(row, call.priority)
             return
         priority = self._owners[leader].priority
-        if _ORDER[call.priority] < _ORDER[priority]:  # it must not wait where the leader does
+        if _ORDER[call.priority] < _ORDER[priority]:  # do not wait at the leader's lower priority
             self._waiting[priority].remove(leader)
             row.followers, leader.followers = [leader, *leader.followers], []
             self._lead(row, call.priority)
@@ -222,7 +221,7 @@ class PoolingEngine(Engine[PoolingInput]):
         call.num_cached_tokens += row.num_tokens - row.num_padding
 
     def abort(self, request_id: str) -> None:
-        """Forget a call and its inputs."""
+        """Drop a call and its inputs."""
         request = self._calls.pop(request_id, None)
         if request is None:
             return
@@ -244,7 +243,7 @@ class PoolingEngine(Engine[PoolingInput]):
             self._lead(heir, self._owners[heir].priority)
 
     def step(self) -> list[EngineOutput]:
-        """Compute one batch; calls that are complete end. Those that need no batch do not wait for one."""
+        """Compute one batch and finish complete calls. Calls answered from the cache alternate with batches."""
         self._num_steps += 1
         is_idle = not any(self._waiting.values())
         if self._answered and (is_idle or not self._has_just_answered):
@@ -269,7 +268,7 @@ class PoolingEngine(Engine[PoolingInput]):
         return [self._finish(call) for call in _count_down(calls)]
 
     def _hand_out(self, row: Row) -> list[PoolingInput]:
-        """The calls that get the result of a computed row, its own first."""
+        """The calls that receive a row's result, its own first."""
         calls = [self._owners.pop(row)]
         if row.cache_key:
             del self._leaders[row.cache_key]
@@ -299,11 +298,11 @@ class PoolingEngine(Engine[PoolingInput]):
         )
 
     def has_work(self) -> bool:
-        """Whether a call has not ended."""
+        """Whether a call is unfinished."""
         return bool(self._answered) or any(self._waiting.values())
 
     def stats(self) -> EngineStats:
-        """Calls count as running while the work that waits fits into a few steps."""
+        """Calls count as running while the waiting work fits into `STEPS_AHEAD` steps."""
         num_tokens = sum(waiting.num_tokens for waiting in self._waiting.values())
         is_full = num_tokens >= STEPS_AHEAD * self._settings.max_batch_tokens
         by_priority = {
@@ -328,7 +327,7 @@ class PoolingEngine(Engine[PoolingInput]):
         )
 
     def close(self) -> None:
-        """Forget all calls, free the device."""
+        """Drop all calls and free the device."""
         self._calls.clear()
         self._owners.clear()
         self._leaders.clear()
@@ -340,7 +339,7 @@ class PoolingEngine(Engine[PoolingInput]):
 
 
 def _count_down(calls: Sequence[PoolingInput]) -> list[PoolingInput]:
-    """Note a computed row for each; returns those that have none left."""
+    """Count a computed row for each call; returns the complete ones."""
     complete = []
     for call in calls:
         call.num_left -= 1

@@ -1,4 +1,4 @@
-"""What turns a pooled vector into the model's own: the modules of sentence-transformers behind its pooling.
+"""The modules of sentence-transformers behind the pooling.
 
 Shape letters: n rows, V numbers of a vector.
 """
@@ -16,7 +16,7 @@ from engines.base import UnsupportedCheckpoint
 from engines.pooling.checkpoint import DenseConfig, Normalize
 from engines.torch_backend.loading.stored_tensors import finite
 
-#: Of torch.nn, without arguments; the word in the file is the last of its path.
+#: Activations of torch.nn by name.
 _ACTIVATIONS: dict[str, type[nn.Module]] = {
     kind.__name__: kind
     for kind in (
@@ -27,7 +27,7 @@ _ACTIVATIONS: dict[str, type[nn.Module]] = {
 
 
 class Dense(nn.Module):
-    """A linear map and its activation, in float32."""
+    """A linear layer with activation, in float32."""
 
     def __init__(self, config: DenseConfig, directory: Path) -> None:
         """Raises: UnsupportedCheckpoint."""
@@ -74,14 +74,14 @@ class _Unit(nn.Module):
 
 
 def build_head(modules: Sequence[DenseConfig | Normalize], directory: Path) -> nn.Sequential:
-    """The modules in their order. Raises: UnsupportedCheckpoint."""
+    """The modules in order. Raises: UnsupportedCheckpoint."""
     return nn.Sequential(
         *(Dense(each, directory) if isinstance(each, DenseConfig) else _Unit() for each in modules)
     )
 
 
 def num_outputs(modules: Sequence[DenseConfig | Normalize], num_inputs: int) -> int:
-    """Numbers of a vector behind the modules. Raises: UnsupportedCheckpoint if they do not fit."""
+    """Size of the output vectors. Raises: UnsupportedCheckpoint if the sizes do not match."""
     for each in modules:
         if isinstance(each, DenseConfig):
             if each.num_inputs != num_inputs:

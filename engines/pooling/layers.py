@@ -1,7 +1,6 @@
-"""The layers of BERT and its kin over packed rows, in as few operations as there can be.
+"""Transformer layers of BERT-like encoders over packed rows, with a fused QKV projection.
 
-They take the place of the encoder within a model of transformers, whose embeddings and heads stay. Queries, keys and
-values are one product.
+They replace the encoder in a transformers model; its embeddings and heads are kept.
 
 Shape letters: T tokens of all rows, H heads, D head width, E hidden size.
 """
@@ -18,10 +17,10 @@ from engines.pooling.linears import PackedFloat
 from engines.torch_backend.ops.registry import cpu_ops
 from engines.torch_backend.ops.row_attention.reference import AttendRows, attend_rows
 
-#: Which tokens of its rows the last layer computes.
+#: Tokens of each row that the last layer computes.
 Keeps = Literal["all", "first", "last"]
 
-#: Where layers of BERT and of DistilBERT have what is here.
+#: Names of the submodules in BERT and DistilBERT.
 _BERT = {
     "query": "attention.self.query",
     "key": "attention.self.key",
@@ -47,10 +46,10 @@ _DISTILBERT = {
 
 
 class Layer(nn.Module):
-    """One layer: attention of rows to themselves, and what follows it."""
+    """Self-attention within rows, and the feed-forward network."""
 
     def __init__(self, theirs: nn.Module, num_heads: int) -> None:
-        """Takes the parts of a layer of transformers, which may be dropped afterwards."""
+        """Uses the submodules of a transformers layer."""
         super().__init__()
         names = _BERT if hasattr(theirs, "intermediate") else _DISTILBERT
         part: dict[str, Any] = {mine: theirs.get_submodule(name) for mine, name in names.items()}
@@ -75,10 +74,10 @@ class Layer(nn.Module):
 
 
 class PackedLayers(nn.Module):
-    """All layers of an encoder, in its place. They compute `rows`."""
+    """All layers of an encoder. Use them within `rows`."""
 
     def __init__(self, theirs: Any, num_heads: int, device: torch.device) -> None:
-        """Takes the layers away from theirs, one after another."""
+        """Moves the layers out of `theirs` one by one."""
         super().__init__()
         self.layers = nn.ModuleList()
         while theirs.layer:
@@ -91,7 +90,7 @@ class PackedLayers(nn.Module):
 
     @contextmanager
     def rows(self, lengths: Sequence[int], keeps: Keeps) -> Iterator[None]:
-        """Forward passes within this block are over rows of these lengths, sorted, and give these of their tokens."""
+        """Within this context, forward passes are over rows of these sorted lengths and return the kept tokens."""
         self._lengths, self._keeps = lengths, keeps
         try:
             yield
@@ -117,7 +116,7 @@ class PackedLayers(nn.Module):
 
 
 def take_layers(model: Any, device: torch.device) -> PackedLayers:
-    """Give a model of transformers ours in place of its own."""
+    """Replace the layers of a transformers model."""
     base, config = model.base_model, model.config
     name = "transformer" if hasattr(base, "transformer") else "encoder"
     layers = PackedLayers(getattr(base, name), config.num_attention_heads, device)
@@ -132,7 +131,7 @@ def _add(linear: nn.Module, x: Tensor, residual: Tensor) -> Tensor:
 
 
 def _join(linears: Sequence[nn.Linear]) -> nn.Linear:
-    """Side by side."""
+    """Concatenate the outputs of linear layers."""
     weight = torch.cat([linear.weight.detach() for linear in linears])
     bias = torch.cat([linear.bias.detach() for linear in linears])
     joined = nn.Linear(weight.shape[1], weight.shape[0], device="meta")

@@ -1,4 +1,4 @@
-"""From a model's name to an embedding engine that can serve."""
+"""Loads embedding engines."""
 
 import engines.torch_backend  # noqa: F401  isort: skip - before torchvision
 
@@ -46,7 +46,7 @@ from shared.protocol import ModelCard
 
 
 def load_pooling_engine(settings: EncoderSettings, progress: Progress | None) -> LoadedEngine:
-    """Make the engine of a model; blocks until it has made a vector. Raises: EngineStartError."""
+    """Load a model and warm it up. Raises: EngineStartError."""
     began_at = time.perf_counter()
     report = (lambda share: progress("download", share)) if progress else None
     directory = resolve_model(settings.model, report)
@@ -54,7 +54,7 @@ def load_pooling_engine(settings: EncoderSettings, progress: Progress | None) ->
     dtype = choose_dtype(settings.dtype, device)
     is_int8 = settings.quantization == "int8"
     if is_int8 and settings.dtype == "auto":
-        dtype = torch.float32  # what our kernels read and write
+        dtype = torch.float32  # the type of the int8 kernels
     model = load_encoder(directory, device, dtype, settings.max_model_len, is_int8)
     set_num_threads(settings.num_threads, device, sum(model.memory_bytes().values()))
     if device.type == "cpu":
@@ -117,7 +117,7 @@ def load_encoder(
 
 
 def prepare_linears(model: torch.nn.Module, device: torch.device, is_int8: bool) -> None:
-    """Bring weights into the form that computes fastest. Raises: EngineStartError."""
+    """Pack or quantize the weights for the CPU kernels. Raises: EngineStartError."""
     if is_int8 and device.type != "cpu":
         raise EngineStartError("VLM_ENGINE__QUANTIZATION: int8 is for the CPU here; send none")
     if is_int8:
@@ -127,7 +127,7 @@ def prepare_linears(model: torch.nn.Module, device: torch.device, is_int8: bool)
 
 
 def _load_tokenizer(directory: Path) -> Any:
-    """As transformers finds it, else from `tokenizer.json` as it stands. Raises: UnsupportedCheckpoint."""
+    """The tokenizer of transformers, else of `tokenizer.json`. Raises: UnsupportedCheckpoint."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory)
     except (ImportError, OSError, ValueError, KeyError, AttributeError):
@@ -142,7 +142,7 @@ def _load_tokenizer(directory: Path) -> Any:
 
 
 def _filling(config: Any, tokenizer: Any) -> Filling:
-    """SigLIP has only seen texts of one length, and no mask."""
+    """SigLIP was trained on texts of one length without a mask."""
     pad = tokenizer.pad_token_id
     return Filling(
         config.max_position_embeddings,
@@ -208,7 +208,7 @@ def _load_model(kind: Any, directory: Path, config: Any, dtype: torch.dtype) -> 
 
 
 def _num_positions(config: Any) -> int | None:
-    """Positions that a row may have."""
+    """Number of positions of a row."""
     number = getattr(config, "max_position_embeddings", None)
     if number is None:
         return None

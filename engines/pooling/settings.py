@@ -1,4 +1,4 @@
-"""The settings of engines that make vectors and scores."""
+"""Settings of engines for embeddings and scores."""
 
 from typing import Literal
 

@@ -1,6 +1,6 @@
-"""Calls that a model writes as Python does, `f(city='Oslo', days=3)`: what may stand in the parentheses, and its JSON.
+"""Calls in Python syntax, `f(city='Oslo', days=3)`: grammar rules of the arguments, and their conversion to JSON.
 
-Used by the module of tools. Nothing is run: values are literals.
+Values are literals; nothing is evaluated.
 """
 
 import ast
@@ -14,7 +14,7 @@ from engines.text.schemas import UnsupportedSchema, prepare
 from shared.protocol import Function
 
 _NAME = re.compile(r"[^\s=,()\[\]{}'\"\\#]{1,256}")
-#: Keywords that say nothing of a value, or that are kept elsewhere.
+#: Keywords that do not constrain a value, or are handled elsewhere.
 _ASIDE = frozenset(
     (
         "title",
@@ -27,11 +27,11 @@ _ASIDE = frozenset(
         "definitions",
     )
 )
-#: Where references lead that mean the same in the schema of one parameter.
+#: References that stay valid in the schema of one parameter.
 _SHARED = ("#/$defs/", "#/definitions/")
 _OF_PARAMETERS = _ASIDE | {"type", "properties", "required", "additionalProperties", "$schema"}
 
-#: What every call's rules refer to. Strings are of either quotes; numbers, and all within brackets, are JSON's.
+#: Rules shared by all calls. Strings have either quotes; numbers and bracketed values are JSON.
 SHARED_RULES = rf"""
 PY_TEXT: /"([^"\\\x00-\x1F\x7F]|\\["\\bfnrt])*"/ | /'([^'\\\x00-\x1F\x7F]|\\['\\bfnrt])*'/
 PY_NAME: /[A-Za-z_][A-Za-z0-9_]{{0,255}}/
@@ -40,7 +40,7 @@ py_any: PY_TEXT | "True" | "False" | "None" | py_json"""
 
 
 def to_argument_rules(function: Function, name: str, *, is_loose: bool = False) -> list[str]:
-    """The rule of that name, and those that it needs: a function's keyword arguments, in the order of its schema.
+    """The rule `name` and its sub-rules: a function's keyword arguments in the order of its schema.
 
     `is_loose`: any arguments. Raises: UnsupportedSchema.
     """
@@ -63,7 +63,7 @@ def to_argument_rules(function: Function, name: str, *, is_loose: bool = False) 
 
 
 class _Rules:
-    """Rules in Lark's language for one function."""
+    """Lark rules of one function."""
 
     def __init__(self, name: str, schema: dict[str, Any], *, is_lenient: bool) -> None:
         self._name = name
@@ -72,7 +72,7 @@ class _Rules:
         self._made: list[str] = []
 
     def free_arguments(self, schema: Any) -> list[str]:
-        """Arguments of any names, whose values conform to this."""
+        """Arguments of any name, with values of this schema."""
         name = self._name
         if schema is False:
             return [f'{name}: ""']
@@ -80,7 +80,7 @@ class _Rules:
         return [f'{name}: ({name}_any (", " {name}_any)*)?', one, *self._made]
 
     def arguments(self, named: dict[str, Any], required: list[str]) -> list[str]:
-        """All rules: the arguments each, those from one on behind others (`_more_`), and the whole."""
+        """Rules of each argument, of the rest behind an argument (`_more_`), and of all."""
         rules, starts, can_be_first = [], [], True
         for place, (key, schema) in enumerate(named.items()):
             this = f"{self._name}_{place}"
@@ -96,7 +96,7 @@ class _Rules:
         return [f"{self._name}: {' | '.join(starts)}", *rules, *self._made]
 
     def _value(self, schema: Any) -> str:
-        """What a value may be: as Python spells it where no keyword of its schema is beyond that."""
+        """The rule of a value: Python syntax for simple schemas, else JSON."""
         if schema is True:
             return "py_any"
         if not isinstance(schema, dict):
@@ -125,7 +125,7 @@ class _Rules:
         return '"None"' if kind == "null" else self._json({"type": kind})
 
     def _json(self, schema: dict[str, Any]) -> str:
-        """A rule for what is written as JSON. Raises: UnsupportedSchema."""
+        """A rule for a JSON value. Raises: UnsupportedSchema."""
         whole = {**schema, **self._defs}
         if not all(reference.startswith(_SHARED) for reference in _references(whole)):
             raise UnsupportedSchema(
@@ -154,7 +154,7 @@ def _any_of(rules: Iterable[str]) -> str:
 
 
 def _are_texts(schema: dict[str, Any], values: Any) -> bool:
-    """Whether a list of values is of strings, and their type does not forbid them."""
+    """Whether the values are strings and their type allows that."""
     texts = isinstance(values, list) and all(isinstance(value, str) for value in values)
     return bool(values) and texts and schema.get("type", "string") == "string"
 
@@ -171,17 +171,17 @@ def _text(text: str) -> str:
 
 
 class MalformedCall(Exception):
-    """No arguments with names and literal values."""
+    """The text is not keyword arguments with literal values."""
 
 
 class KeywordArguments:
-    """Reads the arguments of one call, which come in pieces, to the bracket that closes it.
+    """Incremental parser of the arguments of one call, up to its closing bracket.
 
-    What no client could read as JSON is no call: more than 64 levels, or 4,300 characters of a number.
+    More than 64 levels, or numbers of more than 4,300 characters, are malformed: clients could not read the JSON.
     """
 
     def __init__(self) -> None:
-        self.json = ""  #: once they are whole
+        self.json = ""  #: set when they are complete
         self._found: dict[str, str] = {}  # values as JSON
         self._written: list[str] = []  # of the argument that is being read
         self._brackets: list[str] = []
@@ -189,7 +189,7 @@ class KeywordArguments:
         self._is_escaped = False
 
     def feed(self, text: str) -> int:
-        """How many of the characters belong to them. Raises: MalformedCall."""
+        """Add text; returns the number of characters that belong to the arguments. Raises: MalformedCall."""
         for place, character in enumerate(text):
             if self._quote:
                 self._read_in_string(character)
