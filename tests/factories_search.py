@@ -24,6 +24,7 @@ from search.stores import Stores
 from shared.search import Fault, Item, Request, SearchError
 from shared.settings.limits import LimitSettings
 from shared.settings.tree import SearchSettings
+from tests.waiting import until
 
 T = TypeVar("T")
 ROOT = Path(__file__).parents[1]
@@ -148,8 +149,7 @@ async def serve_search(folder: Path, **settings: Any) -> AsyncIterator[SearchSet
         app = SearchApp(stores.answer, "", 4 * limits.max_body_bytes)
         server = create_server(app)
         task = asyncio.create_task(server._serve([listen(search.url)]))
-        while not server.started:
-            await asyncio.sleep(0.005)
+        await until(lambda: server.started)
         try:
             yield search
         finally:

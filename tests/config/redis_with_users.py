@@ -4,7 +4,6 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ from redis.exceptions import RedisError
 from redis.retry import Retry
 
 from loadtest.fleet import ROOT
+from tests.waiting import wait_for
 
 FOLDER = ROOT / "config" / "redis"
 PASSWORDS = {"gateway": "opens-the-gate", "worker": "does-the-work", "node": "starts-workers"}
@@ -70,11 +70,8 @@ class RestartableRedis(RedisWithUsers):
             cwd=self._folder, env={"PATH": path, "TMPDIR": str(self._folder), **variables},
             stdout=subprocess.DEVNULL,
         )  # fmt: skip
-        give_up_at = time.monotonic() + WITHIN_S
-        while not self.is_ready():
-            assert self._process.poll() is None, "redis-server ended"
-            assert time.monotonic() < give_up_at
-            time.sleep(0.01)
+        wait_for(lambda: self.is_ready() or self._process.poll() is not None, WITHIN_S)
+        assert self._process.poll() is None, "redis-server ended"
 
     def end(self, signal_number: signal.Signals = signal.SIGKILL) -> None:
         """Let it end, and wait until it has."""

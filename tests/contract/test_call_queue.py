@@ -5,7 +5,7 @@ An implementation is a line in `QUEUES`: a factory of an open queue, its workers
 
 import asyncio
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Protocol
@@ -82,35 +82,37 @@ class RedisQueue:
             await mailbox.close()
 
 
-@asynccontextmanager
-async def open_redis_queue(program: Path) -> AsyncIterator[RedisQueue]:
+@pytest.fixture(scope="module")
+def redis_url(redis_program: Path) -> Iterator[str]:
+    """A server of each program that can be had."""
     with (
         pytest.MonkeyPatch.context() as patch,
         tempfile.TemporaryDirectory(prefix="vlm-queue-") as folder,
     ):
-        patch.setattr(shared.redis.embedded, "find_redis_server", lambda: program)
+        patch.setattr(shared.redis.embedded, "find_redis_server", lambda: redis_program)
         server = EmbeddedRedis(Path(folder))
-        settings = RedisSettings(url=await asyncio.to_thread(server.start))
-        redis, blocking = create_redis(settings), create_redis(settings, blocking=True)
-        try:
-            async with open_ends(redis, blocking, "contract") as ends:
-                opened = RedisQueue(ends)
-                yield opened
-                await opened.close()
-        finally:
-            await redis.aclose()
-            await blocking.aclose()
-            await asyncio.to_thread(server.stop)
+        yield server.start()
+        server.stop()
 
 
-QUEUES: dict[str, Callable[[Path], AbstractAsyncContextManager[OpenQueue]]] = {
+@asynccontextmanager
+async def open_redis_queue(url: str, prefix: str) -> AsyncIterator[RedisQueue]:
+    settings = RedisSettings(url=url)
+    redis, blocking = create_redis(settings), create_redis(settings, blocking=True)
+    async with redis, blocking, open_ends(redis, blocking, prefix) as ends:
+        opened = RedisQueue(ends)
+        yield opened
+        await opened.close()
+
+
+QUEUES: dict[str, Callable[[str, str], AbstractAsyncContextManager[OpenQueue]]] = {
     "redis": open_redis_queue
 }
 
 
 @pytest.fixture(params=QUEUES)
-async def opened(request, redis_program) -> AsyncIterator[OpenQueue]:
-    async with QUEUES[request.param](redis_program) as queue:
+async def opened(request, redis_url, redis_prefix) -> AsyncIterator[OpenQueue]:
+    async with QUEUES[request.param](redis_url, redis_prefix) as queue:
         yield queue
 
 
@@ -203,6 +205,8 @@ async def test_a_call_travels_as_opaque_bytes_and_its_events_come_back(opened):
     assert await state(opened, envelope) == "running"
 
     assert await worker.publish([tokens(claim, 1, 0, 2)]) == {}
+    running = await opened.queue.state(MODEL, envelope.id)
+    assert (running.state, running.attempt, running.num_output_tokens) == ("running", 1, 2)
     assert await worker.publish([end(claim, 2, 2)]) == {}
 
     assert await arrivals(opened.mailbox, 2) == [b'["0+2"]', b'["end"]']
@@ -234,6 +238,44 @@ async def test_a_repeated_publication_changes_nothing(opened):
         assert await worker.publish([said]) == {}
         assert await worker.publish([said]) == {}
     assert await opened.queue.events(MODEL, envelope.id) == [b'"0+2"', b'"end"']
+    await submit(opened)
+    last = await claim_one(worker)
+    assert await worker.publish([tokens(last, 1, 5, 0)]) == {last.id: "gap"}
+    await worker.publish([end(last)])
+    assert await arrivals(opened.mailbox, 3) == [b'["0+2"]', b'["end"]', b'["end"]']
+    assert (await opened.queue.stats(MODEL)).num_open == 0
+
+
+async def test_a_second_end_of_another_kind_is_refused(opened):
+    await submit(opened)
+    worker = await opened.worker("a")
+    claim = await claim_one(worker)
+    await worker.publish([end(claim)])
+    failed = Publication(claim, 2, 0, 0, b'"failed"', "failed")
+    assert await worker.publish([failed]) == {claim.id: "ended"}
+
+
+async def test_running_calls_do_not_fill_the_queue_and_waiting_ones_keep_their_order(opened):
+    first = await submit(opened, max_waiting=1)
+    assert (await refusal(opened, max_waiting=1)).reason == "queue_full"
+    worker = await opened.worker("a")
+    assert (await claim_one(worker)).id == first.id
+    later = [await submit(opened, max_waiting=3) for _ in range(3)]
+    claims = await worker.read(2, 1.0) + await worker.read(2, 1.0)
+    assert [claim.id for claim in claims] == [envelope.id for envelope in later]
+
+
+async def test_workers_that_race_run_every_call_once(opened):
+    calls = [await submit(opened) for _ in range(30)]
+    finished: list[str] = []
+
+    async def work(worker: WorkerQueue) -> None:
+        while claims := await worker.read(4, 0.2):
+            await worker.publish([end(claim) for claim in claims])
+            finished.extend(claim.id for claim in claims)
+
+    await asyncio.gather(*[work(await opened.worker(name)) for name in "abc"])
+    assert sorted(finished) == sorted(call.id for call in calls)
 
 
 async def test_a_gap_in_the_tokens_is_refused(opened):
@@ -280,6 +322,7 @@ async def test_a_call_whose_deadline_has_passed_ends_and_is_nobodys(opened):
     assert await worker.read(1, 0.01) == []
     assert await state(opened, envelope) == "failed"
     assert b"deadline_exceeded" in (await arrivals(opened.mailbox, 1))[0]
+    assert (await opened.queue.stats(MODEL)).num_open == 0
 
 
 # Attempts
@@ -301,6 +344,7 @@ async def test_a_later_attempt_has_the_log_and_fences_the_earlier_one(opened):
     assert await first.release([claim]) == 0
     assert await first.begin(claim) is False
     assert first.num_fenced == 2
+    assert await (await opened.worker("c")).reclaim(1) == []  # the lease is the second's
     assert await second.renew([later]) == {}
     assert await second.publish([end(later, 1, 2)]) == {}
     assert await opened.queue.events(MODEL, envelope.id) == [b'"0+2"', b'"end"']

@@ -61,7 +61,8 @@ from tests.factories_gateway import (
 )
 from tests.factories_images import data_url, encoded
 from tests.factories_queue import MODEL, Ends, make_request
-from tests.factories_worker import Answers, RunningWorker, run_worker, text
+from tests.factories_worker import Answers, run_worker, text
+from tests.waiting import until
 from tests.worker.conftest import answers as answers
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -628,13 +629,6 @@ async def test_an_image_reaches_the_engine(
     assert texts[0] == texts[2] != texts[1]
 
 
-async def until(running: RunningWorker, is_so) -> None:
-    """Until what the engine's thread does has happened."""
-    async with asyncio.timeout(20):
-        while not is_so(running.engine):
-            await asyncio.sleep(0.005)
-
-
 async def test_a_client_that_leaves_frees_the_engine(
     case: Case, ends: Ends, redis_server, redis_prefix
 ):
@@ -644,11 +638,11 @@ async def test_a_client_that_leaves_frees_the_engine(
     ):
         running.engine.gate.clear()
         client = asyncio.create_task(case.ask(gateway))
-        await until(running, lambda engine: engine.added)
+        await until(lambda: running.engine.added)
         client.cancel()
         await asyncio.wait({client})
         running.engine.gate.set()
-        await until(running, lambda engine: not engine.has_work())
+        await until(lambda: not running.engine.has_work())
 
 
 async def test_a_deadline_ends_the_request_in_the_engine_too(
@@ -661,7 +655,7 @@ async def test_a_deadline_ends_the_request_in_the_engine_too(
         assert isinstance(failed, Failed)
         assert failed.code is ErrorCode.DEADLINE_EXCEEDED
         running.engine.gate.set()
-        await until(running, lambda engine: not engine.has_work())
+        await until(lambda: not running.engine.has_work())
         again = (await answers.end(await ends.enqueue(case.request())))[-1]
     assert isinstance(again, Finished)
 
@@ -702,7 +696,7 @@ async def test_an_answer_of_which_nothing_was_told_is_started_again(
     request = await ends.enqueue(case.request())
     async with run_worker(ends, "first", load=case.load) as first:
         first.engine.gate.clear()
-        await until(first, lambda engine: engine.added)
+        await until(lambda: first.engine.added)
         await first.vanish()
     async with run_worker(ends, "second", load=case.load, lease_s=0.6):
         events = await answers.end(request)

@@ -45,6 +45,7 @@ from tests.factories_gateway import (
     say_nothing,
 )
 from tests.factories_images import data_url
+from tests.waiting import until
 
 Json = dict[str, Any]
 TOLD = "Hello you"
@@ -758,8 +759,7 @@ async def test_a_client_that_leaves_a_stream_cancels_its_call(speaker, worker):
 async def test_a_client_that_does_not_wait_for_a_whole_answer_cancels_its_call(speaker, worker):
     worker.script = say_nothing
     waiting = asyncio.create_task(speaker.ask())
-    while not worker.requests:
-        await asyncio.sleep(0.01)
+    await until(lambda: worker.requests)
     waiting.cancel()
     await asyncio.wait_for(worker.cancelled.wait(), 10)
 

@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from http.client import HTTPConnection, HTTPException
@@ -18,6 +17,7 @@ from typing import Any
 import pytest
 
 from loadtest.fleet import ROOT, free_port
+from tests.waiting import wait_for
 
 PROJECT = f"vlm-test-{os.getpid()}"
 PROFILES = "shapes,gpu,metrics,search"
@@ -91,7 +91,7 @@ class ComposeStack:
     def up(self, *arguments: str) -> None:
         """Start what is missing; returns when every container is healthy."""
         self.compose("up", self._until, "--no-recreate", *arguments)
-        self.wait_until(self.all_are_healthy)
+        wait_for(self.all_are_healthy, WITHIN_S)
         gateways = self.containers("gateway")
         self.urls = [f"http://{docker('port', gateway, '8000/tcp')}" for gateway in gateways]
 
@@ -103,12 +103,6 @@ class ComposeStack:
         state = self.inspect(container)["State"]
         assert state["Status"] not in ("exited", "dead"), state
         return "Health" not in state or state["Health"]["Status"] == "healthy"
-
-    def wait_until(self, holds) -> None:
-        give_up_at = time.monotonic() + WITHIN_S
-        while not holds():
-            assert time.monotonic() < give_up_at, "it never came to pass"
-            time.sleep(PAUSE_S)
 
     def containers(self, service: str = "") -> list[str]:
         """The ids of a service's containers, or of all."""

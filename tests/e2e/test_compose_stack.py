@@ -8,7 +8,8 @@ import pytest
 
 from loadtest.client import ChatClient
 from tests.e2e.compose_load import Load, ask
-from tests.e2e.compose_stack import ComposeStack, docker, run_stack, succeeds
+from tests.e2e.compose_stack import WITHIN_S, ComposeStack, docker, run_stack, succeeds
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -27,7 +28,7 @@ def stack() -> Iterator[ComposeStack]:
 def scaled(stack) -> ComposeStack:
     """The stack with several workers, which the gateway knows."""
     stack.up("--scale", f"worker={NUM_WORKERS}")
-    stack.wait_until(lambda: stack.num_workers() == NUM_WORKERS)
+    wait_for(lambda: stack.num_workers() == NUM_WORKERS, WITHIN_S)
     return stack
 
 
@@ -65,7 +66,7 @@ def test_workers_restart_one_by_one_under_load_without_a_failed_request(scaled):
         for worker in scaled.containers("worker"):
             docker("restart", "--time", "40", worker)
             assert scaled.inspect(worker)["State"]["Running"]
-            scaled.wait_until(lambda: scaled.num_workers() == NUM_WORKERS)
+            wait_for(lambda: scaled.num_workers() == NUM_WORKERS, WITHIN_S)
             load.wait_for_answers(10)
     assert load.failures == []
     print(f"{load.num_answers} answers while {NUM_WORKERS} workers restarted")
@@ -75,12 +76,12 @@ def test_a_gateway_that_is_stopped_finishes_what_it_has_begun(scaled):
     [gateway] = scaled.containers("gateway")
     with ChatClient(scaled.url) as client, ThreadPoolExecutor() as pool:
         answer = pool.submit(ask, client, "mock", 400)
-        scaled.wait_until(lambda: scaled.num_open_requests() == 1)
+        wait_for(lambda: scaled.num_open_requests() == 1, WITHIN_S)
         docker("stop", "--time", "40", gateway)
         assert answer.result() == 400
     assert scaled.inspect(gateway)["State"]["ExitCode"] == 0
     docker("start", gateway)
-    scaled.wait_until(lambda: scaled.num_workers() == NUM_WORKERS)
+    wait_for(lambda: scaled.num_workers() == NUM_WORKERS, WITHIN_S)
 
 
 def addresses(stack: ComposeStack, service: str, port: int) -> set[str]:
@@ -103,7 +104,7 @@ def test_prometheus_finds_every_process_up(watched):
     url = f"http://{docker('port', prometheus, '9090/tcp')}"
     expected = addresses(watched, "gateway", 8000) | addresses(watched, "worker", 8001)
     assert len(expected) == 1 + NUM_WORKERS
-    watched.wait_until(lambda: scraped(url) == expected)
+    wait_for(lambda: scraped(url) == expected, WITHIN_S)
 
 
 def test_processes_have_no_rights_that_they_do_not_need(watched):

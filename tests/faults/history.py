@@ -11,7 +11,6 @@ from itertools import pairwise
 
 #: How an accepted request may end. A refused one was never accepted: it was sent away by its status line.
 FINISHED, FAILED, CANCELLED, REFUSED = "finished", "failed", "cancelled", "refused"
-TERMINALS = (FINISHED, FAILED, CANCELLED, REFUSED)
 LATEST_END_S = 2.0  #: after the deadline
 
 #: A run of so many tokens of another request's answer is no coincidence.

@@ -5,7 +5,6 @@ import json
 import re
 import secrets
 import socket
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ from shared.queue.keys import RedisKeys
 from tests.faults.clients import answer_to, body_of
 from tests.faults.processes import MODEL, PREFIX, ROOT, Process, Processes, run_processes
 from tests.faults.rest import MIB, Resources, growth, redis_leftovers
+from tests.waiting import until_equal
 
 CANARY = "cAnArY7"  #: in every attack; nobody may say it again
 KEYS = {"a": f"sk-a-{secrets.token_hex(8)}", "b": f"sk-b-{secrets.token_hex(8)}"}
@@ -108,10 +108,7 @@ class HostileFleet:
         assert came == set(), came
 
     async def _is_at_rest(self) -> None:
-        give_up_at = time.monotonic() + WITHIN_S
-        while left := await redis_leftovers(self.redis, PREFIX):
-            assert time.monotonic() < give_up_at, left
-            await asyncio.sleep(0.01)
+        await until_equal(lambda: redis_leftovers(self.redis, PREFIX), [], WITHIN_S)
 
     async def has_not_grown(self, before: list[Resources], kept_bytes: int) -> None:
         """Memory, threads, files and connections are what they were, once the last client is gone."""

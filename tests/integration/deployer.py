@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,6 +19,7 @@ from deploy.pack import pack
 from shared.packages.manifest import PackageConfig, make_manifest
 from tests.integration.fleet_process import ROOT, Served, run_vlm
 from tests.processes import environment_of
+from tests.waiting import wait_for
 
 CHAT = "/v1/chat/completions"
 WITHIN_S = 60.0
@@ -82,11 +82,7 @@ class Deployer:
         return self.app()["active"]["digest"]
 
     def wait(self, is_so: Callable[[dict], bool]) -> dict:
-        give_up_at = time.monotonic() + self._within_s
-        while not is_so(app := self.app()):
-            assert time.monotonic() < give_up_at, app
-            time.sleep(0.2)
-        return app
+        return wait_for(lambda: app if is_so(app := self.app()) else None, self._within_s)
 
     def instances(self) -> list[psutil.Process]:
         found = []

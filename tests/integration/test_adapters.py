@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from shared.settings.tree import SettingsError
 from tests.factories_gateway import RunningGateway, make_body, make_settings, run_gateway_on_socket
 from tests.factories_queue import MODEL, Ends
 from tests.factories_worker import run_worker
+from tests.waiting import until, until_equal
 
 KEY, ADMIN = ({"authorization": f"Bearer {key}"} for key in ("sk-client", "sk-admin"))
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -50,15 +51,18 @@ async def gateway(redis_server: str, redis_prefix: str) -> AsyncIterator[Running
 async def serving(gateway: RunningGateway, ends: Ends, worker_id: str = "w", **options: Any):
     """A worker that the gateway knows."""
     async with run_worker(ends, worker_id, **options) as worker:
-        await until(gateway, lambda: MODEL in gateway.services.models.cards)
+        await until_known(gateway, lambda: MODEL in gateway.services.models.cards)
         yield worker
 
 
-async def until(gateway: RunningGateway, is_true: Any) -> None:
-    async with asyncio.timeout(20):
-        while not is_true():
-            await asyncio.sleep(0.02)
-            await gateway.services.models.refresh()
+async def until_known(gateway: RunningGateway, is_true: Callable[[], bool]) -> None:
+    """Until what the gateway knows of models is so."""
+
+    async def is_so() -> bool:
+        await gateway.services.models.refresh()
+        return is_true()
+
+    await until(is_so)
 
 
 async def ask(gateway: RunningGateway, model: str = MODEL, **more: Any) -> Response:
@@ -152,9 +156,7 @@ async def test_another_worker_goes_on_in_the_middle_with_the_same_adapter(
         expected = text(await gateway.chat(body))
         first.engine.steps_left = 8
         asked = asyncio.create_task(gateway.chat(body))
-        async with asyncio.timeout(20):
-            while first.engine.gate.is_set():
-                await asyncio.sleep(0.01)
+        await until(lambda: not first.engine.gate.is_set())
         await first.vanish()
         async with serving(gateway, ends, "second", **options):
             assert text(await asked) == expected
@@ -169,13 +171,9 @@ async def test_a_request_whose_adapter_went_while_it_waited_is_told_so(
         await load(gateway, "sql", "sql")
         worker.engine.steps_left = 1
         first = asyncio.create_task(ask(gateway, f"{MODEL}:sql"))
-        async with asyncio.timeout(20):
-            while worker.engine.gate.is_set():
-                await asyncio.sleep(0.01)
+        await until(lambda: not worker.engine.gate.is_set())
         waiting = asyncio.create_task(ask(gateway, f"{MODEL}:sql", user="another"))
-        async with asyncio.timeout(20):
-            while await ends.num_open() < 2:
-                await asyncio.sleep(0.01)
+        await until_equal(ends.num_open, 2)
         assert (await unload(gateway, "sql")).status_code == 200
         worker.engine.steps_left = None
         worker.engine.gate.set()
@@ -345,7 +343,7 @@ async def test_no_more_adapters_are_held_than_the_limits_say(
         registry = gateway.services.registry
         for number in range(most):
             await registry.put_adapter(MODEL, f"n{number}", AdapterSource("sql", "1"))
-        await until(gateway, lambda: len(gateway.services.models.adapters) == most)
+        await until_known(gateway, lambda: len(gateway.services.models.adapters) == most)
         refused = await load(gateway, "more", "poet")
         assert refused.status_code == 400
         assert f"{most} adapters are loaded" in refused.json()["error"]["message"]

@@ -19,6 +19,7 @@ from tests.integration.fleet_process import ROOT, run_vlm, start_fleet
 from tests.integration.test_deployments import WITHIN_S, Deployer
 from tests.long import long
 from tests.processes import environment_of
+from tests.waiting import wait_for
 
 APPLICATION = """
 from vlm_app import Application, TaskError
@@ -256,10 +257,7 @@ class Stamp:
         assert self.client.post(f"{self.path}/tasks", json={"tasks": tasks}).status_code == 200
 
     def wait(self, state: str, count: int) -> None:
-        give_up_at = time.monotonic() + WITHIN_S
-        while (found := self.client.get(self.path).json())[state] < count:
-            assert time.monotonic() < give_up_at, found
-            time.sleep(0.1)
+        wait_for(lambda: self.client.get(self.path).json()[state] >= count, WITHIN_S)
 
     def outputs(self, count: int) -> list[dict]:
         tasks = [self.client.get(f"{self.path}/tasks/t{i}?wait=60").json() for i in range(count)]

@@ -13,6 +13,7 @@ from redis import Redis
 from tests.integration.deployer import CHAT, WITHIN_S, Deployer, load
 from tests.integration.fleet_process import start_fleet
 from tests.processes import environment_of
+from tests.waiting import wait_for
 
 
 @pytest.fixture(scope="module")
@@ -115,10 +116,7 @@ def test_a_redis_that_forgot_the_deployments_has_them_back_from_the_store(deploy
         }  # fmt: skip
         with Redis.from_url(socket) as redis:
             assert redis.delete("vlm:apps")
-            give_up_at = time.monotonic() + WITHIN_S
-            while not redis.exists("vlm:apps"):
-                assert time.monotonic() < give_up_at
-                time.sleep(0.1)
+            wait_for(lambda: redis.exists("vlm:apps"), WITHIN_S)
         deployer.wait(lambda app: [s["state"] for s in app["slots"]] == ["ready"])
     assert deployer.instances() == [before]
 
@@ -128,24 +126,16 @@ def test_what_rests_starts_with_the_first_request_which_waits(deployer: Deployer
     assert again.returncode == 0, again.stderr
     deployer.wait(lambda app: not app["slots"])
     with load(deployer, num_clients=1) as running:
-        give_up_at = time.monotonic() + WITHIN_S
-        while not running.packages:
-            assert time.monotonic() < give_up_at
-            time.sleep(0.1)
+        wait_for(lambda: running.packages, WITHIN_S)
 
 
 def test_what_is_undeployed_is_gone(deployer: Deployer):
     gone = deployer.vlm("undeploy", "cap")
     assert gone.returncode == 0, gone.stderr
-    give_up_at = time.monotonic() + WITHIN_S
-    while deployer.instances():
-        assert time.monotonic() < give_up_at
-        time.sleep(0.2)
+    wait_for(lambda: not deployer.instances(), WITHIN_S)
     body = {"model": "cap", "messages": [{"role": "user", "content": "hi"}]}
     with deployer.fleet.client() as client:
-        while (answer := client.post(CHAT, json=body)).status_code != 404:
-            assert time.monotonic() < give_up_at, answer.text
-            time.sleep(0.2)
+        wait_for(lambda: client.post(CHAT, json=body).status_code == 404, WITHIN_S)
 
 
 def test_a_deploy_that_no_node_can_take_fails_after_its_time_to_start(deployer: Deployer):

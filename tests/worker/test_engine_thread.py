@@ -10,6 +10,7 @@ from engines.base import EngineOutput
 from engines.core.request import EngineRequest
 from shared.protocol import SamplingParams
 from tests.factories_worker import StoppableEngine, load_mock
+from tests.waiting import until
 from worker.engine_thread import Added, EngineBroken, EngineEvent, EngineThread, Rejected
 
 
@@ -108,9 +109,7 @@ async def test_the_middle_of_a_patient_request_is_told_after_a_while(bridge, mon
     thread, listener, engine = bridge
     engine.steps_left = 5
     thread.add(make_engine_request(max_tokens=50), is_patient=True)
-    async with asyncio.timeout(30):
-        while sum(isinstance(n, EngineOutput) for n in listener.events) < 5:
-            await asyncio.sleep(0)
+    await until(lambda: sum(isinstance(n, EngineOutput) for n in listener.events) >= 5)
 
 
 async def test_an_aborted_request_emits_no_more(bridge):

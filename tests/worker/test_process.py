@@ -1,4 +1,4 @@
-"""Workers as real processes: killed without a word, stopped by a signal, hung, and asked how they are."""
+"""Workers as real processes: stopped by a signal, hung, and asked how they are."""
 
 import asyncio
 import os
@@ -15,7 +15,6 @@ import pytest
 from shared.protocol import Finished, SamplingParams
 from shared.queue.registry import Registry
 from tests.factories_queue import MODEL, make_request
-from tests.factories_worker import text, token_ids
 from worker.health import HealthServer
 from worker.watchdog import Watchdog
 
@@ -57,26 +56,6 @@ def start_worker(redis_server, redis_prefix):
             await process.communicate()
 
     return start
-
-
-async def test_an_answer_cut_by_sigkill_is_finished_by_another_worker(ends, answers, start_worker):
-    async with start_worker("first") as first:
-        reference = await ends.enqueue(make_request("count", sampling=LONG))
-        expected = await answers.end(reference)
-        request = await ends.enqueue(make_request("count", sampling=LONG))
-        await answers.tokens(request, 10)
-        first.send_signal(signal.SIGKILL)
-        await first.wait()
-        assert not any(isinstance(e, Finished) for e in answers.events[request.id])
-    async with start_worker("second"):
-        events = await answers.end(request)
-
-    assert token_ids(events) == token_ids(expected)
-    assert text(events) == text(expected)
-    assert {event.attempt for event in events} == {1, 2}
-    finished = events[-1]
-    assert isinstance(finished, Finished)
-    assert finished.usage.num_output_tokens == 100
 
 
 async def test_sigterm_finishes_what_runs_and_ends_cleanly(ends, answers, start_worker, redis):

@@ -31,17 +31,11 @@ from shared.queue.registry import Registry
 from tests.factories_queue import MODEL, make_request
 from tests.factories_worker import run_worker, text, token_ids
 from tests.rounds import in_one_round
+from tests.waiting import until
 from worker.engine_thread import EngineBroken
 
 LONG = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
 SLOW = {"decode_s": 0.01, "num_output_tokens": 200}
-
-
-async def until(condition, timeout_s: float = 10.0) -> None:
-    """Wait until a condition of Redis or the worker holds."""
-    async with asyncio.timeout(timeout_s):
-        while not await condition():
-            await asyncio.sleep(0.005)
 
 
 def make_image(colour: str = "red") -> tuple[bytes, ImageRef]:

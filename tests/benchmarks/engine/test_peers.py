@@ -15,7 +15,7 @@ from benchmarks.peers.report import compare
 from benchmarks.peers.results import Result, Results
 from benchmarks.peers.run import Comparison, PeerOptions, run
 from engines.torch_backend.loading.make_checkpoint import make_checkpoint
-from tests.engines.torch_backend.models.family_table import FAMILIES, write_checkpoint
+from tests.engines.torch_backend.models.family_table import named, write_checkpoint
 
 ABOUT: dict[str, str | int] = {"model": "tiny", "threads": 2}
 
@@ -42,7 +42,7 @@ def test_our_engine_and_transformers_answer_every_workload(tiny, workload):
 
 @pytest.mark.parametrize("name", ["Qwen2.5-VL", "SmolVLM"])
 def test_models_of_transformers_answer_with_their_own_images_and_positions(name, tmp_path):
-    [family] = [family for family in FAMILIES if family.name == name]
+    family = named(name)
     write_checkpoint(family, tmp_path)
     ours = Ours(tmp_path, "float32", 1, max_batch_size=4)
     theirs = HuggingFace(tmp_path, "float32", "", 1)
@@ -185,20 +185,20 @@ def test_llama_cpp_is_no_peer_on_a_gpu(tiny):
 def test_llama_cpp_is_no_peer_of_families_whose_files_nobody_writes(
     name, workload, reason, tmp_path
 ):
-    [family] = [family for family in FAMILIES if family.name == name]
+    family = named(name)
     write_checkpoint(family, tmp_path)
     with pytest.raises(SystemExit, match=f"{reason}.*leave it out of --systems"):
         run(PeerOptions(tmp_path, ("llama.cpp:BF16",), (workload,)), as_json=True)
 
 
 def test_llama_cpp_decodes_beside_families_whose_decoder_it_has(tmp_path):
-    [family] = [family for family in FAMILIES if family.name == "Qwen2.5-VL"]
+    family = named("Qwen2.5-VL")
     write_checkpoint(family, tmp_path)
     Comparison(PeerOptions(tmp_path, ("llama.cpp:BF16",), ("decode-1", "prefill")))
 
 
 def test_a_model_without_images_has_another_benchmark(tmp_path):
-    [family] = [family for family in FAMILIES if family.name == "GPT-2"]
+    family = named("GPT-2")
     write_checkpoint(family, tmp_path)
     with pytest.raises(SystemExit, match="takes no images"):
         run(PeerOptions(tmp_path, ("ours:float32",)), as_json=True)

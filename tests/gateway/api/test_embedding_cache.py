@@ -9,6 +9,7 @@ from tests.factories_gateway import make_settings, run_gateway_on_socket
 from tests.factories_numbers import EMBEDDINGS, load, read_vectors, run_fleet, vector_of
 from tests.factories_queue import MODEL
 from tests.factories_worker import run_worker
+from tests.waiting import until
 
 KEYS = {"gateway": {"api_keys": ("sk-one", "sk-two")}}
 
@@ -32,12 +33,6 @@ async def fleet(ends, redis_server):
         settings = make_settings(redis_server, ends.prefix, **KEYS)
         other = await stack.enter_async_context(run_gateway_on_socket(settings))
         yield gateway, other, worker
-
-
-async def until(condition):
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 async def hold(gateway, worker):

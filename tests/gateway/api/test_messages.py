@@ -128,31 +128,6 @@ async def test_the_key_may_come_as_anthropics_clients_send_it(client, gateway):
     assert response.status_code == 401
 
 
-@pytest.mark.parametrize(
-    ("wish", "kind"),
-    [
-        ({"model": "nobody"}, anthropic.NotFoundError),
-        ({"tool_choice": {"type": "any"}}, anthropic.BadRequestError),
-        ({"stop_sequences": ["x"] * 17}, anthropic.BadRequestError),
-        ({"messages": [{"role": "user", "content": [image("image/webp")]}]},
-         anthropic.BadRequestError),
-        ({"messages": [{"role": "user", "content": [
-            {"type": "tool_use", "id": "x", "name": "f", "input": {}}]}]},
-         anthropic.BadRequestError),
-        ({"tool_choice": {"type": "tool"}}, anthropic.BadRequestError),
-        ({"output_config": {"format": {"type": "json_schema", "schema": {}}}},
-         anthropic.BadRequestError),
-    ],
-)  # fmt: skip
-async def test_what_cannot_be_honoured_is_refused_in_anthropics_shape(client, worker, wish, kind):
-    with pytest.raises(kind) as refused:
-        await client.messages.create(**{"model": MODEL, "max_tokens": 9, "messages": HELLO, **wish})
-    assert refused.value.body["type"] == "error"
-    assert refused.value.body["error"]["message"]
-    assert refused.value.body["request_id"] == refused.value.request_id
-    assert worker.requests == []
-
-
 async def test_a_fleet_that_cannot_now_is_overloaded(client, worker):
     async def fail(answer: Answer) -> None:
         await answer.fail(ErrorCode.WORKER_LOST)
@@ -163,25 +138,6 @@ async def test_a_fleet_that_cannot_now_is_overloaded(client, worker):
     assert refused.value.status_code == 529
     assert refused.value.body["error"]["type"] == "overloaded_error"
     assert refused.value.response.headers["retry-after"]
-
-
-@pytest.mark.parametrize(
-    ("data", "media_type", "name"),
-    [
-        ("bm8gaW1hZ2U=", "image/png", "data"),  # "no image"
-        ("no base64", "image/png", "data"),
-        ("", "image/png", "data"),
-        (PNG[:16], "image/png", "data"),  # its signature alone
-        (PNG, "image/webp", "media_type"),
-        (JPEG, "image/png", "media_type"),
-    ],
-)
-async def test_of_an_image_the_field_that_is_wrong_is_named(client, worker, data, media_type, name):
-    source = {"type": "base64", "media_type": media_type, "data": data}
-    messages = [{"role": "user", "content": [{"type": "image", "source": source}]}]
-    with pytest.raises(anthropic.BadRequestError) as refused:
-        await client.messages.create(model=MODEL, max_tokens=9, messages=messages)
-    assert refused.value.body["error"]["param"] == f"messages.[0].content.[0].source.{name}"
 
 
 @pytest.mark.parametrize("changes", [{"gateway": {"api_keys": ["sk-right"]}}])

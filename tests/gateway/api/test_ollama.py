@@ -2,8 +2,6 @@
 
 import json
 
-import pytest
-
 from shared.protocol import FinishReason, ImagePart, StageTimings, TextPart, Tokens
 from tests.factories_gateway import CARD, MODEL, Answer
 from tests.factories_images import data_url
@@ -96,26 +94,6 @@ async def test_what_the_model_thinks_is_apart(gateway, worker):
     assert "".join(line["message"].get("thinking", "") for line in told) == "hmm"
     told = lines_of((await gateway.client.post("/api/chat", json={**body, "think": False})).text)
     assert not any("thinking" in line["message"] for line in told)
-
-
-@pytest.mark.parametrize(
-    ("wish", "param"),
-    [
-        ({"format": "xml"}, "format"),
-        ({"options": {"mirostat": 2}}, "options.mirostat"),
-        ({"options": {"num_predict": 10**6}}, "options.num_predict"),
-        ({"messages": [{"role": "user", "content": "x", "images": ["!"]}]},
-         "messages.[0].images.[0]"),
-        ({"messages": [{"role": "developer", "content": "1"}]}, "messages.[0].role"),
-    ],
-)  # fmt: skip
-async def test_what_cannot_be_honoured_is_refused_in_ollamas_shape(gateway, worker, wish, param):
-    body = {"model": MODEL, "messages": HELLO, **wish}
-    response = await gateway.client.post("/api/chat", json=body)
-    assert response.status_code == 400
-    assert isinstance(response.json()["error"], str)
-    assert response.json()["param"] == param
-    assert worker.requests == []
 
 
 async def test_models_are_listed_and_shown(gateway, worker):

@@ -21,9 +21,7 @@ from tests.factories_gateway import (
     make_settings,
     run_gateway_on_socket,
 )
-from tests.gateway.calls.test_disconnects import wait_for
-
-ENDED = {"succeed", "failed", "cancelled"}
+from tests.waiting import until, until_equal
 
 
 @pytest.fixture
@@ -123,8 +121,7 @@ async def test_states_are_counted_and_tasks_listed_in_pages(session, scripted):
         assert counts["pending"] + counts.get("running", 0) == 102
         await asyncio.sleep(0.02)
     scripted.gate.set()
-    while await session.counts() != {"succeed": 102}:
-        await asyncio.sleep(0.02)
+    await until_equal(session.counts, {"succeed": 102})
     assert (await session.end_of("t101"))["output"] == [101]
     first = await session.ask("GET", "/tasks")
     rest = await session.ask("GET", f"/tasks?after={first['data'][-1]['id']}")
@@ -177,8 +174,7 @@ async def test_common_data_outlives_the_tasks_that_run_when_a_session_is_closed(
 ):
     scripted.gate.clear()
     await session.send({"input": 0, "id": "runs"})
-    while not worker.requests:
-        await asyncio.sleep(0.02)
+    await until(lambda: worker.requests)
     common = worker.requests[0].task.common
     await session.ask("POST", ":close", {})
     await session.counts()
@@ -212,7 +208,7 @@ async def test_who_follows_a_task_has_an_open_request_until_its_end(session, gat
         scripted.gate.set()
         text = (await answer.aread()).decode()
     assert text.endswith("data: [DONE]\n\n")
-    await wait_for(lambda: gateway.server.should_exit)
+    await until(lambda: gateway.server.should_exit)
 
 
 async def test_line_breaks_of_unicode_in_an_output_are_text(session, gateway):
@@ -251,8 +247,7 @@ async def test_any_gateway_finds_a_task(session, redis_server, redis_prefix, scr
         elsewhere = Client(other)
         elsewhere.id = session.id
         waiting = asyncio.create_task(elsewhere.end_of("x"))
-        while (await elsewhere.counts()) != {"running": 1}:
-            await asyncio.sleep(0.02)
+        await until_equal(elsewhere.counts, {"running": 1})
         scripted.gate.set()
         assert (await waiting)["output"] == [1]
 
@@ -260,8 +255,7 @@ async def test_any_gateway_finds_a_task(session, redis_server, redis_prefix, scr
 async def test_closing_cancels_what_waits_and_lets_finish_what_runs(session, scripted, worker):
     scripted.gate.clear()
     await session.send({"input": 0, "id": "runs"})
-    while not worker.requests:
-        await asyncio.sleep(0.02)
+    await until(lambda: worker.requests)
     worker.stop_claiming()
     await session.send({"input": 1, "id": "waits"})
     # What was being read at this moment may have been taken all the same.
@@ -285,8 +279,7 @@ async def test_a_cancelled_task_stops_its_worker(session, scripted, worker):
 
     worker.script = wait
     await session.send({"input": 0, "id": "x"})
-    while await session.counts() != {"running": 1}:
-        await asyncio.sleep(0.02)
+    await until_equal(session.counts, {"running": 1})
     assert (await session.ask("POST", "/tasks/x:cancel", {}))["state"] == "cancelled"
     await asyncio.wait_for(worker.cancelled.wait(), 20)
 

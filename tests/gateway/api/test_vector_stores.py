@@ -16,6 +16,7 @@ from tests.factories_numbers import load, run_fleet, score_of, vector_of
 from tests.factories_queue import MODEL
 from tests.factories_search import make_vectors, serve_search
 from tests.factories_worker import run_worker
+from tests.waiting import until, until_equal
 
 STORES = "/v1/vector_stores"
 KEYS = ["key-one", "key-two"]
@@ -544,13 +545,11 @@ async def test_a_client_that_leaves_stores_nothing_and_frees_the_fleet(ends, red
             worker.engine.gate.clear()
             items = [{"id": str(n), "text": f"text {n}"} for n in range(300)]
             writing = asyncio.create_task(put(gateway, store, items))
-            async with asyncio.timeout(10):
-                while not worker.engine.added:
-                    await asyncio.sleep(0.01)
-                writing.cancel()
-                worker.engine.gate.set()
-                while gateway.services.admission.num_open or worker.engine.has_work():
-                    await asyncio.sleep(0.01)
+            await until(lambda: worker.engine.added)
+            writing.cancel()
+            worker.engine.gate.set()
+            await until_equal(lambda: gateway.services.admission.num_open, 0)
+            await until(lambda: not worker.engine.has_work())
             read = await gateway.client.get(f"{STORES}/{store}")
     assert read.json()["num_items"] == 0
 
@@ -563,9 +562,7 @@ async def test_a_worker_that_dies_in_a_batch_costs_no_item(ends, redis_server, s
             first.engine.gate.clear()
             items = [{"id": str(n), "text": f"text {n}"} for n in range(300)]
             writing = asyncio.create_task(put(gateway, store, items))
-            async with asyncio.timeout(10):
-                while not first.engine.added:
-                    await asyncio.sleep(0.01)
+            await until(lambda: first.engine.added)
             async with run_worker(ends, "second", load=load, lease_s=0.6) as second:
                 await first.vanish()
                 first.engine.gate.set()

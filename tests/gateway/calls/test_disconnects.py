@@ -9,12 +9,7 @@ import pytest
 
 from shared.protocol import ErrorCode
 from tests.factories_gateway import CHAT, Answer, make_body, say_nothing, talk_on
-
-
-async def wait_for(condition, timeout_s: float = 5.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.01)
+from tests.waiting import until
 
 
 def is_idle(gateway) -> bool:
@@ -26,11 +21,11 @@ def is_idle(gateway) -> bool:
 async def test_a_client_that_leaves_cancels_its_request(gateway, worker, stream, script):
     worker.script = script
     chat = asyncio.create_task(gateway.chat(make_body(stream=stream)))
-    await wait_for(lambda: worker.requests)
+    await until(lambda: worker.requests)
     chat.cancel()
     async with asyncio.timeout(5):
         await worker.cancelled.wait()
-    await wait_for(lambda: is_idle(gateway))
+    await until(lambda: is_idle(gateway))
     text = (await gateway.client.get("/metrics")).text
     assert 'vlm_requests_total{model="tiny",outcome="cancelled"} 1.0' in text
 
@@ -39,16 +34,14 @@ async def test_a_client_that_leaves_before_any_event_cancels_its_request(gateway
     worker.script = lambda answer: asyncio.sleep(0)
     with pytest.raises(httpx.TimeoutException):
         await gateway.chat(make_body(stream=True), timeout=0.3)
-    await wait_for(lambda: is_idle(gateway) and worker.requests)
+    await until(lambda: is_idle(gateway) and worker.requests)
     [request] = worker.requests
 
     async def is_cancelled() -> bool:
         state = await gateway.services.queue.state("tiny", request.id)
         return state is not None and state.state == "cancelled"
 
-    async with asyncio.timeout(5):
-        while not await is_cancelled():
-            await asyncio.sleep(0.01)
+    await until(is_cancelled)
 
 
 async def test_a_client_that_leaves_in_the_body_is_forgotten(gateway, worker):
@@ -58,10 +51,10 @@ async def test_a_client_that_leaves_in_the_body_is_forgotten(gateway, worker):
         b'content-length: 1000\r\n\r\n{"model"'
     )
     await writer.drain()
-    await wait_for(lambda: gateway.services.admission.num_open == 1)
+    await until(lambda: gateway.services.admission.num_open == 1)
     writer.close()
     await writer.wait_closed()
-    await wait_for(lambda: gateway.services.admission.num_open == 0)
+    await until(lambda: gateway.services.admission.num_open == 0)
     assert worker.answers == []
 
 
@@ -96,7 +89,7 @@ async def test_a_client_that_does_not_read_is_dropped(gateway, worker, changes):
     await writer.drain()
     async with asyncio.timeout(20):
         await worker.cancelled.wait()
-    await wait_for(lambda: is_idle(gateway) and not gateway.server.server_state.tasks)
+    await until(lambda: is_idle(gateway) and not gateway.server.server_state.tasks)
     text = (await gateway.client.get("/metrics")).text
     assert 'vlm_requests_total{model="tiny",outcome="cancelled"} 1.0' in text
     writer.close()
@@ -154,5 +147,5 @@ async def test_one_failed_choice_ends_the_others(gateway, worker):
     worker.script = script
     response = await gateway.chat(make_body(n=3))
     assert response.status_code == 500
-    await wait_for(lambda: [answer.refused for answer in worker.answers].count("cancelled") == 2)
+    await until(lambda: [answer.refused for answer in worker.answers].count("cancelled") == 2)
     assert is_idle(gateway)

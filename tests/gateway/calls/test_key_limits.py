@@ -30,6 +30,7 @@ from tests.factories_gateway import (
     say_nothing,
 )
 from tests.factories_queue import make_image, make_request
+from tests.waiting import until
 
 
 class Time:
@@ -161,8 +162,7 @@ async def test_two_gateways_let_a_key_keep_as_many_open_as_one(redis_server, red
     ):
         usual, worker.script = worker.script, say_nothing
         asking = [asyncio.ensure_future(gateway.chat()) for gateway in (one, two)]
-        while len(worker.answers) < 2:
-            await asyncio.sleep(0.005)
+        await until(lambda: len(worker.answers) >= 2)
         refused = [await gateway.chat() for gateway in (one, two)]
         assert [answer.status_code for answer in refused] == [429, 429]
         assert all("retry-after" in answer.headers for answer in refused)
@@ -198,8 +198,7 @@ async def say_much(answer: Answer) -> None:
 
 
 async def refunded(gateway: RunningGateway) -> None:
-    while gateway.services.refunds.num_open:
-        await asyncio.sleep(0.01)
+    await until(lambda: not gateway.services.refunds.num_open)
 
 
 @pytest.mark.parametrize("body", [{}, {"stream": True}, {"n": 2}])
@@ -245,8 +244,7 @@ async def test_a_key_pays_for_an_answer_that_goes_on_without_its_client(limited,
     body, headers = make_body(stream=True, max_tokens=10), {"x-vlm-resumable": "1"}
     async with limited.client.stream("POST", CHAT, json=body, headers=headers):
         pass
-    while not limited.services.refunds.num_open:
-        await asyncio.sleep(0.01)
+    await until(lambda: limited.services.refunds.num_open)
     is_left.set()
     await refunded(limited)
     assert (await limited.chat()).status_code == 429

@@ -7,6 +7,7 @@ from msgspec.structs import replace
 from shared.queue.keys import MODEL_TTL_S, RedisKeys, to_ms
 from shared.queue.registry import WorkerRecord
 from tests.factories_gateway import CARD, make_body
+from tests.waiting import until_equal
 
 
 async def test_a_model_without_workers_leaves_the_list_after_two_minutes(
@@ -19,22 +20,17 @@ async def test_a_model_without_workers_leaves_the_list_after_two_minutes(
         models = (await gateway.client.get("/v1/models")).json()["data"]
         return {model["id"] for model in models}
 
-    async def wait_until(names: set[str]) -> None:
-        async with asyncio.timeout(20):
-            while await listed() != names:
-                await asyncio.sleep(0.05)
-
     await worker.registry.announce(record, ttl_s=600)
-    await wait_until({CARD.name, "old"})
+    await until_equal(listed, {CARD.name, "old"})
     await worker.registry.withdraw("w")
     key = RedisKeys(redis_prefix).model("old")
     for silent_s, names in ((100, {CARD.name, "old"}), (121, {CARD.name})):
         await redis.pexpire(key, to_ms(MODEL_TTL_S - silent_s))
-        await wait_until(names)
+        await until_equal(listed, names)
     async with asyncio.timeout(10):
         answer = await gateway.chat(make_body(model="old"))
     assert answer.status_code == 503
     assert answer.json()["error"]["code"] == "no_worker"
     assert answer.headers["retry-after"]
     await worker.registry.announce(record, ttl_s=600)
-    await wait_until({CARD.name, "old"})
+    await until_equal(listed, {CARD.name, "old"})

@@ -33,8 +33,8 @@ from tests.factories_gateway import (
 )
 from tests.factories_images import data_url
 from tests.gateway.api.chat.test_streams import read_events
-from tests.gateway.calls.test_disconnects import wait_for
 from tests.rounds import in_one_round
+from tests.waiting import until
 
 
 async def talk(gateway, *pieces: bytes) -> bytes:
@@ -166,17 +166,17 @@ async def test_a_body_that_nobody_reads_is_not_waited_for_either(gateway, change
 @pytest.mark.parametrize("path", [b"/metrics", b"/page/style.css", b"/v1/models", b"/nowhere"])
 async def test_who_reads_no_answer_is_hung_up_on(gateway, changes, path):
     with asks_without_reading(gateway, b"GET %b HTTP/1.1\r\nhost: localhost\r\n\r\n" % path * 400):
-        await wait_for(lambda: gateway.server.server_state.connections)
-        await wait_for(lambda: not gateway.server.server_state.connections)
-        await wait_for(lambda: not gateway.server.server_state.tasks)
+        await until(lambda: gateway.server.server_state.connections)
+        await until(lambda: not gateway.server.server_state.connections)
+        await until(lambda: not gateway.server.server_state.tasks)
 
 
 @pytest.mark.parametrize("changes", [{"gateway": {"send_timeout_s": 0.2}}])
 async def test_the_end_of_a_last_answer_that_nobody_reads_is_dropped(gateway, changes):
     request = b"GET /page/main.js HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
     with asks_without_reading(gateway, request):
-        await wait_for(lambda: gateway.server.server_state.connections)
-        await wait_for(lambda: not gateway.server.server_state.connections)
+        await until(lambda: gateway.server.server_state.connections)
+        await until(lambda: not gateway.server.server_state.connections)
 
 
 @contextlib.contextmanager
@@ -315,10 +315,10 @@ async def test_a_client_that_hangs_up_its_sending_half_has_left(gateway, worker)
         b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         b"content-length: %d\r\n\r\n%b" % (len(body), body)
     )
-    await wait_for(lambda: worker.answers)
+    await until(lambda: worker.answers)
     writer.write_eof()
     assert await reader.read() == b""
-    await wait_for(worker.cancelled.is_set)
+    await until(worker.cancelled.is_set)
     writer.close()
     await writer.wait_closed()
 
@@ -350,7 +350,7 @@ async def test_a_model_without_a_worker_keeps_its_requests_in_the_queue(redis_se
     async with run_gateway_on_socket(settings) as gateway:
         assert (await gateway.client.get("/readyz")).status_code == 200
         waiting = asyncio.ensure_future(gateway.chat())
-        await wait_for(lambda: gateway.services.dispatcher.num_open == 1)
+        await until(lambda: gateway.services.dispatcher.num_open == 1)
         async with run_worker(redis_server, redis_prefix):
             assert (await waiting).status_code == 200
 
@@ -423,7 +423,7 @@ async def test_every_request_brings_the_smallest_pixel_limit_of_its_models_worke
     ):
         await worker.registry.announce(WorkerRecord("second", small, "mock"), ttl_s=60)
         models = gateway.services.models
-        await wait_for(lambda: models.cards["tiny"].max_image_pixels == 1000)
+        await until(lambda: models.cards["tiny"].max_image_pixels == 1000)
         limits = (await gateway.client.get("/v1/models/tiny")).json()["limits"]
         assert (limits["scaled_image_pixels"], limits["max_image_tokens"]) == (1000, 10)
         response = await gateway.chat(make_body(messages=[{"role": "user", "content": content}]))
@@ -491,10 +491,10 @@ async def test_models_stay_fresh_whatever_the_registry_held(gateway, worker, mon
         return await healthy()
 
     monkeypatch.setattr(models.registry, "workers", break_once)
-    await wait_for(lambda: not is_broken)
+    await until(lambda: not is_broken)
     later = replace(CARD, name="later")
     await worker.registry.announce(WorkerRecord("second", later, "mock"), ttl_s=60)
-    await wait_for(lambda: "later" in models.cards)
+    await until(lambda: "later" in models.cards)
 
 
 @pytest.mark.parametrize("changes", [{"limits": {"max_open_body_bytes": 100_000}}])
@@ -509,7 +509,7 @@ async def test_bodies_beyond_the_memory_for_them_are_sent_away(gateway, worker, 
 
     headers = {"content-type": "application/json"}
     first = asyncio.ensure_future(gateway.client.post(CHAT, content=slow(), headers=headers))
-    await wait_for(lambda: gateway.services.admission.num_body_bytes > 90_000)
+    await until(lambda: gateway.services.admission.num_body_bytes > 90_000)
     refused = await gateway.chat(make_body("x" * 20_000))
     assert refused.status_code == 503
     assert refused.json()["error"]["code"] == "server_overloaded"
@@ -554,7 +554,7 @@ async def test_one_request_too_many_is_sent_away(gateway, worker, changes):
 
     worker.script = script
     accepted = [asyncio.ensure_future(gateway.chat()) for _ in range(2)]
-    await wait_for(lambda: len(worker.answers) == 2)
+    await until(lambda: len(worker.answers) == 2)
     response = await gateway.chat()
     assert response.status_code == 503
     assert response.json()["error"]["code"] == "server_overloaded"
@@ -573,7 +573,7 @@ async def test_a_full_queue_sends_away(redis_server, redis_prefix, n):
         pass  # the model is known now, and nobody serves it
     async with run_gateway_on_socket(settings) as gateway:
         accepted = [asyncio.ensure_future(gateway.chat()) for _ in range(3 - n)]
-        await wait_for(lambda: gateway.services.dispatcher.num_open == 3 - n)
+        await until(lambda: gateway.services.dispatcher.num_open == 3 - n)
         response = await gateway.chat(make_body(n=n))
         assert response.status_code == 503
         assert response.json()["error"]["code"] == "server_overloaded"
@@ -609,7 +609,7 @@ async def test_open_requests_are_finished_before_the_end(gateway, worker):
 
     worker.script = script
     open_request = asyncio.ensure_future(gateway.stream())
-    await wait_for(lambda: len(worker.answers) == 1)
+    await until(lambda: len(worker.answers) == 1)
     gateway.server.handle_exit(signal.SIGTERM, None)
     assert (await gateway.client.get("/readyz")).json() == {"status": "draining"}
     refused = await gateway.chat()
@@ -618,7 +618,7 @@ async def test_open_requests_are_finished_before_the_end(gateway, worker):
     go_on.set()
     *_, done = read_events(await open_request)
     assert done == "[DONE]"
-    await wait_for(lambda: gateway.server.should_exit)
+    await until(lambda: gateway.server.should_exit)
 
 
 @pytest.mark.parametrize("changes", [{"gateway": {"drain_s": 0.2}}])
@@ -629,7 +629,7 @@ async def test_what_outlasts_the_drain_ends_with_an_error(gateway, worker, chang
 
     worker.script = script
     open_request = asyncio.ensure_future(gateway.stream())
-    await wait_for(lambda: len(worker.answers) == 1)
+    await until(lambda: len(worker.answers) == 1)
     gateway.server.handle_exit(signal.SIGTERM, None)
     *_, last = read_events(await open_request)
     assert last["error"]["code"] == "cancelled"

@@ -20,6 +20,7 @@ from gateway.images.header import ImageRefused
 from shared.settings.tree import GatewaySettings
 from tests.factories_gateway import make_body
 from tests.factories_images import encoded
+from tests.waiting import until
 
 PUBLIC = "93.184.216.34"
 TLS = Path(__file__).parent / "tls"
@@ -390,8 +391,7 @@ async def test_fetched_images_count_against_the_memory_for_bodies(gateway, door,
         first = asyncio.create_task(gateway.chat(asking("/first")))
         async with asyncio.timeout(5):
             await sent.wait()
-            while admission.num_body_bytes < 49_000:
-                await asyncio.sleep(0.01)
+            await until(lambda: admission.num_body_bytes >= 49_000)
         refused = await gateway.chat(asking("/second"))
         assert refused.status_code == 503
         assert refused.json()["error"]["code"] == "server_overloaded"

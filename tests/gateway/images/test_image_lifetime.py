@@ -10,6 +10,7 @@ from shared.blobs.api import BlobsUnavailable
 from shared.queue.keys import BLOB_LINGER_S, RedisKeys
 from tests.factories_gateway import Answer, make_body, say_nothing
 from tests.factories_images import data_url
+from tests.waiting import until
 
 
 def image_body(**changes):
@@ -78,9 +79,7 @@ async def test_an_image_stays_while_another_request_needs_it(gateway, worker, re
 async def test_an_image_of_a_client_that_left_goes_soon(gateway, worker, redis, redis_prefix):
     worker.script = say_nothing
     leaving = asyncio.create_task(gateway.chat(image_body()))
-    async with asyncio.timeout(20):
-        while not worker.requests:
-            await asyncio.sleep(0.01)
+    await until(lambda: worker.requests)
     leaving.cancel()
     await asyncio.wait([leaving])
     await until_released(redis, redis_prefix)

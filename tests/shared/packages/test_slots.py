@@ -10,6 +10,7 @@ from shared.packages.deployments import Resources, Spec
 from shared.packages.rollout import App, NodeRecord, Revision, Slot, SlotReport
 from shared.redis.client import create_redis
 from shared.settings.tree import RedisSettings
+from tests.waiting import until
 
 NUM_SLOTS = int(os.environ.get("SLOTS", "60"))
 SLOTS_PER_APP = 100
@@ -100,8 +101,6 @@ async def test_a_claim_that_is_not_renewed_counts_no_more(redis_server, redis_pr
     assert await board.claim("n", [7, 8], "three") is None
     assert await board.claim("other", [7, 8], "three") == 7
     monkeypatch.setattr("shared.packages.board.CLAIM_S", 0.05)
-    async with asyncio.timeout(10):
-        while await board.claim("n", [7, 8], "three") is None:
-            await asyncio.sleep(0.02)
+    await until(lambda: board.claim("n", [7, 8], "three"))
     await board.close()
     await redis.aclose()

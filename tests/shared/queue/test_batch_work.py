@@ -30,33 +30,6 @@ async def make_older(ends: Ends, request: Call, age_s: float) -> None:
     await ends.redis.hset(ends.keys.request(MODEL, request.id), "backlog", older)
 
 
-async def test_batch_work_is_given_in_order_after_all_interactive_work(ends):
-    worker = ends.worker("a")
-    await worker.create_group()
-    batch = await enqueue_batch(ends, 3)
-    interactive = [await ends.enqueue() for _ in range(2)]
-
-    first = await worker.take(3)
-    second = await worker.take(8)
-    third = await worker.take(8)
-
-    assert [call_of(claim) for claim in first] == interactive  # the nudge was the third
-    assert [call_of(claim) for claim in second + third] == batch
-    assert worker.num_backlog == 0
-
-
-async def test_a_worker_that_waits_learns_of_batch_work(ends):
-    worker = ends.worker("a")
-    await worker.create_group()
-    reading = asyncio.create_task(worker.read(8, 30.0))
-    await enqueue_batch(ends, 2)
-
-    assert await asyncio.wait_for(reading, 10.0) == []
-    assert worker.num_backlog > 0
-    assert len(await worker.take(8)) == 2
-    assert await ends.redis.xlen(ends.keys.queue(MODEL)) == 2  # no nudge stays
-
-
 async def test_a_read_for_interactive_work_leaves_batch_work_alone(ends):
     worker = ends.worker("a")
     await worker.create_group()
@@ -65,17 +38,6 @@ async def test_a_read_for_interactive_work_leaves_batch_work_alone(ends):
     assert await worker.read(8, 0.01) == []
     assert await worker.read(8, 0.01) == []
     assert (await ends.queue.stats(MODEL)).num_backlog == await ends.num_open() == 2
-
-
-async def test_batch_work_cancelled_while_it_waits_is_never_given(ends):
-    worker = ends.worker("a")
-    await worker.create_group()
-    first, second = await enqueue_batch(ends, 2)
-    await ends.queue.cancel(MODEL, [first.id])
-
-    [nudge] = await worker.entries.take(1)
-    await worker.entries.remove([nudge[0]])
-    assert [call_of(claim) for claim in await worker.take(8)] == [second]
 
 
 async def test_batch_work_that_redis_has_forgotten_is_not_given(ends):
@@ -115,13 +77,6 @@ async def test_batch_work_that_is_younger_stays_behind(ends):
 
     assert worker.num_backlog == 1
     assert await worker.read(8, 0.01) == []
-
-
-async def test_batch_work_has_its_own_bound_and_fills_nobody_elses(ends):
-    await enqueue(ends.queue, make_request(priority=Priority.BATCH), max_waiting=1)
-    with pytest.raises(Exception, match="queue_full"):
-        await enqueue(ends.queue, make_request(priority=Priority.BATCH), max_waiting=1)
-    await enqueue(ends.queue, make_request(), max_waiting=2)
 
 
 async def test_batch_work_is_finished_taken_over_and_counted_like_any_other(ends):

@@ -25,7 +25,6 @@ from tests.factories_queue import (
     GATEWAY,
     MODEL,
     Ends,
-    call_of,
     enqueue,
     make_delta,
     make_finished,
@@ -73,21 +72,6 @@ async def admit_all(gateways: list[RedisGatewayQueue], count: int, **options) ->
 )
 async def test_three_gateways_admit_as_much_as_one(gateways, options, reason):
     assert await admit_all(gateways, 3, **options) == [reason] * 5
-
-
-async def test_choices_are_queued_all_or_none(ends):
-    choices = [make_request() for _ in range(3)]
-    await enqueue(ends.queue, *choices, max_waiting=3)
-    with pytest.raises(QueueRefused):
-        await enqueue(ends.queue, *(make_request() for _ in range(2)), max_waiting=4)
-    assert await ends.num_open() == 3
-    worker = ends.worker("a")
-    await worker.create_group()
-    assert [call_of(claim) for claim in await worker.read(8, 1.0)] == choices
-
-
-async def test_a_request_alone_is_never_too_much(ends):
-    await enqueue(ends.queue, make_request(), make_request(), max_waiting=1, max_tokens=1)
 
 
 @pytest.mark.parametrize("how", ["finished", "failed", "cancelled", "deserted"])
@@ -186,20 +170,6 @@ async def test_tenants_and_refusals_do_not_touch_each_others_minutes(ends):
     second = await refusal(ends.queue, tenant="a", **options)
     assert second.wait_s <= first.wait_s <= 60
     await enqueue(ends.queue, make_request(tenant="b"), **options)
-
-
-async def test_no_tenant_gets_more_than_its_share_when_tokens_are_scarce(ends):
-    async def ask(tenant: str, num_tokens: int) -> None:
-        request = make_request(tenant=tenant)
-        await enqueue(ends.queue, request, num_tokens=num_tokens, max_tokens=100)
-
-    for _ in range(4):
-        await ask("greedy", 10)
-    await ask("modest", 5)
-    await ask("greedy", 10)
-    with pytest.raises(QueueRefused, match="key_share"):
-        await ask("greedy", 10)
-    await ask("modest", 40)
 
 
 async def refund(ends: Ends, request: Call, num_tokens: int, per_minute: int) -> bool:

@@ -1,4 +1,7 @@
-"""The life of a request in Redis, against a real server: every script and every way in which it says no."""
+"""How the queue uses Redis: lost replies, forgotten scripts, entries that are no request, keys that expire.
+
+The laws of every queue are tests/contract/test_call_queue.py.
+"""
 
 import asyncio
 
@@ -7,18 +10,11 @@ import pytest
 from shared.protocol import (
     ErrorCode,
     Failed,
-    Finished,
     Priority,
-    Started,
-    Tokens,
-    Usage,
-    decode_log,
 )
 from shared.queue.api import (
     CLEARED_AFTER_TOKENS,
     Claim,
-    DuplicateRequest,
-    QueueRefused,
     QueueUnavailable,
 )
 from shared.queue.claims import LOSSES_PER_ATTEMPT, RedisWorkerQueue, giving_up
@@ -38,28 +34,6 @@ from tests.factories_queue import (
     tokens_of,
 )
 
-# Enqueue
-
-
-async def test_a_request_reaches_a_worker_as_it_was_sent(ends):
-    request = await ends.enqueue(make_request("what is red?"))
-
-    claim = await ends.claim(ends.worker("a"))
-
-    assert call_of(claim) == request
-    assert (claim.attempt, claim.failures, tokens_of(claim)) == (1, 0, ())
-    assert 0 <= claim.waited_s < 5
-    assert 50 < claim.remaining_s <= 60
-
-
-async def test_a_known_id_is_refused(ends):
-    request = await ends.enqueue()
-
-    with pytest.raises(DuplicateRequest):
-        await ends.enqueue(request)
-
-    assert await ends.num_open() == 1
-
 
 async def test_an_enqueue_whose_reply_was_lost_is_repeated_without_a_duplicate(ends, far, proxy):
     first, second = await far.enqueue(), make_request()
@@ -72,30 +46,6 @@ async def test_an_enqueue_whose_reply_was_lost_is_repeated_without_a_duplicate(e
     worker = ends.worker("a")
     await worker.create_group()
     assert [call_of(claim) for claim in await worker.read(8, 1.0)] == [first, second]
-
-
-async def test_a_full_queue_refuses_and_running_requests_do_not_fill_it(ends):
-    worker = ends.worker("a")
-    await ends.enqueue(max_waiting=1)
-    with pytest.raises(QueueRefused) as refused:
-        await ends.enqueue(max_waiting=1)
-    assert refused.value.reason == "queue_full"
-
-    await ends.claim(worker)
-
-    await ends.enqueue(max_waiting=1)
-    assert await ends.num_open() == 2
-
-
-async def test_requests_queued_before_the_first_worker_are_claimed_in_order(ends):
-    requests = [await ends.enqueue() for _ in range(3)]
-    worker = ends.worker("a")
-    await worker.create_group()
-
-    claims = await worker.read(2, 1.0)
-    claims += await worker.read(2, 1.0)
-
-    assert [call_of(claim) for claim in claims] == requests
 
 
 async def test_an_unreachable_redis_is_told_in_time(redis_prefix, tmp_path):
@@ -114,23 +64,6 @@ async def test_scripts_are_sent_again_after_the_server_forgot_them(ends):
     await ends.enqueue()
 
     assert await ends.num_open() == 2
-
-
-# Cancel
-
-
-async def test_a_request_cancelled_while_it_waits_is_never_claimed(ends):
-    request = await ends.enqueue()
-    worker = ends.worker("a")
-    await worker.create_group()
-
-    await ends.queue.cancel(MODEL, [request.id, "unknown"])
-
-    assert await worker.read(1, 0.01) == []
-    assert await ends.num_open() == 0
-    state = await ends.queue.state(MODEL, request.id)
-    assert state is not None
-    assert state.state == "cancelled"
 
 
 @pytest.mark.parametrize("all_of_them", [False, True])
@@ -175,81 +108,6 @@ async def test_calls_that_no_worker_will_serve_fail_and_their_gateway_is_told(en
     assert await ends.num_open() == 0
 
 
-async def test_a_worker_learns_of_a_cancellation_at_its_next_publish(ends):
-    worker = ends.worker("a")
-    request = await ends.enqueue()
-    claim = await ends.claim(worker)
-    await ends.queue.cancel(MODEL, [request.id])
-
-    refused = await worker.publish([publication(claim, 1, 0, make_delta(claim, 0, 7))])
-
-    assert refused == {request.id: "cancelled"}
-    ending = publication(claim, 2, 1, make_finished(claim, 1))
-    assert await worker.publish([ending]) == {request.id: "cancelled"}
-
-
-async def test_a_worker_learns_of_a_cancellation_at_its_next_renewal(ends):
-    worker = ends.worker("a")
-    request = await ends.enqueue()
-    claim = await ends.claim(worker)
-    assert await worker.renew([claim]) == {}
-
-    await ends.queue.cancel(MODEL, [request.id])
-
-    assert await worker.renew([claim]) == {request.id: "cancelled"}
-
-
-# Publish
-
-
-async def test_events_of_many_requests_come_as_one_entry(ends):
-    worker = ends.worker("a")
-    await worker.create_group()
-    for _ in range(2):
-        await ends.enqueue()
-    first, second = await worker.read(2, 1.0)
-
-    refused = await worker.publish(
-        [
-            publication(first, 1, 0, make_delta(first, 0, 5, 6)),
-            publication(second, 1, 0, make_delta(second, 0, 7)),
-        ]
-    )
-
-    assert refused == {}
-    assert await ends.next_events() == (make_delta(first, 0, 5, 6), make_delta(second, 0, 7))
-
-
-async def test_the_same_publication_twice_arrives_once(ends):
-    worker = ends.worker("a")
-    request = await ends.enqueue()
-    claim = await ends.claim(worker)
-    started = Started(request.id, 1, Usage(3))
-    said = publication(claim, 1, 0, started, make_delta(claim, 0, 5))
-
-    assert await worker.publish([said]) == {}
-    assert await worker.publish([said]) == {}
-    await worker.publish([publication(claim, 2, 1, make_delta(claim, 1, 6))])
-
-    assert await ends.next_events() == decode_log([said.events])
-    assert await ends.next_events() == (make_delta(claim, 1, 6),)
-    events = await events_of(ends.queue, request.id)
-    assert events == (*decode_log([said.events]), make_delta(claim, 1, 6))
-
-
-async def test_a_gap_between_tokens_is_refused(ends):
-    worker = ends.worker("a")
-    request = await ends.enqueue()
-    claim = await ends.claim(worker)
-
-    gap = publication(claim, 1, 3, make_delta(claim, 3, 5))
-    end = publication(claim, 2, 4, make_finished(claim, 4))
-
-    assert await worker.publish([gap]) == {request.id: "gap"}
-    assert await worker.publish([end]) == {request.id: "gap"}
-    assert await events_of(ends.queue, request.id) == ()
-
-
 async def test_a_gateway_without_a_mailbox_gets_none_but_the_log_is_written(ends):
     worker = ends.worker("a")
     request = await ends.enqueue(make_request(reply_to="gone"))
@@ -259,64 +117,6 @@ async def test_a_gateway_without_a_mailbox_gets_none_but_the_log_is_written(ends
 
     assert await ends.redis.exists(ends.keys.mailbox(MODEL, "gone")) == 0
     assert await events_of(ends.queue, request.id) == (make_delta(claim, 0, 5),)
-
-
-# Takeover and fencing
-
-
-async def test_a_takeover_knows_every_token_that_was_published(ends):
-    first, second = ends.worker("a"), ends.worker("b")
-    await ends.enqueue()
-    claim = await ends.claim(first)
-    await first.publish([publication(claim, 1, 0, make_delta(claim, 0, 5, 6))])
-    await first.publish([publication(claim, 2, 2, make_delta(claim, 2, 7))])
-
-    later = await ends.take_over(second, claim)
-
-    assert tokens_of(later) == (5, 6, 7)
-    assert (later.attempt, later.failures) == (2, 1)
-    assert await second.publish([publication(later, 1, 3, make_delta(later, 3, 8))]) == {}
-
-
-async def test_a_zombie_is_refused_wherever_it_speaks(ends):
-    zombie, owner = ends.worker("a"), ends.worker("b")
-    request = await ends.enqueue()
-    claim = await ends.claim(zombie)
-    later = await ends.take_over(owner, claim)
-    fenced = {request.id: "fenced"}
-
-    assert await zombie.publish([publication(claim, 1, 0, make_delta(claim, 0, 5))]) == fenced
-    assert await zombie.publish([publication(claim, 2, 0, make_finished(claim))]) == fenced
-    assert await zombie.renew([claim]) == fenced
-    assert await zombie.release([claim]) == 0
-    assert zombie.num_fenced == 2
-
-    assert await owner.renew([later]) == {}
-    assert await owner.publish([publication(later, 1, 0, make_finished(later))]) == {}
-    assert await ends.next_events() == (make_finished(later),)
-
-
-async def test_a_zombie_does_not_take_the_lease_back_by_renewing(ends):
-    zombie, owner = ends.worker("a"), ends.worker("b")
-    await ends.enqueue()
-    claim = await ends.claim(zombie)
-    await ends.take_over(owner, claim)
-
-    await zombie.renew([claim])
-
-    [entry] = await ends.redis.xpending_range(ends.keys.queue(MODEL), GROUP, "-", "+", 10)
-    assert entry["consumer"] == b"b"
-
-
-async def test_a_renewed_lease_is_not_reclaimed(ends):
-    first, second = ends.worker("a"), ends.worker("b")
-    await ends.enqueue()
-    claim = await ends.claim(first)
-    await ends.let_lease_run_out(claim)
-
-    await first.renew([claim])
-
-    assert await second.reclaim(8) == []
 
 
 async def test_a_worker_does_not_reclaim_what_it_holds_itself(ends):
@@ -348,64 +148,6 @@ async def test_a_lost_request_is_found_behind_many_that_are_alive(ends):
     [later] = await ends.worker("b").reclaim(1)
 
     assert later.payload == claims[-1].payload
-
-
-async def test_workers_that_reclaim_at_once_share_what_is_there(ends):
-    holder = ends.worker("a")
-    await holder.create_group()
-    for _ in range(6):
-        await ends.enqueue()
-    for claim in await holder.read(6, 1.0):
-        await ends.let_lease_run_out(claim)
-
-    taken = await asyncio.gather(*(ends.worker(name).reclaim(6) for name in "bcd"))
-
-    ids = [claim.id for claims in taken for claim in claims]
-    assert len(ids) == len(set(ids)) == 6
-
-
-async def test_finishing_twice_says_ok_and_arrives_once(ends):
-    worker = ends.worker("a")
-    request = await ends.enqueue()
-    claim = await ends.claim(worker)
-    end = publication(claim, 1, 0, make_delta(claim, 0, 5), make_finished(claim, 1))
-
-    assert await worker.publish([end]) == {}
-    assert await worker.publish([end]) == {}
-
-    assert b",".join(await ends.queue.events(MODEL, request.id)) == end.events
-    assert await ends.num_open() == 0
-    assert await ends.redis.xlen(ends.keys.mailbox(MODEL, request.reply_to)) == 2  # opened, end
-
-
-async def test_a_second_end_of_another_kind_is_refused(ends):
-    worker = ends.worker("a")
-    request = await ends.enqueue()
-    claim = await ends.claim(worker)
-    await worker.publish([publication(claim, 1, 0, make_finished(claim))])
-
-    failed = Failed(request.id, 1, ErrorCode.DEADLINE_EXCEEDED, "late")
-
-    refused = await worker.publish([publication(claim, 2, 0, failed)])
-    assert refused == {request.id: "ended"}
-
-
-# Requests that cannot run
-
-
-async def test_a_request_past_its_deadline_is_failed_instead_of_claimed(ends):
-    request = await ends.enqueue()
-    await ends.redis.hset(ends.keys.request(MODEL, request.id), "deadline_ms", 1)
-    worker = ends.worker("a")
-    await worker.create_group()
-
-    assert await worker.read(1, 1.0) == []
-
-    [failed] = await ends.next_events()
-    assert isinstance(failed, Failed)
-    assert failed.code is ErrorCode.DEADLINE_EXCEEDED
-    assert await ends.num_open() == 0
-    assert await ends.redis.xlen(ends.keys.dead(MODEL)) == 0
 
 
 async def come_further(worker: RedisWorkerQueue, claim: Claim, num_tokens: int) -> None:
@@ -468,6 +210,9 @@ async def test_a_request_that_ends_every_worker_is_given_up_and_remembered(ends)
     [failed] = await ends.next_events()
     assert isinstance(failed, Failed)
     assert failed.code is ErrorCode.REQUEST_KILLS_WORKERS
+    late = await ends.enqueue()
+    await ends.redis.hset(ends.keys.request(MODEL, late.id), "deadline_ms", 1)
+    assert await ends.worker("d").read(1, 1.0) == []
     [(_, dead)] = await ends.redis.xrange(ends.keys.dead(MODEL))
     assert dead == {
         b"id": request.id.encode(),
@@ -475,30 +220,6 @@ async def test_a_request_that_ends_every_worker_is_given_up_and_remembered(ends)
         b"attempt": b"4",
         b"worker": b"d",
     }
-
-
-async def test_an_entry_without_a_request_is_removed(ends):
-    worker = ends.worker("a")
-    await worker.create_group()
-    await ends.redis.xadd(ends.keys.queue(MODEL), {"id": "nobody"})
-
-    assert await worker.read(1, 1.0) == []
-    assert await ends.num_open() == 0
-
-
-async def test_a_second_entry_of_the_same_request_runs_nothing(ends):
-    worker = ends.worker("a")
-    request = await ends.enqueue()
-    await ends.redis.xadd(ends.keys.queue(MODEL), {"id": request.id})
-    await worker.create_group()
-
-    claims = await worker.read(8, 1.0)
-
-    assert [call_of(claim) for claim in claims] == [request]
-    assert await ends.num_open() == 1
-
-
-# Lost replies, release, groups
 
 
 async def test_an_entry_whose_delivery_was_lost_is_found_and_claimed(ends):
@@ -585,17 +306,6 @@ async def test_what_is_released_wakes_a_waiting_worker_at_once(ends):
     assert after == {claim.id: "fenced"}
 
 
-async def test_released_with_blame_counts_as_a_failure(ends):
-    leaving, other = ends.worker("a"), ends.worker("b")
-    await ends.enqueue()
-    claim = await ends.claim(leaving)
-
-    await leaving.release([claim], blame=True)
-    [later] = await other.reclaim(1)
-
-    assert later.failures == 1
-
-
 async def test_a_worker_that_leaves_gives_back_what_it_read_but_never_claimed(ends):
     leaving, other = ends.worker("a"), ends.worker("b")
     await leaving.create_group()
@@ -643,12 +353,14 @@ async def test_a_takeover_interrupted_by_a_stop_still_blames_the_one_that_was_lo
     assert (later.attempt, later.failures) == (2, 1)
 
 
-async def test_entries_of_an_unknown_kind_are_removed_and_told(ends, caplog):
+async def test_entries_that_are_no_waiting_request_are_removed_and_told(ends, caplog):
     worker = ends.worker("a")
     await worker.create_group()
     await ends.redis.xadd(ends.keys.queue(MODEL), {"song": "la"})
     await ends.redis.xadd(ends.keys.queue(MODEL), {"id": b"\xff"})
+    await ends.redis.xadd(ends.keys.queue(MODEL), {"id": "nobody"})
     request = await ends.enqueue()
+    await ends.redis.xadd(ends.keys.queue(MODEL), {"id": request.id})  # a second time
 
     [claim] = await worker.read(8, 1.0)
 
@@ -694,44 +406,6 @@ async def test_a_lease_is_lost_when_redis_lost_the_request(ends):
     assert await ends.num_open() == 0
 
 
-async def test_three_racing_workers_run_every_request_once(ends):
-    requests = [await ends.enqueue() for _ in range(30)]
-    workers = [ends.worker(name) for name in "abc"]
-    await workers[0].create_group()
-    finished: list[str] = []
-
-    async def work(worker):
-        while claims := await worker.read(4, 0.2):
-            for claim in claims:
-                end = publication(claim, 1, 0, make_delta(claim, 0, 1), make_finished(claim, 1))
-                await worker.publish([end])
-                finished.append(claim.id)
-
-    await asyncio.gather(*(work(worker) for worker in workers))
-
-    assert sorted(finished) == sorted(request.id for request in requests)
-
-
-# State and hygiene
-
-
-async def test_the_state_follows_the_life_of_a_request(ends):
-    worker = ends.worker("a")
-    request = await ends.enqueue()
-
-    async def state():
-        found = await ends.queue.state(MODEL, request.id)
-        return (found.state, found.attempt, found.num_output_tokens, found.remaining_s > 50)
-
-    assert await state() == ("queued", 0, 0, True)
-    claim = await ends.claim(worker)
-    await worker.publish([publication(claim, 1, 0, make_delta(claim, 0, 5, 6))])
-    assert await state() == ("running", 1, 2, True)
-    await worker.publish([publication(claim, 2, 2, make_finished(claim, 2))])
-    assert (await state())[:3] == ("finished", 1, 2)
-    assert await ends.queue.state(MODEL, "unknown") is None
-
-
 async def test_every_key_expires(ends):
     worker = ends.worker("a")
     for _ in range(4):
@@ -747,20 +421,6 @@ async def test_every_key_expires(ends):
 
     assert len(keys) >= 8
     assert [key for key in keys if await ends.redis.ttl(key) < 0] == []
-
-
-async def test_types_of_events_survive_the_way(ends):
-    worker = ends.worker("a")
-    request = await ends.enqueue()
-    claim = await ends.claim(worker)
-    started = Started(request.id, 1, Usage(3, num_image_tokens=2))
-    said = publication(claim, 1, 0, started, make_delta(claim, 0, 5), make_finished(claim, 1))
-
-    await worker.publish([said])
-
-    events = await ends.next_events()
-    assert events == decode_log([said.events])
-    assert [type(event) for event in events] == [Started, Tokens, Finished]
 
 
 async def test_a_crash_names_the_tenants_whose_requests_ran(ends):

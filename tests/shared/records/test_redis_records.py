@@ -7,6 +7,7 @@ import pytest
 from shared.protocol import ImageRef
 from shared.records.api import Record
 from shared.records.redis_store import RedisRecordStore
+from tests.waiting import until_equal
 
 IMAGE = ImageRef("a" * 64, 50, "image/png", 1, 1)
 
@@ -70,6 +71,5 @@ async def test_every_key_expires_and_what_has_expired_counts_no_more(make, redis
     assert all([0 < await redis.ttl(key) <= 3600 for key in keys])
     short = make(ttl_s=0.05, max_bytes=10)
     await short.put("you", "one", Record(b"x" * 10))
-    while await short.get("you", "one") is not None:
-        await asyncio.sleep(0.01)
+    await until_equal(lambda: short.get("you", "one"), None)
     assert await store.put("you", "two", Record(b"x" * 10)) == []

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -19,6 +18,7 @@ from shared.redis.embedded import (
     find_redis_server,
 )
 from shared.settings.tree import RedisSettings
+from tests.waiting import wait_for
 
 
 async def ask(server: EmbeddedRedis, *command: str):
@@ -163,7 +163,4 @@ def test_a_child_ends_with_its_parent(way):
     parent.kill()
     parent.communicate()
 
-    give_up_at = time.monotonic() + 10
-    while child.is_running() and child.status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < give_up_at
-        time.sleep(0.01)
+    wait_for(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)

@@ -4,6 +4,7 @@ import asyncio
 
 from shared.redis.outage import OutageLog, wait_for_redis
 from shared.settings.tree import RedisSettings
+from tests.waiting import until
 
 
 def messages(caplog) -> list[str]:
@@ -24,9 +25,7 @@ async def test_a_wrong_password_is_told_as_one(redis, redis_server, redis_prefix
     url = redis_server.replace("://", f"://{redis_prefix}:mistaken@")
     waiting = asyncio.create_task(wait_for_redis(RedisSettings(url=url)))
     try:
-        async with asyncio.timeout(30):
-            while not messages(caplog):
-                await asyncio.sleep(0)
+        await until(lambda: messages(caplog))
     finally:
         waiting.cancel()
         await redis.execute_command("ACL", "DELUSER", redis_prefix)

@@ -1,6 +1,5 @@
 """A gateway warns of a Redis server whose release has known faults, where others than its owner may reach it."""
 
-import asyncio
 import socket
 import subprocess
 from collections.abc import AsyncIterator
@@ -16,6 +15,7 @@ from shared.redis.embedded import find_redis_server
 from shared.redis.release import has_known_faults, read_release, warn_of_known_faults
 from shared.settings.tree import RedisSettings
 from tests.factories_gateway import make_settings, run_gateway_on_socket
+from tests.waiting import until
 
 
 @pytest.mark.parametrize(
@@ -52,9 +52,8 @@ async def run_on_loopback(folder: Path, *options: str) -> AsyncIterator[str]:
     server = subprocess.Popen([*command, *options], cwd=folder, stdout=subprocess.DEVNULL)
     url = f"redis://127.0.0.1:{port}"
     try:
-        async with asyncio.timeout(30), connect(url) as client:
-            while not await answers(client):
-                await asyncio.sleep(0.01)
+        async with connect(url) as client:
+            await until(lambda: answers(client))
         yield url
     finally:
         server.terminate()

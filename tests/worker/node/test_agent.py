@@ -28,6 +28,7 @@ from shared.queue.submit import RedisGatewayQueue
 from shared.redis.client import create_redis
 from shared.settings.tree import DeploySettings, RedisSettings, Settings
 from tests.factories_queue import enqueue, make_request
+from tests.waiting import until, until_equal
 from worker.node import agent as agents
 from worker.node.agent import NodeAgent
 
@@ -102,12 +103,19 @@ class Machines:
         record_generation(self.store, Generation("n", number, digest, Spec(**spec)))
 
     async def wait(self, is_so: Callable[[App], Any]) -> App:
-        async with asyncio.timeout(WITHIN_S):
-            while True:
-                app = (await self.board.apps()).get("n")
-                if app is not None and is_so(app):
-                    return app
-                await asyncio.sleep(0.02)
+        async def found() -> App | None:
+            app = (await self.board.apps()).get("n")
+            return app if app is not None and is_so(app) else None
+
+        return await until(found, WITHIN_S)
+
+    async def nodes(self) -> set[str]:
+        return set(await self.board.nodes())
+
+    async def active(self, name: str) -> dict[str, App] | None:
+        """All applications, once this one has a version that serves."""
+        apps = await self.board.apps()
+        return apps if name in apps and apps[name].active is not None else None
 
 
 @pytest.fixture
@@ -193,9 +201,9 @@ async def test_a_store_that_hangs_frees_no_slot_and_loads_nothing_twice(machines
 
     monkeypatch.setattr(agents, "last_numbers", hang)
     await asyncio.to_thread(hanging.wait)
-    until = time.monotonic() + 2 * agents.RECORD_TTL_S
-    while time.monotonic() < until:
-        assert set(await machines.board.nodes()) == {"one", "two"}
+    ends_at = time.monotonic() + 2 * agents.RECORD_TTL_S
+    while time.monotonic() < ends_at:
+        assert await machines.nodes() == {"one", "two"}
         await asyncio.sleep(0.1)
     monkeypatch.setattr(agents, "last_numbers", lambda _: {"n": 1})
     released.set()
@@ -211,12 +219,8 @@ async def test_a_redis_that_pauses_frees_no_slot_and_loads_nothing_twice(machine
     before = await machines.wait(lambda app: len(nodes_of(app)) == 4)
     pause_s = 2 * agents.RECORD_TTL_S
     await redis.execute_command("CLIENT", "PAUSE", round(1000 * pause_s))
-    until = time.monotonic() + pause_s + agents.RECORD_TTL_S
-    while time.monotonic() < until:
-        await asyncio.sleep(0.1)
-    async with asyncio.timeout(WITHIN_S):
-        while set(await machines.board.nodes()) != {"one", "two"}:
-            await asyncio.sleep(0.02)
+    await asyncio.sleep(pause_s + agents.RECORD_TTL_S)  # the fault itself, and until records end
+    await until_equal(machines.nodes, {"one", "two"})
     after = await machines.wait(lambda app: len(nodes_of(app)) == 4)
     assert [slot.id for slot in after.slots] == [slot.id for slot in before.slots]
     assert len(FakeInstance.all) == 4
@@ -233,11 +237,13 @@ async def test_a_request_to_a_version_that_cannot_start_fails(machines, redis, r
     queue = RedisGatewayQueue(redis, redis_prefix)
     request = make_request(model=version_name("n", digest))
     await enqueue(queue, request)
-    async with asyncio.timeout(WITHIN_S):
-        while (state := await queue.state(request.model, request.id)) and state.state == "queued":
-            await asyncio.sleep(0.05)
-    assert state is not None
-    assert state.state == "failed"
+
+    async def has_failed() -> bool:
+        state = await queue.state(request.model, request.id)
+        assert state is not None
+        return state.state == "failed"
+
+    await until(has_failed)
     await queue.close()
 
 
@@ -294,9 +300,7 @@ async def test_what_a_newer_version_recorded_is_left_alone_and_others_are_looked
     record_generation(
         machines.store, Generation("z", 1, machines.add_package("[]"), Spec(min_instances=1))
     )
-    async with asyncio.timeout(WITHIN_S):
-        while "z" not in (apps := await machines.board.apps()) or apps["z"].active is None:
-            await asyncio.sleep(0.02)
+    await until(lambda: machines.active("z"))
     for _ in range(3):
         await node.tick()
     assert instance.state == "ready"
@@ -318,9 +322,7 @@ async def test_those_with_damaged_records_go_on_and_others_are_looked_after(mach
     after = await machines.wait(lambda app: nodes_of(app) and app.slots != before.slots)
     assert after.active.num_failed == 1
     record_generation(machines.store, Generation("z", 1, digest, Spec(min_instances=1)))
-    async with asyncio.timeout(WITHIN_S):
-        while "z" not in (apps := await machines.board.apps()) or apps["z"].active is None:
-            await asyncio.sleep(0.02)
+    apps = await until(lambda: machines.active("z"))
     assert apps["a"].candidate is not None
     for _ in range(3):
         await node.tick()
@@ -349,6 +351,8 @@ async def test_an_instance_of_an_unreadable_record_that_has_ended_is_forgotten(
         await redis.hset(RedisKeys(redis_prefix).apps, "n", b"9 {")
         [instance] = FakeInstance.all
         instance.state = "failed"
-        async with asyncio.timeout(WITHIN_S):
-            while (await machines.board.nodes())["one"].slots:
-                await asyncio.sleep(0.02)
+
+        async def is_free() -> bool:
+            return not (await machines.board.nodes())["one"].slots
+
+        await until(is_free)

@@ -17,6 +17,7 @@ from shared.settings.tree import (
     Settings,
     WorkerSettings,
 )
+from tests.waiting import until
 from worker.node.serve import create_node, show_screen, tell_apart, wait_until_served
 from worker.node.supervisor import Child, Node, NodeError
 
@@ -94,8 +95,7 @@ async def test_a_gateway_that_cannot_list_its_models_yet_is_asked_again(num_mode
     thread = Thread(target=server.run)
     thread.start()
     try:
-        while not server.started:
-            await asyncio.sleep(0.01)
+        await until(lambda: server.started)
         port = server.servers[0].sockets[0].getsockname()[1]
         settings = Settings(
             _env_file=None,  # type: ignore[call-arg]

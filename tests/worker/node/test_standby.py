@@ -1,10 +1,10 @@
 """A spare process becomes the worker that it is told to be, or ends with its node."""
 
-import asyncio
 import os
 
 import pytest
 
+from tests.waiting import until_equal
 from worker.node.standby import Standby
 
 
@@ -40,7 +40,5 @@ async def test_one_that_nobody_needs_is_stopped_and_one_that_ended_is_replaced(s
 
 
 async def test_one_that_ends_by_itself_is_not_replaced_at_once(standby):
-    async with asyncio.timeout(60):
-        while await standby.keep("no such engine"):
-            await asyncio.sleep(0.01)
+    await until_equal(lambda: standby.keep("no such engine"), False, 60)
     assert standby.take() is None

@@ -15,6 +15,7 @@ from engines.core.request import EngineRequest
 from shared.protocol import BlobRef, ChatMessage, ImageRef, TextPart
 from shared.settings.limits import LimitSettings
 from tests.factories_queue import make_request
+from tests.waiting import until
 from worker.prepare.fair_threads import FairThreads
 from worker.prepare.preparer import Preprocessor
 
@@ -67,9 +68,7 @@ class Preparing:
         return asyncio.create_task(self.preprocessor.prepare(request, "r"))
 
     async def until_begun(self, count: int) -> None:
-        async with asyncio.timeout(10):
-            while len(self.engine.order) < count:
-                await asyncio.sleep(0.001)
+        await until(lambda: len(self.engine.order) >= count)
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from engines.torch_backend.models.llava import Llava
 from engines.torch_backend.models.registry import find_family
 from engines.torch_backend.ops.registry import CpuKernels, Ops, cpu_ops
 from tests import factories_formats as formats
-from tests.engines.torch_backend.models.family_table import FAMILIES, write_checkpoint
+from tests.engines.torch_backend.models.family_table import named, write_checkpoint
 from tests.factories_torch import plain_logits
 
 
@@ -229,7 +229,7 @@ def test_the_command_ends_with_the_reason(
 def test_models_of_transformers_are_quantized_as_while_they_are_loaded(
     name: str, tmp_path: Path
 ) -> None:
-    [family] = [family for family in FAMILIES if family.name == name]
+    family = named(name)
     write_checkpoint(family, tmp_path / "full")
     before, after = quantize_checkpoint(tmp_path / "full", tmp_path / "q", "int8")
     assert after < before

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -1028,8 +1029,29 @@ TEMPLATE = (
 )
 
 
+def named(name: str) -> Family:
+    [family] = [each for each in FAMILIES if each.name == name]
+    return family
+
+
+_written: dict[Family, dict[str, bytes]] = {}
+
+
 def write_checkpoint(family: Family, directory: Path) -> None:
-    """A family's files as transformers saves them, with random weights that make answers differ."""
+    """A family's files as transformers saves them, with random weights that make answers differ.
+
+    They are made once in a process.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    if family not in _written:
+        with TemporaryDirectory() as made:
+            _make_checkpoint(family, Path(made))
+            _written[family] = {file.name: file.read_bytes() for file in Path(made).iterdir()}
+    for name, data in _written[family].items():
+        (directory / name).write_bytes(data)
+
+
+def _make_checkpoint(family: Family, directory: Path) -> None:
     torch.manual_seed(0)
     model = family.auto.from_config(family.create()).float()
     generator = torch.Generator().manual_seed(1)

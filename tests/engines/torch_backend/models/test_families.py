@@ -150,22 +150,35 @@ def make_requests(**sampling: Any) -> list[EngineRequest]:
     return [make_request(name, Prompt(ids), **sampling) for name, ids in prompts().items()]
 
 
+#: What transformers answers, computed once in a process.
+_answers: dict[Family, dict[str, list[int]]] = {}
+
+
 def load_family(family: Family, directory: Path) -> Loaded:
     family_table.write_checkpoint(family, directory)
     model, processor = load(directory)
+    asked = {name: Prompt(ids) for name, ids in prompts().items()}
+    if family.create_processor is not None:
+        asked = {name: ask(processor, question) for name, question in QUESTIONS.items()}
+    if family not in _answers:
+        _answers[family] = _ask_transformers(family, directory, asked)
+    requests = [make_request(name, prompt) for name, prompt in asked.items()]
+    return Loaded(family, directory, model, processor, requests, _answers[family])
+
+
+def _ask_transformers(
+    family: Family, directory: Path, asked: dict[str, Prompt]
+) -> dict[str, list[int]]:
     theirs = load_reference(directory, family.auto)
     if family.create_processor is None:
-        expected = {name: generate(theirs, ids) for name, ids in prompts().items()}
-        return Loaded(family, directory, model, processor, make_requests(), expected)
-    asked = {name: ask(processor, question) for name, question in QUESTIONS.items()}
+        return {name: generate(theirs, prompt.token_ids) for name, prompt in asked.items()}
     process = load_their_processor(family, directory)
-    expected = {}
+    answers = {}
     for name, prompt in asked.items():
         inputs = process(QUESTIONS[name])
         assert inputs.pop("input_ids")[0].tolist() == prompt.token_ids
-        expected[name] = generate(theirs, prompt.token_ids, **inputs)
-    requests = [make_request(name, prompt) for name, prompt in asked.items()]
-    return Loaded(family, directory, model, processor, requests, expected)
+        answers[name] = generate(theirs, prompt.token_ids, **inputs)
+    return answers
 
 
 def load_their_processor(family: Family, directory: Path) -> Callable[..., dict[str, Any]]:

@@ -30,7 +30,11 @@ from engines.torch_backend.ops.registry import cpu_ops
 from engines.torch_backend.runner import TorchRunner
 from engines.torch_backend.settings import TorchSettings
 from shared.protocol import SamplingParams
-from tests.engines.torch_backend.models.family_table import FAMILIES, Family, text, write_checkpoint
+from tests.engines.torch_backend.models.family_table import (
+    named,
+    text,
+    write_checkpoint,
+)
 
 CPU = torch.device("cpu")
 GENERIC = GenericFamily(lowers=False)
@@ -58,10 +62,6 @@ def recognised(model: GenericModel) -> fused.Recognised:
     return model.fused.found
 
 
-def family(name: str) -> Family:
-    return next(each for each in FAMILIES if each.name == name)
-
-
 @pytest.mark.parametrize(
     ("name", "layers", "attentions", "gated"),
     [
@@ -86,7 +86,7 @@ def family(name: str) -> Family:
 def test_modules_are_recognised_by_what_they_compute(
     name: str, layers: int, attentions: int, gated: int, tmp_path: Path
 ) -> None:
-    write_checkpoint(family(name), tmp_path)
+    write_checkpoint(named(name), tmp_path)
     found = recognised(load(tmp_path))
     assert (len(found.layers), len(found.attentions), len(found.gated)) == (
         layers,
@@ -101,7 +101,7 @@ def test_modules_are_recognised_by_what_they_compute(
 def test_scores_by_kernels_are_those_of_the_plain_modules(
     name: str, precision: str, tmp_path: Path
 ) -> None:
-    write_checkpoint(family(name), tmp_path)
+    write_checkpoint(named(name), tmp_path)
     dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
     model = load(tmp_path, dtype, precision)
     model.verify(start(model, dtype), "always")
@@ -136,7 +136,7 @@ def count(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> list[None]
 def test_features_of_an_image_are_added_between_the_layers(
     dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_checkpoint(family("Qwen3-VL"), tmp_path)  # adds some behind its first layers
+    write_checkpoint(named("Qwen3-VL"), tmp_path)  # adds some behind its first layers
     model = load(tmp_path, dtype)
     multimodal = GENERIC.processor(tmp_path, model.config)
     length = model.config.text.max_position_embeddings
@@ -187,7 +187,7 @@ def test_beside_layers_in_few_bits_the_head_is_in_int8_if_it_is_no_table_of_toke
 def test_layers_one_after_another_are_computed_at_once(
     name: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_checkpoint(family(name), tmp_path)
+    write_checkpoint(named(name), tmp_path)
     runner = start(load(tmp_path, dtype), dtype)
     prompts = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14], [9]
     alone = count(monkeypatch, fused.Attention, "mix")
@@ -245,7 +245,7 @@ def test_a_model_that_changes_in_place_what_its_layers_hand_on_gets_each_compute
 def test_a_fast_module_gives_what_the_plain_one_gives(
     kind: str, num_tokens: int, tmp_path: Path
 ) -> None:
-    write_checkpoint(family("Gemma 2"), tmp_path)
+    write_checkpoint(named("Gemma 2"), tmp_path)
     model = load(tmp_path)
     start(model)
     for module in getattr(recognised(model), kind):
@@ -262,7 +262,7 @@ def test_a_fast_module_gives_what_the_plain_one_gives(
 def test_maps_that_read_one_tensor_are_computed_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_checkpoint(family("Falcon-H1"), tmp_path)
+    write_checkpoint(named("Falcon-H1"), tmp_path)
     model = load(tmp_path)
     start(model)
     mlp: Any = model.inner.get_submodule("model.layers.0.feed_forward")

@@ -44,6 +44,7 @@ from tests.engines.torch_backend.models.family_table import (
     REFUSED,
     TEXT,
     Family,
+    named,
     text,
     write_checkpoint,
 )
@@ -196,7 +197,7 @@ def _names_another(refusal: UnsupportedCheckpoint) -> bool:
 def test_images_side_by_side_have_one_token_between_them_and_a_space_before_a_word(
     tmp_path: Path,
 ) -> None:
-    [family] = [each for each in FAMILIES if each.name == "Idefics2"]
+    family = named("Idefics2")
     write_checkpoint(family, tmp_path)
     config = FAMILY.check(read_fields(tmp_path))
     processor = create_processor(tmp_path, FAMILY.processor(tmp_path, config), 512)
@@ -210,8 +211,7 @@ def test_images_side_by_side_have_one_token_between_them_and_a_space_before_a_wo
 
 def test_a_slot_that_the_model_writes_itself_is_no_image(tmp_path: Path) -> None:
     """Another's image may be in the same step; the prompt goes on as transformers has it."""
-    [family] = [each for each in FAMILIES if each.name == "Qwen2.5-VL"]
-    loaded = load_family(family, tmp_path)
+    loaded = load_family(named("Qwen2.5-VL"), tmp_path)
     [text, image] = [r for r in loaded.requests if r.request_id in ("text", "small")]
     slot: int = loaded.model.config.full.image_token_id
     written = replace(text, output_token_ids=(slot, 7, slot))
@@ -305,7 +305,7 @@ def seeing(
 ) -> tuple[GenericModel, TorchProcessor]:
     """A model of images by transformers' own modules."""
     directory = tmp_path_factory.mktemp("seeing")
-    write_checkpoint(next(each for each in FAMILIES if each.name == request.param), directory)
+    write_checkpoint(named(request.param), directory)
     model, processor = load(directory, GenericFamily(lowers=False))
     assert isinstance(model, GenericModel)
     return model, processor
@@ -451,8 +451,7 @@ def test_the_self_check_allows_for_rounding(changes: dict[str, str], tmp_path: P
 
 def test_slots_of_an_image_see_each_other_where_the_model_says_so(tmp_path: Path) -> None:
     """Where they did not, the answers would be others."""
-    [family] = [each for each in FAMILIES if each.name == "Gemma 3"]
-    loaded = load_family(family, tmp_path)
+    loaded = load_family(named("Gemma 3"), tmp_path)
     assert ways.run_chunked(loaded.start, loaded.requests) == loaded.expected
     apart = [
         replace(request, images=tuple(replace(image, is_whole=False) for image in request.images))
@@ -463,7 +462,7 @@ def test_slots_of_an_image_see_each_other_where_the_model_says_so(tmp_path: Path
 
 def test_positions_do_not_depend_on_the_prompt_before(tmp_path: Path) -> None:
     """Transformers' hooks leave what they count by in the model."""
-    write_checkpoint(next(each for each in FAMILIES if each.name == "Qwen2.5-VL"), tmp_path)
+    write_checkpoint(named("Qwen2.5-VL"), tmp_path)
     _, processor = load(tmp_path)
     with_image, without = QUESTIONS["wide"], QUESTIONS["text"]
     first = ask(processor, with_image).positions
@@ -475,8 +474,7 @@ def test_positions_do_not_depend_on_the_prompt_before(tmp_path: Path) -> None:
 
 
 def test_what_is_kept_of_sequences_beside_blocks_is_counted(tmp_path: Path) -> None:
-    [family] = [each for each in FAMILIES if each.name == "Bamba"]
-    write_checkpoint(family, tmp_path)
+    write_checkpoint(named("Bamba"), tmp_path)
     model, _ = load(tmp_path)
     runner = start(model)
     assert runner.memory_bytes()["states"] == 0
@@ -493,8 +491,7 @@ def test_what_is_kept_of_sequences_beside_blocks_is_counted(tmp_path: Path) -> N
 
 
 def test_memory_for_states_is_reserved_before_that_of_keys_and_values(tmp_path: Path) -> None:
-    [family] = [each for each in FAMILIES if each.name == "Bamba"]
-    write_checkpoint(family, tmp_path)
+    write_checkpoint(named("Bamba"), tmp_path)
     model, _ = load(tmp_path)
     weights = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
     states = (
@@ -517,8 +514,7 @@ def test_a_state_that_is_lost_between_chunks_is_found_by_the_self_check(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As transformers' first Mamba does with its own."""
-    [family] = [each for each in FAMILIES if each.name == "Bamba"]
-    write_checkpoint(family, tmp_path)
+    write_checkpoint(named("Bamba"), tmp_path)
     model, _ = load(tmp_path)
     model.verify(start(model), "always")
     monkeypatch.setattr(LayerState, "get_recurrent_state", lambda *args, **more: None)
@@ -550,7 +546,7 @@ def test_a_difference_beyond_rounding_is_told_and_not_explained_away(
 
 def test_an_image_among_others_is_what_the_processor_makes_of_it_there(tmp_path: Path) -> None:
     """LLaVA-OneVision cuts a prompt's only image into tiles, and no other."""
-    write_checkpoint(next(each for each in FAMILIES if each.name == "LLaVA-OneVision"), tmp_path)
+    write_checkpoint(named("LLaVA-OneVision"), tmp_path)
     _, processor = load(tmp_path)
     image = QUESTIONS["wide"][1]
     [alone] = ask(processor, [image, "What?"]).images

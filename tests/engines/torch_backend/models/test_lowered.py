@@ -33,10 +33,10 @@ from engines.torch_backend.settings import TorchSettings
 from tests.contract.test_model_family import ask
 from tests.engines.torch_backend import ways
 from tests.engines.torch_backend.models.family_table import (
-    FAMILIES,
     LATENT,
     LLAMA3_ROPE,
     Family,
+    named,
     text,
     write_checkpoint,
 )
@@ -203,8 +203,7 @@ def test_few_bits_are_those_of_the_native_family(scheme: str, kernels: Any, tmp_
 def test_towers_are_in_int8_beside_a_decoder_in_few_bits(
     name: str, lowers: bool, tmp_path: Path
 ) -> None:
-    [family] = [each for each in FAMILIES if each.name == name]
-    write_checkpoint(family, tmp_path)
+    write_checkpoint(named(name), tmp_path)
     lowering, ops, features = GenericFamily(lowers), cpu_ops("fast"), []
     config = lowering.check(read_fields(tmp_path))
     processor = create_processor(tmp_path, lowering.processor(tmp_path, config), 512)
@@ -235,7 +234,7 @@ def test_matrices_stay_as_they_are_stored_where_kernels_read_them(
     name: str, tmp_path: Path
 ) -> None:
     """Half the memory; the tokens are those of the same numbers in float32."""
-    [family] = [each for each in FAMILIES if each.name == name]
+    family = named(name)
     write_checkpoint(family, tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     rounded = {name: x.bfloat16() for name, x in weights.items()}
@@ -266,8 +265,7 @@ def test_memory_is_asked_for_matrices_as_they_will_be(
     room: float, fits: bool, lowers: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of a decoder that stays transformers', too."""
-    [family] = [each for each in FAMILIES if each.name == "Mistral, window"]
-    write_checkpoint(family, tmp_path)
+    write_checkpoint(named("Mistral, window"), tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     rounded = {name: x.bfloat16() for name, x in weights.items()}
     save_file(rounded, tmp_path / "model.safetensors", metadata={"format": "pt"})
@@ -286,8 +284,7 @@ def load_family_of(family: Family, directory: Path, model: FamilyModel) -> Loade
 
 
 def test_nothing_of_transformers_decoder_is_kept(tmp_path: Path) -> None:
-    [family] = [each for each in FAMILIES if each.name == "Qwen2-VL"]
-    loaded = load_family(family, tmp_path)
+    loaded = load_family(named("Qwen2-VL"), tmp_path)
     kept = sum(p.numel() for p in loaded.model.parameters())
     stored = sum(x.numel() for x in load_file(tmp_path / "model.safetensors").values())
     assert kept == stored
@@ -302,8 +299,7 @@ def test_a_gpu_computes_it_as_a_native_model(
 ) -> None:
     """Its buffers and fused layers, kernels by their reference implementations."""
     monkeypatch.setattr(runner, "is_served", lambda device: True)
-    [family] = [each for each in FAMILIES if each.name == name]
-    loaded = load_family(family, tmp_path)
+    loaded = load_family(named(name), tmp_path)
     assert ways.run_chunked(loaded.start, loaded.requests) == loaded.expected
     assert ways.run_overlapped(loaded.start, loaded.requests) == loaded.expected
 
@@ -314,16 +310,14 @@ def test_features_that_go_elsewhere_than_behind_the_first_layers_are_found(
     stack = modeling_qwen3_vl.Qwen3VLTextModel
     add = stack._deepstack_process
     monkeypatch.setattr(stack, "_deepstack_process", lambda self, *given: add(self, *given) * 2)
-    [family] = [each for each in FAMILIES if each.name == "Qwen3-VL"]
-    path, line = path_of(family, tmp_path, caplog)
+    path, line = path_of(named("Qwen3-VL"), tmp_path, caplog)
     assert path == "generic"
     assert "go elsewhere" in line
 
 
 def test_gains_of_one_more_are_not_rounded_in_16_bits(tmp_path: Path) -> None:
     """Which would keep the decoder from being the same."""
-    [family] = [each for each in FAMILIES if each.name == "Gemma 3, text"]
-    write_checkpoint(family, tmp_path)
+    write_checkpoint(named("Gemma 3, text"), tmp_path)
     config = FAMILY.check(read_fields(tmp_path))
     model = load_model(tmp_path, FAMILY, config, CPU, torch.bfloat16)
     assert model.speed_path == "lowered"
@@ -337,8 +331,7 @@ def test_gains_of_one_more_are_not_rounded_in_16_bits(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["Qwen2-VL", "Qwen3"])
 def test_modules_that_are_not_needed_any_more_are_dropped(name: str, tmp_path: Path) -> None:
     """What they hold would stay beside what it was quantized to."""
-    [family] = [each for each in FAMILIES if each.name == name]
-    write_checkpoint(family, tmp_path)
+    write_checkpoint(named(name), tmp_path)
     before = _count_decoder_layers()
     config = FAMILY.check(read_fields(tmp_path))
     model = load_model(tmp_path, FAMILY, config, CPU, torch.float32, SCHEMES["int8"])

@@ -10,7 +10,7 @@ from PIL import Image
 
 from engines.base import LoadedEngine
 from engines.registry import create_engine
-from tests.engines.torch_backend.models.family_table import FAMILIES, write_checkpoint
+from tests.engines.torch_backend.models.family_table import named, write_checkpoint
 from tests.factories_gateway import make_body, make_settings, run_gateway_on_socket
 from tests.factories_queue import MODEL, Ends
 from tests.factories_worker import run_worker
@@ -21,7 +21,7 @@ OPTIONS = {"kind": "torch", "device": "cpu", "dtype": "float32", "kv_cache_bytes
 @pytest.fixture(scope="module")
 def pixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("family") / "pixtral"
-    [family] = [family for family in FAMILIES if family.name == "Pixtral"]
+    family = named("Pixtral")
     write_checkpoint(family, directory)
     return directory
 

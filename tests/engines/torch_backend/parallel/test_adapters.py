@@ -8,7 +8,7 @@ import pytest
 
 from engines.core.engine import BatchingEngine
 from tests.engines.torch_backend.models import family_table
-from tests.engines.torch_backend.models.family_table import FAMILIES
+from tests.engines.torch_backend.models.family_table import named
 from tests.engines.torch_backend.models.test_families import load_reference, make_requests
 from tests.engines.torch_backend.parallel.threads import SharedModel
 from tests.engines.torch_backend.ways import Tokens
@@ -37,7 +37,7 @@ def answer(engine: BatchingEngine, *directories: Path) -> Tokens:
 def test_ranks_give_the_tokens_of_one(
     name: str, size: int, scheme: str | None, tmp_path: Path
 ) -> None:
-    family = next(family for family in FAMILIES if family.name == name)
+    family = named(name)
     family_table.write_checkpoint(family, tmp_path / "m")
     theirs = load_reference(tmp_path / "m")
     first, second = (

@@ -10,7 +10,7 @@ from shared.protocol import SamplingParams
 from tests.contract.test_model_family import ask
 from tests.engines.torch_backend import ways
 from tests.engines.torch_backend.models import family_table
-from tests.engines.torch_backend.models.family_table import FAMILIES, Family
+from tests.engines.torch_backend.models.family_table import FAMILIES, Family, named
 from tests.engines.torch_backend.models.test_families import QUESTIONS, make_requests
 from tests.engines.torch_backend.parallel.threads import SharedModel
 from tests.long import IS_LONG
@@ -53,7 +53,7 @@ def test_ranks_give_the_tokens_of_one(tmp_path: Path, family: Family, size: int)
 
 @pytest.mark.parametrize("name", ["Gemma 2", "Qwen3", "Qwen2.5-VL"] if IS_LONG else ["Qwen2.5-VL"])
 def test_ranks_in_few_bits_give_the_tokens_of_one(tmp_path: Path, name: str) -> None:
-    family = next(family for family in FAMILIES if family.name == name)
+    family = named(name)
     family_table.write_checkpoint(family, tmp_path)
     whole, shared = (SharedModel(tmp_path, size, "int8") for size in (1, 2))
     with whole.running() as start:
@@ -64,7 +64,7 @@ def test_ranks_in_few_bits_give_the_tokens_of_one(tmp_path: Path, name: str) -> 
 
 @pytest.mark.parametrize("name", WITHOUT_PLAN if IS_LONG else ["GPT-2"])
 def test_a_model_without_a_plan_is_refused(tmp_path: Path, name: str) -> None:
-    family = next(family for family in FAMILIES if family.name == name)
+    family = named(name)
     family_table.write_checkpoint(family, tmp_path)
 
     with pytest.raises(UnsupportedCheckpoint, match=r"cannot be shared by 2 devices.*--workers"):
@@ -72,7 +72,7 @@ def test_a_model_without_a_plan_is_refused(tmp_path: Path, name: str) -> None:
 
 
 def test_groups_of_inputs_that_do_not_divide_are_refused(tmp_path: Path) -> None:
-    family = next(family for family in FAMILIES if family.name == "Qwen3")
+    family = named("Qwen3")
     family_table.write_checkpoint(family, tmp_path)
 
     with pytest.raises(UnsupportedCheckpoint, match="2 devices cannot share 64 int4 inputs"):
