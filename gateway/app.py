@@ -96,9 +96,9 @@ def create_app(
     by_name = {surface.name: surface for surface in served}
     resume = Endpoint(partial(lifecycle.serve_stream, by_name))
     app.router.routes.append(Route(STREAM_PATH + "{id}", resume, methods=["GET"]))
-    for router in create_routers(services, keys, wrong_keys):
-        app.include_router(router)
-    app.include_router(create_routes(operations, services.admission, gateway, settings.limits))
+    operation_routes = create_routes(operations, services.admission, gateway, settings.limits)
+    for router in (*create_routers(services, keys, wrong_keys), operation_routes):
+        app.router.routes += router.routes  # `include_router` would make each route again
     app.openapi = lambda: create_openapi(app, served, schemas_of(operations))
     return app
 
