@@ -70,7 +70,7 @@ WORKER = Rights(
         *("eval", "evalsha", "time"),
         *("get", "set", "del", "exists", "pexpire", "pttl"),
         *("hget", "hgetall", "hmget", "hset", "hdel", "lrange", "rpush", "sadd", "srem", "zadd"),
-        *("xadd", "xlen", "xread", "xrange", "xreadgroup", "xclaim", "xpending", "xack", "xdel"),
+        *("xadd", "xlen", "xrange", "xreadgroup", "xclaim", "xpending", "xack", "xdel"),
         *("xgroup|create", "xgroup|delconsumer", "xinfo|consumers"),
     ),
 )
