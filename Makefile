@@ -1,6 +1,6 @@
 # The two commands of a newcomer: `make serve` and `make test`. Each does all the set-up it needs.
 .DEFAULT_GOAL := help
-.PHONY: help install serve test clients embedding-clients store-test applications families fuzz schemas bfcl hostile faults accuracy walk browser-test compose-test lint format typecheck bench trace-request docs size loadtest up down clean
+.PHONY: help install serve test test-fast clients embedding-clients store-test applications families fuzz schemas bfcl hostile faults accuracy walk browser-test compose-test lint format typecheck bench trace-request docs size loadtest up down clean
 
 PYTHON ?= python3
 VENV   := .venv
@@ -33,9 +33,15 @@ serve: $(STAMP)  ## start Redis, a gateway on 127.0.0.1:8000 and the built-in mo
 test: $(STAMP)  ## run all tests
 	$(BIN)/python -m pytest $(or $(ARGS),-n 3 --dist loadfile --no-loadscope-reorder)
 
+# Gateway, queue, worker and scheduling: no torch, no whole fleet.
+FAST := tests/contract/test_call_queue.py tests/contract/test_surface.py tests/deploy tests/engines/core \
+	tests/engines/mock tests/gateway tests/meta tests/shared tests/worker
+test-fast: $(STAMP)  ## run the tests that need neither torch nor a whole fleet: a minute and a half on two cores
+	$(BIN)/python -m pytest $(FAST) --ignore tests/worker/node $(or $(ARGS),-n 3 --dist loadfile --no-loadscope-reorder)
+
 families: $(STAMP)  ## run every family of models by every way, and write the table of docs/models.md
 	TESTS_LONG=1 $(BIN)/python -m pytest tests/engines/torch_backend/models \
-		tests/engines/torch_backend/parallel tests/engines/torch_backend/test_equivalence.py \
+		tests/engines/torch_backend/parallel tests/engines/torch_backend/test_equivalence.py tests/engines/torch_backend/ops \
 		tests/engines/torch_backend/lora tests/engines/torch_backend/loading tests/engines/packages tests/contract \
 		tests/e2e/test_transformers_models.py tests/e2e/test_photos.py $(ARGS)
 

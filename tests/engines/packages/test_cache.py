@@ -3,21 +3,16 @@
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from huggingface_hub import constants
 from typer.testing import CliRunner
 
 import vlm
 from engines.torch_backend.loading import check
 from engines.torch_backend.loading.make_checkpoint import make_checkpoint
-from tests.engines.packages.test_resolve import use_hub
 from tests.factories_encoders import make_encoder
-from tests.factories_hub import Hub, Repository, serve_hub
-
-REPO = "acme/tiny-llava"
+from tests.factories_hub import REPO, Hub, Repository
 
 
 @pytest.fixture(scope="module")
@@ -25,16 +20,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("hub") / "tiny"
     make_checkpoint("tiny", directory)
     return directory
-
-
-@pytest.fixture
-def hub(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    with serve_hub() as server:
-        server.repositories[REPO] = Repository({"main": checkpoint})
-        use_hub(monkeypatch, server.url)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
-        yield server
 
 
 def run(*arguments: str, answer: str | None = None) -> tuple[int, str]:

@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,9 +16,7 @@ from engines.packages import resolve as module
 from engines.packages.resolve import ModelUnavailable, default_name, resolve_model
 from engines.torch_backend.loading.make_checkpoint import make_checkpoint
 from engines.torch_backend.models.registry import read_config
-from tests.factories_hub import Hub, Repository, serve_hub
-
-REPO = "acme/tiny-llava"
+from tests.factories_hub import REPO, Hub, Repository, use_hub
 
 
 @pytest.fixture(scope="module")
@@ -31,24 +28,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (directory / "onnx").mkdir()
     (directory / "onnx" / "model.safetensors").write_text("not needed")
     return directory
-
-
-@pytest.fixture
-def hub(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    with serve_hub() as server:
-        server.repositories[REPO] = Repository({"main": checkpoint})
-        use_hub(monkeypatch, server.url)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
-        monkeypatch.delenv("HF_TOKEN", raising=False)
-        yield server
-
-
-def use_hub(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
-    """What HF_ENDPOINT does when the library is imported."""
-    template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, url)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-    monkeypatch.setattr(constants, "ENDPOINT", url)
 
 
 def test_a_hub_id_is_downloaded_without_what_is_not_needed(hub: Hub) -> None:

@@ -48,6 +48,7 @@ from tests.factories_torch import (
     quantize_pair,
     run_to_end,
 )
+from tests.long import IS_LONG, few
 
 NUM_TOKENS = 16
 PROMPTS: dict[str, list[list[int] | int]] = {
@@ -74,6 +75,9 @@ MODELS: dict[str, VLMConfig] = {
         text={"attention_bias": True, "attention_output_bias": True, "mlp_bias": True},
         projector_bias=False,
         vision={"hidden_act": "gelu"},
+    ),
+    "other": make_vlm_config(
+        text={"rope_theta": 500000.0, "rms_norm_eps": 1e-4, "hidden_act": "gelu_pytorch_tanh"}
     ),
     # of a width that kernels for few bits take
     "wide": make_vlm_config(text={"hidden_size": 128, "intermediate_size": 192, "head_dim": 32}),
@@ -117,7 +121,7 @@ CASES = [
     *(Case("wide", s, weights=name) for name in SCHEMES for s in ("greedy", "seeded")),
     *(
         case
-        for level in RUNNABLE
+        for level in few(RUNNABLE, RUNNABLE[:1] + RUNNABLE[-1:])
         for case in (
             Case("grouped", kernels="exact", level=level.name),
             Case("biases", "seeded", kernels="exact", level=level.name),
@@ -135,7 +139,7 @@ def str_of_cell(value: object) -> str:
     return getattr(value, "__name__", None) or str(value)
 
 
-LEVEL_NAMES = [level.name for level in RUNNABLE]
+LEVEL_NAMES = [level.name for level in few(RUNNABLE, RUNNABLE[:1] + RUNNABLE[-1:])]
 #: Torch's kernels where they are right, fast or not; larger batches go without.
 TORCH_KERNELS = CpuLevel("torch", max_torch_int8_tokens=3, max_torch_int4_tokens=3)
 
@@ -230,7 +234,15 @@ FIRST = [
     Case("wide", weights="int4"),
     *(Case("wide", weights="int8", kernels="exact", level=name) for name in LEVEL_NAMES[:1]),
 ]
-CELLS = [(way, case) for case in CASES for way in ways_of(is_first=case in FIRST)]
+
+
+def _ways(case: Case) -> list[Way]:
+    """Of kernels, those that hold most of the others."""
+    ways = ways_of(is_first=case in FIRST)
+    return ways if IS_LONG or case in FIRST or not case.level else ways[-1:]
+
+
+CELLS = [(way, case) for case in CASES for way in _ways(case)]
 
 
 @pytest.mark.parametrize(("way", "case"), CELLS, ids=str_of_cell)

@@ -2,7 +2,6 @@
 
 import json
 
-import openai
 import pytest
 from msgspec.structs import replace
 
@@ -23,15 +22,6 @@ from shared.protocol import (
 )
 from tests.factories_gateway import CARD, MODEL, Answer
 from tests.factories_images import data_url
-
-
-@pytest.fixture
-async def client(gateway):
-    http = openai.DefaultAsyncHttpxClient(trust_env=False)
-    async with openai.AsyncOpenAI(
-        base_url=f"{gateway.url}/v1", api_key="none", max_retries=0, http_client=http
-    ) as client:
-        yield client
 
 
 async def say_prompt(answer: Answer) -> None:

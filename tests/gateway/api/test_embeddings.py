@@ -6,7 +6,6 @@ import json
 import logging
 
 import msgspec
-import openai
 import pytest
 
 from gateway.api.embeddings import Embeddings
@@ -43,15 +42,6 @@ async def fleet(ends, redis_server, changes):
 @pytest.fixture
 def gateway(fleet):
     return fleet[0]
-
-
-@pytest.fixture
-async def client(gateway):
-    http = openai.DefaultAsyncHttpxClient(trust_env=False)
-    async with openai.AsyncOpenAI(
-        base_url=f"{gateway.url}/v1", api_key="none", max_retries=0, http_client=http
-    ) as client:
-        yield client
 
 
 async def embed(gateway, given, **options):

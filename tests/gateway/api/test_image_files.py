@@ -21,12 +21,8 @@ pytestmark = pytest.mark.parametrize("changes", [{"gateway": {"api_keys": ["sk-o
 
 
 @pytest.fixture
-async def client(gateway):
-    http = openai.DefaultAsyncHttpxClient(trust_env=False)
-    async with openai.AsyncOpenAI(
-        base_url=f"{gateway.url}/v1", api_key="sk-one", max_retries=0, http_client=http
-    ) as client:
-        yield client
+def api_key() -> str:
+    return "sk-one"
 
 
 def chat(image: str) -> tuple[str, dict[str, Any]]:

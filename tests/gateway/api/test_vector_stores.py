@@ -44,12 +44,8 @@ async def gateway(ends, redis_server, search, limits):
 
 
 @pytest.fixture
-async def client(gateway):
-    http = openai.DefaultAsyncHttpxClient(trust_env=False)
-    async with openai.AsyncOpenAI(
-        base_url=f"{gateway.url}/v1", api_key=KEYS[0], max_retries=0, http_client=http
-    ) as client:
-        yield client
+def api_key() -> str:
+    return KEYS[0]
 
 
 @pytest.fixture

@@ -11,25 +11,13 @@ from engines.torch_backend.layers.attention import (
     paged_attention_by_sequence,
     plan_attention,
 )
-from tests.factories_torch import make_text_config
+from tests.factories_torch import BLOCK_SIZE, make_spans, make_text_config
 
-BLOCK_SIZE = 4
 CPU = torch.device("cpu")
 
 
-def make_spans(shares: list[tuple[int, int]]) -> list[Span]:
-    """Spans of (new, computed) tokens, whose blocks lie scattered through a pool of 64."""
-    free = torch.randperm(64, generator=torch.Generator().manual_seed(5)).tolist()
-    spans, start = [], 0
-    for num_new, num_computed in shares:
-        num_blocks = -(-(num_new + num_computed) // BLOCK_SIZE)
-        spans.append(Span(start, num_new, num_computed, [free.pop() for _ in range(num_blocks)]))
-        start += num_new
-    return spans
-
-
 def make_pool(dtype: torch.dtype = torch.float32, num_kv_heads: int = 2) -> KVCachePool:
-    pool = KVCachePool(make_text_config(num_kv_heads=num_kv_heads), 64, BLOCK_SIZE, dtype, CPU)
+    pool = KVCachePool(make_text_config(num_kv_heads=num_kv_heads), 128, BLOCK_SIZE, dtype, CPU)
     torch.manual_seed(0)
     pool.data.normal_()
     return pool

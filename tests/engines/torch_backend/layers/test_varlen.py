@@ -22,8 +22,8 @@ from engines.torch_backend.layers.step_attention import StepAttention
 from engines.torch_backend.layers.visible_attention import Windows
 from engines.torch_backend.ops.registry import Ops, Site, choose, discover, references
 from engines.torch_backend.ops.varlen_attention.reference import attend_one_by_one
-from tests.engines.torch_backend.layers.test_attention import BLOCK_SIZE, CPU, make_pool, make_spans
-from tests.factories_torch import make_text_config
+from tests.engines.torch_backend.layers.test_attention import CPU, make_pool
+from tests.factories_torch import BLOCK_SIZE, make_spans, make_text_config
 
 
 def of_2_11(

@@ -1,6 +1,7 @@
 """What our operators compute of transformers' modules: recognised by what it computes, equal to the module, or left."""
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +31,23 @@ from engines.torch_backend.ops.registry import cpu_ops
 from engines.torch_backend.runner import TorchRunner
 from engines.torch_backend.settings import TorchSettings
 from shared.protocol import SamplingParams
-from tests.engines.torch_backend.models.family_table import (
-    named,
-    text,
-    write_checkpoint,
-)
+from tests.engines.torch_backend.models.family_table import named, text, write_checkpoint
+from tests.long import few
 
 CPU = torch.device("cpu")
 GENERIC = GenericFamily(lowers=False)
 LLAMA = text("Llama", "Llama")
+KERNEL_FAMILIES = ("Llama", "Qwen3", "Gemma 2", "StableLM", "Cohere 2", "Falcon-H1")
+PRECISIONS = ("float32", "bfloat16", "int8", "int4")
+#: Each family and each precision at least once.
+KERNEL_CASES = [
+    *(("Falcon-H1", precision) for precision in PRECISIONS),
+    ("Llama", "int8"),
+    ("Qwen3", "bfloat16"),
+    ("Gemma 2", "float32"),
+    ("StableLM", "int4"),
+    ("Cohere 2", "bfloat16"),
+]
 needs_kernels = pytest.mark.skipif(
     not cpu_ops("fast").is_native, reason="there are no C++ kernels here"
 )
@@ -96,8 +105,9 @@ def test_modules_are_recognised_by_what_they_compute(
 
 
 @needs_kernels
-@pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8", "int4"])
-@pytest.mark.parametrize("name", ["Llama", "Qwen3", "Gemma 2", "StableLM", "Cohere 2", "Falcon-H1"])
+@pytest.mark.parametrize(
+    ("name", "precision"), few(product(KERNEL_FAMILIES, PRECISIONS), KERNEL_CASES)
+)
 def test_scores_by_kernels_are_those_of_the_plain_modules(
     name: str, precision: str, tmp_path: Path
 ) -> None:

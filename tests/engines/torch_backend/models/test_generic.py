@@ -61,6 +61,7 @@ from tests.engines.torch_backend.models.test_families import (
     prompts,
 )
 from tests.factories_torch import run_to_end
+from tests.long import few
 
 LLAMA = text("Llama", "Llama")
 WINDOWED = text("Mistral", "Mistral", sliding_window=8)
@@ -298,7 +299,10 @@ def test_the_self_check_finds_an_engine_that_computes_something_else(
 
 @pytest.fixture(
     scope="module",
-    params=["LLaVA-NeXT", "Idefics3", "Qwen2.5-VL", "Gemma 3", "PaliGemma", "ERNIE 4.5 VL"],
+    params=few(
+        ("LLaVA-NeXT", "Idefics3", "Qwen2.5-VL", "Gemma 3", "PaliGemma", "ERNIE 4.5 VL"),
+        ("Idefics3", "Qwen2.5-VL", "PaliGemma"),
+    ),
 )
 def seeing(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory

@@ -21,15 +21,6 @@ IMAGE = [
 ]
 
 
-@pytest.fixture
-async def client(gateway):
-    http = openai.DefaultAsyncHttpxClient(trust_env=False)
-    async with openai.AsyncOpenAI(
-        base_url=f"{gateway.url}/v1", api_key="none", max_retries=0, http_client=http
-    ) as client:
-        yield client
-
-
 async def test_an_answer(client, worker):
     answer = await client.chat.completions.create(model=MODEL, messages=MESSAGES)
     assert answer.choices[0].message.content == "Hello you"

@@ -3,7 +3,6 @@
 from typing import Any
 
 import msgspec
-import openai
 import pytest
 
 from shared.protocol import CallPiece, FinishReason, Function, ToolCall, Tools
@@ -27,15 +26,6 @@ NAMED = {"type": "function", "function": {"name": "get_weather"}}
 MESSAGES: list[Any] = [{"role": "user", "content": "Weather?"}]
 
 pytestmark = pytest.mark.parametrize("card", [ABLE])
-
-
-@pytest.fixture
-async def client(gateway):
-    http = openai.DefaultAsyncHttpxClient(trust_env=False)
-    async with openai.AsyncOpenAI(
-        base_url=f"{gateway.url}/v1", api_key="none", max_retries=0, http_client=http
-    ) as client:
-        yield client
 
 
 async def call_twice(answer: Answer) -> None:

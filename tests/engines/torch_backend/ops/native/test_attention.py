@@ -17,21 +17,9 @@ from engines.torch_backend.layers.attention import (
 from engines.torch_backend.layers.norm import RMSNorm
 from engines.torch_backend.layers.rotary import RotaryTable, rotate
 from engines.torch_backend.ops.registry import Ops
-from tests.factories_torch import make_text_config
+from tests.factories_torch import BLOCK_SIZE, make_spans, make_text_config
 
-BLOCK_SIZE = 4
 CPU = torch.device("cpu")
-
-
-def make_spans(shares: list[tuple[int, int]]) -> list[Span]:
-    """Spans of (new, computed) tokens, whose blocks lie scattered through a pool of 128."""
-    free = torch.randperm(128, generator=torch.Generator().manual_seed(5)).tolist()
-    spans, start = [], 0
-    for num_new, num_computed in shares:
-        num_blocks = -(-(num_new + num_computed) // BLOCK_SIZE)
-        spans.append(Span(start, num_new, num_computed, [free.pop() for _ in range(num_blocks)]))
-        start += num_new
-    return spans
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

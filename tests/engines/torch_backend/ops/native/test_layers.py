@@ -12,13 +12,8 @@ from engines.torch_backend.layers.rotary import RotaryTable
 from engines.torch_backend.models.llama import Llama
 from engines.torch_backend.ops import native
 from engines.torch_backend.ops.registry import Ops
-from tests.engines.torch_backend.ops.native.test_attention import (
-    BLOCK_SIZE,
-    CPU,
-    make_heads,
-    make_spans,
-)
-from tests.factories_torch import make_model_pair, make_vlm_config
+from tests.engines.torch_backend.ops.native.test_attention import CPU, make_heads
+from tests.factories_torch import BLOCK_SIZE, make_model_pair, make_spans, make_vlm_config
 
 CONFIG = make_vlm_config()
 STEPS = [[(1, 0)], [(1, 3), (1, 17), (1, 30)], [(1, 9), (1, 2), (7, 0), (6, 5)], [(9, 0)]]
