@@ -263,6 +263,9 @@ LARGE = {
     "paragraphs": "a\n\n" * 20_000 + "the end",
     "items": "* a\n" * 30_000 + "* the end",
     "nested items": "* " * 30_000 + "the end",
+    "nested items of one line": "* " * 2_400 + "the end",
+    "emphasis": "_a" * 2_400 + " the end",
+    "cells": "|" + "-|" * 90 + "\n|" + "-|" * 90 + "\n|" * 4_000 + "the end",
 }
 
 

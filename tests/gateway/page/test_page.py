@@ -1,5 +1,6 @@
 """The chat page's files: who gets them, with which rules, and that they are complete."""
 
+import hashlib
 import re
 
 import pytest
@@ -111,3 +112,9 @@ def test_text_can_be_read_in_both_schemes(scheme):
         for text in ("muted", "accent", "error"):
             assert contrast(colors[text], colors[ground]) >= 4.5, (text, ground)
     assert contrast(colors["on-accent"], colors["accent"]) >= 4.5
+
+
+def test_the_markdown_library_is_the_published_file():
+    """marked 18.2.1 of npm, lib/marked.esm.js."""
+    digest = hashlib.sha256((FOLDER / "marked.js").read_bytes()).hexdigest()
+    assert digest == "5371fea86fd0656b4fc7bea7c94c663109d82789b69433eeee78d42895aa44de"
