@@ -60,7 +60,6 @@ for command in (
 ):
     app.command()(command)
 for command in (
-    gateway.cli.status,
     engines.cli.models,
     engines.cli.pull,
     engines.cli.rm,

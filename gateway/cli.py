@@ -1,4 +1,4 @@
-"""The commands of the gateway and its clients: `vlm gateway`, `chat`, `status`."""
+"""`vlm gateway` and `vlm chat`."""
 
 import sys
 from pathlib import Path
@@ -42,24 +42,5 @@ def chat(
     try:
         run_chat(url, model, api_key, image or [], question, max_tokens, temperature)
     except ChatError as error:
-        _fail(error)
-
-
-def status(
-    url: AskUrl = URL,
-    api_key: ApiKey = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Show it anew until Ctrl-C.")] = False,
-    pause_s: Annotated[float, typer.Option("--pause", min=0.2, help="Seconds between looks.")] = 2,
-) -> None:
-    """Show a fleet's models, workers, queues, rates and the time of each stage."""
-    from gateway.client.status import StatusError, run_status
-
-    try:
-        run_status(url, api_key, pause_s if watch else None)
-    except StatusError as error:
-        _fail(error)
-
-
-def _fail(error: Exception) -> None:
-    typer.secho(str(error), err=True, fg="red")
-    sys.exit(1)
+        typer.secho(str(error), err=True, fg="red")
+        sys.exit(1)

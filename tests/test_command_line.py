@@ -97,7 +97,7 @@ def test_the_version_is_that_of_the_package():
 
 
 CALLS = [
-    ["chat", "hi"], ["status"], ["apps"], ["app", "n"], ["deploy", "--name", "n", "--application", "shapes"],
+    ["chat", "hi"], ["apps"], ["app", "n"], ["deploy", "--name", "n", "--application", "shapes"],
     ["run", "n", "1"], ["session", "list"], ["search", "library", "a star"], ["embed", ".", "--output", "x"],
     ["store", "load", "library", "--name", "n"],
 ]  # fmt: skip

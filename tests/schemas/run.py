@@ -27,7 +27,7 @@ COMMIT = "ba103c73756198dd9b149ddc7db7867da7a077f6"
 HOME = ROOT / ".cache" / "maskbench"
 PAGE = ROOT / "docs" / "api-output.md"
 BEGIN, END = "<!-- made by make schemas -->\n", "<!-- until here -->\n"
-MAX_REASONS = 12
+MAX_REASONS = 4
 
 
 def find_files() -> list[Path]:
