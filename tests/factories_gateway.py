@@ -211,6 +211,19 @@ class ScriptedWorker:
                 self.answers.append(answer)
                 self._tasks.append(asyncio.ensure_future(self.script(answer)))
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether it claims nothing any more."""
+        return self._tasks[0].done()
+
+    async def rest(self) -> None:
+        """Forget what was asked, once all scripts have ended: the next test begins anew."""
+        _, *scripts = self._tasks
+        await asyncio.wait_for(asyncio.gather(*scripts), 20)
+        del self._tasks[1:]
+        self.answers.clear()
+        self.cancelled.clear()
+
     def stop_claiming(self) -> None:
         """What it has goes on; `start` claims again."""
         self._tasks[0].cancel()

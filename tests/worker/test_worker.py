@@ -191,23 +191,6 @@ async def test_requests_of_a_gateway_that_is_gone_are_cancelled(ends, answers, m
     assert running.engine.aborted == [f"{deserted.id}@1"]
 
 
-@in_one_round
-async def test_a_request_past_its_deadline_is_ended_while_it_runs(ends, answers):
-    async with run_worker(ends, mock=SLOW) as running:
-        request = await ends.enqueue(make_request(sampling=LONG), timeout_s=0.3)
-
-        events = await answers.end(request)
-
-        assert isinstance(events[-1], Failed)
-        assert events[-1].code is ErrorCode.DEADLINE_EXCEEDED
-        assert token_ids(events)
-
-        async def is_idle() -> bool:
-            return not running.engine.has_work()
-
-        await until(is_idle)
-
-
 async def test_another_worker_continues_at_the_exact_token(ends, answers):
     async with run_worker(ends, "reference") as reference:
         whole = await ends.enqueue(make_request("count", sampling=LONG))

@@ -54,29 +54,6 @@ def is_same_answer(answer: Transcript, request: EngineRequest) -> bool:
     )
 
 
-@pytest.mark.parametrize("overlap_steps", [False, True])
-@pytest.mark.parametrize(
-    "config",
-    [
-        pytest.param({}, id="batched"),
-        pytest.param({"max_num_batched_tokens": 5}, id="chunked"),
-        pytest.param({"num_kv_blocks": 14}, id="preempted"),
-        pytest.param({"num_kv_blocks": 14, "enable_prefix_cache": False}, id="recomputed"),
-        pytest.param({"max_images_per_step": 1, "max_num_batched_tokens": 7}, id="one image"),
-        pytest.param({"encoder_cache_bytes": 0}, id="no encoder cache"),
-    ],
-)
-def test_answers_in_company_equal_answers_alone(config: dict[str, object], overlap_steps: bool):
-    engine = make_engine(overlap_steps=overlap_steps, **config)
-    requests = requests_of_all_kinds()
-    answers = run_all(engine, *requests)
-    for request in requests:
-        assert is_same_answer(answers[request.request_id], request)
-    assert (engine.pipeline.num_overlapped > 0) == overlap_steps
-    if "num_kv_blocks" in config:
-        assert engine.stats().num_preemptions > 0
-
-
 def test_the_first_output_tells_the_usage_before_the_prompt_is_computed():
     engine = make_engine(max_num_batched_tokens=16)
     engine.add(make_request(prompt="x" * 40, images=(make_image(),)))
@@ -168,15 +145,6 @@ def test_a_prompt_that_ends_with_an_end_token_is_answered():
     assert run_all(make_engine(), make_request(prompt=[5, EOS_ID]))["r0"].text
 
 
-def test_stop_strings_end_an_answer_and_are_not_shown():
-    full = answer_alone(make_request()).text
-    word = full.split(" ")[3]
-    answer = answer_alone(make_request(stop=(word[:3],)))
-    assert answer.text == full[: full.index(word[:3])]
-    assert answer.finish_reason is FinishReason.STOP
-    assert len(answer.token_ids) == 4
-
-
 def test_text_held_back_for_a_stop_string_comes_with_the_last_token():
     full = answer_alone(make_request(max_tokens=4))
     answer = answer_alone(make_request(max_tokens=4, stop=(full.text[-3:] + "?",)))
@@ -221,14 +189,6 @@ def test_an_aborted_request_frees_its_blocks_and_says_nothing_more():
     engine.abort("b")
     assert engine.stats().kv_usage_ratio == 0
     assert not engine.has_work()
-
-
-def test_an_aborted_id_may_be_used_again():
-    engine = make_engine()
-    engine.add(make_request())
-    engine.step()
-    engine.abort("r0")
-    assert is_same_answer(run_all(engine, make_request())["r0"], make_request())
 
 
 def continue_after(request: EngineRequest, token_ids: list[int]) -> Transcript:
