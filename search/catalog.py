@@ -1,18 +1,18 @@
-"""What the search process knows beside vectors, in one SQLite file: stores, files, who owns them.
+"""The search process's records beside vectors, in one SQLite file: stores, files, and their tenants.
 
-Every change is one transaction, on disk when it returns.
+Every change is one transaction, on disk when it returns. Readers wait for no writer.
 """
 
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
-from shared.search import FileRecord, Page, StoreFile, StoreRecord
+from shared.search import FileBatch, FileRecord, Page, StoreFile, StoreRecord
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS stores (
@@ -25,23 +25,38 @@ CREATE INDEX IF NOT EXISTS files_of_tenant ON files (tenant);
 CREATE TABLE IF NOT EXISTS store_files (
     number INTEGER PRIMARY KEY, store TEXT NOT NULL, id TEXT NOT NULL, record BLOB NOT NULL,
     UNIQUE (store, id));
+CREATE TABLE IF NOT EXISTS file_batches (
+    number INTEGER PRIMARY KEY, store TEXT NOT NULL, id TEXT NOT NULL, record BLOB NOT NULL,
+    UNIQUE (store, id));
+CREATE TABLE IF NOT EXISTS orphans (id TEXT PRIMARY KEY);
 """
-Record = TypeVar("Record", StoreRecord, FileRecord, StoreFile)
+Record = TypeVar("Record", StoreRecord, FileRecord, StoreFile, FileBatch)
 
 
 class Catalog:
-    """One connection, one thread at a time."""
+    """One connection for each thread; one transaction at a time changes something."""
 
     def __init__(self, path: Path) -> None:
-        self._lock = threading.RLock()
-        self._connection = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+        self._path = path
+        self._local = threading.local()
+        self._connections: list[sqlite3.Connection] = []
+        self._writing = threading.RLock()
         self._connection.execute("PRAGMA journal_mode = WAL")
-        self._connection.execute("PRAGMA synchronous = FULL")
         self._connection.executescript(_SCHEMA)
 
+    @property
+    def _connection(self) -> sqlite3.Connection:
+        if (connection := getattr(self._local, "connection", None)) is None:
+            connection = sqlite3.connect(self._path, check_same_thread=False, isolation_level=None)
+            connection.execute("PRAGMA synchronous = FULL")
+            self._local.connection = connection
+            self._connections.append(connection)
+        return connection
+
     @contextmanager
-    def change(self) -> Iterator[None]:
-        with self._lock:
+    def _change(self) -> Iterator[None]:
+        """One transaction."""
+        with self._writing:
             self._connection.execute("BEGIN IMMEDIATE")
             try:
                 yield
@@ -50,18 +65,49 @@ class Catalog:
                 raise
             self._connection.execute("COMMIT")
 
+    def _write(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
+        with self._writing:
+            return self._rows(sql, *values)
+
     def _rows(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
-        with self._lock:
-            return self._connection.execute(sql, values).fetchall()
+        return self._connection.execute(sql, values).fetchall()
 
     # Stores
 
-    def put_store(self, tenant: str, record: StoreRecord) -> None:
-        self._rows(
-            "INSERT INTO stores (id, tenant, record) VALUES (?, ?, ?)"
-            " ON CONFLICT (id) DO UPDATE SET record = excluded.record",
-            record.id, tenant, _encode(record),
-        )  # fmt: skip
+    def add_orphan(self, name: str) -> None:
+        """Note an index that is made before its store is."""
+        self._write("INSERT INTO orphans (id) VALUES (?)", name)
+
+    def orphans(self) -> list[str]:
+        """Indexes that belong to no store."""
+        return [row[0] for row in self._rows("SELECT id FROM orphans")]
+
+    def drop_orphan(self, name: str) -> None:
+        """Note that an index is gone."""
+        self._write("DELETE FROM orphans WHERE id = ?", name)
+
+    def add_store(self, tenant: str, record: StoreRecord, max_stores: int) -> bool:
+        """Add the store of an orphan, unless the tenant has `max_stores`."""
+        with self._change():
+            [(count,)] = self._rows("SELECT count(*) FROM stores WHERE tenant = ?", tenant)
+            if count >= max_stores:
+                return False
+            sql = "INSERT INTO stores (id, tenant, record) VALUES (?, ?, ?)"
+            self._rows(sql, record.id, tenant, _encode(record))
+            self._rows("DELETE FROM orphans WHERE id = ?", record.id)
+        return True
+
+    def change_store(
+        self, name: str, change: Callable[[StoreRecord], StoreRecord]
+    ) -> StoreRecord | None:
+        """Replace a store's record. Returns the new one; None if the store is gone."""
+        with self._change():
+            rows = self._rows("SELECT record FROM stores WHERE id = ?", name)
+            if not rows:
+                return None
+            record = change(_decode(rows[0][0], StoreRecord))
+            self._rows("UPDATE stores SET record = ? WHERE id = ?", _encode(record), name)
+        return record
 
     def store(self, tenant: str, name: str) -> StoreRecord | None:
         """A tenant's store by its id."""
@@ -72,6 +118,11 @@ class Catalog:
         rows = self._rows("SELECT record FROM stores WHERE tenant = ?", tenant)
         return [_decode(row[0], StoreRecord) for row in rows]
 
+    def all_stores(self) -> list[tuple[str, StoreRecord]]:
+        """Those of all tenants, with these."""
+        rows = self._rows("SELECT tenant, record FROM stores")
+        return [(tenant, _decode(record, StoreRecord)) for tenant, record in rows]
+
     def list_stores(self, tenant: str, page: Page) -> list[StoreRecord]:
         """A page of a tenant's."""
         return self._page("stores", "tenant", tenant, page, StoreRecord)
@@ -80,19 +131,30 @@ class Catalog:
         """Whose a store is; empty if there is no such store."""
         return [row[0] for row in self._rows("SELECT tenant FROM stores WHERE id = ?", name)]
 
-    def drop_store(self, name: str) -> None:
-        """Forget one and its files' places."""
-        with self.change():
+    def drop_store(self, name: str) -> bool:
+        """Delete a store and the places of its files; its index is an orphan from now on."""
+        with self._change():
+            if not self._rows("DELETE FROM stores WHERE id = ? RETURNING id", name):
+                return False
             self._rows("DELETE FROM store_files WHERE store = ?", name)
-            self._rows("DELETE FROM stores WHERE id = ?", name)
+            self._rows("DELETE FROM file_batches WHERE store = ?", name)
+            self._rows("INSERT INTO orphans (id) VALUES (?)", name)
+        return True
 
     # Files
 
-    def put_file(self, tenant: str, record: FileRecord, data: bytes) -> None:
-        self._rows(
-            "INSERT INTO files (id, tenant, purpose, num_bytes, record, data) VALUES (?, ?, ?, ?, ?, ?)",
-            record.id, tenant, record.purpose, record.num_bytes, _encode(record), data,
-        )  # fmt: skip
+    def add_file(self, tenant: str, record: FileRecord, data: bytes, max_files: int) -> bool:
+        """Add a file, unless the tenant has `max_files`."""
+        with self._change():
+            if self.files_of(tenant)[0] >= max_files:
+                return False
+            sql = (
+                "INSERT INTO files (id, tenant, purpose, num_bytes, record, data)"
+                " VALUES (?, ?, ?, ?, ?, ?)"
+            )
+            values = (record.id, tenant, record.purpose, record.num_bytes, _encode(record), data)
+            self._rows(sql, *values)
+        return True
 
     def file(self, tenant: str, name: str, *, with_data: bool = False) -> FileRecord | None:
         data = "data" if with_data else "x''"
@@ -114,12 +176,12 @@ class Catalog:
 
     def drop_file(self, tenant: str, name: str) -> bool:
         sql = "DELETE FROM files WHERE tenant = ? AND id = ? RETURNING id"
-        return bool(self._rows(sql, tenant, name))
+        return bool(self._write(sql, tenant, name))
 
     # Files in stores
 
     def put_store_file(self, record: StoreFile) -> None:
-        self._rows(
+        self._write(
             "INSERT INTO store_files (store, id, record) VALUES (?, ?, ?)"
             " ON CONFLICT (store, id) DO UPDATE SET record = excluded.record",
             record.store_id, record.id, _encode(record),
@@ -145,7 +207,20 @@ class Catalog:
         return [record for record in records if record.status == "in_progress"]
 
     def drop_store_file(self, store: str, name: str) -> None:
-        self._rows("DELETE FROM store_files WHERE store = ? AND id = ?", store, name)
+        self._write("DELETE FROM store_files WHERE store = ? AND id = ?", store, name)
+
+    def add_file_batch(self, batch: FileBatch, max_batches: int) -> None:
+        """Add a batch; of its store's, the latest stay."""
+        with self._change():
+            sql = "INSERT INTO file_batches (store, id, record) VALUES (?, ?, ?)"
+            self._rows(sql, batch.store_id, batch.id, _encode(batch))
+            kept = "SELECT number FROM file_batches WHERE store = ? ORDER BY number DESC LIMIT ?"
+            sql = f"DELETE FROM file_batches WHERE store = ? AND number NOT IN ({kept})"
+            self._rows(sql, batch.store_id, batch.store_id, max_batches)
+
+    def file_batch(self, store: str, name: str) -> FileBatch | None:
+        rows = self._rows("SELECT record FROM file_batches WHERE store = ? AND id = ?", store, name)
+        return _decode(rows[0][0], FileBatch) if rows else None
 
     def _page(
         self,
@@ -167,15 +242,15 @@ class Catalog:
             condition += f" AND number {sign} ({at})"
         sql = f"SELECT record FROM {table} WHERE {condition} ORDER BY number {order} LIMIT :limit"
         values = {"owner": owner, "edge": edge, "limit": page.limit + 1, "purpose": purpose}
-        with self._lock:
-            rows = self._connection.execute(sql, values).fetchall()
+        rows = self._connection.execute(sql, values).fetchall()
         records = [_decode(row[0], type_) for row in rows]
         return records[::-1] if page.before else records
 
     def close(self) -> None:
         """Let go of the file."""
-        with self._lock:
-            self._connection.close()
+        with self._writing:
+            for connection in self._connections:
+                connection.close()
 
 
 def _encode(record: msgspec.Struct) -> bytes:

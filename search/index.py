@@ -5,16 +5,25 @@ state machine over all of them: what `upsert` and `delete` have acknowledged is 
 `kill -9`, a search finds the nearest by cosine, and a filter what `search.filters.matches` says.
 """
 
-from collections.abc import Sequence
+import threading
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pkgutil import resolve_name  # noqa: TID251 - names the modules of its own table
 from typing import TYPE_CHECKING, Protocol
+
+import msgspec
 
 from shared.search import Filter, Hit, Item
 from shared.settings import SettingsError
 
 if TYPE_CHECKING:
     import numpy as np
+
+
+#: Ids that are read at once for pages in their order, and such readings that are kept.
+WINDOW = 65_536
+_MAX_WINDOWS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +72,7 @@ class VectorIndex(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of files and connections."""
+        """Let go of files and connections; wait for `compact`."""
         ...
 
 
@@ -79,6 +88,106 @@ class IndexKind(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class OrderedIds:
+    """Pages in the order of ids, of an index that keeps none.
+
+    One reading of all ids serves the pages of `WINDOW` ids: a walk over n items reads n * n /
+    `WINDOW` ids. Writers tell what they wrote, so a kept reading lacks nothing that is acknowledged.
+    """
+
+    def __init__(
+        self,
+        read_ids: Callable[[str, int], list[str]],
+        read_items: Callable[[Sequence[str]], list[Item]],
+    ) -> None:
+        """`read_ids`: the next so many ids after one, sorted."""
+        self._read_ids, self._read_items = read_ids, read_items
+        self._lock = threading.Lock()
+        self._windows: list[_Window] = []
+
+    def page(self, after: str, limit: int, with_vectors: bool) -> list[Item]:
+        """The next items after an id."""
+        found: list[Item] = []
+        while len(found) < limit and (wanted := self._next(after, limit - len(found))):
+            items = {item.id: item for item in self._read_items(wanted)}
+            found += [items[key] for key in wanted if key in items]  # others were just deleted
+            after = wanted[-1]
+        if with_vectors:
+            return found
+        return [msgspec.structs.replace(item, vector=b"") for item in found]
+
+    def _next(self, after: str, limit: int) -> list[str]:
+        while True:
+            with self._lock:
+                window = next((each for each in self._windows if each.covers(after)), None)
+            window = window or self._load(after)
+            with self._lock:
+                at = bisect_right(window.ids, after)
+                found = window.ids[at : at + limit]
+            if found or window.end is None:
+                return found
+            after = window.end
+
+    def _load(self, after: str) -> "_Window":
+        window = _Window(after)
+        with self._lock:
+            self._windows = [*self._windows[1 - _MAX_WINDOWS :], window]
+        try:
+            ids = self._read_ids(after, WINDOW)
+        except BaseException:
+            self.forget()
+            raise
+        with self._lock:
+            window.end = ids[-1] if len(ids) == WINDOW else None
+            window.is_loaded = True
+            added, window.ids = window.ids, ids
+            window.add(added)
+        return window
+
+    def add(self, ids: Iterable[str]) -> None:
+        """Note what was written."""
+        with self._lock:
+            for window in self._windows:
+                window.add(ids)
+
+    def remove(self, ids: Iterable[str]) -> None:
+        """Note what was deleted."""
+        with self._lock:
+            for window in self._windows:
+                window.remove(ids)
+
+    def forget(self) -> None:
+        """Read all anew: it is not known what was written or deleted."""
+        with self._lock:
+            self._windows = []
+
+
+class _Window:
+    """The ids after `start`, to `end`; to the last one where that is None. Not loaded: those that came."""
+
+    def __init__(self, start: str) -> None:
+        self.start = start
+        self.end: str | None = None
+        self.ids: list[str] = []
+        self.is_loaded = False
+
+    def covers(self, after: str) -> bool:
+        return self.is_loaded and self.start <= after and (self.end is None or after < self.end)
+
+    def add(self, ids: Iterable[str]) -> None:
+        for key in ids:
+            if key > self.start and (self.end is None or key <= self.end):
+                at = bisect_left(self.ids, key)
+                if self.ids[at : at + 1] != [key]:
+                    self.ids.insert(at, key)
+
+    def remove(self, ids: Iterable[str]) -> None:
+        for key in ids:
+            at = bisect_left(self.ids, key)
+            if self.ids[at : at + 1] == [key]:
+                del self.ids[at]
 
 
 class SearchUnavailable(SettingsError):

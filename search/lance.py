@@ -1,4 +1,4 @@
-"""Lance: tables of versioned files in a directory, written by one process, read by any number.
+"""Lance: tables of versioned files in a directory, which one process writes and reads.
 
 A write is one commit: a file, then the version that names it. Up to `SCAN_ROWS` rows are scanned;
 beyond that vectors in 8 bits are, and the exact ones of the best candidates then decide. Rows that
@@ -6,12 +6,13 @@ are newer than the index are scanned too, so a search always sees what was ackno
 would take minutes to build, and find less for the time of such a scan.
 """
 
-import heapq
 import json
 import os
 import threading
 import warnings
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta  # noqa: TID251 (a span, no clock)
 from pathlib import Path
 from typing import Any
@@ -23,21 +24,25 @@ import pyarrow as pa
 from lancedb.index import BTree, IvfSq
 
 from search.filters import sql_text, to_json, to_sql
-from search.index import IndexStats, SearchUnavailable
+from search.index import IndexStats, OrderedIds, SearchUnavailable
 from shared.search import Filter, Hit, Item
+from shared.settings.group import MIB
 
 #: Rows that are scanned in about the time that an index would take.
 SCAN_ROWS = 10_000
 #: Files of a table beyond which it is compacted.
 MAX_FRAGMENTS = 32
-#: Commits after which old versions are deleted.
-MAX_COMMITS = 200
+#: Commits after which a table is compacted, about four files each: a row in `_ROWS_PER_COMMIT`.
+MIN_COMMITS, MAX_COMMITS = 16, 200
+_ROWS_PER_COMMIT = 64
 #: Candidates whose exact distance is computed, for each that is asked for.
 REFINE_FACTOR = 4
 _BATCH_IDS = 500
 _PLAIN = ["id", "text", "image", "file_id", "filename", "attributes"]
-#: A reader may be on an older version for that long.
-_KEEP_VERSIONS = timedelta(minutes=1)
+#: Old versions stay if a reader takes longer.
+_READERS_END_WITHIN_S = 10.0
+#: Bounds of Lance's caches; by default they grow with each version to several GiB.
+_INDEX_CACHE_BYTES, _METADATA_CACHE_BYTES = 256 * MIB, 8 * MIB
 
 
 def open_lance(url: str) -> "LanceIndexes":
@@ -59,7 +64,8 @@ class LanceIndexes:
     def __init__(self, directory: Path) -> None:
         os.environ.setdefault("LANCE_LOG", "error")
         self._directory = directory
-        self._database = lancedb.connect(str(directory))
+        session = lancedb.Session(_INDEX_CACHE_BYTES, _METADATA_CACHE_BYTES)
+        self._database = lancedb.connect(str(directory), session=session)
 
     def open(self, name: str, dimensions: int) -> "LanceIndex":
         """The table of a store, made where there is none."""
@@ -81,6 +87,39 @@ class LanceIndexes:
         """Nothing is held."""
 
 
+class Readers:
+    """Counts readers, so that a writer can wait for the end of those that began before it asked."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._round = 0
+        self._open: Counter[int] = Counter()
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        with self._changed:
+            mine = self._round
+            self._open[mine] += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._open[mine] -= 1
+                self._changed.notify_all()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether they ended in time."""
+        with self._changed:
+            last = self._round
+            self._round += 1
+            ended = self._changed.wait_for(
+                lambda: not any(self._open[each] for each in self._open if each <= last), timeout_s
+            )
+            if ended:
+                self._open = Counter({each: n for each, n in self._open.items() if each > last})
+            return ended
+
+
 class LanceIndex:
     """The table of one store."""
 
@@ -89,6 +128,9 @@ class LanceIndex:
         self._path = path
         self._dimensions = dimensions
         self._lock = threading.Lock()
+        self._readers = Readers()
+        self._ids = OrderedIds(self._read_ids, self.get)
+        self._is_closed = False
         self._is_indexed = bool(self._vector_index())
         self._compacted_at = table.version
 
@@ -97,6 +139,7 @@ class LanceIndex:
         merge = merge.when_matched_update_all().when_not_matched_insert_all()
         with self._lock:
             merge.execute(self._to_table(items))
+            self._ids.add(item.id for item in items)
 
     def delete(self, ids: Sequence[str] | None = None, where: Filter | None = None) -> int:
         """One commit for a filter, or for `_BATCH_IDS` ids."""
@@ -105,11 +148,17 @@ class LanceIndex:
         else:
             conditions = list(_id_conditions(ids))
         with self._lock:
-            return sum(self._table.delete(each).num_deleted_rows for each in conditions)
+            num_deleted = sum(self._table.delete(each).num_deleted_rows for each in conditions)
+            if ids is None:
+                self._ids.forget()
+            else:
+                self._ids.remove(ids)
+            return num_deleted
 
     def search(self, vectors: np.ndarray, k: int, where: Filter | None = None) -> list[list[Hit]]:
         """By the index where there is one."""
-        return [self._search_one(vector, k, where) for vector in vectors]
+        with self._readers.reading():
+            return [self._search_one(vector, k, where) for vector in vectors]
 
     def _search_one(self, vector: np.ndarray, k: int, where: Filter | None) -> list[Hit]:
         query = self._table.search(vector).distance_type("cosine")
@@ -123,17 +172,18 @@ class LanceIndex:
 
     def get(self, ids: Sequence[str]) -> list[Item]:
         """By the index of ids where there is one."""
-        return [
-            item for condition in _id_conditions(ids) for item in self._read(condition, _BATCH_IDS)
-        ]
+        with self._readers.reading():
+            conditions = _id_conditions(ids)
+            return [item for each in conditions for item in self._read(each, _BATCH_IDS)]
 
     def page(self, after: str, limit: int, with_vectors: bool = False) -> list[Item]:
         """The ids are sorted here: Lance keeps no order."""
-        ids = self._table.search().where(f"id > {sql_text(after)}").select(["id"]).to_arrow()["id"]
-        wanted = heapq.nsmallest(limit, ids.to_pylist())
-        items = {item.id: item for item in self.get(wanted)}
-        found = [items[key] for key in wanted if key in items]
-        return found if with_vectors else [_without_vector(item) for item in found]
+        return self._ids.page(after, limit, with_vectors)
+
+    def _read_ids(self, after: str, limit: int) -> list[str]:
+        with self._readers.reading():
+            ids = self._table.search().where(f"id > {sql_text(after)}").select(["id"]).to_arrow()
+        return ids.sort_by("id")["id"][:limit].to_pylist()
 
     def _read(self, condition: str, limit: int) -> list[Item]:
         query = self._table.search().where(condition).select([*_PLAIN, "vector"]).limit(limit)
@@ -151,25 +201,30 @@ class LanceIndex:
 
     def compact(self) -> None:
         """Join files; index what is not indexed, once that is more than a scan should read."""
-        statistics = self._vector_index()
-        num_new = statistics.num_unindexed_rows if statistics else self._table.count_rows()
-        fragments = self._table.stats()["fragment_stats"]["num_fragments"]
         with self._lock:
+            if self._is_closed:
+                return
+            statistics, num_rows = self._vector_index(), self._table.count_rows()
+            num_new = statistics.num_unindexed_rows if statistics else num_rows
+            num_fragments = self._table.stats()["fragment_stats"]["num_fragments"]
+            most = min(MAX_COMMITS, max(MIN_COMMITS, num_rows // _ROWS_PER_COMMIT))
             if num_new >= SCAN_ROWS and statistics is None:
                 self._build()
             elif (
                 num_new >= SCAN_ROWS
-                or fragments > MAX_FRAGMENTS
-                or self._num_commits() > MAX_COMMITS
+                or num_fragments > MAX_FRAGMENTS
+                or self._table.version - self._compacted_at > most
             ):
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
-                    self._table.optimize(cleanup_older_than=_KEEP_VERSIONS)
-                self._compacted_at = self._table.version
+                self._optimize()
 
-    def _num_commits(self) -> int:
-        """Since the versions before were deleted, or this index was opened."""
-        return self._table.version - self._compacted_at
+    def _optimize(self) -> None:
+        """Nobody writes meanwhile, so once earlier readers have ended, all read the last version."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self._table.optimize()
+            if self._readers.wait(_READERS_END_WITHIN_S):
+                self._table.optimize(cleanup_older_than=timedelta(0))
+        self._compacted_at = self._table.version
 
     def _build(self) -> None:
         config = IvfSq(distance_type="cosine", num_partitions=1)
@@ -183,7 +238,9 @@ class LanceIndex:
         return self._table.index_stats("vector_idx") if "vector_idx" in names else None
 
     def close(self) -> None:
-        """Nothing is held."""
+        """No compaction writes files from now on."""
+        with self._lock:
+            self._is_closed = True
 
     def _to_table(self, items: Sequence[Item]) -> pa.Table:
         vectors = np.frombuffer(b"".join(item.vector for item in items), "<f4")
@@ -225,15 +282,4 @@ def _to_item(row: dict[str, Any]) -> Item:
         file_id=row["file_id"],
         filename=row["filename"],
         attributes=json.loads(row["attributes"]),
-    )
-
-
-def _without_vector(item: Item) -> Item:
-    return Item(
-        id=item.id,
-        text=item.text,
-        image=item.image,
-        file_id=item.file_id,
-        filename=item.filename,
-        attributes=item.attributes,
     )

@@ -4,8 +4,9 @@ A point's id is a UUID of the item's id, as Qdrant takes no texts. Writes wait u
 them in its log.
 """
 
+import heapq
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -14,7 +15,7 @@ import numpy as np
 from qdrant_client import QdrantClient, models
 
 from search.filters import to_columns, to_qdrant
-from search.index import IndexStats, SearchUnavailable
+from search.index import IndexStats, OrderedIds, SearchUnavailable
 from shared.search import Filter, Hit, Item
 
 _IDS = uuid.UUID("6b1a3c52-7a0e-4c3f-9d0b-5b8f3a2d9e11")
@@ -75,6 +76,7 @@ class QdrantIndex:
         self._client = client
         self._name = name
         self._dimensions = dimensions
+        self._ids = OrderedIds(self._read_ids, self.get)
 
     def upsert(self, items: Sequence[Item]) -> None:
         """One request: Qdrant writes it to its log before it answers."""
@@ -86,7 +88,12 @@ class QdrantIndex:
             )
             for item in items
         ]
-        self._client.upsert(self._name, points, wait=True)
+        try:
+            self._client.upsert(self._name, points, wait=True)
+        except BaseException:
+            self._ids.forget()  # it may be written all the same
+            raise
+        self._ids.add(item.id for item in items)
 
     def delete(self, ids: Sequence[str] | None = None, where: Filter | None = None) -> int:
         """One request, and a count before it."""
@@ -100,6 +107,10 @@ class QdrantIndex:
         num_found = self._client.count(self._name, count_filter=chosen, exact=True).count
         if num_found:
             self._client.delete(self._name, models.FilterSelector(filter=chosen), wait=True)
+            if ids is None:
+                self._ids.forget()
+            else:
+                self._ids.remove(ids)
         return num_found
 
     def search(self, vectors: np.ndarray, k: int, where: Filter | None = None) -> list[list[Hit]]:
@@ -124,22 +135,21 @@ class QdrantIndex:
         return [_to_item(point) for point in found]
 
     def page(self, after: str, limit: int, with_vectors: bool = False) -> list[Item]:
-        """All ids are read and sorted here: Qdrant's order is that of its UUIDs."""
-        ids: list[str] = []
+        """The ids are sorted here: Qdrant's order is that of its UUIDs."""
+        return self._ids.page(after, limit, with_vectors)
+
+    def _read_ids(self, after: str, limit: int) -> list[str]:
+        return heapq.nsmallest(limit, (key for key in self._scroll() if key > after))
+
+    def _scroll(self) -> Iterator[str]:
         offset: Any = None
         while True:
             points, offset = self._client.scroll(
                 self._name, limit=_PAGE, offset=offset, with_payload=["id"]
             )
-            ids += [(point.payload or {})["id"] for point in points]
+            yield from ((point.payload or {})["id"] for point in points)
             if offset is None:
-                break
-        wanted = sorted(key for key in ids if key > after)[:limit]
-        items = {item.id: item for item in self.get(wanted)}
-        found = [items[key] for key in wanted if key in items]
-        if with_vectors:
-            return found
-        return [msgspec.structs.replace(item, vector=b"") for item in found]
+                return
 
     def stats(self) -> IndexStats:
         """Qdrant tells no bytes: those that were sent, of all items."""

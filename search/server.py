@@ -34,6 +34,7 @@ from shared.search import (
     ListStores,
     Query,
     ReadFile,
+    ReadFileBatch,
     ReadItems,
     ReadStore,
     ReadStoreFile,
@@ -51,6 +52,7 @@ _CATALOG = "catalog.sqlite"
 #: What waits for no writer.
 READS = (
     ReadStore, ListStores, ReadItems, Query, ReadFile, ListFiles, ReadStoreFile, ListStoreFiles,
+    ReadFileBatch,
 )  # fmt: skip
 
 logger = logging.getLogger(__name__)

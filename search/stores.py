@@ -1,7 +1,9 @@
-"""What the search process does for gateways: stores of tenants, over one kind of index.
+"""The stores of tenants, over one kind of index.
 
-A store is written by one thread at a time; readers wait for nobody. What a call has answered is on
-disk. A collection that the operator names is a read-only store that every key may search.
+One thread at a time writes a store. Readers wait for no writer: the lock of the process is for its
+memory, and not held while a disk or a server is waited for. An acknowledged write outlives the
+process, not a loss of power. A collection that the operator names is a read-only store that every
+key may search.
 """
 
 import hashlib
@@ -13,6 +15,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +26,18 @@ from search.catalog import Catalog
 from search.flat import FlatIndex
 from search.index import IndexKind, VectorIndex
 from shared.search import (
+    FILE_BATCH_ID,
     FILE_ID,
     STORE_ID,
     AttachFile,
     ChangeStore,
+    ChangeStoreFile,
     CreateStore,
     DetachFile,
     DropFile,
     DropItems,
     DropStore,
+    FileBatch,
     FileRecord,
     Hit,
     Item,
@@ -39,13 +45,16 @@ from shared.search import (
     ListStoreFiles,
     ListStores,
     PutFile,
+    PutFileBatch,
     PutItems,
     Query,
     ReadFile,
+    ReadFileBatch,
     ReadItems,
     ReadStore,
     ReadStoreFile,
     Request,
+    SearchError,
     StoreFile,
     StoreRecord,
     refuse,
@@ -54,8 +63,10 @@ from shared.settings.limits import LimitSettings
 
 #: Stores whose index is kept open.
 MAX_OPEN = 64
-#: `last_active_at` is written that often; a search need not write for it.
-ACTIVE_S = 60
+#: How often the times of searches are written, and indexes without a store deleted.
+SWEEP_S = 60.0
+#: The latest file batches of a store, which are kept.
+MAX_FILE_BATCHES = 100
 #: Vectors whose length is that near to 1 are kept as they are.
 LENGTH_TOLERANCE = 1e-6
 
@@ -63,11 +74,40 @@ logger = logging.getLogger(__name__)
 
 
 class OpenStore:
-    """The index of a store, and who writes it."""
+    """The index of a store, opened when it is first used, and the lock of its writer."""
 
-    def __init__(self, index: VectorIndex) -> None:
-        self.index = index
+    def __init__(self, open_index: Callable[[], VectorIndex]) -> None:
         self.writing = threading.RLock()
+        self._opening = threading.Lock()
+        self._open_index = open_index
+        self._index: VectorIndex | None = None
+        self._is_dropped = False
+
+    @property
+    def is_open(self) -> bool:
+        return self._index is not None
+
+    @property
+    def index(self) -> VectorIndex:
+        """Raises: SearchError where the store was deleted."""
+        with self._opening:
+            if self._is_dropped:
+                raise _no_store()
+            if self._index is None:
+                self._index = self._open_index()
+            return self._index
+
+    def drop(self, forget: Callable[[], bool]) -> None:
+        """Delete the record of the store, after which nobody opens its index again."""
+        with self._opening:
+            if not forget():
+                raise _no_store()
+            self._is_dropped = True
+            self.close()
+
+    def close(self) -> None:
+        if self._index is not None:
+            self._index.close()
 
 
 class Stores:
@@ -85,11 +125,15 @@ class Stores:
         self._indexes = indexes
         self._limits = limits
         self._open: OrderedDict[str, OpenStore] = OrderedDict()
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
         self._collections = dict(map(_open_collection, collections))
         self._background = ThreadPoolExecutor(1, "compact")
         self._due: set[str] = set()
         self._being_written: Counter[str] = Counter()  #: bytes, by tenant
+        self._searched_at: dict[str, int] = {}  #: by store, until it is written
+        self._orphans = set(catalog.orphans()) if indexes is not None else set()
+        self._is_closing = threading.Event()
+        self._sweeper = threading.Thread(target=self._sweep_on, name="sweep", daemon=True)
         self._answers: Mapping[type[Request], Callable[[Any], Any]] = {
             CreateStore: self._create_store,
             ReadStore: lambda asked: self._find(asked.tenant, asked.store),
@@ -107,10 +151,14 @@ class Stores:
             AttachFile: self._attach_file,
             ReadStoreFile: self._read_store_file,
             ListStoreFiles: self._list_store_files,
+            ChangeStoreFile: self._change_store_file,
             DetachFile: self._detach_file,
+            PutFileBatch: self._put_file_batch,
+            ReadFileBatch: self._read_file_batch,
         }
         for record in catalog.unfinished() if indexes is not None else ():
             self._forget_chunks(record)
+        self._sweeper.start()
 
     def answer(self, request: Request) -> Any:
         """Do what is asked. Blocks. Raises: SearchError."""
@@ -118,35 +166,81 @@ class Stores:
 
     def close(self) -> None:
         """Wait for what is being written and release all."""
+        self._is_closing.set()
+        self._sweeper.join()
         self._background.shutdown(cancel_futures=True)
         for store in self._open.values():
             with store.writing:
-                store.index.close()
+                store.close()
         if self._indexes is not None:
             self._indexes.close()
         self._catalog.close()
 
+    def _sweep_on(self) -> None:
+        while True:
+            try:
+                self.sweep()
+            except Exception:
+                logger.exception("the sweep failed")
+            if self._is_closing.wait(SWEEP_S):
+                return
+
+    def sweep(self) -> None:
+        """Write the times of searches; delete stores that have expired, and indexes of no store."""
+        with self._lock:
+            searched_at, self._searched_at = self._searched_at, {}
+            orphans = list(self._orphans)
+        for name, at in searched_at.items():
+            self._catalog.change_store(name, partial(_used, at=at))
+        for tenant, record in self._catalog.all_stores():
+            if record.expires_at is not None and record.expires_at <= _now():
+                logger.info("store %s has expired", record.id)
+                self._drop_store(DropStore(tenant=tenant, store=record.id))
+        for name in orphans:
+            self._drop_index(name)
+
+    def _drop_index(self, name: str) -> None:
+        """Delete the index of a store that is gone, now or in a later sweep."""
+        try:
+            self._kind().drop(name)
+        except Exception:
+            logger.exception("the index of the deleted store %s cannot be deleted yet", name)
+            self._leave_index(name)
+            return
+        self._catalog.drop_orphan(name)
+        with self._lock:
+            self._orphans.discard(name)
+
+    def _leave_index(self, name: str) -> None:
+        with self._lock:
+            self._orphans.add(name)
+
     # Stores
 
     def _create_store(self, asked: CreateStore) -> StoreRecord:
-        with self._lock:
-            if len(self._catalog.stores(asked.tenant)) >= self._limits.max_stores:
-                raise refuse(
-                    "full", f"This key has {self._limits.max_stores} vector stores: delete one."
-                )
-            now = _now()
-            record = StoreRecord(
-                id=STORE_ID + secrets.token_hex(16),
-                created_at=now,
-                last_active_at=now,
-                **{
-                    name: getattr(asked, name)
-                    for name in CreateStore.__struct_fields__
-                    if name != "tenant"
-                },
-            )
-            self._kind().open(record.id, record.dimensions)
-            self._catalog.put_store(asked.tenant, record)
+        kind, most = self._kind(), self._limits.max_stores
+        full = refuse("full", f"This key has {most} vector stores: delete one.")
+        if len(self._catalog.stores(asked.tenant)) >= most:
+            raise full
+        now = _now()
+        record = StoreRecord(
+            id=STORE_ID + secrets.token_hex(16),
+            created_at=now,
+            last_active_at=now,
+            **{
+                name: getattr(asked, name)
+                for name in CreateStore.__struct_fields__
+                if name != "tenant"
+            },
+        )
+        self._catalog.add_orphan(record.id)
+        try:
+            kind.open(record.id, record.dimensions)
+            if not self._catalog.add_store(asked.tenant, record, most):
+                raise full
+        except BaseException:
+            self._leave_index(record.id)
+            raise
         return record
 
     def _find(self, tenant: str, name: str) -> StoreRecord:
@@ -161,7 +255,7 @@ class Stores:
             for record in self._catalog.stores(tenant):
                 if record.name == name:
                     return record
-        raise refuse("not_found", "There is no such vector store.", "vector_store_id")
+        raise _no_store()
 
     def _find_writable(self, tenant: str, name: str) -> StoreRecord:
         record = self._find(tenant, name)
@@ -186,24 +280,26 @@ class Stores:
         return left + found if is_within or not page.after else found
 
     def _change_store(self, asked: ChangeStore) -> StoreRecord:
-        with self._lock:
-            record = self._find_writable(asked.tenant, asked.store)
-            changes = {
-                name: value
-                for name, value in (("name", asked.name), ("metadata", asked.metadata))
-                if value is not None
-            }
-            record = msgspec.structs.replace(record, last_active_at=_now(), **changes)
-            self._catalog.put_store(asked.tenant, record)
-        return record
+        record = self._find_writable(asked.tenant, asked.store)
+        changes = {
+            name: value
+            for name in ("name", "metadata", "expires_after_days")
+            if (value := getattr(asked, name)) is not None
+        }
+        changed = self._catalog.change_store(
+            record.id, lambda now: msgspec.structs.replace(now, last_active_at=_now(), **changes)
+        )
+        if changed is None:
+            raise _no_store()
+        return changed
 
     def _drop_store(self, asked: DropStore) -> bool:
         record = self._find_writable(asked.tenant, asked.store)
-        with self._writing(record), self._lock:
-            store = self._open.pop(record.id)
-            store.index.close()
-            self._catalog.drop_store(record.id)
-            self._kind().drop(record.id)
+        with self._writing(record) as store:
+            store.drop(partial(self._catalog.drop_store, record.id))
+            with self._lock:
+                del self._open[record.id]
+        self._drop_index(record.id)
         return True
 
     # Items
@@ -212,10 +308,11 @@ class Stores:
         record = self._find_writable(asked.tenant, asked.store)
         self._check_digest(record, asked.digest)
         items = _normalized(asked.items, record)
-        with self._writing(record) as index, self._room(asked.tenant, _size(items)):
+        with self._writing(record) as store, self._room(asked.tenant, _size(items)):
+            index = store.index
             self._check_no_chunks(record, items)
             self._upsert(record, index, items)
-            return self._note_change(asked.tenant, record, index)
+            return self._note_change(record, index)
 
     def _check_no_chunks(self, record: StoreRecord, items: Sequence[Item]) -> None:
         """Raises: SearchError for an item that would replace a chunk of an attached file."""
@@ -247,10 +344,10 @@ class Stores:
 
     def _drop_items(self, asked: DropItems) -> int:
         record = self._find_writable(asked.tenant, asked.store)
-        with self._writing(record) as index:
-            num_deleted = index.delete(asked.ids, asked.where)
+        with self._writing(record) as store:
+            num_deleted = store.index.delete(asked.ids, asked.where)
             if num_deleted:
-                self._note_change(asked.tenant, record, index)
+                self._note_change(record, store.index)
                 self._compact_later(record)
         return num_deleted
 
@@ -269,12 +366,9 @@ class Stores:
         self._check_digest(record, asked.digest)
         vectors = _check_vectors(asked.vectors, record)
         lists = self._store(record).index.search(vectors, asked.k, asked.where)
-        if not record.is_read_only and _now() - record.last_active_at > ACTIVE_S:
+        if not record.is_read_only:
             with self._lock:
-                current = self._catalog.store(asked.tenant, record.id)
-                if current is not None:
-                    current = msgspec.structs.replace(current, last_active_at=_now())
-                    self._catalog.put_store(asked.tenant, current)
+                self._searched_at[record.id] = _now()
         best: dict[str, Hit] = {}
         for hit in (hit for hits in lists for hit in hits):
             if hit.item.id not in best or hit.score > best[hit.item.id].score:
@@ -284,19 +378,17 @@ class Stores:
     # Files
 
     def _put_file(self, asked: PutFile) -> FileRecord:
-        with self._lock:
-            num_files, _ = self._catalog.files_of(asked.tenant)
-            if num_files >= self._limits.max_files:
-                raise refuse("full", f"This key has {self._limits.max_files} files: delete one.")
-            record = FileRecord(
-                id=FILE_ID + secrets.token_hex(16),
-                filename=asked.filename,
-                purpose=asked.purpose,
-                num_bytes=len(asked.data),
-                created_at=_now(),
-            )
-            with self._room(asked.tenant, len(asked.data)):
-                self._catalog.put_file(asked.tenant, record, asked.data)
+        most = self._limits.max_files
+        record = FileRecord(
+            id=FILE_ID + secrets.token_hex(16),
+            filename=asked.filename,
+            purpose=asked.purpose,
+            num_bytes=len(asked.data),
+            created_at=_now(),
+        )
+        with self._room(asked.tenant, len(asked.data)):
+            if not self._catalog.add_file(asked.tenant, record, asked.data, most):
+                raise refuse("full", f"This key has {most} files: delete one.")
         return record
 
     def _read_file(self, asked: ReadFile) -> FileRecord:
@@ -330,7 +422,8 @@ class Stores:
             chunk_overlap_tokens=asked.chunk_overlap_tokens,
             attributes=asked.attributes,
         )
-        with self._writing(store) as index, self._room(asked.tenant, _size(items)):
+        with self._writing(store) as opened, self._room(asked.tenant, _size(items)):
+            index = opened.index
             before = self._catalog.store_file(store.id, file.id)
             most = max(before.num_chunks if before else 0, record.num_chunks)
             # What a crash leaves of it is deleted at the next start, by the larger count.
@@ -347,10 +440,10 @@ class Stores:
                 index.delete(chunk_ids(file.id, record.num_chunks, most))
             record = msgspec.structs.replace(record, status="completed")
             self._catalog.put_store_file(record)
-            self._note_change(asked.tenant, store, index)
+            self._note_change(store, index)
         return record
 
-    def _read_store_file(self, asked: ReadStoreFile | DetachFile) -> StoreFile:
+    def _read_store_file(self, asked: ReadStoreFile | ChangeStoreFile | DetachFile) -> StoreFile:
         store = self._find(asked.tenant, asked.store)
         record = self._catalog.store_file(store.id, asked.file)
         if record is None:
@@ -361,14 +454,51 @@ class Stores:
         store = self._find(asked.tenant, asked.store)
         return self._catalog.list_store_files(store.id, asked.page)
 
+    def _change_store_file(self, asked: ChangeStoreFile) -> StoreFile:
+        store = self._find_writable(asked.tenant, asked.store)
+        with self._writing(store) as opened:
+            record = self._read_store_file(asked)
+            chunks = opened.index.get(chunk_ids(record.id, 0, record.num_chunks))
+            changed = [
+                msgspec.structs.replace(item, attributes=asked.attributes) for item in chunks
+            ]
+            with self._room(asked.tenant, _size(changed)):
+                self._upsert(store, opened.index, changed)
+            record = msgspec.structs.replace(record, attributes=asked.attributes)
+            self._catalog.put_store_file(record)
+            self._note_change(store, opened.index)
+        return record
+
+    def _put_file_batch(self, asked: PutFileBatch) -> FileBatch:
+        store = self._find_writable(asked.tenant, asked.store)
+        batch = FileBatch(
+            id=FILE_BATCH_ID + secrets.token_hex(16),
+            store_id=store.id,
+            created_at=_now(),
+            files=asked.files,
+        )
+        self._catalog.add_file_batch(batch, MAX_FILE_BATCHES)
+        return batch
+
+    def _read_file_batch(self, asked: ReadFileBatch) -> FileBatch:
+        store = self._find(asked.tenant, asked.store)
+        batch = self._catalog.file_batch(store.id, asked.batch)
+        if batch is None:
+            raise refuse("not_found", "There is no such file batch.", "batch_id")
+        files = [
+            file if file.status == "failed" else self._catalog.store_file(store.id, file.id)
+            for file in batch.files
+        ]
+        return msgspec.structs.replace(batch, files=[file for file in files if file is not None])
+
     def _detach_file(self, asked: DetachFile) -> bool:
         store = self._find_writable(asked.tenant, asked.store)
         record = self._read_store_file(asked)
-        with self._writing(store) as index:
+        with self._writing(store) as opened:
             self._catalog.put_store_file(msgspec.structs.replace(record, status="in_progress"))
-            index.delete(chunk_ids(record.id, 0, record.num_chunks))
+            opened.index.delete(chunk_ids(record.id, 0, record.num_chunks))
             self._catalog.drop_store_file(store.id, record.id)
-            self._note_change(asked.tenant, store, index)
+            self._note_change(store, opened.index)
         return True
 
     def _forget_chunks(self, record: StoreFile) -> None:
@@ -377,10 +507,10 @@ class Stores:
         tenants = self._catalog.tenant_of(record.store_id)
         for tenant in tenants:
             store = self._find(tenant, record.store_id)
-            with self._writing(store) as index:
-                index.delete(chunk_ids(record.id, 0, record.num_chunks))
+            with self._writing(store) as opened:
+                opened.index.delete(chunk_ids(record.id, 0, record.num_chunks))
                 self._catalog.drop_store_file(record.store_id, record.id)
-                self._note_change(tenant, store, index)
+                self._note_change(store, opened.index)
 
     # What they share
 
@@ -391,55 +521,56 @@ class Stores:
         return self._indexes
 
     def _store(self, record: StoreRecord) -> OpenStore:
-        """The store's index, opened if it is not; the one that was not used longest is closed.
-
-        Raises: SearchError where the store has gone.
-        """
+        """An open store, or one that opens when it is used; the least recently used is closed."""
         if record.id in self._collections:
             return self._collections[record.id][1]
         with self._lock:
             store = self._open.get(record.id)
             if store is None:
-                if not self._catalog.tenant_of(record.id):  # else its index would be made anew
-                    raise refuse("not_found", "There is no such vector store.", "vector_store_id")
-                store = OpenStore(self._kind().open(record.id, record.dimensions))
-                self._open[record.id] = store
+                store = self._open[record.id] = OpenStore(partial(self._open_index, record))
             self._open.move_to_end(record.id)
             if len(self._open) > MAX_OPEN:
                 self._close_one()
             return store
 
+    def _open_index(self, record: StoreRecord) -> VectorIndex:
+        if not self._catalog.tenant_of(record.id):  # else a deleted index would be made again
+            with self._lock:
+                self._open.pop(record.id, None)
+            raise _no_store()
+        return self._kind().open(record.id, record.dimensions)
+
     def _close_one(self) -> None:
         for name, store in self._open.items():
-            if store.writing.acquire(blocking=False):
+            if store.is_open and store.writing.acquire(blocking=False):
                 del self._open[name]
                 store.writing.release()
                 return
 
     @contextmanager
-    def _writing(self, record: StoreRecord) -> Iterator[VectorIndex]:
-        """The index, while nobody else writes it. Raises: SearchError where the store has gone."""
+    def _writing(self, record: StoreRecord) -> Iterator[OpenStore]:
+        """The store, while nobody else writes it."""
         while True:
             store = self._store(record)
             with store.writing:
                 if self._store(record) is store:  # else it was closed, and is open anew
-                    yield store.index
+                    yield store
                     return
 
-    def _note_change(self, tenant: str, record: StoreRecord, index: VectorIndex) -> StoreRecord:
+    def _note_change(self, record: StoreRecord, index: VectorIndex) -> StoreRecord:
         """Note how much the store holds now."""
         stats = index.stats()
-        with self._lock:
-            current = self._catalog.store(tenant, record.id) or record
-            current = msgspec.structs.replace(
+
+        def change(current: StoreRecord) -> StoreRecord:
+            return msgspec.structs.replace(
                 current,
                 num_items=stats.num_items,
                 num_bytes=stats.num_bytes,
                 num_files=self._catalog.num_store_files(record.id),
                 last_active_at=_now(),
             )
-            self._catalog.put_store(tenant, current)
-        return current
+
+        return self._catalog.change_store(record.id, change) or record
 
     @contextmanager
     def _room(self, tenant: str, num_new: int) -> Iterator[None]:
@@ -449,14 +580,16 @@ class Stores:
         """
         most = self._limits.max_key_search_bytes
         with self._lock:
-            _, num_bytes = self._catalog.files_of(tenant)
+            self._being_written[tenant] += num_new
+            num_bytes = self._being_written[tenant]
+        try:
+            # Read after what others write: what they note meanwhile is counted twice, not missed.
+            num_bytes += self._catalog.files_of(tenant)[1]
             num_bytes += sum(record.num_bytes for record in self._catalog.stores(tenant))
-            if num_bytes + self._being_written[tenant] + num_new > most:
+            if num_bytes > most:
                 raise refuse(
                     "full", f"This key keeps {most} bytes in files and vector stores: delete some."
                 )
-            self._being_written[tenant] += num_new
-        try:
             yield
         finally:
             with self._lock:
@@ -490,8 +623,18 @@ class Stores:
             return
         try:
             store.index.compact()
+        except SearchError:  # deleted meanwhile
+            return
         except Exception:
             logger.exception("store %s cannot be compacted", record.id)
+
+
+def _no_store() -> SearchError:
+    return refuse("not_found", "There is no such vector store.", "vector_store_id")
+
+
+def _used(record: StoreRecord, at: int) -> StoreRecord:
+    return msgspec.structs.replace(record, last_active_at=max(at, record.last_active_at))
 
 
 def _size(items: Sequence[Item]) -> int:
@@ -522,7 +665,7 @@ def _open_collection(directory: Path) -> tuple[str, tuple[StoreRecord, OpenStore
         num_bytes=index.stats().num_bytes,
         is_read_only=True,
     )
-    return record.id, (record, OpenStore(index))
+    return record.id, (record, OpenStore(lambda: index))
 
 
 def _check_vectors(vectors: Sequence[bytes], record: StoreRecord) -> np.ndarray:

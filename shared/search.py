@@ -13,7 +13,7 @@ Value = str | bool | float
 Attributes = dict[str, Value]
 
 #: How ids begin, as OpenAI's do.
-STORE_ID, FILE_ID = "vs_", "file-"
+STORE_ID, FILE_ID, FILE_BATCH_ID = "vs_", "file-", "vsfb_"
 
 
 class _Wire(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -65,6 +65,12 @@ class StoreRecord(_Wire, frozen=True, kw_only=True):
     num_bytes: int = 0
     num_files: int = 0
     is_read_only: bool = False
+    expires_after_days: int = 0  #: without use, before it is deleted; 0: never
+
+    @property
+    def expires_at(self) -> int | None:
+        days = self.expires_after_days
+        return self.last_active_at + 86_400 * days if days else None
 
 
 class FileRecord(_Wire, frozen=True, kw_only=True):
@@ -91,6 +97,18 @@ class StoreFile(_Wire, frozen=True, kw_only=True):
     max_chunk_tokens: int
     chunk_overlap_tokens: int
     attributes: Attributes = {}
+    #: Of one that failed: why it could not be attached.
+    error_code: str = ""
+    error: str = ""
+
+
+class FileBatch(_Wire, frozen=True, kw_only=True):
+    """Files that were attached by one request; those that failed are in no store."""
+
+    id: str
+    store_id: str
+    created_at: int
+    files: list[StoreFile]
 
 
 class Page(_Wire, frozen=True, kw_only=True):
@@ -118,6 +136,7 @@ class CreateStore(Request, frozen=True, kw_only=True):
     prompt: str = ""
     query_prompt: str = ""
     metadata: dict[str, str] = {}
+    expires_after_days: int = 0
 
 
 class ReadStore(Request, frozen=True, kw_only=True):
@@ -138,6 +157,7 @@ class ChangeStore(Request, frozen=True, kw_only=True):
     store: str
     name: str | None = None
     metadata: dict[str, str] | None = None
+    expires_after_days: int | None = None
 
 
 class DropStore(Request, frozen=True, kw_only=True):
@@ -235,6 +255,28 @@ class ListStoreFiles(Request, frozen=True, kw_only=True):
     page: Page
 
 
+class ChangeStoreFile(Request, frozen=True, kw_only=True):
+    """Give the chunks of a file other attributes. -> StoreFile, when durable"""
+
+    store: str
+    file: str
+    attributes: Attributes
+
+
+class PutFileBatch(Request, frozen=True, kw_only=True):
+    """Note which files a request has attached, or could not. -> FileBatch"""
+
+    store: str
+    files: list[StoreFile]
+
+
+class ReadFileBatch(Request, frozen=True, kw_only=True):
+    """-> FileBatch, without files that have left the store since"""
+
+    store: str
+    batch: str
+
+
 class DetachFile(Request, frozen=True, kw_only=True):
     """Take a file's chunks out of a store. -> True"""
 
@@ -246,7 +288,8 @@ AnyRequest = (
     CreateStore | ReadStore | ListStores | ChangeStore | DropStore
     | PutItems | DropItems | ReadItems | Query
     | PutFile | ReadFile | ListFiles | DropFile
-    | AttachFile | ReadStoreFile | ListStoreFiles | DetachFile
+    | AttachFile | ReadStoreFile | ListStoreFiles | ChangeStoreFile | DetachFile
+    | PutFileBatch | ReadFileBatch
 )  # fmt: skip
 
 

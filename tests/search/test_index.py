@@ -2,6 +2,8 @@
 
 import math
 import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -14,12 +16,12 @@ from qdrant_client import QdrantClient
 
 from benchmarks.search.run import make_items, make_vectors
 from search.filters import matches
-from search.index import IndexStats, SearchUnavailable, open_indexes
-from search.lance import LanceIndexes
+from search.index import IndexStats, OrderedIds, SearchUnavailable, open_indexes
+from search.lance import LanceIndexes, Readers
 from search.qdrant import QdrantIndexes
 from shared.search import Filter, Item
 from tests.fuzzing import IS_LONG
-from tests.search.index_process import DIMENSIONS, KINDS, IndexProcess
+from tests.search.index_process import DIMENSIONS, KINDS, IndexProcess, open_index
 
 IDS = [f"id {number}'\"" for number in range(12)]
 KEYS = ("color", 'it\'s "n"')
@@ -215,6 +217,114 @@ def test_qdrant_counts_the_bytes_of_all_fields():
     assert 0 < index.stats().num_bytes < 1000
     index.delete([small.id, large.id])
     assert index.stats() == IndexStats(0, 0)
+
+
+def test_single_writes_leave_few_files(tmp_path):
+    """A hundred commits within seconds, beside searches."""
+    index = LanceIndexes(tmp_path).open("store", 8)
+    items = make_items(make_vectors(50, 8, 1))
+    for number in range(100):
+        item = items[number % 50]
+        index.upsert([item])
+        index.compact()
+        assert index.search(np.frombuffer(item.vector, "<f4")[None], 1)[0][0].item.id == item.id
+    assert index.stats().num_items == 50
+    assert sum(path.is_file() for path in tmp_path.rglob("*")) <= 2 * 50
+
+
+def test_old_versions_stay_while_they_are_read(tmp_path):
+    readers = Readers()
+    begun, gate = threading.Event(), threading.Event()
+
+    def read():
+        with readers.reading():
+            begun.set()
+            assert gate.wait(60)
+
+    with ThreadPoolExecutor(1) as threads:
+        ended = threads.submit(read)
+        assert begun.wait(60)
+        assert not readers.wait(0.01)
+        with readers.reading():  # it began after the one who waits asked
+            gate.set()
+            ended.result(60)
+            assert readers.wait(0.01) is False
+        assert readers.wait(60)
+
+
+class Ids:
+    """An index that keeps no order, in memory."""
+
+    def __init__(self, ids):
+        self.ids = set(ids)
+        self.num_read = 0
+        self.ordered = OrderedIds(self.read, lambda ids: [Item(id=i) for i in ids if i in self.ids])
+
+    def read(self, after, limit):
+        self.num_read += len(self.ids)
+        return sorted(key for key in self.ids if key > after)[:limit]
+
+    def walk(self, limit, between=lambda number: None):
+        found, number = [], 0
+        while page := self.ordered.page(found[-1] if found else "", limit, False):
+            found += [item.id for item in page]
+            between(number)
+            number += 1
+        return found
+
+
+def test_a_walk_in_pages_reads_the_ids_once():
+    index = Ids(f"{n:05}" for n in range(3000))
+    assert index.walk(10) == sorted(index.ids)
+    assert index.num_read == 3000
+
+
+def test_a_walk_beyond_a_window_reads_the_ids_once_for_each(monkeypatch):
+    monkeypatch.setattr("search.index.WINDOW", 500)
+    index = Ids(f"{n:05}" for n in range(3000))
+    assert index.walk(70) == sorted(index.ids)
+    assert index.num_read <= 7 * 3000
+
+
+def test_pages_lack_nothing_that_was_written_and_hold_nothing_that_was_deleted(monkeypatch):
+    monkeypatch.setattr("search.index.WINDOW", 50)
+    index = Ids(f"{n:05}" for n in range(0, 1000, 2))
+    first = set(index.ids)
+
+    def write(number):
+        key, gone = f"{(number * 37) % 1000:05}", f"{(number * 12) % 1000:05}"
+        index.ids.add(key)
+        index.ordered.add([key])
+        index.ids.discard(gone)
+        index.ordered.remove([gone])
+
+    found = index.walk(7, write)
+    assert sorted(set(found)) == found
+    assert first & index.ids <= set(found)
+    assert index.walk(7) == sorted(index.ids)
+
+
+@pytest.mark.filterwarnings("ignore:Payload indexes")
+@pytest.mark.parametrize("kind", ["lance", "qdrant"])
+def test_pages_are_kept_up_to_date(tmp_path, kind):
+    index = open_index(kind, tmp_path)
+    items = [
+        msgspec.structs.replace(item, id=f"{number:03}", attributes={"n": float(number)})
+        for number, item in enumerate(make_items(make_vectors(100, DIMENSIONS, 0)))
+    ]
+
+    def ids():
+        return [item.id for item in index.page("", 200)]
+
+    index.upsert(items[::2])
+    assert ids() == [f"{n:03}" for n in range(0, 100, 2)]
+    index.upsert(items[1::2])
+    index.delete(["000", "050"])
+    index.delete(where=Filter("gte", "n", 90.0))
+    kept = [n for n in range(90) if n not in (0, 50)]
+    assert ids() == [f"{n:03}" for n in kept]
+    assert [item.id for item in index.page("049", 2)] == ["051", "052"]
+    index.close()
 
 
 def test_an_index_that_is_not_there_is_told_in_a_sentence():

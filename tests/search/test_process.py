@@ -3,6 +3,8 @@
 import asyncio
 import logging
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -13,6 +15,7 @@ from search.stores import chunk_ids
 from shared.search import (
     AttachFile,
     CreateStore,
+    DropFile,
     FileRecord,
     Hit,
     Item,
@@ -31,6 +34,7 @@ from shared.settings import SettingsError
 from shared.settings.tree import Settings
 from tests.factories_search import make_items, run_search, serve_search
 from tests.fuzzing import IS_LONG
+from tests.rounds import NUM_ROUNDS
 
 CREATE = CreateStore(tenant="t", name="store", model="m", digest="d", dimensions=8)
 
@@ -181,6 +185,43 @@ def test_a_place_where_it_cannot_listen_is_told(tmp_path):
     search = {"url": f"unix://{tmp_path}/no/such/place", "data_dir": str(tmp_path / "data")}
     with pytest.raises(SettingsError, match="cannot listen"):
         run_server(Settings(search=search))  # type: ignore[arg-type]
+
+
+def test_uploads_do_not_delay_searches(process):
+    """The slowest of a hundred searches, beside three uploads of 2 MB at a time and without them."""
+    store = process.ask(CREATE, StoreRecord)
+    items = make_items(2000)
+    process.ask(PutItems(tenant="t", store=store.id, digest="d", items=items), StoreRecord)
+    query = Query(tenant="t", store=store.id, digest="d", vectors=[items[0].vector], k=10)
+    upload = PutFile(tenant="t", filename="f", purpose="assistants", data=bytes(2_000_000))
+    files: list[FileRecord] = []
+
+    def slowest_ms() -> float:
+        took = []
+        for _ in range(100):
+            began = time.perf_counter()
+            process.ask(query, list[Hit])
+            took.append(1000 * (time.perf_counter() - began))
+        return sorted(took)[-2]
+
+    def upload_until(is_over: threading.Event) -> None:
+        while not is_over.is_set():
+            files.append(process.ask(upload, FileRecord))
+            process.ask(DropFile(tenant="t", file=files[-1].id), bool)
+
+    slowest_ms()
+    ratios = []
+    for _ in range(NUM_ROUNDS):
+        idle, is_over = slowest_ms(), threading.Event()
+        with ThreadPoolExecutor(3) as threads:
+            uploads = [threads.submit(upload_until, is_over) for _ in range(3)]
+            ratios.append(slowest_ms() / idle)
+            is_over.set()
+            for each in uploads:
+                each.result()
+        if ratios[-1] <= 3:
+            return
+    pytest.fail(f"searches beside uploads took so many times as long: {ratios}")
 
 
 def test_a_process_that_is_told_to_stop_ends_well(process):

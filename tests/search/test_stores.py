@@ -19,7 +19,9 @@ from shared.search import (
     PutFile,
     PutItems,
     Query,
+    ReadFile,
     ReadItems,
+    ReadStore,
     SearchError,
 )
 from shared.settings.limits import LimitSettings
@@ -142,3 +144,115 @@ def test_ids_of_another_tenant_change_nothing_and_find_nothing(stores):
     [record] = stores.answer(ListStores(tenant="t", page=Page()))
     assert record.num_items == len(ITEMS)
     assert [each.id for each in stores.answer(ListStores(tenant="other", page=Page()))] == [theirs]
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "writes"),
+    [
+        (LanceIndexes, "open", CreateStore(tenant="u", name="s", model="m", digest="d", dimensions=8)),
+        (LanceIndexes, "drop", DropStore(tenant="t", store="other")),
+        (LanceIndex, "upsert", PutItems(tenant="t", store="other", digest="d", items=ITEMS[:5])),
+        (Catalog, "files_of", PutFile(tenant="u", filename="f", purpose="p", data=b"x")),
+    ],
+)  # fmt: skip
+def test_readers_wait_for_no_writer(stores, monkeypatch, owner, name, writes):
+    store, other = create(stores), create(stores)
+    stores.answer(PutItems(tenant="t", store=store, digest="d", items=ITEMS[:5]))
+    file = stores.answer(PutFile(tenant="t", filename="f", purpose="p", data=b"x"))
+    begun, gate = threading.Event(), threading.Event()
+    original = getattr(owner, name)
+
+    def blocked(*arguments):
+        begun.set()
+        assert gate.wait(60)
+        return original(*arguments)
+
+    reads = [
+        Query(tenant="t", store=store, digest="d", vectors=[ITEMS[0].vector], k=1),
+        ReadItems(tenant="t", store=store, ids=[ITEMS[0].id]),
+        ReadStore(tenant="t", store=store),
+        ListStores(tenant="t", page=Page()),
+        ReadFile(tenant="t", file=file.id, with_data=True),
+    ]
+    if hasattr(writes, "store"):
+        writes = msgspec.structs.replace(writes, store=other)
+    with ThreadPoolExecutor(2) as threads, monkeypatch.context() as patch:
+        patch.setattr(owner, name, blocked)
+        written = threads.submit(stores.answer, writes)
+        try:
+            assert begun.wait(60)
+            for read in reads:
+                assert threads.submit(stores.answer, read).result(30)
+        finally:
+            gate.set()
+        written.result(60)
+
+
+def reopened(tmp_path):
+    """Another process on the same files."""
+    catalog, indexes = Catalog(tmp_path / "catalog"), LanceIndexes(tmp_path / "stores")
+    return Stores(catalog, indexes, LimitSettings())
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_a_store_whose_index_cannot_be_deleted_yet_is_deleted_later(
+    stores, tmp_path, monkeypatch, is_restarted
+):
+    name = create(stores)
+    stores.answer(PutItems(tenant="t", store=name, digest="d", items=ITEMS[:5]))
+
+    def fail(kind, name):
+        raise OSError("no route to host")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LanceIndexes, "drop", fail)
+        assert stores.answer(DropStore(tenant="t", store=name))
+    assert stores.answer(ListStores(tenant="t", page=Page())) == []
+    assert len(list((tmp_path / "stores").iterdir())) == 1
+    if is_restarted:
+        stores = reopened(tmp_path)
+    stores.sweep()
+    assert list((tmp_path / "stores").iterdir()) == []
+
+
+def test_a_creation_that_was_killed_leaves_no_index(stores, tmp_path, monkeypatch):
+    def end(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Catalog, "add_store", end)
+        with pytest.raises(KeyboardInterrupt):
+            create(stores)
+    assert len(list((tmp_path / "stores").iterdir())) == 1
+    reopened(tmp_path).sweep()
+    assert list((tmp_path / "stores").iterdir()) == []
+
+
+def test_the_time_of_a_search_is_noted(stores, monkeypatch):
+    name = create(stores)
+    stores.answer(Query(tenant="t", store=name, digest="d", vectors=[ITEMS[0].vector], k=1))
+    made = stores.answer(ReadStore(tenant="t", store=name))
+    monkeypatch.setattr("search.stores._now", lambda: made.created_at + 100)
+    stores.answer(Query(tenant="t", store=name, digest="d", vectors=[ITEMS[0].vector], k=1))
+    stores.sweep()
+    assert stores.answer(ReadStore(tenant="t", store=name)).last_active_at >= made.created_at + 100
+
+
+def test_a_store_that_is_not_used_expires(stores, tmp_path, monkeypatch):
+    day = 86_400
+    names = {
+        days: stores.answer(
+            CreateStore(
+                tenant="t", name="s", model="m", digest="d", dimensions=8, expires_after_days=days
+            )
+        ).id
+        for days in (0, 1, 2, 5)
+    }
+    now = stores.answer(ReadStore(tenant="t", store=names[1])).created_at
+    monkeypatch.setattr("search.stores._now", lambda: now + 2 * day - 1)
+    stores.answer(Query(tenant="t", store=names[2], digest="d", vectors=[ITEMS[0].vector], k=1))
+    monkeypatch.setattr("search.stores._now", lambda: now + 2 * day + 1)
+    stores.sweep()
+    left = [record.id for record in stores.answer(ListStores(tenant="t", page=Page()))]
+    assert set(left) == {names[0], names[2], names[5]}
+    assert {path.stem for path in (tmp_path / "stores").iterdir()} == set(left)
