@@ -127,6 +127,10 @@ class RedisKeys:
         """Hash of their bytes by name, and of all under the empty name."""
         return f"{self.prefix}:{{{owner}}}:record-sizes"
 
+    def record_reply(self, owner: str, call: str) -> str:
+        """What a call on records returned, for its repetition."""
+        return f"{self.prefix}:{{{owner}}}:record-reply:{call}"
+
     def session(self, session_id: str) -> str:
         """Hash of a session of an application: its record (JSON), its state, and tasks by how they ended."""
         return f"{self.prefix}:session:{{{session_id}}}"
@@ -181,6 +185,10 @@ class RedisKeys:
     def claims(self, name: str) -> str:
         """Hash of the slots of a deployment that were claimed of late, by id: when (ms), and the node."""
         return f"{self.prefix}:claims:{name}"
+
+    def app_log(self, name: str) -> str:
+        """List of the latest lines that instances of a deployment have logged (JSON)."""
+        return f"{self.prefix}:app-log:{name}"
 
     @property
     def nodes(self) -> str:

@@ -27,7 +27,7 @@ _QUEUE_KEYS = (
     _KEYS.wakeups("*", "*"),
     _KEYS.left("*", "*"),
 )
-_DEPLOY_KEYS = (_KEYS.apps, _KEYS.nodes, _KEYS.node("*"))
+_DEPLOY_KEYS = (_KEYS.apps, _KEYS.nodes, _KEYS.node("*"), _KEYS.app_log("*"))
 _FLEET_KEYS = (
     _KEYS.blob("*"),
     _KEYS.workers,
@@ -50,6 +50,7 @@ GATEWAY = Rights(
         _KEYS.record("*", "*"),
         _KEYS.records("*"),
         _KEYS.record_sizes("*"),
+        _KEYS.record_reply("*", "*"),
         _KEYS.session("*"),
         _KEYS.session_tasks("*"),
         _KEYS.session_open("*"),
@@ -77,6 +78,6 @@ WORKER = Rights(
 #: A node cancels requests and removes models as well; its workers connect as `worker`.
 NODE = Rights(
     keys=(*WORKER.keys, *_DEPLOY_KEYS, _KEYS.claims("*")),
-    commands=(*WORKER.commands, "mget", "smembers"),
+    commands=(*WORKER.commands, "mget", "smembers", "ltrim"),
 )
 USERS = {"gateway": GATEWAY, "worker": WORKER, "node": NODE}

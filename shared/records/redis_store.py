@@ -1,5 +1,6 @@
 """Records in Redis: bounded by number and bytes for each owner; the oldest make room."""
 
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +16,9 @@ from shared.redis.script import load_script, named
 _SCRIPTS = Path(__file__).parent / "scripts"
 PUT_RECORD = load_script(_SCRIPTS / "put_record.lua")
 DELETE_RECORD = load_script(_SCRIPTS / "delete_record.lua")
+
+#: A call whose reply was lost is repeated within that time.
+_REPLY_S = 60.0
 
 _decoder = msgspec.msgpack.Decoder(Record)
 
@@ -48,8 +52,9 @@ class RedisRecordStore:
             max_bytes=self._max_bytes,
             max_records=self._max_records,
             anew=anew,
+            reply_ms=to_ms(_REPLY_S),
         )
-        keys = self._index(owner)
+        keys = self._keys_of_call(owner)
         found = await retry_idempotent(lambda: self._sender.run(PUT_RECORD, keys, arguments))
         pairs = zip(found[::2], found[1::2], strict=True)
         return [(name.decode(), _decoder.decode(data)) for name, data in pairs]
@@ -64,13 +69,15 @@ class RedisRecordStore:
     @redis_errors_as(RecordsUnavailable)
     async def delete(self, owner: str, name: str) -> Record | None:
         """See `RecordStore.delete`."""
-        arguments = named(prefix=self._keys.record(owner, ""), name=name)
-        keys = self._index(owner)
+        arguments = named(prefix=self._keys.record(owner, ""), name=name, reply_ms=to_ms(_REPLY_S))
+        keys = self._keys_of_call(owner)
         data = await retry_idempotent(lambda: self._sender.run(DELETE_RECORD, keys, arguments))
         return None if data is None else _decoder.decode(data)
 
-    def _index(self, owner: str) -> tuple[str, str]:
-        return self._keys.records(owner), self._keys.record_sizes(owner)
+    def _keys_of_call(self, owner: str) -> tuple[str, str, str]:
+        keys = self._keys
+        reply = keys.record_reply(owner, secrets.token_hex(8))
+        return keys.records(owner), keys.record_sizes(owner), reply
 
     async def close(self) -> None:
         await self._sender.close()

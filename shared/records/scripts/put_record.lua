@@ -1,11 +1,14 @@
 -- Keep a record for its time; those whose time is over, and then the oldest, make room.
--- KEYS: records (names by the time in ms until when), sizes (bytes by name, and of all under '')
--- args: prefix (of the records' own keys), name, ttl_ms, size, max_bytes, max_records, anew
+-- KEYS: records (names by the time in ms until when), sizes (bytes by name, and of all under ''),
+--       reply (of this call: a repeated one returns it)
+-- args: prefix (of the records' own keys), name, ttl_ms, size, max_bytes, max_records, anew, reply_ms
 --       raw: the record
 -- Returns names and records that made room, one after another. A record that is there stays as it is, unless
 -- it is to be kept `anew`.
 local args = cmsgpack.unpack(ARGV[1])
 local records, sizes = KEYS[1], KEYS[2]
+local reply = redis.call('GET', KEYS[3])
+if reply then return cmsgpack.unpack(reply) end
 if redis.call('EXISTS', args.prefix .. args.name) == 1 and not args.anew then return {} end
 local time = redis.call('TIME')
 local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
@@ -38,4 +41,5 @@ redis.call('HSET', sizes, args.name, args.size)
 redis.call('HINCRBY', sizes, '', args.size)
 redis.call('PEXPIRE', records, args.ttl_ms)
 redis.call('PEXPIRE', sizes, args.ttl_ms)
+if #made_room > 0 then redis.call('SET', KEYS[3], cmsgpack.pack(made_room), 'PX', args.reply_ms) end
 return made_room

@@ -8,6 +8,7 @@ from shared.protocol import ImageRef
 from shared.records.api import Record
 from shared.records.redis_store import RedisRecordStore
 from tests.waiting import until_equal
+from shared.redis.link import RedisSender
 
 IMAGE = ImageRef("a" * 64, 50, "image/png", 1, 1)
 
@@ -73,3 +74,27 @@ async def test_every_key_expires_and_what_has_expired_counts_no_more(make, redis
     await short.put("you", "one", Record(b"x" * 10))
     await until_equal(lambda: short.get("you", "one"), None)
     assert await store.put("you", "two", Record(b"x" * 10)) == []
+
+
+class LosesReplies:
+    """A sender whose every script runs twice: the first reply is lost."""
+
+    def __init__(self, sender):
+        self.sender = sender
+
+    async def run(self, script, keys, arguments):
+        await self.sender.run(script, keys, arguments)
+        return await self.sender.run(script, keys, arguments)
+
+
+async def test_a_call_whose_reply_was_lost_returns_what_it_did(redis, redis_prefix, monkeypatch):
+    sender = RedisSender(redis)
+    monkeypatch.setattr("shared.records.redis_store.RedisSender", lambda _: LosesReplies(sender))
+    store = RedisRecordStore(redis, redis_prefix, ttl_s=60, max_records=1, max_bytes=100)
+    first, second = Record(b"x" * 10, (IMAGE,)), Record(b"\xff" * 10)
+    assert await store.put("me", "one", first) == []
+    assert await store.put("me", "two", second) == [("one", first)]
+    assert await store.delete("me", "two") == second
+    assert await store.delete("me", "two") is None
+    assert await store.put("me", "two", first) == []
+    await sender.close()
