@@ -6,6 +6,7 @@
         def setup(self, context): ...       # once a process: load what takes long
         def enter(self, common_data): ...   # once a session
         def run(self, task): ...            # JSON in, JSON out; or yield pieces of it
+                                            # runs at least once: see Application.run
         def leave(self): ...                # when the process drops a session
 
 The process reads one JSON object a line, and answers each by one or more; a program in any other language may do the
@@ -13,13 +14,23 @@ same, on its standard input and output:
 
     {"type":"setup",...}                           {"type":"ready"}
     {"type":"enter","session":S,"common_data":D}   {"type":"entered"}
-    {"type":"run","session":S,"input":I}           {"type":"item","value":V} ... {"type":"result","value":V}
+    {"type":"run","session":S,"task_id":T,"attempt":N,"input":I}
+                                                   {"type":"item","value":V} ... {"type":"result","value":V}
     {"type":"leave","session":S}                   {"type":"left"}
     {"type":"cancel"}                              nothing of its own: the run that it ends is answered
     any of them                                    {"type":"error","message":M}
 
 `session` is empty for tasks of no session, before which nobody enters. `input` and `common_data` come last. What an
 application prints goes to the log of its node.
+
+A program that uses a deployed application has the sessions of the gateway:
+
+    from vlm_app import Session
+
+    with Session.open("captioner", common_data={"language": "en"}) as session:
+        session.submit(*images)
+        for task in session.results():  # in their order, each as soon as it has ended
+            print(task.output if task.error is None else task.error)
 """
 
 import copy
@@ -31,14 +42,21 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
+import urllib.error
+import urllib.parse
+import urllib.request
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-__all__ = ["Application", "Context", "TaskCancelled", "TaskError"]
+__all__ = [
+    "Application", "Context", "Session", "SessionError", "TaskCancelled", "TaskError", "TaskResult",
+]  # fmt: skip
 
 
 class TaskError(Exception):
@@ -68,11 +86,123 @@ class Application:
         """Begin a session, with what its tasks have in common."""
 
     def run(self, task: Any) -> Any:
-        """Do a task; its result, or the pieces of it that are yielded. Raises: TaskError."""
+        """Return the result of a task, or yield pieces of it.
+
+        A task runs at least once: where a process, worker or node is lost, it runs again. A `run`
+        with side effects declares `def run(self, task, *, task_id, attempt)`. `task_id` is the same
+        in each attempt, and unique in its session. `attempt` is 1 in the first attempt and larger in
+        later ones: an earlier attempt may have acted.
+
+        Raises: TaskError.
+        """
         raise NotImplementedError
 
     def leave(self) -> None:
         """Let go of a session: others came after it, or the process stops."""
+
+
+class SessionError(Exception):
+    """The gateway refuses a request; `status` is that of HTTP, `code` the error's."""
+
+    def __init__(self, message: str, status: int, code: str | None) -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """An ended task. `error`: why there is no output; None where there is one."""
+
+    id: str
+    state: str  #: succeed, failed or cancelled
+    output: Any = None
+    error: str | None = None
+
+
+class Session:
+    """A session of a deployed application, by the API of the gateway. One thread at a time uses it."""
+
+    _PIECE = 1000  # tasks of one request
+    _WAIT_S = 30
+
+    def __init__(self, session_id: str, *, url: str = "", api_key: str = "") -> None:
+        """An open session, by its id. Without `url` and `api_key`: VLM_URL and VLM_API_KEY."""
+        self.id = session_id
+        self._url = (url or os.environ.get("VLM_URL") or "http://127.0.0.1:8000").rstrip("/")
+        self._api_key = api_key or os.environ.get("VLM_API_KEY", "")
+        self._submitted: list[str] = []
+
+    @classmethod
+    def open(
+        cls, application: str, *, url: str = "", api_key: str = "", **options: Any
+    ) -> "Session":
+        """Open one. `options`: common_data, priority, idle_s, timeout_s. Raises: SessionError, OSError."""
+        session = cls("", url=url, api_key=api_key)
+        path = f"/v1/applications/{urllib.parse.quote(application)}/sessions"
+        session.id = session._ask("POST", path, options)["id"]
+        return session
+
+    def submit(self, *inputs: Any) -> list[str]:
+        """Send tasks; returns their ids. Waits while the queue is full. Raises: SessionError, OSError."""
+        tasks = [{"id": uuid.uuid4().hex, "input": each} for each in inputs]
+        for first in range(0, len(tasks), self._PIECE):
+            some = tasks[first : first + self._PIECE]
+            self._ask("POST", f"/v1/sessions/{self.id}/tasks", {"tasks": some})
+        ids = [task["id"] for task in tasks]
+        self._submitted += ids
+        return ids
+
+    def result(self, task_id: str) -> TaskResult:
+        """Wait for the end of a task. Raises: SessionError, OSError."""
+        path = f"/v1/sessions/{self.id}/tasks/{task_id}?wait={self._WAIT_S}"
+        while True:
+            found = self._ask("GET", path)
+            if found["state"] in ("pending", "running"):
+                continue
+            if "output" in found:
+                return TaskResult(task_id, found["state"], found["output"])
+            error = found.get("error", {}).get("message", f"The task is {found['state']}.")
+            return TaskResult(task_id, found["state"], error=error)
+
+    def results(self) -> Iterator[TaskResult]:
+        """The tasks that were submitted and not yet given by this, in their order."""
+        while self._submitted:
+            yield self.result(self._submitted[0])
+            self._submitted.pop(0)
+
+    def close(self) -> None:
+        """Take no more tasks, cancel those that wait. Raises: SessionError, OSError."""
+        self._ask("POST", f"/v1/sessions/{self.id}:close", {})
+
+    def __enter__(self) -> "Session":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _ask(self, method: str, path: str, body: Any = None) -> Any:
+        """Ids make each request safe to send again, so it is while the gateway says when."""
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self._url + path, data, method=method)
+        request.add_header("content-type", "application/json")
+        if self._api_key:
+            request.add_header("authorization", f"Bearer {self._api_key}")
+        while True:
+            try:
+                with urllib.request.urlopen(request, timeout=self._WAIT_S + 30) as answer:
+                    return json.load(answer)
+            except urllib.error.HTTPError as failed:
+                pause = failed.headers.get("retry-after", "")
+                if failed.code not in (429, 503) or not pause.isdigit():
+                    raise self._error(failed) from None
+            time.sleep(int(pause))
+
+    def _error(self, failed: urllib.error.HTTPError) -> SessionError:
+        try:
+            error = json.load(failed)["error"]
+            return SessionError(error["message"], failed.code, error["code"])
+        except (ValueError, KeyError, TypeError):
+            return SessionError(f"the gateway answers {failed.code}", failed.code, None)
 
 
 class _Runner:
@@ -85,6 +215,7 @@ class _Runner:
         self._messages: SimpleQueue[bytes | None] = SimpleQueue()
         self._sessions: dict[str, Application] = {}
         self._application = Application()
+        self._told: list[str] = []  # what its `run` takes beside the task
         self._can_cancel = False
         self._is_cancelled = False
 
@@ -143,6 +274,10 @@ class _Runner:
         for part in name.split("."):
             kind = getattr(kind, part)
         self._application = kind()
+        parameters = inspect.signature(self._application.run).parameters.values()
+        takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
+        names = {each.name for each in parameters if each.kind is not each.VAR_POSITIONAL}
+        self._told = [n for n in ("task_id", "attempt") if takes_all or n in names]
         self._application.setup(Context(package, message["name"], message["device"]))
         return {"type": "ready"}
 
@@ -157,7 +292,8 @@ class _Runner:
         application = self._sessions[session] if session else self._application
         self._is_cancelled, self._can_cancel = False, True
         try:
-            value = application.run(message["input"])
+            told = {name: message[name] for name in self._told}
+            value = application.run(message["input"], **told)
             if isinstance(value, Iterator):
                 for item in value:
                     self._can_cancel = False

@@ -70,7 +70,7 @@ def deploy(
             help="A model directory, a hub id, a Python application, an executable, or a .tar.gz.",
             show_default=False,
         ),
-    ],
+    ] = "",
     url: Url = URL,
     api_key: DeployKey = None,
     engine: Annotated[
@@ -84,6 +84,12 @@ def deploy(
     ] = None,
     entry: Annotated[str, typer.Option(help="module:Class of a Python application.")] = "",
     command: Annotated[str, typer.Option(help="What runs an executable's package.")] = "",
+    installed: Annotated[
+        bool,
+        typer.Option(
+            "--installed", help="--command is a path that nodes have: nothing is uploaded."
+        ),
+    ] = False,
     min_instances: Annotated[int, typer.Option(min=0)] = 0,
     max_instances: Annotated[int, typer.Option(min=1)] = 4,
     env: Annotated[
@@ -156,7 +162,7 @@ def deploy(
         )
         commands.run_deploy(
             _client(url, api_key), name, application, spec, engine=settings, entry=entry,
-            command=shlex.split(command), environment=environment, store_url=store,
+            command=shlex.split(command), is_installed=installed, environment=environment, store_url=store,
             signing_key=sign, dry_run=output if dry_run or target == "kubernetes" else None,
             target=target,
             wait_s=0 if no_wait else wait,
@@ -207,6 +213,21 @@ def app(
 
     pause_s = 1.0 if watch else None
     commands.finish(lambda: commands.run_app(_client(url, api_key), name, output, pause_s))
+
+
+def logs(
+    name: Name,
+    slot: Annotated[
+        int | None, typer.Option(help="Of one instance.", show_default="all of them")
+    ] = None,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=1, max=1000)] = 100,
+    url: Url = URL,
+    api_key: DeployKey = None,
+) -> None:
+    """Show what the instances of a deployment have logged, also those that ended or never started."""
+    from deploy import commands
+
+    commands.finish(lambda: commands.run_logs(_client(url, api_key), name, slot, lines))
 
 
 def promote(name: Name, url: Url = URL, api_key: DeployKey = None) -> None:
@@ -277,5 +298,5 @@ def gc(
 
 def add_to(root: typer.Typer) -> None:
     """Put the commands into the command line."""
-    for command in (deploy, apps, app, promote, rollback, scale, undeploy, gc):
+    for command in (deploy, apps, app, logs, promote, rollback, scale, undeploy, gc):
         root.command(cls=Command)(command)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, nullcontext, suppress
+from datetime import UTC, datetime  # noqa: TID251 (people see it)
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from rich.table import Table
 
 from deploy.client import ApiFailed, Client, GatewayStore
 from deploy.kubernetes import CannotRender, render
-from deploy.pack import Packed, pack
+from deploy.pack import Packed, pack, pack_installed
 from shared.packages.deployments import NAME, NAME_RULE, Resources, Spec, in_full
 from shared.packages.environment import (
     BadEnvironment,
@@ -144,6 +145,7 @@ def run_deploy(
     engine: dict[str, str],
     entry: str,
     command: Sequence[str],
+    is_installed: bool = False,
     environment: Environment = Environment(),
     store_url: str | None,
     signing_key: Path | None,
@@ -154,11 +156,16 @@ def run_deploy(
     """Pack, upload, deploy, wait. Raises: CommandFailed."""
     if not re.match(NAME, name):
         raise CommandFailed(f"--name {name}: {NAME_RULE}", ARGUMENTS)
+    if bool(application) == is_installed:
+        raise CommandFailed("give --application, or --command with --installed", ARGUMENTS)
     try:
         with _Bar("hashing") as bar:
-            packed = pack(application, engine=engine, entry=entry, command=command, report=bar)
+            if is_installed:
+                packed = pack_installed(command)
+            else:
+                packed = pack(application, engine=engine, entry=entry, command=command, report=bar)
     except (BadPackage, OSError) as error:
-        raise CommandFailed(f"{application}: {error}", PACKAGING) from None
+        raise CommandFailed(f"{application or name}: {error}", PACKAGING) from None
     try:
         if target == "kubernetes":
             url = store_url or find_store(client)
@@ -185,6 +192,15 @@ def run_deploy(
     console.print(f"{name}: generation {found['generation']}, {digest}", soft_wrap=True)
     if wait_s:
         wait(client, name, found["generation"], wait_s)
+
+
+def run_logs(client: Client, name: str, slot: int | None, num_lines: int) -> None:
+    """Print the latest lines. Raises: CommandFailed."""
+    chosen = "" if slot is None else f"&slot={slot}"
+    found = _ask(lambda: client.call("GET", f"/{name}/logs?limit={num_lines}{chosen}"))
+    for line in found["data"]:
+        at = datetime.fromtimestamp(line["at"], UTC).isoformat(timespec="seconds")
+        print(f"{at} {line['slot']} {line['text']}")
 
 
 def find_store(client: Client) -> str:

@@ -88,6 +88,13 @@ def pack(
         raise
 
 
+def pack_installed(command: Sequence[str]) -> Packed:
+    """A package without files, for a command that nodes already have. Raises: BadPackage."""
+    if not command or not command[0].startswith("/"):
+        raise BadPackage("--installed: give --command with the path of a program, as /usr/bin/x")
+    return _hash(PackageConfig("executable", command=tuple(command)), {}, None, None)
+
+
 def _find_directory(application: str, path: Path) -> tuple[Path, Path]:
     """A directory, and the one that links in it may point into. Raises: BadPackage."""
     if path.is_dir():

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import yaml
 from rich.table import Table
@@ -16,6 +17,7 @@ from deploy.commands import API, ARGUMENTS, ROLLOUT, CommandFailed, finish, scre
 
 _MAX_TASKS = 1000  # of one request
 _WAIT_S = 30
+_MAX_SHOWN_CHARS = 256
 #: Codes of errors that are one task's, of its input or its process.
 _TASK_ERRORS = (
     *("task_failed", "request_kills_workers", "too_many_attempts", "worker_lost"),
@@ -122,22 +124,37 @@ def run_list(client: Client, form: str | None) -> None:
     if form is not None:
         _show(found, form)
         return
-    names = ("ID", "State", "App", "Priority", *map(str.capitalize, _COUNTS), "Created")
+    names = (
+        "ID",
+        "State",
+        "App",
+        "Resources",
+        "Priority",
+        *map(str.capitalize, _COUNTS),
+        "Created",
+    )
     table = Table(*names, box=None, header_style="bold")
     for each in found:
         counts = [str(each[state]) for state in _COUNTS]
         table.add_row(
-            each["id"], each["state"].capitalize(), each["application"], each["priority"], *counts,
+            each["id"], each["state"].capitalize(), each["application"],
+            _resources(each.get("resources") or {}), each["priority"], *counts,
             _ago(each["created"]),
         )  # fmt: skip
     screen.print(table)
 
 
-def _pages(client: Client, path: str) -> Iterator[dict[str, Any]]:
+def _resources(found: dict[str, Any]) -> str:
+    """As `--resources` takes them."""
+    names = {"memory_bytes": "memory"}
+    return ",".join(f"{names.get(name, name)}={value:g}" for name, value in found.items() if value)
+
+
+def _pages(client: Client, path: str, **query: str) -> Iterator[dict[str, Any]]:
     """All entries of a list. Raises: CommandFailed."""
     after, has_more = "", True
     while has_more:
-        page = _ask(client, "GET", f"{path}?after={after}")
+        page = _ask(client, "GET", f"{path}?{urlencode({**query, 'after': after})}")
         yield from page["data"]
         has_more = page["has_more"] and bool(page["data"])
         after = page["data"][-1]["id"] if page["data"] else ""
@@ -147,14 +164,18 @@ def run_view(client: Client, session_id: str, form: str | None) -> None:
     """Print a session and its tasks. Raises: CommandFailed."""
     path = f"/v1/sessions/{session_id}"
     found = _ask(client, "GET", path)
-    found["tasks"] = list(_pages(client, f"{path}/tasks"))
+    found["tasks"] = list(_pages(client, f"{path}/tasks", include="results"))
     if form is not None:
         _show(found, form)
         return
     counts = ", ".join(f"{found[state]} {state}" for state in _COUNTS)
     print(f"{found['id']} of {found['application']}: {found['state']}; {counts}")
+    table = Table("Task", "State", "Input", "Result", box=None, header_style="bold")
     for task in found["tasks"]:
-        print(f"  {task['id']}  {task['state']}  {task['package'][:40]}")
+        output = json.dumps(task["output"]) if "output" in task else ""
+        said = task.get("error", {}).get("message", output)
+        table.add_row(task["id"], task["state"], task["input"], said[:_MAX_SHOWN_CHARS])
+    screen.print(table)
 
 
 def run_close(client: Client, session_id: str) -> None:

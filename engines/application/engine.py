@@ -208,7 +208,11 @@ class ApplicationEngine(Engine[TaskInput]):
             task.num_tries += 1
             task.entered_at = task.entered_at or now
             self._state, self._cancel_until = "running", 0.0
-            self._child.send(_line(type="run", session=session, input=task.task.input))
+            name, _, attempt = task.request_id.partition("@")
+            # An attempt at the call is up to MAX_TRIES here: numbers grow, and some are skipped.
+            number = MAX_TRIES * (int(attempt or 1) - 1) + task.num_tries
+            told = {"task_id": task.task.id or name, "attempt": number}
+            self._child.send(_line(type="run", session=session, **told, input=task.task.input))
         elif len(self._sessions) >= self._settings.max_sessions:
             oldest, _ = self._sessions.popitem(last=False)
             self._state = "leaving"

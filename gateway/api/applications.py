@@ -22,7 +22,7 @@ from redis.exceptions import RedisError
 from gateway.api.operator_access import OperatorAccess
 from gateway.api.package_store import ConfiguredStore, store_unavailable
 from gateway.calls.models import ModelDirectory
-from gateway.http.body import JsonBody
+from gateway.http.body import JsonBody, locate
 from gateway.http.errors import (
     ApiError,
     InvalidRequest,
@@ -31,7 +31,7 @@ from gateway.http.errors import (
     unavailable,
 )
 from shared.packages import rollout
-from shared.packages.board import Board
+from shared.packages.board import MAX_LOG_LINES, Board
 from shared.packages.deployments import (
     MAX_INSTANCES,
     NAME,
@@ -53,7 +53,7 @@ from shared.packages.environment import BadEnvironment, Environment, check_envir
 from shared.packages.garbage import write_hold
 from shared.packages.latency import add_up, quantile
 from shared.packages.manifest import BadPackage, Digest, Manifest
-from shared.packages.rollout import App
+from shared.packages.rollout import App, LogLine
 from shared.packages.signature import (
     MAX_SIGNATURE_CHARS,
     BadSignature,
@@ -146,6 +146,20 @@ class GenerationObject(msgspec.Struct):
     message: str
 
 
+class LogQuery(msgspec.Struct):
+    """Which of the latest lines."""
+
+    limit: Annotated[int, Meta(ge=1, le=MAX_LOG_LINES)] = 100
+    slot: int | None = None
+
+
+class Log(msgspec.Struct):
+    """Lines that instances have logged, the oldest first."""
+
+    data: list[LogLine]
+    object: str = "list"
+
+
 class Application(msgspec.Struct):
     """A deployment as it is now."""
 
@@ -203,6 +217,14 @@ class Applications:
         ]
         return found
 
+    async def log(self, name: str, query: LogQuery) -> Log:
+        """Raises: ApiError, RedisError."""
+        lines = await self._board.log(name, MAX_LOG_LINES)
+        if not lines and await self._history(name) is None:
+            raise _unknown(name)
+        chosen = [line for line in lines if query.slot in (None, line.slot)]
+        return Log(chosen[-query.limit :])
+
     async def deploy(self, name: str, wanted: Deploy) -> tuple[int, Application]:
         """Returns the status too: 200 where nothing was to do. Raises: ApiError, RedisError."""
         if name in self._models.cards:
@@ -239,8 +261,24 @@ class Applications:
             outcome = history.outcomes.get(number)
             if outcome is None or outcome.verdict == "active":
                 return 200, await self.get(name)
+        active = history.active if history else None
+        if (
+            active is not None
+            and active.version == generation.version
+            and active.spec.resources != generation.spec.resources
+        ):
+            await self._check_room(generation)
         await self._add(generation, history)
         return 202, await self.get(name)
+
+    async def _check_room(self, generation: Generation) -> None:
+        """Other resources for a version that serves are in force at once. Raises: ApiError, RedisError."""
+        nodes = await self._board.nodes()
+        may_grow = not nodes or any(node.takes for node in nodes.values())
+        revision = rollout.to_revision(generation, 0.0)
+        obstacle = rollout.find_obstacle(App(generation.name), revision, nodes)
+        if obstacle and not may_grow:
+            raise _conflict(f"The resources stay as they are: {obstacle}.")
 
     async def rollback(self, name: str, wanted: Rollback) -> Application:
         """Take the candidate back, or have an earlier version serve again. Raises: ApiError, RedisError."""
@@ -475,6 +513,16 @@ def create_application_routes(
         """One deployment: versions, instances, events, and all its generations."""
         access.check(request)
         return _json(await _asked(apps.get(_check_name(name))))
+
+    @router.get("/{name}/logs", operation_id="retrieve_application_log", openapi_extra=_describe())
+    async def retrieve_log(request: Request, name: str) -> Response:
+        """What the instances of a deployment have logged: `limit` lines, of one `slot` or of all."""
+        access.check(request)
+        try:
+            query = msgspec.convert(dict(request.query_params), LogQuery, strict=False)
+        except msgspec.ValidationError as error:
+            raise locate(str(error), {}) from None
+        return _json(await _asked(apps.log(_check_name(name), query)))
 
     @router.put("/{name}", operation_id="deploy_application", openapi_extra=_describe(Deploy))
     async def deploy_application(request: Request, name: str) -> Response:

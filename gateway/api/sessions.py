@@ -51,6 +51,7 @@ from shared.sessions.store import (
 from shared.settings.limits import MAX_PAGE, LimitSettings
 
 MAX_WAIT_S = 60.0
+MAX_SHOWN_CHARS = 256  #: of a task's input, in lists
 _MAX_NAMED = 20  #: tasks in a message
 _MAX_OPEN_OF_PAGE = 1000  #: open tasks that are looked at for a list of sessions
 #: A task that was just noted may not be queued yet.
@@ -111,8 +112,14 @@ class PageQuery(msgspec.Struct):
     after: Annotated[str, Meta(max_length=128)] = ""  #: the last id of the page before
 
 
+class TasksQuery(PageQuery):
+    """Which tasks to list; `include=results`: with what they came to."""
+
+    include: Literal["", "results"] = ""
+
+
 class SessionObject(msgspec.Struct):
-    """A session, and how its tasks stand."""
+    """A session, and how its tasks stand. `resources`: of an instance of its application, if known."""
 
     id: str
     application: str
@@ -126,6 +133,7 @@ class SessionObject(msgspec.Struct):
     created: int
     idle_s: float
     timeout_s: float
+    resources: dict[str, Any] | None
     object: str = "session"
 
 
@@ -138,13 +146,17 @@ class SessionList(msgspec.Struct):
 
 
 class TaskObject(msgspec.Struct):
-    """A task; `output` or `error` once it has ended. `package`: what does it."""
+    """A task; `output` or `error` once it has ended. `package`: what does it.
+
+    `input`: the first characters of its JSON.
+    """
 
     id: str
     session: str
     state: TaskState
     package: str
     created: int
+    input: str
     output: Raw | UnsetType = UNSET
     error: ErrorFields | UnsetType = UNSET
     object: str = "task"
@@ -187,7 +199,7 @@ class Sessions:
         self._limits = limits
 
     def operations(self) -> list[Operation]:
-        operation = partial(Operation, tag="sessions")
+        operation = partial(Operation, tag="sessions", max_commas=self._limits.max_task_bytes)
         session, task = "/v1/sessions/{session_id}", "/v1/sessions/{session_id}/tasks/{task_id}"
         return [
             operation(
@@ -209,7 +221,7 @@ class Sessions:
             ),
             operation(
                 "GET", session + "/tasks", "list_tasks", "List the tasks of a session",
-                self.list_tasks, TaskList, query=PageQuery,
+                self.list_tasks, TaskList, query=TasksQuery,
             ),
             operation(
                 "GET", task, "retrieve_task", "Show a task, once it has ended or `wait` is over",
@@ -249,7 +261,7 @@ class Sessions:
             ref = await self._lifecycle.blobs.put(data, session_id, ttl_s=session.ttl_s)
             session = msgspec.structs.replace(session, common=ref)
         await self._store.create(session)
-        return _show(SessionState(session, "open", {}), {})
+        return self._show(SessionState(session, "open", {}), {})
 
     async def list_all(self, caller: Caller) -> SessionList:
         """Raises: ApiError, QueueUnavailable."""
@@ -297,7 +309,7 @@ class Sessions:
             now = Counter(state for _, state in stands[at : at + len(each.open_tasks)])
             at += len(each.open_tasks)
             now["pending"] += each.num_open - len(each.open_tasks)
-            shown.append(_show(each, now + Counter(each.ended)))
+            shown.append(self._show(each, now + Counter(each.ended)))
         return shown
 
     async def _look_at_open(
@@ -358,6 +370,7 @@ class Sessions:
         wanted = TaskRecord(
             task_id, _request_id(session.id, task_id), card.queue, card.package,
             hashlib.sha256(bytes(data)).hexdigest(), now, now + session.timeout_s,
+            bytes(data).decode()[:MAX_SHOWN_CHARS],
         )  # fmt: skip
         try:
             task, state = await self._store.add(session, wanted, self._limits.max_session_tasks)
@@ -368,7 +381,7 @@ class Sessions:
                 f"The task {task_id} has another input: take another id.", code="task_id_reused"
             )
         if state == "new" or (state == "open" and now < task.deadline_at):
-            run = Run(data, session.id, session.common, is_streamed=False, keep_s=session.idle_s)
+            run = Run(data, session.id, session.common, keep_s=session.idle_s, id=task_id)
             try:
                 await self._queue(caller, session, card, task, run, task.deadline_at - now)
             except BaseException:
@@ -417,7 +430,7 @@ class Sessions:
 
     async def list_tasks(self, caller: Caller) -> TaskList:
         """Raises: ApiError, QueueUnavailable."""
-        query = caller.read_query(PageQuery)
+        query = caller.read_query(TasksQuery)
         session = (await self._find(caller)).session
         tasks = await self._store.tasks(session.id)
         names = [task.id for task, _ in tasks]
@@ -427,6 +440,10 @@ class Sessions:
         shown = [
             _show_task(session, task, state) for (task, _), state in zip(page, states, strict=True)
         ]
+        if query.include == "results":
+            ended = zip(shown, page, strict=True)
+            results = [self._complete(one, task) for one, (task, _) in ended if one.state in ENDED]
+            await asyncio.gather(*results)
         return TaskList(shown, len(tasks) > first + query.limit)
 
     async def get_task(self, caller: Caller) -> TaskObject:
@@ -441,6 +458,8 @@ class Sessions:
         shown = _show_task(session, task, state)
         if state in ENDED:
             await self._complete(shown, task)
+            if state == "succeed" and shown.output is UNSET:
+                raise NotFound("The task's result is not kept any more.", code="result_expired")
         return shown
 
     async def cancel_task(self, caller: Caller) -> TaskObject:
@@ -515,7 +534,7 @@ class Sessions:
         return [stands[task.request_id] for task in tasks]
 
     async def _complete(self, shown: TaskObject, task: TaskRecord) -> None:
-        """Add what the task came to, as its call's log has it."""
+        """Add the result or the error that the log of its call holds, as long as it is kept."""
         log = await self._lifecycle.dispatcher.queue.events(task.model, task.request_id)
         events: Sequence[CallEvent] = decode_log(log)
         if shown.state == "succeed" and events:
@@ -523,8 +542,6 @@ class Sessions:
         elif shown.state == "failed" and events and isinstance(events[-1], Failed):
             error = from_failed(events[-1])
             shown.error = ErrorFields(error.message, error.type, error.param, error.code)
-        elif shown.state == "succeed":
-            raise NotFound("What the task came to is not kept any more.", code="result_expired")
         elif shown.state == "failed":
             text = "The task did not end in time, or was lost; send it again under another id."
             shown.error = ErrorFields(text, "server_error", None, ErrorCode.DEADLINE_EXCEEDED.value)
@@ -565,6 +582,16 @@ class Sessions:
         }
         await self._store.settle(session_id, ended)
 
+    def _show(self, found: SessionState, counts: Mapping[str, int]) -> SessionObject:
+        session = found.session
+        return SessionObject(
+            session.id, session.application, found.state, session.priority,
+            counts.get("pending", 0), counts.get("running", 0),
+            counts.get("succeed", 0), counts.get("failed", 0), counts.get("cancelled", 0),
+            int(session.created_at), session.idle_s, session.timeout_s,
+            self._lifecycle.models.resources(session.application),
+        )  # fmt: skip
+
     async def _find_card(self, name: str, side: str) -> ModelCard:
         """The version that serves. Raises: ApiError, QueueUnavailable."""
         try:
@@ -600,18 +627,8 @@ def _request_id(session_id: str, task_id: str) -> str:
     return hashlib.sha256(f"{session_id}\0{task_id}".encode()).hexdigest()[:32] + "-0"
 
 
-def _show(found: SessionState, counts: Mapping[str, int]) -> SessionObject:
-    session = found.session
-    return SessionObject(
-        session.id, session.application, found.state, session.priority,
-        counts.get("pending", 0), counts.get("running", 0),
-        counts.get("succeed", 0), counts.get("failed", 0), counts.get("cancelled", 0),
-        int(session.created_at), session.idle_s, session.timeout_s,
-    )  # fmt: skip
-
-
 def _show_task(session: Session, task: TaskRecord, state: TaskState) -> TaskObject:
-    return TaskObject(task.id, session.id, state, task.package, int(task.created_at))
+    return TaskObject(task.id, session.id, state, task.package, int(task.created_at), task.input)
 
 
 def _refused(reason: str, limits: LimitSettings) -> InvalidRequest:

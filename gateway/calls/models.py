@@ -12,12 +12,14 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextvars import Context
 from dataclasses import dataclass
+from typing import Any
 
 from msgspec.structs import replace
 from redis.exceptions import RedisError
 
 from gateway.http.errors import ApiError, NotFound, Overloaded, record_unreadable
 from shared.packages.board import Board
+from shared.packages.deployments import in_full
 from shared.packages.rollout import App
 from shared.protocol import PROTOCOL_VERSION, AdapterCard, ModelCard, explain_versions
 from shared.queue.api import QueueUnavailable
@@ -109,6 +111,11 @@ class ModelDirectory:
             if not card.package or card.name.partition("@")[0] not in self.routes
         ]
         return [*deployed, *own]
+
+    def resources(self, name: str) -> dict[str, Any] | None:
+        """The resources of an instance of a deployment; None where they are not known."""
+        app = self._apps.get(name)
+        return in_full(app.active.needs) if app is not None and app.active is not None else None
 
     async def refresh(self) -> None:
         """Ask the registry. Raises: QueueUnavailable, RedisError, OSError."""

@@ -8,7 +8,7 @@ import msgspec
 from msgspec.structs import replace
 from redis.asyncio import Redis
 
-from shared.packages.rollout import App, NodeRecord
+from shared.packages.rollout import App, LogLine, NodeRecord
 from shared.protocol import encode
 from shared.queue.keys import RedisKeys, to_ms
 from shared.redis.client import retry_idempotent
@@ -23,10 +23,15 @@ CLAIM_S = 10.0
 #: Of the record of all deployments after somebody last looked after it.
 APPS_TTL_S = 24 * 3600.0
 
+#: Of the log of a deployment.
+MAX_LOG_LINES = 1000
+LOG_TTL_S = 24 * 3600.0
+
 logger = logging.getLogger(__name__)
 
 _apps = msgspec.json.Decoder(App)
 _nodes = msgspec.json.Decoder(NodeRecord)
+_lines = msgspec.json.Decoder(LogLine)
 
 
 class Board:
@@ -98,6 +103,19 @@ class Board:
         """Say that a node is gone."""
         await self._sender.execute("DEL", self._keys.node(node_id))
         await self._sender.execute("SREM", self._keys.nodes, node_id)
+
+    async def add_log(self, name: str, lines: Sequence[LogLine]) -> None:
+        """Append what instances of a deployment have logged; the latest `MAX_LOG_LINES` stay."""
+        key = self._keys.app_log(name)
+        command = with_ttl(key, to_ms(LOG_TTL_S), "RPUSH", key, *map(encode, lines))
+        await self._sender.execute(*command)
+        await self._sender.execute("LTRIM", key, -MAX_LOG_LINES, -1)
+
+    async def log(self, name: str, limit: int) -> list[LogLine]:
+        """The latest lines of a deployment's instances, the oldest first."""
+        key = self._keys.app_log(name)
+        found = await retry_idempotent(lambda: self._sender.execute("LRANGE", key, -limit, -1))
+        return [_lines.decode(line) for line in found]
 
     async def nodes(self) -> dict[str, NodeRecord]:
         """The nodes that are there now."""

@@ -62,7 +62,8 @@ class PackageConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
         str, str
     ] = {}  #: of a model: the engine's settings by name, such as `quantization`
     entry: str = ""  #: of Python: `module:Class`
-    command: tuple[str, ...] = ()  #: of an executable: its path in the package, and arguments
+    #: of an executable: its path in the package, or on the node without files; and arguments
+    command: tuple[str, ...] = ()
     #: Of an application: whether it reaches the network where it is isolated.
     network: bool = False
     protocol: int = 1
@@ -193,7 +194,9 @@ def _check_config(config: PackageConfig, paths: set[str]) -> None:
             if f"{module}.py" not in paths and f"{module}/__init__.py" not in paths:
                 raise BadPackage(f"config.entry: {config.entry!r} names no module of the package")
         case "executable":
-            if not config.command or config.command[0] not in paths:
+            program = config.command[0] if config.command else ""
+            is_installed = program.startswith("/") and not paths
+            if program not in paths and not is_installed:
                 raise BadPackage("config.command: its first word names no file of the package")
     for name in config.engine:
         first = name.split("__")[0]

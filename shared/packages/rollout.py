@@ -155,6 +155,15 @@ class SlotReport(msgspec.Struct, frozen=True, omit_defaults=True):
     tenants: tuple[str, ...] = ()  #: of a failure: whose requests ran; none where this is not known
 
 
+class LogLine(msgspec.Struct, frozen=True):
+    """What an instance has logged. Units: epoch seconds."""
+
+    at: float
+    node: str
+    slot: int
+    text: str
+
+
 class NodeRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a node says of itself with every heartbeat."""
 
@@ -202,7 +211,7 @@ def admit(app: App, generation: Generation, now: float) -> App:
         return replace(app, active=active, candidate=None, desired=desired)
     known = app.revision(digest)
     candidate = replace(
-        _to_revision(generation, now), card=known.card if known else None,
+        to_revision(generation, now), card=known.card if known else None,
         is_new=generation.cause == "deploy",
     )  # fmt: skip
     retiring = tuple(each for each in app.retiring if each.digest != digest)
@@ -217,7 +226,7 @@ def restore(
     if active is not None:
         app = replace(
             app,
-            active=_to_revision(active, now),
+            active=to_revision(active, now),
             desired=max(1, active.spec.min_instances),
             busy_at=now,
         )
@@ -226,7 +235,8 @@ def restore(
     return _note(app, now, "restored from the store")
 
 
-def _to_revision(generation: Generation, now: float) -> Revision:
+def to_revision(generation: Generation, now: float) -> Revision:
+    """The version that a generation makes."""
     version, package = generation.version, generation.digest
     return Revision(
         generation.number, version, generation.spec, since=now,
@@ -665,7 +675,7 @@ def find_lost(app: App, nodes: Mapping[str, NodeRecord], now: float) -> list[str
         () if may_grow or app.of(active.digest, "starting") else app.of(active.digest, "wanted")
     )
     is_stuck = any(now - slot.since > SETTLE_S for slot in waiting)
-    is_blocked = is_stuck and bool(_find_obstacle(app, active, nodes))
+    is_blocked = is_stuck and bool(find_obstacle(app, active, nodes))
     if is_blocked or active.num_failed_starts >= MAX_FAILED_STARTS:
         lost.append(active.digest)
     return lost
@@ -682,7 +692,7 @@ def _explain(app: App, nodes: Mapping[str, NodeRecord], now: float) -> App:
         if slot.state != "wanted" or revision is None:
             continue
         needed = revision.needs
-        text = _find_obstacle(app, revision, nodes)
+        text = find_obstacle(app, revision, nodes)
         is_late = slot.since and now - slot.since > SETTLE_S
         if not text and revision is app.candidate and is_late:
             text = (
@@ -700,7 +710,7 @@ def _write(needed: Resources) -> str:
     return ",".join(f"{n}={v:g}" if n == "cpu" else f"{n}={v}" for n, v in given if v)
 
 
-def _find_obstacle(app: App, revision: Revision, nodes: Mapping[str, NodeRecord]) -> str:
+def find_obstacle(app: App, revision: Revision, nodes: Mapping[str, NodeRecord]) -> str:
     """Why no node can take an instance, even an idle one; empty: one can."""
     if lack := _find_lack(app, revision, nodes):
         return lack

@@ -246,6 +246,7 @@ class Run(Message, frozen=True, tag_field="task", tag="run", omit_defaults=True)
     common: BlobRef | None = None  #: the session's common data: JSON in one line
     is_streamed: bool = False  #: pieces are wanted as they come
     keep_s: float = 0.0  #: so long its result is kept at least
+    id: str = ""  #: within its session
 
     @property
     def images(self) -> tuple[ImageRef, ...]:

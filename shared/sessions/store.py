@@ -71,6 +71,7 @@ class TaskRecord(msgspec.Struct, frozen=True):
     fingerprint: str  #: of its input
     created_at: float
     deadline_at: float
+    input: str = ""  #: JSON, for people: its first characters
 
 
 class TaskRefused(Exception):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import threading
@@ -20,6 +21,7 @@ from tests.integration.test_deployments import WITHIN_S, Deployer
 from tests.long import long
 from tests.processes import environment_of
 from tests.waiting import wait_for
+from vlm_app import Session, SessionError
 
 APPLICATION = """
 from vlm_app import Application, TaskError
@@ -122,8 +124,51 @@ def test_a_session_is_walked_through_by_commands(deployer: Deployer):
     [found] = [each for each in listed if each["id"] == name]
     counts = {state: found[state] for state in ("pending", "running", "succeed", "failed")}
     assert counts == {"pending": 0, "running": 0, "succeed": 2, "failed": 1}
+    assert found["resources"] == {"cpu": 1.0, "memory_bytes": 0, "gpu": 0}
+    assert "cpu=1" in deployer.vlm("session", "list").stdout
+    shown = deployer.vlm("session", "view", name).stdout
+    assert all(text in shown for text in ('"you"', '"dear you"', '"fail"', "told to"))
     closed = deployer.vlm("session", "close", name)
     assert closed.returncode == 0, closed.stderr
+
+
+def test_a_program_uses_a_session_of_its_own(deployer: Deployer):
+    at = {"url": deployer.fleet.url, "api_key": deployer.key}
+    with Session.open("greeter", common_data={"word": "dear"}, **at) as session:
+        session.submit("you", "fail")
+        [mine] = session.submit("me")
+        results = list(session.results())
+        assert [task.output for task in results] == ["dear you", None, "dear me"]
+        assert [task.state for task in results] == ["succeed", "failed", "succeed"]
+        assert results[1].error == "told to"
+        assert Session(session.id, **at).result(mine) == results[2]
+        assert list(session.results()) == []
+    with pytest.raises(SessionError, match="is closed") as refused:
+        session.submit("late")
+    assert (refused.value.status, refused.value.code) == (409, "session_closed")
+
+
+ECHO = """
+import json, sys
+for line in sys.stdin:
+    asked = json.loads(line)
+    answer = {"type": "ready"} if asked["type"] == "setup" else {"type": "result", "value": asked["input"]}
+    print(json.dumps(answer), flush=True)
+"""
+
+
+def test_a_command_that_nodes_have_is_deployed_without_files(deployer: Deployer):
+    command = shlex.join([sys.executable, "-c", ECHO])
+    given = ("deploy", "--name", "echo", "--command", command, "--resources", "cpu=0.1")
+    assert deployer.vlm(*given, "--installed", "--application", "x").returncode == 1
+    done = deployer.vlm(*given, "--installed")
+    assert done.returncode == 0, done.stderr
+    assert deployer.vlm("run", "echo", "7").stdout == "7\n"
+    missing = ("--command", "/usr/bin/no-such-program", "--start-s", "5", "--retry-limit", "0")
+    done = deployer.vlm("deploy", "--name", "missing", "--installed", *missing)
+    assert done.returncode == 5, done.stderr
+    assert "FileNotFoundError" in deployer.vlm("logs", "missing").stdout
+    assert deployer.vlm("logs", "missing", "--slot", "0").stdout == ""
 
 
 def test_a_failed_task_does_not_end_the_command(deployer: Deployer):

@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import time
+from collections import deque
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,7 @@ from engines.base import EngineStartError
 from engines.child_process import hide_process
 from engines.registry import engine_kinds
 from shared.packages import rollout
-from shared.packages.board import Board
+from shared.packages.board import MAX_LOG_LINES, Board
 from shared.packages.deployments import (
     Conflict,
     Resources,
@@ -41,7 +42,7 @@ from shared.packages.deployments import (
 )
 from shared.packages.latency import add_up
 from shared.packages.manifest import Manifest
-from shared.packages.rollout import App, Load, NodeRecord, Revision, Slot
+from shared.packages.rollout import App, Load, LogLine, NodeRecord, Revision, Slot
 from shared.packages.store import PackageStore, StoreError, open_store
 from shared.protocol import ErrorCode, ModelCard
 from shared.queue.api import QueueUnavailable
@@ -71,6 +72,7 @@ SYNC_EMPTY_S = 2.0
 STRAY_S = 10.0
 #: How often Redis is asked whose requests ran in an instance that ended.
 TENANT_TRIES = 10
+MAX_LOG_CHARS = 500  #: of a line
 _LOST_MESSAGE = (
     "No instance can answer the request: those that had it ended, or none can start; retry."
 )
@@ -122,6 +124,7 @@ class NodeAgent:
         self._strays: dict[tuple[str, int], float] = {}
         self._workers: list[WorkerRecord] = []
         self._logged: set[str] = set()
+        self._unsent: dict[str, deque[LogLine]] = {}  # what instances logged, by deployment
         self._synced_at = float("-inf")
         self._beaten_at = time.monotonic()
         self._trusts_at = 0.0  # from then on, a record that is absent means that its node is gone
@@ -209,6 +212,7 @@ class NodeAgent:
         beating.cancel()
         await asyncio.wait([beating])
         try:
+            await self._send_logs()
             await self._board.withdraw(self.id)
         except (RedisError, OSError):
             logger.info("could not say goodbye: it expires")
@@ -219,6 +223,7 @@ class NodeAgent:
         """Follow the deployments' records and claim slots. Raises: RedisError, StoreError."""
         now = await self._board.now()
         apps = await self._board.apps()
+        await self._send_logs()
         self._obey(apps)
         await self._standby.keep(self._engine_at_rest(apps))
         await self._sync(apps, now)
@@ -402,8 +407,20 @@ class NodeAgent:
             ),
             variables=partial(self._secrets.read, revision.environment),
             find_card=self._find_card, health_socket=f"{self._sockets.name}/{token_hex(6)}", find_tenants=self._find_tenants,
-            spare=self._standby.take(),
+            log=partial(self._log, name, slot.id), spare=self._standby.take(),
         )  # fmt: skip
+
+    def _log(self, app: str, slot: int, text: str) -> None:
+        """Keep a line for Redis; the oldest make room while Redis is away."""
+        line = LogLine(time.time(), self.id, slot, text[:MAX_LOG_CHARS])  # noqa: TID251
+        self._unsent.setdefault(app, deque(maxlen=MAX_LOG_LINES)).append(line)
+
+    async def _send_logs(self) -> None:
+        for app, lines in list(self._unsent.items()):
+            if some := list(lines):
+                await self._board.add_log(app, some)
+                for _ in some:
+                    lines.popleft()
 
     def _install(self, digest: str, uses: Uses) -> tuple[Manifest, Path]:
         signers = self._settings.deploy.signers

@@ -68,6 +68,7 @@ class Instance:
         find_card: FindCard,
         find_tenants: FindTenants,
         health_socket: str,
+        log: Callable[[str], None],
         spare: Spare | None = None,
     ) -> None:
         self.app = app
@@ -84,6 +85,7 @@ class Instance:
         self._variables = variables
         self._find_card = find_card
         self._find_tenants = find_tenants
+        self._log = log
         self._spare = spare
         self.health_socket = health_socket  #: where its worker serves health and metrics
         self.engine = ""  #: its kind, once that is known
@@ -147,6 +149,7 @@ class Instance:
     def _fail(self, message: str, *, is_final: bool = False) -> None:
         self._state, self._message, self._is_final = "failed", message[:500], is_final
         logger.warning("%s, slot %s: %s: %s", self.app, self.slot, self._phase, self._message)
+        self._log(f"{self._phase}: {self._message}")
 
     async def _live(self) -> None:
         try:
@@ -274,6 +277,7 @@ class Instance:
                 return
             text = line.decode(errors="replace").rstrip()
             self._lines.append(text[-300:])
+            self._log(text)
             print(f"{self.app}: {text}", file=sys.stderr, flush=True)
 
     def _environment(

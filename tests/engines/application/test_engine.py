@@ -41,13 +41,19 @@ class Toy(Application):
         if common_data == "hang":
             time.sleep(3600)
 
-    def run(self, task):
+    def run(self, task, *, task_id, attempt):
+        self.told = [task_id, attempt]
         if task == "pieces":
             return (self.piece(i) for i in range(3))
         return getattr(self, task["do"])(task)
 
     def piece(self, number):
         return {"piece": number}
+
+    def once(self, task):
+        if self.told[1] == 1:
+            os._exit(3)
+        return self.told
 
     def greet(self, task):
         return f"{getattr(self, 'prefix', 'hello')} {task['name']}"
@@ -150,10 +156,14 @@ class Driver:
         self.isolation = isolation
         self.number = 0
 
-    def add(self, value: Any, *, session: str = "", common: Any = None, **more: Any) -> str:
+    def add(
+        self, value: Any, *, session: str = "", common: Any = None, attempt: int = 1, **more: Any
+    ) -> str:
         self.number += 1
         task = Run(msgspec.Raw(msgspec.json.encode(value)), session, **more)
-        call = EngineCall(f"r{self.number}", task, common_data=msgspec.json.encode(common))
+        call = EngineCall(
+            f"r{self.number}@{attempt}", task, common_data=msgspec.json.encode(common)
+        )
         self.engine.add(self.engine.prepare(call, ()))
         return call.request_id
 
@@ -256,6 +266,13 @@ def test_a_task_whose_process_ends_is_tried_once_more(toy, tmp_path):
     if toy.isolation == "require":
         pytest.skip("it cannot write the mark")
     assert toy.ask({"do": "die", "mark": str(tmp_path / "mark")}) == "the second time"
+
+
+def test_a_task_knows_its_id_and_whether_it_may_have_run_before(toy):
+    assert toy.ask({"do": "once"}, session="s", id="mine") == ["mine", 2]
+    toy.number = 700
+    assert toy.ask({"do": "once"}) == ["r701", 2]
+    assert toy.ask({"do": "once"}, attempt=2) == ["r702", 3]
 
 
 def test_a_task_that_no_process_survives_fails_and_the_next_one_does_not(toy, tmp_path):

@@ -14,7 +14,7 @@ from gateway.calls.models import Route
 from shared.packages import rollout
 from shared.packages.board import Board
 from shared.packages.manifest import Layer, PackageConfig, digest_of, make_manifest
-from shared.packages.rollout import App, Revision, Slot
+from shared.packages.rollout import App, LogLine, NodeRecord, Revision, Slot
 from shared.packages.store import open_store
 from shared.protocol import ModelCard
 from shared.queue.keys import RedisKeys
@@ -254,6 +254,38 @@ async def test_scale_and_undeploy(deployments):
     assert (gone.status_code, gone.json()["state"]) == (202, "undeployed")
     assert (await deployments.ask(":promote")).status_code == 404
     assert (await deployments.put(digest)).status_code == 202
+
+
+async def test_resources_that_no_node_has_are_refused_to_a_version_that_serves(deployments):
+    digest = deployments.add_package("{}")
+    await deployments.put(digest)
+    await deployments.make_ready(digest)
+    await deployments.ask(":promote")
+    await deployments.board.announce(NodeRecord("node", cpu=2.0, memory_bytes=10, gpu=0), ttl_s=60)
+    refused = await deployments.put(digest, spec={"resources": {"cpu": 64.0}})
+    assert refused.status_code == 409
+    assert "no node has room for an instance of cpu=64" in message(refused)
+    assert (await deployments.ask(method="GET")).json()["active"]["spec"]["resources"]["cpu"] == 1.0
+    changed = await deployments.put(digest, spec={"resources": {"cpu": 2.0}})
+    assert (changed.status_code, changed.json()["state"]) == (202, "active")
+    assert changed.json()["active"]["spec"]["resources"]["cpu"] == 2.0
+
+
+async def test_the_latest_lines_of_instances_are_shown_to_who_deploys(deployments):
+    await deployments.put(deployments.add_package("{}"))
+    assert (await deployments.ask("/logs", "GET")).json()["data"] == []
+    lines = [LogLine(n / 10, "node", n % 2, f"line {n}") for n in range(1200)]
+    for first in range(0, 1200, 100):
+        await deployments.board.add_log("n", lines[first : first + 100])
+    shown = (await deployments.ask("/logs?limit=1000", "GET")).json()["data"]
+    assert [line["text"] for line in shown] == [f"line {n}" for n in range(200, 1200)]
+    shown = (await deployments.ask("/logs?limit=2&slot=1", "GET")).json()["data"]
+    assert [line["text"] for line in shown] == ["line 1197", "line 1199"]
+    path = "/v1/applications/n/logs"
+    assert (await deployments.client.get(path)).status_code in (401, 403)
+    unknown = await deployments.client.get("/v1/applications/other/logs", headers=DEPLOY)
+    assert unknown.status_code == 404
+    assert (await deployments.ask("/logs?limit=0", "GET")).json()["error"]["param"] == "limit"
 
 
 async def test_requests_go_to_the_version_that_serves_and_answers_name_it(

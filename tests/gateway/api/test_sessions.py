@@ -131,6 +131,22 @@ async def test_states_are_counted_and_tasks_listed_in_pages(session, scripted):
     assert sorted(names) == [f"t{i:03}" for i in range(102)]
 
 
+async def test_a_list_of_tasks_shows_what_was_asked_and_what_came_of_it(session):
+    long = "x" * 1000
+    inputs = {"one": {"a": 1}, "two": "fail", "three": long}
+    await session.send(*({"input": value, "id": name} for name, value in inputs.items()))
+    for name in inputs:
+        await session.end_of(name)
+    listed = await session.ask("GET", "/tasks?include=results")
+    by_id = {task["id"]: task for task in listed["data"]}
+    assert {name: task["input"] for name, task in by_id.items()} == {
+        "one": '{"a":1}', "two": '"fail"', "three": json.dumps(long)[:256],
+    }  # fmt: skip
+    assert (by_id["one"]["output"], by_id["three"]["output"]) == ([{"a": 1}], [long])
+    assert by_id["two"]["error"]["message"] == "told to"
+    assert "output" not in (await session.ask("GET", "/tasks"))["data"][0]
+
+
 async def test_sessions_are_listed_in_pages(gateway, scripted, worker):
     async def create(_: int) -> str:
         return (await Client(gateway).open()).id
@@ -375,6 +391,14 @@ BAD_TASKS: list[tuple[dict[str, Any], str]] = [
     ({"input": 1, "id": "a b"}, "id"),
     ({"tasks": [{"input": i} for i in range(1001)]}, "tasks"),
 ]
+
+
+async def test_a_task_of_a_session_may_have_as_many_commas_as_one_of_none(session, gateway):
+    numbers = [1] * 400_000
+    await session.send({"input": numbers, "id": "many"})
+    assert (await session.end_of("many"))["output"] == [numbers]
+    ran = await gateway.client.post(f"/v1/applications/{MODEL}/run", json={"input": numbers})
+    assert ran.status_code == 200
 
 
 async def test_bad_tasks_name_the_field(session):
