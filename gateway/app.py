@@ -4,7 +4,7 @@ Surfaces are plain ASGI applications behind one middleware, for speed; the other
 FastAPI's.
 """
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -16,13 +16,14 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.api import SURFACES, create_operations, create_routers
+from gateway.api.messages import render_error
 from gateway.api.ollama import encode_error
 from gateway.api.openapi import create_openapi
 from gateway.api.routes import create_routes, schemas_of
 from gateway.calls.resume import STREAM_PATH
 from gateway.calls.surface import Surface
 from gateway.http.auth import PUBLIC_PATHS, KeyRing
-from gateway.http.errors import ApiError, from_status, unexpected, unknown_path
+from gateway.http.errors import ApiError, Render, from_status, unexpected, unknown_path
 from gateway.http.middleware import Api, GatewayMiddleware
 from gateway.http.wrong_keys import WrongKeys
 from gateway.page import create_page_routes
@@ -54,15 +55,15 @@ def create_app(
     app = _create_empty(services)
     served = [create(settings.limits) for create in surfaces]
     operations = create_operations(services, served)
-    services.run_batches({each.path: each for each in served if each.batchable})
+    gateway = settings.gateway
+    keys = KeyRing(gateway.api_keys, gateway.admin_keys, gateway.deploy_keys)
+    services.run_batches({each.path: each for each in served if each.batchable}, keys.knows)
     apis = {
         path: Api(partial(lifecycle.serve, each), each.error)
         for each in served
         for path in (each.path, *each.aliases)
     }
     page = create_page_routes()
-    gateway = settings.gateway
-    keys = KeyRing(gateway.api_keys, gateway.admin_keys, gateway.deploy_keys)
     wrong_keys = WrongKeys(settings.limits.max_wrong_keys_per_minute)
 
     def wrap(inner: ASGIApp) -> ASGIApp:
@@ -72,6 +73,7 @@ def create_app(
             wrong_keys=wrong_keys,
             public_paths=PUBLIC_PATHS | {route.path for route in page},
             apis=apis,
+            find_render=_find_render,
             origins=gateway.cors_origins,
             hosts=gateway.hosts,
             metrics=services.metrics,
@@ -156,8 +158,18 @@ class Endpoint:
 async def _show_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     headers = {name.decode(): value.decode() for name, value in error.headers()}
-    is_ollama = request.url.path.startswith("/api/")
-    return Response(encode_error(error) if is_ollama else error.body(), error.status, headers)
+    render = _find_render(request.url.path, dict(request.headers.raw))
+    status, body = render(error) if render else (error.status, error.body())
+    return Response(body, status, headers)
+
+
+def _find_render(path: str, headers: Mapping[bytes, bytes]) -> Render | None:
+    """The form of errors at a path of no surface; None: OpenAI's."""
+    if path.startswith("/api/"):
+        return lambda error: (error.status, encode_error(error))
+    if path.startswith("/v1/models") and b"anthropic-version" in headers:
+        return render_error
+    return None
 
 
 async def _show_http_error(known: Sequence[str], request: Request, error: Exception) -> Response:

@@ -1,5 +1,7 @@
 """The gateway's end of the search process."""
 
+import math
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -13,6 +15,8 @@ from shared.settings.tree import SearchSettings
 
 TIMEOUT_S = 60.0
 _CONNECT_S = 2.0
+#: A start of the search process, until one was seen; and the longest time that is told.
+RESTART_S, MAX_RETRY_S = 5.0, 30.0
 T = TypeVar("T")
 
 
@@ -24,6 +28,7 @@ class SearchClient:
         is_unix = parts.scheme == "unix"
         token = settings.token.get_secret_value()
         self.is_on = bool(settings.url)
+        self._outage = Outage()
         is_tls = parts.scheme == "https"  # the system's certificates take a while to read
         self._client = httpx.AsyncClient(
             transport=httpx.AsyncHTTPTransport(uds=parts.path, verify=False) if is_unix else None,
@@ -49,8 +54,11 @@ class SearchClient:
             )
         try:
             answer = await self._client.post("/", content=msgspec.msgpack.encode(request))
+        except (httpx.ConnectError, httpx.ReadError, httpx.RemoteProtocolError):
+            raise _unavailable(self._outage.begin(time.monotonic())) from None
         except httpx.HTTPError:
             raise _unavailable() from None
+        self._outage.end(time.monotonic())
         if answer.status_code == 422:
             raise to_error(msgspec.msgpack.decode(answer.content, type=Fault), name)
         if answer.status_code != 200:
@@ -81,10 +89,30 @@ def to_error(fault: Fault, name: Callable[[str], str | None] | None = None) -> A
             return _unavailable()
 
 
-def _unavailable() -> Overloaded:
+class Outage:
+    """How long the search process will be away: as long as the last time."""
+
+    def __init__(self) -> None:
+        self._began_at: float | None = None
+        self._last_s = RESTART_S
+
+    def begin(self, now: float) -> int:
+        """The seconds that are left of it; beyond the last time, as long as it has taken so far."""
+        self._began_at = self._began_at or now
+        so_far_s = now - self._began_at
+        left_s = self._last_s - so_far_s
+        return math.ceil(max(1.0, min(MAX_RETRY_S, left_s if left_s > 0 else so_far_s)))
+
+    def end(self, now: float) -> None:
+        if self._began_at is not None:
+            self._last_s = now - self._began_at
+            self._began_at = None
+
+
+def _unavailable(retry_after_s: int = 1) -> Overloaded:
     return Overloaded(
         "search",
         "The vector stores are temporarily unavailable; retry.",
         code="service_unavailable",
-        retry_after_s=1,
+        retry_after_s=retry_after_s,
     )

@@ -2,7 +2,7 @@
 
 import asyncio
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from starlette.types import ASGIApp
@@ -130,8 +130,8 @@ class Services:
         fail_open = self.dispatcher.fail_all
         return create_server(app, self.settings, self.admission, self.metrics, fail_open)
 
-    def run_batches(self, surfaces: Mapping[str, Surface]) -> None:
-        """Run batches of requests for these surfaces, by path, from the start on."""
+    def run_batches(self, surfaces: Mapping[str, Surface], may_ask: Callable[[str], bool]) -> None:
+        """Run batches of requests for these surfaces, by path, of tenants that may ask."""
         if self.batches is None:
             return
         limits, settings = self.settings.limits, self.settings.gateway
@@ -146,6 +146,7 @@ class Services:
             self.batches,
             self.leases,
             LineAsker(lifecycle, surfaces).ask,
+            may_ask,
             max_lines=limits.max_batch_lines,
             # The key's own interactive requests have the other half.
             max_open_lines=min(MAX_OPEN_LINES, max(1, most // 2)) if most else MAX_OPEN_LINES,

@@ -97,5 +97,11 @@ def create_routers(services: Services, keys: KeyRing, wrong_keys: WrongKeys) -> 
         create_package_routes(
             access(keys.check_deployer), settings.deploy.store, settings.gateway.body_timeout_s
         ),
-        create_probes(services.admission, models, services.queue, services.metrics),
+        create_probes(
+            services.admission,
+            models,
+            services.queue,
+            services.metrics,
+            access(keys.check_admin).check if settings.gateway.admin_keys else lambda _: None,
+        ),
     ]

@@ -8,7 +8,7 @@ Source: vLLM, "LoRA Adapters".
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from secrets import token_hex
 from typing import Annotated, Any
 
@@ -19,6 +19,7 @@ from redis.exceptions import RedisError
 
 from gateway.api.fields import invalid
 from gateway.api.operator_access import OperatorAccess
+from gateway.api.routes import run_while_awaited
 from gateway.calls.models import ModelDirectory
 from gateway.http.body import JsonBody
 from gateway.http.errors import InvalidRequest, NotFound, Overloaded, ServerError, unavailable
@@ -184,8 +185,7 @@ def create_adapter_routes(
     async def load_lora_adapter(request: Request) -> Response:
         """Have every worker of a model hold a LoRA adapter; it is served as `model:lora_name`."""
         wanted = await access.read(request, loads)
-        await _asked(adapters.load(wanted))
-        return _confirm(wanted.lora_name, "added")
+        return await _asked(adapters.load(wanted), _confirm(wanted.lora_name, "added"), request)
 
     @router.post(
         "/v1/unload_lora_adapter",
@@ -196,17 +196,22 @@ def create_adapter_routes(
     async def unload_lora_adapter(request: Request) -> Response:
         """Let go of a LoRA adapter; answers that have begun with it are completed."""
         wanted = await access.read(request, unloads)
-        await _asked(adapters.unload(wanted))
-        return _confirm(wanted.lora_name, "removed")
+        return await _asked(adapters.unload(wanted), _confirm(wanted.lora_name, "removed"), request)
 
     return router
 
 
-async def _asked(operation: Any) -> None:
-    try:
-        await operation
-    except (QueueUnavailable, RedisError, OSError):
-        raise unavailable() from None
+async def _asked(operation: Awaitable[None], answer: Response, request: Request) -> Response:
+    """The answer to an operation, which ends where its client leaves. Raises: ApiError."""
+
+    async def operate() -> Response:
+        try:
+            await operation
+        except (QueueUnavailable, RedisError, OSError):
+            raise unavailable() from None
+        return answer
+
+    return await run_while_awaited(operate(), request)
 
 
 def _confirm(name: str, what: str) -> Response:

@@ -77,7 +77,6 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "/v1/responses/input_tokens": _RESPONSES,
     "/api/chat": _OLLAMA,
     "/api/generate": {**_OLLAMA, "context": ([],), "suffix": ("",), "template": ("",)},
-    "/v1/vector_stores": {"expires_after": (), "file_ids": ([],)},
     "/v1/vector_stores/{id}/items": {"items.vector": ()},
     "/tokenize": {"chat_template": (), "mm_processor_kwargs": ({},)},
 }

@@ -462,11 +462,16 @@ class _Anthropic(Surface):
         self.limits = limits
 
     def error(self, error: ApiError) -> tuple[int, bytes]:
-        return _ERRORS.get(error.status, (error.status, ""))[0], _encode_error(error)
+        return render_error(error)
 
     def error_frame(self, error: ApiError, answer: Answer) -> bytes:
         """The same, as the last event."""
         return sse.frame(_encode_error(error), b"error")
+
+
+def render_error(error: ApiError) -> tuple[int, bytes]:
+    """Status and body, as Anthropic's API has them."""
+    return _ERRORS.get(error.status, (error.status, ""))[0], _encode_error(error)
 
 
 def _encode_error(error: ApiError) -> bytes:
@@ -482,6 +487,7 @@ class Messages(_Anthropic):
     """A message, whole or streamed."""
 
     name = "message"
+    operation = "chat"
     path = "/v1/messages"
     task = "generate"
     id_prefix = "msg_"

@@ -403,6 +403,7 @@ class OllamaChat(_Ollama):
     """A conversation."""
 
     name = "ollama_chat"
+    operation = "chat"
     path = "/api/chat"
     id_prefix = "ollama-"
     _body = JsonBody(
@@ -460,6 +461,7 @@ class OllamaGenerate(_Ollama):
     """A prompt."""
 
     name = "ollama_generate"
+    operation = "text_completion"
     path = "/api/generate"
     id_prefix = "ollama-"
     _body = JsonBody(OllamaGenerateRequest, unsupported=UNSUPPORTED["/api/generate"])
@@ -505,6 +507,7 @@ class OllamaEmbed(Embeddings):
     """Vectors of texts."""
 
     name = "ollama_embed"
+    operation = "embeddings"
     path = "/api/embed"
     batchable = False
     _body: JsonBody[Any] = JsonBody(OllamaEmbedRequest)
@@ -563,6 +566,7 @@ class OllamaEmbeddings(OllamaEmbed):
     """The vector of one text, by the older path."""
 
     name = "ollama_embeddings"
+    operation = "embeddings"
     path = "/api/embeddings"
     input_field = "prompt"
     _body = JsonBody(OllamaEmbeddingsRequest)

@@ -1,9 +1,10 @@
 """Health, readiness and metrics. Probes feed no metric and never reveal more than a word of why."""
 
 import re
+from collections.abc import Callable
 from contextlib import suppress
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
@@ -20,8 +21,9 @@ def create_probes(
     models: ModelDirectory,
     queue: GatewayQueue,
     metrics: GatewayMetrics,
+    check_operator: Callable[[Request], object],
 ) -> APIRouter:
-    """The routes that operators' machines call."""
+    """The routes that operators' machines call. `check_operator` refuses others the metrics."""
     router = APIRouter(tags=["operation"])
 
     @router.get("/healthz")
@@ -64,8 +66,9 @@ def create_probes(
         return JSONResponse({"status": reason}, status_code=503)
 
     @router.get("/metrics", response_class=Response)
-    async def show_metrics() -> Response:
-        """Prometheus text; needs a key where keys are set."""
+    async def show_metrics(request: Request) -> Response:
+        """Prometheus text; needs a key where keys are set, an operator's where those are."""
+        check_operator(request)
         metrics.set_open_requests(admission.num_open)
         metrics.set_ready_workers(models.num_workers)
         with suppress(QueueUnavailable):

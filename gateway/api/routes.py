@@ -75,6 +75,7 @@ class Operation:
     query: type[msgspec.Struct] | None = None
     tag: str = "vector stores"
     media_type: str = "application/json"
+    max_commas: int = 0  #: of a body; 0: those of inputs
 
 
 def create_routes(
@@ -123,11 +124,11 @@ def _endpoint(
                     held,
                     limits,
                     timeout_s=settings.body_timeout_s,
-                    max_commas=limits.max_input_commas,
+                    max_commas=operation.max_commas or limits.max_input_commas,
                     media_type=operation.media_type.encode(),
                 )
             caller = Caller(context, held, request.path_params, dict(request.query_params), body)
-            answer = await _run(operation.handler(caller), request)
+            answer = await run_while_awaited(operation.handler(caller), request)
             if isinstance(answer, StreamingResponse):
                 return _Streamed(answer, opened.pop_all())
             return answer
@@ -148,7 +149,9 @@ class _Streamed(Response):
             await self._answer(scope, receive, send)
 
 
-async def _run(work: Awaitable[msgspec.Struct | Response], request: Request) -> Response:
+async def run_while_awaited(
+    work: Awaitable[msgspec.Struct | Response], request: Request
+) -> Response:
     """Do the work unless its client leaves before. Raises: ApiError."""
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_wait_until_gone(request))

@@ -79,6 +79,7 @@ class BatchRunner:
         batches: Batches,
         leases: Leases,
         ask: Ask,
+        may_ask: Callable[[str], bool],
         *,
         max_lines: int,
         max_open_lines: int,
@@ -87,11 +88,12 @@ class BatchRunner:
         flush_s: float = 2.0,
         lease_s: float = LEASE_S,
     ) -> None:
-        """`keep_s`: files and batches that are older are forgotten."""
+        """`may_ask`: whether a tenant still has a key. `keep_s`: older files and batches are deleted."""
         self.holder = secrets.token_hex(8)
         self._batches = batches
         self._leases = leases
         self._ask = ask
+        self._may_ask = may_ask
         self._max_lines = max_lines
         self._max_open_lines = max_open_lines
         self._keep_s = keep_s
@@ -195,6 +197,10 @@ class BatchRunner:
 
     async def _compute(self, view: BatchView) -> None:
         record, batches = view.record, self._batches
+        if not self._may_ask(record.tenant):
+            removed = LineError("invalid_api_key", "The API key of this batch was removed.")
+            await asyncio.to_thread(batches.finalize, record, "failed", [removed])
+            return
         data = await asyncio.to_thread(batches.read_input, record)
         if data is None:
             gone = LineError("input_file_not_found", "The input file was deleted.")
@@ -253,8 +259,10 @@ class BatchRunner:
         await asyncio.to_thread(self._batches.add_part, record, self.holder, results)
 
     async def is_cancelled(self, record: BatchRecord) -> bool:
-        """Whether the client wants no more. Raises: StoreError."""
-        return await asyncio.to_thread(self._batches.is_cancelled, record)
+        """Whether the client wants no more, or its key is gone. Raises: StoreError."""
+        return not self._may_ask(record.tenant) or await asyncio.to_thread(
+            self._batches.is_cancelled, record
+        )
 
     @property
     def max_open_lines(self) -> int:

@@ -254,10 +254,11 @@ class Recorder:
 
     def _end_span(self, span: "RequestSpan", status: int | None) -> None:
         e2e_s = self.clock.elapsed_s()
-        span.rename(f"{self.surface.name} {self.model}")
+        operation = self.surface.operation or self.surface.name
+        span.rename(f"{operation} {self.model}")
         span.add(
             {
-                "gen_ai.operation.name": self.surface.name,
+                "gen_ai.operation.name": operation,
                 "gen_ai.provider.name": "vlm-fleet",
                 "gen_ai.request.model": self.model,
                 "vlm.request.id": self.context.id,

@@ -93,8 +93,10 @@ class Answer(Protocol):
 class Surface(Protocol):
     """One API: a path, and the words that are spoken there."""
 
-    #: Of the operation, in traces and in the records of streams.
+    #: Of the operation, in metrics and in the records of streams.
     name: str
+    #: The same in traces, where OpenTelemetry's conventions have a name for it.
+    operation: str = ""
     path: str
     #: Other paths by which clients know it.
     aliases: Sequence[str] = ()

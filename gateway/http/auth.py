@@ -4,7 +4,8 @@ They are needed for every path but the health probes and the chat page's files.
 
 Keys are compared as SHA-256 digests in constant time; clear keys are not kept. Without any key the
 gateway is open, which `check_exposure` allows on loopback addresses only. `/metrics` needs a key
-like all the rest: Prometheus can send one (`authorization: credentials_file`).
+like all the rest, an operator's where there are such: Prometheus can send one (`authorization:
+credentials_file`).
 """
 
 import hashlib
@@ -45,6 +46,10 @@ class KeyRing:
     def is_open(self) -> bool:
         """Whether no key is needed for what everybody may."""
         return self._is_open
+
+    def knows(self, salt: str) -> bool:
+        """Whether a caller of this cache salt may still ask."""
+        return self._is_open or salt in self._salts.values()
 
     def authenticate(self, headers: Sequence[tuple[bytes, bytes]]) -> str:
         """The cache salt of the caller.

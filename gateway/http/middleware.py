@@ -9,7 +9,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -60,6 +60,7 @@ class GatewayMiddleware:
         wrong_keys: WrongKeys,
         public_paths: Collection[str],
         apis: Mapping[str, Api],
+        find_render: Callable[[str, Mapping[bytes, bytes]], Render | None],
         origins: Collection[str] = (),
         hosts: Collection[str] = (),
         metrics: GatewayMetrics,
@@ -67,6 +68,7 @@ class GatewayMiddleware:
     ) -> None:
         """`apis`: by path; one with names, as in `/v1/things/{name}`, is that of many. `origins`: of pages that may post.
 
+        `find_render`: the form of errors at other paths, by path and headers; None: OpenAI's.
         `hosts`: names by which clients without keys may call this gateway, besides localhost.
         """
         self.app = app
@@ -77,6 +79,7 @@ class GatewayMiddleware:
         named = [(path, api) for path, api in apis.items() if "{" in path]
         self._named = [(path, compile_path(path)[0], api) for path, api in named]
         self._log = AccessLog(metrics)
+        self._find_render = find_render
         self._needs_key = not keys.is_open
         self._origins = frozenset(origin.encode() for origin in origins)
         self._hosts = {"localhost", *hosts}
@@ -107,7 +110,8 @@ class GatewayMiddleware:
             error.request_id = shown_id(context)
             if is_noted:
                 self._log.note(context, scope["method"], context.route or "refused", error.status)
-            await send_error(_Naming(context, send), error, api and api.render)
+            render = api.render if api else self._find_render(path, context.headers)
+            await send_error(_Naming(context, send), error, render)
             return
         if api is not None and scope["method"] == "POST":
             await api.serve(scope, receive, send)

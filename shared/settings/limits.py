@@ -30,6 +30,7 @@ MAX_IMAGE_URL_CHARS = 2048  #: of an image that is elsewhere
 MAX_FILTER_VALUES = 128  #: of `in` and `nin`
 MAX_SEARCH_RESULTS = 50
 MAX_PAGE = 100  #: entries of a list
+MAX_BATCH_STORE_FILES = 500  #: files that one request attaches to a vector store
 MAX_VARIABLES = 100  #: of an application, its secrets among them
 MAX_VARIABLES_BYTES = 32 * 1024  #: names and values of its variables without secrets
 MAX_SECRET_BYTES = 64 * 1024  #: of one secret

@@ -72,7 +72,7 @@ class GatewaySettings(Group):
 
     admin_keys: Annotated[tuple[SecretStr, ...], NoDecode] = Field(
         default=(),
-        description="API keys that may also load and unload adapters, comma separated. None: nobody may.",
+        description="API keys that may also load and unload adapters, comma separated. None: nobody may. Where there are some, they alone read /metrics.",
     )
     deploy_keys: Annotated[tuple[SecretStr, ...], NoDecode] = Field(
         default=(),

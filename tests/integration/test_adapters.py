@@ -329,7 +329,8 @@ async def test_metrics_count_by_adapter_until_there_are_too_many_names(
     async with serving(gateway, ends, lora=own):
         for name in ("sql", "poet", "sql"):
             text(await ask(gateway, f"{MODEL}:{name}"))
-        shown = (await gateway.client.get("/metrics")).text
+        headers = {"authorization": "Bearer sk-admin"}
+        shown = (await gateway.client.get("/metrics", headers=headers)).text
     assert f'vlm_requests_total{{model="{MODEL}:sql",outcome="ok"}} 2.0' in shown
     assert f'vlm_requests_total{{model="{MODEL}",outcome="ok"}} 1.0' in shown
     assert "poet" not in shown

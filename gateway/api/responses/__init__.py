@@ -88,6 +88,7 @@ class Responses(_Input):
     """A message, whole or streamed."""
 
     name = "response"
+    operation = "chat"
     path = "/v1/responses"
     task = "generate"
     id_prefix = "resp_"

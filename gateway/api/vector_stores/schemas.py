@@ -1,6 +1,7 @@
 """What clients send to vector stores, and what they are answered."""
 
 import base64
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -8,6 +9,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from gateway.api.fields import ModelName, RequestStruct
 from shared.search import (
+    FileBatch,
     Filter,
     Hit,
     Item,
@@ -16,6 +18,7 @@ from shared.search import (
     StoreRecord,
 )
 from shared.settings.limits import (
+    MAX_BATCH_STORE_FILES,
     MAX_ITEM_ID_CHARS,
     MAX_METADATA_ENTRIES,
     MAX_METADATA_KEY_CHARS,
@@ -30,6 +33,10 @@ Text = Annotated[str, Meta(max_length=MAX_METADATA_VALUE_CHARS)]
 Metadata = Annotated[dict[Key, Text], Meta(max_length=MAX_METADATA_ENTRIES)]
 ItemAttributes = Annotated[dict[Key, Text | bool | float], Meta(max_length=MAX_METADATA_ENTRIES)]
 StoreName = Annotated[str, Meta(max_length=MAX_STORE_NAME_CHARS)]
+FileIds = Annotated[
+    list[Annotated[str, Meta(min_length=1, max_length=MAX_ITEM_ID_CHARS)]],
+    Meta(max_length=MAX_BATCH_STORE_FILES),
+]
 ItemId = Annotated[str, Meta(min_length=1, max_length=MAX_ITEM_ID_CHARS)]
 Vector = list[float] | str
 
@@ -37,11 +44,35 @@ Vector = list[float] | str
 # What clients send
 
 
+class ExpiresAfter(RequestStruct, frozen=True, kw_only=True):
+    """When a store that is not used is deleted."""
+
+    anchor: Literal["last_active_at"]
+    days: Annotated[int, Meta(ge=1, le=365)]
+
+
+class StaticChunks(RequestStruct, frozen=True, kw_only=True):
+    """Sizes in tokens, of four characters each."""
+
+    max_chunk_size_tokens: Annotated[int, Meta(ge=100, le=4096)]
+    chunk_overlap_tokens: Annotated[int, Meta(ge=0)]
+
+
+class ChunkingStrategy(RequestStruct, frozen=True, kw_only=True):
+    """`auto`, or `static` with its sizes."""
+
+    type: Literal["auto", "static"]
+    static: StaticChunks | None = None
+
+
 class CreateStoreRequest(RequestStruct, frozen=True, kw_only=True):
     """The body of `POST /v1/vector_stores`."""
 
     name: StoreName | None = None
     metadata: Metadata | None = None
+    expires_after: ExpiresAfter | None = None
+    file_ids: FileIds | None = None
+    chunking_strategy: ChunkingStrategy | None = None  #: of these files
     #: ours: which model makes its vectors; without it, the only one that is served
     embedding_model: ModelName | None = None
     dimensions: Annotated[int, Meta(ge=1)] | None = None  #: ours: as in an embedding request
@@ -54,6 +85,7 @@ class ChangeStoreRequest(RequestStruct, frozen=True, kw_only=True):
 
     name: StoreName | None = None
     metadata: Metadata | None = None
+    expires_after: ExpiresAfter | UnsetType | None = UNSET  #: null: the store does not expire
 
 
 class ItemInput(RequestStruct, frozen=True, kw_only=True):
@@ -107,24 +139,28 @@ class SearchRequest(RequestStruct, frozen=True, kw_only=True):
     rewrite_query: bool | None = None
 
 
-class StaticChunks(RequestStruct, frozen=True, kw_only=True):
-    """Sizes in tokens, of four characters each."""
-
-    max_chunk_size_tokens: Annotated[int, Meta(ge=100, le=4096)]
-    chunk_overlap_tokens: Annotated[int, Meta(ge=0)]
-
-
-class ChunkingStrategy(RequestStruct, frozen=True, kw_only=True):
-    """`auto`, or `static` with its sizes."""
-
-    type: Literal["auto", "static"]
-    static: StaticChunks | None = None
-
-
 class AttachFileRequest(RequestStruct, frozen=True, kw_only=True):
     """The body of `POST /v1/vector_stores/{id}/files`."""
 
     file_id: ItemId
+    attributes: ItemAttributes | None = None
+    chunking_strategy: ChunkingStrategy | None = None
+
+
+class ChangeFileRequest(RequestStruct, frozen=True, kw_only=True):
+    """The body of `POST /v1/vector_stores/{id}/files/{file_id}`. null: none."""
+
+    attributes: ItemAttributes | None
+
+
+class FileBatchRequest(RequestStruct, frozen=True, kw_only=True):
+    """The body of `POST /v1/vector_stores/{id}/file_batches`: ids, or files with options of their own."""
+
+    file_ids: FileIds | None = None
+    files: (
+        Annotated[list[AttachFileRequest], Meta(min_length=1, max_length=MAX_BATCH_STORE_FILES)]
+        | None
+    ) = None
     attributes: ItemAttributes | None = None
     chunking_strategy: ChunkingStrategy | None = None
 
@@ -153,6 +189,25 @@ class ListQuery(RequestStruct, frozen=True, kw_only=True):
         return kept, len(entries) > self.limit
 
 
+class FilesQuery(ListQuery, frozen=True, kw_only=True):
+    """Which part of a list of files, of one status or any."""
+
+    filter: Literal["", "in_progress", "completed", "failed", "cancelled"] = ""
+
+    def choose(self, files: Sequence[StoreFile]) -> tuple[list[StoreFile], bool]:
+        """The page of these, which were attached in this order, and whether there is more."""
+        chosen = [file for file in files if self.filter in ("", file.status)]
+        if self.order == "desc":
+            chosen.reverse()
+        ids = [file.id for file in chosen]
+        if self.after in ids:
+            chosen = chosen[ids.index(self.after) + 1 :]
+        if self.before in ids:
+            before = chosen[: [file.id for file in chosen].index(self.before)]
+            return before[-self.limit :], len(before) > self.limit
+        return chosen[: self.limit], len(chosen) > self.limit
+
+
 class ItemsQuery(RequestStruct, frozen=True, kw_only=True):
     """Which part of the items, in the order of their ids. `include`: `embedding`."""
 
@@ -171,7 +226,7 @@ class ItemQuery(RequestStruct, frozen=True, kw_only=True):
 
 
 class FileCounts(msgspec.Struct):
-    """By status; all are completed when they are answered."""
+    """By status; none is in progress when it is answered."""
 
     completed: int
     total: int
@@ -197,8 +252,8 @@ class VectorStore(msgspec.Struct):
     is_read_only: bool
     object: str = "vector_store"
     status: str = "completed"
-    expires_after: None = None
-    expires_at: None = None
+    expires_after: dict[str, Any] | None = None
+    expires_at: int | None = None
 
     @classmethod
     def of(cls, record: StoreRecord) -> "VectorStore":
@@ -216,6 +271,10 @@ class VectorStore(msgspec.Struct):
             dimensions=record.dimensions,
             num_items=record.num_items,
             is_read_only=record.is_read_only,
+            expires_after={"anchor": "last_active_at", "days": record.expires_after_days}
+            if record.expires_after_days
+            else None,
+            expires_at=record.expires_at,
         )
 
 
@@ -311,7 +370,7 @@ class StoreFileObject(msgspec.Struct):
     status: str
     chunking_strategy: dict[str, Any]
     attributes: dict[str, str | bool | float]
-    last_error: None = None
+    last_error: dict[str, str] | None = None
     object: str = "vector_store.file"
 
     @classmethod
@@ -329,7 +388,28 @@ class StoreFileObject(msgspec.Struct):
             status=record.status,
             chunking_strategy={"type": "static", "static": sizes},
             attributes=record.attributes,
+            last_error={"code": record.error_code, "message": record.error}
+            if record.error_code
+            else None,
         )
+
+
+class FileBatchObject(msgspec.Struct):
+    """Files that one request attached. It has ended when it is answered."""
+
+    id: str
+    created_at: int
+    vector_store_id: str
+    file_counts: FileCounts
+    status: str = "completed"
+    object: str = "vector_store.file_batch"
+
+    @classmethod
+    def of(cls, batch: FileBatch) -> "FileBatchObject":
+        num_failed = sum(file.status == "failed" for file in batch.files)
+        total = len(batch.files)
+        counts = FileCounts(total - num_failed, total, failed=num_failed)
+        return cls(batch.id, batch.created_at, batch.store_id, counts)
 
 
 class StoreFileList(msgspec.Struct):

@@ -1,9 +1,11 @@
 """The operations on vector stores: stores, items, files and search."""
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+from msgspec import UNSET
 
 from gateway.api.fields import invalid
 from gateway.api.routes import Caller, Operation, body_of
@@ -23,12 +25,16 @@ from gateway.api.vector_stores.checks import (
 from gateway.api.vector_stores.chunks import chunk_sizes, cut_chunks, decode_text
 from gateway.api.vector_stores.schemas import (
     AttachFileRequest,
+    ChangeFileRequest,
     ChangeStoreRequest,
     Content,
     CreateStoreRequest,
     Deleted,
     DeleteItemsRequest,
+    FileBatchObject,
+    FileBatchRequest,
     FileContent,
+    FilesQuery,
     ItemList,
     ItemQuery,
     ItemsDeleted,
@@ -49,7 +55,7 @@ from gateway.api.vector_stores.schemas import (
 )
 from gateway.api.vector_stores.vectors import StoreVectors
 from gateway.calls.lifecycle import Lifecycle
-from gateway.http.errors import InvalidRequest, NotFound
+from gateway.http.errors import ApiError, InvalidRequest, NotFound
 from gateway.images.loader import ImageSource
 from gateway.search import SearchClient
 from shared.protocol import ModelCard
@@ -57,19 +63,23 @@ from shared.search import (
     STORE_ID,
     AttachFile,
     ChangeStore,
+    ChangeStoreFile,
     CreateStore,
     DetachFile,
     DropItems,
     DropStore,
+    FileBatch,
     FileRecord,
     Hit,
     Item,
     ListStoreFiles,
     ListStores,
     Page,
+    PutFileBatch,
     PutItems,
     Query,
     ReadFile,
+    ReadFileBatch,
     ReadItems,
     ReadStore,
     ReadStoreFile,
@@ -96,7 +106,10 @@ _CHANGE = body_of(ChangeStoreRequest)
 _PUT = body_of(PutItemsRequest, "/v1/vector_stores/{id}/items")
 _DELETE = body_of(DeleteItemsRequest, **_HINTS)
 _SEARCH = body_of(SearchRequest, **_HINTS)
-_ATTACH = body_of(AttachFileRequest, type="Send auto or static.")
+_CHUNKS = "Send auto or static."
+_ATTACH = body_of(AttachFileRequest, type=_CHUNKS)
+_CHANGE_FILE = body_of(ChangeFileRequest)
+_BATCH = body_of(FileBatchRequest, type=_CHUNKS)
 
 
 class VectorStores:
@@ -114,6 +127,7 @@ class VectorStores:
     def operations(self) -> list[Operation]:
         stores, store = "/v1/vector_stores", "/v1/vector_stores/{vector_store_id}"
         item, file = store + "/items/{item_id:path}", store + "/files/{file_id}"
+        batches, batch = store + "/file_batches", store + "/file_batches/{batch_id}"
         return [
             Operation("POST", stores, "create_vector_store", "Create a vector store",
                       self.create, VectorStore, CreateStoreRequest),
@@ -138,13 +152,25 @@ class VectorStores:
             Operation("POST", store + "/files", "create_vector_store_file", "Attach a file",
                       self.attach_file, StoreFileObject, AttachFileRequest),
             Operation("GET", store + "/files", "list_vector_store_files", "List attached files",
-                      self.list_files, StoreFileList, query=ListQuery),
+                      self.list_files, StoreFileList, query=FilesQuery),
             Operation("GET", file, "retrieve_vector_store_file", "Retrieve an attached file",
                       self.retrieve_file, StoreFileObject),
             Operation("GET", file + "/content", "retrieve_vector_store_file_content",
                       "Retrieve the chunks of an attached file", self.file_content, FileContent),
+            Operation("POST", file, "update_vector_store_file", "Change a file's attributes",
+                      self.change_file, StoreFileObject, ChangeFileRequest),
             Operation("DELETE", file, "delete_vector_store_file", "Detach a file",
                       self.detach_file, Deleted),
+            Operation("POST", batches, "create_vector_store_file_batch", "Attach files",
+                      self.create_file_batch, FileBatchObject, FileBatchRequest),
+            Operation("GET", batch, "retrieve_vector_store_file_batch", "Retrieve a file batch",
+                      self.retrieve_file_batch, FileBatchObject),
+            Operation("POST", batch + "/cancel", "cancel_vector_store_file_batch",
+                      "Cancel a file batch: it has ended", self.retrieve_file_batch,
+                      FileBatchObject),
+            Operation("GET", batch + "/files", "list_files_in_vector_store_batch",
+                      "List the files of a file batch", self.list_batch_files, StoreFileList,
+                      query=FilesQuery),
         ]  # fmt: skip
 
     # Stores
@@ -166,8 +192,24 @@ class VectorStores:
             prompt=find_prompt("prompt", request.prompt, card, _DOCUMENT_PROMPTS),
             query_prompt=find_prompt("query_prompt", request.query_prompt, card, _QUERY_PROMPTS),
             metadata=request.metadata or {},
+            expires_after_days=request.expires_after.days if request.expires_after else 0,
         )
-        return VectorStore.of(await self._search.ask(create, StoreRecord))
+        store = await self._search.ask(create, StoreRecord)
+        if not request.file_ids:
+            return VectorStore.of(store)
+        strategy = request.chunking_strategy
+        wanted = [
+            AttachFileRequest(file_id=name, chunking_strategy=strategy) for name in request.file_ids
+        ]
+        try:
+            files = await self._attach_all(wanted, store, caller)
+        except BaseException:  # the client does not learn its id
+            await self._search.ask(DropStore(tenant=caller.tenant, store=store.id), bool)
+            raise
+        made = VectorStore.of(await self._find(caller, store.id))
+        made.file_counts.failed = sum(file.status == "failed" for file in files)
+        made.file_counts.total = len(files)
+        return made
 
     async def _choose_model(self, name: str | None) -> ModelCard:
         """The card of a model that makes vectors. Raises: ApiError, QueueUnavailable, RedisError."""
@@ -224,6 +266,11 @@ class VectorStores:
             store=caller.path["vector_store_id"],
             name=None if request.name is None else check_text("name", request.name),
             metadata=request.metadata,
+            expires_after_days=None
+            if request.expires_after is UNSET
+            else request.expires_after.days
+            if request.expires_after
+            else 0,
         )
         return VectorStore.of(await self._search.ask(change, StoreRecord))
 
@@ -391,6 +438,12 @@ class VectorStores:
         request = _ATTACH.decode(caller.body, caller.context)
         check_attributes(request.attributes, "attributes")
         store = await self._find(caller)
+        return StoreFileObject.of(await self._attach(request, store, caller))
+
+    async def _attach(
+        self, request: AttachFileRequest, store: StoreRecord, caller: Caller
+    ) -> StoreFile:
+        """Raises: ApiError, QueueUnavailable."""
         card = await self._lifecycle.models.find(store.model)
         size, overlap = chunk_sizes(request.chunking_strategy, card)
         asked = ReadFile(tenant=caller.tenant, file=request.file_id, with_data=True)
@@ -430,12 +483,93 @@ class VectorStores:
             chunk_overlap_tokens=overlap,
             attributes=attributes,
         )
-        return StoreFileObject.of(await self._search.ask(attach, StoreFile))
+        return await self._search.ask(attach, StoreFile)
+
+    async def _attach_all(
+        self, requests: Sequence[AttachFileRequest], store: StoreRecord, caller: Caller
+    ) -> list[StoreFile]:
+        """One after another; a file that cannot be attached does not stop the others.
+
+        Raises: ApiError where the fleet or the search process is away, QueueUnavailable.
+        """
+        files = []
+        for request in requests:
+            try:
+                files.append(await self._attach(request, store, caller))
+            except ApiError as error:
+                if error.status >= 500 or error.status == 429:
+                    raise
+                failed = StoreFile(
+                    id=request.file_id, store_id=store.id, filename="", status="failed",
+                    created_at=int(time.time()),  # noqa: TID251
+                    num_chunks=0, num_bytes=0, max_chunk_tokens=0, chunk_overlap_tokens=0,
+                    attributes=dict(request.attributes or {}),
+                    error_code="unsupported_file" if error.code == "unsupported_file" else "invalid_file",
+                    error=error.message,
+                )  # fmt: skip
+                files.append(failed)
+        return files
+
+    async def change_file(self, caller: Caller) -> StoreFileObject:
+        """`POST /v1/vector_stores/{id}/files/{file_id}`"""
+        request = _CHANGE_FILE.decode(caller.body, caller.context)
+        check_attributes(request.attributes, "attributes")
+        change = ChangeStoreFile(
+            tenant=caller.tenant,
+            store=caller.path["vector_store_id"],
+            file=caller.path["file_id"],
+            attributes=dict(request.attributes or {}),
+        )
+        return StoreFileObject.of(await self._search.ask(change, StoreFile))
+
+    async def create_file_batch(self, caller: Caller) -> FileBatchObject:
+        """`POST /v1/vector_stores/{id}/file_batches`: answered when all files are attached."""
+        request = _BATCH.decode(caller.body, caller.context)
+        if (request.file_ids is None) == (request.files is None):
+            raise invalid("file_ids", "send either file_ids or files")
+        if request.files is not None and (request.attributes or request.chunking_strategy):
+            raise invalid("files", "each of files has its own attributes and chunking_strategy")
+        check_attributes(request.attributes, "attributes")
+        files = request.files or [
+            AttachFileRequest(
+                file_id=name,
+                attributes=request.attributes,
+                chunking_strategy=request.chunking_strategy,
+            )
+            for name in request.file_ids or ()
+        ]
+        for index, file in enumerate(files):
+            check_attributes(file.attributes, f"files.[{index}].attributes")
+        store = await self._find(caller)
+        attached = await self._attach_all(files, store, caller)
+        put = PutFileBatch(tenant=caller.tenant, store=store.id, files=attached)
+        return FileBatchObject.of(await self._search.ask(put, FileBatch))
+
+    async def retrieve_file_batch(self, caller: Caller) -> FileBatchObject:
+        """`GET /v1/vector_stores/{id}/file_batches/{batch_id}`, and `POST .../cancel`"""
+        return FileBatchObject.of(await self._find_batch(caller))
+
+    async def _find_batch(self, caller: Caller) -> FileBatch:
+        asked = ReadFileBatch(
+            tenant=caller.tenant,
+            store=caller.path["vector_store_id"],
+            batch=caller.path["batch_id"],
+        )
+        return await self._search.ask(asked, FileBatch)
+
+    async def list_batch_files(self, caller: Caller) -> StoreFileList:
+        """`GET /v1/vector_stores/{id}/file_batches/{batch_id}/files`"""
+        query = caller.read_query(FilesQuery)
+        files, has_more = query.choose((await self._find_batch(caller)).files)
+        data = [StoreFileObject.of(file) for file in files]
+        return StoreFileList(data, has_more, *_ends(data))
 
     async def list_files(self, caller: Caller) -> StoreFileList:
-        """`GET /v1/vector_stores/{id}/files`"""
-        query = caller.read_query(ListQuery)
+        """`GET /v1/vector_stores/{id}/files`: all are completed."""
+        query = caller.read_query(FilesQuery)
         store = await self._find(caller)
+        if query.filter not in ("", "completed"):
+            return StoreFileList([], False, None, None)
         asked = ListStoreFiles(tenant=caller.tenant, store=store.id, page=query.page)
         records, has_more = query.cut(await self._search.ask(asked, list[StoreFile]))
         data = [StoreFileObject.of(record) for record in records]

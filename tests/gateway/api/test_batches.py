@@ -351,6 +351,29 @@ async def test_another_gateway_goes_on_where_one_stopped(
     assert sum(texts.values()) < 170
 
 
+async def test_a_key_that_is_removed_ends_its_batches(redis_server, redis_prefix, worker, changes):
+    settings = make_settings(redis_server, redis_prefix, **changes)
+    without = make_settings(
+        redis_server, redis_prefix, gateway={**changes["gateway"], "api_keys": KEYS[1:]}
+    )
+    worker.script = say_nothing
+    async with run_gateway_on_socket(settings) as first, client_of(first) as client:
+        batch = await begin(client, [to_line("a")])
+        async with asyncio.timeout(30):
+            while not worker.requests:
+                await asyncio.sleep(0.02)
+    worker.script = say_hello
+    async with run_gateway_on_socket(without) as second:
+        async with asyncio.timeout(30):
+            while second.services.batches.open_ids():
+                await asyncio.sleep(0.02)
+    async with run_gateway_on_socket(settings) as third, client_of(third) as client:
+        batch = await client.batches.retrieve(batch.id)
+    assert batch.status == "failed"
+    assert [error.code for error in batch.errors.data] == ["invalid_api_key"]
+    assert batch.output_file_id is None
+
+
 # Records
 
 
@@ -424,7 +447,14 @@ async def test_a_result_that_is_being_kept_as_the_last_line_ends_is_kept_once(tm
         return LineAnswer(200, {}, "req_1", b"{}")
 
     runner = BatchRunner(
-        batches, NoLeases(), ask, max_lines=10, max_open_lines=2, keep_s=3600, flush_s=0.001
+        batches,
+        NoLeases(),
+        ask,
+        lambda tenant: True,
+        max_lines=10,
+        max_open_lines=2,
+        keep_s=3600,
+        flush_s=0.001,
     )
     runner.start()
     async with asyncio.timeout(30):

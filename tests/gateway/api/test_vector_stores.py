@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from gateway.api.vector_stores import cut_chunks
+from gateway.search import Outage
 from tests.factories_gateway import make_settings, run_gateway_on_socket
 from tests.factories_images import data_url
 from tests.factories_numbers import load, run_fleet, score_of, vector_of
@@ -212,6 +213,67 @@ async def test_the_official_client_uploads_attaches_and_searches_files(client, g
     assert (await client.files.delete(file.id)).deleted
 
 
+async def test_the_official_client_attaches_batches_of_files(client):
+    names = ["one", "two", "three"]
+    files = [
+        (await client.files.create(file=(f"{n}.txt", n.encode()), purpose="assistants")).id
+        for n in names
+    ]
+    binary = await client.files.create(file=("x.bin", b"\xff\0"), purpose="assistants")
+    store = await client.vector_stores.create(file_ids=[files[0], binary.id])
+    counts = store.file_counts
+    assert (counts.total, counts.completed, counts.failed) == (2, 1, 1)
+    batches = client.vector_stores.file_batches
+    batch = await batches.create_and_poll(
+        store.id, file_ids=[*files[1:], binary.id], attributes={"lang": "en"}
+    )
+    counts = batch.file_counts
+    assert (batch.status, counts.total, counts.completed, counts.failed) == ("completed", 3, 2, 1)
+    assert await batches.retrieve(batch.id, vector_store_id=store.id) == batch
+    assert await batches.cancel(batch.id, vector_store_id=store.id) == batch
+    listed = batches.list_files(batch.id, vector_store_id=store.id, limit=2, order="asc")
+    found = [file async for file in listed]
+    assert [file.id for file in found] == [*files[1:], binary.id]
+    assert [file.status for file in found] == ["completed", "completed", "failed"]
+    assert found[0].attributes == {"lang": "en"}
+    assert found[2].last_error.code == "unsupported_file"
+    failed = batches.list_files(batch.id, vector_store_id=store.id, filter="failed")
+    assert [file.id async for file in failed] == [binary.id]
+    attached = client.vector_stores.files.list(store.id)
+    assert {file.id async for file in attached} == set(files)
+    each = [{"file_id": files[0], "attributes": {"n": 1.0}}, {"file_id": files[1]}]
+    batch = await batches.create(store.id, extra_body={"files": each})
+    changed = await client.vector_stores.files.retrieve(files[0], vector_store_id=store.id)
+    assert (batch.file_counts.completed, changed.attributes) == (2, {"n": 1.0})
+    with pytest.raises(openai.NotFoundError, match="no such file batch"):
+        await batches.retrieve("vsfb_none", vector_store_id=store.id)
+
+
+async def test_attributes_of_a_file_in_a_store_are_changed(client):
+    file = await client.files.create(file=("a.txt", b"word"), purpose="assistants")
+    store = await client.vector_stores.create(file_ids=[file.id])
+    changed = await client.vector_stores.files.update(
+        file.id, vector_store_id=store.id, attributes={"lang": "de"}
+    )
+    assert changed.attributes == {"lang": "de"}
+    where = {"type": "eq", "key": "lang", "value": "de"}
+    found = await client.vector_stores.search(store.id, query="word", filters=where)
+    assert [(hit.file_id, hit.attributes) for hit in found.data] == [(file.id, {"lang": "de"})]
+    again = await client.vector_stores.files.retrieve(file.id, vector_store_id=store.id)
+    assert again == changed
+
+
+async def test_when_a_store_expires_is_shown_and_changed(client, gateway):
+    week = {"anchor": "last_active_at", "days": 7}
+    store = await client.vector_stores.create(expires_after=week)
+    assert store.expires_at == store.last_active_at + 7 * 86_400
+    assert store.expires_after.days == 7
+    renamed = await client.vector_stores.update(store.id, name="b")
+    assert renamed.expires_after.days == 7
+    kept = await gateway.client.post(f"{STORES}/{store.id}", json={"expires_after": None})
+    assert (kept.json()["expires_after"], kept.json()["expires_at"]) == (None, None)
+
+
 def test_chunks_cover_a_text_and_end_where_words_do():
     text = " ".join(f"word{n}" for n in range(2000))
     chunks = cut_chunks(text, 100, 25)
@@ -380,7 +442,9 @@ BAD_STORES = [
     ({"metadata": {"a\nb": ""}}, (400, "invalid_value", "metadata")),
     ({"metadata": {"a": "\x1b"}}, (400, "invalid_value", "metadata")),
     ({"metadata": {str(n): "" for n in range(17)}}, (400, "invalid_value", "metadata")),
-    ({"expires_after": {"anchor": "last_active_at", "days": 1}}, (400, "unsupported_parameter", "expires_after")),
+    ({"expires_after": {"anchor": "created_at", "days": 1}}, (400, "invalid_value", "expires_after.anchor")),
+    ({"expires_after": {"anchor": "last_active_at", "days": 366}}, (400, "invalid_value", "expires_after.days")),
+    ({"file_ids": ["f"] * 501}, (400, "invalid_value", "file_ids")),
 ]  # fmt: skip
 
 
@@ -530,7 +594,17 @@ async def test_a_search_process_that_is_away_is_a_503(ends, redis_server, tmp_pa
     async with run_fleet(ends, redis_server, **changes) as (gateway, _):
         response = await gateway.client.get(STORES)
         assert error_of(response)[:2] == (503, "service_unavailable")
-        assert response.headers["retry-after"] == "1"
+        assert response.headers["retry-after"] == "5"  # a start takes that long
+
+
+def test_the_next_outage_is_expected_to_take_as_long_as_the_last():
+    outage = Outage()
+    assert [outage.begin(at) for at in (100, 103, 106)] == [5, 2, 6]
+    outage.end(108)
+    assert [outage.begin(at) for at in (200, 205.5)] == [8, 3]
+    outage.end(206)
+    outage.end(300)
+    assert outage.begin(400) == 6
 
 
 async def test_a_client_that_leaves_stores_nothing_and_frees_the_fleet(ends, redis_server, search):

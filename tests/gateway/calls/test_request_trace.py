@@ -81,6 +81,27 @@ async def test_a_span_for_the_request_and_one_for_each_stage_below_it(traced, wo
     assert not [body for body in collector.bodies if b"secret" in body or b"base64" in body]
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "operation"),
+    [
+        ("/v1/messages", {"max_tokens": 5, "messages": [{"role": "user", "content": "a"}]}, "chat"),
+        ("/v1/responses", {"input": "a"}, "chat"),
+        ("/api/chat", {"messages": [{"role": "user", "content": "a"}]}, "chat"),
+        ("/api/generate", {"prompt": "a"}, "text_completion"),
+        ("/v1/completions", {"prompt": "a"}, "text_completion"),
+    ],
+)
+async def test_operations_have_the_names_of_the_conventions(
+    traced, collector, path, body, operation
+):
+    async with traced as gateway:
+        answer = await gateway.client.post(path, json={"model": "tiny", **body})
+        assert answer.status_code == 200, answer.text
+    root, _ = tree(collector.spans)
+    assert root.attributes["gen_ai.operation.name"] == operation
+    assert root.name == f"{operation} tiny"
+
+
 async def test_names_of_genai_attributes_are_the_conventions_own(traced, collector):
     async with traced as gateway:
         await gateway.stream(make_body(n=1, top_k=3, top_p=0.5, presence_penalty=1))

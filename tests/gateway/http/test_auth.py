@@ -181,3 +181,27 @@ async def test_without_keys_a_foreign_name_is_refused(gateway, worker, changes):
 async def test_with_keys_any_name_may_be_used(gateway, worker, changes):
     headers = {"host": "evil.example", "authorization": "Bearer sk-one"}
     assert (await gateway.chat(headers=headers)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "changes", [{"gateway": {"api_keys": ["sk-one"], "admin_keys": ["sk-admin"]}}]
+)
+async def test_where_operators_have_keys_they_alone_read_metrics(gateway):
+    for key, status in ((None, 401), ("sk-none", 401), ("sk-one", 403), ("sk-admin", 200)):
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        answer = await gateway.client.get("/metrics", headers=headers)
+        assert answer.status_code == status
+
+
+@with_keys
+async def test_clients_of_anthropic_are_refused_in_its_words_at_the_list_of_models(gateway):
+    version = {"anthropic-version": "2023-06-01"}
+    refused = await gateway.client.get("/v1/models", headers=version)
+    assert (refused.status_code, refused.json()["type"]) == (401, "error")
+    assert refused.json()["error"]["type"] == "authentication_error"
+    known = {**version, "x-api-key": "sk-one"}
+    missing = await gateway.client.get("/v1/models/none", headers=known)
+    assert (missing.status_code, missing.json()["type"]) == (404, "error")
+    assert missing.json()["error"]["type"] == "not_found_error"
+    plain = await gateway.client.get("/v1/models/none", headers={"x-api-key": "sk-one"})
+    assert "type" not in plain.json()
