@@ -7,6 +7,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 ARGS   ?=
+# Of the compose stack: of its Redis, its search process and its Qdrant.
+PASSWORDS := REDIS_GATEWAY_PASSWORD REDIS_WORKER_PASSWORD VLM_SEARCH__TOKEN QDRANT_API_KEY
 # Tests start hundreds of processes: each reads compiled modules, whatever the shell around says.
 unexport PYTHONDONTWRITEBYTECODE
 # Where torch comes from, as pip's options: an index of CPU builds spares a laptop some GB of CUDA.
@@ -118,8 +120,11 @@ loadtest: $(STAMP)  ## half a minute of load for a fleet on the mock engine; a r
 	mkdir -p .cache
 	$(BIN)/vlm loadtest --json .cache/loadtest.json --html .cache/loadtest.html $(ARGS)
 
-up:  ## start the compose stack on the mock engine
+up: .env  ## start the compose stack on the mock engine
 	docker compose up --build --detach --wait
+
+.env:  ## make the passwords of the compose stack
+	(umask 077; $(PYTHON) -c "import secrets; [print(f'{n}={secrets.token_hex(16)}') for n in '$(PASSWORDS)'.split()]" > $@)
 
 down:  ## stop it
 	docker compose down

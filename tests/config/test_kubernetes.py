@@ -204,9 +204,8 @@ def test_scaling_asks_for_metrics_that_exist_and_for_a_deployment_that_does():
     assert any("vlm_queue_age_seconds" in query for query in queries)
     for query in queries:
         [(name, matchers)] = re.findall(r"(vlm_\w+)(?:\{([^}]*)\})?", query)
-        assert set(re.findall(r"(\w+)=", matchers)) <= known[name] | {
-            "job"
-        }  # which Prometheus adds
+        assert re.findall(r"(\w+)=", matchers) == ["model"]  # no other model's load
+        assert "model" in known[name]
 
 
 def test_secrets_that_are_asked_for_are_made_by_the_guide():

@@ -20,6 +20,15 @@ from loadtest.fleet import ROOT, free_port
 from tests.waiting import wait_for
 
 PROJECT = f"vlm-test-{os.getpid()}"
+PASSWORDS = dict.fromkeys(
+    (
+        "REDIS_GATEWAY_PASSWORD",
+        "REDIS_WORKER_PASSWORD",
+        "VLM_SEARCH__TOKEN",
+        "QDRANT_API_KEY",
+    ),
+    "0f1e2d3c4b5a6978",
+)
 PROFILES = "shapes,gpu,metrics,search"
 WITHIN_S = 120.0
 BUILD_S = 600.0
@@ -71,7 +80,7 @@ class ComposeStack:
         self._command = [*command, "--project-name", PROJECT]
         self._until = "--detach" if command == ["docker-compose"] else "--wait"  # 1 cannot wait
         ports = {name: str(free_port()) for name in ("GATEWAY_PORT", "PROMETHEUS_PORT")}
-        self._environment = os.environ | ports | variables
+        self._environment = os.environ | PASSWORDS | ports | variables
         self.urls: list[str] = []  #: of the gateways
 
     @property

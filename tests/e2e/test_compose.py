@@ -1,6 +1,7 @@
 """compose.yaml as it is written: what it sets exists, and what it publishes stays on this machine."""
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import yaml
 from engines.registry import read_settings
 from loadtest.fleet import ROOT
 from shared.settings.load import load_settings
-from tests.e2e.compose_stack import PROFILES
+from tests.e2e.compose_stack import PASSWORDS, PROFILES
 
 DOCKERFILE = ROOT / "config/Dockerfile"
 COMPOSE = yaml.safe_load((ROOT / "compose.yaml").read_text())
@@ -21,8 +22,10 @@ EXTRA = ("torch", "torchvision", "transformers", "tokenizers", "safetensors", "o
 
 
 def default_of(value: str) -> str:
-    """A value as it is without any variable set: each `${NAME:-default}` is its default."""
-    return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", value)
+    """A value as `make up` has it: each `${NAME:-default}` is its default, each `${NAME:?...}` made."""
+    return re.sub(
+        r"\$\{(\w+)(:-|:\?)([^}]*)\}", lambda m: PASSWORDS[m[1]] if m[2] == ":?" else m[3], value
+    )
 
 
 def settings_of(name: str, monkeypatch):
@@ -52,6 +55,31 @@ def test_profiles_add_workers_with_the_real_engine(monkeypatch):
     assert devices == {"worker-shapes": "auto", "worker-gpu": "cuda"}
     [device] = SERVICES["worker-gpu"]["deploy"]["resources"]["reservations"]["devices"]
     assert device["capabilities"] == ["gpu"]
+
+
+def test_no_password_has_a_default_and_make_gives_each(tmp_path):
+    made = tmp_path / ".env"
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    command = ["make", ".env", f"PYTHON={sys.executable}"]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    values = dict(line.split("=") for line in made.read_text().splitlines())
+    assert values.keys() == PASSWORDS.keys()
+    assert len(set(values.values())) == len(values)
+    assert all(re.fullmatch("[0-9a-f]{32}", value) for value in values.values())
+    assert made.stat().st_mode & 0o077 == 0
+    for service in SERVICES.values():
+        for name, value in service.get("environment", {}).items():
+            for word in re.findall(r"\$\{(\w+)([^}]*)\}", str(value)):
+                assert (word[0] in PASSWORDS) == word[1].startswith(":?"), name
+
+
+def test_workers_do_not_reach_the_vector_stores():
+    def networks(name):
+        return set(SERVICES[name].get("networks", ["default"]))
+
+    inside = {name for name in SERVICES if "stores" in networks(name)}
+    assert inside == {"gateway", "search", "qdrant"}
+    assert all("default" not in networks(name) for name in ("search", "qdrant"))
 
 
 def test_ports_are_published_on_this_machine_only():
