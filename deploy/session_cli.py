@@ -47,15 +47,29 @@ def create(
     priority: Annotated[str, typer.Option(help="interactive or batch.")] = "interactive",
     idle_s: Annotated[float, typer.Option(help="Without a task, before it is forgotten.")] = 3600,
     timeout_s: Annotated[float, typer.Option(help="In which each task has to end.")] = 3600,
+    min_instances: Annotated[int, typer.Option(min=0, help="While the session is open.")] = 0,
+    max_instances: Annotated[
+        int | None,
+        typer.Option(min=1, help="While all open sessions say one.", show_default="as deployed"),
+    ] = None,
+    resources: Annotated[
+        str, typer.Option(help="That an instance has at least: cpu=2,memory=4g,gpu=1.")
+    ] = "",
     url: AskUrl = URL,
     api_key: ApiKey = None,
 ) -> None:
     """Open a session, and print its id."""
     from deploy import sessions
 
-    body = {"priority": priority, "idle_s": idle_s, "timeout_s": timeout_s}
+    body = {
+        "priority": priority,
+        "idle_s": idle_s,
+        "timeout_s": timeout_s,
+        "min_instances": min_instances,
+        "max_instances": max_instances,
+    }
     client = _client(url, api_key)
-    sessions.finish(lambda: sessions.run_create(client, application, common_data, body))
+    sessions.finish(lambda: sessions.run_create(client, application, common_data, resources, body))
 
 
 @session.command("run", cls=Command)

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
+import msgspec
 import yaml
 from rich.table import Table
 
 from deploy.client import ApiFailed, Client
-from deploy.commands import API, ARGUMENTS, ROLLOUT, CommandFailed, finish, screen
+from deploy.commands import API, ARGUMENTS, ROLLOUT, CommandFailed, finish, parse_resources, screen
 
 _MAX_TASKS = 1000  # of one request
 _WAIT_S = 30
@@ -67,8 +68,15 @@ def _end(num_failed: int, num_tasks: int) -> None:
         raise CommandFailed(f"{num_failed} of {num_tasks} tasks failed", ROLLOUT)
 
 
-def run_create(client: Client, name: str, common_data: str, body: dict[str, Any]) -> None:
+def run_create(
+    client: Client, name: str, common_data: str, resources: str, body: dict[str, Any]
+) -> None:
     """Print the id. Raises: CommandFailed."""
+    if resources:
+        wanted = msgspec.structs.asdict(parse_resources(resources))
+        if "cpu" not in resources:  # it is asked for only where it is named
+            del wanted["cpu"]
+        body = {**body, "resources": wanted}
     if common_data:
         body = {**body, "common_data": read_input(common_data)}
     print(_ask(client, "POST", f"/v1/applications/{name}/sessions", body)["id"])

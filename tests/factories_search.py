@@ -77,7 +77,7 @@ class SearchProcess:
         self._process = subprocess.Popen(
             [*command, "--data-dir", str(self.folder)], cwd=ROOT, env=environment
         )
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240
         while True:
             with socket.socket(socket.AF_UNIX) as probe, suppress(OSError):
                 probe.connect(self.url.removeprefix("unix://"))

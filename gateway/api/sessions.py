@@ -28,6 +28,8 @@ from gateway.calls.open_call import Gone, OpenCall
 from gateway.calls.surface import AnswerHead, Totals
 from gateway.http import sse
 from gateway.http.errors import ApiError, ErrorFields, InvalidRequest, NotFound, from_failed
+from shared.packages.deployments import MAX_INSTANCES, Resources
+from shared.packages.rollout import fits
 from shared.protocol import (
     Call,
     CallEvent,
@@ -70,6 +72,14 @@ TaskId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:-]{1,128}$(?!\n)")]
 Seconds = Annotated[float, Meta(gt=0, le=_DAY_S)]
 
 
+class SessionResources(RequestStruct, frozen=True, kw_only=True):
+    """What each instance has at least."""
+
+    cpu: Annotated[float, Meta(ge=0, le=4096)] = 0.0
+    memory_bytes: Annotated[int, Meta(ge=0)] = 0
+    gpu: Annotated[int, Meta(ge=0, le=64)] = 0
+
+
 class CreateSession(RequestStruct, frozen=True, kw_only=True):
     """The body of `POST /v1/applications/{name}/sessions`. Units: seconds."""
 
@@ -78,6 +88,10 @@ class CreateSession(RequestStruct, frozen=True, kw_only=True):
     #: Without a new task, before the session is forgotten; and so long results are kept.
     idle_s: Seconds = 3600.0
     timeout_s: Seconds = 3600.0  #: in which each task has to end, its wait included
+    #: Of the application, together with its other open sessions; by default as deployed.
+    min_instances: Annotated[int, Meta(ge=0, le=MAX_INSTANCES)] = 0
+    max_instances: Annotated[int, Meta(ge=1, le=MAX_INSTANCES)] | None = None
+    resources: SessionResources | None = None  #: that an instance has to have at least
 
 
 class TaskInput(RequestStruct, frozen=True, kw_only=True):
@@ -119,7 +133,10 @@ class TasksQuery(PageQuery):
 
 
 class SessionObject(msgspec.Struct):
-    """A session, and how its tasks stand. `resources`: of an instance of its application, if known."""
+    """A session, and how its tasks stand. `resources`: of an instance of its application, if known.
+
+    `max_instances` 0: as deployed.
+    """
 
     id: str
     application: str
@@ -133,6 +150,8 @@ class SessionObject(msgspec.Struct):
     created: int
     idle_s: float
     timeout_s: float
+    min_instances: int
+    max_instances: int
     resources: dict[str, Any] | None
     object: str = "session"
 
@@ -245,10 +264,16 @@ class Sessions:
         session_id = "sess_" + token_hex(16)
         name = caller.path["name"]
         await self._find_card(name, session_id)
+        least, most = wanted.min_instances, wanted.max_instances or 0
+        if most and least > most:
+            raise invalid("min_instances", "it is larger than max_instances")
+        resources = wanted.resources and Resources(**msgspec.structs.asdict(wanted.resources))
         session = Session(
             session_id, _owner(caller), name, time.time(),  # noqa: TID251
             wanted.idle_s, wanted.timeout_s, wanted.priority,
+            min_instances=least, max_instances=most, resources=resources,
         )  # fmt: skip
+        self._check_resources(session)
         most = self._limits.max_sessions
         if not await self._store.take_place(session, most):
             raise _conflict(
@@ -281,7 +306,7 @@ class Sessions:
         """What runs is finished. Raises: ApiError, QueueUnavailable."""
         _EMPTY.decode(caller.body, caller.context)
         session = (await self._find(caller)).session
-        await self._store.close_session(session.id)
+        await self._store.close_session(session)
         found = await self._find(caller, self._limits.max_session_tasks)
         stands = await self._look_at_open([found])
         await self._cancel(session.id, [t for t, state in stands if state == "pending"])
@@ -344,6 +369,8 @@ class Sessions:
             raise invalid("tasks", f"send at most {self._limits.max_tasks} at a time")
         session = (await self._find(caller)).session
         card = await self._find_card(session.application, session.id)
+        self._check_resources(session)
+        await self._store.keep_limits(session)
         if session.common is not None and not await self._lifecycle.blobs.hold(
             session.common, session.id, ttl_s=session.ttl_s
         ):
@@ -589,8 +616,20 @@ class Sessions:
             counts.get("pending", 0), counts.get("running", 0),
             counts.get("succeed", 0), counts.get("failed", 0), counts.get("cancelled", 0),
             int(session.created_at), session.idle_s, session.timeout_s,
+            session.min_instances, session.max_instances,
             self._lifecycle.models.resources(session.application),
         )  # fmt: skip
+
+    def _check_resources(self, session: Session) -> None:
+        """Raises: InvalidRequest where an instance of the application has less than is asked for."""
+        wanted, found = session.resources, self._lifecycle.models.resources(session.application)
+        if wanted is None or (found and fits(wanted, Resources(**found))):
+            return
+        raise _conflict(
+            f"An instance of this application has less than these resources ({found or 'unknown'}): "
+            "ask for less, or deploy it with more.",
+            code="insufficient_resources",
+        )
 
     async def _find_card(self, name: str, side: str) -> ModelCard:
         """The version that serves. Raises: ApiError, QueueUnavailable."""

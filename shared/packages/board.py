@@ -104,6 +104,17 @@ class Board:
         await self._sender.execute("DEL", self._keys.node(node_id))
         await self._sender.execute("SREM", self._keys.nodes, node_id)
 
+    async def session_limits(self, name: str, now: float) -> tuple[int, int]:
+        """How many instances the open sessions of an application want at least, and at most.
+
+        0: they do not say, as at most where one of them does not.
+        """
+        key = self._keys.session_limits(name)
+        found = await self._sender.execute("ZRANGEBYSCORE", key, int(now), "+inf")
+        pairs = [tuple(map(int, member.split()[1:])) for member in found]
+        most = sum(pair[1] for pair in pairs) if all(pair[1] for pair in pairs) else 0
+        return sum(pair[0] for pair in pairs), most
+
     async def add_log(self, name: str, lines: Sequence[LogLine]) -> None:
         """Append what instances of a deployment have logged; the latest `MAX_LOG_LINES` stay."""
         key = self._keys.app_log(name)

@@ -184,6 +184,9 @@ class Load(msgspec.Struct, frozen=True):
     age_s: float = 0.0  #: of the oldest request that no worker has taken
     num_finished: int = 0
     num_failed: int = 0
+    #: Instances that open sessions want, together; 0: they do not say.
+    min_instances: int = 0
+    max_instances: int = 0
     #: Times of its latest answers, by bucket (`shared.packages.latency`).
     first_counts: Mapping[int, int] = {}
     token_counts: Mapping[int, int] = {}
@@ -567,7 +570,9 @@ def _scale(app: App, loads: Mapping[str, Load], now: float) -> App:
     if active is None:
         return app
     load, spec = loads.get(active.digest, NO_LOAD), active.spec
-    desired = min(max(app.desired, spec.min_instances), spec.max_instances)
+    least = min(max(spec.min_instances, load.min_instances), spec.max_instances)
+    most = min(spec.max_instances, max(least, load.max_instances or spec.max_instances))
+    desired = min(max(app.desired, least), most)
     if load.num_open or _is_replacing(app):
         app = _touch(app, now)
     is_settled = now - app.scaled_at >= SCALE_PAUSE_S
@@ -577,9 +582,9 @@ def _scale(app: App, loads: Mapping[str, Load], now: float) -> App:
         desired = 1
     elif load.age_s > spec.target_age_s and is_settled and not is_starting:
         more = min(math.ceil(load.age_s / spec.target_age_s), max(1, desired))
-        desired = min(desired + more, spec.max_instances)
+        desired = min(desired + more, most)
     elif now - app.busy_at > spec.idle_s and is_settled and not is_starting and not has_just_begun:
-        desired = max(desired - 1, spec.min_instances)
+        desired = max(desired - 1, least)
     if desired == app.desired:
         return app
     app = _note(app, now, f"scaled from {app.desired} to {desired}")

@@ -143,6 +143,10 @@ class RedisKeys:
         """Hash of the records of those whose end nobody has seen."""
         return f"{self.prefix}:session:{{{session_id}}}:open"
 
+    def session_limits(self, application: str) -> str:
+        """Sorted set of an application's open sessions, `ID MIN MAX` of instances, by when they expire (s)."""
+        return f"{self.prefix}:session-limits:{application}"
+
     def sessions(self, owner: str) -> str:
         """Sorted set of the ids of a tenant's sessions, by when they were made."""
         return f"{self.prefix}:sessions:{owner}"

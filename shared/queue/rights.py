@@ -55,6 +55,7 @@ GATEWAY = Rights(
         _KEYS.session_tasks("*"),
         _KEYS.session_open("*"),
         _KEYS.sessions("*"),
+        _KEYS.session_limits("*"),
     ),
     commands=(
         *("eval", "evalsha", "time"),
@@ -77,7 +78,7 @@ WORKER = Rights(
 )
 #: A node cancels requests and removes models as well; its workers connect as `worker`.
 NODE = Rights(
-    keys=(*WORKER.keys, *_DEPLOY_KEYS, _KEYS.claims("*")),
-    commands=(*WORKER.commands, "mget", "smembers", "ltrim"),
+    keys=(*WORKER.keys, *_DEPLOY_KEYS, _KEYS.claims("*"), _KEYS.session_limits("*")),
+    commands=(*WORKER.commands, "mget", "smembers", "ltrim", "zrangebyscore"),
 )
 USERS = {"gateway": GATEWAY, "worker": WORKER, "node": NODE}

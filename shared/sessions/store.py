@@ -5,6 +5,7 @@ expires when nobody has used it for long enough.
 """
 
 import asyncio
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -12,6 +13,7 @@ from typing import Literal
 import msgspec
 from redis.asyncio import Redis
 
+from shared.packages.deployments import Resources
 from shared.protocol import BlobRef, Priority, encode
 from shared.queue.api import QueueUnavailable
 from shared.queue.keys import RedisKeys, to_ms
@@ -45,6 +47,10 @@ class Session(msgspec.Struct, frozen=True):
     timeout_s: float  #: in which a task has to end, its wait included
     priority: Priority = Priority.INTERACTIVE
     common: BlobRef | None = None
+    #: Of the application, together with its other open sessions; 0: as deployed.
+    min_instances: int = 0
+    max_instances: int = 0
+    resources: Resources | None = None  #: that an instance has at least
 
     @property
     def ttl_s(self) -> float:
@@ -131,7 +137,18 @@ class SessionStore:
         arguments = named(encode(session), ttl_ms=to_ms(session.ttl_s))
         await self._run(OPEN_SESSION, (self._keys.session(session.id),), arguments)
         await self._note(session, session.id)
+        await self.keep_limits(session)
+        limits, now = self._keys.session_limits(session.application), int(session.created_at)
+        await self._ask("ZREMRANGEBYSCORE", limits, "-inf", now)
         await self._ask("ZREM", self._keys.sessions(session.owner), _TO_COME + session.id)
+
+    @redis_errors_as(QueueUnavailable)
+    async def keep_limits(self, session: Session) -> None:
+        """Let the limits of a session hold from now on for as long as it lives without a new task."""
+        key = self._keys.session_limits(session.application)
+        until = int(time.time() + session.ttl_s)  # noqa: TID251
+        command = ("ZADD", key, until, _limits(session))
+        await self._ask(*with_ttl(key, to_ms(_INDEX_TTL_S), *command))
 
     @redis_errors_as(QueueUnavailable)
     async def find(self, session_id: str, max_open: int = 0) -> SessionState | None:
@@ -169,9 +186,10 @@ class SessionStore:
             await self._ask("ZREM", index, *gone)
 
     @redis_errors_as(QueueUnavailable)
-    async def close_session(self, session_id: str) -> None:
+    async def close_session(self, session: Session) -> None:
         """Let a session take no more tasks."""
-        await self._run(CLOSE_SESSION, (self._keys.session(session_id),), named())
+        await self._run(CLOSE_SESSION, (self._keys.session(session.id),), named())
+        await self._ask("ZREM", self._keys.session_limits(session.application), _limits(session))
 
     @redis_errors_as(QueueUnavailable)
     async def add(
@@ -226,6 +244,10 @@ class SessionStore:
 
     async def _ask(self, *command: str | bytes | int):
         return await retry_idempotent(lambda: self._sender.execute(*command))
+
+
+def _limits(session: Session) -> str:
+    return f"{session.id} {session.min_instances} {session.max_instances}"
 
 
 def _to_state(

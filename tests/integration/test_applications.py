@@ -148,6 +148,20 @@ def test_a_program_uses_a_session_of_its_own(deployer: Deployer):
     assert (refused.value.status, refused.value.code) == (409, "session_closed")
 
 
+def test_a_failed_task_does_not_end_the_command(deployer: Deployer):
+    done = deployer.vlm("run", "greeter", "you", "fail", "me")
+    assert done.stdout.splitlines() == ['"hello you"', '"hello me"']
+    assert "task 2: told to" in done.stderr
+    assert done.returncode == 5
+
+
+def test_the_key_in_a_data_folder_is_found_by_port(deployer: Deployer):
+    env = {name: text for name, text in os.environ.items() if name != "DEPLOY_KEY"}
+    done = run_vlm("apps", "-o", "json", env={**env, "VLM_URL": deployer.fleet.url})
+    assert done.returncode == 0, done.stderr
+    assert [each["name"] for each in json.loads(done.stdout)["data"]] == ["greeter"]
+
+
 ECHO = """
 import json, sys
 for line in sys.stdin:
@@ -164,25 +178,11 @@ def test_a_command_that_nodes_have_is_deployed_without_files(deployer: Deployer)
     done = deployer.vlm(*given, "--installed")
     assert done.returncode == 0, done.stderr
     assert deployer.vlm("run", "echo", "7").stdout == "7\n"
-    missing = ("--command", "/usr/bin/no-such-program", "--start-s", "5", "--retry-limit", "0")
+    missing = ("--command", "/usr/bin/no-such-program", "--retry-limit", "0")
     done = deployer.vlm("deploy", "--name", "missing", "--installed", *missing)
     assert done.returncode == 5, done.stderr
     assert "FileNotFoundError" in deployer.vlm("logs", "missing").stdout
     assert deployer.vlm("logs", "missing", "--slot", "0").stdout == ""
-
-
-def test_a_failed_task_does_not_end_the_command(deployer: Deployer):
-    done = deployer.vlm("run", "greeter", "you", "fail", "me")
-    assert done.stdout.splitlines() == ['"hello you"', '"hello me"']
-    assert "task 2: told to" in done.stderr
-    assert done.returncode == 5
-
-
-def test_the_key_in_a_data_folder_is_found_by_port(deployer: Deployer):
-    env = {name: text for name, text in os.environ.items() if name != "DEPLOY_KEY"}
-    done = run_vlm("apps", "-o", "json", env={**env, "VLM_URL": deployer.fleet.url})
-    assert done.returncode == 0, done.stderr
-    assert [each["name"] for each in json.loads(done.stdout)["data"]] == ["greeter"]
 
 
 def leaks(deployer: Deployer, shown: list[str]) -> list[str]:

@@ -312,7 +312,8 @@ class NodeAgent:
 
     async def _advance(self, app: App, nodes: Mapping[str, NodeRecord], now: float) -> App | None:
         """The record, moved on; None if another was first, or it is over."""
-        loads = {digest: await self._load(app.name, digest) for digest in _digests(app)}
+        limits = await self._board.session_limits(app.name, now)
+        loads = {digest: await self._load(app.name, digest, limits) for digest in _digests(app)}
         trusts = time.monotonic() >= self._trusts_at
         after, outcome = rollout.advance(app, nodes, loads, now, trusts_absence=trusts)
         if outcome is not None and after.candidate is not None:
@@ -362,7 +363,7 @@ class NodeAgent:
             self._logged.add(text)
             logger.error("%s", text)
 
-    async def _load(self, name: str, digest: str) -> Load:
+    async def _load(self, name: str, digest: str, limits: tuple[int, int]) -> Load:
         model = version_name(name, digest)
         stats = await self._queue.stats(model)
         workers = [worker for worker in self._workers if worker.card.name == model]
@@ -370,6 +371,7 @@ class NodeAgent:
             stats.num_open, stats.age_s,
             sum(worker.num_finished for worker in workers),
             sum(worker.num_failed for worker in workers),
+            *limits,
             add_up(worker.first_counts for worker in workers),
             add_up(worker.token_counts for worker in workers),
         )  # fmt: skip

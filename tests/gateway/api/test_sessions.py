@@ -3,6 +3,7 @@
 import asyncio
 import json
 import signal
+import time
 from typing import Any
 
 import pytest
@@ -145,6 +146,42 @@ async def test_a_list_of_tasks_shows_what_was_asked_and_what_came_of_it(session)
     assert (by_id["one"]["output"], by_id["three"]["output"]) == ([{"a": 1}], [long])
     assert by_id["two"]["error"]["message"] == "told to"
     assert "output" not in (await session.ask("GET", "/tasks"))["data"][0]
+
+
+async def test_limits_of_open_sessions_add_up_until_they_are_closed(gateway, scripted, redis):
+    board, now = gateway.services.board, time.time()
+    assert await board.session_limits(MODEL, now) == (0, 0)
+    one = await Client(gateway).open(min_instances=1, max_instances=2)
+    two = await Client(gateway).open(max_instances=3)
+    shown = await one.ask("GET")
+    assert (shown["min_instances"], shown["max_instances"]) == (1, 2)
+    assert await board.session_limits(MODEL, now) == (1, 5)
+    free = await Client(gateway).open()
+    assert await board.session_limits(MODEL, now) == (1, 0)
+    await free.ask("POST", ":close", {})
+    await two.ask("POST", ":close", {})
+    assert await board.session_limits(MODEL, now) == (1, 2)
+    await one.send({"input": 1, "id": "x"})
+    assert await board.session_limits(MODEL, now + 7200 + 60) == (0, 0)
+    wrong = {"min_instances": 3, "max_instances": 2}
+    refused = await Client(gateway).ask("POST", f"/v1/applications/{MODEL}/sessions", wrong, 400)
+    assert refused["error"]["param"] == "min_instances"
+
+
+async def test_a_session_is_opened_where_instances_have_its_resources(
+    gateway, scripted, monkeypatch
+):
+    has = {"cpu": 2.0, "memory_bytes": 2**30, "gpu": 0}
+    monkeypatch.setattr(gateway.services.models, "resources", lambda name: has)
+    await Client(gateway).open(resources={"cpu": 2, "memory_bytes": 2**30})
+    session = await Client(gateway).open(resources={"memory_bytes": 2**20})
+    path = f"/v1/applications/{MODEL}/sessions"
+    for more in ({"cpu": 3}, {"gpu": 1}):
+        refused = await Client(gateway).ask("POST", path, {"resources": more}, 409)
+        assert refused["error"]["code"] == "insufficient_resources"
+    has["memory_bytes"] = 2**10  # as a later version is deployed
+    refused = await session.send({"input": 1}, status=409)
+    assert refused["error"]["code"] == "insufficient_resources"
 
 
 async def test_sessions_are_listed_in_pages(gateway, scripted, worker):

@@ -292,6 +292,19 @@ def test_instances_follow_the_queue_up_and_down_to_none_and_back(world: World):
     assert world.num_ready(A) == 1
 
 
+def test_open_sessions_raise_and_lower_the_number_of_instances(world: World):
+    world.deploy(A, replace(SPEC, min_instances=0, max_instances=4))
+    for load, expected in (
+        (Load(min_instances=3), 3),
+        (Load(min_instances=9), 4),  # as deployed
+        (Load(num_open=50, age_s=50, min_instances=1, max_instances=2), 2),
+        (Load(num_open=50, age_s=50), 4),
+    ):
+        world.loads = {A: load}
+        world.run(20)
+        assert world.num_ready(A) == expected
+
+
 def test_what_fits_nowhere_waits_and_says_so(world: World):
     world.deploy(B, replace(SPEC, resources=Resources(1, 0, 1)))
     world.run(30)

@@ -51,8 +51,8 @@ async def test_every_key_expires_also_of_a_session_that_is_closed_too_late(
     store, redis, redis_prefix
 ):
     await store.create(make_session("sess_1"))
-    await store.close_session("sess_1")
-    await store.close_session("sess_gone")
+    await store.close_session(make_session("sess_1"))
+    await store.close_session(make_session("sess_gone"))
     keys = [key async for key in redis.scan_iter(f"{redis_prefix}:*")]
     assert len(keys) == 2
     assert all([await redis.ttl(key) > 0 for key in keys])
