@@ -7,8 +7,8 @@ import pytest
 from shared.protocol import ImageRef
 from shared.records.api import Record
 from shared.records.redis_store import RedisRecordStore
-from tests.waiting import until_equal
 from shared.redis.link import RedisSender
+from tests.waiting import until_equal
 
 IMAGE = ImageRef("a" * 64, 50, "image/png", 1, 1)
 
