@@ -26,7 +26,7 @@ ERROR_CODES: dict[str, tuple[int, str]] = {
     "invalid_signature": (400, "No allowed signer has signed the package."),
     "digest_mismatch": (400, "The bytes do not have the digest in the path."),
     "invalid_api_key": (401, "The key is missing or unknown."),
-    "insufficient_permissions": (403, "The key may not load adapters, or not deploy."),
+    "insufficient_permissions": (403, "The key may not load adapters, read `/metrics` or deploy."),
     "host_not_allowed": (403, "Without keys: `Host` is not in `VLM_GATEWAY__HOSTS`."),
     "origin_not_allowed": (
         403,
@@ -55,6 +55,10 @@ ERROR_CODES: dict[str, tuple[int, str]] = {
     "session_full": (409, "The session has as many tasks as it may have."),
     "session_lost": (409, "The common data of the session is lost."),
     "task_id_reused": (409, "The id belongs to a task with another input."),
+    "insufficient_resources": (
+        409,
+        "Instances of the application have less than the `resources` of the session.",
+    ),
     "too_many_sessions": (409, "The key has as many sessions as it may have."),
     "request_too_large": (413, "The body has too many bytes."),
     "text_too_long": (413, "The inputs have too many characters."),
