@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from shared.packages.manifest import MANIFEST_TYPE, Manifest
-from shared.packages.part import Report
+from shared.packages.resumable_file import Report
 
 _TIMEOUT_S = 60.0
 _UPLOAD_S = 600.0

@@ -11,8 +11,8 @@ from gateway.batches.asking import LineAsker
 from gateway.batches.files import BatchFiles
 from gateway.batches.records import Batches
 from gateway.batches.runner import MAX_OPEN_LINES, BatchRunner
+from gateway.calls.affinity import PrefixAffinity
 from gateway.calls.dispatcher import Dispatcher
-from gateway.calls.homes import Homes
 from gateway.calls.kept import KeptAnswers
 from gateway.calls.key_limits import KeyLimits
 from gateway.calls.lifecycle import Lifecycle
@@ -26,7 +26,7 @@ from gateway.images.fetch import ImageFetcher
 from gateway.images.loader import ImageLoader
 from gateway.search import SearchClient
 from shared.blobs.redis_store import RedisBlobStore
-from shared.packages.board import Board
+from shared.packages.deployment_state import DeploymentState
 from shared.packages.store import StoreError, open_store
 from shared.queue.lease import RedisLeases
 from shared.queue.mailbox import RedisMailbox
@@ -74,12 +74,12 @@ class Services:
         self.mailbox = RedisMailbox(
             self._blocking_redis, prefix, self.gateway_id, self._on_gap, self._is_awaited
         )
-        self.board = Board(self._redis, prefix)
+        self.deployments = DeploymentState(self._redis, prefix)
         self.models = ModelDirectory(
             self.registry,
             self.mailbox.open,
             settings.redis.address,
-            self.board if settings.deploy.store else None,
+            self.deployments if settings.deploy.store else None,
             self.metrics.deployments.observe,
         )
         self.dispatcher = Dispatcher(
@@ -107,7 +107,7 @@ class Services:
             admission=self.admission,
             key_limits=self.key_limits,
             models=self.models,
-            homes=Homes(self.models, self.settings.gateway.home_grace_s),
+            affinities=PrefixAffinity(self.models, self.settings.gateway.home_grace_s),
             loader=self.loader,
             blobs=self.blobs,
             dispatcher=self.dispatcher,
@@ -191,7 +191,7 @@ class Services:
             self.sessions,
             self.blobs,
             self.registry,
-            self.board,
+            self.deployments,
             self.leases,
         ):
             await part.close()

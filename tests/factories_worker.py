@@ -178,7 +178,7 @@ async def run_worker(
         stack.callback(preprocessor.close)
         queue = ends.worker(
             worker_id, model=loaded.card.name, lease_s=worker_settings.lease_s, max_attempts=worker_settings.max_attempts,
-            ghost_after_s=0.5, batch_age_s=worker_settings.batch_age_s,
+            unknown_after_s=0.5, batch_age_s=worker_settings.batch_age_s,
         )  # fmt: skip
         worker = Worker(
             worker_id, worker_settings, "mock",

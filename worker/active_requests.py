@@ -124,7 +124,7 @@ class ActiveRequest(Struct, eq=False):
     def is_alone(self) -> bool:
         """Whether nothing may run beside it: a suspect until it is cleared."""
         num_new_tokens = self.num_tokens - self.num_published
-        return self.claim.is_suspect and num_new_tokens < CLEARED_AFTER_TOKENS
+        return self.claim.may_be_poison and num_new_tokens < CLEARED_AFTER_TOKENS
 
     @property
     def is_batch(self) -> bool:
@@ -268,15 +268,17 @@ class ActiveRequests:
             self._active_requests[active.request_id] = active
             self._by_engine_id[active.engine_id] = active
             self._parked.append(active)
-        if any(active.claim.is_suspect for active in self._parked):  # they wait for all others
-            self._parked = deque(sorted(self._parked, key=lambda active: active.claim.is_suspect))
+        if any(active.claim.may_be_poison for active in self._parked):  # they wait for all others
+            self._parked = deque(
+                sorted(self._parked, key=lambda active: active.claim.may_be_poison)
+            )
         self._start_parked()
 
     def _start_parked(self) -> None:
         while self._parked and self._may_start(self._parked[0].claim):
             active = self._parked.popleft()
             active.started_at = time.monotonic()
-            if active.claim.is_suspect or not self._prepare_at_once(active):
+            if active.claim.may_be_poison or not self._prepare_at_once(active):
                 active.preparation = asyncio.create_task(self._prepare(active))
 
     def _may_start(self, claim: Claim) -> bool:
@@ -286,7 +288,7 @@ class ActiveRequests:
             return False
         if claim.is_last_chance:
             return not started
-        return not claim.is_suspect or all(active.claim.is_suspect for active in started)
+        return not claim.may_be_poison or all(active.claim.may_be_poison for active in started)
 
     def _prepare_at_once(self, active: ActiveRequest) -> bool:
         """Hand a request to the engine that waits for nothing. Returns False for one that does."""
@@ -303,7 +305,7 @@ class ActiveRequests:
 
     async def _prepare(self, active: ActiveRequest) -> None:
         try:
-            if active.claim.is_suspect and not await self._begin(active.claim):
+            if active.claim.may_be_poison and not await self._begin(active.claim):
                 self.drop(active, "taken back before it began")
                 return
             request = await self._preprocessor.prepare(

@@ -100,12 +100,12 @@ class Worker:
                 await self._stopping.wait()
                 _cancel(taking)
                 await asyncio.wait(taking)
-                await self._give_back_strays()
+                await self._release_unclaimed()
                 await self._drain()
                 _cancel(keeping)
         except* EngineBroken as group:
             broken = next(e for e in group.exceptions if isinstance(e, EngineBroken))
-        await self._leave(blame=broken is not None)
+        await self._leave(is_crash=broken is not None)
         if broken is not None:
             raise broken
 
@@ -115,7 +115,7 @@ class Worker:
             self._hurrying.set()
         self._stopping.set()
 
-    async def _give_back_strays(self) -> None:
+    async def _release_unclaimed(self) -> None:
         """Others take at once what was being claimed at this moment, rather than after a lease."""
         with suppress(QueueUnavailable):  # there is another try at the end
             await self.queue.leave(keep=[active.claim for active in self.active_requests.all()])
@@ -135,14 +135,14 @@ class Worker:
         while self.active_requests:
             await self.active_requests.wait_for_change()
 
-    async def _leave(self, *, blame: bool) -> None:
+    async def _leave(self, *, is_crash: bool) -> None:
         """Give back what is left, so that others continue it at once, and say goodbye."""
         active_requests = self.active_requests.all()
         for active in active_requests:
             self.active_requests.forget(active)
         with suppress(QueueUnavailable, RedisError):
             claims = [active.claim for active in active_requests]
-            released = await self.queue.release(claims, blame=blame)
+            released = await self.queue.release(claims, is_crash=is_crash)
             if active_requests:
                 logger.info("gave %d of %d requests back", released, len(active_requests))
             await self.queue.leave()

@@ -92,7 +92,7 @@ def create_routers(services: Services, keys: KeyRing, wrong_keys: WrongKeys) -> 
         create_model_routes(models, settings.limits),
         create_adapter_routes(models, access(keys.check_admin), settings.limits.max_loras),
         create_application_routes(
-            models, services.board, access(keys.check_deployer), settings.deploy
+            models, services.deployments, access(keys.check_deployer), settings.deploy
         ),
         create_package_routes(
             access(keys.check_deployer), settings.deploy.store, settings.gateway.body_timeout_s

@@ -31,7 +31,7 @@ from gateway.http.errors import (
     unavailable,
 )
 from shared.packages import rollout
-from shared.packages.board import MAX_LOG_LINES, Board
+from shared.packages.deployment_state import MAX_LOG_LINES, DeploymentState
 from shared.packages.deployments import (
     MAX_INSTANCES,
     NAME,
@@ -189,18 +189,20 @@ class ApplicationList(msgspec.Struct):
 class Applications:
     """Changes deployments, and tells how they are."""
 
-    def __init__(self, deploy: DeploySettings, board: Board, models: ModelDirectory) -> None:
+    def __init__(
+        self, deploy: DeploySettings, deployments: DeploymentState, models: ModelDirectory
+    ) -> None:
         self._store = ConfiguredStore(deploy.store)
         self._signers = deploy.signers
-        self._board = board
+        self._deployments = deployments
         self._models = models
 
     async def list(self) -> ApplicationList:
         """Raises: ApiError, RedisError."""
-        apps = await self._board.apps()
+        apps = await self._deployments.apps()
         await self._store.open()
         found = [self._to_object(app) for app in apps.values()]
-        found += [self._to_unreadable(name) for name in self._board.unreadable]
+        found += [self._to_unreadable(name) for name in self._deployments.unreadable]
         return ApplicationList(sorted(found, key=lambda each: each.name), self._store.url)
 
     async def get(self, name: str) -> Application:
@@ -208,7 +210,7 @@ class Applications:
         history, app = await asyncio.gather(self._history(name), self._find(name))
         if history is None:
             raise _unknown(name)
-        if app is None and name in self._board.unreadable:
+        if app is None and name in self._deployments.unreadable:
             found = self._to_unreadable(name, history.last.number)
         else:
             found = self._to_object(app or App(name, history.last.number))
@@ -219,7 +221,7 @@ class Applications:
 
     async def log(self, name: str, query: LogQuery) -> Log:
         """Raises: ApiError, RedisError."""
-        lines = await self._board.log(name, MAX_LOG_LINES)
+        lines = await self._deployments.log(name, MAX_LOG_LINES)
         if not lines and await self._history(name) is None:
             raise _unknown(name)
         chosen = [line for line in lines if query.slot in (None, line.slot)]
@@ -273,7 +275,7 @@ class Applications:
 
     async def _check_room(self, generation: Generation) -> None:
         """Other resources for a version that serves are in force at once. Raises: ApiError, RedisError."""
-        nodes = await self._board.nodes()
+        nodes = await self._deployments.nodes()
         may_grow = not nodes or any(node.takes for node in nodes.values())
         revision = rollout.to_revision(generation, 0.0)
         obstacle = rollout.find_obstacle(App(generation.name), revision, nodes)
@@ -390,7 +392,7 @@ class Applications:
         return history
 
     async def _find(self, name: str) -> App | None:
-        return (await self._board.apps()).get(name)
+        return (await self._deployments.apps()).get(name)
 
     async def _add(self, generation: Generation, history: History | None) -> None:
         """Record a generation, and what it makes of the one before. Raises: ApiError, StoreError."""
@@ -422,11 +424,11 @@ class Applications:
     ) -> None:
         """Tell Redis; where that fails, nodes find out by the store."""
         try:
-            now = await self._board.now()
+            now = await self._deployments.now()
             for _ in range(_TRIES):
                 before = await self._find(name)
                 start = before or new
-                if start is None or await self._board.put(before, change(start, now)):
+                if start is None or await self._deployments.put(before, change(start, now)):
                     return
         except (RedisError, OSError) as error:
             logger.warning("the deployment %s is recorded, Redis not told: %s", name, error)
@@ -496,10 +498,13 @@ def _conflict(message: str) -> InvalidRequest:
 
 
 def create_application_routes(
-    models: ModelDirectory, board: Board, access: OperatorAccess, deploy: DeploySettings
+    models: ModelDirectory,
+    deployments: DeploymentState,
+    access: OperatorAccess,
+    deploy: DeploySettings,
 ) -> APIRouter:
     """The operations."""
-    apps = Applications(deploy, board, models)
+    apps = Applications(deploy, deployments, models)
     router = APIRouter(prefix="/v1/applications", tags=["applications"])
 
     @router.get("", operation_id="list_applications", openapi_extra=_describe())

@@ -26,7 +26,7 @@ from shared.packages.manifest import (
     decode_manifest,
     is_digest,
 )
-from shared.packages.part import PIECE_BYTES
+from shared.packages.resumable_file import PIECE_BYTES
 from shared.packages.store import BadBlob, StoreError, WrongStart
 from shared.settings.limits import LimitSettings
 

@@ -18,9 +18,9 @@ import msgspec
 from gateway.calls.open_call import LookUp, OpenCall
 from shared.protocol import Call, CallEvent, ErrorCode, decode_events, decode_log, seal
 from shared.queue.api import (
+    Affinity,
     DuplicateRequest,
     GatewayQueue,
-    Home,
     Mailbox,
     QueueRefused,
     QueueUnavailable,
@@ -109,12 +109,12 @@ class Dispatcher:
         timeout_s: float,
         max_waiting: int,
         reservation: Reservation | None = None,
-        home: Home | None = None,
+        affinity: Affinity | None = None,
         grace_s: float = 0.0,
     ) -> OpenCall:
         """Queue the choices of one request, behind at most `max_waiting` others.
 
-        `home`: the worker that last served such may have it for itself, for `grace_s` at most.
+        `affinity`: the request may be reserved for the preferred worker, for at most `grace_s`.
         Raises: QueueRefused, QueueUnavailable; then nothing stays queued. DuplicateRequest.
         """
         await self.mailbox.open([calls[0].model])  # it may have been retired meanwhile
@@ -131,12 +131,12 @@ class Dispatcher:
         call.begins_by = math.inf
         self._add(call)
         try:
-            homing = await self.queue.submit(
+            outcome = await self.queue.submit(
                 [seal(each) for each in calls],
                 timeout_s=timeout_s,
                 max_waiting=max_waiting,
                 reservation=reservation,
-                home=home,
+                affinity=affinity,
             )
         except QueueRefused:
             call.settle()
@@ -146,14 +146,14 @@ class Dispatcher:
             call.close()
             raise
         call.begins_by = 0.0
-        if homing:
-            self.metrics.record_home(homing)
-        if homing == "home":
+        if outcome:
+            self.metrics.record_affinity(outcome)
+        if outcome == "home":
             asyncio.get_running_loop().call_later(grace_s, self._end_grace, call)
         return call
 
     def _end_grace(self, call: OpenCall) -> None:
-        """Let every worker have what its home has not begun."""
+        """Return choices to the shared queue that the preferred worker has not begun."""
         waiting = [c.request_id for c in call.choices if c.attempt == 0 and not c.is_finished]
         if waiting:
             self._spawn(self._share(call.model, waiting))
@@ -161,11 +161,11 @@ class Dispatcher:
     async def _share(self, model: str, request_ids: Sequence[str]) -> None:
         try:
             num_shared = await self.queue.share(model, request_ids)
-        except QueueUnavailable as error:  # its home claims it, or whoever finds the lease run out
-            logger.warning("cannot share requests that wait for their home: %s", error)
+        except QueueUnavailable as error:  # a worker claims it after its lease
+            logger.warning("cannot return reserved requests to the queue: %s", error)
         else:
             for _ in range(num_shared):
-                self.metrics.record_home("shared")
+                self.metrics.record_affinity("shared")
 
     async def follow(
         self,

@@ -21,8 +21,8 @@ from msgspec.structs import replace
 from redis.exceptions import RedisError
 from starlette.types import Receive, Scope, Send
 
+from gateway.calls.affinity import PrefixAffinity
 from gateway.calls.dispatcher import Dispatcher
-from gateway.calls.homes import Homes
 from gateway.calls.kept import KeptAnswers
 from gateway.calls.key_limits import KeyLimits
 from gateway.calls.models import ModelDirectory
@@ -75,7 +75,7 @@ class Lifecycle:
     admission: Admission
     key_limits: KeyLimits
     models: ModelDirectory
-    homes: Homes
+    affinities: PrefixAffinity
     loader: ImageLoader
     blobs: BlobStore
     dispatcher: Dispatcher
@@ -360,8 +360,8 @@ class Lifecycle:
                 timeout_s=self.settings.request_timeout_s,
                 max_waiting=self.key_limits.max_waiting(plan.priority),
                 reservation=reservation,
-                home=self.homes.find(calls[0]),
-                grace_s=self.homes.grace_s,
+                affinity=self.affinities.find(calls[0]),
+                grace_s=self.affinities.grace_s,
             )
         except QueueRefused as refused:
             raise self.key_limits.to_error(refused, card.queue, context.tenant) from None

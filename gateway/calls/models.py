@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from redis.exceptions import RedisError
 
 from gateway.http.errors import ApiError, NotFound, Overloaded, record_unreadable
-from shared.packages.board import Board
+from shared.packages.deployment_state import DeploymentState
 from shared.packages.deployments import in_full
 from shared.packages.rollout import App
 from shared.protocol import PROTOCOL_VERSION, AdapterCard, ModelCard, explain_versions
@@ -61,7 +61,7 @@ class Route:
 class ModelDirectory:
     """The model cards of the fleet.
 
-    `on_models` is called before a new model's requests are accepted. `board`: where deployments are,
+    `on_models` is called before a new model's requests are accepted. `deployments`: their state,
     if there are any; `on_deployments` is told of them with every refresh.
     """
 
@@ -70,13 +70,13 @@ class ModelDirectory:
         registry: Registry,
         on_models: OnModels,
         redis_address: str,
-        board: Board | None = None,
+        deployments: DeploymentState | None = None,
         on_deployments: OnDeployments | None = None,
     ) -> None:
         self.registry = registry
         self.workers: list[WorkerRecord] = []
         self._on_deployments = on_deployments
-        self._board = board
+        self._deployments = deployments
         self.routes: dict[str, Route] = {}  #: deployments by name
         self._routes_seen_at = float("-inf")
         self._apps: Mapping[str, App] = {}
@@ -156,10 +156,10 @@ class ModelDirectory:
 
         Those that cannot be read go on as they did. `known`: the models of the registry.
         """
-        if self._board is None:
+        if self._deployments is None:
             return {}, []
-        apps = self._apps = await self._board.apps()
-        unreadable = self._board.unreadable
+        apps = self._apps = await self._deployments.apps()
+        unreadable = self._deployments.unreadable
         if apps or unreadable:
             self._routes_seen_at = time.monotonic()
         elif time.monotonic() - self._routes_seen_at < _ROUTES_KEPT_S:
@@ -219,7 +219,7 @@ class ModelDirectory:
         """The error for a name that no worker has announced, or only workers of another version, or
         whose deployment cannot be read. It lists those that offer the task.
         """
-        if self._board is not None and name in self._board.unreadable:
+        if self._deployments is not None and name in self._deployments.unreadable:
             return record_unreadable()
         if self._gone.intersection((name, name.rpartition(":")[0])):
             message = "No worker serves the model now: start one, or send another model."

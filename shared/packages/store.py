@@ -14,10 +14,10 @@ from typing import IO, Any, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
 from shared.packages.manifest import BadPackage, Manifest, decode_manifest, digest_of, is_digest
-from shared.packages.part import (
+from shared.packages.resumable_file import (
     PIECE_BYTES,
-    Part,
     Report,
+    ResumableFile,
     WrongDigest,
     part_path,
     place,
@@ -154,7 +154,7 @@ class FileStore:
 
         try:
             self._mark()
-            with Part(self._uploads, digest) as part:
+            with ResumableFile(self._uploads, digest) as part:
                 part.fill(read, report)
                 part.move(target)
         except WrongDigest as error:

@@ -44,7 +44,7 @@ class QueueUnavailable(QueueError):
     """The queue cannot be reached or takes no more data; nothing is known to have changed."""
 
 
-class Home(Struct, frozen=True):
+class Affinity(Struct, frozen=True):
     """What a request shares with others that one worker may have served, and the workers among whom it is to be shared."""
 
     name: str  #: of what it shares
@@ -54,7 +54,7 @@ class Home(Struct, frozen=True):
 
 #: What became of a request with a home: put aside for it; nobody has served its like; its worker has more than its
 #: share or others wait already; its worker is gone. Empty where it has none.
-Homing = Literal["", "home", "new", "busy", "gone"]
+AffinityOutcome = Literal["", "home", "new", "busy", "gone"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class Claim(Struct, frozen=True, eq=False):
     remaining_s: float  #: until its deadline
 
     @property
-    def is_suspect(self) -> bool:
+    def may_be_poison(self) -> bool:
         """Whether a worker may have died of it."""
         return self.failures > 0
 
@@ -161,18 +161,18 @@ class GatewayQueue(Protocol):
         timeout_s: float,
         max_waiting: int,
         reservation: Reservation | None = None,
-        home: Home | None = None,
-    ) -> Homing:
+        affinity: Affinity | None = None,
+    ) -> AffinityOutcome:
         """Queue the calls of one request, all or none; their deadline is `timeout_s` from now by the queue's clock.
 
         At most `max_waiting` calls of one priority wait that nobody works on, or this request alone. `reservation`:
-        what they count as, where there are quotas. `home`: they are put aside for the worker that last served such, if
+        what they count as, where there are quotas. `affinity`: they are put aside for the worker that last served such, if
         it has room; `share` lets others have them. Raises: QueueRefused, DuplicateRequest.
         """
         ...
 
     async def share(self, model: str, request_ids: Sequence[str]) -> int:
-        """Let every worker have calls that their home has not claimed; returns how many. Others are left alone."""
+        """Let every worker have calls that their affinity has not claimed; returns how many. Others are left alone."""
         ...
 
     async def cancel(self, model: str, request_ids: Sequence[str]) -> None:
@@ -281,10 +281,10 @@ class WorkerQueue(Protocol):
         """Cancel those whose gateway is gone, and return them."""
         ...
 
-    async def release(self, claims: Iterable[Claim], *, blame: bool = False) -> int:
+    async def release(self, claims: Iterable[Claim], *, is_crash: bool = False) -> int:
         """Give calls back for others to take at once; returns how many.
 
-        `blame`: the attempt counts as a failure of the call, as if the worker had died of it.
+        `is_crash`: the attempt counts as a failure of the call, as if the worker had died of it.
         """
         ...
 

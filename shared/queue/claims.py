@@ -19,9 +19,9 @@ from shared.protocol import ErrorCode, Failed, encode
 from shared.queue.api import CLEARED_AFTER_TOKENS, Claim, Publication, QueueUnavailable
 from shared.queue.entries import Entry, QueueEntries
 from shared.queue.keys import (
+    AFFINITY_TTL_S,
     CRASH_TTL_S,
     GROUP,
-    HOME_TTL_S,
     QUEUE_TTL_S,
     RELEASED_CONSUMER,
     RedisKeys,
@@ -38,7 +38,7 @@ Replies = Mapping[bytes, list[Any]]  #: of the claim script, by entry
 NO_REPLIES: Replies = MappingProxyType({})
 
 #: Entries of our own that are idle so long and unknown here: the reply that named them was lost.
-GHOST_AFTER_S = 3.0
+UNKNOWN_AFTER_S = 3.0
 #: How often they are looked for.
 REAP_EVERY_S = 600.0
 #: Interactive calls that overtake batch work before the oldest of it, if it is old enough, queues among them.
@@ -72,7 +72,7 @@ class RedisWorkerQueue:
         lease_s: float,
         max_attempts: int,
         batch_age_s: float,
-        ghost_after_s: float = GHOST_AFTER_S,
+        unknown_after_s: float = UNKNOWN_AFTER_S,
     ) -> None:
         self._keys = RedisKeys(keys_prefix)
         self._sender = RedisSender(redis)
@@ -85,7 +85,7 @@ class RedisWorkerQueue:
         self._max_attempts = max_attempts
         self._script = ClaimScript(self._keys, model, worker_id, max_attempts)
         self._last_read_id = b"0"
-        self._ghost_after_s = ghost_after_s
+        self._unknown_after_s = unknown_after_s
         self._batch_age_s = batch_age_s
         self._num_overtakes = 0
         self._last_reap_at = time.monotonic()
@@ -156,7 +156,7 @@ class RedisWorkerQueue:
             self._last_reap_at = time.monotonic()
             await self.entries.reap()
         entries: list[Entry] = []
-        for entry_id in await self.entries.unknown(self._ghost_after_s, self._held):
+        for entry_id in await self.entries.unknown(self._unknown_after_s, self._held):
             found = await self.entries.find(entry_id)
             if found is None:
                 await self.entries.remove([entry_id])
@@ -168,26 +168,26 @@ class RedisWorkerQueue:
         self, entries: Sequence[Entry], kind: str, free: int, replies: Replies = NO_REPLIES
     ) -> list[Claim]:
         named: list[tuple[bytes, str]] = []
-        nudges: list[bytes] = []  # which have done their work, and what nobody knows
+        wakeups: list[bytes] = []  # which have done their work, and what nobody knows
         is_released = False
         for entry_id, fields in entries:
             if fields[0] != b"id":
-                nudges.append(entry_id)
-                is_released |= self._note_nudge(fields[0])
+                wakeups.append(entry_id)
+                is_released |= self._note_wakeup(fields[0])
             elif entry_id not in self._held:
                 named.append((entry_id, _request_id(fields)))
         live = await self._claim_all(named, replies)
         self.num_claims[kind] += len(live)
-        if nudges:
+        if wakeups:
             try:
-                await self.entries.remove(nudges)
+                await self.entries.remove(wakeups)
                 if is_released and len(live) < free:
                     live += await self._reclaim(free - len(live))
             except RedisError as error:  # what is claimed already must not get lost
                 logger.warning("could not look at released requests: %s", error)
         return live
 
-    def _note_nudge(self, kind: bytes) -> bool:
+    def _note_wakeup(self, kind: bytes) -> bool:
         """Take note of what a nudge says. Returns whether requests were released."""
         if kind == b"batch":
             self.entries.num_backlog = max(1, self.entries.num_backlog)
@@ -206,7 +206,7 @@ class RedisWorkerQueue:
         self._held.add(entry_id)
         try:
             reply = replies.get(entry_id) or await self._call(entry_id, request_id)
-            if reply[0] != b"stray":
+            if reply[0] != b"unknown":
                 verdict, claim = read_claim(reply, entry_id, request_id, self._max_attempts)
                 if verdict == b"ok":
                     return claim
@@ -278,20 +278,22 @@ class RedisWorkerQueue:
         await self._sender.run(CANCEL, keys, arguments)
 
     @redis_errors_as(QueueUnavailable)
-    async def release(self, claims: Iterable[Claim], *, blame: bool = False) -> int:
+    async def release(self, claims: Iterable[Claim], *, is_crash: bool = False) -> int:
         """See `WorkerQueue.release`."""
         claims = list(claims)
         if not claims:
             return 0
         requests = [self._keys.request(self._model, claim.id) for claim in claims]
         items = [{"attempt": claim.attempt, "entry": claim.entry_id.decode()} for claim in claims]
-        return await retry_idempotent(lambda: self._release(requests, items, blame))
+        return await retry_idempotent(lambda: self._release(requests, items, is_crash))
 
-    async def _release(self, requests: list[str], items: list[dict[str, Any]], blame: bool) -> int:
+    async def _release(
+        self, requests: list[str], items: list[dict[str, Any]], is_crash: bool
+    ) -> int:
         arguments = named(
             group=GROUP,
             released=RELEASED_CONSUMER,
-            blame=blame,
+            is_crash=is_crash,
             crashes=self._keys.crash(self._model, ""),
             crash_ttl_ms=to_ms(CRASH_TTL_S),
             items=items,
@@ -316,14 +318,14 @@ class RedisWorkerQueue:
         await self.entries.reap(self._worker_id)
 
     async def _give_back(self, entry_id: bytes, request_id: str) -> None:
-        """Without blame, unless its attempt is another worker's, whose lease had run out."""
+        """Without is_crash, unless its attempt is another worker's, whose lease had run out."""
         request = self._keys.request(self._model, request_id)
         fields = await self._sender.execute("HMGET", request, "state", "attempt", "worker")
         state, attempt, worker = fields
         is_running = state == b"running"
-        blame = is_running and worker != self._worker_id.encode()
+        is_crash = is_running and worker != self._worker_id.encode()
         item = {"attempt": int(attempt) if is_running else None, "entry": entry_id.decode()}
-        await self._release([request], [item], blame)
+        await self._release([request], [item], is_crash)
 
     async def create_group(self) -> None:
         """Make the queue, unless it exists. Raises: RedisError."""
@@ -351,7 +353,7 @@ class ClaimScript:
             "max_attempts": max_attempts,
             "max_losses": LOSSES_PER_ATTEMPT * max_attempts,
             "cleared_after": CLEARED_AFTER_TOKENS,
-            "home_ms": to_ms(HOME_TTL_S),
+            "affinity_ms": to_ms(AFFINITY_TTL_S),
         }
         self._of_reads = self._common | {
             "nonce": self._read_nonce,

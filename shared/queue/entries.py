@@ -49,7 +49,8 @@ class QueueEntries:
         if isinstance(reply, ResponseError):
             await self._handle_missing_queue(reply)
             await self._create(self._wakeups, WAKEUPS_TTL_S)
-            return await self.wait(count, block_s, and_then)
+            has_claimed = isinstance(answer, list) and answer
+            return ([], answer) if has_claimed else await self.wait(count, block_s, and_then)
         if isinstance(reply, Exception):
             raise reply
         found = {stream.decode(): entries for stream, entries in reply or ()}

@@ -29,7 +29,7 @@ CRASH_TTL_S = 600.0
 #: A crash so soon after a running request was cancelled may be due to that request.
 LEFT_TTL_S = 10.0
 #: Who last served an image or a prefix; caches rarely keep it longer.
-HOME_TTL_S = 600.0
+AFFINITY_TTL_S = 600.0
 #: Nothing is reserved for a worker that does not renew its stream of wakeups.
 WAKEUPS_TTL_S = 10.0
 #: A model without a worker keeps its queue open that long.
@@ -87,7 +87,7 @@ class RedisKeys:
         """Stream of JSON arrays of events for one gateway; it exists only while the gateway lives."""
         return f"{self.prefix}:{{{model}}}:mailbox:{gateway_id}"
 
-    def home(self, model: str, digest: str) -> str:
+    def preferred_worker(self, model: str, digest: str) -> str:
         """The worker that last served requests which share something, such as an image."""
         return f"{self.prefix}:{{{model}}}:home:{digest}"
 

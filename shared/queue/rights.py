@@ -23,7 +23,7 @@ _QUEUE_KEYS = (
     _KEYS.log("*", "*"),
     _KEYS.result("*", "*", "*"),
     _KEYS.mailbox("*", "*"),
-    _KEYS.home("*", "*"),
+    _KEYS.preferred_worker("*", "*"),
     _KEYS.wakeups("*", "*"),
     _KEYS.left("*", "*"),
 )

@@ -13,9 +13,9 @@ from redis.exceptions import RedisError, ResponseError
 
 from shared.protocol import Envelope, ErrorCode, Priority
 from shared.queue.api import (
+    Affinity,
+    AffinityOutcome,
     DuplicateRequest,
-    Home,
-    Homing,
     QueueRefused,
     QueueStats,
     QueueUnavailable,
@@ -66,10 +66,10 @@ class RedisGatewayQueue:
         timeout_s: float,
         max_waiting: int,
         reservation: Reservation | None = None,
-        home: Home | None = None,
-    ) -> Homing:
+        affinity: Affinity | None = None,
+    ) -> AffinityOutcome:
         """See `GatewayQueue.submit`."""
-        keys, arguments = self._to_call(choices, timeout_s, max_waiting, reservation, home)
+        keys, arguments = self._to_call(choices, timeout_s, max_waiting, reservation, affinity)
         verdict = await retry_idempotent(lambda: self._sender.run(SUBMIT, keys, arguments))
         if verdict[0] == b"queue_full" and await self._forget_lost(choices[0]):
             verdict = await retry_idempotent(lambda: self._sender.run(SUBMIT, keys, arguments))
@@ -77,7 +77,7 @@ class RedisGatewayQueue:
             raise DuplicateRequest(f"request {choices[0].id} exists already")
         if verdict[0] != b"ok":
             raise QueueRefused(verdict[0].decode(), verdict[1] / 1000)
-        return "" if home is None else verdict[1].decode()
+        return "" if affinity is None else verdict[1].decode()
 
     @redis_errors_as(QueueUnavailable)
     async def share(self, model: str, request_ids: Sequence[str]) -> int:
@@ -101,7 +101,7 @@ class RedisGatewayQueue:
         timeout_s: float,
         max_waiting: int,
         reservation: Reservation | None,
-        home: Home | None = None,
+        affinity: Affinity | None = None,
     ) -> tuple[list[str], tuple[bytes, ...]]:
         first, quota = choices[0], None
         keys = [self._keys.queue(first.model), self._keys.backlog(first.model)]
@@ -122,16 +122,16 @@ class RedisGatewayQueue:
             max_waiting=max_waiting,
             ids=[choice.id for choice in choices],
             quota=quota,
-            **({} if home is None else {"home": self._home(first.model, home)}),
+            **({} if affinity is None else {"affinity": self._affinity(first.model, affinity)}),
         )
         return keys, arguments
 
-    def _home(self, model: str, home: Home) -> dict[str, str | int]:
+    def _affinity(self, model: str, affinity: Affinity) -> dict[str, str | int]:
         return {
-            "key": self._keys.home(model, home.name),
+            "key": self._keys.preferred_worker(model, affinity.name),
             "wakeups": self._keys.wakeups(model, ""),
-            "num_workers": home.num_workers,
-            "num_seats": home.num_seats,
+            "num_workers": affinity.num_workers,
+            "num_seats": affinity.num_seats,
         }
 
     @redis_errors_as(QueueUnavailable)

@@ -103,9 +103,9 @@ GATEWAY_METRICS = (
            "Requests refused before they were queued.", ("reason",)),
     Metric("vlm_images_total", "counter", "Images in requests: accepted or refused.", ("outcome",)),
     Metric("vlm_home_requests_total", "counter",
-           "Requests that share an image or a long prefix with others: put aside for the worker that last served such "
-           "(home), and of these those that others got after the grace time (shared); or for any worker at once, "
-           "because none had (new), it had more than its share (busy) or is gone (gone).", ("outcome",)),
+           "Requests with prefix affinity: reserved for the preferred worker (home), and of these, returned to the queue "
+           "after the grace time (shared); or queued for any worker, because no worker is preferred (new), the preferred "
+           "one has more than its share (busy) or is gone (gone).", ("outcome",)),
     Metric("vlm_dropped_events_total", "counter",
            "Events from workers that no open request wanted (it had ended or was superseded)."),
     Metric("vlm_deployment_generation", "gauge",
@@ -278,8 +278,8 @@ class GatewayMetrics:
         """Count an image of a request: `accepted` or `refused`."""
         self._set.counters["vlm_images_total"].labels(outcome).inc()
 
-    def record_home(self, outcome: str) -> None:
-        """Count what became of a request with a home: `Homing`, or shared."""
+    def record_affinity(self, outcome: str) -> None:
+        """Count a request with an affinity by its outcome: `AffinityOutcome`, or shared."""
         self._set.counters["vlm_home_requests_total"].labels(outcome).inc()
 
     def record_dropped_events(self, count: int) -> None:

@@ -18,7 +18,7 @@ from redis.exceptions import AuthenticationError, NoPermissionError, ResponseErr
 
 from loadtest.fleet import ROOT
 from shared.blobs.redis_store import RedisBlobStore
-from shared.packages.board import Board
+from shared.packages.deployment_state import DeploymentState
 from shared.packages.rollout import NodeRecord
 from shared.protocol import ModelCard, Tokens
 from shared.queue.claims import ClaimScript, RedisWorkerQueue
@@ -274,7 +274,7 @@ CALLED = {
         ),
         *(Registry.workers, Registry.models, Registry.silence_s, Registry._members),
         *(Registry.adapters, Registry.put_adapter, Registry.remove_adapter),
-        *(Board.apps, Board.put, Board._put, Board.now),
+        *(DeploymentState.apps, DeploymentState.put, DeploymentState._put, DeploymentState.now),
     ),
     "worker": (
         *(RedisWorkerQueue, QueueEntries, Publisher, ClaimScript, RedisBlobStore.get),
@@ -283,7 +283,12 @@ CALLED = {
 }
 CALLED["node"] = (
     *CALLED["worker"],
-    *(Board, RedisGatewayQueue.stats, RedisGatewayQueue._age_s, RedisGatewayQueue.fail_all),
+    *(
+        DeploymentState,
+        RedisGatewayQueue.stats,
+        RedisGatewayQueue._age_s,
+        RedisGatewayQueue.fail_all,
+    ),
     *(Registry.workers, Registry._members, Registry.forget),
 )
 CONTAINERS = ("XGROUP", "XINFO")  #: whose subcommands are rights of their own
@@ -420,21 +425,21 @@ async def make_every_kind_of_key(server: RedisWithUsers) -> None:
         connect(server, "node") as (node, _),
     ):
         mailbox, sessions = RedisMailbox(blocking, "vlm", "g"), SessionStore(gateway, "vlm")
-        adapters, registry, board = (
+        adapters, registry, deployments = (
             Registry(gateway, "vlm"),
             Registry(node, "vlm"),
-            Board(node, "vlm"),
+            DeploymentState(node, "vlm"),
         )
         await worker.create_group()
         await worker.read(1, 0.001)
         await registry.announce(WorkerRecord("w", ModelCard(MODEL, 1, 128, 100), "mock"), 60.0)
-        await board.announce(NodeRecord("n", 8.0, 10**9, 1), 60.0)
+        await deployments.announce(NodeRecord("n", 8.0, 10**9, 1), 60.0)
         await mailbox.open([MODEL])
         await adapters.put_adapter(MODEL, "a", AdapterSource("a", "1"))
         await sessions.create(Session("s", "owner", "app", 1.0, idle_s=60.0, timeout_s=0.0))
         await factories_queue.enqueue(queue, make_request())
         await blobs.put(b"image", "r", ttl_s=60.0)
-        for part in (mailbox, sessions, adapters, registry, board):
+        for part in (mailbox, sessions, adapters, registry, deployments):
             await part.close()
 
 

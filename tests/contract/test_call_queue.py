@@ -200,7 +200,7 @@ async def test_a_call_travels_as_opaque_bytes_and_its_events_come_back(opened):
     assert (claim.id, claim.payload, claim.reply_to) == (
         envelope.id, envelope.payload, envelope.reply_to,
     )  # fmt: skip
-    assert (claim.attempt, claim.log, claim.is_suspect) == (1, (), False)
+    assert (claim.attempt, claim.log, claim.may_be_poison) == (1, (), False)
     assert 0 < claim.remaining_s <= 60
     assert await state(opened, envelope) == "running"
 
@@ -410,7 +410,7 @@ async def test_a_released_call_is_another_workers_at_once(opened, blame):
     await submit(opened)
     first, second = await opened.worker("a"), await opened.worker("b")
     claim = await claim_one(first)
-    assert await first.release([claim], blame=blame) == 1
+    assert await first.release([claim], is_crash=blame) == 1
     [later] = await second.reclaim(1)
     assert (later.id, later.attempt, later.failures) == (claim.id, 2, int(blame))
 

@@ -29,7 +29,7 @@ from engines.base import EngineStartError
 from engines.child_process import hide_process
 from engines.registry import engine_kinds
 from shared.packages import rollout
-from shared.packages.board import MAX_LOG_LINES, Board
+from shared.packages.deployment_state import MAX_LOG_LINES, DeploymentState
 from shared.packages.deployments import (
     Conflict,
     Resources,
@@ -69,7 +69,7 @@ RECORD_TTL_S = 30.0
 SYNC_S = 30.0
 SYNC_EMPTY_S = 2.0
 #: An instance that no record knows is stopped after so long: the record may be on its way back.
-STRAY_S = 10.0
+UNKNOWN_S = 10.0
 #: How often Redis is asked whose requests ran in an instance that ended.
 TENANT_TRIES = 10
 MAX_LOG_CHARS = 500  #: of a line
@@ -114,14 +114,14 @@ class NodeAgent:
             self._room = Resources(0.0, 0, 0)
         self._redis: Redis = create_redis(settings.redis)
         prefix = settings.redis.key_prefix
-        self._board = Board(self._redis, prefix)
+        self._deployments = DeploymentState(self._redis, prefix)
         self._registry = Registry(self._redis, prefix)
         self._queue = RedisGatewayQueue(self._redis, prefix)
         self._outage = OutageLog(settings.redis.address)
         self._instances: dict[tuple[str, int], Instance] = {}
         self._standby = Standby(frozenset(settings.node.secrets))
         self._engines: dict[str, str] = {}  # kinds of what has run here, by digest
-        self._strays: dict[tuple[str, int], float] = {}
+        self._unknown_since: dict[tuple[str, int], float] = {}
         self._workers: list[WorkerRecord] = []
         self._logged: set[str] = set()
         self._unsent: dict[str, deque[LogLine]] = {}  # what instances logged, by deployment
@@ -155,7 +155,7 @@ class NodeAgent:
             await self._leave(beating)
         finally:
             beating.cancel()
-            for part in (self._board, self._registry, self._queue):
+            for part in (self._deployments, self._registry, self._queue):
                 await part.close()
             await self._redis.aclose()
             self._sockets.cleanup()
@@ -194,7 +194,7 @@ class NodeAgent:
         """Announce this node whatever else it waits for, such as the package store."""
         while True:
             try:
-                await self._board.announce(self._record(), RECORD_TTL_S)
+                await self._deployments.announce(self._record(), RECORD_TTL_S)
             except (RedisError, OSError) as error:
                 self._outage.failed(error)
             else:
@@ -213,7 +213,7 @@ class NodeAgent:
         await asyncio.wait([beating])
         try:
             await self._send_logs()
-            await self._board.withdraw(self.id)
+            await self._deployments.withdraw(self.id)
         except (RedisError, OSError):
             logger.info("could not say goodbye: it expires")
 
@@ -221,15 +221,15 @@ class NodeAgent:
 
     async def tick(self) -> None:
         """Follow the deployments' records and claim slots. Raises: RedisError, StoreError."""
-        now = await self._board.now()
-        apps = await self._board.apps()
+        now = await self._deployments.now()
+        apps = await self._deployments.apps()
         await self._send_logs()
         self._obey(apps)
         await self._standby.keep(self._engine_at_rest(apps))
         await self._sync(apps, now)
         if not apps:
             return
-        nodes = await self._board.nodes()
+        nodes = await self._deployments.nodes()
         self._workers = await self._registry.workers()
         for name, app in sorted(apps.items()):
             if self._is_on_duty(name, nodes, now):
@@ -254,31 +254,31 @@ class NodeAgent:
     def _obey(self, apps: Mapping[str, App]) -> None:
         """Drain what no longer should be here, forget what has ended and was reported."""
         for key, instance in list(self._instances.items()):
-            if key[0] in self._board.unreadable:  # it serves on, until somebody says more
+            if key[0] in self._deployments.unreadable:  # it serves on, until somebody says more
                 # Nodes that can read the record know by then how it ended.
-                if instance.is_over and self._stray_s(key) > STRAY_S:
+                if instance.is_over and self._unknown_s(key) > UNKNOWN_S:
                     self._forget(key)
                 continue
             slots = apps[key[0]].slots if key[0] in apps else ()
             slot = next((each for each in slots if each.id == key[1]), None)
             # One that is ours and still waits is what the record does not know yet.
             if slot is not None and slot.node in ("", self.id):
-                self._strays.pop(key, None)
+                self._unknown_since.pop(key, None)
                 if slot.state == "draining":
                     instance.drain()
             elif instance.is_over:
                 self._forget(key)
-            elif self._stray_s(key) > STRAY_S:
+            elif self._unknown_s(key) > UNKNOWN_S:
                 instance.drain()
 
-    def _stray_s(self, key: tuple[str, int]) -> float:
+    def _unknown_s(self, key: tuple[str, int]) -> float:
         """For how long no record that can be read has known an instance."""
         now = time.monotonic()
-        return now - self._strays.setdefault(key, now)
+        return now - self._unknown_since.setdefault(key, now)
 
     def _forget(self, key: tuple[str, int]) -> None:
         del self._instances[key]
-        self._strays.pop(key, None)
+        self._unknown_since.pop(key, None)
 
     async def _sync(self, apps: dict[str, App], now: float) -> None:
         """Bring into Redis what the store knows and Redis does not."""
@@ -304,15 +304,15 @@ class NodeAgent:
                 )
             else:
                 after = rollout.admit(app, history.last, now)
-            written = await self._board.put(app, after)
+            written = await self._deployments.put(app, after)
             if written is not None:
                 apps[name] = written
         if apps:
-            await self._board.keep()
+            await self._deployments.keep()
 
     async def _advance(self, app: App, nodes: Mapping[str, NodeRecord], now: float) -> App | None:
         """The record, moved on; None if another was first, or it is over."""
-        limits = await self._board.session_limits(app.name, now)
+        limits = await self._deployments.session_limits(app.name, now)
         loads = {digest: await self._load(app.name, digest, limits) for digest in _digests(app)}
         trusts = time.monotonic() >= self._trusts_at
         after, outcome = rollout.advance(app, nodes, loads, now, trusts_absence=trusts)
@@ -332,9 +332,9 @@ class NodeAgent:
             if digest in gone:
                 await self._registry.forget(model)
         if after.state == "undeployed" and not after.slots and not after.retiring:
-            await self._board.remove(app)
+            await self._deployments.remove(app)
             return None
-        return app if after == app else await self._board.put(app, after)
+        return app if after == app else await self._deployments.put(app, after)
 
     async def _go_back(self, app: App, now: float) -> App:
         """Have the version before serve again, unless there is none or somebody else has decided."""
@@ -384,7 +384,7 @@ class NodeAgent:
         )
         if not found:
             return
-        claimed = await self._board.claim(app.name, [slot.id for slot in found], self.id)
+        claimed = await self._deployments.claim(app.name, [slot.id for slot in found], self.id)
         for slot in found:
             if slot.id == claimed and (revision := app.revision(slot.digest)) is not None:
                 self._start(app.name, slot, revision, now)
@@ -409,7 +409,7 @@ class NodeAgent:
             ),
             variables=partial(self._secrets.read, revision.environment),
             find_card=self._find_card, health_socket=f"{self._sockets.name}/{token_hex(6)}", find_tenants=self._find_tenants,
-            log=partial(self._log, name, slot.id), spare=self._standby.take(),
+            log=partial(self._log, name, slot.id), warm=self._standby.take(),
         )  # fmt: skip
 
     def _log(self, app: str, slot: int, text: str) -> None:
@@ -420,7 +420,7 @@ class NodeAgent:
     async def _send_logs(self) -> None:
         for app, lines in list(self._unsent.items()):
             if some := list(lines):
-                await self._board.add_log(app, some)
+                await self._deployments.add_log(app, some)
                 for _ in some:
                     lines.popleft()
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Lock
 
-from shared.packages.part import SUFFIX
+from shared.packages.resumable_file import SUFFIX
 
 #: Disk that is left to others.
 RESERVE_BYTES = 256 * 1024 * 1024

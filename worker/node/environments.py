@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 from shared.packages.manifest import Manifest
-from shared.packages.part import SUFFIX
+from shared.packages.resumable_file import SUFFIX
 from worker.node.cache import Cache, Uses
 from worker.node.environment import HUB_SECRETS, plain_environment
 from worker.node.install import InstallError

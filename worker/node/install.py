@@ -16,7 +16,7 @@ from pathlib import Path
 from engines.base import EngineStartError
 from engines.registry import check_package
 from shared.packages.manifest import BadPackage, Layer, Manifest, check_content
-from shared.packages.part import Part, Report, WrongDigest
+from shared.packages.resumable_file import Report, ResumableFile, WrongDigest
 from shared.packages.signature import BadSignature, check_signed
 from shared.packages.store import BadBlob, PackageStore, StoreError, read_manifest
 from worker.node.cache import RESERVE_BYTES, Cache, Uses
@@ -122,7 +122,7 @@ def _fetch(store: PackageStore, layer: Layer, blobs: Path, report: Report | None
             yield piece
 
     try:
-        with Part(blobs, layer.digest) as part:
+        with ResumableFile(blobs, layer.digest) as part:
             part.fill(read, report)
             with part.path.open("rb") as file:
                 check_content(layer.path, file)

@@ -27,8 +27,8 @@ from worker.node.gpus import VARIABLE
 from worker.node.install import InstallError
 from worker.node.memory import too_much, used_bytes
 from worker.node.secrets import SecretMissing, hand_over
-from worker.node.standby import MAX_LINE_BYTES, Spare
-from worker.node.supervisor import describe_end
+from worker.node.standby import WarmProcess
+from worker.node.supervisor import describe_end, start_process
 
 GRACE_S = 5.0
 POLL_S = 0.2
@@ -69,7 +69,7 @@ class Instance:
         find_tenants: FindTenants,
         health_socket: str,
         log: Callable[[str], None],
-        spare: Spare | None = None,
+        warm: WarmProcess | None = None,
     ) -> None:
         self.app = app
         self.slot = slot
@@ -86,7 +86,7 @@ class Instance:
         self._find_card = find_card
         self._find_tenants = find_tenants
         self._log = log
-        self._spare = spare
+        self._warm = warm
         self.health_socket = health_socket  #: where its worker serves health and metrics
         self.engine = ""  #: its kind, once that is known
         self._runs_code = False
@@ -140,8 +140,8 @@ class Instance:
             if self._process is not None and self._process.returncode is None:
                 self._process.kill()
                 await self._process.wait()
-            if self._spare is not None:
-                await self._spare.stop()
+            if self._warm is not None:
+                await self._warm.stop()
             self._uses.close()
         if self._state != "failed":
             self._state = "gone"
@@ -195,24 +195,19 @@ class Instance:
                 task.cancel()
 
     async def _start(self, environment: dict[str, str]) -> asyncio.subprocess.Process:
-        spare, self._spare = self._spare, None
-        if spare is not None and spare.kind == self.engine and spare.is_alive:
-            return await spare.become(environment)
-        if spare is not None:
-            await spare.stop()
+        warm, self._warm = self._warm, None
+        if warm is not None and warm.kind == self.engine and warm.is_alive:
+            return await warm.become(environment)
+        if warm is not None:
+            await warm.stop()
         # Not by the worker's environment, which others of this user may read.
         variables = await asyncio.to_thread(self._variables) if self._runs_code else None
         handed = [hand_over(variables)] if variables and variables.all else []
         if handed:
             environment[VARIABLES_FD] = str(handed[0])
         try:
-            return await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "vlm", "worker", "--die-with-parent", str(os.getpid())),
-                env=environment,
-                start_new_session=True,
-                stderr=asyncio.subprocess.PIPE,
-                limit=MAX_LINE_BYTES,
-                pass_fds=handed,
+            return await start_process(
+                "vlm", "worker", environment=environment, is_piped=True, pass_fds=handed
             )
         finally:
             for number in handed:

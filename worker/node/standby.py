@@ -1,28 +1,24 @@
-"""A process that has imported an engine and waits to be told what to serve: a model at rest starts sooner by that.
+"""A warm process has imported an engine and waits for a model, so that a deployment at zero instances starts sooner.
 
-The node keeps one while a deployment rests that has run there. It becomes a worker by one line on its standard
-input, the environment of that worker.
+A node has one while a deployment that has run there is at zero. One line on its stdin, the environment of a worker,
+makes it that worker.
 """
 
 import asyncio
 import json
 import logging
-import os
-import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 
 from worker.node.environment import plain_environment
-from worker.node.supervisor import Pauses
-
-MAX_LINE_BYTES = 64 * 1024  #: of what a worker may say in one line
+from worker.node.supervisor import Pauses, start_process
 
 logger = logging.getLogger(__name__)
 
 
-class Spare:
-    """A process that waits; it is taken once, or stopped."""
+class WarmProcess:
+    """A process that waits for its environment."""
 
     def __init__(self, kind: str, process: asyncio.subprocess.Process) -> None:
         self.kind = kind
@@ -33,9 +29,9 @@ class Spare:
         return self._process.returncode is None
 
     async def become(self, environment: Mapping[str, str]) -> asyncio.subprocess.Process:
-        """Have it be a worker with this environment."""
+        """Make it a worker with this environment."""
         assert self._process.stdin is not None
-        with suppress(OSError):  # one that has just ended is found out by who waits for it
+        with suppress(OSError):  # it has ended: the caller waits for that
             self._process.stdin.write(json.dumps(dict(environment)).encode() + b"\n")
             await self._process.stdin.drain()
         return self._process
@@ -48,41 +44,37 @@ class Spare:
 
 
 class Standby:
-    """The one spare process of a node, which does not see the variables `hidden`."""
+    """The warm process of a node; it does not inherit the variables `hidden`."""
 
     def __init__(self, hidden: frozenset[str] = frozenset()) -> None:
         self._hidden = hidden
-        self._spare: Spare | None = None
+        self._warm: WarmProcess | None = None
         self._pauses = Pauses()
         self._not_before = 0.0
 
     async def keep(self, kind: str | None) -> bool:
-        """Have one for this engine, or none; returns whether there is one.
+        """Start or stop it, so that there is one for this engine, or none. Returns whether there is one.
 
-        One that has ended is replaced after a while, which grows.
+        After it ends by itself, the next one starts after a growing pause.
         """
-        spare = self._spare
-        if spare is not None and (spare.kind != kind or not spare.is_alive):
-            self._spare = None
-            if not spare.is_alive:
+        warm = self._warm
+        if warm is not None and (warm.kind != kind or not warm.is_alive):
+            self._warm = None
+            if not warm.is_alive:
                 pause_s = self._pauses.next_s()
                 self._not_before = time.monotonic() + pause_s
-                logger.warning("the spare process ended; again in %.1f s", pause_s)
-            await spare.stop()
-        if kind is not None and self._spare is None and time.monotonic() >= self._not_before:
+                logger.warning("the warm process ended; again in %.1f s", pause_s)
+            await warm.stop()
+        if kind is not None and self._warm is None and time.monotonic() >= self._not_before:
             self._pauses.started()
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "worker.node.standby_worker", kind, str(os.getpid())),
-                env=plain_environment(self._hidden),
-                start_new_session=True,
-                stdin=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                limit=MAX_LINE_BYTES,
+            environment = plain_environment(self._hidden)
+            process = await start_process(
+                *("worker.node.standby_worker", kind), environment=environment, is_piped=True
             )
-            self._spare = Spare(kind, process)
-        return self._spare is not None
+            self._warm = WarmProcess(kind, process)
+        return self._warm is not None
 
-    def take(self) -> Spare | None:
-        """The process, which is the caller's from now on."""
-        spare, self._spare = self._spare, None
-        return spare
+    def take(self) -> WarmProcess | None:
+        """Hand the process over to the caller."""
+        warm, self._warm = self._warm, None
+        return warm

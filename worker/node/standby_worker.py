@@ -1,4 +1,4 @@
-"""What a spare process of a node runs (`worker.node.standby`)."""
+"""The program of a warm process (`worker.node.standby`)."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from worker.main import run_worker
 
 
 def main(kind: str, parent: int) -> int:
-    """Import an engine, wait for an environment, be its worker. Returns the exit code."""
+    """Import an engine, read an environment, run a worker with it. Returns the exit code."""
     die_with_parent(parent)
     engine_kinds()[kind].load_all()
     line = sys.stdin.buffer.readline()
@@ -33,4 +33,4 @@ def main(kind: str, parent: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], int(sys.argv[2])))
+    sys.exit(main(sys.argv[1], int(sys.argv[3])))

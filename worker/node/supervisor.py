@@ -10,16 +10,16 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
 STABLE_AFTER_S = 60.0
+MAX_LINE_BYTES = 64 * 1024  #: of a line of a child's stderr
 MAX_STARTS = 3  #: of a process, until all could serve
 
 
@@ -62,6 +62,29 @@ def describe_end(code: int) -> str:
     return f"was killed by signal {-code}"
 
 
+async def start_process(
+    module: str,
+    *arguments: str,
+    environment: Mapping[str, str],
+    is_piped: bool = False,
+    pass_fds: Sequence[int] = (),
+) -> asyncio.subprocess.Process:
+    """Run `python -m module arguments...`, in a session of its own so that Ctrl-C reaches only this process.
+
+    The child ends with this process. `is_piped`: its stdin and stderr are pipes.
+    """
+    pipe = asyncio.subprocess.PIPE if is_piped else None
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", module, *arguments, "--die-with-parent", str(os.getpid())),
+        env=environment,
+        start_new_session=True,
+        stdin=pipe,
+        stderr=pipe,
+        limit=MAX_LINE_BYTES,
+        pass_fds=pass_fds,
+    )
+
+
 @dataclass(slots=True)
 class Child:
     """One process of the node, by its arguments to `vlm`."""
@@ -74,14 +97,8 @@ class Child:
     pauses: Pauses = field(default_factory=Pauses)
 
     async def start(self) -> None:
-        """Start it in a session of its own, so that Ctrl-C reaches only the supervisor."""
         self.pauses.started()
-        self.process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "vlm", *self.arguments, "--die-with-parent", str(os.getpid())),
-            env=self.environment,
-            cwd=Path.cwd(),
-            start_new_session=True,
-        )
+        self.process = await start_process("vlm", *self.arguments, environment=self.environment)
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal, if it still runs."""

@@ -1,11 +1,11 @@
 -- Give requests to a worker, each under its next attempt number, which fences all earlier ones.
 -- KEYS: queue, and the request and log of the one to claim; without them: all that the worker's last read brought
--- args: entry, group, worker, nonce, max_attempts, max_losses, cleared_after, home_ms (how long a home is known), and of the one: read_nonce (of this
+-- args: entry, group, worker, nonce, max_attempts, max_losses, cleared_after, affinity_ms (how long a home is known), and of the one: read_nonce (of this
 --   worker's reads); of all: count, requests and logs (the beginnings of their keys); `entry` is the last one read before
 -- Returns of the one {verdict, attempt, failures, payload, reply_to, waited_ms, remaining_ms, piece of the log...} where
 -- the verdict is
 --   ok | expired (deadline passed) | kills_workers (max_attempts failed) | exhausted (max_losses workers were lost),
--- or {stray}: no such live request belongs to this entry, which is removed.
+-- or {unknown}: no such live request belongs to this entry, which is removed.
 -- Returns of all one flat list of entry, id, length of the answer, answer..., without those that somebody has claimed
 -- before: before version 7, Redis sends each table of a reply by a write of its own.
 -- A lost worker counts as a failure of the request, as evidence that it kills workers: at first wherever it ran, later
@@ -26,7 +26,7 @@ local function claim(entry, request, log, is_new, read_nonce)
   if (state ~= 'queued' and state ~= 'running') or r[5] ~= entry then
     redis.call('XACK', queue, group, entry)
     redis.call('XDEL', queue, entry)
-    return {'stray'}
+    return {'unknown'}
   end
   if is_new and attempt ~= '0' then return nil end
 
@@ -45,7 +45,7 @@ local function claim(entry, request, log, is_new, read_nonce)
       'claim', nonce, 'worker', worker, 'items', '0', 'claimed_tokens', r[12], 'losses', string.format('%d', losses),
       'begun', failures == '0' and '1' or '0')
   end
-  if r[15] and r[4] ~= nonce then redis.call('SET', r[15], worker, 'PX', args.home_ms) end
+  if r[15] and r[4] ~= nonce then redis.call('SET', r[15], worker, 'PX', args.affinity_ms) end
 
   local remaining_ms = tonumber(r[6]) - now_ms
   local verdict = 'ok'

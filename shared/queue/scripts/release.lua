@@ -1,6 +1,6 @@
 -- Give requests back, so that another worker continues them at once.
 -- KEYS: queue, then the call of each item
--- args: group, released (consumer), blame (whether the attempt counts as a failure of the call), crashes (the beginning
+-- args: group, released (consumer), is_crash (whether the attempt counts as a failure of the call), crashes (the beginning
 --   of the keys that name the tenants of a crash), crash_ttl_ms, items: list of attempt (absent if never claimed), entry
 -- Returns how many were given back. Each leaves a nudge in the queue, which wakes one waiting worker.
 local queue = KEYS[1]
@@ -11,7 +11,7 @@ for i, item in ipairs(args.items) do
   local r = redis.call('HMGET', request, 'state', 'attempt', 'worker', 'begun', 'tenant')
   local is_unclaimed = not item.attempt and r[1] == 'queued'
   if is_unclaimed or (r[1] == 'running' and tonumber(r[2]) == item.attempt) then
-    if not args.blame then
+    if not args.is_crash then
       redis.call('HSET', request, 'state', 'queued')
     else
       redis.call('HSET', request, 'claim', '')  -- it did run: whoever claims it next does not repeat a lost call

@@ -18,7 +18,7 @@ local ids, is_batch, quota = args.ids, args.is_batch, args.quota
 for choice = 1, #ids do
   local nonce = redis.call('HGET', KEYS[2 + choice], 'nonce')
   if nonce and nonce ~= args.nonce then return {'duplicate'} end
-  if nonce and not args.home then return {'ok'} end
+  if nonce and not args.affinity then return {'ok'} end
   if nonce then return {'ok', redis.call('HGET', KEYS[2 + choice], 'aside') and 'home' or 'busy'} end
 end
 
@@ -141,14 +141,14 @@ if quota then
   end
 end
 
--- The home: the worker that last served what these calls share. They are put aside for it, which is to say that it has
+-- The home: the worker that last served what these calls share. They are put reserved for it, which is to say that it has
 -- read them, unless somebody waits already, or it has twice its share of the calls that workers hold.
 
 local MORE_THAN_SHARE, MAX_WAKEUPS = 2, 100
-local home, host, homing = args.home, nil, nil
+local affinity, preferred, outcome = args.affinity, nil, nil
 
-local function find_host()
-  local worker = redis.call('GET', home.key)
+local function find_preferred()
+  local worker = redis.call('GET', affinity.key)
   if not worker then return nil, 'new' end
   local pending = redis.pcall('XPENDING', queue, args.group)
   if pending.err or num_there > pending[1] then return nil, 'busy' end
@@ -156,26 +156,26 @@ local function find_host()
   for _, consumer in ipairs(pending[4] or {}) do
     if consumer[1] == worker then num_held = num_held + consumer[2] end
   end
-  local most = math.min(home.num_seats, 2 * num_all / home.num_workers + MORE_THAN_SHARE)
+  local most = math.min(affinity.num_seats, 2 * num_all / affinity.num_workers + MORE_THAN_SHARE)
   if num_held > most then return nil, 'busy' end
-  local woken = redis.call('XADD', home.wakeups .. worker, 'NOMKSTREAM', 'MAXLEN', '~', MAX_WAKEUPS, '*', 'id', ids[1])
+  local woken = redis.call('XADD', affinity.wakeups .. worker, 'NOMKSTREAM', 'MAXLEN', '~', MAX_WAKEUPS, '*', 'id', ids[1])
   if not woken then return nil, 'gone' end
   return worker, 'home'
 end
 
-if home then host, homing = find_host() end
+if affinity then preferred, outcome = find_preferred() end
 
 -- The queue
 
 if is_batch and num_waiting() == 0 then
   redis.call('XADD', queue, '*', 'batch', '')  -- wakes one worker that may have room
 end
-local aside = {}
+local reserved = {}
 for i, id in ipairs(ids) do
   local request = KEYS[2 + i]
   local entry = redis.call('XADD', is_batch and backlog or queue, '*', 'id', id)
-  if host then aside[i] = entry end
-  local others = host and {'aside', entry, 'aside_home', home.key} or home and {'home', home.key} or {}
+  if preferred then reserved[i] = entry end
+  local others = preferred and {'aside', entry, 'aside_home', affinity.key} or affinity and {'home', affinity.key} or {}
   redis.call('HSET', request,
     'state', 'queued', 'nonce', args.nonce, 'attempt', '0', 'failures', '0', 'tokens', '0', 'items', '0',
     'entry', is_batch and '' or entry, 'backlog', is_batch and entry or '',
@@ -184,14 +184,14 @@ for i, id in ipairs(ids) do
     'enqueued_ms', digits(now_ms), 'deadline_ms', digits(now_ms + args.timeout_ms), unpack(others))
   redis.call('PEXPIRE', request, digits(lives_ms))
 end
-if host then -- as if it had read them
-  local last = aside[#aside]
-  for _, option in ipairs({'FORCE', 'JUSTID', 'LASTID', last}) do aside[#aside + 1] = option end
-  redis.call('XCLAIM', queue, args.group, host, 0, unpack(aside))
+if preferred then -- as if it had read them
+  local last = reserved[#reserved]
+  for _, option in ipairs({'FORCE', 'JUSTID', 'LASTID', last}) do reserved[#reserved + 1] = option end
+  redis.call('XCLAIM', queue, args.group, preferred, 0, unpack(reserved))
 end
 -- The queue's life is renewed when half of it is over.
 if is_batch or redis.call('PTTL', queue) < args.queue_ttl_ms / 2 then
   redis.call('PEXPIRE', queue, args.queue_ttl_ms)
   redis.call('PEXPIRE', backlog, args.queue_ttl_ms)
 end
-return {'ok', homing}
+return {'ok', outcome}

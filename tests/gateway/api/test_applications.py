@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 
 from gateway.calls.models import Route
 from shared.packages import rollout
-from shared.packages.board import Board
+from shared.packages.deployment_state import DeploymentState
 from shared.packages.manifest import Layer, PackageConfig, digest_of, make_manifest
 from shared.packages.rollout import App, LogLine, NodeRecord, Revision, Slot
 from shared.packages.store import open_store
@@ -39,7 +39,7 @@ class Deployments:
         self.gateway = gateway
         self.client = gateway.client
         self.store = open_store(store_url)
-        self.board: Board = gateway.services.board
+        self.deployments: DeploymentState = gateway.services.deployments
 
     def add_package(self, text: str, kind: str = "model", **config) -> str:
         data = text.encode()
@@ -64,10 +64,10 @@ class Deployments:
 
     async def make_ready(self, digest: str) -> None:
         """An instance is ready, as a node would say."""
-        before = (await self.board.apps())["n"]
+        before = (await self.deployments.apps())["n"]
         slot = Slot(before.next_slot, digest, "ready", "node")
         after = replace(before, slots=(*before.slots, slot), next_slot=slot.id + 1)
-        assert await self.board.put(before, after)
+        assert await self.deployments.put(before, after)
 
 
 @asynccontextmanager
@@ -186,7 +186,7 @@ async def test_what_a_newer_version_recorded_serves_on_while_its_models_are_ther
 ):
     card = ModelCard("n@old", 1, 512, 1000)
     app = App("n", 1, active=Revision(1, "sha256:old", rollout.Spec(), card=card))
-    await deployments.board.put(None, app)
+    await deployments.deployments.put(None, app)
     models = deployments.gateway.services.models
     async with run_worker(redis_server, redis_prefix, card), Redis.from_url(redis_server) as redis:
         await models.refresh()
@@ -261,7 +261,7 @@ async def test_resources_that_no_node_has_are_refused_to_a_version_that_serves(d
     await deployments.put(digest)
     await deployments.make_ready(digest)
     await deployments.ask(":promote")
-    await deployments.board.announce(NodeRecord("node", cpu=2.0, memory_bytes=10, gpu=0), ttl_s=60)
+    await deployments.deployments.announce(NodeRecord("node", cpu=2.0, memory_bytes=10, gpu=0), ttl_s=60)
     refused = await deployments.put(digest, spec={"resources": {"cpu": 64.0}})
     assert refused.status_code == 409
     assert "no node has room for an instance of cpu=64" in message(refused)
@@ -276,7 +276,7 @@ async def test_the_latest_lines_of_instances_are_shown_to_who_deploys(deployment
     assert (await deployments.ask("/logs", "GET")).json()["data"] == []
     lines = [LogLine(n / 10, "node", n % 2, f"line {n}") for n in range(1200)]
     for first in range(0, 1200, 100):
-        await deployments.board.add_log("n", lines[first : first + 100])
+        await deployments.deployments.add_log("n", lines[first : first + 100])
     shown = (await deployments.ask("/logs?limit=1000", "GET")).json()["data"]
     assert [line["text"] for line in shown] == [f"line {n}" for n in range(200, 1200)]
     shown = (await deployments.ask("/logs?limit=2&slot=1", "GET")).json()["data"]
@@ -301,7 +301,7 @@ async def test_requests_go_to_the_version_that_serves_and_answers_name_it(
         active=Revision(1, digest, spec, card=card),
         candidate=Revision(2, "sha256:new", spec, card=other, is_canary=True),
     )  # fmt: skip
-    await deployments.board.put(None, app)
+    await deployments.deployments.put(None, app)
     async with (
         run_worker(redis_server, redis_prefix, card),
         run_worker(redis_server, redis_prefix, other),
@@ -328,7 +328,7 @@ async def test_a_deployment_is_listed_after_models_of_workers_and_before_its_ver
     own = ModelCard("own", 1, 512, 1000)
     version = ModelCard("n@old", 2, 512, 1000, package="n@sha256:old")
     revision = Revision(1, "sha256:old", rollout.Spec(), card=version)
-    await deployments.board.put(None, App("n", 1, active=revision))
+    await deployments.deployments.put(None, App("n", 1, active=revision))
     models = deployments.gateway.services.models
     for card in (own, version):
         await models.registry.announce(WorkerRecord(card.name, card, "mock"), ttl_s=600)

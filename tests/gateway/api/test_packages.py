@@ -16,7 +16,7 @@ from deploy.client import ApiFailed, Client, GatewayStore
 from deploy.commands import upload
 from deploy.pack import pack
 from shared.packages.manifest import digest_of
-from shared.packages.part import PIECE_BYTES
+from shared.packages.resumable_file import PIECE_BYTES
 from shared.packages.signature import sign
 from shared.packages.store import PackageStore, open_store, read_manifest
 from shared.settings.tree import DeploySettings

@@ -149,20 +149,20 @@ async def test_a_list_of_tasks_shows_what_was_asked_and_what_came_of_it(session)
 
 
 async def test_limits_of_open_sessions_add_up_until_they_are_closed(gateway, scripted, redis):
-    board, now = gateway.services.board, time.time()
-    assert await board.session_limits(MODEL, now) == (0, 0)
+    deployments, now = gateway.services.deployments, time.time()
+    assert await deployments.session_limits(MODEL, now) == (0, 0)
     one = await Client(gateway).open(min_instances=1, max_instances=2)
     two = await Client(gateway).open(max_instances=3)
     shown = await one.ask("GET")
     assert (shown["min_instances"], shown["max_instances"]) == (1, 2)
-    assert await board.session_limits(MODEL, now) == (1, 5)
+    assert await deployments.session_limits(MODEL, now) == (1, 5)
     free = await Client(gateway).open()
-    assert await board.session_limits(MODEL, now) == (1, 0)
+    assert await deployments.session_limits(MODEL, now) == (1, 0)
     await free.ask("POST", ":close", {})
     await two.ask("POST", ":close", {})
-    assert await board.session_limits(MODEL, now) == (1, 2)
+    assert await deployments.session_limits(MODEL, now) == (1, 2)
     await one.send({"input": 1, "id": "x"})
-    assert await board.session_limits(MODEL, now + 7200 + 60) == (0, 0)
+    assert await deployments.session_limits(MODEL, now + 7200 + 60) == (0, 0)
     wrong = {"min_instances": 3, "max_instances": 2}
     refused = await Client(gateway).ask("POST", f"/v1/applications/{MODEL}/sessions", wrong, 400)
     assert refused["error"]["param"] == "min_instances"

@@ -18,7 +18,7 @@ from uuid import uuid4
 import pytest
 
 from shared.packages.manifest import digest_of
-from shared.packages.part import PIECE_BYTES, Part
+from shared.packages.resumable_file import PIECE_BYTES, ResumableFile
 from shared.packages.store import BadBlob, FileStore, PackageStore, StoreError, open_store
 
 MOTO = shutil.which("moto_server") or os.environ.get("MOTO_SERVER", "")
@@ -149,10 +149,10 @@ def test_two_who_keep_one_blob_at_once_both_can(tmp_path: Path):
 
 def test_who_has_finished_leaves_alone_what_the_next_one_writes(tmp_path: Path):
     data, target = os.urandom(1000), tmp_path / "blob"
-    with Part(tmp_path, digest_of(data)) as first:
+    with ResumableFile(tmp_path, digest_of(data)) as first:
         first.fill(lambda start: [data[start:]])
         first.move(target)
-        second = Part(tmp_path, digest_of(data))
+        second = ResumableFile(tmp_path, digest_of(data))
     with second:
         second.fill(lambda start: [data[start:]])
         second.move(target)

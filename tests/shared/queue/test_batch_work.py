@@ -95,7 +95,7 @@ async def test_batch_work_is_finished_taken_over_and_counted_like_any_other(ends
 
 
 async def test_a_take_whose_reply_was_lost_is_found_again(ends):
-    worker = ends.worker("a", ghost_after_s=0.0)
+    worker = ends.worker("a", unknown_after_s=0.0)
     await worker.create_group()
     [request] = await enqueue_batch(ends)
     await worker.read(1, 0.01)

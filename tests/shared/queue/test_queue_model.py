@@ -36,9 +36,9 @@ import shared.redis.embedded
 from shared.protocol import ErrorCode, Failed, Finished, Priority, Tokens, decode_events, seal
 from shared.queue.api import (
     CLEARED_AFTER_TOKENS,
+    Affinity,
     Claim,
     DuplicateRequest,
-    Home,
     QueueRefused,
     QueueUnavailable,
 )
@@ -68,7 +68,7 @@ MAX_ATTEMPTS = 3
 MAX_LOSSES = LOSSES_PER_ATTEMPT * MAX_ATTEMPTS
 WORKERS = ("a", "b")
 #: It may hold everything.
-HOME = Home("an-image", num_workers=1, num_seats=1000)
+AFFINITY = Affinity("an-image", num_workers=1, num_seats=1000)
 
 
 class PatientRedis(RedisSettings):
@@ -92,7 +92,7 @@ class Modelled:
     has_begun: bool = False
     num_tokens: int = 0
     is_late: bool = False
-    makes_home: bool = False  #: of whoever claims it, for what it shares with others
+    sets_preferred: bool = False  #: of whoever claims it, for what it shares with others
     lost_by: RedisWorkerQueue | None = None  #: who claimed it by a read whose reply was lost
 
     @property
@@ -158,7 +158,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.keys = RedisKeys(self.prefix)
         self.requests: dict[str, Modelled] = {}
         self.hands: list[Hand] = []
-        self.home: str | None = None  #: who claimed last what shares
+        self.preferred: str | None = None  #: who claimed last what shares
         self.has_flushed = False  #: once is enough: what came before cannot matter any more
         self.has_restarted = False
         self.run(self._open())
@@ -179,7 +179,7 @@ class QueueMachine(RuleBasedStateMachine):
     def _worker(self, name: str) -> RedisWorkerQueue:
         worker = RedisWorkerQueue(
             self.redis, self.blocking, keys_prefix=self.prefix, model=MODEL, worker_id=name,
-            lease_s=60.0, max_attempts=MAX_ATTEMPTS, batch_age_s=60.0, ghost_after_s=0.0,
+            lease_s=60.0, max_attempts=MAX_ATTEMPTS, batch_age_s=60.0, unknown_after_s=0.0,
         )  # fmt: skip
         self.closers.append(worker.close)
         return worker
@@ -221,31 +221,31 @@ class QueueMachine(RuleBasedStateMachine):
         choices = [make_request(priority=priority, tenant=tenant) for _ in range(count)]
         sealed = [seal(choice) for choice in choices]
         reservation = reserve(*choices, num_tokens=num_tokens, max_tokens=10_000)
-        home = HOME if shares else None
+        affinity = AFFINITY if shares else None
         submitting = self.queue.submit(
-            sealed, timeout_s=600, max_waiting=1000, reservation=reservation, home=home
+            sealed, timeout_s=600, max_waiting=1000, reservation=reservation, affinity=affinity
         )
         unread = self._unread()
         with losing_first_reply(RedisSender, "run") if repeats > 1 else nullcontext([]) as lost:
-            homing = self.run(submitting)
+            outcome = self.run(submitting)
         assert len(lost) == repeats - 1
-        assert bool(homing) == shares
-        is_aside = homing == "home"
-        assert not is_aside or (self.home is not None and not unread)
-        if is_aside:
+        assert bool(outcome) == shares
+        is_reserved = outcome == "home"
+        assert not is_reserved or (self.preferred is not None and not unread)
+        if is_reserved:
             assert self._unread() == set()
         for choice in choices:
             is_batch = priority is Priority.BATCH
             self.requests[choice.id] = Modelled(
-                is_batch, num_tokens, tenant, makes_home=shares and not is_aside
+                is_batch, num_tokens, tenant, sets_preferred=shares and not is_reserved
             )
             entry, aside = self.eye.hmget(self.keys.request(MODEL, choice.id), "entry", "aside")
-            assert aside == (entry if is_aside else None)
+            assert aside == (entry if is_reserved else None)
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), repeats=st.integers(1, 2))
     def share(self, data, repeats: int) -> None:
-        """The grace time is over: what its home has not claimed is for all, and nothing else changes."""
+        """The grace time is over: what its affinity has not claimed is for all, and nothing else changes."""
         name = self._any_request(data)
         request, key = self.requests[name], self.keys.request(MODEL, name)
         entry, aside = self.eye.hmget(key, "entry", "aside")
@@ -253,7 +253,7 @@ class QueueMachine(RuleBasedStateMachine):
         for number in range(repeats):
             found = self.run(self.queue.share(MODEL, [name, "unknown"]))
             assert found == (waits and number == 0)
-        request.makes_home |= waits
+        request.sets_preferred |= waits
         if waits and self._has_group() and not request.is_late:
             assert name in self._unread()
 
@@ -361,7 +361,7 @@ class QueueMachine(RuleBasedStateMachine):
             if request is not None and replies[entry_id][0] != b"stray":
                 request.claim(worker)
                 request.lost_by = worker
-                self._note_home(name, request)
+                self._note_preferred(name, request)
 
     @precondition(lambda self: self.hands)
     @rule(data=st.data())
@@ -458,12 +458,12 @@ class QueueMachine(RuleBasedStateMachine):
         self.hands = [hand for hand in self.hands if hand.worker is not gone]
 
     @precondition(lambda self: self.hands)
-    @rule(data=st.data(), blame=st.booleans())
+    @rule(data=st.data(), is_crash=st.booleans())
     def release(self, data, blame: bool) -> None:
         hand = self._any_hand(data)
         request = self.requests.get(hand.id)
         is_ours = request is not None and request.verdict(hand.claim.attempt) == "ok"
-        assert self.run(hand.worker.release([hand.claim], blame=blame)) == is_ours
+        assert self.run(hand.worker.release([hand.claim], is_crash=blame)) == is_ours
         if request is not None and is_ours and not blame:
             request.state = "queued"
         self.hands.remove(hand)
@@ -478,7 +478,7 @@ class QueueMachine(RuleBasedStateMachine):
             self.eye.delete(key)
         self._make_mailbox()
         self.requests.clear()
-        self.home = None
+        self.preferred = None
 
     @rule()
     def forget_scripts(self) -> None:
@@ -532,8 +532,8 @@ class QueueMachine(RuleBasedStateMachine):
             assert is_queued == (state in ("queued", "running")), f"{name} is lost, or stays"
             self._check_events(request, mailbox.get(name, []), logs[name])
         assert not [key for key, ttl_ms in ttls.items() if ttl_ms < 0], "a key never expires"
-        home = self.eye.get(self.keys.home(MODEL, HOME.name))
-        assert home == (None if self.home is None else self.home.encode())
+        affinity = self.eye.get(self.keys.preferred_worker(MODEL, AFFINITY.name))
+        assert affinity == (None if self.preferred is None else self.preferred.encode())
 
     def _check_events(self, request: Modelled, events: list, log: list[bytes]) -> None:
         if request.state != "cancelled":
@@ -623,9 +623,9 @@ class QueueMachine(RuleBasedStateMachine):
         names = {fields[b"id"].decode() for _, fields in unread if b"id" in fields}
         return {name for name in names if not self.requests[name].is_late}
 
-    def _note_home(self, name: str, request: Modelled) -> None:
-        if request.makes_home:
-            self.home = name
+    def _note_preferred(self, name: str, request: Modelled) -> None:
+        if request.sets_preferred:
+            self.preferred = name
 
     def _pending(self, name: str) -> set[bytes]:
         """Entries that are this worker's as Redis counts."""
@@ -665,7 +665,7 @@ class QueueMachine(RuleBasedStateMachine):
             request = self.requests[claim.id]
             assert request.state in ("queued", "running")
             request.claim(self.workers[name])
-            self._note_home(name, request)
+            self._note_preferred(name, request)
             assert (claim.attempt, claim.failures) == (request.attempt, request.failures)
             assert tokens_of(claim) == tuple(range(request.num_tokens))
             assert not request.is_late
@@ -678,7 +678,7 @@ class QueueMachine(RuleBasedStateMachine):
         for request, state in zip(self.requests.values(), states, strict=True):
             if state == b"failed" and request.state in ("queued", "running"):
                 request.claim(self.workers[name])
-                self._note_home(name, request)
+                self._note_preferred(name, request)
                 assert (
                     request.is_late
                     or request.failures == MAX_ATTEMPTS

@@ -223,7 +223,7 @@ async def test_a_request_that_ends_every_worker_is_given_up_and_remembered(ends)
 
 
 async def test_an_entry_whose_delivery_was_lost_is_found_and_claimed(ends):
-    worker = ends.worker("a", ghost_after_s=0.001)
+    worker = ends.worker("a", unknown_after_s=0.001)
     await worker.create_group()
     request = await ends.enqueue()
     # Redis delivers it to this consumer, but the reply never arrives.
@@ -250,7 +250,7 @@ async def test_a_claim_whose_reply_was_lost_counts_once(ends, far, proxy):
 
 
 async def test_a_read_whose_reply_was_lost_is_found_and_nobody_blamed(ends, far, proxy):
-    worker = far.worker("a", ghost_after_s=0.001)
+    worker = far.worker("a", unknown_after_s=0.001)
     await ends.enqueue()
     await ends.claim(worker)  # teaches Redis the script
     request = await ends.enqueue()
@@ -270,6 +270,7 @@ async def test_a_read_whose_reply_was_lost_is_found_and_nobody_blamed(ends, far,
 async def test_the_next_read_brings_what_an_earlier_one_lost(ends):
     worker = ends.worker("a")
     await worker.create_group()
+    assert await worker.read(1, 0.001) == []
     requests = [await ends.enqueue() for _ in range(2)]
     await ends.redis.xreadgroup(GROUP, "a", {ends.keys.queue(MODEL): ">"}, count=1)
 
@@ -432,7 +433,7 @@ async def test_a_crash_names_the_tenants_whose_requests_ran(ends):
     [last] = await other.read(1, 1.0)
     assert await ends.queue.crash_tenants(MODEL, "w") == {"a"}
     assert await ends.queue.crash_tenants(MODEL, "unknown") == frozenset()
-    await worker.release([held[0]], blame=True)
+    await worker.release([held[0]], is_crash=True)
     await worker.publish([publication(held[1], 1, 0, make_finished(held[1]))])
     assert await ends.queue.crash_tenants(MODEL, "w") == {"a"}
     await other.release([last])

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 
 from shared.packages import rollout
-from shared.packages.board import Board
+from shared.packages.deployment_state import DeploymentState
 from shared.packages.deployments import (
     Generation,
     Resources,
@@ -70,8 +70,8 @@ class FakeInstance:
 class Machines:
     """Nodes that run until they are killed."""
 
-    def __init__(self, settings: Settings, store: FileStore, board: Board) -> None:
-        self.settings, self.store, self.board = settings, store, board
+    def __init__(self, settings: Settings, store: FileStore, deployments: DeploymentState) -> None:
+        self.settings, self.store, self.deployments = settings, store, deployments
         self.running: dict[str, tuple[NodeAgent, asyncio.Task[None]]] = {}
 
     def start(self, name: str, gpus: list[str] | None = None, **room: Any) -> NodeAgent:
@@ -104,17 +104,17 @@ class Machines:
 
     async def wait(self, is_so: Callable[[App], Any]) -> App:
         async def found() -> App | None:
-            app = (await self.board.apps()).get("n")
+            app = (await self.deployments.apps()).get("n")
             return app if app is not None and is_so(app) else None
 
         return await until(found, WITHIN_S)
 
     async def nodes(self) -> set[str]:
-        return set(await self.board.nodes())
+        return set(await self.deployments.nodes())
 
     async def active(self, name: str) -> dict[str, App] | None:
         """All applications, once this one has a version that serves."""
-        apps = await self.board.apps()
+        apps = await self.deployments.apps()
         return apps if name in apps and apps[name].active is not None else None
 
 
@@ -136,12 +136,12 @@ async def machines(redis_server, redis_prefix, tmp_path, monkeypatch) -> AsyncIt
         }
     )
     redis = create_redis(settings.redis)
-    machines = Machines(settings, store, Board(redis, redis_prefix))
+    machines = Machines(settings, store, DeploymentState(redis, redis_prefix))
     yield machines
     for agent, _ in machines.running.values():
         agent.stop()
     await asyncio.gather(*(task for _, task in machines.running.values()))
-    await machines.board.close()
+    await machines.deployments.close()
     await redis.aclose()
 
 
@@ -163,7 +163,7 @@ async def test_an_instance_goes_where_it_fits_and_gets_what_it_was_promised(mach
     app = await machines.wait(lambda app: len(app.slots) == 2)
     for _ in range(20):
         await machines.running["large"][0].tick()
-    assert nodes_of((await machines.board.apps())["n"]) == ["large"]
+    assert nodes_of((await machines.deployments.apps())["n"]) == ["large"]
     assert len(FakeInstance.all) == 1
 
 
@@ -316,7 +316,9 @@ async def test_those_with_damaged_records_go_on_and_others_are_looked_after(mach
     machines.store.put_if_absent("deployments/n/00000002.json", b"{")
     machines.store.put_if_absent("deployments/a/00000001.outcome.json", b"{")
     unsettled = Generation("a", 1, digest, Spec(min_instances=1))
-    await machines.board.put(None, rollout.admit(App("a"), unsettled, await machines.board.now()))
+    await machines.deployments.put(
+        None, rollout.admit(App("a"), unsettled, await machines.deployments.now())
+    )
     [instance] = FakeInstance.all
     instance.state = "failed"  # it has to go back, and its history cannot be read
     after = await machines.wait(lambda app: nodes_of(app) and app.slots != before.slots)
@@ -336,7 +338,7 @@ async def test_a_record_that_cannot_be_read_is_told_once_until_it_can(
     async with create_redis(machines.settings.redis) as redis:
         for record in (b"9 {", b"9 {", b'9 {"name":"n"}', b"9 {"):
             await redis.hset(RedisKeys(redis_prefix).apps, "n", record)
-            await machines.board.apps()
+            await machines.deployments.apps()
     assert [record.levelname for record in caplog.records] == ["ERROR", "ERROR"]
 
 
@@ -353,6 +355,6 @@ async def test_an_instance_of_an_unreadable_record_that_has_ended_is_forgotten(
         instance.state = "failed"
 
         async def is_free() -> bool:
-            return not (await machines.board.nodes())["one"].slots
+            return not (await machines.deployments.nodes())["one"].slots
 
         await until(is_free)

@@ -1,4 +1,4 @@
-"""A spare process becomes the worker that it is told to be, or ends with its node."""
+"""A warm process becomes the worker that it is told to be, or ends with its node."""
 
 import os
 
@@ -17,11 +17,11 @@ async def standby():
 
 async def test_a_spare_becomes_a_worker_with_the_environment_that_it_is_told(standby):
     await standby.keep("mock")
-    spare = standby.take()
-    assert spare is not None
+    warm = standby.take()
+    assert warm is not None
     assert standby.take() is None
     told = {**os.environ, "VLM_LOGS__LEVEL": "info", "VLM_ENGINE__KIND": "mock", "VLM_NO_SUCH": "1"}
-    process = await spare.become(told)
+    process = await warm.become(told)
     _, said = await process.communicate()
     assert process.returncode == os.EX_CONFIG  # it has read what it was told
     assert b"VLM_NO_SUCH" in said

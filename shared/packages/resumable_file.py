@@ -1,4 +1,4 @@
-"""A file that grows to a blob. One that was cut short stays, and the next writer goes on from its end."""
+"""A file that is written in pieces. After an interruption the next writer resumes at its end."""
 
 import fcntl
 import hashlib
@@ -14,18 +14,18 @@ PIECE_BYTES = 4 * 1024 * 1024
 SUFFIX = ".part"
 _MOVES = 100
 
-Read = Callable[[int], Iterable[bytes]]  #: the bytes from a place on
-Report = Callable[[int], None]  #: told how many more bytes are done
+Read = Callable[[int], Iterable[bytes]]  #: the bytes from an offset
+Report = Callable[[int], None]  #: called with the number of bytes done
 
 
 class WrongDigest(Exception):
     """The bytes are not those of the digest; the message says which they are."""
 
 
-class Part:
-    """The bytes of a blob so far. Of writers of one blob at once, one goes on; the others begin anew.
+class ResumableFile:
+    """The part of a blob that was written so far. One writer at a time resumes it; others start a file of their own.
 
-    What is there already is hashed again: a part may have lost bytes with its machine.
+    The existing bytes are hashed again: a crash of the machine may have lost some.
     """
 
     def __init__(self, folder: Path, digest: str) -> None:
@@ -53,7 +53,7 @@ class Part:
         except OSError:  # another writes it, or has finished it; or there are no locks here
             return False
 
-    def __enter__(self) -> "Part":
+    def __enter__(self) -> "ResumableFile":
         """See `__exit__`."""
         return self
 
@@ -63,7 +63,7 @@ class Part:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Keep what there is, if another can go on from it."""
+        """Keep the file if another writer can resume it."""
         is_refused = isinstance(error, WrongDigest) or self._is_right
         # once it is moved, its old name may be another writer's
         if not self._is_moved and (is_refused or not (self._stays and self.size)):
@@ -71,7 +71,7 @@ class Part:
         os.close(self._file)
 
     def fill(self, read: Read, report: Report | None = None) -> None:
-        """Write what `read(start)` gives; all of it, where what was there is wrong.
+        """Write the bytes of `read(start)`; all of them again if the existing ones are wrong.
 
         Raises: WrongDigest, OSError, and what `read` raises.
         """
@@ -105,7 +105,7 @@ class Part:
                 report(len(piece))
 
     def move(self, target: Path, mode: int = 0o644) -> None:
-        """Have the file be `target`; it is on the disk then. Raises: OSError."""
+        """Sync the file and rename it to `target`. Raises: OSError."""
         os.fchmod(self._file, mode)
         os.fsync(self._file)
         place(os.replace, self.path, target)
@@ -113,9 +113,9 @@ class Part:
 
 
 def place(move: Callable[[Path, Path], None], path: Path, target: Path) -> None:
-    """Have a finished file be `target`, on the disk. Raises: OSError.
+    """Move a finished file to `target` and sync its folder. Raises: OSError.
 
-    Whoever removes the last file of a folder removes that, too: it is made again then.
+    A folder may be removed with its last file at any time; it is created again.
     """
     for _ in range(_MOVES):
         with suppress(FileNotFoundError):
@@ -134,12 +134,12 @@ def place(move: Callable[[Path, Path], None], path: Path, target: Path) -> None:
 
 
 def part_path(folder: Path, digest: str) -> Path:
-    """Where the part of a blob is."""
+    """The path of a blob's resumable file."""
     return folder / (digest.removeprefix("sha256:") + SUFFIX)
 
 
 def remove_old_parts(folder: Path, before: float) -> int:
-    """Remove parts that nobody has written to since `before`, in epoch seconds. Returns their bytes."""
+    """Remove files that were not written to since `before`, in epoch seconds. Returns their bytes."""
     num_bytes = 0
     for path in folder.glob(f"*{SUFFIX}"):
         with suppress(OSError):

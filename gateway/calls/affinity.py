@@ -1,26 +1,26 @@
-"""Who may have in its caches what a request brings: requests that share their first image, or a long beginning, share
-a home, the worker that last served one of them. Pure, but for the directory of workers.
+"""Cache-aware routing: requests with the same first image, or the same long prefix, prefer the worker that last served
+one of them. Pure, except for the directory of workers.
 """
 
 import hashlib
 
 from gateway.calls.models import ModelDirectory
 from shared.protocol import Call, Generate, Priority
-from shared.queue.api import Home
+from shared.queue.api import Affinity
 
-#: A prompt's text is known by so many characters at its beginning; to compute less of it anew takes no time.
+#: Characters at the beginning of a prompt that are its affinity key; a shorter prefix costs little to compute again.
 PREFIX_CHARS = 4000
 
 
-class Homes:
-    """Names what requests share. `grace_s`: how long a home has them for itself; 0: there are none."""
+class PrefixAffinity:
+    """Finds affinity keys. `grace_s`: how long a request is reserved for its preferred worker; 0 disables affinity."""
 
     def __init__(self, models: ModelDirectory, grace_s: float) -> None:
         self._models = models
         self.grace_s = grace_s
 
-    def find(self, call: Call) -> Home | None:
-        """The home of a call; None where it shares nothing, or one worker serves all."""
+    def find(self, call: Call) -> Affinity | None:
+        """The affinity of a call; None for a short prompt without images, or if there is one worker."""
         if self.grace_s <= 0 or call.priority is Priority.BATCH:
             return None
         num_workers = self._models.num_workers[call.model]
@@ -31,11 +31,11 @@ class Homes:
             return None
         name = "\0".join((call.tenant, call.adapter, shared)).encode(errors="surrogatepass")
         digest = hashlib.blake2b(name, digest_size=16).hexdigest()
-        return Home(digest, num_workers, self._models.num_seats[call.model])
+        return Affinity(digest, num_workers, self._models.num_seats[call.model])
 
 
 def _prefix(task: Generate) -> str:
-    """The beginning of all text, or nothing if it is short."""
+    """The beginning of the text, or an empty string if the text is short."""
     pieces, num_missing = [], PREFIX_CHARS
     for text in task.texts():
         pieces.append(text[:num_missing])

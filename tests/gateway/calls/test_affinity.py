@@ -1,4 +1,4 @@
-"""What shares a home, and what comes of a request whose home does not come for it."""
+"""What shares a affinity, and what comes of a request whose affinity does not come for it."""
 
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from gateway.calls.homes import PREFIX_CHARS, Homes
+from gateway.calls.affinity import PREFIX_CHARS, PrefixAffinity
 from gateway.calls.models import ModelDirectory
 from shared.protocol import ChatMessage, Priority, TextPart, Tokenize
 from shared.queue.claims import RedisWorkerQueue
@@ -20,14 +20,14 @@ from tests.factories_queue import MODEL, make_image, make_request
 LONG = "word " * PREFIX_CHARS
 
 
-def homes(num_workers: int = 2, grace_s: float = 0.1) -> Homes:
+def affinities(num_workers: int = 2, grace_s: float = 0.1) -> PrefixAffinity:
     models = SimpleNamespace(num_workers=Counter({MODEL: num_workers}), num_seats={MODEL: 8})
-    return Homes(cast(ModelDirectory, models), grace_s)
+    return PrefixAffinity(cast(ModelDirectory, models), grace_s)
 
 
 def name(*args: Any, **changes: Any) -> str | None:
-    home = homes().find(make_request(*args, **changes))
-    return None if home is None else home.name
+    affinity = affinities().find(make_request(*args, **changes))
+    return None if affinity is None else affinity.name
 
 
 RED, BLUE = make_image("red"), make_image("blue")
@@ -52,18 +52,18 @@ def test_tenants_and_adapters_share_nothing():
 
 
 @pytest.mark.parametrize(
-    ("homes", "changes"),
+    ("affinities", "changes"),
     [
-        (homes(), {"text": "short"}),
-        (homes(), {"text": LONG, "priority": Priority.BATCH}),
-        (homes(), {"task": Tokenize(make_request(LONG).task)}),  # type: ignore[arg-type]
-        (homes(num_workers=1), {"text": LONG}),
-        (homes(num_workers=0), {"text": LONG}),
-        (homes(grace_s=0), {"text": LONG}),
+        (affinities(), {"text": "short"}),
+        (affinities(), {"text": LONG, "priority": Priority.BATCH}),
+        (affinities(), {"task": Tokenize(make_request(LONG).task)}),  # type: ignore[arg-type]
+        (affinities(num_workers=1), {"text": LONG}),
+        (affinities(num_workers=0), {"text": LONG}),
+        (affinities(grace_s=0), {"text": LONG}),
     ],
 )
-def test_others_have_none(homes, changes):
-    assert homes.find(make_request(**changes)) is None
+def test_others_have_none(affinities, changes):
+    assert affinities.find(make_request(**changes)) is None
 
 
 # On a fleet
@@ -95,7 +95,7 @@ async def counts(gateway) -> dict[str, float]:
 
 
 async def only_home(redis, prefix: str) -> bytes:
-    [key] = [key async for key in redis.scan_iter(RedisKeys(prefix).home("*", "*"))]
+    [key] = [key async for key in redis.scan_iter(RedisKeys(prefix).preferred_worker("*", "*"))]
     return key
 
 
@@ -124,9 +124,11 @@ async def test_a_home_that_comes_keeps_it(gateway, absent):
 
 
 @pytest.mark.parametrize("changes", [{"gateway": {"home_grace_s": 0.0}}])
-async def test_homes_can_be_switched_off(gateway, absent, redis, redis_prefix):
+async def test_affinity_can_be_switched_off(gateway, absent, redis, redis_prefix):
     for _ in range(2):
         assert (await gateway.chat(ask_about(data_url()))).status_code == 200
 
     assert await counts(gateway) == {}
-    assert [key async for key in redis.scan_iter(RedisKeys(redis_prefix).home("*", "*"))] == []
+    assert [
+        key async for key in redis.scan_iter(RedisKeys(redis_prefix).preferred_worker("*", "*"))
+    ] == []

@@ -4,12 +4,12 @@ import asyncio
 
 import pytest
 
-from shared.queue.api import Claim, Home, QueueUnavailable
+from shared.queue.api import Affinity, Claim, QueueUnavailable
 from shared.queue.claims import RedisWorkerQueue
 from shared.queue.keys import GROUP
 from tests.factories_queue import MODEL, Ends, make_finished, make_request, publication, seal
 
-HOME = Home("an-image", num_workers=4, num_seats=8)
+AFFINITY = Affinity("an-image", num_workers=4, num_seats=8)
 
 
 @pytest.fixture
@@ -22,10 +22,10 @@ async def workers(ends) -> tuple[RedisWorkerQueue, RedisWorkerQueue]:
     return both
 
 
-async def submit(ends: Ends, *names: str, home: Home | None = HOME, **options) -> str:
+async def submit(ends: Ends, *names: str, affinity: Affinity | None = AFFINITY, **options) -> str:
     choices = [seal(make_request(id=name)) for name in names]
     return await ends.queue.submit(
-        choices, home=home, **{"timeout_s": 60.0, "max_waiting": 100, **options}
+        choices, affinity=affinity, **{"timeout_s": 60.0, "max_waiting": 100, **options}
     )
 
 
@@ -34,7 +34,7 @@ async def end(worker: RedisWorkerQueue, claim: Claim) -> None:
 
 
 async def serve(ends: Ends, worker: RedisWorkerQueue, name: str = "first") -> None:
-    """Make a worker the home."""
+    """Make a worker the affinity."""
     await submit(ends, name)
     [claim] = await worker.read(1, 1.0)
     await end(worker, claim)
@@ -70,7 +70,7 @@ async def test_a_worker_that_waits_is_woken(ends, workers):
 async def test_one_read_brings_what_is_reserved_and_what_waits_for_any_worker(ends, workers):
     await serve(ends, workers[0])
     await submit(ends, "second")
-    await submit(ends, "plain", home=None)
+    await submit(ends, "plain", affinity=None)
 
     assert names(await workers[0].read(4, 1.0)) == ["second", "plain"]
 
@@ -159,7 +159,7 @@ async def test_it_takes_more_again_once_its_wakeups_were_lost(ends, workers):
 
 async def test_nothing_is_put_aside_while_others_wait(ends, workers):
     await serve(ends, workers[0])
-    await submit(ends, "plain", home=None)
+    await submit(ends, "plain", affinity=None)
 
     assert await submit(ends, "second") == "busy"
 
@@ -167,27 +167,31 @@ async def test_nothing_is_put_aside_while_others_wait(ends, workers):
 
 
 @pytest.mark.parametrize(
-    ("home", "num_there"),
-    [(Home("an-image", 4, 3), 3), (Home("an-image", 4, 100), 4), (Home("an-image", 2, 9), 9)],
+    ("affinity", "num_there"),
+    [
+        (Affinity("an-image", 4, 3), 3),
+        (Affinity("an-image", 4, 100), 4),
+        (Affinity("an-image", 2, 9), 9),
+    ],
 )
 async def test_a_home_gets_no_more_than_its_seats_and_about_twice_its_share(
-    ends, workers, home, num_there
+    ends, workers, affinity, num_there
 ):
     a, _ = workers
     await serve(ends, a)
     for number in range(num_there):
-        assert await submit(ends, f"there-{number}", home=home) == "home"
+        assert await submit(ends, f"there-{number}", affinity=affinity) == "home"
         assert len(await a.read(4, 1.0)) == 1
 
-    assert await submit(ends, "beyond", home=home) == "busy"
+    assert await submit(ends, "beyond", affinity=affinity) == "busy"
 
 
 async def test_a_worker_that_does_not_come_is_given_no_more_than_its_share(ends, workers):
     await serve(ends, workers[0])
 
-    homings = [await submit(ends, f"r-{number}") for number in range(5)]
+    outcomes = [await submit(ends, f"r-{number}") for number in range(5)]
 
-    assert homings == ["home"] * 4 + ["busy"]
+    assert outcomes == ["home"] * 4 + ["busy"]
 
 
 async def test_a_submit_whose_reply_was_lost_says_again_that_it_was_put_aside(
@@ -219,7 +223,7 @@ async def test_what_a_dead_home_has_not_claimed_is_taken_over_without_blame(ends
 
 
 async def test_a_claim_whose_reply_was_lost_is_found_again_without_blame(ends, far, proxy):
-    worker = far.worker("a", ghost_after_s=0.0)
+    worker = far.worker("a", unknown_after_s=0.0)
     await worker.create_group()
     await worker.read(1, 0.001)
     await serve(ends, worker)

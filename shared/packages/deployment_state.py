@@ -1,4 +1,4 @@
-"""Deployments and nodes as they are now, in Redis; all of it can be made again from the store."""
+"""The state of deployments and nodes in Redis; it can be restored from the package store."""
 
 import logging
 from collections.abc import Iterable, Sequence
@@ -18,9 +18,9 @@ from shared.redis.script import load_script, named
 _SCRIPTS = Path(__file__).parent / "scripts"
 PUT_APP = load_script(_SCRIPTS / "put_app.lua")
 CLAIM_SLOT = load_script(_SCRIPTS / "claim_slot.lua")
-#: A claim counts so long if its node says nothing of it.
+#: A slot claim expires after so long, unless the node reports the slot.
 CLAIM_S = 10.0
-#: Of the record of all deployments after somebody last looked after it.
+#: Time to live of the records after a node last renewed them.
 APPS_TTL_S = 24 * 3600.0
 
 #: Of the log of a deployment.
@@ -34,8 +34,8 @@ _nodes = msgspec.json.Decoder(NodeRecord)
 _lines = msgspec.json.Decoder(LogLine)
 
 
-class Board:
-    """What gateways and nodes know of each other's doings. All calls raise RedisError."""
+class DeploymentState:
+    """Records of deployments, slot claims and nodes. All calls raise RedisError."""
 
     def __init__(self, redis: Redis, prefix: str) -> None:
         self._keys = RedisKeys(prefix)
@@ -44,7 +44,7 @@ class Board:
         self.unreadable: frozenset[str] = frozenset()
 
     async def apps(self) -> dict[str, App]:
-        """All deployments by name; those that another version of this program wrote are left out."""
+        """All deployments by name, without records that another release wrote."""
         found = await retry_idempotent(lambda: self._sender.execute("HGETALL", self._keys.apps))
         apps: dict[str, App] = {}
         unreadable: set[str] = set()
@@ -63,14 +63,14 @@ class Board:
         return apps
 
     async def put(self, before: App | None, after: App) -> App | None:
-        """Write a record in place of the one that was read. Returns it, or None if another was first."""
+        """Replace the record that was read. Returns the new one, or None if the record has changed."""
         version = before.version if before is not None else 0
         after = replace(after, version=version + 1)
         record = b"%d " % after.version + encode(after)
         return after if await self._put(after.name, version, record) else None
 
     async def remove(self, app: App) -> bool:
-        """Forget a deployment, unless it has changed."""
+        """Delete a deployment, unless it has changed."""
         return await self._put(app.name, app.version, b"")
 
     async def _put(self, name: str, version: int, record: bytes) -> bool:
@@ -78,7 +78,7 @@ class Board:
         return bool(await self._sender.run(PUT_APP, [self._keys.apps], arguments))
 
     async def claim(self, name: str, slots: Sequence[int], node: str) -> int | None:
-        """Claim the first of these slots of a deployment that nobody has; returns which."""
+        """Claim the first free slot of these; returns it."""
         arguments = named(
             ids=[str(slot) for slot in slots], node=node,
             lease_ms=to_ms(CLAIM_S), ttl_ms=to_ms(2 * CLAIM_S),
@@ -87,11 +87,11 @@ class Board:
         return slots[int(place) - 1] if place else None
 
     async def keep(self) -> None:
-        """Let the records live on."""
+        """Renew the records' time to live."""
         await self._sender.execute("PEXPIRE", self._keys.apps, to_ms(APPS_TTL_S))
 
     async def announce(self, node: NodeRecord, ttl_s: float) -> None:
-        """Say that a node is there, for `ttl_s` from now."""
+        """Write a node's record; it expires after `ttl_s`."""
         await self._sender.execute(
             "SET", self._keys.node(node.id), encode(node), "PX", to_ms(ttl_s)
         )
@@ -100,7 +100,7 @@ class Board:
         await self._sender.execute(*command)
 
     async def withdraw(self, node_id: str) -> None:
-        """Say that a node is gone."""
+        """Delete a node's record."""
         await self._sender.execute("DEL", self._keys.node(node_id))
         await self._sender.execute("SREM", self._keys.nodes, node_id)
 
@@ -129,7 +129,7 @@ class Board:
         return [_lines.decode(line) for line in found]
 
     async def nodes(self) -> dict[str, NodeRecord]:
-        """The nodes that are there now."""
+        """The nodes with a record, by id."""
         names = await retry_idempotent(lambda: self._sender.execute("SMEMBERS", self._keys.nodes))
         keys = [self._keys.node(name.decode(errors="replace")) for name in names]
         values = await retry_idempotent(lambda: self._sender.execute("MGET", *keys)) if keys else []
