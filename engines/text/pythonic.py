@@ -7,7 +7,6 @@ import ast
 import json
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from engines.text.schemas import UnsupportedSchema, prepare
@@ -231,110 +230,65 @@ class KeywordArguments:
 
 
 _MAX_DEPTH = 64
-_MAX_NUMBER = 4300  #: characters; Python makes no number of more digits
+_MAX_NUMBER = 4300  #: characters; Python's limit of the digits of an integer
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
-_WORDS = {"True": "true", "False": "false", "None": "null"}
-_TOKEN = re.compile(
-    r"""[ \t\r\n]*(?:
-    (?P<text>"[^"\\]*(?:\\.[^"\\]*)*"|'[^'\\]*(?:\\.[^'\\]*)*')
-    |(?P<number>[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)
-    |(?P<word>True|False|None|true|false|null)
-    |(?P<sign>[\[\](){},:])
-    )[ \t\r\n]*""",
-    re.DOTALL | re.VERBOSE,
-)
-_OCTAL = re.compile(r"-?0[0-9]")  #: as C has them; Python has none
-#: Escapes that Python has no warning for.
-_ESCAPES = frozenset("\n\\'\"abfnrtvxuUN")
+_WORDS = {
+    word: json.dumps(value) for word, value in (("True", True), ("False", False), ("None", None))
+}
+_WORDS |= {word: word for word in _WORDS.values()}
+_STRING = re.compile(r""""[^"\\]*(?:\\.[^"\\]*)*"|'[^'\\]*(?:\\.[^'\\]*)*'""")
+_NUMBER = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
+_LEADING_ZERO = re.compile(r"-?0[0-9]")  #: not allowed in JSON
+#: Escapes for which Python has no warning.
+_ESCAPES = frozenset("\\'\"abfnrtvxuUN")
 
 
 def _to_json(text: str) -> str:
-    """A literal of Python's, or of JSON's words, as JSON; a number stays as it is spelled. Raises: MalformedCall."""
-    made: list[str] = []
-    brackets: list[_Bracket] = []
-    awaited = _VALUE
-    place = 0
-    while place < len(text):
-        found = _TOKEN.match(text, place)
-        if found is None:
-            raise MalformedCall
-        kind = found.lastgroup or ""
-        place, token = found.end(), found[kind]
-        if kind != "sign" and awaited & _VALUE:
-            made.append(_READERS[kind](token))
-            awaited = _NEXT
-        elif kind == "text" and awaited & _KEY:
-            made.append(_read_text(token))
-            awaited = _COLON
-        elif token in _CLOSING and awaited & _VALUE:
-            brackets.append(_Bracket(_CLOSING[token], len(made)))
-            made.append("{" if token == "{" else "[")
-            awaited = _END | (_KEY if token == "{" else _VALUE)
-        elif brackets and token == brackets[-1].end and awaited & _END:
-            _close(made, brackets.pop())
-            awaited = _NEXT
-        elif brackets and token == "," and awaited & _COMMA:
-            brackets[-1].has_comma = True
-            made.append(", ")
-            awaited = _END | (_KEY if brackets[-1].end == "}" else _VALUE)
-        elif token == ":" and awaited == _COLON:
-            made.append(": ")
-            awaited = _VALUE
-        else:
-            raise MalformedCall
-    if brackets or awaited != _NEXT:
+    """Convert a Python or JSON literal to JSON; numbers keep their spelling. Raises: MalformedCall."""
+    # An unknown escape is a backslash in Python too, with a warning.
+    text = re.sub(r"\\(.)", lambda e: e[0] if e[1] in _ESCAPES else "\\" + e[0], text.strip())
+    if "\n" in text or "\r" in text:
         raise MalformedCall
-    return "".join(made)
+    try:
+        tree, source = ast.parse(text, mode="eval").body, text.encode()
+        made = _write(tree, source)
+        made.encode()
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        raise MalformedCall from None
+    if source[tree.end_col_offset :].strip(b" \t)"):  # a comment
+        raise MalformedCall
+    return made
 
 
-@dataclass(slots=True)
-class _Bracket:
-    """One that is open."""
-
-    end: str
-    place: int  #: in what has been made
-    has_comma: bool = False
-
-
-def _close(made: list[str], bracket: _Bracket) -> None:
-    """A comma may stand behind the last value; without any, parentheses only hold a value together."""
-    if made[-1] == ", ":
-        made.pop()
-    if bracket.end == ")" and not bracket.has_comma and len(made) > bracket.place + 1:
-        made[bracket.place] = ""
-    else:
-        made.append("}" if bracket.end == "}" else "]")
-
-
-#: What may come next in a value.
-_VALUE, _KEY, _COLON, _COMMA, _END = 1, 2, 4, 8, 16
-_NEXT = _COMMA | _END
+def _write(node: ast.expr | None, source: bytes) -> str:
+    """Raises: MalformedCall."""
+    if node is None:  # the key of `**`
+        raise MalformedCall
+    written = source[node.col_offset : node.end_col_offset].decode()
+    match node:
+        case ast.Constant(value=str(value)) if _STRING.fullmatch(written):
+            return json.dumps(value, ensure_ascii=False)
+        case ast.Constant() | ast.UnaryOp(operand=ast.Constant()) if _NUMBER.fullmatch(written):
+            return _read_number(written)
+        case ast.Constant() | ast.Name() if written in _WORDS:
+            return _WORDS[written]
+        case ast.List(elts=values) | ast.Tuple(elts=values):
+            return f"[{', '.join(_write(value, source) for value in values)}]"
+        case ast.Dict(keys=keys, values=values):
+            if all(isinstance(getattr(key, "value", None), str) for key in keys):
+                names = [_write(key, source) for key in keys]
+                pairs = zip(names, values, strict=True)
+                return f"{{{', '.join(f'{name}: {_write(x, source)}' for name, x in pairs)}}}"
+    raise MalformedCall
 
 
 def _read_number(text: str) -> str:
     """Raises: MalformedCall."""
     whole, sign, rest = text.removeprefix("+").partition(".")
-    if len(text) > _MAX_NUMBER or _OCTAL.match(whole):
+    if len(text) > _MAX_NUMBER or _LEADING_ZERO.match(whole):
         raise MalformedCall
     if not sign:
         return whole
     whole = whole if whole.strip("-") else f"{whole}0"
     rest = rest if rest[:1].isdigit() else f"0{rest}"
     return f"{whole}.{rest}"
-
-
-def _read_text(text: str) -> str:
-    """Raises: MalformedCall."""
-    # An escape that is none stands for itself, as in Python, which warns of it where warnings may be errors.
-    escaped = re.sub(
-        r"\\(.)", lambda e: e[0] if e[1] in _ESCAPES else "\\" + e[0], text, flags=re.DOTALL
-    )
-    try:
-        made = json.dumps(ast.literal_eval(escaped), ensure_ascii=False)
-        made.encode()
-    except (ValueError, SyntaxError, MemoryError):
-        raise MalformedCall from None
-    return made
-
-
-_READERS = {"text": _read_text, "number": _read_number, "word": lambda text: _WORDS.get(text, text)}
