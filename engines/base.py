@@ -208,7 +208,7 @@ class EngineStats(msgspec.Struct):
     num_result_hits: int = 0  #: hits of the result cache
     result_cache_bytes: int = 0
     num_preemptions: int = 0
-    num_guessed_tokens: int = 0  #: drafted tokens
+    num_drafted_tokens: int = 0  #: drafted tokens
     num_accepted_tokens: int = 0  #: accepted tokens
     num_adapters: int = 0
     memory_bytes: dict[str, int] = msgspec.field(

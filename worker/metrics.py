@@ -49,7 +49,7 @@ class WorkerCollector(Collector):
             "vlm_result_cache_hits_total": stats.num_result_hits,
             "vlm_result_cache_bytes": stats.result_cache_bytes,
             "vlm_preemptions_total": stats.num_preemptions,
-            "vlm_draft_tokens_total": stats.num_guessed_tokens,
+            "vlm_draft_tokens_total": stats.num_drafted_tokens,
             "vlm_draft_accepted_tokens_total": stats.num_accepted_tokens,
             "vlm_num_adapters": stats.num_adapters,
             "vlm_engine_steps_total": stats.num_steps,

@@ -77,7 +77,7 @@ class Drafts(Protocol):
         """Probable next tokens; the matcher is not changed."""
         ...
 
-    def is_turn(self, token_id: int) -> bool:
+    def resumes(self, token_id: int) -> bool:
         """Whether drafting resumes behind this token."""
         ...
 
@@ -108,7 +108,7 @@ class Constraint:
     def is_silent(self, token_ids: Items[int]) -> bool:
         """Whether it has no draft behind these tokens: it has no drafter, or they are free text."""
         drafts = self.drafts
-        return drafts is None or (self._num_idle >= IDLE and not drafts.is_turn(token_ids[-1]))
+        return drafts is None or (self._num_idle >= IDLE and not drafts.resumes(token_ids[-1]))
 
     def mask(self, token_ids: Items[int], num_prompt_tokens: int) -> bytes:
         """One bit per token that is allowed next, lowest first. Raises: ConstraintFailure."""
@@ -162,8 +162,8 @@ class Constraint:
             return []
         output = list(token_ids[max(num_prompt_tokens, len(token_ids) - _SHOWN) :])
         found = drafts.draft(self._matcher, output)
-        is_turn = drafts.is_turn(token_ids[-1])
-        self._num_idle = 0 if found else _BEHIND_SIGN if is_turn else self._num_idle + 1
+        resumes = drafts.resumes(token_ids[-1])
+        self._num_idle = 0 if found else _BEHIND_SIGN if resumes else self._num_idle + 1
         if time.thread_time() - started_s > DRAFT_S:
             self.drafts = None
         return found

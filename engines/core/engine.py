@@ -308,7 +308,7 @@ class BatchingEngine(Engine[EngineRequest]):
             num_encoder_hits=num_hits,
             encoder_cache_bytes=encoder_cache_bytes,
             num_preemptions=self.scheduler.num_preemptions,
-            num_guessed_tokens=speculator.num_guessed if speculator else 0,
+            num_drafted_tokens=speculator.num_drafted if speculator else 0,
             num_accepted_tokens=speculator.num_accepted if speculator else 0,
             num_adapters=len(self._adapters),
             memory_bytes=self._memory_bytes(),

@@ -189,7 +189,7 @@ class Scheduler:
     def _schedule_running(self, batch: Batch, budget: StepBudget) -> None:
         """Schedule the running sequences, oldest first."""
         items, over_budget, block_size = batch.items, self._over_budget, self.blocks.block_size
-        may_guess: bool | None = None
+        may_draft: bool | None = None
         for sequence in tuple(self.running.values()):
             if budget.num_tokens == 0 or sequence.status is not SequenceStatus.RUNNING:
                 break  # preempted for an older one, like all after it
@@ -206,9 +206,9 @@ class Scheduler:
                 continue
             history = sequence.history
             if num_pending == 1 and history is not None and not history.rests(sequence):
-                if may_guess is None:
-                    may_guess = self._may_guess()
-                if may_guess:
+                if may_draft is None:
+                    may_draft = self._may_draft()
+                if may_draft:
                     items.append(self._with_draft(sequence, budget))
                     continue
             items.append(ScheduledSequence(sequence, num_new))
@@ -219,7 +219,7 @@ class Scheduler:
             if num_new > 1:
                 self.blocks.promise(sequence, num_new)
 
-    def _may_guess(self) -> bool:
+    def _may_draft(self) -> bool:
         """Whether no sequence has prefill work, which goes before drafts."""
         if self.waiting and len(self.running) < self.max_num_seqs:
             return False
@@ -229,7 +229,7 @@ class Scheduler:
         """Schedule a decoding sequence, with a draft if the budget and free blocks allow it."""
         draft: tuple[int, ...] = ()
         if self.speculator is not None:
-            draft = self.speculator.guess(
+            draft = self.speculator.draft(
                 sequence, len(self.running), budget.num_tokens - 1, budget.num_prefill_tokens
             )
             if draft and not self.blocks.grow(sequence, len(sequence.token_ids) + len(draft)):

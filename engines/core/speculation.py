@@ -28,7 +28,7 @@ _MAX_INDEXED = 2048
 #: Draft lengths that are tried: kernels compute rows in groups of four.
 _LENGTHS = (1, 2, 3, 5, 7, 11, MAX_DRAFT)
 #: Prior acceptance rates.
-_FORCED_RIGHT, _RIGHT = 0.9, 0.5
+_FORCED_RATE, _RATE = 0.9, 0.5
 #: Acceptance rate above which an unprofitable draft is reconsidered after so many tokens.
 _LIKELY, _REST = 0.6, 8
 #: Acceptance rate of other sequences above which a new one starts with a trial draft.
@@ -72,7 +72,7 @@ def sample_drafts(
     last = {place: choices[place] for place in places}
     try:
         num_more = 0
-        while places := [p for p in places if _is_right(items[p], last[p], num_more)]:
+        while places := [p for p in places if _is_accepted(items[p], last[p], num_more)]:
             for place in places:
                 choice = last[place]
                 assert choice is not None
@@ -88,7 +88,7 @@ def sample_drafts(
             del items[place].sequence.token_ids[end:]
 
 
-def _is_right(item: ScheduledSequence, choice: TokenChoice | None, num_more: int) -> bool:
+def _is_accepted(item: ScheduledSequence, choice: TokenChoice | None, num_more: int) -> bool:
     draft = item.draft
     return choice is not None and num_more < len(draft) and draft[num_more] == choice.token_id
 
@@ -108,18 +108,17 @@ class History:
         "_num_misses",
         "_trial_at",
         "_wait",
+        "acceptance_rate",
         "is_forced",
         "quiet_until",
-        "right",
     )
 
-    def __init__(self, right: float) -> None:
-        """`right`: the expected acceptance rate."""
-        self.right = right
+    def __init__(self, acceptance_rate: float) -> None:
+        self.acceptance_rate = acceptance_rate
         self.is_forced = False  #: whether its last draft came from the grammar
         self.quiet_until = 0  #: no n-gram draft before the sequence has so many tokens
         # number of tokens at which an unprofitable draft is tried; 0: none has been declined
-        self._trial_at = 0 if right < _WORTH_A_TRIAL else 1
+        self._trial_at = 0 if acceptance_rate < _WORTH_A_TRIAL else 1
         self._wait = _FIRST_WAIT
         self._num_misses = 0
         self._is_trial = False  # whether its last draft was a trial
@@ -185,21 +184,21 @@ class History:
         if is_trial or not self._trial_at:
             self._trial_at = num_tokens + self._wait
             self._wait = min(2 * self._wait, _LONGEST_WAIT)
-        is_likely = self.right > _LIKELY  # costs may fall soon
+        is_likely = self.acceptance_rate > _LIKELY  # costs may fall soon
         self.quiet_until = num_tokens + _REST if is_likely else self._trial_at
         self._is_trial = is_trial
         return is_trial
 
-    def note(self, num_right: int, num_tried: int) -> None:
+    def note(self, num_accepted: int, num_tried: int) -> None:
         """Update the acceptance rate with one verified draft."""
         weight = 1 - (1 - _NEWEST_OF_SEQUENCE) ** num_tried
-        self.right += weight * (num_right / num_tried - self.right)
+        self.acceptance_rate += weight * (num_accepted / num_tried - self.acceptance_rate)
         is_trial, self._is_trial = self._is_trial, False
-        if num_right < num_tried:
+        if num_accepted < num_tried:
             return
         if not is_trial:
             self._wait = _FIRST_WAIT
-        elif self.right < _SURE:  # a trial succeeded
+        elif self.acceptance_rate < _SURE:  # a trial succeeded
             self.quiet_until, self._trial_at = 0, 1
 
 
@@ -235,7 +234,7 @@ class Speculator:
         """Drafts contain no end-of-sequence token. `repeats`: draft from n-grams too."""
         self._eos_token_ids = eos_token_ids
         self.repeats = repeats
-        self.num_guessed = 0  #: drafted tokens
+        self.num_drafted = 0  #: drafted tokens
         self.num_accepted = 0
         self.is_asked = False  #: whether the planned step is to be measured
         self._plain_s: dict[
@@ -244,8 +243,8 @@ class Speculator:
         # cost of a draft token as a share of that step, by magnitudes of sequences and draft tokens
         self._costs: dict[tuple[int, int], float] = {}
         # acceptance rates: of grammar drafts, and the prior of new sequences
-        self._forced_right, self._first_right = _FORCED_RIGHT, _RIGHT
-        self._num_drafted = 0  # steps in a row with drafts
+        self._forced_rate, self._first_rate = _FORCED_RATE, _RATE
+        self._num_draft_steps = 0  # steps in a row with drafts
         self._num_wanted = 0  # sequences with a draft in the step before
         self._begin_step()
 
@@ -256,10 +255,10 @@ class Speculator:
     def begin(self, sequence: Sequence) -> None:
         """Start drafting for a sequence."""
         # others' acceptance says little about this one, and rejected drafts cost time
-        sequence.history = History(min(self._first_right, _RIGHT))
-        self._first_right += _FORGOTTEN * (_RIGHT - self._first_right)
+        sequence.history = History(min(self._first_rate, _RATE))
+        self._first_rate += _FORGOTTEN * (_RATE - self._first_rate)
 
-    def guess(
+    def draft(
         self, sequence: Sequence, num_running: int, most: int, most_beside: int
     ) -> tuple[int, ...]:
         """A draft of at most `most` tokens; empty if it does not pay.
@@ -274,18 +273,18 @@ class Speculator:
         # measure plain steps first, and again periodically
         if (
             (is_quiet and (constraint is None or constraint.is_silent(sequence.token_ids)))
-            or self._num_drafted >= _PLAIN_EVERY
+            or self._num_draft_steps >= _PLAIN_EVERY
             or num_running not in self._plain_s
         ):
             return ()
         num_left = sequence.max_output_tokens - num_tokens + sequence.num_prompt_tokens
         most = min(most, MAX_DRAFT, num_left - 1)
-        draft, right = [], self._forced_right
+        draft, acceptance_rate = [], self._forced_rate
         if constraint is not None and most > 0:
             draft = constraint.draft(sequence.token_ids, sequence.num_prompt_tokens)
         history.is_forced = bool(draft)
         if not draft and not is_quiet and most > 0:
-            draft, right = history.find(sequence, most), history.right
+            draft, acceptance_rate = history.find(sequence, most), history.acceptance_rate
         if not draft:
             return ()
         eos = self._eos_token_ids | set(sequence.sampling.stop_token_ids)
@@ -297,7 +296,7 @@ class Speculator:
             most = min(most, -(-most_beside // num_rivals))
         if most < 1:
             return ()
-        longest, expected = self._longest(right, most, num_running)
+        longest, expected = self._longest(acceptance_rate, most, num_running)
         if not longest:
             if history.is_forced or not history.decline(num_tokens):
                 return ()
@@ -307,17 +306,17 @@ class Speculator:
         self._num_expected += expected
         return tuple(draft[:longest])
 
-    def _longest(self, right: float, most: int, num_running: int) -> tuple[int, float]:
+    def _longest(self, p: float, most: int, num_running: int) -> tuple[int, float]:
         """The best draft length and the expected number of accepted tokens.
 
-        A length of unknown cost is tried only if the next shorter one is known.
+        `p` is the acceptance rate. A length of unknown cost is tried only if the next shorter one is known.
         """
         num_sure, num_planned = num_running + self._num_expected, self._num_planned
         best = num_sure / (1 + self._cost(num_running, num_planned))
         longest, expected = 0, 0.0
         for length in _LENGTHS:
             length = min(length, most)
-            gain = right * (1 - right**length) / (1 - right) if right < 1 else length
+            gain = p * (1 - p**length) / (1 - p) if p < 1 else length
             rate = (num_sure + gain) / (1 + self._cost(num_running, num_planned + length))
             if rate > best:
                 best, longest, expected = rate, length, gain
@@ -341,40 +340,40 @@ class Speculator:
         self.is_asked = False
         self._num_wanted, is_drafted = self._num_wanting, self._num_planned > 0
         self._begin_step()
-        num_running, num_guessed, is_decode = len(batch.items), 0, True
+        num_running, num_draft_tokens, is_decode = len(batch.items), 0, True
         for item, choice in zip(batch.items, result.choices, strict=True) if is_drafted else ():
             num_drafted = len(item.draft)
             if choice is None or item.num_new_tokens - num_drafted != 1:
                 is_decode = False
             elif num_drafted:
-                num_guessed += num_drafted
+                num_draft_tokens += num_drafted
                 self._note_draft(item, len(choice.following))
-        self.num_guessed += num_guessed
+        self.num_drafted += num_draft_tokens
         plain_s = self._plain_s.get(num_running)
         if not is_decode:  # the step had prompt tokens: its time says nothing about drafts
             return
-        if num_guessed == 0:
-            self._num_drafted = 0
+        if num_draft_tokens == 0:
+            self._num_draft_steps = 0
             if plain_s is not None:
                 seconds = _NEWEST * min(seconds, _MAX_NOISE * plain_s) + (1 - _NEWEST) * plain_s
             self._plain_s[num_running] = seconds
         elif plain_s is not None:
-            self._num_drafted += 1
-            cost = min(max(0.0, seconds / plain_s - 1) / num_guessed, _MAX_NOISE)
-            key = _magnitude(num_running, num_guessed)
+            self._num_draft_steps += 1
+            cost = min(max(0.0, seconds / plain_s - 1) / num_draft_tokens, _MAX_NOISE)
+            key = _magnitude(num_running, num_draft_tokens)
             known = self._costs.get(key, cost)
             self._costs[key] = known + _NEWEST * (cost - known)
 
-    def _note_draft(self, item: ScheduledSequence, num_right: int) -> None:
-        self.num_accepted += num_right
-        num_tried = min(num_right + 1, len(item.draft))
+    def _note_draft(self, item: ScheduledSequence, num_accepted: int) -> None:
+        self.num_accepted += num_accepted
+        num_tried = min(num_accepted + 1, len(item.draft))
         history, weight = item.sequence.history, 1 - (1 - _NEWEST_OF_ALL) ** num_tried
         assert history is not None
         if history.is_forced:
-            self._forced_right += weight * (num_right / num_tried - self._forced_right)
+            self._forced_rate += weight * (num_accepted / num_tried - self._forced_rate)
         else:
-            history.note(num_right, num_tried)
-            self._first_right += weight * (num_right / num_tried - self._first_right)
+            history.note(num_accepted, num_tried)
+            self._first_rate += weight * (num_accepted / num_tried - self._first_rate)
 
 
 def _magnitude(num_running: int, num_tokens: int) -> tuple[int, int]:

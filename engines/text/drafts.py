@@ -48,7 +48,7 @@ class Drafter:
             piece = self._find(copy, bytes(found), output)
         return self._cut(output, bytes(found))
 
-    def is_turn(self, token_id: int) -> bool:
+    def resumes(self, token_id: int) -> bool:
         """Whether a token has other characters than letters and spaces."""
         return token_id >= len(self._is_word) or not self._is_word[token_id]
 

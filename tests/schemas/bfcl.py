@@ -199,7 +199,7 @@ def to_row(tokenizer: str, name: str, outcomes: list[Outcome]) -> str:
         return f"| {tokenizer} | {name} | 0 | | | | | |"
     least, half, mean = quantiles([each.num_plain_steps / each.num_steps for each in made])
     plain, steps = (sum(getattr(e, n) for e in made) for n in ("num_plain_steps", "num_steps"))
-    right = sum(each.num_accepted for each in made) / max(1, sum(each.num_guessed for each in made))
+    right = sum(each.num_accepted for each in made) / max(1, sum(each.num_drafted for each in made))
     return (
         f"| {tokenizer} | {name} | {len(made):,} | {plain / len(made):.0f} | {steps / len(made):.0f} |"
         f" {least:.2f} / {half:.2f} / {mean:.2f} | {plain / steps:.2f} | {right:.0%} |"

@@ -79,7 +79,7 @@ class Outcome:
     refusal: str = ""
     num_plain_steps: int = 0  #: without drafts: a token each, and what ends it
     num_steps: int = 0
-    num_guessed: int = 0
+    num_drafted: int = 0
     num_accepted: int = 0
 
 
@@ -274,7 +274,7 @@ class CallWriter:
         return Outcome(
             num_plain_steps=num_plain,
             num_steps=after.num_steps - before.num_steps,
-            num_guessed=after.num_guessed_tokens - before.num_guessed_tokens,
+            num_drafted=after.num_drafted_tokens - before.num_drafted_tokens,
             num_accepted=after.num_accepted_tokens - before.num_accepted_tokens,
         )
 

@@ -11,7 +11,7 @@ from worker.metrics import create_registry
 def test_every_declared_metric_has_its_number():
     stats = EngineStats(
         num_running=3, num_steps=40, kv_usage_ratio=0.5, memory_bytes={"weights": 7},
-        startup_s={"load": 1.5}, num_guessed_tokens=9, num_accepted_tokens=5,
+        startup_s={"load": 1.5}, num_drafted_tokens=9, num_accepted_tokens=5,
     )  # fmt: skip
     engine = SimpleNamespace(stats=stats)
     claims = SimpleNamespace(num_claims=Counter(new=2), num_fenced=1)

@@ -45,7 +45,7 @@ class Signs:
         self.asked.append(len(output))
         return []
 
-    def is_turn(self, token_id):
+    def resumes(self, token_id):
         return token_id >= 100
 
 

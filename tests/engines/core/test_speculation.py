@@ -45,7 +45,7 @@ class Fixed:
     def draft(self, matcher, output):
         return self._find(matcher, output)
 
-    def is_turn(self, token_id):
+    def resumes(self, token_id):
         return True
 
 
@@ -68,10 +68,10 @@ def nothing(matcher, output):
 class Eager(Speculator):
     """Guesses as much as it may, whatever that costs."""
 
-    def guess(self, sequence, num_running, most, most_beside):
+    def draft(self, sequence, num_running, most, most_beside):
         self._plain_s[num_running] = 1.0
         self._num_drafted = 0
-        return super().guess(sequence, num_running, most, most)
+        return super().draft(sequence, num_running, most, most)
 
     def _longest(self, right, most, num_running):
         return most, 0.0
@@ -267,7 +267,7 @@ class Steps:
     def run(self, num_running=1):
         """Each has the text. Returns tokens of drafts, right ones, and how much longer it took than without."""
         speculator = self.speculator
-        before = speculator.num_guessed, speculator.num_accepted
+        before = speculator.num_drafted, speculator.num_accepted
         sequences = [
             make_sequence(token_ids=self.text[:4], max_output_tokens=len(self.text) - 4)
             for _ in range(num_running)
@@ -281,7 +281,7 @@ class Steps:
                 end = len(sequence.token_ids)
                 sequence.num_computed_tokens = end - 1
                 rest = [TokenChoice(each) for each in self.text[end:]] or [TokenChoice(0)]
-                draft = speculator.guess(sequence, num_running, 100, 100)
+                draft = speculator.draft(sequence, num_running, 100, 100)
                 pairs = zip(draft, rest, strict=False)
                 num_right = len(list(takewhile(lambda two: two[0] == two[1].token_id, pairs)))
                 rest[0].following = tuple(rest[1 : num_right + 1])
@@ -294,7 +294,7 @@ class Steps:
             for item, choice in zip(items, choices, strict=True):
                 item.sequence.token_ids += [each.token_id for each in (choice, *choice.following)]
         return (
-            speculator.num_guessed - before[0],
+            speculator.num_drafted - before[0],
             speculator.num_accepted - before[1],
             seconds / (0.01 * (len(self.text) - 4)),
         )
@@ -304,9 +304,9 @@ class Steps:
 def test_text_that_is_guessed_wrong_takes_no_more_time(num_running, token_cost):
     random = Random(1)
     steps = Steps(token_cost, random.choices(range(6), k=1200))
-    num_guessed, num_right, slowdown = steps.run(num_running)
-    assert num_guessed > 0
-    assert num_right < 0.5 * num_guessed
+    num_drafted, num_right, slowdown = steps.run(num_running)
+    assert num_drafted > 0
+    assert num_right < 0.5 * num_drafted
     assert slowdown < 1.02
 
 
@@ -327,6 +327,6 @@ def test_a_sequence_that_was_guessed_wrong_is_tried_again_when_it_repeats_itself
 
 def test_nothing_is_guessed_where_a_token_more_costs_a_step():
     steps = Steps(1.5, [1, 2, 3] * 400)
-    num_guessed, _, slowdown = steps.run()
-    assert num_guessed < 60
+    num_drafted, _, slowdown = steps.run()
+    assert num_drafted < 60
     assert slowdown < 1.02

@@ -41,7 +41,7 @@ def test_drafts_change_the_number_of_steps_alone(engine, monkeypatch, sampling):
     found, num_fewer = answers(engine, calls)
     assert found == expected
     assert num_steps > 1.3 * num_fewer
-    assert 0 < speculator.num_accepted <= speculator.num_guessed
+    assert 0 < speculator.num_accepted <= speculator.num_drafted
 
 
 #: How answers without a grammar are sampled; each `n` of a request is a call with a seed of its own.
@@ -78,7 +78,7 @@ def test_answers_without_a_grammar_take_fewer_steps_and_are_the_same(engine, mon
     monkeypatch.setattr(engine.scheduler, "speculator", speculator)
     found, _ = answers(engine, calls)
     assert found == expected
-    assert 0 < speculator.num_accepted < speculator.num_guessed
+    assert 0 < speculator.num_accepted < speculator.num_drafted
     found, num_fewer = answers(engine, calls[:1])
     assert found == greedy
     assert num_steps >= 1.3 * num_fewer

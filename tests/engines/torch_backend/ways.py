@@ -129,7 +129,7 @@ class Oracle(Speculator):
     def begin(self, sequence: Sequence) -> None:
         sequence.history = Restless(right=1.0)
 
-    def guess(
+    def draft(
         self, sequence: Sequence, num_running: int, most: int, most_beside: int
     ) -> tuple[int, ...]:
         self.is_asked = True
@@ -161,7 +161,7 @@ def _run_with_drafts(
         return run_to_end(engine, wanted)
     oracle = engine.scheduler.speculator = Oracle(answers)
     tokens = run_to_end(engine, wanted)
-    assert 0 < oracle.num_accepted < oracle.num_guessed
+    assert 0 < oracle.num_accepted < oracle.num_drafted
     return tokens
 
 
