@@ -35,8 +35,8 @@ class EngineSettings(BaseModel):
         default="shapes",
         description="Built-in name, directory, or Hugging Face id (`org/name[@revision]`).",
     )
-    served_name: str = Field(default="", description="Name on the wire; empty: the model's own.")
-    max_num_seqs: int = Field(default=32, ge=1, le=4096, description="Sequences that share a step.")
+    served_name: str = Field(default="", description="Name in the API; empty: the model's own.")
+    max_num_seqs: int = Field(default=32, ge=1, le=4096, description="Most sequences per step.")
     max_model_len: int | None = Field(
         default=None, ge=2, description="Context length; none: the model's own."
     )

@@ -1,4 +1,4 @@
-"""The settings of engines that batch sequences over a paged KV cache."""
+"""Settings of engines with continuous batching over a paged KV cache."""
 
 from typing import Literal
 
@@ -12,31 +12,30 @@ MIB = 1024 * 1024
 class BatchingSettings(EngineSettings):
     """Limits of one engine. Units: tokens, sequences, bytes."""
 
-    max_num_batched_tokens: int = Field(
-        default=1024, ge=1, description="New tokens that one step computes."
-    )
+    max_num_batched_tokens: int = Field(default=1024, ge=1, description="Most new tokens per step.")
     max_mixed_prefill_tokens: int | None = Field(
         default=None,
         ge=1,
-        description="Prompt tokens of a step beside running streams; none: measured, so that it takes less than twice as long.",
+        description="Most prompt tokens per step beside running streams; none: measured, so that a step takes less than twice as long.",
     )
-    #: Launch a step before the tokens of the one before it are known; none: on a GPU.
+    #: Launch a step before the tokens of the previous one are known; none: on a GPU.
     overlap_steps: bool | None = Field(default=None, json_schema_extra=UNLISTED)
     speculation: Literal["auto", "ngram", "off"] = Field(
         default="auto",
-        description="Compute tokens ahead that will probably come, as far as it saves time; auto: in answers held to a grammar; `ngram`: in all, what stood in prompt or answer before. Answers stay the same.",
+        description="Speculative decoding, as far as it saves time; it does not change answers. `auto`: drafts from grammars; `ngram`: also from n-grams of prompt and answer.",
     )
     tools: Literal["auto", "any"] = Field(
         default="auto",
-        description="Whom functions are shown that may be called: models whose chat template has a place for them, or any; a call that must be is made by any.",
+        description="Models that see optional functions: those whose chat template lists them, or any. Required calls work with any model.",
     )
-    #: Tokens in a KV block.
+    #: Tokens per KV block.
     block_size: int = Field(default=16, ge=1, le=256, json_schema_extra=UNLISTED)
     kv_cache_bytes: int | None = Field(
         default=None, ge=1, description="Size of the KV cache; none: from free memory."
     )
     kv_dtype: Literal["auto", "int8"] = Field(
-        default="auto", description="Keys and values; int8: half the bytes, nearly the answers."
+        default="auto",
+        description="Type of the KV cache; int8: half the memory, nearly the same answers.",
     )
     enable_prefix_cache: bool = Field(
         default=True, description="Share KV blocks of equal prefixes."

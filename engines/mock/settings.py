@@ -21,10 +21,10 @@ class MockSettings(BaseModel):
     seed: int = Field(default=0, json_schema_extra=UNLISTED)
     tokens_per_image: int = Field(default=64, ge=1, description="Image slots of one image.")
     num_reasoning_tokens: int = Field(
-        default=0, ge=0, description="Words that it thinks before an answer, in `<think>`."
+        default=0, ge=0, description="Reasoning words before an answer, in `<think>`."
     )
     num_output_tokens: int = Field(
-        default=24, ge=1, description="Length of an answer when nothing else ends it."
+        default=24, ge=1, description="Tokens of an answer that nothing else ends."
     )
 
 

@@ -11,17 +11,17 @@ class PoolingSettings(EngineSettings):
     """Limits of one engine. Units: tokens, calls."""
 
     max_calls: int = Field(
-        default=256, ge=1, le=4096, description="Calls that an engine for embeddings works on."
+        default=256, ge=1, le=4096, description="Most concurrent calls of an embedding engine."
     )
     max_batch_tokens: int = Field(
-        default=8192, ge=1, description="Tokens that a step of an engine for embeddings computes."
+        default=8192, ge=1, description="Most tokens per step of an embedding engine."
     )
     result_cache_bytes: int = Field(
         default=64 * 1024 * 1024,
         ge=0,
-        description="Vectors and scores that an engine for embeddings keeps for a tenant that sends an input again; 0: none.",
+        description="Size of an embedding engine's cache of vectors and scores, per input and tenant; 0: none.",
     )
-    result_cache_s: float = Field(default=3600.0, gt=0, description="How long it keeps one.")
+    result_cache_s: float = Field(default=3600.0, gt=0, description="Lifetime of a cached result.")
 
 
 class EncoderSettings(PoolingSettings):
@@ -37,7 +37,7 @@ class EncoderSettings(PoolingSettings):
         description="Arithmetic; auto: bfloat16 where the device is fast at it, else float32.",
     )
     quantization: Literal["none", "int8"] = Field(
-        default="none", description="Weights of the linear maps."
+        default="none", description="Type of the linear layers' weights."
     )
     num_threads: int = Field(
         default=0,
