@@ -3,14 +3,24 @@
 They import torch when they run.
 """
 
+import json
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from engines.base import EngineStartError
 
 if TYPE_CHECKING:
     from engines.packages.cache import FindEngine
+
+
+_NO_TORCH = "unknown: torch is not installed (pip install 'vlm-fleet[torch]')"
 
 
 def make_checkpoint(
@@ -58,9 +68,41 @@ def models(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
 ) -> None:
     """List the models that are here: built in, or in the hub's cache."""
-    from engines.packages.listing import show
+    from engines.packages.cache import format_bytes, list_models
 
-    show(as_json, _find_engine())
+    find_engine = _load_find_engine()
+    rows = []
+    for model in list_models():
+        runs, why = (None, _NO_TORCH) if find_engine is None else model.explain(find_engine)
+        rows.append((model, runs, why))
+    if as_json:
+        listed = [
+            {
+                "name": model.name,
+                "revision": model.revision,
+                "size_bytes": model.num_bytes,
+                "format": model.format,
+                "source": model.source,
+                "directory": str(model.directory),
+                "runs": runs,
+                "engine": why if runs else None,
+                "problem": None if runs else why,
+            }
+            for model, runs, why in rows
+        ]
+        typer.echo(json.dumps(listed, indent=2))
+        return
+    table = Table(box=box.SIMPLE_HEAD)
+    for name in ("name", "revision", "size", "format", "from", "runs here"):
+        is_last = name == "runs here"
+        justify = "right" if name == "size" else "left"
+        table.add_column(name, overflow="fold", no_wrap=not is_last, justify=justify)
+    for model, runs, why in rows:
+        told = f"yes, engine {why}" if runs else f"no: {why}" if runs is False else why
+        size = format_bytes(model.num_bytes)
+        table.add_row(model.name, model.revision, size, model.format, model.source, told)
+    console = Console()
+    console.print(table, width=None if console.is_terminal else 200)
 
 
 def pull(
@@ -70,9 +112,21 @@ def pull(
     ] = False,
 ) -> None:
     """Download a model of the hub, after a look at its small files, and say whether it runs here."""
-    from engines.packages.listing import pull as run
+    from engines.packages.resolve import parse_hub_id, resolve_model
 
-    run(model, None if force else _find_engine())
+    if parse_hub_id(model) is None:
+        sys.exit(f"{model!r} is no hub id: name one as org/name[@revision]")
+    find_engine = None if force else _load_find_engine()
+
+    def check(directory: Path, num_weight_bytes: int) -> None:
+        if find_engine is not None:
+            find_engine(directory, num_weight_bytes)
+
+    try:
+        directory = resolve_model(model, check=check)
+    except EngineStartError as problem:
+        sys.exit(f"{problem}")
+    typer.echo(f"{directory}\nvlm serve --model {model}")
 
 
 def rm(
@@ -80,12 +134,16 @@ def rm(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
     """Remove a model from the hub's cache."""
-    from engines.packages.listing import remove as run
+    from engines.packages.cache import format_bytes, remove
 
-    run(model, yes)
+    try:
+        freed = remove(model, lambda question: yes or typer.confirm(question))
+    except EngineStartError as problem:
+        sys.exit(f"{problem}")
+    typer.echo("kept" if freed is None else f"{format_bytes(freed)} are free")
 
 
-def _find_engine() -> "FindEngine | None":
+def _load_find_engine() -> "FindEngine | None":
     """The function that finds the engine of a model; None without torch."""
     if find_spec("torch") is None:
         return None

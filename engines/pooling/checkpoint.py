@@ -3,6 +3,7 @@
 Source: sentence-transformers, `modules.json` and the `config.json` of its modules.
 """
 
+import hashlib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,9 +26,9 @@ _MODES: dict[str, Pooling] = {
 }
 _KINDS = ("Transformer", "Pooling", "Dense", "Normalize")
 _MAX_BYTES = 1024 * 1024
-
-
 _MAX_SIZE = 1 << 16  # of a vector
+#: Files that determine the output.
+_DIGESTED = ("*.safetensors", "*.json", "*/*.json", "*.txt", "*.model")
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,3 +148,14 @@ def _read_dense(folder: Path, path: str) -> DenseConfig:
         activation=str(fields.get("activation_function", "torch.nn.modules.activation.Tanh")),
         is_residual=fields.flag("use_residual", False),
     )
+
+
+def digest_of(directory: Path) -> str:
+    """Digest of a checkpoint: SHA-256 over names and hashes of its files, in order of names."""
+    whole = hashlib.sha256()
+    paths = {path for pattern in _DIGESTED for path in directory.glob(pattern) if path.is_file()}
+    for name, path in sorted((str(path.relative_to(directory)), path) for path in paths):
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        whole.update(f"{name}\0{digest}\n".encode())
+    return whole.hexdigest()

@@ -20,10 +20,9 @@ from transformers import (
 
 from engines.base import EngineStartError, LoadedEngine, Progress, UnsupportedCheckpoint
 from engines.heap import keep_freed_memory
-from engines.packages.digest import digest_of
 from engines.packages.resolve import default_name, resolve_model
 from engines.pooling.batch import Row
-from engines.pooling.checkpoint import read_sentence_config
+from engines.pooling.checkpoint import digest_of, read_sentence_config
 from engines.pooling.clip import ClipEncoder, Filling
 from engines.pooling.encoder import (
     PACKED_TYPES,
