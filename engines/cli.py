@@ -33,10 +33,10 @@ def make_checkpoint(
     ] = "tiny",
     seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
     layers: Annotated[
-        int | None, typer.Option(min=1, help="At most so many layers, in decoder and tower.")
+        int | None, typer.Option(min=1, help="Most layers of decoder and tower.")
     ] = None,
 ) -> None:
-    """Write a checkpoint of a real shape with random weights, for tests and benchmarks."""
+    """Write a checkpoint with random weights, for tests and benchmarks."""
     from engines.torch_backend.loading.make_checkpoint import run
 
     run(shape, directory, seed, layers)
@@ -45,10 +45,10 @@ def make_checkpoint(
 def quantize(
     source: Annotated[str, typer.Argument(metavar="SRC", help="Name, directory or hub id.")],
     target: Annotated[Path, typer.Argument(metavar="DST", help="Directory; new or empty.")],
-    scheme: Annotated[Literal["int8", "int4"], typer.Option(help="Bits of the decoder's weights.")],
-    head: Annotated[Literal["none", "int8"], typer.Option(help="Bits of the head's.")] = "none",
+    scheme: Annotated[Literal["int8", "int4"], typer.Option(help="Type of the decoder's weights.")],
+    head: Annotated[Literal["none", "int8"], typer.Option(help="Type of the head's weights.")] = "none",
 ) -> None:
-    """Save a checkpoint with its decoder quantized, as compressed-tensors; it loads without the original."""
+    """Save a checkpoint with a quantized decoder in the compressed-tensors format."""
     from engines.torch_backend.loading.quantize_checkpoint import run
 
     run(source, target, scheme, head)
@@ -58,7 +58,7 @@ def convert_gguf(
     source: Annotated[Path, typer.Argument(metavar="FILE", help="A GGUF file.")],
     target: Annotated[Path, typer.Argument(metavar="DST", help="Directory; new or empty.")],
 ) -> None:
-    """Save a GGUF file as a checkpoint of safetensors: Q4_0 stays int4, the rest is float16."""
+    """Convert a GGUF file to a safetensors checkpoint: Q4_0 to int4, the rest to float16."""
     from engines.torch_backend.loading.convert_gguf import run
 
     run(source, target)
@@ -67,7 +67,7 @@ def convert_gguf(
 def models(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
 ) -> None:
-    """List the models that are here: built in, or in the hub's cache."""
+    """List built-in models and those in the hub's cache."""
     from engines.packages.cache import format_bytes, list_models
 
     find_engine = _load_find_engine()
@@ -108,10 +108,10 @@ def models(
 def pull(
     model: Annotated[str, typer.Argument(metavar="ID", help="org/name[@revision].")],
     force: Annotated[
-        bool, typer.Option("--force", help="Also what cannot be run on this machine.")
+        bool, typer.Option("--force", help="Download it even if it does not run on this machine.")
     ] = False,
 ) -> None:
-    """Download a model of the hub, after a look at its small files, and say whether it runs here."""
+    """Download a model of the hub, if it runs on this machine."""
     from engines.packages.resolve import parse_hub_id, resolve_model
 
     if parse_hub_id(model) is None:
