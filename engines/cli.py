@@ -46,7 +46,9 @@ def quantize(
     source: Annotated[str, typer.Argument(metavar="SRC", help="Name, directory or hub id.")],
     target: Annotated[Path, typer.Argument(metavar="DST", help="Directory; new or empty.")],
     scheme: Annotated[Literal["int8", "int4"], typer.Option(help="Type of the decoder's weights.")],
-    head: Annotated[Literal["none", "int8"], typer.Option(help="Type of the head's weights.")] = "none",
+    head: Annotated[
+        Literal["none", "int8"], typer.Option(help="Type of the head's weights.")
+    ] = "none",
 ) -> None:
     """Save a checkpoint with a quantized decoder in the compressed-tensors format."""
     from engines.torch_backend.loading.quantize_checkpoint import run
