@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shared.gateway_url import URL, ApiKey, AskUrl
-from shared.settings.options import LISTEN, takes_settings
+from shared.options import LISTEN, takes_settings
 
 if TYPE_CHECKING:
     from shared.settings.tree import Settings

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from shared.gateway_url import URL, ApiKey, AskUrl, read_url
-from shared.settings.options import SettingOptions, takes_settings
+from shared.options import SettingOptions, takes_settings
 
 if TYPE_CHECKING:
     from shared.settings.tree import Settings

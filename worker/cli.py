@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shared.settings.options import LISTEN, SettingOptions, takes_settings
+from shared.options import LISTEN, SettingOptions, takes_settings
 
 if TYPE_CHECKING:
     from shared.settings.tree import Settings

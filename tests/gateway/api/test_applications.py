@@ -261,7 +261,9 @@ async def test_resources_that_no_node_has_are_refused_to_a_version_that_serves(d
     await deployments.put(digest)
     await deployments.make_ready(digest)
     await deployments.ask(":promote")
-    await deployments.deployments.announce(NodeRecord("node", cpu=2.0, memory_bytes=10, gpu=0), ttl_s=60)
+    await deployments.deployments.announce(
+        NodeRecord("node", cpu=2.0, memory_bytes=10, gpu=0), ttl_s=60
+    )
     refused = await deployments.put(digest, spec={"resources": {"cpu": 64.0}})
     assert refused.status_code == 409
     assert "no node has room for an instance of cpu=64" in message(refused)
