@@ -6,13 +6,14 @@ attempt stopped. Clock readings are `time.perf_counter` and stay here; durations
 
 import time
 from collections.abc import Sequence as Items
+from typing import Any
 
 from msgspec import Struct, field
 
 from engines.base import EngineOutput
 from engines.core.request import EngineRequest
 from engines.core.runner import Processor, PromptScore, TokenChoice, Tokenizer
-from engines.text.detokenizer import Detokenizer, SpecialsTokenizer, SpellingTokenizer
+from engines.text.detokenizer import Detokenizer
 from engines.text.reasoning import ReasoningDetokenizer
 from engines.text.tools import CallReader
 from shared.protocol import (
@@ -184,17 +185,14 @@ class Answer(Struct, eq=False):
 
 
 def _create_detokenizer(request: EngineRequest, processor: Processor) -> Detokenizer:
-    tokenizer, sampling = processor.tokenizer, request.sampling
-    if request.tool_format is not None and processor.spelled:
-        tokenizer = SpellingTokenizer(tokenizer, processor.spelled)
-    if not sampling.skip_special_tokens:
-        tokenizer = SpecialsTokenizer(tokenizer)
-    if processor.reasoning is None or request.is_raw:
-        return Detokenizer(tokenizer, sampling.stop, keeps_stop=sampling.keeps_stop)
-    return ReasoningDetokenizer(
-        tokenizer,
-        processor.reasoning,
-        sampling.stop,
-        keeps_stop=sampling.keeps_stop,
-        is_thinking=request.is_thinking,
-    )
+    sampling, reasoning = request.sampling, processor.reasoning
+    options: dict[str, Any] = {
+        "stop": sampling.stop,
+        "keeps_stop": sampling.keeps_stop,
+        "spelled": {} if request.tool_format is None else processor.spelled,
+        "keeps_specials": not sampling.skip_special_tokens,
+    }
+    if reasoning is None or request.is_raw:
+        return Detokenizer(processor.tokenizer, **options)
+    is_thinking = request.is_thinking
+    return ReasoningDetokenizer(processor.tokenizer, reasoning, is_thinking=is_thinking, **options)

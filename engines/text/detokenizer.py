@@ -4,39 +4,11 @@ One object per answer. Incomplete characters and text that may be part of a stop
 """
 
 from codecs import utf_8_decode
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from engines.core.runner import Tokenizer
 
-
-class SpellingTokenizer:
-    """A tokenizer that spells some special tokens."""
-
-    def __init__(self, tokenizer: Tokenizer, spelled: Mapping[int, str]) -> None:
-        self.vocab_size = tokenizer.vocab_size
-        self.eos_token_ids = tokenizer.eos_token_ids
-        self.drops_leading_space = tokenizer.drops_leading_space
-        self.encode, self.token_string = tokenizer.encode, tokenizer.token_string
-        self._tokenizer = tokenizer
-        self._spelled = {token_id: text.encode() for token_id, text in spelled.items()}
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """Bytes of a token."""
-        return self._spelled.get(token_id) or self._tokenizer.token_bytes(token_id)
-
-
-class SpecialsTokenizer(SpellingTokenizer):
-    """A tokenizer that spells special tokens, except those that end an answer."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        super().__init__(tokenizer, {})
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """Bytes of a token."""
-        data = self._tokenizer.token_bytes(token_id)
-        if data or token_id in self.eos_token_ids:
-            return data
-        return self.token_string(token_id).encode()
+NOTHING_SPELLED: Mapping[int, str] = {}
 
 
 class Detokenizer:
@@ -50,10 +22,21 @@ class Detokenizer:
     is_content = True  #: whether the last token is part of the answer's text
 
     def __init__(
-        self, tokenizer: Tokenizer, stop: Iterable[str] = (), *, keeps_stop: bool = False
+        self,
+        tokenizer: Tokenizer,
+        stop: Iterable[str] = (),
+        *,
+        keeps_stop: bool = False,
+        spelled: Mapping[int, str] = NOTHING_SPELLED,
+        keeps_specials: bool = False,
     ) -> None:
-        """`keeps_stop`: the stop string that ends the text is part of it."""
+        """`keeps_stop`: the stop string that ends the text is part of it.
+
+        Special tokens are spelled if they are in `spelled`, or if `keeps_specials`, except those that end an answer.
+        """
         self._token_bytes = tokenizer.token_bytes
+        if spelled or keeps_specials:
+            self._token_bytes = _spell(tokenizer, spelled, keeps_specials=keeps_specials)
         self._drops_space = tokenizer.drops_leading_space
         self._incomplete = b""
         self._stops = StopStrings(stop, keeps=keeps_stop)
@@ -94,6 +77,20 @@ class Detokenizer:
 
     def _release(self, text: str) -> str:
         return self._stops.release(text) if self._stops.texts else text
+
+
+def _spell(
+    tokenizer: Tokenizer, spelled: Mapping[int, str], *, keeps_specials: bool
+) -> Callable[[int], bytes]:
+    texts = {token_id: text.encode() for token_id, text in spelled.items()}
+
+    def token_bytes(token_id: int) -> bytes:
+        data = texts.get(token_id) or tokenizer.token_bytes(token_id)
+        if data or not keeps_specials or token_id in tokenizer.eos_token_ids:
+            return data
+        return tokenizer.token_string(token_id).encode()
+
+    return token_bytes
 
 
 def decode(tokenizer: Tokenizer, token_ids: Iterable[int]) -> str:

@@ -22,6 +22,7 @@ from engines.child_process import ChildProcess, receive_message, send_message
 from engines.core.constraint import Constraint
 from engines.core.runner import Tokenizer
 from engines.text import grammar_child
+from engines.text.detokenizer import NOTHING_SPELLED
 from engines.text.drafts import Drafter
 from engines.text.grammar_child import (
     Verdict,
@@ -48,9 +49,6 @@ _LISTING = re.compile(r"\n +1 \| ")
 _COMPLEX = "it takes more time or memory than a request may; send a simpler one"
 
 logger = logging.getLogger(__name__)
-
-
-NOTHING_SPELLED: Mapping[int, str] = {}
 
 
 class GrammarCompiler:

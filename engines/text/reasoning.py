@@ -4,10 +4,10 @@ Markers may be single tokens or span several. The result does not depend on how 
 contains no markers.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Protocol
+from typing import Any, Protocol
 
 from engines.core.runner import Tokenizer
 from engines.text.detokenizer import Detokenizer
@@ -226,13 +226,12 @@ class ReasoningDetokenizer(Detokenizer):
         self,
         tokenizer: Tokenizer,
         reasoning: Reasoning,
-        stop: Iterable[str] = (),
         *,
-        keeps_stop: bool = False,
         is_thinking: bool = False,
+        **options: Any,
     ) -> None:
         """`is_thinking`: the prompt ends within the reasoning."""
-        super().__init__(tokenizer, stop, keeps_stop=keeps_stop)
+        super().__init__(tokenizer, **options)
         self._splitter = reasoning.create_splitter(is_thinking)
         self._spelled = reasoning.spelled
         self._num_undecided = 0  # tokens of the present head

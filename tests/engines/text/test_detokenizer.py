@@ -3,7 +3,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.text.detokenizer import Detokenizer, SpecialsTokenizer
+from engines.text.detokenizer import Detokenizer
 
 
 class TokenTable:
@@ -76,7 +76,7 @@ def test_special_tokens_are_text_where_that_is_asked_for_but_for_the_end():
         def token_string(self, token_id: int) -> str:
             return ("", "<loc_1>", "", "</s>")[token_id]
 
-    detokenizer = Detokenizer(SpecialsTokenizer(Named([b"a", b"", b"b", b""])))
+    detokenizer = Detokenizer(Named([b"a", b"", b"b", b""]), keeps_specials=True)
     assert [detokenizer.append(token_id) for token_id in range(4)] == ["a", "<loc_1>", "b", ""]
 
 
