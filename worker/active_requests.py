@@ -1,6 +1,6 @@
-"""The requests that this worker has claimed, from their start until they end or are dropped.
+"""The active requests of a worker, from their claim until they end or are dropped.
 
-Called by the worker's loops, on the event loop. Claims come in, events go out by the outbox.
+Runs on the event loop, called by the worker's loops. Events go to the outbox.
 """
 
 import asyncio
@@ -73,7 +73,7 @@ class Unreadable(Exception):
 
 
 def read_claim(claim: Claim) -> tuple[Call, list[Tokens]]:
-    """The call, and the output that earlier attempts have published. Raises: Unreadable."""
+    """Decode the call and the output of earlier attempts. Raises: Unreadable."""
     try:
         call, log = decode_call(claim.payload), decode_log(claim.log)
     except UnsupportedVersion as error:
@@ -91,7 +91,7 @@ def _refuse(claim: Claim, code: ErrorCode, message: str, dead_reason: str = "") 
 
 
 class ActiveRequest(Struct, eq=False):
-    """A claim and where it stands. Instants are of `time.monotonic`."""
+    """A claim and its progress. Instants are of `time.monotonic`."""
 
     claim: Claim
     request_id: str  #: the request's id on the wire
@@ -122,17 +122,17 @@ class ActiveRequest(Struct, eq=False):
 
     @property
     def is_alone(self) -> bool:
-        """Whether nothing may run beside it: a suspect until it is cleared."""
+        """Whether it runs alone: a possible poison request that is not cleared."""
         num_new_tokens = self.num_tokens - self.num_published
         return self.claim.may_be_poison and num_new_tokens < CLEARED_AFTER_TOKENS
 
     @property
     def is_batch(self) -> bool:
-        """Whether it makes way for interactive requests."""
+        """Whether it yields to interactive requests."""
         return self.call.priority is Priority.BATCH
 
     def failed(self, code: ErrorCode, message: str, param: str | None = None) -> Failed:
-        """The event that ends it in an error. `param` names what is to blame in the request."""
+        """The event of a failure. `param` names the field of the request."""
         return Failed(self.request_id, self.claim.attempt, code, message, param)
 
     def _grammar_param(self) -> str | None:
@@ -141,7 +141,7 @@ class ActiveRequest(Struct, eq=False):
         return "tools" if grammar is None else grammar.param
 
     def events(self, outputs: Sequence[EngineOutput]) -> list[CallEvent]:
-        """What consecutive outputs of the engine mean on the wire: their tokens are one event."""
+        """The events of consecutive outputs; their tokens are merged into one."""
         request_id, attempt = self.request_id, self.claim.attempt
         events: list[CallEvent] = []
         first, last = outputs[0], outputs[-1]
@@ -173,7 +173,7 @@ class ActiveRequest(Struct, eq=False):
         return Scores(request_id, attempt, output.values)
 
     def timings(self, engine: StageTimings) -> StageTimings:
-        """The engine's stages, with the wait in Redis and the preparation here."""
+        """The engine's stage times, plus wait and preparation."""
         parked_s = self.started_at - self.claimed_at
         return msgspec.structs.replace(
             engine,
@@ -208,7 +208,7 @@ class ActiveRequests:
         self._max_num_seqs = max_num_seqs
         self._trace = trace
         self._on_finished = on_finished
-        self._begin = begin  # says that a suspect starts; whether it is still ours
+        self._begin = begin  # marks a possible poison request as started
         self._active_requests: dict[str, ActiveRequest] = {}  # by request id
         self._by_engine_id: dict[str, ActiveRequest] = {}
         self._parked: deque[ActiveRequest] = deque()  # claimed, to be started when the way is clear
@@ -221,12 +221,12 @@ class ActiveRequests:
         return list(self._active_requests.values())
 
     def find(self, claim: Claim) -> ActiveRequest | None:
-        """The active request of this very claim, if it is still active."""
+        """The active request of this claim, if there is one."""
         active = self._active_requests.get(claim.id)
         return active if active is not None and active.claim is claim else None
 
     def room(self) -> int:
-        """How many more requests the engine can start soon; batch work makes way."""
+        """How many more requests the engine can start soon; batch requests yield."""
         stats = self._engine.stats
         if self.is_held_up() or stats.num_waiting > stats.num_waiting_batch:
             return 0
@@ -234,19 +234,19 @@ class ActiveRequests:
         return max(0, self._max_num_seqs - num_busy)
 
     def batch_room(self) -> int:
-        """How many more it can start without any that makes way."""
+        """How many more it can start without preempting batch requests."""
         if self.is_held_up() or self._engine.stats.num_waiting > 0:
             return 0
         return max(0, self._max_num_seqs - len(self._active_requests))
 
     def is_held_up(self) -> bool:
-        """Whether a suspect runs alone, or waits to."""
+        """Whether a request runs alone, or waits to."""
         return bool(self._parked) or any(
             active.is_alone for active in self._active_requests.values()
         )
 
     async def wait_for_change(self, longest_s: float = LOOK_AGAIN_S) -> None:
-        """Until room may have come, or the last one may have ended; steps without output count."""
+        """Wait until there may be room, or the last request may have ended."""
         self.changed.clear()
         timer = asyncio.get_running_loop().call_later(longest_s, self.changed.set)
         try:
@@ -255,7 +255,7 @@ class ActiveRequests:
             timer.cancel()
 
     def start(self, claims: Iterable[Claim]) -> None:
-        """Begin to work on claims."""
+        """Start claims, or park them until they may start."""
         for claim in claims:
             earlier = self._active_requests.get(claim.id)
             if earlier is not None:  # it was taken from us, and its new owner lost it to us
@@ -282,7 +282,7 @@ class ActiveRequests:
                 active.preparation = asyncio.create_task(self._prepare(active))
 
     def _may_start(self, claim: Claim) -> bool:
-        """A suspect starts alone or beside cleared ones: it kills no other's first attempt."""
+        """A possible poison request starts alone or beside cleared ones: it must not crash another's first attempt."""
         started = [active for active in self._active_requests.values() if active.started_at]
         if any(active.is_alone for active in started):
             return False
@@ -291,7 +291,7 @@ class ActiveRequests:
         return not claim.may_be_poison or all(active.claim.may_be_poison for active in started)
 
     def _prepare_at_once(self, active: ActiveRequest) -> bool:
-        """Hand a request to the engine that waits for nothing. Returns False for one that does."""
+        """Prepare a request that needs no waiting and add it to the engine. Returns False for others."""
         try:
             request = self._preprocessor.prepare_at_once(
                 active.call, active.engine_id, active.output_token_ids, active.num_published
@@ -319,7 +319,7 @@ class ActiveRequests:
             self._refuse(active, error)
 
     def _answer(self, active: ActiveRequest, made: Tokenization) -> None:
-        """End a request that only its prompt was asked for."""
+        """Finish a request of tokenization."""
         task = active.call.task
         assert isinstance(task, Tokenize)
         active.added_at = time.monotonic()
@@ -342,7 +342,7 @@ class ActiveRequests:
         self._by_engine_id.pop(active.engine_id, None)
 
     def on_events(self, events: list[EngineEvent]) -> None:
-        """Take the engine thread's events; what several steps said of a request is one event."""
+        """Handle events of the engine thread; those of several steps of a request are merged."""
         outputs: dict[str, list[EngineOutput]] = {}
         for item in events:
             if isinstance(item, EngineOutput):
@@ -361,7 +361,7 @@ class ActiveRequests:
             self._start_parked()
 
     def _pass_on(self, active: ActiveRequest, outputs: list[EngineOutput]) -> None:
-        """Post what the engine has said of a request, in its order."""
+        """Post the outputs of a request in order."""
         for event in active.events(outputs):
             self._outbox.post(active, event)
         last = outputs[-1]
@@ -398,7 +398,7 @@ class ActiveRequests:
         self._stop_work(active)
 
     def drop(self, active: ActiveRequest, why: str) -> None:
-        """Stop work on a request that is not ours any more."""
+        """Stop a request that is no longer ours."""
         log = logger.info if why == "cancelled" else logger.warning
         log("request %s is no longer ours: %s", active.request_id, why)
         self._end_trace(active, why)
@@ -409,7 +409,7 @@ class ActiveRequests:
             self._trace(active, None, outcome)
 
     def forget(self, active: ActiveRequest) -> None:
-        """Do and say nothing more about a request."""
+        """Stop a request and drop its events."""
         self._stop_work(active)
         self._outbox.drop(active)
         if self.find(active.claim) is active:

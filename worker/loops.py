@@ -1,7 +1,6 @@
-"""How work comes in: the loops that claim requests, batch work where that leaves room, and what
-others have left. A loop outlives an outage of Redis.
+"""Loops that claim requests: interactive ones, batch ones, and those that other workers have lost.
 
-Called by the worker, one loop a coroutine.
+Each loop is a coroutine of the worker, and survives outages of Redis.
 """
 
 import asyncio
@@ -18,10 +17,9 @@ from shared.settings.tree import WorkerSettings
 from worker.active_requests import ActiveRequests
 from worker.engine_thread import EngineThread
 
-#: How long a worker that was idle lets its engine begin before it reads on: one interpreter is not
-#: used twice at a time.
+#: Pause of an idle worker after a claim, in which the engine thread starts: both need the interpreter lock.
 ENGINE_FIRST_S = 0.001
-#: Requests that one read claims at most: the rest of a burst is left to workers that are idle too.
+#: Maximum requests of one read: other idle workers take the rest of a burst.
 MAX_CLAIMS_PER_READ = 8
 
 
@@ -32,7 +30,7 @@ LONGEST_PAUSE_S = 1.0
 
 
 class ClaimLoops:
-    """Starts what the engine has room for."""
+    """Claims and starts as many requests as the engine has room for."""
 
     def __init__(
         self,
@@ -48,7 +46,7 @@ class ClaimLoops:
         self._batch_waits = asyncio.Event()
 
     async def claim_requests(self) -> None:
-        """Claim what the engine can start soon, and no more."""
+        """Claim interactive requests that the engine can start soon."""
         await repeat(self._claim_once, "claim requests")
 
     async def _claim_once(self) -> None:
@@ -63,7 +61,7 @@ class ClaimLoops:
             await self._active_requests.wait_for_change(ENGINE_FIRST_S)
 
     async def claim_batch_work(self) -> None:
-        """Claim batch work while nobody else waits for the room that there is."""
+        """Claim batch requests while no interactive ones wait."""
         await repeat(self._claim_batch_once, "claim batch work")
 
     async def _claim_batch_once(self) -> None:
@@ -75,18 +73,18 @@ class ClaimLoops:
         self._active_requests.start(await self._queue.take(room))
 
     def _limit(self, room: int) -> int:
-        """A few at a time, and none while a step drags on: others may be quicker."""
+        """Limit a claim to a few requests, and to none during a long step: other workers may be faster."""
         started_at = self._engine.step_started_at
         if started_at is not None and time.monotonic() - started_at > self._settings.lease_s / 2:
             return 0
         return min(room, MAX_CLAIMS_PER_READ)
 
     async def reclaim_requests(self) -> None:
-        """Take over what other workers, or lost replies, have left lying."""
+        """Take over requests of lost workers and lost replies."""
         await repeat(self._reclaim_once, "reclaim requests", self._settings.heartbeat_s)
 
     async def _reclaim_in_turn(self) -> None:
-        """One by one, each once the last need not be alone: others try other suspects meanwhile."""
+        """Reclaim one by one, so that other workers may try other possible poison requests."""
         until = time.monotonic() + self._settings.heartbeat_s
         while self._limit(self._active_requests.room()) and (
             claims := await self._queue.reclaim(1)
@@ -103,7 +101,7 @@ class ClaimLoops:
 
 
 async def repeat(body: Callable[[], Awaitable[None]], name: str, every_s: float = 0.0) -> None:
-    """Run `body` again and again, `every_s` apart; while Redis fails, with growing pauses."""
+    """Run `body` for ever, `every_s` apart; with growing pauses while Redis fails."""
     pause_s = 0.0
     while True:
         try:

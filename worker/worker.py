@@ -1,7 +1,6 @@
-"""The worker: has requests claimed that its engine can start, publishes what the engine says, keeps
-the leases.
+"""The worker: claims requests, publishes the events of its engine, renews leases.
 
-One loop is one named coroutine; `run` starts them all.
+Each loop is a named coroutine that `run` starts.
 """
 
 import asyncio
@@ -80,7 +79,7 @@ class Worker:
     # Life
 
     async def run(self) -> None:
-        """Serve until `stop`, then finish or give back what runs. Raises: EngineBroken."""
+        """Serve until `stop`, then finish or release the active requests. Raises: EngineBroken."""
         broken: EngineBroken | None = None
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -110,13 +109,13 @@ class Worker:
             raise broken
 
     def stop(self) -> None:
-        """Claim no more and end when all is done; a second call ends now and gives the rest back."""
+        """Stop claiming, and end after the active requests; a second call releases them and ends at once."""
         if self._stopping.is_set():
             self._hurrying.set()
         self._stopping.set()
 
     async def _release_unclaimed(self) -> None:
-        """Others take at once what was being claimed at this moment, rather than after a lease."""
+        """Release what was being claimed, so that others need not wait for its lease."""
         with suppress(QueueUnavailable):  # there is another try at the end
             await self.queue.leave(keep=[active.claim for active in self.active_requests.all()])
 
@@ -136,7 +135,7 @@ class Worker:
             await self.active_requests.wait_for_change()
 
     async def _leave(self, *, is_crash: bool) -> None:
-        """Give back what is left, so that others continue it at once, and say goodbye."""
+        """Release the remaining requests, so that others continue them at once, and withdraw."""
         active_requests = self.active_requests.all()
         for active in active_requests:
             self.active_requests.forget(active)
@@ -150,14 +149,14 @@ class Worker:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it takes requests: not stopping, and in touch with Redis."""
+        """Whether it accepts requests: it is not stopping, and reaches Redis."""
         silent_s = time.monotonic() - self._last_contact_at
         return not self._stopping.is_set() and silent_s < self._record_ttl_s
 
     # Loops
 
     async def _begin(self, claim: Claim) -> bool:
-        """Say that a suspect starts, once Redis answers. Returns whether it is still ours."""
+        """Mark a possible poison request as started, once Redis answers. Returns whether it is still ours."""
         while True:
             try:
                 return await self.queue.begin(claim)
@@ -166,7 +165,7 @@ class Worker:
                 await asyncio.sleep(self._settings.heartbeat_s)
 
     async def publish_events(self) -> None:
-        """Publish what was said since the last publish; what Redis did not answer goes again."""
+        """Publish the events since the last publish; repeat those that Redis did not answer."""
         await repeat(self._publish_once, "publish events")
 
     async def _publish_once(self) -> None:
@@ -188,7 +187,7 @@ class Worker:
                 self.active_requests.forget(active)
 
     async def renew_leases(self) -> None:
-        """Keep the leases while steps are within the watchdog's time. Learn what was cancelled."""
+        """Renew the leases while steps are within the watchdog's time; learns of cancelled requests."""
         await repeat(self._renew_once, "renew leases", self._settings.heartbeat_s)
 
     async def _renew_once(self) -> None:
@@ -202,7 +201,7 @@ class Worker:
         await self._cancel_deserted()
 
     async def _cancel_deserted(self) -> None:
-        """End what nobody waits for: the requests of gateways that are gone."""
+        """Cancel the requests of gateways that are gone."""
         waited_for = [f.claim for f in self.active_requests.all() if not f.call.is_resumable]
         for claim in await self.queue.cancel_deserted(waited_for):
             if (active := self.active_requests.find(claim)) is not None:
@@ -210,12 +209,12 @@ class Worker:
 
     @property
     def _is_wedged(self) -> bool:
-        """Whether the present step takes longer than any may: others are to take over."""
+        """Whether the current step takes too long: other workers then take over."""
         started_at = self._engine.step_started_at
         return started_at is not None and time.monotonic() - started_at > self._settings.watchdog_s
 
     async def enforce_deadlines(self) -> None:
-        """End requests whose time is up."""
+        """Fail requests whose deadline has passed."""
         while True:
             await asyncio.sleep(DEADLINE_CHECK_S)
             now = time.monotonic()
@@ -225,7 +224,7 @@ class Worker:
                     self.active_requests.fail(active, code, message)
 
     async def sync_adapters(self) -> None:
-        """Hold the adapters that the fleet is told to load, and announce them at once."""
+        """Load the adapters of the registry, and announce them at once."""
         await repeat(self._sync_adapters_once, "sync adapters", self._settings.heartbeat_s)
 
     async def _sync_adapters_once(self) -> None:
@@ -236,12 +235,12 @@ class Worker:
                 await self._announce_once()
 
     async def announce_first(self) -> None:
-        """Be known before anybody is told that this worker is ready, if Redis answers."""
+        """Announce this worker before it reports that it is ready, if Redis answers."""
         with suppress(QueueUnavailable, RedisError):
             await self._announce_once()
 
     async def announce(self) -> None:
-        """Tell the gateways that this worker is there, and how busy."""
+        """Announce this worker and its load."""
         await repeat(self._announce_once, "announce this worker", self._settings.heartbeat_s)
 
     async def _announce_once(self) -> None:
@@ -265,7 +264,7 @@ class Worker:
         self._last_contact_at = time.monotonic()
 
     def _count_times(self, active: ActiveRequest, last: EngineOutput) -> None:
-        """Note what an answer of a deployment took here; without its wait, and if it was not taken over."""
+        """Record the time of an answer of a deployment, without its wait, unless it was taken over."""
         spent, usage = last.timings, last.usage
         if spent is None or usage is None or active.num_published:
             return

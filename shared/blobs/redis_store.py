@@ -42,7 +42,6 @@ class RedisBlobStore:
     async def put(
         self, data: bytes, holder: str, *, ttl_s: float, ref: BlobRef | None = None
     ) -> BlobRef:
-        """See `BlobStore.put`."""
         ref = ref or BlobRef(await _hash(data), len(data))
         now = time.monotonic()
         self._note(holder, ref.sha256, now, ttl_s)
@@ -79,11 +78,9 @@ class RedisBlobStore:
 
     @redis_errors_as(BlobsUnavailable)
     async def hold(self, ref: BlobRef, holder: str, *, ttl_s: float) -> bool:
-        """See `BlobStore.hold`."""
         return await self._put(b"", holder, ttl_s, ref)
 
     def release(self, holder: str, refs: Sequence[BlobRef] = ()) -> asyncio.Task[None]:
-        """See `BlobStore.release`."""
         _, digests = self._held.pop(holder, (0.0, set()))
         digests |= {ref.sha256 for ref in refs}
         task = asyncio.create_task(self._release(sorted(digests), holder), name="release blobs")
@@ -103,7 +100,6 @@ class RedisBlobStore:
 
     @redis_errors_as(BlobsUnavailable)
     async def get(self, ref: BlobRef) -> bytes | None:
-        """See `BlobStore.get`."""
         key = self._keys.blob(ref.sha256)
         data = await retry_idempotent(lambda: self._sender.execute("GET", key))
         return data if data is not None and await _hash(data) == ref.sha256 else None
@@ -114,7 +110,6 @@ class RedisBlobStore:
         await self._sender.execute("TIME")
 
     async def close(self) -> None:
-        """See `BlobStore.close`."""
         if self._releasing:
             await asyncio.wait(self._releasing)
         await self._sender.close()

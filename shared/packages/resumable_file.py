@@ -54,7 +54,6 @@ class ResumableFile:
             return False
 
     def __enter__(self) -> "ResumableFile":
-        """See `__exit__`."""
         return self
 
     def __exit__(

@@ -125,14 +125,12 @@ class FileStore:
         self.url = f"file://{root}"
 
     def size(self, digest: str) -> int | None:
-        """See `PackageStore.size`."""
         try:
             return self._blob(digest).stat().st_size
         except OSError:
             return None
 
     def partial(self, digest: str) -> int:
-        """See `PackageStore.partial`."""
         try:
             self._blob(digest)  # which checks the digest
             return part_path(self._uploads, digest).stat().st_size
@@ -142,7 +140,6 @@ class FileStore:
     def put(
         self, digest: str, file: IO[bytes], report: Report | None = None, start: int = 0
     ) -> None:
-        """See `PackageStore.put`."""
         target = self._blob(digest)
 
         def read(place: int) -> Iterator[bytes]:
@@ -163,7 +160,6 @@ class FileStore:
             raise StoreError(f"{self._uploads} cannot be written: {error.strerror}") from error
 
     def read(self, digest: str, start: int = 0) -> Iterator[bytes]:
-        """See `PackageStore.read`."""
         try:
             with self._blob(digest).open("rb") as file:
                 file.seek(start)
@@ -173,7 +169,6 @@ class FileStore:
             raise StoreError(f"{self.url} has no readable {digest}: {error.strerror}") from None
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
-        """See `PackageStore.put_if_absent`."""
         target = self.root / key
         with self._aside() as (part, out):
             out.write(data)
@@ -185,7 +180,6 @@ class FileStore:
         return True
 
     def get(self, key: str) -> bytes | None:
-        """See `PackageStore.get`."""
         try:
             return (self.root / key).read_bytes()
         except (FileNotFoundError, NotADirectoryError):
@@ -194,20 +188,17 @@ class FileStore:
             raise StoreError(f"{self.url}: {key} cannot be read: {error.strerror}") from None
 
     def list(self, prefix: str) -> list[str]:
-        """See `PackageStore.list`."""
         walked = os.walk(self.root / prefix)  # passes over folders that go meanwhile
         found = (Path(folder, name) for folder, _, names in walked for name in names)
         return sorted(str(file.relative_to(self.root)) for file in found)
 
     def entries(self, prefix: str) -> Iterator[Entry]:
-        """See `PackageStore.entries`."""
         for key in self.list(prefix):
             with suppress(FileNotFoundError):
                 found = (self.root / key).stat()
                 yield Entry(key, found.st_size, found.st_mtime)
 
     def write(self, key: str, pieces: Iterable[bytes]) -> None:
-        """See `PackageStore.write`."""
         target = self.root / key
         with self._aside() as (part, out):
             for piece in pieces:
@@ -216,7 +207,6 @@ class FileStore:
             place(os.replace, part, target)
 
     def stream(self, key: str) -> Iterator[bytes]:
-        """See `PackageStore.stream`."""
         try:
             with (self.root / key).open("rb") as file:
                 while piece := file.read(PIECE_BYTES):
@@ -238,7 +228,6 @@ class FileStore:
                 folder.rmdir()
 
     def delete_parts(self, before: float) -> int:
-        """See `PackageStore.delete_parts`."""
         return remove_old_parts(self._uploads, before)
 
     @property
@@ -300,7 +289,6 @@ class ObjectStore:
             raise StoreError(f"{url} cannot be opened: {_first_line(error)}") from None
 
     def size(self, digest: str) -> int | None:
-        """See `PackageStore.size`."""
         try:
             return self._obstore.head(self._store, blob_key(digest))["size"]
         except FileNotFoundError:
@@ -315,7 +303,6 @@ class ObjectStore:
     def put(
         self, digest: str, file: IO[bytes], report: Report | None = None, start: int = 0
     ) -> None:
-        """See `PackageStore.put`."""
         if start:
             raise WrongStart(f"of {digest} there are 0 bytes: go on from there")
         found = hashlib.sha256()
@@ -337,7 +324,6 @@ class ObjectStore:
             raise self._failed(error) from None
 
     def read(self, digest: str, start: int = 0) -> Iterator[bytes]:
-        """See `PackageStore.read`."""
         options: Any = {"range": {"offset": start}} if start else None
         try:
             found = self._obstore.get(self._store, blob_key(digest), options=options)
@@ -347,7 +333,6 @@ class ObjectStore:
             raise self._failed(error) from None
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
-        """See `PackageStore.put_if_absent`."""
         from obstore.exceptions import AlreadyExistsError  # noqa: PLC0415
 
         try:
@@ -359,7 +344,6 @@ class ObjectStore:
         return True
 
     def get(self, key: str) -> bytes | None:
-        """See `PackageStore.get`."""
         try:
             return bytes(self._obstore.get(self._store, key).bytes())
         except FileNotFoundError:
@@ -368,11 +352,9 @@ class ObjectStore:
             raise self._failed(error) from None
 
     def list(self, prefix: str) -> list[str]:
-        """See `PackageStore.list`."""
         return sorted(entry.key for entry in self.entries(prefix))
 
     def entries(self, prefix: str) -> Iterator[Entry]:
-        """See `PackageStore.entries`."""
         try:
             for page in self._obstore.list(self._store, prefix=prefix):
                 for item in page:
@@ -381,14 +363,12 @@ class ObjectStore:
             raise self._failed(error) from None
 
     def write(self, key: str, pieces: Iterable[bytes]) -> None:
-        """See `PackageStore.write`."""
         try:
             self._obstore.put(self._store, key, iter(pieces), use_multipart=True)
         except Exception as error:
             raise self._failed(error) from None
 
     def stream(self, key: str) -> Iterator[bytes]:
-        """See `PackageStore.stream`."""
         try:
             for piece in self._obstore.get(self._store, key).stream(PIECE_BYTES):
                 yield bytes(piece)
@@ -396,7 +376,6 @@ class ObjectStore:
             raise self._failed(error) from None
 
     def delete(self, key: str) -> None:
-        """See `PackageStore.delete`."""
         try:
             self._obstore.delete(self._store, key)
         except FileNotFoundError:

@@ -1,7 +1,7 @@
-"""What gateways and workers ask of a queue. The Redis implementation lies beside it.
+"""The interfaces of the request queue, for gateways and workers. The Redis implementation is in this package.
 
-A queue carries envelopes: it never reads a call or an event. Methods may be called again after an error: a repeated
-call changes nothing. A claim's attempt number fences all earlier attempts. All methods raise QueueUnavailable.
+The queue does not decode calls and events. All methods are idempotent and may be repeated after an error. The attempt
+number of a claim fences all earlier attempts. All methods raise QueueUnavailable.
 """
 
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
@@ -12,19 +12,19 @@ from msgspec import Struct
 
 from shared.protocol import Envelope
 
-#: A suspect that has come so many tokens further will hardly end this worker: it needs to be alone no longer, and the
-#: loss of the worker is no evidence against it.
+#: A possible poison request is cleared after so many new tokens: it may run beside others, and a loss of its worker no
+#: longer counts as a crash of the request.
 CLEARED_AFTER_TOKENS = 8
 
 Ending = Literal["finished", "failed"]
 
 
 class QueueError(Exception):
-    """Base of the reasons for which a queue does not do what it is asked."""
+    """Base class of the queue's errors."""
 
 
 class QueueRefused(QueueError):
-    """There is no room for the call. `reason` is one of `REASONS`; `wait_s` is 0 where nobody knows."""
+    """A limit refuses the call. `reason` is one of `REASONS`; `wait_s` is 0 if unknown."""
 
     def __init__(self, reason: str, wait_s: float) -> None:
         super().__init__(reason)
@@ -32,7 +32,7 @@ class QueueRefused(QueueError):
         self.wait_s = wait_s
 
 
-#: Why a call may be refused: the fleet is full, or one tenant has what it may have.
+#: Reasons of a refusal: the limits of the fleet, then those of a tenant (`key_`).
 REASONS = ("queue_full", "open_tokens", "key_open", "key_share", "key_requests", "key_tokens")
 
 
@@ -41,35 +41,35 @@ class DuplicateRequest(QueueError):
 
 
 class QueueUnavailable(QueueError):
-    """The queue cannot be reached or takes no more data; nothing is known to have changed."""
+    """The queue cannot be reached or is out of memory; the command may or may not have run."""
 
 
 class Affinity(Struct, frozen=True):
-    """What a request shares with others that one worker may have served, and the workers among whom it is to be shared."""
+    """The affinity key of a request, and the workers that can serve it."""
 
-    name: str  #: of what it shares
+    name: str  #: hash of the first image or the long prefix
     num_workers: int
     num_seats: int  #: calls that each worker runs at once
 
 
-#: What became of a request with a home: put aside for it; nobody has served its like; its worker has more than its
-#: share or others wait already; its worker is gone. Empty where it has none.
+#: home: reserved for the preferred worker; new: no worker is preferred; busy: the preferred worker has more than its
+#: share, or other requests wait; gone: the preferred worker is gone; empty: without affinity.
 AffinityOutcome = Literal["", "home", "new", "busy", "gone"]
 
 
 @dataclass(frozen=True, slots=True)
 class RequestState:
-    """How a call stands. `state`: queued, running, finished, failed or cancelled."""
+    """The state of a call: queued, running, finished, failed or cancelled."""
 
     state: str
     attempt: int
     num_output_tokens: int  #: accepted so far
-    remaining_s: float  #: until the deadline; after the end: until it is forgotten
+    remaining_s: float  #: until the deadline; after the end: until Redis deletes it
 
 
 @dataclass(frozen=True, slots=True)
 class QueueStats:
-    """One model's queue. `age_s`: how long the oldest call waits that no worker has read, without the backlog."""
+    """Length and age of a model's queue. `age_s`: of the oldest call that no worker has read, without the backlog."""
 
     num_open: int  #: calls that wait or run
     num_backlog: int  #: batch calls among them that no worker has been given
@@ -82,77 +82,76 @@ class Claim(Struct, frozen=True, eq=False):
     id: str
     reply_to: str
     payload: bytes  #: the call, as its gateway encoded it
-    log: tuple[bytes, ...]  #: what earlier attempts have published
-    entry_id: bytes  #: the queue's own
+    log: tuple[bytes, ...]  #: events of earlier attempts
+    entry_id: bytes  #: id of its queue entry
     attempt: int  #: the fencing token
-    failures: int  #: workers that were lost while they tried it, as far as this counts against it
-    is_last_chance: bool  #: one more failure and the call is given up
+    failures: int  #: crash count: lost workers that count against the request
+    is_last_chance: bool  #: the call fails at its next crash
     waited_s: float  #: since it was submitted
     remaining_s: float  #: until its deadline
 
     @property
     def may_be_poison(self) -> bool:
-        """Whether a worker may have died of it."""
+        """Whether it may have crashed a worker."""
         return self.failures > 0
 
 
 class Publication(Struct, frozen=True, eq=False):
-    """What one publish says about one call; sent again unchanged until the queue has answered.
+    """Events of one call, repeated unchanged until the queue answers.
 
-    `number` counts the publications of the claim from 1; `num_tokens` the output tokens before this one.
+    `number`: ordinal within the claim, from 1. `num_tokens`: output tokens before these events.
     """
 
     claim: Claim
     number: int
     num_tokens: int
     num_new_tokens: int  #: output tokens that these events add
-    events: bytes  #: encoded, with commas between
-    ending: Ending | None = None  #: how the call ends, if it does
-    dead_reason: str = ""  #: why the call goes to the dead letters, if it does
-    result: bytes = b""  #: what is too large for an event; `GatewayQueue.result` gives it
-    keep_s: float = 0.0  #: so long an ended call is kept at least
+    events: bytes  #: JSON objects, separated by commas
+    ending: Ending | None = None  #: set if these events end the call
+    dead_reason: str = ""  #: reason of the entry in the dead-letter stream; empty: none
+    result: bytes = b""  #: data too large for an event; read by `GatewayQueue.result`
+    keep_s: float = 0.0  #: minimum time to keep the ended call
 
 
 class Limits(Struct, frozen=True):
-    """Of one model, for all gateways together; 0 means any."""
+    """Limits of one model, over all gateways; 0: unlimited."""
 
-    max_tokens: int = 0  #: that all open calls may come to; tenants share them
+    max_tokens: int = 0  #: of all open calls; shared by the tenants
     max_tenant_requests: int = 0  #: open at once
     max_tenant_requests_per_minute: int = 0
     max_tenant_tokens_per_minute: int = 0
 
 
 class Reservation(Struct, frozen=True):
-    """What the calls of one request count as: each with the same tokens."""
+    """The usage that the calls of one request reserve, the same for each."""
 
     model: str
     tenant: str
     request_ids: tuple[str, ...]
-    num_tokens: int  #: of prompt and answer, taken from the tenant's minute
-    num_answer_tokens: int  #: among them; what the answer does not come to is refunded
-    num_open_tokens: int  #: while it is open: more than `num_tokens` where it takes more memory
+    num_tokens: int  #: of prompt and answer, charged to the tokens per minute
+    num_answer_tokens: int  #: of the answer alone; the unused part is refunded
+    num_open_tokens: int  #: while open; more than `num_tokens` if it needs more memory
     limits: Limits
 
     @property
     def is_refundable(self) -> bool:
-        """Whether a minute was charged."""
+        """Whether tokens per minute were charged."""
         return self.limits.max_tenant_tokens_per_minute > 0
 
 
 class Quotas(Protocol):
-    """What becomes of reservations. They are made as a call is submitted, and released as it ends."""
+    """Refunds of reservations, which `submit` makes and the end of a call releases."""
 
     async def refund(self, reservation: Reservation) -> bool:
-        """Give a tenant's minute back what answers did not come to, or charge it for what they came to beyond.
+        """Refund the unused tokens of ended calls, or charge those beyond the reservation; once for each call.
 
-        Does so once. False if one of the answers has not ended, and this is to be called again. Raises:
-        QueueUnavailable.
+        Returns False if a call has not ended: then call it again. Raises: QueueUnavailable.
         """
         ...
 
 
 class GatewayQueue(Protocol):
-    """The gateways' end of all models' queues."""
+    """The gateway's side of the queues of all models."""
 
     async def submit(
         self,
@@ -165,77 +164,75 @@ class GatewayQueue(Protocol):
     ) -> AffinityOutcome:
         """Queue the calls of one request, all or none; their deadline is `timeout_s` from now by the queue's clock.
 
-        At most `max_waiting` calls of one priority wait that nobody works on, or this request alone. `reservation`:
-        what they count as, where there are quotas. `affinity`: they are put aside for the worker that last served such, if
-        it has room; `share` lets others have them. Raises: QueueRefused, DuplicateRequest.
+        At most `max_waiting` calls of a priority wait, or the calls of one request. `reservation`: what they reserve
+        if there are quotas. `affinity`: they may be reserved for the preferred worker; `share` ends that. Raises:
+        QueueRefused, DuplicateRequest.
         """
         ...
 
     async def share(self, model: str, request_ids: Sequence[str]) -> int:
-        """Let every worker have calls that their affinity has not claimed; returns how many. Others are left alone."""
+        """Return reserved calls that are not claimed to the end of the queue; returns how many there were."""
         ...
 
     async def cancel(self, model: str, request_ids: Sequence[str]) -> None:
-        """Cancel calls, whatever their state; unknown and ended ones are ignored."""
+        """Cancel calls; unknown and ended ones are ignored."""
         ...
 
     async def state(self, model: str, request_id: str) -> RequestState | None:
-        """How a call stands; None if it is not known."""
+        """The state of a call; None if it is unknown."""
         ...
 
     async def states(self, model: str, request_ids: Sequence[str]) -> list[RequestState | None]:
-        """How calls stand, many in a script."""
+        """The states of calls."""
         ...
 
     async def events(self, model: str, request_id: str) -> list[bytes]:
-        """Every event of a call that was accepted so far, encoded, in order: repairs a gap in the mailbox."""
+        """The log of a call: its accepted events in order, to repair a gap in the mailbox."""
         ...
 
     async def result(
         self, model: str, request_id: str, attempt: int, *, is_last: bool
     ) -> bytes | None:
-        """What an attempt published beside its events; None where it is gone. `is_last`: nobody asks again."""
+        """The `Publication.result` of an attempt; None if it is deleted. `is_last`: delete it."""
         ...
 
-    async def stats(self, model: str) -> QueueStats:
-        """How full a model's queue is."""
-        ...
+    async def stats(self, model: str) -> QueueStats: ...
 
     async def close(self) -> None: ...
 
 
 class Mailbox(Protocol):
-    """Where the events of one gateway's calls arrive."""
+    """The stream of events for one gateway."""
 
     @property
     def gateway_id(self) -> str:
-        """The name by which calls say where their events go."""
+        """The `reply_to` of this gateway's calls."""
         ...
 
     async def open(self, models: Iterable[str]) -> None:
-        """Take events of these models too."""
+        """Receive events of these models too."""
         ...
 
     def events(self) -> AsyncIterator[tuple[str, bytes]]:
-        """Yield what workers publish, for ever: the model, and encoded events. Outages raise nothing."""
+        """Yield model and encoded events, for ever. Outages raise nothing."""
         ...
 
     async def close(self) -> None:
-        """Take no more events, hang up."""
+        """Delete the mailboxes and disconnect."""
         ...
 
 
 class WorkerQueue(Protocol):
-    """One worker's end of one model's queue."""
+    """A worker's side of the queue of one model."""
 
     @property
     def num_backlog(self) -> int:
-        """Batch calls that waited when a method of this queue last looked."""
+        """Batch calls in the backlog, at the last look."""
         ...
 
     @property
     def num_claims(self) -> Mapping[str, int]:
-        """Claims made so far: new, reclaimed, reconciled."""
+        """Claims so far, by kind: new, reclaimed, reconciled."""
         ...
 
     @property
@@ -251,45 +248,45 @@ class WorkerQueue(Protocol):
         ...
 
     async def take(self, count: int) -> list[Claim]:
-        """Claim up to `count` calls, batch ones where nobody else waits; does not wait."""
+        """Claim up to `count` calls without waiting: batch calls if no interactive ones wait."""
         ...
 
     async def reclaim(self, count: int) -> list[Claim]:
-        """Claim up to `count` calls whose lease has run out."""
+        """Claim up to `count` calls whose lease has expired."""
         ...
 
     async def reconcile(self) -> list[Claim]:
-        """Claim what is ours but whose claim never reached us; look at the backlog and tidy up."""
+        """Claim calls whose claim reply was lost, look at the backlog, and clean up. Call it at each heartbeat."""
         ...
 
     async def begin(self, claim: Claim) -> bool:
-        """Say that a suspect starts to run: from now on a loss is blamed on it. Returns whether it is still ours."""
+        """Mark a possible poison request as started: from now on a loss counts as a crash. Returns whether it is ours."""
         ...
 
     async def publish(self, publications: Sequence[Publication]) -> dict[str, str]:
-        """Send events. Returns the calls that were refused, and why: they are no longer this worker's.
+        """Send events. Returns the refused calls, which are no longer this worker's, with the reason.
 
         Reasons: gone, cancelled, ended, fenced, gap.
         """
         ...
 
     async def renew(self, claims: Iterable[Claim]) -> dict[str, str]:
-        """Keep the leases. Returns the calls that are no longer ours, and why."""
+        """Renew the leases. Returns the refused calls with the reason, as `publish`."""
         ...
 
     async def cancel_deserted(self, claims: Iterable[Claim]) -> list[Claim]:
-        """Cancel those whose gateway is gone, and return them."""
+        """Cancel the calls whose gateway is gone, and return them."""
         ...
 
     async def release(self, claims: Iterable[Claim], *, is_crash: bool = False) -> int:
-        """Give calls back for others to take at once; returns how many.
+        """Return calls to the queue; returns how many.
 
-        `is_crash`: the attempt counts as a failure of the call, as if the worker had died of it.
+        `is_crash`: the attempt counts as a crash of the request.
         """
         ...
 
     async def leave(self, keep: Iterable[Claim] = ()) -> None:
-        """Give back all that is ours beyond `keep`, and be forgotten once nothing is; call it when nobody claims."""
+        """Return all calls but `keep` to the queue, and delete this consumer if none are left. Stop claiming first."""
         ...
 
     async def close(self) -> None: ...

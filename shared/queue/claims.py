@@ -37,13 +37,13 @@ from shared.redis.link import Command, RedisLink, RedisSender
 Replies = Mapping[bytes, list[Any]]  #: of the claim script, by entry
 NO_REPLIES: Replies = MappingProxyType({})
 
-#: Entries of our own that are idle so long and unknown here: the reply that named them was lost.
+#: The claim reply of an entry was lost if Redis counts it as ours, it is idle for so long, and it is not known here.
 UNKNOWN_AFTER_S = 3.0
-#: How often they are looked for.
+#: Interval between deletions of old consumers.
 REAP_EVERY_S = 600.0
-#: Interactive calls that overtake batch work before the oldest of it, if it is old enough, queues among them.
+#: Interactive calls that overtake batch calls before the oldest batch call joins the queue.
 OVERTAKES_PER_AGED = 10
-#: A request is given up after so many lost workers for each that counts against it: it is innocent as far as is known.
+#: A request fails after `max_attempts` times so many lost workers, whether or not they count as crashes.
 LOSSES_PER_ATTEMPT = 4
 
 _FAILURES = {
@@ -95,19 +95,17 @@ class RedisWorkerQueue:
 
     @property
     def num_fenced(self) -> int:
-        """See `WorkerQueue.num_fenced`."""
         return self.publisher.num_fenced
 
     @property
     def num_backlog(self) -> int:
-        """See `WorkerQueue.num_backlog`."""
         return self.entries.num_backlog
 
     # Claiming
 
     @redis_errors_as(QueueUnavailable)
     async def read(self, count: int, block_s: float) -> list[Claim]:
-        """See `WorkerQueue.read`. One in so many calls that overtake batch work lets an old one of it into the queue."""
+        """See `WorkerQueue.read`. An old batch call joins the queue after `OVERTAKES_PER_AGED` claims."""
         if self._num_overtakes >= OVERTAKES_PER_AGED:
             self._num_overtakes = 0
             await self.entries.age(self._batch_age_s)
@@ -131,12 +129,10 @@ class RedisWorkerQueue:
 
     @redis_errors_as(QueueUnavailable)
     async def take(self, count: int) -> list[Claim]:
-        """See `WorkerQueue.take`."""
         return await self._claim_entries(await self.entries.take(count), "new", count)
 
     @redis_errors_as(QueueUnavailable)
     async def reclaim(self, count: int) -> list[Claim]:
-        """See `WorkerQueue.reclaim`."""
         return await self._reclaim(count)
 
     async def _reclaim(self, count: int) -> list[Claim]:
@@ -145,12 +141,12 @@ class RedisWorkerQueue:
             return []
         entries = await self.entries.seize(idle, self._lease_s)
         for entry_id, _ in entries:
-            self._held.discard(entry_id)  # it was ours, then another's who lost it too
+            self._held.discard(entry_id)  # it was ours, then of another worker that lost it too
         return await self._claim_entries(entries, "reclaimed", count)
 
     @redis_errors_as(QueueUnavailable)
     async def reconcile(self) -> list[Claim]:
-        """See `WorkerQueue.reconcile`. Consumers that hold nothing are forgotten now and then."""
+        """See `WorkerQueue.reconcile`. Consumers without entries are deleted now and then."""
         await self.entries.refresh()
         if time.monotonic() - self._last_reap_at > REAP_EVERY_S:
             self._last_reap_at = time.monotonic()
@@ -168,7 +164,7 @@ class RedisWorkerQueue:
         self, entries: Sequence[Entry], kind: str, free: int, replies: Replies = NO_REPLIES
     ) -> list[Claim]:
         named: list[tuple[bytes, str]] = []
-        wakeups: list[bytes] = []  # which have done their work, and what nobody knows
+        wakeups: list[bytes] = []  # and entries of an unknown kind
         is_released = False
         for entry_id, fields in entries:
             if fields[0] != b"id":
@@ -183,12 +179,12 @@ class RedisWorkerQueue:
                 await self.entries.remove(wakeups)
                 if is_released and len(live) < free:
                     live += await self._reclaim(free - len(live))
-            except RedisError as error:  # what is claimed already must not get lost
+            except RedisError as error:  # the claims must not get lost
                 logger.warning("could not look at released requests: %s", error)
         return live
 
     def _note_wakeup(self, kind: bytes) -> bool:
-        """Take note of what a nudge says. Returns whether requests were released."""
+        """Handle a wakeup entry. Returns whether requests were released."""
         if kind == b"batch":
             self.entries.num_backlog = max(1, self.entries.num_backlog)
         elif kind != b"nudge":
@@ -222,7 +218,7 @@ class RedisWorkerQueue:
 
     @redis_errors_as(QueueUnavailable)
     async def begin(self, claim: Claim) -> bool:
-        """See `WorkerQueue.begin`. Until then a loss is not blamed on it: it may wait long for its turn to run alone."""
+        """See `WorkerQueue.begin`. It may wait long to run alone, and a loss until then is no crash."""
         request = self._keys.request(self._model, claim.id)
         keys, arguments = (request,), named(attempt=claim.attempt)
         return await retry_idempotent(lambda: self._sender.run(BEGIN, keys, arguments)) == 1
@@ -244,7 +240,6 @@ class RedisWorkerQueue:
 
     @redis_errors_as(QueueUnavailable)
     async def renew(self, claims: Iterable[Claim]) -> dict[str, str]:
-        """See `WorkerQueue.renew`."""
         claims = list(claims)
         keys = [self._queue]
         keys += [self._keys.request(self._model, claim.id) for claim in claims]
@@ -262,7 +257,6 @@ class RedisWorkerQueue:
 
     @redis_errors_as(QueueUnavailable)
     async def cancel_deserted(self, claims: Iterable[Claim]) -> list[Claim]:
-        """See `WorkerQueue.cancel_deserted`."""
         claims = list(claims)
         gone = await self.publisher.find_gone({claim.reply_to for claim in claims})
         deserted = [claim for claim in claims if claim.reply_to in gone]
@@ -279,7 +273,6 @@ class RedisWorkerQueue:
 
     @redis_errors_as(QueueUnavailable)
     async def release(self, claims: Iterable[Claim], *, is_crash: bool = False) -> int:
-        """See `WorkerQueue.release`."""
         claims = list(claims)
         if not claims:
             return 0
@@ -304,8 +297,8 @@ class RedisWorkerQueue:
     async def leave(self, keep: Iterable[Claim] = ()) -> None:
         """See `WorkerQueue.leave`.
 
-        Whoever interrupts `read`, `reclaim` or `reconcile` does not know how far they came. Commands of one
-        worker are executed in their order, so that Redis knows by now.
+        The results of an interrupted `read`, `reclaim` or `reconcile` are unknown here. Redis has run their commands
+        by now, since it runs those of a worker in order.
         """
         await self.entries.end_reservations()
         self._held.intersection_update([claim.entry_id for claim in keep])
@@ -318,7 +311,7 @@ class RedisWorkerQueue:
         await self.entries.reap(self._worker_id)
 
     async def _give_back(self, entry_id: bytes, request_id: str) -> None:
-        """Without is_crash, unless its attempt is another worker's, whose lease had run out."""
+        """Release a call. It counts as a crash if the attempt is another worker's, whose lease had expired."""
         request = self._keys.request(self._model, request_id)
         fields = await self._sender.execute("HMGET", request, "state", "attempt", "worker")
         state, attempt, worker = fields
@@ -328,7 +321,7 @@ class RedisWorkerQueue:
         await self._release([request], [item], is_crash)
 
     async def create_group(self) -> None:
-        """Make the queue, unless it exists. Raises: RedisError."""
+        """Create the queue, unless it exists. Raises: RedisError."""
         await self.entries.create_group()
 
     async def close(self) -> None:
@@ -337,16 +330,16 @@ class RedisWorkerQueue:
 
 
 def _request_id(fields: Sequence[bytes]) -> str:
-    return fields[1].decode(errors="replace")  # an id that is none is no request's: a stray
+    return fields[1].decode(errors="replace")  # an invalid id is of no request
 
 
 class ClaimScript:
-    """Keys and arguments of one worker's calls for one model."""
+    """Keys and arguments of the claim script, for one worker and model."""
 
     def __init__(self, keys: RedisKeys, model: str, worker_id: str, max_attempts: int) -> None:
         self._keys = keys
         self._model = model
-        self._read_nonce = token_hex(8)  # a request comes by a read once, so one is enough
+        self._read_nonce = token_hex(8)  # one for all: each entry is read once
         self._common: dict[str, Any] = {
             "group": GROUP,
             "worker": worker_id,
@@ -383,7 +376,7 @@ class ClaimScript:
 
 
 def split_replies(answers: Sequence[Any]) -> tuple[list[Entry], dict[bytes, list[Any]]]:
-    """The entries that one call of the claim script has claimed, and what it says of each."""
+    """The entries that the claim script has claimed, and its reply for each."""
     entries: list[Entry] = []
     replies: dict[bytes, list[Any]] = {}
     at = 0
@@ -415,7 +408,7 @@ def read_claim(
 
 
 def giving_up(claim: Claim, verdict: bytes) -> Publication:
-    """The end of a call that cannot run any more."""
+    """The failure of a call that cannot run any more."""
     code, message = _FAILURES[verdict]
     failed = encode(Failed(claim.id, claim.attempt, code, message))
     reason = "" if verdict == b"expired" else verdict.decode()

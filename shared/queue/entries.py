@@ -58,9 +58,9 @@ class QueueEntries:
         return found.get(self._queue, ()), answer
 
     async def take(self, count: int, age_s: float | None = None) -> Sequence[Entry]:
-        """Up to `count` entries, of batch work where nothing else waits; does not wait. Raises: RedisError.
+        """Read up to `count` entries without waiting: batch calls if no others wait. Raises: RedisError.
 
-        `age_s`: what has waited that long joins the queue, the oldest at once.
+        `age_s`: the oldest batch call joins the queue if it has waited that long.
         """
         arguments = named(
             requests=self._requests,
@@ -77,7 +77,7 @@ class QueueEntries:
         return entries
 
     async def age(self, age_s: float) -> None:
-        """Let the oldest batch call into the queue, if it has waited that long. Raises: RedisError."""
+        """Move the oldest batch call into the queue, if it has waited that long. Raises: RedisError."""
         await self.take(0, age_s)
 
     async def refresh(self) -> None:
@@ -92,8 +92,8 @@ class QueueEntries:
         await self._sender.execute("DEL", self._wakeups)
 
     async def idle(self, count: int, lease_s: float, held: Set[bytes]) -> Sequence[bytes]:
-        """Up to `count` entries whose lease has run out, without those that this worker is busy with."""
-        # Not XAUTOCLAIM: it gives up after looking at 10 x COUNT entries, which may all be alive.
+        """Up to `count` entries whose lease has expired, without those that this worker runs."""
+        # Not XAUTOCLAIM: it stops after 10 x COUNT entries, whose leases may all be valid.
         most = count + len(held)
         command = ("XPENDING", self._queue, GROUP, "IDLE", to_ms(lease_s), "-", "+", most)
         try:
@@ -106,15 +106,15 @@ class QueueEntries:
         return others[:count]
 
     async def seize(self, entry_ids: Sequence[bytes], lease_s: float) -> Sequence[Entry]:
-        """Make entries ours whose lease has run out. Raises: RedisError.
+        """Take over entries whose lease has expired. Raises: RedisError.
 
-        Of several workers that saw the same entry one gets it: taking it resets its idle time.
+        One of several workers gets an entry: XCLAIM resets its idle time.
         """
         command = ("XCLAIM", self._queue, GROUP, self._worker_id, to_ms(lease_s))
         return [entry for entry in await self._sender.execute(*command, *entry_ids) if entry]
 
     async def unknown(self, idle_s: float, held: Set[bytes]) -> Sequence[bytes]:
-        """What Redis counts as ours and is not held. Raises: RedisError."""
+        """Entries that Redis counts as this worker's and that are not `held`. Raises: RedisError."""
         command = ("XPENDING", self._queue, GROUP, "IDLE", round(idle_s * 1000), "-", "+", 1000)
         try:
             pending = await self._sender.execute(*command, self._worker_id)
@@ -129,7 +129,7 @@ class QueueEntries:
         return found[0] if found else None
 
     async def remove(self, entry_ids: Sequence[bytes]) -> None:
-        """Take entries out of the queue that are no request's. Raises: RedisError."""
+        """Delete entries that are not of a request. Raises: RedisError."""
         await self._sender.execute("XACK", self._queue, GROUP, *entry_ids)
         await self._sender.execute("XDEL", self._queue, *entry_ids)
 
@@ -146,7 +146,7 @@ class QueueEntries:
                 raise
 
     async def reap(self, leaving: str = "") -> None:
-        """Forget consumers that hold nothing: old ones, and the one named. Raises: RedisError."""
+        """Delete consumers without entries: old ones, and `leaving`. Raises: RedisError."""
         await self._sender.run(
             REAP, (self._queue,), named(group=GROUP, worker=leaving, idle_ms=to_ms(FORGET_AFTER_S))
         )

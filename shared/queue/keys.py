@@ -1,43 +1,42 @@
-"""Every key in Redis, how long it lives, and what is in it. Nothing else spells a key.
+"""All keys in Redis, with content and time to live.
 
-All keys of one model share the hash tag `{model}`, those of one blob its hash, so that a script may touch
-them together in a cluster.
-Everything expires: what a crash leaves behind goes away by itself.
+The keys of one model share the hash tag `{model}`, those of one blob its hash. Every key expires, so that a crash
+leaves nothing behind.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 GROUP = "workers"  #: the consumer group of every queue
-RELEASED_CONSUMER = "released"  #: holds what a stopping worker gave back
+RELEASED_CONSUMER = "released"  #: owner of released entries
 
-#: A request and its log outlive the deadline, so that late readers learn how it ended.
+#: A request and its log outlive the deadline, for late readers.
 AFTER_DEADLINE_S = 60.0
-#: A request and its log outlive their end, so that a gateway can repair a gap and a retry is recognised.
+#: A request and its log outlive the end, to repair gaps and recognise retries.
 AFTER_END_S = 60.0
 #: Idle queues; longer than the longest deadline.
 QUEUE_TTL_S = 48 * 3600.0
-#: A mailbox nobody renews belongs to a gateway that is gone.
+#: A gateway whose mailbox expired is gone.
 MAILBOX_TTL_S = 30.0
 MAX_MAILBOX_ENTRIES = 20_000
 DEAD_TTL_S = 7 * 24 * 3600.0
 MAX_DEAD_ENTRIES = 10_000
-#: A blob stays that long after the last request that needed it: the conversation may go on.
+#: A blob outlives its last request: the conversation may continue.
 BLOB_LINGER_S = 30.0
-#: A node asks for the tenants of a crash as soon as it sees it.
+#: A node reads the tenants of a crash at once.
 CRASH_TTL_S = 600.0
 #: A crash so soon after a running request was cancelled may be due to that request.
 LEFT_TTL_S = 10.0
-#: Who last served an image or a prefix; caches rarely keep it longer.
+#: A preferred worker is remembered for so long; caches rarely keep an image or prefix longer.
 AFFINITY_TTL_S = 600.0
 #: Nothing is reserved for a worker that does not renew its stream of wakeups.
 WAKEUPS_TTL_S = 10.0
-#: A model without a worker keeps its queue open that long.
+#: A model is listed for so long after its last worker.
 MODEL_TTL_S = 24 * 3600.0
 
 
 def to_ms(seconds: float) -> int:
-    """Redis counts in milliseconds."""
+    """Whole milliseconds, at least 1."""
     return max(1, round(seconds * 1000))
 
 
@@ -52,19 +51,19 @@ class RedisKeys:
         return f"{self.prefix}:{{{model}}}:queue"
 
     def backlog(self, model: str) -> str:
-        """Stream of the ids of batch requests that have not been given to the queue yet."""
+        """Stream of the ids of batch requests that are not in the queue yet."""
         return f"{self.prefix}:{{{model}}}:backlog"
 
     def reservations(self, model: str) -> str:
-        """Sorted set of what open calls have reserved, by the time (ms) until when at most; 0 once they have ended."""
+        """Sorted set of the reservations of open calls, by expiry (ms); 0 after the end of the call."""
         return f"{self.prefix}:{{{model}}}:reservations"
 
     def usage(self, model: str) -> str:
-        """Hash of the sums of these reservations: tokens, and by tenant requests and tokens."""
+        """Hash of the sums of the reservations: tokens, and requests and tokens by tenant."""
         return f"{self.prefix}:{{{model}}}:usage"
 
     def rates(self, model: str, tenant: str) -> str:
-        """Hash: until when (ms) a tenant's requests and tokens of each minute are spoken for."""
+        """Hash of a tenant's token buckets, requests and tokens per minute: theoretical arrival time (ms)."""
         return f"{self.prefix}:{{{model}}}:rates:{tenant}"
 
     def request(self, model: str, request_id: str) -> str:
@@ -72,15 +71,15 @@ class RedisKeys:
         return self.requests(model) + request_id
 
     def requests(self, model: str) -> str:
-        """What all keys of a model's requests begin with."""
+        """Prefix of the keys of a model's requests."""
         return f"{self.prefix}:{{{model}}}:request:"
 
     def log(self, model: str, request_id: str) -> str:
-        """List of the events that were accepted, in order; each item is one or more JSON objects."""
+        """List of the accepted events in order; each item is one or more JSON objects."""
         return f"{self.prefix}:{{{model}}}:log:{request_id}"
 
     def result(self, model: str, request_id: str, attempt: int | str) -> str:
-        """What one attempt came to, where that is too large for the log: raw bytes."""
+        """The result of one attempt that is too large for the log: raw bytes."""
         return f"{self.prefix}:{{{model}}}:result:{request_id}@{attempt}"
 
     def mailbox(self, model: str, gateway_id: str) -> str:
@@ -88,7 +87,7 @@ class RedisKeys:
         return f"{self.prefix}:{{{model}}}:mailbox:{gateway_id}"
 
     def preferred_worker(self, model: str, digest: str) -> str:
-        """The worker that last served requests which share something, such as an image."""
+        """The worker that last served requests with this affinity key."""
         return f"{self.prefix}:{{{model}}}:home:{digest}"
 
     def wakeups(self, model: str, worker_id: str) -> str:
@@ -108,11 +107,11 @@ class RedisKeys:
         return f"{self.prefix}:{{{model}}}:dead"
 
     def stream(self, request_id: str) -> str:
-        """How a gateway tells the answer of a resumable request; the gateways' own words."""
+        """A gateway's record of a resumable request."""
         return f"{self.prefix}:stream:{request_id}"
 
     def lease(self, name: str) -> str:
-        """Which gateway does what only one is to do, such as run a batch."""
+        """Holder of an exclusive lease, such as that of a batch."""
         return f"{self.prefix}:lease:{name}"
 
     def record(self, owner: str, name: str) -> str:

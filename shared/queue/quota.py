@@ -24,7 +24,6 @@ class RedisQuotas:
 
     @redis_errors_as(QueueUnavailable)
     async def refund(self, reservation: Reservation) -> bool:
-        """See `Quotas.refund`."""
         keys = [self._keys.rates(reservation.model, reservation.tenant)]
         keys += [self._keys.request(reservation.model, name) for name in reservation.request_ids]
         arguments = named(

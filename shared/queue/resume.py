@@ -58,31 +58,26 @@ class RedisResumableCalls:
 
     @redis_errors_as(QueueUnavailable)
     async def replace(self, request_id: str, record: bytes, ttl_s: float) -> None:
-        """See `ResumableCalls.replace`."""
         command = ("SET", self._keys.stream(request_id), record, "XX", "PX", to_ms(ttl_s))
         await retry_idempotent(lambda: self._sender.execute(*command))
 
     @redis_errors_as(QueueUnavailable)
     async def recall(self, request_id: str) -> bytes | None:
-        """See `ResumableCalls.recall`."""
         key = self._keys.stream(request_id)
         return await retry_idempotent(lambda: self._sender.execute("GET", key))
 
     @redis_errors_as(QueueUnavailable)
     async def forget(self, request_id: str) -> None:
-        """See `ResumableCalls.forget`."""
         key = self._keys.stream(request_id)
         await retry_idempotent(lambda: self._sender.execute("DEL", key))
 
     @redis_errors_as(QueueUnavailable)
     async def forget_failed(self, model: str, request_id: str) -> None:
-        """See `ResumableCalls.forget_failed`."""
         keys = keys_of_calls(self._keys, model, [request_id])
         await retry_idempotent(lambda: self._sender.run(FORGET_FAILED, keys, named()))
 
     @redis_errors_as(QueueUnavailable)
     async def listen(self, model: str, request_id: str, gateway_id: str) -> RequestState | None:
-        """See `ResumableCalls.listen`."""
         keys, arguments = (self._keys.request(model, request_id),), named(gateway=gateway_id)
         found = await retry_idempotent(lambda: self._sender.run(LISTEN, keys, arguments))
         return to_state(*found) if found else None

@@ -68,7 +68,6 @@ class RedisGatewayQueue:
         reservation: Reservation | None = None,
         affinity: Affinity | None = None,
     ) -> AffinityOutcome:
-        """See `GatewayQueue.submit`."""
         keys, arguments = self._to_call(choices, timeout_s, max_waiting, reservation, affinity)
         verdict = await retry_idempotent(lambda: self._sender.run(SUBMIT, keys, arguments))
         if verdict[0] == b"queue_full" and await self._forget_lost(choices[0]):
@@ -81,7 +80,6 @@ class RedisGatewayQueue:
 
     @redis_errors_as(QueueUnavailable)
     async def share(self, model: str, request_ids: Sequence[str]) -> int:
-        """See `GatewayQueue.share`."""
         keys = [self._keys.queue(model)]
         keys += [self._keys.request(model, request_id) for request_id in request_ids]
         arguments = named(group=GROUP, ids=list(request_ids))
@@ -136,7 +134,6 @@ class RedisGatewayQueue:
 
     @redis_errors_as(QueueUnavailable)
     async def cancel(self, model: str, request_ids: Sequence[str]) -> None:
-        """See `GatewayQueue.cancel`."""
         for first in range(0, len(request_ids), _MAX_PER_SCRIPT):
             await self._end(model, request_ids[first : first + _MAX_PER_SCRIPT])
 
@@ -188,13 +185,11 @@ class RedisGatewayQueue:
 
     @redis_errors_as(QueueUnavailable)
     async def state(self, model: str, request_id: str) -> RequestState | None:
-        """See `GatewayQueue.state`."""
         [found] = await self.states(model, [request_id])
         return found
 
     @redis_errors_as(QueueUnavailable)
     async def states(self, model: str, request_ids: Sequence[str]) -> list[RequestState | None]:
-        """See `GatewayQueue.states`."""
         found: list[RequestState | None] = []
         for first in range(0, len(request_ids), _MAX_PER_SCRIPT):
             ids = request_ids[first : first + _MAX_PER_SCRIPT]
@@ -208,14 +203,12 @@ class RedisGatewayQueue:
 
     @redis_errors_as(QueueUnavailable)
     async def events(self, model: str, request_id: str) -> list[bytes]:
-        """See `GatewayQueue.events`."""
         return await self._ask("LRANGE", self._keys.log(model, request_id), 0, -1)
 
     @redis_errors_as(QueueUnavailable)
     async def result(
         self, model: str, request_id: str, attempt: int, *, is_last: bool
     ) -> bytes | None:
-        """See `GatewayQueue.result`."""
         key = self._keys.result(model, request_id, attempt)
         found = await self._ask("GET", key)
         if is_last:
@@ -225,7 +218,6 @@ class RedisGatewayQueue:
 
     @redis_errors_as(QueueUnavailable)
     async def stats(self, model: str) -> QueueStats:
-        """See `GatewayQueue.stats`."""
         num_given, num_backlog, age_s = await asyncio.gather(
             self._ask("XLEN", self._keys.queue(model)),
             self._ask("XLEN", self._keys.backlog(model)),

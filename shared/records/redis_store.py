@@ -39,7 +39,6 @@ class RedisRecordStore:
     async def put(
         self, owner: str, name: str, record: Record, *, anew: bool = False
     ) -> Sequence[tuple[str, Record]] | None:
-        """See `RecordStore.put`."""
         size = record.num_bytes
         if size > self._max_bytes:
             return None
@@ -61,14 +60,12 @@ class RedisRecordStore:
 
     @redis_errors_as(RecordsUnavailable)
     async def get(self, owner: str, name: str) -> Record | None:
-        """See `RecordStore.get`."""
         key = self._keys.record(owner, name)
         data = await retry_idempotent(lambda: self._sender.execute("GET", key))
         return None if data is None else _decoder.decode(data)
 
     @redis_errors_as(RecordsUnavailable)
     async def delete(self, owner: str, name: str) -> Record | None:
-        """See `RecordStore.delete`."""
         arguments = named(prefix=self._keys.record(owner, ""), name=name, reply_ms=to_ms(_REPLY_S))
         keys = self._keys_of_call(owner)
         data = await retry_idempotent(lambda: self._sender.run(DELETE_RECORD, keys, arguments))

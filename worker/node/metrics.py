@@ -27,7 +27,6 @@ class _Pages(Collector):
                     metric.add_sample(sample.name, {**sample.labels, **labels}, sample.value)
 
     def collect(self) -> Iterator[Metric]:
-        """See `Collector`."""
         yield from self._merged.values()
 
 

@@ -1,7 +1,7 @@
--- Keep a blob for a holder, at least that long.
--- KEYS: blob, holders    args: ttl_ms, holder    raw: bytes ('' to keep only what is there)
--- Holders are the requests that need it, each with the time until when at most.
--- Returns 1 if the blob is there now, 0 if its bytes are needed.
+-- Store a blob for a holder, or renew it.
+-- KEYS: blob, holders    args: ttl_ms, holder    raw: bytes ('': renew the stored blob)
+-- Holders are the requests that need it, with the expiry of each.
+-- Returns 1 if the blob is stored, 0 if its bytes are needed.
 local args = cmsgpack.unpack(ARGV[1])
 local blob, holders, ttl_ms = KEYS[1], KEYS[2], args.ttl_ms
 local left_ms = redis.call('PTTL', blob)

@@ -1,6 +1,6 @@
--- A holder needs a blob no longer: keep it as long as another does, or a short while if none does.
+-- Remove a holder of a blob. The blob stays until its other holders expire, or a short while if there are none.
 -- KEYS: blob, holders    args: holder, linger_ms
--- Returns the milliseconds that the blob has left.
+-- Returns the blob's time to live in milliseconds.
 local args = cmsgpack.unpack(ARGV[1])
 local blob, holders = KEYS[1], KEYS[2]
 redis.call('ZREM', holders, args.holder)

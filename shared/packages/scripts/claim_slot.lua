@@ -1,7 +1,7 @@
--- The first of some slots that no node has claimed of late is claimed. Whoever has one says so in its own record, by
--- which it comes into the deployment's; a claim that is not renewed counts no more after a while.
+-- Claim the first of some slots that is not claimed. A claim expires, and becomes permanent when the node reports the slot
+-- in its record.
 -- KEYS: claims    args: ids, node, lease_ms, ttl_ms
--- Returns its place among the ids, from 1; 0: none.
+-- Returns its position among the ids, from 1; 0: none is free.
 local args = cmsgpack.unpack(ARGV[1])
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)

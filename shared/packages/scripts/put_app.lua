@@ -1,6 +1,6 @@
--- A deployment's record takes the place of the one that its writer read, unless somebody else was first.
--- KEYS: apps    args: name, version (of the one that was read; 0: there is none), ttl_ms    ARGV[2]: the new record, '': none
--- Returns 1, or 0 if another version is there.
+-- Replace a deployment's record, if it is still the version that was read.
+-- KEYS: apps    args: name, version (that was read; 0: none), ttl_ms    ARGV[2]: the new record; '': delete it
+-- Returns 1, or 0 if the version is another.
 local args = cmsgpack.unpack(ARGV[1])
 local current = redis.call('HGET', KEYS[1], args.name)
 local version = current and tonumber(string.match(current, '^%d+')) or 0

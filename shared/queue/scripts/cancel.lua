@@ -1,9 +1,9 @@
--- Mark calls as cancelled, or as failed where a failure is given: their gateways get its event. Their entries leave
--- the queue at once, so that nobody claims them; a worker that runs one learns it at its next publish or lease renewal.
+-- Cancel calls, or fail them if a failure is given: their gateways get its event. Their entries leave the queue at once,
+-- so that they are not claimed; a worker that runs one learns it at its next publish or lease renewal.
 -- KEYS: queue, backlog, reservations (`submit.lua`), then call and log of each item
 -- args: group, keep_ms, left (prefix of the keys of the tenants that left a worker), left_ttl_ms; failure: absent, or
 --   code, message, ids (of the calls), max_entries, mailboxes (prefix of their keys)
--- Returns for each item the state it was in, or gone.
+-- Returns for each item its earlier state, or gone.
 local queue, backlog, reservations = KEYS[1], KEYS[2], KEYS[3]
 local args = cmsgpack.unpack(ARGV[1])
 local failure = args.failure

@@ -1,18 +1,17 @@
--- Give requests to a worker, each under its next attempt number, which fences all earlier ones.
--- KEYS: queue, and the request and log of the one to claim; without them: all that the worker's last read brought
--- args: entry, group, worker, nonce, max_attempts, max_losses, cleared_after, affinity_ms (how long a home is known), and of the one: read_nonce (of this
---   worker's reads); of all: count, requests and logs (the beginnings of their keys); `entry` is the last one read before
--- Returns of the one {verdict, attempt, failures, payload, reply_to, waited_ms, remaining_ms, piece of the log...} where
--- the verdict is
---   ok | expired (deadline passed) | kills_workers (max_attempts failed) | exhausted (max_losses workers were lost),
--- or {unknown}: no such live request belongs to this entry, which is removed.
--- Returns of all one flat list of entry, id, length of the answer, answer..., without those that somebody has claimed
--- before: before version 7, Redis sends each table of a reply by a write of its own.
--- A lost worker counts as a failure of the request, as evidence that it kills workers: at first wherever it ran, later
--- only within the `cleared_after` tokens for which a suspect runs alone. What ends beyond them ends for other reasons.
--- An attempt that neither finished nor was given back counts as a failure of the request, if it has begun: the
--- first begins at once, later ones by the script `begin`, so that nobody is blamed who only waited to run alone.
--- Nor is anybody blamed for a read whose reply was lost: its nonce is the worker's own, and nothing was published.
+-- Claim requests for a worker, each under its next attempt number, which fences all earlier attempts.
+-- KEYS: queue, then request and log of the one to claim; without these: claim all that the worker's last read brought
+-- args: entry, group, worker, nonce, max_attempts, max_losses, cleared_after, affinity_ms (time to live of a preferred
+--   worker); for one: read_nonce (nonce of this worker's reads); for all: count, requests and logs (prefixes of their
+--   keys), and `entry` is the last one that was claimed before
+-- Returns for one {verdict, attempt, failures, payload, reply_to, waited_ms, remaining_ms, piece of the log...}. Verdicts:
+--   ok | expired (deadline passed) | kills_workers (max_attempts crashes) | exhausted (max_losses lost workers),
+-- or {unknown}: the entry has no live request, and is removed.
+-- Returns for all one flat list of entry, id, length of the reply, reply..., without those that are claimed already:
+-- before version 7, Redis sends each nested table of a reply by a write of its own.
+-- Poison detection: `failures` is the crash count. An attempt that began and was lost, and was not released, counts: the
+-- first attempt wherever it was; later ones only within `cleared_after` new tokens, for which the request runs alone.
+-- The first attempt begins as it is claimed, later ones by `begin.lua`, so that a request that waits to run alone does
+-- not count. A read whose reply was lost does not count: it has this worker's read nonce, and nothing was published.
 local args = cmsgpack.unpack(ARGV[1])
 local queue, group, worker, nonce = KEYS[1], args.group, args.worker, args.nonce
 local time = redis.call('TIME')
@@ -31,9 +30,9 @@ local function claim(entry, request, log, is_new, read_nonce)
   if is_new and attempt ~= '0' then return nil end
 
   if r[4] ~= nonce and is_first then
-    attempt = '1' -- the rest is as `submit` left it
+    attempt = '1' -- the other fields are those of `submit`
     redis.call('HSET', request, 'state', 'running', 'attempt', '1', 'claim', nonce, 'worker', worker, 'begun', '1')
-  elseif r[4] ~= nonce then -- else: the same call again, whose reply was lost
+  elseif r[4] ~= nonce then -- else: a repeated call
     local was_lost = r[4] == read_nonce and r[11] == '0'
     attempt = string.format('%d', attempt + 1)
     if state == 'running' and r[10] == '1' and not was_lost then
@@ -65,7 +64,7 @@ end
 
 local function claim_new(after, count, requests, logs)
   local answers = {}
-  -- What was put aside for this worker is among them, and may run already.
+  -- Requests reserved for this worker are among them, and may run already.
   local mine = redis.pcall('XPENDING', queue, group, '(' .. after, '+', count + 100, worker)
   for _, pending in ipairs(mine.err and {} or mine) do
     local entry = redis.call('XRANGE', queue, pending[1], pending[1])[1]

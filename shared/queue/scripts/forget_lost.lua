@@ -1,5 +1,5 @@
--- Drop from the front of the backlog what Redis has forgotten: nobody came for it in time, and it counts as waiting.
--- KEYS: backlog    args: requests (the beginning of the keys of calls), count
+-- Drop expired entries from the front of the backlog: their requests are deleted, but they count as waiting.
+-- KEYS: backlog    args: requests (prefix of the keys of calls), count
 -- Returns how many were dropped.
 local args = cmsgpack.unpack(ARGV[1])
 local dropped = 0

@@ -1,5 +1,5 @@
--- Take a lease, or renew one's own; without a time, give it back.
--- KEYS: lease    args: holder, ttl_ms (0: give it back)
+-- Acquire or renew a lease; without a time to live, release it.
+-- KEYS: lease    args: holder, ttl_ms (0: release it)
 -- Returns whether it is the holder's.
 local args = cmsgpack.unpack(ARGV[1])
 local holder = redis.call('GET', KEYS[1])

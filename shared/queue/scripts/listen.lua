@@ -1,6 +1,6 @@
--- How a request stands; while it is open, its events go to this gateway's mailbox too.
+-- The state of a request; while it is open, its events are posted to this gateway's mailbox too.
 -- KEYS: call    args: gateway
--- Returns {state, attempt, tokens, ttl_ms}, or nothing for a request that Redis does not know.
+-- Returns {state, attempt, tokens, ttl_ms}, or nothing for an unknown request.
 local request, gateway = KEYS[1], cmsgpack.unpack(ARGV[1]).gateway
 local r = redis.call('HMGET', request, 'state', 'attempt', 'tokens', 'reply_to', 'listeners')
 if not r[1] then return {} end

@@ -1,20 +1,20 @@
--- Append the events of many calls to their logs, end those that end, and post what was accepted as one entry for each
--- gateway.
+-- Append the events of many calls to their logs, end the calls that end, and post the accepted events as one entry for
+-- each gateway.
 -- KEYS: mailbox, queue, dead, reservations (`submit.lua`), then call and log of each item
 -- args: max_entries, group, keep_ms, dead_ttl_ms, max_dead, items: list of
---   attempt, number (the ordinal of the item within the attempt, so that a repeated call changes nothing),
---   index, count (the first output token of the item and how many there are), and where the call ends:
---   entry, state (finished | failed), perhaps keep_ms of its own, and of a dead letter: id, worker, reason;
---   without index it ends wherever its tokens stand. Items that end come first: see `remove`
--- raw: the events of each item, JSON objects with commas between
--- Returns for each item ok | gone | cancelled | ended | fenced | gap. A repeated call answers ok again.
+--   attempt, number (ordinal of the item within the attempt, which makes a repeated call a no-op),
+--   index, count (first output token of the item and their number), and if the call ends:
+--   entry, state (finished | failed), keep_ms (optional), and for a dead letter: id, worker, reason;
+--   without index it ends at any number of tokens. Items that end come first: see `remove`
+-- raw: the events of each item, JSON objects separated by commas
+-- Returns for each item ok | gone | cancelled | ended | fenced | gap. A repeated call returns ok.
 local mailbox, queue, dead, reservations = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local args = cmsgpack.unpack(ARGV[1])
-local function digits(number) return string.format('%d', number) end -- cheaper than Redis turns numbers to text
+local function digits(number) return string.format('%d', number) end -- cheaper than Redis's own conversion
 local keep_ms, max_entries = digits(args.keep_ms), digits(args.max_entries)
 
--- Accepted events go to the mailbox of the gateway that submitted the call, and of those that listen to it.
--- listeners: ids of gateways, each with a space behind it (`listen.lua`)
+-- Accepted events are posted to the gateway that submitted the call, and to its listeners.
+-- listeners: ids of gateways, each followed by a space (`listen.lua`)
 local posts = {}
 
 local function post(name, events)
@@ -30,7 +30,7 @@ local function append(request, log, item, events)
 end
 
 local function remove(entry)
-  -- First of the writes: it is allowed when memory is full, and lets the others through.
+  -- First of the writes: Redis allows it when memory is full, and then the others of the script.
   redis.call('XACK', queue, args.group, entry)
   redis.call('XDEL', queue, entry)
 end

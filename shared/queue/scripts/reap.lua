@@ -1,4 +1,4 @@
--- Forget consumers that hold nothing: this worker as it leaves, and those not seen for long.
+-- Delete consumers without pending entries: this worker as it leaves, and those not seen for long.
 -- KEYS: queue    args: group, worker ('' for none), idle_ms
 -- A consumer with pending entries is never deleted, because they would be lost with it.
 local args = cmsgpack.unpack(ARGV[1])

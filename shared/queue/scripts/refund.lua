@@ -1,7 +1,7 @@
--- Answers have ended: their tenant's minute takes what they came to, and no longer what they might have.
--- KEYS: rates of the tenant (`submit.lua`), then the call of each answer
--- args: tokens_per_minute, num_tokens (taken for each answer)
--- Returns 1, or 0 if one of them goes on and the call is to be made again. Each is refunded once.
+-- Settle ended calls: refund the tokens per minute that were reserved and not used, or charge those used beyond.
+-- KEYS: rates of the tenant (`submit.lua`), then each call
+-- args: tokens_per_minute, num_tokens (reserved for each answer)
+-- Returns 1, or 0 if a call is still open and this is to be called again. Each call is settled once.
 local rates = KEYS[1]
 local args = cmsgpack.unpack(ARGV[1])
 local MINUTE_MS = 60000

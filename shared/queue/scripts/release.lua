@@ -1,8 +1,8 @@
--- Give requests back, so that another worker continues them at once.
+-- Return requests to the queue, so that another worker continues them at once.
 -- KEYS: queue, then the call of each item
--- args: group, released (consumer), is_crash (whether the attempt counts as a failure of the call), crashes (the beginning
---   of the keys that name the tenants of a crash), crash_ttl_ms, items: list of attempt (absent if never claimed), entry
--- Returns how many were given back. Each leaves a nudge in the queue, which wakes one waiting worker.
+-- args: group, released (consumer), is_crash (whether the attempt counts as a crash of the request), crashes (prefix of
+--   the keys of crash tenants), crash_ttl_ms, items: list of attempt (absent if never claimed), entry
+-- Returns how many were released. Each leaves a wakeup entry in the queue, which wakes one waiting worker.
 local queue = KEYS[1]
 local args = cmsgpack.unpack(ARGV[1])
 local released = 0
@@ -14,7 +14,7 @@ for i, item in ipairs(args.items) do
     if not args.is_crash then
       redis.call('HSET', request, 'state', 'queued')
     else
-      redis.call('HSET', request, 'claim', '')  -- it did run: whoever claims it next does not repeat a lost call
+      redis.call('HSET', request, 'claim', '')  -- it ran: the next claim is a new attempt
       if r[4] == '1' then
         redis.call('SADD', args.crashes .. r[3], r[5] or '')
         redis.call('PEXPIRE', args.crashes .. r[3], args.crash_ttl_ms)

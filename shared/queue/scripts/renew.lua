@@ -1,4 +1,4 @@
--- Keep the leases of the requests that still belong to this attempt.
+-- Renew the leases of the requests that still belong to this attempt.
 -- KEYS: queue, then the call of each item
 -- args: group, worker, queue_ttl_ms, items: list of attempt, entry
 -- Returns for each item ok | gone | cancelled | ended | fenced.

@@ -1,6 +1,6 @@
--- Let every worker have calls that were put aside for one which has not claimed them: they join the queue's end.
+-- Return reserved calls that are not claimed to the end of the queue, for any worker.
 -- KEYS: queue, then the call of each item    args: group, ids (of the calls)
--- Returns how many there were. What somebody has claimed, and what is in the queue for all, stays as it is.
+-- Returns how many there were. Claimed calls and those without a reservation stay as they are.
 local queue = KEYS[1]
 local args = cmsgpack.unpack(ARGV[1])
 local shared = 0

@@ -1,6 +1,6 @@
--- How calls stand.
+-- The states of calls.
 -- KEYS: call of each item
--- Returns for each item {state, attempt, tokens, milliseconds to live}; the state is empty if it is not there.
+-- Returns for each item {state, attempt, tokens, milliseconds to live}; the state is empty if it is unknown.
 local found = {}
 for item, request in ipairs(KEYS) do
   local fields = redis.call('HMGET', request, 'state', 'attempt', 'tokens')

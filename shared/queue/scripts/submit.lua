@@ -1,17 +1,17 @@
--- Accept the choices of a request, all or none: refuse a known id, a full queue and what exceeds a quota; store them,
--- add their ids to the queue. Batch work goes to the backlog, which the queue's workers empty.
--- KEYS: queue, backlog, then the call of each choice, then where there is a quota: reservations, usage, rates
--- args: nonce, group, tenant, timeout_ms, keep_ms, queue_ttl_ms, reply_to, is_batch, max_waiting, ids (of the choices), quota:
---   absent, or tenant, num_tokens (of each choice, from the tenant's minute), reserved_tokens (of each choice while it
---   is open), max_tokens, max_tenant_requests, requests_per_minute, tokens_per_minute (0: any); home: absent, or key,
---   wakeups (prefix of the keys of their streams), num_workers, num_seats
+-- Submit the choices of a request, all or none: refuse a known id, a full queue and what exceeds a quota; store them and
+-- add their ids to the queue, those of batch requests to the backlog.
+-- KEYS: queue, backlog, then the call of each choice, then if there is a quota: reservations, usage, rates
+-- args: nonce, group, tenant, timeout_ms, keep_ms, queue_ttl_ms, reply_to, is_batch, max_waiting, ids (of the choices);
+--   quota: absent, or tenant, num_tokens (of each choice, charged to the tokens per minute), reserved_tokens (of each
+--   choice while it is open), max_tokens, max_tenant_requests, requests_per_minute, tokens_per_minute (0: unlimited);
+--   affinity: absent, or key, wakeups (prefix of the keys of their streams), num_workers, num_seats
 -- raw: the payload of each choice
--- Returns {duplicate} or {reason, wait_ms}, or {ok}, with a home {ok, home | new | busy | gone}. wait_ms is 0 where nobody
--- knows. The same nonce again is the same call again: ok.
--- reservations: sorted set of "tokens tenant id", by the time (ms) at which Redis forgets the call; 0 once it has ended
--- usage: hash of their sums: tokens, and of each tenant with a reservation tokens:{tenant} and requests:{tenant}
--- rates: hash of two instants (ms), requests and tokens: when all that was taken is earned again. There is at most a
--- minute's worth; where one is left, more may be taken, into debt, which is waited for later.
+-- Returns {duplicate}, {reason, wait_ms} or {ok}; with an affinity {ok, home | new | busy | gone}. wait_ms is 0 if unknown.
+-- A call with the same nonce is a repeated call: ok.
+-- reservations: sorted set of "tokens tenant id", by expiry of the call (ms); 0 once it has ended
+-- usage: hash of their sums: tokens, and for each tenant with a reservation tokens:{tenant} and requests:{tenant}
+-- rates: token buckets of requests and tokens (GCRA): theoretical arrival time (ms) of each. A bucket holds a minute's
+--   worth; the last request may overdraw it once.
 local queue, backlog = KEYS[1], KEYS[2]
 local args = cmsgpack.unpack(ARGV[1])
 local ids, is_batch, quota = args.ids, args.is_batch, args.quota
@@ -25,7 +25,7 @@ end
 local time = redis.call('TIME')
 local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
 
-local function digits(number) return string.format('%d', number) end -- cheaper than Redis turns numbers to text
+local function digits(number) return string.format('%d', number) end -- cheaper than Redis's own conversion
 local lives_ms = args.timeout_ms + args.keep_ms
 local forgotten_at_ms = digits(now_ms + lives_ms)
 
@@ -49,7 +49,7 @@ local function debt_ms(rate)
   return math.max(0, tonumber(redis.call('HGET', rates, rate.field) or 0) - now_ms)
 end
 
--- How long until something may be taken; 0 is now.
+-- Time until a request is allowed; 0 is now.
 local function find_pause_ms(rate)
   if rate.most == 0 then return 0 end
   return debt_ms(rate) - (MINUTE_MS - MINUTE_MS / rate.most)
@@ -64,7 +64,7 @@ local function spend(rate)
   end
 end
 
--- What the minute leaves no room for, or nil once it is taken.
+-- Refusal by a token bucket, or nil after both are charged.
 local function find_debt()
   local rated = {
     {field = 'requests', most = quota.requests_per_minute, amount = 1},
@@ -77,17 +77,17 @@ local function find_debt()
   return nil
 end
 
-local beginning -- of a reservation; the call's id follows
+local beginning -- of a reservation, before the call's id
 if quota then
   beginning = digits(quota.reserved_tokens) .. ' ' .. quota.tenant .. ' '
   local own_tokens, own_calls = 'tokens:' .. quota.tenant, 'requests:' .. quota.tenant
   local sums = redis.call('HMGET', usage, 'tokens', own_tokens, own_calls)
   local all, own, open = tonumber(sums[1] or 0), tonumber(sums[2] or 0), tonumber(sums[3] or 0)
 
-  -- A call counts until it has ended, or Redis has forgotten it. What did so since the last call is taken out here, in
-  -- one place, so that ending a call needs no sums.
+  -- A call counts until its end or its expiry. Those since the last submit are subtracted here, in one place, so that
+  -- the end of a call needs no sums.
   local ended = redis.call('ZRANGEBYSCORE', reservations, '-inf', digits(now_ms))
-  local others = {} -- of other tenants: what is taken out, by field
+  local others = {} -- subtracted from the sums of other tenants, by field
   for _, reservation in ipairs(ended) do
     local tokens, tenant = string.match(reservation, '^(%d+) (%S*) ')
     all = all - tokens
@@ -101,7 +101,7 @@ if quota then
   all, own, open = math.max(0, all), math.max(0, own), math.max(0, open)
 
   local function save()
-    -- The first write of the call: where memory is full it is refused, as the others would not be, and with it the call.
+    -- The first write: if memory is full, Redis refuses it and with it the whole script.
     redis.call('HSET', usage, 'tokens', digits(all), own_tokens, digits(own), own_calls, digits(open))
     if own == 0 then redis.call('HDEL', usage, own_tokens) end
     if open == 0 then redis.call('HDEL', usage, own_calls) end
@@ -113,7 +113,7 @@ if quota then
     if #ended > 0 then redis.call('ZREMRANGEBYSCORE', reservations, '-inf', digits(now_ms)) end
   end
 
-  -- Whether so many tokens more are too many: of all, or of a tenant once half of all are reserved.
+  -- Refusal if so many more tokens exceed the limit of all, or a tenant's share once half of all are reserved.
   local function find_excess(tokens, max_tokens, max_calls)
     if max_tokens > 0 and all > 0 and all + tokens > max_tokens then return {'open_tokens', 0} end
     if max_calls > 0 and open > 0 and open + #ids > max_calls then return {'key_open', 0} end
@@ -141,8 +141,8 @@ if quota then
   end
 end
 
--- The home: the worker that last served what these calls share. They are put reserved for it, which is to say that it has
--- read them, unless somebody waits already, or it has twice its share of the calls that workers hold.
+-- Prefix affinity: the calls are reserved for the worker that last served their affinity key, as if it had read them,
+-- unless other requests wait or it holds more than twice its share of the running calls.
 
 local MORE_THAN_SHARE, MAX_WAKEUPS = 2, 100
 local affinity, preferred, outcome = args.affinity, nil, nil
@@ -168,7 +168,7 @@ if affinity then preferred, outcome = find_preferred() end
 -- The queue
 
 if is_batch and num_waiting() == 0 then
-  redis.call('XADD', queue, '*', 'batch', '')  -- wakes one worker that may have room
+  redis.call('XADD', queue, '*', 'batch', '')  -- wakes one worker
 end
 local reserved = {}
 for i, id in ipairs(ids) do
@@ -189,7 +189,7 @@ if preferred then -- as if it had read them
   for _, option in ipairs({'FORCE', 'JUSTID', 'LASTID', last}) do reserved[#reserved + 1] = option end
   redis.call('XCLAIM', queue, args.group, preferred, 0, unpack(reserved))
 end
--- The queue's life is renewed when half of it is over.
+-- Renew the time to live when half of it is over.
 if is_batch or redis.call('PTTL', queue) < args.queue_ttl_ms / 2 then
   redis.call('PEXPIRE', queue, args.queue_ttl_ms)
   redis.call('PEXPIRE', backlog, args.queue_ttl_ms)

@@ -1,13 +1,12 @@
--- Give a worker that has room what waits in the queue, and batch work where that leaves room. Batch work is not
--- overtaken for ever: the oldest joins the queue once it has waited long enough.
--- KEYS: queue, backlog    args: requests (the beginning of the keys of calls), group, worker, count,
---   age_ms (what has waited that long joins; absent: nothing does)
--- Returns {entries, how many batch calls are left}.
+-- Read waiting requests for a worker that has room, then batch requests from the backlog. The oldest batch request joins
+-- the queue once it has waited long enough, so that it is not overtaken for ever.
+-- KEYS: queue, backlog    args: requests (prefix of the keys of calls), group, worker, count,
+--   age_ms (the oldest batch request joins the queue after so long; absent: never)
+-- Returns {entries, number of batch calls that are left}.
 local queue, backlog = KEYS[1], KEYS[2]
 local args = cmsgpack.unpack(ARGV[1])
 
--- Batch work moves from the backlog, where nobody claims it, to the end of the queue. Of what Redis has forgotten
--- nothing is moved.
+-- Move batch requests from the backlog to the end of the queue; drop those that Redis has deleted.
 local function move(last, count)
   for _, entry in ipairs(redis.call('XRANGE', backlog, '-', last, 'COUNT', count)) do
     local request = args.requests .. entry[2][2]

@@ -1,6 +1,6 @@
--- Drop a record.
+-- Delete a record.
 -- KEYS: records, sizes, reply (`put_record.lua`)    args: prefix, name, reply_ms
--- Returns the record, if it was there.
+-- Returns the record, if it existed.
 local args = cmsgpack.unpack(ARGV[1])
 local records, sizes = KEYS[1], KEYS[2]
 local record = redis.call('GET', args.prefix .. args.name)

@@ -1,10 +1,7 @@
--- Keep a record for its time; those whose time is over, and then the oldest, make room.
--- KEYS: records (names by the time in ms until when), sizes (bytes by name, and of all under ''),
---       reply (of this call: a repeated one returns it)
--- args: prefix (of the records' own keys), name, ttl_ms, size, max_bytes, max_records, anew, reply_ms
---       raw: the record
--- Returns names and records that made room, one after another. A record that is there stays as it is, unless
--- it is to be kept `anew`.
+-- Store a record of an owner; expired records, then the oldest, make room.
+-- KEYS: records (names by expiry in ms), sizes (bytes by name, and the sum under ''), reply (of this call, for a repeated one)
+-- args: prefix (of the keys of records), name, ttl_ms, size, max_bytes, max_records, anew, reply_ms    raw: the record
+-- Returns names and records that were deleted, one after another. An existing record stays as it is, unless `anew`.
 local args = cmsgpack.unpack(ARGV[1])
 local records, sizes = KEYS[1], KEYS[2]
 local reply = redis.call('GET', KEYS[3])

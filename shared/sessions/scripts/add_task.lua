@@ -1,6 +1,6 @@
--- Note a task of a session, before it is queued. A session that is used lives on.
+-- Add a task to a session before it is queued, and renew the session.
 -- KEYS: session, tasks, open    args: id, max_tasks, ttl_ms    raw: the task's record
--- Returns {added | known | closed | full | gone, the record that is there}.
+-- Returns {added | known | closed | full | gone, the known record}.
 local session, tasks, open = KEYS[1], KEYS[2], KEYS[3]
 local args = cmsgpack.unpack(ARGV[1])
 local state = redis.call('HGET', session, 'state')

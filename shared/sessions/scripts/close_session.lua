@@ -1,4 +1,4 @@
--- Let a session take no more tasks, if it is still there.
+-- Close a session to new tasks, if it exists.
 -- KEYS: session
 -- Returns 1, or 0 if it has expired.
 if redis.call('EXISTS', KEYS[1]) == 0 then return 0 end

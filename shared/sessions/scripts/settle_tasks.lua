@@ -1,5 +1,5 @@
--- Note how tasks ended, each once; or forget those that were not queued after all.
--- KEYS: session, tasks, open    args: states (by the task's id: succeed, failed, cancelled, or forgotten)
+-- Record how tasks ended, each once; or delete those that were not queued.
+-- KEYS: session, tasks, open    args: states (by task id: succeed, failed, cancelled, or forgotten)
 local session, tasks, open = KEYS[1], KEYS[2], KEYS[3]
 local args = cmsgpack.unpack(ARGV[1])
 for id, state in pairs(args.states) do
