@@ -50,7 +50,6 @@ class Sequence(Struct, eq=False):
     num_computed_tokens: int = 0  #: tokens with keys and values in the cache
     num_scored_tokens: int = NOT_SCORED  #: prompt tokens whose logprobs are reported
     num_cached_tokens: int = 0  #: prompt tokens found in the prefix cache at first scheduling
-    num_restored_tokens: int = 0  #: output tokens of earlier attempts
     block_ids: list[int] = field(default_factory=list)  #: the block table
     block_hashes: list[bytes] = field(default_factory=list)  #: of its full blocks, computed lazily
     num_published_blocks: int = 0  #: leading blocks in the prefix cache
@@ -94,7 +93,6 @@ class Sequence(Struct, eq=False):
             if request.sampling.min_tokens
             else (),
             num_scored_tokens=0 if wants_scores else NOT_SCORED,
-            num_restored_tokens=len(request.output_token_ids),
         )
 
     def positions(self, start: int, end: int) -> list[list[int]]:

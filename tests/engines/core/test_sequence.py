@@ -8,7 +8,6 @@ def test_output_of_an_earlier_attempt_is_appended_to_the_prompt():
     sequence = Sequence.from_request(make_request(prompt="abc", output_token_ids=(300, 301)), 9)
     assert sequence.token_ids == [97, 98, 99, 300, 301]
     assert (sequence.num_prompt_tokens, sequence.num_output_tokens) == (3, 2)
-    assert sequence.num_restored_tokens == 2
     assert sequence.max_output_tokens == 9
 
 
