@@ -1,6 +1,5 @@
 """The `vlm bench` commands. Torch is imported by the command that needs it."""
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
@@ -10,16 +9,12 @@ import typer
 app = typer.Typer(help="Measure parts of the system on this machine.", no_args_is_help=True)
 
 
-def _numbers(least: int = 1) -> Callable[[str], str]:
-    """Option callback that accepts comma-separated integers of at least `least`, or an empty string."""
-
-    def check(text: str) -> str:
-        for each in text.split(",") if text else ():
-            if not each.strip().isdecimal() or int(each) < least:
-                raise typer.BadParameter(f"{each!r} is not an integer of at least {least}")
-        return text
-
-    return check
+def _numbers(text: str) -> str:
+    """Option callback that accepts comma-separated positive integers."""
+    for each in text.split(","):
+        if not each.strip().isdecimal() or int(each) < 1:
+            raise typer.BadParameter(f"{each!r} is not an integer of at least 1")
+    return text
 
 
 def _names(*known: str) -> Callable[[str], str]:
@@ -43,52 +38,16 @@ def bench_gateway(
     seconds: Annotated[float, typer.Option(min=0.5, help="Length of each measurement.")] = 1.0,
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved repetitions.")] = 3,
     connections: Annotated[
-        str, typer.Option(help="Comma-separated numbers.", callback=_numbers())
+        str, typer.Option(help="Comma-separated numbers.", callback=_numbers)
     ] = "1,8,32,128",
-    depth: Annotated[
-        str,
-        typer.Option(
-            help="Measure a request's cost where so many wait: 0,1000,30000.", callback=_numbers(0)
-        ),
-    ] = "",
-    streams: Annotated[
-        int, typer.Option(min=0, max=4000, help="Measure the memory of so many open streams.")
-    ] = 0,
-    homes: Annotated[
-        int,
-        typer.Option(
-            min=0, max=64, help="Measure cache hits of so many workers, with homes and without."
-        ),
-    ] = 0,
-    against: Annotated[
-        Path | None,
-        typer.Option(help="Measure beside another checkout of this project, in its folder."),
-    ] = None,
-    markdown: Annotated[bool, typer.Option(help="Print tables for a document.")] = False,
     embeddings: Annotated[
         bool, typer.Option("--embeddings", help="Vectors of a short text in place of chat.")
     ] = False,
 ) -> None:
     """Drive HTTP, Redis, worker and mock engine beside a bare FastAPI endpoint."""
-    from benchmarks.gateway.against import run_against
-    from benchmarks.gateway.homes import run_homes
-    from benchmarks.gateway.run import BenchError, run, show
-    from benchmarks.gateway.waiting import run_depths, run_streams
+    from benchmarks.gateway.run import run
 
-    if not (depth or streams or homes or against):
-        run(seconds, rounds, _to_ints(connections), markdown, embeddings)
-        return
-    try:
-        tables = run_depths(_to_ints(depth)) if depth else []
-        tables += run_streams(streams) if streams else []
-        tables += run_homes(homes, rounds) if homes else []
-        if against is not None:
-            tables += run_against(against, seconds, rounds, _to_ints(connections))
-    except BenchError as error:
-        typer.secho(str(error), err=True, fg="red")
-        sys.exit(1)
-    else:
-        show(tables, markdown)
+    run(seconds, rounds, _to_ints(connections), embeddings)
 
 
 @app.command("engine")
@@ -110,7 +69,7 @@ def bench_engine(
         ),
     ] = "decode,prefill,image,repeat,mixed",
     batch_sizes: Annotated[
-        str, typer.Option(help="Comma-separated numbers.", callback=_numbers())
+        str, typer.Option(help="Comma-separated numbers.", callback=_numbers)
     ] = "1,4,16",
     num_tokens: Annotated[int, typer.Option(min=2, help="Output tokens of each request.")] = 64,
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved repetitions.")] = 3,
@@ -160,9 +119,6 @@ def bench_peers(
     results: Annotated[
         Path | None, typer.Option(help="Keep results here, beside those of earlier runs.")
     ] = None,
-    quick: Annotated[
-        bool, typer.Option(help="Five minutes: a cut model, decode-1 and prefill, two rounds.")
-    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
 ) -> None:
     """Measure the engine beside transformers and llama.cpp, which is built at first use, in turn."""
@@ -177,38 +133,6 @@ def bench_peers(
         device=device,
         one_by_one=one_by_one,
         results=results,
-    )
-    run(options.quick if quick else options, as_json)
-
-
-@app.command("programs")
-def bench_programs(
-    model: Annotated[
-        Path | None,
-        typer.Option(help="Directory of a text model.", show_default="random, llama-125m"),
-    ] = None,
-    precisions: Annotated[
-        str,
-        typer.Option(
-            help="Comma-separated.", callback=_names("float32", "bfloat16", "int8", "int4")
-        ),
-    ] = "float32,bfloat16,int8,int4",
-    batch_sizes: Annotated[
-        str, typer.Option(help="Comma-separated numbers.", callback=_numbers())
-    ] = "1,8",
-    context: Annotated[int, typer.Option(min=1, help="Tokens before each step.")] = 256,
-    rounds: Annotated[int, typer.Option(min=1, help="Interleaved repetitions.")] = 5,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
-) -> None:
-    """Measure decode steps of one text model by each program: native, lowered, generic, transformers' generate."""
-    from benchmarks.engine.programs import ProgramOptions, run
-
-    options = ProgramOptions(
-        model=model,
-        precisions=tuple(precisions.split(",")),
-        batch_sizes=tuple(_to_ints(batch_sizes)),
-        num_context=context,
-        rounds=rounds,
     )
     run(options, as_json)
 
@@ -229,32 +153,22 @@ def bench_embeddings(
             help="Folder of the peers' environments, made at first use; without it no peers."
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
-    memory: Annotated[
-        bool, typer.Option("--memory", help="What 2,048 inputs of 512 tokens take, of one shape.")
-    ] = False,
-    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of --memory.")] = "float32",
 ) -> None:
     """Measure the embedding engine beside transformers, sentence-transformers, infinity and open_clip, one thread."""
-    from benchmarks.engine.embeddings import run, run_memory
+    from benchmarks.engine.embeddings import run
 
-    if memory:
-        run_memory(shapes, dtype)
-    else:
-        run(shapes.split(","), rounds, as_json, peers)
+    run(shapes.split(","), rounds, peers)
 
 
 @app.command("search")
 def bench_search(
     sizes: Annotated[
-        str, typer.Option(help="Comma-separated numbers of vectors.", callback=_numbers(100))
+        str, typer.Option(help="Comma-separated numbers of vectors.", callback=_numbers)
     ] = "20000,200000",
     dimensions: Annotated[int, typer.Option(min=8, help="Of a vector.")] = 384,
     kinds: Annotated[
         str,
-        typer.Option(
-            help="Comma-separated: flat, lance, qdrant.", callback=_names("flat", "lance", "qdrant")
-        ),
+        typer.Option(help="Comma-separated: flat, lance.", callback=_names("flat", "lance")),
     ] = "flat,lance",
     queries: Annotated[int, typer.Option(min=1, help="Of each measurement.")] = 100,
 ) -> None:

@@ -117,12 +117,10 @@ def test_what_is_no_address_of_a_gateway_is_a_wrong_option(command, url):
     [
         (["gateway"], ["--connections", "1-8"]),
         (["gateway"], ["--connections", "0"]),
-        (["gateway"], ["--depth", "ten"]),
         (["engine"], ["--batch-sizes", "x"]),
-        (["programs"], ["--batch-sizes", "1,,8"]),
-        (["programs"], ["--precisions", "float8"]),
+        (["engine"], ["--batch-sizes", "1,,8"]),
         (["embeddings"], ["--shapes", "minilm"]),
-        (["search"], ["--sizes", "10"]),
+        (["search"], ["--sizes", "0"]),
         (["search"], ["--kinds", "flat,hnsw"]),
     ],
 )

@@ -6,14 +6,13 @@ of their own.
 
 import engines.torch_backend  # noqa: F401  isort: skip - before torchvision
 
-import gc
 import json
 import tempfile
 import time
 from array import array
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import import_module  # noqa: TID251 - the peers are a part of the repository alone
 from importlib.util import find_spec
 from pathlib import Path
@@ -72,7 +71,7 @@ class Result:
 Compute = Callable[[Sequence[Any]], tuple[float, torch.Tensor]]
 
 
-def run(shapes: Sequence[str], rounds: int, as_json: bool, peers: Path | None) -> None:
+def run(shapes: Sequence[str], rounds: int, peers: Path | None) -> None:
     """Measure and print. `peers`: where their environments are, or are made; None: without them."""
     torch.set_num_threads(1)
     results: list[Result] = []
@@ -81,9 +80,6 @@ def run(shapes: Sequence[str], rounds: int, as_json: bool, peers: Path | None) -
             results += measure_images(rounds)
         else:
             results += measure(shape, rounds, peers)
-    if as_json:
-        print(json.dumps([asdict(result) for result in results], indent=2))
-        return
     table = Table("shape", "inputs", "system", "inputs/s", "tokens/s", "x", "min cosine")
     for r in results:
         table.add_row(
@@ -140,38 +136,6 @@ def measure_images(rounds: int) -> list[Result]:
             name = f"ours {'int8' if is_int8 else _name(dtype)}"
             systems[name] = _timed(_our_images(ClipEncoder(model, None, None)))  # type: ignore[arg-type]
     return _measure(CLIP, "images", pixels, 50 * NUM_IMAGES, rounds, systems)
-
-
-def run_memory(shape: str, dtype: str) -> None:
-    """Measure what a request of 2,048 inputs of 512 tokens takes beside the weights, and print it."""
-    with tempfile.TemporaryDirectory() as name:
-        weights, growth = measure_memory(make_checkpoint(Path(name), shape), getattr(torch, dtype))
-    print(f"{shape} {dtype}: weights {weights:.0f} MiB, 2,048 x 512 tokens {growth:.0f} MiB more")
-
-
-def measure_memory(folder: Path, dtype: torch.dtype, num_steps: int = 4) -> tuple[float, float]:
-    """Bytes of weights, and by how much the process grew at most for 2,048 inputs of 512 tokens, in MiB.
-
-    Only the first steps are run: each takes as much as any other.
-    """
-    torch.set_num_threads(1)
-    model = load_encoder(folder, torch.device("cpu"), dtype)
-    engine = PoolingEngine(model, PoolingSettings(result_cache_bytes=0))
-    chance = Random(0)
-    texts = [_text(chance, model.texts.max_tokens - 2) for _ in range(2048)]
-    gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # forget the most so far
-    before = _memory("VmRSS")
-    engine.add(engine.prepare(EngineCall("0", Embed(tuple(map(TextPart, texts)))), []))
-    for _ in range(num_steps):
-        engine.step()
-    return model.memory_bytes()["weights"] / MIB, _memory("VmHWM") - before
-
-
-def _memory(name: str) -> float:
-    """Of this process, in MiB."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(name))
 
 
 def make_checkpoint(folder: Path, shape: str) -> Path:

@@ -18,16 +18,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
-from pathlib import Path
 from platform import machine, python_version
-from statistics import median
 from typing import Any
 
 import httpx
 import psutil
 import uvloop
 from PIL import Image
-from rich import box
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -43,7 +40,6 @@ from benchmarks.gateway.tables import (
     Measured,
     Samples,
     to_cpu_table,
-    to_goals,
     to_tables,
 )
 
@@ -87,31 +83,23 @@ class Target:
         return {role: used.user + used.system for role, used in times.items()}
 
 
-def run(
-    seconds: float, rounds: int, connections: list[int], markdown: bool, embeddings: bool = False
-) -> None:
+def run(seconds: float, rounds: int, connections: list[int], embeddings: bool) -> None:
     """Measure and print the tables; ends the process with 1 if that was not possible."""
     try:
         measured = measure(seconds, rounds, connections, embeddings)
     except BenchError as error:
         sys.exit(f"the benchmark stopped: {error}")
-    show([*to_tables(measured), to_cpu_table(measured), to_goals(measured)], markdown)
+    show([*to_tables(measured), to_cpu_table(measured)])
     print(
         f"\n{rounds} rounds of {seconds:g} s, medians; {NUM_TOKENS} tokens; "
         f"{psutil.cpu_count()} cores, {machine()}, Python {python_version()}"
     )
-    print(
-        f"A byte to a sleeping process and back takes {measure_round_trip_s() * 1e6:.0f} us here."
-    )
 
 
-def show(tables: list[Table], markdown: bool) -> None:
+def show(tables: list[Table]) -> None:
     """Print tables to standard output."""
-    console = Console(width=None if sys.stdout.isatty() and not markdown else 200)
+    console = Console(width=None if sys.stdout.isatty() else 200)
     for table in tables:
-        if markdown:
-            print(f"\n### {table.title}\n")
-            table.title, table.box = None, box.MARKDOWN
         console.print(table)
 
 
@@ -235,19 +223,15 @@ def run_bare() -> Iterator[Target]:
 
 
 @contextmanager
-def run_vlm_fleet(
-    settings: Mapping[str, str] = INSTANT, folder: Path | None = None
-) -> Iterator[Target]:
-    """The fleet, of another checkout if its folder is given, on an engine that takes no time, unless the environment
-    says otherwise; else with its defaults.
-    """
+def run_vlm_fleet(settings: Mapping[str, str] = INSTANT) -> Iterator[Target]:
+    """The fleet with its defaults, on an engine that takes no time unless the environment sets one."""
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="vlm-bench-") as data_dir:
         kind = settings.get("VLM_ENGINE__KIND", "mock")
         command = ["vlm", "serve", "--engine", kind, "--host", HOST, "--port", str(port)]
         given = {name: os.environ[name] for name in INSTANT if name in os.environ}
         command += ["--data-dir", data_dir]
-        with run_server(command, port, {**settings, **given}, folder) as process:
+        with run_server(command, port, {**settings, **given}) as process:
             model = ask(port, "/v1/models")["data"][0]["id"]
             family = process.children(recursive=True)
             yield Target(FLEET, port, model, {role: _find(family, role) for role in ROLES})
@@ -265,13 +249,11 @@ def run_server(
     command: list[str],
     port: int,
     environment: dict[str, str] | None = None,
-    folder: Path | None = None,
 ) -> Iterator[psutil.Process]:
-    """A Python module, of the code in `folder` if it is given, that serves, once it is ready; its children end with it. Raises: BenchError."""
+    """A Python module that serves, once it is ready; its children end with it. Raises: BenchError."""
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
             [sys.executable, "-m", *command],
-            cwd=folder,
             env=os.environ | (environment or {}),
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -307,35 +289,3 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         return probe.getsockname()[1]
-
-
-_ECHO = """
-import socket, sys
-with socket.socket(fileno=int(sys.argv[1])) as wire:
-    while data := wire.recv(1):
-        wire.send(data)
-"""
-
-
-def measure_round_trip_s(num_tries: int = 500, pause_s: float = 0.0003) -> float:
-    """A byte to a sleeping process and back, at the median: two of the wake-ups that a request needs.
-
-    `pause_s` is long enough for the other process, and its core, to go to sleep; ours stays awake.
-    """
-    ours, theirs = socket.socketpair()
-    command = [sys.executable, "-c", _ECHO, str(theirs.fileno())]
-    with ours, subprocess.Popen(command, pass_fds=[theirs.fileno()]) as echo:
-        theirs.close()
-        took_s = []
-        for _ in range(num_tries):
-            resume_at = time.perf_counter() + pause_s
-            while time.perf_counter() < resume_at:
-                pass
-            started_at = time.perf_counter()
-            ours.send(b"x")
-            if not ours.recv(1):
-                raise ConnectionError("the other process ended")
-            took_s.append(time.perf_counter() - started_at)
-        ours.close()
-        echo.wait()
-    return median(took_s)

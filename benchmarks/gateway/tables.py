@@ -105,43 +105,6 @@ def pairs(measured: Measured) -> Iterator[tuple[Cell, Samples, Samples]]:
         yield cell, measured[cell, BARE], measured[cell, FLEET]
 
 
-@dataclass(frozen=True, slots=True)
-class Goal:
-    """What the way of a text request may cost."""
-
-    name: str
-    stream: bool
-    num_connections: int
-    least_ratio: float = 0.0
-    most_added_ms: float = float("inf")
-    #: Of the bare endpoint, in the CPU time of all processes that serve.
-    most_added_answers: float = 0.0
-
-    def judge(self, bare: Samples, fleet: Samples) -> tuple[str, str, str]:
-        """What was wanted, what was measured, and whether that is met."""
-        if self.most_added_answers:
-            added = sum(map(fleet.cpu_of, ROLES)) / bare.cpu_of("bare") - 1
-            is_met = added <= self.most_added_answers
-            return f"<= {self.most_added_answers:.2f}", f"{added:.2f}", "yes" if is_met else "no"
-        ratio, added_ms = fleet.rate / bare.rate, (fleet.p50_s - bare.p50_s) * 1000
-        is_met = ratio >= self.least_ratio and added_ms <= self.most_added_ms
-        wanted, value = f">= {self.least_ratio:.2f}", ratio
-        if not self.least_ratio:
-            wanted, value = f"<= {self.most_added_ms:.2f}", added_ms
-        return wanted, f"{value:.2f}", "yes" if is_met else "no"
-
-
-GOALS = (
-    Goal("32 connections, whole: ratio", False, 32, least_ratio=0.5),
-    Goal("32 connections, streamed: ratio", True, 32, least_ratio=1.0),
-    Goal("1 connection, whole: added ms", False, 1, most_added_ms=1.1),
-)
-EMBEDDING_GOALS = tuple(
-    Goal(f"{number} connections: added bare answers of CPU", False, number, most_added_answers=2.0)
-    for number in (1, 32)
-)
-
-
 def to_tables(measured: Measured) -> list[Table]:
     """One table per kind of request, whole and streamed; one row per number of connections."""
     tables: dict[str, Table] = {}
@@ -171,16 +134,4 @@ def to_cpu_table(measured: Measured) -> Table:
             in_ms(bare.cpu_of("bare")),
             *(in_ms(fleet.cpu_of(role)) for role in (*ROLES, "client")),
         )
-    return table
-
-
-def to_goals(measured: Measured) -> Table:
-    """The goals for text, as far as they were measured."""
-    table = new_table("Goals for text", "goal", "wanted", "measured", "met")
-    for cell, bare, fleet in pairs(measured):
-        for goal in EMBEDDING_GOALS if cell.body.text else GOALS:
-            if cell.body.name not in ("text", "short text") or cell.stream != goal.stream:
-                continue
-            if cell.num_connections == goal.num_connections:
-                table.add_row(goal.name, *goal.judge(bare, fleet))
     return table

@@ -61,14 +61,7 @@ def build(kind: str, items: Sequence[Item], folder: Path) -> VectorIndex:
             ),
         )  # fmt: skip
         return FlatIndex(folder)
-    if kind == "qdrant":
-        from qdrant_client import QdrantClient  # noqa: PLC0415 (an extra)
-
-        from search.qdrant import QdrantIndexes  # noqa: PLC0415
-
-        index: VectorIndex = QdrantIndexes(QdrantClient(path=str(folder))).open("s", dimensions)
-    else:
-        index = open_indexes(f"{kind}://{folder}").open("s", dimensions)
+    index = open_indexes(f"{kind}://{folder}").open("s", dimensions)
     for some in _batches(items, _BATCH):
         index.upsert(some)
     index.compact()

@@ -1,6 +1,4 @@
-"""What all groups of settings have in common."""
-
-from typing import Any
+"""The base of groups of settings."""
 
 from pydantic import BaseModel, ConfigDict
 
@@ -11,10 +9,3 @@ class Group(BaseModel):
     """Base of the sub-trees: frozen, no unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-def split_items(value: Any) -> Any:
-    """The items of a comma-separated string, as environments hold it; other values as they are."""
-    if isinstance(value, str):
-        return tuple(item.strip() for item in value.split(",") if item.strip())
-    return value

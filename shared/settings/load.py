@@ -83,10 +83,21 @@ def _unknown(variable: str) -> str:
     """What to say of a variable that no setting has."""
     from shared.settings.table import rows  # noqa: PLC0415 (it imports rich; most starts need it not)
 
+    if variable.upper() in _constants(Settings, PREFIX):
+        return "it is a constant now: remove the setting"
     known = [row.variable for row in rows(())]
     close = get_close_matches(variable.upper(), known, 1, 0.75)
     hint = f"did you mean {close[0]}? " if close else ""
     return f"there is no such setting; {hint}`vlm settings` lists them"
+
+
+def _constants(group: type[BaseModel], prefix: str) -> set[str]:
+    """Constants of the groups, under the names that they had as settings."""
+    names = {prefix + name.upper() for name in group.__class_vars__}
+    for name, field in group.model_fields.items():
+        if isinstance(field.default, BaseModel):
+            names |= _constants(type(field.default), f"{prefix}{name.upper()}__")
+    return names
 
 
 def to_environment(settings: BaseModel, prefix: str = PREFIX) -> dict[str, str]:

@@ -5,7 +5,6 @@ command line > environment (`VLM_GATEWAY__PORT=8080`) > `.env` > file named by `
 value or an unknown key stops the process and names the field.
 """
 
-import logging
 import os
 import re
 from functools import cached_property
@@ -15,12 +14,13 @@ from urllib.parse import urlsplit
 
 import yaml
 from pydantic import (
+    AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     SecretStr,
     field_validator,
-    model_validator,
 )
 from pydantic_settings import (
     BaseSettings,
@@ -32,19 +32,43 @@ from pydantic_settings import (
 )
 
 from shared.settings import SettingsError as SettingsError
-from shared.settings.group import MIB, Group, split_items
+from shared.settings.group import MIB, Group
 from shared.settings.limits import LimitSettings
 
 _HOST = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?(:[1-9][0-9]{0,4})?")
 _ORIGIN = re.compile(r"https?://[a-z0-9.-]{1,253}(:[1-9][0-9]{0,4})?|[a-z][a-z0-9+.-]*://[\w.-]+")
 #: What an adapter may be called; it is served as `model:name`.
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-logger = logging.getLogger(__name__)
 
 PREFIX = "VLM_"
 CONFIG_VARIABLE = "VLM_CONFIG"
-#: Settings of the version before that nothing came after.
-_GONE = ((LimitSettings, "max_json_depth"), (LimitSettings, "max_json_items"))
+
+
+def _split_items(value: Any) -> Any:
+    if isinstance(value, str):
+        return tuple(item.strip() for item in value.split(",") if item.strip())
+    return value
+
+
+def _check_redis_url(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+        place = parts.path if parts.scheme == "unix" else parts.hostname
+        is_good = parts.scheme in ("redis", "rediss", "unix") and place and parts.port != 0
+    except ValueError:  # its text may hold a part of the password
+        is_good = False
+    if url and not is_good:
+        raise ValueError(
+            "this is no Redis URL; write redis://HOST:PORT/0, rediss:// for TLS or unix:///PATH, "
+            "with %-escapes for special characters in a password"
+        )
+    return url
+
+
+#: Comma-separated in an environment.
+Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_items)]
+Secrets = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_split_items)]
+RedisUrl = Annotated[str, AfterValidator(_check_redis_url)]
 
 
 class GatewaySettings(Group):
@@ -65,23 +89,23 @@ class GatewaySettings(Group):
     port: int = Field(
         default=8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one."
     )
-    api_keys: Annotated[tuple[SecretStr, ...], NoDecode] = Field(
+    api_keys: Secrets = Field(
         default=(),
         description="Accepted API keys, comma separated. None: open, on a loopback address only.",
     )
 
-    admin_keys: Annotated[tuple[SecretStr, ...], NoDecode] = Field(
+    admin_keys: Secrets = Field(
         default=(),
         description="API keys that may also load and unload adapters, comma separated. None: nobody may. Where there are some, they alone read /metrics.",
     )
-    deploy_keys: Annotated[tuple[SecretStr, ...], NoDecode] = Field(
+    deploy_keys: Secrets = Field(
         default=(),
         description="API keys that may also deploy, comma separated. None: nobody may.",
     )
     allow_open: bool = Field(
         default=False, description="Serve without API keys on addresses other than loopback."
     )
-    hosts: Annotated[tuple[str, ...], NoDecode] = Field(
+    hosts: Names = Field(
         default=(),
         description="Without API keys: names by which clients may call the gateway, comma separated, such as "
         "`models.lan`. `localhost` and IP addresses always may.",
@@ -118,7 +142,7 @@ class GatewaySettings(Group):
     drain_s: float = Field(
         default=30.0, ge=0, description="Finish open requests that long after SIGTERM."
     )
-    remote_images: Annotated[tuple[str, ...], NoDecode] = Field(
+    remote_images: Names = Field(
         default=(),
         description="Hosts from which images are fetched, comma separated: `host` (ports 80 and 443), `host:port` or "
         "`any-public`. None: no fetching.",
@@ -128,25 +152,11 @@ class GatewaySettings(Group):
         default="ignore",
         description="Unknown fields of a request: `ignore` and list them in `x-vlm-ignored`, or `refuse` with a 400.",
     )
-    cors_origins: Annotated[tuple[str, ...], NoDecode] = Field(
+    cors_origins: Names = Field(
         default=(),
         description="Origins whose web pages may call the APIs, comma separated, such as "
         "`https://app.example.com`, or `*`. None: no page of another origin.",
     )
-
-    @field_validator(
-        "api_keys",
-        "admin_keys",
-        "deploy_keys",
-        "hosts",
-        "remote_images",
-        "cors_origins",
-        mode="before",
-    )
-    @classmethod
-    def split_names(cls, value: Any) -> Any:
-        """Accept a comma-separated string, as environments hold it."""
-        return split_items(value)
 
     @field_validator("hosts")
     @classmethod
@@ -213,7 +223,7 @@ class WorkerSettings(Group):
         description="Processes without rights that decode images; 0: the threads do it themselves.",
     )
 
-    lora: Annotated[tuple[str, ...], NoDecode] = Field(
+    lora: Names = Field(
         default=(),
         description="LoRA adapters to load at the start, comma separated: `name=directory` or "
         "`name=org/repo[@revision]`.",
@@ -225,12 +235,6 @@ class WorkerSettings(Group):
     package: str = Field(
         default="", description="What it was deployed as, `name@sha256:...`; a node says it."
     )
-
-    @field_validator("lora", mode="before")
-    @classmethod
-    def split_adapters(cls, value: Any) -> Any:
-        """Accept a comma-separated string, as environments hold it."""
-        return split_items(value)
 
     @field_validator("lora")
     @classmethod
@@ -275,28 +279,13 @@ class EngineValues(BaseModel):
         return self.model_dump()
 
 
-def _check_redis_url(url: str) -> str:
-    try:
-        parts = urlsplit(url)
-        place = parts.path if parts.scheme == "unix" else parts.hostname
-        is_good = parts.scheme in ("redis", "rediss", "unix") and place and parts.port != 0
-    except ValueError:  # its text may hold a part of the password
-        is_good = False
-    if url and not is_good:
-        raise ValueError(
-            "this is no Redis URL; write redis://HOST:PORT/0, rediss:// for TLS or unix:///PATH, "
-            "with %-escapes for special characters in a password"
-        )
-    return url
-
-
 class RedisSettings(Group):
     """How to reach Redis."""
 
     command_timeout_s: ClassVar[float] = 2.0
     connect_timeout_s: ClassVar[float] = 2.0
 
-    url: str = Field(
+    url: RedisUrl = Field(
         default="",
         description="redis://, rediss:// or unix:// URL; empty: `vlm serve` starts its own.",
     )
@@ -308,12 +297,6 @@ class RedisSettings(Group):
         ge=16 * MIB,
         description="Memory of the Redis that `vlm serve` starts; a full one refuses images.",
     )
-
-    @field_validator("url")
-    @classmethod
-    def check_url(cls, url: str) -> str:
-        """Raises: ValueError."""
-        return _check_redis_url(url)
 
     @property
     def has_password(self) -> bool:
@@ -345,19 +328,13 @@ class SearchSettings(Group):
         default="",
         description="lance:///DIRECTORY, or qdrant://HOST:PORT (qdrants for TLS); empty: lance in the data directory.",
     )
-    collections: Annotated[tuple[str, ...], NoDecode] = Field(
+    collections: Names = Field(
         default=(),
         description="Directories of `vlm embed`, comma separated: read-only stores for every key.",
     )
     default_store: str = Field(
         default="", description="Id or name of the store that `POST /similar` searches."
     )
-
-    @field_validator("collections", mode="before")
-    @classmethod
-    def split_names(cls, value: Any) -> Any:
-        """Accept a comma-separated string, as environments hold it."""
-        return split_items(value)
 
     @field_validator("url")
     @classmethod
@@ -426,7 +403,7 @@ class NodeSettings(Group):
     metrics_port: int = Field(
         default=0, ge=0, le=65535, description="Its port; 0 takes a free one."
     )
-    worker_redis_url: str = Field(
+    worker_redis_url: RedisUrl = Field(
         default="",
         description="Redis URL of the node's workers; required if the node's own URL holds a password.",
     )
@@ -438,22 +415,10 @@ class NodeSettings(Group):
         default="",
         description="Directory whose files are secrets of applications by their names; empty: none.",
     )
-    secrets: Annotated[tuple[str, ...], NoDecode] = Field(
+    secrets: Names = Field(
         default=(),
         description="Variables of the node's own that are secrets of applications, and of no other process, comma-separated.",
     )
-
-    @field_validator("worker_redis_url")
-    @classmethod
-    def check_url(cls, url: str) -> str:
-        """Raises: ValueError."""
-        return _check_redis_url(url)
-
-    @field_validator("secrets", mode="before")
-    @classmethod
-    def split_names(cls, value: Any) -> Any:
-        """Take `A,B`."""
-        return split_items(value)
 
 
 class LogSettings(Group):
@@ -475,27 +440,6 @@ class TraceSettings(Group):
     )
 
 
-def _without_old(group: type[BaseModel], values: Any, prefix: str) -> Any:
-    if not isinstance(values, dict):
-        return values
-    kept: dict[str, Any] = {}
-    for name, value in values.items():
-        field = group.model_fields.get(name)
-        if field is not None and isinstance(field.annotation, type):
-            if issubclass(field.annotation, Group):
-                value = _without_old(field.annotation, value, f"{prefix}{name.upper()}__")
-        elif field is None and _has_no_effect(group, name):
-            logger.warning("%s has no effect any more: remove it", prefix + name.upper())
-            continue
-        kept[name] = value
-    return kept
-
-
-def _has_no_effect(group: type[BaseModel], name: str) -> bool:
-    is_computed = isinstance(vars(group).get(name), cached_property)
-    return is_computed or name in group.__class_vars__ or (group, name) in _GONE
-
-
 class Settings(BaseSettings):
     """The whole tree."""
 
@@ -508,7 +452,7 @@ class Settings(BaseSettings):
         nested_model_default_partial_update=True,
     )
 
-    redis_url: str = Field(default="", description="Short for `redis.url`.")
+    redis_url: RedisUrl = Field(default="", description="Short for `redis.url`.")
     redis: RedisSettings = RedisSettings()
     gateway: GatewaySettings = GatewaySettings()
     limits: LimitSettings = LimitSettings()
@@ -519,18 +463,6 @@ class Settings(BaseSettings):
     node: NodeSettings = NodeSettings()
     logs: LogSettings = LogSettings()
     traces: TraceSettings = TraceSettings()
-
-    @field_validator("redis_url")
-    @classmethod
-    def check_redis_url(cls, url: str) -> str:
-        """Raises: ValueError."""
-        return _check_redis_url(url)
-
-    @model_validator(mode="before")
-    @classmethod
-    def drop_old(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Leave out what was a setting in an earlier version and is none now, with a warning."""
-        return _without_old(cls, values, PREFIX)
 
     @classmethod
     def settings_customise_sources(

@@ -94,21 +94,6 @@ def export(
     processor.image_processor.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     (folder / "model.safetensors").chmod(0o644)
-    _name_for_older_readers(folder)
     (folder / "chat_template.json").write_text(
         json.dumps({"chat_template": CHAT_TEMPLATE}, indent=2) + "\n"
     )
-
-
-def _name_for_older_readers(folder: Path) -> None:
-    """Add what `transformers` before version 5 looks for."""
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
-    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
-    config = json.loads((folder / "config.json").read_text())
-    text = config["text_config"]
-    text["rope_theta"] = text["rope_parameters"]["rope_theta"]
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    names = ("bos_token", "eos_token", "unk_token", "pad_token")
-    special = {name: settings[name] for name in names} | {"additional_special_tokens": [IMAGE]}
-    (folder / "special_tokens_map.json").write_text(json.dumps(special, indent=2) + "\n")

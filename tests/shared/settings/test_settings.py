@@ -177,23 +177,15 @@ def test_a_shorter_lease_has_a_quicker_heartbeat():
     assert load_settings(worker={"lease_s": 2}).worker.heartbeat_s == 0.2
 
 
-def test_a_setting_that_is_none_any_more_is_accepted_with_a_warning(monkeypatch, tmp_path, caplog):
+def test_a_setting_that_became_a_constant_is_refused(monkeypatch, tmp_path):
     file = tmp_path / "fleet.yaml"
     file.write_text("limits: {max_choices: 4, max_images: 3}\n")
     monkeypatch.setenv("VLM_CONFIG", str(file))
     monkeypatch.setenv("VLM_GATEWAY__KEEP_ALIVE_S", "3")
-    monkeypatch.setenv("VLM_WORKER__HEARTBEAT_S", "3")
-    monkeypatch.setenv("VLM_LIMITS__MAX_JSON_DEPTH", "3")
-    monkeypatch.setenv("VLM_LIMITS__MAX_JSON_ITEMS", "3")
-    settings = load_settings()
-    assert (settings.limits.max_images, settings.limits.max_choices) == (3, 16)
-    assert settings.worker.heartbeat_s == 1.0
-    names = (
-        "LIMITS__MAX_CHOICES", "GATEWAY__KEEP_ALIVE_S", "WORKER__HEARTBEAT_S",
-        "LIMITS__MAX_JSON_DEPTH", "LIMITS__MAX_JSON_ITEMS",
-    )  # fmt: skip
-    warned = [record.getMessage() for record in caplog.records]
-    assert sorted(warned) == sorted(f"VLM_{n} has no effect any more: remove it" for n in names)
+    with pytest.raises(SettingsError) as error:
+        load_settings()
+    for name in ("VLM_LIMITS__MAX_CHOICES", "VLM_GATEWAY__KEEP_ALIVE_S"):
+        assert f"{name}: it is a constant now: remove the setting" in str(error.value)
 
 
 def test_settings_cannot_be_changed_after_they_are_made():
