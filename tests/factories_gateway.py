@@ -198,8 +198,11 @@ class ScriptedWorker:
 
     async def start(self) -> None:
         await self.queue.create_group()
-        await self.registry.announce(WorkerRecord("scripted", self.card, "mock"), ttl_s=600)
+        await self._announce()
         self._tasks.append(asyncio.create_task(self._run()))
+
+    async def _announce(self) -> None:
+        await self.registry.announce(WorkerRecord("scripted", self.card, "mock"), ttl_s=600)
 
     async def _run(self) -> None:
         while True:
@@ -220,6 +223,7 @@ class ScriptedWorker:
         """Forget what was asked, once all scripts have ended: the next test begins anew."""
         _, *scripts = self._tasks
         await asyncio.wait_for(asyncio.gather(*scripts), 20)
+        await self._announce()
         del self._tasks[1:]
         self.answers.clear()
         self.cancelled.clear()
