@@ -30,7 +30,6 @@ from shared.packages.deployment_state import DeploymentState
 from shared.packages.store import StoreError, open_store
 from shared.queue.lease import RedisLeases
 from shared.queue.mailbox import RedisMailbox
-from shared.queue.quota import RedisQuotas
 from shared.queue.registry import Registry
 from shared.queue.resume import RedisResumableCalls
 from shared.queue.submit import RedisGatewayQueue
@@ -59,7 +58,6 @@ class Services:
         )
         self.key_limits = KeyLimits(settings.limits, self.admission.overloaded)
         self.queue = RedisGatewayQueue(self._redis, prefix)
-        self.quotas = RedisQuotas(self._redis, prefix)
         self.records = RedisResumableCalls(self._redis, prefix)
         self.blobs = RedisBlobStore(self._redis, prefix)
         self.answers = RedisRecordStore(
@@ -88,7 +86,7 @@ class Services:
             self.metrics,
             silence_timeout_s=settings.gateway.silence_timeout_s,
         )
-        self.refunds = Refunds(self.quotas)
+        self.refunds = Refunds(self.queue)
         self.fetcher = create_fetcher(settings)
         self.loader = ImageLoader(settings.limits, self.fetcher, self.blobs)
         self.lifecycle = self._create_lifecycle()
@@ -185,7 +183,6 @@ class Services:
         await self.mailbox.close()
         for part in (
             self.queue,
-            self.quotas,
             self.records,
             self.answers,
             self.sessions,

@@ -31,7 +31,6 @@ from shared.queue.api import Claim, Limits, Publication, Reservation
 from shared.queue.claims import RedisWorkerQueue
 from shared.queue.keys import GROUP, RedisKeys
 from shared.queue.mailbox import RedisMailbox
-from shared.queue.quota import RedisQuotas
 from shared.queue.resume import RedisResumableCalls
 from shared.queue.submit import RedisGatewayQueue
 from tests.waiting import wait_for
@@ -128,12 +127,10 @@ class Ends:
         self.redis, self.redis_blocking, self.prefix = redis, redis_blocking, prefix
         self.keys = RedisKeys(prefix)
         self.queue = RedisGatewayQueue(redis, prefix)
-        self.quotas = RedisQuotas(redis, prefix)
         self.records = RedisResumableCalls(redis, prefix)
         self.mailbox = RedisMailbox(redis_blocking, prefix, GATEWAY)
         self._closers: list[Callable[[], Awaitable[None]]] = [
             self.queue.close,
-            self.quotas.close,
             self.records.close,
             self.mailbox.close,
         ]

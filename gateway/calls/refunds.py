@@ -10,7 +10,7 @@ import asyncio
 import logging
 from contextlib import suppress
 
-from shared.queue.api import QueueUnavailable, Quotas, Reservation
+from shared.queue.api import GatewayQueue, QueueUnavailable, Reservation
 
 PAUSE_S = 0.25
 
@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 class Refunds:
     """The requests of this gateway that are not refunded yet. One task, one look at a time."""
 
-    def __init__(self, quotas: Quotas) -> None:
-        self._quotas = quotas
+    def __init__(self, queue: GatewayQueue) -> None:
+        self._queue = queue
         self._open: set[Reservation] = set()
         self._task: asyncio.Task[None] | None = None
 
@@ -58,5 +58,5 @@ class Refunds:
     async def _refund(self) -> None:
         """Raises: QueueUnavailable."""
         for reservation in list(self._open):
-            if await self._quotas.refund(reservation):
+            if await self._queue.refund(reservation):
                 self._open.discard(reservation)

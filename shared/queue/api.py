@@ -139,17 +139,6 @@ class Reservation(Struct, frozen=True):
         return self.limits.max_tenant_tokens_per_minute > 0
 
 
-class Quotas(Protocol):
-    """Refunds of reservations, which `submit` makes and the end of a call releases."""
-
-    async def refund(self, reservation: Reservation) -> bool:
-        """Refund the unused tokens of ended calls, or charge those beyond the reservation; once for each call.
-
-        Returns False if a call has not ended: then call it again. Raises: QueueUnavailable.
-        """
-        ...
-
-
 class GatewayQueue(Protocol):
     """The gateway's side of the queues of all models."""
 
@@ -176,6 +165,13 @@ class GatewayQueue(Protocol):
 
     async def cancel(self, model: str, request_ids: Sequence[str]) -> None:
         """Cancel calls; unknown and ended ones are ignored."""
+        ...
+
+    async def refund(self, reservation: Reservation) -> bool:
+        """Refund the unused tokens of ended calls, or charge those beyond the reservation; once for each call.
+
+        Returns False if a call has not ended: then call it again.
+        """
         ...
 
     async def state(self, model: str, request_id: str) -> RequestState | None:

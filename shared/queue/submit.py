@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
 from secrets import token_hex
+from typing import Any
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
@@ -33,11 +34,11 @@ from shared.queue.keys import (
     keys_of_calls,
     to_ms,
 )
-from shared.queue.quota import quota_arguments, quota_keys
 from shared.queue.scripts import (
     CANCEL,
     CRASH_TENANTS,
     FORGET_LOST,
+    REFUND,
     SHARE,
     STATES,
     SUBMIT,
@@ -105,8 +106,8 @@ class RedisGatewayQueue:
         keys = [self._keys.queue(first.model), self._keys.backlog(first.model)]
         keys += [self._keys.request(choice.model, choice.id) for choice in choices]
         if reservation is not None:
-            keys += quota_keys(self._keys, reservation)
-            quota = quota_arguments(reservation)
+            keys += _quota_keys(self._keys, reservation)
+            quota = _quota_arguments(reservation)
         arguments = named(
             *(choice.payload for choice in choices),
             nonce=token_hex(8),
@@ -151,6 +152,16 @@ class RedisGatewayQueue:
             **cancel_arguments(self._keys, model), **({"failure": ending} if failure else {})
         )
         await retry_idempotent(lambda: self._sender.run(CANCEL, keys, arguments))
+
+    @redis_errors_as(QueueUnavailable)
+    async def refund(self, reservation: Reservation) -> bool:
+        keys = [self._keys.rates(reservation.model, reservation.tenant)]
+        keys += [self._keys.request(reservation.model, name) for name in reservation.request_ids]
+        arguments = named(
+            tokens_per_minute=reservation.limits.max_tenant_tokens_per_minute,
+            num_tokens=reservation.num_answer_tokens,
+        )
+        return await retry_idempotent(lambda: self._sender.run(REFUND, keys, arguments)) == 1
 
     @redis_errors_as(QueueUnavailable)
     async def fail_all(self, model: str, code: ErrorCode, message: str) -> int:
@@ -257,3 +268,27 @@ def to_state(state: bytes, attempt: int, num_tokens: int, ttl_ms: int) -> Reques
     name = state.decode()
     after_s = AFTER_DEADLINE_S if name in ("queued", "running") else 0.0
     return RequestState(name, attempt, num_tokens, ttl_ms / 1000 - after_s)
+
+
+def _quota_keys(keys: RedisKeys, reservation: Reservation) -> list[str]:
+    """The keys of a reservation, for the submit script."""
+    model = reservation.model
+    return [
+        keys.reservations(model),
+        keys.usage(model),
+        keys.rates(model, reservation.tenant),
+    ]
+
+
+def _quota_arguments(reservation: Reservation) -> dict[str, Any]:
+    """The arguments of a reservation, for the submit script."""
+    limits = reservation.limits
+    return {
+        "tenant": reservation.tenant,
+        "num_tokens": reservation.num_tokens,
+        "reserved_tokens": reservation.num_open_tokens,
+        "max_tokens": limits.max_tokens,
+        "max_tenant_requests": limits.max_tenant_requests,
+        "requests_per_minute": limits.max_tenant_requests_per_minute,
+        "tokens_per_minute": limits.max_tenant_tokens_per_minute,
+    }

@@ -25,7 +25,6 @@ from shared.queue.claims import ClaimScript, RedisWorkerQueue
 from shared.queue.entries import QueueEntries
 from shared.queue.mailbox import RedisMailbox
 from shared.queue.publish import Publisher
-from shared.queue.quota import RedisQuotas
 from shared.queue.registry import AdapterSource, Registry, WorkerRecord
 from shared.queue.resume import RedisResumableCalls
 from shared.queue.rights import USERS as RIGHTS
@@ -262,7 +261,6 @@ CALLED = {
     "gateway": (
         *(
             RedisGatewayQueue,
-            RedisQuotas,
             RedisResumableCalls,
             RedisMailbox,
             RedisBlobStore.put,

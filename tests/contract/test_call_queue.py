@@ -22,7 +22,6 @@ from shared.queue.api import (
     Mailbox,
     Publication,
     QueueRefused,
-    Quotas,
     Reservation,
     WorkerQueue,
 )
@@ -41,7 +40,6 @@ class OpenQueue(Protocol):
     """A queue under test, with an open mailbox for `GATEWAY`."""
 
     queue: GatewayQueue
-    quotas: Quotas
     records: ResumableCalls
     mailbox: Mailbox
 
@@ -59,7 +57,6 @@ class RedisQueue:
         self._ends = ends
         self._mailboxes: list[RedisMailbox] = []
         self.queue: GatewayQueue = ends.queue
-        self.quotas: Quotas = ends.quotas
         self.records: ResumableCalls = ends.records
         self.mailbox: Mailbox = ends.mailbox
 
@@ -593,12 +590,12 @@ async def test_what_an_answer_did_not_come_to_is_refunded_once(opened):
     limits = {"max_tenant_tokens_per_minute": 60}
     envelope = await submit(opened, num_tokens=90, num_answer_tokens=90, **limits)
     reservation = reserve((envelope,), 90, 90, **limits)
-    assert await opened.quotas.refund(reservation) is False
+    assert await opened.queue.refund(reservation) is False
     assert (await refusal(opened, **limits)).wait_s > 20
     worker = await opened.worker("a")
     await worker.publish([end(await claim_one(worker))])
-    assert await opened.quotas.refund(reservation) is True
-    assert await opened.quotas.refund(reservation) is True
+    assert await opened.queue.refund(reservation) is True
+    assert await opened.queue.refund(reservation) is True
     await submit(opened, num_tokens=60, **limits)
     assert (await refusal(opened, **limits)).reason == "key_tokens"
 

@@ -174,7 +174,7 @@ async def test_tenants_and_refusals_do_not_touch_each_others_minutes(ends):
 
 async def refund(ends: Ends, request: Call, num_tokens: int, per_minute: int) -> bool:
     limits = {"max_tenant_tokens_per_minute": per_minute}
-    return await ends.quotas.refund(reserve(request, num_tokens=num_tokens, **limits))
+    return await ends.queue.refund(reserve(request, num_tokens=num_tokens, **limits))
 
 
 @pytest.mark.parametrize(("num_tokens", "wait_s"), [(0, None), (90, 31), (150, 91)])
