@@ -8,15 +8,31 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
 from redis import Redis
 
 from tests.factories_queue import wait_until_written
-from tests.integration.conftest import REDIS_BYTES
-from tests.integration.fleet_process import ROOT, SAMPLE, run_vlm
+from tests.integration.fleet_process import ROOT, SAMPLE, Served, run_vlm, start_fleet
 from worker.node.serve import wait_until_ready
+
+REDIS_BYTES = 64 * 2**20
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("killed")
+
+
+@pytest.fixture(scope="module")
+def fleet(folder: Path) -> Iterator[Served]:
+    """Its processes are killed one after another; the last test ends it."""
+    fleet = start_fleet(folder, VLM_REDIS__MAX_MEMORY_BYTES=str(REDIS_BYTES))
+    yield fleet
+    fleet.end()
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
@@ -77,64 +93,66 @@ def test_serve_help_shows_every_option_with_its_default():
         assert re.search(rf"{option}\b.*?\[default: \(?{re.escape(default)}\)?\]", text), option
 
 
-def test_ctrl_c_stops_every_process(fresh):
-    family = fresh.family()
-    assert len(family) >= 3  # Redis, worker, gateway
-    fresh.process.send_signal(signal.SIGINT)
-    assert fresh.process.wait(timeout=30) == 0
-    _, alive = psutil.wait_procs(family, timeout=10)
-    assert not alive
-
-
-def test_no_orphan_outlives_a_killed_parent(fresh):
-    family = fresh.family()
-    fresh.process.kill()
+def test_no_orphan_outlives_a_killed_parent(tmp_path):
+    parent = start_fleet(tmp_path)
+    family = parent.family()
+    parent.process.kill()
     _, alive = psutil.wait_procs(family, timeout=20)
     assert not alive
+    parent.end()
 
 
-def test_a_killed_worker_is_replaced_and_requests_go_on(fresh):
-    worker = fresh.child("worker")
+def test_a_killed_worker_is_replaced_and_requests_go_on(fleet):
+    worker = fleet.child("worker")
     worker.kill()
-    done = run_vlm("chat", "--url", fresh.url, "--model", "mock", "are you there?")  # it may wait
+    done = run_vlm("chat", "--url", fleet.url, "--model", "mock", "are you there?")  # it may wait
     assert done.returncode == 0, done.stderr
-    assert fresh.child("worker").pid != worker.pid
+    assert fleet.child("worker").pid != worker.pid
 
 
-def test_a_killed_redis_comes_back_and_streams_and_requests_go_on(fresh, tmp_path):
+def test_a_killed_redis_comes_back_and_streams_and_requests_go_on(fleet, folder):
     """P4, in a node: what Redis had acknowledged is in its file."""
     body = {
         "model": "mock", "stream": True, "max_tokens": 400, "seed": 7, "ignore_eos": True,
         "messages": [{"role": "user", "content": "a long story"}],
     }  # fmt: skip
-    redis = fresh.redis()
-    with fresh.client() as client:
+    redis = fleet.redis()
+    with fleet.client() as client:
         undisturbed = text_of(client.post("/v1/chat/completions", json=body).text.splitlines())
         with client.stream("POST", "/v1/chat/completions", json=body) as stream:
             lines = stream.iter_lines()
             seen = [next(lines) for _ in range(20)]
-            with Redis(unix_socket_path=str(tmp_path / "redis.sock")) as connection:
+            with Redis(unix_socket_path=str(folder / "redis.sock")) as connection:
                 wait_until_written(connection)
-                with fresh.client() as other:  # the request has not ended, and waits for Redis
+                with fleet.client() as other:  # the request has not ended, and waits for Redis
                     assert "\nvlm_open_requests 1.0\n" in other.get("/metrics").text
             redis.kill()
             seen += lines
         assert text_of(seen) == undisturbed
         short = body | {"stream": False, "max_tokens": 5}
         assert client.post("/v1/chat/completions", json=short).is_success
-    assert fresh.redis().pid != redis.pid
-    with Redis(unix_socket_path=str(tmp_path / "redis.sock")) as connection:
+    assert fleet.redis().pid != redis.pid
+    with Redis(unix_socket_path=str(folder / "redis.sock")) as connection:
         assert connection.config_get("maxmemory") == {"maxmemory": str(REDIS_BYTES)}
 
 
-def test_a_killed_gateway_comes_back_at_its_port(fresh):
-    gateway = fresh.child("gateway")
+def test_a_killed_gateway_comes_back_at_its_port(fleet):
+    gateway = fleet.child("gateway")
     gateway.kill()
     gateway.wait(timeout=30)
-    asyncio.run(wait_until_ready(fresh.url))
-    done = run_vlm("chat", "--url", fresh.url, "--model", "mock", "are you there?")
+    asyncio.run(wait_until_ready(fleet.url))
+    done = run_vlm("chat", "--url", fleet.url, "--model", "mock", "are you there?")
     assert done.returncode == 0, done.stderr
-    assert fresh.child("gateway").pid != gateway.pid
+    assert fleet.child("gateway").pid != gateway.pid
+
+
+def test_ctrl_c_stops_every_process(fleet):
+    family = fleet.family()
+    assert len(family) >= 3  # Redis, worker, gateway
+    fleet.process.send_signal(signal.SIGINT)
+    assert fleet.process.wait(timeout=30) == 0
+    _, alive = psutil.wait_procs(family, timeout=10)
+    assert not alive
 
 
 def text_of(lines: list[str]) -> str:
