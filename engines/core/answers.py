@@ -89,9 +89,12 @@ class Answer(Struct, eq=False):
         """An output without a token: the usage, if no earlier output has carried it."""
         output = EngineOutput(self.request_id, self.num_tokens)
         if not self.is_announced:
-            self.is_announced, output.usage = True, self.usage
-            output.prompt_token_ids = self.prompt_token_ids
+            self._announce(output)
         return output
+
+    def _announce(self, output: EngineOutput) -> None:
+        self.is_announced = True
+        output.usage, output.prompt_token_ids = self.usage, self.prompt_token_ids
 
     def prompt_output(self, token_ids: Items[int], scores: Items[PromptScore]) -> EngineOutput:
         """Logprobs of the prompt; `token_ids` begin with all of it."""
@@ -112,36 +115,47 @@ class Answer(Struct, eq=False):
         self, tokens: Items[TokenChoice], reason: FinishReason | None = None
     ) -> EngineOutput:
         """The next tokens, up to a stop string; `reason` if the last of them ends the answer."""
-        output = self.announce()
-        detokenizer = self.detokenizer
+        detokenizer, undecided, text = self.detokenizer, self.undecided, ""
+        token_ids: list[int] = []
+        logprobs: list[OutputLogprob] = []
         if self.first_token_at is None:
             self.first_token_at = time.perf_counter()
         for choice in tokens:
-            if choice.token_id not in self.hidden_token_ids:
-                output.text += detokenizer.append(choice.token_id)
-            self.undecided.append(choice)
-            if not detokenizer.is_undecided:
-                self._report(output)
+            token_id = choice.token_id
+            if token_id not in self.hidden_token_ids:
+                text += detokenizer.append(token_id)
+            if undecided or detokenizer.is_undecided:
+                undecided.append(choice)
+                if not detokenizer.is_undecided:
+                    self._decide(token_ids, logprobs)
+            else:
+                token_ids.append(token_id)
+                if choice.logprob is not None and detokenizer.is_content:
+                    logprobs.append(self._output_logprob(choice, choice.logprob))
             if detokenizer.is_stopped:
                 reason = FinishReason.STOP
                 break
         if reason is not None:
-            output.text += detokenizer.finish()
-            self._report(output)
-        output.reasoning, detokenizer.reasoning = detokenizer.reasoning, ""
+            text += detokenizer.finish()
+            self._decide(token_ids, logprobs)
+        index = self.num_tokens
+        output = EngineOutput(self.request_id, index, tuple(token_ids), text, tuple(logprobs))
+        self.num_tokens = index + len(token_ids)
+        if not self.is_announced:
+            self._announce(output)
+        if detokenizer.reasoning:
+            output.reasoning, detokenizer.reasoning = detokenizer.reasoning, ""
         if self.calls is not None:
-            output.text, pieces = self.calls.feed(output.text)
-            if reason is not None:
-                output.text += self.calls.finish()
-            output.calls = tuple(pieces)
+            _separate_calls(output, self.calls, is_last=reason is not None)
         return output if reason is None else self._end(output, reason)
 
-    def _report(self, output: EngineOutput) -> None:
-        tokens, self.undecided = self.undecided, []
-        output.token_ids += tuple([choice.token_id for choice in tokens])
-        self.num_tokens += len(tokens)
-        if self.detokenizer.is_content and tokens and tokens[0].logprob is not None:
-            output.logprobs += tuple(map(self._output_logprob, tokens))
+    def _decide(self, token_ids: list[int], logprobs: list[OutputLogprob]) -> None:
+        """Report the undecided tokens."""
+        for choice in self.undecided:
+            token_ids.append(choice.token_id)
+            if choice.logprob is not None and self.detokenizer.is_content:
+                logprobs.append(self._output_logprob(choice, choice.logprob))
+        self.undecided.clear()
 
     def end(self, reason: FinishReason) -> EngineOutput:
         """The last output of an answer whose text is complete."""
@@ -173,15 +187,21 @@ class Answer(Struct, eq=False):
             decode_s=now - first_token_at,
         )
 
-    def _output_logprob(self, choice: TokenChoice) -> OutputLogprob:
-        assert choice.logprob is not None
+    def _output_logprob(self, choice: TokenChoice, logprob: float) -> OutputLogprob:
         return OutputLogprob(
-            chosen=self._token_logprob(choice.token_id, choice.logprob),
+            chosen=self._token_logprob(choice.token_id, logprob),
             top=tuple(self._token_logprob(*rival) for rival in choice.top_logprobs),
         )
 
     def _token_logprob(self, token_id: int, logprob: float) -> TokenLogprob:
         return TokenLogprob.of(self.tokenizer.token_bytes(token_id), logprob)
+
+
+def _separate_calls(output: EngineOutput, calls: CallReader, *, is_last: bool) -> None:
+    output.text, pieces = calls.feed(output.text)
+    if is_last:
+        output.text += calls.finish()
+    output.calls = tuple(pieces)
 
 
 def _create_detokenizer(request: EngineRequest, processor: Processor) -> Detokenizer:

@@ -426,11 +426,12 @@ class BatchingEngine(Engine[EngineRequest]):
         if sequence.sampling.max_tokens == 0:  # a request for its prompt alone
             output = answer.end(FinishReason.LENGTH)
         else:
-            output = answer.output((choice, *choice.following), sequence.finish_reason)
+            tokens = (choice, *choice.following) if choice.following else (choice,)
+            output = answer.output(tokens, sequence.finish_reason)
             self._num_output_tokens += len(output.token_ids)
-        if answer.is_stopped:
-            self.scheduler.finish(sequence, FinishReason.STOP)
         if output.finish_reason is not None:
+            if answer.is_stopped:
+                self.scheduler.finish(sequence, FinishReason.STOP)
             del self._answers[sequence.request_id]
             self.runner.release(sequence.request_id)
         return output

@@ -14,6 +14,7 @@ NOTHING_SPELLED: Mapping[int, str] = {}
 class Detokenizer:
     """The text of one answer, up to its first stop string."""
 
+    is_stopped = False  #: whether a stop string has ended the answer
     reasoning = ""  #: reasoning since it was last taken
     num_reasoning_tokens = 0
     is_undecided = (
@@ -42,18 +43,14 @@ class Detokenizer:
         self._stops = StopStrings(stop, keeps=keeps_stop)
 
     @property
-    def is_stopped(self) -> bool:
-        """Whether a stop string has ended the answer."""
-        return self._stops.is_stopped
-
-    @property
     def stopped_by(self) -> str:
         """The stop string that has ended the answer, or an empty string."""
         return self._stops.stopped_by
 
     def append(self, token_id: int) -> str:
         """Add the next token; returns the text that it completes. Takes constant time."""
-        return self._release(self._decode(token_id))
+        text = self._decode(token_id)
+        return self._release(text) if self._stops.texts else text
 
     def finish(self) -> str:
         """The text that was held back, with U+FFFD for the bytes of an incomplete character."""
@@ -76,7 +73,9 @@ class Detokenizer:
         return text
 
     def _release(self, text: str) -> str:
-        return self._stops.release(text) if self._stops.texts else text
+        released = self._stops.release(text)
+        self.is_stopped = self._stops.is_stopped
+        return released
 
 
 def _spell(
