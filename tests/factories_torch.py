@@ -13,7 +13,6 @@ from engines.core.engine import BatchingEngine
 from engines.core.request import EngineRequest, ImageInput
 from engines.core.sequence import Batch
 from engines.mock.engine import MockProcessor
-from engines.torch_backend.layers.attention import PLAIN, Heads, Span
 from engines.torch_backend.layers.quantization import Scheme, prepare_linears
 from engines.torch_backend.layers.quantized_linear import QuantizedLinear
 from engines.torch_backend.layers.rotary import rotate
@@ -22,6 +21,7 @@ from engines.torch_backend.models.llava import FAMILY, Llava, VLMConfig
 from engines.torch_backend.models.registry import FamilyModel, rename_weights
 from engines.torch_backend.ops.cpu_level import CpuLevel
 from engines.torch_backend.ops.native.packed_linear import pack_linears
+from engines.torch_backend.ops.paged_attention.reference import PLAIN, Heads
 from engines.torch_backend.ops.registry import Ops
 from engines.torch_backend.runner import TorchRunner
 from engines.torch_backend.settings import TorchSettings
@@ -281,20 +281,6 @@ def run_to_end(engine: BatchingEngine, requests: list[EngineRequest]) -> dict[st
             assert output.error is None, output.error
             tokens[output.request_id] += output.token_ids
     return tokens
-
-
-BLOCK_SIZE = 4
-
-
-def make_spans(shares: list[tuple[int, int]]) -> list[Span]:
-    """Spans of (new, computed) tokens, whose blocks lie scattered through a pool of 128."""
-    free = torch.randperm(128, generator=torch.Generator().manual_seed(5)).tolist()
-    spans, start = [], 0
-    for num_new, num_computed in shares:
-        needed = -(-(num_new + num_computed) // BLOCK_SIZE)
-        spans.append(Span(start, num_new, num_computed, [free.pop() for _ in range(needed)]))
-        start += num_new
-    return spans
 
 
 class PlainAttention:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from engines.pooling.linears import PackedFloat
+from engines.torch_backend.ops.dense_attention.reference import DenseAttention, attend
 from engines.torch_backend.ops.registry import cpu_ops
-from engines.torch_backend.ops.row_attention.reference import AttendRows, attend_rows
 
 #: Tokens of each row that the last layer computes.
 Keeps = Literal["all", "first", "last"]
@@ -63,10 +63,11 @@ class Layer(nn.Module):
         self.norm: nn.Module = part["norm"]
 
     def forward(
-        self, x: Tensor, lengths: Sequence[int], attend: AttendRows, kept: Tensor | None = None
+        self, x: Tensor, lengths: Sequence[int], attend: DenseAttention, kept: Tensor | None = None
     ) -> Tensor:
         """Shapes: (T, E) to (T, E), or to (kept tokens, E)."""
-        mixed = attend(self.qkv(x).view(len(x), 3, self.num_heads, -1), lengths)
+        query, key, value = self.qkv(x).view(len(x), 3, self.num_heads, -1).unbind(1)
+        mixed = attend(query, key, value, [(n, n) for n in lengths])
         if kept is not None:
             mixed, x = mixed[kept], x[kept]
         x = self.attention_norm(_add(self.out, mixed, x))
@@ -84,7 +85,7 @@ class PackedLayers(nn.Module):
             self.layers.append(Layer(theirs.layer[0], num_heads))
             del theirs.layer[0]
         is_cpu = device.type == "cpu"
-        self._attend: AttendRows = cpu_ops("fast")["row_attention"] if is_cpu else attend_rows
+        self._attend: DenseAttention = cpu_ops("fast")["dense_attention"] if is_cpu else attend
         self._lengths: Sequence[int] = ()
         self._keeps: Keeps = "all"
 

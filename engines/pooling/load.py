@@ -40,7 +40,7 @@ from engines.pooling.settings import EncoderSettings
 from engines.silent_transformers import silent_transformers
 from engines.torch_backend.loading.load import choose_device, choose_dtype
 from engines.torch_backend.loading.stored_tensors import finite
-from engines.torch_backend.loading.threads import set_num_threads
+from engines.torch_backend.threads import set_num_threads
 from shared.protocol import ModelCard
 
 

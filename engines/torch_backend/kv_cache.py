@@ -1,7 +1,6 @@
-"""The keys and values of all sequences: one pool of blocks, and how large it may be.
+"""The paged KV cache: pools of blocks, and how large they may be.
 
-Owned by the runner, read and written by attention. The scheduler decides which block belongs to whom; nothing
-of that is known here.
+Owned by the runner, read and written by attention; the scheduler assigns blocks to sequences.
 
 Shape letters: K key/value heads, D head width. A block holds `block_size` slots of one token each; slot
 `block * block_size + offset`. Units: bytes, tokens, blocks.
@@ -23,6 +22,7 @@ from engines.torch_backend.settings import TorchSettings
 FREE_MEMORY_RATIO = {"cpu": 0.4, "cuda": 0.85}
 #: of the scales of 8-bit keys and values
 SCALE_DTYPE = torch.float32
+_LARGEST_INT8 = 127.0
 
 
 class KVShape(Protocol):
@@ -113,7 +113,11 @@ def plan_kv_cache(
 
 
 class KVCachePool:
-    """Key and value tensors of every layer, in blocks. What nobody has written or cleared is undefined."""
+    """Key and value tensors of every layer, in blocks. Slots that were not written are undefined.
+
+    With `kv_dtype` int8 each token's key and value of each head is scaled by its own largest number, so that what is
+    stored does not depend on the other tokens of a step.
+    """
 
     def __init__(
         self,
@@ -122,16 +126,22 @@ class KVCachePool:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        kv_dtype: str = "auto",
     ) -> None:
+        """`dtype` is that of keys and values as they are written and read."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.head_dim = shape.head_dim
+        self.dtype = dtype
         sizes = (shape.num_layers, 2, num_blocks, block_size, shape.num_kv_heads, shape.head_dim)
         #: of all layers. Shapes: (layers, 2, blocks, block_size, K, D)
-        self.data = torch.empty(sizes, dtype=dtype, device=device)
+        self.data = torch.empty(sizes, dtype=kv_storage_dtype(kv_dtype, dtype), device=device)
         # views made once: a step takes them for every layer
         self._blocks = [(layer[0], layer[1]) for layer in self.data]
         self._slots = [(k.flatten(0, 1), v.flatten(0, 1)) for k, v in self._blocks]
+        self._scales: Tensor | None = None
+        if kv_dtype == "int8":
+            self._scales = torch.empty(sizes[:-1], dtype=SCALE_DTYPE, device=device)
 
     def blocks(self, layer: int) -> tuple[Tensor, Tensor]:
         """The stored keys and values of a layer. Shapes: two (blocks, block_size, K, D)."""
@@ -139,30 +149,49 @@ class KVCachePool:
 
     @property
     def num_bytes(self) -> int:
-        return self.data.nbytes
+        """Bytes of all layers, with the scales."""
+        return self.data.nbytes + (0 if self._scales is None else self._scales.nbytes)
 
     def scales(self, layer: int) -> Tensor | None:
-        """What a layer's integers are multiplied by; None without. Shapes: (2, blocks, block_size, K)."""
-        return None
+        """Factors of a layer's integers; None for floating point. Shapes: (2, blocks, block_size, K)."""
+        return None if self._scales is None else self._scales[layer]
 
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep new tokens' keys and values. Returns them as they will be read.
+        """Store new tokens' keys and values. Returns them as they will be read.
 
         Shapes: slots (N,); key, value (N, K, D), kept.
         """
-        key_slots, value_slots = self._slots[layer]
-        key_slots.index_copy_(0, slots, key)
-        value_slots.index_copy_(0, slots, value)
-        return key, value
+        found = []
+        for place, x in enumerate((key, value)):
+            target = self._slots[layer][place]
+            if self._scales is None:
+                target.index_copy_(0, slots, x)
+            else:
+                integers, scale = quantize(x)
+                target.index_copy_(0, slots, integers)
+                self._scales[layer, place].flatten(0, 1).index_copy_(0, slots, scale)
+                x = self._dequantize(integers, scale)
+            found.append(x)
+        return found[0], found[1]
 
-    def read(self, layer: int, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """Copies of whole blocks, in the order named. Shapes: blocks (M,); returns two (M * slots, K, D)."""
-        keys, values = self._blocks[layer]
-        return (
-            keys.index_select(0, blocks).flatten(0, 1),
-            values.index_select(0, blocks).flatten(0, 1),
+    def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies of slots. Shapes: slots (S, T); returns two (S, T, K, D)."""
+        flat = slots.flatten()
+        keys, values = (
+            x.index_select(0, flat).view(*slots.shape, *x.shape[1:]) for x in self._slots[layer]
         )
+        if self._scales is None:
+            return keys, values
+        scales = self._scales[layer].flatten(1, 2)[:, slots]
+        return self._dequantize(keys, scales[0]), self._dequantize(values, scales[1])
 
-    def clear(self, blocks: Tensor) -> None:
-        """Zero blocks in every layer. Shapes: blocks (M,)."""
-        self.data.index_fill_(2, blocks, 0)
+    def _dequantize(self, integers: Tensor, scale: Tensor) -> Tensor:
+        return (integers.to(SCALE_DTYPE) * scale.unsqueeze(-1)).to(self.dtype)
+
+
+def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Integers and their factors. Shapes: (N, K, D); returns (N, K, D), (N, K)."""
+    x = x.to(SCALE_DTYPE)
+    scale = (x.abs().amax(-1) / _LARGEST_INT8).clamp(min=torch.finfo(SCALE_DTYPE).tiny)
+    # halves go up, which every device can do
+    return (x / scale.unsqueeze(-1) + 0.5).floor().to(torch.int8), scale

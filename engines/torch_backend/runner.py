@@ -1,11 +1,10 @@
-"""Computes steps with PyTorch: images, then the decoder over the paged KV cache, then the next tokens.
+"""The torch `ModelRunner`: encodes images, runs the decoder over the paged KV cache, and samples the next tokens.
 
-The torch `ModelRunner`; called by the engine thread alone. Which tokens a step computes, and in which blocks
-they live, the scheduler has decided; nothing here waits, queues or decides when a request ends.
+Called by the engine thread alone. The scheduler has decided which tokens a step computes, and in which blocks.
 """
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -21,28 +20,26 @@ from engines.core.runner import (
 )
 from engines.core.sequence import Batch, ScheduledSequence, Sequence
 from engines.core.speculation import sample_drafts
-from engines.torch_backend.graphs.cuda_steps import CudaSteps, is_served
+from engines.torch_backend.graphs.cuda_graph import DecodeGraphs, runs_graphs
 from engines.torch_backend.kv_cache import KVCachePool, KVCacheTooSmall, plan_kv_cache
-from engines.torch_backend.kv_int8 import Int8KVCachePool
-from engines.torch_backend.layers.attention import AttentionPlan, Span, plan_attention
 from engines.torch_backend.layers.rotary import RotaryTable
-from engines.torch_backend.loading.memory import free_bytes
-from engines.torch_backend.loading.threads import set_num_threads
 from engines.torch_backend.lora.loras import LoraAdapter, Loras
 from engines.torch_backend.lora.peft import LowRank
+from engines.torch_backend.memory import free_bytes
 from engines.torch_backend.models.llama import Llama
-from engines.torch_backend.models.registry import FamilyModel, FlatStep, ImageSlots
+from engines.torch_backend.models.registry import FamilyModel
 from engines.torch_backend.multimodal.encoder_cache import EncoderCache
 from engines.torch_backend.multimodal.image_encoder import ImageEncoder
-from engines.torch_backend.ops.registry import Ops, cpu_ops
-from engines.torch_backend.parallel.leader import Leader
+from engines.torch_backend.ops.registry import CUDA_GRAPH, Ops, Site, choose, cpu_ops
+from engines.torch_backend.parallel.leader import Leader, StepMessage
 from engines.torch_backend.parallel.mesh import SINGLE, Mesh, least
-from engines.torch_backend.parallel.step_message import Step
 from engines.torch_backend.sampling.sampler import needs_host, sample, score_prompts
 from engines.torch_backend.settings import TorchSettings
+from engines.torch_backend.step import BidirectionalSpan, ImageSlots, SequenceRows, StepInputs
+from engines.torch_backend.threads import set_num_threads
 from shared.protocol import SamplingParams
 
-#: Of a sequence's states: before its last step, after it, and what the next step makes.
+#: Copies of a sequence's states: before its last step, after it, and of the step that runs.
 _STATE_COPIES = 3
 
 
@@ -72,13 +69,11 @@ class TorchRunner:
         mesh: Mesh = SINGLE,
         leader: Leader | None = None,
     ) -> None:
-        """Take a loaded model and allocate its caches. `num_threads` 0: see `set_num_threads`.
+        """Allocate caches for a loaded model. `num_threads` 0: see `set_num_threads`.
 
-        `ops` are those that the model was loaded for on a CPU; they compute it.
-
-        `free_before_load` is the memory that was free before the weights came, in bytes: pages of mapped ones
-        count as free still. On a `mesh` the model is this member's part, and the caches are as large as the least of all
-        members has room for; rank 0 has a `leader` for the others, which `follow`.
+        `ops` are the CPU's, which the model was loaded for. `free_before_load` is the memory that was free before the
+        weights were loaded, in bytes: pages of mapped weights count as free still. On a `mesh` the model is this member's
+        part, and the caches are as large as the member with the least memory allows; rank 0 has a `leader` for the others.
         Raises: KVCacheTooSmall; ValueError for a context longer than the model's own.
         """
         if device.index:
@@ -107,28 +102,35 @@ class TorchRunner:
         self._dtype = dtype
         self._mesh = mesh
         self._leader = leader
-        create_pool = Int8KVCachePool if config.kv_dtype == "int8" else KVCachePool
         is_native = isinstance(model.language_model, Llama)
-        is_cuda = is_native and is_served(device)
+        is_cuda = is_native and runs_graphs(device)
         # members have no graphs, so that nothing goes on beside the host
         self.runs_async = is_cuda and mesh.size == 1
         num_blocks = self.num_blocks + is_cuda  # the last one is for rows without a sequence
         self.kv_pools = [
-            create_pool(shape, num_blocks, self.block_size, dtype, device) for shape in shapes
+            KVCachePool(shape, num_blocks, self.block_size, dtype, device, config.kv_dtype)
+            for shape in shapes
         ]
-        self.cuda: CudaSteps | None = None
+        self.ops = ops or cpu_ops("off")
+        self.graphs: DecodeGraphs | None = None
         self._rotary: RotaryTable | None = None
         if is_native:
             self._rotary = model.rotary(self.max_model_len, dtype, device)
         if is_cuda and self._rotary is not None:
-            [pool] = self.kv_pools
-            decoder = model.language_model
-            self.cuda = CudaSteps(decoder, decoder.text, config, pool, self._rotary, dtype)
+            decoder, disabled = model.language_model, config.switched_off
+            site = Site(device, dtype, decoder.text, config.block_size, config.kv_dtype, joins=True)
+            self.ops = choose(site, disabled)
+            # the reference of attention copies every context: a graph of it would not pay
+            has_kernel = self.ops.uses("paged_attention") or device.type == "cpu"
+            if CUDA_GRAPH not in disabled and has_kernel:
+                self.graphs = DecodeGraphs(
+                    decoder, self.ops, self.kv_pools[0], self._rotary, config.max_num_seqs
+                )
         self._num_rows = self._rotary.num_rows if self._rotary else model.num_position_rows
-        self._ops = self.cuda.ops if self.cuda else ops or cpu_ops("off")
-        model.bind(self._ops, dtype)
+        model.bind(self.ops, dtype)
         model.limit(self.max_model_len)
         self._loras: Loras | None = None  # from the first adapter on
+        self._with_states: dict[str, Sequence] | None = {} if states else None
         self._sampled: list[TokenChoice | None] = []  # by the last step that was computed at once
         self._encoder_cache = EncoderCache(config.encoder_cache_bytes)
         self._images = ImageEncoder(
@@ -163,16 +165,14 @@ class TorchRunner:
 
     def _find_loras(self) -> Loras:
         if self._loras is None:
-            dtype = torch.float32 if self._ops.is_native else self._dtype
+            dtype = torch.float32 if self.ops.is_native else self._dtype
             self._loras = Loras(self.model, dtype, self.device)
         return self._loras
 
     def release(self, request_id: str) -> None:
-        """Let go of the images that a request holds, and of what layers keep of it."""
+        """Free a request's images and states."""
         self._images.release(request_id)
-        self.model.release(request_id)
-        if self._leader is not None:
-            self._leader.release(request_id)
+        self._release_states(request_id)
 
     def encoder_cache_counts(self) -> tuple[int, int, int]:
         """Images asked for, found in the cache, and bytes now held."""
@@ -194,7 +194,7 @@ class TorchRunner:
         if (images := self.__dict__.pop("_images", None)) is not None:
             images.close()
         self._encoder_cache.clear()
-        for name in ("model", "cuda", "kv_pools", "_rotary"):
+        for name in ("model", "graphs", "kv_pools", "_rotary"):
             self.__dict__.pop(name, None)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -213,8 +213,9 @@ class TorchRunner:
             "warm-up", [0] * num_tokens, num_tokens, SamplingParams(temperature=0), images
         )
         sequence.block_ids = list(range(num_blocks))
-        if self.cuda is not None:  # first: a graph that cannot be captured is found out here
-            self.cuda.warm_up()
+        # first: a graph that cannot be captured is found out here
+        if self.graphs is not None and not self.graphs.warm_up():
+            self.graphs = None
         for _ in range(2):
             self.run(Batch([ScheduledSequence(sequence, sequence.num_pending_tokens)]))
             sequence.num_computed_tokens = sequence.num_tokens
@@ -224,20 +225,20 @@ class TorchRunner:
     def _launch(self, batch: Batch) -> RunningStep:
         items = batch.items
         is_plain = self._loras is None or not _are_adapted(items)
-        if self.cuda is not None and is_plain and (step := self.cuda.decode(items)) is not None:
-            return step
+        if self.graphs is not None and is_plain and self.graphs.can_run(items):
+            return self.graphs.launch(items)
         # A GPU encodes images fast enough.
         max_vision_s = batch.max_vision_s if self.device.type == "cpu" else None
         result = self._compute(items, max_vision_s)
         self._sampled = result.choices
         # what stays on the device are the tokens of graphs alone; the sampler needs all earlier ones
-        can_be_followed = self.cuda is None and not (
+        can_be_followed = not self.runs_async and not (
             result.deferred or any(needs_host(item.sequence) for item in items)
         )
         return ComputedStep(result, can_be_followed)
 
     def _compute(self, items: list[ScheduledSequence], max_vision_s: float | None) -> StepResult:
-        # attention wants sequences with one new token first; choices go back into the batch's own order
+        # sequences with one new token come first in a step; choices go back into the batch's own order
         order = sorted(range(len(items)), key=lambda place: items[place].num_new_tokens != 1)
         ordered = [items[place] for place in order]
         vision_s, deferred, over_budget = self._images.encode_missing(ordered, max_vision_s)
@@ -246,19 +247,18 @@ class TorchRunner:
             ordered = [items[place] for place in order]
             if not ordered:
                 return StepResult([None] * len(items), vision_s, deferred, over_budget)
-        spans = _to_spans(ordered)
-        plan = plan_attention(spans, self.block_size, self._dtype, self.device)
+        sequences = _to_rows(ordered)
         sampling = [place for place, item in enumerate(ordered) if item.samples]
         rows: list[int] = []
         row_of: dict[int, int] = {}  # by place: that of its next token; those of its draft follow
         for place in sampling:
             row_of[place] = len(rows)
-            stop = spans[place].stop
+            stop = sequences[place].stop
             rows += range(stop - 1 - len(ordered[place].draft), stop)
         num_sampled = len(rows)
-        for item, span in zip(ordered, spans, strict=True):
-            rows += [span.start + position - 1 - item.start for position in item.scored if position]
-        logits = self._logits(ordered, plan, rows)
+        for item, own in zip(ordered, sequences, strict=True):
+            rows += [own.start + index - 1 - item.start for index in item.scored if index]
+        logits = self._logits(ordered, sequences, rows)
         logits, prompt_logits = logits[:num_sampled], logits[num_sampled:]
         prompt_scores = score_prompts(prompt_logits, ordered)
         sampled: list[TokenChoice | None] = [None] * len(ordered)
@@ -281,26 +281,28 @@ class TorchRunner:
 
     @torch.inference_mode()
     def logits(self, items: list[ScheduledSequence]) -> Tensor:
-        """Scores behind the last token of each share; those of one token come first. Shapes: (shares, vocabulary)."""
+        """Scores behind the last token of each item; items of one token come first. Shapes: (items, vocabulary)."""
         self._images.encode_missing(items)
-        spans = _to_spans(items)
-        plan = plan_attention(spans, self.block_size, self._dtype, self.device)
-        return self._logits(items, plan, [span.stop - 1 for span in spans])
+        sequences = _to_rows(items)
+        return self._logits(items, sequences, [own.stop - 1 for own in sequences])
 
     @torch.inference_mode()
-    def follow(self, step: Step) -> None:
-        """Compute this rank's share of what rank 0 has scheduled. Raises: SequenceFailure, as rank 0 does."""
+    def follow(self, step: StepMessage, adapters: list[LoraAdapter | None]) -> None:
+        """Compute this rank's part of a step of rank 0. Raises: SequenceFailure, as rank 0 does."""
         images = []
-        if step.slots:
-            num_rows = sum(count for _, count in step.slots)
-            rows = torch.empty(num_rows, step.width, dtype=step.dtype, device=self.device)
-            parts = self._mesh.broadcast(rows).split([count for _, count in step.slots])
-            places = [start for start, _ in step.slots]
-            images = [ImageSlots(place, part) for place, part in zip(places, parts, strict=True)]
+        if step.image_rows:
+            counts = [count for _, count in step.image_rows]
+            shape = (sum(counts), step.image_width)
+            dtype = getattr(torch, step.image_dtype)
+            features = self._mesh.broadcast(torch.empty(shape, dtype=dtype, device=self.device))
+            places = [start for start, _ in step.image_rows]
+            images = list(map(ImageSlots, places, features.split(counts)))
             self.model.take_image_form(step.image_form)
-        plan = plan_attention(_to_spans(step.items), self.block_size, self._dtype, self.device)
-        with self._adapted(step.items, plan):
-            self._compute_logits(self._flat_step(step.items, step.inputs, images, plan, step.rows))
+        inputs = StepInputs.create(
+            step.sequences, self.block_size, self.device, step.token_ids, step.positions,
+            sampled_rows=step.sampled_rows, images=images, bidirectional=step.bidirectional, adapters=adapters,
+        )  # fmt: skip
+        self._compute_logits(inputs)
 
     @torch.inference_mode()
     def plain_logits(self, token_ids: Tensor) -> Tensor:
@@ -310,70 +312,64 @@ class TorchRunner:
         return self.model.plain_logits(token_ids.to(self.device))
 
     def _logits(
-        self, items: list[ScheduledSequence], plan: AttentionPlan, rows: list[int]
+        self, items: list[ScheduledSequence], sequences: list[SequenceRows], rows: list[int]
     ) -> Tensor:
         """Scores behind the new tokens of these rows. Shapes: returns (rows, vocabulary)."""
-        inputs = self._token_inputs(items)
-        images = self._images.place(items, plan.spans)
-        if self._leader is not None:
-            form = self.model.image_form() if images else b""
-            self._leader.send_step(items, inputs, rows, images, form)
-        step = self._flat_step(items, inputs, images, plan, rows)
-        with self._adapted(items, plan):
-            return self._compute_logits(step)
-
-    def _adapted(
-        self, items: list[ScheduledSequence], plan: AttentionPlan
-    ) -> AbstractContextManager[None]:
-        """Add what sequences' adapters change, for a step that has some."""
-        if self._loras is None or not _are_adapted(items):
-            return nullcontext()
-        return self._loras.applied(items, plan.spans)
-
-    def _flat_step(
-        self,
-        items: list[ScheduledSequence],
-        inputs: Tensor,
-        images: list[ImageSlots],
-        plan: AttentionPlan,
-        rows: list[int],
-    ) -> FlatStep:
-        """Shapes: inputs (1 + R, N), token ids and positions."""
-        inputs = inputs.to(self.device)
-        positions = inputs[1] if len(inputs) == 2 else inputs[1:]
-        return FlatStep(items, inputs[0], positions, images, plan, self.kv_pools, rows)
-
-    def _compute_logits(self, step: FlatStep) -> Tensor:
-        """Shapes: returns (rows, vocabulary)."""
-        plan, rows = step.plan, step.rows
-        if plan.fresh_blocks is not None:
-            for pool in self.kv_pools:
-                pool.clear(plan.fresh_blocks)
-        if self._rotary is None:
-            return self.model.logits(step)
-        embeddings = self.model.embed(step.token_ids, step.images)
-        if self.cuda is not None:
-            hidden = self.cuda.forward(embeddings, step.positions, plan)
-        else:
-            text, rotation = self.model.language_model.text, self._rotary.at_all(step.positions)
-            attend = self._ops["step_attention"](text, self.kv_pools[0], plan, rotation)
-            hidden = self.model.language_model(embeddings, attend)
-        if not rows:
-            return hidden[:0]
-        if rows != list(range(hidden.shape[0])):
-            hidden = hidden[torch.tensor(rows, device=self.device)]
-        return self.model.language_model.logits(hidden)
-
-    def _token_inputs(self, items: list[ScheduledSequence]) -> Tensor:
-        """Ids and positions of all new tokens, on the host. Shapes: (1 + R, N)."""
+        if self._with_states is not None:
+            self._free_states(items)
         token_ids: list[int] = []
         positions: list[list[int]] = [[] for _ in range(self._num_rows)]
         for item in items:
             token_ids += self._tokens_of(item)
-            rows = item.sequence.positions(item.start, item.end)
+            own = item.sequence.positions(item.start, item.end)
             for place, row in enumerate(positions):
-                row += rows[place % len(rows)]
-        return torch.tensor([token_ids, *positions])
+                row += own[place % len(own)]
+        inputs = StepInputs.create(
+            sequences,
+            self.block_size,
+            self.device,
+            token_ids,
+            positions,
+            sampled_rows=rows,
+            images=self._images.place(items, sequences),
+            bidirectional=_bidirectional_spans(items, sequences, self.binds_prompts),
+            adapters=[each.sequence.adapter for each in items] if _are_adapted(items) else (),
+        )
+        if self._leader is not None:
+            form = self.model.image_form() if inputs.images else b""
+            self._leader.send_step(inputs, token_ids, positions, form)
+        return self._compute_logits(inputs)
+
+    def _compute_logits(self, inputs: StepInputs) -> Tensor:
+        """Shapes: returns (sampled rows, vocabulary)."""
+        applied = self._loras.applied(inputs) if self._loras and inputs.adapters else nullcontext()
+        with applied:
+            if self._rotary is None:
+                return self.model.logits(inputs, self.kv_pools)
+            decoder, [pool] = self.model.language_model, self.kv_pools
+            embeddings = self.model.embed(inputs.token_ids, inputs.images)
+            rotation = self._rotary.at_all(inputs.positions)
+            attend = self.ops["paged_attention"](decoder.text.num_heads, pool, inputs, rotation)
+            hidden = decoder(embeddings, attend)
+            rows = inputs.sampled_rows
+            if rows != list(range(hidden.shape[0])):
+                hidden = hidden[torch.tensor(rows, dtype=torch.long, device=self.device)]
+            return decoder.logits(hidden) if rows else hidden
+
+    def _free_states(self, items: list[ScheduledSequence]) -> None:
+        """Free the recurrent states of preempted sequences, which start over."""
+        assert self._with_states is not None
+        for request_id, sequence in list(self._with_states.items()):
+            if not sequence.block_ids:
+                self._release_states(request_id)
+        self._with_states |= {item.sequence.request_id: item.sequence for item in items}
+
+    def _release_states(self, request_id: str) -> None:
+        self.model.release(request_id)
+        if self._with_states is not None:
+            self._with_states.pop(request_id, None)
+        if self._leader is not None:
+            self._leader.release(request_id)
 
     def _tokens_of(self, item: ScheduledSequence) -> list[int]:
         if item.in_flight_index is None:
@@ -387,13 +383,37 @@ def _are_adapted(items: list[ScheduledSequence]) -> bool:
     return any(item.sequence.adapter is not None for item in items)
 
 
-def _to_spans(items: list[ScheduledSequence]) -> list[Span]:
-    """The flat layout of a step: its items one after another."""
-    spans = []
-    start = 0
+def _to_rows(items: list[ScheduledSequence]) -> list[SequenceRows]:
+    """One item after another."""
+    found, start = [], 0
     for item in items:
-        spans.append(Span(start, item.num_new_tokens, item.start, item.sequence.block_ids))
+        sequence = item.sequence
+        found.append(
+            SequenceRows(
+                start, item.num_new_tokens, item.start, sequence.block_ids, sequence.request_id,
+                sequence.num_prompt_tokens,
+            )
+        )  # fmt: skip
         start += item.num_new_tokens
+    return found
+
+
+def _bidirectional_spans(
+    items: list[ScheduledSequence], sequences: list[SequenceRows], binds_prompts: bool
+) -> list[BidirectionalSpan]:
+    """Image slots that attend to each other, or, where a model binds prompts, whole prompts."""
+    spans = []
+    for item, own in zip(items, sequences, strict=True):
+        first_row = own.start - item.start  # of the sequence's token 0
+        if binds_prompts:
+            if (asked := own.num_prompt_tokens) > item.start:
+                spans.append(BidirectionalSpan(own.start, first_row + asked, asked - 1, True))
+            continue
+        for image in item.images if item.num_new_tokens > 1 else ():
+            for start, stop in image.slot_runs if image.is_whole else ():
+                begin, end = max(image.offset + start, item.start), image.offset + stop
+                if begin < end <= item.end:
+                    spans.append(BidirectionalSpan(first_row + begin, first_row + end, end - 1))
     return spans
 
 

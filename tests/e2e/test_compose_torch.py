@@ -49,7 +49,7 @@ def test_kernels_are_compiled_once_for_all_workers(stack):
     said = stack.logs(first)
     assert "compiled CPU kernels in" in said
     [operators] = re.findall("operators on cpu: (.*)", said)
-    assert {"linear_float cpu", "linear_int8 cpu", "step_attention cpu"} <= set(
+    assert {"linear_float cpu", "linear_int8 cpu", "paged_attention cpu"} <= set(
         operators.split(" (")[0].split(", ")
     )
 

@@ -19,7 +19,7 @@ pytestmark = [
 ]
 NUM_STREAMS = 4
 NUM_TOKENS = 200
-RANK = "engines.torch_backend.parallel.rank"
+RANK = "engines.torch_backend.loading.rank"
 
 
 @pytest.fixture

@@ -211,7 +211,7 @@ def test_a_step_without_memory_may_be_run_again(
     engine.add(request)
     with monkeypatch.context() as patch:
         patch.setattr(
-            runner.cuda,
+            runner.model.language_model,
             "forward",
             lambda *given: torch.empty(1 << 50, dtype=torch.int8, device=CUDA),
         )

@@ -9,11 +9,11 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 from torch.testing import assert_close
 
 from engines.torch_backend.graphs.cuda_graph import SamplingKind
 from engines.torch_backend.models.config import TextConfig
-from engines.torch_backend.ops.decode_attention.reference import attend_decodes
 from engines.torch_backend.ops.registry import Op, Site, choose, discover
 from tests.factories_torch import make_text_config
 from tests.gpu.test_cuda import answers, core, load, make_requests, tiny
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.gpu
 __all__ = ["tiny"]
 KERNELS = [op for op in discover() if any(c.name == "triton" for c in op.candidates)]
 CUDA = torch.device("cuda")
-FAST = (*(op.name for op in KERNELS), "varlen_attention", "cuda_graph")
+FAST = (*(op.name for op in KERNELS), "paged_attention.triton_varlen", "cuda_graph")
 
 
 def make_text(shape: str) -> TextConfig:
@@ -52,27 +52,31 @@ def test_long_contexts_are_split_and_joined(shape: str, num_sequences: int) -> N
     query = torch.randn(
         num_sequences, text.num_heads, text.head_dim, device=CUDA, dtype=torch.bfloat16
     )
-    found = import_kernels("decode_attention").attend_decodes(pool, 0, query, tables, lengths)
-    expected = attend_decodes(pool, 0, query, tables, lengths)
-    assert_close(found, expected, rtol=2e-2, atol=2e-3)
+    found = import_kernels("paged_attention").attend_decodes(pool, 0, query, tables, lengths)
+    slots = tables.repeat_interleave(16, 1).long() * 16 + torch.arange(4096, device=CUDA) % 16
+    keys, values = (x.transpose(1, 2) for x in pool.read(0, slots))
+    mask = torch.arange(4096, device=CUDA) < lengths[:, None]
+    expected = scaled_dot_product_attention(
+        query[:, :, None], keys, values, attn_mask=mask[:, None, None], enable_gqa=True
+    )
+    assert_close(found, expected.flatten(1), rtol=2e-2, atol=2e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", REAL_SHAPES)
 def test_this_torch_has_varlen_attention(shape: str, dtype: torch.dtype) -> None:
     """Without it prompts are computed one after another; which torch has it is worth knowing."""
-    assert choose(Site(CUDA, dtype, make_text(shape))).uses("varlen_attention")
+    ops = choose(Site(CUDA, dtype, make_text(shape)))
+    assert ops.uses("paged_attention", "triton_varlen")
 
 
 def test_every_fast_way_is_taken(tiny: Path) -> None:
     _, runner = core(load(tiny, "cuda", dtype="bfloat16"))
-    steps = runner.cuda
-    assert steps is not None
-    assert all(steps.ops.uses(op.name, "triton") for op in KERNELS)
-    assert steps.ops.uses("varlen_attention")
-    assert steps.graphs is not None
+    assert all(runner.ops.uses(op.name) for op in KERNELS)
+    assert runner.ops.uses("paged_attention", "triton_varlen")
+    assert runner.graphs is not None
     met = {(size, SamplingKind.GREEDY) for size in (1, 2, 4, 8, 16, 24, 32)}
-    assert met <= set(steps.graphs.captured)
+    assert met <= set(runner.graphs.captured)
 
 
 @pytest.mark.parametrize("off", [*((name,) for name in FAST), FAST], ids=lambda off: "+".join(off))

@@ -1,34 +1,38 @@
 """Steps in which every sequence has one new token, captured in CUDA graphs and replayed.
 
-Used by the runner on a GPU. A step is filled into the buffers of the next larger batch size, and one launch
-replays all of it: embedding, layers, output head, and sampling the tokens. These stay on the device too, where the
-step behind may take them up before the host has seen them. A graph is captured when its batch size
-and kind of sampling are first met. Without a GPU the same function runs eagerly over the same buffers, which is how
-tests hold it to the plain path.
+A step is filled into the buffers of the next larger batch size, and one launch replays all of it: embedding, layers,
+output head and sampling. The tokens stay on the device too, so that the next step can be launched before the host has
+them. A graph is captured when its batch size and kind of sampling are first met. Without a GPU the same function runs
+eagerly over the same buffers, which is how tests compare it with the plain path.
 """
 
 import logging
 from collections.abc import Collection
 from enum import Enum, auto
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from engines.core.runner import ComputedStep, RunningStep, StepResult
+from engines.core.runner import ComputedStep, RunningStep, SequenceFailure, StepResult, TokenChoice
 from engines.core.sequence import ScheduledSequence
 from engines.torch_backend.graphs.decode_buffers import DecodeBuffers
-from engines.torch_backend.graphs.decode_step import NO_TOKEN, DecodeStep
 from engines.torch_backend.kv_cache import KVCachePool
-from engines.torch_backend.layers.attention import PLAIN, Heads
 from engines.torch_backend.layers.rotary import RotaryTable
-from engines.torch_backend.models.llama import Llama
 from engines.torch_backend.ops.registry import Ops
 from engines.torch_backend.sampling.choose import is_truncated, sample_random
-from engines.torch_backend.sampling.sampler import needs_host, sample
+from engines.torch_backend.sampling.sampler import NOT_FINITE, needs_host, sample
 from shared.protocol import SamplingParams
 
+if TYPE_CHECKING:
+    from engines.torch_backend.models.llama import Llama
+
 logger = logging.getLogger(__name__)
+
+
+def runs_graphs(device: torch.device) -> bool:
+    """True on CUDA; tests patch it to run this path on the CPU."""
+    return device.type == "cuda"
 
 
 class SamplingKind(Enum):
@@ -37,6 +41,33 @@ class SamplingKind(Enum):
     GREEDY = auto()  #: takes the best
     RANDOM = auto()  #: samples, where a row is not greedy
     TRUNCATED = auto()  #: samples among some of the tokens
+
+
+NO_TOKEN = -1  #: where the scores are no numbers
+
+
+class DecodeStep:
+    """A launched decode step; the next one may read its tokens on the device before the host has them."""
+
+    can_be_followed = True
+
+    def __init__(
+        self, items: list[ScheduledSequence], token_ids: Tensor, arrival: torch.cuda.Event | None
+    ) -> None:
+        """`token_ids` are on the host, valid after `arrival`. Shapes: (B,), with rows for all items."""
+        self._request_ids = [item.sequence.request_id for item in items]
+        self._token_ids = token_ids
+        self._arrival = arrival
+
+    def wait(self) -> StepResult:
+        """The tokens. Raises: SequenceFailure for scores that are no numbers."""
+        if self._arrival is not None:
+            self._arrival.synchronize()
+        token_ids = self._token_ids[: len(self._request_ids)].tolist()
+        for request_id, token_id in zip(self._request_ids, token_ids, strict=True):
+            if token_id == NO_TOKEN:
+                raise SequenceFailure(request_id, NOT_FINITE)
+        return StepResult([TokenChoice(token_id) for token_id in token_ids])
 
 
 #: A captured step, its scores and its tokens.
@@ -48,20 +79,17 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        decoder: Llama,
+        decoder: "Llama",
         ops: Ops,
         pool: KVCachePool,
         rotary: RotaryTable,
         max_num_seqs: int,
-        vocab_size: int,
     ) -> None:
-        """The last block of the pool must be nobody's: rows without a sequence write there."""
+        """The last block of the pool belongs to no sequence: rows without a sequence write there."""
         self._decoder = decoder
-        self._attend_decodes = ops["decode_attention"]
-        self._rotate_keep = ops["rotate_keep"]
+        self._create_attention = ops["paged_attention"]
         self._pool = pool
         self._rotary = rotary
-        self._vocab_size = vocab_size
         self._table_width = -(-len(rotary.cos) // pool.block_size)
         self._device = rotary.cos.device
         self._sizes = batch_sizes(max_num_seqs)
@@ -129,7 +157,7 @@ class DecodeGraphs:
             size,
             self._table_width,
             pool.block_size,
-            self._vocab_size,
+            self._decoder.text.vocab_size,
             padding_slot=(pool.num_blocks - 1) * pool.block_size,
             device=self._device,
             num_position_rows=self._rotary.num_rows,
@@ -139,24 +167,12 @@ class DecodeGraphs:
 
     def step(self, buffers: DecodeBuffers, kind: SamplingKind) -> tuple[Tensor, Tensor]:
         """What is captured: it reads and writes device memory alone."""
-        decoder, pool = self._decoder, self._pool
-
-        def attend(layer: int, qkv: Tensor, heads: Heads = PLAIN) -> Tensor:
-            query, _, _ = self._rotate_keep(
-                qkv,
-                self._rotary.of_rope(heads.rope),
-                buffers.positions,
-                buffers.slots,
-                pool,
-                layer,
-                heads,
-            )
-            tables, lengths = buffers.tables, buffers.lengths
-            return self._attend_decodes(pool, layer, query, tables, lengths, heads.window)
-
+        decoder, inputs = self._decoder, buffers.inputs
+        rotation = self._rotary.at_all(inputs.positions)
+        attend = self._create_attention(decoder.text.num_heads, self._pool, inputs, rotation)
         rows = buffers.in_flight_rows
         sampled_before = self._sampled.index_select(0, rows.clamp(min=0))
-        x = decoder.embed(torch.where(rows < 0, buffers.token_ids, sampled_before))
+        x = decoder.embed(torch.where(rows < 0, inputs.token_ids, sampled_before))
         hidden = decoder(x, attend)
         logits = decoder.logits(hidden)
         scores = logits.float()

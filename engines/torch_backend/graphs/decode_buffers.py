@@ -1,8 +1,8 @@
 """The fixed memory of steps in which each of up to B sequences has one new token.
 
-Owned by `cuda_graph`, whose graphs read these very tensors. A step is described in memory of the host, and sent
-to the device in three copies. Rows without a sequence have no context and keep what they compute in a slot that
-nobody reads. The host has everything twice, as the device may not have read one step when the next is described.
+Owned by `cuda_graph`, whose graphs read these very tensors. A step is described in host memory and sent to the device in
+three copies. Rows without a sequence have no context and write to a slot that no sequence reads. The host memory exists
+twice, as the device may not have read one step when the next is described.
 
 Shape letters: B rows, W blocks of the longest context.
 """
@@ -14,6 +14,7 @@ from torch import Tensor
 from engines.core.sequence import ScheduledSequence
 from engines.torch_backend.sampling.choose import LEAST_TEMPERATURE, SampleParams
 from engines.torch_backend.sampling.noise import signed, stream_key
+from engines.torch_backend.step import StepInputs
 
 
 class DecodeBuffers:
@@ -33,7 +34,7 @@ class DecodeBuffers:
         self._vocab_size = vocab_size
         # of a row without a sequence; in the order of the views below
         self._idle = np.array(
-            [[0, padding_slot, 0, 0, 0, vocab_size, -1] + [0] * num_position_rows]
+            [[0, padding_slot, -1, 0, 0, 0, vocab_size, -1] + [0] * num_position_rows]
         ).T
         self._idle_numbers = np.array([[1.0, 1.0, 0.0]]).T
         is_pinned = device.type == "cuda"
@@ -47,13 +48,22 @@ class DecodeBuffers:
             for _ in range(2)
         ]
         self._device = tuple(tensor.to(device, copy=True) for tensor in self._hosts[0][:3])
-        integers, numbers, self.tables = self._device  # tables: (B, W)
-        self.token_ids, self.slots, self.lengths = integers[:3]
-        self.is_random, keys, top_ks = integers[3:6]  # is_random: (B,) 0 where the best is taken
+        integers, numbers, tables = self._device
+        token_ids, slots, indices, lengths = integers[:4]
+        self.is_random, keys, top_ks = integers[4:7]  # is_random: (B,) 0 where the best is taken
         #: (B,) the row of the step before that samples the token; -1: it is known
-        self.in_flight_rows = integers[6]
-        #: (B,), or (R, B) where a token has several
-        self.positions = integers[7] if num_position_rows == 1 else integers[7:]
+        self.in_flight_rows = integers[7]
+        self.inputs = StepInputs(
+            sequences=(),
+            num_decodes=num_rows,
+            token_ids=token_ids,
+            positions=integers[8] if num_position_rows == 1 else integers[8:],
+            indices=indices,
+            slots=slots,
+            block_tables=tables,
+            row_offsets=torch.arange(num_rows + 1, device=device),
+            lengths=lengths,
+        )
         temperatures, top_ps, min_ps = numbers
         self.sample_params = SampleParams(keys, top_ks, temperatures, top_ps, min_ps)
 
@@ -65,18 +75,19 @@ class DecodeBuffers:
         integers[:], numbers[:] = self._idle, self._idle_numbers
         for row, item in enumerate(items):
             sequence, sampling = item.sequence, item.sequence.sampling
-            position = item.start
-            block, offset = divmod(position, self._block_size)
-            integers[:7, row] = (
-                sequence.token_ids[position] if item.in_flight_index is None else 0,
+            index = item.start
+            block, offset = divmod(index, self._block_size)
+            integers[:8, row] = (
+                sequence.token_ids[index] if item.in_flight_index is None else 0,
                 sequence.block_ids[block] * self._block_size + offset,
-                position + 1,
+                index,
+                index + 1,
                 sampling.temperature > 0,
                 signed(stream_key(sampling.seed, item.output_position)),
                 min(sampling.top_k, self._vocab_size) if sampling.top_k > 0 else self._vocab_size,
                 -1 if item.in_flight_index is None else item.in_flight_index,
             )
-            integers[7:, row] = [one for [one] in sequence.positions(position, position + 1)]
+            integers[8:, row] = [one for [one] in sequence.positions(index, index + 1)]
             temperature = max(sampling.temperature, LEAST_TEMPERATURE)
             numbers[:, row] = temperature, min(sampling.top_p, 1.0), sampling.min_p
             tables[row, : block + 1] = sequence.block_ids[: block + 1]
@@ -84,7 +95,7 @@ class DecodeBuffers:
             device.copy_(host, non_blocking=True)
 
     def fetch(self, token_ids: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-        """Send the tokens of the step last described to the host: where they come to lie, and what tells of it."""
+        """Send the tokens of the step last described to the host. Returns: where, and the event of their arrival."""
         host = self._hosts[0][-1]
         host.copy_(token_ids, non_blocking=True)
         if not token_ids.is_cuda:

@@ -8,7 +8,7 @@ Shape letters: N tokens, R positions of a token, H heads, D head width.
 """
 
 import math
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -43,7 +43,7 @@ class RotaryTable:
         self, config: TextConfig, max_positions: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.num_rows = max(1, len(config.rope_sections))  #: R, positions of one token
-        self.others: tuple[Self, ...] = ()  #: those of layers whose `Heads.rope` is 1, 2 ...
+        self.others: tuple[Self, ...] = ()  #: those of layers whose `Heads.rope` is 1, 2 and so on
         #: (D,) which row of positions turns a channel; None where there is one
         self.channel_rows: Tensor | None = None
         if config.rope_sections:
@@ -64,19 +64,13 @@ class RotaryTable:
         table.channel_rows, table.num_rows, table.others = channel_rows, num_rows, ()
         return table
 
-    def of_rope(self, rope: int) -> Self:
-        """The table of layers with that `Heads.rope`."""
-        return self.others[rope - 1] if rope else self
-
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and signed sines. Shapes: positions (N,), or (R, N); returns two (N, 1, D)."""
+        where: Any = positions
         if self.channel_rows is not None:
-            by_channel = (
-                positions[self.channel_rows].T,
-                torch.arange(len(self.channel_rows)).to(self.channel_rows),
-            )
-            return self.cos[by_channel].unsqueeze(1), self.sin[by_channel].unsqueeze(1)
-        return self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
+            channels = torch.arange(len(self.channel_rows), device=positions.device)
+            where = positions[self.channel_rows].T.contiguous(), channels
+        return self.cos[where].unsqueeze(1), self.sin[where].unsqueeze(1)
 
     def at_all(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Those of every table. Shapes: positions (N,), or (R, N); returns two (N, tables, D)."""

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from engines.torch_backend.loading.memory import free_bytes
 from engines.torch_backend.loading.weights import ModelTooLarge
+from engines.torch_backend.memory import free_bytes
 from engines.torch_backend.models.registry import find_family
 from engines.torch_backend.multimodal.processor import create_processor
 

@@ -23,9 +23,8 @@ from engines.packages.resolve import default_name, resolve_model
 from engines.torch_backend.layers.quantization import SCHEMES
 from engines.torch_backend.loading.check import check_model
 from engines.torch_backend.loading.gguf_checkpoint import TEXT_FILE, open_checkpoint
-from engines.torch_backend.loading.memory import free_bytes, limit_memory
-from engines.torch_backend.loading.threads import settle_num_threads
 from engines.torch_backend.loading.weights import ModelTooLarge, load_model
+from engines.torch_backend.memory import free_bytes, limit_memory
 from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.models.hf_config import read_fields
 from engines.torch_backend.models.registry import find_family
@@ -43,6 +42,7 @@ from engines.torch_backend.parallel.mesh import SINGLE, Mesh
 from engines.torch_backend.parallel.ranks import Ranks
 from engines.torch_backend.runner import TorchRunner
 from engines.torch_backend.settings import TorchSettings
+from engines.torch_backend.threads import settle_num_threads
 from shared.protocol import ModelCard, SamplingDefaults
 
 logger = logging.getLogger(__name__)

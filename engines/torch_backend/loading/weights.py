@@ -20,9 +20,9 @@ from engines.torch_backend.layers.quantization import SCHEMES, Scheme, prepare_l
 from engines.torch_backend.layers.quantized_linear import QuantizedLinear
 from engines.torch_backend.loading.formats.reader import StoredLinear
 from engines.torch_backend.loading.gguf_checkpoint import list_weights
-from engines.torch_backend.loading.memory import free_bytes
 from engines.torch_backend.loading.published import PublishedLinears, find_published
 from engines.torch_backend.loading.stored_tensors import StoredTensor
+from engines.torch_backend.memory import free_bytes
 from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.models.registry import (
     FamilyModel,

@@ -12,22 +12,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from engines.base import AdapterLimits, BadAdapter
 from engines.core.runner import SequenceFailure
-from engines.core.sequence import ScheduledSequence
-from engines.torch_backend.layers.attention import Span
 from engines.torch_backend.layers.linear import Delta, Linear, Reordered
 from engines.torch_backend.layers.quantized_linear import Int4Linear, Int8Linear
 from engines.torch_backend.lora.peft import LowRank, name_some, read_peft
-from engines.torch_backend.models.llama import Llama
-from engines.torch_backend.models.registry import FamilyModel
 from engines.torch_backend.ops.native.packed_linear import PackedLinear
 from engines.torch_backend.parallel.mesh import Share, share_of
+from engines.torch_backend.step import StepInputs
+
+if TYPE_CHECKING:
+    from engines.torch_backend.models.registry import FamilyModel
 
 #: Of paths to the decoder in checkpoints of any age. Others lead to a tower, a projector or a head.
 _DECODER_WORDS = frozenset({"model", "language_model", "text_model", "decoder", "transformer"})
@@ -97,13 +97,13 @@ def _forward(module: nn.Module, delta: Delta, x: Tensor) -> Tensor:
 class Loras:
     """The adapters of one model."""
 
-    def __init__(self, model: FamilyModel, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, model: "FamilyModel", dtype: torch.dtype, device: torch.device) -> None:
         """`dtype` is that of products; the model may be a member's part."""
         self._dtype, self._device = dtype, device
         path, layers = model.decoder_layers()
         self._path = path.split(".")
         self._stored_rows = model.stored_rows
-        self._decoder = model.language_model if isinstance(model.language_model, Llama) else None
+        self._decoder = model.language_model  #: of a model of our own program
         self._sites = list(_find_sites(layers))
         #: of each whole map, and what this member has of it
         self._shapes: dict[str, tuple[int, int]] = {}
@@ -220,12 +220,12 @@ class Loras:
 
     # -- in steps
     @contextmanager
-    def applied(self, items: Sequence[ScheduledSequence], spans: Sequence[Span]) -> Iterator[None]:
+    def applied(self, inputs: StepInputs) -> Iterator[None]:
         """Add to the rows of each sequence what its adapter changes, for one step.
 
         Raises: SequenceFailure where that cannot be done, when the step is computed.
         """
-        step = _Step(items, spans, self._device)
+        step = _AdaptedRows(inputs, self._device)
         sites = [site for site in self._sites if site.names in step.places]
         if self._decoder is not None:
             self._decoder.is_adapted = True
@@ -241,20 +241,18 @@ class Loras:
         step.check()
 
 
-class _Step:
-    """Whose rows are whose, and how often each map has added."""
+class _AdaptedRows:
+    """The rows of each adapter in a step, and how often each map has added."""
 
-    def __init__(
-        self, items: Sequence[ScheduledSequence], spans: Sequence[Span], device: torch.device
-    ) -> None:
-        runs: dict[Any, list[Tensor]] = {}
+    def __init__(self, inputs: StepInputs, device: torch.device) -> None:
+        runs: dict[LoraAdapter, list[Tensor]] = {}
         self._blamed = ""
-        for item, span in zip(items, spans, strict=True):
-            if item.sequence.adapter is not None:
-                self._blamed = self._blamed or item.sequence.request_id
-                run = torch.arange(span.start, span.stop)
-                runs.setdefault(item.sequence.adapter, []).append(run)
-        self._num_rows = spans[-1].stop
+        for sequence, adapter in zip(inputs.sequences, inputs.adapters, strict=True):
+            if adapter is not None:
+                self._blamed = self._blamed or sequence.request_id
+                run = torch.arange(sequence.start, sequence.stop)
+                runs.setdefault(adapter, []).append(run)
+        self._num_rows = len(inputs.slots)
         #: each adapter, and the place of its rows among all that have one
         self._shares: list[tuple[LoraAdapter, slice]] = []
         start = 0

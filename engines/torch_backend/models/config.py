@@ -7,6 +7,9 @@ from typing import Literal, Protocol
 
 from engines.base import UnsupportedCheckpoint as UnsupportedCheckpoint
 
+#: pixels of a side of a CLIP tower's square
+MAX_IMAGE_SIZE = 2048
+
 
 @dataclass(frozen=True, slots=True)
 class VisionConfig:

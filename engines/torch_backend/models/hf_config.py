@@ -13,6 +13,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 from engines.packages.checkpoint_json import Fields, read_json, shown
 from engines.text.tokenizer import MAX_VOCAB_SIZE
 from engines.torch_backend.models.config import (
+    MAX_IMAGE_SIZE,
     BeyondOurProgram,
     RopeScaling,
     TextConfig,
@@ -23,7 +24,6 @@ from engines.torch_backend.models.config import (
 
 #: who wrote a `quantization_config`
 QUANT_METHOD = "vlm-fleet"
-MAX_IMAGE_SIZE = 2048
 _SCHEMES = ("int8", "int4")
 _DTYPES = {str(t).removeprefix("torch."): t for t in (torch.float32, torch.bfloat16, torch.float16)}
 _TEXT_KINDS = ("llama", "mistral", "qwen2")

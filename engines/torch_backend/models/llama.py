@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from engines.torch_backend.layers.activation import ACTIVATIONS
-from engines.torch_backend.layers.attention import PLAIN, Heads
 from engines.torch_backend.layers.linear import (
     Linear,
     LinearWeights,
@@ -31,9 +30,9 @@ from engines.torch_backend.layers.linear import (
 from engines.torch_backend.layers.norm import RMSNorm
 from engines.torch_backend.models.config import TextConfig, UnsupportedCheckpoint
 from engines.torch_backend.ops.decoder_chain.reference import Chain, LayerProducts
+from engines.torch_backend.ops.paged_attention.reference import PLAIN, Attend, Heads
 from engines.torch_backend.ops.products import Before
 from engines.torch_backend.ops.registry import Ops
-from engines.torch_backend.ops.step_attention.reference import Attend
 from engines.torch_backend.parallel.mesh import SINGLE, Mesh, Share, advise_size, share_heads
 
 

@@ -17,10 +17,8 @@ from torch import Tensor, nn
 
 from engines.core.request import ImageInput
 from engines.core.runner import Prompt
-from engines.core.sequence import ScheduledSequence
 from engines.packages.checkpoint_json import Fields, shown
 from engines.torch_backend.kv_cache import KVCachePool, KVShape
-from engines.torch_backend.layers.attention import AttentionPlan
 from engines.torch_backend.layers.quantization import Scheme
 from engines.torch_backend.layers.rotary import RotaryTable
 from engines.torch_backend.models.config import BeyondOurProgram, TextLimits, UnsupportedCheckpoint
@@ -29,6 +27,7 @@ from engines.torch_backend.multimodal.parts import in_parts
 from engines.torch_backend.multimodal.processor import MultimodalProcessor
 from engines.torch_backend.ops.registry import Ops
 from engines.torch_backend.parallel.mesh import DIMS, Mesh
+from engines.torch_backend.step import ImageSlots, StepInputs
 
 logger = logging.getLogger(__name__)
 
@@ -53,27 +52,6 @@ class ModelConfig(Protocol):
     def quantization(self) -> str | None:
         """Scheme in which the decoder's weights are stored."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class ImageSlots:
-    """A run of image slots among the tokens of a step, and the features that fill it."""
-
-    start: int
-    features: Tensor  #: (number of slots, C)
-
-
-@dataclass(frozen=True, slots=True)
-class FlatStep:
-    """The new tokens of a step, those of each sequence behind one another."""
-
-    items: list[ScheduledSequence]
-    token_ids: Tensor  #: (N,)
-    positions: Tensor  #: (N,), or (R, N)
-    images: list[ImageSlots]
-    plan: AttentionPlan
-    pools: Sequence[KVCachePool]  #: as of `kv_shapes`
-    rows: list[int]  #: the tokens behind which scores are wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +101,8 @@ class FamilyModel(nn.Module):
     def limit(self, max_model_len: int) -> None:
         """Compute sequences that are never longer from now on."""
 
-    def logits(self, step: FlatStep) -> Tensor:
-        """Scores of a step, where there is no decoder that the runner drives. Shapes: (rows, vocabulary)."""
+    def logits(self, inputs: StepInputs, pools: Sequence[KVCachePool]) -> Tensor:
+        """Scores of a step, of models without a `language_model`. Shapes: returns (sampled rows, vocabulary)."""
         raise NotImplementedError
 
     def plain_logits(self, token_ids: Tensor) -> Tensor:

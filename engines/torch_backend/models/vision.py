@@ -18,8 +18,7 @@ from engines.torch_backend.layers.activation import ACTIVATIONS
 from engines.torch_backend.layers.linear import Linear, LinearWeights, Precision
 from engines.torch_backend.layers.norm import LayerNorm
 from engines.torch_backend.models.config import UnsupportedCheckpoint, VisionConfig
-from engines.torch_backend.ops.image_attention import MixValues
-from engines.torch_backend.ops.image_attention.reference import mix_values
+from engines.torch_backend.ops.dense_attention.reference import DenseAttention, attend
 from engines.torch_backend.ops.products import Before
 from engines.torch_backend.ops.registry import Ops
 
@@ -60,22 +59,24 @@ class TowerBlock(nn.Module):
         self._in, self._out = Linear(self.attn, "in_proj"), Linear(self.attn, "out_proj")
         self._widen = Linear(self.mlp, "c_fc")
         self._narrow = Linear(self.mlp, "c_proj", before=Before(activation=act))
-        self._mix: MixValues = mix_values
+        self._attend: DenseAttention = attend
         self._dtype: torch.dtype | None = None
 
     def bind(self, ops: Ops, dtype: torch.dtype) -> None:
         """Compute with these operators from now on; attention is in this precision."""
         for linear in (self._in, self._out, self._widen, self._narrow):
             linear.bind(ops, dtype)
-        self._mix, self._dtype = ops["image_attention"], dtype
+        self._attend, self._dtype = ops["dense_attention"], dtype
 
     def project(self, x: Tensor) -> Tensor:
         """Norm; queries, keys and values. Shapes: (B, t, C); returns (B, t, 3 C)."""
         return self._in(self.ln_1(x)).to(self._dtype or x.dtype)
 
     def mix(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Attention of some queries to everything. Shapes: as of `mix_values`."""
-        return self._mix(queries, keys, values)
+        """Attention of some queries to everything. Shapes: (B, t, heads, D), two (B, T, heads, D); returns (B, t, C)."""
+        lengths = [(queries.shape[1], keys.shape[1])] * len(queries)
+        query, key, value = (x.flatten(0, 1) for x in (queries, keys, values))
+        return self._attend(query, key, value, lengths).unflatten(0, queries.shape[:2])
 
     def add_mixed(self, x: Tensor, mixed: Tensor) -> Tensor:
         """The stream with what attention gave. Shapes: (B, t, C), kept."""
@@ -87,9 +88,8 @@ class TowerBlock(nn.Module):
 
 
 def split_heads(projected: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys, values. Shapes: (B, T, 3 C); returns three (B, heads, T, C / heads)."""
-    by_head = projected.unflatten(-1, (3, num_heads, -1)).permute(2, 0, 3, 1, 4)
-    queries, keys, values = by_head.unbind(0)
+    """Queries, keys, values. Shapes: (B, T, 3 C); returns three (B, T, heads, C / heads)."""
+    queries, keys, values = projected.unflatten(-1, (3, num_heads, -1)).unbind(2)
     return queries, keys, values
 
 
@@ -178,7 +178,7 @@ class VisionTower(nn.Module):
             projected.append(block.project(piece))
         queries, keys, values = split_heads(joined(projected), self.num_heads)
         outputs = []
-        for piece, part in zip(pieces, queries.split(size, dim=2), strict=True):
+        for piece, part in zip(pieces, queries.split(size, dim=1), strict=True):
             yield
             outputs.append(block.add_mixed(piece, block.mix(part, keys, values)))
         return joined(outputs)

@@ -7,6 +7,7 @@ step are encoded together.
 
 import time
 from collections.abc import Generator, Set
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,10 +15,12 @@ from torch import Tensor
 from engines.core.request import ImageInput
 from engines.core.runner import SequenceFailure
 from engines.core.sequence import ScheduledSequence, Sequence
-from engines.torch_backend.layers.attention import Span
-from engines.torch_backend.models.registry import FamilyModel, ImageSlots
 from engines.torch_backend.multimodal.encoder_cache import EncoderCache, ImageKey
+from engines.torch_backend.step import ImageSlots, SequenceRows
 from shared.protocol import Priority
+
+if TYPE_CHECKING:
+    from engines.torch_backend.models.registry import FamilyModel
 
 NOT_FINITE = "The model's features of an image are not finite numbers."
 #: Tokens of a part: few enough for a part to be short beside a decode step, enough for products to be quick.
@@ -52,7 +55,7 @@ class ImageEncoder:
 
     def __init__(
         self,
-        model: FamilyModel,
+        model: "FamilyModel",
         cache: EncoderCache,
         max_batch: int,
         device: torch.device,
@@ -123,19 +126,21 @@ class ImageEncoder:
         )
         return vision_s, deferred if has_streams else still_missing, still_missing
 
-    def place(self, items: list[ScheduledSequence], spans: list[Span]) -> list[ImageSlots]:
-        """Where in the flat batch which features belong; a chunk may hold a part of an image."""
+    def place(
+        self, items: list[ScheduledSequence], sequences: list[SequenceRows]
+    ) -> list[ImageSlots]:
+        """The features of a step's image slots; a chunk may hold a part of an image."""
         slots = []
-        for item, span in zip(items, spans, strict=True):
+        for item, own in zip(items, sequences, strict=True):
             for image in item.images:
                 features = self.cache.pin(item.sequence.request_id, _key(item.sequence, image))
                 row = 0
                 for start, stop in image.slot_runs:
-                    first = max(image.offset + start, span.num_computed)
-                    last = min(image.offset + stop, span.num_context)
+                    first = max(image.offset + start, own.num_computed)
+                    last = min(image.offset + stop, own.num_context)
                     if first < last:
                         rows = row - image.offset - start  # from a slot's place to its row
-                        place = span.start + first - span.num_computed
+                        place = own.start + first - own.num_computed
                         slots.append(ImageSlots(place, features[first + rows : last + rows]))
                     row += stop - start
         return slots

@@ -13,8 +13,7 @@ from PIL import Image
 from engines.base import Decode
 from engines.image_decoder import decode_image
 from engines.packages.checkpoint_json import Fields, read_json, shown
-from engines.torch_backend.models.config import UnsupportedCheckpoint
-from engines.torch_backend.models.hf_config import MAX_IMAGE_SIZE
+from engines.torch_backend.models.config import MAX_IMAGE_SIZE, UnsupportedCheckpoint
 
 #: A longer resized image is never made whole: 16 MB in RGB, a side ratio of 37 at 336 pixels.
 MAX_RESIZED_PIXELS = 4 * 1024 * 1024

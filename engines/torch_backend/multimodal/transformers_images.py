@@ -26,7 +26,7 @@ from engines.core.request import Positions
 from engines.core.runner import NO_LIMITS, PixelLimits, Prompt
 from engines.image_decoder import decode_image
 from engines.text.prompt import Item
-from engines.torch_backend.models.generic.masks import INSTEAD, find_sight
+from engines.torch_backend.multimodal.image_masks import INSTEAD, bidirectional_layers
 
 logger = logging.getLogger(__name__)
 #: What a model reads of what its encoder made of an image, and the engine keeps.
@@ -135,8 +135,8 @@ class PositionHooks:
         return {p.name: p.default is p.empty for p in parameters if p.kind not in kinds}
 
     def lets_images_see_themselves(self) -> bool:
-        """In any layer. Raises: UnsupportedCheckpoint for a model whose tokens see more."""
-        return find_sight(self._model) != frozenset()
+        """In any layer. Raises: UnsupportedCheckpoint for any other mask."""
+        return bidirectional_layers(self._model) != frozenset()
 
 
 def _joined(images: Sequence[ProcessedImage], name: str) -> Tensor:

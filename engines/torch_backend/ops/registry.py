@@ -19,7 +19,6 @@ from torch import Tensor
 from engines.base import EngineStartError
 from engines.torch_backend import ops as package
 from engines.torch_backend.kv_cache import KVCachePool
-from engines.torch_backend.kv_int8 import Int8KVCachePool
 from engines.torch_backend.models.config import TextConfig
 from engines.torch_backend.ops.cpu_level import CpuLevel, choose_level
 
@@ -74,8 +73,9 @@ class Site:
     def pool(self, num_blocks: int = 8) -> KVCachePool:
         """A layer of written blocks."""
         text = replace(self.text, num_layers=1)
-        create_pool = Int8KVCachePool if self.kv_dtype == "int8" else KVCachePool
-        pool = create_pool(text, num_blocks, self.block_size, self.dtype, self.device)
+        pool = KVCachePool(
+            text, num_blocks, self.block_size, self.dtype, self.device, self.kv_dtype
+        )
         num_slots = num_blocks * self.block_size
         heads = (num_slots, text.num_kv_heads, text.head_dim)
         slots = torch.arange(num_slots, device=self.device)
@@ -196,8 +196,9 @@ def choose(site: Site, disabled: Collection[str] = (), ops: Iterable[Op] | None 
 
 
 def _names(op: Op, candidate: Candidate) -> set[str]:
-    """By which a candidate may be switched off."""
-    return {op.name, candidate.name, f"{op.name}.{candidate.name}"}
+    """By which a candidate may be switched off: `triton` is also the kind of `triton_varlen`."""
+    kind = candidate.name.partition("_")[0]
+    return {op.name, kind, candidate.name, f"{op.name}.{candidate.name}"}
 
 
 def check_disabled(names: Collection[str]) -> None:

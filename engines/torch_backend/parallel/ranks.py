@@ -25,7 +25,7 @@ from engines.torch_backend.settings import TorchSettings
 EXIT_BROKEN = 71
 #: How long the worker has to give back its requests after a rank is gone, before it ends anyhow.
 GRACE_S = 5.0
-_CHILD = "engines.torch_backend.parallel.rank"
+_CHILD = "engines.torch_backend.loading.rank"
 _START_TIMEOUT_S = 300.0  #: to import torch on a busy machine
 #: What a rank reads of this process's environment: where compilers, devices and caches are.
 _VARIABLES = ("PATH", "HOME", "TMPDIR", "LANG", "CC", "CXX", "LD_LIBRARY_PATH", "XDG_CACHE_HOME")

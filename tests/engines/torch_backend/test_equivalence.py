@@ -26,13 +26,11 @@ from engines.core.request import EngineRequest
 from engines.core.runner import TokenChoice
 from engines.core.sequence import Sequence
 from engines.torch_backend import runner
-from engines.torch_backend.layers.attention import paged_attention_by_sequence
 from engines.torch_backend.layers.quantization import SCHEMES
 from engines.torch_backend.models.config import RopeScaling
 from engines.torch_backend.models.llava import VLMConfig
 from engines.torch_backend.ops.cpu_level import CpuLevel
 from engines.torch_backend.ops.registry import CpuKernels, Ops
-from engines.torch_backend.ops.step_attention import reference as step_attention
 from engines.torch_backend.sampling.sampler import sample
 from tests.cpu_levels import RUNNABLE, ops_of
 from tests.engines.torch_backend.ways import Tokens, Way, run_batched, ways_of
@@ -117,7 +115,7 @@ class Case:
 CASES = [
     *(Case(model=name) for name in MODELS if name != "wide"),
     *(Case(sampling=name) for name in SAMPLINGS if name != "greedy"),
-    *(Case(attention=name, sampling=s) for name in ("math", "plain") for s in ("greedy", "seeded")),
+    *(Case(attention="math", sampling=s) for s in ("greedy", "seeded")),
     *(Case("wide", s, weights=name) for name in SCHEMES for s in ("greedy", "seeded")),
     *(
         case
@@ -146,12 +144,9 @@ TORCH_KERNELS = CpuLevel("torch", max_torch_int8_tokens=3, max_torch_int4_tokens
 
 @contextmanager
 def attention_form(name: str) -> Iterator[None]:
-    """Compute attention by torch's fused kernel, by its plain one, or by the definition."""
-    with pytest.MonkeyPatch.context() as patch:
-        if name == "plain":
-            patch.setattr(step_attention, "paged_attention", paged_attention_by_sequence)
-        with sdpa_kernel(SDPBackend.MATH if name == "math" else SDPBackend.FLASH_ATTENTION):
-            yield
+    """Compute attention by torch's fused kernel or by its plain one."""
+    with sdpa_kernel(SDPBackend.MATH if name == "math" else SDPBackend.FLASH_ATTENTION):
+        yield
 
 
 def native_ops(mode: CpuKernels, level: str = "") -> Ops | None:

@@ -11,15 +11,9 @@ from engines.core.request import EngineRequest
 from engines.core.runner import TokenChoice
 from engines.core.sequence import Sequence
 from engines.torch_backend import runner
-from engines.torch_backend.kv_cache import bytes_per_block, plan_kv_cache
-from engines.torch_backend.kv_int8 import Int8KVCachePool, quantize
-from engines.torch_backend.layers.attention import (
-    paged_attention,
-    paged_attention_by_sequence,
-    plan_attention,
-)
+from engines.torch_backend.kv_cache import KVCachePool, bytes_per_block, plan_kv_cache, quantize
 from engines.torch_backend.settings import TorchSettings
-from tests.engines.torch_backend.layers.test_attention import BLOCK_SIZE, CPU, make_spans
+from tests.engines.torch_backend.paged import CPU, make_pool
 from tests.engines.torch_backend.ways import WAYS, Tokens, Way, run_alone, run_batched
 from tests.factories_torch import (
     ModelPair,
@@ -55,13 +49,9 @@ def requests(**sampling: Any) -> list[EngineRequest]:
     ]
 
 
-def make_pool(num_blocks: int = 64, dtype: torch.dtype = torch.float32) -> Int8KVCachePool:
-    return Int8KVCachePool(TEXT, num_blocks, BLOCK_SIZE, dtype, CPU)
-
-
 def test_it_takes_about_half_of_bfloat16_and_counts_its_scales():
     wide = make_text_config(head_dim=128)
-    pool = Int8KVCachePool(wide, 10, 16, torch.bfloat16, CPU)
+    pool = KVCachePool(wide, 10, 16, torch.bfloat16, CPU, "int8")
     assert pool.num_bytes == 10 * bytes_per_block(wide, 16, torch.int8)
     assert pool.num_bytes < 0.52 * 10 * bytes_per_block(wide, 16, torch.bfloat16)
 
@@ -95,34 +85,11 @@ def test_zeros_stay_zeros():
 
 
 def test_what_is_read_is_what_writing_said():
-    pool = make_pool()
+    pool = make_pool(kv_dtype="int8")
     key, value = torch.randn(2, 8, 2, 8).unbind()
     stored = pool.write(1, torch.arange(8), key, value)
-    assert_close(pool.read(1, torch.tensor([0, 1])), stored, rtol=0, atol=0)
+    assert_close([x[0] for x in pool.read(1, torch.arange(8)[None])], list(stored), rtol=0, atol=0)
     assert_close(stored, (key, value), rtol=0.02, atol=0.02)
-
-
-def test_cleared_blocks_are_zero_whatever_their_scales_were():
-    pool = make_pool(4)
-    pool.scales(0).fill_(torch.nan)
-    pool.clear(torch.tensor([2]))
-    assert [x.abs().sum().item() for x in pool.read(0, torch.tensor([2]))] == [0, 0]
-
-
-@pytest.mark.parametrize("shares", [[(1, 3), (1, 30)], [(9, 0)], [(1, 9), (7, 0), (6, 5)]], ids=str)
-@torch.inference_mode()
-def test_fast_and_plain_attention_agree(shares: list[tuple[int, int]]):
-    plan = plan_attention(make_spans(shares), BLOCK_SIZE, torch.float32, CPU)
-    num_tokens = sum(num_new for num_new, _ in shares)
-    query, key, value = (torch.randn(num_tokens, heads, 8) for heads in (4, 2, 2))
-    found = []
-    for attend in (paged_attention, paged_attention_by_sequence):
-        pool = make_pool()
-        torch.manual_seed(0)
-        for layer in range(TEXT.num_layers):
-            pool.write(layer, torch.arange(256), torch.randn(256, 2, 8), torch.randn(256, 2, 8))
-        found.append(attend(pool, plan, 1, query, key, value))
-    assert_close(*found)
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 7}], ids=["greedy", "seed"])

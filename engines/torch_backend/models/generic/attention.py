@@ -1,8 +1,8 @@
-"""Transformers' attention layers over pages: what each asks for, found by calling it, and how it is computed.
+"""Transformers' attention layers over the paged KV cache.
 
-A model whose text configuration names `NAME` as its attention hands queries, keys and values of a flat batch to `attend`,
-which gives them to what stands in the module's `pages`: a `Probe` while the model is loaded, a `PagedLayer` afterwards.
-No masks are made for that name: what a token sees is the engine's to know.
+A model whose text configuration names `NAME` as its attention passes queries, keys and values of a flat batch to `attend`,
+which passes them to the module's `pages`: a `Probe` while the model is loaded, a `PagedLayer` afterwards. Transformers
+makes no masks for that name.
 
 Shape letters: N new tokens, H query heads, K key/value heads, D key width, E value width.
 """
@@ -15,17 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers import PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_masks_for_generate
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from engines.torch_backend.kv_cache import KVCachePool
-from engines.torch_backend.layers.attention import PLAIN, AttentionPlan, Heads, paged_attention
 from engines.torch_backend.layers.norm import RMSNorm
 from engines.torch_backend.layers.rotary import rotate
-from engines.torch_backend.layers.visible_attention import Scores, Visible, visible_attention
-from engines.torch_backend.models.config import TextConfig, UnsupportedCheckpoint
+from engines.torch_backend.models.config import UnsupportedCheckpoint
+from engines.torch_backend.ops.paged_attention.reference import Attend, CreateAttention, Heads
 from engines.torch_backend.ops.registry import Ops
-from engines.torch_backend.ops.step_attention.reference import Attend
+from engines.torch_backend.step import StepInputs
 
 NAME = "vlm_fleet_pages"
 #: What layers pass beside queries, keys and values, and the engine knows or may leave aside.
@@ -39,6 +39,8 @@ _LAYER_TYPES = frozenset({
     None, "full_attention", "attention", "sliding_attention", "chunked_attention", "linear_attention", "mamba",
     "conv", "hybrid", "moe", "mlp",
 })  # fmt: skip
+#: Of configurations: behind so many tokens masks differ.
+_SIZES = ("sliding_window", "attention_chunk_size")
 #: Of queries and of keys, head by head.
 HeadNorms = tuple[RMSNorm | None, RMSNorm | None]
 NO_NORMS: HeadNorms = (None, None)
@@ -59,23 +61,25 @@ class LayerSpec:
     has_sinks: bool = False
     shares: int | None = None  #: the layer whose keys and values it reads, by its number
     kind: str | None = None  #: its type in the configuration
-    sees_images: bool = False  #: whether slots of an image see each other
+    is_bidirectional: bool = False  #: whether slots of an image attend to each other
 
     @property
     def pool_shape(self) -> tuple[int, int]:
         """Heads and width of what is kept; the narrower of keys and values is padded."""
         return self.num_kv_heads, max(self.key_dim, self.value_dim)
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether tokens see all before them, or a window, by plain scores: what kernels compute."""
-        return (self.chunk, self.softcap, self.has_sinks) == (None, None, False)
-
-    def form(self, norms: HeadNorms = NO_NORMS) -> Heads:
-        """As kernels are told of it, and of what heads are normalised by."""
-        if norms == NO_NORMS and self.window is None:
-            return PLAIN
-        return Heads(*norms, window=self.window)
+    def form(self, norms: HeadNorms = NO_NORMS, rotates: bool = True) -> Heads:
+        """As operators are told of it, and of the norms of its heads."""
+        is_usual = abs(self.scale * self.key_dim**0.5 - 1) < 1e-9 and self.key_dim >= self.value_dim
+        return Heads(
+            *norms,
+            window=self.window,
+            rotates=rotates,
+            scale=None if is_usual else self.scale,
+            chunk=self.chunk,
+            softcap=self.softcap,
+            is_bidirectional=self.is_bidirectional,
+        )
 
     def within(self, max_model_len: int) -> "LayerSpec":
         """As it is for sequences that are never longer: what they cannot leave is no limit."""
@@ -168,14 +172,43 @@ def layer_type(module: nn.Module) -> str | None:
     return types[module.layer_idx] if types else None  # pyright: ignore
 
 
-@dataclass(frozen=True, slots=True)
-class Whole:
-    """New tokens of an image that see their run of slots to its end: tokens of the step, and a place in the sequence."""
+def check_masks(model: PreTrainedModel, layers: list[LayerSpec]) -> None:
+    """Compare transformers' masks with what the layers asked for, behind every window and chunk.
 
-    start: int
-    stop: int
-    last: int
-    sees_all_before: bool = False  #: beyond windows
+    Raises: UnsupportedCheckpoint for a mask that no layer asked for.
+    """
+    text: Any = model.config.get_text_config(decoder=True)
+    sizes = {getattr(text, name, None) for name in _SIZES} - {None}
+    for size in sorted(size for size in sizes if type(size) is int and size <= 2**13):
+        masks = _their_masks(text, size + 3)
+        for number, spec in enumerate(layers):
+            theirs = masks.get(spec.kind) if isinstance(masks, dict) else masks
+            if theirs is not None and not torch.equal(theirs[0, 0].bool(), _ours(spec, size + 3)):
+                raise UnsupportedCheckpoint(
+                    f"{type(model).__name__} cannot be run over pages: attention layer {number} has a "
+                    "mask that it does not tell of"
+                )
+
+
+def _their_masks(text: Any, length: int) -> Any:
+    """Of one sequence of that length, for transformers' plain attention."""
+    text._attn_implementation_internal = "sdpa"
+    try:
+        embeddings, positions = torch.zeros(1, length, 1), torch.arange(length)[None]
+        return create_masks_for_generate(text, embeddings, None, None, positions)
+    finally:
+        text._attn_implementation_internal = NAME
+
+
+def _ours(spec: LayerSpec, length: int) -> Tensor:
+    key = torch.arange(length)
+    query = key[:, None]
+    seen = key <= query
+    if spec.window is not None:
+        seen = seen & (key > query - spec.window)
+    if spec.chunk is not None:
+        seen = seen & (key // spec.chunk == query // spec.chunk)
+    return seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,116 +244,34 @@ def split_rotated(
 
 
 class PagedStep:
-    """What all layers of a step share."""
+    """The present step of a model: its inputs, and the attention of its layers."""
 
-    def __init__(
-        self,
-        plan: AttentionPlan,
-        pools: Sequence[KVCachePool],
-        ops: Ops,
-        wholes: Sequence["Whole"] = (),
-        has_images: bool = False,
-    ) -> None:
-        """`wholes` are of images whose slots see each other."""
-        self.plan = plan
-        self.pools = pools
-        self.wholes = wholes
-        self.has_images = has_images
-        self._ops = ops
-        device = plan.slots.device
-        places = [torch.arange(s.num_computed, s.num_context) for s in plan.spans]
-        self.places = torch.cat(places).to(device)  #: of each new token in its sequence
-        self._visible: dict[tuple[int | None, int | None, bool], Visible] = {}
+    inputs: StepInputs
+
+    def begin(self, inputs: StepInputs, pools: Sequence[KVCachePool], ops: Ops) -> None:
+        self.inputs, self.pools = inputs, pools
+        self._create: CreateAttention = ops["paged_attention"]
         #: with the rotation, so that no other comes to have its id
-        self._kernels: dict[Any, tuple[Attend, Rotation | None]] = {}
+        self._attends: dict[Any, tuple[Attend, Rotation | None]] = {}
 
-    def visible(self, spec: LayerSpec) -> Visible:
-        """What tokens see in such a layer."""
-        key = (spec.window, spec.chunk, spec.sees_images)
-        if key not in self._visible:
-            first = torch.zeros_like(self.places)
-            if spec.window is not None:
-                first = (self.places - spec.window + 1).clamp(min=0)
-            if spec.chunk is not None:
-                first = torch.maximum(first, self.places - self.places % spec.chunk)
-            last = self.places
-            if spec.sees_images and self.wholes:
-                first, last = first.clone(), last.clone()
-                for whole in self.wholes:
-                    last[whole.start : whole.stop] = whole.last
-                    if whole.sees_all_before:
-                        first[whole.start : whole.stop] = 0
-            self._visible[key] = Visible(self.plan, self.pools[0].block_size, first, last)
-        return self._visible[key]
-
-    @property
-    def has_kernel(self) -> bool:
-        """Whether there is one of our operator."""
-        return self._ops.uses("step_attention")
-
-    def attend_plainly(
-        self,
-        pool: KVCachePool,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        form: Heads = PLAIN,
-    ) -> Tensor:
-        """By our operator, where there is a kernel. Shapes: (N, H, D), two (N, K, D); returns (N, H, D)."""
-        if not self.has_kernel:
-            return paged_attention(pool, self.plan, layer, query, key, value).view_as(query)
-        joined = torch.cat([query, key, value], dim=1).flatten(1).float()
-        heads = (query.shape[1], key.shape[1])
-        out = self.attend_joined(pool, layer, joined, heads, None, query.dtype, form)
-        return out.to(query.dtype).view_as(query)
-
-    def attend_joined(
-        self,
-        pool: KVCachePool,
-        layer: int,
-        qkv: Tensor,
-        heads: tuple[int, int],
-        rotation: "Rotation | None",
-        dtype: torch.dtype,
-        form: Heads = PLAIN,
-    ) -> Tensor:
-        """By our operator, in an engine of that type. Shapes: (N, (H + 2 K) D); returns (N, H D)."""
-        width = qkv.shape[1] // (heads[0] + 2 * heads[1])
-        return self.kernel(pool, heads, width, rotation, dtype)(layer, qkv, form)
-
-    def kernel(
-        self,
-        pool: KVCachePool,
-        heads: tuple[int, int],
-        width: int,
-        rotation: "Rotation | None",
-        dtype: torch.dtype,
+    def attend(
+        self, pool: int, num_heads: int, rotation: "Rotation | None", dtype: torch.dtype
     ) -> Attend:
-        """Our operator for layers of such heads that are turned so."""
-        key = (*heads, width, rotation and id(rotation.cos))
-        if key not in self._kernels:
-            text = TextConfig(
-                vocab_size=1, hidden_size=heads[0] * width, intermediate_size=1, num_layers=1,
-                num_heads=heads[0], num_kv_heads=heads[1], head_dim=width, max_position_embeddings=1,
-            )  # fmt: skip
-            if rotation is None:
-                count, device = len(self.places), self.places.device
-                still = torch.ones(count, 1, width, dtype=dtype, device=device)
-                tables = still, torch.zeros_like(still)
-            else:
-                tables = rotation.tables(dtype)
-            create = self._ops["step_attention"]
-            self._kernels[key] = create(text, pool, self.plan, tables), rotation
-        return self._kernels[key][0]
+        """That of layers with such heads, rotated so in that precision."""
+        key = (pool, num_heads, rotation and id(rotation.cos))
+        if key not in self._attends:
+            tables = rotation and rotation.tables(dtype)
+            made = self._create(num_heads, self.pools[pool], self.inputs, tables)
+            self._attends[key] = made, rotation
+        return self._attends[key][0]
 
 
 class PagedLayer:
     """One layer over its part of a pool."""
 
-    def __init__(self, spec: LayerSpec, pool: int, place: int) -> None:
+    def __init__(self, spec: LayerSpec, step: PagedStep, pool: int, place: int) -> None:
         self.spec = spec
-        self.step: PagedStep | None = None  #: the present one
+        self.step = step
         self._pool = pool
         self._place = place
 
@@ -333,28 +284,14 @@ class PagedLayer:
         mask: Tensor | None,
         options: dict[str, Any],
     ) -> Tensor:
-        """Shapes: as `attend`. A layer that shares another's keys and values keeps the same ones once more."""
-        spec, step = self.spec, self.step
-        assert step is not None
-        pool = step.pools[self._pool]
-        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-        if self._is_plain:
-            width = pool.head_dim
-            scale = spec.scale * width**0.5  # kernels scale by the width that they see
-            query = query if abs(scale - 1) < 1e-9 else query * scale
-            query, key, value = (_widened(x, width) for x in (query, key, value))
-            out = step.attend_plainly(pool, self._place, query, key, value, spec.form())
-            return out[None, ..., : spec.value_dim]
-        scores = Scores(spec.scale, spec.softcap, options.get("s_aux"))
-        seen = step.visible(spec)
-        return visible_attention(pool, self._place, seen, query, key, value, scores)[None]
-
-    @property
-    def _is_plain(self) -> bool:
-        assert self.step is not None
-        is_seen = self.spec.window is None or self.step.has_kernel
-        is_whole = self.spec.sees_images and self.step.wholes
-        return self.spec.is_plain and is_seen and not is_whole
+        """Shapes: as `attend`. A layer that shares another's keys and values writes the same ones once more."""
+        width, num_heads = self.step.pools[self._pool].head_dim, query.shape[1]
+        parts = [_widened(x[0].transpose(0, 1), width) for x in (query, key, value)]
+        qkv = torch.cat(parts, dim=1).flatten(1)
+        attend = self.step.attend(self._pool, num_heads, None, query.dtype)
+        form = replace(self.spec.form(), rotates=False, sinks=options.get("s_aux"))
+        out = attend(self._place, qkv, form).view(1, len(qkv), num_heads, width)
+        return out[..., : self.spec.value_dim]
 
     def attend(
         self,
@@ -371,43 +308,24 @@ class PagedLayer:
 
         Shapes: (N, (H + 2 K) D); returns (N, H D).
         """
-        spec, step = self.spec, self.step
-        assert step is not None
-        pool = step.pools[self._pool]
-        if not self._is_direct(rotation):
-            parts = split_rotated(qkv.to(dtype), heads, rotation)
-            query, key, value = (x.transpose(0, 1)[None] for x in parts)
-            return self(module, query, key, value, None, {})[0].flatten(1).to(qkv.dtype)
-        if self._is_scaled:
-            qkv[:, : heads[0] * spec.key_dim] *= spec.scale * spec.key_dim**0.5
-        form = spec.form(norms)
-        return step.attend_joined(pool, self._place, qkv, heads, rotation, dtype, form)
+        if self.takes_norms(rotation):
+            attend = self.step.attend(self._pool, heads[0], rotation, dtype)
+            return attend(self._place, qkv, self.spec.form(norms, rotation is not None))
+        parts = split_rotated(qkv.to(dtype), heads, rotation)
+        query, key, value = (x.transpose(0, 1)[None] for x in parts)
+        return self(module, query, key, value, None, {})[0].flatten(1).to(qkv.dtype)
 
     def takes_norms(self, rotation: Rotation | None) -> bool:
-        """Whether the operator normalises heads itself."""
-        assert self.step is not None
-        return self.step.has_kernel and not self._is_scaled and self._is_direct(rotation)
-
-    @property
-    def _is_scaled(self) -> bool:
-        """Whether scores are scaled by something else than kernels do."""
-        return abs(self.spec.scale * self.spec.key_dim**0.5 - 1) >= 1e-9
-
-    def _is_direct(self, rotation: Rotation | None) -> bool:
-        """Whether the operator takes the joined product as it is, scaled."""
-        assert self.step is not None
+        """Whether the operator takes the joined product as it is, and normalises heads itself."""
         spec, width = self.spec, self.step.pools[self._pool].head_dim
         is_whole = rotation is None or rotation.width == spec.key_dim
-        return self._is_plain and is_whole and width == spec.key_dim == spec.value_dim
+        return is_whole and width == spec.key_dim == spec.value_dim
 
     def kernel(self, place: int, rotation: Rotation | None, dtype: torch.dtype) -> Attend | None:
-        """The operator, if it computes all of this layer's attention in this step and knows it by that place."""
-        spec, step = self.spec, self.step
-        assert step is not None
-        if self._place != place or self._is_scaled or not self._is_direct(rotation):
+        """The operator, if it computes all of this layer's attention and knows it by that place."""
+        if self._place != place or not self.takes_norms(rotation):
             return None
-        heads, pool = (spec.num_heads, spec.num_kv_heads), step.pools[self._pool]
-        return step.kernel(pool, heads, spec.key_dim, rotation, dtype)
+        return self.step.attend(self._pool, self.spec.num_heads, rotation, dtype)
 
 
 def counts_by_cache(module: nn.Module) -> bool:
@@ -418,7 +336,7 @@ def counts_by_cache(module: nn.Module) -> bool:
 
 
 class Counted:
-    """Stands for the forward pass of a layer that counts by its cache: each token has as many before it as its place says."""
+    """Forward pass of a layer that counts by its cache, with a cache whose length is each token's index."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -428,8 +346,8 @@ class Counted:
     def __call__(self, *args: Any, **options: Any) -> Any:
         step = getattr(self._module.pages, "step", None)
         if step is not None and self._module.config._attn_implementation == NAME:
-            places = step.places
-            self._shift = places - torch.arange(len(places), device=places.device)
+            indices = step.inputs.indices
+            self._shift = indices - torch.arange(len(indices), device=indices.device)
             options["past_key_values"] = self
         return self._forward(*args, **options)
 

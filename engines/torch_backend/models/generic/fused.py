@@ -22,7 +22,6 @@ from engines.torch_backend.models.generic.attention import (
     NO_NORMS,
     HeadNorms,
     LayerSpec,
-    PagedStep,
     Rotation,
     counts_by_cache,
     split_rotated,
@@ -464,9 +463,9 @@ class Run:
 
     def _compute(self, x: Tensor, options: dict[str, Any]) -> Tensor | None:
         pages = [layer.attention.pages for layer in self._layers]
-        step: PagedStep = pages[0].step
+        inputs = pages[0].step.inputs
         is_adapted = any(each.is_adapted for layer in self._layers for each in layer.linears)
-        if step.has_images or step.wholes or is_adapted:
+        if inputs.images or inputs.bidirectional or is_adapted:
             return None
         specs = [each.spec for each in pages]
         if specs != self._specs:

@@ -7,7 +7,7 @@ import inspect
 import logging
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -18,9 +18,8 @@ from transformers import PreTrainedModel
 
 from engines.core.request import ImageInput
 from engines.core.runner import Prompt
-from engines.core.sequence import ScheduledSequence
 from engines.silent_transformers import silent_transformers
-from engines.torch_backend.layers.attention import AttentionPlan
+from engines.torch_backend.kv_cache import KVCachePool
 from engines.torch_backend.layers.quantization import Scheme
 from engines.torch_backend.models.config import BeyondOurProgram, UnsupportedCheckpoint
 from engines.torch_backend.models.generic.attention import (
@@ -30,7 +29,7 @@ from engines.torch_backend.models.generic.attention import (
     PagedLayer,
     PagedStep,
     Probe,
-    Whole,
+    check_masks,
     counts_by_cache,
 )
 from engines.torch_backend.models.generic.config import GenericConfig
@@ -46,7 +45,6 @@ from engines.torch_backend.models.generic.linears import (
     stored_places,
     use_operators,
 )
-from engines.torch_backend.models.generic.masks import binds_prompts, check_masks, find_sight
 from engines.torch_backend.models.generic.rope import freeze_rope
 from engines.torch_backend.models.generic.self_check import (
     difference_with_image,
@@ -57,17 +55,13 @@ from engines.torch_backend.models.generic.states import Mixer, SequenceStates, i
 from engines.torch_backend.models.generic.tested import TESTED
 from engines.torch_backend.models.generic.token_types import control_ids, token_types, type_names
 from engines.torch_backend.models.lowered.model import lower
-from engines.torch_backend.models.registry import (
-    FamilyModel,
-    FlatStep,
-    ImageSlots,
-    ModelFamily,
-    check_names,
-)
+from engines.torch_backend.models.registry import FamilyModel, ModelFamily, check_names
+from engines.torch_backend.multimodal.image_masks import bidirectional_layers, binds_prompts
 from engines.torch_backend.multimodal.transformers_images import PositionHooks, ProcessedImage
 from engines.torch_backend.ops.registry import Ops
 from engines.torch_backend.parallel.mesh import SINGLE, Mesh
 from engines.torch_backend.parallel.tp_plan import forget_wholes, share_model
+from engines.torch_backend.step import ImageSlots, StepInputs
 
 logger = logging.getLogger(__name__)
 _PROBE_TOKENS = (1, 2)
@@ -102,7 +96,7 @@ class GenericModel(FamilyModel):
         self.config = config
         self.language_model = None
         self.specs: dict[nn.Module, LayerSpec] = {}  #: of layers of attention, in their order
-        self._layers: list[PagedLayer] = []
+        self._step = PagedStep()
         self._ops: Ops | None = None
         self._arguments: frozenset[str] = frozenset()
         self._types: list[str] = []  #: of the arguments, those that are types of tokens
@@ -197,9 +191,9 @@ class GenericModel(FamilyModel):
         self._calls_head = type(head) is nn.Linear and self._watched.call(head) is not None
         if self.config.takes_images:
             self.binds_prompts = binds_prompts(self.inner)
-            sight = find_sight(self.inner)
+            kinds = bidirectional_layers(self.inner)
             self.specs = {
-                module: replace(spec, sees_images=sight is None or spec.kind in sight)
+                module: replace(spec, is_bidirectional=kinds is None or spec.kind in kinds)
                 for module, spec in self.specs.items()
             }
 
@@ -306,7 +300,6 @@ class GenericModel(FamilyModel):
         shapes = [(shape.num_kv_heads, shape.head_dim) for shape in self.kv_shapes]
         num_taken = [0] * len(shapes)
         places: list[tuple[int, int]] = []
-        self._layers = []
         for module, spec in self.specs.items():
             if spec.shares is not None:
                 places.append(places[spec.shares])
@@ -314,9 +307,8 @@ class GenericModel(FamilyModel):
                 pool = shapes.index(spec.pool_shape)
                 places.append((pool, num_taken[pool]))
                 num_taken[pool] += 1
-            layer: Any = PagedLayer(spec.within(max_model_len), *places[-1])
+            layer: Any = PagedLayer(spec.within(max_model_len), self._step, *places[-1])
             module.pages = layer
-            self._layers.append(layer)
 
     def bind(self, ops: Ops, dtype: torch.dtype) -> None:
         """Compute with these operators from now on."""
@@ -367,34 +359,22 @@ class GenericModel(FamilyModel):
         name = next(name for name, module in self.inner.named_modules() if module is first)
         return re.split(r"\.\d+\.", name)[0]
 
-    def logits(self, step: FlatStep) -> Tensor:
+    def logits(self, inputs: StepInputs, pools: Sequence[KVCachePool]) -> Tensor:
         """Scores of the next token behind some of the new ones. Shapes: returns (rows, V)."""
         assert self._ops is not None
-        self._is_rounded |= step.pools[0].scales(0) is not None
-        wholes = _whole_prompts(step) if self.binds_prompts else _wholes(step)
-        paged = PagedStep(step.plan, step.pools, self._ops, wholes, bool(step.images))
-        for layer in self._layers:
-            layer.step = paged
-        ids, positions = step.token_ids[None], step.positions.unsqueeze(-2)
-        inputs = self.inputs(ids, step.images, step.items)
-        if not self._mixers:
-            return self._call(ids, positions, step.rows, inputs)
-        self._states.begin(step.items)
-        with self._mixing(step.plan):
-            logits = self._call(ids, positions, step.rows, inputs)
-        self._states.end(step.items)
-        return logits
+        self._is_rounded |= pools[0].scales(0) is not None
+        self._step.begin(inputs, pools, self._ops)
+        ids, positions = inputs.token_ids[None], inputs.positions.unsqueeze(-2)
+        others = self.inputs(ids, inputs.images, self._in_prompt(inputs))
+        with self._states.step(inputs.sequences) if self._mixers else nullcontext():
+            return self._call(ids, positions, inputs.sampled_rows, others)
 
-    @contextmanager
-    def _mixing(self, plan: AttentionPlan) -> Iterator[None]:
-        """Mixers compute a step's sequences for a while."""
-        for mixer in self._mixers:
-            mixer.plan = plan
-        try:
-            yield
-        finally:
-            for mixer in self._mixers:
-                mixer.plan = None
+    def _in_prompt(self, inputs: StepInputs) -> Tensor | None:
+        """Which tokens were asked, not sampled; None where no type of tokens tells. Shapes: returns (N,)."""
+        if not self._types:
+            return None
+        counts = [torch.full((each.num_new,), each.num_prompt_tokens) for each in inputs.sequences]
+        return inputs.indices < torch.cat(counts).to(inputs.indices.device)
 
     @property
     def shares_prefixes(self) -> bool:
@@ -446,9 +426,9 @@ class GenericModel(FamilyModel):
         self,
         token_ids: Tensor,
         images: Sequence[ImageSlots],
-        items: Sequence[ScheduledSequence] = (),
+        in_prompt: Tensor | None = None,
     ) -> dict[str, Any]:
-        """What the model is given beside tokens and positions. Shapes: (1, N)."""
+        """What the model is given beside tokens and positions. Shapes: token_ids (1, N), in_prompt (N,)."""
         config: Any = self.inner.config
         slot_id = getattr(config, "image_token_id", None)
         if slot_id is None or not (images or self._types):
@@ -457,7 +437,7 @@ class GenericModel(FamilyModel):
         filled = torch.zeros_like(ids, dtype=torch.bool)
         for image in images:
             filled[image.start : image.start + len(image.features)] = True
-        asked = _in_prompt(items, ids.device) if items else torch.ones_like(filled)
+        asked = torch.ones_like(filled) if in_prompt is None else in_prompt
         inputs: dict[str, Any] = dict(
             token_types(self._types, config, token_ids, filled[None], asked[None])
         )
@@ -613,35 +593,6 @@ def embeddings_of(model: PreTrainedModel, **inputs: Any) -> Tensor:
         for hook in hooks:
             hook.remove()
     raise UnsupportedCheckpoint(f"{type(model).__name__} has no decoder behind its embeddings")
-
-
-def _in_prompt(items: Sequence[ScheduledSequence], device: torch.device) -> Tensor:
-    """Which tokens of a step were asked, not sampled. Shapes: returns (N,)."""
-    asked = [torch.arange(item.start, item.end) < item.sequence.num_prompt_tokens for item in items]
-    return torch.cat(asked).to(device)
-
-
-def _wholes(step: FlatStep) -> list[Whole]:
-    """Runs of slots that see each other, as far as they are of this step."""
-    wholes = []
-    for item, span in zip(step.items, step.plan.spans, strict=True):
-        for image in item.images if item.num_new_tokens > 1 else ():
-            for start, stop in image.slot_runs if image.is_whole else ():
-                first, end = image.offset + start, image.offset + stop
-                begin = max(first, item.start)
-                if begin < end <= item.end:
-                    place = span.start - item.start
-                    wholes.append(Whole(place + begin, place + end, end - 1))
-    return wholes
-
-
-def _whole_prompts(step: FlatStep) -> list[Whole]:
-    """All prompts of a step."""
-    wholes = []
-    for item, span in zip(step.items, step.plan.spans, strict=True):
-        if (asked := item.sequence.num_prompt_tokens) > item.start:
-            wholes.append(Whole(span.start, span.start + asked - item.start, asked - 1, True))
-    return wholes
 
 
 def _placed(given: Any, device: torch.device, dtype: torch.dtype) -> Any:

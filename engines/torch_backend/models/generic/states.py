@@ -7,7 +7,8 @@ Shape letters: N new tokens, D sequences with one of them, C width.
 """
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,10 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from engines.core.runner import SequenceFailure
-from engines.core.sequence import ScheduledSequence, Sequence
-from engines.torch_backend.layers.attention import AttentionPlan
+from engines.torch_backend.step import SequenceRows
 
-_LOST = "What the model knew of this request is lost."
+_LOST = "The recurrent state of this request is missing; retry the request."
 
 
 class LayerState:
@@ -103,41 +103,43 @@ _States = dict["Mixer", LayerState]
 
 
 class SequenceStates:
-    """What all mixers know of all sequences, before the last step of each and after it."""
+    """The states of all mixers for all sequences, before the last step of each and after it."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, tuple[Sequence, dict[int, _States]]] = {}
-        self.before: list[_States] = []  #: of the present step, in the order of its items
+        self._kept: dict[str, dict[int, _States]] = {}  # by request and number of tokens
+        self.sequences: Sequence[SequenceRows] | None = None  #: of the present step
+        self.before: list[_States] = []  #: of the present step's sequences
         self.after: list[_States] = []
 
-    def begin(self, items: list[ScheduledSequence]) -> None:
-        """Find what each sequence of a step begins with. Raises: SequenceFailure."""
-        for request_id, (sequence, _) in list(self._kept.items()):
-            if not sequence.block_ids:  # preempted: it begins anew
-                del self._kept[request_id]
-        self.before, self.after = [], []
-        for item in items:
-            request_id = item.sequence.request_id
-            kept = self._kept.get(request_id, (None, {}))[1]
-            if item.start and item.start not in kept:
-                raise SequenceFailure(request_id, _LOST)
-            self.before.append(kept[item.start] if item.start else {})
-            self.after.append({})
+    @contextmanager
+    def step(self, sequences: Sequence[SequenceRows]) -> Iterator[None]:
+        """Have mixers compute a step: begin with the states of its sequences, and keep what they become.
 
-    def end(self, items: list[ScheduledSequence]) -> None:
-        """Keep what each sequence has come to."""
-        for item, before, after in zip(items, self.before, self.after, strict=True):
-            kept = {item.start: before, item.end: after}
-            self._kept[item.sequence.request_id] = (item.sequence, kept)
+        Raises: SequenceFailure.
+        """
+        self.before = []
+        for each in sequences:
+            kept = self._kept.get(each.request_id, {})
+            if each.num_computed and each.num_computed not in kept:
+                raise SequenceFailure(each.request_id, _LOST)
+            self.before.append(kept[each.num_computed] if each.num_computed else {})
+        self.after = [{} for _ in sequences]
+        self.sequences = sequences
+        try:
+            yield
+        finally:
+            self.sequences = None
+        for each, before, after in zip(sequences, self.before, self.after, strict=True):
+            self._kept[each.request_id] = {each.num_computed: before, each.num_context: after}
         self.before, self.after = [], []
 
     @property
     def num_bytes(self) -> int:
-        """Of what is kept of all sequences; what several share counts once."""
-        states = [kept for _, by_place in self._kept.values() for kept in by_place.values()]
+        """Of the states of all sequences; memory that several share counts once."""
         storages = {
             x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()
-            for kept in states
+            for by_count in self._kept.values()
+            for kept in by_count.values()
             for state in kept.values()
             for x in state.tensors()
         }
@@ -163,7 +165,6 @@ class Mixer:
         parameters = inspect.signature(module.forward).parameters
         self._name = "cache_params" if "cache_params" in parameters else "past_key_values"
         self._states = states
-        self.plan: AttentionPlan | None = None  #: of the present step; None: as transformers does
         self.num_bytes = 0  #: of one sequence's state, once it was measured
         self._seen: Tensor | None = None
 
@@ -177,23 +178,24 @@ class Mixer:
 
     def __call__(self, hidden_states: Tensor, *others: Any, **options: Any) -> Any:
         """Shapes: (1, N, C), kept."""
-        if self.plan is None:
+        sequences = self._states.sequences
+        if sequences is None:  # outside a step: as transformers does
             self._seen = hidden_states
             return self._forward(hidden_states, *others, **options)
         out = torch.empty_like(hidden_states)
         before, after = self._states.before, self._states.after
         together: list[int] = []
-        for number, span in enumerate(self.plan.spans):
+        for number, rows in enumerate(sequences):
             state = before[number].get(self)
-            if span.num_new == 1 and state is not None:
+            if rows.num_new == 1 and state is not None:
                 together.append(number)
                 continue
             state = LayerState() if state is None else state.copy()
-            run = slice(span.start, span.stop)
+            run = slice(rows.start, rows.stop)
             out[:, run] = self._forward(hidden_states[:, run], **{self._name: state})
             after[number][self] = state
         if together:
-            places = [self.plan.spans[number].start for number in together]
+            places = [sequences[number].start for number in together]
             joined = LayerState.join([before[number][self] for number in together])
             mixed = self._forward(hidden_states[0, places, None], **{self._name: joined})
             out[0, places] = mixed[:, 0]

@@ -31,8 +31,9 @@ from engines.torch_backend.models.lowered.reading import (
     stored_rows,
 )
 from engines.torch_backend.models.lowered.rotary import Rotary
-from engines.torch_backend.models.registry import FamilyModel, ImageSlots
+from engines.torch_backend.models.registry import FamilyModel
 from engines.torch_backend.ops.registry import Ops
+from engines.torch_backend.step import ImageSlots
 
 
 def lower(front: Any, dtype: torch.dtype) -> "LoweredModel":

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from engines.torch_backend.kv_cache import KVCachePool
-from engines.torch_backend.layers.attention import Span, plan_attention
 from engines.torch_backend.layers.linear import Stream
 from engines.torch_backend.models.config import BeyondOurProgram
 from engines.torch_backend.models.generic.fused import Call, Watched, first_of
 from engines.torch_backend.models.llama import Llama
 from engines.torch_backend.models.lowered.rotary import Rotary
-from engines.torch_backend.ops.step_attention.reference import create_attention
+from engines.torch_backend.ops.paged_attention.reference import create_attention
+from engines.torch_backend.step import SequenceRows, StepInputs
 
 #: Of what a layer adds to the stream, as a share of its standard deviation, in float32.
 _LARGEST_DIFFERENCE = 1e-3
@@ -143,26 +143,25 @@ def compare(seen: Observed, decoder: Llama, rotary: Rotary, stack: Any) -> None:
     text, device = decoder.text, seen.positions.device
     num_tokens = seen.positions.shape[1]
     num_blocks = -(-num_tokens // _BLOCK_SIZE)
-    plan = plan_attention(
-        [Span(0, num_tokens, 0, list(range(num_blocks)))], _BLOCK_SIZE, torch.float32, device
-    )
+    rows = SequenceRows(0, num_tokens, 0, list(range(num_blocks)))
+    inputs = StepInputs.create([rows], _BLOCK_SIZE, device)
     pool = KVCachePool(text, num_blocks, _BLOCK_SIZE, torch.float32, device)
     loaded = stack.embed_tokens.weight.dtype  # theirs rounds angles to it
     positions = seen.positions[0] if len(seen.positions) == 1 else seen.positions
     table = rotary.table(int(positions.max()) + 1, loaded, device)
     rotation = tuple(x.float() for x in table.at_all(positions))
-    attend = create_attention(text, pool, plan, (rotation[0], rotation[1]))
+    attend = create_attention(text.num_heads, pool, inputs, (rotation[0], rotation[1]))
     pairs: list[tuple[Any, Any, Any]] = list(
         zip(stack.layers, decoder.model.layers, seen.calls, strict=True)
     )
     is_large = sum(x.numel() for x in stack.parameters()) > LARGE
-    turns: dict[str, tuple[bool, int]] = {}  # by kind of layer
+    rotations: dict[str, tuple[bool, int]] = {}  # by kind of layer
     ways = [*((True, rope) for rope in range(rotary.num_tables)), (False, 0)]
     for number, (theirs, ours, call) in enumerate(pairs):
         angles = id(call.kwargs.get("position_embeddings"))
         kind = f"{_kind_of(theirs)} {ours.self_attn.heads.window} {angles}"
-        if is_large and kind in turns and number < len(pairs) - 1:
-            _set_turns(ours, *turns[kind])
+        if is_large and kind in rotations and number < len(pairs) - 1:
+            _set_rotation(ours, *rotations[kind])
             continue
         same = theirs if loaded == torch.float32 else deepcopy(theirs).float()
         args, kwargs = _widened(call.args), _widened(call.kwargs)
@@ -170,14 +169,14 @@ def compare(seen: Observed, decoder: Llama, rotary: Rotary, stack: Any) -> None:
         x = _stream((args, kwargs))[0]
         found = []
         for way in ways:
-            _set_turns(ours, *way)
+            _set_rotation(ours, *way)
             stream = Stream(x)
             ours(stream, attend)
             rounding = 8 * torch.finfo(torch.float32).eps * output.abs()
             excess = ((stream.tensor() - output).abs() - rounding).max()
             found.append(float(excess / (output - x).std()))
             if found[-1] <= _LARGEST_DIFFERENCE:
-                turns[kind] = way
+                rotations[kind] = way
                 break
         else:
             raise BeyondOurProgram(
@@ -185,10 +184,10 @@ def compare(seen: Observed, decoder: Llama, rotary: Rotary, stack: Any) -> None:
             )
 
 
-def _set_turns(layer: Any, turns: bool, rope: int) -> None:
+def _set_rotation(layer: Any, rotates: bool, rope: int) -> None:
     attention = layer.self_attn
-    if (attention.heads.turns, attention.heads.rope) != (turns, rope):
-        attention.heads = replace(attention.heads, turns=turns, rope=rope)
+    if (attention.heads.rotates, attention.heads.rope) != (rotates, rope):
+        attention.heads = replace(attention.heads, rotates=rotates, rope=rope)
 
 
 def _kind_of(layer: nn.Module) -> str:

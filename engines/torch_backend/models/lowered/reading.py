@@ -162,7 +162,7 @@ def _read_specs(front: Any, layers: list[Any]) -> list[LayerSpec]:
             "a soft cap": spec.softcap,
             "sinks": spec.has_sinks,
             "another's keys": spec.shares is not None,
-            "images that see themselves": spec.sees_images,
+            "images that see themselves": spec.is_bidirectional,
         }
         if names := [name for name, is_there in odd.items() if is_there]:
             raise BeyondOurProgram(f"layer {number} has {', '.join(names)}")

@@ -5,7 +5,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engines.torch_backend.kv_cache import KVCachePool
-from engines.torch_backend.layers.attention import Span, plan_attention
 from engines.torch_backend.layers.norm import RMSNorm
 from engines.torch_backend.layers.rotary import RotaryTable
 from engines.torch_backend.ops import native
@@ -16,11 +15,12 @@ from engines.torch_backend.ops.decoder_chain.reference import (
     LayerProducts,
 )
 from engines.torch_backend.ops.linear_float import OP as LINEAR
+from engines.torch_backend.ops.paged_attention import OP as ATTENTION
 from engines.torch_backend.ops.products import Before, Product, make_float
 from engines.torch_backend.ops.registry import Candidate, Op, Site
-from engines.torch_backend.ops.step_attention import OP as ATTENTION
+from engines.torch_backend.step import SequenceRows, StepInputs
 
-_SPANS = [Span(0, 1, 2, [7]), Span(1, 1, 90, [5, 0, 3, 9, 8, 2])]
+_SEQUENCES = [SequenceRows(0, 1, 2, [7]), SequenceRows(1, 1, 90, [5, 0, 3, 9, 8, 2])]
 
 
 def _example(create: CreateChain, site: Site) -> list[Tensor]:
@@ -43,16 +43,16 @@ def _example(create: CreateChain, site: Site) -> list[Tensor]:
         product(Before(norm=norm), (inner, width), (inner, width)),
         product(Before(gate=F.silu), (width, inner)),
     )
-    plan = plan_attention(_SPANS, 16, torch.float32, site.device)
+    inputs = StepInputs.create(_SEQUENCES, 16, site.device)
     pool = KVCachePool(text, 10, 16, torch.float32, site.device)
     for stored in (x for number in range(text.num_layers) for x in pool.blocks(number)):
         stored.copy_(site.numbers(*stored.shape))
-    rotation = RotaryTable(text, 128, torch.float32, site.device).at(torch.tensor([2, 90]))
+    rotation = RotaryTable(text, 128, torch.float32, site.device).at(inputs.indices)
     chain = create([layer] * text.num_layers)
     assert chain is not None
     x = site.numbers(2, width)
     before = x.clone()
-    chain(x, attention(text, pool, plan, rotation))
+    chain(x, attention(text.num_heads, pool, inputs, rotation))
     assert not torch.equal(x, before), "it computes nothing"
     return [x, *pool.blocks(0), *pool.blocks(1)]
 

@@ -1,7 +1,7 @@
 """All layers of a decoder in one call of a C++ kernel, whose threads meet between its parts.
 
-What each part computes is what a call for it alone computes, to the last bit. A call for each part costs Python's time
-between them, which is a tenth of a decode step.
+Each part computes what a call for it alone computes, to the last bit, without Python's time between the calls: a tenth of
+a decode step.
 """
 
 import ctypes
@@ -18,9 +18,9 @@ from engines.torch_backend.ops.native.library import (
     LayerStruct,
     Library,
 )
+from engines.torch_backend.ops.paged_attention.cpu import PagedAttention, bind_heads
+from engines.torch_backend.ops.paged_attention.reference import Attend
 from engines.torch_backend.ops.registry import Site
-from engines.torch_backend.ops.step_attention.cpu import PagedAttention, bind_heads
-from engines.torch_backend.ops.step_attention.reference import Attend
 
 
 def build(site: Site) -> CreateChain:
@@ -31,8 +31,8 @@ def build(site: Site) -> CreateChain:
         products = [product for layer in layers for product in layer.products]
         if not all(isinstance(p, BoundProduct) and p.takes_before for p in products):
             return None
-        if any(layer.heads.rope for layer in layers):
-            return None  # it turns all by one table
+        if any(layer.heads.rope or layer.heads.has_odd_scores for layer in layers):
+            return None  # it has one rotary table, and plain scores
         return LayerChain(library, layers)
 
     return create
@@ -49,6 +49,7 @@ class LayerChain:
         rows = [[p for p in layer.products if isinstance(p, BoundProduct)] for layer in layers]
         qkv, out, gate_up, _ = rows[0]
         self._widths = qkv.num_outputs, out.num_inputs, gate_up.num_outputs
+        self._has_spans = any(layer.heads.is_bidirectional for layer in layers)
         structs = (LayerStruct(*(part.address for part in row)) for row in rows)
         self._structs = (LayerStruct * len(layers))(*structs)
         for struct, (form, _) in zip(self._structs, heads, strict=True):
@@ -56,7 +57,9 @@ class LayerChain:
 
     def can_run(self, x: Tensor, attend: Attend) -> bool:
         """Whether the kernel computes such a step."""
-        return isinstance(attend, PagedAttention) and len(x) <= self._max_tokens
+        if not isinstance(attend, PagedAttention) or len(x) > self._max_tokens:
+            return False
+        return not (self._has_spans and attend.inputs.bidirectional)
 
     def __call__(self, x: Tensor, attend: Attend) -> None:
         """Shapes: x float32 (N, C), replaced by what it becomes."""

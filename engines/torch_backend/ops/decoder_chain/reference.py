@@ -5,9 +5,8 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from engines.torch_backend.layers.attention import PLAIN, Heads
+from engines.torch_backend.ops.paged_attention.reference import PLAIN, Attend, Heads
 from engines.torch_backend.ops.products import Product
-from engines.torch_backend.ops.step_attention.reference import Attend
 
 
 class LayerProducts(NamedTuple):

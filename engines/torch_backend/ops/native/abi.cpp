@@ -13,12 +13,10 @@ extern "C" int64_t vlm_sizeof(const char* name) {
     if (std::strcmp(name, #STRUCT) == 0) return sizeof(STRUCT);
     VLM_SIZE(Linear)
     VLM_SIZE(Step)
-    VLM_SIZE(Run)
     VLM_SIZE(Attention)
     VLM_SIZE(Heads)
     VLM_SIZE(Layer)
     VLM_SIZE(Layers)
-    VLM_SIZE(FullAttention)
-    VLM_SIZE(RowAttention)
+    VLM_SIZE(DenseAttention)
     return 0;
 }

@@ -1,13 +1,13 @@
 // What Python and C++ share: numbers, and structs that library.py mirrors by the same names with `Struct` behind them.
 // Sizes are compared when a library is loaded. Whoever changes the meaning of a field counts VLM_ABI up, here and there.
 //
-// Shape letters: M or N tokens, K inputs, N outputs, S sequences with one new token, H query heads, K key/value heads,
+// Shape letters: M or N tokens, K inputs, N outputs, S sequences, H query heads, K key/value heads,
 // D head width.
 #pragma once
 
 #include <cstdint>
 
-constexpr int32_t VLM_ABI = 4;
+constexpr int32_t VLM_ABI = 6;
 
 enum Kind : int32_t { FLOAT32, BFLOAT16, FLOAT16, INT8, INT4, INT4_BFLOAT16_SCALES };
 
@@ -39,34 +39,27 @@ struct Step {
     int32_t num_threads;
 };
 
-// A sequence with several new tokens, which see those computed before, their own predecessors and themselves. Mirrored
-// by the columns of `runs` in attention.py.
-struct Run {
-    int64_t start, num_new, num_computed;  // start: the place of its first new token in the step
-};
-
-// What all layers of a step share.
+// What all layers of a step share: StepInputs of step.py, and how keys and values are stored.
 struct Attention {
     int32_t kind;  // of stored keys and values: FLOAT32, BFLOAT16 or FLOAT16
     int32_t num_heads, num_kv_heads, head_dim;
-    int64_t num_tokens, num_decodes, block_size, table_width;
+    int64_t num_tokens, num_sequences, num_decodes, block_size, table_width;
     const float* cos;  // (N, D)
     const float* sin;  // (N, D), signed as in rotary.py
-    const int64_t* slots;    // (N,)
-    const int64_t* table;    // (S, table_width), blocks
-    const int64_t* lengths;  // (S,), tokens of the context
-    int64_t num_runs, run_table_width;
-    const Run* runs;           // of all tokens after the first S
-    const int64_t* run_table;  // (num_runs, run_table_width), blocks
+    const int64_t* slots;        // (N,)
+    const int32_t* tables;       // (S, table_width), blocks
+    const int64_t* row_offsets;  // (S + 1,), of new tokens; the first num_decodes sequences have one each
+    const int64_t* lengths;      // (S,), tokens of the context
 };
 
-// What heads of a layer do beside plain attention.
+// How the heads of a layer attend.
 struct Heads {
-    const float* query_gain;  // (D,), of the norm of each head before it is turned; null without
+    const float* query_gain;  // (D,), of the norm of each head before rotation; null without
     const float* key_gain;
-    int64_t window;  // tokens that a token sees, itself included; 0: all before it
+    int64_t window;  // tokens that a token attends to, itself included; 0: all before it
     float eps;       // of the norms
-    int32_t turns;   // whether positions turn them
+    float scale;     // of scores; 0: one over the root of D
+    int32_t rotates;
 };
 
 // A layer's products, what is kept of its keys and values, and how its heads meet them.
@@ -88,24 +81,16 @@ struct Layers {
     int64_t num_threads;
 };
 
-// Attention of images' tokens to all of their images. A head's numbers lie side by side; strides are in numbers.
-struct FullAttention {
-    int32_t num_images, num_heads, head_dim, num_threads;
-    int64_t num_queries, num_keys;
-    int64_t query_image, query_head, query_token;  // strides
-    int64_t key_image, key_head, key_token;        // of keys and values
-    const float* queries;
-    const float* keys;
-    const float* values;
-    float* out;  // (B, t, H * D)
-};
-
-// Attention of rows to themselves, packed one after another without padding.
-struct RowAttention {
+// Attention without a mask of sequences packed one after another. A token's heads lie side by side; strides are in numbers.
+struct DenseAttention {
     int32_t kind;  // of all numbers: FLOAT32 or BFLOAT16
     int32_t num_heads, head_dim, num_threads;
-    int64_t num_rows;
-    const int64_t* begins;  // (num_rows + 1,), in tokens
-    const void* joined;     // (T, 3, H, D): queries, keys and values
-    void* out;              // (T, H * D)
+    int64_t num_sequences;
+    const int64_t* query_offsets;  // (num_sequences + 1,), in tokens
+    const int64_t* key_offsets;
+    int64_t query_stride, key_stride;  // from token to token; of keys and values
+    const void* queries;
+    const void* keys;
+    const void* values;
+    void* out;  // (N, H * D)
 };

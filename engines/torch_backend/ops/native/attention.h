@@ -1,4 +1,4 @@
-// A step's attention as Python describes it. Shape letters: N new tokens, S sequences with one new token, D head width.
+// A step's attention as Python describes it. Shape letters: N new tokens, S sequences, D head width.
 #pragma once
 
 #include "abi.h"

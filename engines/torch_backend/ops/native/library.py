@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-ABI = 4  #: `VLM_ABI` of abi.h
+ABI = 6  #: `VLM_ABI` of abi.h
 
 
 class AbiMismatch(Exception):
@@ -84,16 +85,6 @@ class StepStruct(ctypes.Structure):
     )
 
 
-class RunStruct(ctypes.Structure):
-    """`Run` of abi.h; what Python makes are the rows of a tensor."""
-
-    _fields_ = (
-        ("start", ctypes.c_int64),
-        ("num_new", ctypes.c_int64),
-        ("num_computed", ctypes.c_int64),
-    )
-
-
 class AttentionStruct(ctypes.Structure):
     """`Attention` of abi.h."""
 
@@ -103,18 +94,16 @@ class AttentionStruct(ctypes.Structure):
         ("num_kv_heads", ctypes.c_int32),
         ("head_dim", ctypes.c_int32),
         ("num_tokens", ctypes.c_int64),
+        ("num_sequences", ctypes.c_int64),
         ("num_decodes", ctypes.c_int64),
         ("block_size", ctypes.c_int64),
         ("table_width", ctypes.c_int64),
         ("cos", ctypes.c_void_p),
         ("sin", ctypes.c_void_p),
         ("slots", ctypes.c_void_p),
-        ("table", ctypes.c_void_p),
+        ("tables", ctypes.c_void_p),
+        ("row_offsets", ctypes.c_void_p),
         ("lengths", ctypes.c_void_p),
-        ("num_runs", ctypes.c_int64),
-        ("run_table_width", ctypes.c_int64),
-        ("runs", ctypes.c_void_p),
-        ("run_table", ctypes.c_void_p),
     )
 
 
@@ -126,7 +115,8 @@ class HeadsStruct(ctypes.Structure):
         ("key_gain", ctypes.c_void_p),
         ("window", ctypes.c_int64),
         ("eps", ctypes.c_float),
-        ("turns", ctypes.c_int32),
+        ("scale", ctypes.c_float),
+        ("rotates", ctypes.c_int32),
     )
 
 
@@ -159,22 +149,19 @@ class LayersStruct(ctypes.Structure):
     )
 
 
-class FullAttentionStruct(ctypes.Structure):
-    """`FullAttention` of abi.h."""
+class DenseAttentionStruct(ctypes.Structure):
+    """`DenseAttention` of abi.h."""
 
     _fields_ = (
-        ("num_images", ctypes.c_int32),
+        ("kind", ctypes.c_int32),
         ("num_heads", ctypes.c_int32),
         ("head_dim", ctypes.c_int32),
         ("num_threads", ctypes.c_int32),
-        ("num_queries", ctypes.c_int64),
-        ("num_keys", ctypes.c_int64),
-        ("query_image", ctypes.c_int64),
-        ("query_head", ctypes.c_int64),
-        ("query_token", ctypes.c_int64),
-        ("key_image", ctypes.c_int64),
-        ("key_head", ctypes.c_int64),
-        ("key_token", ctypes.c_int64),
+        ("num_sequences", ctypes.c_int64),
+        ("query_offsets", ctypes.c_void_p),
+        ("key_offsets", ctypes.c_void_p),
+        ("query_stride", ctypes.c_int64),
+        ("key_stride", ctypes.c_int64),
         ("queries", ctypes.c_void_p),
         ("keys", ctypes.c_void_p),
         ("values", ctypes.c_void_p),
@@ -182,31 +169,14 @@ class FullAttentionStruct(ctypes.Structure):
     )
 
 
-class RowAttentionStruct(ctypes.Structure):
-    """`RowAttention` of abi.h."""
-
-    _fields_ = (
-        ("kind", ctypes.c_int32),
-        ("num_heads", ctypes.c_int32),
-        ("head_dim", ctypes.c_int32),
-        ("num_threads", ctypes.c_int32),
-        ("num_rows", ctypes.c_int64),
-        ("begins", ctypes.c_void_p),
-        ("joined", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-    )
-
-
 _STRUCTS: tuple[type[ctypes.Structure], ...] = (
     LinearStruct,
     StepStruct,
-    RunStruct,
     AttentionStruct,
     HeadsStruct,
     LayerStruct,
     LayersStruct,
-    FullAttentionStruct,
-    RowAttentionStruct,
+    DenseAttentionStruct,
 )
 
 
@@ -284,17 +254,17 @@ class Library:
         self.level: str = (
             functions.vlm_level().decode()
         )  #: name of the one that it was compiled for
-        self.linear = functions.vlm_linear
-        self.linear.argtypes, self.linear.restype = [ctypes.c_void_p], None
-        self.layers = functions.vlm_layers
-        self.layers.argtypes, self.layers.restype = [ctypes.c_void_p], None
-        self.attention = functions.vlm_attention
-        self.attention.argtypes = [*[ctypes.c_void_p] * 6, ctypes.c_int32]
-        self.attention.restype = None
-        self.full_attention = functions.vlm_full_attention
-        self.full_attention.argtypes, self.full_attention.restype = [ctypes.c_void_p], None
-        self.row_attention = functions.vlm_row_attention
-        self.row_attention.argtypes, self.row_attention.restype = [ctypes.c_void_p], None
+        self.linear = _returning_nothing(functions.vlm_linear, ctypes.c_void_p)
+        self.layers = _returning_nothing(functions.vlm_layers, ctypes.c_void_p)
+        self.dense_attention = _returning_nothing(functions.vlm_dense_attention, ctypes.c_void_p)
+        self.attention = _returning_nothing(
+            functions.vlm_attention, *[ctypes.c_void_p] * 6, ctypes.c_int32
+        )
+
+
+def _returning_nothing(function: Any, *argument_types: Any) -> Any:
+    function.argtypes, function.restype = argument_types, None
+    return function
 
 
 def _check_abi(functions: ctypes.CDLL) -> None:

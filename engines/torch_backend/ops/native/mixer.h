@@ -27,8 +27,8 @@ class Mixer {
     static constexpr int64_t KEYS = COLUMNS;  // in whose multiples results do not depend on where keys begin
     static constexpr int64_t ROWS = 6, QUERIES = 2 * ROWS;  // whose scores stay in the second cache
 
-    Mixer(int64_t width, int64_t num_keys)
-        : width_(width), num_keys_(num_keys), padded_keys_(round_up(num_keys)), padded_width_(round_up(width)) {
+    Mixer(int64_t width, int64_t num_keys, float scale)
+        : width_(width), num_keys_(num_keys), scale_(scale), padded_keys_(round_up(num_keys)), padded_width_(round_up(width)) {
         static thread_local std::vector<float> room[5];
         keys_ = fit(room[0], padded_keys_ * width);
         values_ = fit(room[1], padded_keys_ * padded_width_);
@@ -75,10 +75,9 @@ class Mixer {
     }
 
     void scale(const Query* queries, int64_t count) {
-        const float scale = 1.0f / std::sqrt((float)width_);
         for (int64_t row = 0; row < count; row++)
             for (int64_t d = 0; d < width_; d += LANES)
-                store(queries_ + row * width_ + d, load(queries[row].source + d) * scale);
+                store(queries_ + row * width_ + d, load(queries[row].source + d) * scale_);
     }
 
     // Tiles of scores: six queries and sixteen keys, one tile after another, then the next keys.
@@ -130,7 +129,9 @@ class Mixer {
         }
     }
 
-    const int64_t width_, num_keys_, padded_keys_, padded_width_;
+    const int64_t width_, num_keys_;
+    const float scale_;
+    const int64_t padded_keys_, padded_width_;
     float *keys_, *values_, *queries_, *scores_, *weights_;  // a thread's room
     float totals_[QUERIES];
     float mixed_[QUERIES * COLUMNS];

@@ -72,7 +72,7 @@ STEPS = {
 def on_cpu() -> Iterator[None]:
     """Steps as a GPU's."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "is_served", lambda device: True)
+        patch.setattr(runner, "runs_graphs", lambda device: True)
         yield
 
 
@@ -107,7 +107,7 @@ def test_by_every_way_it_is_the_plain_path_token_for_token(way: Way, on_cpu: Non
 
 def expected_outside(name: str, sampling: str, kv_dtype: str = "auto") -> Tokens:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "is_served", lambda device: False)
+        patch.setattr(runner, "runs_graphs", lambda device: False)
         return expected(name, sampling, kv_dtype)
 
 
@@ -136,7 +136,7 @@ def test_requests_of_every_kind_share_a_step(on_cpu: None):
         for name, sampling in SAMPLINGS.items()
     ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "is_served", lambda device: False)
+        patch.setattr(runner, "runs_graphs", lambda device: False)
         plain = run_batched(partial(make_engine, model), wanted)
     for group in (wanted[:3], wanted):
         found = run_batched(partial(make_engine, model), group)
@@ -161,7 +161,7 @@ def spy(patch: pytest.MonkeyPatch) -> list[tuple[int, SamplingKind]]:
     step = DecodeGraphs.step
 
     def note(self: Any, buffers: Any, kind: SamplingKind) -> Any:
-        seen.append((len(buffers.tables), kind))
+        seen.append((len(buffers.inputs.slots), kind))
         return step(self, buffers, kind)
 
     patch.setattr(cuda_graph.DecodeGraphs, "step", note)
@@ -343,6 +343,6 @@ def test_positions_of_a_prompts_own_are_those_of_the_plain_path(
     wanted = [turn(request, len(sections) or 1) for request in requests(model)]
     found = run_batched(partial(make_engine, model), wanted)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "is_served", lambda device: False)
+        patch.setattr(runner, "runs_graphs", lambda device: False)
         assert found == run_batched(partial(make_engine, model), wanted)
     assert found != run_batched(partial(make_engine, model), requests(model))

@@ -17,8 +17,8 @@ from engines.registry import create_engine
 from engines.torch_backend.loading import load as module
 from engines.torch_backend.loading.load import choose_device, choose_dtype
 from engines.torch_backend.loading.make_checkpoint import make_checkpoint
-from engines.torch_backend.loading.memory import free_bytes, limit_memory
 from engines.torch_backend.loading.quantize_checkpoint import quantize_checkpoint
+from engines.torch_backend.memory import free_bytes, limit_memory
 from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.ops import cpu_level
 from engines.torch_backend.ops.cpu_level import CpuLevel

@@ -6,7 +6,8 @@ from torch.testing import assert_close
 
 from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.models.llava import FAMILY
-from engines.torch_backend.models.registry import ImageSlots, rename_weights
+from engines.torch_backend.models.registry import rename_weights
+from engines.torch_backend.step import ImageSlots
 from tests.factories_torch import load_ours, make_model_pair, make_vlm_config
 
 

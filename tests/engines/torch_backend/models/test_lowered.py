@@ -304,7 +304,7 @@ def test_a_gpu_computes_it_as_a_native_model(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its buffers and fused layers, kernels by their reference implementations."""
-    monkeypatch.setattr(runner, "is_served", lambda device: True)
+    monkeypatch.setattr(runner, "runs_graphs", lambda device: True)
     loaded = load_family(named(name), tmp_path)
     assert ways.run_chunked(loaded.start, loaded.requests) == loaded.expected
     assert ways.run_overlapped(loaded.start, loaded.requests) == loaded.expected

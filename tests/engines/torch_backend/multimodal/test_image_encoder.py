@@ -10,11 +10,11 @@ from engines.core.request import ImageInput
 from engines.core.runner import SequenceFailure
 from engines.core.sequence import ScheduledSequence
 from engines.core.sequence import Sequence as EngineSequence
-from engines.torch_backend.layers.attention import Span
 from engines.torch_backend.models.registry import FamilyModel
 from engines.torch_backend.multimodal import image_encoder
 from engines.torch_backend.multimodal.encoder_cache import EncoderCache
 from engines.torch_backend.multimodal.image_encoder import ImageEncoder
+from engines.torch_backend.step import SequenceRows
 from shared.protocol import SamplingParams
 
 CPU = torch.device("cpu")
@@ -62,7 +62,7 @@ def test_images_of_different_grids_are_encoded_together():
     encoder = make_encoder()
 
     encoder.encode_missing(items)
-    slots = encoder.place(items, [Span(0, 12, 0, []), Span(12, 12, 0, [])])
+    slots = encoder.place(items, [SequenceRows(0, 12, 0, []), SequenceRows(12, 12, 0, [])])
 
     assert [(slot.start, len(slot.features)) for slot in slots] == [(1, 1), (13, 10)]
     expected = wide.pixels.view(10, 4, 4).sum(dim=1)

@@ -3,6 +3,7 @@
 `tests/gpu/test_kernels.py` has the same on shapes of real models.
 """
 
+from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -12,16 +13,15 @@ import torch
 from torch.testing import assert_close
 
 from engines.torch_backend.kv_cache import KVCachePool
-from engines.torch_backend.kv_int8 import Int8KVCachePool
-from engines.torch_backend.layers.attention import PLAIN, Heads
 from engines.torch_backend.layers.norm import RMSNorm
 from engines.torch_backend.layers.quantized_linear import Int4Linear, Int8Linear
 from engines.torch_backend.layers.rotary import RotaryTable
 from engines.torch_backend.ops.add_norm.reference import add_norm
-from engines.torch_backend.ops.decode_attention.reference import attend_decodes
 from engines.torch_backend.ops.gate.reference import gate
+from engines.torch_backend.ops.paged_attention import OP as ATTENTION
+from engines.torch_backend.ops.paged_attention.reference import PLAIN, Attend, Heads
 from engines.torch_backend.ops.registry import Site, choose, discover
-from engines.torch_backend.ops.rotate_keep.reference import rotate_keep
+from engines.torch_backend.step import SequenceRows, StepInputs
 from tests.factories_torch import make_text_config
 from tests.long import IS_LONG, few
 from tests.triton_device import DEVICE, REAL_SHAPES, import_kernels
@@ -29,15 +29,12 @@ from tests.triton_device import DEVICE, REAL_SHAPES, import_kernels
 KERNELS = SimpleNamespace(
     add_norm=import_kernels("add_norm").add_norm,
     gate=import_kernels("gate").gate,
-    rotate_keep=import_kernels("rotate_keep").rotate_keep,
-    attend_decodes=import_kernels("decode_attention").attend_decodes,
     multiply_int8=import_kernels("linear_int8").multiply_int8,
     multiply_int4=import_kernels("linear_int4").multiply_int4,
 )
-REFERENCES = SimpleNamespace(
-    add_norm=add_norm, gate=gate, rotate_keep=rotate_keep, attend_decodes=attend_decodes
-)
-choose_num_parts = import_kernels("decode_attention").choose_num_parts
+REFERENCES = SimpleNamespace(add_norm=add_norm, gate=gate)
+choose_num_parts = import_kernels("paged_attention").choose_num_parts
+[create_by_kernels] = [c.build(Site(DEVICE)) for c in ATTENTION.candidates if c.name == "triton"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOLERANCES: dict[torch.dtype, dict[str, Any]] = {
     torch.float32: {"rtol": 1e-4, "atol": 1e-5},
@@ -54,8 +51,7 @@ def make_pool(
     num_kv_heads: int, head_dim: int, dtype: torch.dtype, kv_dtype: str, num_blocks: int = 16
 ) -> KVCachePool:
     config = make_text_config(num_kv_heads=num_kv_heads, head_dim=head_dim, num_layers=2)
-    create_pool = Int8KVCachePool if kv_dtype == "int8" else KVCachePool
-    pool = create_pool(config, num_blocks, 8, dtype, DEVICE)
+    pool = KVCachePool(config, num_blocks, 8, dtype, DEVICE, kv_dtype)
     slots = torch.arange(num_blocks * 8, device=DEVICE)
     for layer in range(2):
         shape = (num_blocks * 8, num_kv_heads, head_dim)
@@ -79,6 +75,23 @@ def test_one_half_gates_the_other(dtype: torch.dtype):
     assert_close(KERNELS.gate(x), REFERENCES.gate(x), **TOLERANCES[dtype])
 
 
+def make_decodes(lengths: list[int], num_blocks: int = 40) -> StepInputs:
+    """One new token of each; last blocks are those of others, as shared prefixes are."""
+    order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(3))
+    tables = [order.roll(7 * row)[:20].tolist() for row in range(len(lengths))]
+    sequences = [SequenceRows(i, 1, n - 1, tables[i]) for i, n in enumerate(lengths)]
+    return StepInputs.create(sequences, 8, DEVICE)
+
+
+def make_both(
+    num_heads: int, pools: list[KVCachePool], inputs: StepInputs, rotation: Any
+) -> list[Attend]:
+    return [
+        create(num_heads, pool, inputs, rotation)
+        for create, pool in zip((create_by_kernels, ATTENTION.reference), pools, strict=True)
+    ]
+
+
 @pytest.mark.parametrize(
     ("form", "dtype", "kv_dtype", "sections"),
     few(
@@ -95,32 +108,29 @@ def test_one_half_gates_the_other(dtype: torch.dtype):
     ),
     ids=str,
 )
-def test_heads_are_turned_and_kept(
+def test_heads_are_rotated_and_written(
     dtype: torch.dtype, kv_dtype: str, sections: tuple[int, ...], form: str
 ):
     norms = [RMSNorm(24, 1e-5).requires_grad_(False).to(DEVICE, dtype) for _ in range(2)]
     for norm, shift in zip(norms, (0.0, 0.5), strict=True):
         norm.weight.copy_(numbers(24, dtype=dtype) + shift)
-    heads = {"plain": PLAIN, "norms": Heads(norms[0], norms[1]), "still": Heads(turns=False)}[form]
+    heads = {"plain": PLAIN, "norms": Heads(*norms), "still": Heads(rotates=False)}[form]
     config = make_text_config(head_dim=24, rope_sections=sections)
     rotary = RotaryTable(config, 40, dtype, DEVICE)
-    qkv = numbers(3, (4 + 2 * 2) * 24, dtype=dtype)
     positions = torch.tensor([0, 39, 17], device=DEVICE)
-    if sections:  # a slice of what has room for more tokens, as buffers of graphs are
-        rows = [[0, 39, 17, 1], [7, 2, 38, 1], [3, 11, 0, 1]]
-        positions = torch.tensor(rows, device=DEVICE)[:, :3]
-    slots = torch.tensor([9, 0, 127], device=DEVICE)
+    if sections:
+        positions = torch.tensor([[0, 39, 17], [7, 2, 38], [3, 11, 0]], device=DEVICE)
+    inputs = make_decodes([1, 40, 18], 16)
     pools = [make_pool(2, 24, dtype, kv_dtype) for _ in range(2)]
-    found = KERNELS.rotate_keep(qkv, rotary, positions, slots, pools[0], 1, heads)
-    expected = REFERENCES.rotate_keep(qkv, rotary, positions, slots, pools[1], 1, heads)
-    blocks = torch.arange(16, device=DEVICE)
+    qkv = numbers(3, (4 + 2 * 2) * 24, dtype=dtype)
+    found = [each(1, qkv, heads) for each in make_both(4, pools, inputs, rotary.at(positions))]
     tolerance: dict[str, Any] = (
         TOLERANCES[dtype] if kv_dtype == "auto" else {"rtol": 0.02, "atol": 0.03}
     )
-    assert_close(found[0], expected[0], **TOLERANCES[dtype])
-    assert_close(found[1:], expected[1:], **tolerance)
+    assert_close(*found, **tolerance)
+    slots = torch.arange(16 * 8, device=DEVICE)[None]
     for layer in range(2):  # the other layer, and all other slots, are as they were
-        assert_close(pools[0].read(layer, blocks), pools[1].read(layer, blocks), **tolerance)
+        assert_close(pools[0].read(layer, slots), pools[1].read(layer, slots), **tolerance)
 
 
 @pytest.mark.parametrize(
@@ -139,29 +149,30 @@ def test_new_tokens_attend_to_their_pages(
     heads: tuple[int, int, int], dtype: torch.dtype, kv_dtype: str, windows: tuple[int | None, ...]
 ):
     num_heads, num_kv_heads, head_dim = heads
-    pool = make_pool(num_kv_heads, head_dim, dtype, kv_dtype, num_blocks=40)
-    query = numbers(5, num_heads, head_dim, dtype=dtype)
-    # one tile, several, a whole one, none; the last blocks are named twice, as shared prefixes are
-    lengths = torch.tensor([3, 150, 64, 0, 9], device=DEVICE)
-    order = torch.randperm(40, generator=torch.Generator().manual_seed(3))
-    tables = torch.stack([order.roll(7 * row)[:20] for row in range(5)]).to(DEVICE, torch.int32)
+    pools = [make_pool(num_kv_heads, head_dim, dtype, kv_dtype, num_blocks=40) for _ in range(2)]
+    inputs = make_decodes([3, 150, 64, 9])  # one tile, several, a whole one
+    qkv = numbers(4, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
     for window in (None, 1, 70) if IS_LONG else windows:
-        found = KERNELS.attend_decodes(pool, 1, query, tables, lengths, window)
-        expected = REFERENCES.attend_decodes(pool, 1, query, tables, lengths, window)
-        assert_close(found, expected, **TOLERANCES[dtype])
-        assert not found[3].any()
+        both = make_both(num_heads, pools, inputs, None)
+        assert_close(*(each(1, qkv, Heads(window=window)) for each in both), **TOLERANCES[dtype])
 
 
 def test_nothing_beyond_a_context_is_looked_at():
+    pools = [make_pool(2, 8, torch.float32, "auto") for _ in range(2)]
+    inputs = StepInputs.create([SequenceRows(0, 1, 10, [*range(16)])], 8, DEVICE)
+    qkv = numbers(1, 8 * 8)
+    expected = ATTENTION.reference(4, pools[0], inputs, None)(0, qkv)
+    for pool in pools:
+        for stored in pool.blocks(0):
+            stored.flatten(0, 1)[11:] = torch.nan
+    for attend in make_both(4, pools, inputs, None):
+        assert_close(attend(0, qkv), expected)
+
+
+def test_a_row_without_a_context_gives_zeros():
     pool = make_pool(2, 8, torch.float32, "auto")
-    query = numbers(1, 4, 8)
-    tables = torch.arange(16, device=DEVICE, dtype=torch.int32)[None]
-    lengths = torch.tensor([11], device=DEVICE)
-    expected = REFERENCES.attend_decodes(pool, 0, query, tables, lengths)
-    for stored in pool.blocks(0):
-        stored.flatten(0, 1)[11:] = torch.nan
-    for ops in (KERNELS, REFERENCES):
-        assert_close(ops.attend_decodes(pool, 0, query, tables, lengths), expected)
+    inputs = replace(make_decodes([3, 9], 16), lengths=torch.tensor([3, 0], device=DEVICE))
+    assert not create_by_kernels(4, pool, inputs, None)(0, numbers(2, 8 * 8))[1].any()
 
 
 @pytest.mark.parametrize(
@@ -215,15 +226,9 @@ def test_shapes_of_real_models(shape: str):
     if text.rope_sections:
         positions = torch.tensor([[37], [3], [5]], device=DEVICE)
     rotary = RotaryTable(text, 40, dtype, DEVICE)
-    slots, tables = (torch.tensor(each, device=DEVICE) for each in ([37], [[*range(5)]]))
-    lengths = torch.tensor([38], device=DEVICE)
-    queries, attended = [], []
-    for ops, pool in zip((KERNELS, REFERENCES), pools, strict=True):
-        heads = Heads(norms[0], norms[1])
-        queries.append(ops.rotate_keep(qkv, rotary, positions, slots, pool, 0, heads))
-        attended.append(ops.attend_decodes(pool, 0, queries[0][0], tables, lengths, 30))
-    assert_close(queries[0], queries[1], **tolerance)
-    assert_close(attended[0], attended[1], **tolerance)
+    inputs = StepInputs.create([SequenceRows(0, 1, 37, [*range(5)])], 8, DEVICE)
+    both = make_both(text.num_heads, pools, inputs, rotary.at(positions))
+    assert_close(*(attend(0, qkv, Heads(*norms, window=30)) for attend in both), **tolerance)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -272,7 +277,7 @@ def assert_within(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtyp
 )
 def test_every_kernel_is_found_right(dtype: torch.dtype, kv_dtype: Literal["auto", "int8"]):
     site = Site(DEVICE, dtype, make_text_config(), 4, kv_dtype, interprets=True)
-    ops = choose(site, disabled=["varlen_attention"])
+    ops = choose(site, disabled=["paged_attention.triton_varlen"])
     assert {name for name in ops.chosen if ops.uses(name, "triton")} == {
         op.name for op in discover() if any(c.name == "triton" for c in op.candidates)
     }

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from engines.torch_backend.kv_cache import KVCachePool
-from engines.torch_backend.layers.attention import Span, plan_attention
 from engines.torch_backend.layers.quantization import SCHEMES
 from engines.torch_backend.layers.rotary import RotaryTable
 from engines.torch_backend.loading.make_checkpoint import make_checkpoint
@@ -18,6 +17,7 @@ from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.models.registry import FamilyModel, find_family
 from engines.torch_backend.ops.registry import CpuKernels, cpu_ops
 from engines.torch_backend.parallel.mesh import SINGLE, Mesh
+from engines.torch_backend.step import SequenceRows, StepInputs
 from tests.engines.torch_backend.parallel.threads import Table, ThreadMesh, on_members
 
 CPU = torch.device("cpu")
@@ -43,21 +43,18 @@ def load(directory: Path, mesh: Mesh, scheme: str | None, kernels: CpuKernels) -
 def compute_logits(model: FamilyModel, kernels: CpuKernels) -> Tensor:
     """Of a prompt, and of a token behind each of two others."""
     text = model.language_model.text
-    spans = [Span(0, 1, 0, [2]), Span(1, 7, 0, [0])]
+    sequences = [SequenceRows(0, 1, 0, [2]), SequenceRows(1, 7, 0, [0])]
     pool = KVCachePool(text, 3, 16, torch.float32, CPU)
     rotary = RotaryTable(text, 64, torch.float32, CPU)
     found = []
     for _ in range(2):
-        plan = plan_attention(spans, 16, torch.float32, CPU)
-        if plan.fresh_blocks is not None:
-            pool.clear(plan.fresh_blocks)
-        positions = [p for span in spans for p in range(span.num_computed, span.num_context)]
-        ids = torch.arange(len(positions)) * 37 % text.vocab_size
-        rotation = rotary.at(torch.tensor(positions))
-        attend = cpu_ops(kernels)["step_attention"](text, pool, plan, rotation)
+        inputs = StepInputs.create(sequences, 16, CPU)
+        ids = torch.arange(len(inputs.slots)) * 37 % text.vocab_size
+        rotation = rotary.at(inputs.indices)
+        attend = cpu_ops(kernels)["paged_attention"](text.num_heads, pool, inputs, rotation)
         hidden = model.language_model(model.embed(ids, ()), attend)
         found.append(model.language_model.logits(hidden))
-        spans = [Span(0, 1, 1, [2]), Span(1, 1, 7, [0])]
+        sequences = [SequenceRows(0, 1, 1, [2]), SequenceRows(1, 1, 7, [0])]
     return torch.cat(found)
 
 

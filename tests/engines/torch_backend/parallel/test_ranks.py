@@ -86,7 +86,7 @@ def test_ranks_give_the_tokens_of_one(llava: Path, size: int, scheme: str | None
 
 def find_ranks() -> list[psutil.Process]:
     children = psutil.Process().children(recursive=True)
-    return [child for child in children if "engines.torch_backend.parallel.rank" in child.cmdline()]
+    return [child for child in children if "engines.torch_backend.loading.rank" in child.cmdline()]
 
 
 def test_ranks_that_are_processes_give_the_tokens_of_one_and_end_the_engine_with_them(

@@ -1,25 +1,23 @@
 """Attention by the C++ kernel equals its plain reference implementation for every mixture of sequences in a step."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
 
-from engines.torch_backend.kv_cache import KVCachePool
-from engines.torch_backend.layers.attention import (
-    AttentionPlan,
-    Heads,
-    Span,
-    paged_attention_by_sequence,
-    plan_attention,
-)
 from engines.torch_backend.layers.norm import RMSNorm
 from engines.torch_backend.layers.rotary import RotaryTable, rotate
+from engines.torch_backend.ops.paged_attention.reference import PLAIN, Heads
 from engines.torch_backend.ops.registry import Ops
-from tests.factories_torch import BLOCK_SIZE, make_spans, make_text_config
-
-CPU = torch.device("cpu")
+from engines.torch_backend.step import SequenceRows, StepInputs
+from tests.engines.torch_backend.paged import (
+    BLOCK_SIZE,
+    CPU,
+    attend_by_definition,
+    make_inputs,
+    make_pool,
+    make_sequences,
+)
+from tests.factories_torch import make_text_config
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -43,31 +41,32 @@ def test_the_kernel_and_the_plain_twin_agree(
     head_dim: int,
     dtype: torch.dtype,
 ):
+    check(ops, make_inputs(shares), num_kv_heads, head_dim, dtype, PLAIN)
+
+
+def check(
+    ops: Ops,
+    inputs: StepInputs,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    heads: Heads,
+) -> None:
     text = make_text_config(num_heads=8, num_kv_heads=num_kv_heads, head_dim=head_dim)
-    plan = plan_attention(make_spans(shares), BLOCK_SIZE, dtype, CPU)
-    positions = torch.cat([torch.arange(s.num_computed, s.num_context) for s in plan.spans])
-    rotation = RotaryTable(text, 256, torch.float32, CPU).at(positions)
+    rotation = RotaryTable(text, 256, torch.float32, CPU).at(inputs.indices)
     torch.manual_seed(0)
-    pools = [KVCachePool(text, 128, BLOCK_SIZE, dtype, CPU) for _ in range(2)]
-    pools[0].data.normal_()
-    pools[1].data.copy_(pools[0].data)
-    qkv = torch.randn(len(positions), (8 + 2 * num_kv_heads) * head_dim)
+    pools = [make_pool(dtype, num_kv_heads, head_dim) for _ in range(2)]
+    qkv = torch.randn(len(inputs.slots), (8 + 2 * num_kv_heads) * head_dim)
     sizes = [8, num_kv_heads, num_kv_heads]
     query, key, value = qkv.view(len(qkv), -1, head_dim).split(sizes, dim=1)
-    expected = paged_attention_by_sequence(
-        pools[1],
-        plan,
-        1,
-        rotate(query, *rotation),
-        rotate(key, *rotation).to(dtype),
-        value.to(dtype),
-    )
+    query, key = (rotate(x, *rotation) for x in heads.normed(query, key))
+    expected = attend_by_definition(pools[1], inputs, query, key, value, heads)
 
-    found = ops["step_attention"](text, pools[0], plan, rotation)(1, qkv.clone())
+    found = ops["paged_attention"](8, pools[0], inputs, rotation)(1, qkv.clone(), heads)
 
     eps = torch.finfo(dtype).eps
-    torch.testing.assert_close(found, expected, rtol=8 * eps, atol=8 * eps)
-    torch.testing.assert_close(pools[0].data, pools[1].data, rtol=2 * eps, atol=eps)
+    torch.testing.assert_close(found, expected, rtol=16 * eps, atol=16 * eps)
+    torch.testing.assert_close(pools[0].data, pools[1].data, rtol=2 * eps, atol=2 * eps)
 
 
 def make_heads(head_dim: int, window: int | None) -> Heads:
@@ -75,7 +74,7 @@ def make_heads(head_dim: int, window: int | None) -> Heads:
     generator = torch.Generator().manual_seed(7)
     for norm in norms:
         norm.weight.copy_(torch.randn(head_dim, generator=generator))
-    return Heads(*norms, window)
+    return Heads(*norms, window, scale=0.2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -87,49 +86,13 @@ def make_heads(head_dim: int, window: int | None) -> Heads:
 def test_heads_with_norms_and_windows_are_those_of_the_reference(
     ops: Ops, shares: list[tuple[int, int]], window: int | None, dtype: torch.dtype
 ):
-    text = make_text_config(num_heads=8, num_kv_heads=2, head_dim=16)
-    plan = plan_attention(make_spans(shares), BLOCK_SIZE, dtype, CPU)
-    positions = torch.cat([torch.arange(s.num_computed, s.num_context) for s in plan.spans])
-    rotation = RotaryTable(text, 256, torch.float32, CPU).at(positions)
-    torch.manual_seed(0)
-    pools = [KVCachePool(text, 128, BLOCK_SIZE, dtype, CPU) for _ in range(2)]
-    pools[0].data.normal_()
-    pools[1].data.copy_(pools[0].data)
-    heads, qkv = make_heads(16, window), torch.randn(len(positions), (8 + 2 * 2) * 16)
-    query, key, value = qkv.view(len(qkv), -1, 16).split([8, 2, 2], dim=1)
-    query, key = (
-        torch.nn.functional.rms_norm(x, (16,), norm.weight, 1e-5)
-        for x, norm in ((query, heads.query_norm), (key, heads.key_norm))
-        if norm is not None
-    )
-    expected = _attend_by_definition(
-        pools[1], plan, window or 1000, rotate(query, *rotation), rotate(key, *rotation), value
-    )
-
-    found = ops["step_attention"](text, pools[0], plan, rotation)(1, qkv.clone(), heads)
-
-    eps = torch.finfo(dtype).eps
-    torch.testing.assert_close(found, expected, rtol=16 * eps, atol=16 * eps)
-    torch.testing.assert_close(pools[0].data, pools[1].data, rtol=2 * eps, atol=2 * eps)
+    check(ops, make_inputs(shares), 2, 16, dtype, make_heads(16, window))
 
 
-def _attend_by_definition(
-    pool: KVCachePool, plan: AttentionPlan, window: int, query: Tensor, key: Tensor, value: Tensor
-) -> Tensor:
-    """Token by token. Shapes: query (N, H, D), key and value (N, K, D); returns (N, H * D)."""
-    pool.write(1, plan.slots, key.to(pool.data.dtype), value.to(pool.data.dtype))
-    rows = []
-    for span in plan.spans:
-        keys, values = (x.float() for x in pool.read(1, torch.tensor(span.block_ids)))
-        for token in range(span.num_new):
-            stop = span.num_computed + token + 1
-            seen = slice(max(0, stop - window), stop)
-            group = query.shape[1] // keys.shape[1]
-            near, far = (x[seen].repeat_interleave(group, dim=1) for x in (keys, values))
-            scores = torch.einsum("hd,thd->ht", query[span.start + token], near)
-            weights = (scores / query.shape[2] ** 0.5).softmax(-1)
-            rows.append(torch.einsum("ht,thd->hd", weights, far).flatten())
-    return torch.stack(rows)
+@torch.inference_mode()
+def test_forms_that_the_kernel_does_not_compute_are_the_references(ops: Ops):
+    heads = Heads(softcap=0.5, sinks=torch.linspace(-1, 1, 8))
+    check(ops, make_inputs([(1, 9), (7, 5)]), 2, 16, torch.float32, heads)
 
 
 @pytest.mark.parametrize("window", [None, 19])
@@ -139,23 +102,20 @@ def test_a_token_has_the_same_result_in_any_chunk_and_company(ops: Ops, window: 
     heads = Heads(window=window)
     text = make_text_config(num_heads=8, num_kv_heads=2, head_dim=16)
     rotary = RotaryTable(text, 256, torch.float32, CPU)
-    pool = KVCachePool(text, 128, BLOCK_SIZE, torch.float32, CPU)
-    torch.manual_seed(0)
-    pool.data.normal_()
+    pool = make_pool(head_dim=16)
     numbers = torch.randn(64, (8 + 2 * 2) * 16)
 
-    def attend(spans: list[Span]) -> Tensor:
-        positions = torch.cat([torch.arange(s.num_computed, s.num_context) for s in spans])
-        plan = plan_attention(spans, BLOCK_SIZE, torch.float32, CPU)
-        qkv = torch.cat([numbers[s.num_computed : s.num_context] for s in spans])
-        return ops["step_attention"](text, pool, plan, rotary.at(positions))(1, qkv, heads)
+    def attend(*sequences: SequenceRows) -> Tensor:
+        inputs = StepInputs.create(sequences, BLOCK_SIZE, CPU)
+        qkv = torch.cat([numbers[s.num_computed : s.num_context] for s in sequences])
+        return ops["paged_attention"](8, pool, inputs, rotary.at(inputs.indices))(1, qkv, heads)
 
-    stream, first, second = make_spans([(1, 40), (33, 0), (21, 30)])
-    all_of_them = attend([stream, first, second])
+    stream, first, second = make_sequences([(1, 40), (33, 0), (21, 30)])
+    all_of_them = attend(stream, first, second)
 
-    assert torch.equal(attend([replace(stream, start=0)]), all_of_them[:1])
-    assert torch.equal(attend([replace(first, start=0)]), all_of_them[1:34])
-    assert torch.equal(attend([replace(second, start=0)]), all_of_them[34:])
+    for each in (stream, first, second):
+        alone = SequenceRows(0, each.num_new, each.num_computed, each.block_ids)
+        assert torch.equal(attend(alone), all_of_them[each.start : each.stop])
     for start, stop in [(30, 37), (37, 39), (39, 51)]:  # of the second one, again
-        part = Span(0, stop - start, start, second.block_ids)
-        assert torch.equal(attend([part]), all_of_them[34 + start - 30 : 34 + stop - 30])
+        part = SequenceRows(0, stop - start, start, second.block_ids)
+        assert torch.equal(attend(part), all_of_them[34 + start - 30 : 34 + stop - 30])

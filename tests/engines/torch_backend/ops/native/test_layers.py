@@ -7,13 +7,15 @@ import torch
 from torch import Tensor
 
 from engines.torch_backend.kv_cache import KVCachePool
-from engines.torch_backend.layers.attention import Heads, Span, plan_attention
 from engines.torch_backend.layers.rotary import RotaryTable
 from engines.torch_backend.models.llama import Llama
 from engines.torch_backend.ops import native
+from engines.torch_backend.ops.paged_attention.reference import Heads
 from engines.torch_backend.ops.registry import Ops
-from tests.engines.torch_backend.ops.native.test_attention import CPU, make_heads
-from tests.factories_torch import BLOCK_SIZE, make_model_pair, make_spans, make_vlm_config
+from engines.torch_backend.step import StepInputs
+from tests.engines.torch_backend.ops.native.test_attention import make_heads
+from tests.engines.torch_backend.paged import BLOCK_SIZE, CPU, make_inputs
+from tests.factories_torch import make_model_pair, make_vlm_config
 
 CONFIG = make_vlm_config()
 STEPS = [[(1, 0)], [(1, 3), (1, 17), (1, 30)], [(1, 9), (1, 2), (7, 0), (6, 5)], [(9, 0)]]
@@ -27,14 +29,12 @@ def make_decoder(ops: Ops, heads: Heads | None = None) -> Llama:
     return decoder
 
 
-def pass_step(ops: Ops, decoder: Llama, spans: list[Span], x: Tensor) -> Tensor:
+def pass_step(ops: Ops, decoder: Llama, inputs: StepInputs, x: Tensor) -> Tensor:
     """Behind the same noise of earlier tokens each time."""
-    plan = plan_attention(spans, BLOCK_SIZE, torch.float32, CPU)
-    positions = torch.cat([torch.arange(s.num_computed, s.num_context) for s in spans])
     pool = KVCachePool(CONFIG.text, 128, BLOCK_SIZE, torch.float32, CPU)
     pool.data.normal_(generator=torch.Generator().manual_seed(1))
-    rotation = RotaryTable(CONFIG.text, 64, torch.float32, CPU).at(positions)
-    return decoder(x, ops["step_attention"](CONFIG.text, pool, plan, rotation))
+    rotation = RotaryTable(CONFIG.text, 64, torch.float32, CPU).at(inputs.indices)
+    return decoder(x, ops["paged_attention"](CONFIG.text.num_heads, pool, inputs, rotation))
 
 
 def make_stream(num_tokens: int) -> Tensor:
@@ -49,41 +49,41 @@ def test_one_call_gives_what_a_call_for_each_part_gives(
     ops: Ops, shares: list[tuple[int, int]], has_heads: bool, monkeypatch: pytest.MonkeyPatch
 ):
     heads = make_heads(CONFIG.text.head_dim, 3) if has_heads else None
-    decoder, spans = make_decoder(ops, heads), make_spans(shares)
-    x = make_stream(spans[-1].stop)
+    decoder, inputs = make_decoder(ops, heads), make_inputs(shares)
+    x = make_stream(len(inputs.slots))
     with monkeypatch.context() as patch:
         patch.setattr(native.load(ops.site.level), "attention", lambda *_: pytest.fail("in parts"))
-        found = pass_step(ops, decoder, spans, x)
+        found = pass_step(ops, decoder, inputs, x)
 
     decoder.bind(ops.without("decoder_chain"), torch.float32)
-    assert torch.equal(found, pass_step(ops, decoder, spans, x))
+    assert torch.equal(found, pass_step(ops, decoder, inputs, x))
 
 
 @pytest.mark.parametrize("num_threads", [2, 3, 5])
 @torch.inference_mode()
 def test_a_team_gives_what_one_thread_gives(ops: Ops, num_threads: int):
     """Bit by bit, also where some have nothing to do."""
-    decoder, spans = make_decoder(ops), make_spans(STEPS[2])
-    x = make_stream(spans[-1].stop)
-    alone = pass_step(ops, decoder, spans, x)
+    decoder, inputs = make_decoder(ops), make_inputs(STEPS[2])
+    x = make_stream(len(inputs.slots))
+    alone = pass_step(ops, decoder, inputs, x)
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
         for _ in range(20):
-            assert torch.equal(pass_step(ops, decoder, spans, x), alone)
+            assert torch.equal(pass_step(ops, decoder, inputs, x), alone)
     finally:
         torch.set_num_threads(before)
 
 
 @torch.inference_mode()
 def test_without_a_right_kernel_parts_are_called(ops: Ops):
-    spans = make_spans(STEPS[2])
-    x = make_stream(spans[-1].stop)
+    inputs = make_inputs(STEPS[2])
+    x = make_stream(len(inputs.slots))
     left = ops.without("decoder_chain")
 
-    found = pass_step(ops, make_decoder(left), spans, x)
+    found = pass_step(ops, make_decoder(left), inputs, x)
 
-    assert torch.equal(found, pass_step(ops, make_decoder(ops), spans, x))
+    assert torch.equal(found, pass_step(ops, make_decoder(ops), inputs, x))
 
 
 def test_a_kernel_that_computes_something_else_is_found_out(

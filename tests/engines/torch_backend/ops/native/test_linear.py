@@ -262,7 +262,7 @@ def test_a_kernel_that_computes_something_else_is_found_out(
     ops: Ops, monkeypatch: pytest.MonkeyPatch
 ):
     library = native.load(ops.site.level)
-    for name in ("linear", "attention", "layers", "full_attention", "row_attention"):
+    for name in ("linear", "attention", "layers", "dense_attention"):
         monkeypatch.setattr(library, name, lambda *_: None)
 
     assert not choose(ops.site).is_native

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from engines.torch_backend.loading import threads
-from engines.torch_backend.loading.threads import (
+from engines.torch_backend import threads
+from engines.torch_backend.threads import (
     ONE_THREAD_BYTES,
     cpu_share,
     decide,

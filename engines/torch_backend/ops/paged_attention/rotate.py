@@ -1,4 +1,4 @@
-"""Normalise queries and keys, turn them by their positions, and keep keys and values in the paged pool, in one launch.
+"""Normalise and rotate queries and keys, and write keys and values to the paged cache, in one launch.
 
 Queries, keys and values are read where the fused product left them, side by side.
 
@@ -12,12 +12,11 @@ import triton.language as tl
 from torch import Tensor
 
 from engines.torch_backend.kv_cache import KVCachePool
-from engines.torch_backend.layers.attention import PLAIN, Heads
-from engines.torch_backend.layers.rotary import RotaryTable
+from engines.torch_backend.ops.paged_attention.reference import Heads
 
 
 @triton.jit
-def _keep(x, cell, scale_cell, out, d, inside, IS_INT8: tl.constexpr):
+def _write(x, cell, scale_cell, out, d, inside, IS_INT8: tl.constexpr):
     """Store one head's vector in its slot, and as it will be read from there."""
     if IS_INT8:
         scale = tl.maximum(tl.max(tl.abs(x), axis=0) / 127.0, 1.1754943508222875e-38)
@@ -39,13 +38,11 @@ def _gain(query_gain, key_gain, d, inside, is_query):
 
 
 @triton.jit
-def _rotate_keep_kernel(
+def _rotate_and_write_kernel(
     qkv,  # (N, (H + 2 K) D)
-    cosines,  # (positions, D)
-    sines,  # (positions, D), signed
-    positions,  # (N,), or (R, N)
-    channel_rows,  # (D,) of positions' rows
-    row_stride,  # of positions
+    cosines,  # (N, D), table_stride apart
+    sines,  # (N, D), table_stride apart, signed
+    table_stride,
     slots,  # (N,)
     query_out,  # (N, H, D)
     key_out,  # (N, K, D)
@@ -61,23 +58,16 @@ def _rotate_keep_kernel(
     K: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    HAS_ROWS: tl.constexpr,
     HAS_NORMS: tl.constexpr,
-    TURNS: tl.constexpr,
+    ROTATES: tl.constexpr,
     IS_INT8: tl.constexpr,
 ):
-    """A program turns one head of one token; a key's also keeps it and the value beside it."""
+    """A program rotates one head of one token; a key's also writes it and the value beside it."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     d = tl.arange(0, BLOCK_D)
     inside = d < D
     row = qkv + token * (H + 2 * K) * D
-    place = positions + token
-    if HAS_ROWS:
-        rows = tl.load(channel_rows + d, mask=inside, other=0)
-        position = tl.load(place + rows * row_stride, mask=inside, other=0).to(tl.int64)
-    else:
-        position = tl.load(place).to(tl.int64)
     dtype = query_out.dtype.element_ty
     x = tl.load(row + head * D + d, mask=inside, other=0.0).to(tl.float32)
     rolled = tl.load(row + head * D + (d + D // 2) % D, mask=inside, other=0.0).to(tl.float32)
@@ -86,10 +76,11 @@ def _rotate_keep_kernel(
         x = (x * scale * _gain(query_gain, key_gain, d, inside, head < H)).to(dtype).to(tl.float32)
         gain = _gain(query_gain, key_gain, (d + D // 2) % D, inside, head < H)
         rolled = (rolled * scale * gain).to(dtype).to(tl.float32)
-    cos = tl.load(cosines + position * D + d, mask=inside, other=0.0).to(tl.float32)
-    sin = tl.load(sines + position * D + d, mask=inside, other=0.0).to(tl.float32)
     turned = x.to(dtype)
-    if TURNS:
+    if ROTATES:
+        angles = token * table_stride + d
+        cos = tl.load(cosines + angles, mask=inside, other=0.0).to(tl.float32)
+        sin = tl.load(sines + angles, mask=inside, other=0.0).to(tl.float32)
         turned = ((x * cos).to(dtype).to(tl.float32) + rolled * sin).to(dtype)
     if head < H:
         tl.store(query_out + (token * H + head) * D + d, turned, mask=inside)
@@ -98,26 +89,25 @@ def _rotate_keep_kernel(
         cell = tl.load(slots + token).to(tl.int64) * K + kv_head
         out = (token * K + kv_head) * D
         value = tl.load(row + (head + K) * D + d, mask=inside, other=0.0).to(tl.float32)
-        _keep(
+        _write(
             turned.to(tl.float32), key_cache + cell * D, key_scales + cell, key_out + out, d, inside, IS_INT8
         )  # fmt: skip
-        _keep(
+        _write(
             value, value_cache + cell * D, value_scales + cell, value_out + out, d, inside, IS_INT8
         )
 
 
-def rotate_keep(
+def rotate_and_write(
     qkv: Tensor,
-    rotary: RotaryTable,
-    positions: Tensor,
+    rotation: tuple[Tensor, Tensor] | None,
     slots: Tensor,
     pool: KVCachePool,
     layer: int,
-    heads: Heads = PLAIN,
+    heads: Heads,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalised and turned queries; such keys and values as they will be read.
+    """Normalised and rotated queries; such keys and values as they will be read.
 
-    Shapes: qkv (N, (H + 2 K) D), positions (N,) or (R, N), slots (N,); returns (N, H, D) and two (N, K, D).
+    Shapes: qkv (N, (H + 2 K) D), rotation two (N, tables, D), slots (N,); returns (N, H, D) and two (N, K, D).
     """
     keys, values = pool.blocks(layer)
     _, _, num_kv_heads, head_dim = keys.shape
@@ -125,17 +115,16 @@ def rotate_keep(
     num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
     query = qkv.new_empty(num_tokens, num_heads, head_dim)
     key, value = (qkv.new_empty(num_tokens, num_kv_heads, head_dim) for _ in range(2))
-    scales, channel_rows = pool.scales(layer), rotary.channel_rows
+    scales = pool.scales(layer)
     norms = (heads.query_norm, heads.key_norm)
     assert (norms[0] is None) == (norms[1] is None), "queries and keys are normalised together"
-    gains = [rotary.cos if norm is None else norm.weight for norm in norms]
-    _rotate_keep_kernel[(num_tokens, num_heads + num_kv_heads)](
+    gains = [qkv if norm is None else norm.weight for norm in norms]
+    cos, sin = (qkv, qkv) if rotation is None else (x[:, heads.rope] for x in rotation)
+    _rotate_and_write_kernel[(num_tokens, num_heads + num_kv_heads)](
         qkv.contiguous(),
-        rotary.cos,
-        rotary.sin,
-        positions,
-        slots if channel_rows is None else channel_rows,
-        positions.stride(0),
+        cos,
+        sin,
+        cos.stride(0),
         slots,
         query,
         key,
@@ -150,9 +139,8 @@ def rotate_keep(
         K=num_kv_heads,
         D=head_dim,
         BLOCK_D=triton.next_power_of_2(head_dim),
-        HAS_ROWS=channel_rows is not None,
         HAS_NORMS=heads.query_norm is not None,
-        TURNS=heads.turns,
+        ROTATES=heads.rotates and rotation is not None,
         IS_INT8=scales is not None,
         num_warps=1,
     )

@@ -1,6 +1,6 @@
 """A rank beside rank 0: loads its part of a model, and computes its part of every step until rank 0 hangs up.
 
-Run as `python -m engines.torch_backend.parallel.rank NUMBER`, the number being that of its socket. It answers nothing:
+Run as `python -m engines.torch_backend.loading.rank NUMBER`, the number being that of its socket. It answers nothing:
 what a step comes to, rank 0 knows.
 """
 

@@ -1,6 +1,6 @@
-// Attention of rows to themselves, without a mask: texts of different lengths, one after another without padding.
+// Attention without a mask: sequences of different lengths, one after another without padding.
 //
-// Shape letters: T tokens of all rows, n rows, L tokens of a row, H heads, D head width (a multiple of 8).
+// Shape letters: N queries, T keys and values, H heads, D head width (a multiple of 8).
 #include <algorithm>
 #include <type_traits>
 
@@ -177,53 +177,58 @@ class WideMixer {
     float* sums_;
 };
 
+#endif
+
+// Whether the processor has the instructions of WideMixer for such numbers.
+#if defined(__AVX512BF16__)
 template <class T>
-void attend_wide(const RowAttention& rows, int64_t row, int64_t head) {
-    const int64_t width = rows.head_dim, out_stride = rows.num_heads * width, stride = 3 * out_stride;
-    const int64_t begin = rows.begins[row], length = rows.begins[row + 1] - begin;
-    const T* queries = (const T*)rows.joined + begin * stride + head * width;
-    T* out = (T*)rows.out + begin * out_stride + head * width;
-    WideMixer<T> mixer(width, length);
-    mixer.lay_out(queries + out_stride, queries + 2 * out_stride, stride);
-    for (int64_t first = 0; first < length; first += TILE)
-        mixer.attend(queries + first * stride, std::min<int64_t>(TILE, length - first), stride,
-                     out + first * out_stride, out_stride);
-}
+constexpr bool IS_WIDE = true;
+#elif defined(__AVX512F__)
+template <class T>
+constexpr bool IS_WIDE = std::is_same<T, float>::value;
 #endif
 
 template <class T>
-void attend(const RowAttention& rows, int64_t row, int64_t head) {
-#if defined(__AVX512BF16__)
-    if (rows.head_dim % COLUMNS == 0) return attend_wide<T>(rows, row, head);
-#elif defined(__AVX512F__)
-    if constexpr (std::is_same<T, float>::value)
-        if (rows.head_dim % COLUMNS == 0) return attend_wide<T>(rows, row, head);
+void attend(const DenseAttention& step, int64_t sequence, int64_t head) {
+    const int64_t width = step.head_dim, stride = step.query_stride, out_stride = step.num_heads * width;
+    const int64_t begin = step.query_offsets[sequence], count = step.query_offsets[sequence + 1] - begin;
+    const int64_t key_begin = step.key_offsets[sequence], num_keys = step.key_offsets[sequence + 1] - key_begin;
+    const T* queries = (const T*)step.queries + begin * stride + head * width;
+    const T* keys = (const T*)step.keys + key_begin * step.key_stride + head * width;
+    const T* values = (const T*)step.values + key_begin * step.key_stride + head * width;
+    T* out = (T*)step.out + begin * out_stride + head * width;
+#if defined(__AVX512F__)
+    if constexpr (IS_WIDE<T>)
+        if (width % COLUMNS == 0) {
+            WideMixer<T> mixer(width, num_keys);
+            mixer.lay_out(keys, values, step.key_stride);
+            for (int64_t first = 0; first < count; first += TILE)
+                mixer.attend(queries + first * stride, std::min<int64_t>(TILE, count - first), stride,
+                             out + first * out_stride, out_stride);
+            return;
+        }
 #endif
-    const int64_t width = rows.head_dim, out_stride = rows.num_heads * width, stride = 3 * out_stride;
-    const int64_t begin = rows.begins[row], length = rows.begins[row + 1] - begin;
-    const T* queries = (const T*)rows.joined + begin * stride + head * width;
-    T* out = (T*)rows.out + begin * out_stride + head * width;
-    Mixer mixer(width, length);
-    mixer.lay_out(queries + out_stride, queries + 2 * out_stride, [&](int64_t t) { return t * stride; });
+    Mixer mixer(width, num_keys, 1.0f / std::sqrt((float)width));
+    mixer.lay_out(keys, values, [&](int64_t t) { return t * step.key_stride; });
     constexpr bool is_stored = std::is_same<T, float>::value;
     static thread_local std::vector<float> room;
     if (!is_stored && (int64_t)room.size() < Mixer::QUERIES * width) room.resize(Mixer::QUERIES * width);
-    for (int64_t first = 0; first < length; first += Mixer::QUERIES) {
-        const int64_t count = std::min(Mixer::QUERIES, length - first);
+    for (int64_t first = 0; first < count; first += Mixer::QUERIES) {
+        const int64_t num_asked = std::min(Mixer::QUERIES, count - first);
         Query asked[Mixer::QUERIES];
-        for (int64_t i = 0; i < count; i++) {
+        for (int64_t i = 0; i < num_asked; i++) {
             const T* source = queries + (first + i) * stride;
             if constexpr (is_stored) {
-                asked[i] = {source, length, out + (first + i) * out_stride};
+                asked[i] = {source, num_keys, out + (first + i) * out_stride};
             } else {  // read before the result is written over it
                 float* place = room.data() + i * width;
                 for (int64_t d = 0; d < width; d += LANES) store(place + d, load(source + d));
-                asked[i] = {place, length, place};
+                asked[i] = {place, num_keys, place};
             }
         }
-        mixer.attend(asked, count);
+        mixer.attend(asked, num_asked);
         if constexpr (!is_stored)
-            for (int64_t i = 0; i < count; i++)
+            for (int64_t i = 0; i < num_asked; i++)
                 for (int64_t d = 0; d < width; d += LANES)
                     store(out + (first + i) * out_stride + d, load(asked[i].out + d));
     }
@@ -231,14 +236,15 @@ void attend(const RowAttention& rows, int64_t row, int64_t head) {
 
 }  // namespace
 
-extern "C" void vlm_row_attention(const RowAttention* rows) {
-    const int64_t num_items = rows->num_rows * rows->num_heads, num_tokens = rows->begins[rows->num_rows];
-    const int64_t work = num_tokens * num_tokens / rows->num_rows * rows->num_heads * rows->head_dim;
-#pragma omp parallel num_threads(work < MIN_PARALLEL_PRODUCTS ? 1 : rows->num_threads)
+extern "C" void vlm_dense_attention(const DenseAttention* step) {
+    const int64_t num_items = step->num_sequences * step->num_heads;
+    const int64_t num_queries = step->query_offsets[step->num_sequences], num_keys = step->key_offsets[step->num_sequences];
+    const int64_t work = num_queries * num_keys / step->num_sequences * step->num_heads * step->head_dim;
+#pragma omp parallel num_threads(work < MIN_PARALLEL_PRODUCTS ? 1 : step->num_threads)
 #pragma omp for schedule(dynamic)
     for (int64_t item = 0; item < num_items; item++) {
-        const int64_t row = item / rows->num_heads, head = item % rows->num_heads;
-        if (rows->kind == FLOAT32) attend<float>(*rows, row, head);
-        else attend<BFloat16>(*rows, row, head);
+        const int64_t sequence = item / step->num_heads, head = item % step->num_heads;
+        if (step->kind == FLOAT32) attend<float>(*step, sequence, head);
+        else attend<BFloat16>(*step, sequence, head);
     }
 }

@@ -1,7 +1,6 @@
 // Attention of new tokens over the paged keys and values of their own sequences, read where they lie.
 //
-// Shape letters: N new tokens, S sequences with one new token (the first S of the N), H query heads, K key/value
-// heads, G = H / K, D head width (a multiple of 8). Source: online softmax, Milakov and Gimelshein 2018.
+// Shape letters: N new tokens, S sequences, H query heads, K key/value heads, G = H / K, D head width (a multiple of 8). Source: online softmax, Milakov and Gimelshein 2018.
 #include <omp.h>
 
 #include "attention.h"
@@ -31,9 +30,19 @@ void normalise(float* x, const float* gain, float eps, int64_t width) {
     for (int64_t d = 0; d < width; d += LANES) store(x + d, load(x + d) * scale * load(gain + d));
 }
 
-// The first token that the token at a place sees.
-int64_t first_seen(const Heads& form, int64_t place) {
-    return form.window ? std::max<int64_t>(0, place + 1 - form.window) : 0;
+float scale_of(const Attention& step, const Heads& form) {
+    return form.scale ? form.scale : 1.0f / std::sqrt((float)step.head_dim);
+}
+
+// The first token that the token at an index attends to.
+int64_t first_seen(const Heads& form, int64_t index) {
+    return form.window ? std::max<int64_t>(0, index + 1 - form.window) : 0;
+}
+
+// The place of a sequence's token among those of the cache.
+int64_t slot_of(const Attention& step, int64_t sequence, int64_t index) {
+    const int32_t* table = step.tables + sequence * step.table_width;
+    return table[index / step.block_size] * step.block_size + index % step.block_size;
 }
 
 // Normalise and rotate a token's queries and keys in place, and keep its keys and values.
@@ -44,7 +53,7 @@ void rotate_and_keep(const Attention& step, const Heads& form, int64_t token, fl
     for (int64_t h = 0; form.query_gain && h < heads; h++) normalise(row + h * width, form.query_gain, form.eps, width);
     for (int64_t h = heads; form.key_gain && h < heads + kv_heads; h++)
         normalise(row + h * width, form.key_gain, form.eps, width);
-    for (int64_t h = 0; form.turns && h < heads + kv_heads; h++)
+    for (int64_t h = 0; form.rotates && h < heads + kv_heads; h++)
         rotate(row + h * width, step.cos + token * width, step.sin + token * width, width);
     const float* key = row + heads * width;
     const float* value = key + kv_heads * width;
@@ -59,9 +68,10 @@ void rotate_and_keep(const Attention& step, const Heads& form, int64_t token, fl
 template <class T>
 class Head {
   public:
-    Head(const Attention& step, int64_t sequence, int64_t head, const T* keys, const T* values)
+    Head(const Attention& step, float scale, int64_t sequence, int64_t head, const T* keys, const T* values)
         : step_(step),
-          table_(step.table + sequence * step.table_width),
+          scale_(scale),
+          table_(step.tables + sequence * step.table_width),
           keys_(keys + head * step.head_dim),
           values_(values + head * step.head_dim),
           num_queries_(step.num_heads / step.num_kv_heads) {}
@@ -94,10 +104,11 @@ class Head {
   private:
     // A chunk's tokens; behind the last one there is the last one again.
     void locate(int64_t start, int64_t length, int64_t (&places)[CHUNK]) {
-        const int64_t token_width = (int64_t)step_.num_kv_heads * step_.head_dim;
+        const int64_t token_width = (int64_t)step_.num_kv_heads * step_.head_dim, size = step_.block_size;
+        int64_t block = std::min(start, length - 1) / size, offset = std::min(start, length - 1) % size;
         for (int64_t i = 0; i < CHUNK; i++) {
-            const int64_t t = std::min(start + i, length - 1), block = table_[t / step_.block_size];
-            places[i] = (block * step_.block_size + t % step_.block_size) * token_width;
+            places[i] = (table_[block] * size + offset) * token_width;
+            if (start + i + 1 < length && ++offset == size) block++, offset = 0;
         }
     }
 
@@ -127,7 +138,7 @@ class Head {
                 for (int q = 0; q < Q; q++) sums[q * TOKENS + i] += inputs[q] * key;
             }
         }
-        const Floats products = sum_each(sums) * (1.0f / std::sqrt((float)step_.head_dim));
+        const Floats products = sum_each(sums) * scale_;
         for (int q = 0; q < Q; q++)
             for (int i = 0; i < TOKENS; i++) scores[q * CHUNK + t + i] = products[q * TOKENS + i];
     }
@@ -186,7 +197,8 @@ class Head {
     }
 
     const Attention& step_;
-    const int64_t* table_;
+    const float scale_;
+    const int32_t* table_;
     const T* keys_;
     const T* values_;
     int64_t num_queries_;
@@ -195,26 +207,23 @@ class Head {
 
 // Some queries of a run: those of the tokens, and of the heads that share one key/value head, lie side by side.
 template <class T>
-void attend_run(const Attention& step, const Heads& form, int64_t number, int64_t head, Share rows, const T* keys,
+void attend_run(const Attention& step, const Heads& form, int64_t sequence, int64_t head, Share rows, const T* keys,
                 const T* values, const float* qkv, float* out) {
-    const Run& run = step.runs[number];
     const int64_t width = step.head_dim, heads = step.num_heads, kv_heads = step.num_kv_heads;
-    const int64_t group = heads / kv_heads, token_width = kv_heads * width;
-    const int64_t* blocks = step.run_table + number * step.run_table_width;
-    const int64_t begin = first_seen(form, run.num_computed + rows.start / group) / Mixer::KEYS * Mixer::KEYS;
-    Mixer mixer(width, run.num_computed + (rows.stop + group - 1) / group - begin);
-    mixer.lay_out(keys + head * width, values + head * width, [&](int64_t key) {
-        const int64_t t = begin + key;
-        return (blocks[t / step.block_size] * step.block_size + t % step.block_size) * token_width;
-    });
+    const int64_t group = heads / kv_heads, token_width = kv_heads * width, start = step.row_offsets[sequence];
+    const int64_t num_computed = step.lengths[sequence] - (step.row_offsets[sequence + 1] - start);
+    const int64_t begin = first_seen(form, num_computed + rows.start / group) / Mixer::KEYS * Mixer::KEYS;
+    Mixer mixer(width, num_computed + (rows.stop + group - 1) / group - begin, scale_of(step, form));
+    mixer.lay_out(keys + head * width, values + head * width,
+                  [&](int64_t key) { return slot_of(step, sequence, begin + key) * token_width; });
     for (int64_t first = rows.start; first < rows.stop; first += Mixer::QUERIES) {
         const int64_t count = std::min(Mixer::QUERIES, rows.stop - first);
         Query queries[Mixer::QUERIES];
         for (int64_t i = 0; i < count; i++) {
             const int64_t token = (first + i) / group, place = head * group + (first + i) % group;
-            queries[i] = {qkv + ((run.start + token) * (heads + 2 * kv_heads) + place) * width,
-                          run.num_computed + token + 1 - begin, out + ((run.start + token) * heads + place) * width,
-                          std::max<int64_t>(0, first_seen(form, run.num_computed + token) - begin)};
+            queries[i] = {qkv + ((start + token) * (heads + 2 * kv_heads) + place) * width,
+                          num_computed + token + 1 - begin, out + ((start + token) * heads + place) * width,
+                          std::max<int64_t>(0, first_seen(form, num_computed + token) - begin)};
         }
         mixer.attend(queries, count);
     }
@@ -224,7 +233,7 @@ template <class T>
 void attend(const Attention& step, const Heads& form, T* keys, T* values, float* qkv, float* out) {
     const int64_t kv_heads = step.num_kv_heads, group = step.num_heads / kv_heads, width = step.head_dim;
     const int team = omp_get_num_threads(), num_parts = kv_heads % team ? team : 1;
-    const int64_t num_run_items = step.num_runs * kv_heads * num_parts;
+    const int64_t num_run_items = (step.num_sequences - step.num_decodes) * kv_heads * num_parts;
     static thread_local std::vector<float> scratch;
     scratch.resize(group * (CHUNK + 2));
 #pragma omp for schedule(static)
@@ -232,16 +241,17 @@ void attend(const Attention& step, const Heads& form, T* keys, T* values, float*
 #pragma omp for schedule(dynamic)
     for (int64_t item = 0; item < num_run_items + step.num_decodes * kv_heads; item++) {
         if (item < num_run_items) {
-            const int64_t number = item / num_parts / kv_heads, head = item / num_parts % kv_heads;
-            const Share rows = share_of(step.runs[number].num_new * group, Mixer::QUERIES, item % num_parts, num_parts);
-            if (rows.start < rows.stop) attend_run(step, form, number, head, rows, keys, values, qkv, out);
+            const int64_t sequence = step.num_decodes + item / num_parts / kv_heads, head = item / num_parts % kv_heads;
+            const int64_t num_new = step.row_offsets[sequence + 1] - step.row_offsets[sequence];
+            const Share rows = share_of(num_new * group, Mixer::QUERIES, item % num_parts, num_parts);
+            if (rows.start < rows.stop) attend_run(step, form, sequence, head, rows, keys, values, qkv, out);
             continue;
         }
         const int64_t sequence = (item - num_run_items) / kv_heads, head = (item - num_run_items) % kv_heads;
         const float* query = qkv + (sequence * (step.num_heads + 2 * kv_heads) + head * group) * width;
-        Head<T>(step, sequence, head, keys, values)
-            .attend(query, first_seen(form, step.lengths[sequence] - 1), step.lengths[sequence], out + (sequence * step.num_heads + head * group) * width,
-                    scratch.data());
+        Head<T>(step, scale_of(step, form), sequence, head, keys, values)
+            .attend(query, first_seen(form, step.lengths[sequence] - 1), step.lengths[sequence],
+                    out + (sequence * step.num_heads + head * group) * width, scratch.data());
     }
 }
 
@@ -249,9 +259,8 @@ void attend(const Attention& step, const Heads& form, T* keys, T* values, float*
 
 int64_t count_products(const Attention& step) {
     int64_t num_tokens = step.num_tokens;
-    for (int64_t s = 0; s < step.num_decodes; s++) num_tokens += step.lengths[s];
-    for (int64_t r = 0; r < step.num_runs; r++)
-        num_tokens += step.runs[r].num_new * (step.runs[r].num_computed + step.runs[r].num_new);
+    for (int64_t s = 0; s < step.num_sequences; s++)
+        num_tokens += (step.row_offsets[s + 1] - step.row_offsets[s]) * step.lengths[s];
     return num_tokens * step.num_heads * step.head_dim;
 }
 

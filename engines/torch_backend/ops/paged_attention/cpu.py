@@ -1,0 +1,131 @@
+"""Paged attention by the C++ kernel: rotation, writing to the cache and all sequences in one call."""
+
+import ctypes
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from engines.torch_backend.kv_cache import KVCachePool
+from engines.torch_backend.ops import native
+from engines.torch_backend.ops.native.library import (
+    FLOAT_KINDS,
+    AttentionStruct,
+    HeadsStruct,
+    Library,
+)
+from engines.torch_backend.ops.paged_attention.reference import (
+    PLAIN,
+    Attend,
+    CreateAttention,
+    Heads,
+    create_attention,
+)
+from engines.torch_backend.ops.registry import Site
+from engines.torch_backend.step import StepInputs
+
+_LANES = 8
+
+
+def build(site: Site) -> CreateAttention:
+    """The kernel where it reads such keys and values, else the reference."""
+    library = native.load(site.level)
+
+    def create(
+        num_heads: int,
+        pool: KVCachePool,
+        inputs: StepInputs,
+        rotation: tuple[Tensor, Tensor] | None,
+    ) -> Attend:
+        if pool.head_dim % _LANES or pool.scales(0) is not None:
+            return create_attention(num_heads, pool, inputs, rotation)
+        return PagedAttention(library, num_heads, pool, inputs, rotation)
+
+    return create
+
+
+class PagedAttention:
+    """One step's, for all layers."""
+
+    def __init__(
+        self,
+        library: Library,
+        num_heads: int,
+        pool: KVCachePool,
+        inputs: StepInputs,
+        rotation: tuple[Tensor, Tensor] | None,
+    ) -> None:
+        """`rotation` as of `RotaryTable.at_all`; None where no layer rotates."""
+        self._library = library
+        self._num_threads = torch.get_num_threads()
+        self._given = (num_heads, pool, inputs, rotation)
+        self._pool, self.inputs = pool, inputs
+        # a rotary table after another; kept, as is `inputs`, for the kernel reads their memory
+        self._tables = [
+            table.float().transpose(0, 1).contiguous() for table in rotation or (torch.empty(1, 1),)
+        ]
+        keys = pool.blocks(0)[0]
+        self._struct = AttentionStruct(
+            kind=FLOAT_KINDS[keys.dtype],
+            num_heads=num_heads,
+            num_kv_heads=keys.shape[2],
+            head_dim=pool.head_dim,
+            num_tokens=len(inputs.slots),
+            num_sequences=len(inputs.lengths),
+            num_decodes=inputs.num_decodes,
+            block_size=pool.block_size,
+            table_width=inputs.block_tables.shape[1],
+            slots=inputs.slots.data_ptr(),
+            tables=inputs.block_tables.data_ptr(),
+            row_offsets=inputs.row_offsets.data_ptr(),
+            lengths=inputs.lengths.data_ptr(),
+        )
+        cos, sin = self._tables[0], self._tables[-1]
+        self._rotations = [(cos[i].data_ptr(), sin[i].data_ptr()) for i in range(len(cos))]
+        self._struct.cos, self._struct.sin = self._rotations[0]
+
+    @property
+    def address(self) -> int:
+        """Of what the kernel reads for all layers."""
+        return ctypes.addressof(self._struct)
+
+    def places(self, layer: int) -> tuple[int, int]:
+        """Addresses of a layer's stored keys and values."""
+        keys, values = self._pool.blocks(layer)
+        return keys.data_ptr(), values.data_ptr()
+
+    @cached_property
+    def _reference(self) -> Attend:
+        return create_attention(*self._given)
+
+    def __call__(self, layer: int, qkv: Tensor, heads: Heads = PLAIN) -> Tensor:
+        """Shapes: qkv (N, (H + 2 K) D), changed in place if it is float32; returns (N, H D)."""
+        if not heads.is_plain(self.inputs):
+            return self._reference(layer, qkv, heads)
+        struct, _kept = _PLAIN if heads is PLAIN else bind_heads(heads)
+        self._struct.cos, self._struct.sin = self._rotations[heads.rope]
+        numbers = qkv.float().contiguous()
+        out = torch.empty(len(qkv), self._struct.num_heads * self._struct.head_dim)
+        self._library.attention(
+            ctypes.byref(self._struct),
+            ctypes.byref(struct),
+            *self.places(layer),
+            numbers.data_ptr(),
+            out.data_ptr(),
+            self._num_threads,
+        )
+        return out.to(qkv.dtype)
+
+
+def bind_heads(heads: Heads) -> tuple[HeadsStruct, list[Tensor]]:
+    """As the kernel reads them, and the tensors that have to live as long."""
+    norms = (heads.query_norm, heads.key_norm)
+    gains = [None if norm is None else norm.weight.detach().float().contiguous() for norm in norms]
+    query_gain, key_gain = (None if gain is None else gain.data_ptr() for gain in gains)
+    eps = next((norm.eps for norm in norms if norm is not None), 0.0)
+    form = (heads.window or 0, eps, heads.scale or 0.0, heads.rotates)
+    struct = HeadsStruct(query_gain, key_gain, *form)
+    return struct, [gain for gain in gains if gain is not None]
+
+
+_PLAIN = bind_heads(PLAIN)

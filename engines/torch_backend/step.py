@@ -1,0 +1,116 @@
+"""The inputs of one step, built once by the runner and read by models, operators and the other ranks.
+
+Shape letters: N new tokens, S sequences, W blocks of the longest context, R positions of a token, C hidden width.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class SequenceRows(msgspec.Struct, frozen=True, array_like=True):
+    """One sequence's new tokens: rows `start` to before `stop` of the step."""
+
+    start: int
+    num_new: int
+    num_computed: int  #: tokens of earlier steps
+    block_ids: list[int]
+    request_id: str = ""
+    num_prompt_tokens: int = 0
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.num_new
+
+    @property
+    def num_context(self) -> int:
+        """Tokens of the sequence after this step."""
+        return self.num_computed + self.num_new
+
+
+class BidirectionalSpan(msgspec.Struct, frozen=True, array_like=True):
+    """Rows `start` to before `stop` attend to tokens up to index `last` of their sequence."""
+
+    start: int
+    stop: int
+    last: int
+    ignores_window: bool = False  #: towards earlier tokens
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSlots:
+    """Image features in place of the embeddings of rows `start` and following. Shapes: features (slots, C)."""
+
+    start: int
+    features: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepInputs:
+    """The new tokens of a step, sequence by sequence; sequences with one new token come first."""
+
+    sequences: Sequence[SequenceRows]
+    num_decodes: int  #: leading sequences, with one new token each
+    token_ids: Tensor  #: (N,)
+    positions: Tensor  #: (N,), or (R, N)
+    indices: Tensor  #: (N,), of each token in its sequence
+    slots: Tensor  #: (N,), of the KV cache, for the new keys and values
+    block_tables: Tensor  #: (S, W), int32; short rows repeat the sequence's first block
+    row_offsets: Tensor  #: (S + 1,)
+    lengths: Tensor  #: (S,), tokens of each context
+    sampled_rows: list[int] = field(default_factory=list)  #: rows whose logits are wanted
+    images: list[ImageSlots] = field(default_factory=list)
+    bidirectional: list[BidirectionalSpan] = field(default_factory=list)
+    adapters: Sequence[Any] = ()  #: of each sequence, or None; empty where no sequence has one
+
+    @classmethod
+    def create(
+        cls,
+        sequences: Sequence[SequenceRows],
+        block_size: int,
+        device: torch.device,
+        token_ids: Sequence[int] = (),
+        positions: Sequence[Sequence[int]] = (),
+        **others: Any,
+    ) -> Self:
+        """`positions` are R rows of N, by default the indices; `others` are fields that are taken as they are."""
+        indices: list[int] = []
+        slots: list[int] = []
+        offsets, lengths = [0], []
+        for each in sequences:
+            offsets.append(each.stop)
+            lengths.append(each.num_context)
+            if each.num_new == 1:  # most are: numpy would take longer
+                block, offset = divmod(each.num_computed, block_size)
+                indices.append(each.num_computed)
+                slots.append(each.block_ids[block] * block_size + offset)
+                continue
+            own = np.arange(each.num_computed, each.num_context)
+            blocks = np.asarray(each.block_ids)[own // block_size]
+            indices += own.tolist()
+            slots += (blocks * block_size + own % block_size).tolist()
+        tables = np.empty((len(sequences), -(-max(lengths) // block_size)), dtype=np.int32)
+        for row, each, length in zip(tables, sequences, lengths, strict=True):
+            count = -(-length // block_size)
+            row[:count] = each.block_ids[:count]
+            row[count:] = each.block_ids[0]
+        rows = [indices, slots, token_ids or indices, *(positions or [indices])]
+        of_tokens = torch.tensor(rows).to(device)
+        of_sequences = torch.tensor([offsets, [*lengths, 0]]).to(device)
+        return cls(
+            sequences=sequences,
+            num_decodes=sum(each.num_new == 1 for each in sequences),
+            token_ids=of_tokens[2],
+            positions=of_tokens[3] if len(rows) == 4 else of_tokens[3:],
+            indices=of_tokens[0],
+            slots=of_tokens[1],
+            block_tables=torch.from_numpy(tables).to(device),
+            row_offsets=of_sequences[0],
+            lengths=of_sequences[1, :-1],
+            **others,
+        )
