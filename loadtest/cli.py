@@ -86,7 +86,6 @@ def loadtest(
         Path | None,
         typer.Option("--html", help="File for a report to look at.", callback=_writable),
     ] = None,
-    markdown: Annotated[bool, typer.Option(help="Print tables for a document.")] = False,
 ) -> None:
     """Load a server that speaks OpenAI's API, and check and time every answer."""
     if context.invoked_subcommand:
@@ -106,7 +105,7 @@ def loadtest(
     from loadtest.run import LoadTestError, Outputs, Wanted, run
 
     wanted = Wanted(host, engine, model, api_key, timeout, workload, plan, objective)
-    call(run, LoadTestError, wanted, Outputs(json, html, markdown), max_failures)
+    call(run, LoadTestError, wanted, Outputs(json, html), max_failures)
 
 
 def call(function: Callable[..., int], fault: type[Exception], *arguments: Any) -> None:
@@ -122,13 +121,12 @@ def call(function: Callable[..., int], fault: type[Exception], *arguments: Any) 
 def compare(
     before: Annotated[Path, typer.Argument(help="The result of one run (--json).")],
     after: Annotated[Path, typer.Argument(help="The result of another.")],
-    markdown: Annotated[bool, typer.Option(help="Print a table for a document.")] = False,
 ) -> None:
     """Print the rates and latencies of two runs and their ratios."""
     from loadtest.difference import run
     from loadtest.result import ResultError
 
-    call(run, ResultError, before, after, markdown)
+    call(run, ResultError, before, after)
 
 
 @app.command()

@@ -57,12 +57,12 @@ def to_table(before: Result, after: Result) -> Table:
     return table
 
 
-def run(before: Path, after: Path, markdown: bool) -> int:
+def run(before: Path, after: Path) -> int:
     """Print the comparison; returns the exit code. Raises: ResultError."""
     first, second = load_result(before), load_result(after)
     for difference in differing_orders(first, second):
         print(f"the runs differ in {difference}", file=sys.stderr)
-    show([to_table(first, second)], markdown)
+    show([to_table(first, second)])
     failed = [in_percent(failure_ratio(result)) for result in (first, second)]
     print(f"failed requests: {failed[0]} before, {failed[1]} after")
     return 0

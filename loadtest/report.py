@@ -1,7 +1,4 @@
-"""Numbers into tables: for a terminal, or for a document.
-
-Pure arithmetic and text.
-"""
+"""Tables of numbers for a terminal."""
 
 import math
 from collections.abc import Sequence
@@ -22,11 +19,6 @@ class Table:
     def add(self, name: str, *cells: str) -> None:
         self.rows.append([name, *cells])
 
-    def to_markdown(self) -> str:
-        """The table as Markdown, with its title as a heading."""
-        lines = [self.columns, ["---", *["---:"] * (len(self.columns) - 1)], *self.rows]
-        return f"### {self.title}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
     def to_rich(self) -> RichTable:
         """The table for a terminal."""
         table = RichTable(title=self.title, title_justify="left")
@@ -37,11 +29,8 @@ class Table:
         return table
 
 
-def show(tables: Sequence[Table], markdown: bool) -> None:
+def show(tables: Sequence[Table]) -> None:
     """Print tables to standard output."""
-    if markdown:
-        print("\n\n".join(table.to_markdown() for table in tables))
-        return
     console = Console()
     for table in tables:
         console.print(table.to_rich())

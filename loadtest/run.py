@@ -1,8 +1,6 @@
-"""One load test from its order to its result: a fleet if none is named, the load, what came of it.
+"""`vlm loadtest`: starts a fleet if no server is named, runs the load and reports the result."""
 
-Called by `vlm loadtest`. It puts processes together; what is asked is in the scenarios.
-"""
-
+import platform
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +13,7 @@ from tempfile import TemporaryFile
 from threading import Thread
 
 import msgspec
+import psutil
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
@@ -22,7 +21,6 @@ from loadtest.asking import first_model
 from loadtest.client import AnswerError
 from loadtest.fleet import ROOT, ServerError, run_fleet
 from loadtest.html_report import write_page
-from loadtest.machine import machine
 from loadtest.objective import Objective
 from loadtest.record import Order, Plan, Record, Target, Workload
 from loadtest.report import show
@@ -36,12 +34,12 @@ BUSY_RATIO = 0.8  # of a core; a client that needs more measures itself
 
 
 class LoadTestError(Exception):
-    """The test could not be made; the message says why."""
+    """The test could not run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What the command line asks for. `url`: empty for a fleet of our own on `engine`."""
+    """The options of the command. `url`: empty for a fleet of its own on `engine`."""
 
     url: str
     engine: str
@@ -59,13 +57,12 @@ class Outputs:
 
     json: Path | None = None
     html: Path | None = None
-    markdown: bool = False
 
 
 def run(wanted: Wanted, outputs: Outputs, max_failure_ratio: float) -> int:
     """Make the test and show its result; returns the exit code. Raises: LoadTestError."""
     result = make_load(wanted)
-    show([to_rate_table(result), to_latency_table(result)], outputs.markdown)
+    show([to_rate_table(result), to_latency_table(result)])
     if outputs.json:
         result.save(outputs.json)
     if outputs.html:
@@ -102,7 +99,7 @@ def make_load(wanted: Wanted) -> Result:
         created_at=datetime.now(UTC).isoformat(timespec="seconds"),
         url=url if wanted.url else "a fleet of its own",
         model=model,
-        machine=machine(),
+        machine=_machine(),
         client_core_ratio=core_ratio,
         workload=wanted.workload,
         plan=wanted.plan,
@@ -185,3 +182,7 @@ def watch(reader: Thread, plan: Plan, records: list[Record]) -> None:
             latencies_s += [record.e2e_s for record in new if not record.error]
             words = progress_words(num_seen - num_failures, num_failures, latencies_s[-500:])
             progress.update(task, description=words, advance=PAUSE_S)
+
+
+def _machine() -> str:
+    return f"{psutil.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"
