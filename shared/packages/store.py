@@ -8,7 +8,7 @@ import hashlib
 import os
 import secrets
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Protocol
 from urllib.parse import urlsplit
@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 from shared.packages.manifest import BadPackage, Manifest, decode_manifest, digest_of, is_digest
 from shared.packages.resumable_file import (
     PIECE_BYTES,
+    SUFFIX,
     Report,
     ResumableFile,
     WrongDigest,
@@ -70,10 +71,6 @@ class PackageStore(Protocol):
         """
         ...
 
-    def read(self, digest: str, start: int = 0) -> Iterator[bytes]:
-        """The bytes of a blob from `start`, as they are there: whoever reads them checks them."""
-        ...
-
     def put_if_absent(self, key: str, data: bytes) -> bool:
         """Write a record unless there is one. Returns whether this one is there now."""
         ...
@@ -90,8 +87,8 @@ class PackageStore(Protocol):
         """Write a record of any size, all of it or nothing; one that is there is replaced."""
         ...
 
-    def stream(self, key: str) -> Iterator[bytes]:
-        """The bytes of a record. Raises: StoreError if it is not there."""
+    def stream(self, key: str, start: int = 0) -> Iterator[bytes]:
+        """The bytes of a record or blob, unchecked. Raises: StoreError if it does not exist."""
         ...
 
     def entries(self, prefix: str) -> Iterator[Entry]:
@@ -118,7 +115,7 @@ def open_store(url: str) -> PackageStore:
 
 
 class FileStore:
-    """A directory, which several machines may share. Files are written aside, synced, and renamed."""
+    """A directory, which several machines may share. Files are written to `uploads`, synced, and renamed."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -159,18 +156,9 @@ class FileStore:
         except OSError as error:
             raise StoreError(f"{self._uploads} cannot be written: {error.strerror}") from error
 
-    def read(self, digest: str, start: int = 0) -> Iterator[bytes]:
-        try:
-            with self._blob(digest).open("rb") as file:
-                file.seek(start)
-                while piece := file.read(PIECE_BYTES):
-                    yield piece
-        except OSError as error:
-            raise StoreError(f"{self.url} has no readable {digest}: {error.strerror}") from None
-
     def put_if_absent(self, key: str, data: bytes) -> bool:
         target = self.root / key
-        with self._aside() as (part, out):
+        with self._upload() as (part, out):
             out.write(data)
             _sync(out)
             try:
@@ -200,15 +188,16 @@ class FileStore:
 
     def write(self, key: str, pieces: Iterable[bytes]) -> None:
         target = self.root / key
-        with self._aside() as (part, out):
+        with self._upload() as (part, out):
             for piece in pieces:
                 out.write(piece)
             _sync(out)
             place(os.replace, part, target)
 
-    def stream(self, key: str) -> Iterator[bytes]:
+    def stream(self, key: str, start: int = 0) -> Iterator[bytes]:
         try:
             with (self.root / key).open("rb") as file:
+                file.seek(start)
                 while piece := file.read(PIECE_BYTES):
                     yield piece
         except OSError as error:
@@ -244,32 +233,19 @@ class FileStore:
             self.root.mkdir(parents=True, exist_ok=True)
             layout.write_text('{"imageLayoutVersion":"1.0.0"}')
 
-    def _aside(self) -> "_Aside":
-        return _Aside(self._uploads)
-
-
-class _Aside:
-    """A file beside the blobs that goes away unless it was renamed; a killed process leaves it."""
-
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / f"{secrets.token_hex(8)}.part"
-        self.file: IO[bytes] | None = None
-
-    def __enter__(self) -> tuple[Path, IO[bytes]]:
+    @contextmanager
+    def _upload(self) -> Iterator[tuple[Path, IO[bytes]]]:
+        """A new file beside the blobs, which is removed unless it is renamed; a killed process leaves it."""
+        path = self._uploads / f"{secrets.token_hex(8)}{SUFFIX}"
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.file = self.path.open("xb")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                with path.open("xb") as file:
+                    yield path, file
+            finally:
+                path.unlink(missing_ok=True)
         except OSError as error:
-            raise StoreError(f"{self.path.parent} cannot be written: {error.strerror}") from None
-        return self.path, self.file
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        assert self.file is not None
-        with suppress(OSError):
-            self.file.close()
-        self.path.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise StoreError(f"{self.path.parent} cannot be written: {error.strerror}") from error
+            raise StoreError(f"{path.parent} cannot be written: {error.strerror}") from error
 
 
 class ObjectStore:
@@ -289,12 +265,8 @@ class ObjectStore:
             raise StoreError(f"{url} cannot be opened: {_first_line(error)}") from None
 
     def size(self, digest: str) -> int | None:
-        try:
+        with self._errors(), suppress(FileNotFoundError):
             return self._obstore.head(self._store, blob_key(digest))["size"]
-        except FileNotFoundError:
-            return None
-        except Exception as error:
-            raise self._failed(error) from None
 
     def partial(self, digest: str) -> int:
         """See `PackageStore.partial`: buckets keep no part that can be read again."""
@@ -316,79 +288,62 @@ class ObjectStore:
             # Within the upload: an error here leaves no object.
             _compare(digest, found)
 
-        try:
-            self._obstore.put(self._store, blob_key(digest), pieces(), use_multipart=True)
-        except Exception as error:
-            if found.hexdigest() != digest.removeprefix("sha256:") and not file.read(1):
-                _compare(digest, found)
-            raise self._failed(error) from None
-
-    def read(self, digest: str, start: int = 0) -> Iterator[bytes]:
-        options: Any = {"range": {"offset": start}} if start else None
-        try:
-            found = self._obstore.get(self._store, blob_key(digest), options=options)
-            for piece in found.stream(PIECE_BYTES):
-                yield bytes(piece)
-        except Exception as error:
-            raise self._failed(error) from None
+        with self._errors():
+            try:
+                self._obstore.put(self._store, blob_key(digest), pieces(), use_multipart=True)
+            except Exception:
+                if not file.read(1):
+                    _compare(digest, found)
+                raise
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
         from obstore.exceptions import AlreadyExistsError  # noqa: PLC0415
 
-        try:
+        with self._errors(), suppress(AlreadyExistsError):
             self._obstore.put(self._store, key, data, mode="create", use_multipart=False)
-        except AlreadyExistsError:
-            return False
-        except Exception as error:
-            raise self._failed(error) from None
-        return True
+            return True
+        return False
 
     def get(self, key: str) -> bytes | None:
-        try:
+        with self._errors(), suppress(FileNotFoundError):
             return bytes(self._obstore.get(self._store, key).bytes())
-        except FileNotFoundError:
-            return None
-        except Exception as error:
-            raise self._failed(error) from None
 
     def list(self, prefix: str) -> list[str]:
         return sorted(entry.key for entry in self.entries(prefix))
 
     def entries(self, prefix: str) -> Iterator[Entry]:
-        try:
+        with self._errors():
             for page in self._obstore.list(self._store, prefix=prefix):
                 for item in page:
                     yield Entry(item["path"], item["size"], item["last_modified"].timestamp())
-        except Exception as error:
-            raise self._failed(error) from None
 
     def write(self, key: str, pieces: Iterable[bytes]) -> None:
-        try:
+        with self._errors():
             self._obstore.put(self._store, key, iter(pieces), use_multipart=True)
-        except Exception as error:
-            raise self._failed(error) from None
 
-    def stream(self, key: str) -> Iterator[bytes]:
-        try:
-            for piece in self._obstore.get(self._store, key).stream(PIECE_BYTES):
-                yield bytes(piece)
-        except Exception as error:
-            raise self._failed(error) from None
+    def stream(self, key: str, start: int = 0) -> Iterator[bytes]:
+        options: Any = {"range": {"offset": start}} if start else None
+        with self._errors():
+            found = self._obstore.get(self._store, key, options=options)
+            yield from map(bytes, found.stream(PIECE_BYTES))
 
     def delete(self, key: str) -> None:
-        try:
+        with self._errors(), suppress(FileNotFoundError):
             self._obstore.delete(self._store, key)
-        except FileNotFoundError:
-            return
-        except Exception as error:
-            raise self._failed(error) from None
 
     def delete_parts(self, before: float) -> int:
         """See `PackageStore.delete_parts`: a bucket's own rules end uploads in parts."""
         return 0
 
-    def _failed(self, error: Exception) -> StoreError:
-        return StoreError(f"{self.url}: {_first_line(error)}")
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Raise the errors of obstore as StoreError: they share no base but Exception."""
+        try:
+            yield
+        except StoreError:
+            raise
+        except Exception as error:
+            raise StoreError(f"{self.url}: {_first_line(error)}") from None
 
 
 def blob_key(digest: str) -> str:

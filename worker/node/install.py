@@ -18,7 +18,7 @@ from engines.registry import check_package
 from shared.packages.manifest import BadPackage, Layer, Manifest, check_content
 from shared.packages.resumable_file import Report, ResumableFile, WrongDigest
 from shared.packages.signature import BadSignature, check_signed
-from shared.packages.store import BadBlob, PackageStore, StoreError, read_manifest
+from shared.packages.store import BadBlob, PackageStore, StoreError, blob_key, read_manifest
 from worker.node.cache import RESERVE_BYTES, Cache, Uses
 
 _THREADS = 4
@@ -115,7 +115,7 @@ def _fetch(store: PackageStore, layer: Layer, blobs: Path, report: Report | None
 
     def read(start: int) -> Iterator[bytes]:
         size = start
-        for piece in store.read(layer.digest, start) if start < layer.size else ():
+        for piece in store.stream(blob_key(layer.digest), start) if start < layer.size else ():
             size += len(piece)
             if size > layer.size:
                 raise WrongDigest("it has more bytes than the manifest says")

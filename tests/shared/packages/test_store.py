@@ -19,7 +19,7 @@ import pytest
 
 from shared.packages.manifest import digest_of
 from shared.packages.resumable_file import PIECE_BYTES, ResumableFile
-from shared.packages.store import BadBlob, FileStore, PackageStore, StoreError, open_store
+from shared.packages.store import BadBlob, FileStore, PackageStore, StoreError, blob_key, open_store
 
 MOTO = shutil.which("moto_server") or os.environ.get("MOTO_SERVER", "")
 
@@ -71,12 +71,12 @@ def test_a_blob_comes_back_as_it_was_kept(store: PackageStore):
     assert store.size(digest) is None
     store.put(digest, io.BytesIO(data), told.append)
     assert store.size(digest) == len(data) == sum(told)
-    assert b"".join(store.read(digest)) == data
+    assert b"".join(store.stream(blob_key(digest))) == data
     store.put(digest, io.BytesIO(data))  # again changes nothing
     empty = digest_of(b"")
     store.put(empty, io.BytesIO(b""))
     assert store.size(empty) == 0
-    assert not b"".join(store.read(empty))
+    assert not b"".join(store.stream(blob_key(empty)))
 
 
 def test_bytes_of_another_digest_are_not_kept(store: PackageStore):
@@ -85,7 +85,7 @@ def test_bytes_of_another_digest_are_not_kept(store: PackageStore):
         store.put(digest, io.BytesIO(b"wrong"))
     assert store.size(digest) is None
     with pytest.raises(StoreError):
-        list(store.read(digest))
+        list(store.stream(blob_key(digest)))
     with pytest.raises(StoreError, match="no digest"):
         store.size("sha256:../../etc/passwd")
 
@@ -143,7 +143,7 @@ def test_two_who_keep_one_blob_at_once_both_can(tmp_path: Path):
 
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(put, range(4)))
-    assert b"".join(store.read(digest_of(data))) == data
+    assert b"".join(store.stream(blob_key(digest_of(data)))) == data
     assert not list((tmp_path / "uploads").iterdir())
 
 
@@ -187,7 +187,7 @@ def test_an_upload_that_was_cut_goes_on_where_it_was(tmp_path: Path):
     store.put(digest, again, told.append)
     assert again.num_read == PIECE_BYTES
     assert sum(told) == len(data)
-    assert b"".join(store.read(digest)) == data
+    assert b"".join(store.stream(blob_key(digest))) == data
     assert store.partial(digest) == 0
 
 
@@ -201,13 +201,13 @@ def test_a_part_that_lost_its_bytes_is_begun_anew(tmp_path: Path):
     again, told = Counted(data), list[int]()
     store.put(digest, again, told.append)
     assert sum(told) == len(data)
-    assert b"".join(store.read(digest)) == data
+    assert b"".join(store.stream(blob_key(digest))) == data
 
 
 def test_a_blob_is_read_from_any_place(store: PackageStore):
     data = b"0123456789"
     store.put(digest_of(data), io.BytesIO(data))
-    assert b"".join(store.read(digest_of(data), 7)) == b"789"
+    assert b"".join(store.stream(blob_key(digest_of(data)), 7)) == b"789"
 
 
 def folders(store: FileStore) -> set[Path]:

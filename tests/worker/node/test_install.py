@@ -11,7 +11,7 @@ import pytest
 
 from shared.packages.manifest import Layer, Manifest, PackageConfig, digest_of
 from shared.packages.resumable_file import PIECE_BYTES
-from shared.packages.store import FileStore
+from shared.packages.store import FileStore, blob_key
 from worker.node.cache import Cache
 from worker.node.install import InstallError, install
 
@@ -197,20 +197,20 @@ def test_a_fetch_that_was_killed_goes_on_where_it_was(store, tmp_path):
     starts: dict[str, int] = {}
 
     class Recorded(FileStore):
-        def read(self, digest: str, start: int = 0) -> Iterator[bytes]:
-            starts[digest] = start
-            return super().read(digest, start)
+        def stream(self, key: str, start: int = 0) -> Iterator[bytes]:
+            starts[key] = start
+            return super().stream(key, start)
 
     _, folder = install(Recorded(store.root), digest, Cache(cache))
     assert (folder / "sub/weights.safetensors").read_bytes() == weights
-    assert starts == {digest_of(weights): 2 * PIECE_BYTES}
+    assert starts == {blob_key(digest_of(weights)): 2 * PIECE_BYTES}
     assert not list(cache.rglob("*.part"))
 
 
 def _install_until_killed(store: FileStore, digest: str, cache: Cache) -> None:
     class Killed(FileStore):
-        def read(self, digest: str, start: int = 0) -> Iterator[bytes]:
-            for number, piece in enumerate(super().read(digest, start)):
+        def stream(self, key: str, start: int = 0) -> Iterator[bytes]:
+            for number, piece in enumerate(super().stream(key, start)):
                 if number == 2:
                     os.kill(os.getpid(), signal.SIGKILL)
                 yield piece
