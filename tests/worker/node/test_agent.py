@@ -286,7 +286,7 @@ async def test_a_package_that_was_changed_in_the_store_is_not_run(machines, monk
 async def test_what_a_newer_version_recorded_is_left_alone_and_others_are_looked_after(
     machines, redis_prefix, monkeypatch
 ):
-    monkeypatch.setattr(agents, "STRAY_S", 0.0)
+    monkeypatch.setattr(agents, "UNKNOWN_S", 0.0)
     node = machines.start("one")
     machines.deploy(machines.add_package("{}"), min_instances=1)
     await machines.wait(lambda app: app.active is not None)
@@ -345,7 +345,7 @@ async def test_a_record_that_cannot_be_read_is_told_once_until_it_can(
 async def test_an_instance_of_an_unreadable_record_that_has_ended_is_forgotten(
     machines, redis_prefix, monkeypatch
 ):
-    monkeypatch.setattr(agents, "STRAY_S", 0.0)
+    monkeypatch.setattr(agents, "UNKNOWN_S", 0.0)
     machines.start("one")
     machines.deploy(machines.add_package("{}"), min_instances=1)
     await machines.wait(lambda app: nodes_of(app))
