@@ -173,9 +173,9 @@ def test_tools_of_the_engine_get_what_was_asked_for(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "unneeded"),
     [
-        (["--help"], {"torch", "numpy", "pydantic", "fastapi", "httpx", "locust", "shared.settings.tree"}),
+        (["--help"], {"torch", "numpy", "pydantic", "starlette", "httpx", "locust", "shared.settings.tree"}),
         (["gateway", *REDIS, "--set", "nothing=1"], {"torch", "numpy", "engines.base", "worker.main", "locust"}),
-        (["chat", "--url", "http://127.0.0.1:9", "x"], {"torch", "fastapi", "uvicorn", "shared.settings.tree"}),
+        (["chat", "--url", "http://127.0.0.1:9", "x"], {"torch", "starlette", "uvicorn", "shared.settings.tree"}),
     ],
 )  # fmt: skip
 def test_a_command_loads_no_more_than_it_needs(arguments, unneeded):

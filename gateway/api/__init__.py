@@ -1,45 +1,42 @@
 """The APIs that are served, one file or folder each.
 
-A new API of models is one new file: a class that implements `gateway.calls.surface.Surface`, and
-its line in `SURFACES`. Its route, its part of the OpenAPI document and its errors follow.
-`tests/contract/test_surface.py` tests all of them. The other routes are listed below.
+An API of models is a `Surface` and its line in `SURFACES`; its route, its part of the OpenAPI
+document and its errors follow. `tests/contract/test_surface.py` tests all of them. Other endpoints
+are operations of a `Resource`, listed below.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from fastapi import APIRouter
-
-from gateway.api.adapters import create_adapter_routes
-from gateway.api.applications import create_application_routes
-from gateway.api.batches import BatchRoutes
+from gateway.api.adapters import Adapters
+from gateway.api.applications import Applications
+from gateway.api.batches import BatchResource
 from gateway.api.chat import ChatCompletions
 from gateway.api.completions import Completions
 from gateway.api.embeddings import Embeddings
 from gateway.api.files import Files
 from gateway.api.messages import CountTokens, Messages
-from gateway.api.models import create_model_routes
+from gateway.api.models import Models
 from gateway.api.ollama import (
     OllamaChat,
     OllamaEmbed,
     OllamaEmbeddings,
     OllamaGenerate,
-    OllamaRoutes,
+    OllamaModelList,
 )
-from gateway.api.operator_access import OperatorAccess
-from gateway.api.packages import create_package_routes
-from gateway.api.probes import create_probes
+from gateway.api.openapi import OpenApi
+from gateway.api.packages import Packages
+from gateway.api.probes import Probes
 from gateway.api.rerank import Reranking, Scoring
-from gateway.api.responses import ResponseInputTokens, ResponseRoutes, Responses
-from gateway.api.routes import Operation
-from gateway.api.run import Running
+from gateway.api.responses import ResponseInputTokens, Responses, StoredResponses
+from gateway.api.run import ApplicationRun
 from gateway.api.sessions import Sessions
 from gateway.api.similar import Similar
-from gateway.api.tokenize import Detokenizing, Tokenizing
+from gateway.api.streams import Streams
+from gateway.api.tokenize import Detokenization, Tokenization
 from gateway.api.vector_stores import VectorStores
 from gateway.calls.surface import Surface
-from gateway.http.auth import KeyRing
-from gateway.http.wrong_keys import WrongKeys
+from gateway.http.endpoint import Endpoint, OperationServices, Resource, Serve
 from gateway.services import Services
 from shared.settings.limits import LimitSettings
 
@@ -49,8 +46,8 @@ SURFACES: tuple[Callable[[LimitSettings], Surface], ...] = (
     Embeddings,
     Reranking,
     Scoring,
-    Tokenizing,
-    Detokenizing,
+    Tokenization,
+    Detokenization,
     Responses,
     ResponseInputTokens,
     Messages,
@@ -59,49 +56,52 @@ SURFACES: tuple[Callable[[LimitSettings], Surface], ...] = (
     OllamaGenerate,
     OllamaEmbed,
     OllamaEmbeddings,
-    Running,
+    ApplicationRun,
 )
 
 
-def create_operations(services: Services, surfaces: Sequence[Surface]) -> list[Operation]:
-    """The plain routes of clients: over the search process, and of what the fleet serves."""
-    lifecycle, limits = services.lifecycle, services.settings.limits
-    search, batches = services.search, services.batches
-    stores = VectorStores(lifecycle, search, limits, services.settings.search.default_store)
+def create_endpoints(
+    services: Services, surfaces: Sequence[Surface]
+) -> Iterator[tuple[Endpoint, Serve]]:
+    """Every endpoint and the function that serves it."""
+    settings = services.settings
+    needed = OperationServices(services.admission, settings.limits, settings.gateway.body_timeout_s)
+    streams = Streams(services.lifecycle, {surface.name: surface for surface in surfaces})
+    found: list[Endpoint] = [*surfaces, streams]
+    for surface in surfaces:
+        yield surface, partial(services.lifecycle.serve, surface)
+    yield streams, streams.serve
+    for resource in _create_resources(services, surfaces):
+        operations = resource.operations(needed)
+        found += operations
+        yield from ((each, each.serve) for each in operations)
+    for each in OpenApi(found, settings.limits).operations(needed):
+        yield each, each.serve
+
+
+def _create_resources(services: Services, surfaces: Sequence[Surface]) -> list[Resource]:
+    settings, lifecycle, models = services.settings, services.lifecycle, services.models
+    limits, deploy, search = settings.limits, settings.deploy, services.search
+    batches = services.batches
+    stores = VectorStores(lifecycle, search, limits, settings.search.default_store)
     batchable = [surface.path for surface in surfaces if surface.batchable]
     return [
-        *stores.operations(),
-        *Files(
-            search, batches and batches.files, lifecycle.kept, lifecycle.loader, limits
-        ).operations(),
-        *BatchRoutes(batches, services.look_for_batches, limits, batchable).operations(),
-        *Similar(stores).operations(),
-        *ResponseRoutes(lifecycle.kept).operations(),
-        *OllamaRoutes(lifecycle.models).operations(),
-        *Sessions(lifecycle, services.sessions, limits).operations(),
-    ]
-
-
-def create_routers(services: Services, keys: KeyRing, wrong_keys: WrongKeys) -> list[APIRouter]:
-    """What is no API of models: their list, operators' calls, probes."""
-    settings, models = services.settings, services.models
-    access = partial(
-        OperatorAccess, wrong_keys=wrong_keys, admission=services.admission, settings=settings
-    )
-    return [
-        create_model_routes(models, settings.limits),
-        create_adapter_routes(models, access(keys.check_admin), settings.limits.max_loras),
-        create_application_routes(
-            models, services.deployments, access(keys.check_deployer), settings.deploy
-        ),
-        create_package_routes(
-            access(keys.check_deployer), settings.deploy.store, settings.gateway.body_timeout_s
-        ),
-        create_probes(
+        Models(models, limits),
+        Files(search, batches and batches.files, lifecycle.kept, lifecycle.loader, limits),
+        BatchResource(batches, services.look_for_batches, limits, batchable),
+        StoredResponses(lifecycle.kept),
+        stores,
+        Similar(stores),
+        OllamaModelList(models),
+        Sessions(lifecycle, services.sessions, limits),
+        Adapters(models, limits.max_loras),
+        Applications(deploy, services.deployments, models),
+        Packages(deploy.store, settings.gateway.body_timeout_s),
+        Probes(
             services.admission,
             models,
             services.queue,
             services.metrics,
-            access(keys.check_admin).check if settings.gateway.admin_keys else lambda _: None,
+            "admin" if settings.gateway.admin_keys else "key",
         ),
     ]

@@ -8,23 +8,19 @@ Source: vLLM, "LoRA Adapters".
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from secrets import token_hex
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
-from fastapi import APIRouter, Request, Response
 from msgspec import Meta
-from redis.exceptions import RedisError
+from starlette.responses import Response
 
 from gateway.api.fields import invalid
-from gateway.api.operator_access import OperatorAccess
-from gateway.api.routes import run_while_awaited
 from gateway.calls.models import ModelDirectory
-from gateway.http.body import JsonBody
-from gateway.http.errors import InvalidRequest, NotFound, Overloaded, ServerError, unavailable
+from gateway.http.endpoint import Caller, Resource, operation
+from gateway.http.errors import InvalidRequest, NotFound, Overloaded, ServerError
 from shared.protocol import PROTOCOL_VERSION, AdapterCard, ModelCard
-from shared.queue.api import QueueUnavailable
 from shared.queue.registry import AdapterSource
 from shared.settings.limits import MAX_MODEL_CHARS
 from shared.settings.tree import ADAPTER_NAME
@@ -168,70 +164,27 @@ def _is_loaded(card: AdapterCard | None, source: AdapterSource) -> bool:
     return True
 
 
-def create_adapter_routes(
-    models: ModelDirectory, access: OperatorAccess, max_loras: int
-) -> APIRouter:
-    """The two operations."""
-    adapters = FleetAdapters(models, max_loras)
-    router = APIRouter(tags=["models"])
-    loads, unloads = JsonBody(LoadAdapter), JsonBody(UnloadAdapter)
+class Adapters(Resource):
+    """LoRA adapters of the fleet's models."""
 
-    @router.post(
-        "/v1/load_lora_adapter",
-        operation_id="load_lora_adapter",
-        response_class=Response,
-        openapi_extra=_describe(LoadAdapter),
-    )
-    async def load_lora_adapter(request: Request) -> Response:
-        """Have every worker of a model hold a LoRA adapter; it is served as `model:lora_name`."""
-        wanted = await access.read(request, loads)
-        return await _asked(adapters.load(wanted), _confirm(wanted.lora_name, "added"), request)
+    tag = "models"
+    access = "admin"
 
-    @router.post(
-        "/v1/unload_lora_adapter",
-        operation_id="unload_lora_adapter",
-        response_class=Response,
-        openapi_extra=_describe(UnloadAdapter),
-    )
-    async def unload_lora_adapter(request: Request) -> Response:
-        """Let go of a LoRA adapter; answers that have begun with it are completed."""
-        wanted = await access.read(request, unloads)
-        return await _asked(adapters.unload(wanted), _confirm(wanted.lora_name, "removed"), request)
+    def __init__(self, models: ModelDirectory, max_loras: int) -> None:
+        self._adapters = FleetAdapters(models, max_loras)
 
-    return router
+    @operation("POST", "/v1/load_lora_adapter")
+    async def load_lora_adapter(self, caller: Caller, body: LoadAdapter) -> Response:
+        """Load a LoRA adapter on every worker of a model; it is served as `model:lora_name`."""
+        await self._adapters.load(body)
+        return _confirm(body.lora_name, "added")
 
-
-async def _asked(operation: Awaitable[None], answer: Response, request: Request) -> Response:
-    """The answer to an operation, which ends where its client leaves. Raises: ApiError."""
-
-    async def operate() -> Response:
-        try:
-            await operation
-        except (QueueUnavailable, RedisError, OSError):
-            raise unavailable() from None
-        return answer
-
-    return await run_while_awaited(operate(), request)
+    @operation("POST", "/v1/unload_lora_adapter")
+    async def unload_lora_adapter(self, caller: Caller, body: UnloadAdapter) -> Response:
+        """Unload a LoRA adapter; answers that have begun with it are completed."""
+        await self._adapters.unload(body)
+        return _confirm(body.lora_name, "removed")
 
 
 def _confirm(name: str, what: str) -> Response:
     return Response(f"Success: LoRA adapter '{name}' {what} successfully.", media_type="text/plain")
-
-
-def _describe(body: type) -> dict[str, Any]:
-    _, schemas = msgspec.json.schema_components([body])
-    content = {"application/json": {"schema": schemas[body.__name__]}}
-    errors = ("400", "403", "404", "503", "504")
-    return {
-        "requestBody": {"required": True, "content": content},
-        "responses": {status: {"description": _ERRORS[status]} for status in errors},
-    }
-
-
-_ERRORS = {
-    "400": "The adapter cannot be loaded; the message says why.",
-    "403": "The key is not an operator's.",
-    "404": "There is no such adapter or model.",
-    "503": "No worker of the model is there, or no Redis.",
-    "504": "Not all workers did it in time.",
-}

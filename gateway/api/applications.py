@@ -8,23 +8,21 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
-from fastapi import APIRouter, Request, Response
 from msgspec import Meta, UnsetType
 from msgspec.structs import asdict, replace
 from redis.exceptions import RedisError
+from starlette.responses import Response
 
-from gateway.api.operator_access import OperatorAccess
-from gateway.api.package_store import ConfiguredStore, store_unavailable
+from gateway.api.package_store import ConfiguredStore, store_error
 from gateway.calls.models import ModelDirectory
-from gateway.http.body import JsonBody, locate
+from gateway.http.endpoint import Caller, Resource, operation
 from gateway.http.errors import (
-    ApiError,
     InvalidRequest,
     NotFound,
     record_unreadable,
@@ -61,9 +59,9 @@ from shared.packages.signature import (
     keep_signature,
 )
 from shared.packages.store import PackageStore, StoreError, read_manifest
-from shared.queue.api import QueueUnavailable
 from shared.settings.tree import DeploySettings
 
+_PATH = "/v1/applications/{name}"
 _TRIES = 20  # of a change that others are always ahead of
 
 logger = logging.getLogger(__name__)
@@ -186,8 +184,11 @@ class ApplicationList(msgspec.Struct):
     object: str = "list"
 
 
-class Applications:
-    """Changes deployments, and tells how they are."""
+class Applications(Resource):
+    """Deployments and their changes."""
+
+    tag = "applications"
+    access = "deploy"
 
     def __init__(
         self, deploy: DeploySettings, deployments: DeploymentState, models: ModelDirectory
@@ -197,16 +198,26 @@ class Applications:
         self._deployments = deployments
         self._models = models
 
-    async def list(self) -> ApplicationList:
-        """Raises: ApiError, RedisError."""
+    def to_error(self, error: Exception) -> Exception:
+        if isinstance(error, Conflict):
+            return _conflict(f"{error}.")
+        return unavailable() if isinstance(error, OSError) else store_error(error)
+
+    @operation("GET", "/v1/applications")
+    async def list_applications(self, caller: Caller) -> ApplicationList:
+        """List deployments."""
         apps = await self._deployments.apps()
         await self._store.open()
         found = [self._to_object(app) for app in apps.values()]
         found += [self._to_unreadable(name) for name in self._deployments.unreadable]
         return ApplicationList(sorted(found, key=lambda each: each.name), self._store.url)
 
-    async def get(self, name: str) -> Application:
-        """Raises: ApiError, RedisError."""
+    @operation("GET", _PATH)
+    async def retrieve_application(self, caller: Caller) -> Application:
+        """Show one deployment: versions, instances, events and all its generations."""
+        return await self._get(_check_name(caller))
+
+    async def _get(self, name: str) -> Application:
         history, app = await asyncio.gather(self._history(name), self._find(name))
         if history is None:
             raise _unknown(name)
@@ -219,29 +230,34 @@ class Applications:
         ]
         return found
 
-    async def log(self, name: str, query: LogQuery) -> Log:
-        """Raises: ApiError, RedisError."""
+    @operation("GET", _PATH + "/logs")
+    async def retrieve_application_log(self, caller: Caller, query: LogQuery) -> Log:
+        """Show the latest log lines of a deployment's instances."""
+        name = _check_name(caller)
         lines = await self._deployments.log(name, MAX_LOG_LINES)
         if not lines and await self._history(name) is None:
             raise _unknown(name)
         chosen = [line for line in lines if query.slot in (None, line.slot)]
         return Log(chosen[-query.limit :])
 
-    async def deploy(self, name: str, wanted: Deploy) -> tuple[int, Application]:
-        """Returns the status too: 200 where nothing was to do. Raises: ApiError, RedisError."""
+    @operation("PUT", _PATH, answer_type=Application)
+    async def deploy_application(self, caller: Caller, body: Deploy) -> Response:
+        """Serve a package under a name: start it beside the version that serves, then replace that."""
+        name = _check_name(caller)
         if name in self._models.cards:
             raise _invalid("name", "a worker serves a model of this name; take another")
         try:
-            check_environment(wanted.environment)
+            check_environment(body.environment)
         except BadEnvironment as error:
             raise _invalid("environment", f"{error}") from None
-        async with self._held(wanted.digest, wanted.signature) as manifest:
-            if manifest.config.kind == "model" and wanted.environment != Environment():
+        async with self._held(body.digest, body.signature) as manifest:
+            if manifest.config.kind == "model" and body.environment != Environment():
                 raise _invalid(
                     "environment",
                     "a model has no variables; its engine's settings are a part of its package (--set)",
                 )
-            return await self._deploy(name, wanted, manifest.least_memory_bytes)
+            status, found = await self._deploy(name, body, manifest.least_memory_bytes)
+        return Response(msgspec.json.encode(found), status, media_type="application/json")
 
     async def _deploy(
         self, name: str, wanted: Deploy, least_memory_bytes: int
@@ -262,7 +278,7 @@ class Applications:
         ):
             outcome = history.outcomes.get(number)
             if outcome is None or outcome.verdict == "active":
-                return 200, await self.get(name)
+                return 200, await self._get(name)
         active = history.active if history else None
         if (
             active is not None
@@ -271,7 +287,7 @@ class Applications:
         ):
             await self._check_room(generation)
         await self._add(generation, history)
-        return 202, await self.get(name)
+        return 202, await self._get(name)
 
     async def _check_room(self, generation: Generation) -> None:
         """Other resources for a version that serves are in force at once. Raises: ApiError, RedisError."""
@@ -282,27 +298,31 @@ class Applications:
         if obstacle and not may_grow:
             raise _conflict(f"The resources stay as they are: {obstacle}.")
 
-    async def rollback(self, name: str, wanted: Rollback) -> Application:
-        """Take the candidate back, or have an earlier version serve again. Raises: ApiError, RedisError."""
+    @operation("POST", _PATH + ":rollback", status=202)
+    async def rollback_application(self, caller: Caller, body: Rollback) -> Application:
+        """Take a new version back; without one, serve the version before."""
+        name = _check_name(caller)
         history = await self._known(name)
         candidate = history.candidate
-        if candidate is not None and wanted.generation is None:
+        if candidate is not None and body.generation is None:
             await self._settle(name, candidate.number, Outcome("rolled_back", "asked for"))
-            return await self.get(name)
+            return await self._get(name)
         active = history.active
-        if wanted.generation is None:
+        if body.generation is None:
             back = history.before(active.version if active else "")
         else:
-            back = history.generations.get(wanted.generation)
+            back = history.generations.get(body.generation)
         if back is None or not back.digest:
             raise _conflict("There is no such earlier version to go back to.")
         generation = history.back_to(back, (active or back).spec)
         async with self._held(back.digest):
             await self._add(generation, history)
-        return await self.get(name)
+        return await self._get(name)
 
-    async def promote(self, name: str) -> Application:
-        """Have the canary serve all requests. Raises: ApiError, RedisError."""
+    @operation("POST", _PATH + ":promote", status=202)
+    async def promote_application(self, caller: Caller, body: Nothing) -> Application:
+        """Send all requests to the canary."""
+        name = _check_name(caller)
         history = await self._known(name)
         app = await self._find(name)
         candidate = history.candidate
@@ -310,15 +330,17 @@ class Applications:
         if candidate is None or not is_ready:
             raise _conflict("There is no candidate that is ready.")
         await self._settle(name, candidate.number, Outcome("active"))
-        return await self.get(name)
+        return await self._get(name)
 
-    async def scale(self, name: str, wanted: Scale) -> Application:
-        """Raises: ApiError, RedisError."""
+    @operation("POST", _PATH + ":scale", status=202)
+    async def scale_application(self, caller: Caller, body: Scale) -> Application:
+        """Change the bounds on the number of instances."""
+        name = _check_name(caller)
         history = await self._known(name)
         active = history.active
         if active is None or history.candidate is not None:
             raise _conflict("A new version is on its way; scale it when it is active.")
-        least, most = wanted.min_instances, wanted.max_instances
+        least, most = body.min_instances, body.max_instances
         try:
             spec = replace(
                 active.spec,
@@ -329,15 +351,17 @@ class Applications:
             raise _invalid("min_instances", f"{error}") from None
         number = history.last.number + 1
         await self._add(replace(active, number=number, spec=spec, cause="scale"), history)
-        return await self.get(name)
+        return await self._get(name)
 
-    async def undeploy(self, name: str) -> Application:
-        """Raises: ApiError, RedisError."""
+    @operation("DELETE", _PATH, status=202)
+    async def undeploy_application(self, caller: Caller) -> Application:
+        """Stop serving a name; requests that wait are still answered."""
+        name = _check_name(caller)
         history = await self._known(name)
         if history.last.digest:
             last = history.last
             await self._add(Generation(name, last.number + 1, "", last.spec, "undeploy"), history)
-        return await self.get(name)
+        return await self._get(name)
 
     # What they share
 
@@ -497,134 +521,9 @@ def _conflict(message: str) -> InvalidRequest:
     return InvalidRequest(message, status=409, code="conflict")
 
 
-def create_application_routes(
-    models: ModelDirectory,
-    deployments: DeploymentState,
-    access: OperatorAccess,
-    deploy: DeploySettings,
-) -> APIRouter:
-    """The operations."""
-    apps = Applications(deploy, deployments, models)
-    router = APIRouter(prefix="/v1/applications", tags=["applications"])
-
-    @router.get("", operation_id="list_applications", openapi_extra=_describe())
-    async def list_applications(request: Request) -> Response:
-        """What is deployed."""
-        access.check(request)
-        return _json(await _asked(apps.list()))
-
-    @router.get("/{name}", operation_id="retrieve_application", openapi_extra=_describe())
-    async def retrieve_application(request: Request, name: str) -> Response:
-        """One deployment: versions, instances, events, and all its generations."""
-        access.check(request)
-        return _json(await _asked(apps.get(_check_name(name))))
-
-    @router.get("/{name}/logs", operation_id="retrieve_application_log", openapi_extra=_describe())
-    async def retrieve_log(request: Request, name: str) -> Response:
-        """What the instances of a deployment have logged: `limit` lines, of one `slot` or of all."""
-        access.check(request)
-        try:
-            query = msgspec.convert(dict(request.query_params), LogQuery, strict=False)
-        except msgspec.ValidationError as error:
-            raise locate(str(error), {}) from None
-        return _json(await _asked(apps.log(_check_name(name), query)))
-
-    @router.put("/{name}", operation_id="deploy_application", openapi_extra=_describe(Deploy))
-    async def deploy_application(request: Request, name: str) -> Response:
-        """Have a package served under a name: started beside what serves, then in its place."""
-        wanted = await access.read(request, _DEPLOY)
-        status, found = await _asked(apps.deploy(_check_name(name), wanted))
-        return _json(found, status)
-
-    @router.delete("/{name}", operation_id="undeploy_application", openapi_extra=_describe())
-    async def undeploy_application(request: Request, name: str) -> Response:
-        """Stop serving a name; what waits is still answered."""
-        access.check(request)
-        return _json(await _asked(apps.undeploy(_check_name(name))), 202)
-
-    @router.post(
-        "/{name}:rollback", operation_id="rollback_application", openapi_extra=_describe(Rollback)
-    )
-    async def rollback_application(request: Request, name: str) -> Response:
-        """Take a new version back; where none is on its way, have the one before serve again."""
-        wanted = await access.read(request, _ROLLBACK)
-        return _json(await _asked(apps.rollback(_check_name(name), wanted)), 202)
-
-    @router.post(
-        "/{name}:promote", operation_id="promote_application", openapi_extra=_describe(Nothing)
-    )
-    async def promote_application(request: Request, name: str) -> Response:
-        """Have a canary serve all requests."""
-        await access.read(request, _NOTHING)
-        return _json(await _asked(apps.promote(_check_name(name))), 202)
-
-    @router.post("/{name}:scale", operation_id="scale_application", openapi_extra=_describe(Scale))
-    async def scale_application(request: Request, name: str) -> Response:
-        """Change how many instances there may be."""
-        wanted = await access.read(request, _SCALE)
-        return _json(await _asked(apps.scale(_check_name(name), wanted)), 202)
-
-    return router
-
-
-_DEPLOY, _ROLLBACK = JsonBody(Deploy), JsonBody(Rollback)
-_SCALE, _NOTHING = JsonBody(Scale), JsonBody(Nothing)
-
-
-def _check_name(name: str) -> str:
+def _check_name(caller: Caller) -> str:
     """Raises: InvalidRequest."""
+    name = caller.path["name"]
     if not re.match(NAME, name):
         raise _invalid("name", NAME_RULE)
     return name
-
-
-async def _asked(operation: Awaitable[Any]) -> Any:
-    try:
-        with store_unavailable():
-            return await operation
-    except Conflict as error:
-        raise _conflict(f"{error}.") from None
-    except ApiError:
-        raise
-    except (QueueUnavailable, RedisError, OSError):
-        raise unavailable() from None
-
-
-def _json(content: msgspec.Struct, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(content), status, media_type="application/json")
-
-
-_RESPONSES = {
-    "202": "The change is recorded, and begins.",
-    "400": "The package or a field cannot be; the message says why.",
-    "403": "The key may not deploy.",
-    "404": "There is no such deployment, or deployments are off.",
-    "409": "Another change came first, or there is nothing to change.",
-    "503": "The store of packages or Redis is away.",
-}
-
-
-def _describe(body: type | None = None) -> dict[str, Any]:
-    described: dict[str, Any] = {
-        "responses": {status: {"description": text} for status, text in _RESPONSES.items()}
-    }
-    if body is not None:
-        described["requestBody"] = {
-            "required": True,
-            "content": {"application/json": {"schema": _inline(msgspec.json.schema(body))}},
-        }
-    return described
-
-
-def _inline(schema: dict[str, Any]) -> dict[str, Any]:
-    """A schema without references, as these bodies are no part of the document's components."""
-    definitions = schema.pop("$defs", {})
-
-    def resolve(part: Any) -> Any:
-        if isinstance(part, dict):
-            if "$ref" in part:
-                return resolve(definitions[part["$ref"].rpartition("/")[2]])
-            return {name: resolve(value) for name, value in part.items()}
-        return [resolve(each) for each in part] if isinstance(part, list) else part
-
-    return resolve(schema)

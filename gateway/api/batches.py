@@ -11,10 +11,10 @@ import msgspec
 from msgspec import Meta
 
 from gateway.api.fields import RequestStruct, invalid
-from gateway.api.routes import Caller, Operation, body_of
 from gateway.api.vector_stores import Metadata
 from gateway.batches.lines import LineError
 from gateway.batches.records import Batches, BatchView
+from gateway.http.endpoint import Caller, Resource, operation
 from gateway.http.errors import NotFound, Overloaded
 from shared.packages.store import StoreError
 from shared.settings.limits import (
@@ -119,9 +119,6 @@ class BatchList(msgspec.Struct):
     object: str = "list"
 
 
-_BODY = body_of(CreateBatch, completion_window="Send 24h.")
-
-
 class TooManyBatches(Overloaded):
     """The key has as many open batches as it may."""
 
@@ -137,8 +134,10 @@ class TooManyBatches(Overloaded):
         )
 
 
-class BatchRoutes:
-    """The operations on batches. `look`: told that there is something to do."""
+class BatchResource(Resource):
+    """Batches. `look`: called when the runner has something to do."""
+
+    tag = "batches"
 
     def __init__(
         self,
@@ -154,29 +153,16 @@ class BatchRoutes:
         self._look = look
         self._limits = limits
 
-    def operations(self) -> list[Operation]:
-        batch = "/v1/batches/{batch_id}"
-        return [
-            Operation("POST", "/v1/batches", "create_batch", "Begin a batch", self.create,
-                      BatchObject, CreateBatch, tag="batches"),
-            Operation("GET", "/v1/batches", "list_batches", "List batches", self.list_batches,
-                      BatchList, query=BatchQuery, tag="batches"),
-            Operation("GET", batch, "retrieve_batch", "Retrieve a batch", self.retrieve,
-                      BatchObject, tag="batches"),
-            Operation("POST", batch + "/cancel", "cancel_batch", "Cancel a batch", self.cancel,
-                      BatchObject, tag="batches"),
-        ]  # fmt: skip
-
     @property
     def _all(self) -> Batches:
         if self._batches is None:
             raise not_served()
         return self._batches
 
-    async def create(self, caller: Caller) -> BatchObject:
-        """`POST /v1/batches`"""
-        batches, body = self._all, _BODY.decode(caller.body, caller.context)
-        most = self._limits.max_open_batches
+    @operation("POST", "/v1/batches", hints={"completion_window": "Send 24h."})
+    async def create_batch(self, caller: Caller, body: CreateBatch) -> BatchObject:
+        """Create a batch."""
+        batches, most = self._all, self._limits.max_open_batches
         if body.endpoint not in self._endpoints:
             raise invalid("endpoint", f"Send one of {', '.join(self._endpoints)}")
 
@@ -208,9 +194,10 @@ class BatchRoutes:
         self._look()
         return BatchObject.of(_found(view))
 
-    async def list_batches(self, caller: Caller) -> BatchList:
-        """`GET /v1/batches`"""
-        batches, query = self._all, caller.read_query(BatchQuery)
+    @operation("GET", "/v1/batches")
+    async def list_batches(self, caller: Caller, query: BatchQuery) -> BatchList:
+        """List batches."""
+        batches = self._all
 
         def read() -> tuple[list[BatchView], bool]:
             ids = batches.ids(caller.tenant)[::-1]
@@ -223,13 +210,15 @@ class BatchRoutes:
         ends = (data[0].id, data[-1].id) if data else (None, None)
         return BatchList(data, has_more, *ends)
 
-    async def retrieve(self, caller: Caller) -> BatchObject:
-        """`GET /v1/batches/{id}`"""
+    @operation("GET", "/v1/batches/{batch_id}")
+    async def retrieve_batch(self, caller: Caller) -> BatchObject:
+        """Retrieve a batch."""
         batches, id_ = self._all, caller.path["batch_id"]
         return BatchObject.of(_found(await blocking(lambda: batches.get(caller.tenant, id_))))
 
-    async def cancel(self, caller: Caller) -> BatchObject:
-        """`POST /v1/batches/{id}/cancel`: what is answered until then is kept."""
+    @operation("POST", "/v1/batches/{batch_id}/cancel")
+    async def cancel_batch(self, caller: Caller) -> BatchObject:
+        """Cancel a batch, and keep the answers so far."""
         batches, id_ = self._all, caller.path["batch_id"]
 
         def cancel() -> BatchView | None:

@@ -4,7 +4,7 @@ Source: OpenAI API reference, "Create completion"; vLLM, "Completions API".
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -38,7 +38,7 @@ from gateway.api.fields import (
     timings_of,
     wants_timings,
 )
-from gateway.api.openapi import branch, describe_operation
+from gateway.api.openapi import branch
 from gateway.api.sampling import (
     check_max_tokens,
     check_model,
@@ -51,9 +51,7 @@ from gateway.api.sampling import (
 from gateway.api.structured import StructuredFields, check_with_grammar, find_grammar
 from gateway.calls.open_call import ChoiceEvent
 from gateway.calls.surface import Answer, AnswerHead, Frame, Plan, Surface, Totals
-from gateway.http import sse
-from gateway.http.body import JsonBody
-from gateway.http.context import RequestContext
+from gateway.http.exchange import SSE_DONE, RequestContext, sse_event
 from shared.protocol import (
     Finished,
     Generate,
@@ -67,7 +65,6 @@ from shared.protocol import (
     TokensPart,
     Usage,
 )
-from shared.settings.limits import LimitSettings
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -138,26 +135,24 @@ class CompletionOptions(msgspec.Struct, frozen=True):
     service_tier: str | UnsetType = UNSET
 
 
-_BODY = JsonBody(CompletionRequest, unsupported=UNSUPPORTED["/v1/completions"])
-
-
 class Completions(Surface):
-    """OpenAI's completions."""
+    """Continue a prompt."""
 
     name = "text_completion"
     path = "/v1/completions"
+    tag = "completions"
     task = "generate"
     id_prefix = "cmpl-"
     batchable = True
     options = CompletionOptions
-
-    def __init__(self, limits: LimitSettings) -> None:
-        self.limits = limits
-        self.max_commas = limits.max_input_commas  # of token ids
+    request_type = CompletionRequest
+    answer_type = chunk_type = Completion
+    traced = ("stream", "n", "max_tokens", "temperature", "top_p", "top_k", "seed")
+    unsupported = UNSUPPORTED["/v1/completions"]
+    commas = "max_input_commas"  # of token ids
 
     def read(self, body: bytes, context: RequestContext) -> CompletionRequest:
-        """The checked body. Raises: InvalidRequest."""
-        request = _BODY.decode(body, context)
+        request: CompletionRequest = super().read(body, context)
         check_prompt_logprobs(request, request.stream)
         if request.max_tokens == 0 and request.prompt_logprobs is None and not request.echo:
             raise invalid("max_tokens", "send at least 1; 0 needs echo or prompt_logprobs")
@@ -165,7 +160,6 @@ class Completions(Surface):
         return request
 
     def plan(self, request: CompletionRequest, context: RequestContext, card: ModelCard) -> Plan:
-        """`n` tasks for each prompt. Raises: InvalidRequest."""
         prompts = _prompts(request)
         count = num_choices(request, self.limits)
         self._check(prompts, count, request)
@@ -234,31 +228,10 @@ class Completions(Surface):
             raise invalid("logprobs", f"send at most {limits.max_top_logprobs}")
 
     def answer(self, options: CompletionOptions, head: AnswerHead) -> Answer:
-        """A `Completion` or its chunks."""
         return CompletionAnswer(options, head)
 
-    def describe(self, request: CompletionRequest) -> Mapping[str, Any]:
-        """What was asked for, in numbers."""
-        names = ("max_tokens", "temperature", "top_p", "top_k", "seed")
-        return {
-            "stream": bool(request.stream),
-            "choice.count": request.n,
-            **{name: getattr(request, name) for name in names},
-        }
-
-    def openapi(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Of the structs that decode a request, with the operator's limits."""
+    def write_limits(self, properties: dict[str, Any]) -> None:
         limits = self.limits
-        operation, schemas = describe_operation(
-            operation_id="create_completion",
-            summary="Continue a prompt",
-            tag="completions",
-            request=CompletionRequest,
-            answer=Completion,
-            chunk=Completion,
-            limits=limits,
-        )
-        properties = schemas["CompletionRequest"]["properties"]
         properties["prompt"]["description"] = (
             f"At most {limits.max_prompts} prompts, times `n`, of {limits.max_text_chars} "
             "characters together. Special tokens that a text spells are tokens."
@@ -266,7 +239,6 @@ class Completions(Surface):
         branch(properties["max_tokens"], "integer")["maximum"] = limits.max_output_tokens
         for name in ("logprobs", "prompt_logprobs"):
             branch(properties[name], "integer")["maximum"] = limits.max_top_logprobs
-        return operation, schemas
 
 
 def _with_echo(
@@ -375,8 +347,8 @@ class CompletionAnswer:
 
     def _end(self, totals: Totals, timings: Timings) -> Iterator[Frame]:
         if self.options.include_usage:
-            yield self._num_tokens + 2, sse.frame(self._encode([], to_usage(totals), timings))
-        yield self._num_tokens + 3, sse.DONE
+            yield self._num_tokens + 2, sse_event(self._encode([], to_usage(totals), timings))
+        yield self._num_tokens + 3, SSE_DONE
 
     def _can_begin(self, event: object) -> bool:
         """Whether all that stands before the text is known: the prompt's tokens come before others."""
@@ -422,7 +394,7 @@ class CompletionAnswer:
                 num_cached_tokens=sum(each.num_cached_tokens for each in prompts),
             )
             usage = usage_of(prompt, sum(self._counts.values()))
-        return sse.frame(self._encode([choice], usage, timings))
+        return sse_event(self._encode([choice], usage, timings))
 
     def _encode(
         self,

@@ -6,8 +6,8 @@ from typing import Literal
 from msgspec import Struct, field
 
 from gateway.api.fields import invalid
-from gateway.http.context import RequestContext
 from gateway.http.errors import InvalidRequest
+from gateway.http.exchange import RequestContext
 from gateway.images.loader import ImageSource
 from shared.protocol import (
     THINKING_SWITCHES,

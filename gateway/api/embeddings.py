@@ -7,7 +7,7 @@ Source: OpenAI API reference, "Create embeddings"; Jina, "Embeddings API"; vLLM,
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -33,13 +33,11 @@ from gateway.api.inputs import (
     split,
     to_truncate,
 )
-from gateway.api.openapi import describe_operation
 from gateway.calls.key_limits import TOKENS_PER_IMAGE
 from gateway.calls.open_call import ChoiceEvent
 from gateway.calls.surface import AnswerHead, Frame, Plan, Surface, Totals
-from gateway.http.body import JsonBody
-from gateway.http.context import RequestContext
 from gateway.http.errors import InvalidRequest
+from gateway.http.exchange import RequestContext
 from gateway.images.loader import ImageSource
 from shared.protocol import (
     Embed,
@@ -146,38 +144,31 @@ class EmbeddingOptions(msgspec.Struct, frozen=True):
     is_base64: bool = False
 
 
-_BODY = JsonBody(
-    EmbeddingRequest,
-    hints={
-        "encoding_format": "Supported formats are float and base64.",
-        "truncate": "Send true, false, NONE, START or END.",
-        "input_type": f"Supported types are {', '.join(_PROMPTS_OF_TYPE)}.",
-    },
-)
-
-
 class Embeddings(Surface):
-    """OpenAI's embeddings API."""
+    """Turn texts and images into vectors."""
 
     name = "embeddings"
     path = "/v1/embeddings"
+    tag = "embeddings"
     task = "embed"
     id_prefix = "embd-"
     batchable = True
     options = EmbeddingOptions
-
-    def __init__(self, limits: LimitSettings) -> None:
-        self.limits = limits
-        self.max_commas = limits.max_input_commas
+    request_type: type[msgspec.Struct] | None = EmbeddingRequest
+    answer_type: type[msgspec.Struct] | None = EmbeddingList
+    commas = "max_input_commas"
+    hints: ClassVar = {
+        "encoding_format": "Supported formats are float and base64.",
+        "truncate": "Send true, false, NONE, START or END.",
+        "input_type": f"Supported types are {', '.join(_PROMPTS_OF_TYPE)}.",
+    }
 
     def read(self, body: bytes, context: RequestContext) -> EmbeddingRequest:
-        """The checked body. Raises: InvalidRequest."""
-        request = _BODY.decode(body, context)
+        request: EmbeddingRequest = super().read(body, context)
         _check_kinds(request)
         return request
 
     def plan(self, request: EmbeddingRequest, context: RequestContext, card: ModelCard) -> Plan:
-        """One task for each part of the inputs. Raises: InvalidRequest."""
         inputs = Inputs(request, card, self.limits)
         _check_dimensions(request.dimensions, card)
         task = Embed(
@@ -207,32 +198,20 @@ class Embeddings(Surface):
         )
 
     def answer(self, options: EmbeddingOptions, head: AnswerHead) -> "EmbeddingAnswer":
-        """An `EmbeddingList`."""
         return EmbeddingAnswer(options, head)
 
     def describe(self, request: EmbeddingRequest) -> dict[str, Any]:
-        """What was asked for, in numbers."""
         return {
             "embedding.dimensions": request.dimensions,
             "input.count": len(request.input) if isinstance(request.input, list) else 1,
         }
 
-    def openapi(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Of the structs that decode a request, with the limits."""
-        operation, schemas = describe_operation(
-            operation_id="create_embedding",
-            summary="Turn texts and images into vectors",
-            tag="embeddings",
-            request=EmbeddingRequest,
-            answer=EmbeddingList,
-            limits=self.limits,
-        )
+    def write_limits(self, properties: dict[str, Any]) -> None:
         limits = self.limits
-        schemas["EmbeddingRequest"]["properties"]["input"]["description"] = (
+        properties["input"]["description"] = (
             f"At most {limits.max_inputs} inputs, {limits.max_input_tokens} tokens, "
             f"{limits.max_input_chars} characters and {limits.max_input_images} images together."
         )
-        return operation, schemas
 
 
 class Inputs:

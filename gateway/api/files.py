@@ -7,16 +7,15 @@ import time
 from itertools import chain
 
 import msgspec
-from fastapi import Response
-from fastapi.responses import StreamingResponse
 from msgspec.structs import replace
+from starlette.responses import Response, StreamingResponse
 
 from gateway.api.batches import PURPOSE, blocking, not_served
 from gateway.api.fields import invalid
-from gateway.api.routes import Caller, Operation
 from gateway.api.vector_stores import Deleted, ListQuery
 from gateway.batches.files import FILE_ID, BatchFile, BatchFiles
 from gateway.calls.kept import IMAGE_ID, KeptAnswers, image_name
+from gateway.http.endpoint import Caller, Resource, operation
 from gateway.http.errors import InvalidRequest, NotFound
 from gateway.http.multipart import read_form
 from gateway.images.loader import ImageLoader, ImageSource
@@ -72,8 +71,10 @@ class FilesQuery(ListQuery, frozen=True, kw_only=True):
     purpose: str = ""
 
 
-class Files:
-    """The operations on files."""
+class Files(Resource):
+    """Files that clients upload."""
+
+    tag = "files"
 
     def __init__(
         self,
@@ -89,23 +90,9 @@ class Files:
         self._batch_files = batch_files
         self._limits = limits
 
-    def operations(self) -> list[Operation]:
-        file = "/v1/files/{file_id}"
-        return [
-            Operation("POST", "/v1/files", "create_file", "Upload a file", self.create, FileObject,
-                      UploadForm, tag="files", media_type="multipart/form-data"),
-            Operation("GET", "/v1/files", "list_files", "List files", self.list_files, FileList,
-                      query=FilesQuery, tag="files"),
-            Operation("GET", file, "retrieve_file", "Retrieve a file", self.retrieve, FileObject,
-                      tag="files"),
-            Operation("GET", file + "/content", "download_file", "Retrieve the bytes of a file",
-                      self.content, None, tag="files"),
-            Operation("DELETE", file, "delete_file", "Delete a file", self.delete, Deleted,
-                      tag="files"),
-        ]  # fmt: skip
-
-    async def create(self, caller: Caller) -> FileObject:
-        """`POST /v1/files`"""
+    @operation("POST", "/v1/files", request_type=UploadForm, media_type="multipart/form-data")
+    async def create_file(self, caller: Caller) -> FileObject:
+        """Upload a file."""
         form = read_form(caller.body, caller.context.headers[b"content-type"])
         fields = {part.name: part for part in form}
         if unknown := fields.keys() - {"file", "purpose"}:
@@ -185,9 +172,9 @@ class Files:
 
         return await blocking(create)
 
-    async def list_files(self, caller: Caller) -> FileList:
-        """`GET /v1/files`: those of batches first, where no purpose is asked for."""
-        query = caller.read_query(FilesQuery)
+    @operation("GET", "/v1/files")
+    async def list_files(self, caller: Caller, query: FilesQuery) -> FileList:
+        """List files: those of batches first, unless a purpose is given."""
         data, has_more = await self._list(caller.tenant, query)
         ends = (data[0].id, data[-1].id) if data else (None, None)
         return FileList(data, has_more, *ends)
@@ -242,8 +229,9 @@ class Files:
         records, has_more = query.cut(await self._search.ask(asked, list[FileRecord]))
         return [FileObject.of(record) for record in records], has_more
 
-    async def retrieve(self, caller: Caller) -> FileObject:
-        """`GET /v1/files/{id}`"""
+    @operation("GET", "/v1/files/{file_id}")
+    async def retrieve_file(self, caller: Caller) -> FileObject:
+        """Retrieve a file."""
         name = caller.path["file_id"]
         if name.startswith(FILE_ID):
             return FileObject.of(await self._find(caller.tenant, name))
@@ -254,8 +242,9 @@ class Files:
         self._check_searched()
         return FileObject.of(await self._search.ask(asked, FileRecord))
 
-    async def content(self, caller: Caller) -> Response:
-        """`GET /v1/files/{id}/content`"""
+    @operation("GET", "/v1/files/{file_id}/content")
+    async def download_file(self, caller: Caller) -> Response:
+        """Retrieve the bytes of a file."""
         name = caller.path["file_id"]
         media_type = "application/octet-stream"
         if name.startswith(FILE_ID):
@@ -275,8 +264,12 @@ class Files:
         record = await self._search.ask(asked, FileRecord)
         return Response(record.data, media_type=media_type)
 
-    async def delete(self, caller: Caller) -> Deleted:
-        """`DELETE /v1/files/{id}`: its chunks stay in the stores that it was attached to."""
+    @operation("DELETE", "/v1/files/{file_id}")
+    async def delete_file(self, caller: Caller) -> Deleted:
+        """Delete a file.
+
+        Chunks stay in the stores that it was attached to.
+        """
         name = caller.path["file_id"]
         if name.startswith(FILE_ID):
             files, file = self._files, await self._find(caller.tenant, name)

@@ -3,8 +3,8 @@
 Source: Anthropic API reference, "Messages", "Streaming Messages", "Count Message tokens", "Errors".
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal, Union
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, ClassVar, Literal, Union
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -24,16 +24,14 @@ from gateway.api.fields import (
     missing,
     wants_timings,
 )
-from gateway.api.openapi import branch, describe_operation
+from gateway.api.openapi import branch
 from gateway.api.sampling import SamplingFields, check_max_tokens, seed_of, translate_sampling
 from gateway.api.structured import check_grammar, schema_grammar
 from gateway.api.tools import FunctionField, Offer, find_tools
 from gateway.calls.open_call import ChoiceEvent
-from gateway.calls.surface import Answer, AnswerHead, Frame, Plan, Surface, Totals
-from gateway.http import sse
-from gateway.http.body import JsonBody
-from gateway.http.context import RequestContext
+from gateway.calls.surface import Answer, AnswerHead, Frame, NoOptions, Plan, Surface, Totals
 from gateway.http.errors import ApiError
+from gateway.http.exchange import RequestContext, sse_event, with_sse_id_last
 from shared.protocol import (
     THINKING_SWITCHES,
     Finished,
@@ -440,33 +438,23 @@ class MessageOptions(msgspec.Struct, frozen=True):
     with_thinking: bool = False
 
 
-class CountTokensOptions(msgspec.Struct, frozen=True):
-    """There are none."""
-
-
-_HINTS = {
-    "role": "Supported roles are user, assistant and system.",
-    "type": "Supported blocks are text, image, document, search_result, thinking, tool_use and "
-    "tool_result; sources of images base64, url and file, of documents text and content.",
-    "tool_choice.type": "Send auto, any, tool or none.",
-    "media_type": "Supported types are image/png, image/jpeg, image/webp and image/gif.",
-}
-_BODY = JsonBody(MessageRequest, _HINTS, UNSUPPORTED["/v1/messages"])
-_COUNT_BODY = JsonBody(CountTokensRequest, _HINTS, UNSUPPORTED["/v1/messages/count_tokens"])
-
-
 class _Anthropic(Surface):
-    """What both have in common."""
-
-    def __init__(self, limits: LimitSettings) -> None:
-        self.limits = limits
+    tag = "messages"
+    error_type = AnthropicError
+    statuses: ClassVar = {"503": "529"}
+    hints: ClassVar = {
+        "role": "Supported roles are user, assistant and system.",
+        "type": "Supported blocks are text, image, document, search_result, thinking, tool_use and "
+        "tool_result; sources of images base64, url and file, of documents text and content.",
+        "tool_choice.type": "Send auto, any, tool or none.",
+        "media_type": "Supported types are image/png, image/jpeg, image/webp and image/gif.",
+    }
 
     def error(self, error: ApiError) -> tuple[int, bytes]:
         return render_error(error)
 
     def error_frame(self, error: ApiError, answer: Answer) -> bytes:
-        """The same, as the last event."""
-        return sse.frame(_encode_error(error), b"error")
+        return sse_event(_encode_error(error), b"error")
 
 
 def render_error(error: ApiError) -> tuple[int, bytes]:
@@ -484,7 +472,7 @@ def _encode_error(error: ApiError) -> bytes:
 
 
 class Messages(_Anthropic):
-    """A message, whole or streamed."""
+    """Answer a conversation, in Anthropic's words."""
 
     name = "message"
     operation = "chat"
@@ -492,14 +480,13 @@ class Messages(_Anthropic):
     task = "generate"
     id_prefix = "msg_"
     options = MessageOptions
-
-    def read(self, body: bytes, context: RequestContext) -> MessageRequest:
-        """The checked body. Raises: InvalidRequest."""
-        request = _BODY.decode(body, context)
-        return request
+    request_type = MessageRequest
+    answer_type = MessageObject
+    chunk_type = MessageEvent
+    traced = ("stream", "max_tokens", "temperature", "top_p", "top_k")
+    unsupported = UNSUPPORTED["/v1/messages"]
 
     def plan(self, request: MessageRequest, context: RequestContext, card: ModelCard) -> Plan:
-        """One task. Raises: InvalidRequest."""
         conversation = _translate(request, self.limits)
         stop = request.stop_sequences or None
         try:
@@ -536,58 +523,30 @@ class Messages(_Anthropic):
         )
 
     def answer(self, options: MessageOptions, head: AnswerHead) -> Answer:
-        """A `MessageObject` or its events."""
         return MessageAnswer(options, head)
 
-    def describe(self, request: MessageRequest) -> Mapping[str, Any]:
-        """What was asked for, in numbers."""
-        names = ("max_tokens", "temperature", "top_p", "top_k")
-        return {
-            "stream": bool(request.stream),
-            **{name: getattr(request, name) for name in names},
-        }
-
     def numbered(self, frame: bytes, position: int) -> bytes:
-        """Its last event alone has the id: whoever has less of it gets all again."""
-        return sse.numbered_last(frame, position)
+        return with_sse_id_last(frame, position)
 
-    def openapi(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Of the structs that decode a request, with the operator's limits."""
-        operation, schemas = describe_operation(
-            operation_id="create_message",
-            summary="Answer a conversation, in Anthropic's words",
-            tag="messages",
-            request=MessageRequest,
-            answer=MessageObject,
-            chunk=MessageEvent,
-            error=AnthropicError,
-            statuses={"503": "529"},
-            limits=self.limits,
-        )
-        properties = schemas["MessageRequest"]["properties"]
+    def write_limits(self, properties: dict[str, Any]) -> None:
         properties["max_tokens"]["maximum"] = self.limits.max_output_tokens
         stops = branch(properties["stop_sequences"], "array")
         stops["maxItems"] = self.limits.max_stop_strings
         stops["items"].update(minLength=1, maxLength=self.limits.max_stop_chars)
-        return operation, schemas
 
 
 class CountTokens(_Anthropic):
-    """How many tokens a message would have before it."""
+    """Count the tokens of a conversation."""
 
     name = "count_tokens"
     path = "/v1/messages/count_tokens"
     task = "tokenize"
     id_prefix = "count_"
-    options = CountTokensOptions
-
-    def read(self, body: bytes, context: RequestContext) -> CountTokensRequest:
-        """The checked body. Raises: InvalidRequest."""
-        request = _COUNT_BODY.decode(body, context)
-        return request
+    request_type = CountTokensRequest
+    answer_type = TokenCount
+    unsupported = UNSUPPORTED["/v1/messages/count_tokens"]
 
     def plan(self, request: CountTokensRequest, context: RequestContext, card: ModelCard) -> Plan:
-        """One task. Raises: InvalidRequest."""
         conversation = _translate(request, self.limits)
         of = Generate(
             tuple(conversation.messages),
@@ -597,25 +556,10 @@ class CountTokens(_Anthropic):
             tools=_tools(request, card, self.limits),
         )
         task = Tokenize(of, with_ids=False)
-        return Plan([task], CountTokensOptions(), conversation.sources)
+        return Plan([task], NoOptions(), conversation.sources)
 
-    def answer(self, options: CountTokensOptions, head: AnswerHead) -> Answer:
-        """A `TokenCount`."""
+    def answer(self, options: NoOptions, head: AnswerHead) -> Answer:
         return TokenizedAnswer(lambda made: TokenCount(made.num_tokens))
-
-    def openapi(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Of the structs that decode a request."""
-        operation, schemas = describe_operation(
-            operation_id="count_message_tokens",
-            summary="Count the tokens of a conversation",
-            tag="messages",
-            request=CountTokensRequest,
-            answer=TokenCount,
-            error=AnthropicError,
-            statuses={"503": "529"},
-            limits=self.limits,
-        )
-        return operation, schemas
 
 
 def _translate(request: PromptFields, limits: LimitSettings) -> Conversation:
@@ -872,7 +816,7 @@ def _to_content(block: Block, *, is_empty: bool = False) -> Content:
 
 
 def _event(type_: str, **fields: Any) -> bytes:
-    return sse.frame(encode(MessageEvent(type=type_, **fields)), type_.encode())
+    return sse_event(encode(MessageEvent(type=type_, **fields)), type_.encode())
 
 
 def _stop(event: Finished) -> tuple[str, str | None]:

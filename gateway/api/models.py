@@ -7,9 +7,10 @@ Source: OpenAI API reference, "Models"; Anthropic API reference, "Models", for w
 from datetime import UTC, datetime  # noqa: TID251 (people see it)
 
 import msgspec
-from fastapi import APIRouter, Request, Response
+from msgspec import Struct
 
 from gateway.calls.models import ModelDirectory
+from gateway.http.endpoint import Caller, Resource, operation
 from shared.protocol import ModelCard, SamplingDefaults
 from shared.settings.limits import LimitSettings
 
@@ -107,11 +108,44 @@ class AnthropicModelList(msgspec.Struct):
 _OUTPUTS = {"generate": "text", "embed": "embedding", "rerank": "score"}
 
 
-def create_model_routes(models: ModelDirectory, limits: LimitSettings) -> APIRouter:
-    """The list and its entries."""
-    router = APIRouter(prefix="/v1/models", tags=["models"])
+class Models(Resource):
+    """The models that the fleet serves."""
 
-    def to_object(card: ModelCard) -> ModelObject:
+    tag = "models"
+
+    def __init__(self, models: ModelDirectory, limits: LimitSettings) -> None:
+        self._models = models
+        self._limits = limits
+
+    @operation("GET", "/v1/models", answer_type=ModelList, is_suggested=True)
+    async def list_models(self, caller: Caller) -> Struct:
+        """List the models that the fleet serves."""
+        models = self._models
+        deployed = {name: route.card for name, route in models.routes.items()}
+        found = [*{**models.cards, **models.adapters, **deployed}.values()]
+        found.sort(key=lambda card: (models.num_workers[card.queue] == 0, *_order(card)))
+        objects = [self._to_object(card) for card in found]
+        if _is_anthropic(caller):
+            names = [each.id for each in objects] or [None]
+            return AnthropicModelList(
+                [_to_anthropic(each) for each in objects], names[0], names[-1]
+            )
+        return ModelList(objects)
+
+    @operation("GET", "/v1/models/{name:path}", answer_type=ModelObject)
+    async def retrieve_model(self, caller: Caller) -> Struct:
+        """Show a model."""
+        models, name = self._models, caller.path["name"]
+        card = models.cards.get(name) or models.adapters.get(name)
+        if card is None and name in models.routes:
+            card = models.routes[name].card
+        if card is None:
+            raise models.missing(name)
+        found = self._to_object(card)
+        return _to_anthropic(found) if _is_anthropic(caller) else found
+
+    def _to_object(self, card: ModelCard) -> ModelObject:
+        models = self._models
         return ModelObject(
             id=card.name,
             created=card.created_at,
@@ -121,7 +155,7 @@ def create_model_routes(models: ModelDirectory, limits: LimitSettings) -> APIRou
             tasks=card.tasks,
             input_modalities=("text", "image") if card.supports_images else ("text",),
             output_modalities=tuple(_OUTPUTS[task] for task in card.tasks if task in _OUTPUTS),
-            limits=_limits(card, limits),
+            limits=_limits(card, self._limits),
             supports_grammars=card.supports_grammars,
             reasoning=bool(card.reasoning),
             template_options=card.template_options,
@@ -139,36 +173,10 @@ def create_model_routes(models: ModelDirectory, limits: LimitSettings) -> APIRou
             prompts=card.prompts or msgspec.UNSET,
         )
 
-    @router.get("", operation_id="list_models")
-    async def list_models(request: Request) -> Response:
-        """The models that the fleet serves."""
-        deployed = {name: route.card for name, route in models.routes.items()}
-        found = [*{**models.cards, **models.adapters, **deployed}.values()]
-        found.sort(key=lambda card: (models.num_workers[card.queue] == 0, *_order(card)))
-        objects = [to_object(card) for card in found]
-        if _is_anthropic(request):
-            names = [each.id for each in objects] or [None]
-            data = [_to_anthropic(each) for each in objects]
-            return _json(AnthropicModelList(data, names[0], names[-1]))
-        return _json(ModelList(objects))
 
-    @router.get("/{name:path}", operation_id="retrieve_model")
-    async def retrieve_model(name: str, request: Request) -> Response:
-        """One model."""
-        card = models.cards.get(name) or models.adapters.get(name)
-        if card is None and name in models.routes:
-            card = models.routes[name].card
-        if card is None:
-            raise models.missing(name)
-        found = to_object(card)
-        return _json(_to_anthropic(found) if _is_anthropic(request) else found)
-
-    return router
-
-
-def _is_anthropic(request: Request) -> bool:
+def _is_anthropic(caller: Caller) -> bool:
     """Anthropic's API asks for this header on every request."""
-    return "anthropic-version" in request.headers
+    return b"anthropic-version" in caller.context.headers
 
 
 def _to_anthropic(model: ModelObject) -> AnthropicModel:
@@ -197,7 +205,3 @@ def _limits(card: ModelCard, limits: LimitSettings) -> ModelLimits:
         found.scaled_image_pixels = card.max_image_pixels or msgspec.UNSET
         found.max_image_tokens = card.image_tokens or msgspec.UNSET
     return found
-
-
-def _json(content: msgspec.Struct) -> Response:
-    return Response(msgspec.json.encode(content), media_type="application/json")

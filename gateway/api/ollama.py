@@ -7,10 +7,9 @@ Source: Ollama, "API", of 2026-08-21.
 
 import time
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
-from fastapi import Response
 from msgspec import UNSET, Meta, UnsetType
 
 from gateway.api.answers import Block, Blocks, encode
@@ -32,8 +31,6 @@ from gateway.api.fields import (
     find_priority,
     invalid,
 )
-from gateway.api.openapi import describe_operation
-from gateway.api.routes import Caller, Operation, body_of
 from gateway.api.sampling import (
     Penalty,
     SamplingFields,
@@ -47,9 +44,9 @@ from gateway.api.tools import ToolField, find_tools, read_offer
 from gateway.calls.models import ModelDirectory
 from gateway.calls.open_call import ChoiceEvent
 from gateway.calls.surface import Answer, AnswerHead, Frame, Plan, Surface, Totals
-from gateway.http.body import JsonBody
-from gateway.http.context import RequestContext
-from gateway.http.errors import ApiError, Headers, NotFound
+from gateway.http.endpoint import Caller, Resource, operation
+from gateway.http.errors import ApiError, Headers
+from gateway.http.exchange import RequestContext
 from shared.protocol import (
     FinishReason,
     Generate,
@@ -241,15 +238,17 @@ class OllamaAnswerOptions(msgspec.Struct, frozen=True):
 
 
 class _Ollama(Surface):
-    """What both have in common."""
-
+    tag = "ollama"
     task = "generate"
+    id_prefix = "ollama-"
+    answer_type = OllamaLine
+    error_type = OllamaError
     options = OllamaAnswerOptions
     stream_headers = _LINES
     keep_alive = b""  # clients read every line as JSON
 
-    def __init__(self, limits: LimitSettings) -> None:
-        self.limits = limits
+    def read(self, body: bytes, context: RequestContext) -> Any:
+        return _without_tag(super().read(body, context))
 
     def _plan(
         self,
@@ -325,10 +324,9 @@ class _Ollama(Surface):
         raise NotImplementedError
 
     def error(self, error: ApiError) -> tuple[int, bytes]:
-        return error.status, encode_error(error)
+        return render_error(error)
 
     def error_frame(self, error: ApiError, answer: Answer) -> bytes:
-        """The same, as the last line."""
         return encode_error(error) + b"\n"
 
     def numbered(self, frame: bytes, position: int) -> bytes:
@@ -340,8 +338,12 @@ def encode_error(error: ApiError) -> bytes:
     return encode(OllamaError(error.message, error.code, error.param))
 
 
-def _read(request: Any) -> Any:
-    """Without the tag that Ollama puts behind each name. Raises: InvalidRequest."""
+def render_error(error: ApiError) -> tuple[int, bytes]:
+    return error.status, encode_error(error)
+
+
+def _without_tag(request: Any) -> Any:
+    """The request without the tag that Ollama appends to a model's name."""
     return msgspec.structs.replace(request, model=request.model.removesuffix(_LATEST))
 
 
@@ -400,28 +402,19 @@ def _answered(message: OllamaMessage, called: list[ToolCall]) -> str:
 
 
 class OllamaChat(_Ollama):
-    """A conversation."""
+    """Answer a conversation, in Ollama's words."""
 
     name = "ollama_chat"
     operation = "chat"
     path = "/api/chat"
-    id_prefix = "ollama-"
-    _body = JsonBody(
-        OllamaChatRequest,
-        hints={"role": "Supported roles are system, user, assistant and tool."},
-        unsupported=UNSUPPORTED["/api/chat"],
-    )
-
-    def read(self, body: bytes, context: RequestContext) -> OllamaChatRequest:
-        """The checked body. Raises: InvalidRequest."""
-        return _read(self._body.decode(body, context))
+    request_type = OllamaChatRequest
+    unsupported = UNSUPPORTED["/api/chat"]
+    hints: ClassVar = {"role": "Supported roles are system, user, assistant and tool."}
 
     def is_empty(self, request: OllamaChatRequest) -> bool:
-        """Whether there is no turn."""
         return not request.messages
 
     def plan(self, request: OllamaChatRequest, context: RequestContext, card: ModelCard) -> Plan:
-        """One task. Raises: InvalidRequest."""
         messages = request.messages
         if len(messages) > self.limits.max_messages:
             raise invalid("messages", f"send at most {self.limits.max_messages} messages")
@@ -441,43 +434,24 @@ class OllamaChat(_Ollama):
         return self._plan(request, conversation, context, card, tools=tools)
 
     def answer(self, options: OllamaAnswerOptions, head: AnswerHead) -> Answer:
-        """Lines, of which the last is the whole answer's end."""
         return OllamaAnswer(options, head, is_chat=True)
-
-    def openapi(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Of the structs that decode a request."""
-        return describe_operation(
-            operation_id="ollama_chat",
-            summary="Answer a conversation, in Ollama's words",
-            tag="ollama",
-            request=OllamaChatRequest,
-            answer=OllamaLine,
-            error=OllamaError,
-            limits=self.limits,
-        )
 
 
 class OllamaGenerate(_Ollama):
-    """A prompt."""
+    """Continue a prompt, in Ollama's words."""
 
     name = "ollama_generate"
     operation = "text_completion"
     path = "/api/generate"
-    id_prefix = "ollama-"
-    _body = JsonBody(OllamaGenerateRequest, unsupported=UNSUPPORTED["/api/generate"])
-
-    def read(self, body: bytes, context: RequestContext) -> OllamaGenerateRequest:
-        """The checked body. Raises: InvalidRequest."""
-        return _read(self._body.decode(body, context))
+    request_type = OllamaGenerateRequest
+    unsupported = UNSUPPORTED["/api/generate"]
 
     def is_empty(self, request: OllamaGenerateRequest) -> bool:
-        """Whether there is no prompt."""
         return not (request.prompt or request.images)
 
     def plan(
         self, request: OllamaGenerateRequest, context: RequestContext, card: ModelCard
     ) -> Plan:
-        """One task. Raises: InvalidRequest."""
         conversation = Conversation()
         if request.raw and (request.images or request.system):
             raise invalid("raw", "a raw prompt has no system text and no images; leave it out")
@@ -487,34 +461,24 @@ class OllamaGenerate(_Ollama):
         return self._plan(request, conversation, context, card, is_raw=bool(request.raw))
 
     def answer(self, options: OllamaAnswerOptions, head: AnswerHead) -> Answer:
-        """Lines, of which the last is the whole answer's end."""
         return OllamaAnswer(options, head, is_chat=False)
-
-    def openapi(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Of the structs that decode a request."""
-        return describe_operation(
-            operation_id="ollama_generate",
-            summary="Continue a prompt, in Ollama's words",
-            tag="ollama",
-            request=OllamaGenerateRequest,
-            answer=OllamaLine,
-            error=OllamaError,
-            limits=self.limits,
-        )
 
 
 class OllamaEmbed(Embeddings):
-    """Vectors of texts."""
+    """Turn texts into vectors, in Ollama's words."""
 
     name = "ollama_embed"
     operation = "embeddings"
     path = "/api/embed"
+    tag = "ollama"
     batchable = False
-    _body: JsonBody[Any] = JsonBody(OllamaEmbedRequest)
+    request_type = OllamaEmbedRequest
+    answer_type = OllamaVectors
+    error_type = OllamaError
+    input_field = "input"
 
     def read(self, body: bytes, context: RequestContext) -> EmbeddingRequest:
-        """The checked body. Raises: InvalidRequest."""
-        request = _read(self._body.decode(body, context))
+        request = _without_tag(self._body.decode(body, context))
         return self._to_request(
             request, request.input, dimensions=request.dimensions, truncate=request.truncate
         )
@@ -532,14 +496,10 @@ class OllamaEmbed(Embeddings):
             user=request.user,
         )
 
-    input_field = "input"
-
     def plan(self, request: EmbeddingRequest, context: RequestContext, card: ModelCard) -> Plan:
-        """As of `Embeddings`, with its stage timings."""
         return msgspec.structs.replace(super().plan(request, context, card), shows_timings=True)
 
     def answer(self, options: EmbeddingOptions, head: AnswerHead) -> EmbeddingAnswer:
-        """An `OllamaVectors`."""
         return _Vectors(options, head)
 
     def error(self, error: ApiError) -> tuple[int, bytes]:
@@ -547,38 +507,24 @@ class OllamaEmbed(Embeddings):
             error.param = self.input_field
         return error.status, encode_error(error)
 
-    def openapi(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Of the structs that decode a request."""
-        return describe_operation(
-            operation_id=self.name,
-            summary="Turn texts into vectors, in Ollama's words",
-            tag="ollama",
-            request=self._request,
-            answer=OllamaVectors,
-            error=OllamaError,
-            limits=self.limits,
-        )
-
-    _request: type[msgspec.Struct] = OllamaEmbedRequest
+    def write_limits(self, properties: dict[str, Any]) -> None:
+        pass
 
 
 class OllamaEmbeddings(OllamaEmbed):
-    """The vector of one text, by the older path."""
+    """Turn one text into a vector, by Ollama's older path."""
 
     name = "ollama_embeddings"
     operation = "embeddings"
     path = "/api/embeddings"
     input_field = "prompt"
-    _body = JsonBody(OllamaEmbeddingsRequest)
-    _request = OllamaEmbeddingsRequest
+    request_type = OllamaEmbeddingsRequest
 
     def read(self, body: bytes, context: RequestContext) -> EmbeddingRequest:
-        """The checked body. Raises: InvalidRequest."""
-        request = _read(self._body.decode(body, context))
+        request = _without_tag(self._body.decode(body, context))
         return self._to_request(request, request.prompt, dimensions=None, truncate=None)
 
     def answer(self, options: EmbeddingOptions, head: AnswerHead) -> EmbeddingAnswer:
-        """An `OllamaVectors`."""
         return _Vector(options, head)
 
 
@@ -753,31 +699,22 @@ def _details(card: ModelCard) -> OllamaDetails:
     return OllamaDetails(card.format, card.quantization or card.dtype, card.parent)
 
 
-class OllamaRoutes:
-    """The operations that need no worker."""
+class OllamaModelList(Resource):
+    """Operations that need no worker."""
+
+    tag = "ollama"
 
     def __init__(self, models: ModelDirectory) -> None:
         self._models = models
-        self._show_body = body_of(OllamaShowRequest)
 
-    def operations(self) -> list[Operation]:
-        return [
-            Operation("GET", "/api/tags", "ollama_tags", "List models, in Ollama's words",
-                      self.tags, OllamaModels, tag="ollama"),
-            Operation("GET", "/api/ps", "ollama_ps", "List models that have workers",
-                      self.ps, OllamaModels, tag="ollama"),
-            Operation("POST", "/api/show", "ollama_show", "Show a model", self.show, OllamaShown,
-                      OllamaShowRequest, tag="ollama"),
-            Operation("GET", "/api/version", "ollama_version", "Show the version",
-                      self.version, OllamaVersion, tag="ollama"),
-        ]  # fmt: skip
-
-    async def tags(self, caller: Caller) -> OllamaModels:
-        """`GET /api/tags`"""
+    @operation("GET", "/api/tags")
+    async def ollama_tags(self, caller: Caller) -> OllamaModels:
+        """List models, in Ollama's words."""
         return OllamaModels([OllamaModel.of(card) for card in self._cards()])
 
-    async def ps(self, caller: Caller) -> OllamaModels:
-        """`GET /api/ps`"""
+    @operation("GET", "/api/ps")
+    async def ollama_ps(self, caller: Caller) -> OllamaModels:
+        """List models that have workers."""
         running = [card for card in self._cards() if self._models.num_workers[card.queue]]
         found = [OllamaModel.of(card) for card in running]
         for model, card in zip(found, running, strict=True):
@@ -785,14 +722,10 @@ class OllamaRoutes:
             model.context_length = card.max_model_len
         return OllamaModels(found)
 
-    async def show(self, caller: Caller) -> OllamaShown | Response:
-        """`POST /api/show`"""
-        wanted = self._show_body.decode(caller.body, caller.context)
-        name = (wanted.model or wanted.name).removesuffix(_LATEST)
-        try:
-            card = await self._models.find(name)
-        except NotFound as error:
-            return Response(encode_error(error), 404, media_type="application/json")
+    @operation("POST", "/api/show")
+    async def ollama_show(self, caller: Caller, body: OllamaShowRequest) -> OllamaShown:
+        """Show a model."""
+        card = await self._models.find((body.model or body.name).removesuffix(_LATEST))
         capabilities = {
             "completion": "generate" in card.tasks,
             "embedding": "embed" in card.tasks,
@@ -812,8 +745,9 @@ class OllamaRoutes:
             modified_at=_time(card.created_at),
         )
 
-    async def version(self, caller: Caller) -> OllamaVersion:
-        """`GET /api/version`"""
+    @operation("GET", "/api/version")
+    async def ollama_version(self, caller: Caller) -> OllamaVersion:
+        """Show the version."""
         return OllamaVersion(package_version())
 
     def _cards(self) -> list[ModelCard]:

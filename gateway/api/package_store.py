@@ -2,8 +2,6 @@
 
 import asyncio
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from gateway.http.errors import NotFound, ServerError, record_unreadable
 from shared.packages.deployments import Unreadable
@@ -32,19 +30,16 @@ class ConfiguredStore:
         return self._store
 
 
-@contextmanager
-def store_unavailable() -> Iterator[None]:
-    """Have a failure of the store be a 503 that does not show it."""
-    try:
-        yield
-    except Unreadable as error:
-        logger.error("%s", error)
-        raise record_unreadable() from None
-    except StoreError as error:
-        logger.error("%s", error)
-        raise ServerError(
-            "The store of packages does not answer; the gateway's log says why.",
-            status=503,
-            code="store_unavailable",
-            retry_after_s=5,
-        ) from None
+def store_error(error: Exception) -> Exception:
+    """The error to answer a failure of the store with, which does not show it."""
+    if not isinstance(error, Unreadable | StoreError):
+        return error
+    logger.error("%s", error)
+    if isinstance(error, Unreadable):
+        return record_unreadable()
+    return ServerError(
+        "The store of packages does not answer; the gateway's log says why.",
+        status=503,
+        code="store_unavailable",
+        retry_after_s=5,
+    )

@@ -6,17 +6,17 @@ A blob is streamed to the store while it is received; one that was cut goes on w
 import asyncio
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import IO, Any, cast
+from typing import IO, cast
 
 import msgspec
-from fastapi import APIRouter, Request, Response
+from starlette.responses import Response
 from starlette.types import Receive
 
-from gateway.api.operator_access import OperatorAccess
-from gateway.api.package_store import ConfiguredStore, store_unavailable
+from gateway.api.package_store import ConfiguredStore, store_error
 from gateway.http.body import BodyTooSlow, PacedBody
+from gateway.http.endpoint import Caller, Resource, operation
 from gateway.http.errors import ApiError, InvalidRequest
 from shared.packages.garbage import blobs_of, write_hold
 from shared.packages.manifest import (
@@ -191,59 +191,57 @@ class TooManySlowUploads(ApiError):
         )
 
 
-def create_package_routes(access: OperatorAccess, store_url: str, timeout_s: float) -> APIRouter:
-    """The operations."""
-    configured = ConfiguredStore(store_url)
-    uploads = Uploads(configured, timeout_s)
-    router = APIRouter(prefix="/v1", tags=["applications"])
+class Packages(Resource):
+    """Uploads of packages to the store."""
 
-    @router.post("/packages", operation_id="plan_upload", openapi_extra=_MANIFEST)
-    async def plan_upload(request: Request) -> Response:
-        """Say which files of a package the store lacks, and keep it from being collected for a day."""
-        body = await access.read_bytes(request, MANIFEST_TYPE.encode())
-        with store_unavailable():
-            found = await uploads.plan(body)
-        return Response(msgspec.json.encode(found), media_type="application/json")
+    tag = "applications"
+    access = "deploy"
 
-    @router.head("/blobs/{digest}", operation_id="has_blob", openapi_extra=_RESPONSES)
-    async def has_blob(request: Request, digest: str) -> Response:
-        """Whether the store has a file; else `upload-offset` says how much of it there is."""
-        access.check(request)
-        _check_digest(digest)
-        with store_unavailable():
-            store = await configured.open()
-            size = await asyncio.to_thread(store.size, digest)
-            if size is not None:
-                return Response(status_code=200, headers={"content-length": str(size)})
-            start = await asyncio.to_thread(store.partial, digest)
+    def __init__(self, store_url: str, timeout_s: float) -> None:
+        self._configured = ConfiguredStore(store_url)
+        self._uploads = Uploads(self._configured, timeout_s)
+
+    def to_error(self, error: Exception) -> Exception:
+        return store_error(error)
+
+    @operation("POST", "/v1/packages", media_type=MANIFEST_TYPE)
+    async def plan_upload(self, caller: Caller) -> Plan:
+        """List the files of a package that the store lacks, and keep it from being collected for a day."""
+        return await self._uploads.plan(caller.body)
+
+    @operation("HEAD", "/v1/blobs/{digest}")
+    async def has_blob(self, caller: Caller) -> Response:
+        """Show whether the store has a file; else `upload-offset` is the number of bytes it has."""
+        digest = _check_digest(caller)
+        store = await self._configured.open()
+        size = await asyncio.to_thread(store.size, digest)
+        if size is not None:
+            return Response(status_code=200, headers={"content-length": str(size)})
+        start = await asyncio.to_thread(store.partial, digest)
         return Response(status_code=404, headers={"upload-offset": str(start)})
 
-    @router.put("/blobs/{digest}", operation_id="upload_blob", openapi_extra=_BLOB)
-    async def upload_blob(request: Request, digest: str) -> Response:
-        """Keep a file, or with `Content-Range` the rest of one whose upload was cut."""
-        key = access.check(request)
-        _check_digest(digest)
-        start, size = _extent(request)
-        with store_unavailable():
-            await uploads.put(key, digest, request.receive, start, size)
+    @operation("PUT", "/v1/blobs/{digest}", media_type="application/octet-stream", is_upload=True)
+    async def upload_blob(self, caller: Caller) -> Response:
+        """Store a file, or with `Content-Range` the rest of one whose upload was cut."""
+        digest, context = _check_digest(caller), caller.context
+        start, size = _extent(context.headers)
+        await self._uploads.put(context.tenant, digest, caller.receive, start, size)
         return Response(status_code=201)
 
-    return router
 
-
-def _extent(request: Request) -> tuple[int, int]:
+def _extent(headers: Mapping[bytes, bytes]) -> tuple[int, int]:
     """Where the body begins in the blob, and its size. Raises: InvalidRequest."""
-    length = request.headers.get("content-length", "")
-    if not length.isascii() or not length.isdigit() or int(length) > MAX_PACKAGE_BYTES:
+    length = headers.get(b"content-length", b"")
+    if not length.isdigit() or int(length) > MAX_PACKAGE_BYTES:
         raise InvalidRequest(
             f"Send Content-Length: at most {MAX_PACKAGE_BYTES} bytes.",
             status=411,
             code="invalid_http",
         )
-    size, given = int(length), request.headers.get("content-range")
+    size, given = int(length), headers.get(b"content-range")
     if given is None:
         return 0, size
-    match = _RANGE.fullmatch(given)
+    match = _RANGE.fullmatch(given.decode("latin-1"))
     if match is None or int(match[2]) + 1 != int(match[3]) or int(match[3]) - int(match[1]) != size:
         raise InvalidRequest(
             "Invalid value for Content-Range: send `bytes START-LAST/SIZE` up to the blob's end.",
@@ -252,30 +250,13 @@ def _extent(request: Request) -> tuple[int, int]:
     return int(match[1]), size
 
 
-def _check_digest(digest: str) -> None:
+def _check_digest(caller: Caller) -> str:
+    """Raises: InvalidRequest."""
+    digest = caller.path["digest"]
     if not is_digest(digest):
         raise InvalidRequest(
             "Invalid value for digest: send sha256: and 64 hex digits.",
             param="digest",
             code="invalid_value",
         )
-
-
-_RESPONSES: dict[str, Any] = {
-    "responses": {
-        "400": {"description": "The bytes are of another digest, or a field cannot be."},
-        "403": {"description": "The key may not deploy."},
-        "404": {"description": "There is no such file, or deployments are off."},
-        "409": {"description": "An upload cannot go on where it is asked to."},
-        "408": {"description": "The body stopped, or came too slowly."},
-        "411": {"description": "The body has no length."},
-        "429": {"description": "The key has too many slow uploads."},
-        "503": {"description": "The store of packages is away."},
-    }
-}
-_BINARY = {"schema": {"type": "string", "format": "binary"}}
-_MANIFEST = {**_RESPONSES, "requestBody": {"required": True, "content": {MANIFEST_TYPE: _BINARY}}}
-_BLOB = {
-    **_RESPONSES,
-    "requestBody": {"required": True, "content": {"application/octet-stream": _BINARY}},
-}
+    return digest

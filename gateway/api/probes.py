@@ -1,81 +1,98 @@
-"""Health, readiness and metrics. Probes feed no metric and never reveal more than a word of why."""
+"""Health, readiness and metrics. Probes feed no metric and reveal no more than a word of the reason."""
 
 import re
-from collections.abc import Callable
 from contextlib import suppress
 
-from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse
+from msgspec import Struct
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.responses import JSONResponse, Response
 
 from gateway.calls.models import ModelDirectory
 from gateway.http.admission import Admission
+from gateway.http.endpoint import Access, Caller, Operation, OperationServices, Resource, operation
 from gateway.http.errors import InvalidRequest
 from shared.queue.api import GatewayQueue, QueueUnavailable
 from shared.telemetry.metrics import GatewayMetrics
 from shared.version import package_version
 
 
-def create_probes(
-    admission: Admission,
-    models: ModelDirectory,
-    queue: GatewayQueue,
-    metrics: GatewayMetrics,
-    check_operator: Callable[[Request], object],
-) -> APIRouter:
-    """The routes that operators' machines call. `check_operator` refuses others the metrics."""
-    router = APIRouter(tags=["operation"])
+class ReadyQuery(Struct):
+    workers: str = "0"
 
-    @router.get("/healthz")
-    async def healthz() -> dict[str, str]:
-        """Whether this process is alive; asks nobody else."""
-        return {"status": "ok"}
 
-    @router.get("/ping")
-    async def ping() -> Response:
-        """As SageMaker's containers answer: alive."""
+class Probes(Resource):
+    """Operations for orchestrators and Prometheus."""
+
+    tag = "operation"
+
+    def __init__(
+        self,
+        admission: Admission,
+        models: ModelDirectory,
+        queue: GatewayQueue,
+        metrics: GatewayMetrics,
+        metrics_access: Access,
+    ) -> None:
+        self._admission = admission
+        self._models = models
+        self._queue = queue
+        self._metrics = metrics
+        self._metrics_access: Access = metrics_access
+
+    @operation("GET", "/healthz", access="public", is_probe=True)
+    async def healthz(self, caller: Caller) -> Response:
+        """Show whether this process is alive."""
+        return JSONResponse({"status": "ok"})
+
+    @operation("GET", "/ping", access="public", is_probe=True)
+    async def ping(self, caller: Caller) -> Response:
+        """Answer as SageMaker's containers do."""
         return Response()
 
-    @router.get("/version")
-    async def version() -> dict[str, str]:
-        """The version of vlm-fleet."""
-        return {"version": package_version()}
+    @operation("GET", "/version")
+    async def version(self, caller: Caller) -> Response:
+        """Show the version of vlm-fleet."""
+        return JSONResponse({"version": package_version()})
 
-    @router.get("/health", responses={503: {"description": "Not ready"}}, operation_id="health")
-    @router.get("/readyz", responses={503: {"description": "Not ready"}}, operation_id="readyz")
-    async def readyz(workers: str = "0") -> JSONResponse:
-        """Whether this gateway accepts requests: Redis answers, and it is not shutting down.
+    @operation("GET", "/readyz", aliases=("/health",), access="public", is_probe=True)
+    async def readyz(self, caller: Caller, query: ReadyQuery) -> Response:
+        """Show whether this gateway accepts requests: Redis answers, and it is not shutting down.
 
         `workers`: also require that many ready workers. A Service must not: deployments at zero
         instances are started by the requests that it would withhold.
         """
-        if not re.fullmatch("[0-9]{1,6}", workers):
+        if not re.fullmatch("[0-9]{1,6}", query.workers):
             raise InvalidRequest(
                 "Invalid value for workers: send a number, such as 1.",
                 param="workers",
                 code="invalid_value",
             )
-        if admission.is_draining:
+        if self._admission.is_draining:
             reason = "draining"
-        elif not models.is_fresh:
+        elif not self._models.is_fresh:
             reason = "no redis"
-        elif models.num_live_workers < int(workers):
+        elif self._models.num_live_workers < int(query.workers):
             reason = "no worker"
         else:
             return JSONResponse({"status": "ready"})
         return JSONResponse({"status": reason}, status_code=503)
 
-    @router.get("/metrics", response_class=Response)
-    async def show_metrics(request: Request) -> Response:
-        """Prometheus text; needs a key where keys are set, an operator's where those are."""
-        check_operator(request)
-        metrics.set_open_requests(admission.num_open)
-        metrics.set_ready_workers(models.num_workers)
+    def operations(self, services: OperationServices) -> list[Operation]:
+        found = super().operations(services)
+        for each in found:
+            if each.path == "/metrics":
+                each.access = self._metrics_access
+        return found
+
+    @operation("GET", "/metrics", is_probe=True)
+    async def metrics(self, caller: Caller) -> Response:
+        """Show metrics as Prometheus text; needs a key where keys are set, an operator's where those are."""
+        metrics = self._metrics
+        metrics.set_open_requests(self._admission.num_open)
+        metrics.set_ready_workers(self._models.num_workers)
         with suppress(QueueUnavailable):
-            for name in models.cards:
-                stats = await queue.stats(name)
+            for name in self._models.cards:
+                stats = await self._queue.stats(name)
                 metrics.set_queue_age(name, stats.age_s)
                 metrics.set_queue_depth(name, stats.num_open, stats.num_backlog)
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
-
-    return router

@@ -7,7 +7,7 @@ Source: Cohere and Jina API references, "Rerank"; vLLM, "Score API".
 
 from array import array
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -30,14 +30,11 @@ from gateway.api.inputs import (
     split,
     to_truncate,
 )
-from gateway.api.openapi import describe_operation
 from gateway.calls.open_call import ChoiceEvent
-from gateway.calls.surface import AnswerHead, Frame, Plan, Surface, Totals
-from gateway.http.body import JsonBody
-from gateway.http.context import RequestContext
+from gateway.calls.surface import AnswerHead, Frame, NoOptions, Plan, Surface, Totals
 from gateway.http.errors import InvalidRequest
+from gateway.http.exchange import RequestContext
 from shared.protocol import ModelCard, Rerank, Scores
-from shared.settings.limits import LimitSettings
 
 
 class TextDocument(RequestStruct, frozen=True, kw_only=True):
@@ -128,18 +125,11 @@ class RerankOptions(msgspec.Struct, frozen=True):
     documents: tuple[str, ...] = ()
 
 
-class ScoreOptions(msgspec.Struct, frozen=True):
-    """There are none."""
-
-
 class _Pairs(Surface):
-    """What both have in common."""
-
+    tag = "embeddings"
     task = "rerank"
-
-    def __init__(self, limits: LimitSettings) -> None:
-        self.limits = limits
-        self.max_commas = limits.max_input_commas
+    commas = "max_input_commas"
+    hints: ClassVar = {"truncate": "Send true, false, NONE, START or END."}
 
     def _tasks(
         self, task: Rerank, documents: Sequence[str], context: RequestContext
@@ -179,20 +169,17 @@ class _Pairs(Surface):
 
 
 class Reranking(_Pairs):
-    """Documents for a query."""
+    """Order documents by how well they answer a query."""
 
     name = "rerank"
     path = "/v1/rerank"
     aliases = ("/v2/rerank", "/rerank")
     id_prefix = "rerank-"
     options = RerankOptions
-
-    def read(self, body: bytes, context: RequestContext) -> RerankRequest:
-        """The checked body. Raises: InvalidRequest."""
-        return _RERANK_BODY.decode(body, context)
+    request_type = RerankRequest
+    answer_type = RerankAnswer
 
     def plan(self, request: RerankRequest, context: RequestContext, card: ModelCard) -> Plan:
-        """One task for each part of the documents. Raises: InvalidRequest."""
         if not request.query:
             raise invalid("query", "it is empty: send text")
         documents = [d if isinstance(d, str) else d.text for d in request.documents]
@@ -208,40 +195,27 @@ class Reranking(_Pairs):
         return self._plan(request, context, tasks, RerankOptions(request.top_n, wanted))
 
     def answer(self, options: RerankOptions, head: AnswerHead) -> "RerankWords":
-        """A `RerankAnswer`."""
         return RerankWords(options, head)
 
     def describe(self, request: RerankRequest) -> dict[str, Any]:
-        """What was asked for, in numbers."""
         return {"input.count": len(request.documents), "top_n": request.top_n}
 
-    def openapi(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Of the structs that decode a request, with the limits."""
-        operation, schemas = describe_operation(
-            operation_id="rerank",
-            summary="Order documents by how well they answer a query",
-            tag="embeddings",
-            request=RerankRequest,
-            answer=RerankAnswer,
-            limits=self.limits,
-        )
-        properties = schemas["RerankRequest"]["properties"]
+    def write_limits(self, properties: dict[str, Any]) -> None:
         properties["documents"]["maxItems"] = self.limits.max_documents
-        return operation, schemas
 
 
 class Scoring(_Pairs):
-    """Pairs of texts."""
+    """Score pairs of texts."""
 
     name = "score"
     path = "/v1/score"
     aliases = ("/score",)
     id_prefix = "score-"
-    options = ScoreOptions
+    request_type = ScoreRequest
+    answer_type = ScoreAnswer
 
     def read(self, body: bytes, context: RequestContext) -> ScoreRequest:
-        """The checked body. Raises: InvalidRequest."""
-        request = _SCORE_BODY.decode(body, context)
+        request: ScoreRequest = super().read(body, context)
         if isinstance(request.text_1, list) and (
             not isinstance(request.text_2, list) or len(request.text_1) != len(request.text_2)
         ):
@@ -249,7 +223,6 @@ class Scoring(_Pairs):
         return request
 
     def plan(self, request: ScoreRequest, context: RequestContext, card: ModelCard) -> Plan:
-        """One task for each part of the pairs. Raises: InvalidRequest."""
         is_list = isinstance(request.text_2, list)
         documents = request.text_2 if isinstance(request.text_2, list) else [request.text_2]
         queries = request.text_1 if isinstance(request.text_1, list) else [request.text_1]
@@ -260,22 +233,10 @@ class Scoring(_Pairs):
             name="text_2",
             first=0 if is_list else None,
         )
-        return self._plan(request, context, self._tasks(task, documents, context), ScoreOptions())
+        return self._plan(request, context, self._tasks(task, documents, context), NoOptions())
 
-    def answer(self, options: ScoreOptions, head: AnswerHead) -> "ScoreWords":
-        """A `ScoreAnswer`."""
+    def answer(self, options: NoOptions, head: AnswerHead) -> "ScoreWords":
         return ScoreWords(head)
-
-    def openapi(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Of the structs that decode a request, with the limits."""
-        return describe_operation(
-            operation_id="score",
-            summary="Score pairs of texts",
-            tag="embeddings",
-            request=ScoreRequest,
-            answer=ScoreAnswer,
-            limits=self.limits,
-        )
 
 
 class _Whole:
@@ -332,8 +293,3 @@ def scores_of(events: Sequence[ChoiceEvent]) -> list[float]:
     """The scores of all calls, in the order of the documents."""
     scores = {choice: event.data for choice, event in events if isinstance(event, Scores)}
     return array("f", b"".join(data for _, data in sorted(scores.items()))).tolist()
-
-
-_HINTS = {"truncate": "Send true, false, NONE, START or END."}
-_RERANK_BODY = JsonBody(RerankRequest, hints=_HINTS)
-_SCORE_BODY = JsonBody(ScoreRequest, hints=_HINTS)

@@ -16,15 +16,11 @@ from gateway.api.fields import (
     timings_of,
     wants_timings,
 )
-from gateway.api.openapi import describe_operation
 from gateway.calls.open_call import ChoiceEvent
-from gateway.calls.surface import Answer, AnswerHead, Frame, Plan, Surface, Totals
-from gateway.http import sse
-from gateway.http.body import JsonBody
-from gateway.http.context import RequestContext
+from gateway.calls.surface import Answer, AnswerHead, Frame, NoOptions, Plan, Surface, Totals
 from gateway.http.errors import ApiError, InvalidRequest
+from gateway.http.exchange import SSE_DONE, RequestContext, sse_event
 from shared.protocol import CallEvent, ModelCard, Run, RunOutput, Tokens
-from shared.settings.limits import LimitSettings
 
 _lines = msgspec.json.Decoder(RunOutput)
 
@@ -51,10 +47,6 @@ class RunAnswer(msgspec.Struct):
     object: str = "task"
 
 
-class RunOptions(msgspec.Struct, frozen=True):
-    """There are none."""
-
-
 class NamedRequest(msgspec.Struct, frozen=True):
     """A body, and the application that its path names."""
 
@@ -67,25 +59,22 @@ class NamedRequest(msgspec.Struct, frozen=True):
         return self.body.user
 
 
-class Running(Surface):
-    """Tasks of the application that the path names."""
+class ApplicationRun(Surface):
+    """Run a task of an application."""
 
     name = "run"
     path = "/v1/applications/{name}/run"
+    tag = "applications"
     task = "run"
     id_prefix = "task-"
-    options = RunOptions
-
-    def __init__(self, limits: LimitSettings) -> None:
-        self.limits = limits
-        self.max_commas = limits.max_task_bytes
+    request_type = RunRequest
+    answer_type = chunk_type = RunAnswer
+    commas = "max_task_bytes"
 
     def read(self, body: bytes, context: RequestContext) -> NamedRequest:
-        """The checked body. Raises: InvalidRequest."""
-        return NamedRequest(context.path["name"], _BODY.decode(body, context))
+        return NamedRequest(context.path["name"], super().read(body, context))
 
     def plan(self, request: NamedRequest, context: RequestContext, card: ModelCard) -> Plan:
-        """One task. Raises: InvalidRequest."""
         body, headers = request.body, context.headers
         is_streamed = bool(body.stream)
         task = Run(
@@ -93,14 +82,13 @@ class Running(Surface):
         )
         return Plan(
             [task],
-            RunOptions(),
+            NoOptions(),
             is_streamed=is_streamed,
             shows_timings=wants_timings(body.timings, headers),
             priority=find_priority(body.service_tier, headers),
         )
 
-    def answer(self, options: RunOptions, head: AnswerHead) -> Answer:
-        """A `RunAnswer`, or several."""
+    def answer(self, options: NoOptions, head: AnswerHead) -> Answer:
         return TaskAnswer(head)
 
     def error(self, error: ApiError) -> tuple[int, bytes]:
@@ -108,20 +96,6 @@ class Running(Surface):
         if error.param == "model":
             error.param = "name"
         return error.status, error.body()
-
-    def openapi(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Of the structs that decode a request."""
-        operation, schemas = describe_operation(
-            operation_id="run_application",
-            summary="Run a task of an application",
-            tag="applications",
-            request=RunRequest,
-            answer=RunAnswer,
-            chunk=RunAnswer,
-            limits=self.limits,
-        )
-        name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
-        return {**operation, "parameters": [name]}, schemas
 
 
 class TaskAnswer:
@@ -146,9 +120,9 @@ class TaskAnswer:
             else:
                 timings = timings_of(totals) if totals is not None else UNSET
                 data = self._encode(output=line.output, timings=timings)
-            frames.append((self._num_items, sse.frame(data)))
+            frames.append((self._num_items, sse_event(data)))
         if totals is not None:
-            frames.append((self._num_items + 1, sse.DONE))
+            frames.append((self._num_items + 1, SSE_DONE))
         return frames
 
     def _encode(self, **fields: Any) -> bytes:
@@ -185,6 +159,3 @@ def compact(value: Raw, param: str, max_bytes: int) -> Raw:
         return Raw(msgspec.json.format(bytes(value), indent=-1))
     except (msgspec.DecodeError, RecursionError):
         raise invalid(param, "it is not JSON, or nests too deeply") from None
-
-
-_BODY = JsonBody(RunRequest)

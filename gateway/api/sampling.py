@@ -11,7 +11,7 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from gateway.api.fields import EchoedStruct, RequestStruct, TokenId, invalid
-from gateway.http.context import RequestContext
+from gateway.http.exchange import RequestContext
 from shared.protocol import Generate, ModelCard, SamplingDefaults, SamplingParams
 from shared.settings.limits import LimitSettings
 

@@ -11,23 +11,21 @@ import hmac
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
-from functools import partial
 from secrets import token_hex
 from typing import Annotated, Any, Literal
 
 import msgspec
-from fastapi import Response
 from msgspec import UNSET, Meta, Raw, UnsetType
-from starlette.responses import StreamingResponse
+from starlette.responses import Response, StreamingResponse
 
 from gateway.api.fields import RequestStruct, invalid
-from gateway.api.routes import Caller, Operation, body_of
 from gateway.api.run import TaskAnswer, compact, output_of
 from gateway.calls.lifecycle import Lifecycle
 from gateway.calls.open_call import Gone, OpenCall
 from gateway.calls.surface import AnswerHead, Totals
-from gateway.http import sse
+from gateway.http.endpoint import Caller, Resource, operation
 from gateway.http.errors import ApiError, ErrorFields, InvalidRequest, NotFound, from_failed
+from gateway.http.exchange import SSE_HEADERS, SSE_KEEP_ALIVE, sse_event
 from shared.packages.deployments import MAX_INSTANCES, Resources
 from shared.packages.rollout import fits
 from shared.protocol import (
@@ -209,68 +207,35 @@ class _PartlyQueued(ApiError):
         return msgspec.json.encode({**error, "data": self._queued})
 
 
-class Sessions:
-    """The operations."""
+_SESSION = "/v1/sessions/{session_id}"
+_TASK = _SESSION + "/tasks/{task_id}"
+
+
+class Sessions(Resource):
+    """Sessions of applications and their tasks."""
+
+    tag = "sessions"
 
     def __init__(self, lifecycle: Lifecycle, store: SessionStore, limits: LimitSettings) -> None:
         self._lifecycle = lifecycle
         self._store = store
         self._limits = limits
 
-    def operations(self) -> list[Operation]:
-        operation = partial(Operation, tag="sessions", max_commas=self._limits.max_task_bytes)
-        session, task = "/v1/sessions/{session_id}", "/v1/sessions/{session_id}/tasks/{task_id}"
-        return [
-            operation(
-                "POST", "/v1/applications/{name}/sessions", "create_session", "Open a session",
-                self.create, SessionObject, CreateSession,
-            ),
-            operation(
-                "GET", "/v1/sessions", "list_sessions", "List the sessions of this key",
-                self.list_all, SessionList, query=PageQuery,
-            ),
-            operation("GET", session, "retrieve_session", "Show a session", self.get, SessionObject),
-            operation(
-                "POST", session + ":close", "close_session",
-                "Take no more tasks, cancel those that wait", self.close, SessionObject, Empty,
-            ),
-            operation(
-                "POST", session + "/tasks", "create_tasks", "Send tasks",
-                self.create_tasks, TaskList, CreateTasks,
-            ),
-            operation(
-                "GET", session + "/tasks", "list_tasks", "List the tasks of a session",
-                self.list_tasks, TaskList, query=TasksQuery,
-            ),
-            operation(
-                "GET", task, "retrieve_task", "Show a task, once it has ended or `wait` is over",
-                self.get_task, TaskObject, query=TaskQuery,
-            ),
-            operation(
-                "GET", task + "/events", "stream_task", "Follow a task from its first piece",
-                self.stream_task, None,
-            ),
-            operation(
-                "POST", task + ":cancel", "cancel_task", "Cancel a task",
-                self.cancel_task, TaskObject, Empty,
-            ),
-        ]  # fmt: skip
-
     # Sessions
 
-    async def create(self, caller: Caller) -> SessionObject:
-        """Raises: ApiError, QueueUnavailable, BlobsUnavailable."""
-        wanted = _CREATE.decode(caller.body, caller.context)
+    @operation("POST", "/v1/applications/{name}/sessions", commas="max_task_bytes")
+    async def create_session(self, caller: Caller, body: CreateSession) -> SessionObject:
+        """Open a session."""
         session_id = "sess_" + token_hex(16)
         name = caller.path["name"]
         await self._find_card(name, session_id)
-        least, most = wanted.min_instances, wanted.max_instances or 0
+        least, most = body.min_instances, body.max_instances or 0
         if most and least > most:
             raise invalid("min_instances", "it is larger than max_instances")
-        resources = wanted.resources and Resources(**msgspec.structs.asdict(wanted.resources))
+        resources = body.resources and Resources(**msgspec.structs.asdict(body.resources))
         session = Session(
             session_id, _owner(caller), name, time.time(),  # noqa: TID251
-            wanted.idle_s, wanted.timeout_s, wanted.priority,
+            body.idle_s, body.timeout_s, body.priority,
             min_instances=least, max_instances=most, resources=resources,
         )  # fmt: skip
         self._check_resources(session)
@@ -280,31 +245,32 @@ class Sessions:
                 f"This key has {most} sessions: use one that is open, or wait until one is forgotten.",
                 code="too_many_sessions",
             )
-        if wanted.common_data is not UNSET:
+        if body.common_data is not UNSET:
             most = self._limits.max_common_bytes
-            data = bytes(compact(wanted.common_data, "common_data", most))
+            data = bytes(compact(body.common_data, "common_data", most))
             ref = await self._lifecycle.blobs.put(data, session_id, ttl_s=session.ttl_s)
             session = msgspec.structs.replace(session, common=ref)
         await self._store.create(session)
         return self._show(SessionState(session, "open", {}), {})
 
-    async def list_all(self, caller: Caller) -> SessionList:
-        """Raises: ApiError, QueueUnavailable."""
-        query = caller.read_query(PageQuery)
+    @operation("GET", "/v1/sessions")
+    async def list_sessions(self, caller: Caller, query: PageQuery) -> SessionList:
+        """List the sessions of this key."""
         page = await self._store.page(_owner(caller), query.after, query.limit, _MAX_OPEN_OF_PAGE)
         if page is None:
             raise invalid("after", "send the id of a session of this key, or leave it out")
         found, has_more = page
         return SessionList(await self._describe(found), has_more)
 
-    async def get(self, caller: Caller) -> SessionObject:
-        """Raises: NotFound, QueueUnavailable."""
+    @operation("GET", _SESSION)
+    async def retrieve_session(self, caller: Caller) -> SessionObject:
+        """Show a session."""
         [shown] = await self._describe([await self._find(caller, self._limits.max_session_tasks)])
         return shown
 
-    async def close(self, caller: Caller) -> SessionObject:
-        """What runs is finished. Raises: ApiError, QueueUnavailable."""
-        _EMPTY.decode(caller.body, caller.context)
+    @operation("POST", _SESSION + ":close")
+    async def close_session(self, caller: Caller, body: Empty) -> SessionObject:
+        """Take no more tasks, and cancel those that wait."""
         session = (await self._find(caller)).session
         await self._store.close_session(session)
         found = await self._find(caller, self._limits.max_session_tasks)
@@ -312,7 +278,7 @@ class Sessions:
         await self._cancel(session.id, [t for t, state in stands if state == "pending"])
         if session.common is not None and all(state != "running" for _, state in stands):
             self._lifecycle.blobs.release(session.id, [session.common])  # else it expires
-        return await self.get(caller)
+        return await self.retrieve_session(caller)
 
     async def _find(self, caller: Caller, max_open: int = 0) -> SessionState:
         """The caller's own. Raises: NotFound, QueueUnavailable."""
@@ -354,16 +320,16 @@ class Sessions:
 
     # Tasks
 
-    async def create_tasks(self, caller: Caller) -> TaskList:
-        """Queue tasks that are not known. Raises: ApiError, QueueUnavailable."""
-        wanted = _TASKS.decode(caller.body, caller.context)
-        tasks = wanted.tasks
-        if (tasks is None) == (wanted.input is UNSET):
+    @operation("POST", _SESSION + "/tasks", commas="max_task_bytes")
+    async def create_tasks(self, caller: Caller, body: CreateTasks) -> TaskList:
+        """Send tasks."""
+        tasks = body.tasks
+        if (tasks is None) == (body.input is UNSET):
             raise invalid("tasks", "send input, or tasks with an input each")
         if tasks is None:
-            assert wanted.input is not UNSET
-            tasks = [TaskInput(input=wanted.input, id=wanted.id)]
-        elif wanted.id is not None:
+            assert body.input is not UNSET
+            tasks = [TaskInput(input=body.input, id=body.id)]
+        elif body.id is not None:
             raise invalid("id", "each of tasks has its own")
         if len(tasks) > self._limits.max_tasks:
             raise invalid("tasks", f"send at most {self._limits.max_tasks} at a time")
@@ -455,9 +421,9 @@ class Sessions:
             return
         submitted.close()  # nobody waits for it here; it goes on
 
-    async def list_tasks(self, caller: Caller) -> TaskList:
-        """Raises: ApiError, QueueUnavailable."""
-        query = caller.read_query(TasksQuery)
+    @operation("GET", _SESSION + "/tasks")
+    async def list_tasks(self, caller: Caller, query: TasksQuery) -> TaskList:
+        """List the tasks of a session."""
         session = (await self._find(caller)).session
         tasks = await self._store.tasks(session.id)
         names = [task.id for task, _ in tasks]
@@ -473,9 +439,9 @@ class Sessions:
             await asyncio.gather(*results)
         return TaskList(shown, len(tasks) > first + query.limit)
 
-    async def get_task(self, caller: Caller) -> TaskObject:
-        """Raises: ApiError, QueueUnavailable."""
-        query = caller.read_query(TaskQuery)
+    @operation("GET", _TASK)
+    async def retrieve_task(self, caller: Caller, query: TaskQuery) -> TaskObject:
+        """Show a task, once it has ended or `wait` is over."""
         session = (await self._find(caller)).session
         task, noted = await self._find_task(session, caller.path["task_id"])
         [state] = await self._stand(session, [(task, noted)])
@@ -489,9 +455,9 @@ class Sessions:
                 raise NotFound("The task's result is not kept any more.", code="result_expired")
         return shown
 
-    async def cancel_task(self, caller: Caller) -> TaskObject:
-        """Raises: ApiError, QueueUnavailable."""
-        _EMPTY.decode(caller.body, caller.context)
+    @operation("POST", _TASK + ":cancel")
+    async def cancel_task(self, caller: Caller, body: Empty) -> TaskObject:
+        """Cancel a task."""
         session = (await self._find(caller)).session
         task, noted = await self._find_task(session, caller.path["task_id"])
         [state] = await self._stand(session, [(task, noted)])
@@ -500,13 +466,14 @@ class Sessions:
             [state] = await self._stand(session, [(task, "open")])
         return _show_task(session, task, state)
 
+    @operation("GET", _TASK + "/events")
     async def stream_task(self, caller: Caller) -> Response:
-        """Raises: ApiError, QueueUnavailable."""
+        """Follow a task from its first piece."""
         session = (await self._find(caller)).session
         task, _ = await self._find_task(session, caller.path["task_id"])
         call = await self._follow(task, session.timeout_s)
         head = AnswerHead(task.id, int(task.created_at), session.application, task.package)
-        headers = {name.decode(): value.decode() for name, value in sse.HEADERS}
+        headers = {name.decode(): value.decode() for name, value in SSE_HEADERS}
         headers |= {"x-vlm-package": task.package} if task.package else {}
         return StreamingResponse(self._frames(call, head), headers=headers)
 
@@ -516,13 +483,13 @@ class Sessions:
             while not call.choices[0].is_finished or call.has_pending:
                 events = await call.receive(self._lifecycle.settings.keep_alive_s)
                 if not events:
-                    yield sse.KEEP_ALIVE
+                    yield SSE_KEEP_ALIVE
                     continue
                 last = events[-1][1]
                 totals = Totals() if isinstance(last, Finished) else None
                 yield b"".join(data for _, data in answer.frames(events, totals))
                 if isinstance(last, Failed):
-                    yield sse.frame(from_failed(last).event())
+                    yield sse_event(from_failed(last).event())
         except Gone:
             return
         finally:
@@ -679,6 +646,3 @@ def _refused(reason: str, limits: LimitSettings) -> InvalidRequest:
 
 def _conflict(message: str, *, code: str) -> InvalidRequest:
     return InvalidRequest(message, status=409, code=code)
-
-
-_CREATE, _TASKS, _EMPTY = body_of(CreateSession), body_of(CreateTasks), body_of(Empty)

@@ -6,8 +6,8 @@ import msgspec
 from msgspec import Meta
 
 from gateway.api.fields import RequestStruct, invalid
-from gateway.api.routes import Caller, Operation, body_of
 from gateway.api.vector_stores import VectorStores
+from gateway.http.endpoint import Caller, Resource, operation
 from shared.settings.limits import MAX_SEARCH_RESULTS
 
 
@@ -25,29 +25,22 @@ class SimilarAnswer(msgspec.Struct):
     text: list[str]
 
 
-_BODY = body_of(SimilarRequest)
+class Similar(Resource):
+    """Search of the default store."""
 
-
-class Similar:
-    """One operation."""
+    tag = "vector stores"
 
     def __init__(self, stores: VectorStores) -> None:
         self._stores = stores
 
-    def operations(self) -> list[Operation]:
-        return [
-            Operation("POST", "/similar", "similar", "The nearest items of the default store",
-                      self.find, SimilarAnswer, SimilarRequest),
-        ]  # fmt: skip
-
-    async def find(self, caller: Caller) -> SimilarAnswer:
-        """`POST /similar`"""
-        request = _BODY.decode(caller.body, caller.context)
-        words = request.keywords
-        text = request.text or (words if isinstance(words, str) else " ".join(words or ()))
-        if (request.text is None) == (words is None) or not text:
+    @operation("POST", "/similar")
+    async def similar(self, caller: Caller, body: SimilarRequest) -> SimilarAnswer:
+        """Find the nearest items of the default store."""
+        words = body.keywords
+        text = body.text or (words if isinstance(words, str) else " ".join(words or ()))
+        if (body.text is None) == (words is None) or not text:
             raise invalid("text", "send either text or keywords")
-        hits = await self._stores.find(caller, text, request.num_results)
+        hits = await self._stores.find(caller, text, body.num_results)
         return SimilarAnswer(
             [
                 f"Item: {hit.item.text or hit.item.image} (index: {hit.item.id} score:{hit.score:.2f})"

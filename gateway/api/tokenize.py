@@ -6,7 +6,7 @@ Source: vLLM, "Tokenizer API".
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
@@ -23,12 +23,10 @@ from gateway.api.fields import (
     UserName,
     invalid,
 )
-from gateway.api.openapi import describe_operation
 from gateway.api.tools import ToolField
-from gateway.calls.surface import Answer, AnswerHead, Plan, Surface
-from gateway.http.body import JsonBody
-from gateway.http.context import RequestContext
+from gateway.calls.surface import Answer, AnswerHead, NoOptions, Plan, Surface
 from gateway.http.errors import InvalidRequest
+from gateway.http.exchange import RequestContext
 from shared.protocol import (
     Generate,
     ModelCard,
@@ -38,7 +36,6 @@ from shared.protocol import (
     Tokenize,
     Tokenized,
 )
-from shared.settings.limits import LimitSettings
 
 
 class TokenizeRequest(RequestStruct, frozen=True, kw_only=True):
@@ -87,29 +84,21 @@ class TokenizeOptions(msgspec.Struct, frozen=True):
     with_strings: bool = False
 
 
-class DetokenizeOptions(msgspec.Struct, frozen=True):
-    """There are none."""
-
-
-_TOKENIZE_BODY = JsonBody(TokenizeRequest, unsupported=UNSUPPORTED["/tokenize"])
-_DETOKENIZE_BODY = JsonBody(DetokenizeRequest)
-
-
-class Tokenizing(Surface):
-    """A prompt or a conversation as token ids."""
+class Tokenization(Surface):
+    """Turn a prompt or a conversation into token ids."""
 
     name = "tokenize"
     path = "/tokenize"
+    tag = "tokenizer"
     task = "tokenize"
     id_prefix = "tok-"
     options = TokenizeOptions
-
-    def __init__(self, limits: LimitSettings) -> None:
-        self.limits = limits
+    request_type = TokenizeRequest
+    answer_type = TokenList
+    unsupported = UNSUPPORTED["/tokenize"]
 
     def read(self, body: bytes, context: RequestContext) -> TokenizeRequest:
-        """The checked body. Raises: InvalidRequest."""
-        request = _TOKENIZE_BODY.decode(body, context)
+        request: TokenizeRequest = super().read(body, context)
         if request.prompt is None and request.messages is None:
             message = "Missing required field: prompt, or messages."
             raise InvalidRequest(message, param="prompt", code="missing_field")
@@ -120,7 +109,6 @@ class Tokenizing(Surface):
         return request
 
     def plan(self, request: TokenizeRequest, context: RequestContext, card: ModelCard) -> Plan:
-        """One task. Raises: InvalidRequest."""
         images = ()
         if request.prompt is not None:
             check_text_chars(len(request.prompt), "prompt", self.limits)
@@ -155,60 +143,29 @@ class Tokenizing(Surface):
         )
 
     def answer(self, options: TokenizeOptions, head: AnswerHead) -> Answer:
-        """A `TokenList`."""
-
         def to_list(made: Tokenized) -> TokenList:
             strings = made.strings if options.with_strings else None
             return TokenList(made.num_tokens, options.max_model_len, made.token_ids, strings)
 
         return TokenizedAnswer(to_list)
 
-    def openapi(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Of the structs that decode a request."""
-        return describe_operation(
-            operation_id="tokenize",
-            summary="Turn a prompt or a conversation into token ids",
-            tag="tokenizer",
-            request=TokenizeRequest,
-            answer=TokenList,
-            limits=self.limits,
-        )
 
-
-class Detokenizing(Surface):
-    """Token ids as text."""
+class Detokenization(Surface):
+    """Turn token ids into text."""
 
     name = "detokenize"
     path = "/detokenize"
+    tag = "tokenizer"
     task = "tokenize"
     id_prefix = "detok-"
-    options = DetokenizeOptions
-
-    def __init__(self, limits: LimitSettings) -> None:
-        self.limits = limits
-        self.max_commas = limits.max_input_commas
-
-    def read(self, body: bytes, context: RequestContext) -> DetokenizeRequest:
-        """The checked body. Raises: InvalidRequest."""
-        return _DETOKENIZE_BODY.decode(body, context)
+    request_type = DetokenizeRequest
+    answer_type = DetokenizedPrompt
+    commas = "max_input_commas"
 
     def plan(self, request: DetokenizeRequest, context: RequestContext, card: ModelCard) -> Plan:
-        """One task. Raises: InvalidRequest."""
         if len(request.tokens) > self.limits.max_input_tokens:
             raise invalid("tokens", f"send at most {self.limits.max_input_tokens}")
-        return Plan([Tokenize(token_ids=tuple(request.tokens))], DetokenizeOptions())
+        return Plan([Tokenize(token_ids=tuple(request.tokens))], NoOptions())
 
-    def answer(self, options: DetokenizeOptions, head: AnswerHead) -> Answer:
-        """A `DetokenizedPrompt`."""
+    def answer(self, options: NoOptions, head: AnswerHead) -> Answer:
         return TokenizedAnswer(lambda made: DetokenizedPrompt(made.text))
-
-    def openapi(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Of the structs that decode a request."""
-        return describe_operation(
-            operation_id="detokenize",
-            summary="Turn token ids into text",
-            tag="tokenizer",
-            request=DetokenizeRequest,
-            answer=DetokenizedPrompt,
-            limits=self.limits,
-        )

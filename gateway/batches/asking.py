@@ -10,7 +10,7 @@ from starlette.types import Message
 from gateway.batches.runner import LineAnswer
 from gateway.calls.lifecycle import Lifecycle
 from gateway.calls.surface import Surface
-from gateway.http.context import SCOPE_KEY, RequestContext
+from gateway.http.exchange import Exchange, RequestContext
 from shared.telemetry.logs import request_id
 
 _HEADERS = {b"content-type": b"application/json", b"x-vlm-priority": b"batch"}
@@ -33,13 +33,10 @@ class LineAsker:
             refuses_unknown_fields=self._lifecycle.settings.unknown_fields == "refuse",
         )
         request_id.set(context.id)
-        exchange = _InProcess(body)
-        scope = {"type": "http", "method": "POST", "path": path, SCOPE_KEY: context}
-        surface = self._surfaces[path]
-        await self._lifecycle.serve(surface, scope, exchange.receive, exchange.send)
-        return LineAnswer(
-            exchange.status, exchange.headers, f"req_{context.id}", bytes(exchange.body)
-        )
+        client = _InProcess(body)
+        exchange = Exchange(context, client.receive, client.send)
+        await self._lifecycle.serve(self._surfaces[path], exchange)
+        return LineAnswer(client.status, client.headers, context.shown_id, bytes(client.body))
 
 
 class _InProcess:

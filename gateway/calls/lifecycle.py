@@ -9,7 +9,6 @@ closed, so that the fleet stops working on it. An API is a `gateway.calls.surfac
 
 import asyncio
 import itertools
-import logging
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,37 +17,31 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
-from redis.exceptions import RedisError
-from starlette.types import Receive, Scope, Send
 
 from gateway.calls.affinity import PrefixAffinity
 from gateway.calls.dispatcher import Dispatcher
 from gateway.calls.kept import KeptAnswers
 from gateway.calls.key_limits import KeyLimits
 from gateway.calls.models import ModelDirectory
-from gateway.calls.open_call import ChoiceEvent, Gone, OpenCall
+from gateway.calls.open_call import ChoiceEvent, OpenCall
 from gateway.calls.recorder import Recorder, StageClock, body_timings, timing_headers
 from gateway.calls.refunds import Refunds
-from gateway.calls.resume import RESUME_HEADERS, STREAM_PATH, NumberedAnswer, Resume, is_resumable
+from gateway.calls.resume import RESUME_HEADERS, NumberedAnswer, Resume, is_resumable
 from gateway.calls.surface import Answer, AnswerHead, Plan, Reply, Request, Surface
 from gateway.http.admission import Admission, HeldBody
 from gateway.http.body import find_model_name, read_body
-from gateway.http.context import RequestContext
 from gateway.http.errors import (
     ApiError,
-    Headers,
     InvalidRequest,
     NotFound,
     ServerError,
-    unavailable,
-    unexpected,
+    to_api_error,
 )
-from gateway.http.exchange import ClientGone, Exchange, shown_id
+from gateway.http.exchange import JSON_HEADERS, Exchange, RequestContext
 from gateway.images.loader import ImageLoader, ImageSource, LoadedImage
-from shared.blobs.api import BlobStore, BlobsUnavailable
+from shared.blobs.api import BlobStore
 from shared.protocol import Call, ImageRef, ModelCard, Scores, Task, Vectors
 from shared.queue.api import QueueRefused, QueueUnavailable
-from shared.records.api import RecordsUnavailable
 from shared.settings.limits import LimitSettings
 from shared.settings.tree import GatewaySettings
 from shared.telemetry.metrics import GatewayMetrics
@@ -57,12 +50,9 @@ if TYPE_CHECKING:
     from shared.telemetry.spans import Tracer
 
 _PACKAGE = b"x-vlm-package"
-_JSON: Headers = [(b"content-type", b"application/json")]
 _WATCH_AFTER_S = 0.02  #: of an answer: from then on we look whether its client has left
 #: Images that nobody releases outlive their request's deadline by that much.
 _IMAGE_GRACE_S = 60.0
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -86,9 +76,8 @@ class Lifecycle:
     tracer: "Tracer | None"
     _holder_numbers: Iterator[int] = field(default_factory=itertools.count)
 
-    async def serve(self, surface: Surface, scope: Scope, receive: Receive, send: Send) -> None:
+    async def serve(self, surface: Surface, exchange: Exchange) -> None:
         """Answer one request; every way out is recorded once."""
-        exchange = Exchange(scope, receive, send)
         context = exchange.context
         recorder = Recorder(surface, context, self.metrics)
         if self.tracer is not None:
@@ -101,7 +90,7 @@ class Lifecycle:
                     await self._answer(exchange, reply, recorder)
             is_answered = True
         except Exception as raised:
-            error = _to_api_error(raised)
+            error = to_api_error(raised)
         finally:
             recorder.count(error, is_answered=is_answered)
         if error is not None:
@@ -112,21 +101,17 @@ class Lifecycle:
         # In the next turn of the loop: this one's end sends the answer.
         asyncio.get_running_loop().call_soon(recorder.account, exchange.status)
 
-    async def serve_stream(
-        self, surfaces: Mapping[str, Surface], scope: Scope, receive: Receive, send: Send
-    ) -> None:
+    async def serve_stream(self, surfaces: Mapping[str, Surface], exchange: Exchange) -> None:
         """Answer a reader who resumes a stream. The request itself is recorded where it came in."""
-        exchange = Exchange(scope, receive, send)
         context = exchange.context
-        context.route = f"{STREAM_PATH}{{id}}"
         reply, error = None, None
         try:
             with self.admission:
-                reply = await self.resume.reopen(scope["path_params"]["id"], context, surfaces)
+                reply = await self.resume.reopen(context.path["id"], context, surfaces)
                 recorder = Recorder(reply.surface, context, self.metrics)
                 await self._answer(exchange, reply, recorder)
         except Exception as raised:
-            error = _to_api_error(raised)
+            error = to_api_error(raised)
         if error is not None:
             await _fail(exchange, None if reply is None else reply.surface, error, reply)
 
@@ -157,7 +142,7 @@ class Lifecycle:
                 call.close()
             is_answered = True
         except Exception as raised:
-            error = _to_api_error(raised)
+            error = to_api_error(raised)
             if error is None:
                 raise
             raise error from None
@@ -190,7 +175,7 @@ class Lifecycle:
             created = int(time.time())  # noqa: TID251
             head = AnswerHead(surface.id_prefix + context.id, created, card.name, card.package)
             if (body := surface.without_worker(request, head)) is not None:
-                await exchange.answer(200, _JSON, body)
+                await exchange.answer(200, JSON_HEADERS, body)
                 return None
             if surface.keeps_answers:
                 request = await self._recall(surface, request, context)
@@ -393,7 +378,7 @@ class Lifecycle:
         body = reply.answer.whole(events, recorder.totals)
         if reply.surface.keeps_answers:
             await self._keep(reply, exchange.context)
-        headers = [*_JSON, *timing_headers(stages, e2e_s, is_whole=True)]
+        headers = [*JSON_HEADERS, *timing_headers(stages, e2e_s, is_whole=True)]
         if reply.package:
             headers.append((_PACKAGE, reply.package.encode()))
         await exchange.answer(200, headers, body)
@@ -508,30 +493,6 @@ def _wrong_task(surface: Surface, card: ModelCard) -> InvalidRequest:
     )
 
 
-def _to_api_error(error: Exception) -> ApiError | None:
-    """What to tell the client of an exception; None if it has left.
-
-    It knows no frames: with their bodies and images they would wait for Python's garbage collection.
-    """
-    answered = _classify(error)
-    if answered is not None:
-        answered.__traceback__ = answered.__context__ = answered.__cause__ = None
-    return answered
-
-
-def _classify(error: Exception) -> ApiError | None:
-    match error:
-        case ClientGone() | Gone():
-            return None
-        case ApiError():
-            return error
-        case QueueUnavailable() | BlobsUnavailable() | RecordsUnavailable() | RedisError():
-            return unavailable()
-        case _:
-            logger.error("a request failed", exc_info=error)
-            return unexpected()
-
-
 def _plain(answer: Answer) -> Answer:
     """An answer as its surface made it."""
     return answer.answer if isinstance(answer, NumberedAnswer) else answer
@@ -541,11 +502,8 @@ async def _fail(
     exchange: Exchange, surface: Surface | None, error: ApiError, reply: Reply | None
 ) -> None:
     """Tell the client: by a status before the answer has begun, by a last frame after."""
-    error.request_id = shown_id(exchange.context)
-    if surface is None:
-        await exchange.answer(error.status, error.headers(), error.body())
-    elif exchange.has_started and reply is not None:
-        await exchange.write(surface.error_frame(error, _plain(reply.answer)), is_last=True)
-    else:
-        status, body = surface.error(error)
-        await exchange.answer(status, error.headers(), body)
+    if exchange.status is None or surface is None or reply is None:
+        await exchange.fail(error, surface and surface.error)
+        return
+    error.request_id = exchange.context.shown_id
+    await exchange.write(surface.error_frame(error, _plain(reply.answer)), is_last=True)

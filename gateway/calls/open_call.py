@@ -7,6 +7,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
+from gateway.http.errors import ClientGone
 from shared.protocol import (
     CallEvent,
     ErrorCode,
@@ -28,8 +29,8 @@ ChoiceEvent = tuple[int, CallEvent]  #: which choice, and what happened to it
 LookUp = Callable[[str, str], Awaitable[RequestState | None]]
 
 
-class Gone(Exception):
-    """The call was closed while somebody waited for its events."""
+class Gone(ClientGone):
+    """The call was closed while its events were awaited."""
 
 
 class ChoiceProgress:

@@ -20,8 +20,8 @@ from msgspec import Struct
 from gateway.calls.models import OTHER
 from gateway.calls.open_call import ChoiceEvent, OpenCall
 from gateway.calls.surface import Surface, Totals
-from gateway.http.context import RequestContext, short_hash
 from gateway.http.errors import ApiError, Headers, Overloaded, from_failed
+from gateway.http.exchange import RequestContext, short_hash
 from shared.protocol import (
     ErrorCode,
     Failed,

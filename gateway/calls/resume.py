@@ -20,8 +20,8 @@ import msgspec
 from gateway.calls.dispatcher import Dispatcher
 from gateway.calls.open_call import ChoiceEvent, Gone, OpenCall
 from gateway.calls.surface import Answer, AnswerHead, Frame, Plan, Reply, Request, Surface, Totals
-from gateway.http.context import RequestContext
 from gateway.http.errors import InvalidRequest, NotFound, from_failed, unavailable
+from gateway.http.exchange import RequestContext
 from shared.protocol import Failed, ImageRef, Tokens, decode_log
 from shared.queue.api import DuplicateRequest, GatewayQueue, QueueUnavailable, RequestState
 from shared.queue.resume import ResumableCalls

@@ -12,17 +12,27 @@ import msgspec
 from msgspec import Struct, field
 
 from gateway.calls.open_call import ChoiceEvent, OpenCall
-from gateway.http import sse
-from gateway.http.context import RequestContext
+from gateway.http.body import JsonBody
+from gateway.http.endpoint import Endpoint
 from gateway.http.errors import ApiError, Headers
+from gateway.http.exchange import (
+    SSE_HEADERS,
+    SSE_KEEP_ALIVE,
+    RequestContext,
+    sse_event,
+    with_sse_id,
+)
 from gateway.images.loader import ImageSource
 from shared.protocol import Finished, ModelCard, Priority, Task, Usage
 from shared.records.api import Record
+from shared.settings.limits import LimitSettings
 
 #: A position, which counts output tokens and then the frames of the end, and the frame's bytes.
 Frame = tuple[int, bytes]
 
 _NO_USAGE = Usage(0)
+#: OpenTelemetry's names of fields.
+_TRACE_NAMES = {"n": "choice.count"}
 
 
 class Request(Protocol):
@@ -90,81 +100,80 @@ class Answer(Protocol):
         ...
 
 
-class Surface(Protocol):
-    """One API: a path, and the words that are spoken there."""
+class NoOptions(msgspec.Struct, frozen=True):
+    """The options of an answer that needs none."""
 
-    #: Of the operation, in metrics and in the records of streams.
-    name: str
-    #: The same in traces, where OpenTelemetry's conventions have a name for it.
+
+class Surface(Endpoint):
+    """One API of models: a path, its requests and its answers. Its `name` labels traces and stream records."""
+
+    is_recorded = True
+    #: The `name` in traces, where OpenTelemetry's conventions have one for it.
     operation: str = ""
-    path: str
-    #: Other paths by which clients know it.
-    aliases: Sequence[str] = ()
+    is_suggested = True
     #: The tag of the tasks that it makes; a model that does not offer it is refused.
     task: str
     #: Begins the id of each answer; the id of the request follows.
     id_prefix: str
     #: The type of `Plan.options`.
-    options: type[msgspec.Struct]
-    #: Of a body; 0: those of the limits.
-    max_commas: int = 0
+    options: type[Struct] = NoOptions
+    #: Numbers of the request for its trace.
+    traced: Sequence[str] = ()
+    #: The limit on the commas of a body.
+    commas: str = "max_commas"
     #: Whether its requests may be lines of a batch.
     batchable: bool = False
-    #: Whether its answers may be kept, so that later requests go on from them.
+    #: Whether its answers may be kept, so that later requests continue them.
     keeps_answers: bool = False
-    stream_headers: Headers = sse.HEADERS
-    keep_alive: bytes = sse.KEEP_ALIVE
+    stream_headers: Headers = SSE_HEADERS
+    keep_alive: bytes = SSE_KEEP_ALIVE
 
-    def read(self, body: bytes, context: RequestContext) -> Request:
-        """Read the body strictly. Raises: InvalidRequest that names the field."""
-        ...
+    def __init__(self, limits: LimitSettings) -> None:
+        self.limits = limits
+        self.max_commas: int = getattr(limits, self.commas)
+        assert self.request_type is not None
+        self._body: JsonBody[Any] = JsonBody(self.request_type, self.hints, self.unsupported)
+
+    def read(self, body: bytes, context: RequestContext) -> Any:
+        """The `Request`. Raises: InvalidRequest that names the field."""
+        return self._body.decode(body, context)
 
     def plan(self, request: Any, context: RequestContext, card: ModelCard) -> Plan:
-        """What to do for the request. Raises: InvalidRequest that names the field."""
-        ...
+        """The tasks for a request. Raises: InvalidRequest that names the field."""
+        raise NotImplementedError
 
     def answer(self, options: Any, head: AnswerHead) -> Answer:
-        """Words for the events that follow."""
-        ...
-
-    def openapi(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The operation for the OpenAPI document, and the schemas that it refers to, by name."""
-        ...
+        """The encoder of the events that follow."""
+        raise NotImplementedError
 
     def describe(self, request: Any) -> Mapping[str, Any]:
         """Numbers of the request for its trace, by their names in `gen_ai.request.`; never text."""
-        return {}
+        numbers = {_TRACE_NAMES.get(name, name): getattr(request, name) for name in self.traced}
+        return {name: number for name, number in numbers.items() if number is not None}
 
     def previous(self, request: Any) -> str | None:
-        """The id of a kept answer from which a request goes on."""
+        """The id of the kept answer that a request continues."""
         return None
 
     def without_worker(self, request: Any, head: AnswerHead) -> bytes | None:
-        """The answer to a request that asks a model for nothing; None: it needs a worker."""
+        """The answer to a request that needs no worker; None: it needs one."""
         return None
 
     def go_on(self, request: Any, kept: Record) -> Request:
-        """The request, with what was kept of that answer."""
+        """The request, with the kept answer that it continues."""
         return request
 
     def record(self, answer: Answer) -> bytes | None:
-        """What to keep of a complete answer; None: nothing."""
+        """The record to keep of a complete answer; None: nothing."""
         return None
 
-    def error(self, error: ApiError) -> tuple[int, bytes]:
-        """The status and the body of an error, where no answer has begun."""
-        return error.status, error.body()
-
     def numbered(self, frame: bytes, position: int) -> bytes:
-        """A frame of a resumable stream with its id, by which its client asks for the rest.
-
-        The frame itself where the API's frames have no ids.
-        """
-        return sse.numbered(frame, position)
+        """A frame of a resumable stream with its id; the frame itself where frames have no ids."""
+        return with_sse_id(frame, position)
 
     def error_frame(self, error: ApiError, answer: Answer) -> bytes:
-        """How a stream of this answer ends, that cannot be completed."""
-        return sse.frame(error.event())
+        """The last frame of a stream that cannot be completed."""
+        return sse_event(error.event())
 
 
 class Reply(Struct, frozen=True):

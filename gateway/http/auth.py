@@ -1,29 +1,33 @@
-"""Who may use the gateway: API keys as bearer tokens or in `x-api-key`, by digest.
+"""API keys: bearer tokens or `x-api-key`, compared by digest in constant time.
 
-They are needed for every path but the health probes and the chat page's files.
-
-Keys are compared as SHA-256 digests in constant time; clear keys are not kept. Without any key the
-gateway is open, which `check_exposure` allows on loopback addresses only. `/metrics` needs a key
-like all the rest, an operator's where there are such: Prometheus can send one (`authorization:
-credentials_file`).
+Clear keys are not kept. Without any key the gateway is open, which `check_exposure` allows on
+loopback addresses only. `/metrics` needs a key, an operator's where there are such: Prometheus can
+send one (`authorization: credentials_file`).
 """
 
 import hashlib
 import hmac
 import ipaddress
-from collections.abc import Sequence
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Literal
 
 from pydantic import SecretStr
 
-from gateway.http.errors import AuthenticationError, Forbidden
+from gateway.http.errors import ApiError, AuthenticationError, Forbidden
 from shared.settings.tree import GatewaySettings, SettingsError
 
-#: Of the probes; the chat page's files are public too.
-PUBLIC_PATHS = frozenset({"/health", "/healthz", "/ping", "/readyz"})
+MAX_ADDRESSES = 10_000
+WINDOW_S = 60.0
+_IPV6_PREFIX = 64  #: bits of an address that one customer has at least
+
+logger = logging.getLogger(__name__)
 
 
 class WrongKey(AuthenticationError):
-    """What was sent is no key, or not a known one."""
+    """The key is malformed or unknown."""
 
 
 class KeyRing:
@@ -35,11 +39,13 @@ class KeyRing:
         admin_keys: Sequence[SecretStr] = (),
         deploy_keys: Sequence[SecretStr] = (),
     ) -> None:
-        """Those of operators, and those who deploy, may do all that others may, and each one thing more."""
+        """`admin_keys` and `deploy_keys` may also do what other keys may."""
         keys = [_bytes(key) for key in (*api_keys, *admin_keys, *deploy_keys)]
         self._salts = {_digest(key): _tenant(key) for key in keys}
-        self._admins = frozenset(_tenant(_bytes(key)) for key in admin_keys)
-        self._deployers = frozenset(_tenant(_bytes(key)) for key in deploy_keys)
+        self._roles = {
+            "admin": frozenset(_tenant(_bytes(key)) for key in admin_keys),
+            "deploy": frozenset(_tenant(_bytes(key)) for key in deploy_keys),
+        }
         self._is_open = not api_keys
 
     @property
@@ -48,7 +54,7 @@ class KeyRing:
         return self._is_open
 
     def knows(self, salt: str) -> bool:
-        """Whether a caller of this cache salt may still ask."""
+        """Whether a caller of this cache salt may still make requests."""
         return self._is_open or salt in self._salts.values()
 
     def authenticate(self, headers: Sequence[tuple[bytes, bytes]]) -> str:
@@ -58,17 +64,12 @@ class KeyRing:
         """
         return "" if self._is_open else self._salt(headers)
 
-    def check_admin(self, headers: Sequence[tuple[bytes, bytes]]) -> str:
-        """The cache salt of an operator. Raises: Forbidden, and as `authenticate` where keys are needed."""
-        return self._check(headers, self._admins, "VLM_GATEWAY__ADMIN_KEYS")
-
-    def check_deployer(self, headers: Sequence[tuple[bytes, bytes]]) -> str:
-        """The cache salt of a caller who may deploy. Raises: Forbidden, and as `authenticate` where keys are needed."""
-        return self._check(headers, self._deployers, "VLM_GATEWAY__DEPLOY_KEYS")
-
-    def _check(
-        self, headers: Sequence[tuple[bytes, bytes]], allowed: frozenset[str], setting: str
+    def check(
+        self, headers: Sequence[tuple[bytes, bytes]], role: Literal["admin", "deploy"]
     ) -> str:
+        """The cache salt of a caller with a role. Raises: Forbidden, and as `authenticate`."""
+        allowed = self._roles[role]
+        setting = f"VLM_GATEWAY__{role.upper()}_KEYS"
         if not allowed:
             raise Forbidden(
                 f"Nobody may do this: {setting} names no key.", code="insufficient_permissions"
@@ -122,6 +123,58 @@ def _digest(key: bytes) -> bytes:
 
 def _tenant(key: bytes) -> str:
     return hmac.new(key, b"vlm-fleet cache salt", hashlib.sha256).hexdigest()[:32]
+
+
+class TooManyWrongKeys(ApiError):
+    """The client's address has sent too many wrong keys."""
+
+    status = 429
+    type = "rate_limit_error"
+
+
+class WrongKeys:
+    """Wrong keys of each client address within a minute.
+
+    A right key always passes, so that nobody can lock out others behind the same proxy. The table
+    is bounded: it forgets the address whose minute began first. `per_minute`: 0 refuses none.
+    """
+
+    def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._per_minute = per_minute
+        self._clock = clock
+        self._minutes: dict[str, tuple[int, float]] = {}  # wrong keys, and until when they count
+
+    def count(self, host: str) -> None:
+        """Note a wrong key. Raises: TooManyWrongKeys."""
+        address, now = _place(host), self._clock()
+        num_keys, until = self._minutes.get(address, (0, 0.0))
+        if until <= now:
+            self._minutes.pop(address, None)  # a new minute goes to the end
+            num_keys, until = 0, now + WINDOW_S
+        self._minutes[address] = (num_keys + 1, until)
+        if len(self._minutes) > MAX_ADDRESSES:
+            del self._minutes[next(iter(self._minutes))]
+        if self._per_minute and num_keys >= self._per_minute:
+            if num_keys == self._per_minute:
+                logger.warning("%s sends wrong API keys, more than %d a minute", address, num_keys)
+            raise TooManyWrongKeys(
+                "Too many wrong API keys from this address: send a known key, or retry later.",
+                code="too_many_wrong_keys",
+                retry_after_s=math.ceil(until - now),
+            )
+
+
+def _place(host: str) -> str:
+    """The address, or of IPv6 the network: one client has many addresses there."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return "unknown"
+    if isinstance(address, ipaddress.IPv4Address):
+        return str(address)
+    if address.ipv4_mapped is not None:
+        return str(address.ipv4_mapped)
+    return str(ipaddress.ip_network((int(address), _IPV6_PREFIX), strict=False))
 
 
 def check_exposure(settings: GatewaySettings) -> None:

@@ -16,9 +16,8 @@ from msgspec import inspect
 from starlette.types import Message, Receive
 
 from gateway.http.admission import HeldBody
-from gateway.http.context import RequestContext
-from gateway.http.errors import ApiError, InvalidRequest
-from gateway.http.exchange import ClientGone
+from gateway.http.errors import ApiError, ClientGone, InvalidRequest
+from gateway.http.exchange import RequestContext
 from gateway.http.unknown_fields import Cleaner, Unsupported, join, members_of, unsupported
 from shared.settings.limits import LimitSettings
 

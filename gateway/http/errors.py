@@ -10,17 +10,26 @@
 Messages are short, fixed texts and numbers of ours, never input, addresses, paths or tracebacks.
 """
 
+import logging
 from collections.abc import Callable, Collection
 from difflib import get_close_matches
-from http import HTTPStatus
 
 import msgspec
-from starlette.types import Send
+from redis.exceptions import RedisError
 
+from shared.blobs.api import BlobsUnavailable
 from shared.protocol import ErrorCode, Failed
+from shared.queue.api import QueueUnavailable
+from shared.records.api import RecordsUnavailable
 
 Headers = list[tuple[bytes, bytes]]
 _MAX_COMPARED_CHARS = 100  #: of an unknown path
+
+logger = logging.getLogger(__name__)
+
+
+class ClientGone(Exception):
+    """The client left; nothing can be answered."""
 
 
 class ErrorFields(msgspec.Struct):
@@ -47,6 +56,7 @@ class ApiError(Exception):
     type = "server_error"
     model: str | None = None  #: that a refused body names, as metrics call it
     request_id: str | None = None  #: as the answer's headers name the request
+    allow = ""  #: methods of the path, where another was sent
 
     def __init__(
         self,
@@ -95,6 +105,8 @@ class ApiError(Exception):
             headers.append((b"retry-after", b"%d" % self.retry_after_s))
         if self.should_retry or self.status >= 500:
             headers.append((b"x-should-retry", b"true" if self.should_retry else b"false"))
+        if self.allow:
+            headers.append((b"allow", self.allow.encode()))
         if self.status == 401:
             headers.append((b"www-authenticate", b"Bearer"))
         return headers
@@ -182,12 +194,13 @@ def from_failed(event: Failed) -> ApiError:
     )
 
 
-def from_status(status: int) -> ApiError:
-    """The error for a bare status of the framework: unknown path, wrong method."""
-    phrase = HTTPStatus(status).phrase
-    error = NotFound if status in (404, 405) else InvalidRequest if status < 500 else ServerError
-    code = phrase.lower().replace(" ", "_")
-    return error(f"{phrase}.", status=status, code=code)
+def method_not_allowed(methods: Collection[str]) -> NotFound:
+    """The error for a method that a path does not have."""
+    error = NotFound(
+        f"Method Not Allowed: send {', '.join(methods)}.", status=405, code="method_not_allowed"
+    )
+    error.allow = ", ".join(methods)
+    return error
 
 
 def unknown_path(path: str, known: Collection[str]) -> ApiError:
@@ -231,9 +244,20 @@ def record_unreadable() -> ApiError:
     )
 
 
-async def send_error(send: Send, error: ApiError, render: Render | None = None) -> None:
-    """Answer with an error, in the words of `render` if there is one."""
-    status, body = (error.status, error.body()) if render is None else render(error)
-    headers = [*error.headers(), (b"content-length", b"%d" % len(body))]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+def to_api_error(error: Exception) -> ApiError | None:
+    """The error to answer an exception with; None if the client has left.
+
+    It has no traceback, whose frames would keep bodies and images until garbage is collected.
+    """
+    match error:
+        case ClientGone():
+            return None
+        case ApiError():
+            answered = error
+        case QueueUnavailable() | BlobsUnavailable() | RecordsUnavailable() | RedisError():
+            answered = unavailable()
+        case _:
+            logger.error("a request failed", exc_info=error)
+            answered = unexpected()
+    answered.__traceback__ = answered.__context__ = answered.__cause__ = None
+    return answered

@@ -1,66 +1,138 @@
-"""One HTTP exchange seen from an ASGI application: reads that notice the client leaving, and the
-two parts of an answer.
+"""One HTTP exchange: what is known of the request, its answer, and server-sent events.
+
+JSON has no raw line breaks, so no text of a model can break an event.
+Source: WHATWG HTML, "Server-sent events".
 """
 
-from collections.abc import Iterable
+import hashlib
+import re
 
-from starlette.types import Receive, Scope, Send
+from msgspec import Struct, field
+from starlette.types import Message, Receive, Send
 
-from gateway.http.context import SCOPE_KEY, RequestContext
-from gateway.http.errors import Headers
-from gateway.http.unknown_fields import header_of
+from gateway.http.errors import ApiError, Headers, Render
+
+_MAX_IGNORED = 10
+_MAX_NAME_CHARS = 48
+_OTHER_CHARS = re.compile(r"[^A-Za-z0-9_.-]")
+
+JSON_HEADERS: Headers = [(b"content-type", b"application/json")]
+SSE_HEADERS: Headers = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # proxies pass events on at once
+]
+SSE_KEEP_ALIVE = b": keep-alive\n\n"
+#: The last event of a stream in OpenAI's APIs.
+SSE_DONE = b"data: [DONE]\n\n"
 
 
-class ClientGone(Exception):
-    """The client left; there is nobody to answer."""
+class RequestContext(Struct):
+    """Facts about one request. Units: `received_at` is a reading of `time.perf_counter`."""
+
+    id: str  #: ours, 128 random bits; names the request in the queue
+    headers: dict[bytes, bytes]  #: names in lower case; the last of repeated ones
+    received_at: float
+    client_id: str | None = None  #: the client's own `x-request-id`, if it is well formed
+    tenant: str = ""
+    method: str = "POST"
+    route: str = ""  #: the template of the path; empty for a line of a batch
+    path: dict[str, str] = field(default_factory=dict)  #: parameters of the path
+    query: bytes = b""
+    trace_parent: str | None = None  #: W3C: the caller's span, then ours below it
+    #: Whether an unknown field of the body is an error (`VLM_GATEWAY__UNKNOWN_FIELDS`).
+    refuses_unknown_fields: bool = False
+    #: Fields of the request without an effect, for `x-vlm-ignored`.
+    ignored: list[str] = field(default_factory=list)
+
+    @property
+    def shown_id(self) -> str:
+        """The request's id as its client knows it."""
+        return self.client_id or "req_" + self.id
+
+    def ignore(self, name: str) -> None:
+        """Note a field without an effect."""
+        if name not in self.ignored and len(self.ignored) < _MAX_IGNORED:
+            self.ignored.append(name)
 
 
 class Exchange:
-    """The client's end of one request. What is sent to a client that has left goes nowhere."""
+    """The client's end of one request. Writes to a client that has left are discarded."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.context: RequestContext = scope[SCOPE_KEY]
+    def __init__(self, context: RequestContext, receive: Receive, send: Send) -> None:
+        self.context = context
         self.receive = receive
-        self.status: int | None = None  #: what the client was told, if anything
+        self.status: int | None = None  #: that was sent
         self._send = send
-
-    @property
-    def has_started(self) -> bool:
-        """Whether the status line is out."""
-        return self.status is not None
 
     async def answer(self, status: int, headers: Headers, body: bytes) -> None:
         await self.start(status, [*headers, (b"content-length", b"%d" % len(body))])
         await self.write(body, is_last=True)
 
+    async def fail(self, error: ApiError, render: Render | None = None) -> None:
+        """Answer with an error. `render`: the API's own shape of errors."""
+        error.request_id = self.context.shown_id
+        status, body = (error.status, error.body()) if render is None else render(error)
+        await self.answer(status, error.headers(), body)
+
     async def start(self, status: int, headers: Headers) -> None:
         self.status = status
-        headers = with_ids(self.context, headers)
+        headers = [*headers, *self._own_headers()]
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def write(self, body: bytes, *, is_last: bool = False) -> None:
-        """Send a piece of the body, once the client has read what came before."""
+        """Send a part of the body, once the client has read what came before."""
         await self._send({"type": "http.response.body", "body": body, "more_body": not is_last})
 
+    async def send(self, message: Message) -> None:
+        """An ASGI `send` for Starlette's responses."""
+        if message["type"] == "http.response.start":
+            await self.start(message["status"], list(message["headers"]))
+        else:
+            await self._send(message)
+
     async def wait_until_gone(self) -> None:
-        """Return when the client has left. To be called once the body was read."""
+        """Return when the client has left. Call it after the body was read."""
         while (await self.receive())["type"] != "http.disconnect":
             pass
 
+    def _own_headers(self) -> Headers:
+        context, request_id = self.context, self.context.shown_id.encode()
+        headers = [(b"x-request-id", request_id)]
+        if b"anthropic-version" in context.headers:  # Anthropic's clients read this name
+            headers.append((b"request-id", request_id))
+        if context.ignored:
+            names = dict.fromkeys(map(clean_name, context.ignored))
+            headers.append((b"x-vlm-ignored", ", ".join(names).encode()))
+        if context.trace_parent is not None:
+            headers.append((b"traceparent", context.trace_parent.encode()))
+        return headers
 
-def shown_id(context: RequestContext) -> str:
-    """What the client knows the request by: its own id, or ours."""
-    return context.client_id or "req_" + context.id
+
+def clean_name(name: str) -> str:
+    """A client's field name, safe in headers and logs."""
+    return _OTHER_CHARS.sub("_", name[:_MAX_NAME_CHARS])
 
 
-def with_ids(context: RequestContext, headers: Iterable[tuple[bytes, bytes]]) -> Headers:
-    """An answer's headers, with those that name the request: its id and its span."""
-    request_id = shown_id(context).encode()
-    named = [*headers, (b"x-request-id", request_id)]
-    if b"anthropic-version" in context.headers:  # whose clients know it by this name
-        named.append((b"request-id", request_id))
-    if context.ignored:
-        named.append(header_of(context))
-    if context.trace_parent is not None:
-        named.append((b"traceparent", context.trace_parent.encode()))
-    return named
+def short_hash(name: str) -> str:
+    """A pseudonym of a user or a tenant; not a secret."""
+    return hashlib.blake2b(name.encode(), digest_size=6).hexdigest()
+
+
+def sse_event(data: bytes, event: bytes = b"") -> bytes:
+    """One server-sent event. `event`: its name, where the API names events."""
+    if event:
+        return b"event: " + event + b"\ndata: " + data + b"\n\n"
+    return b"data: " + data + b"\n\n"
+
+
+def with_sse_id(event: bytes, id_: int) -> bytes:
+    """The event with an id, which a client that reconnects sends as `Last-Event-ID`."""
+    return b"id: %d\n" % id_ + event
+
+
+def with_sse_id_last(events: bytes, id_: int) -> bytes:
+    """Named events of one frame; only the last has the id, so a client cut off inside the frame receives all of it again."""
+    begin = events.rfind(b"\n\nevent: ")
+    begin = 0 if begin < 0 else begin + 2
+    return events[:begin] + with_sse_id(events[begin:], id_)

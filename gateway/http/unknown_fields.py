@@ -13,18 +13,16 @@ from typing import Any
 import msgspec
 from msgspec import Raw, inspect
 
-from gateway.http.context import RequestContext
 from gateway.http.errors import ApiError, InvalidRequest
+from gateway.http.exchange import RequestContext, clean_name
 
 #: By field, the values that are no-ops; null always is. Names in objects follow a dot.
 Unsupported = Mapping[str, tuple[Any, ...]]
 
-_MAX_NAME_CHARS = 48
 _MAX_NO_OP_BYTES = 256  #: larger values are not decoded
 _MAX_LOGGED_NAMES = 100
 _LOG_INTERVAL_S = 60.0
 _SANE_NAME = re.compile(r"\w{1,64}(\[\])?", re.ASCII)  #: with brackets: a query's list
-_OTHER_CHARS = re.compile(r"[^A-Za-z0-9_.-]")
 _WHOLE_FLOAT = re.compile(rb"(-?\d{1,19})\.0+")
 _members = msgspec.json.Decoder(dict[str, Raw])
 _items = msgspec.json.Decoder(list[Raw])
@@ -162,12 +160,6 @@ def _is_no_op(value: Raw, no_ops: tuple[Any, ...]) -> bool:
     )
 
 
-def header_of(context: RequestContext) -> tuple[bytes, bytes]:
-    """`x-vlm-ignored`, which names the ignored fields."""
-    names = [_OTHER_CHARS.sub("_", name[:_MAX_NAME_CHARS]) for name in context.ignored]
-    return b"x-vlm-ignored", ", ".join(dict.fromkeys(names)).encode()
-
-
 _log_state: dict[str, Any] = {"names": {}, "logged_at": -_LOG_INTERVAL_S}
 
 
@@ -176,7 +168,7 @@ def _log(names: list[str]) -> None:
     known: dict[str, None] = _log_state["names"]
     for name in names:
         if len(known) < _MAX_LOGGED_NAMES:
-            known[_OTHER_CHARS.sub("_", name[:_MAX_NAME_CHARS])] = None
+            known[clean_name(name)] = None
     now = time.monotonic()
     if now - _log_state["logged_at"] >= _LOG_INTERVAL_S:
         logger.info("ignored unknown fields of requests: %s", ", ".join(known))

@@ -11,9 +11,8 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from starlette.requests import Request
-from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from gateway.http.endpoint import Endpoint
+from gateway.http.exchange import Exchange
 
 FOLDER = Path(__file__).parent
 POLICY = (
@@ -39,10 +38,7 @@ _SECURITY = [
 
 @dataclass(frozen=True, slots=True)
 class PageFile:
-    """One file, an ASGI application.
-
-    Its tag changes with its bytes, so browsers ask again and rarely load again.
-    """
+    """One file. Its tag changes with its bytes, so browsers ask again and rarely load again."""
 
     body: bytes
     content_type: bytes
@@ -53,18 +49,28 @@ class PageFile:
         known = {tag.strip().removeprefix(b"W/") for tag in if_none_match.split(b",")}
         return self.tag in known or b"*" in known
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it, or 304. The server leaves the body out where only the head was asked for."""
-        if_none_match = Request(scope).headers.get("if-none-match", "").encode("latin-1")
-        headers = [(b"etag", self.tag), (b"cache-control", b"no-cache"), *_SECURITY]
-        body = b""
-        status = 304
-        if not self.matches(if_none_match):
-            status, body = 200, self.body
-            headers.append((b"content-type", self.content_type))
-            headers.append((b"content-length", b"%d" % len(body)))
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+
+class PageEndpoint(Endpoint):
+    """A file of the pages."""
+
+    method = "GET"
+    access = "public"
+    is_documented = False
+
+    def __init__(self, path: str, file: PageFile) -> None:
+        self.path = path
+        self._file = file
+
+    async def serve(self, exchange: Exchange) -> None:
+        """Send the file, or 304. The server drops the body of an answer to HEAD."""
+        file = self._file
+        headers = [(b"etag", file.tag), (b"cache-control", b"no-cache"), *_SECURITY]
+        if file.matches(exchange.context.headers.get(b"if-none-match", b"")):
+            await exchange.start(304, headers)
+            await exchange.write(b"", is_last=True)
+        else:
+            headers.append((b"content-type", file.content_type))
+            await exchange.answer(200, headers, file.body)
 
 
 def load_page(folder: Path = FOLDER) -> dict[str, PageFile]:
@@ -76,11 +82,6 @@ def load_page(folder: Path = FOLDER) -> dict[str, PageFile]:
     }
     pages = {"/": "index", "/apps": "apps", "/docs": "docs"}
     return {path: files.pop(f"/page/{name}.html") for path, name in pages.items()} | files
-
-
-def create_page_routes() -> list[Route]:
-    """A route for each file."""
-    return [Route(path, file, methods=["GET"]) for path, file in load_page().items()]
 
 
 def _read(path: Path) -> PageFile:

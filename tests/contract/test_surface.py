@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from gateway.api import SURFACES
 from gateway.api.fields import UNSUPPORTED
 from gateway.calls.open_call import ChoiceEvent
-from gateway.calls.surface import AnswerHead, Frame, Totals
+from gateway.calls.surface import AnswerHead, Frame, NoOptions, Totals
 from gateway.services import Services
 from shared.protocol import (
     CallPiece,
@@ -36,7 +36,7 @@ from shared.protocol import (
     Vectors,
 )
 from shared.settings.limits import LimitSettings
-from tests.contract.toys.surface import Echo, EchoAnswer, EchoOptions
+from tests.contract.toys.surface import Echo, EchoAnswer
 from tests.factories_gateway import (
     CARD,
     MODEL,
@@ -986,7 +986,7 @@ class EchoLines(Echo):
 
     stream_headers = LINES_HEADERS
 
-    def answer(self, options: EchoOptions, head: AnswerHead) -> EchoAnswer:
+    def answer(self, options: NoOptions, head: AnswerHead) -> EchoAnswer:
         return LinesAnswer(head)
 
     def numbered(self, frame: bytes, position: int) -> bytes:

@@ -1,7 +1,7 @@
 """`POST /v1/chat/completions`: conversations about text and images, as OpenAI defines them."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from gateway.api.chat.answer import ChatAnswer
 from gateway.api.chat.schemas import (
@@ -12,19 +12,35 @@ from gateway.api.chat.schemas import (
 )
 from gateway.api.chat.translate import ChatOptions, translate
 from gateway.api.fields import UNSUPPORTED, check_stream_options
-from gateway.api.openapi import branch, describe_operation
+from gateway.api.openapi import branch
 from gateway.api.sampling import check_prompt_logprobs
 from gateway.api.structured import StructuredFields
 from gateway.calls.surface import Answer, AnswerHead, Plan, Surface
-from gateway.http.body import JsonBody
-from gateway.http.context import RequestContext
+from gateway.http.exchange import RequestContext
 from gateway.images.header import FORMAT_NAMES
 from shared.protocol import ModelCard
 from shared.settings.limits import LimitSettings
 
-_BODY = JsonBody(
-    ChatCompletionRequest,
-    hints={
+
+class ChatCompletions(Surface):
+    """Answer a conversation about text and images."""
+
+    name = "chat"
+    path = "/v1/chat/completions"
+    tag = "chat"
+    task = "generate"
+    id_prefix = "chatcmpl-"
+    batchable = True
+    options = ChatOptions
+    request_type = ChatCompletionRequest
+    answer_type = ChatCompletion
+    chunk_type = ChatCompletionChunk
+    traced = (
+        "stream", "max_tokens", "n", "temperature", "top_p", "top_k", "seed", "frequency_penalty",
+        "presence_penalty",
+    )  # fmt: skip
+    unsupported = UNSUPPORTED["/v1/chat/completions"]
+    hints: ClassVar = {
         "role": "Supported roles are system, developer, user, assistant and tool.",
         "type": "Supported content parts are text and image_url: send a video as images of its frames, "
         "and audio and files as text.",
@@ -33,29 +49,10 @@ _BODY = JsonBody(
         "detail": "Supported values are auto, low, high and original.",
         "functions": "Send tools instead.",
         "function_call": "Send tools and tool_choice instead.",
-    },
-    unsupported=UNSUPPORTED["/v1/chat/completions"],
-)
-#: Numbers of a request that its trace shows.
-_TRACED = ("temperature", "top_p", "top_k", "seed", "frequency_penalty", "presence_penalty")
-
-
-class ChatCompletions(Surface):
-    """OpenAI's chat API."""
-
-    name = "chat"
-    path = "/v1/chat/completions"
-    task = "generate"
-    id_prefix = "chatcmpl-"
-    batchable = True
-    options = ChatOptions
-
-    def __init__(self, limits: LimitSettings) -> None:
-        self.limits = limits
+    }
 
     def read(self, body: bytes, context: RequestContext) -> ChatCompletionRequest:
-        """The checked body. Raises: InvalidRequest."""
-        request = _BODY.decode(body, context)
+        request: ChatCompletionRequest = super().read(body, context)
         check_stream_options(request.stream_options, request.stream)
         check_prompt_logprobs(request, request.stream)
         return request
@@ -63,35 +60,17 @@ class ChatCompletions(Surface):
     def plan(
         self, request: ChatCompletionRequest, context: RequestContext, card: ModelCard
     ) -> Plan:
-        """One task for each choice. Raises: InvalidRequest."""
         return translate(request, context, card, self.limits)
 
     def answer(self, options: ChatOptions, head: AnswerHead) -> Answer:
-        """A `ChatCompletion` or its chunks."""
         return ChatAnswer(options, head)
 
     def describe(self, request: ChatCompletionRequest) -> Mapping[str, Any]:
-        """What was asked for, in numbers."""
-        return {
-            "stream": bool(request.stream),
-            "max_tokens": request.max_completion_tokens or request.max_tokens,
-            "choice.count": request.n,
-            **{name: getattr(request, name) for name in _TRACED},
-        }
+        max_tokens = request.max_completion_tokens or request.max_tokens
+        return {**super().describe(request), "max_tokens": max_tokens}
 
-    def openapi(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Of the structs that decode a request, with the operator's limits."""
-        operation, schemas = describe_operation(
-            operation_id="create_chat_completion",
-            summary="Answer a conversation about text and images",
-            tag="chat",
-            request=ChatCompletionRequest,
-            answer=ChatCompletion,
-            chunk=ChatCompletionChunk,
-            limits=self.limits,
-        )
-        _write_limits(schemas["ChatCompletionRequest"]["properties"], self.limits)
-        return operation, schemas
+    def write_limits(self, properties: dict[str, Any]) -> None:
+        _write_limits(properties, self.limits)
 
 
 def _write_limits(properties: dict[str, Any], limits: LimitSettings) -> None:

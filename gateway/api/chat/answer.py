@@ -38,7 +38,7 @@ from gateway.api.chat.translate import ChatOptions
 from gateway.api.fields import Timings, timings_of
 from gateway.calls.open_call import ChoiceEvent
 from gateway.calls.surface import AnswerHead, Frame, Totals
-from gateway.http import sse
+from gateway.http.exchange import SSE_DONE, sse_event
 from shared.protocol import (
     CallEvent,
     CallPiece,
@@ -123,7 +123,7 @@ class ChatAnswer:
     def _end(self, totals: Totals, timings: Timings) -> Iterator[Frame]:
         if self.options.include_usage:
             yield self._num_tokens + 2, self._encode([], to_usage(totals), timings)
-        yield self._num_tokens + 3, sse.DONE
+        yield self._num_tokens + 3, SSE_DONE
 
     def _tells(self, event: Tokens) -> bool:
         """Whether there is anything for the client in it."""
@@ -191,7 +191,7 @@ class ChatAnswer:
             prompt_token_ids=prompt_token_ids,
             timings=timings,
         )
-        return sse.frame(encode(chunk))
+        return sse_event(encode(chunk))
 
 
 class _GatheredChoice:

@@ -44,7 +44,7 @@ from gateway.api.sampling import (
 from gateway.api.structured import check_with_grammar, find_grammar
 from gateway.api.tools import find_tools, read_call, read_offer
 from gateway.calls.surface import Plan
-from gateway.http.context import RequestContext
+from gateway.http.exchange import RequestContext
 from shared.protocol import Ending, Generate, ModelCard, TemplateOption, ToolCall
 from shared.settings.limits import LimitSettings
 

@@ -1,14 +1,14 @@
 """`POST /v1/responses` and `/v1/responses/input_tokens`: OpenAI's Responses API."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, ClassVar
 
 import msgspec
-from fastapi import Response
+from starlette.responses import Response
 
 from gateway.api.answers import TokenizedAnswer
 from gateway.api.fields import UNSUPPORTED
-from gateway.api.openapi import branch, describe_operation
+from gateway.api.openapi import branch
 from gateway.api.responses.answer import ResponseAnswer
 from gateway.api.responses.schemas import (
     CallItem,
@@ -29,14 +29,12 @@ from gateway.api.responses.translate import (
     translate,
     translate_input,
 )
-from gateway.api.routes import Caller, Operation
 from gateway.api.vector_stores import ListQuery
 from gateway.calls.kept import IMAGE_ID, KeptAnswers
-from gateway.calls.surface import Answer, AnswerHead, Plan, Surface
-from gateway.http import sse
-from gateway.http.body import JsonBody
-from gateway.http.context import RequestContext
+from gateway.calls.surface import Answer, AnswerHead, NoOptions, Plan, Surface
+from gateway.http.endpoint import Caller, Resource, operation
 from gateway.http.errors import ApiError, NotFound
+from gateway.http.exchange import RequestContext, with_sse_id_last
 from shared.protocol import (
     ChatMessage,
     Generate,
@@ -47,34 +45,23 @@ from shared.protocol import (
     Tokenize,
 )
 from shared.records.api import Record
-from shared.settings.limits import LimitSettings
-
-_HINTS = {
-    "role": "Supported roles are system, developer, user and assistant.",
-    "type": "Supported items are message, reasoning, function_call, custom_tool_call and their outputs, "
-    "supported parts input_text, output_text and input_image.",
-    "tool_choice": "Send none, auto, required, a function by name or allowed_tools.",
-    "detail": "Supported values are auto, low, high and original.",
-}
-_BODY = JsonBody(ResponseRequest, _HINTS, UNSUPPORTED["/v1/responses"])
-_COUNT_BODY = JsonBody(CountRequest, _HINTS, UNSUPPORTED["/v1/responses/input_tokens"])
-_TRACED = ("temperature", "top_p", "top_k", "seed", "max_output_tokens")
 
 
 class _Input(Surface):
-    """What both have in common."""
-
+    tag = "responses"
     keeps_answers = True
-
-    def __init__(self, limits: LimitSettings) -> None:
-        self.limits = limits
+    hints: ClassVar = {
+        "role": "Supported roles are system, developer, user and assistant.",
+        "type": "Supported items are message, reasoning, function_call, custom_tool_call and their outputs, "
+        "supported parts input_text, output_text and input_image.",
+        "tool_choice": "Send none, auto, required, a function by name or allowed_tools.",
+        "detail": "Supported values are auto, low, high and original.",
+    }
 
     def previous(self, request: ResponseFields) -> str | None:
-        """The answer from which it goes on."""
         return request.previous_response_id
 
     def go_on(self, request: ResponseFields, kept: Record) -> Continued:
-        """With the messages of that answer."""
         return Continued(request, read_kept(kept).messages, kept.images)
 
     def error(self, error: ApiError) -> tuple[int, bytes]:
@@ -85,7 +72,7 @@ class _Input(Surface):
 
 
 class Responses(_Input):
-    """A message, whole or streamed."""
+    """Answer text and images."""
 
     name = "response"
     operation = "chat"
@@ -94,58 +81,35 @@ class Responses(_Input):
     id_prefix = "resp_"
     batchable = True
     options = ResponseOptions
-
-    def read(self, body: bytes, context: RequestContext) -> ResponseRequest:
-        """The checked body. Raises: InvalidRequest."""
-        request = _BODY.decode(body, context)
-        return request
+    request_type = ResponseRequest
+    answer_type = ResponseObject
+    chunk_type = ResponseEvent
+    traced = ("stream", "temperature", "top_p", "top_k", "seed", "max_output_tokens")
+    unsupported = UNSUPPORTED["/v1/responses"]
 
     def record(self, answer: Answer) -> bytes | None:
-        """Its conversation, unless `store` is false."""
         assert isinstance(answer, ResponseAnswer)
         return answer.record()
 
     def plan(
         self, request: ResponseRequest | Continued, context: RequestContext, card: ModelCard
     ) -> Plan:
-        """One task. Raises: InvalidRequest."""
         return translate(request, context, card, self.limits)
 
     def answer(self, options: ResponseOptions, head: AnswerHead) -> Answer:
-        """A `ResponseObject` or its events."""
         return ResponseAnswer(options, head)
 
-    def describe(self, request: ResponseRequest) -> Mapping[str, Any]:
-        """What was asked for, in numbers."""
-        numbers = {name: getattr(request, name) for name in _TRACED}
-        return {"stream": bool(request.stream), **numbers}
-
     def numbered(self, frame: bytes, position: int) -> bytes:
-        """Its last event alone has the id: whoever has less of it gets all again."""
-        return sse.numbered_last(frame, position)
+        return with_sse_id_last(frame, position)
 
     def error_frame(self, error: ApiError, answer: Answer) -> bytes:
-        """The response as it failed, and the error."""
         assert isinstance(answer, ResponseAnswer)
         return answer.failed(error)
 
-    def openapi(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Of the structs that decode a request, with the operator's limits."""
-        operation, schemas = describe_operation(
-            operation_id="create_response",
-            summary="Answer text and images",
-            tag="responses",
-            request=ResponseRequest,
-            answer=ResponseObject,
-            chunk=ResponseEvent,
-            limits=self.limits,
-        )
-        properties = schemas["ResponseRequest"]["properties"]
-        branch(properties["max_output_tokens"], "integer")["maximum"] = (
-            self.limits.max_output_tokens
-        )
-        branch(properties["top_logprobs"], "integer")["maximum"] = self.limits.max_top_logprobs
-        return operation, schemas
+    def write_limits(self, properties: dict[str, Any]) -> None:
+        limits = self.limits
+        branch(properties["max_output_tokens"], "integer")["maximum"] = limits.max_output_tokens
+        branch(properties["top_logprobs"], "integer")["maximum"] = limits.max_top_logprobs
 
 
 class ResponseItemsQuery(ListQuery, frozen=True, kw_only=True):
@@ -217,40 +181,34 @@ def _not_kept() -> NotFound:
 
 
 _kept_decoder = msgspec.json.Decoder(KeptConversation)
+_PATH = "/v1/responses/{response_id}"
 
 
-class ResponseRoutes:
-    """What is done with answers that are kept."""
+class StoredResponses(Resource):
+    """Answers that are kept."""
+
+    tag = "responses"
 
     def __init__(self, kept: KeptAnswers) -> None:
         self._kept = kept
 
-    def operations(self) -> list[Operation]:
-        path = "/v1/responses/{response_id}"
-        return [
-            Operation("GET", path, "retrieve_response", "Retrieve a response that is kept",
-                      self.retrieve, ResponseObject, tag="responses"),
-            Operation("DELETE", path, "delete_response", "Forget a response", self.delete,
-                      DeletedResponse, tag="responses"),
-            Operation("GET", path + "/input_items", "list_input_items", "List its input",
-                      self.list_items, ResponseItemList, query=ResponseItemsQuery, tag="responses"),
-        ]  # fmt: skip
-
-    async def retrieve(self, caller: Caller) -> Response:
-        """`GET /v1/responses/{id}`"""
+    @operation("GET", _PATH, answer_type=ResponseObject)
+    async def retrieve_response(self, caller: Caller) -> Response:
+        """Retrieve a kept response."""
         kept = await self._find(caller)
         return Response(bytes(kept.response), media_type="application/json")
 
-    async def delete(self, caller: Caller) -> DeletedResponse:
-        """`DELETE /v1/responses/{id}`"""
+    @operation("DELETE", _PATH)
+    async def delete_response(self, caller: Caller) -> DeletedResponse:
+        """Delete a kept response."""
         name = caller.path["response_id"]
         if name.startswith(IMAGE_ID) or not await self._kept.delete(caller.context.tenant, name):
             raise _not_kept()
         return DeletedResponse(name)
 
-    async def list_items(self, caller: Caller) -> ResponseItemList:
-        """`GET /v1/responses/{id}/input_items`"""
-        query = caller.read_query(ResponseItemsQuery)
+    @operation("GET", _PATH + "/input_items")
+    async def list_input_items(self, caller: Caller, query: ResponseItemsQuery) -> ResponseItemList:
+        """List the input of a kept response."""
         kept = await self._find(caller)
         digits = caller.path["response_id"].removeprefix("resp_")
         items = [
@@ -296,28 +254,20 @@ def _show(
     return ResponseText(part.text) if message.role == "assistant" else InputItemText(part.text)
 
 
-class CountOptions(msgspec.Struct, frozen=True):
-    """There are none."""
-
-
 class ResponseInputTokens(_Input):
-    """How many tokens the input of a response has, images included."""
+    """Count the tokens of an input, images included."""
 
     name = "response_input_tokens"
     path = "/v1/responses/input_tokens"
     task = "tokenize"
     id_prefix = "count_"
-    options = CountOptions
-
-    def read(self, body: bytes, context: RequestContext) -> CountRequest:
-        """The checked body. Raises: InvalidRequest."""
-        request = _COUNT_BODY.decode(body, context)
-        return request
+    request_type = CountRequest
+    answer_type = InputTokens
+    unsupported = UNSUPPORTED["/v1/responses/input_tokens"]
 
     def plan(
         self, request: CountRequest | Continued, context: RequestContext, card: ModelCard
     ) -> Plan:
-        """One task. Raises: InvalidRequest."""
         kept = request if isinstance(request, Continued) else None
         asked = request.request if isinstance(request, Continued) else request
         conversation = translate_input(asked, self.limits, kept)
@@ -328,20 +278,7 @@ class ResponseInputTokens(_Input):
             ending=conversation.ending,
             tools=tools_of(asked, card, self.limits),
         )
-        return Plan([Tokenize(of, with_ids=False)], CountOptions(), conversation.sources)
+        return Plan([Tokenize(of, with_ids=False)], NoOptions(), conversation.sources)
 
-    def answer(self, options: CountOptions, head: AnswerHead) -> Answer:
-        """An `InputTokens`."""
+    def answer(self, options: NoOptions, head: AnswerHead) -> Answer:
         return TokenizedAnswer(lambda made: InputTokens(made.num_tokens))
-
-    def openapi(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Of the structs that decode a request."""
-        operation, schemas = describe_operation(
-            operation_id="count_response_input_tokens",
-            summary="Count the tokens of an input",
-            tag="responses",
-            request=CountRequest,
-            answer=InputTokens,
-            limits=self.limits,
-        )
-        return operation, schemas

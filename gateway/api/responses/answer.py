@@ -40,8 +40,8 @@ from gateway.api.responses.schemas import (
 from gateway.api.responses.translate import KeptConversation, ResponseOptions
 from gateway.calls.open_call import ChoiceEvent
 from gateway.calls.surface import AnswerHead, Frame, Totals
-from gateway.http import sse
 from gateway.http.errors import ApiError
+from gateway.http.exchange import SSE_DONE, sse_event
 from shared.protocol import (
     ChatMessage,
     Finished,
@@ -178,7 +178,7 @@ class ResponseAnswer:
         data = b"" if self._has_begun else self._begin()
         data += self._open_item(self._blocks.complete()) + self._close_item(status)
         self._final = self._response(status, totals)
-        return data + self._event(f"response.{status}", response=self._final) + sse.DONE
+        return data + self._event(f"response.{status}", response=self._final) + SSE_DONE
 
     def _item_id(self, block: Block) -> str:
         match block.kind:
@@ -200,7 +200,7 @@ class ResponseAnswer:
     def _event(self, type_: str, **fields: object) -> bytes:
         event = ResponseEvent(type=type_, sequence_number=self._sequence, **fields)  # type: ignore[arg-type]
         self._sequence += 1
-        return sse.frame(encode(event), type_.encode())
+        return sse_event(encode(event), type_.encode())
 
     def _item(self, block: Block, status: str, *, is_empty: bool = False) -> OutputItem:
         """A block as an item; `is_empty`: as it begins."""

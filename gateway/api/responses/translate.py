@@ -36,8 +36,8 @@ from gateway.api.sampling import SamplingFields, check_max_tokens, seed_of, tran
 from gateway.api.structured import JsonObjectFormat, any_object, check_grammar, schema_grammar
 from gateway.api.tools import FunctionField, Offer, check_arguments, find_tools
 from gateway.calls.surface import Plan
-from gateway.http.context import RequestContext
 from gateway.http.errors import NotFound
+from gateway.http.exchange import RequestContext
 from shared.protocol import (
     ChatMessage,
     Generate,

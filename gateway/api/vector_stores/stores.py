@@ -7,8 +7,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET
 
-from gateway.api.fields import invalid
-from gateway.api.routes import Caller, Operation, body_of
+from gateway.api.fields import UNSUPPORTED, invalid
 from gateway.api.vector_stores.checks import (
     check_attributes,
     check_filter,
@@ -55,6 +54,7 @@ from gateway.api.vector_stores.schemas import (
 )
 from gateway.api.vector_stores.vectors import StoreVectors
 from gateway.calls.lifecycle import Lifecycle
+from gateway.http.endpoint import Caller, Resource, operation
 from gateway.http.errors import ApiError, InvalidRequest, NotFound
 from gateway.images.loader import ImageSource
 from gateway.search import SearchClient
@@ -101,19 +101,22 @@ _HINTS = {
     "type": "Comparisons are eq, ne, gt, gte, lt, lte, in and nin; and, or join filters.",
     "order": "Send asc or desc.",
 }
-_CREATE = body_of(CreateStoreRequest, "/v1/vector_stores")
-_CHANGE = body_of(ChangeStoreRequest)
-_PUT = body_of(PutItemsRequest, "/v1/vector_stores/{id}/items")
-_DELETE = body_of(DeleteItemsRequest, **_HINTS)
-_SEARCH = body_of(SearchRequest, **_HINTS)
-_CHUNKS = "Send auto or static."
-_ATTACH = body_of(AttachFileRequest, type=_CHUNKS)
-_CHANGE_FILE = body_of(ChangeFileRequest)
-_BATCH = body_of(FileBatchRequest, type=_CHUNKS)
+_CHUNKS = {"type": "Send auto or static."}
 
 
-class VectorStores:
-    """The operations on stores, over the search process and the fleet."""
+_STORES = "/v1/vector_stores"
+_STORE = _STORES + "/{vector_store_id}"
+_ITEMS = _STORE + "/items"
+_FILES = _STORE + "/files"
+_FILE = _FILES + "/{file_id}"
+_BATCHES = _STORE + "/file_batches"
+_BATCH = _BATCHES + "/{batch_id}"
+
+
+class VectorStores(Resource):
+    """Vector stores, over the search process and the fleet."""
+
+    tag = "vector stores"
 
     def __init__(
         self, lifecycle: Lifecycle, search: SearchClient, limits: LimitSettings, default_store: str
@@ -124,82 +127,33 @@ class VectorStores:
         self.default_store = default_store
         self._vectors = StoreVectors(lifecycle, limits)
 
-    def operations(self) -> list[Operation]:
-        stores, store = "/v1/vector_stores", "/v1/vector_stores/{vector_store_id}"
-        item, file = store + "/items/{item_id:path}", store + "/files/{file_id}"
-        batches, batch = store + "/file_batches", store + "/file_batches/{batch_id}"
-        return [
-            Operation("POST", stores, "create_vector_store", "Create a vector store",
-                      self.create, VectorStore, CreateStoreRequest),
-            Operation("GET", stores, "list_vector_stores", "List vector stores",
-                      self.list_stores, StoreList, query=ListQuery),
-            Operation("GET", store, "retrieve_vector_store", "Retrieve a vector store",
-                      self.retrieve, VectorStore),
-            Operation("POST", store, "modify_vector_store", "Modify a vector store",
-                      self.modify, VectorStore, ChangeStoreRequest),
-            Operation("DELETE", store, "delete_vector_store", "Delete a vector store",
-                      self.delete, Deleted),
-            Operation("POST", store + "/search", "search_vector_store", "Search a vector store",
-                      self.search, SearchPage, SearchRequest),
-            Operation("PUT", store + "/items", "put_items", "Insert or replace items",
-                      self.put_items, ItemsStored, PutItemsRequest),
-            Operation("GET", store + "/items", "list_items", "List items",
-                      self.list_items, ItemList, query=ItemsQuery),
-            Operation("DELETE", store + "/items", "delete_items", "Delete items by ids or filter",
-                      self.delete_items, ItemsDeleted, DeleteItemsRequest),
-            Operation("GET", item, "retrieve_item", "Retrieve an item",
-                      self.retrieve_item, StoredItem, query=ItemQuery),
-            Operation("POST", store + "/files", "create_vector_store_file", "Attach a file",
-                      self.attach_file, StoreFileObject, AttachFileRequest),
-            Operation("GET", store + "/files", "list_vector_store_files", "List attached files",
-                      self.list_files, StoreFileList, query=FilesQuery),
-            Operation("GET", file, "retrieve_vector_store_file", "Retrieve an attached file",
-                      self.retrieve_file, StoreFileObject),
-            Operation("GET", file + "/content", "retrieve_vector_store_file_content",
-                      "Retrieve the chunks of an attached file", self.file_content, FileContent),
-            Operation("POST", file, "update_vector_store_file", "Change a file's attributes",
-                      self.change_file, StoreFileObject, ChangeFileRequest),
-            Operation("DELETE", file, "delete_vector_store_file", "Detach a file",
-                      self.detach_file, Deleted),
-            Operation("POST", batches, "create_vector_store_file_batch", "Attach files",
-                      self.create_file_batch, FileBatchObject, FileBatchRequest),
-            Operation("GET", batch, "retrieve_vector_store_file_batch", "Retrieve a file batch",
-                      self.retrieve_file_batch, FileBatchObject),
-            Operation("POST", batch + "/cancel", "cancel_vector_store_file_batch",
-                      "Cancel a file batch: it has ended", self.retrieve_file_batch,
-                      FileBatchObject),
-            Operation("GET", batch + "/files", "list_files_in_vector_store_batch",
-                      "List the files of a file batch", self.list_batch_files, StoreFileList,
-                      query=FilesQuery),
-        ]  # fmt: skip
-
     # Stores
 
-    async def create(self, caller: Caller) -> VectorStore:
-        """`POST /v1/vector_stores`"""
-        request = _CREATE.decode(caller.body, caller.context)
-        check_metadata(request.metadata)
-        card = await self._choose_model(request.embedding_model)
+    @operation("POST", _STORES)
+    async def create_vector_store(self, caller: Caller, body: CreateStoreRequest) -> VectorStore:
+        """Create a vector store."""
+        check_metadata(body.metadata)
+        card = await self._choose_model(body.embedding_model)
         allowed = (*card.shorter_dimensions, card.dimensions)
-        if request.dimensions is not None and request.dimensions not in allowed:
+        if body.dimensions is not None and body.dimensions not in allowed:
             raise invalid("dimensions", f"this model has {', '.join(map(str, allowed))}")
         create = CreateStore(
             tenant=caller.tenant,
-            name=check_text("name", request.name or ""),
+            name=check_text("name", body.name or ""),
             model=card.name,
             digest=card.digest,
-            dimensions=request.dimensions or card.dimensions,
-            prompt=find_prompt("prompt", request.prompt, card, _DOCUMENT_PROMPTS),
-            query_prompt=find_prompt("query_prompt", request.query_prompt, card, _QUERY_PROMPTS),
-            metadata=request.metadata or {},
-            expires_after_days=request.expires_after.days if request.expires_after else 0,
+            dimensions=body.dimensions or card.dimensions,
+            prompt=find_prompt("prompt", body.prompt, card, _DOCUMENT_PROMPTS),
+            query_prompt=find_prompt("query_prompt", body.query_prompt, card, _QUERY_PROMPTS),
+            metadata=body.metadata or {},
+            expires_after_days=body.expires_after.days if body.expires_after else 0,
         )
         store = await self._search.ask(create, StoreRecord)
-        if not request.file_ids:
+        if not body.file_ids:
             return VectorStore.of(store)
-        strategy = request.chunking_strategy
+        strategy = body.chunking_strategy
         wanted = [
-            AttachFileRequest(file_id=name, chunking_strategy=strategy) for name in request.file_ids
+            AttachFileRequest(file_id=name, chunking_strategy=strategy) for name in body.file_ids
         ]
         try:
             files = await self._attach_all(wanted, store, caller)
@@ -235,16 +189,17 @@ class VectorStores:
             )
         return card
 
-    async def list_stores(self, caller: Caller) -> StoreList:
-        """`GET /v1/vector_stores`"""
-        query = caller.read_query(ListQuery)
+    @operation("GET", _STORES)
+    async def list_vector_stores(self, caller: Caller, query: ListQuery) -> StoreList:
+        """List vector stores."""
         asked = ListStores(tenant=caller.tenant, page=query.page)
         records, has_more = query.cut(await self._search.ask(asked, list[StoreRecord]))
         data = [VectorStore.of(record) for record in records]
         return StoreList(data, has_more, *_ends(data))
 
-    async def retrieve(self, caller: Caller) -> VectorStore:
-        """`GET /v1/vector_stores/{id}`"""
+    @operation("GET", _STORE)
+    async def retrieve_vector_store(self, caller: Caller) -> VectorStore:
+        """Retrieve a vector store."""
         return VectorStore.of(await self._find(caller))
 
     async def _find(self, caller: Caller, name: str | None = None) -> StoreRecord:
@@ -257,35 +212,36 @@ class VectorStores:
         asked = ReadStore(tenant=caller.tenant, store=name)
         return await self._search.ask(asked, StoreRecord)
 
-    async def modify(self, caller: Caller) -> VectorStore:
-        """`POST /v1/vector_stores/{id}`"""
-        request = _CHANGE.decode(caller.body, caller.context)
-        check_metadata(request.metadata)
+    @operation("POST", _STORE)
+    async def modify_vector_store(self, caller: Caller, body: ChangeStoreRequest) -> VectorStore:
+        """Modify a vector store."""
+        check_metadata(body.metadata)
         change = ChangeStore(
             tenant=caller.tenant,
             store=caller.path["vector_store_id"],
-            name=None if request.name is None else check_text("name", request.name),
-            metadata=request.metadata,
+            name=None if body.name is None else check_text("name", body.name),
+            metadata=body.metadata,
             expires_after_days=None
-            if request.expires_after is UNSET
-            else request.expires_after.days
-            if request.expires_after
+            if body.expires_after is UNSET
+            else body.expires_after.days
+            if body.expires_after
             else 0,
         )
         return VectorStore.of(await self._search.ask(change, StoreRecord))
 
-    async def delete(self, caller: Caller) -> Deleted:
-        """`DELETE /v1/vector_stores/{id}`"""
+    @operation("DELETE", _STORE)
+    async def delete_vector_store(self, caller: Caller) -> Deleted:
+        """Delete a vector store."""
         name = caller.path["vector_store_id"]
         await self._search.ask(DropStore(tenant=caller.tenant, store=name), bool)
         return Deleted(name, "vector_store.deleted")
 
     # Items
 
-    async def put_items(self, caller: Caller) -> ItemsStored:
-        """`PUT /v1/vector_stores/{id}/items`"""
-        request = _PUT.decode(caller.body, caller.context)
-        items = request.items
+    @operation("PUT", _ITEMS, unsupported=UNSUPPORTED["/v1/vector_stores/{id}/items"])
+    async def put_items(self, caller: Caller, body: PutItemsRequest) -> ItemsStored:
+        """Insert or replace items."""
+        items = body.items
         check_items(items, self._limits)
         images = [
             name_of_image(item.image, f"items.[{index}].image") for index, item in enumerate(items)
@@ -328,9 +284,9 @@ class VectorStores:
         )
         return ItemsStored(len(items), VectorStore.of(record))
 
-    async def list_items(self, caller: Caller) -> ItemList:
-        """`GET /v1/vector_stores/{id}/items`"""
-        query = caller.read_query(ItemsQuery)
+    @operation("GET", _ITEMS)
+    async def list_items(self, caller: Caller, query: ItemsQuery) -> ItemList:
+        """List items."""
         store = await self._find(caller)
         asked = ReadItems(
             tenant=caller.tenant,
@@ -348,9 +304,9 @@ class VectorStores:
             data.append(stored)
         return ItemList(data, len(items) > len(data), *_ends(data))
 
-    async def retrieve_item(self, caller: Caller) -> StoredItem:
-        """`GET /v1/vector_stores/{id}/items/{item_id}`"""
-        query = caller.read_query(ItemQuery)
+    @operation("GET", _ITEMS + "/{item_id:path}")
+    async def retrieve_item(self, caller: Caller, query: ItemQuery) -> StoredItem:
+        """Retrieve an item."""
         store = await self._find(caller)
         asked = ReadItems(
             tenant=caller.tenant,
@@ -363,41 +319,41 @@ class VectorStores:
             raise NotFound("There is no such item.", param="item_id", code="not_found")
         return to_stored(items[0])
 
-    async def delete_items(self, caller: Caller) -> ItemsDeleted:
-        """`DELETE /v1/vector_stores/{id}/items`"""
-        request = _DELETE.decode(caller.body, caller.context)
-        if (request.ids is None) == (request.filters is None):
+    @operation("DELETE", _ITEMS, hints=_HINTS)
+    async def delete_items(self, caller: Caller, body: DeleteItemsRequest) -> ItemsDeleted:
+        """Delete items by ids or filter."""
+        if (body.ids is None) == (body.filters is None):
             raise invalid("ids", "send either ids or filters")
-        if len(request.ids or ()) > self._limits.max_inputs:
+        if len(body.ids or ()) > self._limits.max_inputs:
             raise InvalidRequest(
                 f"Too many ids: send at most {self._limits.max_inputs}.",
                 param="ids",
                 code="too_many_inputs",
             )
-        if request.filters is not None:
-            check_filter(request.filters, self._limits)
+        if body.filters is not None:
+            check_filter(body.filters, self._limits)
         store = await self._find(caller)
         drop = DropItems(
             tenant=caller.tenant,
             store=store.id,
-            ids=None if request.ids is None else list(dict.fromkeys(request.ids)),
-            where=request.filters,
+            ids=None if body.ids is None else list(dict.fromkeys(body.ids)),
+            where=body.filters,
         )
         return ItemsDeleted(await self._search.ask(drop, int))
 
     # Search
 
-    async def search(self, caller: Caller) -> SearchPage:
-        """`POST /v1/vector_stores/{id}/search`"""
-        request = _SEARCH.decode(caller.body, caller.context)
-        check_search(request, self._limits)
+    @operation("POST", _STORE + "/search", hints=_HINTS)
+    async def search_vector_store(self, caller: Caller, body: SearchRequest) -> SearchPage:
+        """Search a vector store."""
+        check_search(body, self._limits)
         store = await self._find(caller)
-        texts, parts, vectors = read_query(request.query)
-        many = isinstance(request.query, list)
+        texts, parts, vectors = read_query(body.query)
+        many = isinstance(body.query, list)
         names = [f"query.[{index}]" if many else "query" for index in range(len(parts))]
         made = await self._vectors.embed(parts, names, store, store.query_prompt, caller)
-        options = request.ranking_options or RankingOptions()
-        wanted = request.max_num_results or 10
+        options = body.ranking_options or RankingOptions()
+        wanted = body.max_num_results or 10
         ranker = None if options.ranker in (None, *_NO_RANKERS) else options.ranker
         if ranker and not texts:
             raise invalid("ranking_options.ranker", "a model orders by texts: query with one")
@@ -407,7 +363,7 @@ class VectorStores:
             digest=store.digest if parts else "",
             vectors=[*made, *vectors],
             k=wanted * _RERANK_FACTOR if ranker else wanted,
-            where=request.filters,
+            where=body.filters,
         )
         name = "query.embedding" if vectors else "query"
         hits = await self._search.ask(query, list[Hit], lambda p: name if p.isdigit() else p)
@@ -433,12 +389,14 @@ class VectorStores:
 
     # Files
 
-    async def attach_file(self, caller: Caller) -> StoreFileObject:
-        """`POST /v1/vector_stores/{id}/files`: answered when all chunks are on disk."""
-        request = _ATTACH.decode(caller.body, caller.context)
-        check_attributes(request.attributes, "attributes")
+    @operation("POST", _FILES, hints=_CHUNKS)
+    async def create_vector_store_file(
+        self, caller: Caller, body: AttachFileRequest
+    ) -> StoreFileObject:
+        """Attach a file. Answered when all chunks are on disk."""
+        check_attributes(body.attributes, "attributes")
         store = await self._find(caller)
-        return StoreFileObject.of(await self._attach(request, store, caller))
+        return StoreFileObject.of(await self._attach(body, store, caller))
 
     async def _attach(
         self, request: AttachFileRequest, store: StoreRecord, caller: Caller
@@ -510,33 +468,37 @@ class VectorStores:
                 files.append(failed)
         return files
 
-    async def change_file(self, caller: Caller) -> StoreFileObject:
-        """`POST /v1/vector_stores/{id}/files/{file_id}`"""
-        request = _CHANGE_FILE.decode(caller.body, caller.context)
-        check_attributes(request.attributes, "attributes")
+    @operation("POST", _FILE)
+    async def update_vector_store_file(
+        self, caller: Caller, body: ChangeFileRequest
+    ) -> StoreFileObject:
+        """Change a file's attributes."""
+        check_attributes(body.attributes, "attributes")
         change = ChangeStoreFile(
             tenant=caller.tenant,
             store=caller.path["vector_store_id"],
             file=caller.path["file_id"],
-            attributes=dict(request.attributes or {}),
+            attributes=dict(body.attributes or {}),
         )
         return StoreFileObject.of(await self._search.ask(change, StoreFile))
 
-    async def create_file_batch(self, caller: Caller) -> FileBatchObject:
-        """`POST /v1/vector_stores/{id}/file_batches`: answered when all files are attached."""
-        request = _BATCH.decode(caller.body, caller.context)
-        if (request.file_ids is None) == (request.files is None):
+    @operation("POST", _BATCHES, hints=_CHUNKS)
+    async def create_vector_store_file_batch(
+        self, caller: Caller, body: FileBatchRequest
+    ) -> FileBatchObject:
+        """Attach files. Answered when all are attached."""
+        if (body.file_ids is None) == (body.files is None):
             raise invalid("file_ids", "send either file_ids or files")
-        if request.files is not None and (request.attributes or request.chunking_strategy):
+        if body.files is not None and (body.attributes or body.chunking_strategy):
             raise invalid("files", "each of files has its own attributes and chunking_strategy")
-        check_attributes(request.attributes, "attributes")
-        files = request.files or [
+        check_attributes(body.attributes, "attributes")
+        files = body.files or [
             AttachFileRequest(
                 file_id=name,
-                attributes=request.attributes,
-                chunking_strategy=request.chunking_strategy,
+                attributes=body.attributes,
+                chunking_strategy=body.chunking_strategy,
             )
-            for name in request.file_ids or ()
+            for name in body.file_ids or ()
         ]
         for index, file in enumerate(files):
             check_attributes(file.attributes, f"files.[{index}].attributes")
@@ -545,8 +507,14 @@ class VectorStores:
         put = PutFileBatch(tenant=caller.tenant, store=store.id, files=attached)
         return FileBatchObject.of(await self._search.ask(put, FileBatch))
 
-    async def retrieve_file_batch(self, caller: Caller) -> FileBatchObject:
-        """`GET /v1/vector_stores/{id}/file_batches/{batch_id}`, and `POST .../cancel`"""
+    @operation("GET", _BATCH)
+    async def retrieve_vector_store_file_batch(self, caller: Caller) -> FileBatchObject:
+        """Retrieve a file batch."""
+        return FileBatchObject.of(await self._find_batch(caller))
+
+    @operation("POST", _BATCH + "/cancel")
+    async def cancel_vector_store_file_batch(self, caller: Caller) -> FileBatchObject:
+        """Cancel a file batch, which has ended already."""
         return FileBatchObject.of(await self._find_batch(caller))
 
     async def _find_batch(self, caller: Caller) -> FileBatch:
@@ -557,16 +525,18 @@ class VectorStores:
         )
         return await self._search.ask(asked, FileBatch)
 
-    async def list_batch_files(self, caller: Caller) -> StoreFileList:
-        """`GET /v1/vector_stores/{id}/file_batches/{batch_id}/files`"""
-        query = caller.read_query(FilesQuery)
+    @operation("GET", _BATCH + "/files")
+    async def list_files_in_vector_store_batch(
+        self, caller: Caller, query: FilesQuery
+    ) -> StoreFileList:
+        """List the files of a file batch."""
         files, has_more = query.choose((await self._find_batch(caller)).files)
         data = [StoreFileObject.of(file) for file in files]
         return StoreFileList(data, has_more, *_ends(data))
 
-    async def list_files(self, caller: Caller) -> StoreFileList:
-        """`GET /v1/vector_stores/{id}/files`: all are completed."""
-        query = caller.read_query(FilesQuery)
+    @operation("GET", _FILES)
+    async def list_vector_store_files(self, caller: Caller, query: FilesQuery) -> StoreFileList:
+        """List attached files; all are completed."""
         store = await self._find(caller)
         if query.filter not in ("", "completed"):
             return StoreFileList([], False, None, None)
@@ -575,8 +545,9 @@ class VectorStores:
         data = [StoreFileObject.of(record) for record in records]
         return StoreFileList(data, has_more, *_ends(data))
 
-    async def retrieve_file(self, caller: Caller) -> StoreFileObject:
-        """`GET /v1/vector_stores/{id}/files/{file_id}`"""
+    @operation("GET", _FILE)
+    async def retrieve_vector_store_file(self, caller: Caller) -> StoreFileObject:
+        """Retrieve an attached file."""
         return StoreFileObject.of(await self._find_file(caller))
 
     async def _find_file(self, caller: Caller) -> StoreFile:
@@ -587,16 +558,18 @@ class VectorStores:
         )
         return await self._search.ask(asked, StoreFile)
 
-    async def file_content(self, caller: Caller) -> FileContent:
-        """`GET /v1/vector_stores/{id}/files/{file_id}/content`"""
+    @operation("GET", _FILE + "/content")
+    async def retrieve_vector_store_file_content(self, caller: Caller) -> FileContent:
+        """Retrieve the chunks of an attached file."""
         file = await self._find_file(caller)
         ids = [f"{file.id}:{number}" for number in range(file.num_chunks)]
         asked = ReadItems(tenant=caller.tenant, store=file.store_id, ids=ids)
         items = {item.id: item for item in await self._search.ask(asked, list[Item])}
         return FileContent([Content("text", items[key].text) for key in ids if key in items])
 
-    async def detach_file(self, caller: Caller) -> Deleted:
-        """`DELETE /v1/vector_stores/{id}/files/{file_id}`"""
+    @operation("DELETE", _FILE)
+    async def delete_vector_store_file(self, caller: Caller) -> Deleted:
+        """Detach a file."""
         name = caller.path["file_id"]
         detach = DetachFile(tenant=caller.tenant, store=caller.path["vector_store_id"], file=name)
         await self._search.ask(detach, bool)

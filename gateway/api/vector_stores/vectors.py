@@ -7,10 +7,10 @@ import msgspec
 from gateway.api.embeddings import Embeddings, rows_of
 from gateway.api.inputs import CHARS_PER_TOKEN, split
 from gateway.api.rerank import Reranking, scores_of
-from gateway.api.routes import Caller
 from gateway.calls.key_limits import TOKENS_PER_IMAGE
 from gateway.calls.lifecycle import Lifecycle
 from gateway.calls.surface import Plan
+from gateway.http.endpoint import Caller
 from gateway.http.errors import ApiError, InvalidRequest, NotFound
 from gateway.images.loader import ImageSource
 from shared.protocol import Embed, ImagePart, ModelCard, Priority, Rerank, TextPart, Truncate

@@ -4,17 +4,13 @@
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 
-from gateway.api.openapi import describe_operation
 from gateway.calls.open_call import ChoiceEvent
-from gateway.calls.surface import Answer, AnswerHead, Frame, Plan, Surface, Totals
-from gateway.http import sse
-from gateway.http.body import JsonBody
-from gateway.http.context import RequestContext
+from gateway.calls.surface import Answer, AnswerHead, Frame, NoOptions, Plan, Surface, Totals
 from gateway.http.errors import ApiError
+from gateway.http.exchange import RequestContext, sse_event
 from gateway.images.loader import ImageSource
 from shared.protocol import (
     ChatMessage,
@@ -26,7 +22,6 @@ from shared.protocol import (
     TextPart,
     Tokens,
 )
-from shared.settings.limits import LimitSettings
 
 
 class EchoRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -49,10 +44,6 @@ class EchoProblem(msgspec.Struct):
     field: str | None
 
 
-class EchoOptions(msgspec.Struct):
-    pass
-
-
 class EchoAnswer:
     def __init__(self, head: AnswerHead) -> None:
         self.head = head
@@ -71,29 +62,28 @@ class EchoAnswer:
         return frames
 
     def _frame(self, position: int, text: str, *, is_last: bool = False) -> Frame:
-        return position, sse.frame(msgspec.json.encode(EchoText(self.head.id, text, is_last)))
+        return position, sse_event(msgspec.json.encode(EchoText(self.head.id, text, is_last)))
 
 
 class Echo(Surface):
+    """Say it again."""
+
     name = "echo"
     path = "/v1/echo"
+    tag = "echo"
     task = "generate"
     id_prefix = "echo-"
-    options = EchoOptions
-
-    def __init__(self, limits: LimitSettings) -> None:
-        self.limits = limits
-
-    def read(self, body: bytes, context: RequestContext) -> EchoRequest:
-        return JsonBody(EchoRequest).decode(body, context)
+    request_type = EchoRequest
+    answer_type = chunk_type = EchoText
+    error_type = EchoProblem
 
     def plan(self, request: EchoRequest, context: RequestContext, card: ModelCard) -> Plan:
         images = [ImageSource(url, f"images.[{i}]") for i, url in enumerate(request.images)]
         parts = TextPart(request.prompt), *map(ImagePart, range(len(images)))
         task = Generate((ChatMessage("user", parts),), SamplingParams(temperature=0))
-        return Plan([task], EchoOptions(), images, is_streamed=request.stream)
+        return Plan([task], NoOptions(), images, is_streamed=request.stream)
 
-    def answer(self, options: EchoOptions, head: AnswerHead) -> EchoAnswer:
+    def answer(self, options: NoOptions, head: AnswerHead) -> EchoAnswer:
         return EchoAnswer(head)
 
     def error(self, error: ApiError) -> tuple[int, bytes]:
@@ -102,16 +92,4 @@ class Echo(Surface):
         )
 
     def error_frame(self, error: ApiError, answer: Answer) -> bytes:
-        return sse.frame(self.error(error)[1])
-
-    def openapi(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        return describe_operation(
-            operation_id="echo",
-            summary="Say it again",
-            tag="echo",
-            request=EchoRequest,
-            answer=EchoText,
-            chunk=EchoText,
-            error=EchoProblem,
-            limits=self.limits,
-        )
+        return sse_event(self.error(error)[1])

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from gateway.api.embeddings import Embeddings
-from gateway.http.context import RequestContext
+from gateway.http.exchange import RequestContext
 from shared.settings.limits import LimitSettings
 from shared.telemetry.metrics import STAGES
 from tests.factories_gateway import CARD

@@ -16,8 +16,8 @@ from gateway.api.chat.translate import translate
 from gateway.calls.lifecycle import check_images
 from gateway.http.admission import Admission
 from gateway.http.body import JsonBody, read_body
-from gateway.http.context import RequestContext
 from gateway.http.errors import InvalidRequest
+from gateway.http.exchange import RequestContext
 from gateway.images.header import ImageHeader, ImageRefused, check_header
 from gateway.images.loader import ImageLoader, ImageSource
 from shared.settings import limits as limits_module

@@ -7,7 +7,7 @@ import pytest
 
 from gateway.api.chat import ChatCompletions
 from gateway.calls.recorder import Recorder
-from gateway.http.context import RequestContext
+from gateway.http.exchange import RequestContext
 from shared.protocol import ErrorCode
 from shared.settings.limits import LimitSettings
 from shared.telemetry import logs
@@ -107,7 +107,7 @@ def test_a_line_that_nobody_reads_costs_next_to_nothing(caplog):
     assert min(measure() for _ in range(10)) < 10e-6
 
 
-HTTP_LOGGER = "gateway.http.middleware"
+HTTP_LOGGER = "gateway.http.router"
 
 
 @pytest.mark.parametrize("changes", [{"gateway": {"api_keys": ("sk-one",)}}])

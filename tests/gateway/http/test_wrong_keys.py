@@ -2,8 +2,8 @@
 
 import pytest
 
-from gateway.http import wrong_keys
-from gateway.http.wrong_keys import MAX_ADDRESSES, WINDOW_S, TooManyWrongKeys, WrongKeys
+from gateway.http import auth
+from gateway.http.auth import MAX_ADDRESSES, WINDOW_S, TooManyWrongKeys, WrongKeys
 from tests.factories_gateway import CHAT, make_body
 
 CHANGES = {"gateway": {"api_keys": ("sk-one",)}, "limits": {"max_wrong_keys_per_minute": 5}}
@@ -79,7 +79,7 @@ def test_addresses_of_one_client_count_together(one, other, is_same):
 
 
 def test_of_too_many_addresses_the_oldest_are_forgotten(monkeypatch):
-    monkeypatch.setattr(wrong_keys, "MAX_ADDRESSES", 100)
+    monkeypatch.setattr(auth, "MAX_ADDRESSES", 100)
     assert MAX_ADDRESSES >= 1000
     keys = WrongKeys(1)
     addresses = [f"10.0.{number // 250}.{number % 250}" for number in range(500)]

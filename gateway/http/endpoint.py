@@ -1,0 +1,241 @@
+"""Endpoints: a method of a path, and what the OpenAPI document says of it.
+
+A `Surface` (`gateway.calls.surface`) is served by the fleet; an `Operation` is a method of a
+`Resource`, served by the gateway: JSON in, JSON out.
+"""
+
+import asyncio
+import hashlib
+import inspect
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, TypeVar
+from urllib.parse import parse_qsl
+
+import msgspec
+from msgspec import Struct
+from starlette.responses import Response
+from starlette.types import Receive
+
+from gateway.http.admission import Admission, HeldBody
+from gateway.http.body import JSON, JsonBody, locate, read_body
+from gateway.http.errors import ApiError, ClientGone, ErrorBody
+from gateway.http.exchange import JSON_HEADERS, Exchange, RequestContext
+from gateway.http.unknown_fields import Unsupported
+from shared.settings.limits import LimitSettings
+
+Serve = Callable[[Exchange], Awaitable[None]]
+Access = Literal["key", "public", "admin", "deploy"]
+Handler = Callable[..., Awaitable[Struct | Response]]
+H = TypeVar("H", bound=Handler)
+#: Problems of a query's parameter outside its closed set.
+_QUERY_HINTS = {"order": "Send asc or desc.", "include": "Send embedding, or leave it out."}
+
+
+class Endpoint:
+    """A method of a path. Its docstring is its summary in the OpenAPI document."""
+
+    #: Of the operation: in the OpenAPI document, in traces and in the records of streams.
+    name: str
+    method: str = "POST"
+    path: str
+    #: Other paths by which clients know it.
+    aliases: Sequence[str] = ()
+    tag: str = ""
+    #: Which keys may call it.
+    access: Access = "key"
+    #: Whether it is for orchestrators and Prometheus, by any host name; its calls are not logged.
+    is_probe: bool = False
+    #: Whether it records its requests itself.
+    is_recorded: bool = False
+    #: Whether an error of an unknown path may suggest it.
+    is_suggested: bool = False
+    #: Whether the OpenAPI document has it.
+    is_documented: bool = True
+    request_type: type[Struct] | None = None
+    answer_type: type[Struct] | None = None
+    #: Of a stream's events.
+    chunk_type: type[Struct] | None = None
+    error_type: type[Struct] = ErrorBody
+    query_type: type[Struct] | None = None
+    #: The media type of an answer that is no JSON.
+    answers_text: str = ""
+    media_type: str = JSON.decode()
+    #: Statuses of errors that this API names otherwise.
+    statuses: ClassVar[Mapping[str, str]] = {}
+    #: Request headers with a meaning of their own.
+    headers: ClassVar[Mapping[str, str]] = {}
+    #: Texts for values outside a closed set, by the field's path or its last name.
+    hints: ClassVar[Mapping[str, str]] = {}
+    #: Unknown fields that are refused, with the values that are no-ops.
+    unsupported: ClassVar[Unsupported] = {}
+
+    @property
+    def summary(self) -> str:
+        return (self.__doc__ or "").partition("\n")[0].rstrip(".")
+
+    def error(self, error: ApiError) -> tuple[int, bytes]:
+        """The status and the body of an error before the answer has begun."""
+        return error.status, error.body()
+
+    def write_limits(self, properties: dict[str, Any]) -> None:
+        """Add the operator's limits to the schemas of the request's fields."""
+
+
+@dataclass(frozen=True, slots=True)
+class OperationServices:
+    """What serving an operation needs."""
+
+    admission: Admission
+    limits: LimitSettings
+    body_timeout_s: float
+
+
+class Caller(Struct, frozen=True):
+    """One request of an operation."""
+
+    context: RequestContext
+    held: HeldBody
+    #: Of what is no JSON.
+    body: bytes
+    #: Of an upload, whose body is not read yet.
+    receive: Receive
+
+    @property
+    def path(self) -> dict[str, str]:
+        return self.context.path
+
+    @property
+    def tenant(self) -> str:
+        """The owner of what the request makes and sees; no secret."""
+        return hashlib.sha256(b"search " + self.context.tenant.encode()).hexdigest()[:32]
+
+
+class Resource:
+    """Operations on one kind of thing: its methods that `operation` marks."""
+
+    tag: ClassVar[str] = ""
+    access: ClassVar[Access] = "key"
+
+    def operations(self, services: OperationServices) -> list["Operation"]:
+        marked = [
+            (found._operation, name) for name, found in vars(type(self)).items()
+            if hasattr(found, "_operation")
+        ]  # fmt: skip
+        return [Operation(self, getattr(self, name), services, **m) for m, name in marked]
+
+    def to_error(self, error: Exception) -> Exception:
+        """An ApiError for an exception of this resource's store."""
+        return error
+
+
+def operation(method: str, path: str, **attributes: Any) -> Callable[[H], H]:
+    """Serve a method of a `Resource`: its name is the operation's, its first line the summary.
+
+    Its parameters are the `Caller`, a `body` and a `query` by their types; it returns the answer.
+    `attributes`: of `Endpoint`; `status`, of an answer; `commas`: the limit on those of a body;
+    `is_upload`: the method reads the body.
+    """
+
+    def mark(handler: H) -> H:
+        handler._operation = {"method": method, "path": path, **attributes}  # type: ignore[attr-defined]
+        return handler
+
+    return mark
+
+
+class Operation(Endpoint):
+    """One operation of a resource."""
+
+    def __init__(
+        self,
+        resource: Resource,
+        handler: Handler,
+        services: OperationServices,
+        *,
+        is_upload: bool = False,
+        status: int = 200,
+        commas: str = "max_input_commas",
+        **attributes: Any,
+    ) -> None:
+        self.name, self.__doc__ = handler.__name__, handler.__doc__
+        self.tag, self.access = resource.tag, resource.access
+        signature = inspect.signature(handler)
+        parameters, answer = signature.parameters, signature.return_annotation
+        if isinstance(answer, type) and issubclass(answer, Struct):
+            self.answer_type = answer
+        if (body := parameters.get("body")) is not None:
+            self.request_type = body.annotation
+        if (query := parameters.get("query")) is not None:
+            self.query_type = query.annotation
+        for name, value in attributes.items():
+            setattr(self, name, value)
+        self._resource, self._handler, self._services = resource, handler, services
+        self._is_upload, self._status = is_upload, status
+        self._max_commas: int = getattr(services.limits, commas)
+        self._body: JsonBody[Any] | None = None
+        if body is not None and self.request_type is not None:
+            self._body = JsonBody(self.request_type, self.hints, self.unsupported)
+        self._has_body = not is_upload and (
+            self.request_type is not None or self.media_type != JSON.decode()
+        )
+
+    async def serve(self, exchange: Exchange) -> None:
+        """Raises: ApiError, ClientGone, and what `to_api_error` knows."""
+        admission = self._services.admission
+        with admission, admission.hold_body() as held:
+            try:
+                answer = await self._answer(exchange, held)
+            except Exception as error:
+                raise self._resource.to_error(error) from None
+            if isinstance(answer, Response):
+                await answer({"type": "http"}, exchange.receive, exchange.send)
+            else:
+                await exchange.answer(self._status, JSON_HEADERS, msgspec.json.encode(answer))
+
+    async def _answer(self, exchange: Exchange, held: HeldBody) -> Struct | Response:
+        context, services, body = exchange.context, self._services, b""
+        if self._has_body:
+            body = await read_body(
+                exchange.receive,
+                context,
+                held,
+                services.limits,
+                timeout_s=services.body_timeout_s,
+                max_commas=self._max_commas,
+                media_type=self.media_type.encode(),
+            )
+        arguments: dict[str, Any] = {}
+        if self._body is not None:
+            is_strict = self.access != "key"  # an operator's typo is an error
+            arguments["body"] = self._body.decode(body, None if is_strict else context)
+        if self.query_type is not None:
+            arguments["query"] = _read_query(context.query, self.query_type)
+        work = self._handler(Caller(context, held, body, exchange.receive), **arguments)
+        return await (work if self._is_upload else _while_connected(work, exchange))
+
+
+def _read_query(query: bytes, type_: type[Struct]) -> Struct:
+    """Raises: InvalidRequest that names the parameter."""
+    values = dict(parse_qsl(query.decode("latin-1"), keep_blank_values=True))
+    try:
+        return msgspec.convert(values, type_, strict=False)
+    except msgspec.ValidationError as error:
+        raise locate(str(error), _QUERY_HINTS) from None
+
+
+async def _while_connected(
+    work: Awaitable[Struct | Response], exchange: Exchange
+) -> Struct | Response:
+    """The result of the work, which is cancelled if the client leaves. Raises: ClientGone."""
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(exchange.wait_until_gone())
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGone
+        return working.result()
+    finally:
+        watching.cancel()
+        if working.cancel():
+            await asyncio.wait([working])

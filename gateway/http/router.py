@@ -1,0 +1,267 @@
+"""The gateway's ASGI application: finds the endpoint of a request, checks host, origin and key, and logs.
+
+Pure ASGI, as Starlette's `BaseHTTPMiddleware` hides that a client has left.
+"""
+
+import ipaddress
+import logging
+import re
+import secrets
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+
+from starlette.routing import compile_path
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from gateway.http.auth import KeyRing, WrongKey, WrongKeys
+from gateway.http.endpoint import Endpoint, Serve
+from gateway.http.errors import (
+    Forbidden,
+    Render,
+    method_not_allowed,
+    to_api_error,
+    unknown_path,
+)
+from gateway.http.exchange import Exchange, RequestContext, short_hash
+from shared.telemetry.logs import request_id
+from shared.telemetry.metrics import CLIENT_GONE, GatewayMetrics
+from shared.telemetry.trace_context import parse_trace_parent
+
+_HOST = re.compile(r"(?:\[(?P<ipv6>[0-9A-Fa-f:.]+)\]|(?P<name>[A-Za-z0-9._-]+))(?::[0-9]{1,5})?")
+_SANE_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
+#: Bodies that a page may send anywhere without a preflight; all others need one, which
+#: `cors_origins` answers. Source: Fetch, "CORS-safelisted request-header".
+_SIMPLE_TYPES = (
+    b"", b"application/x-www-form-urlencoded", b"multipart/form-data", b"text/plain",
+)  # fmt: skip
+_REFUSED = frozenset({401, 403, 404, 405, 429})
+_MAX_REFUSALS_LOGGED = 10  #: lines a second
+#: Names of other APIs' operations below paths that end with an id of ours.
+_NOT_SERVED = frozenset({"/v1/responses/compact"})
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The endpoints of one path by method, and the path's parameters."""
+
+    template: str
+    endpoints: dict[str, tuple[Endpoint, Serve]]
+
+    @property
+    def first(self) -> Endpoint:
+        """The endpoint that stands for the path, where the method does not matter."""
+        return next(iter(self.endpoints.values()))[0]
+
+
+class Router:
+    """Serves endpoints. Without API keys it checks the host and the origin of requests instead.
+
+    `origins`: of pages that may post. `hosts`: names of this gateway besides localhost, for clients
+    without keys. `find_render`: the shape of errors by path and headers, where no surface has its own.
+    """
+
+    def __init__(
+        self,
+        endpoints: Iterable[tuple[Endpoint, Serve]],
+        *,
+        lifespan: ASGIApp,
+        keys: KeyRing,
+        wrong_keys: WrongKeys,
+        metrics: GatewayMetrics,
+        origins: Collection[str] = (),
+        hosts: Collection[str] = (),
+        find_render: Callable[[str, Mapping[bytes, bytes]], Render | None],
+        refuses_unknown_fields: bool = False,
+    ) -> None:
+        self._lifespan = lifespan
+        self._keys = keys
+        self._wrong_keys = wrong_keys
+        self._log = AccessLog(metrics)
+        self._origins = frozenset(origin.encode() for origin in origins)
+        self._hosts = {"localhost", *hosts}
+        self._find_render = find_render
+        self._refuses_unknown_fields = refuses_unknown_fields
+        self._routes: dict[str, Route] = {}
+        for endpoint, serve in endpoints:
+            for path in (endpoint.path, *endpoint.aliases):
+                route = self._routes.setdefault(path, Route(path, {}))
+                route.endpoints[endpoint.method] = endpoint, serve
+        self._patterns = [
+            (compile_path(path)[0], route) for path, route in self._routes.items() if "{" in path
+        ]
+        self._known = sorted(
+            path for path, route in self._routes.items() if route.first.is_suggested
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._lifespan(scope, receive, send)
+            return
+        context = _note(scope)
+        context.refuses_unknown_fields = self._refuses_unknown_fields
+        exchange = Exchange(context, receive, send)
+        endpoint, is_noted = None, True
+        try:
+            route = self._find(scope["path"], context)
+            endpoint = route and route.first
+            self._check_access(endpoint, scope, context)
+            endpoint, serve = _choose(route, scope["path"], context.method, self._known)
+            is_noted = not endpoint.is_recorded
+            await serve(exchange)
+        except Exception as raised:
+            error = to_api_error(raised)
+            if error is not None and exchange.status is None:
+                render = self._find_render(scope["path"], context.headers)
+                if endpoint is not None and endpoint.is_recorded:
+                    render = endpoint.error
+                await exchange.fail(error, render)
+        if is_noted and not (endpoint and endpoint.is_probe):
+            self._log.note(context, context.route or "unknown", exchange.status)
+
+    def _find(self, path: str, context: RequestContext) -> Route | None:
+        route = self._routes.get(path)
+        if route is None or "{" in path:
+            route = None
+            for pattern, found in self._patterns:
+                if (match := pattern.match(path)) is None:
+                    continue
+                if route is None or context.method in found.endpoints:
+                    route, context.path = found, match.groupdict()
+                if context.method in found.endpoints:
+                    break
+        if route is not None:
+            context.route = route.template
+        return route
+
+    def _check_access(
+        self, endpoint: Endpoint | None, scope: Scope, context: RequestContext
+    ) -> None:
+        """Raises: AuthenticationError, TooManyWrongKeys, Forbidden."""
+        access = "key" if endpoint is None else endpoint.access
+        if self._keys.is_open:
+            if endpoint is None or not endpoint.is_probe:
+                self._check_host(scope["headers"])
+            self._check_origin(context)
+        try:
+            if access != "public":
+                context.tenant = self._keys.authenticate(scope["headers"])
+            if access in ("admin", "deploy"):
+                context.tenant = self._keys.check(scope["headers"], access)
+        except WrongKey:
+            host, _ = scope.get("client") or ("", 0)
+            self._wrong_keys.count(host)
+            raise
+
+    def _check_host(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        """Refuse names that are not ours: a page may point its own at this address (DNS rebinding).
+
+        Raises: Forbidden.
+        """
+        for name, value in headers:
+            if name == b"host" and not self._is_own_host(value.decode("latin-1")):
+                raise Forbidden(
+                    "This Host is not allowed: call the gateway by its IP address or as localhost; "
+                    "its operator allows other names by VLM_GATEWAY__HOSTS.",
+                    code="host_not_allowed",
+                )
+
+    def _is_own_host(self, value: str) -> bool:
+        match = _HOST.fullmatch(value)
+        if match is None:
+            return False
+        with suppress(ValueError):
+            ipaddress.ip_address(match["ipv6"] or match["name"])
+            return True
+        return (match["name"] or "").lower() in self._hosts
+
+    def _check_origin(self, context: RequestContext) -> None:
+        """Refuse what a page of another origin posts without a preflight. Raises: Forbidden.
+
+        Browsers name the origin of a request, and no page can leave that out. Others, such as curl,
+        name none. Source: Fetch, "`Origin` header"; Fetch Metadata.
+        """
+        headers = context.headers
+        site, origin = headers.get(b"sec-fetch-site"), headers.get(b"origin")
+        if context.method != "POST" or (site is None and origin is None):
+            return
+        media_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+        if media_type not in _SIMPLE_TYPES or origin in self._origins or b"*" in self._origins:
+            return
+        if site is not None:  # of the gateway as the browser sees it, whatever proxy is between
+            is_own = site in (b"same-origin", b"none")
+        else:
+            is_own = (origin or b"").partition(b"://")[2] == headers.get(b"host")
+        if not is_own:
+            raise Forbidden(
+                "Pages of this origin may not call this server; its operator allows an origin by VLM_GATEWAY__CORS_ORIGINS.",
+                code="origin_not_allowed",
+            )
+
+
+def _choose(
+    route: Route | None, path: str, method: str, known: Collection[str]
+) -> tuple[Endpoint, Serve]:
+    """The endpoint of a method. Raises: NotFound."""
+    if route is None or path in _NOT_SERVED:
+        raise unknown_path(path, known)
+    found = route.endpoints.get("GET" if method == "HEAD" else method)
+    found = route.endpoints.get(method, found)
+    if found is None:
+        raise method_not_allowed(sorted(route.endpoints))
+    return found
+
+
+def _note(scope: Scope) -> RequestContext:
+    """Start the clock, and name the request in log lines."""
+    headers = dict(scope["headers"])
+    context = RequestContext(
+        secrets.token_hex(16),
+        headers,
+        time.perf_counter(),
+        method=scope["method"],
+        query=scope["query_string"],
+    )
+    request_id.set(context.id)  # each request is a task of its own
+    if (caller := headers.get(b"traceparent")) is not None:
+        context.trace_parent = parse_trace_parent(caller)
+    client_id = headers.get(b"x-request-id")
+    if client_id is not None and _SANE_ID.fullmatch(client_id):
+        context.client_id = client_id.decode()
+    return context
+
+
+class AccessLog:
+    """Counts and logs the requests that no `Recorder` notes. Refusals share a few lines a second."""
+
+    def __init__(self, metrics: GatewayMetrics) -> None:
+        self._metrics = metrics
+        self._second = 0  # of the latest refusal
+        self._num_refused = 0  # within it
+        self._num_unlogged = 0
+
+    def note(self, context: RequestContext, route: str, status: int | None) -> None:
+        """Note a request that has ended. `route`: a template, never the client's path."""
+        self._metrics.record_http(context.method, route, status)
+        if status in _REFUSED and not self._may_log():
+            self._num_unlogged += 1
+            return
+        e2e_s = round(time.perf_counter() - context.received_at, 6)
+        fields = {
+            "request_id": context.id, "route": route, "status": status or CLIENT_GONE, "e2e_s": e2e_s,
+        }  # fmt: skip
+        if context.tenant:
+            fields["tenant"] = short_hash(context.tenant)
+        if self._num_unlogged:
+            fields["num_unlogged"], self._num_unlogged = self._num_unlogged, 0
+        logger.info("request ended", extra=fields)
+
+    def _may_log(self) -> bool:
+        second = int(time.monotonic())
+        if second != self._second:
+            self._second, self._num_refused = second, 0
+        self._num_refused += 1
+        return self._num_refused <= _MAX_REFUSALS_LOGGED
