@@ -1,14 +1,16 @@
-"""What answers of several APIs have in common: events made fewer, blocks of one kind, OpenAI's usage."""
+"""Shared encoders of answers: streams of chunks and of blocks, coalesced token events, usage."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from gateway.api.fields import timings_of
 from gateway.calls.open_call import ChoiceEvent
-from gateway.calls.surface import Frame, Totals
+from gateway.calls.surface import AnswerHead, Frame, Totals
+from gateway.http.exchange import SSE_DONE, sse_event
 from shared.protocol import (
     CallEvent,
     Finished,
@@ -298,6 +300,172 @@ class Blocks:
 def call_id(answer_id: str, choice: int, index: int) -> str:
     """The id of a call in an answer: the same for every reader of a stream."""
     return f"call_{answer_id[-20:]}{choice:02x}{index:02x}"
+
+
+class StreamOptionsOfAnswer(Protocol):
+    """Options of a `ChunkStream`."""
+
+    @property
+    def include_usage(self) -> bool: ...
+
+    @property
+    def continuous_usage(self) -> bool: ...
+
+    @property
+    def service_tier(self) -> str | UnsetType: ...
+
+
+class ChunkStream:
+    """An answer of OpenAI's chat and completions, whole or in chunks.
+
+    For each choice a first chunk, its content and a chunk with `finish_reason`; then the usage, if
+    it is asked for, and `[DONE]`.
+    """
+
+    chunk_type: type[msgspec.Struct]
+    num_choices = 2**31  #: of each prompt
+
+    def __init__(self, options: StreamOptionsOfAnswer, head: AnswerHead) -> None:
+        self.head = head
+        self._stream = options
+        self._begun: set[int] = set()
+        self._num_tokens = 0
+        self._counts: dict[int, int] = {}  # output tokens so far, by choice
+        self._prompt_usages: dict[int, Usage] = {}  # by prompt
+
+    def can_begin(self, event: CallEvent) -> bool:
+        """Whether the first chunk of a choice can be made."""
+        return True
+
+    def first_chunk(self, index: int, event: CallEvent) -> bytes | None:
+        """The first chunk of a choice; None: it has none."""
+        raise NotImplementedError
+
+    def content(self, index: int, event: Tokens) -> Any | None:
+        """The choice of a chunk for tokens; None: there is nothing for the client in them."""
+        raise NotImplementedError
+
+    def empty(self, index: int) -> Any:
+        """The choice of a chunk without content."""
+        raise NotImplementedError
+
+    def frames(self, events: Sequence[ChoiceEvent], totals: Totals | None) -> list[Frame]:
+        frames: list[Frame] = []
+        timings = UNSET if totals is None else timings_of(totals)
+        last = events[-1][1] if events else None
+        for index, event, end in with_ends(events, joins=self._stream.continuous_usage):
+            self._count(index, event)
+            if index not in self._begun and self.can_begin(event):
+                self._begun.add(index)
+                if (first := self.first_chunk(index, event)) is not None:
+                    frames.append((0, first))
+            choice = self.content(index, event) if isinstance(event, Tokens) else None
+            if end is not None:
+                self._num_tokens = end.usage.num_output_tokens
+                choice = choice or self.empty(index)
+                choice.finish_reason = end.finish_reason.value
+                is_end = end is last and not self._stream.include_usage
+                chunk = self.chunk(choice, timings=timings if is_end else UNSET)
+                frames.append((self._num_tokens + 1, chunk))
+            elif choice is not None and isinstance(event, Tokens):
+                frames.append((event.index + event.num_tokens, self.chunk(choice)))
+        if totals is not None:
+            if self._stream.include_usage:
+                usage = to_usage(totals)
+                data = self.encode(self.chunk_type, [], usage=usage, timings=timings)
+                frames.append((self._num_tokens + 2, sse_event(data)))
+            frames.append((self._num_tokens + 3, SSE_DONE))
+        return frames
+
+    def chunk(self, choice: Any, **fields: Any) -> bytes:
+        """The event of one choice."""
+        usage = None if self._stream.include_usage else UNSET
+        if self._stream.continuous_usage:
+            prompts = self._prompt_usages.values()
+            prompt = Usage(
+                sum(each.num_prompt_tokens for each in prompts),
+                num_image_tokens=sum(each.num_image_tokens for each in prompts),
+                num_cached_tokens=sum(each.num_cached_tokens for each in prompts),
+            )
+            usage = usage_of(prompt, sum(self._counts.values()))
+        return sse_event(self.encode(self.chunk_type, [choice], usage=usage, **fields))
+
+    def encode(self, type_: type[msgspec.Struct], choices: list[Any], **fields: Any) -> bytes:
+        """A whole answer or a chunk."""
+        answer = type_(
+            id=self.head.id,
+            created=self.head.created,
+            model=self.head.model,
+            system_fingerprint=self.head.package or SYSTEM_FINGERPRINT,
+            choices=choices,
+            service_tier=self._stream.service_tier,
+            **fields,
+        )
+        return encode(answer)
+
+    def _count(self, index: int, event: CallEvent) -> None:
+        """Note the counts so far, for the chunk of this event."""
+        if isinstance(event, Tokens):
+            self._counts[index] = event.index + event.num_tokens
+        elif isinstance(event, Started | Finished):
+            self._prompt_usages[index // self.num_choices] = event.usage
+
+
+class BlockStream:
+    """An answer in blocks, of which each opens, grows and closes before the next."""
+
+    def __init__(self, head: AnswerHead, *, with_thought: bool = True) -> None:
+        self.head = head
+        self._blocks = Blocks(head.id, with_thought=with_thought)
+        self._has_begun = False
+        self._open: Block | None = None
+
+    def begun(self, prompt: Usage) -> bytes:
+        """The first events of the stream."""
+        raise NotImplementedError
+
+    def opened(self, block: Block) -> bytes:
+        raise NotImplementedError
+
+    def grown(self, event: Tokens, added: Sequence[Addition]) -> bytes:
+        """Events of what tokens add; each addition's block is opened by `grow`."""
+        raise NotImplementedError
+
+    def closed(self, block: Block, totals: Totals | None) -> bytes:
+        """Events of the end of a block. `totals`: of the last one."""
+        raise NotImplementedError
+
+    def ended(self, totals: Totals) -> bytes:
+        """The last events of the stream."""
+        raise NotImplementedError
+
+    def frames(self, events: Sequence[ChoiceEvent], totals: Totals | None) -> list[Frame]:
+        """Events; those that belong together are one frame."""
+        frames: list[Frame] = []
+        for _, event in merge_tokens(events):
+            if not self._has_begun:
+                self._has_begun = True
+                prompt = event.usage if isinstance(event, Started) else Usage(0)
+                frames.append((0, self.begun(prompt)))
+            if isinstance(event, Tokens) and (data := self.grown(event, self._blocks.add(event))):
+                frames.append((event.index + event.num_tokens, data))
+        if totals is not None:
+            data = b"" if self._has_begun else self.begun(totals.prompt)
+            data += self.grow(self._blocks.complete()) + self._close(totals) + self.ended(totals)
+            frames.append((totals.num_output_tokens + 1, data))
+        return frames
+
+    def grow(self, block: Block) -> bytes:
+        """Events that open a block, unless it is open; they close the one before it."""
+        if self._open is block:
+            return b""
+        data = self._close(None)
+        self._open = block
+        return data + self.opened(block)
+
+    def _close(self, totals: Totals | None) -> bytes:
+        block, self._open = self._open, None
+        return b"" if block is None else self.closed(block, totals)
 
 
 class TokenizedAnswer:

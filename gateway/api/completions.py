@@ -4,7 +4,7 @@ Source: OpenAI API reference, "Create completion"; vLLM, "Completions API".
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -12,15 +12,12 @@ from msgspec import UNSET, Meta, UnsetType
 from msgspec.structs import replace
 
 from gateway.api.answers import (
-    SYSTEM_FINGERPRINT,
+    ChunkStream,
     CompletionUsage,
     PromptLogprobs,
     PromptTokens,
-    encode,
     merge_tokens,
     to_usage,
-    usage_of,
-    with_ends,
 )
 from gateway.api.conversation import check_text_chars
 from gateway.api.fields import (
@@ -51,19 +48,18 @@ from gateway.api.sampling import (
 from gateway.api.structured import StructuredFields, check_with_grammar, find_grammar
 from gateway.calls.open_call import ChoiceEvent
 from gateway.calls.surface import Answer, AnswerHead, Frame, Plan, Surface, Totals
-from gateway.http.exchange import SSE_DONE, RequestContext, sse_event
+from gateway.http.exchange import RequestContext
 from shared.protocol import (
+    CallEvent,
     Finished,
     Generate,
     ModelCard,
     OutputLogprob,
     PromptLogprob,
     SamplingParams,
-    Started,
     TextPart,
     Tokens,
     TokensPart,
-    Usage,
 )
 
 DEFAULT_MAX_TOKENS = 16
@@ -269,21 +265,19 @@ def _prompts(request: CompletionRequest) -> list[TextPart | TokensPart]:
     raise invalid("prompt", "send a text, token ids, a list of texts, or a list of lists of ids")
 
 
-class CompletionAnswer:
-    """One answer, whole or in chunks."""
+class CompletionAnswer(ChunkStream):
+    """A `Completion`, whole or in chunks."""
+
+    chunk_type = Completion
 
     def __init__(self, options: CompletionOptions, head: AnswerHead) -> None:
+        super().__init__(options, head)
         self.options = options
-        self.head = head
-        self._begun: set[int] = set()
+        self.num_choices = options.num_choices
         self._num_chars: dict[int, int] = {}  # so far, by choice
-        self._counts: dict[int, int] = {}  # output tokens so far, by choice
-        self._prompts: dict[int, Usage] = {}  # by choice
-        self._num_tokens = 0
         self._tokens_of_prompt: defaultdict[int, PromptTokens] = defaultdict(PromptTokens)
 
     def whole(self, events: Sequence[ChoiceEvent], totals: Totals) -> bytes:
-        """A `Completion`."""
         pieces: list[list[ChoiceEvent]] = [[] for _ in totals.finished]
         reasons = [""] * len(pieces)
         for index, event in events:
@@ -293,7 +287,7 @@ class CompletionAnswer:
             elif isinstance(event, Finished):
                 reasons[index] = event.finish_reason.value
         choices = [self._choice(index, each, reasons[index]) for index, each in enumerate(pieces)]
-        return self._encode(choices, to_usage(totals), timings_of(totals))
+        return self.encode(Completion, choices, usage=to_usage(totals), timings=timings_of(totals))
 
     def _choice(self, index: int, events: Sequence[ChoiceEvent], reason: str) -> CompletionChoice:
         choice = self._begin(index)
@@ -312,53 +306,37 @@ class CompletionAnswer:
         return choice
 
     def frames(self, events: Sequence[ChoiceEvent], totals: Totals | None) -> list[Frame]:
-        """Chunks; the last ones hold the usage and the timings, where they are asked for."""
-        frames: list[Frame] = []
-        timings = UNSET if totals is None else timings_of(totals)
-        last = events[-1][1] if events else None
-        for index, event, end in with_ends(events, joins=self.options.continuous_usage):
-            self._count(index, event)
+        for index, event in events:
             self._tokens_of_prompt[index].add(event)
-            if index not in self._begun and self._can_begin(event):
-                first = self._begin(index)
-                if (
-                    first.text
-                    or first.token_ids is not UNSET
-                    or (first.logprobs and first.logprobs.tokens)
-                ):
-                    frames.append((0, self._chunk(first)))
-            choice = CompletionChoice(index, "")
-            if isinstance(event, Tokens) and (event.num_tokens or event.text):
-                choice = CompletionChoice(index, event.text, self._logprobs(index, event))
-                if self.options.with_token_ids:
-                    choice.token_ids = event.token_ids
-                is_news = choice.text or choice.token_ids or choice.logprobs is not None
-                if end is None and is_news:
-                    frames.append((event.index + event.num_tokens, self._chunk(choice)))
-            if end is not None:
-                self._num_tokens = end.usage.num_output_tokens
-                choice.finish_reason = end.finish_reason.value
-                is_end = end is last and not self.options.include_usage
-                chunk = self._chunk(choice, timings if is_end else UNSET)
-                frames.append((self._num_tokens + 1, chunk))
-        if totals is not None:
-            frames += self._end(totals, timings)
-        return frames
+        return super().frames(events, totals)
 
-    def _end(self, totals: Totals, timings: Timings) -> Iterator[Frame]:
-        if self.options.include_usage:
-            yield self._num_tokens + 2, sse_event(self._encode([], to_usage(totals), timings))
-        yield self._num_tokens + 3, SSE_DONE
-
-    def _can_begin(self, event: object) -> bool:
-        """Whether all that stands before the text is known: the prompt's tokens come before others."""
+    def can_begin(self, event: CallEvent) -> bool:
+        """Whether the prompt's tokens are known, which come before others."""
         if isinstance(event, Tokens):
             return bool(event.num_tokens or event.text)
         return isinstance(event, Finished)
 
+    def first_chunk(self, index: int, event: CallEvent) -> bytes | None:
+        first = self._begin(index)
+        has_logprobs = first.logprobs is not None and bool(first.logprobs.tokens)
+        if first.text or first.token_ids is not UNSET or has_logprobs:
+            return self.chunk(first)
+        return None
+
+    def empty(self, index: int) -> CompletionChoice:
+        return CompletionChoice(index, "")
+
+    def content(self, index: int, event: Tokens) -> CompletionChoice | None:
+        if not (event.num_tokens or event.text):
+            return None
+        choice = CompletionChoice(index, event.text, self._logprobs(index, event))
+        if self.options.with_token_ids:
+            choice.token_ids = event.token_ids
+        has_content = choice.text or choice.token_ids or choice.logprobs is not None
+        return choice if has_content else None
+
     def _begin(self, index: int) -> CompletionChoice:
-        """What stands before a text: the prompt, if it is echoed, perhaps with logprobs of its tokens."""
-        self._begun.add(index)
+        """The part before a text: the prompt, if it is echoed, with logprobs of its tokens if asked for."""
         choice = CompletionChoice(index, "")
         entries: list[PromptLogprob] = []
         if self.options.echo:
@@ -372,48 +350,12 @@ class CompletionAnswer:
         self._num_chars[index] = len(choice.text)
         return choice
 
-    def _count(self, index: int, event: object) -> None:
-        if isinstance(event, Tokens):
-            self._counts[index] = event.index + event.num_tokens
-        elif isinstance(event, Started | Finished):
-            self._prompts[index // self.options.num_choices] = event.usage
-
     def _logprobs(self, index: int, event: Tokens) -> CompletionLogprobs | None:
         if not self.options.with_logprobs:
             return None
         begin = self._num_chars.get(index, 0)
         self._num_chars[index] = begin + len(event.text)
         return to_logprobs(event.logprobs, begin)
-
-    def _chunk(self, choice: CompletionChoice, timings: Timings = UNSET) -> bytes:
-        usage = None if self.options.include_usage else UNSET
-        if self.options.continuous_usage:
-            prompts = self._prompts.values()
-            prompt = Usage(
-                sum(each.num_prompt_tokens for each in prompts),
-                num_cached_tokens=sum(each.num_cached_tokens for each in prompts),
-            )
-            usage = usage_of(prompt, sum(self._counts.values()))
-        return sse_event(self._encode([choice], usage, timings))
-
-    def _encode(
-        self,
-        choices: list[CompletionChoice],
-        usage: CompletionUsage | UnsetType | None,
-        timings: Timings,
-    ) -> bytes:
-        return encode(
-            Completion(
-                id=self.head.id,
-                created=self.head.created,
-                model=self.head.model,
-                system_fingerprint=self.head.package or SYSTEM_FINGERPRINT,
-                choices=choices,
-                service_tier=self.options.service_tier,
-                usage=usage,
-                timings=timings,
-            )
-        )
 
 
 def _text_of(entries: Sequence[PromptLogprob]) -> str:

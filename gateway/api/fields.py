@@ -28,6 +28,10 @@ _TEXT: Unsupported = {
     "best_of": (1,),
     "dry_multiplier": (0,),
     "ebnf": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
     "image_embeds": (),
     "json_schema": (),
     "length_penalty": (1,),
@@ -76,10 +80,15 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "/v1/responses": {**_RESPONSES, "background": (False,)},
     "/v1/responses/input_tokens": _RESPONSES,
     "/api/chat": _OLLAMA,
-    "/api/generate": {**_OLLAMA, "context": ([],), "suffix": ("",), "template": ("",)},
+    "/api/generate": {**_OLLAMA, "suffix": ("",), "template": ("",)},
     "/v1/vector_stores/{id}/items": {"items.vector": ()},
     "/tokenize": {"chat_template": (), "mm_processor_kwargs": ({},)},
 }
+
+
+def doc(text: str) -> Meta:
+    """The description of a field in the OpenAPI document."""
+    return Meta(description=text)
 
 
 class RequestStruct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Union
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from gateway.api.answers import Block, Blocks, TokenizedAnswer, encode, merge_tokens
+from gateway.api.answers import Addition, Block, BlockStream, TokenizedAnswer, encode
 from gateway.api.chat.schemas import ReasoningEffort
 from gateway.api.conversation import Conversation, Part, Role, switch_thinking
 from gateway.api.fields import (
@@ -17,7 +17,6 @@ from gateway.api.fields import (
     EchoedStruct,
     Ignored,
     ModelName,
-    RequestStruct,
     UserName,
     find_priority,
     invalid,
@@ -29,7 +28,7 @@ from gateway.api.sampling import SamplingFields, check_max_tokens, seed_of, tran
 from gateway.api.structured import check_grammar, schema_grammar
 from gateway.api.tools import FunctionField, Offer, find_tools
 from gateway.calls.open_call import ChoiceEvent
-from gateway.calls.surface import Answer, AnswerHead, Frame, NoOptions, Plan, Surface, Totals
+from gateway.calls.surface import Answer, AnswerHead, NoOptions, Plan, Surface, Totals
 from gateway.http.errors import ApiError
 from gateway.http.exchange import RequestContext, sse_event, with_sse_id_last
 from shared.protocol import (
@@ -40,7 +39,6 @@ from shared.protocol import (
     Grammar,
     ModelCard,
     SamplingParams,
-    Started,
     TemplateOption,
     Tokenize,
     Tokens,
@@ -256,9 +254,10 @@ class MessageToolChoice(EchoedStruct, frozen=True, kw_only=True):
     disable_parallel_tool_use: bool | None = None
 
 
-class PromptFields(RequestStruct, frozen=True, kw_only=True):
-    """What decides the prompt."""
+class PromptFields(SamplingFields, frozen=True, kw_only=True):
+    """Fields of both requests; those of sampling do not change a count."""
 
+    stop: list[str] | None = msgspec.field(default=None, name="stop_sequences")
     model: ModelName
     messages: Annotated[list[MessageParam], Meta(min_length=1)]
     system: str | list[TextBlock] | None = None
@@ -284,10 +283,6 @@ class MessageRequest(PromptFields, frozen=True, kw_only=True):
     """The body of `POST /v1/messages`."""
 
     max_tokens: Annotated[int, Meta(ge=1)]
-    stop_sequences: list[str] | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     stream: bool | None = None
     metadata: MessageMetadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
@@ -488,23 +483,13 @@ class Messages(_Anthropic):
 
     def plan(self, request: MessageRequest, context: RequestContext, card: ModelCard) -> Plan:
         conversation = _translate(request, self.limits)
-        stop = request.stop_sequences or None
-        try:
-            sampling = translate_sampling(
-                SamplingFields(
-                    temperature=request.temperature,
-                    top_p=request.top_p,
-                    top_k=request.top_k,
-                    stop=stop,
-                ),
-                self.limits,
-                seed_of(context),
-                card.sampling,
-                max_tokens=check_max_tokens(request.max_tokens, "max_tokens", self.limits),
-            )
-        except ApiError as error:
-            error.rename("stop", "stop_sequences")
-            raise
+        sampling = translate_sampling(
+            request,
+            self.limits,
+            seed_of(context),
+            card.sampling,
+            max_tokens=check_max_tokens(request.max_tokens, "max_tokens", self.limits),
+        )
         task = Generate(
             tuple(conversation.messages),
             sampling,
@@ -729,18 +714,13 @@ def _thinking(
     return options
 
 
-class MessageAnswer:
-    """One answer, whole or in events."""
+class MessageAnswer(BlockStream):
+    """A `MessageObject` or its events."""
 
     def __init__(self, options: MessageOptions, head: AnswerHead) -> None:
-        self.options = options
-        self.head = head
-        self._blocks = Blocks(head.id, with_thought=options.with_thinking)
-        self._has_begun = False
-        self._open: Block | None = None
+        super().__init__(head, with_thought=options.with_thinking)
 
     def whole(self, events: Sequence[ChoiceEvent], totals: Totals) -> bytes:
-        """A `MessageObject`."""
         self._blocks.add_all(events)
         self._blocks.complete()
         message = self._message(MessageUsage.of(totals.prompt, totals.num_output_tokens))
@@ -748,55 +728,30 @@ class MessageAnswer:
         message.stop_reason, message.stop_sequence = _stop(totals.finished[0])
         return encode(message)
 
-    def frames(self, events: Sequence[ChoiceEvent], totals: Totals | None) -> list[Frame]:
-        """Events; those that belong together are one frame."""
-        frames: list[Frame] = []
-        for _, event in merge_tokens(events):
-            if not self._has_begun:
-                prompt = event.usage if isinstance(event, Started) else Usage(0)
-                frames.append((0, self._begin(prompt)))
-            if isinstance(event, Tokens) and (data := b"".join(self._add(event))):
-                frames.append((event.index + event.num_tokens, data))
-        if totals is not None:
-            frames.append((totals.num_output_tokens + 1, b"".join(self._end(totals))))
-        return frames
-
-    def _begin(self, prompt: Usage) -> bytes:
-        self._has_begun = True
+    def begun(self, prompt: Usage) -> bytes:
         return _event("message_start", message=self._message(MessageUsage.of(prompt, 0)))
 
-    def _add(self, event: Tokens) -> Iterator[bytes]:
-        """The events of the next tokens; none where they complete no text."""
-        for block, text, _ in self._blocks.add(event):
-            yield from self._open_block(block)
+    def grown(self, event: Tokens, added: Sequence[Addition]) -> bytes:
+        data = b""
+        for block, text, _ in added:
+            data += self.grow(block)
             if text:
                 delta = _DELTAS[block.kind](text)
-                yield _event("content_block_delta", index=block.index, delta=delta)
+                data += _event("content_block_delta", index=block.index, delta=delta)
+        return data
 
-    def _open_block(self, block: Block) -> Iterator[bytes]:
-        """Begin a block, unless it has begun; the one before it ends."""
-        if self._open is block:
-            return
-        yield from self._close_block()
-        self._open = block
+    def opened(self, block: Block) -> bytes:
         content = _to_content(block, is_empty=True)
-        yield _event("content_block_start", index=block.index, content_block=content)
-        if block.index == 0:
-            yield _event("ping")
+        data = _event("content_block_start", index=block.index, content_block=content)
+        return data if block.index else data + _event("ping")
 
-    def _close_block(self) -> Iterator[bytes]:
-        if self._open is not None:
-            yield _event("content_block_stop", index=self._open.index)
+    def closed(self, block: Block, totals: Totals | None) -> bytes:
+        return _event("content_block_stop", index=block.index)
 
-    def _end(self, totals: Totals) -> Iterator[bytes]:
-        if not self._has_begun:
-            yield self._begin(totals.prompt)
-        yield from self._open_block(self._blocks.complete())
-        yield from self._close_block()
+    def ended(self, totals: Totals) -> bytes:
         usage = MessageUsage.of(totals.prompt, totals.num_output_tokens)
         delta = StopDelta(*_stop(totals.finished[0]))
-        yield _event("message_delta", delta=delta, usage=usage)
-        yield _event("message_stop")
+        return _event("message_delta", delta=delta, usage=usage) + _event("message_stop")
 
     def _message(self, usage: MessageUsage) -> MessageObject:
         return MessageObject(id=self.head.id, model=self.head.model, usage=usage)

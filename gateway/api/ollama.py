@@ -28,13 +28,13 @@ from gateway.api.fields import (
     ModelName,
     RequestStruct,
     UserName,
+    doc,
     find_priority,
     invalid,
 )
 from gateway.api.sampling import (
-    Penalty,
+    RepetitionPenalty,
     SamplingFields,
-    Seed,
     check_max_tokens,
     seed_of,
     translate_sampling,
@@ -77,19 +77,16 @@ _LINES: Headers = [
 CallName = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
 
 
-class OllamaOptions(EchoedStruct, frozen=True, kw_only=True):
-    """How to sample. Other options, of how a model is loaded and how much of it, change nothing."""
+class OllamaOptions(SamplingFields, frozen=True, kw_only=True):
+    """Sampling. Other options, of how a model is loaded, have no effect."""
 
-    num_predict: Annotated[int, Meta(ge=-2)] | None = None  #: below 1: as many as there is room for
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
-    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    seed: Seed | None = None
-    stop: str | list[str] | None = None
-    repeat_penalty: Annotated[float, Meta(ge=0.1, le=10)] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
+    is_lenient: ClassVar[bool] = True
+    repetition_penalty: RepetitionPenalty | None = msgspec.field(
+        default=None, name="repeat_penalty"
+    )
+    num_predict: Annotated[
+        Annotated[int, Meta(ge=-2)] | None, doc("Below 1: as many as the context holds.")
+    ] = None
 
 
 class OllamaFunction(EchoedStruct, frozen=True, kw_only=True):
@@ -146,6 +143,7 @@ class OllamaGenerateRequest(OllamaRequest, frozen=True, kw_only=True):
     system: str | None = None
     images: list[str] | None = None
     raw: bool | None = None  #: without the chat template
+    context: Ignored = UNSET  #: tokens of an earlier answer, which clients send back
 
 
 class OllamaEmbedRequest(RequestStruct, frozen=True, kw_only=True):
@@ -290,20 +288,9 @@ class _Ollama(Surface):
     ) -> SamplingParams:
         """Raises: InvalidRequest."""
         most = options.num_predict if (options.num_predict or 0) > 0 else None
-        fields = SamplingFields(
-            temperature=options.temperature,
-            top_k=options.top_k,
-            top_p=options.top_p,
-            min_p=options.min_p,
-            seed=options.seed,
-            stop=options.stop,
-            repetition_penalty=options.repeat_penalty,
-            presence_penalty=options.presence_penalty,
-            frequency_penalty=options.frequency_penalty,
-        )
         max_tokens = check_max_tokens(most, "options.num_predict", self.limits)
         return translate_sampling(
-            fields, self.limits, seed_of(context), card.sampling, max_tokens=max_tokens
+            options, self.limits, seed_of(context), card.sampling, max_tokens=max_tokens
         )
 
     def without_worker(self, request: OllamaRequest, head: AnswerHead) -> bytes | None:

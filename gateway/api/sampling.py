@@ -10,16 +10,16 @@ from typing import Annotated, TypeVar
 from msgspec import Meta
 from msgspec.structs import replace
 
-from gateway.api.fields import EchoedStruct, RequestStruct, TokenId, invalid
+from gateway.api.fields import EchoedStruct, RequestStruct, TokenId, doc, invalid
 from gateway.http.exchange import RequestContext
 from shared.protocol import Generate, ModelCard, SamplingDefaults, SamplingParams
 from shared.settings.limits import LimitSettings
 
-Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 RepetitionPenalty = Annotated[float, Meta(ge=0.1, le=10)]
 Number = TypeVar("Number", int, float)
+N = TypeVar("N")
 
 _GREEDY_BELOW = 1e-5  #: temperatures under it are greedy: dividing by them would overflow
 _LEAST_TOP_P = 1e-9  #: 0 is legal on the wire and means the most probable token alone
@@ -28,39 +28,65 @@ _SEED_MASK = 2**64 - 1  #: negative seeds are the upper half of the fleet's unsi
 
 
 class StopForm(EchoedStruct, frozen=True, kw_only=True):
-    """candle-vllm's: one of these."""
+    """candle-vllm's form of `stop`: one of these."""
 
     Single: str | None = None
     Multiple: list[str] | None = None
 
 
 class SamplingFields(RequestStruct, frozen=True, kw_only=True):
-    """Fields of OpenAI's APIs of text, and vLLM's beside them."""
+    """Sampling fields of every API of text, some under other names (`rename`).
 
-    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    A new field is one line here, one in `translate_sampling`, one in `SamplingParams`, and the
+    engine's.
+    """
+
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    seed: Seed | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: str | list[str] | StopForm | None = None
-    stop_token_ids: list[TokenId] | None = None  #: vLLM's
-    include_stop_str_in_output: bool | None = None  #: vLLM's
-    allowed_token_ids: list[TokenId] | None = None  #: vLLM's
-    n: Annotated[int, Meta(ge=1)] | None = None
+    stop_token_ids: Annotated[list[TokenId] | None, doc("Token ids that end the answer.")] = None
+    include_stop_str_in_output: Annotated[
+        bool | None, doc("Whether the answer keeps the stop string that ended it.")
+    ] = None
+    allowed_token_ids: Annotated[
+        list[TokenId] | None, doc("The only token ids that may be sampled.")
+    ] = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: RepetitionPenalty | None = None
-    repeat_penalty: RepetitionPenalty | None = None  #: llama.cpp's name of it
-    penalty: RepetitionPenalty | None = None  #: candle-vllm's
-    #: By token id; as numbers, keys could be made to collide.
-    logit_bias: dict[str, Bias] | None = None
-    min_tokens: Annotated[int, Meta(ge=0)] | None = None  #: vLLM's: no end before so many
-    #: vLLM's: of each token of the prompt, its logprob and those of so many of the best.
-    prompt_logprobs: Annotated[int, Meta(ge=0)] | None = None
-    skip_special_tokens: bool | None = None  #: vLLM's: false keeps special tokens in the text
-    return_token_ids: bool | None = None  #: vLLM's: the ids of prompt and output
-    ignore_eos: bool | None = None  #: ours: write until `max_tokens`, for load tests
+    logit_bias: Annotated[
+        dict[str, Bias] | None, doc("Added to the logits of token ids, given in decimal digits.")
+    ] = None  # as numbers, keys could be made to collide
+    min_tokens: Annotated[
+        Annotated[int, Meta(ge=0)] | None, doc("Number of tokens before the answer may end.")
+    ] = None
+    skip_special_tokens: Annotated[bool | None, doc("false keeps special tokens in the text.")] = (
+        None
+    )
+    ignore_eos: Annotated[bool | None, doc("Generate until `max_tokens`, for load tests.")] = None
+
+
+class OpenAiSampling(SamplingFields, frozen=True, kw_only=True):
+    """Further fields of chat and completions."""
+
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    n: Annotated[int, Meta(ge=1)] | None = None
+    repeat_penalty: Annotated[
+        RepetitionPenalty | None, doc("llama.cpp's name of `repetition_penalty`.")
+    ] = None
+    penalty: Annotated[
+        RepetitionPenalty | None, doc("candle-vllm's name of `repetition_penalty`.")
+    ] = None
+    prompt_logprobs: Annotated[
+        Annotated[int, Meta(ge=0)] | None,
+        doc("Number of best tokens whose logprobs are returned for each token of the prompt."),
+    ] = None
+    return_token_ids: Annotated[bool | None, doc("Return the token ids of prompt and output.")] = (
+        None
+    )
 
 
 def seed_of(context: RequestContext) -> int:
@@ -81,6 +107,7 @@ def translate_sampling(
 
     Raises: InvalidRequest.
     """
+    openai = fields if isinstance(fields, OpenAiSampling) else OpenAiSampling()
     temperature = _first(fields.temperature, defaults.temperature, 1.0)
     top_p = _first(fields.top_p, defaults.top_p, 1.0)
     min_tokens = _min_tokens(fields, max_tokens, limits)
@@ -100,26 +127,25 @@ def translate_sampling(
         allowed_token_ids=_allowed_token_ids(fields, limits),
         presence_penalty=fields.presence_penalty or 0.0,
         frequency_penalty=fields.frequency_penalty or 0.0,
-        repetition_penalty=_first(_repetition(fields), defaults.repetition_penalty, 1.0),
+        repetition_penalty=_first(
+            _first(fields.repetition_penalty, openai.repeat_penalty, openai.penalty),
+            defaults.repetition_penalty,
+            1.0,
+        ),
         logit_bias=_logit_bias(fields, limits),
         num_logprobs=num_logprobs,
-        num_prompt_logprobs=_prompt_logprobs(fields, limits),
+        num_prompt_logprobs=_prompt_logprobs(openai, limits),
         ignore_eos=bool(fields.ignore_eos),
         skip_special_tokens=fields.skip_special_tokens is not False,
-        returns_prompt_ids=bool(fields.return_token_ids),
+        returns_prompt_ids=bool(openai.return_token_ids),
     )
 
 
-def _repetition(fields: SamplingFields) -> float | None:
-    names = (fields.repetition_penalty, fields.repeat_penalty, fields.penalty)
-    return next((value for value in names if value is not None), None)
-
-
-def _first(asked: Number | None, default: Number | None, neutral: Number) -> Number:
-    """What the client says, else what the model's makers suggest, else what changes nothing."""
+def _first(asked: Number | None, default: Number | None, no_op: N) -> Number | N:
+    """The client's value, else the default, else the no-op value."""
     if asked is not None:
         return asked
-    return neutral if default is None else default
+    return no_op if default is None else default
 
 
 def check_max_tokens(value: int | None, name: str, limits: LimitSettings) -> int | None:
@@ -140,29 +166,28 @@ def _min_tokens(fields: SamplingFields, max_tokens: int | None, limits: LimitSet
     return value
 
 
-def _prompt_logprobs(fields: SamplingFields, limits: LimitSettings) -> int | None:
+def _prompt_logprobs(fields: OpenAiSampling, limits: LimitSettings) -> int | None:
     if (fields.prompt_logprobs or 0) > limits.max_top_logprobs:
         raise invalid("prompt_logprobs", f"send at most {limits.max_top_logprobs}")
     return fields.prompt_logprobs
 
 
-def check_prompt_logprobs(fields: SamplingFields, is_streamed: bool | None) -> None:
+def check_prompt_logprobs(fields: OpenAiSampling, is_streamed: bool | None) -> None:
     """Raises: InvalidRequest: chunks have no field for them."""
     if fields.prompt_logprobs is not None and is_streamed:
         raise invalid("prompt_logprobs", "it needs a whole answer: send stream as false")
 
 
 def _stop(fields: SamplingFields, limits: LimitSettings) -> tuple[str, ...]:
-    if fields.stop is None:
-        return ()
-    given = fields.stop
+    given = () if fields.stop is None else fields.stop
     if isinstance(given, StopForm):
-        given = given.Single if given.Single is not None else given.Multiple or []
+        given = given.Single if given.Single is not None else given.Multiple or ()
     stop = (given,) if isinstance(given, str) else tuple(given)
+    name = fields.__struct_encode_fields__[fields.__struct_fields__.index("stop")]
     if len(stop) > limits.max_stop_strings:
-        raise invalid("stop", f"send at most {limits.max_stop_strings} strings")
+        raise invalid(name, f"send at most {limits.max_stop_strings} strings")
     if any(not 1 <= len(text) <= limits.max_stop_chars for text in stop):
-        raise invalid("stop", f"send strings of 1 to {limits.max_stop_chars} characters")
+        raise invalid(name, f"send strings of 1 to {limits.max_stop_chars} characters")
     return stop
 
 
@@ -192,7 +217,7 @@ def _is_token_id(key: str) -> bool:
     return len(key) <= _MAX_TOKEN_ID_DIGITS and key.isascii() and key.isdigit()
 
 
-def num_choices(fields: SamplingFields, limits: LimitSettings) -> int:
+def num_choices(fields: OpenAiSampling, limits: LimitSettings) -> int:
     """How many answers to make. Raises: InvalidRequest."""
     count = fields.n or 1
     if count > limits.max_choices:

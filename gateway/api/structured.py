@@ -13,8 +13,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
 
-from gateway.api.fields import RequestStruct, invalid
-from gateway.api.sampling import SamplingFields
+from gateway.api.fields import RequestStruct, doc, invalid
+from gateway.api.sampling import OpenAiSampling
 from gateway.http.errors import InvalidRequest
 from shared.protocol import UNSUPPORTED_KEYWORDS, Grammar, ModelCard, SamplingParams
 from shared.settings.limits import (
@@ -29,8 +29,6 @@ _SCHEMAS = frozenset(
     ["items", "additionalProperties", "additionalItems", "anyOf", "oneOf", "allOf", "prefixItems"]
 )
 _NAMED_SCHEMAS = frozenset(("properties", "patternProperties", "$defs", "definitions"))
-#: Names of vLLM's fields, behind `structured_outputs.` and `guided_`.
-_KINDS = ("json", "regex", "choice", "grammar")
 _LEASTS = ("minLength", "minItems", "minProperties")
 #: A count of repetitions, past what is escaped: `\\u{20000}` is a character.
 _REPEATED = re.compile(r"\\[uUx]\{[0-9A-Fa-f]+\}|\\.|\{(\d{1,9})", re.DOTALL)
@@ -73,22 +71,20 @@ class StructuredOutputs(RequestStruct, frozen=True, kw_only=True):
     grammar: str | None = None
 
 
-class StructuredFields(SamplingFields, frozen=True, kw_only=True):
+class StructuredFields(OpenAiSampling, frozen=True, kw_only=True):
     """Fields that say what an answer must be; a request has one of them."""
 
     response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
-    guided_json: Raw | UnsetType = UNSET
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
+    structured_outputs: Annotated[StructuredOutputs | None, doc("vLLM's.")] = None
 
 
 def find_grammar(
     fields: StructuredFields, card: ModelCard, limits: LimitSettings
 ) -> Grammar | None:
     """What the answer must be; None: any text. Raises: InvalidRequest."""
-    if _asks_for_nothing(fields) or not (found := list(_grammars(fields, limits))):
+    if fields.response_format is None and fields.structured_outputs is None:
+        return None
+    if not (found := list(_grammars(fields, limits))):
         return None
     if len(found) > 1:
         raise invalid(found[1].param, f"it cannot stand beside {found[0].param}; send one of them")
@@ -115,17 +111,6 @@ def check_with_grammar(sampling: SamplingParams) -> None:
         raise invalid("allowed_token_ids", "it cannot be combined with a grammar; leave it out")
 
 
-def _asks_for_nothing(fields: StructuredFields) -> bool:
-    return (
-        fields.response_format is None
-        and fields.structured_outputs is None
-        and fields.guided_json is UNSET
-        and fields.guided_regex is None
-        and fields.guided_choice is None
-        and fields.guided_grammar is None
-    )
-
-
 def _grammars(fields: StructuredFields, limits: LimitSettings) -> Iterator[Grammar]:
     form = fields.response_format
     if isinstance(form, JsonObjectFormat):
@@ -137,30 +122,21 @@ def _grammars(fields: StructuredFields, limits: LimitSettings) -> Iterator[Gramm
     asked = fields.structured_outputs or StructuredOutputs()
     if asked.json_object:
         yield any_object("structured_outputs.json_object")
-    for prefix, source in (("structured_outputs.", asked), ("guided_", fields)):
-        of = {name: getattr(source, _attribute(prefix, name)) for name in _KINDS}
-        if of["json"] is not UNSET and bytes(of["json"]) != b"null":
-            yield schema_grammar(unquoted(bytes(of["json"])), prefix + "json", limits)
-        if of["regex"] is not None:
-            yield _regex_grammar(of["regex"], prefix + "regex", limits)
-        if of["choice"] is not None:
-            yield _choice_grammar(of["choice"], prefix + "choice", limits)
-        if of["grammar"] is not None:
-            yield _lark_grammar(of["grammar"], prefix + "grammar", limits)
-
-
-def _attribute(prefix: str, name: str) -> str:
-    return prefix + name if prefix.endswith("_") else name
+    prefix = "structured_outputs."
+    if asked.json is not UNSET and bytes(asked.json) != b"null":
+        yield schema_grammar(unquoted(bytes(asked.json)), prefix + "json", limits)
+    if asked.regex is not None:
+        _check_pattern(asked.regex, prefix + "regex", limits)
+        yield Grammar("regex", asked.regex, prefix + "regex")
+    if asked.choice is not None:
+        yield _choice_grammar(asked.choice, prefix + "choice", limits)
+    if asked.grammar is not None:
+        yield _lark_grammar(asked.grammar, prefix + "grammar", limits)
 
 
 def unquoted(data: bytes) -> bytes:
     """JSON that may have come as a string with JSON in it, as some clients send it."""
     return msgspec.json.decode(data, type=str).encode() if data[:1] == b'"' else data
-
-
-def _regex_grammar(pattern: str, param: str, limits: LimitSettings) -> Grammar:
-    _check_pattern(pattern, param, limits)
-    return Grammar("regex", pattern, param)
 
 
 def _choice_grammar(texts: list[str], param: str, limits: LimitSettings) -> Grammar:

@@ -278,7 +278,10 @@ class Resume:
         head = AnswerHead(
             surface.id_prefix + request_id, record.created, record.model, record.package
         )
-        options = msgspec.json.decode(record.options, type=surface.options)
+        try:
+            options = msgspec.json.decode(record.options, type=surface.options)
+        except msgspec.MsgspecError:  # of a gateway of another version
+            raise _unknown() from None
         answer = surface.answer(options, head)
         return _numbered_reply(surface, call, answer, head, last_id, True, record.shows_timings)
 

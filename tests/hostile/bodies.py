@@ -132,9 +132,9 @@ BODIES: dict[str, list[Attack]] = {
     "C13": [*fields("prompt_embeds"), *values("image_embeds", CANARY),
             *values("prompt", [1, 2, 32_000], statuses=FINE)],
     "C14": [  # the mock can be held to grammars; what it is asked for here is one, or none
-        *[(attack, EITHER) for attack, _ in fields("response_format", "guided_regex")],
-        *values("guided_json", {"a": CANARY}, statuses=EITHER),
-        *values("guided_json", {"type": CANARY}, {"$ref": CANARY}, CANARY),
+        *[(attack, EITHER) for attack, _ in fields("response_format", "structured_outputs")],
+        *values("structured_outputs", {"json": {"a": CANARY}}, statuses=EITHER),
+        *values("structured_outputs", {"json": {"type": CANARY}}, {"json": {"$ref": CANARY}}, CANARY),
     ],
     "C15": [*fields("tools", "tool_choice"), *values("tools", [{"type": "function"}] * 5000)],
     "C16": [*fields("stop"), *values("stop", ["x"] * 10_000, "x" * 1_000_000)],

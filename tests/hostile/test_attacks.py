@@ -92,17 +92,17 @@ async def test_bytes_on_the_wire(fleet: HostileFleet, row: str) -> None:
 @in_the_long_form
 async def test_schemas_c14(tmp_path) -> None:
     """C14: each is refused by the name of its field, or its answer conforms to it."""
-    fields = {"json": "guided_json", "regex": "guided_regex", "choice": "guided_choice"}
+    kinds = ("json", "regex", "choice")
     compiled_bytes = 128 * MIB  # that a worker keeps
     async with run_hostile_fleet(tmp_path, kept_bytes=compiled_bytes) as fleet, under_attack(fleet):
         for kind, source in HOSTILE:
-            if kind not in fields:
+            if kind not in kinds:
                 continue
-            body = chat_body(CANARY, max_tokens=300, **{fields[kind]: source})
+            body = chat_body(CANARY, max_tokens=300, structured_outputs={kind: source})
             response = await fleet.client.post(CHAT, json=body)
             check(response, {200, 400})
             if response.status_code == 400:
-                assert response.json()["error"]["param"].startswith(fields[kind])
+                assert response.json()["error"]["param"].startswith(f"structured_outputs.{kind}")
                 continue
             (choice,) = response.json()["choices"]
             if kind == "json" and choice["finish_reason"] == "stop":

@@ -174,7 +174,11 @@ def test_a_failed_sequence_ends_its_request_alone():
 
 
 @pytest.mark.parametrize(
-    ("grammar", "param"), [(Grammar("json", "{}", "guided_json"), "guided_json"), (None, "tools")]
+    ("grammar", "param"),
+    [
+        (Grammar("json", "{}", "structured_outputs.json"), "structured_outputs.json"),
+        (None, "tools"),
+    ],
 )
 def test_a_form_that_is_too_slow_to_follow_is_named(grammar, param):
     request = make_request()

@@ -41,9 +41,9 @@ class ChatCompletions(Surface):
     )  # fmt: skip
     unsupported = UNSUPPORTED["/v1/chat/completions"]
     hints: ClassVar = {
-        "role": "Supported roles are system, developer, user, assistant and tool.",
-        "type": "Supported content parts are text and image_url: send a video as images of its frames, "
-        "and audio and files as text.",
+        "role": "Supported roles are system, developer, user, assistant, tool and function.",
+        "type": "Supported content parts are text, image_url, file (of text or of an image) and "
+        "thinking: send a video as images of its frames, and audio as text.",
         "response_format.type": "Supported formats are text, json_object and json_schema.",
         "tool_choice": "Send none, auto, required, a function by name or allowed_tools.",
         "detail": "Supported values are auto, low, high and original.",

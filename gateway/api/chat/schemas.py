@@ -25,7 +25,7 @@ from gateway.api.fields import (
     UserName,
 )
 from gateway.api.structured import StructuredFields
-from gateway.api.tools import CallField, ToolChoice, ToolField
+from gateway.api.tools import CalledFunction, CallField, ToolChoice, ToolField
 from shared.protocol import TemplateOption
 from shared.settings.limits import (
     MAX_METADATA_ENTRIES,
@@ -97,7 +97,33 @@ class InputImageContent(
     detail: Detail = "auto"
 
 
-ContentPart = TextContent | ImageContent | InputTextContent | InputImageContent
+class FileField(EchoedStruct, frozen=True, kw_only=True):
+    """A file: a `data:` URL of text or of an image, or the id of an uploaded image."""
+
+    file_data: str | None = None
+    file_id: str | None = None
+
+
+class FileContent(IgnoredPartFields, frozen=True, kw_only=True, tag_field="type", tag="file"):
+    """A text file or an image."""
+
+    file: FileField
+
+
+class ThinkingContent(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="thinking"):
+    """The assistant's reasoning, as a part of its turn."""
+
+    thinking: str
+
+
+ContentPart = (
+    TextContent
+    | ImageContent
+    | InputTextContent
+    | InputImageContent
+    | FileContent
+    | ThinkingContent
+)
 
 
 class IgnoredMessageFields(EchoedStruct, frozen=True, kw_only=True):
@@ -111,13 +137,15 @@ class IgnoredMessageFields(EchoedStruct, frozen=True, kw_only=True):
 class ChatMessageParam(IgnoredMessageFields, frozen=True, kw_only=True):
     """One turn. Clients echo assistant turns with all that an answer had and with fields of their own."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     #: null, or nothing, only of the assistant's, who may have said nothing
     content: str | Annotated[list[ContentPart], Meta(min_length=1)] | UnsetType | None = UNSET
     #: What the assistant thought; some clients call it `reasoning`. Whatever is no text is skipped.
     reasoning: Ignored = UNSET
     reasoning_content: Ignored = UNSET
     tool_calls: list[CallField] | None = None  #: the assistant's
+    #: the assistant's call in the older form, whose result has the role `function` and its name
+    function_call: CalledFunction | None = None
     tool_call_id: Annotated[str, Meta(max_length=MAX_NAME_CHARS)] | None = None  #: of a tool's
 
 

@@ -13,9 +13,12 @@ from gateway.api.chat.schemas import (
     ChatCompletionRequest,
     ChatMessageParam,
     ContentPart,
+    FileContent,
+    FileField,
     ImageContent,
     InputImageContent,
     PixelFields,
+    ThinkingContent,
     ThinkingType,
 )
 from gateway.api.conversation import (
@@ -42,11 +45,20 @@ from gateway.api.sampling import (
     translate_sampling,
 )
 from gateway.api.structured import check_with_grammar, find_grammar
-from gateway.api.tools import find_tools, read_call, read_offer
+from gateway.api.tools import check_arguments, find_tools, read_call, read_offer
 from gateway.calls.surface import Plan
 from gateway.http.exchange import RequestContext
 from shared.protocol import Ending, Generate, ModelCard, TemplateOption, ToolCall
 from shared.settings.limits import LimitSettings
+
+_ROLES: dict[str, Role] = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+    "function": "tool",
+}
 
 
 class ChatOptions(msgspec.Struct, frozen=True):
@@ -131,7 +143,7 @@ def translate_messages(
 def _add_message(
     conversation: Conversation, message: ChatMessageParam, param: str, pixels: PixelFields
 ) -> None:
-    role = "system" if message.role == "developer" else message.role
+    role = _ROLES[message.role]
     content = message.content
     if content is msgspec.UNSET and role != "assistant":
         raise missing(f"{param}.content")
@@ -139,21 +151,35 @@ def _add_message(
         if role not in ("assistant", "tool"):
             raise invalid(f"{param}.content", "send a string or a list of parts")
         content = ""
+    reasoning = ""
     if isinstance(content, str):
         parts: tuple[Part, ...] = (conversation.text(content),)
     else:
+        thoughts = [part.thinking for part in content if isinstance(part, ThinkingContent)]
+        reasoning = "".join(thoughts)
         parts = tuple(
             _add_part(conversation, part, role, f"{param}.content.[{index}]", pixels)
             for index, part in enumerate(content)
+            if not isinstance(part, ThinkingContent)
         )
-    reasoning = _reasoning(message) if role == "assistant" else ""
-    calls: tuple[ToolCall, ...] = ()
-    if role == "assistant" and message.tool_calls:
-        calls = tuple(
-            read_call(call, place, f"{param}.tool_calls.[{place}]")
-            for place, call in enumerate(message.tool_calls)
-        )
-    conversation.add(role, parts, reasoning, calls, message.tool_call_id or "")
+    reasoning = (_reasoning(message) or reasoning) if role == "assistant" else ""
+    calls = _calls(message, param) if role == "assistant" else ()
+    call_id = message.tool_call_id or ""
+    if message.role == "function":
+        call_id = message.name or ""
+    conversation.add(role, parts or (conversation.text(""),), reasoning, calls, call_id)
+
+
+def _calls(message: ChatMessageParam, param: str) -> tuple[ToolCall, ...]:
+    calls = tuple(
+        read_call(call, place, f"{param}.tool_calls.[{place}]")
+        for place, call in enumerate(message.tool_calls or ())
+    )
+    older = message.function_call
+    if older is None or calls:
+        return calls
+    arguments = check_arguments(older.arguments, f"{param}.function_call.arguments")
+    return (ToolCall(older.name, older.name, arguments),)
 
 
 def _reasoning(message: ChatMessageParam) -> str:
@@ -199,9 +225,28 @@ def _template_options(
     return options | find_effort(card, request.reasoning_effort, "reasoning_effort", context)
 
 
+def _add_file(conversation: Conversation, file: FileField, role: Role, param: str) -> Part:
+    """Raises: InvalidRequest."""
+    if file.file_id is not None:
+        return conversation.image(file.file_id, f"{param}.file_id", role)
+    data = file.file_data or ""
+    media_type, _, encoded = data.partition(";base64,")
+    if media_type.startswith("data:image/"):
+        return conversation.image(data, f"{param}.file_data", role)
+    if not media_type.startswith(("data:text/", "data:application/json")):
+        raise invalid(f"{param}.file_data", "send a data: URL of text or of an image, in base64")
+    try:
+        return conversation.text(msgspec.convert(encoded, bytes).decode())
+    except (msgspec.ValidationError, UnicodeDecodeError):
+        raise invalid(f"{param}.file_data", "send text in UTF-8, in base64") from None
+
+
 def _add_part(
     conversation: Conversation, part: ContentPart, role: Role, param: str, pixels: PixelFields
 ) -> Part:
+    assert not isinstance(part, ThinkingContent)
+    if isinstance(part, FileContent):
+        return _add_file(conversation, part.file, role, f"{param}.file")
     if not isinstance(part, ImageContent | InputImageContent):
         return conversation.text(part.text)
     url = part.image_url if isinstance(part.image_url, str) else part.image_url.url

@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
-from gateway.api.answers import Block, Blocks, encode, merge_tokens, num_reasoning_tokens
+from gateway.api.answers import Addition, Block, BlockStream, encode, num_reasoning_tokens
 from gateway.api.chat.answer import to_choice_logprobs
 from gateway.api.chat.schemas import ChatLogprob
 from gateway.api.fields import timings_of
@@ -34,12 +35,10 @@ from gateway.api.responses.schemas import (
     ResponseObject,
     ResponseText,
     ResponseUsage,
-    ShownReasoning,
-    ShownText,
 )
 from gateway.api.responses.translate import KeptConversation, ResponseOptions
 from gateway.calls.open_call import ChoiceEvent
-from gateway.calls.surface import AnswerHead, Frame, Totals
+from gateway.calls.surface import AnswerHead, Totals
 from gateway.http.errors import ApiError
 from gateway.http.exchange import SSE_DONE, sse_event
 from shared.protocol import (
@@ -49,6 +48,7 @@ from shared.protocol import (
     OutputLogprob,
     TextPart,
     Tokens,
+    Usage,
 )
 
 _SERVER_ERROR = "server_error"
@@ -60,22 +60,18 @@ _KINDS = {
 }
 
 
-class ResponseAnswer:
-    """One answer, whole or in events."""
+class ResponseAnswer(BlockStream):
+    """A `ResponseObject` or its events."""
 
     def __init__(self, options: ResponseOptions, head: AnswerHead) -> None:
+        super().__init__(head)
         self.options = options
-        self.head = head
         self._id = head.id.removeprefix("resp_")
-        self._blocks = Blocks(head.id)
         self._sequence = 0
-        self._has_begun = False
-        self._open: Block | None = None
         self._done: list[OutputItem] = []
         self._final: ResponseObject | None = None
 
     def whole(self, events: Sequence[ChoiceEvent], totals: Totals) -> bytes:
-        """A `ResponseObject`."""
         self._blocks.add_all(events)
         status, last = _status(totals), self._blocks.complete()
         self._done = [
@@ -84,18 +80,6 @@ class ResponseAnswer:
         ]
         self._final = self._response(status, totals)
         return encode(self._final)
-
-    def frames(self, events: Sequence[ChoiceEvent], totals: Totals | None) -> list[Frame]:
-        """Events; those that belong together are one frame."""
-        frames: list[Frame] = []
-        for _, event in merge_tokens(events):
-            if not self._has_begun:
-                frames.append((0, self._begin()))
-            if isinstance(event, Tokens) and (data := self._add(event)):
-                frames.append((event.index + event.num_tokens, data))
-        if totals is not None:
-            frames.append((totals.num_output_tokens + 1, self._end(totals)))
-        return frames
 
     def record(self) -> bytes | None:
         """The conversation up to a complete answer; None if its client does not want it kept."""
@@ -116,51 +100,34 @@ class ResponseAnswer:
             "error", code=error.code or _SERVER_ERROR, message=error.message, param=error.param
         )
 
-    def _begin(self) -> bytes:
-        self._has_begun = True
+    def begun(self, prompt: Usage) -> bytes:
         response = self._response("in_progress", None)
         created = self._event("response.created", response=response)
         return created + self._event("response.in_progress", response=response)
 
-    def _add(self, event: Tokens) -> bytes:
-        """The events of the next tokens; none where they complete no text."""
+    def grown(self, event: Tokens, added: Sequence[Addition]) -> bytes:
         data, num_deltas = b"", 0
-        for block, text, logprobs in self._blocks.add(event):
-            data += self._open_item(block)
+        for block, text, logprobs in added:
+            data += self.grow(block)
             if text or logprobs:
                 num_deltas += 1
-                data += self._delta(block, text, logprobs)
+                shown = self._logprobs(logprobs) if block.kind == "text" else None
+                type_ = f"response.{_KINDS[block.kind]}.delta"
+                data += self._event(type_, **self._place(block), delta=text, logprobs=shown)
         self._sequence += max(0, event.num_tokens - num_deltas)
         return data
 
-    def _open_item(self, block: Block) -> bytes:
-        """Begin an item, unless it has begun; the one before it ends."""
-        if self._open is block:
-            return b""
-        data = self._close_item("completed")
-        self._open = block
+    def opened(self, block: Block) -> bytes:
         item = self._item(block, "in_progress", is_empty=True)
-        data += self._event("response.output_item.added", output_index=block.index, item=item)
+        data = self._event("response.output_item.added", output_index=block.index, item=item)
         if block.kind == "call":
             return data
         part = self._part(block, is_empty=True)
         return data + self._event("response.content_part.added", **self._place(block), part=part)
 
-    def _delta(self, block: Block, text: str, logprobs: Sequence[OutputLogprob]) -> bytes:
-        shown = self._logprobs(logprobs) if block.kind == "text" else None
-        type_ = f"response.{_KINDS[block.kind]}.delta"
-        return self._event(type_, **self._place(block), delta=text, logprobs=shown)
-
-    def _close_item(self, status: str) -> bytes:
-        """End the item that is open."""
-        block = self._open
-        if block is None:
-            return b""
-        item, place, type_ = (
-            self._item(block, status),
-            self._place(block),
-            f"response.{_KINDS[block.kind]}.done",
-        )
+    def closed(self, block: Block, totals: Totals | None) -> bytes:
+        item = self._item(block, "completed" if totals is None else _status(totals))
+        place, type_ = self._place(block), f"response.{_KINDS[block.kind]}.done"
         if isinstance(item, CallItem):
             data = self._event(type_, **place, name=item.name, arguments=item.arguments)
         else:
@@ -170,15 +137,12 @@ class ResponseAnswer:
             data += self._event("response.content_part.done", **place, part=part)
         data += self._event("response.output_item.done", output_index=block.index, item=item)
         self._done.append(item)
-        self._open = None
         return data
 
-    def _end(self, totals: Totals) -> bytes:
+    def ended(self, totals: Totals) -> bytes:
         status = _status(totals)
-        data = b"" if self._has_begun else self._begin()
-        data += self._open_item(self._blocks.complete()) + self._close_item(status)
         self._final = self._response(status, totals)
-        return data + self._event(f"response.{status}", response=self._final) + SSE_DONE
+        return self._event(f"response.{status}", response=self._final) + SSE_DONE
 
     def _item_id(self, block: Block) -> str:
         match block.kind:
@@ -223,34 +187,14 @@ class ResponseAnswer:
 
     def _response(self, status: str, totals: Totals | None) -> ResponseObject:
         """As far as it is."""
-        options = self.options
-        response = ResponseObject(
+        response = replace(
+            self.options.response,
             id=self.head.id,
             created_at=self.head.created,
             status=status,
             model=self.head.model,
-            previous_response_id=options.previous_response_id,
-            instructions=options.instructions,
             output=tuple(self._done),
-            top_p=options.top_p,
-            presence_penalty=options.presence_penalty,
-            frequency_penalty=options.frequency_penalty,
-            top_logprobs=options.top_logprobs,
-            temperature=options.temperature,
-            reasoning=ShownReasoning(options.effort),
-            max_output_tokens=options.max_output_tokens,
-            tools=options.tools,
-            tool_choice=options.tool_choice,
-            parallel_tool_calls=options.parallel_tool_calls,
-            store=options.store,
-            service_tier=options.service_tier,
-            metadata=options.metadata,
-            safety_identifier=options.safety_identifier,
-            prompt_cache_key=options.prompt_cache_key,
-            user=options.user,
         )
-        if options.text.format is not None:
-            response.text = ShownText(options.text.format)
         if totals is not None:
             response.completed_at = self.head.created + _duration_s(totals)
             response.usage = to_usage(totals)

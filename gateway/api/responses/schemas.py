@@ -28,7 +28,7 @@ from gateway.api.fields import (
     Timings,
     UserName,
 )
-from gateway.api.sampling import Penalty, Seed
+from gateway.api.sampling import SamplingFields
 from gateway.api.structured import JsonObjectFormat, TextFormat
 from shared.settings.limits import (
     MAX_FORMAT_DESCRIPTION_CHARS,
@@ -184,8 +184,8 @@ class Reasoning(RequestStruct, frozen=True, kw_only=True):
     context: Ignored = UNSET
 
 
-class ResponseFields(RequestStruct, frozen=True, kw_only=True):
-    """What decides the prompt."""
+class ResponseFields(SamplingFields, frozen=True, kw_only=True):
+    """Fields of both requests; those of sampling do not change a count."""
 
     model: ModelName
     input: str | Annotated[list[InputItem], Meta(min_length=1)]
@@ -208,16 +208,7 @@ class ResponseRequest(ResponseFields, frozen=True, kw_only=True):
     """The body of `POST /v1/responses`."""
 
     max_output_tokens: Annotated[int, Meta(ge=1)] | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
     top_logprobs: Annotated[int, Meta(ge=0)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None  #: ours, as of chat
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Meta(ge=0.1, le=10)] | None = None
-    seed: Seed | None = None
-    stop: str | list[str] | None = None
     include: list[str] | None = None
     stream: bool | None = None
     stream_options: IgnoredStreamFields | None = None
@@ -347,13 +338,13 @@ class ShownTool(msgspec.Struct, frozen=True):
 class ResponseObject(msgspec.Struct, kw_only=True):
     """An answer, whole or as far as it is."""
 
-    id: str
+    id: str = ""
     object: str = "response"
-    created_at: int
+    created_at: int = 0
     completed_at: int | None = None
     status: str = "in_progress"
     incomplete_details: IncompleteDetails | None = None
-    model: str
+    model: str = ""
     previous_response_id: str | None = None
     instructions: str | None = None
     output: Sequence[OutputItem] = ()

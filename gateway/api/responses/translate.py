@@ -26,13 +26,15 @@ from gateway.api.responses.schemas import (
     ResponseChoice,
     ResponseFields,
     ResponseFormat,
+    ResponseObject,
     ResponseRequest,
     ResponseTool,
     ResponseToolChoice,
+    ShownReasoning,
+    ShownText,
     ShownTool,
-    TextConfig,
 )
-from gateway.api.sampling import SamplingFields, check_max_tokens, seed_of, translate_sampling
+from gateway.api.sampling import check_max_tokens, seed_of, translate_sampling
 from gateway.api.structured import JsonObjectFormat, any_object, check_grammar, schema_grammar
 from gateway.api.tools import FunctionField, Offer, check_arguments, find_tools
 from gateway.calls.surface import Plan
@@ -85,29 +87,11 @@ class Continued:
 
 
 class ResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What an answer repeats of its request, and how its client wants it."""
+    """How the client wants its answer."""
 
-    previous_response_id: str | None = None
-    instructions: str | None = None
-    temperature: float = 1.0
-    top_p: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    top_logprobs: int = 0
-    effort: str | None = None
-    max_output_tokens: int | None = None
-    store: bool = True
-    service_tier: str = "default"
-    metadata: dict[str, str] = msgspec.field(default_factory=dict)
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    user: str | None = None
+    response: ResponseObject  #: with the fields that repeat the request
     with_logprobs: bool = False
-    text: TextConfig = TextConfig()
-    tools: tuple[ShownTool, ...] = ()
-    tool_choice: ResponseToolChoice = "auto"
-    parallel_tool_calls: bool = True
-    #: To be kept with the answer; none where it is not.
+    #: To be kept with the answer; empty if it is not kept.
     messages: tuple[ChatMessage, ...] = ()
 
 
@@ -136,32 +120,43 @@ def translate(
     return Plan(
         [task],
         ResponseOptions(
-            previous_response_id=request.previous_response_id,
-            instructions=request.instructions,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            presence_penalty=sampling.presence_penalty,
-            frequency_penalty=sampling.frequency_penalty,
-            top_logprobs=request.top_logprobs or 0,
-            effort=None if request.reasoning is None else request.reasoning.effort,
-            max_output_tokens=request.max_output_tokens,
-            store=stores,
-            service_tier=find_service_tier(request.service_tier, priority) or "default",
-            metadata=request.metadata or {},
-            safety_identifier=request.safety_identifier,
-            prompt_cache_key=request.prompt_cache_key,
-            user=request.user,
+            response=_echo(request, sampling, find_service_tier(request.service_tier, priority)),
             with_logprobs=sampling.num_logprobs is not None,
-            text=request.text or TextConfig(),
-            tools=tuple(map(_show_tool, filter(_is_function, request.tools or ()))),
-            tool_choice=_word_of(request.tool_choice),
-            parallel_tool_calls=request.parallel_tool_calls is not False,
             messages=_without_instructions(conversation, request) if stores else (),
         ),
         conversation.sources,
         is_streamed=bool(request.stream),
         shows_timings=wants_timings(request.timings, context.headers),
         priority=priority,
+    )
+
+
+def _echo(
+    request: ResponseRequest, sampling: SamplingParams, service_tier: str | msgspec.UnsetType
+) -> ResponseObject:
+    """The answer's fields that repeat the request."""
+    effort = None if request.reasoning is None else request.reasoning.effort
+    form = None if request.text is None else request.text.format
+    return ResponseObject(
+        previous_response_id=request.previous_response_id,
+        instructions=request.instructions,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        top_logprobs=request.top_logprobs or 0,
+        reasoning=ShownReasoning(effort),
+        max_output_tokens=request.max_output_tokens,
+        store=request.store is not False,
+        service_tier=service_tier or "default",
+        metadata=request.metadata or {},
+        safety_identifier=request.safety_identifier,
+        prompt_cache_key=request.prompt_cache_key,
+        user=request.user,
+        text=ShownText() if form is None else ShownText(form),
+        tools=[*map(_show_tool, filter(_is_function, request.tools or ()))],
+        tool_choice=_word_of(request.tool_choice),
+        parallel_tool_calls=request.parallel_tool_calls is not False,
     )
 
 
@@ -195,19 +190,8 @@ def _sampling(
         num_logprobs = request.top_logprobs or 0
         if num_logprobs > limits.max_top_logprobs:
             raise invalid("top_logprobs", f"send at most {limits.max_top_logprobs}")
-    fields = SamplingFields(
-        temperature=request.temperature,
-        top_p=request.top_p,
-        top_k=request.top_k,
-        min_p=request.min_p,
-        seed=request.seed,
-        stop=request.stop,
-        presence_penalty=request.presence_penalty,
-        frequency_penalty=request.frequency_penalty,
-        repetition_penalty=request.repetition_penalty,
-    )
     return translate_sampling(
-        fields,
+        request,
         limits,
         seed_of(context),
         card.sampling,

@@ -123,6 +123,5 @@ async def test_each_field_is_either_used_or_ignored_or_refused():
         "timings", "ignore_eos", "min_tokens", "reasoning_effort", "include_reasoning",
         "enable_thinking", "chat_template_kwargs", "skip_special_tokens", "return_token_ids",
         "continue_final_message", "add_generation_prompt", "response_format", "structured_outputs",
-        "guided_json", "guided_regex", "guided_choice", "guided_grammar",
         "tools", "tool_choice", "parallel_tool_calls",
     }  # fmt: skip

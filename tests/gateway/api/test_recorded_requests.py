@@ -1,5 +1,8 @@
 """Requests as programs send them, cut down to the fields that were refused once."""
 
+from base64 import b64encode
+from typing import Any
+
 import pytest
 from msgspec.structs import replace
 
@@ -142,6 +145,68 @@ async def test_small_things_that_others_take(gateway, worker):
     )
     assert response.status_code == 200, response.text
     assert response.headers["x-vlm-ignored"] == "messages.content.uuid"
+
+
+async def test_functions_of_the_older_form_are_tools(gateway, worker):
+    turns = [
+        *HELLO,
+        {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}},
+        {"role": "function", "name": "f", "content": "42"},
+    ]
+    response, _ = await post(gateway, "/v1/chat/completions", messages=turns)
+    assert response.status_code == 200, response.text
+    _, called, answered = worker.requests[-1].task.messages
+    assert called.tool_calls == (ToolCall("f", "f", "{}"),)
+    assert (answered.role, answered.tool_call_id) == ("tool", "f")
+
+
+def file_part(media_type: str, data: bytes) -> dict[str, Any]:
+    url = f"data:{media_type};base64,{b64encode(data).decode()}"
+    return {"type": "file", "file": {"filename": "x", "file_data": url}}
+
+
+async def test_files_of_text_are_text_and_of_images_are_images(gateway, worker):
+    image = {"type": "file", "file": {"file_data": data_url()}}
+    content = [file_part("text/plain", "wörds".encode()), image]
+    turns = [{"role": "user", "content": content}]
+    response, _ = await post(gateway, "/v1/chat/completions", messages=turns)
+    assert response.status_code == 200, response.text
+    task = worker.requests[-1].task
+    assert task.messages[0].parts[0] == TextPart("wörds")
+    assert len(task.images) == 1
+
+
+@pytest.mark.parametrize(
+    "part", [file_part("application/pdf", b"%PDF"), file_part("text/plain", b"\xff")]
+)
+async def test_other_files_are_refused_by_name(gateway, part):
+    turns = [{"role": "user", "content": [part]}]
+    response, told = await post(gateway, "/v1/chat/completions", messages=turns)
+    assert response.status_code == 400
+    assert told["error"]["param"] == "messages.[0].content.[0].file.file_data"
+
+
+async def test_thinking_parts_of_the_assistant_are_its_reasoning(gateway, worker):
+    said = [{"type": "thinking", "thinking": "hm", "closed": True}, {"type": "text", "text": "so"}]
+    turns = [*HELLO, {"role": "assistant", "content": said}, *HELLO]
+    response, _ = await post(gateway, "/v1/chat/completions", messages=turns)
+    assert response.status_code == 200, response.text
+    turn = worker.requests[-1].task.messages[1]
+    assert (turn.reasoning, turn.parts) == ("hm", (TextPart("so"),))
+
+
+@pytest.mark.parametrize(
+    ("field", "status"),
+    [
+        ({"context": [1, 2]}, 200), ({"suffix": ""}, 200), ({"logprobs": False}, 200),
+        ({"suffix": "x"}, 400), ({"logprobs": True}, 400), ({"top_logprobs": 2}, 400),
+    ],
+)  # fmt: skip
+async def test_fields_of_ollamas_generate_are_done_or_refused_by_name(gateway, field, status):
+    response, told = await post(gateway, "/api/generate", prompt="hello", stream=False, **field)
+    assert response.status_code == status, response.text
+    if status == 400:
+        assert told["param"] == next(iter(field))
 
 
 async def test_ping_and_version(gateway):

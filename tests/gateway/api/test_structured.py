@@ -46,19 +46,18 @@ COMPACT = json.dumps(SCHEMA, separators=(",", ":"))
     ("fields", "expected"),
     [
         ({}, None),
-        ({"response_format": None, "guided_json": None, "structured_outputs": {"json": None}}, None),
+        ({"response_format": None, "structured_outputs": {"json": None}}, None),
         ({"response_format": {"type": "text"}}, None),
         ({"response_format": {"type": "json_object"}}, ANY_OBJECT),
         (schema_format(SCHEMA), Grammar("json", COMPACT, WHERE)),
         (schema_format(SCHEMA, strict=True, description="x"), Grammar("json", COMPACT, WHERE)),
         (schema_format(SCHEMA, strict=False), Grammar("json", COMPACT, WHERE, True)),
         ({"structured_outputs": {"json": SCHEMA}}, Grammar("json", COMPACT, "structured_outputs.json")),
-        ({"guided_json": COMPACT}, Grammar("json", COMPACT, "guided_json")),
+        ({"structured_outputs": {"json": COMPACT}}, Grammar("json", COMPACT, "structured_outputs.json")),
         ({"structured_outputs": {"json_object": True}},
          Grammar("json", '{"type":"object"}', "structured_outputs.json_object")),
         ({"structured_outputs": {"regex": "a+"}}, Grammar("regex", "a+", "structured_outputs.regex")),
-        ({"guided_regex": "a+"}, Grammar("regex", "a+", "guided_regex")),
-        ({"guided_choice": ["a", "b"]}, Grammar("choice", '["a","b"]', "guided_choice")),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, Grammar("choice", '["a","b"]', "structured_outputs.choice")),
     ],
 )  # fmt: skip
 def test_each_field_says_what_the_answer_must_be(fields, expected):
@@ -67,13 +66,16 @@ def test_each_field_says_what_the_answer_must_be(fields, expected):
 
 def test_grammars_need_the_operators_leave():
     with pytest.raises(InvalidRequest) as caught:
-        grammar_of({"guided_grammar": "start: /a/"})
-    assert (caught.value.param, caught.value.code) == ("guided_grammar", "unsupported_parameter")
+        grammar_of({"structured_outputs": {"grammar": "start: /a/"}})
+    assert (caught.value.param, caught.value.code) == (
+        "structured_outputs.grammar",
+        "unsupported_parameter",
+    )
     limits = make_group(LimitSettings, max_grammar_bytes=10)
-    expected = Grammar("lark", "start: /a/", "guided_grammar")
-    assert grammar_of({"guided_grammar": "start: /a/"}, limits) == expected
+    expected = Grammar("lark", "start: /a/", "structured_outputs.grammar")
+    assert grammar_of({"structured_outputs": {"grammar": "start: /a/"}}, limits) == expected
     with pytest.raises(InvalidRequest, match="at most 10 bytes"):
-        grammar_of({"guided_grammar": "start: /ab/"}, limits)
+        grammar_of({"structured_outputs": {"grammar": "start: /ab/"}}, limits)
 
 
 def deep(levels: int) -> dict[str, Any]:
@@ -125,14 +127,14 @@ def test_a_lenient_schema_may_hold_what_is_ignored():
     [
         (schema_format([1]), WHERE),
         (schema_format("x"), WHERE),
-        ({"guided_json": "{"}, "guided_json"),
-        ({"guided_json": '"{}"'}, "guided_json"),
-        ({"guided_json": '{"a":' * 5000 + "1" + "}" * 5000}, "guided_json"),
-        ({"guided_choice": []}, "guided_choice"),
-        ({"guided_choice": ["x"] * 1001}, "guided_choice"),
-        ({"guided_choice": ["x" * 70_000]}, "guided_choice"),
-        ({"guided_regex": "x{5000}"}, "guided_regex"),
-        ({"guided_regex": "x", "guided_choice": ["x"]}, "guided_choice"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
+        ({"structured_outputs": {"json": '"{}"'}}, "structured_outputs.json"),
+        ({"structured_outputs": {"json": '{"a":' * 5000 + "1" + "}" * 5000}}, "structured_outputs.json"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"choice": ["x"] * 1001}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"choice": ["x" * 70_000]}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"regex": "x{5000}"}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"regex": "x", "choice": ["x"]}}, "structured_outputs.choice"),
         ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "x"}},
          "structured_outputs.regex"),
     ],
