@@ -14,10 +14,9 @@ from gateway.batches.runner import MAX_OPEN_LINES, BatchRunner
 from gateway.calls.affinity import PrefixAffinity
 from gateway.calls.dispatcher import Dispatcher
 from gateway.calls.kept import KeptAnswers
-from gateway.calls.key_limits import KeyLimits
+from gateway.calls.key_limits import KeyLimits, Refunds
 from gateway.calls.lifecycle import Lifecycle
 from gateway.calls.models import ModelDirectory
-from gateway.calls.refunds import Refunds
 from gateway.calls.resume import Resume
 from gateway.calls.surface import Surface
 from gateway.http.admission import Admission

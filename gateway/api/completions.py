@@ -24,11 +24,13 @@ from gateway.api.fields import (
     UNSUPPORTED,
     ModelName,
     ServiceTier,
+    ShowsTimings,
     StreamOptions,
     Timings,
     TokenId,
-    UserName,
+    User,
     check_stream_options,
+    doc,
     find_priority,
     find_service_tier,
     invalid,
@@ -72,14 +74,21 @@ class CompletionRequest(StructuredFields, frozen=True, kw_only=True):
     prompt: str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
     #: 0 for the logprobs of a prompt alone.
     max_tokens: Annotated[int, Meta(ge=0)] | None = None
-    echo: bool | None = None  #: the prompt stands before the text, with logprobs of its tokens
-    logprobs: Annotated[int, Meta(ge=0)] | None = None  #: so many rivals of each token
-    add_special_tokens: bool | None = None  #: vLLM's: false puts none around a prompt, such as BOS
+    echo: Annotated[
+        bool | None, doc("Return the prompt before the text, with logprobs of its tokens.")
+    ] = None
+    logprobs: Annotated[
+        Annotated[int, Meta(ge=0)] | None,
+        doc("Number of best tokens whose logprobs are returned for each token."),
+    ] = None
+    add_special_tokens: Annotated[
+        bool | None, doc("false adds no special tokens, such as BOS, to a prompt.")
+    ] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     service_tier: ServiceTier | None = None
-    user: UserName | None = None  #: the log holds a short hash of it
-    timings: bool | None = None  #: ours: the answer ends with its stage timings
+    user: User = None
+    timings: ShowsTimings = None
 
 
 class CompletionLogprobs(msgspec.Struct):

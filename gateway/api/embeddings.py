@@ -17,8 +17,10 @@ from gateway.api.fields import (
     ModelName,
     RequestStruct,
     ServiceTier,
+    ShowsTimings,
     TokenId,
-    UserName,
+    User,
+    doc,
     find_priority,
     invalid,
     missing,
@@ -90,12 +92,16 @@ class EmbeddingRequest(RequestStruct, frozen=True, kw_only=True):
     messages: Annotated[list[EmbeddingTurn], Meta(min_length=1, max_length=1)] | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Meta(ge=1)] | None = None
-    user: UserName | None = None  #: the log holds a short hash of it
-    normalized: bool | None = None  #: ours: false leaves the vector as the model made it
-    truncate: Truncation | None = None  #: which end to cut off of what is too long
+    user: User = None
+    normalized: Annotated[bool | None, doc("false returns vectors that are not normalized.")] = None
+    truncate: Annotated[
+        Truncation | None, doc("The end at which inputs that are too long are cut.")
+    ] = None
     #: vLLM's: cut inputs to so many tokens; -1: to what the model takes
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
-    prompt_name: str | None = None  #: which of the model's prompts stands before each text
+    prompt_name: Annotated[str | None, doc("The model's prompt that is put before each text.")] = (
+        None
+    )
     input_type: (
         Literal[
             "search_query",
@@ -109,7 +115,7 @@ class EmbeddingRequest(RequestStruct, frozen=True, kw_only=True):
         | None
     ) = None
     service_tier: ServiceTier | None = None
-    timings: bool | None = None  #: ours: the answer ends with its stage timings
+    timings: ShowsTimings = None
 
 
 class Embedding(msgspec.Struct):

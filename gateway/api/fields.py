@@ -14,6 +14,13 @@ from shared.settings.limits import MAX_MODEL_CHARS, MAX_USER_CHARS
 
 ModelName = Annotated[str, Meta(min_length=1, max_length=MAX_MODEL_CHARS)]
 UserName = Annotated[str, Meta(max_length=MAX_USER_CHARS)]
+User = Annotated[
+    UserName | None,
+    Meta(description="The client's name of its user; the log holds a short hash of it."),
+]
+ShowsTimings = Annotated[
+    bool | None, Meta(description="Return the durations of the answer's stages.")
+]
 ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast"]
 Ignored = Raw | UnsetType  #: checked to be JSON and otherwise skipped
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
@@ -111,7 +118,9 @@ class StreamOptions(IgnoredStreamFields, frozen=True, kw_only=True):
     """What a stream holds besides the answer."""
 
     include_usage: bool = False
-    continuous_usage_stats: bool = False  #: vLLM's: counts so far in every chunk
+    continuous_usage_stats: Annotated[bool, doc("Send the token counts so far in every chunk.")] = (
+        False
+    )
 
 
 def check_stream_options(options: StreamOptions | None, is_streamed: bool | None) -> None:

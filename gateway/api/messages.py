@@ -18,6 +18,7 @@ from gateway.api.fields import (
     Ignored,
     ModelName,
     UserName,
+    doc,
     find_priority,
     invalid,
     missing,
@@ -263,7 +264,9 @@ class PromptFields(SamplingFields, frozen=True, kw_only=True):
     system: str | list[TextBlock] | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    output_format: MessageFormat | None = None  #: an older name of `output_config.format`
+    output_format: Annotated[
+        MessageFormat | None, doc("An older name of `output_config.format`.")
+    ] = None
     tools: list[MessageTool] | None = None
     tool_choice: MessageToolChoice | None = None
     cache_control: Ignored = UNSET

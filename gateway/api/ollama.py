@@ -27,6 +27,7 @@ from gateway.api.fields import (
     Ignored,
     ModelName,
     RequestStruct,
+    User,
     UserName,
     doc,
     find_priority,
@@ -122,11 +123,13 @@ class OllamaRequest(RequestStruct, frozen=True, kw_only=True):
     stream: bool | None = None
     options: OllamaOptions | None = None
     think: bool | Literal["low", "medium", "high"] | None = None
-    keep_alive: Ignored = UNSET  #: 0 without a prompt unloads; nothing is loaded or unloaded here
+    keep_alive: Annotated[
+        Ignored, doc("0 without a prompt is answered as an unload; models stay loaded.")
+    ] = UNSET
     truncate: Ignored = UNSET
     shift: Ignored = UNSET
-    format: msgspec.Raw | UnsetType = UNSET  #: "json", or a schema
-    user: UserName | None = None  #: ours: the log holds a short hash of it
+    format: Annotated[msgspec.Raw | UnsetType, doc("`json`, or a JSON Schema.")] = UNSET
+    user: User = None
 
 
 class OllamaChatRequest(OllamaRequest, frozen=True, kw_only=True):
@@ -142,8 +145,8 @@ class OllamaGenerateRequest(OllamaRequest, frozen=True, kw_only=True):
     prompt: str = ""
     system: str | None = None
     images: list[str] | None = None
-    raw: bool | None = None  #: without the chat template
-    context: Ignored = UNSET  #: tokens of an earlier answer, which clients send back
+    raw: Annotated[bool | None, doc("Send the prompt without the chat template.")] = None
+    context: Annotated[Ignored, doc("Tokens of an earlier answer; no effect.")] = UNSET
 
 
 class OllamaEmbedRequest(RequestStruct, frozen=True, kw_only=True):
@@ -152,10 +155,10 @@ class OllamaEmbedRequest(RequestStruct, frozen=True, kw_only=True):
     model: ModelName
     input: str | list[str]
     dimensions: Annotated[int, Meta(ge=1)] | None = None
-    truncate: bool | None = None  #: false refuses what is too long
+    truncate: Annotated[bool | None, doc("false refuses inputs that are too long.")] = None
     options: OllamaOptions | None = None
     keep_alive: Ignored = UNSET
-    user: UserName | None = None  #: ours: the log holds a short hash of it
+    user: User = None
 
 
 class OllamaEmbeddingsRequest(RequestStruct, frozen=True, kw_only=True):

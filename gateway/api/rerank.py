@@ -16,7 +16,9 @@ from gateway.api.fields import (
     ModelName,
     RequestStruct,
     ServiceTier,
-    UserName,
+    ShowsTimings,
+    User,
+    doc,
     find_priority,
     invalid,
     timings_of,
@@ -49,10 +51,12 @@ Documents = Annotated[list[Document], Meta(min_length=1)]
 
 class _Common(RequestStruct, frozen=True, kw_only=True):
     model: ModelName
-    user: UserName | None = None  #: the log holds a short hash of it
-    truncate: Truncation | None = None  #: as of embeddings; a document is cut, never a query
+    user: User = None
+    truncate: Annotated[
+        Truncation | None, doc("The end at which documents that are too long are cut.")
+    ] = None
     service_tier: ServiceTier | None = None
-    timings: bool | None = None  #: ours: the answer ends with its stage timings
+    timings: ShowsTimings = None
 
 
 class RerankRequest(_Common, frozen=True, kw_only=True):
@@ -62,8 +66,10 @@ class RerankRequest(_Common, frozen=True, kw_only=True):
     documents: Documents
     top_n: Annotated[int, Meta(ge=1)] | None = None
     return_documents: bool | None = None
-    max_tokens_per_doc: Annotated[int, Meta(ge=1)] | None = None  #: what is beyond is cut off
-    raw_scores: bool | None = None  #: ours: the model's number itself
+    max_tokens_per_doc: Annotated[
+        Annotated[int, Meta(ge=1)] | None, doc("Number of tokens to which each document is cut.")
+    ] = None
+    raw_scores: Annotated[bool | None, doc("Return the model's scores as they are.")] = None
 
 
 class ScoreRequest(_Common, frozen=True, kw_only=True):

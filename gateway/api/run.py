@@ -1,7 +1,7 @@
 """`POST /v1/applications/{name}/run`: one task of an application, without a session."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
@@ -10,7 +10,8 @@ from gateway.api.fields import (
     RequestStruct,
     ServiceTier,
     Timings,
-    UserName,
+    User,
+    doc,
     find_priority,
     invalid,
     timings_of,
@@ -28,9 +29,11 @@ _lines = msgspec.json.Decoder(RunOutput)
 class RunRequest(RequestStruct, frozen=True, kw_only=True):
     """The body of `POST /v1/applications/{name}/run`."""
 
-    input: Raw  #: any JSON; what it means is the application's
-    stream: bool | None = None  #: the pieces that the application yields, as they come
-    user: UserName | None = None  #: of a canary's sides, a user stays on one
+    input: Annotated[Raw, doc("Any JSON, in the application's own format.")]
+    stream: Annotated[
+        bool | None, doc("Send the items that the application yields as they come.")
+    ] = None
+    user: User = None
     service_tier: ServiceTier | None = None
     timings: bool | None = None
 

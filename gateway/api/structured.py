@@ -13,7 +13,11 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
 
-from gateway.api.fields import RequestStruct, doc, invalid
+from gateway.api.fields import (
+    RequestStruct,
+    doc,
+    invalid,
+)
 from gateway.api.sampling import OpenAiSampling
 from gateway.http.errors import InvalidRequest
 from shared.protocol import UNSUPPORTED_KEYWORDS, Grammar, ModelCard, SamplingParams
@@ -50,7 +54,9 @@ class JsonSchema(RequestStruct, frozen=True, kw_only=True):
     schema: Raw
     name: Annotated[str, Meta(max_length=MAX_FORMAT_NAME_CHARS)] | None = None
     description: Annotated[str, Meta(max_length=MAX_FORMAT_DESCRIPTION_CHARS)] | None = None
-    strict: bool | None = None  #: false: keywords that are not supported are ignored
+    strict: Annotated[
+        bool | None, doc("false ignores keywords of the schema that are not supported.")
+    ] = None
 
 
 class JsonSchemaFormat(

@@ -12,8 +12,8 @@ import msgspec
 from msgspec import Meta
 
 from gateway.api.answers import TokenizedAnswer
+from gateway.api.chat import translate
 from gateway.api.chat.schemas import ChatCompletionRequest, ChatMessageParam
-from gateway.api.chat.translate import translate
 from gateway.api.conversation import check_text_chars
 from gateway.api.fields import (
     UNSUPPORTED,
@@ -21,6 +21,7 @@ from gateway.api.fields import (
     RequestStruct,
     TokenId,
     UserName,
+    doc,
     invalid,
 )
 from gateway.api.tools import ToolField
@@ -46,7 +47,9 @@ class TokenizeRequest(RequestStruct, frozen=True, kw_only=True):
     messages: Annotated[list[ChatMessageParam], Meta(min_length=1)] | None = None
     #: Of a prompt: whether the tokenizer puts its own around it, such as BOS.
     add_special_tokens: bool | None = None
-    return_token_strs: bool | None = None  #: each token as the vocabulary spells it
+    return_token_strs: Annotated[
+        bool | None, doc("Return each token as the vocabulary spells it.")
+    ] = None
     chat_template_kwargs: dict[str, TemplateOption] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

@@ -1,16 +1,17 @@
-"""What a request may come to, what may be open of one model in the whole fleet, and what the
-refused are told.
+"""Rate limits: estimates a request's tokens, reserves them for its key, and builds the 429 or 503.
 
-Tokens are those that a request may come to: its text at four characters a token, its images, and
-the longest answer that it allows. Redis counts, in the call that queues the request, so that any
-number of gateways admit as much as one; of a key's minute an answer takes in the end what it came
-to (`refunds`). A key beyond its own limits gets 429, a fleet beyond its own 503. It must not
-know HTTP or Redis.
+The estimate counts text at four characters a token, images, and the longest answer that the request
+allows. Redis counts in the call that queues the request, so any number of gateways admit as much as
+one; `Refunds` returns what an answer did not take. A key beyond its own limits gets 429, a fleet
+beyond its own 503.
 """
 
+import asyncio
+import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from gateway.http.errors import Overloaded
@@ -26,7 +27,7 @@ from shared.protocol import (
     Tokenize,
     TokensPart,
 )
-from shared.queue.api import Limits, QueueRefused, Reservation
+from shared.queue.api import GatewayQueue, Limits, QueueRefused, QueueUnavailable, Reservation
 from shared.settings.limits import LimitSettings
 
 CHARS_PER_TOKEN = 4
@@ -40,6 +41,9 @@ TOKENS_PER_VECTOR = 16
 #: Tenants of models that are remembered as refused.
 MAX_REFUSED = 10_000
 NO_LIMITS = Limits()
+_REFUND_PAUSE_S = 0.25
+
+logger = logging.getLogger(__name__)
 
 
 class KeyLimitExceeded(Overloaded):
@@ -192,3 +196,53 @@ def open_tokens(task: Task, num_tokens: int) -> int:
     if sampling.num_prompt_logprobs is not None:
         num_logprobs += num_tokens * (1 + sampling.num_prompt_logprobs)
     return num_tokens + -(-num_logprobs // LOGPROBS_PER_TOKEN)
+
+
+class Refunds:
+    """Returns unused tokens of rate-limit reservations to Redis, in the background.
+
+    A limit in tokens a minute reserves the most that a request may take. The length of its answer
+    is in Redis, where it is right whichever worker died; a request that outlives its client is
+    polled until it ends. If this gateway dies first, the reservation stands.
+    """
+
+    def __init__(self, queue: GatewayQueue) -> None:
+        self._queue = queue
+        self._open: set[Reservation] = set()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name="refund answers")
+
+    async def stop(self) -> None:
+        """Refund what has ended, and leave the rest."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        with suppress(QueueUnavailable):
+            await self._refund()
+
+    @property
+    def num_open(self) -> int:
+        """Requests whose clients have gone and that are not refunded."""
+        return len(self._open)
+
+    def add(self, reservation: Reservation) -> None:
+        """Refund a request as soon as its answers have ended."""
+        self._open.add(reservation)
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(_REFUND_PAUSE_S)
+            try:
+                await self._refund()
+            except QueueUnavailable:
+                continue
+            except Exception:
+                logger.exception("cannot refund answers")
+
+    async def _refund(self) -> None:
+        """Raises: QueueUnavailable."""
+        for reservation in list(self._open):
+            if await self._queue.refund(reservation):
+                self._open.discard(reservation)

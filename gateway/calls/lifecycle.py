@@ -21,11 +21,10 @@ from msgspec.structs import replace
 from gateway.calls.affinity import PrefixAffinity
 from gateway.calls.dispatcher import Dispatcher
 from gateway.calls.kept import KeptAnswers
-from gateway.calls.key_limits import KeyLimits
+from gateway.calls.key_limits import KeyLimits, Refunds
 from gateway.calls.models import ModelDirectory
 from gateway.calls.open_call import ChoiceEvent, OpenCall
 from gateway.calls.recorder import Recorder, StageClock, body_timings, timing_headers
-from gateway.calls.refunds import Refunds
 from gateway.calls.resume import RESUME_HEADERS, NumberedAnswer, Resume, is_resumable
 from gateway.calls.surface import Answer, AnswerHead, Plan, Reply, Request, Surface
 from gateway.http.admission import Admission, HeldBody

@@ -149,7 +149,7 @@ class Surface(Endpoint):
     def describe(self, request: Any) -> Mapping[str, Any]:
         """Numbers of the request for its trace, by their names in `gen_ai.request.`; never text."""
         numbers = {_TRACE_NAMES.get(name, name): getattr(request, name) for name in self.traced}
-        return {name: number for name, number in numbers.items() if number is not None}
+        return numbers | ({"stream": bool(request.stream)} if "stream" in numbers else {})
 
     def previous(self, request: Any) -> str | None:
         """The id of the kept answer that a request continues."""

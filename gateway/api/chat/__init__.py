@@ -1,25 +1,111 @@
-"""`POST /v1/chat/completions`: conversations about text and images, as OpenAI defines them."""
+"""`POST /v1/chat/completions`: conversations about text and images, as OpenAI defines them.
 
-from collections.abc import Mapping
+Source: OpenAI API reference, "Create chat completion" and "Streaming events".
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, ClassVar
 
-from gateway.api.chat.answer import ChatAnswer
+import msgspec
+from msgspec import UNSET
+
+from gateway.api.answers import Blocks, ChunkStream, PromptTokens, call_id, to_usage
 from gateway.api.chat.schemas import (
     IGNORED_FIELDS,
+    AnswerCall,
+    AnswerFunction,
+    AnswerMessage,
     ChatCompletion,
     ChatCompletionChunk,
     ChatCompletionRequest,
+    ChatLogprob,
+    ChatMessageParam,
+    Choice,
+    ChoiceDelta,
+    ChoiceLogprobs,
+    ChunkChoice,
+    ContentPart,
+    FileContent,
+    FileField,
+    ImageContent,
+    InputImageContent,
+    PixelFields,
+    ThinkingContent,
+    ThinkingType,
+    TopLogprob,
 )
-from gateway.api.chat.translate import ChatOptions, translate
-from gateway.api.fields import UNSUPPORTED, check_stream_options
+from gateway.api.conversation import (
+    Conversation,
+    Part,
+    Role,
+    find_effort,
+    find_template_options,
+    switch_thinking,
+)
+from gateway.api.fields import (
+    UNSUPPORTED,
+    check_stream_options,
+    find_priority,
+    find_service_tier,
+    invalid,
+    missing,
+    timings_of,
+    wants_timings,
+)
 from gateway.api.openapi import branch
-from gateway.api.sampling import check_prompt_logprobs
-from gateway.api.structured import StructuredFields
-from gateway.calls.surface import Answer, AnswerHead, Plan, Surface
+from gateway.api.sampling import (
+    check_max_tokens,
+    check_model,
+    check_prompt_logprobs,
+    num_choices,
+    seed_of,
+    split_choices,
+    translate_sampling,
+)
+from gateway.api.structured import StructuredFields, check_with_grammar, find_grammar
+from gateway.api.tools import check_arguments, find_tools, read_call, read_offer
+from gateway.calls.open_call import ChoiceEvent
+from gateway.calls.surface import Answer, AnswerHead, Plan, Surface, Totals
 from gateway.http.exchange import RequestContext
 from gateway.images.header import FORMAT_NAMES
-from shared.protocol import ModelCard
+from shared.protocol import (
+    CallEvent,
+    CallPiece,
+    Ending,
+    Finished,
+    Generate,
+    ModelCard,
+    OutputLogprob,
+    Started,
+    TemplateOption,
+    TokenLogprob,
+    Tokens,
+    ToolCall,
+)
 from shared.settings.limits import LimitSettings
+
+_ROLES: dict[str, Role] = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+    "function": "tool",
+}
+
+
+class ChatOptions(msgspec.Struct, frozen=True):
+    """How the client wants its answer: all that is kept of the request, which may be large."""
+
+    include_usage: bool = False
+    continuous_usage: bool = False  #: counts so far in every chunk
+    with_logprobs: bool = False
+    with_reasoning: bool = True
+    with_prompt_logprobs: bool = False
+    with_token_ids: bool = False
+    #: That it is served as, where the request named one.
+    service_tier: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatCompletions(Surface):
@@ -71,6 +157,328 @@ class ChatCompletions(Surface):
 
     def write_limits(self, properties: dict[str, Any]) -> None:
         _write_limits(properties, self.limits)
+
+
+def translate(
+    request: ChatCompletionRequest, context: RequestContext, card: ModelCard, limits: LimitSettings
+) -> Plan:
+    """The tasks of a request, one for each choice. Raises: InvalidRequest."""
+    priority = find_priority(request.service_tier, context.headers)
+    count = num_choices(request, limits)
+    sampling = translate_sampling(
+        request,
+        limits,
+        seed_of(context),
+        card.sampling,
+        max_tokens=_max_tokens(request, limits),
+        num_logprobs=_num_logprobs(request, limits),
+    )
+    conversation = translate_messages(
+        request.messages, limits, request.mm_processor_kwargs or PixelFields()
+    )
+    check_model(sampling, card)
+    options = _template_options(request, card, context)
+    grammar = find_grammar(request, card, limits)
+    tools = None
+    if request.tools or request.tool_choice is not None:
+        asked = read_offer(request.tools, request.tool_choice, request.parallel_tool_calls)
+        tools = find_tools(asked, card, limits)
+    if grammar is not None or tools is not None:
+        check_with_grammar(sampling)
+    task = Generate(
+        tuple(conversation.messages),
+        sampling,
+        template_options=options,
+        ending=_ending(request, conversation),
+        grammar=grammar,
+        tools=tools,
+    )
+    stream_options = request.stream_options
+    return Plan(
+        tasks=split_choices(task, count),
+        images=conversation.sources,
+        is_streamed=bool(request.stream),
+        shows_timings=wants_timings(request.timings, context.headers),
+        priority=priority,
+        options=ChatOptions(
+            include_usage=stream_options is not None and stream_options.include_usage,
+            continuous_usage=stream_options is not None and stream_options.continuous_usage_stats,
+            with_logprobs=bool(request.logprobs),
+            with_reasoning=request.include_reasoning is not False,
+            with_prompt_logprobs=request.prompt_logprobs is not None,
+            with_token_ids=bool(request.return_token_ids),
+            service_tier=find_service_tier(request.service_tier, priority),
+        ),
+    )
+
+
+def translate_messages(
+    messages: Sequence[ChatMessageParam], limits: LimitSettings, pixels: PixelFields
+) -> Conversation:
+    """The conversation, with images told apart from text. Raises: InvalidRequest."""
+    if len(messages) > limits.max_messages:
+        raise invalid("messages", f"send at most {limits.max_messages} messages")
+    conversation = Conversation()
+    for index, message in enumerate(messages):
+        _add_message(conversation, message, f"messages.[{index}]", pixels)
+    conversation.check("messages", limits, f"messages.[{len(messages) - 1}].role")
+    return conversation
+
+
+def _add_message(
+    conversation: Conversation, message: ChatMessageParam, param: str, pixels: PixelFields
+) -> None:
+    role = _ROLES[message.role]
+    content = message.content
+    if content is msgspec.UNSET and role != "assistant":
+        raise missing(f"{param}.content")
+    if content is None or content is msgspec.UNSET:
+        if role not in ("assistant", "tool"):
+            raise invalid(f"{param}.content", "send a string or a list of parts")
+        content = ""
+    reasoning = ""
+    if isinstance(content, str):
+        parts: tuple[Part, ...] = (conversation.text(content),)
+    else:
+        thoughts = [part.thinking for part in content if isinstance(part, ThinkingContent)]
+        reasoning = "".join(thoughts)
+        parts = tuple(
+            _add_part(conversation, part, role, f"{param}.content.[{index}]", pixels)
+            for index, part in enumerate(content)
+            if not isinstance(part, ThinkingContent)
+        )
+    reasoning = (_reasoning(message) or reasoning) if role == "assistant" else ""
+    calls = _calls(message, param) if role == "assistant" else ()
+    call_id = message.tool_call_id or ""
+    if message.role == "function":
+        call_id = message.name or ""
+    conversation.add(role, parts or (conversation.text(""),), reasoning, calls, call_id)
+
+
+def _calls(message: ChatMessageParam, param: str) -> tuple[ToolCall, ...]:
+    calls = tuple(
+        read_call(call, place, f"{param}.tool_calls.[{place}]")
+        for place, call in enumerate(message.tool_calls or ())
+    )
+    older = message.function_call
+    if older is None or calls:
+        return calls
+    arguments = check_arguments(older.arguments, f"{param}.function_call.arguments")
+    return (ToolCall(older.name, older.name, arguments),)
+
+
+def _reasoning(message: ChatMessageParam) -> str:
+    """What an assistant turn was thought before, where the client kept it."""
+    for value in (message.reasoning_content, message.reasoning):
+        if value is not msgspec.UNSET and memoryview(value)[:1] == b'"':
+            with suppress(msgspec.DecodeError):
+                return msgspec.json.decode(value, type=str)
+    return ""
+
+
+def _wants_thinking(request: ChatCompletionRequest) -> bool | None:
+    if not isinstance(request.thinking, ThinkingType):
+        return request.thinking
+    return {"enabled": True, "disabled": False}.get(request.thinking.type)
+
+
+def _ending(request: ChatCompletionRequest, conversation: Conversation) -> Ending:
+    """How the prompt ends; an assistant's last message is continued. Raises: InvalidRequest."""
+    continues, adds = request.continue_final_message, request.add_generation_prompt
+    if continues and adds:
+        raise invalid("continue_final_message", "it excludes add_generation_prompt; send one")
+    if continues and conversation.ending != "message":
+        raise invalid("continue_final_message", "end with a message of the assistant")
+    if conversation.ending == "message" and continues is not False and adds is None:
+        return "message"
+    if continues:
+        return "message"
+    return "none" if adds is False else "answer"
+
+
+def _template_options(
+    request: ChatCompletionRequest, card: ModelCard, context: RequestContext
+) -> dict[str, TemplateOption]:
+    """Variables of the chat template: those given by name, and the switch for thinking."""
+    options = find_template_options(card, request.chat_template_kwargs, context)
+    for name, wanted in (
+        ("thinking", _wants_thinking(request)),
+        ("enable_thinking", request.enable_thinking),
+    ):
+        if wanted is not None:
+            options |= switch_thinking(card, wanted, name, context)
+    return options | find_effort(card, request.reasoning_effort, "reasoning_effort", context)
+
+
+def _add_file(conversation: Conversation, file: FileField, role: Role, param: str) -> Part:
+    """Raises: InvalidRequest."""
+    if file.file_id is not None:
+        return conversation.image(file.file_id, f"{param}.file_id", role)
+    data = file.file_data or ""
+    media_type, _, encoded = data.partition(";base64,")
+    if media_type.startswith("data:image/"):
+        return conversation.image(data, f"{param}.file_data", role)
+    if not media_type.startswith(("data:text/", "data:application/json")):
+        raise invalid(f"{param}.file_data", "send a data: URL of text or of an image, in base64")
+    try:
+        return conversation.text(msgspec.convert(encoded, bytes).decode())
+    except (msgspec.ValidationError, UnicodeDecodeError):
+        raise invalid(f"{param}.file_data", "send text in UTF-8, in base64") from None
+
+
+def _add_part(
+    conversation: Conversation, part: ContentPart, role: Role, param: str, pixels: PixelFields
+) -> Part:
+    assert not isinstance(part, ThinkingContent)
+    if isinstance(part, FileContent):
+        return _add_file(conversation, part.file, role, f"{param}.file")
+    if not isinstance(part, ImageContent | InputImageContent):
+        return conversation.text(part.text)
+    url = part.image_url if isinstance(part.image_url, str) else part.image_url.url
+    least, most = pixels.min_pixels, pixels.max_pixels
+    if isinstance(part, ImageContent):
+        least, most = part.min_pixels or least, part.max_pixels or most
+    if least and most and least > most:
+        raise invalid(f"{param}.min_pixels", f"send at most max_pixels, which is {most}")
+    return conversation.image(url, f"{param}.image_url", role, (least or 0, most or 0))
+
+
+def _max_tokens(request: ChatCompletionRequest, limits: LimitSettings) -> int | None:
+    """What was asked for; the engine cuts it to what the context holds beside the prompt."""
+    old, new = request.max_tokens, request.max_completion_tokens
+    if old is not None and new is not None and old != new:
+        raise invalid("max_tokens", "it differs from max_completion_tokens; send one of the two")
+    value, name = (old, "max_tokens") if new is None else (new, "max_completion_tokens")
+    return check_max_tokens(value, name, limits)
+
+
+def _num_logprobs(request: ChatCompletionRequest, limits: LimitSettings) -> int | None:
+    if not request.logprobs:
+        if request.top_logprobs:
+            raise invalid("top_logprobs", "it needs logprobs: send logprobs as true")
+        return None
+    if (request.top_logprobs or 0) > limits.max_top_logprobs:
+        raise invalid("top_logprobs", f"send at most {limits.max_top_logprobs}")
+    return request.top_logprobs or 0
+
+
+class ChatAnswer(ChunkStream):
+    """A `ChatCompletion` or its chunks."""
+
+    chunk_type = ChatCompletionChunk
+
+    def __init__(self, options: ChatOptions, head: AnswerHead) -> None:
+        super().__init__(options, head)
+        self.options = options
+
+    def whole(self, events: Sequence[ChoiceEvent], totals: Totals) -> bytes:
+        choices = [
+            _GatheredChoice(self.head.id, index, self.options)
+            for index in range(len(totals.finished))
+        ]
+        prompt = PromptTokens()
+        for index, event in events:
+            choices[index].add(event)
+            if index == 0:
+                prompt.add(event)
+        options = self.options
+        return self.encode(
+            ChatCompletion,
+            [choice.to_choice(index) for index, choice in enumerate(choices)],
+            usage=to_usage(totals),
+            timings=timings_of(totals),
+            prompt_logprobs=prompt.to_prompt_logprobs() if options.with_prompt_logprobs else UNSET,
+            prompt_token_ids=prompt.token_ids if options.with_token_ids else UNSET,
+        )
+
+    def first_chunk(self, index: int, event: CallEvent) -> bytes:
+        token_ids = UNSET
+        if isinstance(event, Started) and self.options.with_token_ids:
+            token_ids = event.prompt_token_ids
+        choice = ChunkChoice(index, ChoiceDelta("assistant", ""))
+        return self.chunk(choice, prompt_token_ids=token_ids)
+
+    def empty(self, index: int) -> ChunkChoice:
+        return ChunkChoice(index, ChoiceDelta())
+
+    def content(self, index: int, event: Tokens) -> ChunkChoice | None:
+        options = self.options
+        has_content = (
+            event.text
+            or event.calls
+            or (event.reasoning and options.with_reasoning)
+            or (event.logprobs and options.with_logprobs)
+            or (event.token_ids and options.with_token_ids)
+        )
+        if not has_content:
+            return None
+        logprobs = to_choice_logprobs(event.logprobs) if options.with_logprobs else None
+        delta = ChoiceDelta(content=event.text)
+        if event.reasoning and options.with_reasoning:
+            delta.reasoning_content = event.reasoning
+            delta.content = event.text or UNSET
+        if event.calls:
+            delta.tool_calls = [self._call(index, piece) for piece in event.calls]
+            delta.content = event.text or UNSET
+        token_ids = event.token_ids if options.with_token_ids else UNSET
+        return ChunkChoice(index, delta, logprobs, token_ids=token_ids)
+
+    def _call(self, choice: int, piece: CallPiece) -> AnswerCall:
+        """An addition to a call; its id and name come once."""
+        call = AnswerCall(AnswerFunction(arguments=piece.arguments), index=piece.index)
+        if piece.name:
+            call.id, call.type = call_id(self.head.id, choice, piece.index), "function"
+            call.function.name = piece.name
+        return call
+
+
+class _GatheredChoice:
+    """One choice so far."""
+
+    def __init__(self, answer_id: str, index: int, options: ChatOptions) -> None:
+        self._options = options
+        self._blocks = Blocks(answer_id, index, with_thought=options.with_reasoning)
+        self._logprobs: list[OutputLogprob] = []
+        self._token_ids: list[int] = []
+        self._finish_reason = ""
+
+    def add(self, event: object) -> None:
+        if isinstance(event, Tokens):
+            self._blocks.add(event)
+            self._logprobs.extend(event.logprobs)
+            self._token_ids.extend(event.token_ids)
+        elif isinstance(event, Finished):
+            self._finish_reason = event.finish_reason.value
+
+    def to_choice(self, index: int) -> Choice:
+        """The choice as it stands."""
+        logprobs = to_choice_logprobs(self._logprobs) if self._options.with_logprobs else None
+        message = AnswerMessage(self._blocks.text)
+        if thought := self._blocks.thought:
+            message.reasoning_content = thought
+        if calls := self._blocks.calls:
+            message.content = message.content or None
+            message.tool_calls = [
+                AnswerCall(AnswerFunction(call.name, call.text), call.call_id, "function")
+                for call in calls
+            ]
+        token_ids = self._token_ids if self._options.with_token_ids else UNSET
+        return Choice(index, message, self._finish_reason, logprobs, token_ids)
+
+
+def to_choice_logprobs(logprobs: Sequence[OutputLogprob]) -> ChoiceLogprobs:
+    """The `logprobs` object of a choice."""
+    return ChoiceLogprobs([_to_logprob(entry) for entry in logprobs])
+
+
+def _to_logprob(entry: OutputLogprob) -> ChatLogprob:
+    chosen = entry.chosen
+    top = [TopLogprob(rival.token, rival.logprob, _bytes(rival)) for rival in entry.top]
+    return ChatLogprob(chosen.token, chosen.logprob, _bytes(chosen), top)
+
+
+def _bytes(entry: TokenLogprob) -> tuple[int, ...]:
+    return tuple(entry.token_bytes)
 
 
 def _write_limits(properties: dict[str, Any], limits: LimitSettings) -> None:

@@ -20,9 +20,11 @@ from gateway.api.fields import (
     ModelName,
     RequestStruct,
     ServiceTier,
+    ShowsTimings,
     StreamOptions,
     Timings,
-    UserName,
+    User,
+    doc,
 )
 from gateway.api.structured import StructuredFields
 from gateway.api.tools import CalledFunction, CallField, ToolChoice, ToolField
@@ -76,7 +78,10 @@ class ImageContent(IgnoredPartFields, frozen=True, kw_only=True, tag_field="type
     """An image; many clients send the URL bare."""
 
     image_url: ImageUrl | str
-    min_pixels: PixelCount | None = None  #: Qwen's; as of `mm_processor_kwargs`, and before them
+    min_pixels: Annotated[
+        PixelCount | None,
+        doc("Least number of pixels that the image is scaled to; overrides `mm_processor_kwargs`."),
+    ] = None
     max_pixels: PixelCount | None = None
 
 
@@ -143,10 +148,13 @@ class ChatMessageParam(IgnoredMessageFields, frozen=True, kw_only=True):
     #: What the assistant thought; some clients call it `reasoning`. Whatever is no text is skipped.
     reasoning: Ignored = UNSET
     reasoning_content: Ignored = UNSET
-    tool_calls: list[CallField] | None = None  #: the assistant's
+    tool_calls: Annotated[list[CallField] | None, doc("Calls of the assistant.")] = None
     #: the assistant's call in the older form, whose result has the role `function` and its name
     function_call: CalledFunction | None = None
-    tool_call_id: Annotated[str, Meta(max_length=MAX_NAME_CHARS)] | None = None  #: of a tool's
+    tool_call_id: Annotated[
+        Annotated[str, Meta(max_length=MAX_NAME_CHARS)] | None,
+        doc("The call that a tool's message answers."),
+    ] = None
 
 
 MetadataKey = Annotated[str, Meta(max_length=MAX_METADATA_KEY_CHARS)]
@@ -199,17 +207,29 @@ class ChatCompletionRequest(IgnoredFields, frozen=True, kw_only=True):
     top_logprobs: Annotated[int, Meta(ge=0)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    service_tier: ServiceTier | None = None  #: `flex` is batch work; the others are interactive
-    user: UserName | None = None  #: the log holds a short hash of it
-    timings: bool | None = None  #: ours: the answer ends with its stage timings
+    service_tier: Annotated[
+        ServiceTier | None, doc("`flex` is batch work; the others are interactive.")
+    ] = None
+    user: User = None
+    timings: ShowsTimings = None
     reasoning_effort: ReasoningEffort | None = None
-    include_reasoning: bool | None = None  #: vLLM's: false leaves out what the model thinks
-    enable_thinking: bool | None = None  #: as in `chat_template_kwargs`
-    thinking: bool | ThinkingType | None = None  #: the same, as candle-vllm and others name it
-    chat_template_kwargs: dict[str, TemplateOption] | None = None  #: vLLM's
-    add_generation_prompt: bool | None = None  #: vLLM's
-    continue_final_message: bool | None = None  #: vLLM's
-    mm_processor_kwargs: PixelFields | None = None  #: vLLM's, of all images
+    include_reasoning: Annotated[bool | None, doc("false leaves out the model's reasoning.")] = None
+    enable_thinking: Annotated[
+        bool | None, doc("The variable of the chat template that switches reasoning.")
+    ] = None
+    thinking: Annotated[bool | ThinkingType | None, doc("The same as `enable_thinking`.")] = None
+    chat_template_kwargs: Annotated[
+        dict[str, TemplateOption] | None, doc("Variables of the chat template.")
+    ] = None
+    add_generation_prompt: Annotated[
+        bool | None, doc("Whether the prompt ends with the beginning of an answer.")
+    ] = None
+    continue_final_message: Annotated[
+        bool | None, doc("Continue the last message, which is the assistant's.")
+    ] = None
+    mm_processor_kwargs: Annotated[
+        PixelFields | None, doc("Bounds on the pixels of all images.")
+    ] = None
 
 
 class TopLogprob(msgspec.Struct):

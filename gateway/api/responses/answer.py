@@ -18,7 +18,7 @@ import msgspec
 from msgspec.structs import replace
 
 from gateway.api.answers import Addition, Block, BlockStream, encode, num_reasoning_tokens
-from gateway.api.chat.answer import to_choice_logprobs
+from gateway.api.chat import to_choice_logprobs
 from gateway.api.chat.schemas import ChatLogprob
 from gateway.api.fields import timings_of
 from gateway.api.responses.schemas import (

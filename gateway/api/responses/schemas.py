@@ -25,8 +25,10 @@ from gateway.api.fields import (
     ModelName,
     RequestStruct,
     ServiceTier,
+    ShowsTimings,
     Timings,
-    UserName,
+    User,
+    doc,
 )
 from gateway.api.sampling import SamplingFields
 from gateway.api.structured import JsonObjectFormat, TextFormat
@@ -165,7 +167,9 @@ class ResponseFormat(RequestStruct, frozen=True, kw_only=True, tag_field="type",
     schema: msgspec.Raw
     name: Annotated[str, Meta(max_length=MAX_FORMAT_NAME_CHARS)]
     description: Annotated[str, Meta(max_length=MAX_FORMAT_DESCRIPTION_CHARS)] | None = None
-    strict: bool | None = None  #: false: keywords that are not supported are ignored
+    strict: Annotated[
+        bool | None, doc("false ignores keywords of the schema that are not supported.")
+    ] = None
 
 
 class TextConfig(RequestStruct, frozen=True, kw_only=True):
@@ -193,11 +197,11 @@ class ResponseFields(SamplingFields, frozen=True, kw_only=True):
     previous_response_id: ResponseId | None = None
     reasoning: Reasoning | None = None
     text: TextConfig | None = None
-    user: UserName | None = None  #: the log holds a short hash of it
+    user: User = None
     tools: list[ResponseTool] | None = None
     tool_choice: ResponseToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    truncation: Literal["auto", "disabled"] | None = None  #: `auto` is ignored
+    truncation: Annotated[Literal["auto", "disabled"] | None, doc("`auto` has no effect.")] = None
 
 
 class CountRequest(ResponseFields, frozen=True, kw_only=True):
@@ -212,7 +216,9 @@ class ResponseRequest(ResponseFields, frozen=True, kw_only=True):
     include: list[str] | None = None
     stream: bool | None = None
     stream_options: IgnoredStreamFields | None = None
-    store: bool | None = None  #: false: it is not kept, so that no request can go on from it
+    store: Annotated[
+        bool | None, doc("false: the answer is not kept, so no request can continue it.")
+    ] = None
     metadata: (
         Annotated[dict[MetadataKey, MetadataValue], Meta(max_length=MAX_METADATA_ENTRIES)] | None
     ) = None
@@ -222,7 +228,7 @@ class ResponseRequest(ResponseFields, frozen=True, kw_only=True):
     prompt_cache_options: Ignored = UNSET
     prompt_cache_retention: Ignored = UNSET
     max_tool_calls: Ignored = UNSET
-    timings: bool | None = None  #: ours: the answer has its stage timings
+    timings: ShowsTimings = None
 
 
 WITH_LOGPROBS = "message.output_text.logprobs"

@@ -75,6 +75,7 @@ async def test_limits_and_unsupported_values_are_in_the_schema(document):
     assert properties["messages"]["maxItems"] == limits.max_messages
     assert properties["n"]["anyOf"][0]["maximum"] == limits.max_choices
     assert properties["temperature"]["anyOf"][0] == {"type": "number", "minimum": 0, "maximum": 2}
+    assert "end the answer" in properties["stop_token_ids"]["description"]
     body = document["paths"][CHAT]["post"]["requestBody"]["description"]
     assert all(name in body for name in UNSUPPORTED[CHAT])
 

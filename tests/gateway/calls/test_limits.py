@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gateway.api.chat import translate
 from gateway.api.chat.schemas import ChatCompletionRequest
-from gateway.api.chat.translate import translate
 from gateway.calls.lifecycle import check_images
 from gateway.http.admission import Admission
 from gateway.http.body import JsonBody, read_body

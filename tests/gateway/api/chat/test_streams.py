@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.api.answers import merge_tokens
-from gateway.api.chat.answer import ChatAnswer
-from gateway.api.chat.translate import ChatOptions
+from gateway.api.chat import ChatAnswer, ChatOptions
 from gateway.calls.surface import AnswerHead
 from gateway.http.errors import FAILURES
 from shared.protocol import ErrorCode, FinishReason, OutputLogprob, TokenLogprob, Tokens
