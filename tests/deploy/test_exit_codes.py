@@ -284,7 +284,7 @@ async def test_what_does_not_serve_in_time_ends_with_5_and_what_nobody_waits_for
     assert (listed.exit_code, '"name": "n"' in listed.stdout) == (0, True)
 
 
-@pytest.mark.parametrize("command", [["session", "list"], ["status"], ["store", "export", "s"]])
+@pytest.mark.parametrize("command", [["session", "list"], ["store", "export", "s"]])
 async def test_the_key_of_openai_goes_to_the_server_of_openais_variable_alone(
     redis_server, redis_prefix, tmp_path: Path, command: list[str]
 ):

@@ -459,12 +459,12 @@ class QueueMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.hands)
     @rule(data=st.data(), is_crash=st.booleans())
-    def release(self, data, blame: bool) -> None:
+    def release(self, data, is_crash: bool) -> None:
         hand = self._any_hand(data)
         request = self.requests.get(hand.id)
         is_ours = request is not None and request.verdict(hand.claim.attempt) == "ok"
-        assert self.run(hand.worker.release([hand.claim], is_crash=blame)) == is_ours
-        if request is not None and is_ours and not blame:
+        assert self.run(hand.worker.release([hand.claim], is_crash=is_crash)) == is_ours
+        if request is not None and is_ours and not is_crash:
             request.state = "queued"
         self.hands.remove(hand)
 
