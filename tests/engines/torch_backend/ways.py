@@ -112,14 +112,14 @@ def run_overlapped(start: Start, wanted: list[EngineRequest]) -> Tokens:
 
 
 class Restless(History):
-    """Of a sequence that is always guessed."""
+    """History of a sequence for which tokens are always drafted."""
 
     def rests(self, sequence: Sequence) -> bool:
         return False
 
 
 class Oracle(Speculator):
-    """Guesses what will come, and every third time a wrong token at last."""
+    """Drafts the tokens that will come; every third draft ends with a wrong one."""
 
     def __init__(self, answers: Tokens) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class Oracle(Speculator):
         self._num_asked = 0
 
     def begin(self, sequence: Sequence) -> None:
-        sequence.history = Restless(right=1.0)
+        sequence.history = Restless(acceptance_rate=1.0)
 
     def draft(
         self, sequence: Sequence, num_running: int, most: int, most_beside: int
