@@ -43,11 +43,30 @@ def bench_gateway(
     embeddings: Annotated[
         bool, typer.Option("--embeddings", help="Vectors of a short text in place of chat.")
     ] = False,
+    affinity: Annotated[
+        int,
+        typer.Option(
+            min=0, max=64, help="Cache hits of so many workers, with and without prefix affinity."
+        ),
+    ] = 0,
+    against: Annotated[
+        Path | None, typer.Option(help="Folder of another checkout to compare with.")
+    ] = None,
 ) -> None:
     """Drive HTTP, Redis, worker and mock engine beside a bare FastAPI endpoint."""
-    from benchmarks.gateway.run import run
+    from benchmarks.gateway.affinity import run_affinity
+    from benchmarks.gateway.against import run_against
+    from benchmarks.gateway.run import BenchError, run, show
 
-    run(seconds, rounds, _to_ints(connections), embeddings)
+    try:
+        if affinity:
+            show(run_affinity(affinity, rounds))
+        if against is not None:
+            show(run_against(against, seconds, rounds, _to_ints(connections)))
+        if not affinity and against is None:
+            run(seconds, rounds, _to_ints(connections), embeddings)
+    except BenchError as error:
+        raise SystemExit(f"bench gateway: {error}") from None
 
 
 @app.command("engine")
@@ -119,6 +138,10 @@ def bench_peers(
     results: Annotated[
         Path | None, typer.Option(help="Keep results here, beside those of earlier runs.")
     ] = None,
+    quick: Annotated[
+        bool,
+        typer.Option("--quick", help="Five minutes: 6 layers, decode-1 and prefill, 2 rounds."),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
 ) -> None:
     """Measure the engine beside transformers and llama.cpp, which is built at first use, in turn."""
@@ -133,6 +156,38 @@ def bench_peers(
         device=device,
         one_by_one=one_by_one,
         results=results,
+    )
+    run(options.quick if quick else options, as_json)
+
+
+@app.command("programs")
+def bench_programs(
+    model: Annotated[
+        Path | None,
+        typer.Option(help="Directory of a text model.", show_default="random, llama-125m"),
+    ] = None,
+    precisions: Annotated[
+        str,
+        typer.Option(
+            help="Comma-separated.", callback=_names("float32", "bfloat16", "int8", "int4")
+        ),
+    ] = "float32,bfloat16,int8,int4",
+    batch_sizes: Annotated[
+        str, typer.Option(help="Comma-separated numbers.", callback=_numbers)
+    ] = "1,8",
+    context: Annotated[int, typer.Option(min=1, help="Tokens before each step.")] = 256,
+    rounds: Annotated[int, typer.Option(min=1, help="Interleaved repetitions.")] = 5,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
+) -> None:
+    """Measure decode steps of a text model by each program: native, lowered, generic, transformers' generate."""
+    from benchmarks.engine.programs import ProgramOptions, run
+
+    options = ProgramOptions(
+        model=model,
+        precisions=tuple(precisions.split(",")),
+        batch_sizes=tuple(_to_ints(batch_sizes)),
+        num_context=context,
+        rounds=rounds,
     )
     run(options, as_json)
 

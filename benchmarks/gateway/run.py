@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
+from pathlib import Path
 from platform import machine, python_version
 from typing import Any
 
@@ -84,11 +85,8 @@ class Target:
 
 
 def run(seconds: float, rounds: int, connections: list[int], embeddings: bool) -> None:
-    """Measure and print the tables; ends the process with 1 if that was not possible."""
-    try:
-        measured = measure(seconds, rounds, connections, embeddings)
-    except BenchError as error:
-        sys.exit(f"the benchmark stopped: {error}")
+    """Measure and print the tables. Raises: BenchError."""
+    measured = measure(seconds, rounds, connections, embeddings)
     show([*to_tables(measured), to_cpu_table(measured)])
     print(
         f"\n{rounds} rounds of {seconds:g} s, medians; {NUM_TOKENS} tokens; "
@@ -223,15 +221,19 @@ def run_bare() -> Iterator[Target]:
 
 
 @contextmanager
-def run_vlm_fleet(settings: Mapping[str, str] = INSTANT) -> Iterator[Target]:
-    """The fleet with its defaults, on an engine that takes no time unless the environment sets one."""
+def run_vlm_fleet(
+    settings: Mapping[str, str] = INSTANT, folder: Path | None = None
+) -> Iterator[Target]:
+    """The fleet with its defaults, of the checkout in `folder`, on an engine that takes no time unless the environment
+    sets one.
+    """
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="vlm-bench-") as data_dir:
         kind = settings.get("VLM_ENGINE__KIND", "mock")
         command = ["vlm", "serve", "--engine", kind, "--host", HOST, "--port", str(port)]
         given = {name: os.environ[name] for name in INSTANT if name in os.environ}
         command += ["--data-dir", data_dir]
-        with run_server(command, port, {**settings, **given}) as process:
+        with run_server(command, port, {**settings, **given}, folder) as process:
             model = ask(port, "/v1/models")["data"][0]["id"]
             family = process.children(recursive=True)
             yield Target(FLEET, port, model, {role: _find(family, role) for role in ROLES})
@@ -249,11 +251,13 @@ def run_server(
     command: list[str],
     port: int,
     environment: dict[str, str] | None = None,
+    folder: Path | None = None,
 ) -> Iterator[psutil.Process]:
-    """A Python module that serves, once it is ready; its children end with it. Raises: BenchError."""
+    """A Python module that serves, run in `folder`, once it is ready; its children end with it. Raises: BenchError."""
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
             [sys.executable, "-m", *command],
+            cwd=folder,
             env=os.environ | (environment or {}),
             stdin=subprocess.DEVNULL,
             stdout=output,

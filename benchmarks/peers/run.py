@@ -8,7 +8,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime  # noqa: TID251
 from importlib.metadata import version
 from pathlib import Path
@@ -18,7 +18,7 @@ from rich.console import Console
 
 from benchmarks.engine.machine import device_name
 from benchmarks.peers.fleet import Fleet, PeerFailure
-from benchmarks.peers.install import LLAMA_CPP_VERSION
+from benchmarks.peers.install import LLAMA_CPP_VERSION, is_installed
 from benchmarks.peers.peer import (
     CPU_WORKLOADS,
     DECODERS,
@@ -39,6 +39,9 @@ from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.models.llava import VLMConfig
 from engines.torch_backend.models.registry import read_config
 
+#: Of `--quick`: layers of a random model, and seconds after which no measurement starts.
+_QUICK_LAYERS, _QUICK_S = 6, 270
+
 
 @dataclass(frozen=True, slots=True)
 class PeerOptions:
@@ -52,7 +55,19 @@ class PeerOptions:
     device: str = "cpu"
     folder: Path = Path(".cache/peers")
     one_by_one: bool = False
+    max_layers: int | None = None
+    limit_s: float | None = None
     results: Path | None = None
+
+    @property
+    def quick(self) -> "PeerOptions":
+        """Five minutes: fewer layers, two workloads, two rounds; llama.cpp only if it is installed already."""
+        has_llama_cpp = is_installed(self.folder)
+        systems = [x for x in self.systems if has_llama_cpp or not x.startswith("llama.cpp")]
+        return replace(
+            self, systems=tuple(systems), workloads=("decode-1", "prefill"), rounds=2, max_layers=_QUICK_LAYERS,
+            limit_s=_QUICK_S,
+        )  # fmt: skip
 
 
 class Comparison:
@@ -136,11 +151,17 @@ class Comparison:
         seconds: dict[SystemName, list[float]] = {system: [] for system in systems}
         for number in range(self.options.rounds):
             for system in systems:
+                if self._is_over():
+                    return
                 seconds[system].append(fleet.ask(system, workload))
                 result = self._result(system, workload, seconds[system])
                 value = f"{result.values[-1]:,.1f} {result.unit}"
                 self._print(f"  round {number + 1} of {self.options.rounds}: {system} {value}")
                 yield result
+
+    def _is_over(self) -> bool:
+        limit_s = self.options.limit_s
+        return limit_s is not None and time.monotonic() - self._began_s > limit_s
 
     def _print(self, text: str) -> None:
         elapsed_s = int(time.monotonic() - self._began_s)
@@ -182,15 +203,15 @@ def run(options: PeerOptions, as_json: bool) -> None:
 
 
 def _find_checkpoint(options: PeerOptions) -> Path:
-    """A directory, or random weights of a shape."""
-    shape = str(options.model)
+    """A directory, or random weights of a shape, or of its first layers."""
+    shape, num_layers = str(options.model), options.max_layers
     if shape not in (*SHAPES, *TRANSFORMERS_SHAPES):
         return Path(shape)
-    directory = options.folder / shape
+    directory = options.folder / (shape if num_layers is None else f"{shape}-{num_layers}-layers")
     if not directory.exists():
         print(f"making {directory}", file=sys.stderr, flush=True)
         part = directory.with_name(f"{directory.name}.part")
         shutil.rmtree(part, ignore_errors=True)  # of a run that was cut
-        make_any_checkpoint(shape, part)
+        make_any_checkpoint(shape, part, num_layers=num_layers)
         part.rename(directory)
     return directory

@@ -140,6 +140,13 @@ def test_a_file_of_results_keeps_what_another_command_measured(tmp_path):
         Results.read(file, ABOUT | {"threads": 7})
 
 
+def test_a_quick_run_has_llama_cpp_only_where_it_is_installed(tiny, tmp_path):
+    options = PeerOptions(tiny, ("ours:int8", "llama.cpp:Q8_0"), folder=tmp_path)
+    quick = options.quick
+    assert (quick.systems, quick.workloads) == (("ours:int8",), ("decode-1", "prefill"))
+    assert quick.rounds == 2
+
+
 def test_ratios_are_speeds_over_the_best_of_the_others():
     results = Results(ABOUT)
     results.add(
@@ -212,6 +219,12 @@ def held(monkeypatch):
 
     monkeypatch.setattr(comparison, "Fleet", Loaded)
     return seen
+
+
+def test_no_measurement_starts_after_the_time_limit(tiny, tmp_path, held, capsys):
+    options = PeerOptions(tiny, ("ours:float32",), ("prefill",), limit_s=0, folder=tmp_path)
+    run(options, as_json=True)
+    assert json.loads(capsys.readouterr().out)["results"] == []
 
 
 @pytest.mark.parametrize("one_by_one", [False, True])
