@@ -2,19 +2,20 @@
 
 redis-py spends more on a command than Redis does. Here the commands of a loop turn are one write, up to a size, and
 hiredis packs and parses. A connection is given up when nothing has moved on it for the time of a command, however
-much there is to send or to read. redis-py opens the connection: it knows addresses, TLS and credentials. Nothing here
-knows keys or what scripts mean.
+much there is to send or to read. Addresses and credentials come from redis-py's client; nothing here knows keys or
+what scripts mean.
 """
 
 import asyncio
 import socket
+import ssl
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import hiredis
-from redis.asyncio import Redis
+from redis.asyncio import Redis, SSLConnection
 from redis.exceptions import (
     BusyLoadingError,
     ConnectionError,
@@ -65,8 +66,7 @@ def _to_error(message: str) -> Exception:
 class _Wire(asyncio.Protocol):
     """Replies in the order of the commands; one exchange at a time."""
 
-    def __init__(self, writer: asyncio.StreamWriter) -> None:
-        self._writer = writer  # would close the transport as it is deleted
+    def __init__(self) -> None:
         self._parser = hiredis.Reader(replyError=_to_error)
         self._num_wanted = 0
         self._on_replies: OnReplies | None = None
@@ -224,9 +224,10 @@ class RedisLink:
     """One connection of its own, opened when needed. One exchange at a time."""
 
     def __init__(self, redis: Redis) -> None:
-        self._pool: Any = redis.connection_pool  # for `_writer`, which is private
-        #: How long nothing may move.
-        self.timeout_s: float = self._pool.connection_kwargs["socket_timeout"]
+        pool = redis.connection_pool
+        self._options: Mapping[str, Any] = pool.connection_kwargs
+        self._is_tls = issubclass(pool.connection_class, SSLConnection)
+        self.timeout_s: float = self._options["socket_timeout"]  #: how long nothing may move
         self._wire: _Wire | None = None
 
     async def exchange(self, commands: Sequence[Command]) -> list[Any]:
@@ -264,14 +265,43 @@ class RedisLink:
         return self._wire
 
     async def _connect(self) -> _Wire:
-        """Have redis-py connect, with its TLS and credentials, and take over the transport."""
-        connection = self._pool.make_connection()
-        await connection.connect()
-        writer, connection._reader, connection._writer = connection._writer, None, None
-        wire = _Wire(writer)
-        writer.transport.set_protocol(wire)
-        wire.connection_made(writer.transport)
+        timeout_s = self._options["socket_connect_timeout"]
+        try:
+            async with asyncio.timeout(timeout_s):
+                wire = await self._open()
+        except OSError as error:  # TimeoutError is one too
+            raise ConnectionError(f"cannot connect to Redis: {error or 'timeout'}") from error
+        greeting = self._greeting()
+        if greeting:
+            for reply in await wire.exchange(_pack_all(greeting), timeout_s):
+                if isinstance(reply, Exception):
+                    wire.fail(reply)
+                    raise ConnectionError(f"Redis refuses the connection: {reply}")
         return wire
+
+    async def _open(self) -> _Wire:
+        loop, options = asyncio.get_running_loop(), self._options
+        if "path" in options:
+            _, wire = await loop.create_unix_connection(_Wire, options["path"])
+        else:
+            host, port = options.get("host", "localhost"), options.get("port", 6379)
+            tls = self._tls_context() if self._is_tls else None
+            _, wire = await loop.create_connection(_Wire, host, port, ssl=tls)
+        return wire
+
+    def _tls_context(self) -> ssl.SSLContext:
+        options = {name: v for name, v in self._options.items() if name.startswith("ssl_")}
+        return SSLConnection(**options).ssl_context.get()
+
+    def _greeting(self) -> list[Command]:
+        options = self._options
+        greeting: list[Command] = []
+        if options.get("password"):
+            user = (options["username"],) if options.get("username") else ()
+            greeting.append(("AUTH", *user, options["password"]))
+        if options.get("db"):
+            greeting.append(("SELECT", options["db"]))
+        return greeting
 
 
 class _Call(NamedTuple):

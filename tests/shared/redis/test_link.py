@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
-import hiredis
 import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -214,7 +213,7 @@ async def link_to_fake(tmp_path, greeting: bytes) -> AsyncIterator[RedisLink]:
 async def test_a_silent_server_is_given_up_in_time(tmp_path):
     async with link_to_fake(tmp_path, b"") as link:
         started_at = time.monotonic()
-        with pytest.raises((RedisTimeoutError, RedisConnectionError)):
+        with pytest.raises(RedisTimeoutError):
             await link.execute("PING")
         assert time.monotonic() - started_at < RedisSettings().command_timeout_s
 
@@ -265,12 +264,10 @@ async def test_tls_options_of_the_url_are_honoured(tmp_path, options: str, is_ac
     context.load_cert_chain(certificate)
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        commands = hiredis.Reader()
-        with suppress(OSError):
-            while data := await reader.read(1000):
-                commands.feed(data)
-                while command := commands.gets():
-                    writer.write(b"+PONG\r\n" if command == [b"PING"] else b"+OK\r\n")
+        with suppress(asyncio.IncompleteReadError, OSError):
+            await reader.readuntil(b"PING\r\n")
+            writer.write(b"+PONG\r\n")
+            await reader.read()
         writer.close()
 
     server = await asyncio.start_server(answer, "127.0.0.1", 0, ssl=context)
