@@ -14,8 +14,6 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from engines.base import EngineStartError
-
 if TYPE_CHECKING:
     from engines.packages.cache import FindEngine
 
@@ -114,6 +112,7 @@ def pull(
     ] = False,
 ) -> None:
     """Download a model of the hub, if it runs on this machine."""
+    from engines.base import EngineStartError
     from engines.packages.resolve import parse_hub_id, resolve_model
 
     if parse_hub_id(model) is None:
@@ -136,6 +135,7 @@ def rm(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
     """Remove a model from the hub's cache."""
+    from engines.base import EngineStartError
     from engines.packages.cache import format_bytes, remove
 
     try:
