@@ -89,7 +89,7 @@ class Router:
         self._routes: dict[str, Route] = {}
         for endpoint, serve in endpoints:
             for path in (endpoint.path, *endpoint.aliases):
-                route = self._routes.setdefault(path, Route(path, {}))
+                route = self._routes.setdefault(path, Route(compile_path(path)[1], {}))
                 route.endpoints[endpoint.method] = endpoint, serve
         self._patterns = [
             (compile_path(path)[0], route) for path, route in self._routes.items() if "{" in path
