@@ -29,7 +29,7 @@ _GUARD_ALPHABET = [chr(code) for code in range(0xE000, 0xE400)]  # private use: 
 
 @dataclass(frozen=True, slots=True)
 class ControlToken:
-    """A special token. `lstrip`, `rstrip`: white space beside it is dropped."""
+    """A special token. `lstrip`, `rstrip`: white space before or after it is removed."""
 
     id: int
     text: str

@@ -251,7 +251,7 @@ class PagedStep:
     def begin(self, inputs: StepInputs, pools: Sequence[KVCachePool], ops: Ops) -> None:
         self.inputs, self.pools = inputs, pools
         self._create: CreateAttention = ops["paged_attention"]
-        #: with the rotation, so that no other comes to have its id
+        #: keyed by id; each entry keeps its rotation alive, so that its id is not reused
         self._attends: dict[Any, tuple[Attend, Rotation | None]] = {}
 
     def attend(

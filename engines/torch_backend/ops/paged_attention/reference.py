@@ -140,7 +140,7 @@ def _find_contexts(inputs: StepInputs, block_size: int, heads: Heads) -> _Contex
         count = max(1, int((last_seen - first_seen).max()) + 1)
         indices = first_seen + torch.arange(count, device=first.device)
         visible = indices <= last_seen
-        # in place of what is not visible the newest token, for what others left in a block may be NaN
+        # masked positions read the newest visible token: unused slots of a block may hold NaN
         slots = find_slots(slice(num), indices.minimum(last_seen).clamp(min=0))
         decodes = _Context(slots, None if bool(visible.all()) else visible[:, None])
     runs = []
