@@ -1,7 +1,6 @@
 """The benchmark runs the real way and the bare endpoint, says what each costs, and counts no wrong answer."""
 
 import io
-from itertools import chain
 
 import pytest
 from rich.console import Console
@@ -19,8 +18,8 @@ from benchmarks.gateway.tables import (
 )  # fmt: skip
 
 TEXT = Body("text", [])
-#: Far below the goals: the machine of a test is busy. What this guards against is a way that got 5x slower.
-LEAST_RATIO = 0.08
+#: CPU time per request, fleet to bare endpoint: three times what it is on a quiet machine. Rates depend on other work.
+MAX_CPU_RATIO = 24
 
 
 def samples(rate: float = 100.0, p50_s: float = 0.001, cpu_s: float = 0.05) -> Samples:
@@ -36,22 +35,16 @@ def compared(cell: Cell, bare: Samples, fleet: Samples):
 
 @pytest.fixture(scope="module")
 def measured():
-    return measure_once()
-
-
-def measure_once():
     return measure(seconds=0.2, rounds=1, connections=[8])
 
 
-def test_the_way_is_not_many_times_slower_than_bare_fastapi(measured):
+def test_a_request_costs_not_many_times_the_cpu_of_bare_fastapi(measured):
     cells = {cell for cell, _ in measured}
     assert len(cells) == 6
-    slow = cells
-    for found in chain([measured], (measure_once() for _ in range(3))):  # a machine may pause
-        slow = {c for c in slow if found[c, FLEET].rate < LEAST_RATIO * found[c, BARE].rate}
-        if not slow:
-            break
-    assert not slow
+    for cell in cells:
+        bare = measured[cell, BARE].cpu_of("bare")
+        fleet = sum(measured[cell, FLEET].cpu_of(role) for role in ("gateway", "worker", "redis-server"))
+        assert fleet < MAX_CPU_RATIO * bare, cell
 
 
 def test_vectors_are_measured_too():
