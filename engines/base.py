@@ -267,6 +267,9 @@ class Engine(ABC, Generic[Input]):
     def step(self) -> list[EngineOutput]:
         """One forward pass of the batch. Returns the outputs of its requests."""
 
+    def wake(self) -> None:
+        """Make a `step` that waits for another program return. Thread-safe."""
+
     @abstractmethod
     def has_work(self) -> bool:
         """Whether `step` has work."""

@@ -68,6 +68,7 @@ class EngineThread:
         self._patient: set[str] = set()  # requests whose tokens may wait
         self._is_waking = False  # the loop was woken and has not taken the events yet
         self._is_held = False  # the loop could do nothing with them now
+        self._wake: Callable[[], None] = lambda: None  # the engine's
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.stats = EngineStats()  #: a few milliseconds old at most
         self.step_started_at: float | None = None  #: `time.monotonic`; None while the engine rests
@@ -115,6 +116,7 @@ class EngineThread:
         unsent, self._unsent = self._unsent, []
         for command in unsent:
             self._commands.put(command)
+        self._wake()
 
     async def wait_until_broken(self) -> None:
         """Return never. Raises: EngineBroken when a step raises."""
@@ -136,7 +138,7 @@ class EngineThread:
         except BaseException as error:
             self._call(_fail, self._loaded, error)
             return
-        self.stats = loaded.engine.stats()
+        self.stats, self._wake = loaded.engine.stats(), loaded.engine.wake
         self._call(_succeed, self._loaded, loaded)
         try:
             self._serve(loaded.engine)

@@ -9,9 +9,9 @@ from PIL import Image
 
 from benchmarks.peers.peer import NUM_TEXT_TOKENS
 from engines.core.runner import Prompt
+from engines.text.processor import create_processor
 from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.models.registry import find_family
-from engines.torch_backend.multimodal.processor import create_processor
 from shared.protocol import ChatMessage, ImagePart
 
 #: (width, height) of every image, before the model's processor resizes or tiles it.

@@ -138,9 +138,32 @@ class Answer(Struct, eq=False):
         if reason is not None:
             text += detokenizer.finish()
             self._decide(token_ids, logprobs)
-        index = self.num_tokens
-        output = EngineOutput(self.request_id, index, tuple(token_ids), text, tuple(logprobs))
-        self.num_tokens = index + len(token_ids)
+        output = EngineOutput(self.request_id, text=text, logprobs=tuple(logprobs))
+        return self._emit(output, token_ids, reason)
+
+    def output_bytes(self, data: bytes, num_tokens: int) -> EngineOutput:
+        """The next tokens, of which only the bytes are known."""
+        if self.first_token_at is None:
+            self.first_token_at = time.perf_counter()
+        token_ids: list[int] = []
+        logprobs: list[OutputLogprob] = []
+        text = self.detokenizer.append_bytes(data)
+        self._decide(token_ids, logprobs)
+        reason = FinishReason.STOP if self.is_stopped else None
+        if reason is not None:
+            text += self.detokenizer.finish()
+        output = EngineOutput(
+            self.request_id, text=text, logprobs=tuple(logprobs), num_without_id=num_tokens
+        )
+        return self._emit(output, token_ids, reason)
+
+    def _emit(
+        self, output: EngineOutput, token_ids: list[int], reason: FinishReason | None
+    ) -> EngineOutput:
+        """Complete an output that has the next text."""
+        detokenizer = self.detokenizer
+        output.index, output.token_ids = self.num_tokens, tuple(token_ids)
+        self.num_tokens += len(token_ids) + output.num_without_id
         if not self.is_announced:
             self._announce(output)
         if detokenizer.reasoning:

@@ -5,32 +5,27 @@ import time
 from collections.abc import Mapping, Set
 from collections.abc import Sequence as Items
 from pathlib import Path
-from typing import Any
 
 from engines.base import (
     Adapter,
     AdapterLimits,
     AdapterUnavailable,
     Capabilities,
-    Decode,
-    Engine,
     EngineCall,
     EngineOutput,
     EngineStats,
     InvalidRequest,
     PreparedImage,
-    PromptTooLong,
-    Tokenization,
 )
 from engines.core.answers import Answer
 from engines.core.blocks import BlockManager
 from engines.core.budget import PrefillLimit, StepLimits
 from engines.core.constraint import Constraint
 from engines.core.pipeline import StepPipeline
+from engines.core.prompting import PromptingEngine
 from engines.core.request import EngineRequest
 from engines.core.runner import (
     ModelRunner,
-    PixelLimits,
     Processor,
     Prompt,
     SequenceFailure,
@@ -41,24 +36,19 @@ from engines.core.scheduler import Scheduler
 from engines.core.sequence import Batch, ScheduledSequence, Sequence
 from engines.core.settings import BatchingSettings
 from engines.core.speculation import Speculator
-from engines.text.detokenizer import decode
 from engines.text.grammar import GrammarCompiler
 from shared.protocol import (
     FinishReason,
     Generate,
     Grammar,
-    ImageRef,
-    SamplingParams,
     Task,
-    TextPart,
-    Tokenize,
     Tools,
 )
 
 logger = logging.getLogger(__name__)
 
 
-class BatchingEngine(Engine[EngineRequest]):
+class BatchingEngine(PromptingEngine):
     """Continuous batching over any `ModelRunner`."""
 
     def __init__(
@@ -73,6 +63,7 @@ class BatchingEngine(Engine[EngineRequest]):
         self.runner = runner
         self.processor = processor
         self.tokenizer = tokenizer = processor.tokenizer
+        self.vocab_size = runner.vocab_size
         self.blocks = BlockManager(
             runner.num_blocks,
             runner.block_size,
@@ -131,11 +122,6 @@ class BatchingEngine(Engine[EngineRequest]):
         """Always: tokens, grammar and sampling noise are functions of the position."""
         return True
 
-    def prepare_image(self, data: bytes, image: ImageRef, decode: Decode) -> Any:
-        """The processor's pixels of an image. Raises: InvalidImage."""
-        limits = PixelLimits(image.min_pixels, image.max_pixels)
-        return self.processor.process_image(data, (image.width, image.height), decode, limits)
-
     def prepare(self, call: EngineCall, images: Items[PreparedImage]) -> EngineRequest:
         """Build the prompt and compile the grammar.
 
@@ -160,44 +146,6 @@ class BatchingEngine(Engine[EngineRequest]):
             is_raw=call.task.prompt is not None,
             constraint=self._constrain(call.task.grammar, tools, prompt),
             tool_format=None if tools is None else self.processor.tool_format,
-        )
-
-    def _build_prompt(
-        self, task: Generate, images: Items[PreparedImage], tools: Tools | None
-    ) -> Prompt:
-        """Raises: InvalidRequest."""
-        prompt = task.prompt
-        if prompt is None:
-            pairs = [(image.image_hash, image.content) for image in images]
-            return self.processor.build_prompt(
-                task.messages, pairs, task.template_options, tools, task.ending
-            )
-        if isinstance(prompt, TextPart):
-            return self.processor.encode_prompt(
-                prompt.text, add_special_tokens=task.add_special_tokens
-            )
-        self._check_ids(prompt.token_ids, "prompt")
-        return Prompt(list(prompt.token_ids))
-
-    def _check_ids(self, token_ids: Items[int], param: str) -> None:
-        """Raises: InvalidRequest."""
-        vocab_size = self.runner.vocab_size
-        if any(not 0 <= token_id < vocab_size for token_id in token_ids):
-            raise InvalidRequest(
-                f"A token id is outside the vocabulary: send 0 to {vocab_size - 1}.", param
-            )
-
-    def tokenize(self, task: Tokenize, images: Items[PreparedImage]) -> Tokenization:
-        """Token ids of a request, or the text of ids. Raises: InvalidRequest."""
-        if task.of is None:
-            self._check_ids(task.token_ids, "tokens")
-            return Tokenization(text=decode(self.tokenizer, task.token_ids))
-        prompt = self._build_prompt(task.of, images, self._choose_tools(task.of.tools))
-        spell = self.tokenizer.token_string
-        return Tokenization(
-            prompt.token_ids,
-            sum(image.num_tokens for image in prompt.images),
-            [spell(token_id) for token_id in prompt.token_ids] if task.with_strings else (),
         )
 
     def _choose_tools(self, tools: Tools | None) -> Tools | None:
@@ -335,40 +283,10 @@ class BatchingEngine(Engine[EngineRequest]):
 
     def _check(self, request: EngineRequest) -> None:
         """Raises: PromptTooLong, InvalidRequest."""
-        num_prompt_tokens, max_tokens = len(request.prompt_token_ids), request.sampling.max_tokens
-        if num_prompt_tokens + (max_tokens != 0) > self.max_model_len:
-            raise PromptTooLong(
-                f"the model's maximum context length is {self.max_model_len} tokens; the prompt has"
-                f" {num_prompt_tokens} tokens{_of_images(request)} and leaves no room for output"
-            )
+        self._check_request(request)
         if request.request_id in self._answers:
             raise InvalidRequest(f"request id {request.request_id!r} is in use")
-        if num_prompt_tokens == 0:
-            raise InvalidRequest("the prompt is empty: send at least one token", "prompt")
-        if max_tokens is not None and max_tokens < 0:
-            raise InvalidRequest(f"max_tokens is {max_tokens}: send at least 0")
-        vocab_size = self.runner.vocab_size
-        self._check_token_ids(request.sampling)
-        if any(not 0 <= token_id < vocab_size for token_id in request.output_token_ids):
-            raise InvalidRequest("the answer so far holds tokens of another model")
         self._check_places(request)
-
-    def _check_token_ids(self, sampling: SamplingParams) -> None:
-        """Raises: InvalidRequest."""
-        vocab_size = self.runner.vocab_size
-        for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
-            for token_id in getattr(sampling, name):
-                if not 0 <= token_id < vocab_size:
-                    raise InvalidRequest(
-                        f"{name} names token {token_id}: send token ids below {vocab_size}", name
-                    )
-        if sampling.min_tokens and sampling.allowed_token_ids:
-            ends = self.tokenizer.eos_token_ids.union(sampling.stop_token_ids)
-            if ends.issuperset(sampling.allowed_token_ids):
-                raise InvalidRequest(
-                    "allowed_token_ids has only tokens that min_tokens forbids: send others too",
-                    "allowed_token_ids",
-                )
 
     def _check_places(self, request: EngineRequest) -> None:
         """Raises: InvalidRequest."""
@@ -385,12 +303,6 @@ class BatchingEngine(Engine[EngineRequest]):
                 raise InvalidRequest(
                     f"the prompt's positions are not {num_prompt_tokens} numbers from 0 to {space - 1}"
                 )
-
-    def _max_output_tokens(self, request: EngineRequest) -> int:
-        """The requested number, limited by the context length."""
-        space = self.max_model_len - len(request.prompt_token_ids)
-        max_tokens = request.sampling.max_tokens
-        return space if max_tokens is None else min(max_tokens, space)
 
     def _update(self, batch: Batch, result: StepResult, started_at: float) -> list[EngineOutput]:
         """Append the tokens of a step to sequences and answers."""
@@ -445,12 +357,6 @@ class BatchingEngine(Engine[EngineRequest]):
         self.scheduler.finish(self.scheduler.find(request_id), FinishReason.ABORT)
         self.runner.release(request_id)
         return self._answers.pop(request_id)
-
-
-def _of_images(request: EngineRequest) -> str:
-    """The number of image tokens, for an error message."""
-    count = sum(image.num_tokens for image in request.images)
-    return f", {count} of them of its images," if count else ""
 
 
 def _create_speculator(

@@ -49,15 +49,18 @@ class Detokenizer:
 
     def append(self, token_id: int) -> str:
         """Add the next token; returns the text that it completes. Takes constant time."""
-        text = self._decode(token_id)
+        return self.append_bytes(self._token_bytes(token_id))
+
+    def append_bytes(self, data: bytes) -> str:
+        """`append`, for tokens whose ids are unknown."""
+        text = self._decode(data)
         return self._release(text) if self._stops.texts else text
 
     def finish(self) -> str:
         """The text that was held back, with U+FFFD for the bytes of an incomplete character."""
         return self._release(self._flush()) + self._stops.finish()
 
-    def _decode(self, token_id: int) -> str:
-        data = self._token_bytes(token_id)
+    def _decode(self, data: bytes) -> str:
         if self._drops_space and data:
             self._drops_space = False
             data = data.removeprefix(b" ")

@@ -238,10 +238,18 @@ class ReasoningDetokenizer(Detokenizer):
 
     def append(self, token_id: int) -> str:
         """Add the next token; returns the text of the answer that it completes."""
-        before = self._splitter.state
-        is_read = before is not State.CONTENT or self._splitter.has_parts
+        is_read = self._splitter.state is not State.CONTENT or self._splitter.has_parts
         spelled = self._spelled.get(token_id) if is_read else None
-        text = self._decode(token_id) if spelled is None else self._flush() + spelled
+        if spelled is None:
+            return self.append_bytes(self._token_bytes(token_id))
+        return self._append_text(self._flush() + spelled)
+
+    def append_bytes(self, data: bytes) -> str:
+        """`append`, for tokens whose ids are unknown."""
+        return self._append_text(self._decode(data))
+
+    def _append_text(self, text: str) -> str:
+        before = self._splitter.state
         content = self._add(*self._splitter.feed(text))
         self._count(before, self._splitter.state)
         return content

@@ -22,6 +22,7 @@ from engines.core.engine import BatchingEngine
 from engines.core.request import EngineRequest
 from engines.core.runner import Prompt
 from engines.packages.checkpoint_files import make_tokenizer
+from engines.text.processor import ChatProcessor, create_processor
 from engines.torch_backend.layers.quantization import SCHEMES
 from engines.torch_backend.loading.make_checkpoint import make_checkpoint
 from engines.torch_backend.loading.weights import load_model
@@ -29,7 +30,6 @@ from engines.torch_backend.models import causal_lm, llava
 from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.models.hf_config import read_fields
 from engines.torch_backend.models.registry import FamilyModel, ModelFamily, find_family, registered
-from engines.torch_backend.multimodal.processor import TorchProcessor, create_processor
 from engines.torch_backend.runner import TorchRunner
 from engines.torch_backend.settings import TorchSettings
 from shared.protocol import ChatMessage, ImagePart, SamplingParams, TextPart
@@ -168,7 +168,7 @@ class Loaded:
     case: FamilyCase
     directory: Path
     model: FamilyModel
-    processor: TorchProcessor
+    processor: ChatProcessor
     prompts: dict[str, Prompt]
     expected: dict[str, list[int]]
 
@@ -197,7 +197,7 @@ def make_image(width: int, height: int, seed: int) -> bytes:
     return buffer.getvalue()
 
 
-def ask(processor: TorchProcessor, question: list[str | tuple[int, int, int]]) -> Prompt:
+def ask(processor: ChatProcessor, question: list[str | tuple[int, int, int]]) -> Prompt:
     """The prompt of a question, made as a worker makes it."""
     sizes = [part for part in question if not isinstance(part, str)]
     numbers = iter(range(len(sizes)))
@@ -224,7 +224,7 @@ def generate(case: FamilyCase, model: Any, prompt: Prompt) -> list[int]:
     return token_ids[len(prompt.token_ids) :]
 
 
-def load(case: FamilyCase, directory: Path) -> tuple[FamilyModel, TorchProcessor]:
+def load(case: FamilyCase, directory: Path) -> tuple[FamilyModel, ChatProcessor]:
     with registered(case.family):
         family, config = find_family(directory)
     processor = family.processor(directory, config)

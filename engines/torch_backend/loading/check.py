@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
+from engines.text.processor import create_processor
 from engines.torch_backend.loading.weights import ModelTooLarge
 from engines.torch_backend.memory import free_bytes
 from engines.torch_backend.models.registry import find_family
-from engines.torch_backend.multimodal.processor import create_processor
 
 #: Least bytes of weights in memory for one that is stored, by what they become.
 _LEAST_RATIO = {"none": 1.0, "int8": 0.4, "int4": 0.2}

@@ -20,6 +20,11 @@ from engines.core.runner import DeviceOutOfMemory
 from engines.heap import keep_freed_memory
 from engines.packages.generation_config import read_sampling_defaults
 from engines.packages.resolve import default_name, resolve_model
+from engines.text.processor import (
+    ChatProcessor,
+    create_processor,
+    example_prompt,
+)
 from engines.torch_backend.layers.quantization import SCHEMES
 from engines.torch_backend.loading.check import check_model
 from engines.torch_backend.loading.gguf_checkpoint import TEXT_FILE, open_checkpoint
@@ -28,11 +33,6 @@ from engines.torch_backend.memory import free_bytes, limit_memory
 from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.models.hf_config import read_fields
 from engines.torch_backend.models.registry import find_family
-from engines.torch_backend.multimodal.processor import (
-    TorchProcessor,
-    create_processor,
-    example_prompt,
-)
 from engines.torch_backend.ops import native
 from engines.torch_backend.ops.cpu_level import choose_level
 from engines.torch_backend.ops.measured import measured
@@ -145,7 +145,7 @@ def _describe(
     settings: TorchSettings,
     directory: Path,
     engine: BatchingEngine,
-    processor: TorchProcessor,
+    processor: ChatProcessor,
     sampling: SamplingDefaults,
     dtype: torch.dtype,
 ) -> ModelCard:

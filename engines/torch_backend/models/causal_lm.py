@@ -7,6 +7,7 @@ that program (a window within its context, another activation or rope scaling) t
 from pathlib import Path
 
 from engines.packages.checkpoint_json import Fields, shown
+from engines.text.processor import TextOnly
 from engines.torch_backend.models.config import TextConfig, beyond_our_program
 from engines.torch_backend.models.hf_config import (
     check_llama,
@@ -16,7 +17,6 @@ from engines.torch_backend.models.hf_config import (
 )
 from engines.torch_backend.models.llama import Llama
 from engines.torch_backend.models.registry import FamilyModel
-from engines.torch_backend.multimodal.processor import TextOnly
 from engines.torch_backend.parallel.mesh import SINGLE, Mesh
 
 #: For checkpoints that bring none: what is said, line by line.

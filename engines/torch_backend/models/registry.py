@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from engines.core.request import ImageInput
 from engines.core.runner import Prompt
 from engines.packages.checkpoint_json import Fields, shown
+from engines.text.processor import MultimodalProcessor
 from engines.torch_backend.kv_cache import KVCachePool, KVShape
 from engines.torch_backend.layers.quantization import Scheme
 from engines.torch_backend.layers.rotary import RotaryTable
 from engines.torch_backend.models.config import BeyondOurProgram, TextLimits, UnsupportedCheckpoint
 from engines.torch_backend.models.hf_config import read_fields
 from engines.torch_backend.multimodal.parts import in_parts
-from engines.torch_backend.multimodal.processor import MultimodalProcessor
 from engines.torch_backend.ops.registry import Ops
 from engines.torch_backend.parallel.mesh import DIMS, Mesh
 from engines.torch_backend.step import ImageSlots, StepInputs

@@ -43,7 +43,9 @@ def test_a_request_costs_not_many_times_the_cpu_of_bare_fastapi(measured):
     assert len(cells) == 6
     for cell in cells:
         bare = measured[cell, BARE].cpu_of("bare")
-        fleet = sum(measured[cell, FLEET].cpu_of(role) for role in ("gateway", "worker", "redis-server"))
+        fleet = sum(
+            measured[cell, FLEET].cpu_of(role) for role in ("gateway", "worker", "redis-server")
+        )
         assert fleet < MAX_CPU_RATIO * bare, cell
 
 

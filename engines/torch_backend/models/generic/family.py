@@ -3,10 +3,10 @@
 from pathlib import Path
 
 from engines.packages.checkpoint_json import Fields, shown
+from engines.text.processor import MultimodalProcessor, TextOnly
 from engines.torch_backend.models.causal_lm import TEMPLATE
 from engines.torch_backend.models.generic.config import GenericConfig, find_class, read_config
 from engines.torch_backend.models.generic.model import GenericModel
-from engines.torch_backend.multimodal.processor import MultimodalProcessor, TextOnly
 from engines.torch_backend.multimodal.transformers_images import TransformersImages
 from engines.torch_backend.parallel.mesh import Mesh
 

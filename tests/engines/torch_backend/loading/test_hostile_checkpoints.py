@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from engines.text.processor import create_processor
 from engines.torch_backend.loading.make_checkpoint import make_checkpoint
 from engines.torch_backend.loading.stored_tensors import list_tensors
 from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.models.registry import find_family
-from engines.torch_backend.multimodal.processor import create_processor
 
 WITHIN_S = 5.0
 MAX_BYTES = 64 * 1024 * 1024

@@ -32,6 +32,7 @@ from engines.core.request import EngineRequest, ImageInput
 from engines.core.runner import PixelLimits, Prompt
 from engines.core.sequence import ScheduledSequence, Sequence
 from engines.image_decoder import decode_image
+from engines.text.processor import ChatProcessor, create_processor
 from engines.torch_backend.loading.load import MAX_IMAGE_PIXELS_ON_CPU
 from engines.torch_backend.loading.weights import load_model
 from engines.torch_backend.models.generic.family import FAMILY, GenericFamily
@@ -39,7 +40,6 @@ from engines.torch_backend.models.generic.tested import TESTED
 from engines.torch_backend.models.hf_config import read_fields
 from engines.torch_backend.models.registry import FamilyModel, find_family
 from engines.torch_backend.multimodal import parts
-from engines.torch_backend.multimodal.processor import TorchProcessor, create_processor
 from engines.torch_backend.ops.registry import Ops, cpu_ops
 from engines.torch_backend.runner import TorchRunner
 from engines.torch_backend.settings import TorchSettings
@@ -87,7 +87,7 @@ class Loaded:
     family: Family
     directory: Path
     model: FamilyModel
-    processor: TorchProcessor
+    processor: ChatProcessor
     requests: list[EngineRequest]
     expected: dict[str, list[int]]
 
@@ -111,7 +111,7 @@ def prompts() -> dict[str, list[int]]:
     }
 
 
-def load(directory: Path, family: GenericFamily = FAMILY) -> tuple[FamilyModel, TorchProcessor]:
+def load(directory: Path, family: GenericFamily = FAMILY) -> tuple[FamilyModel, ChatProcessor]:
     config = family.check(read_fields(directory))
     multimodal = family.processor(directory, config)
     return (

@@ -18,6 +18,7 @@ from transformers.models.llama.modeling_llama import (
 
 from engines.core.runner import TokenChoice
 from engines.core.sequence import Batch, ScheduledSequence, Sequence
+from engines.text.processor import create_processor, example_prompt
 from engines.torch_backend.layers.quantization import SCHEMES
 from engines.torch_backend.loading.weights import load_model
 from engines.torch_backend.models.generic import fused
@@ -25,7 +26,6 @@ from engines.torch_backend.models.generic.family import GenericFamily
 from engines.torch_backend.models.generic.linears import OperatorLinear, Siblings
 from engines.torch_backend.models.generic.model import GenericModel
 from engines.torch_backend.models.hf_config import read_fields
-from engines.torch_backend.multimodal.processor import create_processor, example_prompt
 from engines.torch_backend.ops.native.packed_linear import PackedLinear
 from engines.torch_backend.ops.registry import cpu_ops
 from engines.torch_backend.runner import TorchRunner

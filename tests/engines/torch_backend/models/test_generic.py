@@ -15,6 +15,11 @@ from safetensors.torch import load_file, save_file
 
 from engines.core.sequence import Batch, ScheduledSequence, Sequence
 from engines.registry import create_engine
+from engines.text.processor import (
+    ChatProcessor,
+    create_processor,
+    example_prompt,
+)
 from engines.torch_backend.kv_cache import KVCacheTooSmall, bytes_per_block
 from engines.torch_backend.layers.quantization import SCHEMES
 from engines.torch_backend.layers.quantized_linear import QuantizedLinear
@@ -28,11 +33,6 @@ from engines.torch_backend.models.generic.model import GenericModel
 from engines.torch_backend.models.generic.states import LayerState
 from engines.torch_backend.models.hf_config import read_fields
 from engines.torch_backend.models.registry import find_family
-from engines.torch_backend.multimodal.processor import (
-    TorchProcessor,
-    create_processor,
-    example_prompt,
-)
 from engines.torch_backend.multimodal.transformers_images import PositionHooks
 from engines.torch_backend.runner import TorchRunner
 from engines.torch_backend.settings import TorchSettings
@@ -306,7 +306,7 @@ def test_the_self_check_finds_an_engine_that_computes_something_else(
 )
 def seeing(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[GenericModel, TorchProcessor]:
+) -> tuple[GenericModel, ChatProcessor]:
     """A model of images by transformers' own modules."""
     directory = tmp_path_factory.mktemp("seeing")
     write_checkpoint(named(request.param), directory)
@@ -316,7 +316,7 @@ def seeing(
 
 
 def test_the_self_check_compares_a_prompt_with_an_image(
-    seeing: tuple[GenericModel, TorchProcessor], caplog: pytest.LogCaptureFixture
+    seeing: tuple[GenericModel, ChatProcessor], caplog: pytest.LogCaptureFixture
 ) -> None:
     model, processor = seeing
     with caplog.at_level("INFO"):
@@ -335,7 +335,7 @@ def _misplace(model: Any) -> None:
 
 @pytest.mark.parametrize("change", [_misread, _misplace])
 def test_an_engine_that_takes_images_for_something_else_is_refused(
-    seeing: tuple[GenericModel, TorchProcessor],
+    seeing: tuple[GenericModel, ChatProcessor],
     change: Callable[[Any], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -349,7 +349,7 @@ def test_an_engine_that_takes_images_for_something_else_is_refused(
 
 
 def test_an_image_without_room_is_left_out_of_the_self_check(
-    seeing: tuple[GenericModel, TorchProcessor], caplog: pytest.LogCaptureFixture
+    seeing: tuple[GenericModel, ChatProcessor], caplog: pytest.LogCaptureFixture
 ) -> None:
     model, processor = seeing
     model.verify(start(model, num_kv_blocks=3), "always", lambda: example_prompt(processor))

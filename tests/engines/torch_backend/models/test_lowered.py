@@ -17,6 +17,7 @@ from transformers.models.llama import modeling_llama
 from transformers.models.qwen3_vl import modeling_qwen3_vl
 from transformers.models.smollm3 import modeling_smollm3
 
+from engines.text.processor import create_processor
 from engines.torch_backend import runner
 from engines.torch_backend.layers.quantization import SCHEMES
 from engines.torch_backend.loading import weights as weights_module
@@ -27,7 +28,6 @@ from engines.torch_backend.models.hf_config import read_fields
 from engines.torch_backend.models.llama import Llama
 from engines.torch_backend.models.lowered import proof
 from engines.torch_backend.models.registry import FamilyModel
-from engines.torch_backend.multimodal.processor import create_processor
 from engines.torch_backend.ops.registry import cpu_ops
 from engines.torch_backend.runner import TorchRunner
 from engines.torch_backend.settings import TorchSettings

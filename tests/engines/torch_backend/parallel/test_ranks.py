@@ -11,10 +11,10 @@ import pytest
 
 from engines.base import EngineStartError
 from engines.core.request import EngineRequest
+from engines.text.processor import ChatProcessor
 from engines.torch_backend.layers.quantization import SCHEMES
 from engines.torch_backend.loading.load import load_engine
 from engines.torch_backend.loading.make_checkpoint import make_checkpoint
-from engines.torch_backend.multimodal.processor import TorchProcessor
 from engines.torch_backend.parallel.ranks import EXIT_BROKEN
 from engines.torch_backend.settings import TorchSettings
 from shared.protocol import SamplingParams
@@ -50,7 +50,7 @@ WAYS = [
 ]
 
 
-def make_requests(processor: TorchProcessor, **sampling: Any) -> list[EngineRequest]:
+def make_requests(processor: ChatProcessor, **sampling: Any) -> list[EngineRequest]:
     params = SamplingParams(
         **{"temperature": 0.0, "max_tokens": 16, "ignore_eos": True, **sampling}
     )

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from engines.core.engine import BatchingEngine
+from engines.text.processor import ChatProcessor, create_processor
 from engines.torch_backend.layers.quantization import SCHEMES
 from engines.torch_backend.loading.weights import load_model
 from engines.torch_backend.models.generic.family import GenericFamily
 from engines.torch_backend.models.generic.model import GenericModel
 from engines.torch_backend.models.registry import find_family
-from engines.torch_backend.multimodal.processor import TorchProcessor, create_processor
 from engines.torch_backend.parallel.leader import Leader, follow
 from engines.torch_backend.parallel.mesh import Mesh
 from engines.torch_backend.runner import TorchRunner
@@ -76,7 +76,7 @@ def on_members(size: int, compute: Callable[[Mesh], Any], table: Table | None = 
         return list(threads.map(compute, [ThreadMesh(rank, table) for rank in range(size)]))
 
 
-def make_processor(directory: Path) -> TorchProcessor:
+def make_processor(directory: Path) -> ChatProcessor:
     family, config = find_family(directory)
     return create_processor(
         directory, family.processor(directory, config), config.text.max_position_embeddings
@@ -116,7 +116,7 @@ class SharedModel:
     scheme: str | None = None
     models: list[Any] = field(init=False)
     table: Table = field(init=False)
-    processor: TorchProcessor = field(init=False)
+    processor: ChatProcessor = field(init=False)
 
     def __post_init__(self) -> None:
         self.processor = make_processor(self.directory)

@@ -122,7 +122,7 @@ class TextOnly:
         return ()
 
 
-class TorchProcessor:
+class ChatProcessor:
     """Keeps the engine's `Processor` protocol for one checkpoint."""
 
     is_quick = False  #: its chat template may take its time
@@ -205,7 +205,7 @@ class TorchProcessor:
             return False
 
 
-def example_prompt(processor: TorchProcessor) -> Prompt | None:
+def example_prompt(processor: ChatProcessor) -> Prompt | None:
     """A question about a small made-up image, as a worker makes it ready; None where a model takes none.
 
     Raises: UnsupportedCheckpoint if the processor does not take it.
@@ -231,7 +231,7 @@ def create_processor(
     max_model_len: int,
     reasoning: str = "auto",
     max_pixels: int = 0,
-) -> TorchProcessor:
+) -> ChatProcessor:
     """With tokenizer and chat template of a checkpoint; `reasoning` names a format, or is auto or none.
 
     Images are scaled to `max_pixels` if it is not 0. Raises: UnsupportedCheckpoint.
@@ -249,7 +249,7 @@ def create_processor(
     except UnusableTemplate as error:
         raise UnsupportedCheckpoint(str(error)) from None
     found = find_reasoning(reasoning, source, tokenizer.control_tokens)
-    return TorchProcessor(
+    return ChatProcessor(
         tokenizer,
         multimodal,
         template,
