@@ -7,21 +7,30 @@ decoders, the grammar compiler and tensor-parallel ranks.
 
 import ctypes
 import errno
+import logging
 import platform
 import resource
 import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import IO
+
+logger = logging.getLogger(__name__)
 
 READY = b"!"  #: the first byte that a child sends
 
 _SOURCE = Path(__file__).parent.parent
 _LENGTH = struct.Struct(">Q")
+_LOG_PIECE_BYTES = 64 * 1024
+#: Rate limit of a process's log: burst and bytes per second.
+_LOG_BYTES, _LOG_BYTES_PER_S = 64 * 1024, 8 * 1024
 
 _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 4, 22, 38
 _SECCOMP_MODE_FILTER = 2
@@ -102,6 +111,50 @@ class ChildProcess:
         self.process.kill()
         self.process.wait()
         self.socket.close()
+
+
+class LogForwarder:
+    """Forwards the output of a process to stderr, rate limited."""
+
+    def __init__(self, file: IO[bytes], conceal: Callable[[str], str] = str) -> None:
+        """`conceal` masks secrets."""
+        self._file = file
+        self._conceal = conceal
+        self._lines: deque[str] = deque(maxlen=5)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        left, then, dropped, held = float(_LOG_BYTES), time.monotonic(), 0, b""
+        with self._file as file:
+            while data := file.read(_LOG_PIECE_BYTES):
+                now = time.monotonic()
+                left, then = min(_LOG_BYTES, left + (now - then) * _LOG_BYTES_PER_S), now
+                if len(data) > left:
+                    dropped += len(data)
+                    continue
+                left -= len(data)
+                if dropped:
+                    logger.warning("dropped %d bytes of the process's log", dropped)
+                    dropped = 0
+                # whole lines, so that secrets are masked
+                held += data
+                end = max(held.rfind(b"\n"), held.rfind(b"\r")) + 1
+                if len(held) > _LOG_PIECE_BYTES:
+                    end = len(held)
+                self._say(held[:end])
+                held = held[end:]
+            self._say(held)
+
+    def _say(self, data: bytes) -> None:
+        text = self._conceal(data.decode(errors="replace"))
+        self._lines.extend(text.splitlines())
+        print(text, end="", file=sys.stderr, flush=True)
+
+    def last_words(self) -> str:
+        """The last line, to append to a message."""
+        self._thread.join(0.2)
+        return f": {self._lines[-1][:300]}" if self._lines else ""
 
 
 def send_message(sock: socket.socket, message: bytes) -> None:

@@ -88,6 +88,16 @@ kinds: dict[str, EngineKind] = {
         "engines.mock_pooling.settings:MockPoolingSettings",
         "engines.mock_pooling.engine:load_mock_pooling_engine",
     ),
+    **{
+        name: EngineKind(
+            f"engines.upstream.settings:{settings}", "engines.upstream.load:load_upstream_engine"
+        )
+        for name, settings in {
+            "vllm": "VllmSettings",
+            "sglang": "SglangSettings",
+            "llama-server": "LlamaServerSettings",
+        }.items()
+    },
     APPLICATION_KIND: EngineKind(
         "engines.application.settings:ApplicationSettings",
         "engines.application.engine:load_application_engine",

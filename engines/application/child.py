@@ -8,15 +8,12 @@ import select
 import shutil
 import signal
 import subprocess
-import sys
-import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import IO, Literal
+from typing import Literal
 
 import msgspec
 import psutil
@@ -29,10 +26,9 @@ from engines.application.sandbox import (
 )
 from engines.application.settings import ApplicationSettings
 from engines.base import EngineStartError
+from engines.child_process import LogForwarder
 
 _PIECE_BYTES = 64 * 1024
-#: Rate limit of an application's log: burst and bytes per second.
-_LOG_BYTES, _LOG_BYTES_PER_S = 64 * 1024, 8 * 1024
 _LOOK_S = 0.5  # between checks of the resource usage
 _STOP_S = 2.0
 #: Shorter secrets are not masked, because they could be common words.
@@ -129,7 +125,7 @@ class Child:
         os.set_blocking(self._in.fileno(), False)
         self._unsent = bytearray()
         self._unread = bytearray()
-        self._log = _Log(self._process.stderr, self._conceal)
+        self._log = LogForwarder(self._process.stderr, self._conceal)
         self._looked_at = time.monotonic()
         self.memory_bytes = 0  #: of all its processes, at the last check
 
@@ -229,48 +225,3 @@ class Child:
         self._process.wait()
         self._out.close()
         shutil.rmtree(self._scratch, ignore_errors=True)
-
-
-class _Log:
-    """Forwards the process's stderr to the log, rate limited."""
-
-    def __init__(self, file: IO[bytes], conceal: Callable[[str], str]) -> None:
-        self._file = file
-        self._conceal = conceal
-        self._lines: deque[str] = deque(maxlen=5)
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        left, then, dropped, held = float(_LOG_BYTES), time.monotonic(), 0, b""
-        with self._file as file:
-            while data := file.read(_PIECE_BYTES):
-                now = time.monotonic()
-                left, then = min(_LOG_BYTES, left + (now - then) * _LOG_BYTES_PER_S), now
-                if len(data) > left:
-                    dropped += len(data)
-                    continue
-                left -= len(data)
-                if dropped:
-                    logger.warning(
-                        "the application said %d bytes more than a log can bear", dropped
-                    )
-                    dropped = 0
-                # whole lines, so that secrets are masked
-                held += data
-                end = max(held.rfind(b"\n"), held.rfind(b"\r")) + 1
-                if len(held) > _PIECE_BYTES:
-                    end = len(held)
-                self._say(held[:end])
-                held = held[end:]
-            self._say(held)
-
-    def _say(self, data: bytes) -> None:
-        text = self._conceal(data.decode(errors="replace"))
-        self._lines.extend(text.splitlines())
-        print(text, end="", file=sys.stderr, flush=True)
-
-    def last_words(self) -> str:
-        """The last line, to append to a message."""
-        self._thread.join(0.2)
-        return f": {self._lines[-1][:300]}" if self._lines else ""

@@ -48,7 +48,7 @@ from shared.protocol import (
 logger = logging.getLogger(__name__)
 
 
-class BatchingEngine(PromptingEngine):
+class BatchingEngine(PromptingEngine[EngineRequest]):
     """Continuous batching over any `ModelRunner`."""
 
     def __init__(

@@ -1,7 +1,7 @@
 """Prompts of generate and tokenize tasks, for every engine that takes token ids."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from engines.base import (
     Decode,
@@ -16,8 +16,10 @@ from engines.core.runner import PixelLimits, Processor, Prompt
 from engines.text.detokenizer import decode
 from shared.protocol import Generate, ImageRef, SamplingParams, TextPart, Tokenize, Tools
 
+Request = TypeVar("Request", bound=EngineRequest)
 
-class PromptingEngine(Engine[EngineRequest]):
+
+class PromptingEngine(Engine[Request]):
     """An engine with a processor: chat template, tokenizer and images."""
 
     processor: Processor

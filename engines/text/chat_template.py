@@ -32,6 +32,8 @@ LLAVA_TEMPLATE = """\
 {% endfor %}\
 {% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}\
 """
+#: For text-only checkpoints without one: one line per message.
+PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] + '\\n' }}{% endfor %}"
 _PROBE = "probe"
 NO_CALLS: Mapping[int, list[dict[str, Any]]] = {}
 

@@ -149,6 +149,8 @@ class ChatProcessor:
             if text in marks and not tokenizer.token_bytes(token.id)
         }
         self.template_options = template.options
+        self.control_tokens = tokenizer.control_tokens
+        self.image_token_id = multimodal.slot_id
         self.tokenizer: Tokenizer = tokenizer
         self.max_model_len = max_model_len
         self.image_tokens = multimodal.image_tokens

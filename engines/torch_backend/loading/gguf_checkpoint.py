@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,20 +88,39 @@ _ORIGINAL_POSITIONS = 8192
 
 
 def open_checkpoint(path: Path, cache: Path | None = None) -> Path:
-    """The directory of a checkpoint, as others are: made in the cache for a GGUF file, whose weights stay where they are.
+    """The directory of a checkpoint. For a GGUF file it is made in the cache and refers to the file's weights.
 
     Raises: UnsupportedCheckpoint.
     """
-    if path.is_dir():
-        return path
-    files = find_files(path)
+    return path if path.is_dir() else _open(path, find_files(path), make_directory, cache)
+
+
+def open_tokenizer(path: Path, cache: Path | None = None) -> Path:
+    """A directory in the cache with tokenizer and chat template of a GGUF file of any architecture.
+
+    Raises: UnsupportedCheckpoint.
+    """
+
+    def make(files: Sequence[Path], target: Path) -> None:
+        write_tokenizer(files[0], target)
+
+    return _open(path, [path.resolve()], make, cache, "tokenizer-")
+
+
+def _open(
+    path: Path,
+    files: Sequence[Path],
+    make: Callable[[Sequence[Path], Path], None],
+    cache: Path | None,
+    prefix: str = "",
+) -> Path:
     try:
         states = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-        name = hashlib.sha256(json.dumps(states).encode()).hexdigest()[:32]
+        name = prefix + hashlib.sha256(json.dumps(states).encode()).hexdigest()[:32]
         target = (cache or _cache_folder()) / name
         if not target.is_dir():
             with contextlib.suppress(FileExistsError), new_directory(target) as made:
-                make_directory(files, made)
+                make(files, made)
     except (OSError, RuntimeError) as error:
         raise UnsupportedCheckpoint(
             f"{path.name} has no place for its configuration and tokenizer in the cache, which "
@@ -424,7 +443,19 @@ def _tower_name(file: _File, name: str, is_swapped: bool) -> str:
 
 def _write_text_files(target: Path, model: GgufModel) -> None:
     """Everything but the weights, `config.json` last. Raises: UnsupportedCheckpoint, OSError."""
-    file = model.file
+    write_tokenizer(model.file, target)
+    settings = model.image_settings
+    if settings is not None:
+        _write_json(target / "preprocessor_config.json", settings)
+        template = target / "chat_template.jinja"
+        if not template.is_file():
+            text = LLAVA_TEMPLATE.replace("<image>", model.slot[1])
+            template.write_text(text, encoding="utf-8")
+    _write_json(target / "config.json", model.config)
+
+
+def write_tokenizer(file: Path, target: Path) -> None:
+    """Write tokenizer and chat template of a GGUF file. Raises: UnsupportedCheckpoint, OSError."""
     try:
         architecture, content, settings = get_gguf_tokenizer(str(file))
         backend, _ = convert_gguf_tokenizer(architecture, content)
@@ -435,14 +466,6 @@ def _write_text_files(target: Path, model: GgufModel) -> None:
             f"{file.resolve().name}: transformers cannot make its tokenizer: {reason}"
         ) from None
     tokenizer.save_pretrained(target)
-    settings = model.image_settings
-    if settings is not None:
-        _write_json(target / "preprocessor_config.json", settings)
-        template = target / "chat_template.jinja"
-        if not template.is_file():
-            text = LLAVA_TEMPLATE.replace("<image>", model.slot[1])
-            template.write_text(text, encoding="utf-8")
-    _write_json(target / "config.json", model.config)
 
 
 def _write_json(file: Path, content: Mapping[str, Any]) -> None:

@@ -7,6 +7,7 @@ that program (a window within its context, another activation or rope scaling) t
 from pathlib import Path
 
 from engines.packages.checkpoint_json import Fields, shown
+from engines.text.chat_template import PLAIN_TEMPLATE
 from engines.text.processor import TextOnly
 from engines.torch_backend.models.config import TextConfig, beyond_our_program
 from engines.torch_backend.models.hf_config import (
@@ -19,8 +20,6 @@ from engines.torch_backend.models.llama import Llama
 from engines.torch_backend.models.registry import FamilyModel
 from engines.torch_backend.parallel.mesh import SINGLE, Mesh
 
-#: For checkpoints that bring none: what is said, line by line.
-TEMPLATE = "{% for message in messages %}{{ message['content'] + '\\n' }}{% endfor %}"
 _KINDS = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral", "Qwen2ForCausalLM": "qwen2"}
 
 
@@ -77,7 +76,7 @@ class CausalFamily:
         return None if is_tied or is_derived else f"language_model.{name}"
 
     def processor(self, directory: Path, config: CausalConfig) -> TextOnly:
-        return TextOnly(TEMPLATE)
+        return TextOnly(PLAIN_TEMPLATE)
 
 
 FAMILY = CausalFamily()

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from engines.packages.checkpoint_json import Fields, shown
+from engines.text.chat_template import PLAIN_TEMPLATE
 from engines.text.processor import MultimodalProcessor, TextOnly
-from engines.torch_backend.models.causal_lm import TEMPLATE
 from engines.torch_backend.models.generic.config import GenericConfig, find_class, read_config
 from engines.torch_backend.models.generic.model import GenericModel
 from engines.torch_backend.multimodal.transformers_images import TransformersImages
@@ -43,7 +43,7 @@ class GenericFamily:
     def processor(self, directory: Path, config: GenericConfig) -> MultimodalProcessor:
         """Transformers' own, where the model takes images. Raises: UnsupportedCheckpoint."""
         if not config.takes_images:
-            return TextOnly(TEMPLATE)
+            return TextOnly(PLAIN_TEMPLATE)
         return TransformersImages(directory, config.model_class, config.full)
 
 

@@ -1,0 +1,128 @@
+"""The API of a server: how a request is written and how its stream is read."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import msgspec
+
+from engines.base import InvalidRequest
+from engines.core.request import EngineRequest
+from engines.core.runner import TokenChoice
+from engines.upstream.client import UpstreamClient
+from shared.protocol import FinishReason, Generate, Grammar, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class UpstreamRequest(EngineRequest):
+    """A prepared request. `max_tokens` is the number of output tokens, those of earlier attempts included."""
+
+    grammar: Grammar | None = None
+    max_tokens: int = 0
+
+
+class Chunk(msgspec.Struct):
+    """One event of a stream."""
+
+    tokens: Sequence[TokenChoice] = ()
+    finish: FinishReason | None = None
+    error: str = ""
+    num_prompt_tokens: int | None = None  #: with images expanded, and output of earlier attempts
+    num_cached_tokens: int | None = None
+    queue_s: float = 0.0
+    num_computed: int | None = None  #: tokens since the request was sent, if some may be missing
+    text: str = ""  #: of the tokens, if some may be missing
+    lost: bytes = b""  #: of tokens before `tokens` whose ids are unknown
+    num_lost: int = 0
+
+
+class ServerInfo(msgspec.Struct):
+    """Properties that a server reports."""
+
+    model: str
+    max_model_len: int
+    version: str = ""
+    takes_images: bool = True
+
+
+class Dialect(ABC):
+    """One API."""
+
+    name: str
+    program: tuple[str, ...]  #: command that starts the server
+    path: str
+    versions: tuple[str, str] | None = None  #: tested range: from, and before; None: any
+    health_path = "/health"
+    metrics_path = ""
+    #: Fields of `EngineStats` by the name of a Prometheus metric.
+    metrics: ClassVar[Mapping[str, str]] = {}
+
+    @abstractmethod
+    def arguments(self, port: int) -> list[str]:
+        """Arguments that start the server on a port of the loopback interface."""
+
+    @abstractmethod
+    def describe(self, client: UpstreamClient) -> ServerInfo:
+        """Ask the server. Raises: httpx.HTTPError, KeyError, ValueError."""
+
+    @abstractmethod
+    def check(self, request: UpstreamRequest) -> None:
+        """Raises: InvalidRequest for a parameter that the API lacks."""
+
+    @abstractmethod
+    def can_continue(self, task: Generate) -> bool:
+        """Whether output tokens of an earlier attempt are continued as if it had not been interrupted."""
+
+    @abstractmethod
+    def body(self, request: UpstreamRequest, output_ids: Sequence[int]) -> dict[str, Any]:
+        """The request for the tokens after the prompt and `output_ids`."""
+
+    @abstractmethod
+    def parse(self, data: bytes) -> Chunk | None:
+        """Read one event. Raises: msgspec.MsgspecError."""
+
+    def recover(self, chunk: Chunk, num_missing: int) -> None:
+        """Find the tokens that a chunk with `num_computed` lacks."""
+        raise NotImplementedError
+
+
+#: Parameters that APIs lack: the neutral value, and the name in the request.
+_OPTIONAL = {
+    "allowed_token_ids": ((), "allowed_token_ids"),
+    "min_tokens": (0, "min_tokens"),
+    "presence_penalty": (0.0, "presence_penalty"),
+    "frequency_penalty": (0.0, "frequency_penalty"),
+    "num_prompt_logprobs": (None, "prompt_logprobs"),
+    "seed": (0, "seed"),
+}
+
+
+def refuse(sampling: SamplingParams, engine: str, *names: str) -> None:
+    """Raises: InvalidRequest if one of these parameters is set."""
+    for name in names:
+        neutral, param = _OPTIONAL[name]
+        if getattr(sampling, name) != neutral:
+            raise InvalidRequest(f"{engine} does not support {param}: leave it out", param)
+
+
+def refuse_grammar(grammar: Grammar, engine: str, kinds: str) -> InvalidRequest:
+    """The error for a kind of grammar that the API lacks."""
+    return InvalidRequest(f"{engine} supports {kinds}, not {grammar.kind} grammars", grammar.param)
+
+
+def has_output_penalty(sampling: SamplingParams) -> bool:
+    """Whether penalties count output tokens only, which a server cannot tell from the prompt."""
+    return bool(sampling.presence_penalty or sampling.frequency_penalty)
+
+
+def error_message(data: bytes) -> str:
+    """The message of an error body in OpenAI's form."""
+    try:
+        found = msgspec.json.decode(data)
+    except msgspec.DecodeError:
+        return ""
+    for name in ("error", "message", "detail"):
+        while isinstance(found, dict) and name in found:
+            found = found[name]
+    return found[:300] if isinstance(found, str) else ""

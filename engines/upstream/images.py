@@ -1,0 +1,86 @@
+"""Images for a server that expands them itself: one token of the prompt stands for each.
+
+The worker's sandboxed decoder reads the client's bytes; the server gets a PNG file of these pixels.
+"""
+
+from base64 import b64encode
+from collections.abc import Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from engines.base import Decode, InvalidImage
+from engines.core.request import Positions
+from engines.core.runner import NO_LIMITS, PixelLimits, Prompt
+from engines.packages.checkpoint_json import read_json
+from engines.text.prompt import Item
+
+_TOKEN_FIELDS = ("image_token_index", "image_token_id", "boi_token_index", "boi_token_id")
+
+
+@dataclass(frozen=True, slots=True)
+class UnexpandedImages:
+    """Implements `MultimodalProcessor`. `slot_id` is None for a text-only model."""
+
+    slot_id: int | None
+    template: str = ""  #: for checkpoints without a chat template
+    image_tokens: int = 0  # unknown
+    max_pixels: int = 0
+
+    def limit(self, max_pixels: int) -> None:
+        """No effect: the server resizes."""
+
+    def process(
+        self,
+        data: bytes,
+        expected_size: tuple[int, int],
+        decode: Decode,
+        pixels: PixelLimits = NO_LIMITS,
+    ) -> bytes:
+        """A PNG file of the image, scaled to the request's limits. Raises: InvalidImage."""
+        if self.slot_id is None:
+            raise InvalidImage("The model takes no images.")
+        image = _scale(decode(data, expected_size), pixels)
+        file = BytesIO()
+        image.save(file, "PNG", compress_level=1)
+        return file.getvalue()
+
+    def items(self, images: Sequence[tuple[str, Any]], slot: str) -> list[Item]:
+        """One token for each image."""
+        return [Item(image_hash, 1, content, slot) for image_hash, content in images]
+
+    def positions(self, prompt: Prompt) -> Positions:
+        """None: the server counts."""
+        return ()
+
+
+def _scale(image: Image.Image, pixels: PixelLimits) -> Image.Image:
+    area = image.width * image.height
+    wanted = min(max(area, pixels.least), pixels.most or area)
+    if wanted == area:
+        return image
+    ratio = sqrt(wanted / area)
+    size = max(1, round(image.width * ratio)), max(1, round(image.height * ratio))
+    return image.resize(size, Image.Resampling.BICUBIC)
+
+
+def find_image_token(directory: Path, template: str) -> int | None:
+    """The token that the chat template writes for an image; None for a text-only model.
+
+    Raises: UnsupportedCheckpoint.
+    """
+    config = read_json(directory / "config.json")
+    ids = [found for name in _TOKEN_FIELDS if isinstance(found := config.get(name), int)]
+    added = read_json(directory / "tokenizer.json").get("added_tokens") or []
+    spelled = {token["id"]: token["content"] for token in added}
+    in_template = [i for i in ids if spelled.get(i) and spelled[i] in template]
+    return next(iter(in_template or ids), None)
+
+
+def data_url(png: bytes) -> str:
+    """A `data:` URL of a PNG file."""
+    return f"data:image/png;base64,{b64encode(png).decode()}"

@@ -1,0 +1,184 @@
+"""Connects to a server, or starts one, and creates its engine."""
+
+import time
+from pathlib import Path
+
+import httpx
+from packaging.version import InvalidVersion, Version
+
+from engines.base import EngineLoadFailed, EngineStartError, LoadedEngine, Progress
+from engines.packages.checkpoint_json import read_json
+from engines.packages.generation_config import read_sampling_defaults
+from engines.packages.resolve import GGUF, default_name, resolve_model
+from engines.text.chat_template import LLAVA_TEMPLATE, PLAIN_TEMPLATE, read_chat_template
+from engines.text.processor import ChatProcessor, create_processor
+from engines.upstream.client import UpstreamClient
+from engines.upstream.dialect import Dialect, ServerInfo
+from engines.upstream.engine import UpstreamEngine
+from engines.upstream.images import UnexpandedImages, find_image_token
+from engines.upstream.llama_server import LlamaServer
+from engines.upstream.server import ServerProcess, command_of, free_port
+from engines.upstream.settings import (
+    LlamaServerSettings,
+    SglangSettings,
+    UpstreamSettings,
+    VllmSettings,
+)
+from engines.upstream.sglang import Sglang
+from engines.upstream.vllm import Vllm
+from shared.protocol import ModelCard
+
+POLL_S = 0.2
+_MAX_LEN = 2**31
+
+
+def load_upstream_engine(settings: UpstreamSettings, progress: Progress | None) -> LoadedEngine:
+    """Blocks until the server is ready. Raises: EngineStartError, EngineLoadFailed."""
+    started = time.perf_counter()
+    directory = _text_files(settings)
+    processor, vocab_size = _read_processor(directory)
+    dialect = _create_dialect(settings, processor)
+    server, url = None, settings.url
+    if not url:
+        port = free_port()
+        server = ServerProcess(command_of(settings, dialect, port))
+        url = f"http://127.0.0.1:{port}"
+    client = UpstreamClient(
+        url,
+        settings.api_key.get_secret_value(),
+        settings.max_num_seqs,
+        settings.silence_s,
+        dialect.health_path,
+        dialect.metrics_path,
+    )
+    try:
+        _wait_until_ready(client, dialect, server, settings.start_s, progress)
+        info = _describe(client, dialect)
+        _check(settings, dialect, info)
+        max_model_len = settings.max_model_len or info.max_model_len
+        engine = UpstreamEngine(
+            settings, dialect, processor, client, max_model_len, vocab_size, server
+        )
+    except BaseException:
+        client.close()
+        if server is not None:
+            server.close()
+        raise
+    processor.max_model_len = max_model_len
+    engine.startup_s = {"load": time.perf_counter() - started}
+    return LoadedEngine(engine, _card(settings, directory, engine, processor, info))
+
+
+def _text_files(settings: UpstreamSettings) -> Path:
+    """The directory of configuration, tokenizer and chat template. Raises: EngineStartError."""
+    path = resolve_model(settings.tokenizer or settings.model)
+    if path.suffix != GGUF:
+        return path
+    # torch and transformers, only to read the tokenizer
+    from engines.torch_backend.loading.gguf_checkpoint import open_tokenizer  # noqa: PLC0415
+
+    return open_tokenizer(path)
+
+
+def _read_processor(directory: Path) -> tuple[ChatProcessor, int]:
+    """The processor, and the size of the vocabulary. Raises: EngineStartError."""
+    config = read_json(directory / "config.json")
+    image_token_id = find_image_token(directory, read_chat_template(directory) or "")
+    template = PLAIN_TEMPLATE if image_token_id is None else LLAVA_TEMPLATE
+    images = UnexpandedImages(image_token_id, template)
+    processor = create_processor(directory, images, _MAX_LEN)
+    rows = config.section("text_config").get("vocab_size") or config.get("vocab_size") or 0
+    return processor, max(processor.tokenizer.vocab_size, rows)
+
+
+def _create_dialect(settings: UpstreamSettings, processor: ChatProcessor) -> Dialect:
+    match settings:
+        case VllmSettings():
+            return Vllm(settings, processor.image_token_id)
+        case SglangSettings():
+            return Sglang(settings, processor.image_token_id)
+        case LlamaServerSettings():
+            return LlamaServer(settings, processor)
+    raise AssertionError(settings)
+
+
+def _wait_until_ready(
+    client: UpstreamClient,
+    dialect: Dialect,
+    server: ServerProcess | None,
+    start_s: float,
+    progress: Progress | None,
+) -> None:
+    """Raises: EngineLoadFailed."""
+    started = time.monotonic()
+    while True:
+        try:
+            status = client.request("GET", dialect.health_path).status_code
+            if status == httpx.codes.OK:
+                return
+            reason = f"it answers {status}"
+        except httpx.HTTPError as error:
+            reason = str(error) or type(error).__name__
+        if server is not None:
+            server.check()
+        waited_s = time.monotonic() - started
+        if waited_s > start_s:
+            raise EngineLoadFailed(
+                f"{dialect.name} at {client.url} is not ready after {start_s:g} s: {reason}"
+            )
+        if progress is not None:
+            progress("load", min(0.99, waited_s / start_s))
+        time.sleep(POLL_S)
+
+
+def _describe(client: UpstreamClient, dialect: Dialect) -> ServerInfo:
+    """Raises: EngineLoadFailed."""
+    try:
+        return dialect.describe(client)
+    except (httpx.HTTPError, KeyError, IndexError, TypeError, ValueError) as error:
+        raise EngineLoadFailed(
+            f"{client.url} is not {dialect.name} as expected: {type(error).__name__}: {error}"
+        ) from None
+
+
+def _check(settings: UpstreamSettings, dialect: Dialect, info: ServerInfo) -> None:
+    """Raises: EngineStartError."""
+    if settings.max_model_len is not None and settings.max_model_len > info.max_model_len:
+        raise EngineStartError(
+            f"max_model_len is {settings.max_model_len}, but the server's context is "
+            f"{info.max_model_len} tokens: set at most {info.max_model_len}"
+        )
+    if dialect.versions is None:
+        return
+    first, last = map(Version, dialect.versions)
+    try:
+        is_tested = first <= Version(info.version) < last
+    except InvalidVersion:
+        is_tested = False
+    if not is_tested:
+        raise EngineStartError(
+            f"{dialect.name} {info.version} is not supported: install a version from {first} and below {last}"
+        )
+
+
+def _card(
+    settings: UpstreamSettings,
+    directory: Path,
+    engine: UpstreamEngine,
+    processor: ChatProcessor,
+    info: ServerInfo,
+) -> ModelCard:
+    return ModelCard(
+        tasks=engine.capabilities().tasks,
+        name=settings.served_name or default_name(settings.model),
+        created_at=int(time.time()),  # noqa: TID251
+        max_model_len=engine.max_model_len,
+        vocab_size=engine.vocab_size,
+        supports_images=info.takes_images and processor.image_token_id is not None,
+        sampling=read_sampling_defaults(directory, "auto"),
+        reasoning="" if processor.reasoning is None else processor.reasoning.form.name,
+        always_thinks=processor.always_thinks,
+        template_options=tuple(sorted(processor.template_options)),
+        supports_grammars=engine.capabilities().takes_grammars,
+        format="gguf" if settings.model.endswith(GGUF) else "safetensors",
+    )

@@ -1,0 +1,84 @@
+"""Starts the server of an engine as a child process, which ends with the worker."""
+
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+
+from engines.application import launch
+from engines.base import EngineLoadFailed, EngineStartError
+from engines.child_process import LogForwarder
+from engines.upstream.dialect import Dialect
+from engines.upstream.settings import UpstreamSettings
+
+_ENVIRONMENT = ("PATH", "HOME", "LANG", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
+_PREFIXES = (
+    "CUDA_", "NVIDIA_", "HIP_", "ROCR_", "HF_", "XDG_", "VLLM_", "SGLANG_", "GGML_", "NCCL_", "RAY_", "OMP_", "TORCH_",
+)  # fmt: skip
+STOP_S = 10.0
+
+
+def free_port() -> int:
+    """An unused port of the loopback interface."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+def command_of(settings: UpstreamSettings, dialect: Dialect, port: int) -> list[str]:
+    """The command that starts the server."""
+    program = shlex.split(settings.command) or list(dialect.program)
+    return [*program, *dialect.arguments(port), *shlex.split(settings.arguments)]
+
+
+class ServerProcess:
+    """A running server and its process group."""
+
+    def __init__(self, command: list[str]) -> None:
+        """Raises: EngineStartError."""
+        program = shutil.which(command[0])
+        if program is None:
+            raise EngineStartError(
+                f"{command[0]} is not installed: install it, or name it with --engine-command, or connect to a "
+                "running server with --url"
+            )
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if name in _ENVIRONMENT or name.startswith(_PREFIXES)
+        }
+        self.name = command[0]
+        launcher = [sys.executable, launch.__file__, "--", program, *command[1:]]
+        self._process = subprocess.Popen(
+            launcher, env=kept, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            start_new_session=True, bufsize=0,
+        )  # fmt: skip
+        assert self._process.stdout is not None
+        self._log = LogForwarder(self._process.stdout)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def check(self) -> None:
+        """Raises: EngineLoadFailed if the server has ended."""
+        code = self._process.poll()
+        if code is not None:
+            raise EngineLoadFailed(
+                f"{self.name} ended with exit code {code}{self._log.last_words()}"
+            )
+
+    def close(self) -> None:
+        """Stop the process group. Idempotent."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(STOP_S)
+                break
+        with suppress(ProcessLookupError):  # children that outlived it
+            os.killpg(self._process.pid, signal.SIGKILL)

@@ -1,0 +1,66 @@
+"""Settings of engines that run in another process."""
+
+from pydantic import Field, SecretStr
+
+from engines.settings import EngineSettings
+
+
+class UpstreamSettings(EngineSettings):
+    """Where the server is, or how it is started."""
+
+    url: str = Field(
+        default="",
+        description="Address of a running server, such as http://127.0.0.1:8001; empty: start one.",
+    )
+    api_key: SecretStr = Field(default=SecretStr(""), description="API key of that server.")
+    upstream_model: str = Field(
+        default="", description="Name of the model at that server; empty: its first model."
+    )
+    command: str = Field(
+        default="",
+        description="Executable or container that starts the server, such as `/opt/vllm/bin/vllm serve`; "
+        "the worker appends the arguments.",
+    )
+    arguments: str = Field(default="", description="More arguments for the started server.")
+    tokenizer: str = Field(
+        default="",
+        description="Directory or Hugging Face id of tokenizer and chat template; empty: those of the model.",
+    )
+    start_s: float = Field(
+        default=1800.0, gt=0, description="Time limit for the server to become ready."
+    )
+    silence_s: float = Field(
+        default=30.0,
+        gt=0,
+        description="Seconds without data from a stream after which the server's health is checked.",
+    )
+
+
+class GpuServerSettings(UpstreamSettings):
+    """What vLLM and SGLang have in common."""
+
+    dtype: str = Field(default="auto", description="`auto`, float32, bfloat16 or float16.")
+    quantization: str = Field(
+        default="", description="Quantization method of the server; empty: the checkpoint's own."
+    )
+    tensor_parallel: int = Field(default=1, ge=1, le=64, description="GPUs that share the model.")
+
+
+class VllmSettings(GpuServerSettings):
+    """vLLM, in an environment of its own."""
+
+    continues_grammars: bool = Field(
+        default=False,
+        description="Whether the server loads `engines.upstream.vllm_plugin`, so that grammars, penalties and seeds "
+        "continue after a lost worker.",
+    )
+
+
+class SglangSettings(GpuServerSettings):
+    """SGLang, in an environment of its own."""
+
+
+class LlamaServerSettings(UpstreamSettings):
+    """llama.cpp's server. The model is a GGUF file."""
+
+    mmproj: str = Field(default="", description="GGUF file of the vision tower and projector.")

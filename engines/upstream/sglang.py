@@ -1,0 +1,168 @@
+"""SGLang: token ids in and out by `POST /generate`.
+
+Source: sglang/srt/managers/io_struct.py, sglang/srt/managers/tokenizer_manager.py.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import msgspec
+
+from engines.core.runner import TokenChoice
+from engines.upstream.client import UpstreamClient
+from engines.upstream.dialect import (
+    Chunk,
+    Dialect,
+    ServerInfo,
+    UpstreamRequest,
+    error_message,
+    has_output_penalty,
+    refuse,
+    refuse_grammar,
+)
+from engines.upstream.images import data_url
+from engines.upstream.settings import SglangSettings
+from engines.upstream.vllm import FINISH
+from shared.protocol import Generate, Priority
+
+_Scored = tuple[float | None, int, Any]  # logprob, token id, text
+
+
+class _Finish(msgspec.Struct):
+    type: str = ""
+    message: str = ""
+
+
+class _Meta(msgspec.Struct):
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    finish_reason: _Finish | None = None
+    output_token_logprobs: list[_Scored] = []
+    output_top_logprobs: list[list[_Scored] | None] = []
+
+
+class _Event(msgspec.Struct):
+    output_ids: list[int] = []
+    meta_info: _Meta = msgspec.field(default_factory=_Meta)
+    error: Any = None
+
+
+_events = msgspec.json.Decoder(_Event)
+
+
+class Sglang(Dialect):
+    """Continues from token ids. Grammars and penalties start again."""
+
+    name = "SGLang"
+    program = ("python", "-m", "sglang.launch_server")
+    versions = ("0.5", "0.6")
+    path = "/generate"
+    metrics_path = "/metrics"
+    metrics: ClassVar[Mapping[str, str]] = {"sglang:token_usage": "kv_usage_ratio"}
+
+    def __init__(self, settings: SglangSettings, image_token_id: int | None = None) -> None:
+        self._settings, self._image_token_id = settings, image_token_id
+
+    def arguments(self, port: int) -> list[str]:
+        settings = self._settings
+        arguments = [
+            "--model-path", settings.model, "--host", "127.0.0.1", "--port", str(port),
+            "--max-running-requests", str(settings.max_num_seqs), "--dtype", settings.dtype,
+            "--tp-size", str(settings.tensor_parallel), "--incremental-streaming-output",
+            "--enable-priority-scheduling", "--enable-metrics",
+        ]  # fmt: skip
+        if settings.max_model_len is not None:
+            arguments += ["--context-length", str(settings.max_model_len)]
+        if settings.quantization:
+            arguments += ["--quantization", settings.quantization]
+        return arguments
+
+    def describe(self, client: UpstreamClient) -> ServerInfo:
+        server = client.request("GET", "/get_server_info").raise_for_status().json()
+        if not server.get("incremental_streaming_output"):
+            raise ValueError("start it with --incremental-streaming-output")
+        model = client.request("GET", "/v1/models").raise_for_status().json()["data"][0]
+        return ServerInfo(model["id"], model["max_model_len"], server["version"])
+
+    def check(self, request: UpstreamRequest) -> None:
+        refuse(request.sampling, self.name, "num_prompt_logprobs", "allowed_token_ids")
+        if request.grammar is not None:
+            _constrain(request)
+
+    def can_continue(self, task: Generate) -> bool:
+        return task.grammar is None and not has_output_penalty(task.sampling)
+
+    def body(self, request: UpstreamRequest, output_ids: Sequence[int]) -> dict[str, Any]:
+        wanted, num_done = request.sampling, len(output_ids)
+        sampling: dict[str, Any] = {
+            "temperature": wanted.temperature, "top_p": wanted.top_p, "top_k": wanted.top_k or -1, "min_p": wanted.min_p,
+            "presence_penalty": wanted.presence_penalty, "frequency_penalty": wanted.frequency_penalty,
+            "repetition_penalty": wanted.repetition_penalty, "sampling_seed": wanted.seed & (2**31 - 1),
+            "max_new_tokens": request.max_tokens - num_done, "min_new_tokens": max(0, wanted.min_tokens - num_done),
+            "ignore_eos": wanted.ignore_eos, "stop_token_ids": list(wanted.stop_token_ids),
+        }  # fmt: skip
+        bias = {str(token_id): value for token_id, value in wanted.logit_bias.items()}
+        if self._image_token_id is not None:  # SGLang would expand a sampled image token
+            bias[str(self._image_token_id)] = -100.0
+        if bias:
+            sampling["logit_bias"] = bias
+        if request.grammar is not None:
+            sampling |= _constrain(request)
+        body: dict[str, Any] = {
+            "rid": request.request_id, "input_ids": [*request.prompt_token_ids, *output_ids],
+            "sampling_params": sampling, "stream": True,
+        }  # fmt: skip
+        if wanted.num_logprobs is not None:
+            body |= {"return_logprob": True, "top_logprobs_num": wanted.num_logprobs}
+        if request.cache_salt:
+            body["extra_key"] = request.cache_salt
+        if request.priority is Priority.INTERACTIVE and not self._settings.url:
+            body["priority"] = 1  # the larger, the earlier; an error without priority scheduling
+        if request.images:
+            body["image_data"] = [data_url(image.pixels) for image in request.images]
+        return body
+
+    def parse(self, data: bytes) -> Chunk | None:
+        if data == b"[DONE]":
+            return None
+        event = _events.decode(data)
+        if event.error is not None:
+            return Chunk(error=error_message(data) or "error")
+        meta = event.meta_info
+        chunk = Chunk(
+            num_prompt_tokens=meta.prompt_tokens, num_cached_tokens=meta.cached_tokens,
+            tokens=_tokens(event.output_ids, meta),
+        )  # fmt: skip
+        if meta.finish_reason is not None:
+            chunk.finish = FINISH.get(meta.finish_reason.type)
+            if chunk.finish is None:
+                chunk.error = meta.finish_reason.message or "the request was aborted"
+        return chunk
+
+
+def _tokens(token_ids: list[int], meta: _Meta) -> list[TokenChoice]:
+    """New tokens; logprobs are those of the whole answer so far, or of the new tokens."""
+    scores = meta.output_token_logprobs[len(meta.output_token_logprobs) - len(token_ids) :]
+    if len(scores) < len(token_ids) or not token_ids:
+        return [TokenChoice(token_id) for token_id in token_ids]
+    tops = meta.output_top_logprobs[len(meta.output_top_logprobs) - len(token_ids) :]
+    tops = tops if len(tops) == len(token_ids) else [None] * len(token_ids)
+    return [
+        TokenChoice(token_id, score[0], tuple((top[1], top[0] or 0.0) for top in best or ()))
+        for token_id, score, best in zip(token_ids, scores, tops, strict=True)
+    ]
+
+
+def _constrain(request: UpstreamRequest) -> dict[str, str]:
+    """Sampling parameters of a grammar. Raises: InvalidRequest."""
+    grammar = request.grammar
+    assert grammar is not None
+    if grammar.kind == "json":
+        return {"json_schema": grammar.source or "{}"}
+    if grammar.kind == "regex":
+        return {"regex": grammar.source}
+    if grammar.kind == "choice":
+        choices = " | ".join(json.dumps(text) for text in json.loads(grammar.source))
+        return {"ebnf": f"root ::= {choices}"}
+    raise refuse_grammar(grammar, "SGLang", "JSON schemas, regular expressions and choices")

@@ -1,0 +1,209 @@
+"""vLLM: token ids in and out by `POST /inference/v1/generate`.
+
+Source: vllm/entrypoints/scale_out/token_in_token_out/protocol.py.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import msgspec
+
+from engines.core.runner import TokenChoice
+from engines.upstream.client import UpstreamClient
+from engines.upstream.dialect import (
+    Chunk,
+    Dialect,
+    ServerInfo,
+    UpstreamRequest,
+    error_message,
+    has_output_penalty,
+    refuse,
+    refuse_grammar,
+)
+from engines.upstream.images import data_url
+from engines.upstream.settings import VllmSettings
+from shared.protocol import FinishReason, Generate, Grammar, Priority
+
+FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
+
+
+class _Logprob(msgspec.Struct):
+    token_id: int
+    logprob: float
+    top_logprobs: list["_Logprob"] = []
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[_Logprob] | None = None
+
+
+class _Choice(msgspec.Struct):
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+    logprobs: _Logprobs | None = None
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    prompt_tokens_details: _Details | None = None
+
+
+class _Metrics(msgspec.Struct):
+    queue_time_ms: float | None = None
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: Any = None
+    metrics: _Metrics | None = None
+
+
+_events = msgspec.json.Decoder(_Event)
+
+
+class Vllm(Dialect):
+    """Continues from token ids. Grammars, penalties and seeds start again, except with the plugin."""
+
+    name = "vLLM"
+    program = ("vllm", "serve")
+    versions = ("0.32", "0.34")
+    path = "/inference/v1/generate"
+    metrics_path = "/metrics"
+    metrics: ClassVar[Mapping[str, str]] = {
+        "vllm:kv_cache_usage_perc": "kv_usage_ratio",
+        "vllm:prefix_cache_queries_total": "num_prefix_query_tokens",
+        "vllm:prefix_cache_hits_total": "num_prefix_hit_tokens",
+        "vllm:num_preemptions_total": "num_preemptions",
+    }
+
+    def __init__(self, settings: VllmSettings, image_token_id: int | None = None) -> None:
+        self._settings, self._image_token_id = settings, image_token_id
+        self._model = settings.upstream_model
+
+    def arguments(self, port: int) -> list[str]:
+        settings = self._settings
+        arguments = [
+            "--model", settings.model, "--host", "127.0.0.1", "--port", str(port),
+            "--max-num-seqs", str(settings.max_num_seqs), "--dtype", settings.dtype,
+            "--tensor-parallel-size", str(settings.tensor_parallel), "--enable-scale-out",
+            "--enable-prompt-tokens-details", "--scheduling-policy", "priority",
+        ]  # fmt: skip
+        if settings.max_model_len is not None:
+            arguments += ["--max-model-len", str(settings.max_model_len)]
+        if settings.quantization:
+            arguments += ["--quantization", settings.quantization]
+        if settings.continues_grammars:
+            arguments += ["--logits-processors", "engines.upstream.vllm_plugin:Continuation"]
+        return arguments
+
+    def describe(self, client: UpstreamClient) -> ServerInfo:
+        listed = client.request("GET", "/v1/models").raise_for_status().json()["data"]
+        found = next((each for each in listed if each["id"] == self._model), None)
+        if found is None:
+            if self._model:
+                names = ", ".join(each["id"] for each in listed)
+                raise ValueError(f"it serves {names}, not {self._model}")
+            found = listed[0]
+        self._model = found["id"]
+        version = client.request("GET", "/version").raise_for_status().json()["version"]
+        return ServerInfo(self._model, found["max_model_len"], version)
+
+    def check(self, request: UpstreamRequest) -> None:
+        refuse(request.sampling, self.name, "num_prompt_logprobs")
+        if request.grammar is not None:
+            _structured(request.grammar)
+
+    def can_continue(self, task: Generate) -> bool:
+        if self._settings.continues_grammars:
+            return True
+        return task.grammar is None and not has_output_penalty(task.sampling)
+
+    def body(self, request: UpstreamRequest, output_ids: Sequence[int]) -> dict[str, Any]:
+        wanted, num_done = request.sampling, len(output_ids)
+        sampling: dict[str, Any] = {
+            "temperature": wanted.temperature, "top_p": wanted.top_p, "top_k": wanted.top_k, "min_p": wanted.min_p,
+            "seed": wanted.seed & (2**63 - 1), "presence_penalty": wanted.presence_penalty,
+            "frequency_penalty": wanted.frequency_penalty, "repetition_penalty": wanted.repetition_penalty,
+            "max_tokens": request.max_tokens - num_done, "min_tokens": max(0, wanted.min_tokens - num_done),
+            "ignore_eos": wanted.ignore_eos, "stop_token_ids": list(wanted.stop_token_ids),
+            "logprobs": wanted.num_logprobs, "detokenize": False,
+        }  # fmt: skip
+        bias = {str(token_id): value for token_id, value in wanted.logit_bias.items()}
+        if self._image_token_id is not None:  # vLLM would expand a sampled image token
+            bias[str(self._image_token_id)] = -100.0
+        if bias:
+            sampling["logit_bias"] = bias
+        if wanted.allowed_token_ids:
+            sampling["allowed_token_ids"] = list(wanted.allowed_token_ids)
+        if request.grammar is not None:
+            sampling["structured_outputs"] = _structured(request.grammar)
+        if self._settings.continues_grammars:
+            sampling["extra_args"] = {"num_output_tokens": num_done, "noise_seed": wanted.seed}
+        body: dict[str, Any] = {
+            "request_id": request.request_id, "model": self._model,
+            "token_ids": [*request.prompt_token_ids, *output_ids], "sampling_params": sampling, "stream": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        }  # fmt: skip
+        if request.cache_salt:
+            body["cache_salt"] = request.cache_salt
+        if request.priority is Priority.BATCH and not self._settings.url:
+            body["priority"] = 1  # an error without --scheduling-policy priority
+        if request.images:
+            body["content_parts"] = [
+                {"type": "image_url", "url": data_url(image.pixels), "uuid": image.image_hash}
+                for image in request.images
+            ]
+        return body
+
+    def parse(self, data: bytes) -> Chunk | None:
+        if data == b"[DONE]":
+            return None
+        event = _events.decode(data)
+        if event.error is not None:
+            return Chunk(error=error_message(data) or "error")
+        chunk = Chunk()
+        if event.metrics is not None and event.metrics.queue_time_ms is not None:
+            chunk.queue_s = event.metrics.queue_time_ms / 1000
+        if (usage := event.usage) is not None:
+            chunk.num_prompt_tokens = usage.prompt_tokens
+            if usage.prompt_tokens_details is not None:
+                chunk.num_cached_tokens = usage.prompt_tokens_details.cached_tokens
+        for choice in event.choices[:1]:
+            chunk.finish = FINISH.get(choice.finish_reason or "")
+            if choice.finish_reason and chunk.finish is None:
+                chunk.error = f"the request ended with {choice.finish_reason}"
+            chunk.tokens = _tokens(choice)
+        return chunk
+
+
+def _tokens(choice: _Choice) -> list[TokenChoice]:
+    token_ids = choice.token_ids or []
+    scores = choice.logprobs and choice.logprobs.content
+    if not scores:
+        return [TokenChoice(token_id) for token_id in token_ids]
+    return [
+        TokenChoice(
+            token_id,
+            score.logprob,
+            tuple((top.token_id, top.logprob) for top in score.top_logprobs),
+        )
+        for token_id, score in zip(token_ids, scores, strict=True)
+    ]
+
+
+def _structured(grammar: Grammar) -> dict[str, Any]:
+    """VLLM's `StructuredOutputsParams`. Raises: InvalidRequest."""
+    if grammar.kind == "json":
+        schema = json.loads(grammar.source or "{}")
+        return {"json_object": True} if schema in ({}, True) else {"json": grammar.source}
+    if grammar.kind == "regex":
+        return {"regex": grammar.source}
+    if grammar.kind == "choice":
+        return {"choice": json.loads(grammar.source)}
+    raise refuse_grammar(grammar, "vLLM", "JSON schemas, regular expressions and choices")

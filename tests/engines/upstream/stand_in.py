@@ -1,0 +1,169 @@
+"""Servers that speak the APIs of vLLM and SGLang over a real socket, with tokens that are a function of all before them.
+
+Real servers run in `make test-engines` and `make test-vllm`; this one is for laws and faults.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from hashlib import sha256
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+CONTEXT = 512
+EOS_ID = 2
+FIRST_ID, NUM_IDS = 67, 26  #: tokens that are printable in the tiny checkpoint
+
+
+@dataclass
+class StandIn:
+    """What the server does and has seen."""
+
+    version: str = "0.33.0"
+    token_s: float = 0.0  #: pause before each token
+    is_healthy: bool = True
+    refuse_with: tuple[int, str] | None = None  #: status and message of the next request
+    break_after: list[int] = field(default_factory=list)  #: tokens of the next streams
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    num_open: int = 0
+    url: str = ""
+
+
+def next_token(ids: list[int], salt: object) -> int:
+    digest = sha256(f"{ids} {salt}".encode()).digest()
+    return FIRST_ID + digest[0] % NUM_IDS
+
+
+@dataclass
+class _Wanted:
+    """A request in one form."""
+
+    ids: list[int]
+    images: list[str]
+    max_tokens: int
+    num_logprobs: int | None
+    sampling: dict[str, Any]
+
+    def tokens(self) -> Iterator[tuple[int, str | None]]:
+        """Token ids, each with the finish reason."""
+        ids, sampling = list(self.ids), self.sampling
+        seed = sampling.get("seed", sampling.get("sampling_seed", 0))
+        salt = (seed if sampling["temperature"] else None, self.images)
+        allowed = sampling.get("allowed_token_ids")
+        for number in range(1, self.max_tokens + 1):
+            token = next_token(ids, salt)
+            if allowed:
+                token = allowed[token % len(allowed)]
+            ids.append(token)
+            finish = "length" if number == self.max_tokens else None
+            if token in sampling["stop_token_ids"]:
+                finish = "stop"
+            yield token, finish
+            if finish:
+                return
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Any
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        state: StandIn = self.server.state
+        answers: dict[str, Any] = {
+            "/health": {},
+            "/version": {"version": state.version},
+            "/v1/models": {"data": [{"id": "model", "max_model_len": CONTEXT}]},
+            "/get_server_info": {"version": "0.5.23", "incremental_streaming_output": True},
+        }
+        if self.path == "/metrics":
+            self._answer(200, b'vllm:kv_cache_usage_perc{engine="0"} 0.25\n')
+        elif self.path == "/health" and not state.is_healthy:
+            self._answer(503, b"{}")
+        else:
+            self._answer(200, json.dumps(answers[self.path]).encode())
+
+    def do_POST(self) -> None:
+        state: StandIn = self.server.state
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        state.bodies.append(body)
+        if state.refuse_with is not None:
+            (status, message), state.refuse_with = state.refuse_with, None
+            self._answer(status, json.dumps({"error": {"message": message}}).encode())
+            return
+        self.send_response(200)
+        self.send_header("content-type", "text/event-stream")
+        self.end_headers()
+        limit = state.break_after.pop(0) if state.break_after else None
+        state.num_open += 1
+        try:
+            events = _vllm(body) if self.path.startswith("/inference") else _sglang(body)
+            for number, event in enumerate(events):
+                if number == limit:
+                    return
+                time.sleep(state.token_s)
+                self.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+            self.wfile.write(b"data: [DONE]\n\n")
+        except (BrokenPipeError, ConnectionResetError):
+            pass
+        finally:
+            state.num_open -= 1
+
+    def _answer(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+def _vllm(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    sampling = body["sampling_params"]
+    images = [part["url"] for part in body.get("content_parts", ())]
+    count = sampling["logprobs"]
+    wanted = _Wanted(body["token_ids"], images, sampling["max_tokens"], count, sampling)
+    usage = {"prompt_tokens": len(wanted.ids) + 15 * len(images)}
+    for token, finish in wanted.tokens():
+        score = None
+        if count is not None:
+            top = [{"token_id": token + i, "logprob": -0.5 - i} for i in range(count)]
+            score = {"content": [{"token_id": token, "logprob": -0.5, "top_logprobs": top}]}
+        choice = {"token_ids": [token], "finish_reason": finish, "logprobs": score}
+        yield {"choices": [choice], "usage": usage}
+
+
+def _sglang(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    sampling = body["sampling_params"]
+    images = body.get("image_data", [])
+    wanted = _Wanted(body["input_ids"], images, sampling["max_new_tokens"], None, sampling)
+    scores: list[Any] = []
+    tops: list[Any] = []
+    for token, finish in wanted.tokens():
+        meta: dict[str, Any] = {"prompt_tokens": len(wanted.ids) + 15 * len(images)}
+        if body.get("return_logprob"):
+            scores.append([-0.5, token, None])
+            tops.append([[-0.5 - i, token + i, None] for i in range(body["top_logprobs_num"])])
+            meta |= {"output_token_logprobs": scores, "output_top_logprobs": tops}
+        if finish:
+            meta["finish_reason"] = {"type": finish}
+        yield {"output_ids": [token], "meta_info": meta}
+
+
+@contextmanager
+def run_stand_in(**state: Any) -> Iterator[StandIn]:
+    """A server on a free port of the loopback interface."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+    server.daemon_threads = True
+    found = StandIn(**state, url=f"http://127.0.0.1:{server.server_port}")
+    server.state = found  # pyright: ignore[reportAttributeAccessIssue]
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        yield found
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -1,0 +1,389 @@
+"""Engines behind HTTP: tokens, faults of the server, and refusals."""
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engines.base import (
+    EngineCall,
+    EngineLoadFailed,
+    EngineOutput,
+    EngineStartError,
+    InvalidRequest,
+    PreparedImage,
+    PromptTooLong,
+)
+from engines.image_decoder import decode_image
+from engines.registry import create_engine
+from engines.torch_backend.loading.make_checkpoint import make_checkpoint
+from engines.upstream.engine import UpstreamEngine
+from shared.protocol import (
+    ChatMessage,
+    ErrorCode,
+    FinishReason,
+    Function,
+    Generate,
+    Grammar,
+    ImagePart,
+    ImageRef,
+    SamplingParams,
+    TextPart,
+    Tools,
+)
+from tests.engines.upstream.stand_in import CONTEXT, EOS_ID, StandIn, next_token, run_stand_in
+from tests.factories_images import encoded
+
+APIS = ("vllm", "sglang")
+SCHEMA = Grammar("json", '{"type": "object"}', "response_format")
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("upstream") / "tiny"
+    make_checkpoint("tiny", directory, seed=3)
+    return directory
+
+
+@pytest.fixture
+def server() -> Iterator[StandIn]:
+    with run_stand_in() as server:
+        yield server
+
+
+@pytest.fixture(params=APIS)
+def api(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def load(api: str, checkpoint: Path, server: StandIn, **settings: Any) -> UpstreamEngine:
+    values = {"kind": api, "model": str(checkpoint), "url": server.url, **settings}
+    engine = create_engine(values).engine
+    assert isinstance(engine, UpstreamEngine)
+    return engine
+
+
+@pytest.fixture
+def engine(api: str, checkpoint: Path, server: StandIn) -> Iterator[UpstreamEngine]:
+    engine = load(api, checkpoint, server)
+    yield engine
+    engine.close()
+
+
+def make_call(
+    request_id: str = "r",
+    *,
+    output_token_ids: tuple[int, ...] = (),
+    grammar: Grammar | None = None,
+    tools: Tools | None = None,
+    num_images: int = 0,
+    tenant: str = "",
+    **sampling: Any,
+) -> EngineCall:
+    parts = (*(ImagePart(index) for index in range(num_images)), TextPart("hello"))
+    wanted = SamplingParams(**{"temperature": 0.0, "max_tokens": 8, **sampling})
+    task = Generate((ChatMessage("user", parts),), wanted, grammar=grammar, tools=tools)
+    return EngineCall(request_id, task, tenant, output_token_ids=output_token_ids)
+
+
+def add(engine: UpstreamEngine, call: EngineCall, *images: PreparedImage) -> None:
+    engine.add(engine.prepare(call, images))
+
+
+def run(engine: UpstreamEngine) -> list[EngineOutput]:
+    outputs: list[EngineOutput] = []
+    deadline = time.monotonic() + 20
+    while engine.has_work() and time.monotonic() < deadline:
+        outputs += engine.step()
+    assert not engine.has_work()
+    return outputs
+
+
+def answer(engine: UpstreamEngine, call: EngineCall, *images: PreparedImage) -> list[EngineOutput]:
+    add(engine, call, *images)
+    return run(engine)
+
+
+def ids_of(outputs: list[EngineOutput]) -> list[int]:
+    ids: list[int] = []
+    for output in outputs:
+        assert output.index == len(ids)
+        ids += output.token_ids
+    return ids
+
+
+def expected_ids(engine: UpstreamEngine, call: EngineCall, num_tokens: int = 8) -> list[int]:
+    prompt = engine.prepare(call, []).prompt_token_ids
+    ids = list(prompt)
+    for _ in range(num_tokens):
+        ids.append(next_token(ids, (None, [])))
+    return ids[len(prompt) :]
+
+
+def prepare_image(engine: UpstreamEngine, seed: int = 1) -> PreparedImage:
+    data = encoded(seed, size=(64, 48))
+    ref = ImageRef(f"sha-{seed}", len(data), "image/png", 64, 48)
+    return PreparedImage(f"hash-{seed}", engine.prepare_image(data, ref, decode_image))
+
+
+def test_tokens_of_the_server_are_the_answer(engine: UpstreamEngine):
+    call = make_call(num_logprobs=2)
+    outputs = answer(engine, call)
+    assert ids_of(outputs) == expected_ids(engine, call)
+    assert "".join(output.text for output in outputs) == "".join(
+        chr(ord("a") + token - 67) for token in ids_of(outputs)
+    )
+    assert [len(each.top) for output in outputs for each in output.logprobs] == [2] * 8
+    assert outputs[-1].finish_reason is FinishReason.LENGTH
+    assert outputs[-1].usage is not None
+    assert outputs[-1].usage.num_output_tokens == 8
+
+
+@pytest.mark.parametrize("num_earlier", [1, 5, 7, 8])
+def test_an_answer_continues_from_its_token_log(engine: UpstreamEngine, num_earlier: int):
+    whole = answer(engine, make_call())
+    earlier = tuple(ids_of(whole)[:num_earlier])
+    rest = answer(engine, make_call("again", output_token_ids=earlier))
+    assert [token for output in rest for token in output.token_ids] == ids_of(whole)[num_earlier:]
+    assert "".join(o.text for o in rest) == "".join(o.text for o in whole)[num_earlier:]
+
+
+def test_a_broken_stream_is_continued_without_gap_or_duplicate(
+    engine: UpstreamEngine, server: StandIn
+):
+    call = make_call()
+    server.break_after = [3, 2]
+    assert ids_of(answer(engine, call)) == expected_ids(engine, call)
+    prompts = [body.get("token_ids", body.get("input_ids")) for body in server.bodies]
+    assert [len(prompt) - len(prompts[0]) for prompt in prompts] == [0, 3, 5]
+
+
+def test_a_stream_that_breaks_again_and_again_fails(engine: UpstreamEngine, server: StandIn):
+    server.break_after = [1, 0, 0, 0]
+    last = answer(engine, make_call())[-1]
+    assert last.error_code is ErrorCode.ENGINE_FAILURE
+    assert last.error
+    assert last.usage is not None
+    assert ids_of(answer(engine, make_call("next"))) == expected_ids(engine, make_call())
+
+
+@pytest.mark.parametrize(
+    "changes", [{"grammar": SCHEMA}, {"presence_penalty": 1.0}, {"frequency_penalty": 1.0}]
+)
+def test_state_that_a_server_would_forget_is_not_continued(
+    engine: UpstreamEngine, server: StandIn, changes: dict[str, Any]
+):
+    call = make_call(**changes)
+    assert not engine.can_continue(call.task)
+    server.break_after = [0, 3]
+    outputs = answer(engine, call)
+    assert outputs[-1].error_code is ErrorCode.ENGINE_FAILURE
+    assert len(ids_of(outputs)) == 3
+    assert len(server.bodies) == 2  # nothing was lost with the first
+
+
+def test_a_busy_server_is_asked_again(engine: UpstreamEngine, server: StandIn):
+    server.refuse_with = (503, "loading")
+    assert len(ids_of(answer(engine, make_call()))) == 8
+
+
+@pytest.mark.parametrize(
+    ("message", "code"),
+    [
+        ("bad value", ErrorCode.INVALID_REQUEST),
+        ("longer than the maximum context length", ErrorCode.CONTEXT_LENGTH_EXCEEDED),
+    ],
+)
+def test_a_refusal_of_the_server_reaches_the_client(
+    engine: UpstreamEngine, server: StandIn, message: str, code: ErrorCode
+):
+    server.refuse_with = (400, message)
+    (last,) = answer(engine, make_call())
+    assert (last.error, last.error_code) == (message, code)
+
+
+def test_a_lost_server_ends_the_engine(api: str, checkpoint: Path):
+    with run_stand_in(token_s=0.05) as server:
+        engine = load(api, checkpoint, server)
+        add(engine, make_call(max_tokens=200))
+        while not any(output.token_ids for output in engine.step()):
+            pass
+        server.is_healthy = False
+        server.break_after = [0]
+        add(engine, make_call("other"))
+        with pytest.raises(EngineLoadFailed):
+            run(engine)
+        engine.close()
+
+
+@pytest.mark.parametrize("is_healthy", [True, False])
+def test_a_silent_server_is_lost_only_if_it_fails_its_health_check(
+    checkpoint: Path, is_healthy: bool
+):
+    with run_stand_in(token_s=0.5) as server:
+        engine = load("vllm", checkpoint, server, silence_s=0.1)
+        server.is_healthy = is_healthy
+        add(engine, make_call(max_tokens=2))
+        if is_healthy:
+            assert len(ids_of(run(engine))) == 2
+        else:
+            with pytest.raises(EngineLoadFailed):
+                run(engine)
+        engine.close()
+
+
+def test_an_aborted_request_is_closed_at_the_server(api: str, checkpoint: Path):
+    with run_stand_in(token_s=0.02) as server:
+        engine = load(api, checkpoint, server)
+        add(engine, make_call(max_tokens=400))
+        while not server.num_open:
+            engine.step()
+        engine.abort("r")
+        engine.abort("r")
+        deadline = time.monotonic() + 10
+        while server.num_open and time.monotonic() < deadline:
+            engine.step()
+        assert server.num_open == 0
+        assert not engine.has_work()
+        engine.close()
+
+
+def test_wake_ends_a_step_that_waits(checkpoint: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("engines.upstream.engine.POLL_S", 30.0)
+    with run_stand_in(token_s=0.3) as server:
+        engine = load("vllm", checkpoint, server)
+        add(engine, make_call(max_tokens=1))
+        threading.Timer(0.05, engine.wake).start()
+        started = time.monotonic()
+        engine.step()
+        assert time.monotonic() - started < 20
+        engine.close()
+
+
+def test_an_image_is_sent_as_a_file_of_our_own_under_its_salted_hash(
+    engine: UpstreamEngine, api: str, server: StandIn
+):
+    image = prepare_image(engine)
+    outputs = answer(engine, make_call(num_images=1), image)
+    body = server.bodies[-1]
+    if api == "vllm":
+        (part,) = body["content_parts"]
+        assert part["uuid"] == "hash-1"
+        assert part["url"].startswith("data:image/png;base64,")
+    else:
+        assert body["image_data"][0].startswith("data:image/png;base64,")
+    prompt = body.get("token_ids", body.get("input_ids"))
+    assert prompt.count(320) == 1
+    assert outputs[-1].usage is not None
+    assert outputs[-1].usage.num_image_tokens == 16
+    assert outputs[-1].usage.num_prompt_tokens == len(prompt) + 15
+
+
+def test_a_sampled_image_token_is_forbidden(engine: UpstreamEngine, server: StandIn):
+    answer(engine, make_call(logit_bias={70: 5.0}))
+    assert server.bodies[-1]["sampling_params"]["logit_bias"] == {"70": 5.0, "320": -100.0}
+
+
+def test_tenants_have_caches_of_their_own(engine: UpstreamEngine, api: str, server: StandIn):
+    answer(engine, make_call(tenant="salt"))
+    assert server.bodies[-1]["cache_salt" if api == "vllm" else "extra_key"] == "salt"
+
+
+def test_parameters_that_an_api_lacks_are_refused_by_name(engine: UpstreamEngine, api: str):
+    tools = Tools((Function("f", "{}"),), is_required=True)
+    refused: dict[str, dict[str, Any]] = {
+        "prompt_logprobs": {"num_prompt_logprobs": 1},
+        "guided_grammar": {"grammar": Grammar("lark", 'start: "a"', "guided_grammar")},
+        "tool_choice": {"tools": tools},
+    }
+    if api == "sglang":
+        refused["allowed_token_ids"] = {"allowed_token_ids": (70,)}
+    for param, changes in refused.items():
+        with pytest.raises(InvalidRequest) as found:
+            engine.prepare(make_call(**changes), [])
+        assert found.value.param == param
+    with pytest.raises(PromptTooLong):
+        engine.prepare(
+            EngineCall(
+                "r", Generate((ChatMessage("user", (TextPart("x" * 999),)),), SamplingParams())
+            ),
+            [],
+        )
+
+
+def test_the_end_of_an_answer_is_not_sampled_again(engine: UpstreamEngine):
+    earlier = (*expected_ids(engine, make_call(), 3), EOS_ID)
+    (last,) = answer(engine, make_call(output_token_ids=earlier))
+    assert last.finish_reason is FinishReason.STOP
+    assert last.token_ids == ()
+
+
+def test_stats_include_the_caches_of_the_server(checkpoint: Path, server: StandIn):
+    engine = load("vllm", checkpoint, server)
+    deadline = time.monotonic() + 10
+    while engine.stats().kv_usage_ratio != 0.25 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert engine.stats().kv_usage_ratio == 0.25
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("state", "settings", "says"),
+    [
+        pytest.param({"version": "0.18.2"}, {}, "0.18.2", id="version"),
+        pytest.param({}, {"max_model_len": 2 * CONTEXT}, str(CONTEXT), id="context"),
+        pytest.param({}, {"upstream_model": "other"}, "other", id="model"),
+        pytest.param({"is_healthy": False}, {"start_s": 0.2}, "503", id="never ready"),
+    ],
+)
+def test_a_server_that_cannot_be_used_is_refused_in_one_sentence(
+    checkpoint: Path, state: dict[str, Any], settings: dict[str, Any], says: str
+):
+    refusal = pytest.raises((EngineStartError, EngineLoadFailed))
+    with run_stand_in(**state) as server, refusal as refused:
+        load("vllm", checkpoint, server, **settings)
+    assert says in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_missing_program_is_named(checkpoint: Path):
+    values = {"kind": "vllm", "model": str(checkpoint), "command": "no-such-program serve"}
+    with pytest.raises(EngineStartError, match="no-such-program"):
+        create_engine(values)
+
+
+def test_a_server_that_ends_at_its_start_is_quoted(checkpoint: Path, tmp_path: Path):
+    program = tmp_path / "server"
+    program.write_text("#!/bin/sh\necho starting\necho out of GPU memory >&2\nexit 3\n")
+    program.chmod(0o755)
+    values = {"kind": "vllm", "model": str(checkpoint), "command": str(program)}
+    with pytest.raises(EngineLoadFailed, match="exit code 3: out of GPU memory"):
+        create_engine(values)
+
+
+@pytest.mark.parametrize(
+    ("api", "flags"),
+    [("vllm", ("--tensor-parallel-size", "2")), ("sglang", ("--tp-size", "2"))],
+)
+def test_the_start_command_has_the_settings(
+    api: str, flags: tuple[str, str], checkpoint: Path, tmp_path: Path
+):
+    program = tmp_path / "server"
+    program.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/arguments\nenv > {tmp_path}/env\n')
+    program.chmod(0o755)
+    values = {
+        "kind": api, "model": str(checkpoint), "command": f"{program} serve", "tensor_parallel": 2,
+        "max_model_len": 256, "arguments": "--seed 7",
+    }  # fmt: skip
+    with pytest.raises(EngineLoadFailed):
+        create_engine(values)
+    words = (tmp_path / "arguments").read_text().split()
+    assert words[0] == "serve"
+    assert words[words.index(flags[0]) + 1] == flags[1]
+    assert "256" in words
+    assert words[-2:] == ["--seed", "7"]
+    assert words[words.index("--host") + 1] == "127.0.0.1"
+    assert "VLM_" not in (tmp_path / "env").read_text()
