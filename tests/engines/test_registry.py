@@ -74,8 +74,8 @@ def test_an_engine_with_a_model_of_ours_starts_without_the_models_of_transformer
     ("values", "sentence"),
     [
         (
-            {"kind": "vllm"},
-            "VLM_ENGINE__KIND: there is no engine 'vllm'; there are .*mock, .*torch",
+            {"kind": "tgi"},
+            "VLM_ENGINE__KIND: there is no engine 'tgi'; there are .*mock, .*torch",
         ),
         ({"quantization": "int3"}, "VLM_ENGINE__QUANTIZATION: Input should be 'none', 'int8'"),
         ({"kind": "mock", "dtype": "float16"}, "VLM_ENGINE__DTYPE: the mock engine has no such"),
