@@ -11,6 +11,7 @@ from pkgutil import resolve_name  # noqa: TID251 - names the modules of its own 
 from typing import Any
 
 from engines.base import EngineStartError, LoadedEngine, Progress
+from engines.installed import find_server
 from engines.settings import BadEngineSettings, EngineSettings, Spell, as_variable
 
 ENTRY_POINTS = "vlm_fleet.engines"
@@ -90,7 +91,10 @@ kinds: dict[str, EngineKind] = {
     ),
     **{
         name: EngineKind(
-            f"engines.upstream.settings:{settings}", "engines.upstream.load:load_upstream_engine"
+            f"engines.upstream.settings:{settings}",
+            "engines.upstream.load:load_upstream_engine",
+            check_model="engines.packages.resolve:check_reference",
+            needs_checkpoint=name != "llama-server",
         )
         for name, settings in {
             "vllm": "VllmSettings",
@@ -177,11 +181,12 @@ def create_engine(values: Mapping[str, object], progress: Progress | None = None
 
 
 def kind_of(values: Mapping[str, object]) -> str:
-    """The engine's name in raw values; if it is not set, by their model."""
+    """The engine's name in raw values; if it is not set, by model and machine."""
     kind, model = str(values.get("kind", AUTO)), str(values.get("model", ""))
     if kind != AUTO or not model:
         return DEFAULT_KIND if kind == AUTO else kind
-    return _runs(model, kinds) or _runs(model, engine_kinds()) or DEFAULT_KIND
+    named = _runs(model, kinds) or _runs(model, engine_kinds())
+    return named or find_server(model) or DEFAULT_KIND
 
 
 def _runs(model: str, kinds: Mapping[str, EngineKind]) -> str | None:

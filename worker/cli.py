@@ -14,7 +14,11 @@ if TYPE_CHECKING:
 ENGINE: SettingOptions = {
     "engine.kind": Annotated[
         str | None,
-        typer.Option("--engine", help="Which engine runs the model.", show_default="by model"),
+        typer.Option(
+            "--engine",
+            help="Engine: torch, vllm, sglang, llama-server, pooling or mock.",
+            show_default="by model and machine",
+        ),
     ],
     "engine.model": Annotated[
         str | None,
@@ -22,6 +26,22 @@ ENGINE: SettingOptions = {
             "--model",
             help="Built-in name, directory, or Hugging Face id (org/name\\[@revision]).",
             show_default="shapes",
+        ),
+    ],
+    "engine.url": Annotated[
+        str | None,
+        typer.Option(
+            "--url",
+            help="Address of a running server of the engine vllm, sglang or llama-server.",
+            show_default="the worker starts one",
+        ),
+    ],
+    "engine.command": Annotated[
+        str | None,
+        typer.Option(
+            "--engine-command",
+            help="Executable or container that starts this server, such as '/opt/vllm/bin/vllm serve'.",
+            show_default="the engine's program",
         ),
     ],
     "engine.served_name": Annotated[

@@ -59,11 +59,17 @@ def default_name(model: str) -> str:
     return model.partition("@")[0]
 
 
-def resolve_model(model: str, report: Report | None = None, check: Check | None = None) -> Path:
+def resolve_model(
+    model: str,
+    report: Report | None = None,
+    check: Check | None = None,
+    *,
+    needs_weights: bool = True,
+) -> Path:
     """The directory of a built-in name, a directory or a hub id `org/name[@revision]`; or a GGUF file.
 
-    Downloads missing files; `report` is called with the progress, otherwise a progress bar is shown. Raises:
-    ModelUnavailable, and errors of `check`.
+    Downloads missing files, or only those that are no weights; `report` is called with the progress, otherwise a
+    progress bar is shown. Raises: ModelUnavailable, and errors of `check`.
     """
     if model in BUILT_IN:
         return BUILT_IN[model]
@@ -72,7 +78,7 @@ def resolve_model(model: str, report: Report | None = None, check: Check | None 
     match = _HUB_ID.fullmatch(model)
     if match is None:
         raise _unknown(model)
-    return _fetch(match["repo"], match["revision"], report, check)
+    return _fetch(match["repo"], match["revision"], report, check, needs_weights)
 
 
 def check_reference(model: str) -> None:
@@ -103,9 +109,16 @@ def parse_hub_id(model: str) -> tuple[str, str | None] | None:
 
 
 def _fetch(
-    repo: str, revision: str | None, report: Report | None, check: Check | None = None
+    repo: str,
+    revision: str | None,
+    report: Report | None,
+    check: Check | None,
+    needs_weights: bool,
 ) -> Path:
     try:
+        if not needs_weights:
+            is_reachable = _plan(repo, revision) is not None
+            return Path(_snapshot(repo, revision, small=True, local_files_only=not is_reachable))
         return _download(repo, revision, report, check)
     except GatedRepoError:
         raise ModelUnavailable(

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import msgspec
@@ -10,7 +11,9 @@ import msgspec
 from engines.base import InvalidRequest
 from engines.core.request import EngineRequest
 from engines.core.runner import TokenChoice
+from engines.packages.resolve import BUILT_IN, parse_hub_id, resolve_model
 from engines.upstream.client import UpstreamClient
+from engines.upstream.settings import UpstreamSettings
 from shared.protocol import FinishReason, Generate, Grammar, SamplingParams
 
 
@@ -85,6 +88,15 @@ class Dialect(ABC):
     def recover(self, chunk: Chunk, num_missing: int) -> None:
         """Find the tokens that a chunk with `num_computed` lacks."""
         raise NotImplementedError
+
+
+def model_arguments(option: str, settings: UpstreamSettings) -> list[str]:
+    """Arguments for a directory, or for a repository and revision of the hub."""
+    found = parse_hub_id(settings.model)
+    if settings.model in BUILT_IN or found is None or Path(settings.model).is_dir():
+        return [option, str(resolve_model(settings.model))]
+    repository, revision = found
+    return [option, repository, *(["--revision", revision] if revision else [])]
 
 
 #: Parameters that APIs lack: the neutral value, and the name in the request.

@@ -199,6 +199,11 @@ class UpstreamEngine(PromptingEngine[UpstreamRequest]):
         if self._server is not None:
             self._server.close()
 
+    @property
+    def server_pid(self) -> int | None:
+        """Process id of a server that was started here."""
+        return None if self._server is None else self._server.pid
+
     def _send(self, stream: _Stream, delay_s: float = 0.0) -> None:
         body = self._dialect.body(stream.request, stream.output_ids)
         stream.num_sends += 1

@@ -71,7 +71,8 @@ def load_upstream_engine(settings: UpstreamSettings, progress: Progress | None) 
 
 def _text_files(settings: UpstreamSettings) -> Path:
     """The directory of configuration, tokenizer and chat template. Raises: EngineStartError."""
-    path = resolve_model(settings.tokenizer or settings.model)
+    loads_weights = not (settings.url or settings.command or settings.tokenizer)
+    path = resolve_model(settings.tokenizer or settings.model, needs_weights=loads_weights)
     if path.suffix != GGUF:
         return path
     # torch and transformers, only to read the tokenizer

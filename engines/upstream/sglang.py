@@ -18,6 +18,7 @@ from engines.upstream.dialect import (
     UpstreamRequest,
     error_message,
     has_output_penalty,
+    model_arguments,
     refuse,
     refuse_grammar,
 )
@@ -67,7 +68,7 @@ class Sglang(Dialect):
     def arguments(self, port: int) -> list[str]:
         settings = self._settings
         arguments = [
-            "--model-path", settings.model, "--host", "127.0.0.1", "--port", str(port),
+            *model_arguments("--model-path", settings), "--host", "127.0.0.1", "--port", str(port),
             "--max-running-requests", str(settings.max_num_seqs), "--dtype", settings.dtype,
             "--tp-size", str(settings.tensor_parallel), "--incremental-streaming-output",
             "--enable-priority-scheduling", "--enable-metrics",

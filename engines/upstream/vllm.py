@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from engines.core.runner import TokenChoice
+from engines.installed import VLLM_VERSIONS
 from engines.upstream.client import UpstreamClient
 from engines.upstream.dialect import (
     Chunk,
@@ -18,6 +19,7 @@ from engines.upstream.dialect import (
     UpstreamRequest,
     error_message,
     has_output_penalty,
+    model_arguments,
     refuse,
     refuse_grammar,
 )
@@ -72,7 +74,7 @@ class Vllm(Dialect):
 
     name = "vLLM"
     program = ("vllm", "serve")
-    versions = ("0.32", "0.34")
+    versions = VLLM_VERSIONS
     path = "/inference/v1/generate"
     metrics_path = "/metrics"
     metrics: ClassVar[Mapping[str, str]] = {
@@ -89,7 +91,7 @@ class Vllm(Dialect):
     def arguments(self, port: int) -> list[str]:
         settings = self._settings
         arguments = [
-            "--model", settings.model, "--host", "127.0.0.1", "--port", str(port),
+            *model_arguments("--model", settings), "--host", "127.0.0.1", "--port", str(port),
             "--max-num-seqs", str(settings.max_num_seqs), "--dtype", settings.dtype,
             "--tensor-parallel-size", str(settings.tensor_parallel), "--enable-scale-out",
             "--enable-prompt-tokens-details", "--scheduling-policy", "priority",

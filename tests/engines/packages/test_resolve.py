@@ -247,3 +247,17 @@ def test_the_name_of_a_hub_model_leaves_the_revision_out() -> None:
 def test_what_is_no_model_at_all_is_told(model: str) -> None:
     with pytest.raises(ModelUnavailable, match="built-in name"):
         resolve_model(model)
+
+
+def test_the_small_files_come_without_the_weights(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = resolve_model(REPO, needs_weights=False)
+
+    names = {path.name for path in directory.rglob("*")}
+    assert {"config.json", "tokenizer.json", "chat_template.jinja"} <= names
+    assert "model.safetensors" not in names
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    hub.downloads.clear()
+    assert resolve_model(REPO, needs_weights=False) == directory
+    assert hub.downloads == []

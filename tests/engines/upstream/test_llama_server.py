@@ -1,0 +1,220 @@
+"""llama.cpp's own server behind the engine: answers of the torch engine, takeover, faults."""
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engines.base import Engine, EngineCall, EngineLoadFailed, EngineOutput, InvalidRequest
+from engines.registry import create_engine
+from engines.upstream.engine import UpstreamEngine
+from shared.protocol import FinishReason, Generate, Grammar, SamplingParams, TextPart, TokensPart
+from tests.engines.upstream.llama import CONTEXT, find_binary, run_llama_server, write_model
+from tests.waiting import wait_for
+
+PROMPT = tuple(range(40, 60))
+#: Forbids bytes within characters.
+ASCII = dict.fromkeys(range(131, 259), -100.0)
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"type": "boolean"}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("gguf") / "tiny.gguf")
+
+
+@pytest.fixture(scope="module")
+def url(model: Path) -> Iterator[str]:
+    with run_llama_server(model) as (url, _):
+        yield url
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+def load(model: Path, **settings: Any) -> Engine[Any]:
+    values = {"kind": "llama-server", "model": str(model), "max_num_seqs": 4, **settings}
+    return create_engine(values).engine
+
+
+@pytest.fixture
+def engine(model: Path, url: str) -> Iterator[Engine[Any]]:
+    engine = load(model, url=url)
+    yield engine
+    engine.close()
+
+
+def make_call(
+    request_id: str = "r",
+    output_token_ids: tuple[int, ...] = (),
+    grammar: Grammar | None = None,
+    tenant: str = "",
+    **sampling: Any,
+) -> EngineCall:
+    wanted = SamplingParams(**{"temperature": 0.0, "max_tokens": 24, **sampling})
+    task = Generate((), wanted, prompt=TokensPart(PROMPT), grammar=grammar)
+    return EngineCall(request_id, task, tenant, output_token_ids=output_token_ids)
+
+
+def run(engine: Engine[Any], call: EngineCall) -> list[EngineOutput]:
+    engine.add(engine.prepare(call, []))
+    return finish(engine)
+
+
+def finish(engine: Engine[Any]) -> list[EngineOutput]:
+    outputs: list[EngineOutput] = []
+    while engine.has_work():
+        outputs += engine.step()
+    return outputs
+
+
+def ids_of(outputs: list[EngineOutput]) -> list[int]:
+    return [token_id for output in outputs for token_id in output.token_ids]
+
+
+def text_of(outputs: list[EngineOutput]) -> str:
+    return "".join(output.text for output in outputs)
+
+
+def test_greedy_answers_are_those_of_the_torch_engine(engine: Engine[Any], model: Path):
+    call = make_call(ignore_eos=True)
+    outputs = run(engine, call)
+    settings = {"kind": "torch", "device": "cpu", "dtype": "float32", "kv_cache_bytes": 2**22}
+    ours = create_engine({**settings, "model": str(model)}).engine
+    expected = run(ours, call)
+    ours.close()
+    assert text_of(outputs) == text_of(expected)
+    assert outputs[-1].usage == expected[-1].usage
+    assert outputs[-1].finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("num_earlier", [1, 9, 20])
+def test_an_answer_continues_from_its_token_log(engine: Engine[Any], num_earlier: int):
+    whole = run(engine, make_call(ignore_eos=True, logit_bias=ASCII))
+    assert len(ids_of(whole)) == 24
+    earlier = tuple(ids_of(whole)[:num_earlier])
+    rest = run(engine, make_call("again", earlier, ignore_eos=True, logit_bias=ASCII))
+    assert ids_of(rest) == ids_of(whole)[num_earlier:]
+    assert text_of(whole).endswith(text_of(rest))
+
+
+def test_tokens_within_a_character_are_counted_and_their_ids_recovered(engine: Engine[Any]):
+    outputs = run(engine, make_call(ignore_eos=True, temperature=1.0, seed=3, max_tokens=200))
+    assert outputs[-1].usage is not None
+    num_known = len(ids_of(outputs)) + sum(output.num_without_id for output in outputs)
+    assert outputs[-1].usage.num_output_tokens == num_known
+    index = 0
+    for output in outputs:
+        assert output.index == index
+        index += len(output.token_ids) + output.num_without_id
+
+
+@pytest.mark.parametrize("cut", [0, 3, 6])
+def test_a_schema_holds_after_a_takeover_too(engine: Engine[Any], cut: int):
+    grammar = Grammar("json", json.dumps(SCHEMA), "response_format")
+    whole = run(engine, make_call(grammar=grammar, max_tokens=100, temperature=0.8, seed=2))
+    earlier = tuple(ids_of(whole[:cut]))
+    again = make_call("again", earlier, grammar, max_tokens=100, temperature=0.8, seed=5)
+    assert engine.can_continue(again.task)
+    rest = run(engine, again)
+    found = json.loads(text_of(whole[:cut]) + text_of(rest))
+    assert set(found) == {"a", "b"}
+
+
+def test_logprobs_come_with_every_token(engine: Engine[Any]):
+    outputs = run(engine, make_call(num_logprobs=3, ignore_eos=True, logit_bias=ASCII))
+    entries = [entry for output in outputs for entry in output.logprobs]
+    assert len(entries) == 24
+    assert all(len(entry.top) == 3 for entry in entries)
+    assert all(entry.top[0].logprob == pytest.approx(entry.chosen.logprob) for entry in entries)
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"presence_penalty": 1.0}, "presence_penalty"),
+        ({"min_tokens": 3}, "min_tokens"),
+        ({"allowed_token_ids": (40,)}, "allowed_token_ids"),
+        ({"num_prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"grammar": Grammar("regex", "a+", "guided_regex")}, "guided_regex"),
+    ],
+)
+def test_what_the_server_lacks_is_refused_by_name(
+    engine: Engine[Any], changes: dict[str, Any], param: str
+):
+    with pytest.raises(InvalidRequest) as refused:
+        engine.prepare(make_call(**changes), [])
+    assert refused.value.param == param
+
+
+def test_a_schema_that_the_server_cannot_read_fails_its_request_alone(engine: Engine[Any]):
+    grammar = Grammar("json", '{"$ref": "#/nowhere"}', "response_format")
+    last = run(engine, make_call(grammar=grammar))[-1]
+    assert last.error
+    assert run(engine, make_call("next"))[-1].finish_reason is not None
+
+
+def test_an_aborted_request_frees_its_slot(engine: Engine[Any], url: str):
+    engine.add(engine.prepare(make_call(max_tokens=400, ignore_eos=True), []))
+    while not ids_of(engine.step()):
+        pass
+    engine.abort("r")
+
+    def is_idle() -> bool:
+        assert isinstance(engine, UpstreamEngine)
+        return run(engine, make_call("next", max_tokens=1)) != []
+
+    wait_for(is_idle)
+
+
+def test_the_server_is_started_and_stopped_with_the_engine(model: Path):
+    command = find_binary()
+    engine = load(model, command=command, max_model_len=CONTEXT, arguments="--threads 1")
+    assert len(run(engine, make_call(ignore_eos=True))) > 0
+    assert isinstance(engine, UpstreamEngine)
+    assert engine.max_model_len == CONTEXT
+    pid = engine.server_pid
+    assert pid is not None
+    engine.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_server_that_dies_or_hangs_ends_the_engine(model: Path, fault: signal.Signals):
+    with run_llama_server(model) as (url, process):
+        engine = load(model, url=url, silence_s=0.3)
+        engine.add(engine.prepare(make_call(max_tokens=450, ignore_eos=True), []))
+        while not ids_of(engine.step()):
+            pass
+        process.send_signal(fault)
+        with pytest.raises(EngineLoadFailed):
+            finish(engine)
+        engine.close()
+        process.send_signal(signal.SIGCONT)
+
+
+def test_a_gguf_file_that_is_none_is_quoted(tmp_path: Path, model: Path):
+    bad = tmp_path / "bad.gguf"
+    bad.write_bytes(b"GGUF nothing")
+    command = find_binary()
+    with pytest.raises(EngineLoadFailed, match="exit code"):
+        load(bad, command=command, tokenizer=str(model))
+
+
+def test_text_prompts_are_tokenized_here(engine: Engine[Any]):
+    task = Generate((), SamplingParams(max_tokens=3), prompt=TextPart("abc"))
+    outputs = run(engine, EngineCall("text", task))
+    assert outputs[-1].usage is not None
+    assert outputs[-1].usage.num_output_tokens <= 3
