@@ -1,12 +1,12 @@
-"""What workers report of a call.
+"""The events of a call, as workers publish them.
 
-Laws that every producer keeps and every consumer may rely on, per call:
+Invariants, for each call:
 
-1. events are `Started? (Tokens* | Vectors | Scores | Tokenized) (Finished | Failed)`; exactly one terminal event
-   reaches the client; vectors, scores and what was tokenized come together with the end;
-2. `Tokens.index` counts output tokens from 0 without gap; concatenated `Tokens.text` is the answer, and
-   `Tokens.calls` are the functions that it calls: each has its name first, and ends where the next one begins;
-3. all events of one attempt carry its number; a higher attempt supersedes a lower one.
+1. The events are `Started? (Tokens* | Vectors | Scores | Tokenized) (Finished | Failed)`. Exactly one terminal event
+   reaches the client; vectors, scores and tokenizations arrive together with it.
+2. `Tokens.index` counts output tokens from 0 without a gap. The concatenated `Tokens.text` is the answer, and
+   `Tokens.calls` are its function calls: the name of each comes first, and the next call ends it.
+3. All events of an attempt carry its number; a higher attempt supersedes a lower one.
 """
 
 from collections.abc import Iterable
@@ -14,11 +14,11 @@ from enum import StrEnum
 
 import msgspec
 
-from shared.protocol.content import Report
+from shared.protocol.tasks import Report
 
 
 class FinishReason(StrEnum):
-    """Why an answer ended, in OpenAI's words, and `abort` for a client that left."""
+    """Why an answer ended: OpenAI's reasons, and `abort` for a client that disconnected."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -27,11 +27,11 @@ class FinishReason(StrEnum):
 
 
 class ErrorCode(StrEnum):
-    """Every reason for which a request may fail after it was accepted."""
+    """Errors of requests that were accepted."""
 
     INVALID_IMAGE = "invalid_image"
     IMAGE_UNAVAILABLE = "image_unavailable"
-    #: It was unloaded or replaced after the request came.
+    #: The adapter was unloaded or replaced after the request was accepted.
     ADAPTER_UNAVAILABLE = "adapter_unavailable"
     CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
     INVALID_REQUEST = "invalid_request"
@@ -39,50 +39,50 @@ class ErrorCode(StrEnum):
     UNSUPPORTED_VERSION = "unsupported_version"
     DEADLINE_EXCEEDED = "deadline_exceeded"
     CANCELLED = "cancelled"
-    #: Every worker that tried it was lost while it ran other requests too: perhaps not its fault.
+    #: Every worker that ran it was lost, while running other requests too.
     TOO_MANY_ATTEMPTS = "too_many_attempts"
-    #: It ran alone each time that its worker was lost.
+    #: Its worker was lost each time that it ran alone.
     REQUEST_KILLS_WORKERS = "request_kills_workers"
-    #: A schema or grammar that no answer can be held to.
+    #: A schema or grammar that cannot be compiled.
     INVALID_GRAMMAR = "invalid_grammar"
-    #: One that takes too long, or too much memory.
+    #: A grammar beyond the time or memory limit.
     GRAMMAR_TOO_COMPLEX = "grammar_too_complex"
-    #: The application says so of its task, or cannot do it.
+    #: The application failed the task.
     TASK_FAILED = "task_failed"
     ENGINE_FAILURE = "engine_failure"
     WORKER_LOST = "worker_lost"
 
 
 class Usage(Report, frozen=True, omit_defaults=True):
-    """Token counts of one request; the prompt's include its image and cached tokens."""
+    """Token counts of a request. Prompt tokens include image tokens and cached tokens."""
 
     num_prompt_tokens: int
     num_output_tokens: int = 0
     num_image_tokens: int = 0
     num_cached_tokens: int = 0
-    num_reasoning_tokens: int = 0  #: of the output: before the answer's first
+    num_reasoning_tokens: int = 0  #: output tokens before the first of the answer
 
 
 class StageTimings(Report, frozen=True, omit_defaults=True):
-    """Seconds spent in each stage, by the worker's monotonic clock (queue: plus Redis's own clock)."""
+    """Seconds in each stage, by the worker's monotonic clock; the time in the queue also by Redis's clock."""
 
     queue_s: float = 0.0  #: in Redis until claimed, and in the engine until first scheduled
-    preprocess_s: float = 0.0  #: fetch, decode, resize, template, tokenize, hand over
+    preprocess_s: float = 0.0  #: fetch, decode, resize, template, tokenize, add to the engine
     vision_s: float = 0.0  #: vision tower and projector
     prefill_s: float = 0.0  #: first scheduled until first token, without vision
     decode_s: float = 0.0  #: first token until last
 
 
-#: Begins how a token is spelled whose bytes are no text; their hexadecimal digits follow.
+#: Prefix of a spelled token that is not UTF-8; its bytes in hexadecimal follow.
 _RAW = "\N{REPLACEMENT CHARACTER}"
-#: The logarithm of no probability at all, as OpenAI writes it: JSON has no infinity.
+#: Minus infinity, as OpenAI writes it: JSON has no infinity.
 _LOWEST_LOGPROB = -9999.0
 
 
 class TokenLogprob(Report, frozen=True, array_like=True):
-    """One token's natural-log probability. There may be 21 for each token of an answer: on the wire it is an array.
+    """The natural log probability of a token; an array on the wire, since an answer may have 21 for each token.
 
-    `spelled` is the token's text, or says its bytes where they are not whole UTF-8.
+    `spelled`: the token's text, or its bytes in hexadecimal if they are not complete UTF-8.
     """
 
     spelled: str
@@ -90,7 +90,7 @@ class TokenLogprob(Report, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, token_bytes: bytes, logprob: float) -> "TokenLogprob":
-        """Of a token's raw bytes; the probability with the seven digits that float32 has."""
+        """Create it from a token's bytes; the logprob has the seven digits of float32."""
         try:
             spelled = token_bytes.decode()
         except UnicodeDecodeError:
@@ -107,12 +107,12 @@ class TokenLogprob(Report, frozen=True, array_like=True):
 
     @property
     def token(self) -> str:
-        """Its text, with replacements for what is none."""
+        """The text, with replacement characters for invalid UTF-8."""
         return self.token_bytes.decode("utf-8", "replace")
 
 
 class OutputLogprob(Report, frozen=True, array_like=True):
-    """The chosen token and its best rivals, most probable first."""
+    """The sampled token and the most probable alternatives, the best first."""
 
     chosen: TokenLogprob
     top: tuple[TokenLogprob, ...] = ()
@@ -124,21 +124,26 @@ class PromptLogprob(Report, frozen=True, array_like=True):
     position: int
     token_id: int
     chosen: TokenLogprob
-    rank: int = 0  #: 1: the most probable token of all; 0 for the first token, which has no logprob
+    rank: int = 0  #: 1: the most probable token; 0: the first token, which has no logprob
     top: tuple[tuple[int, TokenLogprob], ...] = ()  #: with token ids, most probable first
 
 
-class Started(Report, frozen=True, tag_field="type", tag="started", omit_defaults=True):
-    """The engine accepted the prompt, so that the status line may be sent."""
+class Event(Report, frozen=True, tag_field="type", tag=str.lower, omit_defaults=True):
+    """Base of the events of a call: the id of its request, and the attempt that emitted it."""
 
     request_id: str
     attempt: int
+
+
+class Started(Event, frozen=True):
+    """The engine accepted the prompt; the HTTP status can be sent."""
+
     usage: Usage
-    prompt_token_ids: tuple[int, ...] = ()  #: where the task asks for them
+    prompt_token_ids: tuple[int, ...] = ()  #: if the task asks for them
 
 
 class CallPiece(Report, frozen=True, array_like=True):
-    """What is added to a function call. The first piece of a call has its name, later ones its arguments."""
+    """A piece of a function call. The first piece has the name, later ones the arguments."""
 
     index: int  #: of the call in the answer
     name: str = ""
@@ -146,7 +151,7 @@ class CallPiece(Report, frozen=True, array_like=True):
 
 
 def join_calls(pieces: Iterable[CallPiece]) -> tuple[CallPiece, ...]:
-    """The same with adjacent pieces of a call's arguments made one."""
+    """Merge adjacent pieces of a call's arguments."""
     joined: list[CallPiece] = []
     for piece in pieces:
         if joined and not piece.name and piece.index == joined[-1].index:
@@ -157,75 +162,62 @@ def join_calls(pieces: Iterable[CallPiece]) -> tuple[CallPiece, ...]:
     return tuple(joined)
 
 
-class Tokens(Report, frozen=True, tag_field="type", tag="tokens", omit_defaults=True):
-    """The next output tokens and the text that they complete (perhaps none yet)."""
+class Tokens(Event, frozen=True):
+    """The next output tokens, and the text that they complete, if any."""
 
-    request_id: str
-    attempt: int
-    index: int  #: how many output tokens came before these
+    index: int  #: output tokens before these
     token_ids: tuple[int, ...]
     text: str = ""
     logprobs: tuple[OutputLogprob, ...] = msgspec.field(default=(), name="lp")
-    #: Further tokens whose ids the engine does not know, as one behind an API; nobody can continue them.
+    #: Tokens without an id, of engines behind an API. Another worker cannot continue the answer.
     num_without_id: int = 0
-    reasoning: str = ""  #: what the model thinks before its answer; it stands before the text
-    calls: tuple[CallPiece, ...] = ()  #: behind the text
-    #: A range of the prompt. All come before the first output token; another attempt may repeat some.
+    reasoning: str = ""  #: reasoning before the answer; precedes `text`
+    calls: tuple[CallPiece, ...] = ()  #: follow `text`
+    #: Of a range of the prompt, before the first output token; a later attempt may repeat some.
     prompt_logprobs: tuple[PromptLogprob, ...] = msgspec.field(default=(), name="plp")
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens these are."""
         return len(self.token_ids) + self.num_without_id
 
 
-class Vectors(Report, frozen=True, tag_field="type", tag="vectors", omit_defaults=True):
+class Vectors(Event, frozen=True):
     """A vector for each input of the call. Shapes: (inputs, dimensions) little-endian float32, row by row."""
 
-    request_id: str
-    attempt: int
     dimensions: int
     data: bytes = b""
-    is_stored: bool = False  #: the data lies beside the queue, as the result of this attempt
+    is_stored: bool = False  #: the data is the stored result of this attempt
 
 
-class Scores(Report, frozen=True, tag_field="type", tag="scores", omit_defaults=True):
+class Scores(Event, frozen=True):
     """A score for each document of the call. Shapes: (documents) little-endian float32."""
 
-    request_id: str
-    attempt: int
     data: bytes = b""
-    is_stored: bool = False  #: as of vectors
+    is_stored: bool = False  #: as in `Vectors`
 
 
-class Tokenized(Report, frozen=True, tag_field="type", tag="tokenized", omit_defaults=True):
-    """What a model's tokenizer makes of a request."""
+class Tokenized(Event, frozen=True):
+    """The tokenization of a request."""
 
-    request_id: str
-    attempt: int
     num_tokens: int = 0
-    num_image_tokens: int = 0  #: of these
+    num_image_tokens: int = 0  #: included in `num_tokens`
     token_ids: tuple[int, ...] = ()
-    strings: tuple[str, ...] = ()  #: of each id, as the vocabulary spells it
-    text: str = ""  #: of ids
+    strings: tuple[str, ...] = ()  #: each token as the vocabulary spells it
+    text: str = ""  #: of the token ids
 
 
-class Finished(Report, frozen=True, tag_field="type", tag="finished", omit_defaults=True):
+class Finished(Event, frozen=True):
     """The answer is complete. Terminal."""
 
-    request_id: str
-    attempt: int
     finish_reason: FinishReason
     usage: Usage
     timings: StageTimings = StageTimings()
-    stopped_by: str = ""  #: which of the client's stop strings ended it
+    stopped_by: str = ""  #: the stop string that ended it
 
 
-class Failed(Report, frozen=True, tag_field="type", tag="failed", omit_defaults=True):
-    """The request ends without a complete answer. Terminal. `message` is fit for the client's eyes."""
+class Failed(Event, frozen=True):
+    """The request failed. Terminal. `message` is shown to the client."""
 
-    request_id: str
-    attempt: int
     code: ErrorCode
     message: str
     param: str | None = None

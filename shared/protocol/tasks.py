@@ -1,58 +1,122 @@
-"""What a call asks an engine to do: a tagged union, opaque to the queue."""
+"""Tasks, messages and blob references: what a call asks an engine to do, opaque to the queue."""
 
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Literal, Self
 
 import msgspec
 from msgspec.structs import replace
 
-from shared.protocol.content import (
-    BlobRef,
-    ChatMessage,
-    ImagePart,
-    ImageRef,
-    Message,
-    TextPart,
-    TokensPart,
-    Tools,
-)
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Base of the structs that gateways send. Strict, so that no field of a request is overlooked."""
+
+
+class Report(msgspec.Struct, frozen=True):
+    """Base of the structs that workers send. Fields that newer workers add are ignored."""
+
+
+class TextPart(Message, frozen=True, tag_field="type", tag="text"):
+    """Ordinary text; special tokens spelled in it remain text."""
+
+    text: str
+
+
+class ImagePart(Message, frozen=True, tag_field="type", tag="image"):
+    """An image: its index among the images of the task."""
+
+    image: int
+
+
+class TokensPart(Message, frozen=True, tag_field="type", tag="tokens"):
+    """Token ids of the model's vocabulary, special tokens included."""
+
+    token_ids: tuple[int, ...]
+
+
+class ToolCall(Message, frozen=True):
+    """A function call of the assistant. `arguments` is JSON, unless the model wrote something else."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+class ChatMessage(Message, frozen=True, omit_defaults=True):
+    """A message of the conversation. One of role `tool` is the result of a call."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    parts: tuple[TextPart | ImagePart, ...]
+    reasoning: str = ""  #: the assistant's reasoning before `parts`
+    tool_calls: tuple[ToolCall, ...] = ()  #: the assistant's calls after `parts`
+    tool_call_id: str = ""  #: the call whose result this is
+
+
+class Function(Message, frozen=True, omit_defaults=True):
+    """A function that the model may call."""
+
+    name: str
+    parameters: str  #: a JSON schema
+    description: str = ""
+    is_strict: bool = False  #: unsupported schema keywords are an error
+
+
+class Tools(Message, frozen=True, omit_defaults=True):
+    """The functions that the model may call."""
+
+    functions: tuple[Function, ...]
+    is_required: bool = False  #: the answer must be a call
+    is_parallel: bool = True  #: the answer may be several calls
+
+
+class BlobRef(Message, frozen=True):
+    """Bytes in the blob store, by their SHA-256 (hexadecimal)."""
+
+    sha256: str
+    num_bytes: int
+
+
+class ImageRef(BlobRef, frozen=True, omit_defaults=True):
+    """An encoded image in the blob store. Units: pixels."""
+
+    media_type: str
+    width: int
+    height: int
+    min_pixels: int = 0  #: smaller images are scaled up to it; 0: the model's minimum
+    max_pixels: int = 0  #: larger images are scaled down to it; 0: the model's maximum
 
 
 class SamplingParams(Message, frozen=True, omit_defaults=True):
-    """How to sample tokens. Neutral values are the defaults, so that greedy text needs only `temperature=0`.
+    """Sampling parameters. The defaults are no-op values: greedy text needs only `temperature=0`."""
 
-    Units: probabilities and temperatures are pure numbers, `max_tokens` counts output tokens.
-    """
-
-    #: None: as many as the context holds. 0: the prompt is computed and nothing is sampled.
+    #: None: up to the context length. 0: compute the prompt, sample nothing.
     max_tokens: int | None = None
     temperature: float = 1.0  #: 0 is greedy
     top_p: float = 1.0
     top_k: int = 0  #: 0: all
     min_p: float = 0.0
-    #: Always set by the gateway; the noise is a pure function of (seed, output position).
+    #: Set by the gateway. The noise is a function of (seed, output position).
     seed: int = 0
     stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()  #: end the answer, whatever `ignore_eos` is
-    keeps_stop: bool = False  #: the text includes what stopped it
+    stop_token_ids: tuple[int, ...] = ()  #: end the answer, even with `ignore_eos`
+    keeps_stop: bool = False  #: include the stop string in the text
     allowed_token_ids: tuple[int, ...] = ()  #: empty: all
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] = msgspec.field(default_factory=dict)
-    num_logprobs: int | None = None  #: None: none; k: the chosen token's and the k best
-    num_prompt_logprobs: int | None = None  #: the same of each token of the prompt
+    num_logprobs: int | None = None  #: k: of the sampled token and the k most probable; None: none
+    num_prompt_logprobs: int | None = None  #: the same for each prompt token
     ignore_eos: bool = False
-    min_tokens: int = 0  #: the end of the answer is not sampled before so many
-    skip_special_tokens: bool = True  #: false: special tokens are part of the text
-    returns_prompt_ids: bool = False  #: the first event has the token ids of the prompt
+    min_tokens: int = 0  #: no end of sequence before so many tokens
+    skip_special_tokens: bool = True  #: False: special tokens are part of the text
+    returns_prompt_ids: bool = False  #: `Started` has the token ids of the prompt
 
 
-#: `json`: any JSON object, or what conforms to the schema that `source` is; `choice`: one of the texts of a JSON array.
+#: json: a JSON object, or the schema in `source`; choice: one string of the JSON array in `source`.
 GrammarKind = Literal["json", "regex", "choice", "lark"]
 
 
-#: Keywords of JSON schemas that would be ignored, and answers be accepted that the schema forbids.
+#: JSON schema keywords that grammars cannot enforce.
 UNSUPPORTED_KEYWORDS = frozenset(
     [
         "not",
@@ -78,44 +142,57 @@ UNSUPPORTED_KEYWORDS = frozenset(
 
 
 class Grammar(Message, frozen=True, omit_defaults=True):
-    """What an answer must be. An engine that cannot see to it refuses the call."""
+    """A grammar that the answer must match. Engines without grammars refuse the call."""
 
     kind: GrammarKind
     source: str
-    param: str  #: where the client put it, in the words of the wire
-    is_lenient: bool = False  #: keywords of a schema that are not supported are ignored
+    param: str  #: path of the field in the client's request
+    is_lenient: bool = False  #: ignore unsupported schema keywords
 
 
-#: A variable of a chat template that a client sets.
+#: The value of a chat template variable that a client sets.
 TemplateOption = bool | int | float | str | None
 
 
-#: How a rendered conversation ends: with the head of an answer, within its last message, or after it.
+#: The end of the rendered conversation: a generation prompt, an open last message, or a closed one.
 Ending = Literal["answer", "message", "none"]
 
 
-class Generate(Message, frozen=True, tag_field="task", tag="generate", omit_defaults=True):
-    """Continue a conversation, or a prompt: one answer.
+class _Task(Message, frozen=True, tag_field="task", tag=str.lower, omit_defaults=True):
+    """Base of the tasks; its methods are those of a task without images."""
 
-    `n` choices are `n` calls that share their images.
-    """
+    def texts(self) -> Iterator[str]:
+        """All text of the task."""
+        return iter(())
+
+    def with_images(self, images: Sequence[ImageRef]) -> Self:
+        """The same task with the images of its request."""
+        return self
+
+    def param_of_image(self, index: int) -> str | None:
+        """The path of an image in the client's request."""
+        return None
+
+
+class Generate(_Task, frozen=True):
+    """Generate one answer to a conversation or a prompt. `n` choices are `n` calls with the same images."""
 
     messages: tuple[ChatMessage, ...]
     sampling: SamplingParams
     images: tuple[ImageRef, ...] = ()
-    #: Further variables of the chat template, by name.
+    #: Chat template variables by name.
     template_options: dict[str, TemplateOption] = msgspec.field(default_factory=dict)
     grammar: Grammar | None = None
     tools: Tools | None = None
     ending: Ending = "answer"
-    #: In place of messages, without the chat template: special tokens spelled in it are tokens.
+    #: Instead of messages, without the chat template; special tokens spelled in it are special.
     prompt: TextPart | TokensPart | None = None
-    #: Whether the tokenizer puts its own around a prompt of text, such as BOS.
+    #: Whether the tokenizer adds tokens such as BOS to a text prompt.
     add_special_tokens: bool = True
 
     @property
     def param(self) -> str:
-        """The field that holds all that is read, in the words of the wire."""
+        """The field of the client's request that holds the input."""
         return "messages" if self.prompt is None else "prompt"
 
     def texts(self) -> Iterator[str]:
@@ -130,12 +207,10 @@ class Generate(Message, frozen=True, tag_field="task", tag="generate", omit_defa
             yield from (call.arguments for call in message.tool_calls)
             yield from (part.text for part in message.parts if isinstance(part, TextPart))
 
-    def with_images(self, images: Sequence[ImageRef]) -> "Generate":
-        """The same task with its images: all choices share them."""
+    def with_images(self, images: Sequence[ImageRef]) -> Self:
         return replace(self, images=tuple(images))
 
     def param_of_image(self, index: int) -> str | None:
-        """Where the client put an image, in the words of the wire."""
         for i, message in enumerate(self.messages):
             for j, part in enumerate(message.parts):
                 if isinstance(part, ImagePart) and part.image == index:
@@ -143,28 +218,30 @@ class Generate(Message, frozen=True, tag_field="task", tag="generate", omit_defa
         return None
 
 
-#: What to do with an input that is longer than the model's context: refuse it, or cut that end off.
+#: Which end of a too long input is cut off; none: refuse it.
 Truncate = Literal["none", "start", "end"]
 
 
-class Embed(Message, frozen=True, tag_field="task", tag="embed", omit_defaults=True):
-    """A vector for each input. The inputs of one request may be several calls."""
+class Embed(_Task, frozen=True):
+    """Compute a vector for each input. A request may be split into several calls."""
 
     inputs: tuple[TextPart | ImagePart | TokensPart, ...]
     images: tuple[ImageRef, ...] = ()
-    #: One of the model's prompts, to stand before each text; empty: the model's default; None: none.
+    #: The model's prompt to prepend to each text; empty: its default; None: none.
     prompt_name: str | None = ""
-    dimensions: int | None = None  #: so many leading ones; None: all
+    dimensions: int | None = None  #: truncate the vectors to so many; None: all
     is_normalized: bool = True  #: to length 1
     truncate: Truncate = "none"
-    first: int | None = 0  #: where these inputs begin in the request's list; None: it is no list
-    max_tokens: int | None = None  #: of an input, special ones included; None: the model's
+    first: int | None = (
+        0  #: index of the first input in the request's list; None: the request has a single input
+    )
+    max_tokens: int | None = None  #: per input, special tokens included; None: the model's limit
 
     def texts(self) -> Iterator[str]:
         return (part.text for part in self.inputs if isinstance(part, TextPart))
 
-    def with_images(self, images: Sequence[ImageRef]) -> "Embed":
-        """The same task with those images of the request that it has, counted anew."""
+    def with_images(self, images: Sequence[ImageRef]) -> Self:
+        """Keep only the images that its inputs use, and renumber them."""
         used: dict[int, int] = {}
         inputs = tuple(
             ImagePart(used.setdefault(part.image, len(used)))
@@ -175,52 +252,46 @@ class Embed(Message, frozen=True, tag_field="task", tag="embed", omit_defaults=T
         return replace(self, inputs=inputs, images=tuple(images[index] for index in used))
 
     def param(self, index: int) -> str:
-        """Where the client put an input, in the words of the wire."""
+        """The path of an input in the client's request."""
         return "input" if self.first is None else f"input.[{self.first + index}]"
 
     def param_of_image(self, index: int) -> str | None:
-        """Where the client put an image, in the words of the wire."""
         for i, part in enumerate(self.inputs):
             if isinstance(part, ImagePart) and part.image == index:
                 return f"{self.param(i)}.image"
         return None
 
 
-class Rerank(Message, frozen=True, tag_field="task", tag="rerank", omit_defaults=True):
-    """A score for each document: how well it answers the query. Documents may be several calls."""
+class Rerank(_Task, frozen=True):
+    """Score documents by their relevance to the query. A request may be split into several calls."""
 
-    queries: tuple[str, ...]  #: one for all documents, or one for each
+    queries: tuple[str, ...]  #: one for all documents, or one per document
     documents: tuple[str, ...]
-    max_document_tokens: int | None = None  #: what is beyond is cut off
-    truncate: Truncate = "none"  #: of a pair; a document is cut, never a query
-    is_raw: bool = False  #: the model's number itself, without its activation
-    name: str = "documents"  #: the field that holds the documents
-    first: int | None = 0  #: where these begin in the request's list; None: it is no list
+    max_document_tokens: int | None = None  #: longer documents are truncated
+    truncate: Truncate = "none"  #: of a pair: the document is truncated, never the query
+    is_raw: bool = False  #: raw logits without activation
+    name: str = "documents"  #: field of the request that holds the documents
+    first: int | None = (
+        0  #: index of the first document in the request's list; None: the request has a single document
+    )
     images: tuple[ImageRef, ...] = ()
 
     def texts(self) -> Iterator[str]:
         yield from self.queries
         yield from self.documents
 
-    def with_images(self, images: Sequence[ImageRef]) -> "Rerank":
-        """The same task: it has no images."""
-        return self
-
     def param(self, index: int) -> str:
-        """Where the client put a document, in the words of the wire."""
+        """The path of a document in the client's request."""
         return self.name if self.first is None else f"{self.name}.[{self.first + index}]"
 
-    def param_of_image(self, index: int) -> str | None:
-        return None
 
+class Tokenize(_Task, frozen=True):
+    """Tokenize a request, or detokenize ids, without running the model."""
 
-class Tokenize(Message, frozen=True, tag_field="task", tag="tokenize", omit_defaults=True):
-    """The token ids that a model reads of a request, or the text of ids. Nothing is computed."""
-
-    of: Generate | None = None  #: None: `token_ids` are to be text
+    of: Generate | None = None  #: None: detokenize `token_ids`
     token_ids: tuple[int, ...] = ()
-    with_ids: bool = True  #: else their number is told alone
-    with_strings: bool = False  #: each as the vocabulary spells it
+    with_ids: bool = True  #: False: return only the count
+    with_strings: bool = False  #: also return each token as the vocabulary spells it
 
     @property
     def images(self) -> tuple[ImageRef, ...]:
@@ -229,43 +300,33 @@ class Tokenize(Message, frozen=True, tag_field="task", tag="tokenize", omit_defa
     def texts(self) -> Iterator[str]:
         return iter(()) if self.of is None else self.of.texts()
 
-    def with_images(self, images: Sequence[ImageRef]) -> "Tokenize":
-        """The same task with its images."""
+    def with_images(self, images: Sequence[ImageRef]) -> Self:
         return self if self.of is None else replace(self, of=self.of.with_images(images))
 
     def param_of_image(self, index: int) -> str | None:
-        """Where the client put an image, in the words of the wire."""
         return None if self.of is None else self.of.param_of_image(index)
 
 
-class Run(Message, frozen=True, tag_field="task", tag="run", omit_defaults=True):
-    """A task of an application, in its own words."""
+class Run(_Task, frozen=True):
+    """A task of an application; the input is opaque."""
 
-    input: msgspec.Raw  #: JSON in one line
-    session: str = ""  #: in which it runs; empty: in none
-    common: BlobRef | None = None  #: the session's common data: JSON in one line
-    is_streamed: bool = False  #: pieces are wanted as they come
-    keep_s: float = 0.0  #: so long its result is kept at least
-    id: str = ""  #: within its session
+    input: msgspec.Raw  #: one line of JSON
+    session: str = ""  #: empty: without a session
+    common: BlobRef | None = None  #: the session's common data: one line of JSON
+    is_streamed: bool = False  #: stream the output
+    keep_s: float = 0.0  #: minimum time to keep the result
+    id: str = ""  #: id of the task in its session
 
     @property
     def images(self) -> tuple[ImageRef, ...]:
-        """It has none that we know of."""
         return ()
 
     def texts(self) -> Iterator[str]:
-        """All that there is to read."""
         yield bytes(self.input).decode()
-
-    def with_images(self, images: Sequence[ImageRef]) -> "Run":
-        return self
-
-    def param_of_image(self, index: int) -> str | None:
-        return None
 
 
 class RunOutput(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One line of what a task came to: a piece of it, or its end."""
+    """One line of a task's output: a streamed item, or the final output."""
 
     item: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     output: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
