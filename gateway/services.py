@@ -27,12 +27,11 @@ from gateway.search import SearchClient
 from shared.blobs.redis_store import RedisBlobStore
 from shared.packages.deployment_state import DeploymentState
 from shared.packages.store import StoreError, open_store
-from shared.queue.lease import RedisLeases
 from shared.queue.mailbox import RedisMailbox
 from shared.queue.registry import Registry
-from shared.queue.resume import RedisResumableCalls
+from shared.queue.resume import Leases, ResumableCalls
 from shared.queue.submit import RedisGatewayQueue
-from shared.records.redis_store import RedisRecordStore
+from shared.records.store import RecordStore
 from shared.redis.client import create_redis
 from shared.redis.release import warn_of_known_faults
 from shared.sessions.store import SessionStore
@@ -57,9 +56,9 @@ class Services:
         )
         self.key_limits = KeyLimits(settings.limits, self.admission.overloaded)
         self.queue = RedisGatewayQueue(self._redis, prefix)
-        self.records = RedisResumableCalls(self._redis, prefix)
+        self.records = ResumableCalls(self._redis, prefix)
         self.blobs = RedisBlobStore(self._redis, prefix)
-        self.answers = RedisRecordStore(
+        self.answers = RecordStore(
             self._redis,
             prefix,
             ttl_s=settings.gateway.response_ttl_s,
@@ -91,7 +90,7 @@ class Services:
         self.lifecycle = self._create_lifecycle()
         self.search = SearchClient(settings.search)
         self.batches = create_batches(settings.gateway.files)
-        self.leases = RedisLeases(self._redis, prefix)
+        self.leases = Leases(self._redis, prefix)
         self.runner: BatchRunner | None = None
         self._refreshing: asyncio.Task[None] | None = None
 

@@ -31,7 +31,7 @@ from shared.queue.api import Claim, Limits, Publication, Reservation
 from shared.queue.claims import RedisWorkerQueue
 from shared.queue.keys import GROUP, RedisKeys
 from shared.queue.mailbox import RedisMailbox
-from shared.queue.resume import RedisResumableCalls
+from shared.queue.resume import ResumableCalls
 from shared.queue.submit import RedisGatewayQueue
 from tests.waiting import wait_for
 from worker.active_requests import read_claim
@@ -127,7 +127,7 @@ class Ends:
         self.redis, self.redis_blocking, self.prefix = redis, redis_blocking, prefix
         self.keys = RedisKeys(prefix)
         self.queue = RedisGatewayQueue(redis, prefix)
-        self.records = RedisResumableCalls(redis, prefix)
+        self.records = ResumableCalls(redis, prefix)
         self.mailbox = RedisMailbox(redis_blocking, prefix, GATEWAY)
         self._closers: list[Callable[[], Awaitable[None]]] = [
             self.queue.close,

@@ -20,7 +20,7 @@ from gateway.http.errors import InvalidRequest, NotFound
 from gateway.http.multipart import read_form
 from gateway.images.loader import ImageLoader, ImageSource
 from gateway.search import SearchClient
-from shared.records.api import Record
+from shared.records.store import Record
 from shared.search import DropFile, FileRecord, ListFiles, PutFile, ReadFile
 from shared.settings.limits import MAX_BATCH_FILES, MAX_FILENAME_CHARS, LimitSettings
 

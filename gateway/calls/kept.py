@@ -13,7 +13,7 @@ from gateway.http.errors import InvalidRequest
 from gateway.images.loader import ImageSource, LoadedImage
 from shared.blobs.api import BlobStore
 from shared.protocol import ImageRef
-from shared.records.api import Record, RecordStore
+from shared.records.store import Record, RecordStore
 
 #: How the file ids of images begin.
 IMAGE_ID = "file-image-"

@@ -24,7 +24,7 @@ from gateway.http.exchange import (
 )
 from gateway.images.loader import ImageSource
 from shared.protocol import Finished, ModelCard, Priority, Task, Usage
-from shared.records.api import Record
+from shared.records.store import Record
 from shared.settings.limits import LimitSettings
 
 #: A position, which counts output tokens and then the frames of the end, and the frame's bytes.

@@ -20,7 +20,7 @@ from redis.exceptions import RedisError
 from shared.blobs.api import BlobsUnavailable
 from shared.protocol import ErrorCode, Failed
 from shared.queue.api import QueueUnavailable
-from shared.records.api import RecordsUnavailable
+from shared.records.store import RecordsUnavailable
 
 Headers = list[tuple[bytes, bytes]]
 _MAX_COMPARED_CHARS = 100  #: of an unknown path

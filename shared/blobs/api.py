@@ -1,4 +1,4 @@
-"""What gateways and workers ask of a store of blobs: bytes by their SHA-256, kept as long as somebody holds them."""
+"""The interface of blob stores: bytes by their SHA-256, kept while a request holds them."""
 
 from collections.abc import Awaitable, Sequence
 from typing import Protocol
@@ -7,40 +7,36 @@ from shared.protocol import BlobRef
 
 
 class BlobsUnavailable(Exception):
-    """The store cannot be reached or takes no more data."""
+    """The store cannot be reached, or is full."""
 
 
 class BlobStore(Protocol):
-    """The blobs of one fleet."""
+    """Blobs, and the requests that hold them."""
 
     async def put(
         self, data: bytes, holder: str, *, ttl_s: float, ref: BlobRef | None = None
     ) -> BlobRef:
-        """Keep bytes until every holder has released them, or at least `ttl_s` if this one does not.
+        """Store bytes until every holder has released them or its `ttl_s` has passed. Existing bytes are not sent again.
 
-        `ref`: where the caller knows their hash already. Bytes that are there are not sent again.
-        Raises: BlobsUnavailable.
+        `ref`: the reference, if the caller has computed it. Raises: BlobsUnavailable.
         """
         ...
 
     async def get(self, ref: BlobRef) -> bytes | None:
-        """The bytes; None if they are not there or not those of the hash. Raises: BlobsUnavailable."""
+        """The bytes; None if they do not exist or do not match the hash. Raises: BlobsUnavailable."""
         ...
 
     async def hold(self, ref: BlobRef, holder: str, *, ttl_s: float) -> bool:
-        """Keep bytes that are there for a further holder, as `put`; False if they are not.
-
-        Raises: BlobsUnavailable.
-        """
+        """Add a holder to an existing blob, as `put`; returns False if it does not exist. Raises: BlobsUnavailable."""
         ...
 
     def release(self, holder: str, refs: Sequence[BlobRef] = ()) -> Awaitable[None]:
-        """Let go of all that a holder has put here; begins at once, and need not be awaited.
+        """Release all blobs of a holder, in the background. Raises nothing; blobs that are not released expire.
 
-        `refs`: of another process, which may have put them for it. What the store does not learn of goes at the end of its time. Raises nothing.
+        `refs`: blobs that another process may have stored for this holder.
         """
         ...
 
     async def close(self) -> None:
-        """Say what is still to be said, and hang up."""
+        """Finish the releases, and disconnect."""
         ...

@@ -12,9 +12,9 @@ from redis.exceptions import RedisError
 
 from shared.blobs.api import BlobsUnavailable
 from shared.protocol import BlobRef
-from shared.queue.keys import BLOB_LINGER_S, RedisKeys, to_ms
-from shared.redis.client import redis_errors_as, retry_idempotent
-from shared.redis.link import RedisSender
+from shared.queue.keys import BLOB_LINGER_S, to_ms
+from shared.queue.store import RedisStore
+from shared.redis.client import redis_errors_as
 from shared.redis.script import load_script, named
 
 logger = logging.getLogger(__name__)
@@ -24,16 +24,15 @@ PUT_BLOB = load_script(_SCRIPTS / "put.lua")
 RELEASE_BLOB = load_script(_SCRIPTS / "release.lua")
 
 MAX_REMEMBERED = 10_000
-#: Up to that many bytes, hashing takes less time than handing it to another thread.
+#: Up to so many bytes, hashing is faster than a switch of threads.
 MAX_INLINE_BYTES = 256 * 1024
 
 
-class RedisBlobStore:
-    """The blobs under one key prefix: a `BlobStore`."""
+class RedisBlobStore(RedisStore):
+    """A `BlobStore` in Redis."""
 
     def __init__(self, redis: Redis, prefix: str) -> None:
-        self._keys = RedisKeys(prefix)
-        self._sender = RedisSender(redis)
+        super().__init__(redis, prefix)
         self._known: dict[str, float] = {}  # by hash: until when the bytes are likely there
         self._held: dict[str, tuple[float, set[str]]] = {}  # by holder: until when, and hashes
         self._releasing: set[asyncio.Task[None]] = set()
@@ -52,16 +51,15 @@ class RedisBlobStore:
         return ref
 
     async def _put(self, data: bytes, holder: str, ttl_s: float, ref: BlobRef) -> bool:
-        """Whether the bytes are there now; without any, whether they were."""
+        """Returns whether the blob exists; empty `data`: whether it existed."""
         keys = self._blob_keys(ref.sha256)
-        arguments = named(data, ttl_ms=to_ms(ttl_s), holder=holder)
-        return await retry_idempotent(lambda: self._sender.run(PUT_BLOB, keys, arguments)) == 1
+        return await self._run(PUT_BLOB, keys, data, ttl_ms=to_ms(ttl_s), holder=holder) == 1
 
     def _blob_keys(self, digest: str) -> tuple[str, str]:
         return self._keys.blob(digest), self._keys.blob_holders(digest)
 
     def _note(self, holder: str, digest: str, now: float, ttl_s: float) -> None:
-        """Remember what a holder holds; those whose time is over come first, and are forgotten."""
+        """Record the blob of a holder, and forget the holders that have expired, the first in order."""
         while self._held:
             first = next(iter(self._held))
             if self._held[first][0] > now:
@@ -100,19 +98,18 @@ class RedisBlobStore:
 
     @redis_errors_as(BlobsUnavailable)
     async def get(self, ref: BlobRef) -> bytes | None:
-        key = self._keys.blob(ref.sha256)
-        data = await retry_idempotent(lambda: self._sender.execute("GET", key))
+        data = await self._ask("GET", self._keys.blob(ref.sha256))
         return data if data is not None and await _hash(data) == ref.sha256 else None
 
     @redis_errors_as(BlobsUnavailable)
     async def open(self) -> None:
-        """Connect now rather than at the first blob."""
+        """Connect before the first blob."""
         await self._sender.execute("TIME")
 
     async def close(self) -> None:
         if self._releasing:
             await asyncio.wait(self._releasing)
-        await self._sender.close()
+        await super().close()
 
 
 async def _hash(data: bytes) -> str:

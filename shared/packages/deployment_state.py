@@ -10,9 +10,9 @@ from redis.asyncio import Redis
 
 from shared.packages.rollout import App, LogLine, NodeRecord
 from shared.protocol import encode
-from shared.queue.keys import RedisKeys, to_ms
-from shared.redis.client import retry_idempotent
-from shared.redis.link import RedisSender, with_ttl
+from shared.queue.keys import to_ms
+from shared.queue.store import RedisStore
+from shared.redis.link import with_ttl
 from shared.redis.script import load_script, named
 
 _SCRIPTS = Path(__file__).parent / "scripts"
@@ -34,18 +34,17 @@ _nodes = msgspec.json.Decoder(NodeRecord)
 _lines = msgspec.json.Decoder(LogLine)
 
 
-class DeploymentState:
-    """Records of deployments, slot claims and nodes. All calls raise RedisError."""
+class DeploymentState(RedisStore):
+    """Records of deployments, slot claims and nodes. All methods raise RedisError."""
 
     def __init__(self, redis: Redis, prefix: str) -> None:
-        self._keys = RedisKeys(prefix)
-        self._sender = RedisSender(redis)
+        super().__init__(redis, prefix)
         #: Deployments whose records the last `apps` left out.
         self.unreadable: frozenset[str] = frozenset()
 
     async def apps(self) -> dict[str, App]:
         """All deployments by name, without records that another release wrote."""
-        found = await retry_idempotent(lambda: self._sender.execute("HGETALL", self._keys.apps))
+        found = await self._ask("HGETALL", self._keys.apps)
         apps: dict[str, App] = {}
         unreadable: set[str] = set()
         for key, value in zip(found[::2], found[1::2], strict=True):
@@ -125,14 +124,14 @@ class DeploymentState:
     async def log(self, name: str, limit: int) -> list[LogLine]:
         """The latest lines of a deployment's instances, the oldest first."""
         key = self._keys.app_log(name)
-        found = await retry_idempotent(lambda: self._sender.execute("LRANGE", key, -limit, -1))
+        found = await self._ask("LRANGE", key, -limit, -1)
         return [_lines.decode(line) for line in found]
 
     async def nodes(self) -> dict[str, NodeRecord]:
         """The nodes with a record, by id."""
-        names = await retry_idempotent(lambda: self._sender.execute("SMEMBERS", self._keys.nodes))
+        names = await self._ask("SMEMBERS", self._keys.nodes)
         keys = [self._keys.node(name.decode(errors="replace")) for name in names]
-        values = await retry_idempotent(lambda: self._sender.execute("MGET", *keys)) if keys else []
+        values = await self._ask("MGET", *keys) if keys else []
         gone = [name for name, value in zip(names, values, strict=True) if value is None]
         if gone:
             await self._sender.execute("SREM", self._keys.nodes, *gone)
@@ -140,11 +139,8 @@ class DeploymentState:
 
     async def now(self) -> float:
         """Redis's clock, in epoch seconds."""
-        seconds, microseconds = await retry_idempotent(lambda: self._sender.execute("TIME"))
+        seconds, microseconds = await self._ask("TIME")
         return int(seconds) + int(microseconds) / 1e6
-
-    async def close(self) -> None:
-        await self._sender.close()
 
 
 def _readable(values: Iterable[bytes | None]) -> Iterable[NodeRecord]:

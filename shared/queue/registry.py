@@ -1,7 +1,7 @@
-"""Who serves which model: workers announce themselves, gateways look.
+"""The registry of workers and models: workers announce themselves, gateways read it.
 
-Records expire by themselves. A model stays known for a day after its last worker, so that a fleet
-whose workers are all restarting keeps queueing.
+Records expire. A model is known for a day after its last worker, so that requests are queued while all workers
+restart.
 """
 
 import asyncio
@@ -13,9 +13,9 @@ import msgspec
 from redis.asyncio import Redis
 
 from shared.protocol import PROTOCOL_VERSION, ModelCard, Report, decode_card, encode
-from shared.queue.keys import MODEL_TTL_S, RedisKeys, to_ms
-from shared.redis.client import retry_idempotent
-from shared.redis.link import RedisSender, with_ttl
+from shared.queue.keys import MODEL_TTL_S, to_ms
+from shared.queue.store import RedisStore
+from shared.redis.link import with_ttl
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ Member = TypeVar("Member")
 
 
 class WorkerRecord(Report, frozen=True, omit_defaults=True):
-    """What a worker says of itself with every heartbeat."""
+    """The heartbeat of a worker."""
 
     worker_id: str
     card: ModelCard
@@ -32,24 +32,24 @@ class WorkerRecord(Report, frozen=True, omit_defaults=True):
     num_waiting: int = 0
     max_num_seqs: int = 1
     num_steps: int = 0
-    num_finished: int = 0  #: requests, since it started
+    num_finished: int = 0  #: requests since its start
     num_failed: int = 0
-    #: Of a deployment's latest answers: how many first tokens, or whole answers of other tasks, and
-    #: mean times of a further token took how long; by bucket (`shared.packages.latency`).
+    #: Latest answers of a deployment by latency bucket (`shared.packages.latency`): time to the first token, or of
+    #: a whole answer of other tasks; and mean time per further token.
     first_counts: dict[int, int] = msgspec.field(default_factory=dict)
     token_counts: dict[int, int] = msgspec.field(default_factory=dict)
     state: Literal["ready", "draining"] = "ready"
 
 
 class AdapterSource(Report, frozen=True):
-    """An adapter that every worker of a model is to load."""
+    """An adapter for every worker of a model."""
 
-    path: str  #: below the directory that the workers' settings name
-    revision: str  #: new each time that it is to be loaded
+    path: str  #: relative to the workers' `lora_dir`
+    revision: str  #: changes with each request to load it
 
 
 class _AnyRecord(Report, frozen=True):
-    """What records of every version have."""
+    """The common fields of records of every version."""
 
     worker_id: str
     card: msgspec.Raw
@@ -62,7 +62,7 @@ _any_record_decoder = msgspec.json.Decoder(_AnyRecord)
 
 
 def decode_record(data: bytes) -> WorkerRecord:
-    """Read a record; of a worker of another version only who it is. Raises: msgspec.MsgspecError."""
+    """Decode a record; of a worker of another protocol version only its identity. Raises: msgspec.MsgspecError."""
     record = _any_record_decoder.decode(data)
     card = decode_card(record.card)
     if card.version != PROTOCOL_VERSION:
@@ -70,16 +70,17 @@ def decode_record(data: bytes) -> WorkerRecord:
     return _record_decoder.decode(data)
 
 
-class Registry:
-    """The workers and models under one key prefix. All calls raise RedisError."""
+class Registry(RedisStore):
+    """The workers and models of the fleet. All methods raise RedisError."""
 
     def __init__(self, redis: Redis, prefix: str) -> None:
-        self._keys = RedisKeys(prefix)
-        self._sender = RedisSender(redis)
-        self._unreadable: set[str] = set()  # keys whose values were found so, and told
+        super().__init__(redis, prefix)
+        self._unreadable: set[str] = (
+            set()
+        )  # keys whose values could not be decoded, and were logged
 
     async def announce(self, record: WorkerRecord, ttl_s: float) -> None:
-        """Say that a worker is there, for `ttl_s` from now."""
+        """Write a worker's record; it expires after `ttl_s`."""
         keys, name, ttl_ms = self._keys, record.card.name, to_ms(MODEL_TTL_S)
         add_worker = with_ttl(keys.workers, ttl_ms, "SADD", keys.workers, record.worker_id)
         add_model = with_ttl(keys.models, ttl_ms, "SADD", keys.models, name)
@@ -92,26 +93,26 @@ class Registry:
         )
 
     async def withdraw(self, worker_id: str) -> None:
-        """Say that a worker is gone."""
+        """Delete a worker's record."""
         await self._sender.execute("DEL", self._keys.worker(worker_id))
         await self._sender.execute("SREM", self._keys.workers, worker_id)
 
     async def forget(self, model: str) -> None:
-        """Have gateways know a model no more: nobody will serve it again."""
+        """Delete a model that will not be served again."""
         await self._sender.execute("DEL", self._keys.model(model))
         await self._sender.execute("SREM", self._keys.models, model)
 
     async def workers(self) -> list[WorkerRecord]:
-        """The workers that are there now."""
+        """The live workers."""
         return await self._members(self._keys.workers, self._keys.worker, decode_record)
 
     async def models(self) -> list[ModelCard]:
-        """The models that were served within the last day, by name."""
+        """The models served within the last day, by name."""
         found = await self._members(self._keys.models, self._keys.model, decode_card)
         return sorted(found, key=lambda card: card.name)
 
     async def silence_s(self, models: Iterable[str]) -> dict[str, float]:
-        """For how long no worker has announced each of these models."""
+        """Seconds since a worker announced each of these models."""
         names = list(models)
         ttls = await asyncio.gather(
             *(self._sender.execute("PTTL", self._keys.model(name)) for name in names)
@@ -119,9 +120,9 @@ class Registry:
         return {n: MODEL_TTL_S - max(0, ms) / 1000 for n, ms in zip(names, ttls, strict=True)}
 
     async def adapters(self, model: str) -> dict[str, AdapterSource]:
-        """The adapters that are to be loaded beside a model, by name."""
+        """The adapters of a model by name."""
         key = self._keys.adapters(model)
-        found = await retry_idempotent(lambda: self._sender.execute("HGETALL", key))
+        found = await self._ask("HGETALL", key)
         sources: dict[str, AdapterSource] = {}
         for name, value in zip(found[::2], found[1::2], strict=True):
             source = self._decode(f"{key} {name!r}", value, _source_decoder.decode)
@@ -130,27 +131,27 @@ class Registry:
         return sources
 
     async def put_adapter(self, model: str, name: str, source: AdapterSource) -> None:
-        """Have every worker of a model load an adapter, those that come later too."""
+        """Add an adapter for all workers of a model, later ones too."""
         key, ttl_ms = self._keys.adapters(model), to_ms(MODEL_TTL_S)
         await self._sender.execute(*with_ttl(key, ttl_ms, "HSET", key, name, encode(source)))
 
     async def keep_adapters(self, model: str) -> None:
-        """Keep the list as long as the model is known from now."""
+        """Renew the list of adapters."""
         await self._sender.execute("PEXPIRE", self._keys.adapters(model), to_ms(MODEL_TTL_S))
 
     async def remove_adapter(self, model: str, name: str) -> None:
-        """Have the workers of a model unload an adapter."""
+        """Remove an adapter from the workers of a model."""
         await self._sender.execute("HDEL", self._keys.adapters(model), name)
 
     async def _members(
         self, index: str, key_of: Callable[[str], str], decode: Callable[[bytes], Member]
     ) -> list[Member]:
-        """The values of a set's members; members whose value has expired leave the set."""
-        names = await retry_idempotent(lambda: self._sender.execute("SMEMBERS", index))
+        """The values of a set's members. Members whose value has expired are removed from the set."""
+        names = await self._ask("SMEMBERS", index)
         if not names:
             return []
         keys = [key_of(name.decode(errors="replace")) for name in names]
-        values = await retry_idempotent(lambda: self._sender.execute("MGET", *keys))
+        values = await self._ask("MGET", *keys)
         gone = [name for name, value in zip(names, values, strict=True) if value is None]
         if gone:
             await self._sender.execute("SREM", index, *gone)
@@ -161,7 +162,7 @@ class Registry:
         ]
 
     def _decode(self, key: str, value: bytes, decode: Callable[[bytes], Member]) -> Member | None:
-        """The value, or None if it cannot be read: one odd worker must not hide the others."""
+        """The decoded value; None, and an error in the log, if it is invalid."""
         try:
             member = decode(value)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -171,6 +172,3 @@ class Registry:
             return None
         self._unreadable.discard(key)
         return member
-
-    async def close(self) -> None:
-        await self._sender.close()

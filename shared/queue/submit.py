@@ -1,7 +1,4 @@
-"""The gateway's end of the queue: put requests in, take them back, ask how they stand.
-
-Calls of one loop turn travel in one write.
-"""
+"""The gateway's side of the queue: submit calls, cancel them, read their state. Calls of a loop turn share a write."""
 
 import asyncio
 from collections.abc import Sequence
@@ -9,7 +6,6 @@ from contextlib import suppress
 from secrets import token_hex
 from typing import Any
 
-from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
 
 from shared.protocol import Envelope, ErrorCode, Priority
@@ -44,20 +40,16 @@ from shared.queue.scripts import (
     SUBMIT,
     named,
 )
+from shared.queue.store import RedisStore
 from shared.redis.client import redis_errors_as, retry_idempotent
-from shared.redis.link import RedisSender
 
-_MAX_FORGOTTEN = 100  #: at once
-#: Calls that one script cancels or looks up; Redis answers others before the next.
+_MAX_FORGOTTEN = 100  #: expired entries dropped at once
+#: Calls that one script cancels or reads; Redis answers other clients before the next.
 _MAX_PER_SCRIPT = 100
 
 
-class RedisGatewayQueue:
-    """All models' queues under one key prefix: a `GatewayQueue`."""
-
-    def __init__(self, redis: Redis, keys_prefix: str) -> None:
-        self._keys = RedisKeys(keys_prefix)
-        self._sender = RedisSender(redis)
+class RedisGatewayQueue(RedisStore):
+    """The queues of all models: a `GatewayQueue`."""
 
     @redis_errors_as(QueueUnavailable)
     async def submit(
@@ -83,11 +75,10 @@ class RedisGatewayQueue:
     async def share(self, model: str, request_ids: Sequence[str]) -> int:
         keys = [self._keys.queue(model)]
         keys += [self._keys.request(model, request_id) for request_id in request_ids]
-        arguments = named(group=GROUP, ids=list(request_ids))
-        return await retry_idempotent(lambda: self._sender.run(SHARE, keys, arguments))
+        return await self._run(SHARE, keys, group=GROUP, ids=list(request_ids))
 
     async def _forget_lost(self, refused: Envelope) -> bool:
-        """Whether requests stood before it in the backlog that nobody came for in time. Raises: RedisError."""
+        """Drop expired backlog entries; returns whether any were dropped. Raises: RedisError."""
         if refused.priority is not Priority.BATCH:
             return False
         keys = (self._keys.backlog(refused.model),)
@@ -148,20 +139,18 @@ class RedisGatewayQueue:
             "mailboxes": self._keys.mailbox(model, ""),
             "max_entries": MAX_MAILBOX_ENTRIES,
         }
-        arguments = named(
-            **cancel_arguments(self._keys, model), **({"failure": ending} if failure else {})
-        )
-        await retry_idempotent(lambda: self._sender.run(CANCEL, keys, arguments))
+        given = {"failure": ending} if failure else {}
+        await self._run(CANCEL, keys, **cancel_arguments(self._keys, model), **given)
 
     @redis_errors_as(QueueUnavailable)
     async def refund(self, reservation: Reservation) -> bool:
         keys = [self._keys.rates(reservation.model, reservation.tenant)]
         keys += [self._keys.request(reservation.model, name) for name in reservation.request_ids]
-        arguments = named(
-            tokens_per_minute=reservation.limits.max_tenant_tokens_per_minute,
-            num_tokens=reservation.num_answer_tokens,
+        limit, num_tokens = (
+            reservation.limits.max_tenant_tokens_per_minute,
+            reservation.num_answer_tokens,
         )
-        return await retry_idempotent(lambda: self._sender.run(REFUND, keys, arguments)) == 1
+        return await self._run(REFUND, keys, tokens_per_minute=limit, num_tokens=num_tokens) == 1
 
     @redis_errors_as(QueueUnavailable)
     async def fail_all(self, model: str, code: ErrorCode, message: str) -> int:
@@ -185,13 +174,14 @@ class RedisGatewayQueue:
             self._keys.crash(model, worker_id),
             self._keys.left(model, worker_id),
         )
-        arguments = named(
+        names = await self._run(
+            CRASH_TENANTS,
+            keys,
             group=GROUP,
             worker=worker_id,
             requests=self._keys.requests(model),
             left_ttl_ms=to_ms(LEFT_TTL_S),
         )
-        names = await retry_idempotent(lambda: self._sender.run(CRASH_TENANTS, keys, arguments))
         return frozenset(name.decode() for name in names)
 
     @redis_errors_as(QueueUnavailable)
@@ -205,10 +195,9 @@ class RedisGatewayQueue:
         for first in range(0, len(request_ids), _MAX_PER_SCRIPT):
             ids = request_ids[first : first + _MAX_PER_SCRIPT]
             keys = [self._keys.request(model, request_id) for request_id in ids]
-            answer = await retry_idempotent(lambda: self._sender.run(STATES, keys, ()))  # noqa: B023
             found += [
                 to_state(state, int(attempt), int(num_tokens), ttl_ms) if ttl_ms >= 0 else None
-                for state, attempt, num_tokens, ttl_ms in answer
+                for state, attempt, num_tokens, ttl_ms in await self._run(STATES, keys)
             ]
         return found
 
@@ -244,7 +233,7 @@ class RedisGatewayQueue:
         except ResponseError:  # no worker has ever read
             begin = "-"
         entries = await self._ask("XRANGE", queue, begin, "+", "COUNT", 10)
-        oldest = [entry_id for entry_id, fields in entries if fields[0] == b"id"]  # no nudge
+        oldest = [entry_id for entry_id, fields in entries if fields[0] == b"id"]  # no wakeup
         if not oldest:
             return 0.0
         seconds, microseconds = await self._ask("TIME")
@@ -253,18 +242,12 @@ class RedisGatewayQueue:
 
     @redis_errors_as(QueueUnavailable)
     async def open(self) -> None:
-        """Connect now rather than at the first request."""
+        """Connect before the first request."""
         await self._sender.execute("TIME")
-
-    async def close(self) -> None:
-        await self._sender.close()
-
-    async def _ask(self, *command: str | bytes | int):
-        return await retry_idempotent(lambda: self._sender.execute(*command))
 
 
 def to_state(state: bytes, attempt: int, num_tokens: int, ttl_ms: int) -> RequestState:
-    """How a call stands, of its fields in Redis."""
+    """The state of a call, from its fields in Redis."""
     name = state.decode()
     after_s = AFTER_DEADLINE_S if name in ("queued", "running") else 0.0
     return RequestState(name, attempt, num_tokens, ttl_ms / 1000 - after_s)
@@ -273,11 +256,7 @@ def to_state(state: bytes, attempt: int, num_tokens: int, ttl_ms: int) -> Reques
 def _quota_keys(keys: RedisKeys, reservation: Reservation) -> list[str]:
     """The keys of a reservation, for the submit script."""
     model = reservation.model
-    return [
-        keys.reservations(model),
-        keys.usage(model),
-        keys.rates(model, reservation.tenant),
-    ]
+    return [keys.reservations(model), keys.usage(model), keys.rates(model, reservation.tenant)]
 
 
 def _quota_arguments(reservation: Reservation) -> dict[str, Any]:

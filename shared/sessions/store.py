@@ -1,7 +1,6 @@
-"""Sessions in Redis: a record each, the records of its tasks, and which of these are open.
+"""Sessions of applications: a record of each, of its tasks, and of the open tasks among them.
 
-What a task came to is in its call's log, which the queue keeps; here is where to find it. Everything of a session
-expires when nobody has used it for long enough.
+The results of tasks are in the queue's logs of their calls. A session expires after it was not used for its `ttl_s`.
 """
 
 import asyncio
@@ -11,15 +10,15 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
-from redis.asyncio import Redis
 
 from shared.packages.deployments import Resources
 from shared.protocol import BlobRef, Priority, encode
 from shared.queue.api import QueueUnavailable
-from shared.queue.keys import RedisKeys, to_ms
-from shared.redis.client import redis_errors_as, retry_idempotent
-from shared.redis.link import RedisSender, with_ttl
-from shared.redis.script import Script, load_script, named
+from shared.queue.keys import to_ms
+from shared.queue.store import RedisStore
+from shared.redis.client import redis_errors_as
+from shared.redis.link import with_ttl
+from shared.redis.script import load_script
 
 _SCRIPTS = Path(__file__).parent / "scripts"
 OPEN_SESSION = load_script(_SCRIPTS / "open_session.lua")
@@ -31,26 +30,26 @@ SETTLE_TASKS = load_script(_SCRIPTS / "settle_tasks.lua")
 Ended = Literal["succeed", "failed", "cancelled"]
 ENDED: tuple[Ended, ...] = ("succeed", "failed", "cancelled")
 _INDEX_TTL_S = 7 * 24 * 3600.0
-_TO_COME = "+"  #: before the id of a session that has its place and is not there yet
+_TO_COME = "+"  #: prefix of the id of a session that is counted and not created yet
 _COMES_WITHIN_S = 60.0
-_MAX_SETTLED = 500  #: tasks of one script; Redis answers others before the next
+_MAX_SETTLED = 500  #: tasks of one script; Redis answers other clients before the next
 
 
 class Session(msgspec.Struct, frozen=True):
-    """What was asked for. Units: seconds; `created_at` since the epoch."""
+    """A session as requested. Units: seconds; `created_at` since the epoch."""
 
     id: str
-    owner: str  #: of the tenant, no secret
+    owner: str  #: hash of the API key
     application: str
     created_at: float
-    idle_s: float  #: without a new task, before it is forgotten; and so long results are kept
-    timeout_s: float  #: in which a task has to end, its wait included
+    idle_s: float  #: it expires without a new task for so long; results are kept as long
+    timeout_s: float  #: of each task, its wait included
     priority: Priority = Priority.INTERACTIVE
     common: BlobRef | None = None
-    #: Of the application, together with its other open sessions; 0: as deployed.
+    #: Instances of the application, added up over its open sessions; 0: as deployed.
     min_instances: int = 0
     max_instances: int = 0
-    resources: Resources | None = None  #: that an instance has at least
+    resources: Resources | None = None  #: minimum per instance
 
     @property
     def ttl_s(self) -> float:
@@ -58,30 +57,30 @@ class Session(msgspec.Struct, frozen=True):
 
 
 class SessionState(msgspec.Struct, frozen=True):
-    """A session as it stands. `ended`: tasks whose end was noted, by how they ended."""
+    """The state of a session. `ended`: number of ended tasks by outcome."""
 
     session: Session
     state: Literal["open", "closed"]
     ended: dict[str, int]
-    num_open: int = 0  #: tasks whose end was not noted
-    open_tasks: list["TaskRecord"] = []  #: all of these, or none where they are too many
+    num_open: int = 0  #: tasks without a recorded end
+    open_tasks: list["TaskRecord"] = []  #: all open tasks, or none if there are more than the limit
 
 
 class TaskRecord(msgspec.Struct, frozen=True):
-    """A task of a session, and the call that does it. Units: seconds since the epoch."""
+    """A task of a session, and its call. Units: seconds since the epoch."""
 
     id: str
     request_id: str
-    model: str  #: whose queue has the call
+    model: str  #: the model whose queue has the call
     package: str
-    fingerprint: str  #: of its input
+    fingerprint: str  #: hash of its input
     created_at: float
     deadline_at: float
-    input: str = ""  #: JSON, for people: its first characters
+    input: str = ""  #: the first characters, to be shown
 
 
 class TaskRefused(Exception):
-    """The session takes no task. `reason`: closed, full or gone."""
+    """The session does not accept the task. `reason`: closed, full or gone."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -92,18 +91,14 @@ _sessions = msgspec.json.Decoder(Session)
 _tasks = msgspec.json.Decoder(TaskRecord)
 
 
-class SessionStore:
-    """The sessions of one fleet. All methods raise QueueUnavailable."""
-
-    def __init__(self, redis: Redis, prefix: str) -> None:
-        self._keys = RedisKeys(prefix)
-        self._sender = RedisSender(redis)
+class SessionStore(RedisStore):
+    """The sessions of all owners. All methods raise QueueUnavailable."""
 
     @redis_errors_as(QueueUnavailable)
     async def take_place(self, session: Session, max_sessions: int) -> bool:
-        """Count a session to come, if its owner then has so many at most; those that have expired make room.
+        """Reserve a place among the sessions of the owner; returns False if there is none. Expired sessions do not count.
 
-        Noted first and then counted, so that of many at once no more pass than there are places.
+        Adds first and counts then, so that concurrent calls cannot exceed `max_sessions`.
         """
         index = self._keys.sessions(session.owner)
         await self._note(session, _TO_COME + session.id)
@@ -120,7 +115,7 @@ class SessionStore:
         await self._ask(*with_ttl(index, to_ms(_INDEX_TTL_S), *command))
 
     async def _forget_gone(self, index: str, now: float) -> None:
-        """Those that have expired, and those to come that never came."""
+        """Remove expired sessions, and old reservations, from the index."""
         late = await self._ask("ZRANGEBYSCORE", index, "-inf", int(1000 * (now - _COMES_WITHIN_S)))
         names = [
             name
@@ -134,8 +129,8 @@ class SessionStore:
 
     @redis_errors_as(QueueUnavailable)
     async def create(self, session: Session) -> None:
-        arguments = named(encode(session), ttl_ms=to_ms(session.ttl_s))
-        await self._run(OPEN_SESSION, (self._keys.session(session.id),), arguments)
+        keys = (self._keys.session(session.id),)
+        await self._run(OPEN_SESSION, keys, encode(session), ttl_ms=to_ms(session.ttl_s))
         await self._note(session, session.id)
         await self.keep_limits(session)
         limits, now = self._keys.session_limits(session.application), int(session.created_at)
@@ -144,7 +139,7 @@ class SessionStore:
 
     @redis_errors_as(QueueUnavailable)
     async def keep_limits(self, session: Session) -> None:
-        """Let the limits of a session hold from now on for as long as it lives without a new task."""
+        """Renew the instance limits of a session."""
         key = self._keys.session_limits(session.application)
         until = int(time.time() + session.ttl_s)  # noqa: TID251
         command = ("ZADD", key, until, _limits(session))
@@ -152,7 +147,7 @@ class SessionStore:
 
     @redis_errors_as(QueueUnavailable)
     async def find(self, session_id: str, max_open: int = 0) -> SessionState | None:
-        """A session, if it is there. `max_open`: as in `page`."""
+        """The state of a session; None if it does not exist. `max_open`: as in `page`."""
         [found] = await self._states([session_id], max_open)
         return found
 
@@ -161,16 +156,16 @@ class SessionStore:
             return []
         pairs = ((self._keys.session(each), self._keys.session_open(each)) for each in session_ids)
         keys = tuple(key for pair in pairs for key in pair)
-        found = await self._run(LIST_SESSIONS, keys, named(max_open=max_open))
+        found = await self._run(LIST_SESSIONS, keys, max_open=max_open)
         return [_to_state(*fields) if fields[0] else None for fields in found]
 
     @redis_errors_as(QueueUnavailable)
     async def page(
         self, owner: str, after: str, limit: int, max_open: int
     ) -> tuple[list[SessionState], bool] | None:
-        """An owner's sessions after one, the latest first, and whether there are more. None: `after` is not there.
+        """A page of an owner's sessions, the latest first, and whether there are more. None: `after` does not exist.
 
-        `max_open`: open tasks that are read, of all these sessions together.
+        `max_open`: maximum number of open tasks to read, over all sessions of the page.
         """
         index = self._keys.sessions(owner)
         while True:
@@ -187,23 +182,22 @@ class SessionStore:
 
     @redis_errors_as(QueueUnavailable)
     async def close_session(self, session: Session) -> None:
-        """Let a session take no more tasks."""
-        await self._run(CLOSE_SESSION, (self._keys.session(session.id),), named())
+        """Close a session to new tasks."""
+        await self._run(CLOSE_SESSION, (self._keys.session(session.id),))
         await self._ask("ZREM", self._keys.session_limits(session.application), _limits(session))
 
     @redis_errors_as(QueueUnavailable)
     async def add(
         self, session: Session, task: TaskRecord, max_tasks: int
     ) -> tuple[TaskRecord, str]:
-        """Note a task before it is queued. Returns it and `new`, or the known one of its id and how it stands.
+        """Record a task before it is queued. Returns it and `new`, or the existing task of its id and its state.
 
         Raises: TaskRefused.
         """
-        arguments = named(
-            encode(task), id=task.id, max_tasks=max_tasks, ttl_ms=to_ms(session.ttl_s)
+        keys, ttl_ms = self._task_keys(session.id), to_ms(session.ttl_s)
+        verdict, known = await self._run(
+            ADD_TASK, keys, encode(task), id=task.id, max_tasks=max_tasks, ttl_ms=ttl_ms
         )
-        keys = self._task_keys(session.id)
-        verdict, known = await self._run(ADD_TASK, keys, arguments)
         if verdict == b"known":
             return _read(known)
         if verdict != b"added":
@@ -212,15 +206,14 @@ class SessionStore:
 
     @redis_errors_as(QueueUnavailable)
     async def settle(self, session_id: str, states: Mapping[str, str]) -> None:
-        """Note how tasks ended; `forgotten`: they were not queued after all."""
+        """Record how tasks ended; `forgotten`: the task was not queued."""
         pairs, keys = list(states.items()), self._task_keys(session_id)
         for first in range(0, len(pairs), _MAX_SETTLED):
-            arguments = named(states=dict(pairs[first : first + _MAX_SETTLED]))
-            await self._run(SETTLE_TASKS, keys, arguments)
+            await self._run(SETTLE_TASKS, keys, states=dict(pairs[first : first + _MAX_SETTLED]))
 
     @redis_errors_as(QueueUnavailable)
     async def task(self, session_id: str, task_id: str) -> tuple[TaskRecord, str] | None:
-        """A task, and `open` or how it ended."""
+        """A task and its state: `open`, or its outcome."""
         found = await self._ask("HGET", self._keys.session_tasks(session_id), task_id)
         return None if found is None else _read(found)
 
@@ -230,20 +223,11 @@ class SessionStore:
         found = await self._ask("HGETALL", self._keys.session_tasks(session_id))
         return sorted(map(_read, found[1::2]), key=lambda pair: (pair[0].created_at, pair[0].id))
 
-    async def close(self) -> None:
-        await self._sender.close()
-
     def _task_keys(self, session_id: str) -> tuple[str, str, str]:
         keys = self._keys
         return (
             keys.session(session_id), keys.session_tasks(session_id), keys.session_open(session_id),
         )  # fmt: skip
-
-    async def _run(self, script: Script, keys: tuple[str, ...], arguments: tuple[bytes, ...]):
-        return await retry_idempotent(lambda: self._sender.run(script, keys, arguments))
-
-    async def _ask(self, *command: str | bytes | int):
-        return await retry_idempotent(lambda: self._sender.execute(*command))
 
 
 def _limits(session: Session) -> str:

@@ -26,10 +26,10 @@ from shared.queue.entries import QueueEntries
 from shared.queue.mailbox import RedisMailbox
 from shared.queue.publish import Publisher
 from shared.queue.registry import AdapterSource, Registry, WorkerRecord
-from shared.queue.resume import RedisResumableCalls
+from shared.queue.resume import ResumableCalls
 from shared.queue.rights import USERS as RIGHTS
 from shared.queue.submit import RedisGatewayQueue
-from shared.records.redis_store import RedisRecordStore
+from shared.records.store import RecordStore
 from shared.redis.client import create_redis
 from shared.redis.link import RedisSender, with_ttl
 from shared.redis.script import Script
@@ -261,14 +261,14 @@ CALLED = {
     "gateway": (
         *(
             RedisGatewayQueue,
-            RedisResumableCalls,
+            ResumableCalls,
             RedisMailbox,
             RedisBlobStore.put,
             RedisBlobStore._put,
             RedisBlobStore._release,
             RedisBlobStore.get,
             RedisBlobStore.open,
-            RedisRecordStore,
+            RecordStore,
         ),
         *(Registry.workers, Registry.models, Registry.silence_s, Registry._members),
         *(Registry.adapters, Registry.put_adapter, Registry.remove_adapter),

@@ -44,7 +44,7 @@ from shared.protocol import (
     TextPart,
     Tokenize,
 )
-from shared.records.api import Record
+from shared.records.store import Record
 
 
 class _Input(Surface):

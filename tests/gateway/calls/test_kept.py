@@ -6,7 +6,7 @@ from gateway.calls.kept import KeptAnswers
 from shared.blobs.redis_store import RedisBlobStore
 from shared.protocol import BlobRef, ImageRef
 from shared.queue.keys import BLOB_LINGER_S, RedisKeys
-from shared.records.redis_store import RedisRecordStore
+from shared.records.store import RecordStore
 
 KEPT_S = 3600.0
 IMAGE = b"an image"
@@ -17,9 +17,7 @@ async def test_an_answer_that_is_too_large_to_be_kept_holds_no_image(
     redis, redis_prefix, max_bytes, is_kept
 ):
     blobs = RedisBlobStore(redis, redis_prefix)
-    records = RedisRecordStore(
-        redis, redis_prefix, ttl_s=KEPT_S, max_records=10, max_bytes=max_bytes
-    )
+    records = RecordStore(redis, redis_prefix, ttl_s=KEPT_S, max_records=10, max_bytes=max_bytes)
     blob: BlobRef = await blobs.put(IMAGE, "request", ttl_s=5.0)
     image = ImageRef(blob.sha256, blob.num_bytes, "image/png", 1, 1)
     kept = KeptAnswers(records, blobs, KEPT_S)

@@ -5,8 +5,7 @@ import asyncio
 import pytest
 
 from shared.protocol import ImageRef
-from shared.records.api import Record
-from shared.records.redis_store import RedisRecordStore
+from shared.records.store import Record, RecordStore
 from shared.redis.link import RedisSender
 from tests.waiting import until_equal
 
@@ -17,9 +16,9 @@ IMAGE = ImageRef("a" * 64, 50, "image/png", 1, 1)
 async def make(redis, redis_prefix):
     stores = []
 
-    def make(ttl_s: float = 60, max_records: int = 3, max_bytes: int = 100) -> RedisRecordStore:
+    def make(ttl_s: float = 60, max_records: int = 3, max_bytes: int = 100) -> RecordStore:
         stores.append(
-            RedisRecordStore(
+            RecordStore(
                 redis, redis_prefix, ttl_s=ttl_s, max_records=max_records, max_bytes=max_bytes
             )
         )
@@ -89,8 +88,8 @@ class LosesReplies:
 
 async def test_a_call_whose_reply_was_lost_returns_what_it_did(redis, redis_prefix, monkeypatch):
     sender = RedisSender(redis)
-    monkeypatch.setattr("shared.records.redis_store.RedisSender", lambda _: LosesReplies(sender))
-    store = RedisRecordStore(redis, redis_prefix, ttl_s=60, max_records=1, max_bytes=100)
+    monkeypatch.setattr("shared.queue.store.RedisSender", lambda _: LosesReplies(sender))
+    store = RecordStore(redis, redis_prefix, ttl_s=60, max_records=1, max_bytes=100)
     first, second = Record(b"x" * 10, (IMAGE,)), Record(b"\xff" * 10)
     assert await store.put("me", "one", first) == []
     assert await store.put("me", "two", second) == [("one", first)]

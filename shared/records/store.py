@@ -1,4 +1,4 @@
-"""Records in Redis: bounded by number and bytes for each owner; the oldest make room."""
+"""Records of tenants, such as conversations: bounded by number and bytes; the oldest are deleted first."""
 
 import secrets
 from collections.abc import Sequence
@@ -7,11 +7,11 @@ from pathlib import Path
 import msgspec
 from redis.asyncio import Redis
 
-from shared.queue.keys import RedisKeys, to_ms
-from shared.records.api import Record, RecordsUnavailable
-from shared.redis.client import redis_errors_as, retry_idempotent
-from shared.redis.link import RedisSender
-from shared.redis.script import load_script, named
+from shared.protocol import ImageRef
+from shared.queue.keys import to_ms
+from shared.queue.store import RedisStore
+from shared.redis.client import redis_errors_as
+from shared.redis.script import load_script
 
 _SCRIPTS = Path(__file__).parent / "scripts"
 PUT_RECORD = load_script(_SCRIPTS / "put_record.lua")
@@ -20,17 +20,32 @@ DELETE_RECORD = load_script(_SCRIPTS / "delete_record.lua")
 #: A call whose reply was lost is repeated within that time.
 _REPLY_S = 60.0
 
+
+class RecordsUnavailable(Exception):
+    """The store cannot be reached, or is full."""
+
+
+class Record(msgspec.Struct, frozen=True):
+    """Bytes, and references to images."""
+
+    data: bytes
+    images: tuple[ImageRef, ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.data) + sum(image.num_bytes for image in self.images)
+
+
 _decoder = msgspec.msgpack.Decoder(Record)
 
 
-class RedisRecordStore:
-    """The records under one key prefix: a `RecordStore`."""
+class RecordStore(RedisStore):
+    """Records by owner and name. All methods raise RecordsUnavailable."""
 
     def __init__(
         self, redis: Redis, prefix: str, *, ttl_s: float, max_records: int, max_bytes: int
     ) -> None:
-        self._keys = RedisKeys(prefix)
-        self._sender = RedisSender(redis)
+        super().__init__(redis, prefix)
         self._ttl_s = ttl_s
         self._max_records = max_records
         self._max_bytes = max_bytes
@@ -39,10 +54,17 @@ class RedisRecordStore:
     async def put(
         self, owner: str, name: str, record: Record, *, anew: bool = False
     ) -> Sequence[tuple[str, Record]] | None:
+        """Store a record. An existing one is left as it is, unless `anew`: then it is replaced.
+
+        Returns the records that were deleted to make room, with their names; None if the record is larger than
+        `max_bytes`, and not stored.
+        """
         size = record.num_bytes
         if size > self._max_bytes:
             return None
-        arguments = named(
+        found = await self._run(
+            PUT_RECORD,
+            self._keys_of_call(owner),
             msgspec.msgpack.encode(record),
             prefix=self._keys.record(owner, ""),
             name=name,
@@ -53,28 +75,24 @@ class RedisRecordStore:
             anew=anew,
             reply_ms=to_ms(_REPLY_S),
         )
-        keys = self._keys_of_call(owner)
-        found = await retry_idempotent(lambda: self._sender.run(PUT_RECORD, keys, arguments))
         pairs = zip(found[::2], found[1::2], strict=True)
         return [(name.decode(), _decoder.decode(data)) for name, data in pairs]
 
     @redis_errors_as(RecordsUnavailable)
     async def get(self, owner: str, name: str) -> Record | None:
-        key = self._keys.record(owner, name)
-        data = await retry_idempotent(lambda: self._sender.execute("GET", key))
+        data = await self._ask("GET", self._keys.record(owner, name))
         return None if data is None else _decoder.decode(data)
 
     @redis_errors_as(RecordsUnavailable)
     async def delete(self, owner: str, name: str) -> Record | None:
-        arguments = named(prefix=self._keys.record(owner, ""), name=name, reply_ms=to_ms(_REPLY_S))
-        keys = self._keys_of_call(owner)
-        data = await retry_idempotent(lambda: self._sender.run(DELETE_RECORD, keys, arguments))
+        """Delete a record; returns it, or None if it does not exist."""
+        keys, prefix = self._keys_of_call(owner), self._keys.record(owner, "")
+        data = await self._run(
+            DELETE_RECORD, keys, prefix=prefix, name=name, reply_ms=to_ms(_REPLY_S)
+        )
         return None if data is None else _decoder.decode(data)
 
     def _keys_of_call(self, owner: str) -> tuple[str, str, str]:
         keys = self._keys
         reply = keys.record_reply(owner, secrets.token_hex(8))
         return keys.records(owner), keys.record_sizes(owner), reply
-
-    async def close(self) -> None:
-        await self._sender.close()

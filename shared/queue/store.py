@@ -1,0 +1,29 @@
+"""The base of what keeps its state in Redis under one key prefix."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from redis.asyncio import Redis
+
+from shared.queue.keys import RedisKeys
+from shared.redis.client import retry_idempotent
+from shared.redis.link import RedisSender
+from shared.redis.script import Script, named
+
+
+class RedisStore:
+    """The keys and the connection. `_ask` and `_run` repeat idempotent commands and scripts after a lost reply."""
+
+    def __init__(self, redis: Redis, prefix: str) -> None:
+        self._keys = RedisKeys(prefix)
+        self._sender = RedisSender(redis)
+
+    async def _ask(self, *command: str | bytes | int) -> Any:
+        return await retry_idempotent(lambda: self._sender.execute(*command))
+
+    async def _run(self, script: Script, keys: Sequence[str], *raw: bytes, **arguments: Any) -> Any:
+        packed = named(*raw, **arguments)
+        return await retry_idempotent(lambda: self._sender.run(script, keys, packed))
+
+    async def close(self) -> None:
+        await self._sender.close()
