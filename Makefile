@@ -1,6 +1,6 @@
 # The two commands of a newcomer: `make serve` and `make test`. Each does all the set-up it needs.
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-fast clients embedding-clients store-test applications families fuzz schemas bfcl hostile faults accuracy walk browser-test compose-test lint format typecheck bench trace-request docs size loadtest up down clean
+.PHONY: help install serve test test-fast clients embedding-clients store-test applications families fuzz schemas bfcl test-engines hostile faults accuracy walk browser-test compose-test lint format typecheck bench trace-request docs size loadtest up down clean
 
 PYTHON ?= python3
 VENV   := .venv
@@ -67,6 +67,11 @@ schemas: $(STAMP)  ## hold the 11,305 schemas of MaskBench (MASKBENCH=a checkout
 
 bfcl: $(STAMP)  ## count the steps in which the calls of BFCL (BFCL=a folder of wheels; else fetched) are written; takes minutes
 	$(BIN)/python -m tests.schemas.bfcl $(ARGS)
+
+test-engines: $(STAMP)  ## build llama-server once (20 minutes), download the wheels of vLLM and SGLang, and test engines behind HTTP
+	$(BIN)/python -m tests.engines.upstream.build_llama_server
+	$(BIN)/python -m tests.engines.upstream.test_wheels
+	$(BIN)/python -m pytest tests/engines/upstream tests/contract/test_engine.py $(ARGS)
 
 hostile: $(STAMP)  ## play every attack that a client can make against real processes
 	TESTS_LONG=1 $(BIN)/python -m pytest tests/hostile tests/engines/text/test_template_rendering.py $(ARGS)

@@ -90,13 +90,13 @@ class Dialect(ABC):
         raise NotImplementedError
 
 
-def model_arguments(option: str, settings: UpstreamSettings) -> list[str]:
-    """Arguments for a directory, or for a repository and revision of the hub."""
+def model_arguments(settings: UpstreamSettings) -> list[str]:
+    """A directory, or a repository of the hub and the option of its revision."""
     found = parse_hub_id(settings.model)
     if settings.model in BUILT_IN or found is None or Path(settings.model).is_dir():
-        return [option, str(resolve_model(settings.model))]
+        return [str(resolve_model(settings.model))]
     repository, revision = found
-    return [option, repository, *(["--revision", revision] if revision else [])]
+    return [repository, *(["--revision", revision] if revision else [])]
 
 
 #: Parameters that APIs lack: the neutral value, and the name in the request.

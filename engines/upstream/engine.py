@@ -317,4 +317,6 @@ def _with_logprobs(request: UpstreamRequest, choice: TokenChoice) -> TokenChoice
     count = request.sampling.num_logprobs
     if count is None:
         return TokenChoice(choice.token_id)
-    return TokenChoice(choice.token_id, choice.logprob, choice.top_logprobs[:count])
+    # vLLM puts the sampled token first.
+    best = sorted(choice.top_logprobs, key=lambda pair: pair[1], reverse=True)
+    return TokenChoice(choice.token_id, choice.logprob, tuple(best[:count]))

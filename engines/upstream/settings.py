@@ -49,12 +49,6 @@ class GpuServerSettings(UpstreamSettings):
 class VllmSettings(GpuServerSettings):
     """vLLM, in an environment of its own."""
 
-    continues_grammars: bool = Field(
-        default=False,
-        description="Whether the server loads `engines.upstream.vllm_plugin`, so that grammars, penalties and seeds "
-        "continue after a lost worker.",
-    )
-
 
 class SglangSettings(GpuServerSettings):
     """SGLang, in an environment of its own."""

@@ -68,7 +68,7 @@ class Sglang(Dialect):
     def arguments(self, port: int) -> list[str]:
         settings = self._settings
         arguments = [
-            *model_arguments("--model-path", settings), "--host", "127.0.0.1", "--port", str(port),
+            "--model-path", *model_arguments(settings), "--host", "127.0.0.1", "--port", str(port),
             "--max-running-requests", str(settings.max_num_seqs), "--dtype", settings.dtype,
             "--tp-size", str(settings.tensor_parallel), "--incremental-streaming-output",
             "--enable-priority-scheduling", "--enable-metrics",
@@ -80,7 +80,7 @@ class Sglang(Dialect):
         return arguments
 
     def describe(self, client: UpstreamClient) -> ServerInfo:
-        server = client.request("GET", "/get_server_info").raise_for_status().json()
+        server = client.request("GET", "/server_info").raise_for_status().json()
         if not server.get("incremental_streaming_output"):
             raise ValueError("start it with --incremental-streaming-output")
         model = client.request("GET", "/v1/models").raise_for_status().json()["data"][0]

@@ -70,7 +70,7 @@ _events = msgspec.json.Decoder(_Event)
 
 
 class Vllm(Dialect):
-    """Continues from token ids. Grammars, penalties and seeds start again, except with the plugin."""
+    """Continues from token ids. Grammars, penalties and seeds start again."""
 
     name = "vLLM"
     program = ("vllm", "serve")
@@ -91,7 +91,7 @@ class Vllm(Dialect):
     def arguments(self, port: int) -> list[str]:
         settings = self._settings
         arguments = [
-            *model_arguments("--model", settings), "--host", "127.0.0.1", "--port", str(port),
+            *model_arguments(settings), "--host", "127.0.0.1", "--port", str(port),
             "--max-num-seqs", str(settings.max_num_seqs), "--dtype", settings.dtype,
             "--tensor-parallel-size", str(settings.tensor_parallel), "--enable-scale-out",
             "--enable-prompt-tokens-details", "--scheduling-policy", "priority",
@@ -100,8 +100,6 @@ class Vllm(Dialect):
             arguments += ["--max-model-len", str(settings.max_model_len)]
         if settings.quantization:
             arguments += ["--quantization", settings.quantization]
-        if settings.continues_grammars:
-            arguments += ["--logits-processors", "engines.upstream.vllm_plugin:Continuation"]
         return arguments
 
     def describe(self, client: UpstreamClient) -> ServerInfo:
@@ -122,8 +120,6 @@ class Vllm(Dialect):
             _structured(request.grammar)
 
     def can_continue(self, task: Generate) -> bool:
-        if self._settings.continues_grammars:
-            return True
         return task.grammar is None and not has_output_penalty(task.sampling)
 
     def body(self, request: UpstreamRequest, output_ids: Sequence[int]) -> dict[str, Any]:
@@ -145,8 +141,6 @@ class Vllm(Dialect):
             sampling["allowed_token_ids"] = list(wanted.allowed_token_ids)
         if request.grammar is not None:
             sampling["structured_outputs"] = _structured(request.grammar)
-        if self._settings.continues_grammars:
-            sampling["extra_args"] = {"num_output_tokens": num_done, "noise_seed": wanted.seed}
         body: dict[str, Any] = {
             "request_id": request.request_id, "model": self._model,
             "token_ids": [*request.prompt_token_ids, *output_ids], "sampling_params": sampling, "stream": True,

@@ -78,7 +78,7 @@ class _Handler(BaseHTTPRequestHandler):
             "/health": {},
             "/version": {"version": state.version},
             "/v1/models": {"data": [{"id": "model", "max_model_len": CONTEXT}]},
-            "/get_server_info": {"version": "0.5.23", "incremental_streaming_output": True},
+            "/server_info": {"version": "0.5.23", "incremental_streaming_output": True},
         }
         if self.path == "/metrics":
             self._answer(200, b'vllm:kv_cache_usage_perc{engine="0"} 0.25\n')
