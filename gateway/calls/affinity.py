@@ -8,7 +8,7 @@ from gateway.calls.models import ModelDirectory
 from shared.protocol import Call, Generate, Priority
 from shared.queue.api import Affinity
 
-#: Characters at the beginning of a prompt that are its affinity key; a shorter prefix costs little to compute again.
+#: Number of leading characters that form the affinity key. Recomputing a shorter prefix is cheap.
 PREFIX_CHARS = 4000
 
 
@@ -20,7 +20,7 @@ class PrefixAffinity:
         self.grace_s = grace_s
 
     def find(self, call: Call) -> Affinity | None:
-        """The affinity of a call; None for a short prompt without images, or if there is one worker."""
+        """The affinity of a call. None for a short prompt without images, or with a single worker."""
         if self.grace_s <= 0 or call.priority is Priority.BATCH:
             return None
         num_workers = self._models.num_workers[call.model]
@@ -35,7 +35,7 @@ class PrefixAffinity:
 
 
 def _prefix(task: Generate) -> str:
-    """The beginning of the text, or an empty string if the text is short."""
+    """The leading text, or an empty string if the text is short."""
     pieces, num_missing = [], PREFIX_CHARS
     for text in task.texts():
         pieces.append(text[:num_missing])

@@ -1,9 +1,7 @@
-"""Between open client requests and the fleet: queues calls, reads this gateway's mailbox, hands
-events out.
+"""Queues calls and delivers events from this gateway's mailbox to open requests.
 
-One reader task serves all requests of the process, so ten thousand open streams are one Redis
-connection. Deadlines are kept by a task that waits for nobody; requests that are silent for long
-are looked up by another, and a third sends cancellations, a bounded number at a time.
+One task reads the mailbox for all requests of the process, so ten thousand streams use one Redis connection. Other
+tasks enforce deadlines, look up requests that have been silent for long, and send cancellations in bounded batches.
 """
 
 import asyncio
@@ -31,10 +29,10 @@ from shared.telemetry.metrics import GatewayMetrics
 _DEADLINE_PAUSE_S = 0.1
 _LOOK_PAUSE_S = 0.25
 _RESTART_PAUSE_S = 0.5
-_DEADLINE_GRACE_S = 0.5  #: the fleet ends a request at its deadline; we do if it did not
+_DEADLINE_GRACE_S = 0.5  #: the fleet enforces deadlines; the gateway does if the fleet did not
 _STOP_WITHIN_S = 2.0
-MAX_LOOKS = 128  #: requests that are looked up in one write
-MAX_CANCELS = 256  #: choices that are cancelled by one call
+MAX_LOOKS = 128  #: requests per lookup
+MAX_CANCELS = 256  #: choices per cancellation
 _LATE_MESSAGE = (
     "The request exceeded its deadline; ask for fewer tokens, or retry when the load is lower."
 )
@@ -43,11 +41,11 @@ _CANCELLED_MESSAGE = "The request was cancelled."
 
 logger = logging.getLogger(__name__)
 
-Route = tuple[OpenCall, int]  #: where the events of one request go: to this choice
+Route = tuple[OpenCall, int]  #: the receiver of a request's events, and its choice
 
 
 class Dispatcher:
-    """Turns requests into `OpenCall`s and events into their deliveries."""
+    """Turns requests into `OpenCall`s and delivers their events."""
 
     def __init__(
         self,
@@ -61,13 +59,15 @@ class Dispatcher:
         self.mailbox = mailbox
         self.metrics = metrics
         self.silence_timeout_s = silence_timeout_s
-        self._routes: dict[str, list[Route]] = {}  # more than one where a request is followed
-        self._cancels: dict[str, dict[str, float]] = {}  # by model: ids, and until when it matters
+        self._routes: dict[str, list[Route]] = {}  # several if the request is followed
+        self._cancels: dict[
+            str, dict[str, float]
+        ] = {}  # by model: request ids, and when to stop trying
         self._has_cancels = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
-        """Begin to read the mailbox and to watch the clock."""
+        """Start reading the mailbox and enforcing deadlines."""
         for loop in (
             self._read_mailbox,
             self._keep_deadlines,
@@ -77,7 +77,7 @@ class Dispatcher:
             self._spawn(self._supervise(loop))
 
     async def stop(self) -> None:
-        """Cancel what is open and end all tasks."""
+        """Cancel open requests and stop all tasks."""
         for call in {call for call, _ in self._all_routes()}:
             call.close()
         for task in list(self._tasks):
@@ -92,11 +92,11 @@ class Dispatcher:
 
     @property
     def num_open(self) -> int:
-        """Choices that somebody here waits for."""
+        """Number of choices with a waiting client."""
         return len(self._routes)
 
     def has_open(self, model: str) -> bool:
-        """Whether somebody here waits for a choice of a model."""
+        """Whether a client waits for a choice of the model."""
         return any(call.model == model for call, _ in self._all_routes())
 
     def _all_routes(self) -> Iterator[Route]:
@@ -112,12 +112,13 @@ class Dispatcher:
         affinity: Affinity | None = None,
         grace_s: float = 0.0,
     ) -> OpenCall:
-        """Queue the choices of one request, behind at most `max_waiting` others.
+        """Queue the choices of one request if fewer than `max_waiting` requests wait.
 
-        `affinity`: the request may be reserved for the preferred worker, for at most `grace_s`.
-        Raises: QueueRefused, QueueUnavailable; then nothing stays queued. DuplicateRequest.
+        With an `affinity`, the request may be reserved for the preferred worker for up to `grace_s`. If it raises,
+        nothing stays queued.
+        Raises: QueueRefused, QueueUnavailable, DuplicateRequest.
         """
-        await self.mailbox.open([calls[0].model])  # it may have been retired meanwhile
+        await self.mailbox.open([calls[0].model])  # the mailbox may have been closed meanwhile
         for each in calls:
             if any(_is_fed(*route) for route in self._routes.get(each.id, ())):
                 raise DuplicateRequest(f"request {each.id} is open")
@@ -153,7 +154,7 @@ class Dispatcher:
         return call
 
     def _end_grace(self, call: OpenCall) -> None:
-        """Return choices to the shared queue that the preferred worker has not begun."""
+        """Return choices to the shared queue if the preferred worker has not started them."""
         waiting = [c.request_id for c in call.choices if c.attempt == 0 and not c.is_finished]
         if waiting:
             self._spawn(self._share(call.model, waiting))
@@ -161,7 +162,7 @@ class Dispatcher:
     async def _share(self, model: str, request_ids: Sequence[str]) -> None:
         try:
             num_shared = await self.queue.share(model, request_ids)
-        except QueueUnavailable as error:  # a worker claims it after its lease
+        except QueueUnavailable as error:  # a worker claims it when the lease expires
             logger.warning("cannot return reserved requests to the queue: %s", error)
         else:
             for _ in range(num_shared):
@@ -176,11 +177,12 @@ class Dispatcher:
         timeout_s: float,
         begins_within_s: float,
     ) -> OpenCall:
-        """The events of a resumable request from its first, whoever queued it.
+        """Read the events of a resumable request from the first one; any gateway may have queued it.
 
-        Closing it cancels nothing. `listen` has them sent here and says how it stands. `timeout_s`:
-        the longest that it may take, where Redis knows no shorter deadline. `begins_within_s`: how
-        long Redis need not know it. Raises: QueueUnavailable.
+        Closing the call does not cancel the request. `listen` subscribes this gateway and returns the state.
+        `timeout_s` is the maximum duration if Redis has no shorter deadline. `begins_within_s` is how long Redis
+        may not know the request yet.
+        Raises: QueueUnavailable.
         """
         await self.mailbox.open([model])
         now = time.monotonic()
@@ -198,12 +200,12 @@ class Dispatcher:
         return call
 
     def fail_all(self, message: str) -> None:
-        """End everything that is open with an error."""
+        """Fail all open requests."""
         for call, choice in self._all_routes():
             call.fail(choice, ErrorCode.CANCELLED, message)
 
     def on_gap(self, model: str) -> None:
-        """Some of a model's events may be missing: the logs of its open requests are read again."""
+        """Read the logs of a model's open requests again, because events may be missing."""
         for call, choice in self._all_routes():
             if call.model == model:
                 call.choices[choice].has_gap = True
@@ -232,7 +234,7 @@ class Dispatcher:
             await self._send_cancels()
 
     async def _send_cancels(self) -> None:
-        """Cancel all that nobody waits for, one bounded call after another, while it matters."""
+        """Send cancellations in bounded batches until they are delivered or no longer matter."""
         num_late = 0
         while self._cancels:
             model, waiting = next(iter(self._cancels.items()))
@@ -243,7 +245,7 @@ class Dispatcher:
                 now = time.monotonic()
                 late = [request_id for request_id in batch if waiting[request_id] < now]
                 num_late += len(late)
-                batch = late  # their deadlines have ended them
+                batch = late  # the deadline has passed
                 await asyncio.sleep(_RESTART_PAUSE_S)
             for request_id in batch:
                 del waiting[request_id]
@@ -255,7 +257,7 @@ class Dispatcher:
     # Events
 
     async def _supervise(self, run: Callable[[], Awaitable[None]]) -> None:
-        """Run one of our loops for ever: without it, requests hang or miss deadlines."""
+        """Restart one of the loops whenever it fails: without it, requests hang or miss deadlines."""
         while True:
             try:
                 await run()
@@ -297,7 +299,7 @@ class Dispatcher:
     # Deadlines
 
     async def _keep_deadlines(self) -> None:
-        """It must never wait for Redis."""
+        """Enforces deadlines. It must not wait for Redis."""
         while True:
             await asyncio.sleep(_DEADLINE_PAUSE_S)
             self._end_overdue()
@@ -316,7 +318,7 @@ class Dispatcher:
             try:
                 await self._look_up_silent()
             except QueueUnavailable:
-                continue  # they are as silent at the next turn
+                continue  # the next iteration finds them again
 
     async def _look_up_silent(self) -> None:
         now = time.monotonic()
@@ -331,7 +333,7 @@ class Dispatcher:
         return progress.has_gap or now - progress.heard_at > self.silence_timeout_s
 
     async def _look_up(self, routes: Sequence[Route]) -> None:
-        """Read the logs of requests again; end those that nobody works on any more.
+        """Read the logs of requests again, and fail those that no worker runs.
 
         Raises: QueueUnavailable.
         """
@@ -357,7 +359,7 @@ class Dispatcher:
         state = await look_up(model, request_id)
         if state is None and time.monotonic() < call.begins_by:
             return
-        if state is None or state.attempt > 0:  # else its log is empty
+        if state is None or state.attempt > 0:  # otherwise the log is empty
             call.replay(choice, decode_log(await self.queue.events(model, request_id)))
         else:
             progress.has_gap = False
@@ -378,5 +380,5 @@ class Dispatcher:
 
 
 def _is_fed(call: OpenCall, choice: int) -> bool:
-    """Whether it submitted its request, and waits for events that only it should get."""
+    """Whether the call submitted its request and gets events that no other call gets."""
     return not call.is_follower and not call.choices[choice].is_finished

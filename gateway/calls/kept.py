@@ -1,6 +1,7 @@
-"""What is kept for later requests: answers with their conversations, and images that stand for a URL.
+"""Stored answers with their conversations, and stored images that requests refer to by id.
 
-Only the tenant who asked finds them. The images of a conversation are held as long.
+Only the tenant that created them can read them. The images of a conversation are retained as long as the
+conversation.
 """
 
 import asyncio
@@ -15,7 +16,7 @@ from shared.blobs.api import BlobStore
 from shared.protocol import ImageRef
 from shared.records.store import Record, RecordStore
 
-#: How the file ids of images begin.
+#: Prefix of image file ids.
 IMAGE_ID = "file-image-"
 _BY_SHA256 = "sha256:"
 _BY_NAME = (IMAGE_ID, _BY_SHA256)
@@ -23,7 +24,7 @@ _MAX_NAME_CHARS = 64
 
 
 class KeptAnswers:
-    """Records and their images. All methods raise RecordsUnavailable, BlobsUnavailable."""
+    """Stores answers and images. All methods raise RecordsUnavailable, BlobsUnavailable."""
 
     def __init__(self, records: RecordStore, blobs: BlobStore, ttl_s: float) -> None:
         self._records = records
@@ -31,9 +32,9 @@ class KeptAnswers:
         self._ttl_s = ttl_s
 
     async def put(self, tenant: str, name: str, data: bytes, images: tuple[ImageRef, ...]) -> None:
-        """Keep an answer, unless it is more than may be; the oldest make room.
+        """Store an answer; the oldest ones are evicted beyond the limit.
 
-        Without a time to live, nothing is kept.
+        Does nothing if the time to live is 0.
         """
         if self._ttl_s <= 0:
             return
@@ -41,12 +42,12 @@ class KeptAnswers:
         await self._put(tenant, name, Record(data, images))
 
     async def hold(self, name: str, images: tuple[ImageRef, ...], ttl_s: float) -> None:
-        """Hold the images of an answer that may be kept later."""
+        """Retain the images of an answer that may be stored later."""
         holder = _holder(name)
         await asyncio.gather(*(self._blobs.hold(each, holder, ttl_s=ttl_s) for each in set(images)))
 
     async def put_image(self, tenant: str, image: LoadedImage, data: bytes) -> bool:
-        """Keep an image and what is told of it, from now on for its time; False: it is more than may be kept."""
+        """Store an image with its description, or renew it. Returns False beyond the limit."""
         if self._ttl_s <= 0:
             return False
         name = image_name(tenant, image.ref.sha256)
@@ -54,7 +55,7 @@ class KeptAnswers:
         return await self._put(tenant, name, Record(data, (image.ref,)), anew=True)
 
     async def _put(self, tenant: str, name: str, record: Record, *, anew: bool = False) -> bool:
-        """Keep a record whose images are held; whether it is kept."""
+        """Store a record and retain its images. Returns whether it was stored."""
         made_room = await self._records.put(_owner(tenant), name, record, anew=anew)
         if made_room is None:
             self._blobs.release(_holder(name), record.images)
@@ -66,7 +67,7 @@ class KeptAnswers:
     async def find_images(
         self, tenant: str, sources: Sequence[ImageSource]
     ) -> Sequence[ImageSource]:
-        """The same, with those found that are named by id or SHA-256. Raises: InvalidRequest."""
+        """Resolve images that are named by id or SHA-256. Raises: InvalidRequest."""
         if not any(source.url.startswith(_BY_NAME) for source in sources):
             return sources
         return [await self._find_image(tenant, source) for source in sources]
@@ -88,11 +89,11 @@ class KeptAnswers:
         return replace(source, url="", ref=record.images[0])
 
     async def get(self, tenant: str, name: str) -> Record | None:
-        """The answer of that name, if it is kept."""
+        """The stored answer, if there is one."""
         return await self._records.get(_owner(tenant), name)
 
     async def delete(self, tenant: str, name: str) -> bool:
-        """Forget an answer; whether it was there."""
+        """Delete an answer. Returns whether it existed."""
         record = await self._records.delete(_owner(tenant), name)
         if record is not None:
             self._blobs.release(_holder(name), record.images)
@@ -100,12 +101,12 @@ class KeptAnswers:
 
 
 def image_name(tenant: str, sha256: str) -> str:
-    """The file id of an image of a tenant's."""
+    """The file id of a tenant's image."""
     return IMAGE_ID + hashlib.sha256(f"image {tenant} {sha256}".encode()).hexdigest()[:32]
 
 
 def _owner(tenant: str) -> str:
-    """The owner of what a tenant's requests make; no secret."""
+    """The owner of a tenant's records; not a secret."""
     return hashlib.sha256(b"records " + tenant.encode()).hexdigest()[:32]
 
 

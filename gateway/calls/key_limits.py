@@ -1,9 +1,8 @@
 """Rate limits: estimates a request's tokens, reserves them for its key, and builds the 429 or 503.
 
-The estimate counts text at four characters a token, images, and the longest answer that the request
-allows. Redis counts in the call that queues the request, so any number of gateways admit as much as
-one; `Refunds` returns what an answer did not take. A key beyond its own limits gets 429, a fleet
-beyond its own 503.
+The estimate is four characters per token, the tokens of images, and the longest answer that the request allows.
+Redis checks the limits in the call that queues the request, so that all gateways together admit as much as one.
+`Refunds` returns unused tokens. A key over its own limit gets 429; a full fleet gives 503.
 """
 
 import asyncio
@@ -31,14 +30,14 @@ from shared.queue.api import GatewayQueue, Limits, QueueRefused, QueueUnavailabl
 from shared.settings.limits import LimitSettings
 
 CHARS_PER_TOKEN = 4
-TOKENS_PER_IMAGE = 576  #: of LLaVA-1.5, for models whose images vary
-#: Of an answer whose length the client leaves open, until it has ended.
+TOKENS_PER_IMAGE = 576  #: LLaVA-1.5; for models with images of variable size
+#: Estimated length of an answer without a limit, until it has ended.
 OPEN_ANSWER_TOKENS = 512
-#: Logprobs of an answer that take as much of Redis's memory as one of its tokens does without any.
+#: Logprobs that take as much memory in Redis as one output token.
 LOGPROBS_PER_TOKEN = 5
-#: Tokens of an answer that take as much of Redis's memory as a vector does.
+#: Output tokens that take as much memory in Redis as one vector.
 TOKENS_PER_VECTOR = 16
-#: Tenants of models that are remembered as refused.
+#: Remembered refusals.
 MAX_REFUSED = 10_000
 NO_LIMITS = Limits()
 _REFUND_PAUSE_S = 0.25
@@ -47,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 
 class KeyLimitExceeded(Overloaded):
-    """The key has used what it may; others are served."""
+    """The key is over its limit; other keys are served."""
 
     status = 429
     type = "rate_limit_error"
@@ -58,7 +57,7 @@ class KeyLimitExceeded(Overloaded):
 
 
 class KeyLimits:
-    """The quotas of each queue. `overloaded` makes the error for a reason that is the fleet's."""
+    """Limits of each queue. `overloaded` creates the error for a full fleet."""
 
     def __init__(
         self,
@@ -69,16 +68,18 @@ class KeyLimits:
         self._limits = limits
         self._overloaded = overloaded
         self._clock = clock
-        self._refused: dict[tuple[str, str], tuple[str, float]] = {}  # the reason, and until when
+        self._refused: dict[
+            tuple[str, str], tuple[str, float]
+        ] = {}  # reason and end of the refusal
         self._quotas = {priority: to_quota(limits, priority) for priority in Priority}
 
     def max_waiting(self, priority: Priority) -> int:
-        """How many calls may wait that nobody works on."""
+        """Maximum number of waiting calls that no worker has claimed."""
         is_batch = priority is Priority.BATCH
         return self._limits.max_batch_queue_depth if is_batch else self._limits.max_queue_depth
 
     def reservation(self, calls: Sequence[Call], card: ModelCard) -> Reservation | None:
-        """What the calls of one request count as; None where nothing is limited."""
+        """The reservation of a request's calls. None if nothing is limited."""
         first = calls[0]
         quota = self._quotas[first.priority]
         if quota == NO_LIMITS:
@@ -97,8 +98,7 @@ class KeyLimits:
         )
 
     def check(self, model: str, tenant: str) -> None:
-        """Refuse without asking Redis whom it has told to wait for requests, as that minute cannot
-        end earlier.
+        """Refuse a key without asking Redis while its request limit cannot have recovered.
 
         Raises: KeyLimitExceeded.
         """
@@ -112,13 +112,13 @@ class KeyLimits:
         del self._refused[(model, tenant)]
 
     def to_error(self, refused: QueueRefused, model: str, tenant: str) -> Overloaded:
-        """What the client is told."""
+        """The error for the client."""
         if not refused.reason.startswith("key_"):
             return self._overloaded(refused.reason)
-        # Tokens may be given back at any moment.
+        # Tokens may be refunded at any moment.
         if refused.reason == "key_requests":
             if len(self._refused) >= MAX_REFUSED:
-                del self._refused[next(iter(self._refused))]  # it was told so before all others
+                del self._refused[next(iter(self._refused))]  # the oldest entry
             self._refused[(model, tenant)] = (refused.reason, self._clock() + refused.wait_s)
         return self._key_limit_exceeded(refused.reason, refused.wait_s)
 
@@ -135,7 +135,7 @@ class KeyLimits:
 
 
 def to_quota(limits: LimitSettings, priority: Priority) -> Limits:
-    """What open calls may come to; batch ones leave half of the tokens to interactive ones."""
+    """Limits of open calls; batch calls leave half of the tokens to interactive ones."""
     max_tokens = limits.max_open_tokens
     if priority is Priority.BATCH and max_tokens > 0:
         max_tokens = max(1, max_tokens // 2)
@@ -149,7 +149,7 @@ def to_quota(limits: LimitSettings, priority: Priority) -> Limits:
 
 @dataclass(frozen=True, slots=True)
 class PossibleTokens:
-    """What a request may come to: at least one token, and no more than its model holds."""
+    """Maximum tokens of a request: at least one, at most the model's context."""
 
     num_prompt_tokens: int
     num_answer_tokens: int
@@ -160,7 +160,7 @@ class PossibleTokens:
 
 
 def possible_tokens(task: Task, card: ModelCard) -> PossibleTokens:
-    """Prompt and answer, as far as the model holds them."""
+    """Maximum prompt and output tokens, within the model's context."""
     if isinstance(task, Tokenize):
         return PossibleTokens(1, 0)
     num_chars = sum([len(text) for text in task.texts()])
@@ -182,7 +182,7 @@ def _num_token_ids(task: Embed | Rerank | Run) -> int:
 
 
 def open_tokens(task: Task, num_tokens: int) -> int:
-    """Tokens that a request counts as while it is open, by what its answer may take of Redis's memory."""
+    """Tokens to reserve while a request is open, by the memory that its answer may take in Redis."""
     if isinstance(task, Embed):
         return num_tokens + TOKENS_PER_VECTOR * len(task.inputs)
     if isinstance(task, Rerank | Tokenize | Run):
@@ -201,9 +201,8 @@ def open_tokens(task: Task, num_tokens: int) -> int:
 class Refunds:
     """Returns unused tokens of rate-limit reservations to Redis, in the background.
 
-    A limit in tokens a minute reserves the most that a request may take. The length of its answer
-    is in Redis, where it is right whichever worker died; a request that outlives its client is
-    polled until it ends. If this gateway dies first, the reservation stands.
+    A token limit reserves the most that a request may use. The actual length is in Redis, also if the worker died;
+    a request that outlives its client is polled until it ends. If this gateway dies first, the reservation stays.
     """
 
     def __init__(self, queue: GatewayQueue) -> None:
@@ -215,7 +214,7 @@ class Refunds:
         self._task = asyncio.create_task(self._run(), name="refund answers")
 
     async def stop(self) -> None:
-        """Refund what has ended, and leave the rest."""
+        """Refund requests that have ended, and drop the others."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
@@ -224,7 +223,7 @@ class Refunds:
 
     @property
     def num_open(self) -> int:
-        """Requests whose clients have gone and that are not refunded."""
+        """Requests without a client that are not refunded yet."""
         return len(self._open)
 
     def add(self, reservation: Reservation) -> None:

@@ -1,10 +1,10 @@
-"""The one way in and out of the gateway, for every API.
+"""The lifecycle of a request, the same for every API.
 
     in:   admission, body, surface.read, model, capability, surface.plan, limits, images, queue
     out:  events, answer.whole or answer.frames, client; recorded once, refunded, closed
 
-Checks run from cheap to expensive. However a request ends, and whoever leaves first, its call is
-closed, so that the fleet stops working on it. An API is a `gateway.calls.surface.Surface`.
+Checks are ordered from cheap to expensive. Every exit path closes the call, which cancels the fleet's work. An API
+is a `gateway.calls.surface.Surface`.
 """
 
 import asyncio
@@ -49,14 +49,14 @@ if TYPE_CHECKING:
     from shared.telemetry.spans import Tracer
 
 _PACKAGE = b"x-vlm-package"
-_WATCH_AFTER_S = 0.02  #: of an answer: from then on we look whether its client has left
-#: Images that nobody releases outlive their request's deadline by that much.
+_WATCH_AFTER_S = 0.02  #: before checking whether the client has disconnected
+#: Images that are not released expire this long after the request's deadline.
 _IMAGE_GRACE_S = 60.0
 
 
 @dataclass(kw_only=True, slots=True)
 class Lifecycle:
-    """Serves the calls of one gateway."""
+    """Serves the requests of one gateway."""
 
     gateway_id: str
     settings: GatewaySettings
@@ -76,7 +76,7 @@ class Lifecycle:
     _holder_numbers: Iterator[int] = field(default_factory=itertools.count)
 
     async def serve(self, surface: Surface, exchange: Exchange) -> None:
-        """Answer one request; every way out is recorded once."""
+        """Answer one request. Every exit path is recorded once."""
         context = exchange.context
         recorder = Recorder(surface, context, self.metrics)
         if self.tracer is not None:
@@ -95,13 +95,13 @@ class Lifecycle:
         if error is not None:
             await _fail(exchange, surface, error, reply)
         recorder.stop(exchange.status)
-        if context.route:  # else it is a line of a batch
+        if context.route:  # not for a line of a batch
             self.metrics.record_http("POST", context.route, exchange.status)
-        # In the next turn of the loop: this one's end sends the answer.
+        # On the next iteration of the loop: this one sends the answer.
         asyncio.get_running_loop().call_soon(recorder.account, exchange.status)
 
     async def serve_stream(self, surfaces: Mapping[str, Surface], exchange: Exchange) -> None:
-        """Answer a reader who resumes a stream. The request itself is recorded where it came in."""
+        """Answer a client that resumes a stream. The original request is recorded where it arrived."""
         context = exchange.context
         reply, error = None, None
         try:
@@ -117,10 +117,10 @@ class Lifecycle:
     async def compute(
         self, surface: Surface, plan: Plan, card: ModelCard, context: RequestContext, held: HeldBody
     ) -> list[ChoiceEvent]:
-        """What a plan comes to, for an API that needs vectors or scores on the way to its answer.
+        """Run a plan for an API that needs vectors or scores for its answer.
 
-        It is a request of `surface` of its own in metrics, log and queue; cancelling it frees what
-        it holds. Raises: ApiError, Gone.
+        It is a request of `surface` of its own in metrics, log and queue. Cancelling it releases its resources.
+        Raises: ApiError, Gone.
         """
         context = replace(context, id=secrets.token_hex(16), received_at=time.perf_counter())
         recorder = Recorder(surface, context, self.metrics)
@@ -149,7 +149,7 @@ class Lifecycle:
             recorder.count(error, is_answered=is_answered)
             recorder.stop(None)
             recorder.account(None)
-            error = None  # it knows this frame from here on
+            error = None  # the exception references this frame
         return events
 
     # In
@@ -157,9 +157,9 @@ class Lifecycle:
     async def _open(
         self, surface: Surface, exchange: Exchange, context: RequestContext, recorder: Recorder
     ) -> Reply | None:
-        """Read and queue the request; None: it is answered already.
+        """Read and queue the request. Returns None if it is already answered.
 
-        Its body, images and all, is dropped before the answer begins.
+        The body is freed before the answer begins.
         """
         with self.admission.hold_body() as held:
             request = await self._read(surface, exchange, context, held)
@@ -183,7 +183,7 @@ class Lifecycle:
             recorder.priority, recorder.num_prompts = plan.priority, plan.num_prompts
             may_resume = not RESUME_HEADERS.isdisjoint(context.headers)
             resumes = may_resume and is_resumable(context, plan)
-            if resumes:  # an Idempotency-Key names the answer
+            if resumes:  # an Idempotency-Key identifies the answer
                 head = replace(head, id=surface.id_prefix + context.id)
             submit = partial(self._submit, plan, card, context, recorder.clock, held, resumes)
             if resumes:
@@ -206,7 +206,7 @@ class Lifecycle:
             )
 
     async def _recall(self, surface: Surface, request: Request, context: RequestContext) -> Request:
-        """The request, with the answer from which it goes on. Raises: NotFound, RecordsUnavailable."""
+        """Add the previous answer to a request that continues it. Raises: NotFound, RecordsUnavailable."""
         name = surface.previous(request)
         if name is None:
             return request
@@ -220,12 +220,12 @@ class Lifecycle:
         return surface.go_on(request, record)
 
     async def _keep(self, reply: Reply, context: RequestContext) -> None:
-        """Keep a complete answer before its client knows that it is. Raises: RecordsUnavailable."""
+        """Store a complete answer before it is sent. Raises: RecordsUnavailable."""
         data = reply.surface.record(_plain(reply.answer))
         if data is None:
             return
         images = reply.call.images
-        if reply.call.is_follower:  # the reader before it may have left too early to keep it
+        if reply.call.is_follower:  # the first reader may have disconnected before storing it
             images = await self.resume.images(reply.id.removeprefix(reply.surface.id_prefix))
         await self.kept.put(context.tenant, reply.id, data, images)
 
@@ -265,7 +265,7 @@ class Lifecycle:
         sources = await self.kept.find_images(context.tenant, plan.images)
         images = await self._load_images(sources, clock, held)
         refs = tuple(image.ref for image in images)
-        # each request brings the limit, so that every worker that takes it makes the same prompt
+        # The request carries the pixel limit, so that every worker builds the same prompt.
         scaled = tuple(map(partial(_scaled, card), sources, refs))
         tasks = [task.with_images(scaled) for task in plan.tasks]
         holder = f"{self.gateway_id}:{next(self._holder_numbers)}"
@@ -279,7 +279,7 @@ class Lifecycle:
                 self.blobs.release(holder)
             raise
         release = partial(self.blobs.release, holder)
-        if resumes:  # a worker may need them when its client has left
+        if resumes:  # a worker may need them after the client has disconnected
             self.resume.when_ended(call, release)
         else:
             call.when_closed(lambda _: release())
@@ -292,7 +292,7 @@ class Lifecycle:
             self.blobs.put(image.data, holder, ttl_s=ttl_s, ref=image.ref)
             for image in distinct.values()
         ]
-        # All have ended when one fails: what a holder puts after its release stays for its time.
+        # Wait for all of them if one fails: an image that is stored after the release stays until it expires.
         for result in await asyncio.gather(*puts, return_exceptions=True):
             if isinstance(result, BaseException):
                 raise result
@@ -356,7 +356,7 @@ class Lifecycle:
     # Out
 
     async def _answer(self, exchange: Exchange, reply: Reply, recorder: Recorder) -> None:
-        """Send what the call comes to. Raises: ApiError, Gone, before or after the status line."""
+        """Send the answer. Raises: ApiError, Gone, before or after the status line."""
         recorder.begin(reply.call, is_streamed=reply.is_streamed)
         watch = _Watch(exchange, reply.call)
         try:
@@ -395,7 +395,7 @@ class Lifecycle:
         return events
 
     async def _complete(self, event: Vectors | Scores, call: OpenCall) -> Vectors | Scores:
-        """The event with its data, which lies beside the queue. Raises: ServerError."""
+        """Add the data of vectors or scores, which is stored outside the queue. Raises: ServerError."""
         data = await self.dispatcher.queue.result(
             call.model, event.request_id, event.attempt, is_last=not call.is_resumable
         )
@@ -410,7 +410,7 @@ class Lifecycle:
 
     async def _send_stream(self, exchange: Exchange, reply: Reply, recorder: Recorder) -> None:
         call, surface = reply.call, reply.surface
-        # The status line waits for the first event, so that a prompt that is too long is a 400.
+        # Wait for the first event before the status line, so that a prompt that is too long is a 400.
         events = await call.receive(self.settings.headers_after_s)
         recorder.note(events)
         headers = [*surface.stream_headers, *reply.headers, *recorder.known_timing()]
@@ -434,7 +434,7 @@ class Lifecycle:
 
 
 class _Watch:
-    """Closes a call when its client has left; begins after a while, as quick answers need none."""
+    """Closes a call when its client disconnects. Starts after a delay that quick answers do not reach."""
 
     def __init__(self, exchange: Exchange, call: OpenCall) -> None:
         self._exchange = exchange
@@ -458,7 +458,7 @@ class _Watch:
 def check_images(
     images: Sequence[ImageSource], task: str, card: ModelCard, limits: LimitSettings
 ) -> None:
-    """Refuse more images than a request may have, and images for a model that takes none.
+    """Check the number of images, and that the model takes images.
 
     Raises: InvalidRequest.
     """
@@ -476,7 +476,7 @@ def _bad_image(image: ImageSource, problem: str, code: str) -> InvalidRequest:
 
 
 def _scaled(card: ModelCard, source: ImageSource, ref: ImageRef) -> ImageRef:
-    """An image with the limits to which workers scale it."""
+    """An image with the pixel limits for workers."""
     limits = filter(None, (source.max_pixels, card.max_image_pixels))
     return replace(ref, min_pixels=source.min_pixels, max_pixels=min(limits, default=0))
 
@@ -493,14 +493,14 @@ def _wrong_task(surface: Surface, card: ModelCard) -> InvalidRequest:
 
 
 def _plain(answer: Answer) -> Answer:
-    """An answer as its surface made it."""
+    """The answer without the numbering of a resumable stream."""
     return answer.answer if isinstance(answer, NumberedAnswer) else answer
 
 
 async def _fail(
     exchange: Exchange, surface: Surface | None, error: ApiError, reply: Reply | None
 ) -> None:
-    """Tell the client: by a status before the answer has begun, by a last frame after."""
+    """Report an error: by the status before the answer has begun, by a last frame afterwards."""
     if exchange.status is None or surface is None or reply is None:
         await exchange.fail(error, surface and surface.error)
         return

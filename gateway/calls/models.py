@@ -1,7 +1,7 @@
-"""Which models the fleet serves, as its workers announce them; refreshed in the background.
+"""The models of the fleet, as their workers announce them; refreshed in the background.
 
-A model whose last worker has gone stays known for two minutes, in which its requests wait in the
-queue; a deployment for as long as it exists. Then, for a day, its requests are refused with 503.
+A model stays listed for two minutes after its last worker is gone, and its requests wait in the queue; a deployment
+stays listed as long as it exists. For a day afterwards, requests to the model get 503.
 """
 
 import asyncio
@@ -28,12 +28,14 @@ from shared.redis.outage import OutageLog
 
 _REFRESH_PAUSE_S = 1.0
 _STALE_AFTER_S = 5.0
-_MISS_PAUSE_S = 0.1  #: how often unknown names may make us look early
-_ROUTES_KEPT_S = 60.0  #: deployments that Redis has no more
-_GONE_AFTER_S = 120.0  #: a model without a worker and a deployment
-_MAX_NAMES = 8  # in messages
-MAX_ADAPTER_LABELS = 200  #: later ones count as their model: names may come and go for ever
-OTHER = "other"  #: stands for models that are not known
+_MISS_PAUSE_S = 0.1  #: minimum interval of early refreshes for unknown names
+_ROUTES_KEPT_S = 60.0  #: deployments that are gone from Redis
+_GONE_AFTER_S = 120.0  #: without a worker and a deployment
+_MAX_NAMES = 8  # in error messages
+MAX_ADAPTER_LABELS = (
+    200  #: later adapters are counted as their model: the number of names is unbounded
+)
+OTHER = "other"  #: label of unknown models
 
 logger = logging.getLogger(__name__)
 
@@ -43,14 +45,14 @@ OnDeployments = Callable[[Mapping[str, App], Sequence[WorkerRecord]], None]
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Which version of a deployment serves a request: the active one, or the canary for its share."""
+    """The version of a deployment that serves a request: the active one, or the canary for its share."""
 
     card: ModelCard
     canary: ModelCard | None = None
     share: float = 0.0
 
     def pick(self, side: str) -> ModelCard:
-        """The version for a client or a request; the same for the same."""
+        """The version for a client or a request; stable."""
         if self.canary is None:
             return self.card
         digest = hashlib.blake2b(f"{self.card.name}\0{side}".encode(), digest_size=8).digest()
@@ -61,8 +63,8 @@ class Route:
 class ModelDirectory:
     """The model cards of the fleet.
 
-    `on_models` is called before a new model's requests are accepted. `deployments`: their state,
-    if there are any; `on_deployments` is told of them with every refresh.
+    `on_models` is called before requests to a new model are accepted. `deployments` is their state, if the fleet
+    has any; `on_deployments` is called with every refresh.
     """
 
     def __init__(
@@ -77,25 +79,27 @@ class ModelDirectory:
         self.workers: list[WorkerRecord] = []
         self._on_deployments = on_deployments
         self._deployments = deployments
-        self.routes: dict[str, Route] = {}  #: deployments by name
+        self.routes: dict[str, Route] = {}  #: by name
         self._routes_seen_at = float("-inf")
         self._apps: Mapping[str, App] = {}
         self._outage = OutageLog(redis_address)
         self.cards: dict[str, ModelCard] = {}
-        self.adapters: dict[str, ModelCard] = {}  #: of models, as `model:adapter`
+        self.adapters: dict[str, ModelCard] = {}  #: by `model:adapter`
         self._adapter_labels: set[str] = set()
-        self._gone: frozenset[str] = frozenset()  # models without a worker for long
+        self._gone: frozenset[str] = frozenset()  # models that have been without a worker for long
         self._other_versions: dict[str, ModelCard] = {}  # models that only such workers serve
-        self.num_workers: Counter[str] = Counter()  #: that take requests, by model
-        self.num_seats: dict[str, int] = {}  #: what each of these runs at once, at least
+        self.num_workers: Counter[str] = Counter()  #: by model
+        self.num_seats: dict[
+            str, int
+        ] = {}  #: by model: the smallest number of concurrent requests of a worker
         self._on_models = on_models
         self._refreshed_at = float("-inf")
         self._lock = asyncio.Lock()
-        self._looking: asyncio.Task[None] | None = None  #: for names that are not known
+        self._looking: asyncio.Task[None] | None = None  #: for unknown names
 
     @property
     def num_live_workers(self) -> int:
-        """Workers that take requests, of all models."""
+        """Live workers of all models."""
         return self.num_workers.total()
 
     @property
@@ -103,7 +107,7 @@ class ModelDirectory:
         return time.monotonic() - self._refreshed_at < _STALE_AFTER_S
 
     def served(self) -> list[ModelCard]:
-        """Models by the names that clients use: a deployment's name stands for its versions."""
+        """Models by their names for clients: a deployment's name stands for its versions."""
         deployed = [route.card for route in self.routes.values()]
         own = [
             card
@@ -113,15 +117,15 @@ class ModelDirectory:
         return [*deployed, *own]
 
     def resources(self, name: str) -> dict[str, Any] | None:
-        """The resources of an instance of a deployment; None where they are not known."""
+        """Resources of an instance of a deployment. None if unknown."""
         app = self._apps.get(name)
         return in_full(app.active.needs) if app is not None and app.active is not None else None
 
     async def refresh(self) -> None:
-        """Ask the registry. Raises: QueueUnavailable, RedisError, OSError."""
+        """Read the registry. Raises: QueueUnavailable, RedisError, OSError."""
         async with self._lock:
             known = await self.registry.models()
-            workers = await self.registry.workers()  # after: a worker is written before its model
+            workers = await self.registry.workers()  # second: a worker registers before its model
             known += sorted((worker.card for worker in workers), key=lambda card: card.created_at)
             routes, versions = await self._read_routes({card.name for card in known})
             served = {card.name for card in versions} | {worker.card.name for worker in workers}
@@ -152,9 +156,9 @@ class ModelDirectory:
     async def _read_routes(
         self, known: Collection[str]
     ) -> tuple[dict[str, Route], list[ModelCard]]:
-        """Deployments that can serve, and the cards of their versions, whose workers may all be at rest.
+        """Deployments that can serve, and the cards of their versions, which may have no worker.
 
-        Those that cannot be read go on as they did. `known`: the models of the registry.
+        A deployment that cannot be read keeps its last state. `known` are the models of the registry.
         """
         if self._deployments is None:
             return {}, []
@@ -163,7 +167,7 @@ class ModelDirectory:
         if apps or unreadable:
             self._routes_seen_at = time.monotonic()
         elif time.monotonic() - self._routes_seen_at < _ROUTES_KEPT_S:
-            return self.routes, []  # Redis lost them; nodes bring them back from the store
+            return self.routes, []  # Redis has lost them; nodes restore them from the store
         routes = {name: route for name, app in apps.items() if (route := _to_route(app))}
         for name in unreadable & self.routes.keys():
             if kept := _what_is_left(self.routes[name], known):
@@ -172,14 +176,12 @@ class ModelDirectory:
         return routes, [r.card for r in revisions if r is not None and r.card is not None]
 
     async def _open(self, names: list[str]) -> None:
-        """Tell of new models; what that starts outlives the request that asked, so it gets none of
-        its context.
-        """
+        """Report new models, in a new context: what this starts outlives the current request."""
         loop = asyncio.get_running_loop()
         await loop.create_task(_call(self._on_models, names), context=Context())
 
     async def keep_fresh(self) -> None:
-        """Refresh for ever, whatever the registry holds."""
+        """Refresh in a loop."""
         while True:
             try:
                 await self.refresh()
@@ -192,14 +194,13 @@ class ModelDirectory:
             await asyncio.sleep(_REFRESH_PAUSE_S)
 
     async def find(self, name: str, side: str = "", task: str = "") -> ModelCard:
-        """A model's card. `side`: whose request it is, by which a canary takes its share; `task`:
-        what it is wanted for.
+        """A model's card. `side` identifies the client or request for the canary's share; `task` is the required task.
 
-        Raises: NotFound; Overloaded if its workers speak another version; QueueUnavailable,
-        RedisError, OSError.
+        Raises: NotFound; Overloaded if the workers speak another protocol version; QueueUnavailable, RedisError,
+        OSError.
         """
         card = self._known(name, side)
-        if card is None:  # it may have come this second
+        if card is None:  # it may have been announced since the last refresh
             looked_at = self._refreshed_at
             await asyncio.sleep(looked_at + _MISS_PAUSE_S - time.monotonic())
             if self._refreshed_at == looked_at:
@@ -216,9 +217,7 @@ class ModelDirectory:
         return card
 
     def missing(self, name: str, task: str = "") -> ApiError:
-        """The error for a name that no worker has announced, or only workers of another version, or
-        whose deployment cannot be read. It lists those that offer the task.
-        """
+        """The error for a model without a usable worker or deployment. It lists the models that offer the task."""
         if self._deployments is not None and name in self._deployments.unreadable:
             return record_unreadable()
         if self._gone.intersection((name, name.rpartition(":")[0])):
@@ -245,7 +244,7 @@ class ModelDirectory:
         )
 
     async def _look_again(self) -> None:
-        """Refresh once for all who ask meanwhile; they share what comes of it.
+        """Refresh once for all concurrent callers.
 
         Raises: QueueUnavailable, RedisError, OSError.
         """
@@ -258,7 +257,7 @@ class ModelDirectory:
         self._looking = None
 
     def label(self, name: str) -> str:
-        """The name of a model that is known, else `other`: labels of metrics must be few."""
+        """The name of a known model, else `other`: labels of metrics must be few."""
         if name in self.cards or name in self.routes:
             return name
         adapter = self.adapters.get(name)
@@ -270,9 +269,9 @@ class ModelDirectory:
 
 
 def _adapters(cards: Mapping[str, ModelCard], live: Iterable[ModelCard]) -> Iterator[ModelCard]:
-    """The adapters of models: those that live workers hold, else those that the last ones held.
+    """Adapters of live workers, or of the last workers of a model without one.
 
-    Of two of one name the later.
+    Of two with the same name, the later one.
     """
     found: dict[str, dict[str, AdapterCard]] = {}
     for card in live:
@@ -295,7 +294,7 @@ def _adapters(cards: Mapping[str, ModelCard], live: Iterable[ModelCard]) -> Iter
 
 
 def _to_route(app: App) -> Route | None:
-    """How requests for a deployment go; None while no version of it was ever ready."""
+    """The route of a deployment. None if no version was ever ready."""
     active, candidate = app.active, app.candidate
     if active is None or active.card is None:
         return None
@@ -306,19 +305,19 @@ def _to_route(app: App) -> Route | None:
 
 
 def _what_is_left(route: Route, known: Collection[str]) -> Route | None:
-    """An earlier route without versions that nodes have retired since: nobody would answer there."""
+    """A route without the versions that nodes have removed."""
     if route.card.parent not in known:
         return None
     return route if route.canary is None or route.canary.parent in known else Route(route.card)
 
 
 def _as_deployed(name: str, card: ModelCard) -> ModelCard:
-    """A version under the deployment's name; its calls go to the version's own queue."""
+    """A version's card under the deployment's name. Its calls use the version's queue."""
     return replace(card, name=name, parent=card.name)
 
 
 def _with_smaller_images(card: ModelCard, other: ModelCard) -> ModelCard:
-    """A model's card with the smallest pixel limit of its workers, to which all of them scale images."""
+    """A card with the smallest pixel limit of the model's workers, which all of them apply."""
     limit = other.max_image_pixels
     if limit == 0 or 0 < card.max_image_pixels <= limit:
         return card

@@ -1,6 +1,6 @@
 """One open client request: the events of its choices, in order, without gap or duplicate.
 
-The dispatcher delivers; one consumer receives.
+The dispatcher delivers events; one consumer receives them.
 """
 
 import asyncio
@@ -22,10 +22,10 @@ from shared.protocol import (
 )
 from shared.queue.api import RequestState
 
-ChoiceEvent = tuple[int, CallEvent]  #: which choice, and what happened to it
+ChoiceEvent = tuple[int, CallEvent]  #: index of the choice, and its event
 
 
-#: How a call of a model stands.
+#: Looks up the state of a model's request.
 LookUp = Callable[[str, str], Awaitable[RequestState | None]]
 
 
@@ -34,12 +34,11 @@ class Gone(ClientGone):
 
 
 class ChoiceProgress:
-    """What one choice has received. Lets through each output token once and in order.
+    """Progress of one choice. Passes each output token once and in order.
 
-    A higher attempt supersedes a lower one. What does not follow what came before is a gap: it is
-    held back until the request's log, in which Redis keeps every event, has been read again. A
-    later attempt may repeat tokens, if Redis lost its last writes: repeats are dropped if they are
-    the same tokens; two answers are never spliced.
+    A higher attempt supersedes a lower one. An event that does not follow the last one is a gap: events are held
+    back until the request's log, which has all of them, is read again. If Redis lost its last writes, a later
+    attempt may repeat tokens: equal tokens are dropped, and different answers are never spliced.
     """
 
     def __init__(self, request_id: str) -> None:
@@ -49,28 +48,28 @@ class ChoiceProgress:
         self.has_values = False
         self.has_gap = False
         self.is_finished = False
-        self.is_settled = False  #: the fleet itself ended it, so that there is nothing to cancel
+        self.is_settled = False  #: the fleet ended it: nothing to cancel
         self.token_ids: list[int] = []
-        #: what was held back comes after so many tokens, or is the end after one less
+        #: Number of tokens before the event that is held back.
         self._num_expected = 0
         self.heard_at = time.monotonic()
 
     def accept(self, event: CallEvent) -> CallEvent | None:
-        """The event if it is new, a failure if it contradicts what came before, else None."""
+        """Returns a new event, a failure if it contradicts earlier ones, else None."""
         if self.is_finished or event.attempt < self.attempt:
             return None
         self.attempt = event.attempt
         return self._accept(event)
 
     def replay(self, log: Sequence[CallEvent]) -> list[CallEvent]:
-        """What is new in the whole log: the accepted events of all attempts in order."""
+        """The new events of the complete log, in order."""
         new: list[CallEvent] = []
         for event in log:
             self.attempt = max(self.attempt, event.attempt)
             accepted = None if self.is_finished else self._accept(event)
             if accepted is not None:
                 new.append(accepted)
-        # What came while the log was on its way may be later than the log.
+        # Events that arrived while the log was read may be later than the log.
         self.has_gap = not self.is_finished and self._num_expected > len(self.token_ids)
         return new
 
@@ -100,7 +99,7 @@ class ChoiceProgress:
             self._hold_back(event.index + event.num_tokens)
             return None
         token_ids = event.token_ids
-        if event.num_without_id:  # equal to those of their attempt alone
+        if event.num_without_id:  # tokens without ids are equal within an attempt only
             token_ids += (-event.attempt,) * event.num_without_id
         if num_known == 0:
             self.token_ids.extend(token_ids)
@@ -118,7 +117,7 @@ class ChoiceProgress:
         self._num_expected = max(self._num_expected, num_expected)
 
     def fail(self, code: ErrorCode, message: str) -> Failed:
-        """End this choice from our side."""
+        """Fail this choice."""
         self.is_finished = True
         return Failed(self.request_id, self.attempt, code, message)
 
@@ -126,8 +125,8 @@ class ChoiceProgress:
 class OpenCall:
     """The choices of one request.
 
-    `close` is synchronous and idempotent; it cancels what still runs, unless that is resumable.
-    Units: `deadline_at` is a reading of `time.monotonic`.
+    `close` is synchronous and idempotent; it cancels the request, unless it is resumable. Units: `deadline_at` is a
+    reading of `time.monotonic`.
     """
 
     def __init__(
@@ -141,36 +140,36 @@ class OpenCall:
         self.deadline_at = deadline_at
         self.choices = [ChoiceProgress(request_id) for request_id in request_ids]
         self.is_closed = False
-        self.is_resumable = False  #: it goes on when it is closed
-        self.listen: LookUp | None = None  #: of a follower: another call submitted it
-        self.images: tuple[ImageRef, ...] = ()  #: of the request, where it submitted one
-        self.begins_by = 0.0  #: until then Redis need not know its request
+        self.is_resumable = False  #: continues after `close`
+        self.listen: LookUp | None = None  #: of a follower of another call's request
+        self.images: tuple[ImageRef, ...] = ()  #: of the request that it submitted
+        self.begins_by = 0.0  #: until then Redis may not know the request
         self._on_close: list[Callable[[OpenCall], object]] = [on_close]
         self._pending: list[ChoiceEvent] = []
         self._waiter: asyncio.Future[None] | None = None
 
     @property
     def is_follower(self) -> bool:
-        """Whether another call submitted it, and is what metrics count."""
+        """Whether another call submitted the request. Metrics count followers apart."""
         return self.listen is not None
 
     @property
     def has_pending(self) -> bool:
-        """Whether `receive` would not have to wait."""
+        """Whether `receive` returns at once."""
         return bool(self._pending)
 
     @property
     def unsettled_ids(self) -> list[str]:
-        """The requests of choices that the fleet has not ended."""
+        """Ids of the choices that the fleet has not ended."""
         return [choice.request_id for choice in self.choices if not choice.is_settled]
 
     def settle(self) -> None:
-        """Nobody works on it, so that there is nothing to cancel."""
+        """Mark all choices as ended by the fleet: there is nothing to cancel."""
         for choice in self.choices:
             choice.is_settled = True
 
     def deliver(self, choice: int, event: CallEvent) -> bool:
-        """Take an event from a worker. Returns whether it was new."""
+        """Accept an event from a worker. Returns whether it was new."""
         progress = self.choices[choice]
         progress.heard_at = time.monotonic()
         accepted = progress.accept(event)
@@ -180,12 +179,12 @@ class OpenCall:
         return True
 
     def replay(self, choice: int, log: Sequence[CallEvent]) -> None:
-        """Catch up with the log of a choice."""
+        """Accept the new events of a choice's log."""
         for event in self.choices[choice].replay(log):
             self._put(choice, event)
 
     def fail(self, choice: int, code: ErrorCode, message: str) -> None:
-        """End a choice from our side: its deadline has passed, or its worker is gone."""
+        """Fail a choice whose deadline has passed or whose worker is lost."""
         if not self.choices[choice].is_finished:
             self._put(choice, self.choices[choice].fail(code, message))
 
@@ -198,7 +197,7 @@ class OpenCall:
             self._waiter.set_result(None)
 
     async def receive(self, timeout_s: float | None = None) -> list[ChoiceEvent]:
-        """All that has arrived since the last call; nothing only on time-out. Raises: Gone."""
+        """All events since the last call; none after a time-out. Raises: Gone."""
         if not self._pending and not self.is_closed:
             await self._wait(timeout_s)
         if self.is_closed:
@@ -218,7 +217,7 @@ class OpenCall:
                 timer.cancel()
 
     def close(self) -> None:
-        """Forget the request; what still runs is cancelled. Idempotent."""
+        """Close the request and cancel what still runs. Idempotent."""
         if self.is_closed:
             return
         self.is_closed = True
@@ -228,7 +227,7 @@ class OpenCall:
             callback(self)
 
     def when_closed(self, callback: Callable[["OpenCall"], object]) -> None:
-        """Call this too when it is closed; now, if it is."""
+        """Call a function when this is closed; now, if it is closed."""
         if self.is_closed:
             callback(self)
         else:

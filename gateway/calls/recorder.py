@@ -1,13 +1,11 @@
-"""Everything that is noted of one request: its stages, its metrics, its line in the log, its span.
+"""Records one request: stages, metrics, log line and span.
 
-The stages are durations that add up to the end-to-end time. The gateway measures its own by its own
-clock; the worker's come in `StageTimings`. What is left is `relay`: publishing, the mailbox, and
-writing to the socket.
+The stages are durations that add up to the end-to-end time. The gateway measures its own; the worker's arrive in
+`StageTimings`. The rest is `relay`: publishing, the mailbox, and writing to the socket.
 
-The log never holds the prompt, the answer, a key or an image: the tenant is a short hash of its
-key, the client's `user` too, by which one user's requests are found without naming them. Attributes
-of the span are OpenTelemetry's GenAI conventions and a few of our own (`vlm.`): numbers and names
-of ours. The worker's stages hang below the same span, as its name travels with the call.
+The log never contains the prompt, the answer, a key or an image. The tenant is a short hash of its key, and so is
+the client's `user`. Attributes of the span follow OpenTelemetry's GenAI conventions, with some of our own (`vlm.`).
+The worker's stages are children of the same span.
 """
 
 import logging
@@ -39,43 +37,43 @@ from shared.telemetry.tracing import NOT_FAILURES, Attributes, Stage, epoch_ns
 if TYPE_CHECKING:
     from shared.telemetry.spans import RequestSpan, Tracer
 
-_LARGEST_INT = 2**63 - 1  #: of an attribute; what is beyond it is refused anyway
+_LARGEST_INT = 2**63 - 1  #: of an attribute; larger values are refused elsewhere
 
 logger = logging.getLogger(__name__)
 
 
 class StageClock(Struct):
-    """The gateway's readings of one request, on `time.perf_counter`."""
+    """The gateway's clock readings of one request (`time.perf_counter`)."""
 
     received_at: float
     image_decode_s: float = 0.0
-    submitted_at: float = 0.0  #: when it was handed to the queue
+    submitted_at: float = 0.0  #: when the queue accepted it
     first_text_at: float | None = None
     ended_at: float | None = None
 
     @property
     def ingest_s(self) -> float:
-        """Received until queued, without the images."""
+        """From arrival to the queue, without images."""
         return max(0.0, self.submitted_at - self.received_at - self.image_decode_s)
 
     @property
     def ttft_s(self) -> float | None:
-        """Received until the first text, if there was any."""
+        """From arrival to the first text, if there was any."""
         return None if self.first_text_at is None else self.first_text_at - self.received_at
 
     def stop(self) -> None:
-        """The request has ended; the first call counts."""
+        """Stop the clock. Only the first call has an effect."""
         if self.ended_at is None:
             self.ended_at = time.perf_counter()
 
     def elapsed_s(self) -> float:
-        """Received until it ended, or until now."""
+        """From arrival to the end, or until now."""
         until = time.perf_counter() if self.ended_at is None else self.ended_at
         return until - self.received_at
 
 
 class Recorder:
-    """Notes one request on its way. `model` is a label of the metrics, so only ever a known name.
+    """Records one request. `model` is a metrics label and always a known name.
 
     Units: seconds.
     """
@@ -91,7 +89,7 @@ class Recorder:
         self.priority = Priority.INTERACTIVE
         self.num_prompts = 1
         self.outcome = "cancelled"
-        #: the answer is another request's, which is the one that is counted
+        #: Whether the answer is another request's, which is counted instead.
         self.is_followed = False
         self._is_streamed = False
         self._num_choices = 0
@@ -101,14 +99,14 @@ class Recorder:
     # On the way in
 
     def trace(self, tracer: "Tracer") -> None:
-        """Open the span; the context names it as the parent of later ones."""
+        """Open the span. Later spans are its children."""
         begin_ns = epoch_ns(time.perf_counter() - self.clock.received_at)
         name = self.surface.name
         self._span = tracer.begin(name, "server", self.context.trace_parent, begin_ns)
         self.context.trace_parent = self._span.trace_parent
 
     def describe(self, numbers: Mapping[str, Any]) -> None:
-        """Note what was asked for, in the span."""
+        """Add the request's parameters to the span."""
         if self._span is not None:
             self._span.add(
                 {
@@ -124,7 +122,7 @@ class Recorder:
         return self._span is not None
 
     def begin(self, call: OpenCall, *, is_streamed: bool) -> None:
-        """The call is queued, or followed."""
+        """The call is queued or followed."""
         self.is_followed = call.is_follower
         self._is_streamed = is_streamed
         self._num_choices = len(call.choices)
@@ -137,7 +135,7 @@ class Recorder:
         return 0 < len(self.totals.finished) == self._num_choices
 
     def note(self, events: Sequence[ChoiceEvent]) -> None:
-        """Take events that arrived together. Raises: ApiError if one of them is a failure."""
+        """Record events that arrived together. Raises: ApiError for a failure."""
         now = time.perf_counter()
         for index, event in events:
             if isinstance(event, Tokens):
@@ -167,12 +165,12 @@ class Recorder:
         self._last_token_at[index] = now
 
     def stages(self, e2e_s: float) -> dict[str, float]:
-        """Each stage of the slowest choice, once the answer is complete."""
+        """The stages of the slowest choice of a complete answer."""
         timings = [event.timings for event in self.totals.finished]
         return _stages_of(self.clock, _slowest(timings), e2e_s)
 
     def known_timing(self) -> Headers:
-        """What can be said of the time when a stream begins."""
+        """Timing headers at the start of a stream."""
         clock = self.clock
         stages = {"ingest": clock.ingest_s, "image_decode": clock.image_decode_s}
         return timing_headers(stages, clock.elapsed_s(), is_whole=False)
@@ -180,7 +178,7 @@ class Recorder:
     # The end
 
     def count(self, error: ApiError | None, *, is_answered: bool) -> None:
-        """Count how it ended: before the client is told, and once."""
+        """Count the outcome once, before the client sees it."""
         if is_answered:
             self.outcome = "followed" if self.is_followed else "ok"
         elif isinstance(error, Overloaded):
@@ -193,13 +191,13 @@ class Recorder:
         self.metrics.record_outcome(self.model, self.outcome)
 
     def stop(self, status: int | None) -> None:
-        """Stop the clock and close the span. `status`: what the client was told, if anything."""
+        """Stop the clock and close the span. `status` is the response status, if one was sent."""
         self.clock.stop()
         if self._span is not None and self._span.is_recorded:
             self._end_span(self._span, status)
 
     def account(self, status: int | None) -> None:
-        """Log the request, and feed the metrics of a complete answer; nobody waits for it."""
+        """Log the request and observe the metrics of a complete answer."""
         e2e_s = self.clock.elapsed_s()
         stages = self.stages(e2e_s) if self.is_complete else {}
         if logger.isEnabledFor(logging.INFO):
@@ -210,7 +208,7 @@ class Recorder:
     def _observe(self, stages: dict[str, float], e2e_s: float) -> None:
         ttft_s = self.clock.ttft_s
         if ttft_s is not None and not self._is_streamed:
-            # Tokens of a whole answer arrive together: the worker knows when it had the first.
+            # Tokens of a whole answer arrive together; the worker measured the first one.
             ttft_s = _ttft_of(stages)
         prompt = self.totals.prompt
         self.metrics.record_finished(
@@ -273,7 +271,7 @@ class Recorder:
         span.end(e2e_s, self._own_stages(e2e_s), self.outcome if is_ours else None)
 
     def _answer_attributes(self) -> Attributes:
-        """What came of it. Units: tokens, seconds."""
+        """The span's attributes of the answer. Units: tokens, seconds."""
         prompt, ttft_s = self.totals.prompt, self.clock.ttft_s
         reasons = [event.finish_reason.value for event in self.totals.finished]
         answer: Attributes = {
@@ -290,7 +288,7 @@ class Recorder:
         return {**answer, "gen_ai.response.time_to_first_chunk": ttft_s}
 
     def _own_stages(self, e2e_s: float) -> list[Stage]:
-        """The stages that this process measured; the relay lies where it ended."""
+        """The stages that this process measured; `relay` is put at the end."""
         clock = self.clock
         if not clock.submitted_at:
             return []
@@ -305,7 +303,7 @@ class Recorder:
 
 
 def _sum(first: Usage, second: Usage) -> Usage:
-    """The prompts of two calls."""
+    """The usage of two calls."""
     return Usage(
         first.num_prompt_tokens + second.num_prompt_tokens,
         num_image_tokens=first.num_image_tokens + second.num_image_tokens,
@@ -314,14 +312,14 @@ def _sum(first: Usage, second: Usage) -> Usage:
 
 
 def _check(event: Finished) -> None:
-    """An aborted answer is no answer. Raises: ApiError."""
+    """Refuse an aborted answer. Raises: ApiError."""
     if event.finish_reason is FinishReason.ABORT:
         message = "The request was cancelled."
         raise from_failed(Failed(event.request_id, event.attempt, ErrorCode.CANCELLED, message))
 
 
 def _stages_of(clock: StageClock, worker: StageTimings, e2e_s: float) -> dict[str, float]:
-    """All stages in their order (`shared.telemetry.metrics.STAGES`)."""
+    """All stages in order (`shared.telemetry.metrics.STAGES`)."""
     stages = {
         "ingest": clock.ingest_s,
         "image_decode": clock.image_decode_s,
@@ -336,12 +334,12 @@ def _stages_of(clock: StageClock, worker: StageTimings, e2e_s: float) -> dict[st
 
 
 def _ttft_of(stages: dict[str, float]) -> float:
-    """Until the worker had the first token of an answer that is sent whole."""
+    """Time to the worker's first token, for an answer that is sent whole."""
     return sum([seconds for name, seconds in stages.items() if name not in ("decode", "relay")])
 
 
 def _slowest(timings: list[StageTimings]) -> StageTimings:
-    """Of the choices of one request the one that the client waited for."""
+    """The timings of the slowest choice."""
     if len(timings) == 1:
         return timings[0]
     return max(timings, key=_total_s)
@@ -358,7 +356,7 @@ def _total_s(timings: StageTimings) -> float:
 
 
 def timing_headers(stages: dict[str, float], elapsed_s: float, *, is_whole: bool) -> Headers:
-    """The headers that say where the time went. Units: their durations are milliseconds."""
+    """Timing headers. Units: milliseconds in the headers."""
     entries = [f"{name};dur={seconds * 1e3:.3f}" for name, seconds in stages.items()]
     if is_whole:
         entries.append(f"total;dur={elapsed_s * 1e3:.3f}")
@@ -369,7 +367,7 @@ def timing_headers(stages: dict[str, float], elapsed_s: float, *, is_whole: bool
 
 
 def body_timings(stages: dict[str, float], e2e_s: float) -> dict[str, float]:
-    """The `timings` object of a body: each stage and the whole. Units: seconds."""
+    """The `timings` object of a body: each stage and the total. Units: seconds."""
     timings = {f"{name}_s": round(seconds, 6) for name, seconds in stages.items()}
     timings["e2e_s"] = round(e2e_s, 6)
     return timings

@@ -1,9 +1,9 @@
-"""Answers that outlive their connection: resumed by id, on any gateway, where they were left.
+"""Answers that outlive their connection: a client resumes them by id, on any gateway.
 
-A request is resumable when its client asks for that (`x-vlm-resumable`) or names it
-(`Idempotency-Key`): it goes on when the client leaves. A client that comes back reads the call's
-log, which Redis keeps a minute beyond its end, and then what follows by the mailbox of its gateway.
-Frames carry ids, so that none is sent twice. Only the tenant who asked may read.
+A request is resumable if its client asks for it (`x-vlm-resumable`) or names it (`Idempotency-Key`): it continues
+when the client disconnects. A client that returns reads the call's log, which Redis retains for a minute after the
+end, and then the following events from its gateway's mailbox. Frames have ids, so that none is sent twice. Only the
+tenant that sent the request can read it.
 """
 
 import asyncio
@@ -29,15 +29,15 @@ from shared.queue.resume import ResumableCalls
 RESUMABLE_HEADER = b"x-vlm-resumable"
 KEY_HEADER = b"idempotency-key"
 LAST_ID_HEADER = b"last-event-id"
-#: A request without any of these ends when its client leaves.
+#: A request without one of these ends when its client disconnects.
 RESUME_HEADERS = frozenset({RESUMABLE_HEADER, KEY_HEADER})
 STREAM_PATH = "/v1/streams/"
 
-#: A request that another gateway is just taking in may not be in Redis yet.
+#: How long a request that another gateway is accepting may be missing in Redis.
 BEGINS_WITHIN_S = 10.0
-#: Records outlive their requests' deadlines like the requests themselves.
+#: Records outlive their requests' deadlines.
 RECORD_GRACE_S = 60.0
-#: So often a record may vanish as it is read, before the client is told to come again.
+#: How often a record may disappear while it is read, before the client gets an error.
 _MAX_REMEMBERS = 5
 
 _FORGOTTEN = RequestState("forgotten", 0, 0, 0.0)
@@ -48,24 +48,24 @@ _ANSWER_ID = re.compile(r"(?:[a-z]{1,16}[-_])?([0-9a-f]{32})")
 
 
 class StreamRecord(msgspec.Struct, frozen=True):
-    """What another gateway must know to answer in the same words."""
+    """What another gateway needs to continue the answer."""
 
     surface: str
     model: str
     tenant: str
-    #: Of the request: an idempotency key stands for one request only.
+    #: Hash of the request: an idempotency key stands for one request only.
     fingerprint: str
     created: int
     shows_timings: bool
-    #: The surface's own, of `Plan.options`.
+    #: The surface's `Plan.options`.
     options: msgspec.Raw
-    queue: str = ""  #: whose calls are the request's; empty: the model's own
-    package: str = ""  #: what answers, where it was deployed
-    images: tuple[ImageRef, ...] = ()  #: of a request whose answer may be kept
+    queue: str = ""  #: model whose queue has the calls; empty: the request's model
+    package: str = ""  #: package of a deployed model
+    images: tuple[ImageRef, ...] = ()  #: of a request whose answer may be stored
 
     @property
     def queue_model(self) -> str:
-        """The model whose queue has its call."""
+        """The model whose queue has the call."""
         return self.queue or self.model
 
 
@@ -73,9 +73,9 @@ _decoder = msgspec.json.Decoder(StreamRecord)
 
 
 def is_resumable(context: RequestContext, plan: Plan) -> bool:
-    """Whether a request with one of the headers goes on without its client.
+    """Whether the request continues without its client.
 
-    With a key, its id follows from it. Raises: InvalidRequest.
+    An idempotency key determines the request's id. Raises: InvalidRequest.
     """
     key = context.headers.get(KEY_HEADER)
     wants_resume = context.headers.get(RESUMABLE_HEADER, b"").lower() in (b"true", b"1")
@@ -99,7 +99,7 @@ def is_resumable(context: RequestContext, plan: Plan) -> bool:
 
 
 def _fingerprint(context: RequestContext, request: Request) -> str:
-    """The same for equal requests; empty where no key could name another one."""
+    """The same for equal requests. Empty without an idempotency key."""
     if KEY_HEADER not in context.headers:
         return ""
     return hashlib.sha256(msgspec.json.encode(request)).hexdigest()
@@ -118,7 +118,7 @@ def _last_event_id(context: RequestContext) -> int:
 
 
 def _call_id(answer_id: str) -> str:
-    """The id of the request of an answer. Raises: NotFound."""
+    """The request id of an answer. Raises: NotFound."""
     found = _ANSWER_ID.fullmatch(answer_id)
     if found is None:
         raise _unknown()
@@ -133,7 +133,7 @@ def _unknown() -> NotFound:
 
 
 def _decode(data: bytes) -> StreamRecord | None:
-    """A record; None if a gateway of another version wrote it."""
+    """A decoded record. None if a gateway of another version wrote it."""
     try:
         return _decoder.decode(data)
     except msgspec.MsgspecError:
@@ -141,10 +141,10 @@ def _decode(data: bytes) -> StreamRecord | None:
 
 
 def _is_retryable(log: Sequence[bytes]) -> bool:
-    """Whether a call has told its client to send the request again."""
+    """Whether the call's failure tells the client to send the request again."""
     try:
         events = decode_log(log)
-    except msgspec.MsgspecError:  # its followers are told so
+    except msgspec.MsgspecError:  # its followers get an error
         return False
     return bool(events) and isinstance(events[-1], Failed) and from_failed(events[-1]).should_retry
 
@@ -163,12 +163,12 @@ def _same(record: StreamRecord, wanted: StreamRecord) -> StreamRecord:
 
 
 def _choice(request_id: str) -> str:
-    """The id of a resumable request's only call."""
+    """The id of a resumable request's only choice."""
     return f"{request_id}-0"
 
 
 class NumberedAnswer:
-    """An answer whose frames have ids; those up to `last_id` are left out. -1: none are."""
+    """An answer whose frames have ids. Frames up to `last_id` are dropped; -1: none."""
 
     def __init__(self, surface: Surface, answer: Answer, last_id: int) -> None:
         self._surface = surface
@@ -180,7 +180,7 @@ class NumberedAnswer:
         return self.answer.whole(events, totals)
 
     def frames(self, events: Sequence[ChoiceEvent], totals: Totals | None) -> list[Frame]:
-        """The frames that the client does not have. What it has and what is new share no frame."""
+        """The frames that the client does not have. Old and new tokens never share a frame."""
         num_seen = self._num_seen(events)
         frames = self.answer.frames(events[:num_seen], None) if num_seen else []
         frames += self.answer.frames(events[num_seen:], totals)
@@ -200,7 +200,7 @@ class NumberedAnswer:
 
 
 class Resume:
-    """Resumable requests: their records in Redis, and readers of their logs."""
+    """Resumable requests: records in Redis, and readers of their logs."""
 
     def __init__(
         self,
@@ -227,10 +227,10 @@ class Resume:
         context: RequestContext,
         submit: Callable[[], Awaitable[OpenCall]],
     ) -> Reply:
-        """Queue a request that outlives its connection, or follow it if it was sent before.
+        """Queue a resumable request, or follow it if it was sent before.
 
-        Raises: InvalidRequest if the key names another request, Overloaded, QueueUnavailable, and
-        as `submit`.
+        Raises: InvalidRequest if the key names another request, Overloaded, QueueUnavailable, and errors of
+        `submit`.
         """
         last_id = _last_event_id(context)
         record = StreamRecord(
@@ -244,7 +244,7 @@ class Resume:
             options=msgspec.Raw(msgspec.json.encode(plan.options)),
             queue=queue,
         )
-        # One try after another: what a refused one forgets, no other one has just found.
+        # One attempt at a time: a request that is refused must not be found by another attempt.
         async with self._locks.setdefault(context.id, asyncio.Lock()):
             known = await self._remember(context.id, record)
             call = None
@@ -264,7 +264,7 @@ class Resume:
     async def reopen(
         self, answer_id: str, context: RequestContext, surfaces: Mapping[str, Surface]
     ) -> Reply:
-        """The rest of a stream after the event that `Last-Event-ID` names.
+        """The rest of a stream after the event in `Last-Event-ID`.
 
         Raises: InvalidRequest, NotFound, QueueUnavailable.
         """
@@ -280,19 +280,19 @@ class Resume:
         )
         try:
             options = msgspec.json.decode(record.options, type=surface.options)
-        except msgspec.MsgspecError:  # of a gateway of another version
+        except msgspec.MsgspecError:  # written by a gateway of another version
             raise _unknown() from None
         answer = surface.answer(options, head)
         return _numbered_reply(surface, call, answer, head, last_id, True, record.shows_timings)
 
     async def images(self, request_id: str) -> tuple[ImageRef, ...]:
-        """The images of a request whose answer may be kept. Raises: QueueUnavailable."""
+        """The images of a request whose answer may be stored. Raises: QueueUnavailable."""
         data = await self.records.recall(request_id)
         record = _decode(data) if data is not None else None
         return () if record is None else record.images
 
     async def note_images(self, request_id: str, images: tuple[ImageRef, ...]) -> None:
-        """Remember them for a reader who resumes. Raises: QueueUnavailable."""
+        """Store the images for a client that resumes. Raises: QueueUnavailable."""
         data = await self.records.recall(request_id)
         record = _decode(data) if data is not None else None
         if record is not None:
@@ -300,9 +300,9 @@ class Resume:
             await self.records.replace(request_id, msgspec.json.encode(record), self.keep_s)
 
     async def _has_answer(self, model: str, choice_id: str) -> bool:
-        """Whether a call is known, and its end, if it has one, is not to send the request again.
+        """Whether a call is known and does not have to be sent again.
 
-        Such an end is forgotten. Raises: QueueUnavailable.
+        A failure that asks the client to retry is deleted. Raises: QueueUnavailable.
         """
         state = await self.queue.state(model, choice_id)
         if state is None or state.state != "failed":
@@ -313,9 +313,9 @@ class Resume:
         return False
 
     def when_ended(self, call: OpenCall, callback: Callable[[], object]) -> None:
-        """Call this when a resumable request has ended, though its client has left before.
+        """Call a function when a resumable request ends without its client.
 
-        It is not called if this gateway stops first, or cannot ask Redis.
+        It is not called if this gateway stops first or cannot reach Redis.
         """
 
         def on_close(call: OpenCall) -> None:
@@ -338,7 +338,7 @@ class Resume:
             callback()
 
     async def stop(self) -> None:
-        """Wait for no request any more."""
+        """Cancel the tasks that wait for requests."""
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -353,7 +353,7 @@ class Resume:
     ) -> OpenCall:
         try:
             return await submit()
-        except DuplicateRequest:  # queued by a try that was told nothing of it, or that came first
+        except DuplicateRequest:  # an earlier attempt queued it
             return await self._follow(request_id, model)
         except QueueUnavailable:  # it may be queued: a retry finds out
             raise
@@ -363,7 +363,7 @@ class Resume:
             raise
 
     async def _forget(self, request_id: str) -> None:
-        """The request was not taken in after all; what Redis does not learn of expires."""
+        """Delete the record of a request that was not accepted; if Redis is unreachable, it expires."""
         with suppress(QueueUnavailable):
             await self.records.forget(request_id)
 
@@ -376,28 +376,28 @@ class Resume:
         return record
 
     async def _remember(self, request_id: str, wanted: StreamRecord) -> StreamRecord | None:
-        """The record of the same request, sent before; None if it is new, and now remembered.
+        """Store a record. Returns the existing one if the request was sent before, else None.
 
-        Raises: InvalidRequest if it was another, Overloaded, QueueUnavailable.
+        Raises: InvalidRequest for another request with this key, Overloaded, QueueUnavailable.
         """
         for _ in range(_MAX_REMEMBERS):
             data = msgspec.json.encode(wanted)
             if await self.records.remember(request_id, data, self.keep_s):
                 return None
             data = await self.records.recall(request_id)
-            if data is None:  # a try that was refused elsewhere has just forgotten it
+            if data is None:  # an attempt that was refused elsewhere has just deleted it
                 continue
             record = _decode(data)
             if record is not None:
                 return _same(record, wanted)
-            # Only its own version tells whether it is the same request; it matters while it runs.
+            # Only its own version can compare the request; this matters while it runs.
             if await self.queue.state(wanted.queue_model, _choice(request_id)) is not None:
                 break
             await self.records.forget(request_id)
         raise unavailable()
 
     async def _follow(self, request_id: str, model: str) -> OpenCall:
-        """The events of a request from its first, as its log has them; closing it cancels nothing.
+        """The events of a request from its log. Closing the call does not cancel it.
 
         Raises: QueueUnavailable.
         """
@@ -415,13 +415,15 @@ class Resume:
         gateway_id = self.dispatcher.mailbox.gateway_id
         state = await self.records.listen(model, request_id, gateway_id)
         if state is None and await self.records.recall(request_id.removesuffix("-0")) is None:
-            return _FORGOTTEN  # it was refused: nothing will come
+            return _FORGOTTEN  # it was refused: no events follow
         return state
 
     def _forget_lost(self, call: OpenCall) -> None:
-        """Let nobody wait again for a request of which Redis knows nothing."""
+        """Delete the record of a request that Redis does not know."""
         [choice] = call.choices
-        has_waited = time.monotonic() >= call.begins_by  # else its record may be of a later try
+        has_waited = (
+            time.monotonic() >= call.begins_by
+        )  # otherwise the record may be of a later attempt
         if choice.is_finished and choice.attempt == 0 and has_waited:
             self._spawn(self._forget(choice.request_id.removesuffix("-0")))
 
