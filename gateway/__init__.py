@@ -1,1 +1,1 @@
-"""The HTTP side of the fleet: images are bytes here, and requests are text."""
+"""The HTTP side of the fleet. It handles images as bytes and prompts as text."""

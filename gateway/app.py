@@ -19,7 +19,7 @@ from gateway.page import PageEndpoint, load_page
 from gateway.services import Services
 from shared.settings.limits import LimitSettings
 
-#: Headers of an answer that a page of an allowed origin may read.
+#: Response headers that pages of allowed origins may read.
 _SHOWN_TO_PAGES = (
     "request-id",
     "retry-after",
@@ -36,7 +36,7 @@ def create_app(
     services: Services,
     surfaces: Sequence[Callable[[LimitSettings], Surface]] = SURFACES,
 ) -> ASGIApp:
-    """The application around the services, which start and stop with it."""
+    """The ASGI application; it starts and stops the services."""
     settings = services.settings
     gateway, limits = settings.gateway, settings.limits
     served = [create(limits) for create in surfaces]
@@ -65,7 +65,7 @@ def create_app(
     )
     if not gateway.cors_origins:
         return router
-    return CORSMiddleware(  # answers before keys are asked for
+    return CORSMiddleware(  # before keys are checked
         router,
         allow_origins=gateway.cors_origins,
         allow_methods=["GET", "POST", "PUT", "DELETE"],
@@ -75,7 +75,7 @@ def create_app(
 
 
 def _find_render(path: str, headers: Mapping[bytes, bytes]) -> Render | None:
-    """The shape of errors at a path of no surface; None: OpenAI's."""
+    """The format of errors at a path of no surface; None: OpenAI's."""
     if path.startswith("/api/"):
         return render_ollama
     if path.startswith("/v1/models") and b"anthropic-version" in headers:

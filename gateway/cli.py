@@ -36,7 +36,7 @@ def chat(
     max_tokens: Annotated[int | None, typer.Option(help="Longest answer, in tokens.")] = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
 ) -> None:
-    """Ask a question about images and watch the answer come, with the time of each stage."""
+    """Ask a question about images; prints the answer as it streams, and the time of each stage."""
     from gateway.client.chat import ChatError, run_chat
 
     try:

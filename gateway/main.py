@@ -1,6 +1,6 @@
 """The gateway process.
 
-Called by the command line with the whole settings; logging is set up already.
+Called by the command line with all settings, after logging is configured.
 """
 
 import logging
@@ -17,14 +17,12 @@ logger = logging.getLogger(__name__)
 
 
 def raise_file_limit(num_needed: int) -> None:
-    """Take as many file descriptors as the system gives, and warn where that is less than is
-    needed.
-    """
+    """Raise the limit on file descriptors, and warn if it is less than needed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         soft = hard
-    except (ValueError, OSError):  # some systems give less than they say
+    except (ValueError, OSError):  # some systems allow less than they report
         pass
     if soft != resource.RLIM_INFINITY and soft < num_needed:
         logger.warning(
@@ -47,6 +45,6 @@ def run_gateway(settings: Settings) -> int:
     end_startup()
     try:
         server.run()
-    except SystemExit as stop:  # uvicorn's way to say that it cannot listen
+    except SystemExit as stop:  # uvicorn exits if it cannot listen
         return stop.code if isinstance(stop.code, int) else 1
     return 0

@@ -1,4 +1,4 @@
-"""The gateway's end of the search process."""
+"""HTTP client of the search process."""
 
 import math
 import time
@@ -15,13 +15,13 @@ from shared.settings.tree import SearchSettings
 
 TIMEOUT_S = 60.0
 _CONNECT_S = 2.0
-#: A start of the search process, until one was seen; and the longest time that is told.
+#: Expected restart time of the search process before one was measured; largest retry-after.
 RESTART_S, MAX_RETRY_S = 5.0, 30.0
 T = TypeVar("T")
 
 
 class SearchClient:
-    """Asks the search process; one connection pool."""
+    """Sends requests to the search process over one connection pool."""
 
     def __init__(self, settings: SearchSettings) -> None:
         parts = urlsplit(settings.url)
@@ -29,7 +29,7 @@ class SearchClient:
         token = settings.token.get_secret_value()
         self.is_on = bool(settings.url)
         self._outage = Outage()
-        is_tls = parts.scheme == "https"  # the system's certificates take a while to read
+        is_tls = parts.scheme == "https"  # loading the system's certificates takes a while
         self._client = httpx.AsyncClient(
             transport=httpx.AsyncHTTPTransport(uds=parts.path, verify=False) if is_unix else None,
             verify=is_tls,
@@ -42,7 +42,7 @@ class SearchClient:
     async def ask(
         self, request: Request, type_: type[T], name: Callable[[str], str | None] | None = None
     ) -> T:
-        """What the process answers. `name`: what a fault's param is called on the wire.
+        """Send a request and decode the answer. `name` is the API's name of a faulty parameter.
 
         Raises: ApiError.
         """
@@ -70,7 +70,7 @@ class SearchClient:
 
 
 def to_error(fault: Fault, name: Callable[[str], str | None] | None = None) -> ApiError:
-    """What the client is told of a fault."""
+    """The client's error for a fault of the search process."""
     param: Any = (name(fault.param) if name else fault.param) or None
     match fault.code:
         case "not_found":
@@ -90,14 +90,14 @@ def to_error(fault: Fault, name: Callable[[str], str | None] | None = None) -> A
 
 
 class Outage:
-    """How long the search process will be away: as long as the last time."""
+    """Estimates how long the search process will be unavailable, by the last outage."""
 
     def __init__(self) -> None:
         self._began_at: float | None = None
         self._last_s = RESTART_S
 
     def begin(self, now: float) -> int:
-        """The seconds that are left of it; beyond the last time, as long as it has taken so far."""
+        """Remaining seconds; beyond the last duration, as long as the outage has taken so far."""
         self._began_at = self._began_at or now
         so_far_s = now - self._began_at
         left_s = self._last_s - so_far_s

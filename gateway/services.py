@@ -1,4 +1,4 @@
-"""The parts of a gateway process, put together once and started and stopped in order."""
+"""The parts of a gateway process, created once, and started and stopped in order."""
 
 import asyncio
 import secrets
@@ -41,7 +41,7 @@ from shared.telemetry.metrics import GatewayMetrics
 
 
 class Services:
-    """Everything behind the routes of one gateway."""
+    """Dependencies of the endpoints of one gateway."""
 
     def __init__(self, settings: Settings) -> None:
         prefix = settings.redis.key_prefix
@@ -118,16 +118,16 @@ class Services:
         self.dispatcher.on_gap(model)
 
     def _is_awaited(self, model: str) -> bool:
-        """Whether events of a model may come: a retired one's until its last request here has ended."""
+        """Whether events of a model may arrive: it is served, or has open requests."""
         return model in self.models.cards or self.dispatcher.has_open(model)
 
     def create_server(self, app: ASGIApp) -> DrainingServer:
-        """The server for the application around these services."""
+        """The server of the application."""
         fail_open = self.dispatcher.fail_all
         return create_server(app, self.settings, self.admission, self.metrics, fail_open)
 
     def run_batches(self, surfaces: Mapping[str, Surface], may_ask: Callable[[str], bool]) -> None:
-        """Run batches of requests for these surfaces, by path, of tenants that may ask."""
+        """Run batches for these surfaces, by path, of tenants that `may_ask`."""
         if self.batches is None:
             return
         limits, settings = self.settings.limits, self.settings.gateway
@@ -144,18 +144,18 @@ class Services:
             LineAsker(lifecycle, surfaces).ask,
             may_ask,
             max_lines=limits.max_batch_lines,
-            # The key's own interactive requests have the other half.
+            # The other half of the key's limit is for interactive requests.
             max_open_lines=min(MAX_OPEN_LINES, max(1, most // 2)) if most else MAX_OPEN_LINES,
             keep_s=settings.file_ttl_s,
         )
 
     def look_for_batches(self) -> None:
-        """There is a new batch, or one is cancelled."""
+        """Check for new and cancelled batches."""
         if self.runner is not None:
             self.runner.look()
 
     async def start(self) -> None:
-        """Begin to listen to the fleet; works without Redis, which is then waited for."""
+        """Start listening to the fleet. Without Redis, it waits in the background."""
         await asyncio.gather(
             self.queue.open(),
             self.blobs.open(),
@@ -169,7 +169,7 @@ class Services:
         self._refreshing = asyncio.create_task(self.models.keep_fresh(), name="refresh models")
 
     async def stop(self) -> None:
-        """Cancel what is open and hang up."""
+        """Cancel open requests and close all connections."""
         if self.runner is not None:
             await self.runner.stop()
         if self._refreshing is not None:
@@ -201,7 +201,7 @@ class Services:
 
 
 def create_batches(url: str) -> Batches | None:
-    """The batches of the store of an URL, if there is one. Raises: SettingsError."""
+    """The batches of a store, if there is one. Raises: SettingsError."""
     if not url:
         return None
     try:
@@ -212,7 +212,7 @@ def create_batches(url: str) -> Batches | None:
 
 
 def create_fetcher(settings: Settings) -> ImageFetcher | None:
-    """The fetcher of remote images, where the operator allows it."""
+    """The fetcher of remote images, if the operator enables it."""
     if not settings.gateway.remote_images:
         return None
     return ImageFetcher(

@@ -1,4 +1,4 @@
-"""Whether a request may come in: how many are open, how much they hold, whether we are draining."""
+"""Admission control: open requests, memory for bodies, and draining."""
 
 import math
 import random
@@ -18,13 +18,13 @@ class Admission:
     def __init__(self, max_open: int, max_body_bytes: int) -> None:
         self.max_open = max_open
         self.max_body_bytes = max_body_bytes
-        self.num_body_bytes = 0  #: of all requests that are not queued yet
+        self.num_body_bytes = 0  #: of requests that are not queued yet
         self.num_open = 0
         self.is_draining = False
         self._ended_at: deque[float] = deque(maxlen=1000)
 
     def __enter__(self) -> None:
-        """Let one in. Raises: Overloaded."""
+        """Admit a request. Raises: Overloaded."""
         if self.is_draining:
             raise Overloaded(
                 "draining",
@@ -46,11 +46,11 @@ class Admission:
         self._ended_at.append(time.monotonic())
 
     def hold_body(self) -> "HeldBody":
-        """A share of the memory for bodies, to be released as a context manager."""
+        """A counter of a body's memory, to be used as a context manager."""
         return HeldBody(self)
 
     def overloaded(self, reason: str) -> Overloaded:
-        """The error for one request too many."""
+        """The error for a request beyond a limit."""
         return Overloaded(
             reason,
             "The server is overloaded; retry later.",
@@ -59,7 +59,7 @@ class Admission:
         )
 
     def retry_after_s(self) -> int:
-        """When the requests open now will have ended, by the pace of the last seconds; jittered."""
+        """Seconds until the open requests are likely to have ended, by the recent rate; jittered."""
         since = time.monotonic() - _WINDOW_S
         num_ended = sum(ended_at > since for ended_at in self._ended_at)
         wait_s = self.num_open * _WINDOW_S / num_ended if num_ended else 1.0
@@ -68,14 +68,14 @@ class Admission:
 
 
 class HeldBody:
-    """What one request holds of the memory for bodies. `with held:` releases it."""
+    """Memory that one request's body uses. `with held:` releases it."""
 
     def __init__(self, admission: Admission) -> None:
         self._admission = admission
         self._num_bytes = 0
 
     def add(self, num_bytes: int) -> None:
-        """Count bytes that have arrived; a lone request is never refused. Raises: Overloaded."""
+        """Count received bytes. A single request is never refused. Raises: Overloaded."""
         admission = self._admission
         self._num_bytes += num_bytes
         admission.num_body_bytes += num_bytes
@@ -91,5 +91,5 @@ class HeldBody:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Give back what was counted."""
+        """Release the memory."""
         self._admission.num_body_bytes -= self._num_bytes

@@ -1,8 +1,8 @@
 """API keys: bearer tokens or `x-api-key`, compared by digest in constant time.
 
-Clear keys are not kept. Without any key the gateway is open, which `check_exposure` allows on
-loopback addresses only. `/metrics` needs a key, an operator's where there are such: Prometheus can
-send one (`authorization: credentials_file`).
+Plain keys are not stored. Without keys the gateway is open, which `check_exposure` allows on loopback addresses
+only. `/metrics` requires a key, an admin key if there are any: Prometheus sends one with `authorization:
+credentials_file`.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from shared.settings.tree import GatewaySettings, SettingsError
 
 MAX_ADDRESSES = 10_000
 WINDOW_S = 60.0
-_IPV6_PREFIX = 64  #: bits of an address that one customer has at least
+_IPV6_PREFIX = 64  #: prefix of an address: one customer has at least a /64 network
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class WrongKey(AuthenticationError):
 
 
 class KeyRing:
-    """The accepted keys, each with the cache salt of the tenant who holds it."""
+    """The accepted keys, each with the cache salt of its tenant."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class KeyRing:
         admin_keys: Sequence[SecretStr] = (),
         deploy_keys: Sequence[SecretStr] = (),
     ) -> None:
-        """`admin_keys` and `deploy_keys` may also do what other keys may."""
+        """`admin_keys` and `deploy_keys` have the rights of other keys too."""
         keys = [_bytes(key) for key in (*api_keys, *admin_keys, *deploy_keys)]
         self._salts = {_digest(key): _tenant(key) for key in keys}
         self._roles = {
@@ -50,17 +50,17 @@ class KeyRing:
 
     @property
     def is_open(self) -> bool:
-        """Whether no key is needed for what everybody may."""
+        """Whether requests need no key."""
         return self._is_open
 
     def knows(self, salt: str) -> bool:
-        """Whether a caller of this cache salt may still make requests."""
+        """Whether the tenant with this cache salt still has a key."""
         return self._is_open or salt in self._salts.values()
 
     def authenticate(self, headers: Sequence[tuple[bytes, bytes]]) -> str:
-        """The cache salt of the caller.
+        """The caller's cache salt.
 
-        Raises: AuthenticationError if no key is sent, WrongKey if no known one.
+        Raises: AuthenticationError without a key, WrongKey for an unknown one.
         """
         return "" if self._is_open else self._salt(headers)
 
@@ -83,7 +83,7 @@ class KeyRing:
 
     def _salt(self, headers: Sequence[tuple[bytes, bytes]]) -> str:
         keys = [_bearer(value) for name, value in headers if name == b"authorization"]
-        if not keys:  # as Anthropic's clients send it
+        if not keys:  # Anthropic's clients send this header
             keys = [value for name, value in headers if name == b"x-api-key"]
         if not keys:
             raise AuthenticationError(
@@ -101,14 +101,14 @@ class KeyRing:
         digest = _digest(key)
         found = None
         for known, salt in self._salts.items():
-            # No early exit: the time must not tell which key came close.
+            # No early exit: timing must not reveal which key is close.
             if hmac.compare_digest(known, digest):
                 found = salt
         return found
 
 
 def _bearer(authorization: bytes) -> bytes:
-    """The key; empty, which none is, if it is sent in another way."""
+    """The key, or an empty string for another scheme."""
     scheme, _, key = authorization.partition(b" ")
     return key if scheme.lower() == b"bearer" else b""
 
@@ -135,21 +135,21 @@ class TooManyWrongKeys(ApiError):
 class WrongKeys:
     """Wrong keys of each client address within a minute.
 
-    A right key always passes, so that nobody can lock out others behind the same proxy. The table
-    is bounded: it forgets the address whose minute began first. `per_minute`: 0 refuses none.
+    A valid key always passes, so that nobody can lock out others behind the same proxy. The table is bounded: the
+    oldest entry is evicted. `per_minute` 0 disables the limit.
     """
 
     def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._per_minute = per_minute
         self._clock = clock
-        self._minutes: dict[str, tuple[int, float]] = {}  # wrong keys, and until when they count
+        self._minutes: dict[str, tuple[int, float]] = {}  # wrong keys, and the end of the minute
 
     def count(self, host: str) -> None:
-        """Note a wrong key. Raises: TooManyWrongKeys."""
+        """Count a wrong key. Raises: TooManyWrongKeys."""
         address, now = _place(host), self._clock()
         num_keys, until = self._minutes.get(address, (0, 0.0))
         if until <= now:
-            self._minutes.pop(address, None)  # a new minute goes to the end
+            self._minutes.pop(address, None)  # a new minute is appended
             num_keys, until = 0, now + WINDOW_S
         self._minutes[address] = (num_keys + 1, until)
         if len(self._minutes) > MAX_ADDRESSES:
@@ -165,7 +165,7 @@ class WrongKeys:
 
 
 def _place(host: str) -> str:
-    """The address, or of IPv6 the network: one client has many addresses there."""
+    """The address, or the /64 network of an IPv6 address: one client has many addresses there."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
@@ -178,7 +178,7 @@ def _place(host: str) -> str:
 
 
 def check_exposure(settings: GatewaySettings) -> None:
-    """Refuse to serve strangers without keys. Raises: SettingsError."""
+    """Refuse to listen on other addresses than loopback without keys. Raises: SettingsError."""
     if settings.api_keys or settings.allow_open or is_loopback(settings.host):
         return
     raise SettingsError(

@@ -1,7 +1,7 @@
-"""From the bytes of a request to a checked struct, or to an error that names the field.
+"""Decodes request bodies to structs, with errors that name the field.
 
-The good path is one bounded read and one strict decode. Where that fails, the slow path finds the
-place: `messages.[0].content.[1].image_url`.
+The fast path is one bounded read and one strict decode. If it fails, the slow path finds the field:
+`messages.[0].content.[1].image_url`.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 class _NamesModel(msgspec.Struct):
-    """All that is read of a body that was refused."""
+    """The field of a refused body that metrics need."""
 
     model: str
 
@@ -41,11 +41,11 @@ _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _RUNS = re.compile(rb"\[+|\]+")
 _SHALLOW = 3
 _TOKENS = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}:,]', re.DOTALL)
-_SEARCHED = 1 << 20  #: bytes of a body that are searched for a field that nests too deeply
-_TYPED_LEVELS = 8  #: of a request's own fields around one of any JSON, at most
+_SEARCHED = 1 << 20  #: leading bytes of a body in which a field that nests too deeply is searched
+_TYPED_LEVELS = 8  #: maximum nesting of typed fields around a field with free JSON
 _LISTS = (inspect.ListType, inspect.VarTupleType, inspect.SetType)
 _CONTAINERS = (inspect.StructType, *_LISTS)
-_ANY_KEY = "[...]"  #: msgspec's word for the client's own keys, which are not echoed
+_ANY_KEY = "[...]"  #: msgspec's placeholder for keys of the client, which are not echoed
 
 
 async def read_body(
@@ -58,7 +58,7 @@ async def read_body(
     max_commas: int = 0,
     media_type: bytes = JSON,
 ) -> bytes:
-    """The request's body. `max_commas`: where not those of the limits; of JSON alone.
+    """The request's body. `max_commas` overrides the limit for JSON.
 
     Raises: InvalidRequest (too large, too slow), Overloaded, ClientGone.
     """
@@ -71,19 +71,19 @@ async def read_body(
 
 
 class BodyTooSlow(Exception):
-    """A body sent nothing for `timeout_s`, or less than the minimum rate over it."""
+    """No bytes for `timeout_s`, or less than the minimum rate within it."""
 
     def __init__(self, timeout_s: float) -> None:
         self.problem = f"less than {LimitSettings.min_body_rate >> 10} KiB a second arrived for {timeout_s:g} s"
 
     def error(self) -> ApiError:
-        """The answer to the client."""
+        """The error for the client."""
         message = f"The body was sent too slowly: {self.problem}."
         return InvalidRequest(message, status=408, code="timeout")
 
 
 class PacedBody:
-    """A body's messages, held to a minimum rate. Time counts only while a message is awaited."""
+    """Receives a body at a minimum rate. The clock runs only while it waits for the client."""
 
     def __init__(self, receive: Receive, timeout_s: float) -> None:
         self._receive = receive
@@ -91,11 +91,11 @@ class PacedBody:
         self.num_bytes = 0  #: received so far
         self._waited_s = 0.0
         self._waits_since: float | None = None
-        self._window = (0, 0.0)  # both when the window began
+        self._window = (0, 0.0)  # bytes and waiting time at the start of the window
 
     @property
     def waited_s(self) -> float:
-        """Seconds spent waiting for the client so far."""
+        """Seconds spent waiting for the client."""
         since = self._waits_since
         return self._waited_s + (0.0 if since is None else time.monotonic() - since)
 
@@ -152,7 +152,7 @@ def _check_headers(context: RequestContext, max_bytes: int, expected: bytes) -> 
     headers = context.headers
     media_type, _, charset = headers.get(b"content-type", b"").lower().partition(b";")
     is_named = media_type.strip() == expected
-    if not is_named and expected != JSON:  # JSON needs no name: `curl -d` calls it a form
+    if not is_named and expected != JSON:  # JSON needs no content type: `curl -d` sends a form's
         raise InvalidRequest(
             f"Send the body with `Content-Type: {expected.decode()}`.",
             status=415,
@@ -193,10 +193,10 @@ def _too_large(limit: str) -> ApiError:
 
 
 class JsonBody(Generic[T]):
-    """Reads bodies of one type.
+    """Decodes bodies of one type.
 
-    `hints`: what to say of a value outside a closed set, by the field's path or its last name; without
-    one, the set itself.
+    `hints` are error texts for values outside a closed set, by the field's path or last name; by default the error
+    lists the set.
     """
 
     def __init__(
@@ -205,20 +205,20 @@ class JsonBody(Generic[T]):
         hints: Mapping[str, str] | None = None,
         unsupported: Unsupported | None = None,
     ) -> None:
-        """`unsupported`: fields that are refused although unknown ones are ignored."""
+        """`unsupported` are fields that are refused although other unknown ones are ignored."""
         self._type = type_
         self._decoder = msgspec.json.Decoder(type_)
         self._hints = hints or {}
         self._unsupported = unsupported or {}
 
     def decode(self, body: bytes, context: RequestContext | None = None) -> T:
-        """Read one. Without a `context`, an unknown field is refused.
+        """Decode a body. Without a `context`, an unknown field is refused.
 
         Raises: InvalidRequest that names the field.
         """
         try:
             if not body.isascii():
-                body.decode()  # the decoder does not look into the fields that it skips
+                body.decode()  # the decoder does not validate fields that it skips
             try:
                 decoded = self._decoder.decode(body)
             except msgspec.ValidationError:
@@ -236,15 +236,15 @@ class JsonBody(Generic[T]):
         most = LimitSettings.max_json_depth
         if is_deeper(body, most):
             error = self._too_deep(body)
-            # Beyond what is searched for the field, the levels of typed fields are not told apart.
+            # Beyond the searched bytes, levels of typed fields are counted like free JSON.
             if error.param or (len(body) > _SEARCHED and is_deeper(body, most + _TYPED_LEVELS)):
                 raise error
         return decoded
 
     def _too_deep(self, body: bytes) -> ApiError:
-        """The error for a value that nests too deeply; names its field if it is found early."""
+        """The error for a value that nests too deeply; it names the field if it is within the searched bytes."""
         most = LimitSettings.max_json_depth
-        path: list[str | int] = []  # the key or index that was reached in each open container
+        path: list[str | int] = []  # key or index of each open container
         key = "?"
         for token in _TOKENS.finditer(body, 0, _SEARCHED):
             first = token[0][:1]
@@ -268,7 +268,7 @@ class JsonBody(Generic[T]):
         return InvalidRequest(text, code="invalid_json")
 
     def _field(self, path: list[str | int]) -> list[str]:
-        """The part of a path that this type describes: the rest is within a field of any JSON."""
+        """The part of a path that this type describes, without the levels inside a field of free JSON."""
         names: list[str] = []
         types = list(members_of(self._info))
         for part in path[:_TYPED_LEVELS]:  # types may be recursive
@@ -285,13 +285,13 @@ class JsonBody(Generic[T]):
 
 
 def is_deeper(data: bytes, max_levels: int) -> bool:
-    """Whether valid JSON nests arrays and objects deeper than that."""
+    """Whether valid JSON nests arrays and objects deeper than the limit."""
     if data.count(b"[") + data.count(b"{") <= max_levels:
         return False
     if b"\\" in data:
         data = data.replace(b"\\\\", b"").replace(b'\\"', b"")
     outline = b"".join(data.split(b'"')[::2]).translate(_TO_BRACKETS, _NO_BRACKETS)
-    for _ in range(_SHALLOW):  # these are most of a wide value, and quick to leave out
+    for _ in range(_SHALLOW):  # most of a wide value is shallow, and removed quickly
         outline = outline.replace(b"[]", b"")
     depth = _SHALLOW
     for run in _RUNS.finditer(outline):
@@ -303,7 +303,7 @@ def is_deeper(data: bytes, max_levels: int) -> bool:
 
 
 def find_model_name(body: bytes) -> str:
-    """The model that a refused body names; empty if it is no JSON or names none."""
+    """The model that a refused body names. Empty if it is not JSON or names none."""
     try:
         return _name_decoder.decode(body).model
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -311,9 +311,9 @@ def find_model_name(body: bytes) -> str:
 
 
 def locate(problem: str, hints: Mapping[str, str], info: inspect.Type | None = None) -> ApiError:
-    """The error that names the field of a message of msgspec's, and repeats no value.
+    """The error that names the field of a msgspec error and repeats no value.
 
-    `info`: the type of the body.
+    `info` is the type of the body.
     """
     match = _AT.fullmatch(problem)
     assert match is not None  # every part of the pattern is optional
@@ -342,7 +342,7 @@ def _explain(reason: str, path: str, hints: Mapping[str, str], info: inspect.Typ
 
 
 def _values_at(info: inspect.Type, path: str) -> list[str]:
-    """The closed set of texts at that path of a body; empty: there is none."""
+    """The closed set of strings at a path of a body. Empty if there is none."""
     types = [*members_of(info)]
     for name in filter(None, path.split(".")):
         types = [

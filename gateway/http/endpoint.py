@@ -1,7 +1,7 @@
-"""Endpoints: a method of a path, and what the OpenAPI document says of it.
+"""Endpoints: a method of a path, and its entry in the OpenAPI document.
 
-A `Surface` (`gateway.calls.surface`) is served by the fleet; an `Operation` is a method of a
-`Resource`, served by the gateway: JSON in, JSON out.
+A `Surface` (`gateway.calls.surface`) is served by the fleet. An `Operation` is a method of a `Resource`, served by
+the gateway: JSON in, JSON out.
 """
 
 import asyncio
@@ -29,46 +29,46 @@ Serve = Callable[[Exchange], Awaitable[None]]
 Access = Literal["key", "public", "admin", "deploy"]
 Handler = Callable[..., Awaitable[Struct | Response]]
 H = TypeVar("H", bound=Handler)
-#: Problems of a query's parameter outside its closed set.
+#: Hints for query parameters outside their closed set.
 _QUERY_HINTS = {"order": "Send asc or desc.", "include": "Send embedding, or leave it out."}
 
 
 class Endpoint:
-    """A method of a path. Its docstring is its summary in the OpenAPI document."""
+    """A method of a path. The docstring is its summary in the OpenAPI document."""
 
-    #: Of the operation: in the OpenAPI document, in traces and in the records of streams.
+    #: Operation name in the OpenAPI document, traces and stream records.
     name: str
     method: str = "POST"
     path: str
-    #: Other paths by which clients know it.
+    #: Alternative paths.
     aliases: Sequence[str] = ()
     tag: str = ""
-    #: Which keys may call it.
+    #: Role of the keys that may call it.
     access: Access = "key"
-    #: Whether it is for orchestrators and Prometheus, by any host name; its calls are not logged.
+    #: Whether it is for orchestrators and Prometheus: any host name may be used, and calls are not logged.
     is_probe: bool = False
     #: Whether it records its requests itself.
     is_recorded: bool = False
-    #: Whether an error of an unknown path may suggest it.
+    #: Whether the error for an unknown path may suggest it.
     is_suggested: bool = False
-    #: Whether the OpenAPI document has it.
+    #: Whether the OpenAPI document includes it.
     is_documented: bool = True
     request_type: type[Struct] | None = None
     answer_type: type[Struct] | None = None
-    #: Of a stream's events.
+    #: Type of a stream's events.
     chunk_type: type[Struct] | None = None
     error_type: type[Struct] = ErrorBody
     query_type: type[Struct] | None = None
-    #: The media type of an answer that is no JSON.
+    #: Media type of an answer that is not JSON.
     answers_text: str = ""
     media_type: str = JSON.decode()
-    #: Statuses of errors that this API names otherwise.
+    #: Names of error statuses in this API.
     statuses: ClassVar[Mapping[str, str]] = {}
-    #: Request headers with a meaning of their own.
+    #: Request headers of this endpoint.
     headers: ClassVar[Mapping[str, str]] = {}
-    #: Texts for values outside a closed set, by the field's path or its last name.
+    #: Error texts for values outside a closed set, by the field's path or last name.
     hints: ClassVar[Mapping[str, str]] = {}
-    #: Unknown fields that are refused, with the values that are no-ops.
+    #: Unknown fields that are refused, with their no-op values.
     unsupported: ClassVar[Unsupported] = {}
 
     @property
@@ -76,7 +76,7 @@ class Endpoint:
         return (self.__doc__ or "").partition("\n")[0].rstrip(".")
 
     def error(self, error: ApiError) -> tuple[int, bytes]:
-        """The status and the body of an error before the answer has begun."""
+        """Status and body of an error before the answer has begun."""
         return error.status, error.body()
 
     def write_limits(self, properties: dict[str, Any]) -> None:
@@ -85,7 +85,7 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class OperationServices:
-    """What serving an operation needs."""
+    """Dependencies of operations."""
 
     admission: Admission
     limits: LimitSettings
@@ -97,9 +97,9 @@ class Caller(Struct, frozen=True):
 
     context: RequestContext
     held: HeldBody
-    #: Of what is no JSON.
+    #: A body that is not JSON.
     body: bytes
-    #: Of an upload, whose body is not read yet.
+    #: Receives the body of an upload.
     receive: Receive
 
     @property
@@ -108,12 +108,12 @@ class Caller(Struct, frozen=True):
 
     @property
     def tenant(self) -> str:
-        """The owner of what the request makes and sees; no secret."""
+        """Owner of the objects that the request creates and reads; not a secret."""
         return hashlib.sha256(b"search " + self.context.tenant.encode()).hexdigest()[:32]
 
 
 class Resource:
-    """Operations on one kind of thing: its methods that `operation` marks."""
+    """Operations on one kind of object: the methods that `operation` marks."""
 
     tag: ClassVar[str] = ""
     access: ClassVar[Access] = "key"
@@ -133,8 +133,8 @@ class Resource:
 def operation(method: str, path: str, **attributes: Any) -> Callable[[H], H]:
     """Serve a method of a `Resource`: its name is the operation's, its first line the summary.
 
-    Its parameters are the `Caller`, a `body` and a `query` by their types; it returns the answer.
-    `attributes`: of `Endpoint`; `status`, of an answer; `commas`: the limit on those of a body;
+    The parameters are the `Caller`, a `body` and a `query`, by their types; the return value is the answer.
+    `attributes` are those of `Endpoint`; `status` is the answer's; `commas` is the limit on commas of a body;
     `is_upload`: the method reads the body.
     """
 
@@ -182,9 +182,11 @@ class Operation(Endpoint):
         )
 
     async def serve(self, exchange: Exchange) -> None:
-        """Raises: ApiError, ClientGone, and what `to_api_error` knows."""
+        """Raises: ApiError, ClientGone, and exceptions that `to_api_error` converts."""
         admission = self._services.admission
-        is_admitted = self.access == "key" and not self.is_probe  # operators pass an overload
+        is_admitted = (
+            self.access == "key" and not self.is_probe
+        )  # operators are not subject to admission
         with admission if is_admitted else nullcontext(), admission.hold_body() as held:
             try:
                 answer = await self._answer(exchange, held)
@@ -209,7 +211,7 @@ class Operation(Endpoint):
             )
         arguments: dict[str, Any] = {}
         if self._body is not None:
-            is_strict = self.access != "key"  # an operator's typo is an error
+            is_strict = self.access != "key"  # operators get an error for a typo
             arguments["body"] = self._body.decode(body, None if is_strict else context)
         if self.query_type is not None:
             arguments["query"] = _read_query(context.query, self.query_type)
@@ -229,7 +231,7 @@ def _read_query(query: bytes, type_: type[Struct]) -> Struct:
 async def _while_connected(
     work: Awaitable[Struct | Response], exchange: Exchange
 ) -> Struct | Response:
-    """The result of the work, which is cancelled if the client leaves. Raises: ClientGone."""
+    """Run work, and cancel it if the client disconnects. Raises: ClientGone."""
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(exchange.wait_until_gone())
     try:

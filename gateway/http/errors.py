@@ -1,13 +1,13 @@
-"""Errors as OpenAI's clients expect them: `{"error": {message, type, param, code}}` and a status.
+"""Errors in OpenAI's format, `{"error": {message, type, param, code}}`, and their status.
 
     ApiError
-    |-- InvalidRequest       400, and 413, 415 ...   the client's to mend; never retried
-    |-- AuthenticationError  401
-    |-- NotFound             404, 405
-    |-- Overloaded           503, retry-after        come again later
-    `-- ServerError          500, 503, 504           ours
+-- InvalidRequest       400, and 413, 415 ...   for the client to fix; never retried
+-- AuthenticationError  401
+-- NotFound             404, 405
+-- Overloaded           503, retry-after        retry later
+    `-- ServerError          500, 503, 504           the fleet's
 
-Messages are short, fixed texts and numbers of ours, never input, addresses, paths or tracebacks.
+Messages are short fixed texts with numbers, without input, addresses, paths or tracebacks.
 """
 
 import logging
@@ -29,11 +29,11 @@ logger = logging.getLogger(__name__)
 
 
 class ClientGone(Exception):
-    """The client left; nothing can be answered."""
+    """The client has disconnected."""
 
 
 class ErrorFields(msgspec.Struct):
-    """The four keys that clients rely on; in a stream's last event also what headers would say."""
+    """Fields of an error. The last event of a stream also has the fields of the headers."""
 
     message: str
     type: str
@@ -50,13 +50,13 @@ class ErrorBody(msgspec.Struct):
 
 
 class ApiError(Exception):
-    """An error with its place on the wire. `retry_after_s` tells clients when to come back."""
+    """An error and its status. `retry_after_s` tells clients when to retry."""
 
     status = 500
     type = "server_error"
-    model: str | None = None  #: that a refused body names, as metrics call it
-    request_id: str | None = None  #: as the answer's headers name the request
-    allow = ""  #: methods of the path, where another was sent
+    model: str | None = None  #: model that a refused body names, as a metrics label
+    request_id: str | None = None  #: id of the request in the answer's headers
+    allow = ""  #: methods of the path, for a 405
 
     def __init__(
         self,
@@ -80,16 +80,16 @@ class ApiError(Exception):
         return self.retry_after_s is not None
 
     def rename(self, param: str, name: str) -> None:
-        """Call a field as the client's API does, where it is the one that is to blame."""
+        """Use the name of a field in the client's API, if the error names this field."""
         if self.param == param:
             self.param, self.message = name, self.message.replace(param, name, 1)
 
     def body(self) -> bytes:
-        """The JSON of the error."""
+        """The error as JSON."""
         return self._encode(ErrorFields(self.message, self.type, self.param, self.code))
 
     def event(self) -> bytes:
-        """The JSON of the error as a stream's last event, which says whether to retry."""
+        """The error as the last event of a stream, with the fields of the headers."""
         fields = ErrorFields(self.message, self.type, self.param, self.code, self.should_retry)
         if self.retry_after_s is not None:
             fields.retry_after = self.retry_after_s
@@ -99,7 +99,7 @@ class ApiError(Exception):
         return msgspec.json.encode(ErrorBody(fields))
 
     def headers(self) -> Headers:
-        """What goes with the status: the type, when to retry, and whether to."""
+        """Headers of the answer: content type, and whether and when to retry."""
         headers: Headers = [(b"content-type", b"application/json")]
         if self.retry_after_s is not None:
             headers.append((b"retry-after", b"%d" % self.retry_after_s))
@@ -112,40 +112,40 @@ class ApiError(Exception):
         return headers
 
 
-#: An API's own shape of an error: its status and body.
+#: An API's format of errors: status and body.
 Render = Callable[[ApiError], tuple[int, bytes]]
 
 
 class InvalidRequest(ApiError):
-    """The request cannot be served as it is."""
+    """The request is invalid."""
 
     status = 400
     type = "invalid_request_error"
 
 
 class AuthenticationError(ApiError):
-    """No key, or one that is not known."""
+    """The key is missing or unknown."""
 
     status = 401
     type = "invalid_request_error"
 
 
 class Forbidden(ApiError):
-    """Who asks may not do this, by its key or its origin."""
+    """The key or the origin has no permission."""
 
     status = 403
     type = "invalid_request_error"
 
 
 class NotFound(ApiError):
-    """No such model or path."""
+    """The model or path does not exist."""
 
     status = 404
     type = "invalid_request_error"
 
 
 class Overloaded(ApiError):
-    """Not now: the queue is full, the gateway stops, or Redis is away.
+    """The queue is full, the gateway is stopping, or Redis is unreachable.
 
     `reason` is a label of the metrics.
     """
@@ -159,10 +159,10 @@ class Overloaded(ApiError):
 
 
 class ServerError(ApiError):
-    """We failed."""
+    """A failure of the fleet."""
 
 
-#: How each failure of an accepted request looks on the wire: class, status, retry-after in seconds.
+#: Failures of accepted requests: class, status, and retry-after in seconds.
 FAILURES: dict[ErrorCode, tuple[type[ApiError], int, int | None]] = {
     ErrorCode.INVALID_IMAGE: (InvalidRequest, 400, None),
     ErrorCode.CONTEXT_LENGTH_EXCEEDED: (InvalidRequest, 400, None),
@@ -183,7 +183,7 @@ FAILURES: dict[ErrorCode, tuple[type[ApiError], int, int | None]] = {
 
 
 def from_failed(event: Failed) -> ApiError:
-    """The error that a worker's terminal event stands for."""
+    """The error for a worker's terminal event."""
     error, status, retry_after_s = FAILURES[event.code]
     return error(
         event.message[:1000],
@@ -204,9 +204,9 @@ def method_not_allowed(methods: Collection[str]) -> NotFound:
 
 
 def unknown_path(path: str, known: Collection[str]) -> ApiError:
-    """The error for an unknown path, with the nearest one that is served.
+    """The error for an unknown path, with the closest known one.
 
-    Only our own paths are told, never the client's.
+    The client's path is not echoed.
     """
     near = sorted(own for own in known if path in (own.removeprefix("/v1"), "/v1" + own, own + "/"))
     if near:
@@ -218,14 +218,14 @@ def unknown_path(path: str, known: Collection[str]) -> ApiError:
 
 
 def unexpected() -> ApiError:
-    """The error for an exception that nobody foresaw; its text stays in our log."""
+    """The error for an unexpected exception, whose text is only logged."""
     return ServerError(
         "The server had an error while processing the request.", code="internal_error"
     )
 
 
 def unavailable() -> ApiError:
-    """The error while Redis cannot be reached."""
+    """The error while Redis is unreachable."""
     return Overloaded(
         "redis",
         "The service is temporarily unavailable; retry.",
@@ -245,9 +245,9 @@ def record_unreadable() -> ApiError:
 
 
 def to_api_error(error: Exception) -> ApiError | None:
-    """The error to answer an exception with; None if the client has left.
+    """The error for an exception. None if the client has disconnected.
 
-    It has no traceback, whose frames would keep bodies and images until garbage is collected.
+    It has no traceback, whose frames would retain bodies and images.
     """
     match error:
         case ClientGone():

@@ -1,6 +1,6 @@
-"""One HTTP exchange: what is known of the request, its answer, and server-sent events.
+"""One HTTP exchange: the request's context, the answer, and server-sent events.
 
-JSON has no raw line breaks, so no text of a model can break an event.
+JSON has no raw line breaks, so that no text can break an event.
 Source: WHATWG HTML, "Server-sent events".
 """
 
@@ -20,49 +20,49 @@ JSON_HEADERS: Headers = [(b"content-type", b"application/json")]
 SSE_HEADERS: Headers = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # proxies pass events on at once
+    (b"x-accel-buffering", b"no"),  # disables buffering in proxies
 ]
 SSE_KEEP_ALIVE = b": keep-alive\n\n"
-#: The last event of a stream in OpenAI's APIs.
+#: Last event of a stream in OpenAI's APIs.
 SSE_DONE = b"data: [DONE]\n\n"
 
 
 class RequestContext(Struct):
-    """Facts about one request. Units: `received_at` is a reading of `time.perf_counter`."""
+    """Properties of one request. Units: `received_at` is a reading of `time.perf_counter`."""
 
-    id: str  #: ours, 128 random bits; names the request in the queue
-    headers: dict[bytes, bytes]  #: names in lower case; the last of repeated ones
+    id: str  #: 128 random bits; the request's name in the queue
+    headers: dict[bytes, bytes]  #: lower-case names; the last one of repeated headers
     received_at: float
-    client_id: str | None = None  #: the client's own `x-request-id`, if it is well formed
+    client_id: str | None = None  #: the client's `x-request-id`, if it is well formed
     tenant: str = ""
     method: str = "POST"
-    route: str = ""  #: the template of the path; empty for a line of a batch
+    route: str = ""  #: template of the path; empty for a line of a batch
     path: dict[str, str] = field(default_factory=dict)  #: parameters of the path
     query: bytes = b""
-    trace_parent: str | None = None  #: W3C: the caller's span, then ours below it
+    trace_parent: str | None = None  #: W3C trace context: the caller's span, later our own
     #: Whether an unknown field of the body is an error (`VLM_GATEWAY__UNKNOWN_FIELDS`).
     refuses_unknown_fields: bool = False
-    #: Fields of the request without an effect, for `x-vlm-ignored`.
+    #: Ignored fields of the request, for `x-vlm-ignored`.
     ignored: list[str] = field(default_factory=list)
 
     @property
     def shown_id(self) -> str:
-        """The request's id as its client knows it."""
+        """The request id for the client."""
         return self.client_id or "req_" + self.id
 
     def ignore(self, name: str) -> None:
-        """Note a field without an effect."""
+        """Add an ignored field."""
         if name not in self.ignored and len(self.ignored) < _MAX_IGNORED:
             self.ignored.append(name)
 
 
 class Exchange:
-    """The client's end of one request. Writes to a client that has left are discarded."""
+    """The client's side of one request. Writes to a disconnected client are discarded."""
 
     def __init__(self, context: RequestContext, receive: Receive, send: Send) -> None:
         self.context = context
         self.receive = receive
-        self.status: int | None = None  #: that was sent
+        self.status: int | None = None  #: as sent
         self._send = send
 
     async def answer(self, status: int, headers: Headers, body: bytes) -> None:
@@ -70,7 +70,7 @@ class Exchange:
         await self.write(body, is_last=True)
 
     async def fail(self, error: ApiError, render: Render | None = None) -> None:
-        """Answer with an error. `render`: the API's own shape of errors."""
+        """Send an error. `render` is the API's format of errors."""
         error.request_id = self.context.shown_id
         status, body = (error.status, error.body()) if render is None else render(error)
         await self.answer(status, error.headers(), body)
@@ -81,25 +81,25 @@ class Exchange:
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def write(self, body: bytes, *, is_last: bool = False) -> None:
-        """Send a part of the body, once the client has read what came before."""
+        """Send a part of the body, after the client has read the previous ones."""
         await self._send({"type": "http.response.body", "body": body, "more_body": not is_last})
 
     async def send(self, message: Message) -> None:
-        """An ASGI `send` for Starlette's responses."""
+        """The `send` function for Starlette's responses."""
         if message["type"] == "http.response.start":
             await self.start(message["status"], list(message["headers"]))
         else:
             await self._send(message)
 
     async def wait_until_gone(self) -> None:
-        """Return when the client has left. Call it after the body was read."""
+        """Return when the client disconnects. Call it after the body was read."""
         while (await self.receive())["type"] != "http.disconnect":
             pass
 
     def _own_headers(self) -> Headers:
         context, request_id = self.context, self.context.shown_id.encode()
         headers = [(b"x-request-id", request_id)]
-        if b"anthropic-version" in context.headers:  # Anthropic's clients read this name
+        if b"anthropic-version" in context.headers:  # header name of Anthropic's clients
             headers.append((b"request-id", request_id))
         if context.ignored:
             names = dict.fromkeys(map(clean_name, context.ignored))
@@ -120,14 +120,14 @@ def short_hash(name: str) -> str:
 
 
 def sse_event(data: bytes, event: bytes = b"") -> bytes:
-    """One server-sent event. `event`: its name, where the API names events."""
+    """A server-sent event. `event` is its name, if the API names events."""
     if event:
         return b"event: " + event + b"\ndata: " + data + b"\n\n"
     return b"data: " + data + b"\n\n"
 
 
 def with_sse_id(event: bytes, id_: int) -> bytes:
-    """The event with an id, which a client that reconnects sends as `Last-Event-ID`."""
+    """The event with an id, which a reconnecting client sends as `Last-Event-ID`."""
     return b"id: %d\n" % id_ + event
 
 

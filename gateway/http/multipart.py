@@ -1,4 +1,4 @@
-"""The parts of a `multipart/form-data` body that is already in memory, read strictly.
+"""Parses `multipart/form-data` bodies strictly.
 
 Source: RFC 7578.
 """
@@ -16,7 +16,7 @@ _MAX_HEAD_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class FormPart:
-    """A field of a form. `filename` is None where it is no file."""
+    """A field of a form. `filename` is None for a text field."""
 
     name: str
     filename: str | None
@@ -24,11 +24,11 @@ class FormPart:
 
 
 def read_form(body: bytes, content_type: bytes) -> list[FormPart]:
-    """The fields in their order. Raises: InvalidRequest."""
+    """The fields in order. Raises: InvalidRequest."""
     try:
         return _read_parts(body, content_type)
     except (TypeError, ValueError, LookupError, AttributeError):
-        # The email package's own, where a parameter is there plain and in pieces of RFC 2231.
+        # An error of the email package for a parameter that exists both plain and split (RFC 2231).
         raise _invalid() from None
 
 

@@ -1,6 +1,6 @@
-"""The gateway's ASGI application: finds the endpoint of a request, checks host, origin and key, and logs.
+"""The gateway's ASGI application: routes requests, checks host, origin and key, and logs.
 
-Pure ASGI, as Starlette's `BaseHTTPMiddleware` hides that a client has left.
+Pure ASGI, because Starlette's `BaseHTTPMiddleware` hides that a client has disconnected.
 """
 
 import ipaddress
@@ -31,14 +31,14 @@ from shared.telemetry.trace_context import parse_trace_parent
 
 _HOST = re.compile(r"(?:\[(?P<ipv6>[0-9A-Fa-f:.]+)\]|(?P<name>[A-Za-z0-9._-]+))(?::[0-9]{1,5})?")
 _SANE_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
-#: Bodies that a page may send anywhere without a preflight; all others need one, which
-#: `cors_origins` answers. Source: Fetch, "CORS-safelisted request-header".
+#: Content types that a page may post without a preflight; all others need one, which `cors_origins` answers.
+#: Source: Fetch, "CORS-safelisted request-header".
 _SIMPLE_TYPES = (
     b"", b"application/x-www-form-urlencoded", b"multipart/form-data", b"text/plain",
 )  # fmt: skip
 _REFUSED = frozenset({401, 403, 404, 405, 429})
-_MAX_REFUSALS_LOGGED = 10  #: lines a second
-#: Names of other APIs' operations below paths that end with an id of ours.
+_MAX_REFUSALS_LOGGED = 10  #: lines per second
+#: Operations of other APIs that look like an id of ours in a path.
 _NOT_SERVED = frozenset({"/v1/responses/compact"})
 
 logger = logging.getLogger(__name__)
@@ -53,15 +53,15 @@ class Route:
 
     @property
     def first(self) -> Endpoint:
-        """The endpoint that stands for the path, where the method does not matter."""
+        """An endpoint of the path, if the method does not matter."""
         return next(iter(self.endpoints.values()))[0]
 
 
 class Router:
-    """Serves endpoints. Without API keys it checks the host and the origin of requests instead.
+    """Routes requests. Without API keys it checks host and origin instead.
 
-    `origins`: of pages that may post. `hosts`: names of this gateway besides localhost, for clients
-    without keys. `find_render`: the shape of errors by path and headers, where no surface has its own.
+    `origins` are those of pages that may post. `hosts` are names of this gateway besides localhost, for clients
+    without keys. `find_render` returns the format of errors by path and headers, for paths of no surface.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class Router:
             raise
 
     def _check_host(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        """Refuse names that are not ours: a page may point its own at this address (DNS rebinding).
+        """Refuse unknown host names: a page may point its own name at this address (DNS rebinding).
 
         Raises: Forbidden.
         """
@@ -180,10 +180,10 @@ class Router:
         return (match["name"] or "").lower() in self._hosts
 
     def _check_origin(self, context: RequestContext) -> None:
-        """Refuse what a page of another origin posts without a preflight. Raises: Forbidden.
+        """Refuse posts from pages of another origin that need no preflight. Raises: Forbidden.
 
-        Browsers name the origin of a request, and no page can leave that out. Others, such as curl,
-        name none. Source: Fetch, "`Origin` header"; Fetch Metadata.
+        Browsers send the origin, and pages cannot omit it. Other clients, such as curl, send none. Source: Fetch,
+        "`Origin` header"; Fetch Metadata.
         """
         headers = context.headers
         site, origin = headers.get(b"sec-fetch-site"), headers.get(b"origin")
@@ -192,7 +192,7 @@ class Router:
         media_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
         if media_type not in _SIMPLE_TYPES or origin in self._origins or b"*" in self._origins:
             return
-        if site is not None:  # of the gateway as the browser sees it, whatever proxy is between
+        if site is not None:  # relative to the gateway as the browser sees it, through any proxy
             is_own = site in (b"same-origin", b"none")
         else:
             is_own = (origin or b"").partition(b"://")[2] == headers.get(b"host")
@@ -217,7 +217,7 @@ def _choose(
 
 
 def _note(scope: Scope) -> RequestContext:
-    """Start the clock, and name the request in log lines."""
+    """Create the request's context and set its id for log lines."""
     headers = dict(scope["headers"])
     context = RequestContext(
         secrets.token_hex(16),
@@ -226,7 +226,7 @@ def _note(scope: Scope) -> RequestContext:
         method=scope["method"],
         query=scope["query_string"],
     )
-    request_id.set(context.id)  # each request is a task of its own
+    request_id.set(context.id)  # each request is a task with a context of its own
     if (caller := headers.get(b"traceparent")) is not None:
         context.trace_parent = parse_trace_parent(caller)
     client_id = headers.get(b"x-request-id")
@@ -236,16 +236,16 @@ def _note(scope: Scope) -> RequestContext:
 
 
 class AccessLog:
-    """Counts and logs the requests that no `Recorder` notes. Refusals share a few lines a second."""
+    """Counts and logs requests that no `Recorder` records. Refusals are limited to a few lines per second."""
 
     def __init__(self, metrics: GatewayMetrics) -> None:
         self._metrics = metrics
-        self._second = 0  # of the latest refusal
-        self._num_refused = 0  # within it
+        self._second = 0  # of the last refusal
+        self._num_refused = 0  # refusals within this second
         self._num_unlogged = 0
 
     def note(self, context: RequestContext, route: str, status: int | None) -> None:
-        """Note a request that has ended. `route`: a template, never the client's path."""
+        """Log a request that has ended. `route` is a template, never the client's path."""
         self._metrics.record_http(context.method, route, status)
         if status in _REFUSED and not self._may_log():
             self._num_unlogged += 1

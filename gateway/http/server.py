@@ -1,11 +1,10 @@
-"""The HTTP server: uvicorn with bounds on what a client may make it hold, and a graceful end.
+"""The HTTP server: uvicorn with limits on what a client can make it hold, and graceful shutdown.
 
-uvicorn's fast parser takes headers and trailers of any size and waits for ever for requests, and
-for clients to read; here all are bounded. At SIGTERM the server first refuses new work while it
-still answers, so that `/readyz` can say 503 and open requests finish.
+uvicorn's parser accepts headers and trailers of any size, and waits without limit for requests and for clients to
+read; this server limits all of them. On SIGTERM it refuses new requests while it still answers, so that `/readyz`
+returns 503 and open requests finish.
 
-A client that closes its sending half has left, as in most servers: nobody can tell it from one that
-is gone, and its request is cancelled. Whoever wants an answer keeps the connection open.
+A client that closes its sending half is treated as disconnected, as in most servers, and its request is cancelled.
 """
 
 import asyncio
@@ -30,28 +29,26 @@ from shared.settings.tree import Settings
 from shared.telemetry.metrics import GatewayMetrics
 
 _STATUS_LINE = b"HTTP/1.1 "
-_BODY_GRACE_S = 1.0  #: for the application to say first that the body is late
+_BODY_GRACE_S = 1.0  #: for the application to report a slow body first
 _LAST_WORDS_S = 2.0  #: for the error events of requests that outlast the drain
 
-RESERVED_FILES = 64  #: file descriptors for what is no client's connection
+RESERVED_FILES = 64  #: file descriptors that are not for client connections
 _WARN_EVERY_S = 10.0
 
 logger = logging.getLogger(__name__)
 
 
 class FileReserve:
-    """Keeps the last file descriptors from clients: they are for Redis, remote images and files."""
+    """Reserves file descriptors for Redis, remote images and files."""
 
     def __init__(self, metrics: GatewayMetrics) -> None:
         self._metrics = metrics
         self._last_warned_at = float("-inf")
 
     def admits(self, transport: asyncio.Transport) -> bool:
-        """Whether this connection leaves enough; one that does not is counted, and now and then
-        logged.
-        """
+        """Whether a connection leaves enough file descriptors. Refused ones are counted, and logged at intervals."""
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        file = transport.get_extra_info("socket").fileno()  # the lowest that was free
+        file = transport.get_extra_info("socket").fileno()  # the lowest free number
         if limit == resource.RLIM_INFINITY or file < limit - min(RESERVED_FILES, limit // 4):
             return True
         self._metrics.record_rejection("connections")
@@ -66,20 +63,19 @@ class NotServed(Exception):
 
 
 class BoundedTransport:
-    """A transport that sends at once, a status line with the body behind it, and drops a client
-    which does not read the rest of its answer in time.
+    """A transport that writes at once, joins the status line with the body, and drops clients that do not read.
 
-    Closed, it waits `send_timeout_s` for that.
+    After `close`, it waits `send_timeout_s` for the client.
     """
 
     def __init__(
         self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop, send_timeout_s: float
     ) -> None:
-        transport.set_write_buffer_limits(0)  # else uvloop keeps small writes to a turn's end
+        transport.set_write_buffer_limits(0)  # otherwise uvloop delays small writes
         self._transport = transport
         self._loop = loop
         self._send_timeout_s = send_timeout_s
-        self._head = b""  #: waits for its body, until this turn of the loop ends
+        self._head = b""  #: status line that waits for its body, within one iteration of the loop
         self.get_extra_info = transport.get_extra_info
         self.is_closing = transport.is_closing
 
@@ -87,7 +83,7 @@ class BoundedTransport:
         return getattr(self._transport, name)
 
     def write(self, data: bytes) -> None:
-        """Send; two writes would wake the client for a status line alone."""
+        """Write; a status line waits for its body, because two writes would wake the client twice."""
         if self._head:
             data, self._head = self._head + data, b""
         elif data.startswith(_STATUS_LINE):
@@ -102,7 +98,7 @@ class BoundedTransport:
             self._transport.write(head)
 
     def close(self) -> None:
-        """Send what is left, then close."""
+        """Write what is left, then close."""
         self._flush()
         self._transport.close()
         if self._transport.get_write_buffer_size():
@@ -110,27 +106,25 @@ class BoundedTransport:
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """uvicorn's httptools protocol with limits on headers and trailers, and on the time of headers,
-    bodies and answers.
+    """uvicorn's httptools protocol with limits on headers, trailers, and the time of headers, bodies and answers.
 
-    Trailers are read past: merged into the headers, as uvicorn does, they would be headers that no
-    proxy has seen.
+    Trailers are discarded: uvicorn would merge them into the headers, unseen by any proxy.
     """
 
     _in_headers = False
     _in_body = False
-    _problem = ""  #: why the parser stopped, where it was us
-    #: bytes of headers that are not yet complete, or of chunks' headers and trailers
+    _problem = ""  #: why this class stopped the parser
+    #: bytes of incomplete headers, or of chunk headers and trailers
     _num_received = 0
     _num_trailers = 0
     _read = b""
-    _without_upgrade = b""  #: the head of a request that asked for another protocol
+    _without_upgrade = b""  #: head of a request without its `Upgrade`
     _num_trailer_bytes = 0
-    _has_ended = False  #: whether the latest read held the end of a request
-    _timer: TimerHandle | None = None  #: ends a connection whose request does not come
-    _times_body = False  #: whether that timer is a body's
-    _is_body_silent = False  #: no byte of the body since that timer was set
-    _send_timer: TimerHandle | None = None  #: ends a connection whose client does not read
+    _has_ended = False  #: whether the last read contained the end of a request
+    _timer: TimerHandle | None = None  #: closes a connection without a request
+    _times_body = False  #: whether the timer is for a body
+    _is_body_silent = False  #: no byte of the body since the timer was set
+    _send_timer: TimerHandle | None = None  #: closes a connection whose client does not read
 
     def __init__(
         self, *arguments: Any, settings: Settings, files: FileReserve, **options: Any
@@ -143,7 +137,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._send_timeout_s = settings.gateway.send_timeout_s
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Give the first headers their time, or hang up where file descriptors are short."""
+        """Start the timer of the headers, or close the connection if file descriptors are short."""
         if not self._files.admits(transport):
             transport.abort()
         bounded = BoundedTransport(transport, self.loop, self._send_timeout_s)
@@ -156,9 +150,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
-        """The client reads less than it is sent: give it its time, and then hang up, which ends its
-        request.
-        """
+        """Start the timer of a client that does not read; it closes the connection and ends the request."""
         super().pause_writing()
         self._send_timer = self.loop.call_later(self._send_timeout_s, self.transport.abort)
 
@@ -167,7 +159,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
-        """Parse; what is left incomplete is counted and timed."""
+        """Parse; incomplete data is counted and timed."""
         if self.transport.is_closing():
             return
         self._has_ended = False
@@ -175,7 +167,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._read = data
         super().data_received(data)
         self._read = b""
-        if self._has_ended:  # an unknown part of this read belongs to the request before
+        if self._has_ended:  # an unknown part of this read belongs to the previous request
             self._num_received = 0
         if self.transport.is_closing():
             return
@@ -196,7 +188,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._num_trailers = self._num_trailer_bytes = 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header, or a trailer. Raises: NotServed."""
+        """A header or a trailer. Raises: NotServed."""
         if self._in_headers:
             super().on_header(name, value)
             return
@@ -210,25 +202,25 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             raise self._not_served(self._too_large("trailers"))
 
     def on_body(self, body: bytes) -> None:
-        """A piece of the body; what stands between two of them is bounded."""
+        """A piece of the body; the bytes between two pieces are limited."""
         self._num_received = 0
         self._is_body_silent = False
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """A request ends; the next may begin in the same read."""
+        """The request is complete; the next one may begin in the same read."""
         if self._without_upgrade:
             return
         self._has_ended, self._in_body = True, False
         super().on_message_complete()
 
     def on_headers_complete(self) -> None:
-        """The application's time begins. Raises: NotServed."""
+        """The application runs from here. Raises: NotServed."""
         self._in_headers, self._in_body, self._num_received = False, True, 0
         size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
         if size > self._limits.max_header_bytes or len(self.headers) > self._limits.max_headers:
             raise self._not_served(self._too_large("headers"))
-        assert self.parser is not None  # it calls
+        assert self.parser is not None  # it is the caller
         if self._ignore_upgrade():
             return
         version = self.parser.get_http_version()
@@ -244,10 +236,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.cycle.send = without_chunks(self.cycle)  # type: ignore[method-assign]
 
     def _ignore_upgrade(self) -> bool:
-        """Note how the request reads without its wish for another protocol, where it has one.
+        """Note the request's head without its `Upgrade`. Returns whether it has one.
 
-        The parser reads no body behind such a wish, but HTTP/1.1 is spoken on as if it were not
-        there (RFC 9110, 7.8).
+        The parser reads no body after an upgrade request, but HTTP/1.1 continues as if it were not there (RFC 9110,
+        7.8).
         """
         assert self.parser is not None
         if not self.parser.should_upgrade():
@@ -266,9 +258,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         return True
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Called where the parser stopped at the wish for another protocol: go on without it, and
-        without a warning.
-        """
+        """Continue without the upgrade, and without uvicorn's warning."""
         stop = sys.exc_info()[1]
         assert isinstance(stop, httptools.HttpParserUpgrade)
         head, self._without_upgrade = self._without_upgrade, b""
@@ -286,9 +276,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         return f"Too many {part}: send at most {count}, {size} bytes together."
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is not HTTP, in the words of all other errors; hang up where an answer has
-        begun.
-        """
+        """Answer invalid HTTP in the format of other errors. Closes the connection if an answer has begun."""
         cycle = self.cycle
         if cycle is not None and cycle.response_started and not cycle.response_complete:
             self.transport.abort()
@@ -307,7 +295,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._timer = self.loop.call_later(timeout_s, self.transport.close)
 
     def _time_body(self) -> None:
-        """Close a connection whose body stops. Its rate is limited by whoever reads it."""
+        """Close a connection whose body stops. The application limits its rate."""
         self._stop_timer()
         self._times_body, self._is_body_silent = True, True
         self._timer = self.loop.call_later(self._body_timeout_s, self._end_body)
@@ -332,9 +320,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
 
 def without_chunks(cycle: RequestResponseCycle) -> Send:
-    """The `send` for HTTP/1.0, which knows no chunks: an answer of unknown length ends with its
-    connection.
-    """
+    """The `send` for HTTP/1.0, which has no chunks: an answer of unknown length ends with the connection."""
     send_plain, has_length = cycle.send, False
 
     async def send(message: Any) -> None:
@@ -350,9 +336,9 @@ def without_chunks(cycle: RequestResponseCycle) -> Send:
 
 
 class DrainingServer(uvicorn.Server):
-    """uvicorn's server that finishes open requests before it closes its doors.
+    """uvicorn's server, which finishes open requests before it stops.
 
-    `fail_open`: ends the requests that outlast the drain, with this message.
+    `fail_open` ends requests that outlast the drain with a message.
     """
 
     def __init__(
@@ -370,7 +356,7 @@ class DrainingServer(uvicorn.Server):
 
     @property
     def port(self) -> int:
-        """The port that it listens on, once it has started."""
+        """The port, after the start."""
         return self.servers[0].sockets[0].getsockname()[1]
 
     async def startup(self, sockets=None) -> None:
@@ -389,7 +375,7 @@ class DrainingServer(uvicorn.Server):
         self._drain_until = time.monotonic() + self.drain_s
 
     async def on_tick(self, counter: int) -> bool:
-        """Whether to stop: called ten times a second."""
+        """Whether to stop; called ten times per second."""
         if self.admission.is_draining:
             if self.admission.num_open == 0:
                 self.should_exit = True

@@ -1,7 +1,7 @@
-"""Fields of a request body that its type does not have: ignored and listed, or refused by name.
+"""Unknown fields of a request body: ignored and listed, or refused by name.
 
-A field that would change the answer is refused, unless its value is null or a no-op. All others are
-removed; `x-vlm-ignored` and the log list them.
+A field that would change the answer is refused, unless its value is null or a no-op. All others are removed and
+listed in `x-vlm-ignored` and the log.
 """
 
 import logging
@@ -16,13 +16,13 @@ from msgspec import Raw, inspect
 from gateway.http.errors import ApiError, InvalidRequest
 from gateway.http.exchange import RequestContext, clean_name
 
-#: By field, the values that are no-ops; null always is. Names in objects follow a dot.
+#: No-op values by field; null is always one. Names in objects follow a dot.
 Unsupported = Mapping[str, tuple[Any, ...]]
 
 _MAX_NO_OP_BYTES = 256  #: larger values are not decoded
 _MAX_LOGGED_NAMES = 100
 _LOG_INTERVAL_S = 60.0
-_SANE_NAME = re.compile(r"\w{1,64}(\[\])?", re.ASCII)  #: with brackets: a query's list
+_SANE_NAME = re.compile(r"\w{1,64}(\[\])?", re.ASCII)  #: with brackets: a list in a query
 _WHOLE_FLOAT = re.compile(rb"(-?\d{1,19})\.0+")
 _members = msgspec.json.Decoder(dict[str, Raw])
 _items = msgspec.json.Decoder(list[Raw])
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class Cleaner:
-    """Removes from one body what its type does not accept and the request does not need."""
+    """Removes unknown and null fields from one body."""
 
     def __init__(
         self, context: RequestContext, unsupported: Unsupported, hints: Mapping[str, str]
@@ -42,9 +42,9 @@ class Cleaner:
         self._hints = hints
 
     def clean(self, body: bytes, type_: inspect.Type) -> Raw:
-        """The body without unknown fields and without null where a field has a default.
+        """The body without unknown fields, and without null where a field has a default.
 
-        Numbers such as 1.0 are whole where a whole number is due. Raises: InvalidRequest.
+        Floats such as 1.0 become integers for integer fields. Raises: InvalidRequest.
         """
         cleaned = self._clean(Raw(body.strip()), type_, "", "")
         if self._context.ignored:
@@ -52,7 +52,7 @@ class Cleaner:
         return cleaned
 
     def _clean(self, value: Raw, type_: inspect.Type, path: str, place: str) -> Raw:
-        """`path`: of names alone. `place`: with indexes, for errors."""
+        """`path` has names only; `place` has indexes, for errors."""
         start = bytes(memoryview(value)[:1])
         kinds = list(members_of(type_))
         if start == b"{":
@@ -115,7 +115,7 @@ class Cleaner:
 def _find_struct(
     structs: list[inspect.StructType], members: Mapping[str, Raw]
 ) -> inspect.StructType | None:
-    """The alternative of a union that an object is of."""
+    """The alternative of a union that matches an object."""
     if len(structs) == 1:
         return structs[0]
     for struct in structs:
@@ -130,7 +130,7 @@ def _has_fields(type_: inspect.Type) -> bool:
 
 
 def _is_needless_null(value: Raw, field: inspect.Field) -> bool:
-    """Whether null stands for a default, in a field that cannot be null."""
+    """Whether null stands for the default of a field that is not nullable."""
     if field.required or bytes(memoryview(value)[:5]) != _NULL:
         return False
     takes_null = inspect.NoneType | inspect.RawType | inspect.AnyType
@@ -138,7 +138,7 @@ def _is_needless_null(value: Raw, field: inspect.Field) -> bool:
 
 
 def _whole(value: Raw, type_: inspect.Type) -> Raw:
-    """1.0 as 1, where a number must be whole."""
+    """1.0 as 1, for an integer field."""
     kinds = list(members_of(type_))
     if not any(isinstance(kind, inspect.IntType) for kind in kinds) or any(
         isinstance(kind, inspect.FloatType) for kind in kinds
@@ -153,7 +153,7 @@ def _is_no_op(value: Raw, no_ops: tuple[Any, ...]) -> bool:
         return False
     try:
         given = msgspec.json.decode(value)
-    except msgspec.DecodeError:  # a number out of range
+    except msgspec.DecodeError:  # out of range
         return False
     return given is None or any(
         given == no_op and isinstance(given, bool) == isinstance(no_op, bool) for no_op in no_ops
@@ -164,7 +164,7 @@ _log_state: dict[str, Any] = {"names": {}, "logged_at": -_LOG_INTERVAL_S}
 
 
 def _log(names: list[str]) -> None:
-    """One line a minute, with the names since the last."""
+    """One line per minute, with the names since the last one."""
     known: dict[str, None] = _log_state["names"]
     for name in names:
         if len(known) < _MAX_LOGGED_NAMES:
@@ -176,7 +176,7 @@ def _log(names: list[str]) -> None:
 
 
 def unsupported(param: str, hint: str = "") -> ApiError:
-    """The error for an unknown field, or one that would change the answer and is not supported."""
+    """The error for an unknown field, or for a field that is not supported."""
     return InvalidRequest(
         f"Unsupported parameter: {param}. {hint or 'Remove it.'}",
         param=param,
@@ -185,7 +185,7 @@ def unsupported(param: str, hint: str = "") -> ApiError:
 
 
 def join(path: str, name: str) -> str:
-    """The place of a member; a client's own text is not echoed."""
+    """The path of a member; text of the client is not echoed."""
     if not _SANE_NAME.fullmatch(name):
         name = "?"
     return f"{path}.{name}" if path else name
