@@ -1,6 +1,6 @@
-"""The search process's records beside vectors, in one SQLite file: stores, files, and their tenants.
+"""Records of stores, files and their tenants in a SQLite file.
 
-Every change is one transaction, on disk when it returns. Readers wait for no writer.
+Each change is one transaction, durable on return. Readers do not wait for writers.
 """
 
 import sqlite3
@@ -34,7 +34,7 @@ Record = TypeVar("Record", StoreRecord, FileRecord, StoreFile, FileBatch)
 
 
 class Catalog:
-    """One connection for each thread; one transaction at a time changes something."""
+    """One connection per thread; one writer at a time."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -75,19 +75,18 @@ class Catalog:
     # Stores
 
     def add_orphan(self, name: str) -> None:
-        """Note an index that is made before its store is."""
+        """Record an index before its store is created."""
         self._write("INSERT INTO orphans (id) VALUES (?)", name)
 
     def orphans(self) -> list[str]:
-        """Indexes that belong to no store."""
+        """Indexes without a store."""
         return [row[0] for row in self._rows("SELECT id FROM orphans")]
 
     def drop_orphan(self, name: str) -> None:
-        """Note that an index is gone."""
         self._write("DELETE FROM orphans WHERE id = ?", name)
 
     def add_store(self, tenant: str, record: StoreRecord, max_stores: int) -> bool:
-        """Add the store of an orphan, unless the tenant has `max_stores`."""
+        """Add a store, whose index is no orphan any more; returns False if the tenant has `max_stores`."""
         with self._change():
             [(count,)] = self._rows("SELECT count(*) FROM stores WHERE tenant = ?", tenant)
             if count >= max_stores:
@@ -100,7 +99,7 @@ class Catalog:
     def change_store(
         self, name: str, change: Callable[[StoreRecord], StoreRecord]
     ) -> StoreRecord | None:
-        """Replace a store's record. Returns the new one; None if the store is gone."""
+        """Replace a store's record. Returns the new one; None if the store does not exist."""
         with self._change():
             rows = self._rows("SELECT record FROM stores WHERE id = ?", name)
             if not rows:
@@ -110,7 +109,6 @@ class Catalog:
         return record
 
     def store(self, tenant: str, name: str) -> StoreRecord | None:
-        """A tenant's store by its id."""
         rows = self._rows("SELECT record FROM stores WHERE tenant = ? AND id = ?", tenant, name)
         return _decode(rows[0][0], StoreRecord) if rows else None
 
@@ -119,20 +117,19 @@ class Catalog:
         return [_decode(row[0], StoreRecord) for row in rows]
 
     def all_stores(self) -> list[tuple[str, StoreRecord]]:
-        """Those of all tenants, with these."""
+        """All stores with their tenants."""
         rows = self._rows("SELECT tenant, record FROM stores")
         return [(tenant, _decode(record, StoreRecord)) for tenant, record in rows]
 
     def list_stores(self, tenant: str, page: Page) -> list[StoreRecord]:
-        """A page of a tenant's."""
         return self._page("stores", "tenant", tenant, page, StoreRecord)
 
     def tenant_of(self, name: str) -> list[str]:
-        """Whose a store is; empty if there is no such store."""
+        """The tenant of a store; empty if it does not exist."""
         return [row[0] for row in self._rows("SELECT tenant FROM stores WHERE id = ?", name)]
 
     def drop_store(self, name: str) -> bool:
-        """Delete a store and the places of its files; its index is an orphan from now on."""
+        """Delete a store and its records of files; its index becomes an orphan."""
         with self._change():
             if not self._rows("DELETE FROM stores WHERE id = ? RETURNING id", name):
                 return False
@@ -144,7 +141,7 @@ class Catalog:
     # Files
 
     def add_file(self, tenant: str, record: FileRecord, data: bytes, max_files: int) -> bool:
-        """Add a file, unless the tenant has `max_files`."""
+        """Add a file; returns False if the tenant has `max_files`."""
         with self._change():
             if self.files_of(tenant)[0] >= max_files:
                 return False
@@ -165,11 +162,10 @@ class Catalog:
         return msgspec.structs.replace(_decode(rows[0][0], FileRecord), data=rows[0][1])
 
     def list_files(self, tenant: str, page: Page, purpose: str) -> list[FileRecord]:
-        """A page of a tenant's, of one purpose or any."""
         return self._page("files", "tenant", tenant, page, FileRecord, purpose)
 
     def files_of(self, tenant: str) -> tuple[int, int]:
-        """How many a tenant has, and their bytes."""
+        """Number and bytes of a tenant's files."""
         sql = "SELECT count(*), coalesce(sum(num_bytes), 0) FROM files WHERE tenant = ?"
         [(count, num_bytes)] = self._rows(sql, tenant)
         return count, num_bytes
@@ -192,15 +188,13 @@ class Catalog:
         return _decode(rows[0][0], StoreFile) if rows else None
 
     def list_store_files(self, store: str, page: Page) -> list[StoreFile]:
-        """A page of a store's."""
         return self._page("store_files", "store", store, page, StoreFile)
 
     def num_store_files(self, store: str) -> int:
-        """How many a store has."""
         return self._rows("SELECT count(*) FROM store_files WHERE store = ?", store)[0][0]
 
     def unfinished(self) -> list[StoreFile]:
-        """Files whose chunks were being written when the process ended."""
+        """Files whose chunks were being written or deleted when the process ended."""
         records = [
             _decode(row[0], StoreFile) for row in self._rows("SELECT record FROM store_files")
         ]
@@ -210,7 +204,7 @@ class Catalog:
         self._write("DELETE FROM store_files WHERE store = ? AND id = ?", store, name)
 
     def add_file_batch(self, batch: FileBatch, max_batches: int) -> None:
-        """Add a batch; of its store's, the latest stay."""
+        """Add a batch; the latest `max_batches` of the store are kept."""
         with self._change():
             sql = "INSERT INTO file_batches (store, id, record) VALUES (?, ?, ?)"
             self._rows(sql, batch.store_id, batch.id, _encode(batch))
@@ -231,7 +225,7 @@ class Catalog:
         type_: type[Record],
         purpose: str = "",
     ) -> list[Record]:
-        """In the order in which they were made; one more than the limit where there are more."""
+        """A page in the order of creation, one more than the limit if there are more."""
         edge = page.after or page.before
         order, sign = ("ASC", ">") if page.is_ascending != bool(page.before) else ("DESC", "<")
         condition = f"{column} = :owner"
@@ -247,7 +241,6 @@ class Catalog:
         return records[::-1] if page.before else records
 
     def close(self) -> None:
-        """Let go of the file."""
         with self._writing:
             for connection in self._connections:
                 connection.close()

@@ -1,18 +1,19 @@
-"""A collection on disk, as `vlm embed` writes it: safetensors, texts among them, and a manifest.
+"""A collection of `vlm embed` on disk, and the exact, read-only index over it.
 
     part-00000.safetensors    embeddings [rows, dimensions]; ids, texts, images, attributes (JSON), each as
                               the bytes of all rows and `..._offsets` int64 [rows + 1]
     manifest.json             written last: model, digest, prompt, parts with their SHA-256
 
-Each file is written beside its name, synced and renamed: what has a name is whole. Nothing is
-pickled.
+Files are written under a temporary name, synced and renamed. Nothing is pickled.
 """
 
 import hashlib
 import json
+import math
 import mmap
 import os
 from collections.abc import Iterator, Sequence
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 import msgspec
@@ -20,9 +21,13 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from shared.search import Attributes, Item
+from search.filters import matches
+from search.index import IndexStats
+from shared.search import Attributes, Filter, Hit, Item, refuse
 
 MANIFEST = "manifest.json"
+#: Filters whose matching rows are cached.
+_MASKS = 16
 FORMAT = 1
 TEXT_COLUMNS = ("ids", "texts", "images", "attributes")
 _DTYPES = {
@@ -34,7 +39,7 @@ _DTYPES = {
 
 
 class BadCollection(Exception):
-    """A directory that holds no whole collection; the message says what is wrong."""
+    """The directory is not a complete collection."""
 
 
 class PartRecord(msgspec.Struct, frozen=True):
@@ -46,7 +51,7 @@ class PartRecord(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a collection is. `inputs`: SHA-256 of what it was made of; empty where it was exported."""
+    """The description of a collection. `inputs`: SHA-256 of the inputs; empty for an exported store."""
 
     model: str
     digest: str
@@ -62,7 +67,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 def write_part(
     directory: Path, number: int, items: Sequence[Item], dtype: str = "f32"
 ) -> PartRecord:
-    """Write items as one file, whole or not at all."""
+    """Write items as one file, atomically."""
     vectors = np.frombuffer(b"".join(item.vector for item in items), "<f4").reshape(len(items), -1)
     tensors = {"embeddings": vectors.astype({"f32": "<f4", "f16": "<f2"}[dtype])}
     columns = {
@@ -82,13 +87,13 @@ def write_part(
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Say that the collection is whole."""
+    """Complete a collection."""
     data = msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n"
     write_whole(directory / MANIFEST, data)
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file that has its name only once it is on disk."""
+    """Write a file atomically, and sync it."""
     partial = path.with_name(path.name + ".partial")
     with partial.open("wb") as file:
         file.write(data)
@@ -108,8 +113,8 @@ def read_manifest(directory: Path) -> Manifest:
         manifest = msgspec.json.decode((directory / MANIFEST).read_bytes(), type=Manifest)
     except FileNotFoundError:
         raise BadCollection(
-            f"{directory} has no {MANIFEST}, which `vlm embed` writes last: name a directory that it "
-            "made; where it was cut, run it again, it resumes"
+            f"{directory} has no {MANIFEST}: name a directory of `vlm embed`, or, if it was interrupted, "
+            "run it again"
         ) from None
     except (OSError, msgspec.MsgspecError) as error:
         raise BadCollection(f"{directory / MANIFEST} cannot be read: {error}") from None
@@ -121,7 +126,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 class Part:
-    """One file, mapped: its pages are read when they are used and shared by all processes."""
+    """One file, memory-mapped."""
 
     def __init__(self, path: Path, dimensions: int) -> None:
         """Raises: BadCollection."""
@@ -135,7 +140,7 @@ class Part:
             raise BadCollection(f"{path} lacks the tensor {error}") from None
         rows = len(self.vectors)
         if self.vectors.shape != (rows, dimensions):
-            raise BadCollection(f"{path}: its vectors are not of {dimensions} dimensions")
+            raise BadCollection(f"{path}: the vectors do not have {dimensions} dimensions")
         for name, (data, offsets) in self._columns.items():
             is_good = offsets.shape == (rows + 1,) and offsets[0] == 0 and offsets[-1] == len(data)
             if not is_good or (np.diff(offsets) < 0).any():
@@ -145,7 +150,6 @@ class Part:
         return len(self.vectors)
 
     def text(self, column: str, row: int) -> str:
-        """A text of a row."""
         data, offsets = self._columns[column]
         return data[offsets[row] : offsets[row + 1]].tobytes().decode(errors="replace")
 
@@ -163,14 +167,13 @@ class Part:
         )
 
     def items(self) -> Iterator[Item]:
-        """All rows, with their vectors."""
         return (self.item(row, with_vector=True) for row in range(len(self)))
 
 
 def _map(path: Path) -> dict[str, np.ndarray]:
-    """The tensors of a file without a copy. Raises: BadCollection."""
+    """Map the tensors of a file. Raises: BadCollection."""
     try:
-        with safe_open(path, "np") as file:  # checks the header and its offsets
+        with safe_open(path, "np") as file:  # validates the header
             file.keys()
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
@@ -188,3 +191,96 @@ def _map(path: Path) -> dict[str, np.ndarray]:
         count, begin = int(np.prod(shape)), 8 + size + tensor["data_offsets"][0]
         tensors[name] = np.frombuffer(data, dtype, count, begin).reshape(shape)
     return tensors
+
+
+class FlatIndex:
+    """A `VectorIndex` over a collection: a scan of all rows, with numpy alone."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises: BadCollection."""
+        self.manifest: Manifest = read_manifest(directory)
+        self._parts = [
+            Part(directory / part.name, self.manifest.dimensions) for part in self.manifest.parts
+        ]
+        rows = [part.num_items for part in self.manifest.parts]
+        if [len(part) for part in self._parts] != rows or sum(rows) != self.manifest.num_items:
+            raise BadCollection(f"{directory}: its parts are not those of its manifest")
+        self._num_bytes = sum(
+            (directory / part.name).stat().st_size for part in self.manifest.parts
+        )
+        # Half precision is slow to multiply.
+        self._vectors = [np.asarray(part.vectors, "<f4") for part in self._parts]
+        self._mask = lru_cache(_MASKS)(self._compute_mask)
+
+    def upsert(self, items: Sequence[Item]) -> None:
+        raise refuse("read_only", "This store is a collection of files and cannot be written.")
+
+    def delete(self, ids: Sequence[str] | None = None, where: Filter | None = None) -> int:
+        raise refuse("read_only", "This store is a collection of files and cannot be written.")
+
+    def search(self, vectors: np.ndarray, k: int, where: Filter | None = None) -> list[list[Hit]]:
+        masks: Sequence[np.ndarray | None] = [None] * len(self._parts)
+        if where is not None:
+            masks = self._mask(msgspec.msgpack.encode(where))
+        return [self._search_one(vector, k, masks) for vector in vectors]
+
+    def _search_one(
+        self, vector: np.ndarray, k: int, masks: Sequence[np.ndarray | None]
+    ) -> list[Hit]:
+        found: list[tuple[float, str, Part, int]] = []
+        for part, rows, mask in zip(self._parts, self._vectors, masks, strict=True):
+            scores = rows @ vector if mask is None else rows[mask] @ vector
+            best = _best(scores, k)
+            chosen = best if mask is None else mask[best]
+            found += [
+                (float(score), part.text("ids", row), part, row)
+                for score, row in zip(scores[best], chosen, strict=True)
+            ]
+        found.sort(key=lambda hit: (-hit[0], hit[1]))
+        return [Hit(item=part.item(row), score=score) for score, _, part, row in found[:k]]
+
+    def _compute_mask(self, encoded: bytes) -> list[np.ndarray]:
+        """The rows of each part that match a filter."""
+        where = msgspec.msgpack.decode(encoded, type=Filter)
+        return [
+            np.array(
+                [row for row in range(len(part)) if matches(where, part.attributes(row))], "i8"
+            )
+            for part in self._parts
+        ]
+
+    @cached_property
+    def _places(self) -> dict[str, tuple[Part, int]]:
+        return {
+            part.text("ids", row): (part, row) for part in self._parts for row in range(len(part))
+        }
+
+    def get(self, ids: Sequence[str]) -> list[Item]:
+        found = [self._places[key] for key in ids if key in self._places]
+        return [part.item(row, with_vector=True) for part, row in found]
+
+    def page(self, after: str, limit: int, with_vectors: bool = False) -> list[Item]:
+        wanted = sorted(key for key in self._places if key > after)[:limit]
+        places = [self._places[key] for key in wanted]
+        return [part.item(row, with_vector=with_vectors) for part, row in places]
+
+    def items(self) -> Iterator[Item]:
+        for part in self._parts:
+            yield from part.items()
+
+    def stats(self) -> IndexStats:
+        return IndexStats(self.manifest.num_items, self._num_bytes)
+
+    def compact(self) -> None:
+        """Nothing to do."""
+
+    def close(self) -> None:
+        """The mappings end with the last array."""
+
+
+def _best(scores: np.ndarray, k: int) -> np.ndarray:
+    """The rows of the k best scores, and ties of the last of them."""
+    if len(scores) <= k:
+        return np.arange(len(scores))
+    least = -math.inf if k < 1 else np.partition(scores, -k)[-k]
+    return np.flatnonzero(scores >= least)

@@ -1,144 +1,252 @@
-"""What the commands print, and how they end."""
+"""`vlm embed`, `vlm search`, `vlm store load` and `vlm store export`."""
 
+import base64
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from itertools import islice
 from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import quote
 
+import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from engines.base import EngineStartError
+from engines.packages.resolve import BUILT_IN
 from engines.registry import find_kind
-from search.index import require
+from search.collection import (
+    MANIFEST,
+    BadCollection,
+    FlatIndex,
+    Manifest,
+    read_manifest,
+    write_manifest,
+    write_part,
+)
+from search.embed import (
+    PLAN,
+    Embedder,
+    EmbedError,
+    Source,
+    embed,
+    fingerprint,
+    list_images,
+    open_output,
+    read_sources,
+)
+from search.embedders import QUERY_PROMPTS, GatewaySilent, call, connect, open_embedder
 from shared.gateway_url import URL
+from shared.search import STORE_ID, Item
 from shared.settings import SettingsError
+from shared.settings.limits import LimitSettings
+
+LINE_S = 5.0  #: between lines of progress where there is no terminal
+LOAD_ITEMS = 512
+EXPORT_PART_ITEMS = 8192
+PAGE = 100
+_IMAGES = 256
+_STORES = "/v1/vector_stores"
 
 console = Console(stderr=True, highlight=False)
-CHARS_PER_TOKEN = 4
-LINE_S = 5.0
+
+Report = Callable[[int, int], None]  #: items done, and their total
+
+
+class Found(NamedTuple):
+    """A hit to print."""
+
+    score: float
+    id: str
+    text: str
 
 
 @contextmanager
 def _failing() -> Iterator[None]:
-    """A failure is a sentence and exit code 1."""
-    require("numpy", "this command")
-    require("safetensors", "this command")
-    from search.collection import BadCollection  # noqa: PLC0415 (needs numpy)
-    from search.sources import EmbedError  # noqa: PLC0415
-
+    """Errors of users end with a message and exit code 1."""
     try:
         yield
     except (EmbedError, BadCollection, EngineStartError, SettingsError, OSError) as error:
         console.print(str(error), style="red", markup=False, soft_wrap=True)
         sys.exit(1)
     except KeyboardInterrupt:
-        console.print("stopped; run it again to go on")
+        console.print("interrupted; run the command again to resume")
         sys.exit(130)
 
 
-class _Lines:
-    """Progress where no bar can be drawn, such as in a log: a line now and then."""
-
-    def __init__(self) -> None:
-        self._next_at = 0.0
-
-    def report(self, line: str) -> None:
-        """Print it, if there is no bar and the last line is long ago."""
-        if not console.is_terminal and time.monotonic() >= self._next_at:
-            console.print(line, soft_wrap=True)
-            self._next_at = time.monotonic() + LINE_S
-
-
 @contextmanager
-def _bar(what: str) -> Iterator[Progress]:
+def _progress(what: str) -> Iterator[Report]:
+    """A bar on a terminal, else a line every few seconds."""
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
         TextColumn("{task.fields[rate]}"), TimeRemainingColumn(),
     )  # fmt: skip
     with Progress(*columns, console=console) as bar:
-        bar.add_task(what, total=None, rate="")
-        yield bar
+        task = bar.add_task(what, total=None, rate="")
+        first: tuple[int, float] | None = None
+        next_line_at = 0.0
+
+        def report(num_done: int, total: int) -> None:
+            nonlocal first, next_line_at
+            now = time.monotonic()
+            first = first or (num_done, now)
+            rate = f"{(num_done - first[0]) / max(now - first[1], 1e-3):.0f} items/s"
+            bar.update(task, completed=num_done, total=total, rate=rate)
+            if not console.is_terminal and now >= next_line_at:
+                console.print(f"{num_done} of {total} items, {rate}", soft_wrap=True)
+                next_line_at = now + LINE_S
+
+        yield report
 
 
+@_failing()
 def run_embed(
     inputs: list[Path],
     output: Path,
-    model: str,
-    url: str | None,
-    engine: str,
     text_field: str,
-    prompt: str | None,
     dtype: str,
     part_items: int,
-    api_key: str | None,
+    open_: Callable[[], Embedder],
 ) -> None:
-    """`vlm embed`"""
-    with _failing():
-        from search import embed as embedding  # noqa: PLC0415
-        from search.sources import fingerprint, read_sources  # noqa: PLC0415
-        from search.transfer import Gateway, open_embedder  # noqa: PLC0415
-
-        console.print(f"{output}: reading inputs", markup=False)
-        known = fingerprint(read_sources(inputs, text_field))
-        embedding.open_output(output)
-        with _bar("loading") as bar:
-            gateway = Gateway(url, api_key) if url else None
-            embedder = open_embedder(engine, model, gateway, prompt)
-            began_at, lines = time.monotonic(), _Lines()
-
-            def report(progress: embedding.Progress) -> None:
-                elapsed_s = max(time.monotonic() - began_at, 1e-3)
-                items_s = (progress.num_items - progress.num_before) / elapsed_s
-                tokens_s = progress.num_chars / CHARS_PER_TOKEN / elapsed_s
-                rate = f"{items_s:.0f} items/s, ~{tokens_s:.0f} tokens/s"
-                bar.update(
-                    bar.task_ids[0],
-                    description="embedding",
-                    completed=progress.num_items,
-                    total=progress.total,
-                    rate=rate,
-                )
-                lines.report(f"{progress.num_items} of {progress.total} items, {rate}")
-
-            try:
-                manifest = embedding.embed(
-                    inputs, output, embedder, text_field=text_field, dtype=dtype,
-                    part_items=part_items, report=report, known=known,
-                )  # fmt: skip
-            finally:
-                embedder.close()
-        print(
-            f"{output}: {manifest.num_items} items of {manifest.model}, {manifest.dimensions} numbers each"
-        )
+    console.print(f"{output}: reading inputs", markup=False)
+    known = fingerprint(read_sources(inputs, text_field))
+    open_output(output)
+    with _progress("embedding") as report, closing(open_()) as embedder:
+        manifest = embed(
+            inputs, output, embedder, text_field=text_field, dtype=dtype, part_items=part_items,
+            report=report, known=known,
+        )  # fmt: skip
+    print(
+        f"{output}: {manifest.num_items} items of {manifest.model}, {manifest.dimensions} dimensions"
+    )
 
 
+# Stores of a gateway
+
+
+def find_store(client: Any, name: str) -> dict[str, Any] | None:
+    """A store by its id or its name. Raises: EmbedError."""
+    if name.startswith(STORE_ID):
+        return call(client, "GET", f"{_STORES}/{quote(name, safe='')}")
+    stores = _pages(client, f"{_STORES}?limit={PAGE}")
+    return next((store for store in stores if store["name"] == name), None)
+
+
+def _pages(client: Any, path: str) -> Iterator[dict[str, Any]]:
+    """The entries of all pages of a list."""
+    after, has_more = "", True
+    while has_more:
+        page = call(client, "GET", f"{path}&after={quote(after, safe='')}" if after else path)
+        yield from page["data"]
+        after, has_more = page["last_id"], page["has_more"]
+
+
+@_failing()
 def run_load(directory: Path, name: str, url: str, model: str, api_key: str | None) -> None:
-    """`vlm store load`"""
-    with _failing(), _bar("loading") as bar:
-        from search.transfer import Gateway, load  # noqa: PLC0415
-
-        store = load(directory, name, Gateway(url, api_key), model, _teller(bar))
+    with _progress("loading") as report, connect(url, api_key) as client:
+        store = load(client, directory, name, model, report)
     print(f"{store['id']} {store['name']}: {store['num_items']} items")
 
 
-def run_export(name: str, output: Path, url: str, dtype: str, api_key: str | None) -> None:
-    """`vlm store export`"""
-    with _failing(), _bar("exporting") as bar:
-        from search.transfer import Gateway, export  # noqa: PLC0415
+def load(client: Any, directory: Path, name: str, model: str, report: Report) -> dict[str, Any]:
+    """Upsert a collection into a store, which is created if none has that name. Raises: EmbedError, BadCollection."""
+    index = FlatIndex(directory)
+    manifest = index.manifest
+    store = find_store(client, name)
+    if store is None:
+        body = {
+            "name": name,
+            "embedding_model": model or manifest.model,
+            "dimensions": manifest.dimensions,
+            "prompt": manifest.prompt,
+        }
+        store = call(client, "POST", _STORES, body)
+    if store["embedding_digest"] != manifest.digest and store["embedding_digest"]:
+        raise EmbedError(
+            f"{directory} was made by another model than that of the store ({manifest.model}, "
+            f"{store['embedding_model']}): give its model with --model"
+        )
+    num_done = 0
+    for batch in _batches(index.items()):
+        sent = [_to_wire(item) for item in batch]
+        call(client, "PUT", f"{_STORES}/{store['id']}/items", {"items": sent})
+        num_done += len(batch)
+        report(num_done, manifest.num_items)
+    return call(client, "GET", f"{_STORES}/{store['id']}")
 
-        manifest = export(name, output, Gateway(url, api_key), dtype, _teller(bar))
+
+def _batches(items: Iterable[Item]) -> Iterator[list[Item]]:
+    """Batches within the limits of one request: items, and characters of text."""
+    batch: list[Item] = []
+    num_chars = 0
+    for item in items:
+        num_chars += len(item.text)
+        if len(batch) == LOAD_ITEMS or (batch and num_chars > LimitSettings.max_input_chars):
+            yield batch
+            batch, num_chars = [], len(item.text)
+        batch.append(item)
+    if batch:
+        yield batch
+
+
+def _to_wire(item: Item) -> dict[str, Any]:
+    wire = {"id": item.id, "embedding": base64.b64encode(item.vector).decode()}
+    optional = {"text": item.text, "attributes": item.attributes}
+    return wire | {name: value for name, value in optional.items() if value}
+
+
+@_failing()
+def run_export(name: str, output: Path, url: str, dtype: str, api_key: str | None) -> None:
+    with _progress("exporting") as report, connect(url, api_key) as client:
+        manifest = export(client, name, output, dtype, report)
     print(f"{output}: {manifest.num_items} items")
 
 
-def _teller(bar: Progress):
-    def report(done: int, total: int) -> None:
-        bar.update(bar.task_ids[0], completed=done, total=total)
+def export(client: Any, name: str, directory: Path, dtype: str, report: Report) -> Manifest:
+    """Write a store as a collection. Raises: EmbedError."""
+    store = find_store(client, name)
+    if store is None:
+        raise EmbedError(f"there is no vector store {name!r}")
+    open_output(directory)
+    if any(directory.iterdir()):
+        raise EmbedError(f"{directory} is not empty: name a new directory")
+    path = f"{_STORES}/{store['id']}/items?limit={PAGE}&include=embedding"
+    items, parts, num_done = map(_from_wire, _pages(client, path)), [], 0
+    while batch := list(islice(items, EXPORT_PART_ITEMS)):
+        parts.append(write_part(directory, len(parts), batch, dtype))
+        num_done += len(batch)
+        report(num_done, store["num_items"])
+    manifest = Manifest(
+        model=store["embedding_model"],
+        digest=store["embedding_digest"],
+        dimensions=store["dimensions"],
+        dtype=dtype,
+        num_items=num_done,
+        parts=tuple(parts),
+    )
+    write_manifest(directory, manifest)
+    return manifest
 
-    return report
+
+def _from_wire(item: dict[str, Any]) -> Item:
+    text, image = _content(item)
+    vector = base64.b64decode(item["embedding"])
+    return Item(id=item["id"], vector=vector, text=text, image=image, attributes=item["attributes"])
 
 
+def _content(item: dict[str, Any]) -> tuple[str, str]:
+    """The text and the image URL of an item."""
+    pieces = item["content"]
+    images = (piece.get("image_url", {}).get("url", "") for piece in pieces)
+    return "".join(piece.get("text", "") for piece in pieces), "".join(images)
+
+
+# Searches
+
+
+@_failing()
 def run_search(
     target: str,
     text: str | None,
@@ -149,54 +257,81 @@ def run_search(
     model: str,
     api_key: str | None,
 ) -> None:
-    """`vlm search`"""
-    with _failing():
-        from engines.packages.resolve import BUILT_IN  # noqa: PLC0415
-        from search.collection import MANIFEST, read_manifest  # noqa: PLC0415
-        from search.embed import PLAN  # noqa: PLC0415
-        from search.embedders import GatewaySilent  # noqa: PLC0415
-        from search.sources import EmbedError, Source, list_images  # noqa: PLC0415
-        from search.transfer import (  # noqa: PLC0415
-            Gateway,
-            open_embedder,
-            search_directory,
-            search_images,
-            search_store,
-        )
-
-        if (text is None) == (image is None):
-            raise EmbedError("say what to look for: a text or --image FILE, one of them")
-        if image is not None and not image.is_file():
-            raise EmbedError(f"{image} is no file: name an image with --image")
-        query = Source("query", text or "", image)
-        directory = Path(target)
-        if directory.is_dir():
-            is_collection = (directory / MANIFEST).exists()
-            if (directory / PLAN).exists() and not is_collection:
-                read_manifest(directory)
-            if not is_collection and not list_images(directory):
-                raise EmbedError(
-                    f"{directory} has no {MANIFEST}, which `vlm embed` writes, and holds no image"
-                )
-            if not model and url and is_collection:
-                model = read_manifest(directory).model
-            kind = find_kind(engine)
-            if not model and is_collection and kind is not None and kind.needs_checkpoint:
-                model = read_manifest(directory).model
-                if model not in BUILT_IN:  # what a manifest names is not loaded unasked
-                    raise EmbedError(f"name the model that made it with --model: {model}")
-            gateway = Gateway(url, api_key) if url else None
-            embedder = open_embedder(engine, model, gateway, None, is_query=True)
-            try:
-                search = search_directory if is_collection else search_images
-                found = search(directory, query, limit, embedder)
-            finally:
-                embedder.close()
-        else:
-            gateway = Gateway(url or URL, api_key)
-            try:
-                found = search_store(target, query, limit, gateway)
-            except GatewaySilent as error:
-                raise EmbedError(f"there is no directory {target}, and {error}") from None
+    if (text is None) == (image is None):
+        raise EmbedError("give what to search for: either a text or --image FILE")
+    if image is not None and not image.is_file():
+        raise EmbedError(f"{image} is not a file: give an image with --image")
+    query, directory = Source("query", text or "", image), Path(target)
+    if not directory.is_dir():
+        try:
+            with connect(url or URL, api_key) as client:
+                found = search_store(client, target, query, limit)
+        except GatewaySilent as error:
+            raise EmbedError(f"there is no directory {target}, and {error}") from None
+    else:
+        model = _find_model(directory, model, url, engine)
+        embedder = open_embedder(engine, model, url, api_key, None, QUERY_PROMPTS)
+        is_collection = (directory / MANIFEST).exists()
+        with closing(embedder):
+            search = search_directory if is_collection else search_images
+            found = search(directory, query, limit, embedder)
     for hit in found:
         print(f"{hit.score:7.4f}  {hit.id}  {hit.text[:100]}".rstrip())
+
+
+def _find_model(directory: Path, model: str, url: str | None, engine: str) -> str:
+    """The given model, or that of the collection; empty: the default. Raises: EmbedError, BadCollection."""
+    if not (directory / MANIFEST).exists():
+        if (directory / PLAN).exists():
+            read_manifest(directory)  # which raises
+        if not list_images(directory):
+            raise EmbedError(
+                f"{directory} has no {MANIFEST}, which `vlm embed` writes, and holds no image"
+            )
+        return model
+    kind = find_kind(engine)
+    if model or (url is None and (kind is None or not kind.needs_checkpoint)):
+        return model
+    model = read_manifest(directory).model
+    if url is None and model not in BUILT_IN:  # a manifest must not choose what is loaded
+        raise EmbedError(f"name the model that made it with --model: {model}")
+    return model
+
+
+def search_directory(directory: Path, query: Source, k: int, embedder: Embedder) -> Sequence[Found]:
+    """The nearest items of a collection. Raises: EmbedError, BadCollection."""
+    index = FlatIndex(directory)
+    manifest = index.manifest
+    if embedder.digest != manifest.digest or embedder.dimensions != manifest.dimensions:
+        raise EmbedError(
+            f"{directory} was made by {manifest.model}, in another version than {embedder.model}: give "
+            "its model with --model"
+        )
+    [hits] = index.search(np.asarray(embedder.embed([query])), k)
+    return [Found(hit.score, hit.item.id, hit.item.text or hit.item.image) for hit in hits]
+
+
+def search_images(folder: Path, query: Source, k: int, embedder: Embedder) -> Sequence[Found]:
+    """The nearest images of a folder that is not a collection. Raises: EmbedError."""
+    images = read_sources([folder], "text")
+    [vector] = embedder.embed([query])
+    found: list[Found] = []
+    while batch := list(islice(images, _IMAGES)):
+        scores = np.asarray(embedder.embed(batch)) @ vector
+        pairs = zip(scores, batch, strict=True)
+        found += [Found(float(score), source.id, "") for score, source in pairs]
+        found = sorted(found, key=lambda hit: -hit.score)[:k]
+    return found
+
+
+def search_store(client: Any, name: str, query: Source, k: int) -> Sequence[Found]:
+    """The nearest items of a store. Raises: EmbedError."""
+    asked: Any = query.text
+    if query.image is not None:
+        asked = {"image": base64.b64encode(query.image.read_bytes()).decode()}
+    store = find_store(client, name)
+    if store is None:
+        raise EmbedError(f"there is no vector store {name!r}, nor a directory of that name")
+    body = {"query": asked, "max_num_results": k}
+    page = call(client, "POST", f"{_STORES}/{store['id']}/search", body)
+    return [Found(hit["score"], hit["id"], "".join(_content(hit))) for hit in page["data"]]

@@ -1,13 +1,14 @@
-"""`vlm embed`: a collection from texts and images, by an engine in this process or by a gateway.
+"""`vlm embed`: collections from files of texts and images. An interrupted run is resumed after its last part."""
 
-Parts are written one after another, each whole; the manifest comes last. Run again on the same
-inputs it goes on after the last whole part.
-"""
-
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import csv
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -22,16 +23,162 @@ from search.collection import (
     write_part,
     write_whole,
 )
-from search.embedders import Embedder
-from search.sources import EmbedError, Source, fingerprint, hash_file, read_sources
 from shared.search import Attributes, Item
 
-#: Of a collection that is not whole yet: what it is made of.
+#: The plan of an incomplete collection.
 PLAN = "embedding.json"
+IMAGE_ENDINGS = frozenset({".png", ".jpg", ".jpeg", ".webp", ".gif", ".avif"})
+_MAX_ATTRIBUTES = 16
+_MAX_ATTRIBUTE_CHARS = 512
+
+
+class EmbedError(Exception):
+    """A command of search failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """An input: a text or an image file."""
+
+    id: str
+    text: str = ""
+    image: Path | None = None
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Embedder(Protocol):
+    """Computes vectors, by an engine in this process or by a gateway."""
+
+    model: str
+    digest: str
+    dimensions: int
+    prompt: str
+
+    def embed(self, sources: Sequence[Source]) -> np.ndarray:
+        """Shapes: [sources, dimensions], float32 of length 1. Raises: EmbedError."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def read_sources(paths: Sequence[Path], text_field: str) -> Iterator[Source]:
+    """Read lines of txt, objects of jsonl, rows of csv, and images, in order. Raises: EmbedError with file and line."""
+    sources = (source for path in paths for source in _read_one(path, text_field))
+    for number, source in enumerate(sources):
+        yield source if source.id else replace(source, id=str(number))
+
+
+def _read_one(path: Path, text_field: str) -> Iterator[Source]:
+    if path.is_dir():
+        images = list_images(path)
+        if not images:
+            raise EmbedError(f"{path} holds no image ({', '.join(sorted(IMAGE_ENDINGS))})")
+        yield from (Source(str(image.relative_to(path)), image=image) for image in images)
+    elif path.suffix.lower() in IMAGE_ENDINGS:
+        yield Source(path.name, image=path)
+    elif path.suffix in (".jsonl", ".ndjson"):
+        yield from _read_jsonl(path, text_field)
+    elif path.suffix == ".csv":
+        yield from _read_csv(path, text_field)
+    elif path.suffix in (".txt", ".md", ""):
+        yield from (Source("", line) for _, line in _lines(path) if line.strip())
+    else:
+        raise EmbedError(
+            f"{path}: send .txt (a text a line), .jsonl, .csv, images, or a folder of images"
+        )
+
+
+def list_images(folder: Path) -> list[Path]:
+    """The images in a folder and its subfolders."""
+    return sorted(path for path in folder.rglob("*") if path.suffix.lower() in IMAGE_ENDINGS)
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    try:
+        with path.open(encoding="utf-8-sig", newline=None) as file:
+            yield from ((number, line.rstrip("\n")) for number, line in enumerate(file, 1))
+    except UnicodeDecodeError:
+        raise EmbedError(f"{path} is not UTF-8: convert it first") from None
+    except OSError as error:
+        raise EmbedError(f"{path} cannot be read ({error.strerror})") from None
+
+
+def _read_jsonl(path: Path, text_field: str) -> Iterator[Source]:
+    for number, line in _lines(path):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError:
+            raise EmbedError(f"{path}:{number} is not JSON") from None
+        if isinstance(row, str):
+            row = {text_field: row}
+        if not isinstance(row, dict):
+            raise EmbedError(f"{path}:{number}: write an object with {text_field!r}, or a text")
+        yield _from_row(row, text_field, f"{path}:{number}", path.parent)
+
+
+def _read_csv(path: Path, text_field: str) -> Iterator[Source]:
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            rows = csv.DictReader(file)
+            for row in rows:
+                yield _from_row(row, text_field, f"{path}:{rows.line_num}", path.parent)
+    except UnicodeDecodeError:
+        raise EmbedError(f"{path} is not UTF-8: convert it first") from None
+    except (OSError, csv.Error) as error:
+        raise EmbedError(f"{path} cannot be read: {error}") from None
+
+
+def _from_row(row: Mapping[str, Any], text_field: str, place: str, folder: Path) -> Source:
+    """Other fields of the row become attributes."""
+    text, image = row.get(text_field), row.get("image")
+    if not isinstance(text, str) and not isinstance(image, str):
+        raise EmbedError(f"{place} has no text in {text_field!r}: give the field with --text-field")
+    attributes = {
+        key: value
+        for key, value in row.items()
+        if key not in (text_field, "id", "image")
+        and isinstance(key, str)
+        and isinstance(value, str | bool | int | float)
+        and len(str(value)) <= _MAX_ATTRIBUTE_CHARS
+        and (not isinstance(value, float) or math.isfinite(value))
+    }
+    if len(attributes) > _MAX_ATTRIBUTES:
+        raise EmbedError(f"{place} has more than {_MAX_ATTRIBUTES} attributes: leave some out")
+    return Source(
+        id=str(row.get("id") or ""),
+        text=text if isinstance(text, str) else "",
+        image=folder / image if isinstance(image, str) else None,
+        attributes=attributes,
+    )
+
+
+def fingerprint(sources: Iterator[Source]) -> tuple[str, int]:
+    """SHA-256 and number of the inputs. Raises: EmbedError, also for duplicate ids."""
+    whole, seen = hashlib.sha256(), set[str]()
+    for source in sources:
+        if source.id in seen:
+            raise EmbedError(f"two inputs have the id {source.id!r}: ids must be unique")
+        seen.add(source.id)
+        content = hash_file(source.image) if source.image else source.text
+        whole.update(json.dumps([source.id, content, dict(source.attributes)]).encode() + b"\n")
+    if not seen:
+        raise EmbedError("there is no input")
+    return whole.hexdigest(), len(seen)
+
+
+def hash_file(path: Path) -> str:
+    """SHA-256. Raises: EmbedError."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise EmbedError(f"{path} cannot be read ({error.strerror})") from None
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """What must be the same to go on with a collection."""
+    """Parameters that must not change when a collection is resumed."""
 
     model: str
     digest: str
@@ -40,16 +187,6 @@ class Plan(msgspec.Struct, frozen=True):
     dtype: str
     part_items: int
     inputs: str
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """How far it is. `num_before`: items that an earlier run has made."""
-
-    num_items: int
-    num_before: int
-    total: int
-    num_chars: int
 
 
 def embed(
@@ -61,41 +198,24 @@ def embed(
     dtype: str = "f32",
     part_items: int = 8192,
     batch_items: int = 256,
-    report: Callable[[Progress], None] = lambda progress: None,
+    report: Callable[[int, int], None] = lambda num_done, total: None,
     known: tuple[str, int] | None = None,
 ) -> Manifest:
-    """Make the collection, or what is missing of it; `known` is the `fingerprint` of the inputs.
-
-    Raises: EmbedError, BadCollection.
-    """
+    """Write a collection, or resume one. `known`: the `fingerprint` of the inputs. Raises: EmbedError, BadCollection."""
     inputs, total = known or fingerprint(read_sources(paths, text_field))
-    plan = Plan(
-        embedder.model,
-        embedder.digest,
-        embedder.prompt,
-        embedder.dimensions,
-        dtype,
-        part_items,
-        inputs,
-    )
+    model = (embedder.model, embedder.digest, embedder.prompt, embedder.dimensions)
+    plan = Plan(*model, dtype, part_items, inputs)
     parts = _resume(directory, plan)
-    num_before = sum(part.num_items for part in parts)
-    progress = Progress(num_before, num_before, total, 0)
-    report(progress)
-    sources = islice(read_sources(paths, text_field), num_before, None)
+    num_done = sum(part.num_items for part in parts)
+    report(num_done, total)
+    sources = islice(read_sources(paths, text_field), num_done, None)
     while batch := list(islice(sources, part_items)):
         items: list[Item] = []
         for first in range(0, len(batch), batch_items):
             some = batch[first : first + batch_items]
-            vectors = embedder.embed(some)
-            items += map(_to_item, some, vectors)
-            progress = Progress(
-                progress.num_items + len(some),
-                num_before,
-                total,
-                progress.num_chars + sum(len(source.text) for source in some),
-            )
-            report(progress)
+            items += map(_to_item, some, embedder.embed(some))
+            num_done += len(some)
+            report(num_done, total)
         parts.append(write_part(directory, len(parts), items, dtype))
     manifest = Manifest(
         model=plan.model,
@@ -115,18 +235,18 @@ def embed(
 
 
 def open_output(directory: Path) -> None:
-    """Make it where it is not. Raises: EmbedError if it can be no collection's; OSError."""
+    """Create the directory of a collection. Raises: EmbedError if it has other files; OSError."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
-        raise EmbedError(f"{directory}: a file is there; name a directory with --output") from None
+        raise EmbedError(f"{directory} is a file: give a directory with --output") from None
     is_begun = (directory / MANIFEST).exists() or (directory / PLAN).exists()
     if not is_begun and any(directory.iterdir()):
         raise EmbedError(f"{directory} is not empty: name a new directory")
 
 
 def _resume(directory: Path, plan: Plan) -> list[PartRecord]:
-    """The parts that an earlier run has made of the same. Raises: EmbedError."""
+    """The complete parts of an earlier run. Raises: EmbedError."""
     open_output(directory)
     if (directory / MANIFEST).exists():
         manifest = read_manifest(directory)
@@ -158,8 +278,8 @@ def _refuse_changes(
     differs = [name for name in names if getattr(known, name) != getattr(plan, name)]
     if differs:
         raise EmbedError(
-            f"{directory} was begun with another {' and '.join(differs)}: name a new directory, or go "
-            "on as it was begun"
+            f"{directory} was begun with another {' and '.join(differs)}: name a new directory, or use "
+            "the same values"
         )
 
 

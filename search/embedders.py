@@ -1,39 +1,22 @@
-"""What makes vectors for the commands: an engine in this process, or a gateway's fleet."""
+"""The embedders of the commands: an engine in this process, or a gateway."""
 
 import base64
 import hashlib
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from search.sources import EmbedError, Source
+from search.embed import Embedder, EmbedError, Source
 
 DOCUMENT_PROMPTS = ("document", "passage", "search_document")
 QUERY_PROMPTS = ("query", "search_query")
 
 
 class GatewaySilent(EmbedError):
-    """No gateway answers."""
-
-
-class Embedder(Protocol):
-    """What makes vectors."""
-
-    model: str
-    digest: str
-    dimensions: int
-    prompt: str
-
-    def embed(self, sources: Sequence[Source]) -> np.ndarray:
-        """Shapes: [sources, dimensions], float32 of length 1. Raises: EmbedError."""
-        ...
-
-    def close(self) -> None:
-        """Let go of engine or connection."""
-        ...
+    """The gateway does not answer."""
 
 
 class LocalEmbedder:
@@ -52,13 +35,13 @@ class LocalEmbedder:
         loaded = create_engine({"kind": kind, "model": model} if model else {"kind": kind})
         self._engine, card = loaded.engine, loaded.card
         if "embed" not in card.tasks:
-            raise EmbedError(f"{card.name} makes no vectors; it offers: {', '.join(card.tasks)}")
+            raise EmbedError(f"{card.name} computes no vectors; it offers: {', '.join(card.tasks)}")
         self.model, self.digest, self.dimensions = card.name, card.digest, card.dimensions
         self.prompt = find_prompt(prompt, card.prompts, usual)
         self._capacity = self._engine.capabilities().max_num_seqs
 
     def embed(self, sources: Sequence[Source]) -> np.ndarray:
-        """One call each, so that the engine packs steps of like lengths."""
+        """One call per input: the engine batches inputs of similar length."""
         rows: dict[str, bytes] = {}
         waiting = list(enumerate(sources))[::-1]
         num_running = 0
@@ -119,16 +102,16 @@ def _image_ref(path: Path, data: bytes) -> Any:
 def find_prompt(
     asked: str | None, prompts: Sequence[str], usual: Sequence[str] = DOCUMENT_PROMPTS
 ) -> str:
-    """The prompt that is asked for, else the model's own of that use. Raises: EmbedError."""
+    """The given prompt, else the model's prompt for this use. Raises: EmbedError."""
     if asked is None:
         return next((name for name in usual if name in prompts), "")
     if asked and asked not in prompts:
-        raise EmbedError(f"the prompts of this model are: {', '.join(prompts) or 'none'}")
+        raise EmbedError(f"--prompt: this model has the prompts {', '.join(prompts) or 'none'}")
     return asked
 
 
 class RemoteEmbedder:
-    """A gateway, whose fleet does the work as a batch, behind what people wait for."""
+    """A gateway; documents are embedded as batch work."""
 
     def __init__(
         self,
@@ -150,18 +133,16 @@ class RemoteEmbedder:
     def _find(self, model: str) -> dict[str, Any]:
         cards = self._call("GET", "/v1/models")["data"]
         known = [card for card in cards if "embed" in card["tasks"]]
-        if not model:  # one that ran yesterday is no choice
+        if not model:
             known = [card for card in known if card["num_workers"]] or known
         for card in known:
             if card["id"] == model or (not model and len(known) == 1):
                 return card
         names = ", ".join(card["id"] for card in known) or "none"
-        raise EmbedError(
-            f"name one of the gateway's models that make vectors with --model: {names}"
-        )
+        raise EmbedError(f"give one of the gateway's embedding models with --model: {names}")
 
     def embed(self, sources: Sequence[Source]) -> np.ndarray:
-        """Texts in one request, images in as many as their number asks for."""
+        """Texts in one request, images 16 to a request."""
         rows: dict[int, np.ndarray] = {}
         texts = [index for index, source in enumerate(sources) if source.image is None]
         images = [index for index, source in enumerate(sources) if source.image is not None]
@@ -191,7 +172,6 @@ class RemoteEmbedder:
 
 
 def connect(url: str, api_key: str | None) -> Any:
-    """A client of a gateway."""
     import httpx  # noqa: PLC0415
 
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
@@ -199,7 +179,7 @@ def connect(url: str, api_key: str | None) -> Any:
 
 
 def call(client: Any, method: str, path: str, body: Any = None, tries: int = 5) -> Any:
-    """A gateway's answer; tried again where that may help. Raises: EmbedError."""
+    """Send a request; transient failures are retried. Raises: EmbedError."""
     import httpx  # noqa: PLC0415
 
     for attempt in range(tries):
@@ -209,7 +189,7 @@ def call(client: Any, method: str, path: str, body: Any = None, tries: int = 5) 
         except httpx.HTTPError as error:
             if is_last:
                 raise GatewaySilent(
-                    f"{client.base_url} does not answer ({type(error).__name__}): name a gateway with --url"
+                    f"{client.base_url} does not answer ({type(error).__name__}): give the address of a gateway with --url"
                 ) from None
             time.sleep(2**attempt / 4)
             continue
@@ -238,3 +218,17 @@ def _base64(path: Path | None) -> str:
         return base64.b64encode(path.read_bytes()).decode()
     except OSError as error:
         raise EmbedError(f"{path} cannot be read ({error.strerror})") from None
+
+
+def open_embedder(
+    engine: str,
+    model: str,
+    url: str | None,
+    api_key: str | None,
+    prompt: str | None,
+    usual: Sequence[str] = DOCUMENT_PROMPTS,
+) -> Embedder:
+    """A gateway if `url` is given, else an engine in this process. Raises: EmbedError, EngineStartError."""
+    if url is not None:
+        return RemoteEmbedder(url, model, api_key, prompt, usual)
+    return LocalEmbedder(engine, model, prompt, usual)

@@ -1,11 +1,11 @@
-"""Filters on attributes, three times: as Python (the oracle), as SQL of Lance, as Qdrant's filters.
+"""Filters on attributes in three languages: Python (the oracle), SQL of Lance, and Qdrant's filters.
 
-What does not compare does not match: an attribute that is missing or of another type is not equal,
-not greater, not less; so `ne` and `nin` find it.
+A comparison with a missing attribute, or one of another type, is false: `ne` and `nin` match it.
 """
 
 import json
 from collections.abc import Callable
+from operator import eq, ge, gt, le, lt, not_
 from typing import TYPE_CHECKING, Any
 
 from shared.search import Attributes, Filter, Value
@@ -14,41 +14,45 @@ if TYPE_CHECKING:
     from qdrant_client.models import Filter as QdrantFilter
 
 _COMPARE: dict[str, Callable[[Any, Any], bool]] = {
-    "eq": lambda a, b: a == b,
-    "gt": lambda a, b: a > b,
-    "gte": lambda a, b: a >= b,
-    "lt": lambda a, b: a < b,
-    "lte": lambda a, b: a <= b,
+    "eq": eq,
+    "gt": gt,
+    "gte": ge,
+    "lt": lt,
+    "lte": le,
 }
 _SIGNS = {"eq": "=", "gt": ">", "gte": ">=", "lt": "<", "lte": "<="}
 
 
-def matches(where: Filter, attributes: Attributes) -> bool:
-    """Whether attributes pass a filter."""
+def _translate(
+    where: Filter,
+    compare: Callable[[str, str, Any], Any],
+    every: Callable[[list[Any]], Any],
+    some: Callable[[list[Any]], Any],
+    negate: Callable[[Any], Any],
+) -> Any:
+    """A filter in the language of these functions; `compare` has a comparison, a key and a value."""
     match where.type:
-        case "and":
-            return all(matches(part, attributes) for part in where.filters)
-        case "or":
-            return any(matches(part, attributes) for part in where.filters)
-        case "ne" | "nin":
-            return not matches(_positive(where), attributes)
-        case "in":
-            return any(_compares("eq", where.key, value, attributes) for value in _values(where))
+        case "and" | "or":
+            parts = [_translate(each, compare, every, some, negate) for each in where.filters]
+            return every(parts) if where.type == "and" else some(parts)
+        case "in" | "nin":
+            values = where.value if isinstance(where.value, list) else []
+            found = some([compare("eq", where.key, value) for value in values])
+            return found if where.type == "in" else negate(found)
+        case "ne":
+            return negate(compare("eq", where.key, where.value))
         case _:
-            return _compares(where.type, where.key, where.value, attributes)
+            return compare(where.type, where.key, where.value)
 
 
-def _compares(sign: str, key: str, value: Any, attributes: Attributes) -> bool:
-    found = attributes.get(key)
-    return found is not None and _kind(found) == _kind(value) and _COMPARE[sign](found, value)
+def matches(where: Filter, attributes: Attributes) -> bool:
+    """Whether attributes match a filter."""
 
+    def compare(sign: str, key: str, value: Any) -> bool:
+        found = attributes.get(key)
+        return found is not None and _kind(found) == _kind(value) and _COMPARE[sign](found, value)
 
-def _positive(where: Filter) -> Filter:
-    return Filter("eq" if where.type == "ne" else "in", where.key, where.value)
-
-
-def _values(where: Filter) -> list[Value]:
-    return where.value if isinstance(where.value, list) else []
+    return _translate(where, compare, all, any, not_)
 
 
 def _kind(value: Value) -> str:
@@ -58,12 +62,12 @@ def _kind(value: Value) -> str:
 
 
 def _name(key: str, value: Value) -> str:
-    """Of an attribute in the index: its type and its key in hex, so that no key needs quotes."""
+    """The name of an attribute in the index: its type, and the key in hexadecimal, which needs no quotes."""
     return _kind(value) + key.encode().hex()
 
 
 def to_columns(attributes: Attributes) -> dict[str, Value]:
-    """Attributes as Lance and Qdrant hold them beside an item, to be filtered."""
+    """Attributes as Lance and Qdrant store them for filters."""
     return {_name(key, value): value for key, value in attributes.items()}
 
 
@@ -71,26 +75,20 @@ def to_columns(attributes: Attributes) -> dict[str, Value]:
 
 
 def to_sql(where: Filter, column: str = "filterable") -> str:
-    """The filter in Lance's SQL, over a JSON column of `to_columns`."""
-    match where.type:
-        case "and" | "or":
-            parts = [to_sql(part, column) for part in where.filters]
-            return "(" + f" {where.type.upper()} ".join(parts) + ")"
-        case "ne" | "nin":
-            return f"(NOT {to_sql(_positive(where), column)})"
-        case "in":
-            parts = [_sql("eq", where.key, value, column) for value in _values(where)]
-            return "(" + " OR ".join(parts or ["false"]) + ")"
-        case _:
-            assert where.value is not None
-            assert not isinstance(where.value, list)
-            return _sql(where.type, where.key, where.value, column)
+    """The filter as SQL of Lance, over a JSON column of `to_columns`."""
 
+    def compare(sign: str, key: str, value: Any) -> str:
+        getter = {"s": "string", "n": "float", "b": "bool"}[_kind(value)]
+        found = f"json_get_{getter}({column}, '{_name(key, value)}')"
+        return f"coalesce({found} {_SIGNS[sign]} {_literal(value)}, false)"
 
-def _sql(sign: str, key: str, value: Value, column: str) -> str:
-    getter = {"s": "string", "n": "float", "b": "bool"}[_kind(value)]
-    found = f"json_get_{getter}({column}, '{_name(key, value)}')"
-    return f"coalesce({found} {_SIGNS[sign]} {_literal(value)}, false)"
+    return _translate(
+        where,
+        compare,
+        every=lambda parts: "(" + " AND ".join(parts) + ")",
+        some=lambda parts: "(" + " OR ".join(parts or ["false"]) + ")",
+        negate=lambda part: f"(NOT {part})",
+    )
 
 
 def _literal(value: Value) -> str:
@@ -100,12 +98,12 @@ def _literal(value: Value) -> str:
 
 
 def sql_text(text: str) -> str:
-    """A text as SQL's literal."""
+    """A text as a literal of SQL."""
     return "'" + text.replace("'", "''") + "'"
 
 
 def to_json(attributes: Attributes) -> str:
-    """What the JSON column of `to_sql` holds: numbers are floats."""
+    """The JSON column of `to_sql`; numbers are floats."""
     columns = to_columns(attributes)
     return json.dumps(
         {n: float(v) if n[0] == "n" else v for n, v in columns.items()}, allow_nan=False
@@ -116,33 +114,23 @@ def to_json(attributes: Attributes) -> str:
 
 
 def to_qdrant(where: Filter) -> "QdrantFilter":
-    """The filter in Qdrant's words, over a payload with `to_columns` under `filterable`."""
+    """The filter of Qdrant, over a payload with `to_columns` as `filterable`."""
     from qdrant_client import models  # noqa: PLC0415 (an extra)
 
-    match where.type:
-        case "and":
-            return models.Filter(must=[to_qdrant(part) for part in where.filters])
-        case "or":
-            return models.Filter(should=[to_qdrant(part) for part in where.filters])
-        case "ne" | "nin":
-            return models.Filter(must_not=[to_qdrant(_positive(where))])
-        case "in":
-            values = _values(where)
-            if not values:
-                return models.Filter(must=[models.HasIdCondition(has_id=[])])
-            return models.Filter(should=[_condition("eq", where.key, value) for value in values])
-        case _:
-            assert where.value is not None
-            assert not isinstance(where.value, list)
-            return models.Filter(must=[_condition(where.type, where.key, where.value)])
+    def compare(sign: str, key: str, value: Any) -> "QdrantFilter":
+        path = f"filterable.{_name(key, value)}"
+        if _kind(value) == "n":
+            number = float(value)
+            bounds = {"gte": number, "lte": number} if sign == "eq" else {sign: number}
+            condition = models.FieldCondition(key=path, range=models.Range(**bounds))
+        else:
+            condition = models.FieldCondition(key=path, match=models.MatchValue(value=value))
+        return models.Filter(must=[condition])
 
-
-def _condition(sign: str, key: str, value: Value) -> Any:
-    from qdrant_client import models  # noqa: PLC0415 (an extra)
-
-    path = f"filterable.{_name(key, value)}"
-    if _kind(value) == "n":
-        number = float(value)
-        bounds = {"gte": number, "lte": number} if sign == "eq" else {sign: number}
-        return models.FieldCondition(key=path, range=models.Range(**bounds))
-    return models.FieldCondition(key=path, match=models.MatchValue(value=value))  # type: ignore[arg-type]
+    return _translate(
+        where,
+        compare,
+        every=lambda parts: models.Filter(must=parts),
+        some=lambda parts: models.Filter(should=parts or [models.HasIdCondition(has_id=[])]),
+        negate=lambda part: models.Filter(must_not=[part]),
+    )

@@ -1,8 +1,8 @@
-"""`VectorIndex`: what every index of vectors keeps, and the indexes by name.
+"""The interface of vector indexes, and the indexes by URL scheme.
 
-An index is one file beside this one and a line in `INDEXES`. `tests/search/test_index.py` runs one
-state machine over all of them: what `upsert` and `delete` have acknowledged is there after a
-`kill -9`, a search finds the nearest by cosine, and a filter what `search.filters.matches` says.
+An index is one file of this package and a line in `INDEXES`. `tests/search/test_index.py` runs a state machine over
+all of them: acknowledged writes survive a `kill -9`, and searches and filters return what an exact scan with
+`search.filters.matches` returns.
 """
 
 import threading
@@ -21,80 +21,75 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-#: Ids that are read at once for pages in their order, and such readings that are kept.
+#: Ids that `OrderedIds` reads at once, and windows that it caches.
 WINDOW = 65_536
 _MAX_WINDOWS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class IndexStats:
-    """How much there is. `num_bytes`: of disk, as far as it is known."""
+    """`num_bytes`: of disk, if known."""
 
     num_items: int
     num_bytes: int
 
 
 class VectorIndex(Protocol):
-    """The items of one store. Thread-safe for readers; one thread at a time writes."""
+    """The items of one store. Reads are thread-safe; one thread at a time writes."""
 
     def upsert(self, items: Sequence[Item]) -> None:
-        """Insert items, or replace those of the same id: all or none, durable on return.
-
-        Ids of one call are distinct.
-        """
+        """Insert items, or replace those of the same id: all or none, durable on return. Ids are distinct."""
         ...
 
     def delete(self, ids: Sequence[str] | None = None, where: Filter | None = None) -> int:
-        """Delete by ids or by filter, durable on return. Returns how many there were."""
+        """Delete by ids or by filter, durable on return. Returns the number of deleted items."""
         ...
 
     def search(self, vectors: "np.ndarray", k: int, where: Filter | None = None) -> list[list[Hit]]:
-        """The nearest items of each vector by cosine, best first, those of one score by id.
+        """The nearest items of each vector by cosine, best first; ties in the order of ids.
 
         Shapes: [queries, dimensions], float32 of length 1.
         """
         ...
 
     def get(self, ids: Sequence[str]) -> list[Item]:
-        """Those that are there, with their vectors, in no order."""
+        """The existing items of these ids, with vectors, in any order."""
         ...
 
     def page(self, after: str, limit: int, with_vectors: bool = False) -> list[Item]:
         """The next items in the order of ids."""
         ...
 
-    def stats(self) -> IndexStats:
-        """How much there is; cheap."""
-        ...
+    def stats(self) -> IndexStats: ...
 
     def compact(self) -> None:
-        """Do what makes later searches quick, such as building a graph; may take minutes."""
+        """Optimize for later searches; may take minutes."""
         ...
 
     def close(self) -> None:
-        """Let go of files and connections; wait for `compact`."""
+        """Wait for `compact`, and close files and connections."""
         ...
 
 
 class IndexKind(Protocol):
-    """Where the stores of a search process are kept: one index each, by the store's id."""
+    """Opens the indexes of stores, by the id of the store."""
 
     def open(self, name: str, dimensions: int) -> VectorIndex:
-        """The index of a store, made where there is none."""
+        """The index of a store; it is created if it does not exist."""
         ...
 
     def drop(self, name: str) -> None:
-        """Delete the index of a store, if there is one."""
+        """Delete the index of a store, if it exists."""
         ...
 
     def close(self) -> None: ...
 
 
 class OrderedIds:
-    """Pages in the order of ids, of an index that keeps none.
+    """Pages in the order of ids, for an index without that order.
 
-    One reading of all ids serves the pages of `WINDOW` ids: a walk over n items reads n * n /
-    `WINDOW` ids. Writers tell what they wrote, so a kept reading lacks nothing that is acknowledged.
+    Reads and caches a window of `WINDOW` sorted ids; a walk over n items reads n * n / `WINDOW` ids. Writers call
+    `add` and `remove`, so that cached windows are current.
     """
 
     def __init__(
@@ -102,17 +97,16 @@ class OrderedIds:
         read_ids: Callable[[str, int], list[str]],
         read_items: Callable[[Sequence[str]], list[Item]],
     ) -> None:
-        """`read_ids`: the next so many ids after one, sorted."""
+        """`read_ids`: the next ids after one, sorted, up to a number."""
         self._read_ids, self._read_items = read_ids, read_items
         self._lock = threading.Lock()
         self._windows: list[_Window] = []
 
     def page(self, after: str, limit: int, with_vectors: bool) -> list[Item]:
-        """The next items after an id."""
         found: list[Item] = []
         while len(found) < limit and (wanted := self._next(after, limit - len(found))):
             items = {item.id: item for item in self._read_items(wanted)}
-            found += [items[key] for key in wanted if key in items]  # others were just deleted
+            found += [items[key] for key in wanted if key in items]  # others were deleted meanwhile
             after = wanted[-1]
         if with_vectors:
             return found
@@ -147,25 +141,23 @@ class OrderedIds:
         return window
 
     def add(self, ids: Iterable[str]) -> None:
-        """Note what was written."""
         with self._lock:
             for window in self._windows:
                 window.add(ids)
 
     def remove(self, ids: Iterable[str]) -> None:
-        """Note what was deleted."""
         with self._lock:
             for window in self._windows:
                 window.remove(ids)
 
     def forget(self) -> None:
-        """Read all anew: it is not known what was written or deleted."""
+        """Drop all windows, after an unknown change."""
         with self._lock:
             self._windows = []
 
 
 class _Window:
-    """The ids after `start`, to `end`; to the last one where that is None. Not loaded: those that came."""
+    """The ids after `start` up to `end`, or all of them. Until it is loaded: those that were added."""
 
     def __init__(self, start: str) -> None:
         self.start = start
@@ -191,10 +183,10 @@ class _Window:
 
 
 class SearchUnavailable(SettingsError):
-    """An index that cannot be used until the operator mends what the message names."""
+    """The index cannot be used; the message names the setting or package."""
 
 
-#: The writable indexes by the scheme of `VLM_SEARCH__INDEX`: what makes one, given the whole URL.
+#: Functions that open the indexes of a URL, by its scheme.
 INDEXES = {
     "lance": "search.lance:open_lance",
     "qdrant": "search.qdrant:open_qdrant",
@@ -208,17 +200,17 @@ def open_indexes(url: str) -> IndexKind:
     scheme = url.partition(":")[0]
     if scheme not in INDEXES:
         known = ", ".join(f"{name}://" for name in INDEXES)
-        raise SearchUnavailable(f"VLM_SEARCH__INDEX: there is no index {scheme!r}; write {known}")
+        raise SearchUnavailable(f"VLM_SEARCH__INDEX: unknown scheme {scheme!r}; use {known}")
     try:
         return resolve_name(INDEXES[scheme])(url)
     except ModuleNotFoundError as error:
         raise SearchUnavailable(
-            f"vector stores of the kind {scheme} need the package {error.name!r}: {INSTALL}"
+            f"VLM_SEARCH__INDEX: {scheme} needs the package {error.name!r}: {INSTALL}"
         ) from None
 
 
 def require(package: str, use: str) -> None:
-    """Raises: SearchUnavailable where a package of the extra is missing."""
+    """Raises: SearchUnavailable if a package of the extra is missing."""
     try:
         resolve_name(package)
     except ModuleNotFoundError as error:

@@ -1,9 +1,9 @@
-"""Lance: tables of versioned files in a directory, which one process writes and reads.
+"""The Lance index: tables of versioned files in a directory of this process.
 
-A write is one commit: a file, then the version that names it. Up to `SCAN_ROWS` rows are scanned;
-beyond that vectors in 8 bits are, and the exact ones of the best candidates then decide. Rows that
-are newer than the index are scanned too, so a search always sees what was acknowledged. A graph
-would take minutes to build, and find less for the time of such a scan.
+A write is one commit: a file, then the version that names it. A search scans up to `SCAN_ROWS` rows exactly; of
+larger tables it scans 8-bit vectors, and reranks the best candidates by their exact vectors. Rows that are newer than
+the index are scanned too, so that a search sees all acknowledged writes. A graph would take minutes to build, and
+have a lower recall in the time of such a scan.
 """
 
 import json
@@ -28,20 +28,20 @@ from search.index import IndexStats, OrderedIds, SearchUnavailable
 from shared.search import Filter, Hit, Item
 from shared.settings.group import MIB
 
-#: Rows that are scanned in about the time that an index would take.
+#: Up to so many rows, an exact scan takes no longer than the index.
 SCAN_ROWS = 10_000
-#: Files of a table beyond which it is compacted.
+#: A table with more files is compacted.
 MAX_FRAGMENTS = 32
-#: Commits after which a table is compacted, about four files each: a row in `_ROWS_PER_COMMIT`.
+#: A table is compacted after one commit (about four files) for `_ROWS_PER_COMMIT` rows, within these bounds.
 MIN_COMMITS, MAX_COMMITS = 16, 200
 _ROWS_PER_COMMIT = 64
-#: Candidates whose exact distance is computed, for each that is asked for.
+#: Candidates to rerank, per requested result.
 REFINE_FACTOR = 4
 _BATCH_IDS = 500
 _PLAIN = ["id", "text", "image", "file_id", "filename", "attributes"]
-#: Old versions stay if a reader takes longer.
+#: Old versions are kept if a reader takes longer.
 _READERS_END_WITHIN_S = 10.0
-#: Bounds of Lance's caches; by default they grow with each version to several GiB.
+#: Limits of Lance's caches, which otherwise grow to several GiB.
 _INDEX_CACHE_BYTES, _METADATA_CACHE_BYTES = 256 * MIB, 8 * MIB
 
 
@@ -52,14 +52,13 @@ def open_lance(url: str) -> "LanceIndexes":
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
         raise SearchUnavailable(
-            f"vector stores cannot be kept in {directory} ({error.strerror}): name a directory "
-            "that can be written"
+            f"{directory}: vector stores cannot be written there ({error.strerror}): set a writable directory"
         ) from None
     return LanceIndexes(directory)
 
 
 class LanceIndexes:
-    """One table for each store."""
+    """A table per store."""
 
     def __init__(self, directory: Path) -> None:
         os.environ.setdefault("LANCE_LOG", "error")
@@ -68,7 +67,6 @@ class LanceIndexes:
         self._database = lancedb.connect(str(directory), session=session)
 
     def open(self, name: str, dimensions: int) -> "LanceIndex":
-        """The table of a store, made where there is none."""
         if self._path(name).exists():
             table = self._database.open_table(name)
         else:
@@ -76,7 +74,6 @@ class LanceIndexes:
         return LanceIndex(table, self._path(name), dimensions)
 
     def drop(self, name: str) -> None:
-        """Delete the table of a store, if there is one."""
         if self._path(name).exists():
             self._database.drop_table(name)
 
@@ -84,11 +81,11 @@ class LanceIndexes:
         return self._directory / f"{name}.lance"
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to close."""
 
 
 class Readers:
-    """Counts readers, so that a writer can wait for the end of those that began before it asked."""
+    """Counts readers, so that a writer can wait for those that began earlier."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -108,7 +105,7 @@ class Readers:
                 self._changed.notify_all()
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether they ended in time."""
+        """Wait for the current readers; returns whether they ended in time."""
         with self._changed:
             last = self._round
             self._round += 1
@@ -142,7 +139,6 @@ class LanceIndex:
             self._ids.add(item.id for item in items)
 
     def delete(self, ids: Sequence[str] | None = None, where: Filter | None = None) -> int:
-        """One commit for a filter, or for `_BATCH_IDS` ids."""
         if ids is None:
             conditions = [to_sql(where)] if where is not None else []
         else:
@@ -156,7 +152,6 @@ class LanceIndex:
             return num_deleted
 
     def search(self, vectors: np.ndarray, k: int, where: Filter | None = None) -> list[list[Hit]]:
-        """By the index where there is one."""
         with self._readers.reading():
             return [self._search_one(vector, k, where) for vector in vectors]
 
@@ -171,13 +166,11 @@ class LanceIndex:
         return sorted(hits, key=lambda hit: (-hit.score, hit.item.id))
 
     def get(self, ids: Sequence[str]) -> list[Item]:
-        """By the index of ids where there is one."""
         with self._readers.reading():
             conditions = _id_conditions(ids)
             return [item for each in conditions for item in self._read(each, _BATCH_IDS)]
 
     def page(self, after: str, limit: int, with_vectors: bool = False) -> list[Item]:
-        """The ids are sorted here: Lance keeps no order."""
         return self._ids.page(after, limit, with_vectors)
 
     def _read_ids(self, after: str, limit: int) -> list[str]:
@@ -190,7 +183,6 @@ class LanceIndex:
         return [_to_item(row) for row in query.to_arrow().to_pylist()]
 
     def stats(self) -> IndexStats:
-        """Of the version that is read, and of all files."""
         num_bytes = sum(
             entry.stat().st_size
             for folder, _, names in os.walk(self._path)
@@ -200,7 +192,7 @@ class LanceIndex:
         return IndexStats(self._table.count_rows(), num_bytes)
 
     def compact(self) -> None:
-        """Join files; index what is not indexed, once that is more than a scan should read."""
+        """Merge files; build or update the index once `SCAN_ROWS` rows are not indexed."""
         with self._lock:
             if self._is_closed:
                 return
@@ -218,7 +210,7 @@ class LanceIndex:
                 self._optimize()
 
     def _optimize(self) -> None:
-        """Nobody writes meanwhile, so once earlier readers have ended, all read the last version."""
+        """Merge files, and delete old versions once no reader uses them; the caller holds the lock."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self._table.optimize()
@@ -238,7 +230,7 @@ class LanceIndex:
         return self._table.index_stats("vector_idx") if "vector_idx" in names else None
 
     def close(self) -> None:
-        """No compaction writes files from now on."""
+        """Prevent later compactions."""
         with self._lock:
             self._is_closed = True
 

@@ -1,7 +1,6 @@
-"""Qdrant: a server of its own, for stores beyond one machine; a collection for each store.
+"""The Qdrant index: a server, for stores larger than one machine, with a collection per store.
 
-A point's id is a UUID of the item's id, as Qdrant takes no texts. Writes wait until the server has
-them in its log.
+The id of a point is a UUID of the item's id. Writes wait for the server's write-ahead log.
 """
 
 import heapq
@@ -20,7 +19,7 @@ from shared.search import Filter, Hit, Item
 
 _IDS = uuid.UUID("6b1a3c52-7a0e-4c3f-9d0b-5b8f3a2d9e11")
 _PAGE = 1000
-#: A point notes its size in steps of so many bytes: few enough values to be counted by the server.
+#: The sizes of points are rounded up to so many bytes, so that the server can count them by value.
 _SIZE_STEP = 256
 _MAX_SIZES = 10_000
 TIMEOUT_S = 30
@@ -38,23 +37,22 @@ def open_qdrant(url: str) -> "QdrantIndexes":
     client = QdrantClient(url=address, api_key=key, timeout=TIMEOUT_S, check_compatibility=False)
     try:
         client.get_collections()
-    except Exception as error:  # of grpc, httpx or its own, by what goes wrong
+    except Exception as error:  # of grpc, httpx or qdrant_client
         client.close()
         raise SearchUnavailable(
             f"VLM_SEARCH__INDEX: no Qdrant answers at {parts.hostname}:{parts.port or 6333} "
-            f"({type(error).__name__}); start it, or name its address"
+            f"({type(error).__name__}); start it, or correct the address"
         ) from None
     return QdrantIndexes(client)
 
 
 class QdrantIndexes:
-    """One collection for each store."""
+    """A collection per store."""
 
     def __init__(self, client: QdrantClient) -> None:
         self._client = client
 
     def open(self, name: str, dimensions: int) -> "QdrantIndex":
-        """The collection of a store, made where there is none."""
         if not self._client.collection_exists(name):
             vectors = models.VectorParams(size=dimensions, distance=models.Distance.COSINE)
             self._client.create_collection(name, vectors_config=vectors)
@@ -62,7 +60,6 @@ class QdrantIndexes:
         return QdrantIndex(self._client, name, dimensions)
 
     def drop(self, name: str) -> None:
-        """Delete the collection of a store, if there is one."""
         self._client.delete_collection(name)
 
     def close(self) -> None:
@@ -79,7 +76,6 @@ class QdrantIndex:
         self._ids = OrderedIds(self._read_ids, self.get)
 
     def upsert(self, items: Sequence[Item]) -> None:
-        """One request: Qdrant writes it to its log before it answers."""
         points = [
             models.PointStruct(
                 id=_to_uuid(item.id),
@@ -91,12 +87,11 @@ class QdrantIndex:
         try:
             self._client.upsert(self._name, points, wait=True)
         except BaseException:
-            self._ids.forget()  # it may be written all the same
+            self._ids.forget()  # it may have been written
             raise
         self._ids.add(item.id for item in items)
 
     def delete(self, ids: Sequence[str] | None = None, where: Filter | None = None) -> int:
-        """One request, and a count before it."""
         if ids is not None:
             has_ids = models.HasIdCondition(has_id=[_to_uuid(key) for key in ids])
             chosen = models.Filter(must=[has_ids])
@@ -114,7 +109,6 @@ class QdrantIndex:
         return num_found
 
     def search(self, vectors: np.ndarray, k: int, where: Filter | None = None) -> list[list[Hit]]:
-        """By the server's graph, beyond what it scans."""
         chosen = to_qdrant(where) if where is not None else None
         asked = [
             models.QueryRequest(query=vector.tolist(), filter=chosen, limit=k, with_payload=True)
@@ -135,7 +129,6 @@ class QdrantIndex:
         return [_to_item(point) for point in found]
 
     def page(self, after: str, limit: int, with_vectors: bool = False) -> list[Item]:
-        """The ids are sorted here: Qdrant's order is that of its UUIDs."""
         return self._ids.page(after, limit, with_vectors)
 
     def _read_ids(self, after: str, limit: int) -> list[str]:
@@ -152,16 +145,16 @@ class QdrantIndex:
                 return
 
     def stats(self) -> IndexStats:
-        """Qdrant tells no bytes: those that were sent, of all items."""
+        """`num_bytes` is the size of the items: Qdrant reports none."""
         sizes = self._client.facet(self._name, "size", limit=_MAX_SIZES, exact=True).hits
         num_items = sum(size.count for size in sizes)
         return IndexStats(num_items, sum(int(size.value) * size.count for size in sizes))
 
     def compact(self) -> None:
-        """The server does so by itself."""
+        """The server compacts by itself."""
 
     def close(self) -> None:
-        """The connection is that of all collections."""
+        """All collections share the connection."""
 
 
 def _to_uuid(key: str) -> str:
@@ -176,7 +169,7 @@ def _to_payload(item: Item) -> dict[str, Any]:
 
 
 def _to_item(point: Any) -> Item:
-    item = msgspec.convert(point.payload, Item)  # what else is there is ours
+    item = msgspec.convert(point.payload, Item)
     if point.__class__.__name__ == "ScoredPoint" or point.vector is None:
         return item
     return msgspec.structs.replace(item, vector=np.asarray(point.vector, "<f4").tobytes())

@@ -1,7 +1,6 @@
-"""The search process: answers gateways over HTTP on a socket of its own.
+"""The search process: serves gateways over HTTP.
 
-One per fleet: a lock on the data directory keeps a second one away. It may be killed at any time:
-what it has acknowledged is on disk.
+A fleet has one; a lock on the data directory prevents a second. Acknowledged writes survive a kill.
 """
 
 import asyncio
@@ -22,56 +21,40 @@ import msgspec
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
+import shared.search as wire
 from search.catalog import Catalog
 from search.collection import BadCollection
 from search.index import IndexKind, SearchUnavailable, open_indexes, require
 from search.stores import Stores
-from shared.search import (
-    AnyRequest,
-    Fault,
-    ListFiles,
-    ListStoreFiles,
-    ListStores,
-    Query,
-    ReadFile,
-    ReadFileBatch,
-    ReadItems,
-    ReadStore,
-    ReadStoreFile,
-    Request,
-    SearchError,
-)
+from shared.search import SearchError
 from shared.settings import SettingsError
 from shared.settings.tree import SearchSettings, Settings
 
-#: Of those that read, and of those that write: writers of one store wait for each other.
+#: Of readers, and of writers: writers of one store wait for each other.
 NUM_THREADS = 4
 MAX_WAITING = 256
 DRAIN_S = 10
 _CATALOG = "catalog.sqlite"
-#: What waits for no writer.
-READS = (
-    ReadStore, ListStores, ReadItems, Query, ReadFile, ListFiles, ReadStoreFile, ListStoreFiles,
-    ReadFileBatch,
-)  # fmt: skip
 
 logger = logging.getLogger(__name__)
 
 
 class SearchApp:
-    """An ASGI application: `POST /` is a request, `GET /healthz` says that it lives."""
+    """An ASGI application: `POST /` handles a request, `GET /healthz` is the liveness probe."""
 
-    def __init__(self, answer: Callable[[Request], object], token: str, max_bytes: int) -> None:
+    def __init__(
+        self, answer: Callable[[wire.Request], object], token: str, max_bytes: int
+    ) -> None:
         self._answer = answer
         self._authorization = f"Bearer {token}".encode() if token else b""
         self._max_bytes = max_bytes
         self._readers = ThreadPoolExecutor(NUM_THREADS, "read")
         self._writers = ThreadPoolExecutor(NUM_THREADS, "write")
-        self._decoder = msgspec.msgpack.Decoder(AnyRequest)
+        self._decoder = msgspec.msgpack.Decoder(wire.AnyRequest)
         self._num_open = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer 200 with what was asked for, 422 with a fault, or no body at all."""
+        """Answer 200 with the result, 422 with a fault, or another status without a body."""
         if scope["type"] != "http":
             return
         if scope["path"] == "/healthz":
@@ -91,13 +74,13 @@ class SearchApp:
             await _send(send, *answer)
 
     async def _serve(self, receive: Receive) -> tuple[int, bytes] | None:
-        """Status and body; None where the gateway has left before all of its request was here."""
+        """Status and body; None if the gateway disconnected before its request was complete."""
         body = bytearray()
         has_more = True
         while has_more:
             message = await receive()
             if message["type"] == "http.disconnect":
-                logger.info("a gateway left in the middle of a request")
+                logger.info("a gateway disconnected in the middle of a request")
                 return None
             body += message.get("body", b"")
             has_more = message.get("more_body", False)
@@ -109,11 +92,11 @@ class SearchApp:
             request = self._decoder.decode(body)
         except msgspec.MsgspecError:
             logger.exception("a request cannot be read")
-            return 422, _fault("unavailable", "Gateway and search process are of other versions.")
+            return 422, _fault("unavailable", "Gateway and search process have different versions.")
         del body
         loop = asyncio.get_running_loop()
         try:
-            threads = self._readers if isinstance(request, READS) else self._writers
+            threads = self._readers if isinstance(request, wire.Read) else self._writers
             answer = await loop.run_in_executor(threads, self._answer, request)
         except SearchError as error:
             return 422, msgspec.msgpack.encode(error.fault)
@@ -123,7 +106,7 @@ class SearchApp:
         return 200, msgspec.msgpack.encode(answer)
 
     def close(self) -> None:
-        """Wait for what is under way."""
+        """Finish the requests."""
         self._readers.shutdown()
         self._writers.shutdown()
 
@@ -135,11 +118,10 @@ async def _send(send: Send, status: int, content: bytes) -> None:
 
 
 def _fault(code: str, message: str) -> bytes:
-    return msgspec.msgpack.encode(msgspec.convert({"code": code, "message": message}, Fault))
+    return msgspec.msgpack.encode(msgspec.convert({"code": code, "message": message}, wire.Fault))
 
 
 def data_directory(settings: SearchSettings) -> Path:
-    """Where the process keeps its files."""
     if settings.data_dir:
         return Path(settings.data_dir).expanduser().absolute()
     state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
@@ -176,26 +158,26 @@ def run_search(settings: Settings) -> int:
 
 
 def _open_indexes(search: SearchSettings, directory: Path) -> IndexKind | None:
-    """None where collections can do without. Raises: SearchUnavailable."""
+    """None: collections alone are served. Raises: SearchUnavailable."""
     try:
         return open_indexes(search.index or f"lance://{directory / 'stores'}")
     except SearchUnavailable as error:
         if not search.collections or search.index:
             raise
-        logger.warning("collections alone are served: %s", error)
+        logger.warning("only collections are served: %s", error)
         return None
 
 
 def _check(search: SearchSettings) -> None:
     if not search.url:
         raise SettingsError(
-            "VLM_SEARCH__URL: say where to listen: unix:///PATH or http://HOST:PORT"
+            "VLM_SEARCH__URL: set the address to listen on: unix:///PATH or http://HOST:PORT"
         )
     host = urlsplit(search.url).hostname
     if host not in (None, "localhost", "127.0.0.1", "::1") and not search.token.get_secret_value():
         raise SettingsError(
-            "VLM_SEARCH__TOKEN: this address can be reached from other machines: set a secret here "
-            "and at the gateways"
+            "VLM_SEARCH__TOKEN: required on an address that other machines can reach; set the same secret "
+            "at the gateways"
         )
     require("numpy", "the search process")
     require("safetensors", "the search process")
@@ -214,17 +196,16 @@ def _lock(directory: Path) -> IO[bytes]:
     except OSError:
         lock.close()
         raise SettingsError(
-            f"VLM_SEARCH__DATA_DIR: another search process uses {directory}: stop it, or name another"
+            f"VLM_SEARCH__DATA_DIR: another search process uses {directory}: stop it, or set another directory"
         ) from None
     return lock
 
 
 class _Server(uvicorn.Server):
-    """Ends as any process that was asked to: uvicorn would raise the signal again."""
+    """A server that exits normally on a signal; uvicorn raises it again."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Take the signals that end a process."""
         handlers = {
             number: signal.signal(number, self.handle_exit)
             for number in (signal.SIGINT, signal.SIGTERM)
@@ -237,7 +218,7 @@ class _Server(uvicorn.Server):
 
 
 def create_server(app: SearchApp) -> uvicorn.Server:
-    """A server, to be given what `listen` returns."""
+    """The server, to be run on the socket of `listen`."""
     config = uvicorn.Config(
         app, lifespan="off", log_config=None, access_log=False,
         timeout_graceful_shutdown=DRAIN_S, timeout_keep_alive=60,
@@ -246,7 +227,7 @@ def create_server(app: SearchApp) -> uvicorn.Server:
 
 
 def listen(url: str) -> socket.socket:
-    """A socket at a URL; a unix socket is for this user and group alone. Raises: SettingsError."""
+    """Listen at a URL; a unix socket is accessible to user and group. Raises: SettingsError."""
     parts = urlsplit(url)
     try:
         if parts.scheme == "unix":
@@ -256,12 +237,12 @@ def listen(url: str) -> socket.socket:
         return socket.create_server((host, parts.port or 0), family=family)
     except OSError as error:
         raise SettingsError(
-            f"VLM_SEARCH__URL: cannot listen at {url} ({error.strerror}): name another place"
+            f"VLM_SEARCH__URL: cannot listen at {url} ({error.strerror}): set another address"
         ) from None
 
 
 def _listen_on_path(path: Path) -> socket.socket:
-    if path.is_socket():  # of one that was killed: the lock is ours
+    if path.is_socket():  # of a killed process: we hold the lock
         path.unlink()
     listener = socket.socket(socket.AF_UNIX)
     others = os.umask(0o117)

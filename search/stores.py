@@ -1,9 +1,8 @@
-"""The stores of tenants, over one kind of index.
+"""The vector stores of all tenants, over one kind of index.
 
-One thread at a time writes a store. Readers wait for no writer: the lock of the process is for its
-memory, and not held while a disk or a server is waited for. An acknowledged write outlives the
-process, not a loss of power. A collection that the operator names is a read-only store that every
-key may search.
+One thread at a time writes a store; readers do not wait. The lock of the process protects its memory, and is not held
+during input and output. Acknowledged writes survive a killed process, not a power failure. A collection in the
+settings is a read-only store for every key.
 """
 
 import hashlib
@@ -21,60 +20,29 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
+import shared.search as wire
 from search.catalog import Catalog
-from search.flat import FlatIndex
+from search.collection import FlatIndex
 from search.index import IndexKind, VectorIndex
-from shared.search import (
-    FILE_BATCH_ID,
-    FILE_ID,
-    STORE_ID,
-    AttachFile,
-    ChangeStore,
-    ChangeStoreFile,
-    CreateStore,
-    DetachFile,
-    DropFile,
-    DropItems,
-    DropStore,
-    FileBatch,
-    FileRecord,
-    Hit,
-    Item,
-    ListFiles,
-    ListStoreFiles,
-    ListStores,
-    PutFile,
-    PutFileBatch,
-    PutItems,
-    Query,
-    ReadFile,
-    ReadFileBatch,
-    ReadItems,
-    ReadStore,
-    ReadStoreFile,
-    Request,
-    SearchError,
-    StoreFile,
-    StoreRecord,
-    refuse,
-)
+from shared.search import SearchError, refuse
 from shared.settings.limits import LimitSettings
 
-#: Stores whose index is kept open.
+#: Open indexes.
 MAX_OPEN = 64
-#: How often the times of searches are written, and indexes without a store deleted.
+#: Interval of `Stores.sweep`.
 SWEEP_S = 60.0
-#: The latest file batches of a store, which are kept.
+#: File batches kept per store.
 MAX_FILE_BATCHES = 100
-#: Vectors whose length is that near to 1 are kept as they are.
+#: Vectors with a length this close to 1 are not normalized.
 LENGTH_TOLERANCE = 1e-6
 
 logger = logging.getLogger(__name__)
 
 
 class OpenStore:
-    """The index of a store, opened when it is first used, and the lock of its writer."""
+    """The index of a store, opened at its first use, and the lock of its writer."""
 
     def __init__(self, open_index: Callable[[], VectorIndex]) -> None:
         self.writing = threading.RLock()
@@ -89,7 +57,7 @@ class OpenStore:
 
     @property
     def index(self) -> VectorIndex:
-        """Raises: SearchError where the store was deleted."""
+        """Raises: SearchError if the store was deleted."""
         with self._opening:
             if self._is_dropped:
                 raise _no_store()
@@ -98,7 +66,7 @@ class OpenStore:
             return self._index
 
     def drop(self, forget: Callable[[], bool]) -> None:
-        """Delete the record of the store, after which nobody opens its index again."""
+        """Delete the record of the store; its index is not opened again."""
         with self._opening:
             if not forget():
                 raise _no_store()
@@ -111,7 +79,7 @@ class OpenStore:
 
 
 class Stores:
-    """All stores of one search process."""
+    """The stores of one search process."""
 
     def __init__(
         self,
@@ -120,7 +88,7 @@ class Stores:
         limits: LimitSettings,
         collections: Sequence[Path] = (),
     ) -> None:
-        """Without `indexes` it has collections alone. Raises: BadCollection."""
+        """`indexes` None: only collections. Raises: BadCollection."""
         self._catalog = catalog
         self._indexes = indexes
         self._limits = limits
@@ -134,38 +102,38 @@ class Stores:
         self._orphans = set(catalog.orphans()) if indexes is not None else set()
         self._is_closing = threading.Event()
         self._sweeper = threading.Thread(target=self._sweep_on, name="sweep", daemon=True)
-        self._answers: Mapping[type[Request], Callable[[Any], Any]] = {
-            CreateStore: self._create_store,
-            ReadStore: lambda asked: self._find(asked.tenant, asked.store),
-            ListStores: self._list_stores,
-            ChangeStore: self._change_store,
-            DropStore: self._drop_store,
-            PutItems: self._put_items,
-            DropItems: self._drop_items,
-            ReadItems: self._read_items,
-            Query: self._query,
-            PutFile: self._put_file,
-            ReadFile: self._read_file,
-            ListFiles: self._list_files,
-            DropFile: self._drop_file,
-            AttachFile: self._attach_file,
-            ReadStoreFile: self._read_store_file,
-            ListStoreFiles: self._list_store_files,
-            ChangeStoreFile: self._change_store_file,
-            DetachFile: self._detach_file,
-            PutFileBatch: self._put_file_batch,
-            ReadFileBatch: self._read_file_batch,
+        self._answers: Mapping[type[wire.Request], Callable[[Any], Any]] = {
+            wire.CreateStore: self._create_store,
+            wire.ReadStore: lambda asked: self._find(asked.tenant, asked.store),
+            wire.ListStores: self._list_stores,
+            wire.ChangeStore: self._change_store,
+            wire.DropStore: self._drop_store,
+            wire.PutItems: self._put_items,
+            wire.DropItems: self._drop_items,
+            wire.ReadItems: self._read_items,
+            wire.Query: self._query,
+            wire.PutFile: self._put_file,
+            wire.ReadFile: self._read_file,
+            wire.ListFiles: lambda a: catalog.list_files(a.tenant, a.page, a.purpose),
+            wire.DropFile: self._drop_file,
+            wire.AttachFile: self._attach_file,
+            wire.ReadStoreFile: self._read_store_file,
+            wire.ListStoreFiles: self._list_store_files,
+            wire.ChangeStoreFile: self._change_store_file,
+            wire.DetachFile: self._detach_file,
+            wire.PutFileBatch: self._put_file_batch,
+            wire.ReadFileBatch: self._read_file_batch,
         }
         for record in catalog.unfinished() if indexes is not None else ():
             self._forget_chunks(record)
         self._sweeper.start()
 
-    def answer(self, request: Request) -> Any:
-        """Do what is asked. Blocks. Raises: SearchError."""
+    def answer(self, request: wire.Request) -> Any:
+        """Handle a request. Blocks. Raises: SearchError."""
         return self._answers[type(request)](request)
 
     def close(self) -> None:
-        """Wait for what is being written and release all."""
+        """Finish the writes, and close all indexes."""
         self._is_closing.set()
         self._sweeper.join()
         self._background.shutdown(cancel_futures=True)
@@ -186,21 +154,23 @@ class Stores:
                 return
 
     def sweep(self) -> None:
-        """Write the times of searches; delete stores that have expired, and indexes of no store."""
+        """Record the times of searches; delete expired stores, and indexes without a store."""
         with self._lock:
             searched_at, self._searched_at = self._searched_at, {}
             orphans = list(self._orphans)
         for name, at in searched_at.items():
-            self._catalog.change_store(name, partial(_used, at=at))
+            self._catalog.change_store(
+                name, lambda now, at=at: replace(now, last_active_at=max(at, now.last_active_at))
+            )
         for tenant, record in self._catalog.all_stores():
             if record.expires_at is not None and record.expires_at <= _now():
                 logger.info("store %s has expired", record.id)
-                self._drop_store(DropStore(tenant=tenant, store=record.id))
+                self._drop_store(wire.DropStore(tenant=tenant, store=record.id))
         for name in orphans:
             self._drop_index(name)
 
     def _drop_index(self, name: str) -> None:
-        """Delete the index of a store that is gone, now or in a later sweep."""
+        """Delete the index of a deleted store, now or in a later sweep."""
         try:
             self._kind().drop(name)
         except Exception:
@@ -217,19 +187,19 @@ class Stores:
 
     # Stores
 
-    def _create_store(self, asked: CreateStore) -> StoreRecord:
+    def _create_store(self, asked: wire.CreateStore) -> wire.StoreRecord:
         kind, most = self._kind(), self._limits.max_stores
         full = refuse("full", f"This key has {most} vector stores: delete one.")
         if len(self._catalog.stores(asked.tenant)) >= most:
             raise full
         now = _now()
-        record = StoreRecord(
-            id=STORE_ID + secrets.token_hex(16),
+        record = wire.StoreRecord(
+            id=wire.STORE_ID + secrets.token_hex(16),
             created_at=now,
             last_active_at=now,
             **{
                 name: getattr(asked, name)
-                for name in CreateStore.__struct_fields__
+                for name in wire.CreateStore.__struct_fields__
                 if name != "tenant"
             },
         )
@@ -243,28 +213,28 @@ class Stores:
             raise
         return record
 
-    def _find(self, tenant: str, name: str) -> StoreRecord:
-        """A tenant's store, or a collection. Raises: SearchError."""
+    def _find(self, tenant: str, name: str) -> wire.StoreRecord:
+        """A store of the tenant, or a collection. Raises: SearchError."""
         record = self._catalog.store(tenant, name)
         if record is not None:
             return record
         for collection, _ in self._collections.values():
             if name in (collection.id, collection.name):
                 return collection
-        if not name.startswith(STORE_ID):
+        if not name.startswith(wire.STORE_ID):
             for record in self._catalog.stores(tenant):
                 if record.name == name:
                     return record
         raise _no_store()
 
-    def _find_writable(self, tenant: str, name: str) -> StoreRecord:
+    def _find_writable(self, tenant: str, name: str) -> wire.StoreRecord:
         record = self._find(tenant, name)
         if record.is_read_only:
-            raise refuse("read_only", "This store is a collection of files: it is only searched.")
+            raise refuse("read_only", "This store is a collection of files and cannot be written.")
         return record
 
-    def _list_stores(self, asked: ListStores) -> list[StoreRecord]:
-        """A tenant's, and the collections as if they were the newest."""
+    def _list_stores(self, asked: wire.ListStores) -> list[wire.StoreRecord]:
+        """The stores of the tenant; collections are listed as the newest."""
         page = asked.page
         shared = [record for record, _ in self._collections.values()]
         if page.before:
@@ -275,11 +245,11 @@ class Stores:
         if page.is_ascending:
             return left if is_within else self._catalog.list_stores(asked.tenant, page) + left
         if is_within:
-            page = msgspec.structs.replace(page, after="")
+            page = replace(page, after="")
         found = self._catalog.list_stores(asked.tenant, page)
         return left + found if is_within or not page.after else found
 
-    def _change_store(self, asked: ChangeStore) -> StoreRecord:
+    def _change_store(self, asked: wire.ChangeStore) -> wire.StoreRecord:
         record = self._find_writable(asked.tenant, asked.store)
         changes = {
             name: value
@@ -287,13 +257,13 @@ class Stores:
             if (value := getattr(asked, name)) is not None
         }
         changed = self._catalog.change_store(
-            record.id, lambda now: msgspec.structs.replace(now, last_active_at=_now(), **changes)
+            record.id, lambda now: replace(now, last_active_at=_now(), **changes)
         )
         if changed is None:
             raise _no_store()
         return changed
 
-    def _drop_store(self, asked: DropStore) -> bool:
+    def _drop_store(self, asked: wire.DropStore) -> bool:
         record = self._find_writable(asked.tenant, asked.store)
         with self._writing(record) as store:
             store.drop(partial(self._catalog.drop_store, record.id))
@@ -304,7 +274,7 @@ class Stores:
 
     # Items
 
-    def _put_items(self, asked: PutItems) -> StoreRecord:
+    def _put_items(self, asked: wire.PutItems) -> wire.StoreRecord:
         record = self._find_writable(asked.tenant, asked.store)
         self._check_digest(record, asked.digest)
         items = _normalized(asked.items, record)
@@ -314,22 +284,24 @@ class Stores:
             self._upsert(record, index, items)
             return self._note_change(record, index)
 
-    def _check_no_chunks(self, record: StoreRecord, items: Sequence[Item]) -> None:
-        """Raises: SearchError for an item that would replace a chunk of an attached file."""
+    def _check_no_chunks(self, record: wire.StoreRecord, items: Sequence[wire.Item]) -> None:
+        """Raises: SearchError if an item would replace a chunk of an attached file."""
         for number, item in enumerate(items):
             file_id, colon, _ = item.id.rpartition(":")
             if (
                 colon
-                and file_id.startswith(FILE_ID)
+                and file_id.startswith(wire.FILE_ID)
                 and self._catalog.store_file(record.id, file_id)
             ):
                 raise refuse(
                     "invalid",
-                    "The id is that of a chunk of a file in this store: send another.",
+                    "This is the id of a chunk of a file in this store: send another id.",
                     f"items.[{number}].id",
                 )
 
-    def _upsert(self, record: StoreRecord, index: VectorIndex, items: Sequence[Item]) -> None:
+    def _upsert(
+        self, record: wire.StoreRecord, index: VectorIndex, items: Sequence[wire.Item]
+    ) -> None:
         limits, stats = self._limits, index.stats()
         if stats.num_items + len(items) > limits.max_store_items:
             known = len(index.get([item.id for item in items]))
@@ -337,12 +309,12 @@ class Stores:
                 raise refuse(
                     "full",
                     f"A vector store holds at most {limits.max_store_items} items: delete some, or "
-                    "make another store.",
+                    "create another store.",
                 )
         index.upsert(items)
         self._compact_later(record)
 
-    def _drop_items(self, asked: DropItems) -> int:
+    def _drop_items(self, asked: wire.DropItems) -> int:
         record = self._find_writable(asked.tenant, asked.store)
         with self._writing(record) as store:
             num_deleted = store.index.delete(asked.ids, asked.where)
@@ -351,7 +323,7 @@ class Stores:
                 self._compact_later(record)
         return num_deleted
 
-    def _read_items(self, asked: ReadItems) -> list[Item]:
+    def _read_items(self, asked: wire.ReadItems) -> list[wire.Item]:
         record = self._find(asked.tenant, asked.store)
         index = self._store(record).index
         if asked.ids is None:
@@ -359,9 +331,9 @@ class Stores:
         found = index.get(asked.ids)
         if asked.with_vectors:
             return found
-        return [msgspec.structs.replace(item, vector=b"") for item in found]
+        return [replace(item, vector=b"") for item in found]
 
-    def _query(self, asked: Query) -> list[Hit]:
+    def _query(self, asked: wire.Query) -> list[wire.Hit]:
         record = self._find(asked.tenant, asked.store)
         self._check_digest(record, asked.digest)
         vectors = _check_vectors(asked.vectors, record)
@@ -369,7 +341,7 @@ class Stores:
         if not record.is_read_only:
             with self._lock:
                 self._searched_at[record.id] = _now()
-        best: dict[str, Hit] = {}
+        best: dict[str, wire.Hit] = {}
         for hit in (hit for hits in lists for hit in hits):
             if hit.item.id not in best or hit.score > best[hit.item.id].score:
                 best[hit.item.id] = hit
@@ -377,10 +349,10 @@ class Stores:
 
     # Files
 
-    def _put_file(self, asked: PutFile) -> FileRecord:
+    def _put_file(self, asked: wire.PutFile) -> wire.FileRecord:
         most = self._limits.max_files
-        record = FileRecord(
-            id=FILE_ID + secrets.token_hex(16),
+        record = wire.FileRecord(
+            id=wire.FILE_ID + secrets.token_hex(16),
             filename=asked.filename,
             purpose=asked.purpose,
             num_bytes=len(asked.data),
@@ -391,26 +363,23 @@ class Stores:
                 raise refuse("full", f"This key has {most} files: delete one.")
         return record
 
-    def _read_file(self, asked: ReadFile) -> FileRecord:
+    def _read_file(self, asked: wire.ReadFile) -> wire.FileRecord:
         record = self._catalog.file(asked.tenant, asked.file, with_data=asked.with_data)
         if record is None:
             raise refuse("not_found", "There is no such file.", "file_id")
         return record
 
-    def _list_files(self, asked: ListFiles) -> list[FileRecord]:
-        return self._catalog.list_files(asked.tenant, asked.page, asked.purpose)
-
-    def _drop_file(self, asked: DropFile) -> bool:
+    def _drop_file(self, asked: wire.DropFile) -> bool:
         if not self._catalog.drop_file(asked.tenant, asked.file):
             raise refuse("not_found", "There is no such file.", "file_id")
         return True
 
-    def _attach_file(self, asked: AttachFile) -> StoreFile:
+    def _attach_file(self, asked: wire.AttachFile) -> wire.StoreFile:
         store = self._find_writable(asked.tenant, asked.store)
-        file = self._read_file(ReadFile(tenant=asked.tenant, file=asked.file))
+        file = self._read_file(wire.ReadFile(tenant=asked.tenant, file=asked.file))
         self._check_digest(store, asked.digest)
         items = _normalized(asked.items, store)
-        record = StoreFile(
+        record = wire.StoreFile(
             id=file.id,
             store_id=store.id,
             filename=file.filename,
@@ -426,8 +395,8 @@ class Stores:
             index = opened.index
             before = self._catalog.store_file(store.id, file.id)
             most = max(before.num_chunks if before else 0, record.num_chunks)
-            # What a crash leaves of it is deleted at the next start, by the larger count.
-            self._catalog.put_store_file(msgspec.structs.replace(record, num_chunks=most))
+            # After a crash, the next start deletes all chunks up to the larger count.
+            self._catalog.put_store_file(replace(record, num_chunks=most))
             try:
                 self._upsert(store, index, items)
             except BaseException:
@@ -438,41 +407,41 @@ class Stores:
                 raise
             if most > record.num_chunks:
                 index.delete(chunk_ids(file.id, record.num_chunks, most))
-            record = msgspec.structs.replace(record, status="completed")
+            record = replace(record, status="completed")
             self._catalog.put_store_file(record)
             self._note_change(store, index)
         return record
 
-    def _read_store_file(self, asked: ReadStoreFile | ChangeStoreFile | DetachFile) -> StoreFile:
+    def _read_store_file(
+        self, asked: wire.ReadStoreFile | wire.ChangeStoreFile | wire.DetachFile
+    ) -> wire.StoreFile:
         store = self._find(asked.tenant, asked.store)
         record = self._catalog.store_file(store.id, asked.file)
         if record is None:
             raise refuse("not_found", "There is no such file in this vector store.", "file_id")
         return record
 
-    def _list_store_files(self, asked: ListStoreFiles) -> list[StoreFile]:
+    def _list_store_files(self, asked: wire.ListStoreFiles) -> list[wire.StoreFile]:
         store = self._find(asked.tenant, asked.store)
         return self._catalog.list_store_files(store.id, asked.page)
 
-    def _change_store_file(self, asked: ChangeStoreFile) -> StoreFile:
+    def _change_store_file(self, asked: wire.ChangeStoreFile) -> wire.StoreFile:
         store = self._find_writable(asked.tenant, asked.store)
         with self._writing(store) as opened:
             record = self._read_store_file(asked)
             chunks = opened.index.get(chunk_ids(record.id, 0, record.num_chunks))
-            changed = [
-                msgspec.structs.replace(item, attributes=asked.attributes) for item in chunks
-            ]
+            changed = [replace(item, attributes=asked.attributes) for item in chunks]
             with self._room(asked.tenant, _size(changed)):
                 self._upsert(store, opened.index, changed)
-            record = msgspec.structs.replace(record, attributes=asked.attributes)
+            record = replace(record, attributes=asked.attributes)
             self._catalog.put_store_file(record)
             self._note_change(store, opened.index)
         return record
 
-    def _put_file_batch(self, asked: PutFileBatch) -> FileBatch:
+    def _put_file_batch(self, asked: wire.PutFileBatch) -> wire.FileBatch:
         store = self._find_writable(asked.tenant, asked.store)
-        batch = FileBatch(
-            id=FILE_BATCH_ID + secrets.token_hex(16),
+        batch = wire.FileBatch(
+            id=wire.FILE_BATCH_ID + secrets.token_hex(16),
             store_id=store.id,
             created_at=_now(),
             files=asked.files,
@@ -480,7 +449,7 @@ class Stores:
         self._catalog.add_file_batch(batch, MAX_FILE_BATCHES)
         return batch
 
-    def _read_file_batch(self, asked: ReadFileBatch) -> FileBatch:
+    def _read_file_batch(self, asked: wire.ReadFileBatch) -> wire.FileBatch:
         store = self._find(asked.tenant, asked.store)
         batch = self._catalog.file_batch(store.id, asked.batch)
         if batch is None:
@@ -489,39 +458,42 @@ class Stores:
             file if file.status == "failed" else self._catalog.store_file(store.id, file.id)
             for file in batch.files
         ]
-        return msgspec.structs.replace(batch, files=[file for file in files if file is not None])
+        return replace(batch, files=[file for file in files if file is not None])
 
-    def _detach_file(self, asked: DetachFile) -> bool:
+    def _detach_file(self, asked: wire.DetachFile) -> bool:
         store = self._find_writable(asked.tenant, asked.store)
         record = self._read_store_file(asked)
         with self._writing(store) as opened:
-            self._catalog.put_store_file(msgspec.structs.replace(record, status="in_progress"))
+            self._catalog.put_store_file(replace(record, status="in_progress"))
             opened.index.delete(chunk_ids(record.id, 0, record.num_chunks))
             self._catalog.drop_store_file(store.id, record.id)
             self._note_change(store, opened.index)
         return True
 
-    def _forget_chunks(self, record: StoreFile) -> None:
-        """The process ended while a file's chunks were written or deleted: none of them stays."""
-        logger.warning("file %s was not whole in %s: its chunks go", record.id, record.store_id)
-        tenants = self._catalog.tenant_of(record.store_id)
-        for tenant in tenants:
+    def _forget_chunks(self, record: wire.StoreFile) -> None:
+        """Delete the chunks of a file that was being written or deleted when the process ended."""
+        logger.warning(
+            "file %s is incomplete in %s: deleting its chunks", record.id, record.store_id
+        )
+        for tenant in self._catalog.tenant_of(record.store_id):
             store = self._find(tenant, record.store_id)
             with self._writing(store) as opened:
                 opened.index.delete(chunk_ids(record.id, 0, record.num_chunks))
                 self._catalog.drop_store_file(record.store_id, record.id)
                 self._note_change(store, opened.index)
 
-    # What they share
+    # Open stores, quotas, compaction
 
     def _kind(self) -> IndexKind:
         """Raises: SearchError."""
         if self._indexes is None:
-            raise refuse("read_only", "Collections alone are served here: nothing can be stored.")
+            raise refuse(
+                "read_only", "This search process serves collections only and cannot store."
+            )
         return self._indexes
 
-    def _store(self, record: StoreRecord) -> OpenStore:
-        """An open store, or one that opens when it is used; the least recently used is closed."""
+    def _store(self, record: wire.StoreRecord) -> OpenStore:
+        """The store; its index opens at its first use, and the least recently used one is closed."""
         if record.id in self._collections:
             return self._collections[record.id][1]
         with self._lock:
@@ -533,8 +505,8 @@ class Stores:
                 self._close_one()
             return store
 
-    def _open_index(self, record: StoreRecord) -> VectorIndex:
-        if not self._catalog.tenant_of(record.id):  # else a deleted index would be made again
+    def _open_index(self, record: wire.StoreRecord) -> VectorIndex:
+        if not self._catalog.tenant_of(record.id):  # else a deleted index would be created again
             with self._lock:
                 self._open.pop(record.id, None)
             raise _no_store()
@@ -548,21 +520,21 @@ class Stores:
                 return
 
     @contextmanager
-    def _writing(self, record: StoreRecord) -> Iterator[OpenStore]:
-        """The store, while nobody else writes it."""
+    def _writing(self, record: wire.StoreRecord) -> Iterator[OpenStore]:
+        """Lock the store for writing."""
         while True:
             store = self._store(record)
             with store.writing:
-                if self._store(record) is store:  # else it was closed, and is open anew
+                if self._store(record) is store:  # else it was closed, and opened again
                     yield store
                     return
 
-    def _note_change(self, record: StoreRecord, index: VectorIndex) -> StoreRecord:
-        """Note how much the store holds now."""
+    def _note_change(self, record: wire.StoreRecord, index: VectorIndex) -> wire.StoreRecord:
+        """Update the counts of the store's record."""
         stats = index.stats()
 
-        def change(current: StoreRecord) -> StoreRecord:
-            return msgspec.structs.replace(
+        def change(current: wire.StoreRecord) -> wire.StoreRecord:
+            return replace(
                 current,
                 num_items=stats.num_items,
                 num_bytes=stats.num_bytes,
@@ -574,21 +546,19 @@ class Stores:
 
     @contextmanager
     def _room(self, tenant: str, num_new: int) -> Iterator[None]:
-        """Room for so many bytes, kept from other writers until they are noted.
-
-        Raises: SearchError where the key keeps too much.
-        """
+        """Reserve so many bytes of the tenant's quota while they are written. Raises: SearchError if it is exceeded."""
         most = self._limits.max_key_search_bytes
         with self._lock:
             self._being_written[tenant] += num_new
             num_bytes = self._being_written[tenant]
         try:
-            # Read after what others write: what they note meanwhile is counted twice, not missed.
+            # Read after the reservations: concurrent writes may count twice, but none is missed.
             num_bytes += self._catalog.files_of(tenant)[1]
             num_bytes += sum(record.num_bytes for record in self._catalog.stores(tenant))
             if num_bytes > most:
                 raise refuse(
-                    "full", f"This key keeps {most} bytes in files and vector stores: delete some."
+                    "full",
+                    f"This key may store {most} bytes in files and vector stores: delete some.",
                 )
             yield
         finally:
@@ -597,25 +567,25 @@ class Stores:
                 if not self._being_written[tenant]:
                     del self._being_written[tenant]
 
-    def _check_digest(self, record: StoreRecord, digest: str) -> None:
-        """Raises: SearchError for vectors of another model than the store's."""
+    def _check_digest(self, record: wire.StoreRecord, digest: str) -> None:
+        """Raises: SearchError if the vectors are of another model."""
         if digest and record.digest and digest != record.digest:
             raise refuse(
                 "conflict",
-                "The model that is served under this name is not the one that made the vectors of "
-                "this store: make a new store.",
+                "The model that is served under this name is not the one that embedded the items of "
+                "this store: create a new store.",
                 "embedding_model",
             )
 
-    def _compact_later(self, record: StoreRecord) -> None:
-        """Compact in the background, once however much is written until then."""
+    def _compact_later(self, record: wire.StoreRecord) -> None:
+        """Schedule a compaction in the background, unless one is due."""
         with self._lock:
             if record.id in self._due:
                 return
             self._due.add(record.id)
         self._background.submit(self._compact, record)
 
-    def _compact(self, record: StoreRecord) -> None:
+    def _compact(self, record: wire.StoreRecord) -> None:
         with self._lock:
             self._due.discard(record.id)
             store = self._open.get(record.id)
@@ -633,27 +603,22 @@ def _no_store() -> SearchError:
     return refuse("not_found", "There is no such vector store.", "vector_store_id")
 
 
-def _used(record: StoreRecord, at: int) -> StoreRecord:
-    return msgspec.structs.replace(record, last_active_at=max(at, record.last_active_at))
-
-
-def _size(items: Sequence[Item]) -> int:
+def _size(items: Sequence[wire.Item]) -> int:
     return len(msgspec.msgpack.encode(items))
 
 
 def chunk_ids(file_id: str, first: int, last: int) -> list[str]:
-    """The ids of a file's chunks."""
     return [f"{file_id}:{number}" for number in range(first, last)]
 
 
-def _open_collection(directory: Path) -> tuple[str, tuple[StoreRecord, OpenStore]]:
-    """A directory of `vlm embed` as a store. Raises: BadCollection."""
+def _open_collection(directory: Path) -> tuple[str, tuple[wire.StoreRecord, OpenStore]]:
+    """Open a directory of `vlm embed` as a store. Raises: BadCollection."""
     index = FlatIndex(directory)
     manifest = index.manifest
     identity = hashlib.sha256(msgspec.json.encode(manifest)).hexdigest()
     created_at = int((directory / manifest.parts[0].name).stat().st_mtime) if manifest.parts else 0
-    record = StoreRecord(
-        id=STORE_ID + identity[:32],
+    record = wire.StoreRecord(
+        id=wire.STORE_ID + identity[:32],
         name=directory.resolve().name,
         created_at=created_at,
         last_active_at=created_at,
@@ -668,18 +633,14 @@ def _open_collection(directory: Path) -> tuple[str, tuple[StoreRecord, OpenStore
     return record.id, (record, OpenStore(lambda: index))
 
 
-def _check_vectors(vectors: Sequence[bytes], record: StoreRecord) -> np.ndarray:
-    """Of length 1. Shapes: [vectors, dimensions].
-
-    Raises: SearchError for a vector that does not fit the store, or has no direction.
-    """
+def _check_vectors(vectors: Sequence[bytes], record: wire.StoreRecord) -> np.ndarray:
+    """Normalize vectors. Shapes: [vectors, dimensions]. Raises: SearchError."""
     size = record.dimensions * 4
     for index, vector in enumerate(vectors):
         if len(vector) != size:
             raise refuse(
                 "invalid",
-                f"A vector has {len(vector) // 4} dimensions: send {record.dimensions}, as the "
-                "store has.",
+                f"A vector has {len(vector) // 4} dimensions: send {record.dimensions}.",
                 str(index),
             )
     rows = np.frombuffer(b"".join(vectors), "<f4").reshape(len(vectors), record.dimensions)
@@ -689,7 +650,7 @@ def _check_vectors(vectors: Sequence[bytes], record: StoreRecord) -> np.ndarray:
     if len(bad):
         raise refuse(
             "invalid",
-            "A vector has no direction: send finite numbers that are not all zero.",
+            "A vector is zero or not finite: send finite numbers that are not all zero.",
             str(int(bad[0])),
         )
     if np.abs(lengths - 1).max(initial=0) < LENGTH_TOLERANCE:
@@ -697,13 +658,10 @@ def _check_vectors(vectors: Sequence[bytes], record: StoreRecord) -> np.ndarray:
     return (rows / lengths[:, None]).astype("<f4")
 
 
-def _normalized(items: Sequence[Item], record: StoreRecord) -> list[Item]:
-    """The items with vectors of length 1. Raises: SearchError."""
+def _normalized(items: Sequence[wire.Item], record: wire.StoreRecord) -> list[wire.Item]:
+    """Items with normalized vectors. Raises: SearchError."""
     rows = _check_vectors([item.vector for item in items], record)
-    return [
-        msgspec.structs.replace(item, vector=row.tobytes())
-        for item, row in zip(items, rows, strict=True)
-    ]
+    return [replace(item, vector=row.tobytes()) for item, row in zip(items, rows, strict=True)]
 
 
 def _now() -> int:

@@ -1,27 +1,27 @@
-"""The wire between gateways and the search process: one request of a tagged union, one answer.
+"""The protocol between gateways and the search process: a request of a tagged union, and its answer.
 
-MessagePack over HTTP. The gateway has checked what a client sent; the search process trusts it,
-but for what only it knows: who owns what, how much a key keeps, whether vectors fit a store.
+MessagePack over HTTP. The gateway validates requests; the search process checks ownership, quotas and the
+dimensions of vectors.
 """
 
 from typing import Literal
 
 import msgspec
 
-#: What attributes may be. Booleans are no numbers: `true` equals no `1`.
+#: The value of an attribute. Booleans are not numbers: `true` does not equal `1`.
 Value = str | bool | float
 Attributes = dict[str, Value]
 
-#: How ids begin, as OpenAI's do.
+#: Prefixes of ids, as OpenAI has them.
 STORE_ID, FILE_ID, FILE_BATCH_ID = "vs_", "file-", "vsfb_"
 
 
 class _Wire(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Base of all that is sent."""
+    """Base of requests and answers."""
 
 
 class Filter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """OpenAI's two filters in one type: a comparison of an attribute, or `and`, `or` of others."""
+    """A comparison of an attribute, or `and` and `or` of filters, as OpenAI defines them."""
 
     type: Literal["eq", "ne", "gt", "gte", "lt", "lte", "in", "nin", "and", "or"]
     key: str = ""
@@ -30,26 +30,26 @@ class Filter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Item(_Wire, frozen=True, kw_only=True):
-    """What a store holds. `vector`: little-endian float32 of length 1; empty where not asked for."""
+    """An item of a store. `vector`: little-endian float32 of length 1; empty unless requested."""
 
     id: str
     vector: bytes = b""
     text: str = ""
-    image: str = ""  #: a URL, or the SHA-256 of an image that is not kept
+    image: str = ""  #: a URL, or the SHA-256 of an image that is not stored
     file_id: str = ""
     filename: str = ""
     attributes: Attributes = {}
 
 
 class Hit(_Wire, frozen=True, kw_only=True):
-    """An item that a search found. `score`: the cosine."""
+    """A search result. `score`: the cosine similarity."""
 
     item: Item
     score: float
 
 
 class StoreRecord(_Wire, frozen=True, kw_only=True):
-    """A store. Its model, digest and dimensions stay what they were when it was made."""
+    """A vector store. Its model, digest and dimensions never change."""
 
     id: str
     name: str
@@ -58,14 +58,14 @@ class StoreRecord(_Wire, frozen=True, kw_only=True):
     model: str
     digest: str
     dimensions: int
-    prompt: str = ""  #: that stands before what is stored
-    query_prompt: str = ""  #: that stands before what is searched
+    prompt: str = ""  #: prepended to stored texts
+    query_prompt: str = ""  #: prepended to queries
     metadata: dict[str, str] = {}
     num_items: int = 0
     num_bytes: int = 0
     num_files: int = 0
     is_read_only: bool = False
-    expires_after_days: int = 0  #: without use, before it is deleted; 0: never
+    expires_after_days: int = 0  #: days without use; 0: never
 
     @property
     def expires_at(self) -> int | None:
@@ -74,7 +74,7 @@ class StoreRecord(_Wire, frozen=True, kw_only=True):
 
 
 class FileRecord(_Wire, frozen=True, kw_only=True):
-    """A file that was uploaded."""
+    """An uploaded file."""
 
     id: str
     filename: str
@@ -85,7 +85,7 @@ class FileRecord(_Wire, frozen=True, kw_only=True):
 
 
 class StoreFile(_Wire, frozen=True, kw_only=True):
-    """A file in a store."""
+    """A file attached to a store."""
 
     id: str
     store_id: str
@@ -97,13 +97,12 @@ class StoreFile(_Wire, frozen=True, kw_only=True):
     max_chunk_tokens: int
     chunk_overlap_tokens: int
     attributes: Attributes = {}
-    #: Of one that failed: why it could not be attached.
     error_code: str = ""
     error: str = ""
 
 
 class FileBatch(_Wire, frozen=True, kw_only=True):
-    """Files that were attached by one request; those that failed are in no store."""
+    """Files attached by one request; failed ones are not in the store."""
 
     id: str
     store_id: str
@@ -112,7 +111,7 @@ class FileBatch(_Wire, frozen=True, kw_only=True):
 
 
 class Page(_Wire, frozen=True, kw_only=True):
-    """Which part of a list: `limit` entries after one id, or before one."""
+    """A page of a list: `limit` entries after or before an id."""
 
     limit: int = 20
     after: str = ""
@@ -121,9 +120,13 @@ class Page(_Wire, frozen=True, kw_only=True):
 
 
 class Request(_Wire, frozen=True, tag=True):
-    """Base of the requests. `tenant` names the key that asks."""
+    """Base of the requests. `tenant`: hash of the API key."""
 
     tenant: str = ""
+
+
+class Read(Request, frozen=True):
+    """Base of the requests that change nothing: they wait for no writer."""
 
 
 class CreateStore(Request, frozen=True, kw_only=True):
@@ -139,20 +142,20 @@ class CreateStore(Request, frozen=True, kw_only=True):
     expires_after_days: int = 0
 
 
-class ReadStore(Request, frozen=True, kw_only=True):
-    """-> StoreRecord. `store`: an id; or, for an operator's default, a name."""
+class ReadStore(Read, frozen=True, kw_only=True):
+    """-> StoreRecord. `store`: an id, or a name."""
 
     store: str
 
 
-class ListStores(Request, frozen=True, kw_only=True):
-    """-> list[StoreRecord]; one more than the limit where there are more."""
+class ListStores(Read, frozen=True, kw_only=True):
+    """-> list[StoreRecord], one more than the limit if there are more."""
 
     page: Page
 
 
 class ChangeStore(Request, frozen=True, kw_only=True):
-    """-> StoreRecord. None: as it is."""
+    """-> StoreRecord. None: unchanged."""
 
     store: str
     name: str | None = None
@@ -167,23 +170,23 @@ class DropStore(Request, frozen=True, kw_only=True):
 
 
 class PutItems(Request, frozen=True, kw_only=True):
-    """Insert items, or replace those of the same id, all or none. -> StoreRecord, when durable."""
+    """Upsert items by id, all or none. -> StoreRecord, once durable."""
 
     store: str
-    digest: str  #: of the model that made the vectors; empty: the client made them itself
+    digest: str  #: of the embedding model; empty: the client computed the vectors
     items: list[Item]
 
 
 class DropItems(Request, frozen=True, kw_only=True):
-    """Delete by ids or by filter. -> int: how many."""
+    """Delete by ids or by filter. -> int: the number of deleted items."""
 
     store: str
     ids: list[str] | None = None
     where: Filter | None = None
 
 
-class ReadItems(Request, frozen=True, kw_only=True):
-    """-> list[Item] by ids; or, without ids, a page in the order of ids, one more than its limit."""
+class ReadItems(Read, frozen=True, kw_only=True):
+    """-> list[Item] by ids; without ids a page in the order of ids, one more than its limit."""
 
     store: str
     ids: list[str] | None = None
@@ -191,8 +194,8 @@ class ReadItems(Request, frozen=True, kw_only=True):
     with_vectors: bool = False
 
 
-class Query(Request, frozen=True, kw_only=True):
-    """-> list[Hit], best first: for each item its best score of all vectors."""
+class Query(Read, frozen=True, kw_only=True):
+    """-> list[Hit], best first; the score of an item is its best over all vectors."""
 
     store: str
     digest: str
@@ -209,28 +212,28 @@ class PutFile(Request, frozen=True, kw_only=True):
     data: bytes
 
 
-class ReadFile(Request, frozen=True, kw_only=True):
+class ReadFile(Read, frozen=True, kw_only=True):
     """-> FileRecord"""
 
     file: str
     with_data: bool = False
 
 
-class ListFiles(Request, frozen=True, kw_only=True):
-    """-> list[FileRecord]; one more than the limit where there are more."""
+class ListFiles(Read, frozen=True, kw_only=True):
+    """-> list[FileRecord], one more than the limit if there are more."""
 
     page: Page
     purpose: str = ""
 
 
 class DropFile(Request, frozen=True, kw_only=True):
-    """-> True. Its chunks stay in their stores."""
+    """-> True. The file's chunks remain in their stores."""
 
     file: str
 
 
 class AttachFile(Request, frozen=True, kw_only=True):
-    """Put a file's chunks into a store, in place of those that it had. -> StoreFile, when durable."""
+    """Replace a file's chunks in a store. -> StoreFile, once durable."""
 
     store: str
     file: str
@@ -241,22 +244,22 @@ class AttachFile(Request, frozen=True, kw_only=True):
     attributes: Attributes = {}
 
 
-class ReadStoreFile(Request, frozen=True, kw_only=True):
+class ReadStoreFile(Read, frozen=True, kw_only=True):
     """-> StoreFile"""
 
     store: str
     file: str
 
 
-class ListStoreFiles(Request, frozen=True, kw_only=True):
-    """-> list[StoreFile]; one more than the limit where there are more."""
+class ListStoreFiles(Read, frozen=True, kw_only=True):
+    """-> list[StoreFile], one more than the limit if there are more."""
 
     store: str
     page: Page
 
 
 class ChangeStoreFile(Request, frozen=True, kw_only=True):
-    """Give the chunks of a file other attributes. -> StoreFile, when durable"""
+    """Replace the attributes of a file's chunks. -> StoreFile, once durable."""
 
     store: str
     file: str
@@ -264,21 +267,21 @@ class ChangeStoreFile(Request, frozen=True, kw_only=True):
 
 
 class PutFileBatch(Request, frozen=True, kw_only=True):
-    """Note which files a request has attached, or could not. -> FileBatch"""
+    """Record the files of a batch request. -> FileBatch"""
 
     store: str
     files: list[StoreFile]
 
 
-class ReadFileBatch(Request, frozen=True, kw_only=True):
-    """-> FileBatch, without files that have left the store since"""
+class ReadFileBatch(Read, frozen=True, kw_only=True):
+    """-> FileBatch, without files that were detached since"""
 
     store: str
     batch: str
 
 
 class DetachFile(Request, frozen=True, kw_only=True):
-    """Take a file's chunks out of a store. -> True"""
+    """Remove a file's chunks from a store. -> True"""
 
     store: str
     file: str
@@ -294,7 +297,7 @@ AnyRequest = (
 
 
 class Fault(_Wire, frozen=True, kw_only=True):
-    """Why a request was refused; the message is fit for the client's eyes."""
+    """Why a request was refused; the message is shown to the client."""
 
     code: Literal[
         "not_found", "conflict", "read_only", "full", "too_large", "unavailable", "invalid"
@@ -304,7 +307,7 @@ class Fault(_Wire, frozen=True, kw_only=True):
 
 
 class SearchError(Exception):
-    """A request that the search process refuses."""
+    """The search process refuses the request."""
 
     def __init__(self, fault: Fault) -> None:
         super().__init__(fault.message)
@@ -312,5 +315,4 @@ class SearchError(Exception):
 
 
 def refuse(code: str, message: str, param: str = "") -> SearchError:
-    """The error of a fault."""
     return SearchError(msgspec.convert({"code": code, "message": message, "param": param}, Fault))

@@ -12,9 +12,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from search.collection import Manifest, write_manifest, write_part
+from search.collection import FlatIndex, Manifest, write_manifest, write_part
 from search.filters import matches
-from search.flat import FlatIndex
 from search.index import VectorIndex, open_indexes
 from shared.search import Filter, Item
 

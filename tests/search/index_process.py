@@ -15,9 +15,8 @@ import msgspec
 import numpy as np
 from qdrant_client import QdrantClient
 
-from search.collection import Manifest, write_manifest, write_part, write_whole
+from search.collection import FlatIndex, Manifest, write_manifest, write_part, write_whole
 from search.filters import matches
-from search.flat import FlatIndex
 from search.index import VectorIndex
 from search.lance import LanceIndexes
 from search.qdrant import QdrantIndexes

@@ -12,11 +12,16 @@ import vlm
 from engines.base import EngineStartError
 from engines.registry import EngineKind, engine_kinds, register
 from engines.settings import EngineSettings
-from search.collection import BadCollection, Part, read_manifest, write_manifest, write_part
-from search.embed import Progress, embed
+from search.collection import (
+    BadCollection,
+    FlatIndex,
+    Part,
+    read_manifest,
+    write_manifest,
+    write_part,
+)  # fmt: skip
+from search.embed import EmbedError, embed
 from search.embedders import LocalEmbedder, RemoteEmbedder
-from search.flat import FlatIndex
-from search.sources import EmbedError
 from shared.search import Filter
 from shared.settings.limits import LimitSettings
 from tests.factories_images import encoded
@@ -46,12 +51,17 @@ def run(*arguments: str):
 
 
 def test_a_collection_holds_the_inputs_and_their_vectors_in_order(tmp_path, inputs, embedder):
-    reported: list[Progress] = []
+    reported = []
     manifest = embed(
-        [inputs], tmp_path / "out", embedder, part_items=20, batch_items=7, report=reported.append
+        [inputs],
+        tmp_path / "out",
+        embedder,
+        part_items=20,
+        batch_items=7,
+        report=lambda *progress: reported.append(progress),
     )
     assert [part.num_items for part in manifest.parts] == [20, 20, 10]
-    assert (reported[0].num_items, reported[-1].num_items, reported[-1].total) == (0, 50, 50)
+    assert (reported[0], reported[-1]) == ((0, 50), (50, 50))
     assert len(reported) == 1 + 3 + 3 + 2
     items = list(FlatIndex(tmp_path / "out").items())
     assert [item.text for item in items] == TEXTS
@@ -65,8 +75,8 @@ def test_a_cut_run_goes_on_after_its_last_whole_part(tmp_path, inputs, embedder,
     class Cut(Exception):
         pass
 
-    def cut(progress: Progress) -> None:
-        if progress.num_items == 47:
+    def cut(num_done: int, total: int) -> None:
+        if num_done == 47:
             raise Cut
 
     whole = embed([inputs], tmp_path / "whole", embedder, part_items=20)
@@ -75,9 +85,10 @@ def test_a_cut_run_goes_on_after_its_last_whole_part(tmp_path, inputs, embedder,
         embed([inputs], tmp_path / "out", embedder, **options, report=cut)
     with pytest.raises(BadCollection, match="run it again"):
         read_manifest(tmp_path / "out")
-    reported: list[Progress] = []
-    resumed = embed([inputs], tmp_path / "out", embedder, **options, report=reported.append)
-    assert (reported[0].num_before, resumed) == (40, whole)
+    reported = []
+    report = lambda num_done, total: reported.append(num_done)  # noqa: E731
+    resumed = embed([inputs], tmp_path / "out", embedder, **options, report=report)
+    assert (reported[0], resumed) == (40, whole)
     # Once more: nothing is left to do.
     monkeypatch.setattr(embedder, "embed", None)
     assert embed([inputs], tmp_path / "out", embedder, **options) == whole
@@ -298,7 +309,7 @@ async def test_a_collection_goes_into_a_store_and_comes_out_again(
             run, "search", tmp_path / "made", "anything", "--limit", "2", *url
         )
         assert local.stdout == found.stdout
-        monkeypatch.setattr("search.transfer.PAGE", 20)
+        monkeypatch.setattr("search.commands.PAGE", 20)
         exported = await asyncio.to_thread(
             run, "store", "export", "s", "--output", tmp_path / "exported", *url
         )

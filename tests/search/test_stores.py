@@ -72,7 +72,7 @@ def test_writers_at_once_keep_no_more_than_one_after_another(stores, monkeypatch
         theirs = threads.submit(write, of_another, "other")
         for _ in range(NUM_WRITERS + 1):
             assert told.acquire(timeout=60)
-        with pytest.raises(SearchError, match="keeps"):
+        with pytest.raises(SearchError, match="bytes in files"):
             stores.answer(PutFile(tenant="t", filename="f", purpose="p", data=b"x" * SIZE))
         gate.set()
         assert sorted(each.result() for each in written) == ["full"] * 3 + ["written"] * 3
@@ -96,7 +96,7 @@ def test_a_refused_or_failed_write_gives_its_room_back(stores, monkeypatch):
             with pytest.raises(OSError, match="disk"):
                 stores.answer(PutItems(tenant="t", store=name, digest="d", items=ITEMS))
     for _ in range(5):
-        with pytest.raises(SearchError, match="keeps"):
+        with pytest.raises(SearchError, match="bytes in files"):
             stores.answer(PutItems(tenant="t", store=name, digest="d", items=make_items(400)))
     stores.answer(PutItems(tenant="t", store=name, digest="d", items=ITEMS))
 
