@@ -1,8 +1,8 @@
-"""The APIs that are served, one file or folder each.
+"""The APIs, one file or folder each.
 
-An API of models is a `Surface` and its line in `SURFACES`; its route, its part of the OpenAPI
-document and its errors follow. `tests/contract/test_surface.py` tests all of them. Other endpoints
-are operations of a `Resource`, listed below.
+An API of models is a `Surface` and a line in `SURFACES`; its route, its part of the OpenAPI document and its errors
+follow from it. `tests/contract/test_surface.py` tests all of them. Other endpoints are operations of a `Resource`,
+listed below.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -63,7 +63,7 @@ SURFACES: tuple[Callable[[LimitSettings], Surface], ...] = (
 def create_endpoints(
     services: Services, surfaces: Sequence[Surface]
 ) -> Iterator[tuple[Endpoint, Serve]]:
-    """Every endpoint and the function that serves it."""
+    """All endpoints, each with the function that serves it."""
     settings = services.settings
     needed = OperationServices(services.admission, settings.limits, settings.gateway.body_timeout_s)
     streams = Streams(services.lifecycle, {surface.name: surface for surface in surfaces})

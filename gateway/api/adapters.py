@@ -1,7 +1,6 @@
-"""`POST /v1/load_lora_adapter` and `/v1/unload_lora_adapter`: what the fleet holds beside its models.
+"""`POST /v1/load_lora_adapter` and `/v1/unload_lora_adapter`: LoRA adapters of the whole fleet.
 
-For keys of operators alone. The workers do it, each of them; the answer waits until all have.
-
+For admin keys only. The answer waits until every worker of the model has loaded or unloaded the adapter.
 Source: vLLM, "LoRA Adapters".
 """
 
@@ -29,7 +28,7 @@ _POLL_S = 0.1
 _MAX_PATH_CHARS = 1024
 _MAX_LOAD_S = 120.0
 
-#: In Python `$` also stands before a last newline; a client's JSON Schema knows no `\Z`.
+#: In Python `$` also matches before a last newline; JSON Schema has no `\Z`.
 AdapterName = Annotated[str, Meta(pattern=rf"^(?:{ADAPTER_NAME.pattern})$(?!\n)")]
 logger = logging.getLogger(__name__)
 
@@ -38,8 +37,8 @@ class UnloadAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """The body of `POST /v1/unload_lora_adapter`."""
 
     lora_name: AdapterName
-    lora_int_id: int | None = None  #: vLLM's own number of it; changes nothing
-    #: Which of several models; ours, in the word of vLLM's `--lora-modules`.
+    lora_int_id: int | None = None  #: vLLM's number; ignored
+    #: The model, if there are several; named as in vLLM's `--lora-modules`.
     base_model_name: Annotated[str, Meta(max_length=MAX_MODEL_CHARS)] | None = None
 
 
@@ -47,11 +46,11 @@ class LoadAdapter(UnloadAdapter, frozen=True, forbid_unknown_fields=True, kw_onl
     """The body of `POST /v1/load_lora_adapter`."""
 
     lora_path: Annotated[str, Meta(min_length=1, max_length=_MAX_PATH_CHARS)]
-    load_inplace: bool = False  #: whether it may take the place of another of that name
+    load_inplace: bool = False  #: whether to replace an adapter with this name
 
 
 class FleetAdapters:
-    """Has the workers of a model load and unload, and sees what comes of it."""
+    """Changes the adapters of a model's workers and waits for the result."""
 
     def __init__(
         self, models: ModelDirectory, max_loras: int, timeout_s: float = _MAX_LOAD_S
@@ -98,7 +97,7 @@ class FleetAdapters:
         logger.info("the adapter %s:%s is unloaded", model, name)
 
     async def _base_model(self, name: str | None) -> str:
-        """The model that is meant. Raises: InvalidRequest, and as `ModelDirectory.find`."""
+        """The model of the request. Raises: InvalidRequest, and as `ModelDirectory.find`."""
         if name is not None:
             try:
                 return (await self._models.find(name)).queue
@@ -111,14 +110,14 @@ class FleetAdapters:
         return names[0]
 
     async def _listed(self, model: str, name: str) -> dict[str, AdapterSource]:
-        """The fleet's list. Raises: InvalidRequest for a name that is of the workers' settings."""
+        """The fleet's adapters of a model. Raises: InvalidRequest for a name that the workers' settings define."""
         for card in await self._workers(model):
             if any(each.name == name and not each.revision for each in card.adapters):
                 raise invalid("lora_name", "the settings of the workers name it; change it there")
         return await self._registry.adapters(model)
 
     async def _workers(self, model: str) -> list[ModelCard]:
-        """The cards of those that take requests. Raises: Overloaded if there are none."""
+        """The cards of live workers. Raises: Overloaded if there are none."""
         workers = await self._registry.workers()
         cards = [w.card for w in workers if w.card.name == model and w.state == "ready"]
         cards = [card for card in cards if card.version == PROTOCOL_VERSION]
@@ -128,7 +127,7 @@ class FleetAdapters:
         return cards
 
     async def _wait(self, model: str, is_done: Callable[[dict[str, AdapterCard]], bool]) -> None:
-        """Until all workers have done it. Raises: ApiError."""
+        """Wait until all workers are done. Raises: ApiError."""
         until = time.monotonic() + self._timeout_s
         while True:
             cards = await self._workers(model)
@@ -152,7 +151,7 @@ class FleetAdapters:
 
 
 def _is_loaded(card: AdapterCard | None, source: AdapterSource) -> bool:
-    """Raises: InvalidRequest if a worker could not."""
+    """Raises: InvalidRequest if a worker failed to load it."""
     if card is None or card.revision != source.revision:
         return False
     if card.error:
@@ -181,7 +180,7 @@ class Adapters(Resource):
 
     @operation("POST", "/v1/unload_lora_adapter")
     async def unload_lora_adapter(self, caller: Caller, body: UnloadAdapter) -> Response:
-        """Unload a LoRA adapter; answers that have begun with it are completed."""
+        """Unload a LoRA adapter; running answers keep it."""
         await self._adapters.unload(body)
         return _confirm(body.lora_name, "removed")
 

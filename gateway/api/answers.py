@@ -31,7 +31,7 @@ encode = msgspec.json.Encoder().encode
 
 
 class PromptTokensDetails(msgspec.Struct):
-    """Of which kinds the prompt's tokens are; cached ones are of any kind."""
+    """The prompt's tokens by kind. Cached tokens may be of any kind."""
 
     cached_tokens: int
     image_tokens: int
@@ -39,24 +39,24 @@ class PromptTokensDetails(msgspec.Struct):
 
 
 class CompletionTokensDetails(msgspec.Struct):
-    """Of which kinds the answer's tokens are."""
+    """The output tokens by kind."""
 
     reasoning_tokens: int
 
 
 class CompletionUsage(msgspec.Struct):
-    """Token counts as OpenAI names them."""
+    """Token counts with OpenAI's names."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
-    #: Of a model that thinks.
+    #: For a model that reasons.
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
 def to_usage(totals: Totals) -> CompletionUsage:
-    """The `usage` object: a prompt counts once, whatever the number of choices."""
+    """The `usage` object. A prompt is counted once for all of its choices."""
     usage = usage_of(totals.prompt, totals.num_output_tokens)
     if count := num_reasoning_tokens(totals):
         usage.completion_tokens_details = CompletionTokensDetails(count)
@@ -64,12 +64,12 @@ def to_usage(totals: Totals) -> CompletionUsage:
 
 
 def num_reasoning_tokens(totals: Totals) -> int:
-    """Of all choices: what came before their answers."""
+    """Reasoning tokens of all choices."""
     return sum(event.usage.num_reasoning_tokens for event in totals.finished)
 
 
 def usage_of(prompt: Usage, num_output: int) -> CompletionUsage:
-    """The `usage` object of counts."""
+    """The `usage` object for these counts."""
     return CompletionUsage(
         prompt_tokens=prompt.num_prompt_tokens,
         completion_tokens=num_output,
@@ -83,26 +83,26 @@ def usage_of(prompt: Usage, num_output: int) -> CompletionUsage:
 
 
 class PromptTokenScore(msgspec.Struct):
-    """What vLLM tells of a token that stands in the prompt, or could have."""
+    """vLLM's entry for a token of the prompt, or for an alternative."""
 
     logprob: float
-    rank: int  #: 1: the most probable token
+    rank: int  #: 1 for the most probable token
     decoded_token: str
 
 
-#: By token id, the prompt's own first; null for the first token, which has no logprob.
+#: By token id, the prompt's token first; null for the first position.
 PromptLogprobs = list[dict[str, PromptTokenScore] | None]
 
 
 class PromptTokens:
-    """The prompt of one choice, gathered from ranges that may repeat."""
+    """The prompt of one choice, collected from ranges that may repeat."""
 
     def __init__(self) -> None:
         self._found: dict[int, PromptLogprob] = {}
         self.token_ids: tuple[int, ...] = ()  #: empty unless the request asks for them
 
     def add(self, event: object) -> None:
-        """Take what an event has of it."""
+        """Add the range of an event."""
         if isinstance(event, Started):
             self.token_ids = event.prompt_token_ids
         elif isinstance(event, Tokens):
@@ -111,11 +111,11 @@ class PromptTokens:
 
     @property
     def entries(self) -> list[PromptLogprob]:
-        """In order, as far as they are known."""
+        """Known entries in order."""
         return list(self._found.values())
 
     def to_prompt_logprobs(self) -> PromptLogprobs:
-        """In the words of vLLM's `prompt_logprobs`."""
+        """The prompt in the format of vLLM's `prompt_logprobs`."""
         return [_to_scores(entry) if entry.rank else None for entry in self.entries]
 
 
@@ -128,7 +128,7 @@ def _to_scores(entry: PromptLogprob) -> dict[str, PromptTokenScore]:
 
 
 def merge_tokens(events: Sequence[ChoiceEvent]) -> Iterator[ChoiceEvent]:
-    """The same events with adjacent tokens of one choice made one."""
+    """Join adjacent token events of the same choice."""
     held: tuple[int, Tokens] | None = None
     for index, event in events:
         if held is not None and isinstance(event, Tokens) and held[0] == index:
@@ -148,9 +148,9 @@ def merge_tokens(events: Sequence[ChoiceEvent]) -> Iterator[ChoiceEvent]:
 def with_ends(
     events: Sequence[ChoiceEvent], *, joins: bool
 ) -> Iterator[tuple[int, CallEvent, Finished | None]]:
-    """Merged events, each with the end of its choice if it is one.
+    """Merged events, each with the end of its choice if it is the last.
 
-    `joins`: the last tokens also have the end that was published with them, which is skipped.
+    With `joins`, the last tokens come with the end that was published with them.
     """
     merged = list(merge_tokens(events)) if len(events) > 1 else events
     joined: CallEvent | None = None
@@ -185,7 +185,7 @@ def _merge(first: Tokens, second: Tokens) -> Tokens:
 
 
 class Block(msgspec.Struct):
-    """What is of one kind in an answer. `pieces` are its text; of a call, its arguments."""
+    """A part of an answer of one kind. `pieces` are its text, or the arguments of a call."""
 
     index: int
     kind: Literal["thought", "text", "call"]
@@ -196,15 +196,15 @@ class Block(msgspec.Struct):
 
     @property
     def text(self) -> str:
-        """All of it so far."""
+        """The text so far."""
         return "".join(self.pieces)
 
     @property
     def json(self) -> msgspec.Raw:
-        """A call's arguments as they are written; an empty object where the answer was cut within them."""
+        """The arguments of a call; an empty object if the answer was cut inside them."""
         arguments = self.text.encode()
         try:
-            msgspec.json.decode(arguments, type=dict[str, msgspec.Raw])  # of any numbers
+            msgspec.json.decode(arguments, type=dict[str, msgspec.Raw])  # numbers of any size
             is_whole = True
         except msgspec.MsgspecError:
             is_whole = False
@@ -214,7 +214,7 @@ class Block(msgspec.Struct):
         return msgspec.Raw(arguments if is_whole else b"{}")
 
 
-#: Of arguments that are too deep to be decoded: a grammar has seen to it that they are JSON.
+#: For arguments that nest too deeply to be decoded; the grammar guarantees that they are JSON.
 _TEXTS = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _OPENED, _CLOSED = re.compile(rb"[{\[]"), re.compile(rb"[}\]]")
 
@@ -222,9 +222,9 @@ Addition = tuple[Block, str, tuple[OutputLogprob, ...]]
 
 
 class Blocks:
-    """One choice's answer: what the model thought, then what it said, then what it calls.
+    """The blocks of one choice: reasoning, text, calls.
 
-    `with_thought`: whether its client wants to see the first.
+    `with_thought`: whether the client gets the reasoning.
     """
 
     def __init__(self, answer_id: str, choice: int = 0, *, with_thought: bool = True) -> None:
@@ -233,10 +233,10 @@ class Blocks:
         self._choice = choice
         self._with_thought = with_thought
         self._num_calls = 0
-        self._held: tuple[OutputLogprob, ...] = ()  # of tokens that complete no text yet
+        self._held: tuple[OutputLogprob, ...] = ()  # of tokens that have not completed a text
 
     def add(self, event: Tokens) -> list[Addition]:
-        """Take the next tokens: what is added to which block. A block that begins may be added nothing."""
+        """Add tokens. Returns the additions by block; the addition to a new block may be empty."""
         added: list[Addition] = []
         if event.reasoning and self._with_thought:
             added.append(self._grow("thought", event.reasoning))
@@ -254,13 +254,13 @@ class Blocks:
         return added
 
     def add_all(self, events: Sequence[ChoiceEvent]) -> None:
-        """Take all events of an answer that has one choice."""
+        """Add all events of an answer with one choice."""
         for _, event in events:
             if isinstance(event, Tokens):
                 self.add(event)
 
     def complete(self) -> Block:
-        """The last block; an answer that neither says nor calls anything has an empty text."""
+        """Returns the last block. An answer without text and calls has an empty text."""
         if not self.all or self.all[-1].kind == "thought":
             self._grow("text", "", self._release())
         return self.all[-1]
@@ -290,7 +290,7 @@ class Blocks:
         return [block for block in self.all if block.kind == "call"]
 
     def to_calls(self) -> tuple[ToolCall, ...]:
-        """Its calls as a later request's history has them."""
+        """The calls, in the format of a request's history."""
         return tuple(ToolCall(call.call_id, call.name, call.text) for call in self.calls)
 
     def _join(self, kind: str) -> str:
@@ -298,7 +298,7 @@ class Blocks:
 
 
 def call_id(answer_id: str, choice: int, index: int) -> str:
-    """The id of a call in an answer: the same for every reader of a stream."""
+    """The id of a call; the same for every reader of a stream."""
     return f"call_{answer_id[-20:]}{choice:02x}{index:02x}"
 
 
@@ -316,10 +316,10 @@ class StreamOptionsOfAnswer(Protocol):
 
 
 class ChunkStream:
-    """An answer of OpenAI's chat and completions, whole or in chunks.
+    """An answer of the chat or completions API, whole or in chunks.
 
-    For each choice a first chunk, its content and a chunk with `finish_reason`; then the usage, if
-    it is asked for, and `[DONE]`.
+    Each choice has a first chunk, content, and a chunk with `finish_reason`; then follow the usage, if it is
+    requested, and `[DONE]`.
     """
 
     chunk_type: type[msgspec.Struct]
@@ -330,19 +330,19 @@ class ChunkStream:
         self._stream = options
         self._begun: set[int] = set()
         self._num_tokens = 0
-        self._counts: dict[int, int] = {}  # output tokens so far, by choice
+        self._counts: dict[int, int] = {}  # output tokens by choice
         self._prompt_usages: dict[int, Usage] = {}  # by prompt
 
     def can_begin(self, event: CallEvent) -> bool:
-        """Whether the first chunk of a choice can be made."""
+        """Whether the first chunk of a choice can be created."""
         return True
 
     def first_chunk(self, index: int, event: CallEvent) -> bytes | None:
-        """The first chunk of a choice; None: it has none."""
+        """The first chunk of a choice, if the API has one."""
         raise NotImplementedError
 
     def content(self, index: int, event: Tokens) -> Any | None:
-        """The choice of a chunk for tokens; None: there is nothing for the client in them."""
+        """The choice of a chunk for tokens. None if they have no text for the client."""
         raise NotImplementedError
 
     def empty(self, index: int) -> Any:
@@ -378,7 +378,7 @@ class ChunkStream:
         return frames
 
     def chunk(self, choice: Any, **fields: Any) -> bytes:
-        """The event of one choice."""
+        """The event of a chunk with one choice."""
         usage = None if self._stream.include_usage else UNSET
         if self._stream.continuous_usage:
             prompts = self._prompt_usages.values()
@@ -391,7 +391,7 @@ class ChunkStream:
         return sse_event(self.encode(self.chunk_type, [choice], usage=usage, **fields))
 
     def encode(self, type_: type[msgspec.Struct], choices: list[Any], **fields: Any) -> bytes:
-        """A whole answer or a chunk."""
+        """A whole answer or a chunk as JSON."""
         answer = type_(
             id=self.head.id,
             created=self.head.created,
@@ -404,7 +404,7 @@ class ChunkStream:
         return encode(answer)
 
     def _count(self, index: int, event: CallEvent) -> None:
-        """Note the counts so far, for the chunk of this event."""
+        """Update the counts for the chunk of this event."""
         if isinstance(event, Tokens):
             self._counts[index] = event.index + event.num_tokens
         elif isinstance(event, Started | Finished):
@@ -412,7 +412,7 @@ class ChunkStream:
 
 
 class BlockStream:
-    """An answer in blocks, of which each opens, grows and closes before the next."""
+    """An answer in blocks: each one opens, grows and closes before the next."""
 
     def __init__(self, head: AnswerHead, *, with_thought: bool = True) -> None:
         self.head = head
@@ -428,11 +428,11 @@ class BlockStream:
         raise NotImplementedError
 
     def grown(self, event: Tokens, added: Sequence[Addition]) -> bytes:
-        """Events of what tokens add; each addition's block is opened by `grow`."""
+        """Events for added text; `grow` opens the block of each addition."""
         raise NotImplementedError
 
     def closed(self, block: Block, totals: Totals | None) -> bytes:
-        """Events of the end of a block. `totals`: of the last one."""
+        """Events for the end of a block. The last one gets `totals`."""
         raise NotImplementedError
 
     def ended(self, totals: Totals) -> bytes:
@@ -440,7 +440,7 @@ class BlockStream:
         raise NotImplementedError
 
     def frames(self, events: Sequence[ChoiceEvent], totals: Totals | None) -> list[Frame]:
-        """Events; those that belong together are one frame."""
+        """The stream's events; events that belong together are one frame."""
         frames: list[Frame] = []
         for _, event in merge_tokens(events):
             if not self._has_begun:
@@ -456,7 +456,7 @@ class BlockStream:
         return frames
 
     def grow(self, block: Block) -> bytes:
-        """Events that open a block, unless it is open; they close the one before it."""
+        """Events that close the previous block and open this one, if it is not open."""
         if self._open is block:
             return b""
         data = self._close(None)
@@ -469,7 +469,7 @@ class BlockStream:
 
 
 class TokenizedAnswer:
-    """What the worker's tokenizer made, in the words of an API; it is never streamed."""
+    """An answer of the worker's tokenizer; it is never streamed."""
 
     def __init__(self, to_body: Callable[[Tokenized], msgspec.Struct]) -> None:
         self._to_body = to_body

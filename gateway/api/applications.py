@@ -1,7 +1,6 @@
-"""`/v1/applications`: what is deployed, and how it changes. For keys that may deploy.
+"""`/v1/applications`: deployments and their changes. For deploy keys.
 
-A change is a record in the store, which is there or not, before anything happens; Redis is told after it, and
-finds it by itself where that fails.
+A change is first recorded in the store, and then in Redis; if that fails, nodes read it from the store.
 """
 
 import asyncio
@@ -62,7 +61,7 @@ from shared.packages.store import PackageStore, StoreError, read_manifest
 from shared.settings.tree import DeploySettings
 
 _PATH = "/v1/applications/{name}"
-_TRIES = 20  # of a change that others are always ahead of
+_TRIES = 20  # of a change that conflicts with others
 
 logger = logging.getLogger(__name__)
 
@@ -70,18 +69,22 @@ logger = logging.getLogger(__name__)
 class Deploy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The body of `PUT /v1/applications/{name}`."""
 
-    digest: Digest  #: of the package's manifest, whose blobs are in the store
+    digest: Digest  #: digest of the package's manifest, whose blobs are in the store
     spec: SpecBody = SpecBody()
     environment: Environment = Environment()  #: of an application
-    if_generation: Annotated[int, Meta(ge=0)] | None = None  #: the latest that the caller knows
-    #: of the digest, by `ssh-keygen -Y sign -n vlm-fleet`; kept beside the package
+    if_generation: Annotated[int, Meta(ge=0)] | None = (
+        None  #: latest generation that the caller knows
+    )
+    #: Signature of the digest, by `ssh-keygen -Y sign -n vlm-fleet`; stored with the package.
     signature: Annotated[str, Meta(max_length=MAX_SIGNATURE_CHARS)] | None = None
 
 
 class Rollback(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The body of `POST /v1/applications/{name}:rollback`."""
 
-    generation: Annotated[int, Meta(ge=1)] | None = None  #: where to; the last that served before
+    generation: Annotated[int, Meta(ge=1)] | None = (
+        None  #: target; by default the previous one that served
+    )
 
 
 class Scale(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -96,7 +99,7 @@ class Nothing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SlotObject(msgspec.Struct):
-    """One instance. `phase`: how far it is, while it starts."""
+    """One instance. `phase` is the progress of its start."""
 
     id: int
     digest: str
@@ -107,36 +110,36 @@ class SlotObject(msgspec.Struct):
 
 
 class RevisionObject(msgspec.Struct):
-    """A version as it is served."""
+    """A version that is served."""
 
     generation: int
-    digest: str  #: of the version: the package's, or where it has an environment one of both
+    digest: str  #: digest of the version: the package's, or one of package and environment
     package: str
     environment: dict[str, Any]
     spec: dict[str, Any]
     num_ready: int
-    #: requests that its instances of now hold, have answered, and have failed
+    #: requests that its present instances are running, have finished, and have failed
     num_running: int
     num_finished: int
     num_failed: int
-    #: Of their answers of the last minutes, without the wait: within which 95 % had the first token
-    #: (other tasks than generating: the whole answer), and each further one. 0: none yet
+    #: 95th percentile over the last minutes, without queueing: time to the first token (other tasks: to the whole
+    #: answer), and time per further token. 0 without data.
     p95_first_s: float
     p95_token_s: float
 
 
 class EventObject(msgspec.Struct):
-    """What happened; `at` in epoch seconds."""
+    """An event of the deployment. Units: `at` in epoch seconds."""
 
     at: float
     text: str
 
 
 class GenerationObject(msgspec.Struct):
-    """A change that was asked for, and what came of it."""
+    """A requested change and its outcome."""
 
     generation: int
-    digest: str  #: of the package
+    digest: str  #: digest of the package
     version: str
     cause: Cause
     created_at: float
@@ -145,26 +148,26 @@ class GenerationObject(msgspec.Struct):
 
 
 class LogQuery(msgspec.Struct):
-    """Which of the latest lines."""
+    """Range of the latest lines."""
 
     limit: Annotated[int, Meta(ge=1, le=MAX_LOG_LINES)] = 100
     slot: int | None = None
 
 
 class Log(msgspec.Struct):
-    """Lines that instances have logged, the oldest first."""
+    """Log lines of instances, oldest first."""
 
     data: list[LogLine]
     object: str = "list"
 
 
 class Application(msgspec.Struct):
-    """A deployment as it is now."""
+    """The state of a deployment."""
 
     name: str
     generation: int
-    #: `starting` and `canary` while a new version is on its way, `active`, `undeployed`, or
-    #: `unreadable` where a newer version of this program wrote how it is.
+    #: `starting` or `canary` while a new version starts, `active`, `undeployed`, or `unreadable` if a newer version
+    #: of this program wrote the record.
     state: str
     active: RevisionObject | None
     candidate: RevisionObject | None
@@ -172,12 +175,12 @@ class Application(msgspec.Struct):
     slots: list[SlotObject]
     message: str
     events: list[EventObject]
-    #: The latest last; in lists, it is left out.
+    #: The latest last; omitted in lists.
     generations: list[GenerationObject] | UnsetType = msgspec.UNSET
 
 
 class ApplicationList(msgspec.Struct):
-    """All deployments, and the store where packages go."""
+    """All deployments, and the package store."""
 
     data: list[Application]
     store: str
@@ -242,7 +245,7 @@ class Applications(Resource):
 
     @operation("PUT", _PATH, answer_type=Application)
     async def deploy_application(self, caller: Caller, body: Deploy) -> Response:
-        """Serve a package under a name: start it beside the version that serves, then replace that."""
+        """Serve a package under a name: start it beside the current version, then replace that."""
         name = _check_name(caller)
         if name in self._models.cards:
             raise _invalid("name", "a worker serves a model of this name; take another")
@@ -290,7 +293,7 @@ class Applications(Resource):
         return 202, await self._get(name)
 
     async def _check_room(self, generation: Generation) -> None:
-        """Other resources for a version that serves are in force at once. Raises: ApiError, RedisError."""
+        """Check changed resources of the active version, which apply at once. Raises: ApiError, RedisError."""
         nodes = await self._deployments.nodes()
         may_grow = not nodes or any(node.takes for node in nodes.values())
         revision = rollout.to_revision(generation, 0.0)
@@ -300,7 +303,7 @@ class Applications(Resource):
 
     @operation("POST", _PATH + ":rollback", status=202)
     async def rollback_application(self, caller: Caller, body: Rollback) -> Application:
-        """Take a new version back; without one, serve the version before."""
+        """Remove a new version; without one, serve the previous version again."""
         name = _check_name(caller)
         history = await self._known(name)
         candidate = history.candidate
@@ -334,7 +337,7 @@ class Applications(Resource):
 
     @operation("POST", _PATH + ":scale", status=202)
     async def scale_application(self, caller: Caller, body: Scale) -> Application:
-        """Change the bounds on the number of instances."""
+        """Change the minimum and maximum number of instances."""
         name = _check_name(caller)
         history = await self._known(name)
         active = history.active
@@ -355,7 +358,7 @@ class Applications(Resource):
 
     @operation("DELETE", _PATH, status=202)
     async def undeploy_application(self, caller: Caller) -> Application:
-        """Stop serving a name; requests that wait are still answered."""
+        """Stop serving a name; waiting requests are still answered."""
         name = _check_name(caller)
         history = await self._known(name)
         if history.last.digest:
@@ -396,7 +399,7 @@ class Applications(Resource):
 
     @asynccontextmanager
     async def _held(self, digest: str, signature: str | None = None) -> AsyncIterator[Manifest]:
-        """A package that is whole, signed and stays in the block. Raises: ApiError, StoreError."""
+        """A complete, signed package, protected from deletion inside the block. Raises: ApiError, StoreError."""
         store = await self._store.open()
         key = await asyncio.to_thread(write_hold, store, package=digest)
         try:
@@ -419,7 +422,7 @@ class Applications(Resource):
         return (await self._deployments.apps()).get(name)
 
     async def _add(self, generation: Generation, history: History | None) -> None:
-        """Record a generation, and what it makes of the one before. Raises: ApiError, StoreError."""
+        """Record a generation and the outcome of the previous one. Raises: ApiError, StoreError."""
         store = await self._store.open()
         name, number = generation.name, generation.number
         generation = replace(generation, created_at=time.time())  # noqa: TID251
@@ -446,7 +449,7 @@ class Applications(Resource):
     async def _change(
         self, name: str, change: Callable[[App, float], App], new: App | None = None
     ) -> None:
-        """Tell Redis; where that fails, nodes find out by the store."""
+        """Write the change to Redis; if that fails, nodes read it from the store."""
         try:
             now = await self._deployments.now()
             for _ in range(_TRIES):
@@ -463,7 +466,7 @@ def _admitted(app: App, generation: Generation, now: float) -> App:
 
 
 def _check_package(store: PackageStore, digest: str) -> Manifest:
-    """See that the package is whole in the store and can be run. Raises: InvalidRequest, StoreError."""
+    """Check that the package is complete in the store and can run. Raises: InvalidRequest, StoreError."""
     try:
         manifest = read_manifest(store, digest)
     except (BadPackage, StoreError) as error:
@@ -478,7 +481,7 @@ def _check_package(store: PackageStore, digest: str) -> Manifest:
 def _check_signature(
     store: PackageStore, digest: str, signature: str | None, signers: Path | None
 ) -> None:
-    """Store a signature that counts, and see that there is one. Raises: InvalidRequest, StoreError."""
+    """Store a valid signature, and check that there is one. Raises: InvalidRequest, StoreError."""
     try:
         if signature is not None:
             if signers is None:

@@ -1,4 +1,4 @@
-"""`/v1/batches`: a file of requests, answered within a day after all who wait.
+"""`/v1/batches`: files of requests, answered within a day after all interactive ones.
 
 Source: OpenAI API reference, "Batch".
 """
@@ -37,14 +37,14 @@ class CreateBatch(RequestStruct, frozen=True, kw_only=True):
 
 
 class BatchQuery(RequestStruct, frozen=True, kw_only=True):
-    """Which part of the list, newest first."""
+    """Range of the list, newest first."""
 
     limit: Annotated[int, Meta(ge=1, le=MAX_PAGE)] = 20
     after: Annotated[str, Meta(max_length=MAX_ITEM_ID_CHARS)] = ""
 
 
 class RequestCounts(msgspec.Struct):
-    """How many requests there are, and what came of them."""
+    """Number of requests by outcome."""
 
     total: int
     completed: int
@@ -52,7 +52,7 @@ class RequestCounts(msgspec.Struct):
 
 
 class BatchErrors(msgspec.Struct):
-    """What is wrong with the file."""
+    """Errors of the input file."""
 
     data: list[LineError]
     object: str = "list"
@@ -84,7 +84,7 @@ class BatchObject(msgspec.Struct):
 
     @classmethod
     def of(cls, view: BatchView) -> "BatchObject":
-        """Of what is known of it."""
+        """The object for a batch's record."""
         record, ending = view.record, view.ending
         completed, failed = view.counts
         total = 0 if view.beginning is None else view.beginning.total
@@ -120,7 +120,7 @@ class BatchList(msgspec.Struct):
 
 
 class TooManyBatches(Overloaded):
-    """The key has as many open batches as it may."""
+    """The key has its maximum number of open batches."""
 
     status = 429
     type = "rate_limit_error"
@@ -135,7 +135,7 @@ class TooManyBatches(Overloaded):
 
 
 class BatchResource(Resource):
-    """Batches. `look`: called when the runner has something to do."""
+    """Batches. `look` is called when the runner has work."""
 
     tag = "batches"
 
@@ -146,9 +146,9 @@ class BatchResource(Resource):
         limits: LimitSettings,
         endpoints: Sequence[str],
     ) -> None:
-        """`endpoints`: whose requests may be lines."""
+        """`endpoints` are the surfaces that lines may use."""
         self._endpoints = endpoints
-        self._taking = asyncio.Lock()  # the places for open batches
+        self._taking = asyncio.Lock()  # guards the number of open batches
         self._batches = batches
         self._look = look
         self._limits = limits
@@ -189,7 +189,7 @@ class BatchResource(Resource):
             return batches.get(caller.tenant, record.id)
 
         await blocking(check)
-        async with self._taking:  # of many at once as many as there is room for
+        async with self._taking:  # concurrent requests must not exceed the limit together
             view = await blocking(create)
         self._look()
         return BatchObject.of(_found(view))
@@ -218,7 +218,7 @@ class BatchResource(Resource):
 
     @operation("POST", "/v1/batches/{batch_id}/cancel")
     async def cancel_batch(self, caller: Caller) -> BatchObject:
-        """Cancel a batch, and keep the answers so far."""
+        """Cancel a batch. Finished answers are retained."""
         batches, id_ = self._all, caller.path["batch_id"]
 
         def cancel() -> BatchView | None:
@@ -233,7 +233,7 @@ class BatchResource(Resource):
 
 
 async def blocking(work: Callable[[], T]) -> T:
-    """Ask the store of batches. Raises: ApiError."""
+    """Await the batch store. Raises: ApiError."""
     try:
         return await asyncio.to_thread(work)
     except StoreError:
@@ -246,7 +246,7 @@ async def blocking(work: Callable[[], T]) -> T:
 
 
 def not_served() -> NotFound:
-    """The error where there is no store for them."""
+    """The error without a batch store."""
     return NotFound(
         "Batches are not served here: set VLM_GATEWAY__FILES to a directory or a bucket.",
         code="batches_not_served",

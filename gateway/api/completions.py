@@ -1,4 +1,4 @@
-"""`POST /v1/completions`: text behind a prompt, which is sent as it stands, without a chat template.
+"""`POST /v1/completions`: continue a prompt without a chat template.
 
 Source: OpenAI API reference, "Create completion"; vLLM, "Completions API".
 """
@@ -72,7 +72,7 @@ class CompletionRequest(StructuredFields, frozen=True, kw_only=True):
 
     model: ModelName
     prompt: str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
-    #: 0 for the logprobs of a prompt alone.
+    #: 0 for logprobs of the prompt only.
     max_tokens: Annotated[int, Meta(ge=0)] | None = None
     echo: Annotated[
         bool | None, doc("Return the prompt before the text, with logprobs of its tokens.")
@@ -92,28 +92,28 @@ class CompletionRequest(StructuredFields, frozen=True, kw_only=True):
 
 
 class CompletionLogprobs(msgspec.Struct):
-    """Of each token: its text, its logprob, its rivals, and where it begins in the text."""
+    """Text, logprob, alternatives and text offset of each token."""
 
     tokens: list[str]
-    token_logprobs: list[float | None]  #: a prompt's first has none
+    token_logprobs: list[float | None]  #: null for the first token of a prompt
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
 class CompletionChoice(msgspec.Struct):
-    """One text, or what a chunk adds to it."""
+    """One choice, or its part in a chunk."""
 
     index: int
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
-    prompt_token_ids: tuple[int, ...] | UnsetType = UNSET  #: of a stream, with the first chunk
+    prompt_token_ids: tuple[int, ...] | UnsetType = UNSET  #: in the first chunk of a stream
     token_ids: tuple[int, ...] | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct, kw_only=True):
-    """A whole answer, or a chunk of one: they have one shape."""
+    """A whole answer or a chunk; both have the same format."""
 
     id: str
     object: str = "text_completion"
@@ -121,16 +121,16 @@ class Completion(msgspec.Struct, kw_only=True):
     model: str
     system_fingerprint: str
     choices: list[CompletionChoice]
-    service_tier: str | UnsetType = UNSET  #: that it was served as, where the request named one
+    service_tier: str | UnsetType = UNSET  #: echoed from the request
     usage: CompletionUsage | UnsetType | None = UNSET
     timings: Timings = UNSET
 
 
 class CompletionOptions(msgspec.Struct, frozen=True):
-    """How the client wants its answer."""
+    """Options of the answer."""
 
     num_choices: int = 1  #: of each prompt
-    #: The prompts, if they are to stand before the texts; None: one of token ids.
+    #: The prompts to echo; None for one of token ids.
     echo: tuple[str | None, ...] = ()
     with_logprobs: bool = False
     with_prompt_logprobs: bool = False
@@ -249,7 +249,7 @@ class Completions(Surface):
 def _with_echo(
     sampling: SamplingParams, request: CompletionRequest, prompts: Sequence[TextPart | TokensPart]
 ) -> SamplingParams:
-    """Ask for the prompt's tokens too, where an echo needs more than the text that was sent."""
+    """Request the prompt's tokens if the echo needs more than its text."""
     is_text = isinstance(prompts[0], TextPart)
     if not request.echo or (is_text and request.logprobs is None):
         return sampling
@@ -283,7 +283,7 @@ class CompletionAnswer(ChunkStream):
         super().__init__(options, head)
         self.options = options
         self.num_choices = options.num_choices
-        self._num_chars: dict[int, int] = {}  # so far, by choice
+        self._num_chars: dict[int, int] = {}  # by choice
         self._tokens_of_prompt: defaultdict[int, PromptTokens] = defaultdict(PromptTokens)
 
     def whole(self, events: Sequence[ChoiceEvent], totals: Totals) -> bytes:
@@ -320,7 +320,7 @@ class CompletionAnswer(ChunkStream):
         return super().frames(events, totals)
 
     def can_begin(self, event: CallEvent) -> bool:
-        """Whether the prompt's tokens are known, which come before others."""
+        """Whether the prompt's tokens, which come first, are known."""
         if isinstance(event, Tokens):
             return bool(event.num_tokens or event.text)
         return isinstance(event, Finished)
@@ -345,7 +345,7 @@ class CompletionAnswer(ChunkStream):
         return choice if has_content else None
 
     def _begin(self, index: int) -> CompletionChoice:
-        """The part before a text: the prompt, if it is echoed, with logprobs of its tokens if asked for."""
+        """The part before the text: the echoed prompt, with logprobs of its tokens if requested."""
         choice = CompletionChoice(index, "")
         entries: list[PromptLogprob] = []
         if self.options.echo:

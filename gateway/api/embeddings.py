@@ -57,7 +57,7 @@ _BYTES_PER_NUMBER = 4
 
 _QUERY = ("query", "search_query")
 _DOCUMENT = ("document", "passage", "search_document")
-#: Prompts by what other APIs call their use; the first that the model has is taken.
+#: Prompts by the `input_type` of other APIs; the first one that the model has is used.
 _PROMPTS_OF_TYPE = {
     "search_query": _QUERY,
     "query": _QUERY,
@@ -70,24 +70,24 @@ _PROMPTS_OF_TYPE = {
 
 
 class TextInput(RequestStruct, frozen=True, kw_only=True):
-    """A text, or an image: a `data:` URL, bare base64, or an http(s) URL where they are allowed."""
+    """A text or an image: a `data:` URL, plain base64, or an http(s) URL if these are enabled."""
 
     text: str | None = None
     image: str | None = None
 
 
 class EmbeddingTurn(RequestStruct, frozen=True, kw_only=True):
-    """What a vector is made of, as a turn of a conversation."""
+    """A turn of a conversation, as the input of one vector."""
 
     role: Literal["user"]
     content: str | Annotated[list[TextContent | ImageContent], Meta(min_length=1)]
 
 
 class EmbeddingRequest(RequestStruct, frozen=True, kw_only=True):
-    """The body of `POST /v1/embeddings`. It has `input` or `messages`."""
+    """The body of `POST /v1/embeddings`, with `input` or `messages`."""
 
     model: ModelName
-    #: empty, or left out, beside `messages`
+    #: empty or missing with `messages`
     input: str | list[str | TokenId | TokenIds | TextInput] | UnsetType = UNSET
     messages: Annotated[list[EmbeddingTurn], Meta(min_length=1, max_length=1)] | None = None
     encoding_format: Literal["float", "base64"] | None = None
@@ -97,7 +97,7 @@ class EmbeddingRequest(RequestStruct, frozen=True, kw_only=True):
     truncate: Annotated[
         Truncation | None, doc("The end at which inputs that are too long are cut.")
     ] = None
-    #: vLLM's: cut inputs to so many tokens; -1: to what the model takes
+    #: vLLM's: truncate inputs to this number of tokens; -1: to the model's maximum
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
     prompt_name: Annotated[str | None, doc("The model's prompt that is put before each text.")] = (
         None
@@ -119,7 +119,7 @@ class EmbeddingRequest(RequestStruct, frozen=True, kw_only=True):
 
 
 class Embedding(msgspec.Struct):
-    """One vector. `embedding`: numbers, or little-endian float32 in base64."""
+    """One vector. `embedding` is a list of numbers, or little-endian float32 in base64."""
 
     index: int
     embedding: list[float] | str
@@ -137,7 +137,7 @@ class EmbeddingList(msgspec.Struct):
 
 
 class _Embedding(msgspec.Struct):
-    """As it is encoded: bytes become base64."""
+    """The encoder's type: bytes become base64."""
 
     index: int
     embedding: Sequence[float] | memoryview
@@ -145,7 +145,7 @@ class _Embedding(msgspec.Struct):
 
 
 class EmbeddingOptions(msgspec.Struct, frozen=True):
-    """How the client wants its vectors."""
+    """Options of the answer."""
 
     is_base64: bool = False
 
@@ -221,7 +221,7 @@ class Embeddings(Surface):
 
 
 class Inputs:
-    """The inputs as tasks hold them, and the images among them. Raises: InvalidRequest."""
+    """The inputs of tasks, and their images. Raises: InvalidRequest."""
 
     def __init__(self, request: EmbeddingRequest, card: ModelCard, limits: LimitSettings) -> None:
         items = request.input
@@ -232,7 +232,7 @@ class Inputs:
             self.is_list = False
             self.parts.append(self._turn(request.messages[0].content))
         else:
-            assert items is not UNSET  # `_check_kinds` saw to it
+            assert items is not UNSET  # `_check_kinds` has checked it
             self.is_list = not isinstance(items, str) and not isinstance(items[0], int)
             for index, item in enumerate(items if self.is_list else [items]):
                 param = f"input.[{index}]" if self.is_list else "input"
@@ -240,7 +240,7 @@ class Inputs:
         self._check(limits)
 
     def _turn(self, content: str | list[TextContent | ImageContent]) -> TextPart | ImagePart:
-        """Texts are joined by line ends; a text and an image would be two vectors, of which none is asked for."""
+        """Texts are joined by line breaks. Text plus image is refused: one request makes one vector from one modality."""
         param = "messages.[0].content"
         if isinstance(content, str):
             content = [TextContent(text=content)]
@@ -304,7 +304,7 @@ class Inputs:
 
 
 class EmbeddingAnswer:
-    """The vectors of all parts."""
+    """Encodes the vectors of all tasks."""
 
     def __init__(self, options: EmbeddingOptions, head: AnswerHead) -> None:
         self._options = options
@@ -330,7 +330,7 @@ class EmbeddingAnswer:
 
 
 def rows_of(events: Sequence[ChoiceEvent]) -> Iterator[memoryview]:
-    """The vectors of all calls, in the order of the inputs. Units: bytes of little-endian float32."""
+    """The vectors of all tasks, in the order of the inputs. Units: bytes of little-endian float32."""
     vectors = {choice: event for choice, event in events if isinstance(event, Vectors)}
     for _, event in sorted(vectors.items()):
         data, size = memoryview(event.data), event.dimensions * _BYTES_PER_NUMBER
@@ -339,7 +339,7 @@ def rows_of(events: Sequence[ChoiceEvent]) -> Iterator[memoryview]:
 
 
 def _check_kinds(request: EmbeddingRequest) -> None:
-    """A list of numbers is one input; they mix with nothing. Raises: InvalidRequest."""
+    """A list of numbers is one input and excludes other inputs. Raises: InvalidRequest."""
     items = request.input
     if request.messages is not None:
         if items:
@@ -360,14 +360,14 @@ def _check_kinds(request: EmbeddingRequest) -> None:
 
 
 def _check_dimensions(dimensions: int | None, card: ModelCard) -> None:
-    """Raises: InvalidRequest for a length that the model was not trained for."""
+    """Raises: InvalidRequest for dimensions that the model was not trained for."""
     allowed = (*card.shorter_dimensions, card.dimensions)
     if dimensions is not None and dimensions not in allowed:
         raise invalid("dimensions", f"this model has {', '.join(map(str, allowed))}")
 
 
 def _find_prompt(request: EmbeddingRequest, card: ModelCard) -> str | None:
-    """As `Embed.prompt_name`. Raises: InvalidRequest."""
+    """`Embed.prompt_name` of a request. Raises: InvalidRequest."""
     if request.prompt_name is not None:
         if request.prompt_name not in card.prompts:
             offered = ", ".join(card.prompts) or "none"
@@ -379,7 +379,7 @@ def _find_prompt(request: EmbeddingRequest, card: ModelCard) -> str | None:
     for name in names:
         if name in card.prompts:
             return name
-    if names == _DOCUMENT:  # models with a prompt for queries alone take documents as they are
+    if names == _DOCUMENT:  # models with a prompt for queries only embed documents as they are
         return None
     raise invalid(
         "input_type",
@@ -388,7 +388,7 @@ def _find_prompt(request: EmbeddingRequest, card: ModelCard) -> str | None:
 
 
 def _find_truncation(request: EmbeddingRequest) -> Truncate:
-    """What is too long is cut where a number of tokens asks for it. Raises: InvalidRequest."""
+    """Inputs are truncated if the request gives a number of tokens. Raises: InvalidRequest."""
     truncate = to_truncate(request.truncate)
     if request.truncate_prompt_tokens is None or truncate != "none":
         return truncate
@@ -406,7 +406,7 @@ def _find_max_tokens(request: EmbeddingRequest) -> int | None:
 
 
 def _num_tokens(part: TextPart | TokensPart | ImagePart, per_image: int) -> int:
-    """About how many tokens an input has."""
+    """Estimated tokens of an input."""
     if isinstance(part, TextPart):
         return len(part.text) // CHARS_PER_TOKEN + 1
     return len(part.token_ids) if isinstance(part, TokensPart) else per_image

@@ -1,4 +1,4 @@
-"""What requests of every API have in common: field types, the priority, the error that names a field."""
+"""Shared by requests of all APIs: field types, the priority, errors that name a field."""
 
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
@@ -22,14 +22,14 @@ ShowsTimings = Annotated[
     bool | None, Meta(description="Return the durations of the answer's stages.")
 ]
 ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast"]
-Ignored = Raw | UnsetType  #: checked to be JSON and otherwise skipped
+Ignored = Raw | UnsetType  #: validated as JSON, otherwise ignored
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 Timings = dict[str, float] | UnsetType
-#: For clients that cannot say `service_tier`; it goes before.
+#: For clients that cannot send `service_tier`; it takes precedence.
 PRIORITY_HEADER = b"x-vlm-priority"
 
 
-#: Of sampling, in the APIs of vLLM, SGLang and llama-server.
+#: Sampling fields of vLLM, SGLang and llama-server.
 _TEXT: Unsupported = {
     "bad_words": ([],),
     "best_of": (1,),
@@ -64,8 +64,8 @@ _OLLAMA: Unsupported = {
     "options.tfs_z": (1,),
     "options.typical_p": (1,),
 }
-#: Fields that would change the answer and are not supported, by path, with the values that are
-#: no-ops; null always is. All other unknown fields are ignored.
+#: Fields that would change the answer and are not supported, by path, with their no-op values; null is always one.
+#: Other unknown fields are ignored.
 UNSUPPORTED: dict[str, Unsupported] = {
     "/v1/chat/completions": {
         **_TEXT,
@@ -99,23 +99,23 @@ def doc(text: str) -> Meta:
 
 
 class RequestStruct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of what clients send: immutable. See `gateway.http.unknown_fields`."""
+    """Immutable base of request types. See `gateway.http.unknown_fields`."""
 
 
 class EchoedStruct(RequestStruct, frozen=True, kw_only=True):
-    """Base of what clients also send back as an answer had it: unknown fields are never an error."""
+    """Base of types that clients send back from an answer: unknown fields are never an error."""
 
     is_lenient: ClassVar[bool] = True
 
 
 class IgnoredStreamFields(RequestStruct, frozen=True, kw_only=True):
-    """Options of a stream that change nothing."""
+    """Stream options without an effect."""
 
     include_obfuscation: bool = False
 
 
 class StreamOptions(IgnoredStreamFields, frozen=True, kw_only=True):
-    """What a stream holds besides the answer."""
+    """Additional content of a stream."""
 
     include_usage: bool = False
     continuous_usage_stats: Annotated[bool, doc("Send the token counts so far in every chunk.")] = (
@@ -124,13 +124,13 @@ class StreamOptions(IgnoredStreamFields, frozen=True, kw_only=True):
 
 
 def check_stream_options(options: StreamOptions | None, is_streamed: bool | None) -> None:
-    """Refuse options of a stream that is not asked for. Raises: InvalidRequest."""
+    """Refuse stream options of a request that does not stream. Raises: InvalidRequest."""
     if options is not None and not is_streamed:
         raise invalid("stream_options", "it needs stream: send stream as true")
 
 
 def find_priority(service_tier: str | None, headers: Mapping[bytes, bytes]) -> Priority:
-    """What the header says, else the service tier. Raises: InvalidRequest."""
+    """The priority of the header, else of the service tier. Raises: InvalidRequest."""
     name = headers.get(PRIORITY_HEADER)
     if name is None:
         return Priority.BATCH if service_tier == "flex" else Priority.INTERACTIVE
@@ -141,27 +141,27 @@ def find_priority(service_tier: str | None, headers: Mapping[bytes, bytes]) -> P
 
 
 def find_service_tier(asked: str | None, priority: Priority) -> str | UnsetType:
-    """The tier that a request is served as, if it named one."""
+    """The effective service tier, if the request has one."""
     if asked is None:
         return UNSET
     return "flex" if priority is Priority.BATCH else "default"
 
 
 def wants_timings(asked: bool | None, headers: Mapping[bytes, bytes]) -> bool:
-    """Whether body or header ask for them."""
+    """Whether body or header request timings."""
     return bool(asked) or headers.get(b"x-vlm-timings", b"").lower() in (b"true", b"1")
 
 
 def timings_of(totals: Totals) -> Timings:
-    """Each stage and the whole, where the client asked for them."""
+    """Each stage and the total, if the client asked for them."""
     return UNSET if totals.timings is None else totals.timings
 
 
 def invalid(param: str, problem: str, code: str = "invalid_value") -> InvalidRequest:
-    """The error that names a field and says what to send instead."""
+    """The error for a field, with what to send instead."""
     return InvalidRequest(f"Invalid value for {param}: {problem}.", param=param, code=code)
 
 
 def missing(param: str) -> InvalidRequest:
-    """The error that names a field that must be there."""
+    """The error for a missing field."""
     return InvalidRequest(f"Missing required field: {param}.", param=param, code="missing_field")

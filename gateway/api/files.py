@@ -1,4 +1,4 @@
-"""`/v1/files`: files that clients upload: for vector stores, for batches (and what those come to), images.
+"""`/v1/files`: files for vector stores and batches, results of batches, and images.
 
 Source: OpenAI API reference, "Files".
 """
@@ -24,22 +24,22 @@ from shared.records.store import Record
 from shared.search import DropFile, FileRecord, ListFiles, PutFile, ReadFile
 from shared.settings.limits import MAX_BATCH_FILES, MAX_FILENAME_CHARS, LimitSettings
 
-#: The purpose of images, which stand for their URL in later requests.
+#: Purpose of images, which later requests refer to by id.
 IMAGES = "vision"
 PURPOSES = ("assistants", "user_data")
-#: Of files that a store of the gateways' own keeps; the search process has the others.
+#: Purposes in the gateways' own store; the search process stores the others.
 BATCH_PURPOSES = (PURPOSE, "batch_output")
 
 
 class UploadForm(msgspec.Struct):
-    """The fields of the form. `file`: text in UTF-8; for a batch a JSON object a line."""
+    """The form's fields. `file` is UTF-8 text; for a batch, one JSON object per line."""
 
     file: str
     purpose: str
 
 
 class FileObject(msgspec.Struct):
-    """OpenAI's object."""
+    """OpenAI's file object."""
 
     id: str
     bytes: int
@@ -51,7 +51,7 @@ class FileObject(msgspec.Struct):
 
     @classmethod
     def of(cls, record: FileRecord | BatchFile) -> "FileObject":
-        """Of what is known of it."""
+        """The object for a stored file."""
         return cls(record.id, record.num_bytes, record.created_at, record.filename, record.purpose)
 
 
@@ -66,7 +66,7 @@ class FileList(msgspec.Struct):
 
 
 class FilesQuery(ListQuery, frozen=True, kw_only=True):
-    """Which part of a list, of one purpose or any."""
+    """Range of a list, of one purpose or all."""
 
     purpose: str = ""
 
@@ -131,7 +131,7 @@ class Files(Resource):
         return FileObject.of(await self._search.ask(put, FileRecord))
 
     async def _create_image(self, tenant: str, filename: str, data: bytes) -> FileObject:
-        """The same image has the same id, and is kept from now on."""
+        """Store an image, or renew it: equal images have the same id."""
         image = await self._loader.check(data, "file")
         name, now = image_name(tenant, image.ref.sha256), int(time.time())  # noqa: TID251
         file = FileObject(name, len(data), now, filename, IMAGES)
@@ -164,7 +164,7 @@ class Files(Resource):
             check(1, len(data))
             file = files.put(owner, filename, PURPOSE, [data], len(data))
             try:
-                check(0, 0)  # others may have come meanwhile
+                check(0, 0)  # concurrent uploads may have changed the counts
             except InvalidRequest:
                 files.delete(owner, file)
                 raise
@@ -174,7 +174,7 @@ class Files(Resource):
 
     @operation("GET", "/v1/files")
     async def list_files(self, caller: Caller, query: FilesQuery) -> FileList:
-        """List files: those of batches first, unless a purpose is given."""
+        """List files, those of batches first unless a purpose is given."""
         data, has_more = await self._list(caller.tenant, query)
         ends = (data[0].id, data[-1].id) if data else (None, None)
         return FileList(data, has_more, *ends)
@@ -188,7 +188,7 @@ class Files(Resource):
             if has_more or query.before:
                 return data, has_more
             query = replace(query, after="", limit=query.limit - len(data))
-        has_search = self._search.is_on or self._batch_files is None  # that says so
+        has_search = self._search.is_on or self._batch_files is None  # its error says so
         if query.purpose in BATCH_PURPOSES or not (has_search or query.purpose):
             return data, False
         if query.limit == 0:
@@ -251,7 +251,7 @@ class Files(Resource):
             files, file = self._files, await self._find(caller.tenant, name)
             length = {"content-length": str(file.num_bytes)}
             pieces = files.read(caller.tenant, file)
-            first = await blocking(lambda: next(pieces, b""))  # it may be gone by now
+            first = await blocking(lambda: next(pieces, b""))  # it may have been deleted
             return StreamingResponse(chain([first], pieces), media_type=media_type, headers=length)
         if name.startswith(IMAGE_ID):
             [image] = (await self._find_image(caller.context.tenant, name)).images
@@ -283,7 +283,7 @@ class Files(Resource):
         return Deleted(name, "file")
 
     def _check_searched(self) -> None:
-        """Refuse an id that is of no batch and no image, where nothing else is kept. Raises: NotFound."""
+        """Refuse ids that are not of a batch or an image if there is no search process. Raises: NotFound."""
         if self._batch_files is not None and not self._search.is_on:
             raise _no_file()
 

@@ -1,4 +1,4 @@
-"""What APIs that take inputs and give numbers have in common: their inputs, parts and usage."""
+"""Shared by APIs that return numbers for inputs: parts and usage."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, TypeVar
@@ -11,18 +11,18 @@ from gateway.http.errors import InvalidRequest
 from shared.protocol import Truncate
 from shared.settings.limits import LimitSettings
 
-#: TEI's: which end to cut off of what is too long; true is END, false and NONE refuse it.
+#: TEI's values: the end to truncate. True is END; false and NONE refuse long inputs.
 Truncation = bool | Literal["NONE", "START", "END"]
 Item = TypeVar("Item")
 
-#: A call beyond that is cut, so that several workers share a request. Estimated tokens; inputs.
+#: Largest call: requests beyond it are split, so that several workers share them. Estimated tokens; inputs.
 MAX_CALL_TOKENS = 8192
 MAX_CALL_INPUTS = 256
 CHARS_PER_TOKEN = 4
 
 
 class InputUsage(msgspec.Struct):
-    """Token counts as OpenAI names them: there is no answer to count."""
+    """Token counts with OpenAI's names, without output tokens."""
 
     prompt_tokens: int
     total_tokens: int
@@ -39,7 +39,7 @@ class InputUsage(msgspec.Struct):
 
 
 def to_truncate(value: bool | str | None) -> Truncate:
-    """What tasks call it."""
+    """The truncation of tasks."""
     names: dict[object, Truncate] = {"START": "start", "END": "end", True: "end"}
     return names.get(value, "none")
 
@@ -60,8 +60,9 @@ def split(
     num_tokens: Callable[[Item], int],
     headers: Mapping[bytes, bytes],
 ) -> Iterator[tuple[int, Sequence[Item]]]:
-    """Parts that are a call each, with the index of their first item; all are one under an
-    idempotency key, which names one call.
+    """Parts that become one call each, with the index of their first item.
+
+    With an idempotency key, which names one call, there is one part.
     """
     if KEY_HEADER in headers:
         yield 0, items

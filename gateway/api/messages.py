@@ -49,7 +49,7 @@ from shared.protocol import (
 )
 from shared.settings.limits import MAX_NAME_CHARS, MAX_TOOL_NAME_CHARS, LimitSettings
 
-#: How images begin in base64, by their type: a wrong type is refused, as Anthropic does.
+#: Magic bytes of images in base64, by media type: Anthropic refuses a wrong type too.
 _BEGINNINGS = {
     "image/png": "iVBORw0KGgo",
     "image/jpeg": "/9j/",
@@ -58,7 +58,7 @@ _BEGINNINGS = {
 }
 _BILLING_HEADER = "x-anthropic-billing-header:"
 _STOP_REASONS = {FinishReason.LENGTH: "max_tokens", FinishReason.TOOL_CALLS: "tool_use"}
-#: The status and the type of an error, by OpenAI's status.
+#: Status and type of errors by OpenAI's status.
 _ERRORS = {
     401: (401, "authentication_error"),
     403: (403, "permission_error"),
@@ -74,20 +74,20 @@ CallName = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
 
 
 class Base64Source(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="base64"):
-    """The bytes of an image."""
+    """An image in base64."""
 
     media_type: Literal["image/png", "image/jpeg", "image/webp", "image/gif"]
     data: str
 
 
 class UrlSource(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="url"):
-    """Where an image is: an http(s) URL where the operator allows it."""
+    """An http(s) URL of an image, if the operator enables it."""
 
     url: str
 
 
 class FileSource(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="file"):
-    """An image that was uploaded."""
+    """An uploaded image."""
 
     file_id: str
 
@@ -99,19 +99,19 @@ class TextBlock(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="
 
 
 class ImageBlock(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="image"):
-    """An image, of a user's turn or of a tool's result."""
+    """An image of a user's turn or a tool result."""
 
     source: Base64Source | UrlSource | FileSource
 
 
 class ThinkingBlock(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="thinking"):
-    """What the assistant thought before it answered."""
+    """Reasoning of the assistant."""
 
     thinking: str
 
 
 class SkippedBlock(EchoedStruct, frozen=True, kw_only=True, forbid_unknown_fields=False):
-    """A block of another server's own tools or thinking, which no model here can read."""
+    """A block of another server's tools or reasoning, which is skipped."""
 
 
 def _skipped(tag: str) -> Any:
@@ -135,13 +135,13 @@ _SKIPPED_TAGS = (
 
 
 class TextSource(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="text"):
-    """The text of a document."""
+    """A document as text."""
 
     data: str
 
 
 class ContentSource(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="content"):
-    """A document in blocks."""
+    """A document as blocks."""
 
     content: "str | list[TextBlock | ImageBlock]"
 
@@ -157,7 +157,7 @@ class DocumentBlock(EchoedStruct, frozen=True, kw_only=True, tag_field="type", t
 class SearchResultBlock(
     EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="search_result"
 ):
-    """A passage that a search found."""
+    """A passage of a search result."""
 
     source: str
     title: str
@@ -167,13 +167,13 @@ class SearchResultBlock(
 class ToolReference(
     EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="tool_reference"
 ):
-    """A tool that a search for tools found."""
+    """A tool that a tool search found."""
 
     tool_name: str
 
 
 class ToolUseBlock(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="tool_use"):
-    """A call of the assistant's."""
+    """A function call of the assistant."""
 
     id: CallName
     name: Annotated[str, Meta(max_length=MAX_TOOL_NAME_CHARS)]
@@ -181,7 +181,7 @@ class ToolUseBlock(EchoedStruct, frozen=True, kw_only=True, tag_field="type", ta
 
 
 class ToolResultBlock(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="tool_result"):
-    """What came of a call. Whether it is an error is for its text to say."""
+    """The result of a call. `is_error` has no effect: the text says it."""
 
     tool_use_id: CallName
     content: (
@@ -191,7 +191,7 @@ class ToolResultBlock(EchoedStruct, frozen=True, kw_only=True, tag_field="type",
     ) = None
 
 
-#: What is shown to the model, of a turn or of a tool's result.
+#: Blocks that the model sees, in a turn or a tool result.
 ShownBlock = TextBlock | ImageBlock | DocumentBlock | SearchResultBlock | ToolReference
 InputBlock = Union[
     TextBlock,
@@ -213,13 +213,13 @@ class MessageParam(EchoedStruct, frozen=True, kw_only=True):
 
 
 class MessageMetadata(EchoedStruct, frozen=True, kw_only=True):
-    """Who asks."""
+    """The client's user."""
 
     user_id: UserName | None = None
 
 
 class Thinking(EchoedStruct, frozen=True, kw_only=True):
-    """Whether the model is to think; how much is its own to decide."""
+    """Whether the model reasons. `budget_tokens` has no effect."""
 
     type: Literal["enabled", "disabled", "adaptive"]
 
@@ -231,14 +231,14 @@ class MessageFormat(EchoedStruct, frozen=True, kw_only=True, tag_field="type", t
 
 
 class OutputConfig(EchoedStruct, frozen=True, kw_only=True):
-    """How the text is to be."""
+    """Format and effort of the answer."""
 
     format: MessageFormat | None = None
     effort: ReasoningEffort | None = None
 
 
 class MessageTool(EchoedStruct, frozen=True, kw_only=True):
-    """A function; tools of other types are Anthropic's own, and are skipped."""
+    """A function; Anthropic's own tool types are skipped."""
 
     name: str
     description: str | None = None
@@ -248,7 +248,7 @@ class MessageTool(EchoedStruct, frozen=True, kw_only=True):
 
 
 class MessageToolChoice(EchoedStruct, frozen=True, kw_only=True):
-    """Whether the model may call, has to, and what."""
+    """Whether the model may or must call functions, and which."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -256,7 +256,7 @@ class MessageToolChoice(EchoedStruct, frozen=True, kw_only=True):
 
 
 class PromptFields(SamplingFields, frozen=True, kw_only=True):
-    """Fields of both requests; those of sampling do not change a count."""
+    """Fields of both requests; sampling fields do not change a count."""
 
     stop: list[str] | None = msgspec.field(default=None, name="stop_sequences")
     model: ModelName
@@ -279,7 +279,7 @@ class CountTokensRequest(PromptFields, frozen=True, kw_only=True):
 
     @property
     def user(self) -> None:
-        """None is named."""
+        """None."""
 
 
 class MessageRequest(PromptFields, frozen=True, kw_only=True):
@@ -294,29 +294,29 @@ class MessageRequest(PromptFields, frozen=True, kw_only=True):
 
     @property
     def user(self) -> str | None:
-        """The client's own name for its user."""
+        """The client's name of its user."""
         return None if self.metadata is None else self.metadata.user_id
 
 
 class MessageText(msgspec.Struct, tag_field="type", tag="text"):
-    """What the model said."""
+    """Text of the answer."""
 
     text: str
 
 
 class MessageThinking(msgspec.Struct, tag_field="type", tag="thinking"):
-    """What the model thought before it."""
+    """Reasoning before it."""
 
     thinking: str
     signature: str = ""
 
 
 class DirectCaller(msgspec.Struct, frozen=True, tag_field="type", tag="direct"):
-    """The model itself calls."""
+    """The caller is the model itself."""
 
 
 class MessageToolUse(msgspec.Struct, tag_field="type", tag="tool_use"):
-    """A function that the model calls."""
+    """A function call of the answer."""
 
     id: str
     name: str
@@ -328,7 +328,7 @@ Content = MessageText | MessageThinking | MessageToolUse
 
 
 class MessageUsage(msgspec.Struct):
-    """Token counts as Anthropic names them: `input_tokens` are those that no cache had."""
+    """Token counts with Anthropic's names: `input_tokens` were not cached."""
 
     input_tokens: int
     output_tokens: int
@@ -339,11 +339,11 @@ class MessageUsage(msgspec.Struct):
     output_tokens_details: None = None
     server_tool_use: None = None
     service_tier: str = "standard"
-    image_tokens: int = 0  #: ours: of the whole prompt
+    image_tokens: int = 0  #: an extension: of the complete prompt
 
     @classmethod
     def of(cls, prompt: Usage, num_output: int) -> "MessageUsage":
-        """Of a prompt and an answer."""
+        """The counts of a prompt and an answer."""
         cached = prompt.num_cached_tokens
         return cls(
             prompt.num_prompt_tokens - cached,
@@ -354,7 +354,7 @@ class MessageUsage(msgspec.Struct):
 
 
 class MessageObject(msgspec.Struct, tag_field="type", tag="message", kw_only=True):
-    """An answer, whole or as it begins."""
+    """An answer, complete or at its start."""
 
     id: str
     role: str = "assistant"
@@ -368,25 +368,25 @@ class MessageObject(msgspec.Struct, tag_field="type", tag="message", kw_only=Tru
 
 
 class TextDelta(msgspec.Struct, tag_field="type", tag="text_delta"):
-    """More of a text."""
+    """Added text."""
 
     text: str
 
 
 class ThinkingDelta(msgspec.Struct, tag_field="type", tag="thinking_delta"):
-    """More of a thought."""
+    """Added reasoning."""
 
     thinking: str
 
 
 class InputJsonDelta(msgspec.Struct, tag_field="type", tag="input_json_delta"):
-    """More of a call's input."""
+    """Added arguments of a call."""
 
     partial_json: str
 
 
 class StopDelta(msgspec.Struct):
-    """Why a message ended."""
+    """Why the message ended."""
 
     stop_reason: str
     stop_sequence: str | None = None
@@ -395,7 +395,7 @@ class StopDelta(msgspec.Struct):
 
 
 class MessageEvent(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """An event of a stream: the fields depend on its type."""
+    """An event of a stream; its fields depend on the type."""
 
     type: str
     message: MessageObject | None = None
@@ -406,24 +406,24 @@ class MessageEvent(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class TokenCount(msgspec.Struct):
-    """How many tokens a message would have before it."""
+    """The number of input tokens."""
 
     input_tokens: int
 
 
 class AnthropicErrorFields(msgspec.Struct):
-    """What is wrong; `code` and `param` are ours."""
+    """The error; `code` and `param` are extensions."""
 
     type: str
     message: str
     code: str | None
     param: str | None
-    #: By which Anthropic's tool runner goes on without a thread.
+    #: Used by Anthropic's tool runner to continue without a thread.
     details: dict[str, Any] | UnsetType = UNSET
 
 
 class AnthropicError(msgspec.Struct):
-    """Anthropic's envelope."""
+    """Anthropic's error envelope."""
 
     error: AnthropicErrorFields
     type: str = "error"
@@ -431,7 +431,7 @@ class AnthropicError(msgspec.Struct):
 
 
 class MessageOptions(msgspec.Struct, frozen=True):
-    """How the client wants its answer."""
+    """Options of the answer."""
 
     with_thinking: bool = False
 
@@ -456,7 +456,7 @@ class _Anthropic(Surface):
 
 
 def render_error(error: ApiError) -> tuple[int, bytes]:
-    """Status and body, as Anthropic's API has them."""
+    """Status and body of an error in Anthropic's format."""
     return _ERRORS.get(error.status, (error.status, ""))[0], _encode_error(error)
 
 
@@ -470,7 +470,7 @@ def _encode_error(error: ApiError) -> bytes:
 
 
 class Messages(_Anthropic):
-    """Answer a conversation, in Anthropic's words."""
+    """Answer a conversation (Anthropic's API)."""
 
     name = "message"
     operation = "chat"
@@ -524,7 +524,7 @@ class Messages(_Anthropic):
 
 
 class CountTokens(_Anthropic):
-    """Count the tokens of a conversation."""
+    """Count the tokens of a conversation (Anthropic's API)."""
 
     name = "count_tokens"
     path = "/v1/messages/count_tokens"
@@ -551,14 +551,14 @@ class CountTokens(_Anthropic):
 
 
 def _translate(request: PromptFields, limits: LimitSettings) -> Conversation:
-    """System and messages. Raises: InvalidRequest."""
+    """System prompt and messages. Raises: InvalidRequest."""
     if len(request.messages) > limits.max_messages:
         raise invalid("messages", f"send at most {limits.max_messages} messages")
     conversation = Conversation()
     if request.system:
         texts = request.system
         blocks = [texts] if isinstance(texts, str) else [block.text for block in texts]
-        # Claude Code's first line differs in each request, which would defeat prefix caches.
+        # Claude Code's first line differs in each request, which would defeat prefix caching.
         if blocks and blocks[0].startswith(_BILLING_HEADER):
             blocks = [blocks[0].partition("\n")[2], *blocks[1:]]
         shown = [conversation.text(text) for text in blocks if text]
@@ -579,7 +579,7 @@ def _add_blocks(
     blocks: Sequence[InputBlock],
     param: str,
 ) -> None:
-    """A turn, and the results of calls before it, each of which is one."""
+    """Add a turn, and a tool message for each result of earlier calls."""
     parts: list[Part] = []
     calls: list[ToolCall] = []
     thought = ""
@@ -648,7 +648,7 @@ def _document(
 
 
 def _url(block: ImageBlock, place: str) -> tuple[str, str]:
-    """Where the image is, and the field that says so. Raises: InvalidRequest."""
+    """The image's URL, and the field that has it. Raises: InvalidRequest."""
     source = block.source
     if isinstance(source, UrlSource):
         return source.url, "url"
@@ -664,7 +664,7 @@ def _url(block: ImageBlock, place: str) -> tuple[str, str]:
 
 
 def _grammar(request: MessageRequest, card: ModelCard, limits: LimitSettings) -> Grammar | None:
-    """What the answer must be; None: any text. Raises: InvalidRequest."""
+    """The grammar of the answer. None: free text. Raises: InvalidRequest."""
     wanted = request.output_format
     param = "output_format.schema"
     if request.output_config is not None and request.output_config.format is not None:
@@ -677,7 +677,7 @@ def _grammar(request: MessageRequest, card: ModelCard, limits: LimitSettings) ->
 
 
 def _tools(request: PromptFields, card: ModelCard, limits: LimitSettings) -> Tools | None:
-    """What the model may call, or has to; None: nothing. Raises: InvalidRequest."""
+    """The functions that the model may or must call. None: none. Raises: InvalidRequest."""
     choice = request.tool_choice or MessageToolChoice(type="auto")
     if choice.type == "tool" and choice.name is None:
         raise missing("tool_choice.name")
@@ -702,12 +702,14 @@ def _tools(request: PromptFields, card: ModelCard, limits: LimitSettings) -> Too
 def _thinking(
     request: PromptFields, card: ModelCard, context: RequestContext
 ) -> dict[str, TemplateOption]:
-    """The switch and the effort of the chat template."""
+    """The chat template's variables for reasoning and effort."""
     thinking, config = request.thinking, request.output_config
     options: dict[str, TemplateOption] = {}
     if thinking is not None and thinking.type != "adaptive":
         has_switch = not THINKING_SWITCHES.isdisjoint(card.template_options)
-        if thinking.type == "enabled" or has_switch:  # else its thinking is not shown
+        if (
+            thinking.type == "enabled" or has_switch
+        ):  # otherwise the reasoning is not part of the answer
             options |= switch_thinking(card, thinking.type == "enabled", "thinking", context)
     if config is not None and config.effort is not None:
         if "reasoning_effort" in card.template_options:
@@ -718,7 +720,7 @@ def _thinking(
 
 
 class MessageAnswer(BlockStream):
-    """A `MessageObject` or its events."""
+    """Encodes a `MessageObject` or its events."""
 
     def __init__(self, options: MessageOptions, head: AnswerHead) -> None:
         super().__init__(head, with_thought=options.with_thinking)
@@ -760,12 +762,12 @@ class MessageAnswer(BlockStream):
         return MessageObject(id=self.head.id, model=self.head.model, usage=usage)
 
 
-#: What is added to a block, by its kind.
+#: Delta types by kind of block.
 _DELTAS = {"thought": ThinkingDelta, "text": TextDelta, "call": InputJsonDelta}
 
 
 def _to_content(block: Block, *, is_empty: bool = False) -> Content:
-    """A block; `is_empty`: as it begins."""
+    """The content of a block; `is_empty`: at its start."""
     if block.kind == "call":
         given = msgspec.Raw(b"{}") if is_empty else block.json
         return MessageToolUse(block.call_id, block.name, given)
@@ -778,7 +780,7 @@ def _event(type_: str, **fields: Any) -> bytes:
 
 
 def _stop(event: Finished) -> tuple[str, str | None]:
-    """Why a message ended, and by which of the client's sequences."""
+    """Why a message ended, and the stop sequence."""
     if event.stopped_by:
         return "stop_sequence", event.stopped_by
     return _STOP_REASONS.get(event.finish_reason, "end_turn"), None

@@ -1,7 +1,6 @@
-"""`GET /v1/models`: the models that the fleet serves.
+"""`GET /v1/models`: the models of the fleet.
 
-Source: OpenAI API reference, "Models"; Anthropic API reference, "Models", for who sends
-`anthropic-version`.
+Source: OpenAI API reference, "Models"; Anthropic API reference, "Models", for requests with `anthropic-version`.
 """
 
 from datetime import UTC, datetime  # noqa: TID251 (people see it)
@@ -16,7 +15,7 @@ from shared.settings.limits import LimitSettings
 
 
 class ModelLimits(msgspec.Struct):
-    """What one request may hold; of images only where the model takes them."""
+    """Limits of one request. Limits of images are present for models that take images."""
 
     max_output_tokens: int | msgspec.UnsetType = msgspec.UNSET
     #: Characters of all texts together.
@@ -24,49 +23,49 @@ class ModelLimits(msgspec.Struct):
     max_images: int | msgspec.UnsetType = msgspec.UNSET
     max_image_bytes: int | msgspec.UnsetType = msgspec.UNSET
     max_image_pixels: int | msgspec.UnsetType = msgspec.UNSET
-    #: Larger images are scaled to so many pixels for the model.
+    #: Larger images are scaled down to this number of pixels.
     scaled_image_pixels: int | msgspec.UnsetType = msgspec.UNSET
-    #: The most tokens that one image may come to.
+    #: Maximum tokens of one image.
     max_image_tokens: int | msgspec.UnsetType = msgspec.UNSET
 
 
 class ModelObject(msgspec.Struct):
-    """A model, with what a client may want to know of it besides OpenAI's four fields."""
+    """A model: OpenAI's four fields and its properties."""
 
     id: str
     created: int
     max_model_len: int
     supports_images: bool
-    #: That take requests now; without any, requests wait in the queue.
+    #: Workers that take requests now; without one, requests wait in the queue.
     num_workers: int
-    #: Tags of the tasks that it takes: `generate`, `embed`, `rerank`, `tokenize`.
+    #: Supported tasks: `generate`, `embed`, `rerank`, `tokenize`.
     tasks: tuple[str, ...]
     input_modalities: tuple[str, ...]
     output_modalities: tuple[str, ...]
     limits: ModelLimits
-    #: Whether its answers can be held to a schema.
+    #: Whether answers can be constrained to a schema.
     supports_grammars: bool
-    #: Whether it may think before it answers.
+    #: Whether it may reason before it answers.
     reasoning: bool
-    #: Variables of its chat template that `chat_template_kwargs` may set.
+    #: Chat template variables that `chat_template_kwargs` may set.
     template_options: tuple[str, ...]
-    #: Names under which the model is served with LoRA adapters.
+    #: Names of the model with LoRA adapters.
     adapters: tuple[str, ...]
-    #: Where a request says nothing, as the model's makers suggest.
+    #: Defaults from the model's generation config.
     default_sampling: SamplingDefaults
-    #: Of its arithmetic and of its weights; null where it is not known, or there is none.
+    #: dtype of its arithmetic and quantization of its weights; null if unknown or none.
     dtype: str | None
     quantization: str | None
     format: str | None
-    #: Of its vectors, and what they may be cut to; absent where it makes none.
+    #: Dimensions of its vectors, and shorter ones that are supported; absent without vectors.
     dimensions: int | msgspec.UnsetType = msgspec.UNSET
     shorter_dimensions: tuple[int, ...] | msgspec.UnsetType = msgspec.UNSET
-    #: Of an adapter: the model that it changes.
+    #: The base model of an adapter.
     parent: str | None = None
     root: str | None = None
-    #: Of what was deployed: its name, `@` and the digest of the package that serves.
+    #: Deployment and digest of its package, `name@sha256:...`.
     package: str | msgspec.UnsetType = msgspec.UNSET
-    #: Of the files that decide its vectors, and the prompts that may stand before a text.
+    #: Digest of the files that determine its vectors, and names of its prompts.
     digest: str | msgspec.UnsetType = msgspec.UNSET
     prompts: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
     object: str = "model"
@@ -74,8 +73,9 @@ class ModelObject(msgspec.Struct):
 
 
 class ModelList(msgspec.Struct):
-    """Models with workers first; of these, models of workers, then deployments, versions of
-    deployments and adapters, each by the newest.
+    """Models with workers first.
+
+    Within these, models of workers, then deployments, their versions, and adapters, each newest first.
     """
 
     data: list[ModelObject]
@@ -83,20 +83,20 @@ class ModelList(msgspec.Struct):
 
 
 class AnthropicModel(msgspec.Struct):
-    """A model, as Anthropic's clients read it."""
+    """A model in Anthropic's format."""
 
     id: str
     display_name: str
     created_at: datetime
     max_input_tokens: int
-    #: Absent where it makes no text.
+    #: Absent for models that generate no text.
     max_tokens: int | msgspec.UnsetType
     lifecycle: str = "active"
     type: str = "model"
 
 
 class AnthropicModelList(msgspec.Struct):
-    """All of them: there is no second page."""
+    """All models on one page."""
 
     data: list[AnthropicModel]
     first_id: str | None
@@ -104,12 +104,12 @@ class AnthropicModelList(msgspec.Struct):
     has_more: bool = False
 
 
-#: What a task makes.
+#: Output modality by task.
 _OUTPUTS = {"generate": "text", "embed": "embedding", "rerank": "score"}
 
 
 class Models(Resource):
-    """The models that the fleet serves."""
+    """Models of the fleet."""
 
     tag = "models"
 
@@ -119,7 +119,7 @@ class Models(Resource):
 
     @operation("GET", "/v1/models", answer_type=ModelList, is_suggested=True)
     async def list_models(self, caller: Caller) -> Struct:
-        """List the models that the fleet serves."""
+        """List the models of the fleet."""
         models = self._models
         deployed = {name: route.card for name, route in models.routes.items()}
         found = [*{**models.cards, **models.adapters, **deployed}.values()]
@@ -175,7 +175,7 @@ class Models(Resource):
 
 
 def _is_anthropic(caller: Caller) -> bool:
-    """Anthropic's API asks for this header on every request."""
+    """Anthropic's API requires this header on every request."""
     return b"anthropic-version" in caller.context.headers
 
 
@@ -186,13 +186,13 @@ def _to_anthropic(model: ModelObject) -> AnthropicModel:
 
 
 def _order(card: ModelCard) -> tuple[bool, bool, bool, int, str]:
-    """Clients take the first model as their default; a deployment must not change it."""
+    """Clients use the first model as their default, which a deployment must not change."""
     is_version = bool(card.package) and not card.parent
     return bool(card.adapter), bool(card.package), is_version, -card.created_at, card.name
 
 
 def _limits(card: ModelCard, limits: LimitSettings) -> ModelLimits:
-    """What the gateway holds requests for this model against."""
+    """The gateway's limits for requests to this model."""
     found = ModelLimits()
     if "generate" in card.tasks:
         found.max_output_tokens = min(limits.max_output_tokens, card.max_model_len - 1)

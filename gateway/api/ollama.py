@@ -1,6 +1,6 @@
-"""`/api/chat`, `/api/generate` and what Ollama's clients ask besides: `tags`, `show`, `ps`, `version`.
+"""Ollama's API: `/api/chat`, `/api/generate`, `/api/embed`, `tags`, `show`, `ps` and `version`.
 
-A stream is lines of JSON, and is what a request gets that does not say otherwise.
+A stream is JSON lines, and requests stream by default.
 
 Source: Ollama, "API", of 2026-08-21.
 """
@@ -66,7 +66,7 @@ from shared.version import package_version
 _LATEST = ":latest"
 _NS = 1_000_000_000
 _NOT_KEPT = (b"0", b'"0"', b'"0s"', b'"0m"')
-#: Calls are no reason of their own.
+#: Function calls have no reason of their own.
 _DONE_REASONS = {FinishReason.LENGTH: "length"}
 _LINES: Headers = [
     (b"content-type", b"application/x-ndjson"),
@@ -79,7 +79,7 @@ CallName = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
 
 
 class OllamaOptions(SamplingFields, frozen=True, kw_only=True):
-    """Sampling. Other options, of how a model is loaded, have no effect."""
+    """Sampling options. Options of loading have no effect."""
 
     is_lenient: ClassVar[bool] = True
     repetition_penalty: RepetitionPenalty | None = msgspec.field(
@@ -91,21 +91,21 @@ class OllamaOptions(SamplingFields, frozen=True, kw_only=True):
 
 
 class OllamaFunction(EchoedStruct, frozen=True, kw_only=True):
-    """What the assistant has called; arguments are an object."""
+    """A called function; the arguments are an object."""
 
     name: Annotated[str, Meta(max_length=MAX_TOOL_NAME_CHARS)]
     arguments: msgspec.Raw | UnsetType = UNSET
 
 
 class OllamaCall(EchoedStruct, frozen=True, kw_only=True):
-    """One call in the history."""
+    """A call in the history."""
 
     function: OllamaFunction
     id: CallName | None = None
 
 
 class OllamaMessage(EchoedStruct, frozen=True, kw_only=True):
-    """One turn; images are base64. What came of a call names its function, or the call's id."""
+    """A turn with images in base64. The result of a call names its function or its id."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str = ""
@@ -117,7 +117,7 @@ class OllamaMessage(EchoedStruct, frozen=True, kw_only=True):
 
 
 class OllamaRequest(RequestStruct, frozen=True, kw_only=True):
-    """What both have in common."""
+    """Fields of both requests."""
 
     model: ModelName
     stream: bool | None = None
@@ -162,7 +162,7 @@ class OllamaEmbedRequest(RequestStruct, frozen=True, kw_only=True):
 
 
 class OllamaEmbeddingsRequest(RequestStruct, frozen=True, kw_only=True):
-    """The body of `POST /api/embeddings`, which is older."""
+    """The body of `POST /api/embeddings`, the older path."""
 
     model: ModelName
     prompt: str
@@ -172,7 +172,7 @@ class OllamaEmbeddingsRequest(RequestStruct, frozen=True, kw_only=True):
 
 
 class OllamaVectors(msgspec.Struct, kw_only=True):
-    """The answer: `embeddings`, or `embedding` of the older path. Units: nanoseconds."""
+    """The answer: `embeddings`, or `embedding` for the older path. Units: nanoseconds."""
 
     model: str | UnsetType = UNSET
     embedding: Sequence[float] | UnsetType = UNSET
@@ -183,7 +183,7 @@ class OllamaVectors(msgspec.Struct, kw_only=True):
 
 
 class OllamaCalled(msgspec.Struct):
-    """A function that the model calls."""
+    """A called function of an answer."""
 
     index: int
     name: str
@@ -191,14 +191,14 @@ class OllamaCalled(msgspec.Struct):
 
 
 class OllamaSaidCall(msgspec.Struct):
-    """One call, always whole."""
+    """A complete call."""
 
     id: str
     function: OllamaCalled
 
 
 class OllamaSaid(msgspec.Struct):
-    """What the model says, or a piece of it."""
+    """A message of the answer, or a part of it."""
 
     role: str
     content: str
@@ -207,7 +207,7 @@ class OllamaSaid(msgspec.Struct):
 
 
 class OllamaLine(msgspec.Struct, kw_only=True):
-    """A piece of an answer, or all of it; the last has what it took, in nanoseconds."""
+    """A part of an answer, or all of it. The last one has counts and durations in nanoseconds."""
 
     model: str
     created_at: str
@@ -225,7 +225,7 @@ class OllamaLine(msgspec.Struct, kw_only=True):
 
 
 class OllamaError(msgspec.Struct):
-    """Ollama's error; `code` and `param` are ours."""
+    """Ollama's error; `code` and `param` are extensions."""
 
     error: str
     code: str | None = None
@@ -233,7 +233,7 @@ class OllamaError(msgspec.Struct):
 
 
 class OllamaAnswerOptions(msgspec.Struct, frozen=True):
-    """How the client wants its answer."""
+    """Options of the answer."""
 
     with_thinking: bool = False
 
@@ -246,7 +246,7 @@ class _Ollama(Surface):
     error_type = OllamaError
     options = OllamaAnswerOptions
     stream_headers = _LINES
-    keep_alive = b""  # clients read every line as JSON
+    keep_alive = b""  # clients parse every line as JSON
 
     def read(self, body: bytes, context: RequestContext) -> Any:
         return _without_tag(super().read(body, context))
@@ -297,7 +297,7 @@ class _Ollama(Surface):
         )
 
     def without_worker(self, request: OllamaRequest, head: AnswerHead) -> bytes | None:
-        """Says that a model is loaded, or unloaded, where there is no prompt."""
+        """The answer to a request without a prompt, which loads or unloads a model."""
         if not self.is_empty(request):
             return None
         kept = b"" if request.keep_alive is UNSET else bytes(request.keep_alive)
@@ -310,7 +310,7 @@ class _Ollama(Surface):
         return encode(line) + b"\n"
 
     def is_empty(self, request: Any) -> bool:
-        """Whether there is nothing to answer."""
+        """Whether the request has no prompt."""
         raise NotImplementedError
 
     def error(self, error: ApiError) -> tuple[int, bytes]:
@@ -324,7 +324,7 @@ class _Ollama(Surface):
 
 
 def encode_error(error: ApiError) -> bytes:
-    """Ollama's shape of an error: a text."""
+    """An error in Ollama's format."""
     return encode(OllamaError(error.message, error.code, error.param))
 
 
@@ -333,21 +333,21 @@ def render_error(error: ApiError) -> tuple[int, bytes]:
 
 
 def _without_tag(request: Any) -> Any:
-    """The request without the tag that Ollama appends to a model's name."""
+    """The request without the tag in the model's name."""
     return msgspec.structs.replace(request, model=request.model.removesuffix(_LATEST))
 
 
 def _thinking(
     request: OllamaRequest, card: ModelCard, context: RequestContext
 ) -> dict[str, TemplateOption]:
-    """The switch of the chat template."""
+    """The chat template's variable for reasoning."""
     if isinstance(request.think, str):
         return find_effort(card, request.think, "think", context)
     return {} if request.think is None else switch_thinking(card, request.think, "think", context)
 
 
 def _grammar(request: OllamaRequest, card: ModelCard, limits: LimitSettings) -> Grammar | None:
-    """What the answer must be; None: any text. Raises: InvalidRequest."""
+    """The grammar of the answer. None: free text. Raises: InvalidRequest."""
     wanted = b"null" if request.format is UNSET else bytes(request.format)
     if wanted in (b"null", b'""'):
         return None
@@ -364,7 +364,7 @@ def _parts(
     param: str,
     role: Role = "user",
 ) -> tuple[Part, ...]:
-    """Images before the text, as Ollama's templates have them."""
+    """Images before the text, as in Ollama's templates."""
     shown = [
         conversation.image(f"data:image;base64,{image}", f"{param}images.[{index}]", role)
         for index, image in enumerate(images or ())
@@ -382,7 +382,7 @@ def _read_calls(message: OllamaMessage) -> list[ToolCall]:
 
 
 def _answered(message: OllamaMessage, called: list[ToolCall]) -> str:
-    """The id of the call that a result is of; by its function's name, or else in their order."""
+    """The id of the call that a result belongs to: by its function's name, else in order."""
     if message.tool_call_id is not None:
         return message.tool_call_id
     for place, call in enumerate(called):
@@ -392,7 +392,7 @@ def _answered(message: OllamaMessage, called: list[ToolCall]) -> str:
 
 
 class OllamaChat(_Ollama):
-    """Answer a conversation, in Ollama's words."""
+    """Answer a conversation (Ollama's API)."""
 
     name = "ollama_chat"
     operation = "chat"
@@ -409,7 +409,7 @@ class OllamaChat(_Ollama):
         if len(messages) > self.limits.max_messages:
             raise invalid("messages", f"send at most {self.limits.max_messages} messages")
         conversation = Conversation()
-        called: list[ToolCall] = []  # and not answered yet
+        called: list[ToolCall] = []  # calls without a result
         for index, message in enumerate(messages):
             param = f"messages.[{index}]."
             parts = _parts(conversation, message.content, message.images, param, message.role)
@@ -428,7 +428,7 @@ class OllamaChat(_Ollama):
 
 
 class OllamaGenerate(_Ollama):
-    """Continue a prompt, in Ollama's words."""
+    """Continue a prompt (Ollama's API)."""
 
     name = "ollama_generate"
     operation = "text_completion"
@@ -455,7 +455,7 @@ class OllamaGenerate(_Ollama):
 
 
 class OllamaEmbed(Embeddings):
-    """Turn texts into vectors, in Ollama's words."""
+    """Embed texts (Ollama's API)."""
 
     name = "ollama_embed"
     operation = "embeddings"
@@ -502,7 +502,7 @@ class OllamaEmbed(Embeddings):
 
 
 class OllamaEmbeddings(OllamaEmbed):
-    """Turn one text into a vector, by Ollama's older path."""
+    """Embed one text (Ollama's older path)."""
 
     name = "ollama_embeddings"
     operation = "embeddings"
@@ -520,7 +520,7 @@ class OllamaEmbeddings(OllamaEmbed):
 
 class _Vectors(EmbeddingAnswer):
     def whole(self, events: Sequence[ChoiceEvent], totals: Totals) -> bytes:
-        """The vectors, and how long they took."""
+        """The vectors and durations."""
         return encode(
             OllamaVectors(
                 model=self.head.model,
@@ -539,14 +539,14 @@ class _Vector(EmbeddingAnswer):
 
 
 class OllamaAnswer:
-    """One answer, whole or in lines."""
+    """Encodes an answer, whole or in lines."""
 
     def __init__(self, options: OllamaAnswerOptions, head: AnswerHead, *, is_chat: bool) -> None:
         self.options = options
         self.head = head
         self.is_chat = is_chat
         self._blocks = Blocks(head.id, with_thought=options.with_thinking)
-        self._num_sent = 0  # of the calls
+        self._num_sent = 0  # of calls
         self._num_tokens = 0
 
     def whole(self, events: Sequence[ChoiceEvent], totals: Totals) -> bytes:
@@ -555,7 +555,7 @@ class OllamaAnswer:
         return encode(self._end(totals, blocks.text, blocks.thought, blocks.calls))
 
     def frames(self, events: Sequence[ChoiceEvent], totals: Totals | None) -> list[Frame]:
-        """A line for what came together; a call comes when it is complete."""
+        """One line for events that arrived together; calls are complete."""
         frames: list[Frame] = []
         pieces = [event for _, event in events if isinstance(event, Tokens)]
         if pieces:
@@ -618,7 +618,7 @@ def _time(seconds: int) -> str:
 
 
 class OllamaDetails(msgspec.Struct):
-    """Of a model's weights."""
+    """Details of a model's weights."""
 
     format: str
     quantization_level: str
@@ -629,7 +629,7 @@ class OllamaDetails(msgspec.Struct):
 
 
 class OllamaModel(msgspec.Struct, kw_only=True):
-    """A model; its size is not known here."""
+    """A model; its size is unknown here."""
 
     name: str
     model: str
@@ -643,7 +643,7 @@ class OllamaModel(msgspec.Struct, kw_only=True):
 
     @classmethod
     def of(cls, card: ModelCard) -> "OllamaModel":
-        """Of what its workers say."""
+        """The entry of a model card."""
         return cls(
             name=card.name,
             model=card.name,
@@ -654,7 +654,7 @@ class OllamaModel(msgspec.Struct, kw_only=True):
 
 
 class OllamaModels(msgspec.Struct):
-    """The models that are served."""
+    """All models."""
 
     models: list[OllamaModel]
 
@@ -663,7 +663,7 @@ class OllamaShowRequest(EchoedStruct, frozen=True):
     """The body of `POST /api/show`."""
 
     model: str = ""
-    name: str = ""  #: as older clients call it
+    name: str = ""  #: name of the field in older clients
 
 
 class OllamaShown(msgspec.Struct, kw_only=True):
@@ -699,22 +699,22 @@ class OllamaModelList(Resource):
 
     @operation("GET", "/api/tags")
     async def ollama_tags(self, caller: Caller) -> OllamaModels:
-        """List models, in Ollama's words."""
+        """List models (Ollama's API)."""
         return OllamaModels([OllamaModel.of(card) for card in self._cards()])
 
     @operation("GET", "/api/ps")
     async def ollama_ps(self, caller: Caller) -> OllamaModels:
-        """List models that have workers."""
+        """List models that have workers (Ollama's API)."""
         running = [card for card in self._cards() if self._models.num_workers[card.queue]]
         found = [OllamaModel.of(card) for card in running]
         for model, card in zip(found, running, strict=True):
-            model.expires_at, model.size_vram = _time(2**32), 0  # it stays
+            model.expires_at, model.size_vram = _time(2**32), 0  # it does not expire
             model.context_length = card.max_model_len
         return OllamaModels(found)
 
     @operation("POST", "/api/show")
     async def ollama_show(self, caller: Caller, body: OllamaShowRequest) -> OllamaShown:
-        """Show a model."""
+        """Show a model (Ollama's API)."""
         card = await self._models.find((body.model or body.name).removesuffix(_LATEST))
         capabilities = {
             "completion": "generate" in card.tasks,
@@ -737,7 +737,7 @@ class OllamaModelList(Resource):
 
     @operation("GET", "/api/version")
     async def ollama_version(self, caller: Caller) -> OllamaVersion:
-        """Show the version."""
+        """Show the version (Ollama's API)."""
         return OllamaVersion(package_version())
 
     def _cards(self) -> list[ModelCard]:

@@ -1,4 +1,4 @@
-"""The OpenAPI document, from the endpoints and the structs of their requests and answers."""
+"""Builds the OpenAPI document from endpoints and the types of their requests and answers."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -34,7 +34,7 @@ _OF_BODIES = frozenset({"408", "413", "415", "422"})
 
 
 class OpenApi(Resource):
-    """The document."""
+    """The OpenAPI document."""
 
     def __init__(self, endpoints: Iterable[Endpoint], limits: LimitSettings) -> None:
         self._endpoints = [*endpoints]
@@ -55,7 +55,7 @@ def create_openapi(endpoints: Iterable[Endpoint], limits: LimitSettings) -> dict
     schemas: dict[str, Any] = {}
     for endpoint in endpoints:
         if endpoint.is_documented:
-            _, path, _ = compile_path(endpoint.path)  # without convertors
+            _, path, _ = compile_path(endpoint.path)  # without converters
             paths.setdefault(path, {})[endpoint.method.lower()] = describe(endpoint, path, limits)
             schemas |= schemas_of(endpoint)
     schemas["ErrorFields"]["properties"]["code"]["examples"] = list(ERROR_CODES)

@@ -1,4 +1,4 @@
-"""The store of packages, as the settings name it, and the answer where it fails."""
+"""The configured package store, and the errors for its failures."""
 
 import asyncio
 import logging
@@ -11,10 +11,10 @@ logger = logging.getLogger(__name__)
 
 
 class ConfiguredStore:
-    """Opened when it is first asked for."""
+    """A store that is opened when it is first used."""
 
     def __init__(self, url: str) -> None:
-        """`url` empty: there is none."""
+        """Without a `url` there is none."""
         self.url = url
         self._store: PackageStore | None = None
 
@@ -31,7 +31,7 @@ class ConfiguredStore:
 
 
 def store_error(error: Exception) -> Exception:
-    """The error to answer a failure of the store with, which does not show it."""
+    """The error for a failure of the store, without its text."""
     if not isinstance(error, Unreadable | StoreError):
         return error
     logger.error("%s", error)

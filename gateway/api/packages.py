@@ -1,6 +1,6 @@
-"""`/v1/packages` and `/v1/blobs`: packages for the store, from who cannot reach it. For keys that may deploy.
+"""`/v1/packages` and `/v1/blobs`: uploads of packages to the store. For deploy keys.
 
-A blob is streamed to the store while it is received; one that was cut goes on where it was.
+Blobs are streamed to the store while they arrive; an interrupted upload continues where it stopped.
 """
 
 import asyncio
@@ -30,14 +30,14 @@ from shared.packages.resumable_file import PIECE_BYTES
 from shared.packages.store import BadBlob, StoreError, WrongStart
 from shared.settings.limits import LimitSettings
 
-_MAX_UPLOADS = 4  #: that arrive fast, at a time
-_SLOW_RATE = 256 * 1024  #: bytes a second; below it an upload is slow
+_MAX_UPLOADS = 4  #: concurrent uploads at full speed
+_SLOW_RATE = 256 * 1024  #: bytes per second; a slower upload counts as slow
 _MAX_THREADS = 64  #: fast and slow uploads of all keys
 _RANGE = re.compile(r"bytes (\d{1,15})-(\d{1,15})/(\d{1,15})")
 
 
 class MissingBlob(msgspec.Struct):
-    """A file that the store lacks. `start`: bytes of it that are there."""
+    """A file that the store lacks. `start` is the number of bytes that it has."""
 
     digest: str
     size: int
@@ -45,14 +45,14 @@ class MissingBlob(msgspec.Struct):
 
 
 class Plan(msgspec.Struct):
-    """What is to be uploaded; it and what is there already stay for a day."""
+    """The files to upload. They and the existing files are protected from deletion for a day."""
 
     digest: str
     missing: list[MissingBlob]
 
 
 class _Body:
-    """A request's body as the store reads it, in a thread of its own. Not to be sought."""
+    """A request's body as a file for the store's thread; not seekable."""
 
     def __init__(self, receive: Receive, size: int, timeout_s: float) -> None:
         self._paced = PacedBody(receive, timeout_s)
@@ -61,27 +61,27 @@ class _Body:
         self._has_more = True
         self._reading: asyncio.Task[None] | None = None
         self._looked_at = (0, 0.0)
-        self.error: ApiError | None = None  #: why the body has no more to read
+        self.error: ApiError | None = None  #: why the body ends early
 
     def seekable(self) -> bool:
         return False
 
     def read(self, size: int = -1) -> bytes:
-        """Raises: OSError; `error` says why."""
+        """Raises: OSError; `error` has the reason."""
         return asyncio.run_coroutine_threadsafe(self._next(), self._loop).result()
 
     def cut(self, error: ApiError) -> None:
-        """End the reading, which raises."""
+        """Make `read` raise."""
         self.error = self.error or error
         if self._reading is not None:
             self._reading.cancel()
 
     def is_slow(self, period_s: float) -> bool:
-        """Whether the client sent less than `_SLOW_RATE` since the last look, `period_s` ago."""
+        """Whether the client sent less than `_SLOW_RATE` over the last `period_s`."""
         num_bytes, waited_s = self._looked_at
         self._looked_at = (self._paced.num_bytes, self._paced.waited_s)
         waited_s = self._paced.waited_s - waited_s
-        has_waited = waited_s > period_s / 2  # else the store is the slow one
+        has_waited = waited_s > period_s / 2  # otherwise the store is slow
         return has_waited and self._paced.num_bytes - num_bytes < waited_s * _SLOW_RATE
 
     async def _next(self) -> bytes:
@@ -116,17 +116,17 @@ def _cut(problem: str) -> ApiError:
 
 
 class Uploads:
-    """Keeps what is sent."""
+    """Stores uploaded blobs."""
 
     def __init__(self, store: ConfiguredStore, body_timeout_s: float) -> None:
         self._store = store
         self._timeout_s = body_timeout_s
         self._places = asyncio.Semaphore(_MAX_UPLOADS)
-        self._slow: Counter[str] = Counter()  # uploads that gave their place back, by key
+        self._slow: Counter[str] = Counter()  # by key: uploads that no longer count as fast
         self._threads = ThreadPoolExecutor(_MAX_THREADS, "upload")
 
     async def plan(self, manifest: bytes) -> Plan:
-        """What the store lacks of a package. Raises: ApiError, StoreError."""
+        """The files of a package that the store lacks. Raises: ApiError, StoreError."""
         store = await self._store.open()
         try:
             package = decode_manifest(manifest)
@@ -143,7 +143,7 @@ class Uploads:
         return Plan(package.digest, await asyncio.to_thread(lambda: list(look())))
 
     async def put(self, key: str, digest: str, receive: Receive, start: int, size: int) -> None:
-        """Keep a blob of a key, from `start` on. Raises: ApiError, StoreError."""
+        """Store a blob from offset `start`. Raises: ApiError, StoreError."""
         store = await self._store.open()
         body = _Body(receive, size, self._timeout_s)
         try:
@@ -161,7 +161,7 @@ class Uploads:
                 await writing
             finally:
                 self._slow[key] -= 1
-                self._slow += Counter()  # drops zeros
+                self._slow += Counter()  # removes zeros
         except BadBlob as error:
             raise InvalidRequest(f"{error}.", code="digest_mismatch") from None
         except WrongStart:
@@ -177,7 +177,7 @@ class Uploads:
 
 
 class TooManySlowUploads(ApiError):
-    """A key's uploads beyond the limit on slow ones."""
+    """The key has its maximum number of slow uploads."""
 
     status = 429
     type = "rate_limit_error"
@@ -206,12 +206,12 @@ class Packages(Resource):
 
     @operation("POST", "/v1/packages", media_type=MANIFEST_TYPE)
     async def plan_upload(self, caller: Caller) -> Plan:
-        """List the files of a package that the store lacks, and keep it from being collected for a day."""
+        """List the files of a package that the store lacks, and protect it from deletion for a day."""
         return await self._uploads.plan(caller.body)
 
     @operation("HEAD", "/v1/blobs/{digest}")
     async def has_blob(self, caller: Caller) -> Response:
-        """Show whether the store has a file; else `upload-offset` is the number of bytes it has."""
+        """Show whether the store has a file; otherwise `upload-offset` is the number of bytes that it has."""
         digest = _check_digest(caller)
         store = await self._configured.open()
         size = await asyncio.to_thread(store.size, digest)
@@ -222,7 +222,7 @@ class Packages(Resource):
 
     @operation("PUT", "/v1/blobs/{digest}", media_type="application/octet-stream", is_upload=True)
     async def upload_blob(self, caller: Caller) -> Response:
-        """Store a file, or with `Content-Range` the rest of one whose upload was cut."""
+        """Store a file, or with `Content-Range` the rest of an interrupted upload."""
         digest, context = _check_digest(caller), caller.context
         start, size = _extent(context.headers)
         await self._uploads.put(context.tenant, digest, caller.receive, start, size)
@@ -230,7 +230,7 @@ class Packages(Resource):
 
 
 def _extent(headers: Mapping[bytes, bytes]) -> tuple[int, int]:
-    """Where the body begins in the blob, and its size. Raises: InvalidRequest."""
+    """Offset of the body in the blob, and the blob's size. Raises: InvalidRequest."""
     length = headers.get(b"content-length", b"")
     if not length.isdigit() or int(length) > MAX_PACKAGE_BYTES:
         raise InvalidRequest(

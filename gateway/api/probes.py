@@ -1,4 +1,4 @@
-"""Health, readiness and metrics. Probes feed no metric and reveal no more than a word of the reason."""
+"""Health, readiness and metrics. Probes count in no metric and reveal only a short reason."""
 
 import re
 from contextlib import suppress
@@ -46,7 +46,7 @@ class Probes(Resource):
 
     @operation("GET", "/ping", access="public", is_probe=True)
     async def ping(self, caller: Caller) -> Response:
-        """Answer as SageMaker's containers do."""
+        """Answer SageMaker's health check."""
         return Response()
 
     @operation("GET", "/version")
@@ -58,8 +58,8 @@ class Probes(Resource):
     async def readyz(self, caller: Caller, query: ReadyQuery) -> Response:
         """Show whether this gateway accepts requests: Redis answers, and it is not shutting down.
 
-        `workers`: also require that many ready workers. A Service must not: deployments at zero
-        instances are started by the requests that it would withhold.
+        `workers` also requires this number of ready workers. Do not use it for a Service: deployments at zero
+        instances are started by requests.
         """
         if not re.fullmatch("[0-9]{1,6}", query.workers):
             raise InvalidRequest(
@@ -86,7 +86,7 @@ class Probes(Resource):
 
     @operation("GET", "/metrics", is_probe=True)
     async def metrics(self, caller: Caller) -> Response:
-        """Show metrics as Prometheus text; needs a key where keys are set, an operator's where those are."""
+        """Show metrics as Prometheus text. Needs a key if keys are set, an admin key if there are any."""
         metrics = self._metrics
         metrics.set_open_requests(self._admission.num_open)
         metrics.set_ready_workers(self._models.num_workers)

@@ -1,6 +1,6 @@
-"""`POST /v1/rerank`, documents by how well they answer a query, and `POST /v1/score`, pairs of texts.
+"""`POST /v1/rerank` (documents by relevance to a query) and `POST /v1/score` (pairs of texts).
 
-What Cohere, Jina and vLLM have in common of `rerank`, and vLLM's `score`.
+The common part of Cohere's, Jina's and vLLM's rerank APIs, and vLLM's score API.
 
 Source: Cohere and Jina API references, "Rerank"; vLLM, "Score API".
 """
@@ -40,7 +40,7 @@ from shared.protocol import ModelCard, Rerank, Scores
 
 
 class TextDocument(RequestStruct, frozen=True, kw_only=True):
-    """A document as some clients write it."""
+    """A document as an object."""
 
     text: str
 
@@ -73,20 +73,20 @@ class RerankRequest(_Common, frozen=True, kw_only=True):
 
 
 class ScoreRequest(_Common, frozen=True, kw_only=True):
-    """The body of `POST /v1/score`: one text with one or many, or as many with as many."""
+    """The body of `POST /v1/score`: one text with one or many, or lists of equal length."""
 
     text_1: str | Annotated[list[str], Meta(min_length=1)]
     text_2: str | Annotated[list[str], Meta(min_length=1)]
 
 
 class ReturnedDocument(msgspec.Struct):
-    """A document, where the client wants it back."""
+    """A returned document."""
 
     text: str
 
 
 class RerankResult(msgspec.Struct):
-    """One document's place. `index` counts the documents as they were sent."""
+    """A document's score. `index` is its index in the request."""
 
     index: int
     relevance_score: float
@@ -94,7 +94,7 @@ class RerankResult(msgspec.Struct):
 
 
 class RerankAnswer(msgspec.Struct):
-    """The best documents first; of equal ones the one that was sent first."""
+    """Most relevant documents first; ties in the order of the request."""
 
     id: str
     model: str
@@ -105,7 +105,7 @@ class RerankAnswer(msgspec.Struct):
 
 
 class PairScore(msgspec.Struct):
-    """One pair's score."""
+    """The score of one pair."""
 
     index: int
     score: float
@@ -113,7 +113,7 @@ class PairScore(msgspec.Struct):
 
 
 class ScoreAnswer(msgspec.Struct):
-    """A score for each pair, in their order."""
+    """The scores in the order of the pairs."""
 
     id: str
     created: int
@@ -125,7 +125,7 @@ class ScoreAnswer(msgspec.Struct):
 
 
 class RerankOptions(msgspec.Struct, frozen=True):
-    """How the client wants its results. `documents`: those that it wants back."""
+    """Options of the answer. `documents` are those to return."""
 
     top_n: int | None = None
     documents: tuple[str, ...] = ()
@@ -140,7 +140,7 @@ class _Pairs(Surface):
     def _tasks(
         self, task: Rerank, documents: Sequence[str], context: RequestContext
     ) -> list[Rerank]:
-        """The documents in parts, each with its query. Raises: InvalidRequest."""
+        """Documents split into tasks, each with the query. Raises: InvalidRequest."""
         limits, many = self.limits, len(task.queries) > 1
         if len(documents) > limits.max_documents:
             raise InvalidRequest(
@@ -175,7 +175,7 @@ class _Pairs(Surface):
 
 
 class Reranking(_Pairs):
-    """Order documents by how well they answer a query."""
+    """Rank documents by relevance to a query."""
 
     name = "rerank"
     path = "/v1/rerank"
@@ -253,7 +253,7 @@ class _Whole:
 
 
 class RerankWords(_Whole):
-    """The results of all parts."""
+    """Encodes the results of all tasks."""
 
     def __init__(self, options: RerankOptions, head: AnswerHead) -> None:
         self._options = options
@@ -281,7 +281,7 @@ class RerankWords(_Whole):
 
 
 class ScoreWords(_Whole):
-    """The scores of all parts."""
+    """Encodes the scores of all tasks."""
 
     def __init__(self, head: AnswerHead) -> None:
         self._head = head
@@ -296,6 +296,6 @@ class ScoreWords(_Whole):
 
 
 def scores_of(events: Sequence[ChoiceEvent]) -> list[float]:
-    """The scores of all calls, in the order of the documents."""
+    """The scores of all tasks, in the order of the documents."""
     scores = {choice: event.data for choice, event in events if isinstance(event, Scores)}
     return array("f", b"".join(data for _, data in sorted(scores.items()))).tolist()

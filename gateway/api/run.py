@@ -39,11 +39,11 @@ class RunRequest(RequestStruct, frozen=True, kw_only=True):
 
 
 class RunAnswer(msgspec.Struct):
-    """What a task came to."""
+    """The result of a task."""
 
     id: str
     application: str
-    #: What `run` returned, or a list of what it yielded. In a stream, pieces come before it as `item`.
+    #: The return value of `run`, or the list of yielded values. In a stream, `item` events come before it.
     output: Raw | UnsetType = UNSET
     item: Raw | UnsetType = UNSET
     timings: Timings = UNSET
@@ -51,7 +51,7 @@ class RunAnswer(msgspec.Struct):
 
 
 class NamedRequest(msgspec.Struct, frozen=True):
-    """A body, and the application that its path names."""
+    """A body, and the application in its path."""
 
     model: str
     body: RunRequest
@@ -95,14 +95,14 @@ class ApplicationRun(Surface):
         return TaskAnswer(head)
 
     def error(self, error: ApiError) -> tuple[int, bytes]:
-        """The path names what is a model elsewhere."""
+        """The path names the application instead of a model."""
         if error.param == "model":
             error.param = "name"
         return error.status, error.body()
 
 
 class TaskAnswer:
-    """What a task says, whole or as it comes."""
+    """Encodes a task's output, whole or streamed."""
 
     def __init__(self, head: AnswerHead) -> None:
         self._head = head
@@ -114,7 +114,7 @@ class TaskAnswer:
         return self._encode(output=output, timings=timings_of(totals))
 
     def frames(self, events: Sequence[ChoiceEvent], totals: Totals | None) -> list[Frame]:
-        """An item each; the last has the output."""
+        """One event per item; the last one has the output."""
         frames: list[Frame] = []
         for line in lines_of(event for _, event in events):
             self._num_items += 1
@@ -134,13 +134,13 @@ class TaskAnswer:
 
 
 def lines_of(events: Iterable[CallEvent]) -> Iterator[RunOutput]:
-    """The pieces and the end of a task, in order."""
+    """The items and the end of a task, in order."""
     text = "".join(event.text for event in events if isinstance(event, Tokens))
     return (_lines.decode(line) for line in text.split("\n") if line)
 
 
 def output_of(events: Iterable[CallEvent]) -> Raw:
-    """What a task came to: the pieces that it gave, or else its result."""
+    """The yielded values of a task, or else its result."""
     lines = list(lines_of(events))
     items = [line.item for line in lines if line.item is not UNSET]
     if items:
