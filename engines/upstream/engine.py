@@ -245,7 +245,7 @@ class UpstreamEngine(PromptingEngine[UpstreamRequest]):
     def _add_tokens(self, stream: _Stream, chunk: Chunk) -> list[EngineOutput]:
         request, answer = stream.request, stream.answer
         outputs: list[EngineOutput] = []
-        if chunk.num_computed is not None and chunk.tokens:
+        if chunk.num_computed is not None:
             num_known = len(stream.output_ids) - stream.num_at_send
             num_missing = chunk.num_computed - num_known - len(chunk.tokens)
             if num_missing > 0:

@@ -164,6 +164,7 @@ class LlamaServer(Dialect):
         chunk = Chunk(num_cached_tokens=None if event.timings is None else event.timings.cache_n)
         if event.stop:  # its tokens came one by one
             chunk.num_prompt_tokens = event.tokens_evaluated
+            chunk.num_computed = event.tokens_predicted
             chunk.finish = FinishReason.LENGTH if event.stop_type == "limit" else FinishReason.STOP
             return chunk
         scores = event.completion_probabilities
@@ -182,7 +183,17 @@ class LlamaServer(Dialect):
         return chunk
 
     def recover(self, chunk: Chunk, num_missing: int) -> None:
-        """Add the tokens before `chunk.tokens` whose ids the server has not reported."""
+        """Add the tokens before `chunk.tokens` whose ids the server has not reported.
+
+        At the end these are the end token, and tokens of an incomplete character.
+        """
+        if chunk.finish is not None:
+            ends = self._tokenizer.eos_token_ids
+            if chunk.finish is FinishReason.STOP and len(ends) == 1:
+                chunk.tokens = [TokenChoice(next(iter(ends)))]
+                num_missing -= 1
+            chunk.lost, chunk.num_lost = b"\xff" if num_missing else b"", num_missing
+            return
         known = b"".join(self._tokenizer.token_bytes(choice.token_id) for choice in chunk.tokens)
         data = chunk.text.encode().removesuffix(known)
         found = self._spellings(num_missing, data)

@@ -1,7 +1,7 @@
-"""How to sample tokens, as all APIs that write text ask for it.
+"""Sampling parameters of all text APIs.
 
-Every quantity that a client controls is held against `LimitSettings` here, and becomes an exact
-`SamplingParams` value or an error that names the field.
+Values are checked against `LimitSettings` and become an exact `SamplingParams` value, or an error that names the
+field.
 """
 
 import hashlib
@@ -21,24 +21,23 @@ RepetitionPenalty = Annotated[float, Meta(ge=0.1, le=10)]
 Number = TypeVar("Number", int, float)
 N = TypeVar("N")
 
-_GREEDY_BELOW = 1e-5  #: temperatures under it are greedy: dividing by them would overflow
-_LEAST_TOP_P = 1e-9  #: 0 is legal on the wire and means the most probable token alone
+_GREEDY_BELOW = 1e-5  #: lower temperatures are greedy: dividing by them would overflow
+_LEAST_TOP_P = 1e-9  #: 0 is valid in requests and selects the most probable token
 _MAX_TOKEN_ID_DIGITS = 10
-_SEED_MASK = 2**64 - 1  #: negative seeds are the upper half of the fleet's unsigned ones
+_SEED_MASK = 2**64 - 1  #: negative seeds become large unsigned ones
 
 
 class StopForm(EchoedStruct, frozen=True, kw_only=True):
-    """candle-vllm's form of `stop`: one of these."""
+    """candle-vllm's format of `stop`: one of these."""
 
     Single: str | None = None
     Multiple: list[str] | None = None
 
 
 class SamplingFields(RequestStruct, frozen=True, kw_only=True):
-    """Sampling fields of every API of text, some under other names (`rename`).
+    """Sampling fields of all text APIs, some under other names (`rename`).
 
-    A new field is one line here, one in `translate_sampling`, one in `SamplingParams`, and the
-    engine's.
+    To add a field, add it here, in `translate_sampling`, in `SamplingParams` and in the engine.
     """
 
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
@@ -59,7 +58,7 @@ class SamplingFields(RequestStruct, frozen=True, kw_only=True):
     repetition_penalty: RepetitionPenalty | None = None
     logit_bias: Annotated[
         dict[str, Bias] | None, doc("Added to the logits of token ids, given in decimal digits.")
-    ] = None  # as numbers, keys could be made to collide
+    ] = None  # colliding keys cannot be sent as numbers
     min_tokens: Annotated[
         Annotated[int, Meta(ge=0)] | None, doc("Number of tokens before the answer may end.")
     ] = None
@@ -90,7 +89,7 @@ class OpenAiSampling(SamplingFields, frozen=True, kw_only=True):
 
 
 def seed_of(context: RequestContext) -> int:
-    """The seed of a request that names none: of its random id, so that nothing else is random."""
+    """The seed of a request without one, from its random id."""
     return int(context.id[:16], 16)
 
 
@@ -103,7 +102,7 @@ def translate_sampling(
     max_tokens: int | None,
     num_logprobs: int | None = None,
 ) -> SamplingParams:
-    """How to sample tokens. `seed` and `defaults` are used where the client says nothing.
+    """The sampling parameters. `seed` and `defaults` apply to fields that the request omits.
 
     Raises: InvalidRequest.
     """
@@ -149,7 +148,7 @@ def _first(asked: Number | None, default: Number | None, no_op: N) -> Number | N
 
 
 def check_max_tokens(value: int | None, name: str, limits: LimitSettings) -> int | None:
-    """What was asked for; the engine cuts it to what the context holds beside the prompt.
+    """The requested number; the engine limits it to the model's context.
 
     Raises: InvalidRequest.
     """
@@ -173,7 +172,7 @@ def _prompt_logprobs(fields: OpenAiSampling, limits: LimitSettings) -> int | Non
 
 
 def check_prompt_logprobs(fields: OpenAiSampling, is_streamed: bool | None) -> None:
-    """Raises: InvalidRequest: chunks have no field for them."""
+    """Refuse prompt logprobs of streams, whose chunks have no field for them. Raises: InvalidRequest."""
     if fields.prompt_logprobs is not None and is_streamed:
         raise invalid("prompt_logprobs", "it needs a whole answer: send stream as false")
 
@@ -218,7 +217,7 @@ def _is_token_id(key: str) -> bool:
 
 
 def num_choices(fields: OpenAiSampling, limits: LimitSettings) -> int:
-    """How many answers to make. Raises: InvalidRequest."""
+    """Number of choices. Raises: InvalidRequest."""
     count = fields.n or 1
     if count > limits.max_choices:
         raise invalid("n", f"send at most {limits.max_choices}")
@@ -226,14 +225,14 @@ def num_choices(fields: OpenAiSampling, limits: LimitSettings) -> int:
 
 
 def check_model(sampling: SamplingParams, card: ModelCard) -> None:
-    """Refuse what this model cannot do. Raises: InvalidRequest."""
+    """Refuse parameters that the model does not support. Raises: InvalidRequest."""
     for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
         if any(token_id >= card.vocab_size for token_id in getattr(sampling, name)):
             raise invalid(name, f"send token ids below {card.vocab_size}")
 
 
 def _choice_seed(seed: int, choice: int) -> int:
-    """An independent seed for each choice; the first keeps the request's own."""
+    """An independent seed for each choice; the first one has the request's."""
     if choice == 0:
         return seed
     digest = hashlib.blake2b(f"{seed}:{choice}".encode(), digest_size=8).digest()
@@ -241,7 +240,7 @@ def _choice_seed(seed: int, choice: int) -> int:
 
 
 def split_choices(task: Generate, count: int) -> list[Generate]:
-    """One task per choice, that differ in their seeds and share all else."""
+    """One task per choice, which differ in their seeds only."""
     sampling = task.sampling
     return [task] + [
         replace(task, sampling=replace(sampling, seed=_choice_seed(sampling.seed, choice)))

@@ -1,8 +1,8 @@
 """Sessions of applications: common data that is sent once, and tasks that outlive their connections.
 
-A task is a call like any other, and resumable: the fleet works on it whoever waits, and any gateway finds it again by
-its session and id. A session is served by whatever version of its application serves its name, always on one side of
-a canary; a version that replaces another enters it anew.
+A task is a resumable call: it runs whether or not a client waits, and any gateway finds it by session and id. A
+session is served by the current version of its application, on one side of a canary; a new version enters the
+session again.
 """
 
 import asyncio
@@ -52,9 +52,9 @@ from shared.settings.limits import MAX_PAGE, LimitSettings
 
 MAX_WAIT_S = 60.0
 MAX_SHOWN_CHARS = 256  #: of a task's input, in lists
-_MAX_NAMED = 20  #: tasks in a message
-_MAX_OPEN_OF_PAGE = 1000  #: open tasks that are looked at for a list of sessions
-#: A task that was just noted may not be queued yet.
+_MAX_NAMED = 20  #: tasks in an error message
+_MAX_OPEN_OF_PAGE = 1000  #: open tasks that are looked up for a list of sessions
+#: How long a recorded task may be missing in the queue.
 BEGINS_WITHIN_S = 10.0
 _DAY_S = 86_400.0
 
@@ -71,7 +71,7 @@ Seconds = Annotated[float, Meta(gt=0, le=_DAY_S)]
 
 
 class SessionResources(RequestStruct, frozen=True, kw_only=True):
-    """What each instance has at least."""
+    """Minimum resources of each instance."""
 
     cpu: Annotated[float, Meta(ge=0, le=4096)] = 0.0
     memory_bytes: Annotated[int, Meta(ge=0)] = 0
@@ -83,17 +83,17 @@ class CreateSession(RequestStruct, frozen=True, kw_only=True):
 
     common_data: Raw | UnsetType = UNSET  #: any JSON, for `enter`
     priority: Priority = Priority.INTERACTIVE
-    #: Without a new task, before the session is forgotten; and so long results are kept.
+    #: Time without a new task before the session expires; results are retained as long.
     idle_s: Seconds = 3600.0
-    timeout_s: Seconds = 3600.0  #: in which each task has to end, its wait included
-    #: Of the application, together with its other open sessions; by default as deployed.
+    timeout_s: Seconds = 3600.0  #: time limit of each task, including its wait
+    #: Of the application, shared with its other open sessions; by default as deployed.
     min_instances: Annotated[int, Meta(ge=0, le=MAX_INSTANCES)] = 0
     max_instances: Annotated[int, Meta(ge=1, le=MAX_INSTANCES)] | None = None
-    resources: SessionResources | None = None  #: that an instance has to have at least
+    resources: SessionResources | None = None  #: minimum of an instance
 
 
 class TaskInput(RequestStruct, frozen=True, kw_only=True):
-    """One task. Sent again with the same `id`, it is the same task."""
+    """One task. The same `id` names the same task."""
 
     input: Raw
     id: TaskId | None = None
@@ -118,20 +118,20 @@ class TaskQuery(msgspec.Struct):
 
 
 class PageQuery(msgspec.Struct):
-    """Which sessions or tasks to list."""
+    """Range of sessions or tasks."""
 
     limit: Annotated[int, Meta(ge=1, le=MAX_PAGE)] = MAX_PAGE
-    after: Annotated[str, Meta(max_length=128)] = ""  #: the last id of the page before
+    after: Annotated[str, Meta(max_length=128)] = ""  #: last id of the previous page
 
 
 class TasksQuery(PageQuery):
-    """Which tasks to list; `include=results`: with what they came to."""
+    """Range of tasks; `include=results` adds their results."""
 
     include: Literal["", "results"] = ""
 
 
 class SessionObject(msgspec.Struct):
-    """A session, and how its tasks stand. `resources`: of an instance of its application, if known.
+    """A session and the number of its tasks by state. `resources` are those of an instance, if known.
 
     `max_instances` 0: as deployed.
     """
@@ -155,7 +155,7 @@ class SessionObject(msgspec.Struct):
 
 
 class SessionList(msgspec.Struct):
-    """The sessions of a key, the latest first."""
+    """Sessions of a key, newest first."""
 
     data: list[SessionObject]
     has_more: bool = False
@@ -163,9 +163,9 @@ class SessionList(msgspec.Struct):
 
 
 class TaskObject(msgspec.Struct):
-    """A task; `output` or `error` once it has ended. `package`: what does it.
+    """A task, with `output` or `error` after its end. `package` runs it.
 
-    `input`: the first characters of its JSON.
+    `input` is the beginning of its JSON.
     """
 
     id: str
@@ -180,7 +180,7 @@ class TaskObject(msgspec.Struct):
 
 
 class TaskList(msgspec.Struct):
-    """Tasks, the oldest first, without what they came to."""
+    """Tasks without results, oldest first."""
 
     data: list[TaskObject]
     has_more: bool = False
@@ -188,7 +188,7 @@ class TaskList(msgspec.Struct):
 
 
 class _PartlyQueued(ApiError):
-    """Some tasks of a request were queued, others not: the error of the first, with the tasks that were."""
+    """Only some tasks were queued. The error is that of the first one that was not; it lists the queued ones."""
 
     def __init__(self, failed: Mapping[int, Any], queued: list[TaskObject]) -> None:
         first: ApiError = next(iter(failed.values()))
@@ -202,7 +202,7 @@ class _PartlyQueued(ApiError):
         self.type, self._queued = first.type, queued
 
     def body(self) -> bytes:
-        """OpenAI's envelope, with the tasks that were queued."""
+        """OpenAI's error envelope, with the queued tasks."""
         error = msgspec.json.decode(super().body())
         return msgspec.json.encode({**error, "data": self._queued})
 
@@ -270,18 +270,18 @@ class Sessions(Resource):
 
     @operation("POST", _SESSION + ":close")
     async def close_session(self, caller: Caller, body: Empty) -> SessionObject:
-        """Take no more tasks, and cancel those that wait."""
+        """Close a session to new tasks, and cancel waiting ones."""
         session = (await self._find(caller)).session
         await self._store.close_session(session)
         found = await self._find(caller, self._limits.max_session_tasks)
         stands = await self._look_at_open([found])
         await self._cancel(session.id, [t for t, state in stands if state == "pending"])
         if session.common is not None and all(state != "running" for _, state in stands):
-            self._lifecycle.blobs.release(session.id, [session.common])  # else it expires
+            self._lifecycle.blobs.release(session.id, [session.common])  # otherwise it expires
         return await self.retrieve_session(caller)
 
     async def _find(self, caller: Caller, max_open: int = 0) -> SessionState:
-        """The caller's own. Raises: NotFound, QueueUnavailable."""
+        """The caller's session. Raises: NotFound, QueueUnavailable."""
         found = await self._store.find(caller.path["session_id"], max_open)
         if found is None or not hmac.compare_digest(found.session.owner, _owner(caller)):
             raise NotFound(
@@ -293,7 +293,7 @@ class Sessions(Resource):
         return found
 
     async def _describe(self, found: Sequence[SessionState]) -> list[SessionObject]:
-        """Sessions with the numbers of their tasks. Open tasks that were not read count as pending."""
+        """Sessions with the numbers of their tasks. Open tasks that were not looked up count as pending."""
         stands = await self._look_at_open(found)
         at, shown = 0, []
         for each in found:
@@ -306,7 +306,7 @@ class Sessions(Resource):
     async def _look_at_open(
         self, found: Sequence[SessionState]
     ) -> list[tuple[TaskRecord, TaskState]]:
-        """How the open tasks of sessions stand, in their order; ends are noted."""
+        """States of the sessions' open tasks in order; new ends are recorded."""
         tasks = [task for each in found for task in each.open_tasks]
         states = await self._look(tasks)
         stands = list(zip(tasks, states, strict=True))
@@ -358,7 +358,7 @@ class Sessions(Resource):
     async def _submit(
         self, caller: Caller, session: Session, card: ModelCard, task_id: str, data: Raw
     ) -> TaskObject:
-        """Queue a task, unless it is there. Raises: ApiError, QueueUnavailable."""
+        """Queue a task, unless it exists. Raises: ApiError, QueueUnavailable."""
         now = time.time()  # noqa: TID251
         wanted = TaskRecord(
             task_id, _request_id(session.id, task_id), card.queue, card.package,
@@ -387,7 +387,7 @@ class Sessions(Resource):
         return _show_task(session, task, state)
 
     async def _is_queued(self, task: TaskRecord) -> bool:
-        """Whether Redis has its call all the same, and only the reply was lost."""
+        """Whether Redis has the call although the reply was lost."""
         queue = self._lifecycle.dispatcher.queue
         return await queue.state(task.model, task.request_id) is not None
 
@@ -419,7 +419,7 @@ class Sessions(Resource):
             raise lifecycle.key_limits.to_error(refused, task.model, tenant) from None
         except DuplicateRequest:
             return
-        submitted.close()  # nobody waits for it here; it goes on
+        submitted.close()  # it continues without a client
 
     @operation("GET", _SESSION + "/tasks")
     async def list_tasks(self, caller: Caller, query: TasksQuery) -> TaskList:
@@ -468,7 +468,7 @@ class Sessions(Resource):
 
     @operation("GET", _TASK + "/events")
     async def stream_task(self, caller: Caller) -> Response:
-        """Follow a task from its first piece."""
+        """Stream a task from its first item."""
         session = (await self._find(caller)).session
         task, _ = await self._find_task(session, caller.path["task_id"])
         call = await self._follow(task, session.timeout_s)
@@ -507,7 +507,7 @@ class Sessions(Resource):
     async def _stand(
         self, session: Session, noted: Sequence[tuple[TaskRecord, str]]
     ) -> list[TaskState]:
-        """How tasks stand, by what was noted of them; ends are noted."""
+        """States of recorded tasks; new ends are recorded."""
         tasks = [task for task, state in noted if state not in ENDED]
         found = dict(zip((task.id for task in tasks), await self._look(tasks), strict=True))
         ended = {task_id: state for task_id, state in found.items() if state in ENDED}
@@ -515,7 +515,7 @@ class Sessions(Resource):
         return [state if state in ENDED else found[task.id] for task, state in noted]
 
     async def _look(self, tasks: Sequence[TaskRecord]) -> list[TaskState]:
-        """How the calls of tasks stand."""
+        """States of the tasks' calls."""
         by_model: dict[str, list[TaskRecord]] = {}
         for task in tasks:
             by_model.setdefault(task.model, []).append(task)
@@ -528,7 +528,7 @@ class Sessions(Resource):
         return [stands[task.request_id] for task in tasks]
 
     async def _complete(self, shown: TaskObject, task: TaskRecord) -> None:
-        """Add the result or the error that the log of its call holds, as long as it is kept."""
+        """Add the result or the error from the log of the call, while it is retained."""
         log = await self._lifecycle.dispatcher.queue.events(task.model, task.request_id)
         events: Sequence[CallEvent] = decode_log(log)
         if shown.state == "succeed" and events:
@@ -541,7 +541,7 @@ class Sessions(Resource):
             shown.error = ErrorFields(text, "server_error", None, ErrorCode.DEADLINE_EXCEEDED.value)
 
     async def _wait(self, task: TaskRecord, wait_s: float) -> None:
-        """Until a task has ended, or the time is over."""
+        """Wait until a task has ended, at most `wait_s`."""
         until = time.monotonic() + wait_s
         call = await self._follow(task, wait_s)
         try:
@@ -569,7 +569,7 @@ class Sessions(Resource):
             by_model.setdefault(task.model, []).append(task.request_id)
         for model, request_ids in by_model.items():
             await self._lifecycle.dispatcher.queue.cancel(model, request_ids)
-        states = await self._look(tasks)  # some may have ended just before
+        states = await self._look(tasks)  # some may have ended meanwhile
         ended = {
             task.id: state if state in ENDED else "cancelled"
             for task, state in zip(tasks, states, strict=True)
@@ -588,7 +588,7 @@ class Sessions(Resource):
         )  # fmt: skip
 
     def _check_resources(self, session: Session) -> None:
-        """Raises: InvalidRequest where an instance of the application has less than is asked for."""
+        """Raises: InvalidRequest if the application's instances have less resources."""
         wanted, found = session.resources, self._lifecycle.models.resources(session.application)
         if wanted is None or (found and fits(wanted, Resources(**found))):
             return
@@ -615,7 +615,7 @@ class Sessions(Resource):
 
 
 def _state_of(task: TaskRecord, found: RequestState | None) -> TaskState:
-    """How a task's call stands. One that nobody took in time, or that Redis has lost, has failed."""
+    """State of a task's call. A call that was never queued, or that Redis has lost, has failed."""
     if found is None:
         now = time.time()  # noqa: TID251
         return "pending" if now < task.created_at + BEGINS_WITHIN_S else "failed"
@@ -625,7 +625,7 @@ def _state_of(task: TaskRecord, found: RequestState | None) -> TaskState:
 
 
 def _owner(caller: Caller) -> str:
-    """The caller's tenant; no secret."""
+    """The caller's tenant; not a secret."""
     return hashlib.sha256(b"session " + caller.context.tenant.encode()).hexdigest()[:32]
 
 

@@ -12,7 +12,7 @@ from shared.settings.limits import MAX_SEARCH_RESULTS
 
 
 class SimilarRequest(RequestStruct, frozen=True, kw_only=True):
-    """Either a text, or keywords."""
+    """A text or keywords."""
 
     text: str | None = None
     keywords: str | list[str] | None = None
@@ -20,7 +20,7 @@ class SimilarRequest(RequestStruct, frozen=True, kw_only=True):
 
 
 class SimilarAnswer(msgspec.Struct):
-    """A line for each item, the nearest first."""
+    """One line per item, nearest first."""
 
     text: list[str]
 

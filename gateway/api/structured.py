@@ -1,8 +1,7 @@
-"""What an answer must be, as all APIs that write text ask for it: JSON, a schema, choices, a pattern.
+"""Structured outputs of all text APIs: JSON, schemas, choices, patterns.
 
-Pure. Schemas are held against `LimitSettings` here and not compiled: that is the worker's, which refuses what
-it cannot hold an answer to. Source: OpenAI API reference, "Structured Outputs"; vLLM, "Structured Outputs";
-JSON Schema, draft 2020-12.
+Schemas are checked against `LimitSettings` and not compiled: the worker does, and refuses those it cannot enforce.
+Source: OpenAI API reference, "Structured Outputs"; vLLM, "Structured Outputs"; JSON Schema, draft 2020-12.
 """
 
 import math
@@ -28,13 +27,13 @@ from shared.settings.limits import (
 )
 
 _ANY_OBJECT = '{"type":"object"}'
-#: Keywords whose values are schemas: one, a list of them, or an object of them by name.
+#: Keywords whose values are schemas: one, a list, or an object by name.
 _SCHEMAS = frozenset(
     ["items", "additionalProperties", "additionalItems", "anyOf", "oneOf", "allOf", "prefixItems"]
 )
 _NAMED_SCHEMAS = frozenset(("properties", "patternProperties", "$defs", "definitions"))
 _LEASTS = ("minLength", "minItems", "minProperties")
-#: A count of repetitions, past what is escaped: `\\u{20000}` is a character.
+#: A repetition count, after escapes: `\\u{20000}` is a character.
 _REPEATED = re.compile(r"\\[uUx]\{[0-9A-Fa-f]+\}|\\.|\{(\d{1,9})", re.DOTALL)
 
 
@@ -68,7 +67,7 @@ class JsonSchemaFormat(
 
 
 class StructuredOutputs(RequestStruct, frozen=True, kw_only=True):
-    """vLLM's: one of these."""
+    """vLLM's field, with one of these."""
 
     json: Raw | UnsetType = UNSET
     json_object: bool | None = None
@@ -78,7 +77,7 @@ class StructuredOutputs(RequestStruct, frozen=True, kw_only=True):
 
 
 class StructuredFields(OpenAiSampling, frozen=True, kw_only=True):
-    """Fields that say what an answer must be; a request has one of them."""
+    """Fields that constrain an answer; a request has at most one."""
 
     response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = None
     structured_outputs: Annotated[StructuredOutputs | None, doc("vLLM's.")] = None
@@ -87,7 +86,7 @@ class StructuredFields(OpenAiSampling, frozen=True, kw_only=True):
 def find_grammar(
     fields: StructuredFields, card: ModelCard, limits: LimitSettings
 ) -> Grammar | None:
-    """What the answer must be; None: any text. Raises: InvalidRequest."""
+    """The grammar of the answer. None: free text. Raises: InvalidRequest."""
     if fields.response_format is None and fields.structured_outputs is None:
         return None
     if not (found := list(_grammars(fields, limits))):
@@ -99,7 +98,7 @@ def find_grammar(
 
 
 def check_grammar(grammar: Grammar, card: ModelCard) -> None:
-    """Raises: InvalidRequest for a model whose engine would not see to it."""
+    """Raises: InvalidRequest if the model's engine supports no grammars."""
     if not card.supports_grammars:
         raise invalid(
             grammar.param,
@@ -109,7 +108,7 @@ def check_grammar(grammar: Grammar, card: ModelCard) -> None:
 
 
 def check_with_grammar(sampling: SamplingParams) -> None:
-    """Raises: InvalidRequest for what forbids the end that a grammar asks for."""
+    """Raises: InvalidRequest for parameters that forbid the end of a constrained answer."""
     for name in ("ignore_eos", "min_tokens"):
         if getattr(sampling, name):
             raise invalid(name, "an answer that must be of a form ends with it; leave it out")
@@ -141,7 +140,7 @@ def _grammars(fields: StructuredFields, limits: LimitSettings) -> Iterator[Gramm
 
 
 def unquoted(data: bytes) -> bytes:
-    """JSON that may have come as a string with JSON in it, as some clients send it."""
+    """JSON, or a string that contains JSON, which some clients send."""
     return msgspec.json.decode(data, type=str).encode() if data[:1] == b'"' else data
 
 
@@ -164,21 +163,21 @@ def _lark_grammar(source: str, param: str, limits: LimitSettings) -> Grammar:
 
 
 def any_object(param: str) -> Grammar:
-    """Any JSON object."""
+    """A grammar for any JSON object."""
     return Grammar("json", _ANY_OBJECT, param)
 
 
 def schema_grammar(
     schema: bytes, param: str, limits: LimitSettings, *, strict: bool | None = None
 ) -> Grammar:
-    """JSON that conforms to a schema. Raises: InvalidRequest that names the place in it."""
+    """A grammar for a JSON schema. Raises: InvalidRequest that names the place in it."""
     if len(schema) > limits.max_schema_bytes:
         raise invalid(param, f"send at most {limits.max_schema_bytes} bytes")
     try:
         content = msgspec.json.decode(schema)
     except (msgspec.MsgspecError, UnicodeDecodeError):
         raise _invalid_schema(param, "send JSON") from None
-    except RecursionError:  # a string was not looked into before
+    except RecursionError:  # strings are not checked for nesting before
         raise _invalid_schema(param, f"send at most {limits.max_schema_depth} levels") from None
     if not isinstance(content, dict):
         raise _invalid_schema(param, "send an object")
@@ -188,7 +187,7 @@ def schema_grammar(
 
 
 class _SchemaCheck:
-    """Bounds of one schema, and keywords that nothing would see to. Raises: InvalidRequest."""
+    """Checks the limits of a schema, and refuses unsupported keywords. Raises: InvalidRequest."""
 
     def __init__(self, param: str, limits: LimitSettings, *, is_lenient: bool) -> None:
         self._param = param
@@ -197,7 +196,7 @@ class _SchemaCheck:
         self._num_values = 0
 
     def check(self, schema: dict[str, Any]) -> None:
-        """Look at the whole of it."""
+        """Check the schema."""
         self._look(schema, self._param, 1)
         waiting: list[tuple[Any, str]] = [(schema, self._param)]
         while waiting:
@@ -206,7 +205,7 @@ class _SchemaCheck:
                 waiting += self._check_keywords(found, param)
 
     def _look(self, value: Any, param: str, depth: int) -> None:
-        """Bound values and levels, whatever they mean."""
+        """Check sizes and nesting, independent of keywords."""
         limits = self._limits
         self._num_values += 1
         if depth > limits.max_schema_depth:
@@ -226,7 +225,7 @@ class _SchemaCheck:
                 self._look(each, f"{param}/{index}", depth + 1)
 
     def _check_keywords(self, schema: dict[str, Any], param: str) -> Iterator[tuple[Any, str]]:
-        """Look at one schema; yields those within."""
+        """Check the keywords of one schema; yields the schemas inside it."""
         limits = self._limits
         for key, value in schema.items():
             place = _join(param, key)
@@ -245,7 +244,7 @@ class _SchemaCheck:
                 yield from self._schemas_of(key, value, place)
 
     def _schemas_of(self, key: str, value: Any, place: str) -> Iterator[tuple[Any, str]]:
-        """The schemas that are a keyword's value."""
+        """The schemas in a keyword's value."""
         if key in _SCHEMAS:
             if isinstance(value, list):
                 yield from ((part, f"{place}/{i}") for i, part in enumerate(value))
@@ -265,7 +264,7 @@ class _SchemaCheck:
 
 
 def _check_pattern(pattern: str, param: str, limits: LimitSettings) -> None:
-    """Raises: InvalidRequest for a pattern that is long, or asks for a long text by its repetitions."""
+    """Raises: InvalidRequest for a pattern that is long, or repeats too often."""
     if len(pattern) > limits.max_pattern_chars:
         raise _invalid_schema(param, f"send at most {limits.max_pattern_chars} characters")
     repeated = math.prod(max(1, int(count or 1)) for count in _REPEATED.findall(pattern))
@@ -282,4 +281,6 @@ _SANE_NAME = re.compile(r"[\w$.-]{1,64}", re.ASCII)
 
 
 def _join(param: str, name: str) -> str:
-    return f"{param}/{name if _SANE_NAME.fullmatch(name) else '?'}"  # no text is echoed
+    return (
+        f"{param}/{name if _SANE_NAME.fullmatch(name) else '?'}"  # the client's text is not echoed
+    )

@@ -1,6 +1,6 @@
-"""`POST /tokenize` and `/detokenize`: the token ids that a model reads of a request, and back.
+"""`POST /tokenize` and `/detokenize`: the token ids of a request, and the text of token ids.
 
-A conversation is rendered, its images loaded and expanded, as for an answer, by a worker.
+A worker renders a conversation and expands its images, as for an answer.
 
 Source: vLLM, "Tokenizer API".
 """
@@ -45,7 +45,7 @@ class TokenizeRequest(RequestStruct, frozen=True, kw_only=True):
     model: ModelName
     prompt: str | None = None
     messages: Annotated[list[ChatMessageParam], Meta(min_length=1)] | None = None
-    #: Of a prompt: whether the tokenizer puts its own around it, such as BOS.
+    #: Whether the tokenizer adds special tokens, such as BOS, to a prompt.
     add_special_tokens: bool | None = None
     return_token_strs: Annotated[
         bool | None, doc("Return each token as the vocabulary spells it.")
@@ -58,7 +58,7 @@ class TokenizeRequest(RequestStruct, frozen=True, kw_only=True):
 
 
 class TokenList(msgspec.Struct):
-    """The answer: `count` tokens, those of images included."""
+    """The answer: `count` tokens, including those of images."""
 
     count: int
     max_model_len: int
@@ -81,14 +81,14 @@ class DetokenizedPrompt(msgspec.Struct):
 
 
 class TokenizeOptions(msgspec.Struct, frozen=True):
-    """What an answer must know."""
+    """Options of the answer."""
 
     max_model_len: int = 0
     with_strings: bool = False
 
 
 class Tokenization(Surface):
-    """Turn a prompt or a conversation into token ids."""
+    """Tokenize a prompt or a conversation."""
 
     name = "tokenize"
     path = "/tokenize"
@@ -154,7 +154,7 @@ class Tokenization(Surface):
 
 
 class Detokenization(Surface):
-    """Turn token ids into text."""
+    """Decode token ids to text."""
 
     name = "detokenize"
     path = "/detokenize"

@@ -1,6 +1,6 @@
-"""Functions that a model may call, as all APIs that write text offer them.
+"""Functions that a model may call, in all text APIs.
 
-Pure. Source: OpenAI API reference, "Function calling".
+Source: OpenAI API reference, "Function calling".
 """
 
 import re
@@ -22,7 +22,7 @@ _NULL = b"null"
 
 
 class FunctionField(EchoedStruct, frozen=True):
-    """A function. Clients keep fields of their own here."""
+    """A function. Unknown fields are ignored."""
 
     name: str = ""
     description: str | None = None
@@ -31,14 +31,14 @@ class FunctionField(EchoedStruct, frozen=True):
 
 
 class ToolField(EchoedStruct, frozen=True):
-    """A tool; those that are no functions are somebody else's."""
+    """A tool; types other than functions are ignored."""
 
     type: str = "function"
     function: FunctionField | None = None
 
 
 class NamedFunction(EchoedStruct, frozen=True):
-    """A function by its name."""
+    """A function by name."""
 
     name: str
 
@@ -51,7 +51,7 @@ class NamedTool(EchoedStruct, frozen=True):
 
 
 class AllowedTools(EchoedStruct, frozen=True):
-    """Some of the tools."""
+    """A subset of the tools."""
 
     tools: list[NamedTool]
     mode: Literal["auto", "required"] = "auto"
@@ -69,7 +69,7 @@ ToolChoice = Literal["none", "auto", "required"] | ChoiceField
 
 
 class CalledFunction(EchoedStruct, frozen=True):
-    """What the assistant has called."""
+    """A called function."""
 
     name: Annotated[str, Meta(max_length=MAX_TOOL_NAME_CHARS)]
     arguments: str = "{}"
@@ -84,9 +84,9 @@ class CallField(EchoedStruct, frozen=True):
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request says of tools, in whatever words.
+    """The tools of a request, independent of the API.
 
-    `functions`: by their places in the request. `names`: of those that may be called; None: all.
+    `functions` are by their places in the request. `names` are those that may be called; None: all.
     """
 
     functions: Sequence[tuple[str, FunctionField]]
@@ -94,11 +94,11 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     may_call: bool = True
     must_call: bool = False
     is_parallel: bool = True
-    schema_field: str = "parameters"  #: what the API calls a function's schema
+    schema_field: str = "parameters"  #: name of the schema's field in the API
 
 
 def find_tools(offer: Offer, card: ModelCard, limits: LimitSettings) -> Tools | None:
-    """What the model may call, or has to; None: nothing. Raises: InvalidRequest."""
+    """The functions that the model may or must call. None: none. Raises: InvalidRequest."""
     if not offer.may_call or not (offer.functions or offer.must_call):
         return None
     if not card.supports_grammars:
@@ -122,7 +122,7 @@ def find_tools(offer: Offer, card: ModelCard, limits: LimitSettings) -> Tools | 
 def read_offer(
     tools: list[ToolField] | None, choice: ToolChoice | None, is_parallel: bool | None
 ) -> Offer:
-    """As chat says it. Raises: InvalidRequest."""
+    """The tools of a chat request. Raises: InvalidRequest."""
     functions: list[tuple[str, FunctionField]] = []
     for index, tool in enumerate(tools or ()):
         if tool.type != "function":
@@ -141,7 +141,7 @@ def read_offer(
 
 
 def _read_choice(choice: ToolChoice | None) -> tuple[frozenset[str] | None, bool]:
-    """Names of functions that may be called, None for all; and whether one must be."""
+    """Names of functions that may be called, None for all; and whether a call is required."""
     if choice is None or isinstance(choice, str):
         return None, choice == "required"
     if choice.type == "function":
@@ -183,13 +183,13 @@ def _read_function(
     schema = b"" if field.parameters is UNSET else bytes(field.parameters)
     parameters = _NO_PARAMETERS
     if schema not in (b"", _NULL, b"{}"):
-        strict = bool(field.strict)  # what others ask for is kept where it can be
+        strict = bool(field.strict)  # otherwise enforced as far as possible
         parameters = schema_grammar(schema, f"{param}.{schema_field}", limits, strict=strict).source
     return Function(field.name, parameters, field.description or "", bool(field.strict))
 
 
 def read_call(call: CallField, place: int, param: str) -> ToolCall:
-    """A call of the history; `place` stands for an id that it lacks. Raises: InvalidRequest."""
+    """A call of the history; `place` replaces a missing id. Raises: InvalidRequest."""
     arguments = check_arguments(call.function.arguments, f"{param}.function.arguments")
     return ToolCall(call.id or f"call_{place}", call.function.name, arguments)
 
