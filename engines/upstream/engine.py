@@ -21,6 +21,7 @@ from engines.base import (
 from engines.core.answers import Answer
 from engines.core.prompting import PromptingEngine
 from engines.core.runner import Processor, TokenChoice
+from engines.text.grammar import GrammarCompiler
 from engines.upstream.client import ServerLost, StreamEvent, UpstreamClient
 from engines.upstream.dialect import Chunk, Dialect, UpstreamRequest, error_message
 from engines.upstream.server import ServerProcess
@@ -66,6 +67,10 @@ class UpstreamEngine(PromptingEngine[UpstreamRequest]):
     ) -> None:
         self.processor, self.max_model_len, self.vocab_size = processor, max_model_len, vocab_size
         self._settings, self._dialect = settings, dialect
+        # Compiled to refuse what the server would ignore, or would spend minutes on.
+        self._grammars = GrammarCompiler.create(
+            processor.tokenizer, vocab_size, processor.reasoning, processor.spelled
+        )
         self._client, self._server = client, server
         self._streams: dict[str, _Stream] = {}
         self._finished_early: list[EngineOutput] = []
@@ -78,7 +83,7 @@ class UpstreamEngine(PromptingEngine[UpstreamRequest]):
             self._settings.max_num_seqs,
             tasks=("generate", "tokenize"),
             decodes_images=True,
-            takes_grammars=True,
+            takes_grammars=self._grammars is not None,
         )
 
     def can_continue(self, task: Task) -> bool:
@@ -86,7 +91,7 @@ class UpstreamEngine(PromptingEngine[UpstreamRequest]):
         return isinstance(task, Generate) and self._dialect.can_continue(task)
 
     def prepare(self, call: EngineCall, images: Sequence[PreparedImage]) -> UpstreamRequest:
-        """Build the prompt. Raises: InvalidRequest, PromptTooLong."""
+        """Build the prompt. Raises: InvalidRequest, PromptTooLong, BadGrammar, GrammarTooComplex."""
         task = call.task
         assert isinstance(task, Generate)  # the worker checks the task against the capabilities
         tools = self._choose_tools(task.tools)
@@ -112,6 +117,8 @@ class UpstreamEngine(PromptingEngine[UpstreamRequest]):
         )
         self._check_request(request)
         self._dialect.check(request)
+        if task.grammar is not None and self._grammars is not None:
+            self._grammars.compile(task.grammar)
         return replace(request, max_tokens=self._max_output_tokens(request))
 
     def _choose_tools(self, tools: Tools | None) -> Tools | None:
@@ -196,6 +203,8 @@ class UpstreamEngine(PromptingEngine[UpstreamRequest]):
         """Close all streams and stop a server that was started here. Idempotent."""
         self._streams.clear()
         self._client.close()
+        if self._grammars is not None:
+            self._grammars.close()
         if self._server is not None:
             self._server.close()
 

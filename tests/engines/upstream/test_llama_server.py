@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 
-from engines.base import Engine, EngineCall, EngineLoadFailed, EngineOutput, InvalidRequest
+from engines.base import (
+    BadGrammar,
+    Engine,
+    EngineCall,
+    EngineLoadFailed,
+    EngineOutput,
+    InvalidRequest,
+)
 from engines.registry import create_engine
 from engines.upstream.engine import UpstreamEngine
 from shared.protocol import FinishReason, Generate, Grammar, SamplingParams, TextPart, TokensPart
@@ -167,10 +174,10 @@ def test_what_the_server_lacks_is_refused_by_name(
     assert refused.value.param == param
 
 
-def test_a_schema_that_the_server_cannot_read_fails_its_request_alone(engine: Engine[Any]):
+def test_a_schema_that_is_refused_fails_its_request_alone(engine: Engine[Any]):
     grammar = Grammar("json", '{"$ref": "#/nowhere"}', "response_format")
-    last = run(engine, make_call(grammar=grammar))[-1]
-    assert last.error
+    with pytest.raises(BadGrammar):
+        engine.prepare(make_call(grammar=grammar), [])
     assert run(engine, make_call("next"))[-1].finish_reason is not None
 
 
