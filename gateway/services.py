@@ -32,8 +32,7 @@ from shared.queue.registry import Registry
 from shared.queue.resume import Leases, ResumableCalls
 from shared.queue.submit import RedisGatewayQueue
 from shared.records.store import RecordStore
-from shared.redis.client import create_redis
-from shared.redis.release import warn_of_known_faults
+from shared.redis.client import create_redis, warn_of_known_faults
 from shared.sessions.store import SessionStore
 from shared.settings.tree import Settings, SettingsError
 from shared.telemetry import create_tracer

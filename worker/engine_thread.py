@@ -1,17 +1,21 @@
-"""The one thread that calls the engine, and the bridge between it and the event loop.
+"""The thread that runs the engine, its bridge to the event loop, and a watchdog for hung steps.
 
-Nobody polls: commands wake the thread through a condition, and what a step has to say wakes the
-loop once. Tokens of an answer that is wanted whole wait for something that is awaited.
+Commands wake the thread, and the events of a step wake the loop once. Tokens of answers that are not streamed are
+held back.
 """
 
 import asyncio
+import faulthandler
 import logging
+import os
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from queue import SimpleQueue
+from typing import Any
 
 from msgspec import Struct
 
@@ -19,15 +23,16 @@ from engines.base import Engine, EngineInput, EngineOutput, EngineStats, LoadedE
 
 logger = logging.getLogger(__name__)
 
-#: Steps may be far shorter than it takes to say how the engine is.
+#: Minimum interval of the statistics, which may take longer than a step.
 STATS_EVERY_S = 0.005
 CLOSE_WITHIN_S = 5.0
-#: How long tokens wait that nobody reads as they come; the steps between wake nobody.
+EXIT_WEDGED = 70
+#: Maximum delay of tokens of answers that are not streamed.
 HOLD_S = 0.05
 
 
 class EngineBroken(Exception):
-    """The engine raised out of a step: its state is unknown, and the process should end."""
+    """A step raised an exception: the engine's state is unknown, and the process must end."""
 
 
 class Added(Struct, frozen=True):
@@ -45,11 +50,11 @@ class Rejected(Struct, frozen=True):
 
 
 EngineEvent = Added | Rejected | EngineOutput
-Command = EngineInput | str | None  #: to add; the id of what to abort; None: end
+Command = EngineInput | str | None  #: add an input, abort a request by its id, or end the thread
 
 
 class EngineThread:
-    """Makes the engine, adds, aborts and steps, all in one thread. Methods are called on the loop."""
+    """Creates the engine and runs it in one thread. Call its methods on the event loop."""
 
     def __init__(
         self,
@@ -65,30 +70,27 @@ class EngineThread:
         self._unsent: list[Command] = []  # commands of this turn of the loop
         self._events: deque[EngineEvent] = deque()
         self._emitted_at = 0.0  # when the loop was woken last, `time.monotonic`
-        self._patient: set[str] = set()  # requests whose tokens may wait
-        self._is_waking = False  # the loop was woken and has not taken the events yet
-        self._is_held = False  # the loop could do nothing with them now
+        self._patient: set[str] = set()  # requests whose tokens may be delayed
+        self._is_waking = False  # the loop was woken, and has not handled the events yet
+        self._is_held = False  # see `hold`
         self._wake: Callable[[], None] = lambda: None  # the engine's
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.stats = EngineStats()  #: a few milliseconds old at most
-        self.step_started_at: float | None = None  #: `time.monotonic`; None while the engine rests
+        self.step_started_at: float | None = None  #: `time.monotonic`; None between steps
 
     async def start(self) -> LoadedEngine:
-        """Make the engine and begin to serve. Raises: whatever making it raises."""
+        """Create the engine and start the thread. Raises: what `create` raises."""
         self._thread.start()
         return await self._loaded
 
     def add(self, request: EngineInput, *, is_patient: bool = False) -> None:
-        """Hand over a request; `Added` or `Rejected` follows.
-
-        Where it `is_patient`, what comes before its last output may come late.
-        """
+        """Add a request; `Added` or `Rejected` follows. `is_patient`: events before the last output may be delayed."""
         if is_patient:
             self._patient.add(request.request_id)
         self._send(request)
 
     def abort(self, request_id: str) -> None:
-        """Have the engine forget a request. Events that are on their way may still arrive."""
+        """Abort a request. Its earlier events may still arrive."""
         self._patient.discard(request_id)
         self._send(request_id)
 
@@ -97,12 +99,12 @@ class EngineThread:
         self._patient.discard(request_id)
 
     def hold(self) -> None:
-        """Keep the events of steps back until `release`."""
+        """Hold back events until `release`."""
         self._is_held = True
 
     def release(self) -> None:
-        """Emit, at once, the events of steps since `hold`."""
-        self._is_held = False  # first: what is emitted from now on wakes the loop again
+        """Deliver the events since `hold`."""
+        self._is_held = False  # first: later events must wake the loop again
         if self._events:
             self._deliver()
 
@@ -119,11 +121,11 @@ class EngineThread:
         self._wake()
 
     async def wait_until_broken(self) -> None:
-        """Return never. Raises: EngineBroken when a step raises."""
+        """Wait for ever. Raises: EngineBroken when a step raises."""
         await asyncio.shield(self._broken)
 
     async def close(self) -> None:
-        """Close the engine and end the thread; waits for the present step, but not for ever."""
+        """Close the engine and end the thread; waits up to `CLOSE_WITHIN_S` for the current step."""
         self._send_all()
         self._commands.put(None)
         if self._thread.is_alive():
@@ -136,17 +138,16 @@ class EngineThread:
         try:
             loaded = self._create()
         except BaseException as error:
-            self._call(_fail, self._loaded, error)
+            self._call(_set, self._loaded, error)
             return
         self.stats, self._wake = loaded.engine.stats(), loaded.engine.wake
-        self._call(_succeed, self._loaded, loaded)
+        self._call(_set, self._loaded, loaded)
         try:
             self._serve(loaded.engine)
         except Exception as error:
             self.step_started_at = None
             logger.exception("the engine broke")
-            broken = EngineBroken(f"{type(error).__name__}: {error}")
-            self._call(_fail, self._broken, broken)
+            self._call(_set, self._broken, EngineBroken(f"{type(error).__name__}: {error}"))
         finally:
             with suppress(Exception):
                 loaded.engine.close()
@@ -172,7 +173,7 @@ class EngineThread:
             self._emit(events, now)
 
     def _next_commands(self, has_work: bool) -> list[EngineInput | str] | None:
-        """What has arrived; waits for something if there is no work. None: the thread is to end."""
+        """Commands that have arrived; waits for one if there is no work. None: end the thread."""
         commands: list[EngineInput | str] = []
         while not (has_work or commands) or not self._commands.empty():
             command = self._commands.get()
@@ -182,7 +183,7 @@ class EngineThread:
         return commands
 
     def _emit(self, events: list[EngineEvent], now: float) -> None:
-        """Leave events for the loop; wake it only if an earlier wake-up is not still to come."""
+        """Queue events for the loop, and wake it unless it was woken already."""
         if not events:
             return
         self._events.extend(events)
@@ -193,19 +194,19 @@ class EngineThread:
             self._call(self._deliver)
 
     def _can_wait(self, event: EngineEvent) -> bool:
-        """Whether it comes before the end of a patient request."""
+        """Whether an event may be delayed: one of a patient request, before its end."""
         if event.request_id not in self._patient or isinstance(event, Rejected):
             return False
         return isinstance(event, Added) or not (event.finish_reason or event.error)
 
     def _call(self, function: Callable[..., None], *arguments: object) -> None:
-        with suppress(RuntimeError):  # the loop is closed: nobody listens any more
+        with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(function, *arguments)
 
     # On the loop
 
     def _deliver(self) -> None:
-        self._is_waking = False  # first: what is emitted from now on wakes the loop again
+        self._is_waking = False  # first: later events must wake the loop again
         self.on_events([self._events.popleft() for _ in range(len(self._events))])
 
 
@@ -220,11 +221,45 @@ def _apply(engine: Engine, command: EngineInput | str) -> EngineEvent | None:
     return Added(command.request_id, time.monotonic())
 
 
-def _succeed(future: "asyncio.Future[LoadedEngine]", loaded: LoadedEngine) -> None:
-    if not future.done():
-        future.set_result(loaded)
+def _set(future: "asyncio.Future[Any]", result: object) -> None:
+    if future.done():
+        return
+    if isinstance(result, BaseException):
+        future.set_exception(result)
+    else:
+        future.set_result(result)
 
 
-def _fail(future: "asyncio.Future[object]", error: BaseException) -> None:
-    if not future.done():
-        future.set_exception(error)
+class Watchdog:
+    """A thread that ends the process when a step hangs: only a new process recovers a hung device."""
+
+    def __init__(
+        self,
+        longest_s: float,
+        started_at: Callable[[], float | None],
+        end_process: Callable[[int], object] = os._exit,
+    ) -> None:
+        self._longest_s = longest_s
+        self._started_at = started_at
+        self._end_process = end_process
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    @property
+    def is_stuck(self) -> bool:
+        started_at = self._started_at()
+        return started_at is not None and time.monotonic() - started_at > self._longest_s
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(min(1.0, self._longest_s / 4)):
+            if self.is_stuck:
+                logger.critical("a step has taken longer than %.0f s; ending", self._longest_s)
+                faulthandler.dump_traceback(file=sys.__stderr__ or 2)
+                self._end_process(EXIT_WEDGED)
+                return

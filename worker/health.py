@@ -1,25 +1,32 @@
-"""A small HTTP server for probes and metrics: `/healthz`, `/readyz`, `/metrics`.
+"""The HTTP server of probes and metrics: `/healthz`, `/readyz`, `/metrics`, and the worker's metrics.
 
-It answers from the worker's own event loop and asks nobody else: alive is a worker whose engine
-moves while it has work, ready is one that takes requests.
+It runs on the worker's event loop. A worker is alive unless a step of its engine hangs, and ready while it claims
+requests.
 """
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from shared.queue.api import WorkerQueue
+from shared.telemetry.metrics import WORKER_METRICS
+from worker.engine_thread import EngineThread
 
 REQUEST_WITHIN_S = 5.0
 MAX_REQUEST_BYTES = 8192
 
 Answer = tuple[int, str, bytes]  # status, content type, body
 _REASONS = {200: "OK", 400: "Bad Request", 404: "Not Found", 503: "Service Unavailable"}
+Samples = Iterable[tuple[tuple[str, ...], float]]
 
 
 class HealthServer:
-    """Answers `GET`. The probes are functions, the metrics a registry; None: not there yet."""
+    """`registry` may return None while the worker starts."""
 
     def __init__(
         self,
@@ -31,7 +38,7 @@ class HealthServer:
         self._is_ready = is_ready
         self._registry = registry
         self._server: asyncio.Server | None = None
-        self.port = 0  #: where it listens, once started
+        self.port = 0  #: once started
 
     async def start(self, host: str, port: int) -> None:
         """Listen; port 0 takes a free one, and a path as the host a unix socket. Raises: OSError."""
@@ -64,7 +71,7 @@ class HealthServer:
     async def _answer(self, head: bytes) -> Answer:
         words = head.split(b"\r\n", 1)[0].split(b" ")
         if len(words) != 3 or words[0] not in (b"GET", b"HEAD"):
-            return 400, "text/plain", b"only GET is served here\n"
+            return 400, "text/plain", b"only GET is supported\n"
         path = words[1].split(b"?")[0]
         if path == b"/healthz":
             return _probe(self._is_alive())
@@ -81,3 +88,59 @@ class HealthServer:
 
 def _probe(is_good: bool) -> Answer:
     return (200, "text/plain", b"ok\n") if is_good else (503, "text/plain", b"no\n")
+
+
+class WorkerCollector(Collector):
+    """The metrics of a worker; `shared.telemetry.metrics` defines their names."""
+
+    def __init__(self, engine: EngineThread, queue: WorkerQueue) -> None:
+        self._engine = engine
+        self._queue = queue
+
+    def collect(self) -> Iterator[Metric]:
+        """One family per metric, in the order of their definition."""
+        samples = self._samples()
+        for metric in WORKER_METRICS:
+            family = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+            one = family(metric.name.removesuffix("_total"), metric.help, labels=metric.labels)
+            for labels, value in samples[metric.name]:
+                one.add_metric(labels, value)
+            yield one
+
+    def _samples(self) -> dict[str, Samples]:
+        stats = self._engine.stats
+        plain: dict[str, float] = {
+            "vlm_num_requests_running": stats.num_running,
+            "vlm_num_requests_waiting": stats.num_waiting,
+            "vlm_kv_cache_usage_ratio": stats.kv_usage_ratio,
+            "vlm_prefix_cache_query_tokens_total": stats.num_prefix_query_tokens,
+            "vlm_prefix_cache_hit_tokens_total": stats.num_prefix_hit_tokens,
+            "vlm_encoder_cache_queries_total": stats.num_encoder_queries,
+            "vlm_encoder_cache_hits_total": stats.num_encoder_hits,
+            "vlm_encoder_cache_bytes": stats.encoder_cache_bytes,
+            "vlm_result_cache_queries_total": stats.num_result_queries,
+            "vlm_result_cache_hits_total": stats.num_result_hits,
+            "vlm_result_cache_bytes": stats.result_cache_bytes,
+            "vlm_preemptions_total": stats.num_preemptions,
+            "vlm_draft_tokens_total": stats.num_drafted_tokens,
+            "vlm_draft_accepted_tokens_total": stats.num_accepted_tokens,
+            "vlm_num_adapters": stats.num_adapters,
+            "vlm_engine_steps_total": stats.num_steps,
+            "vlm_fenced_total": self._queue.num_fenced,
+        }
+        labelled: dict[str, Samples] = {
+            "vlm_memory_bytes": _by_label(stats.memory_bytes),
+            "vlm_startup_seconds": _by_label(stats.startup_s),
+            "vlm_claims_total": _by_label(self._queue.num_claims),
+        }
+        return {name: [((), value)] for name, value in plain.items()} | labelled
+
+
+def _by_label(values: Mapping[str, float] | Mapping[str, int]) -> Samples:
+    return [((label,), value) for label, value in values.items()]
+
+
+def create_registry(engine: EngineThread, queue: WorkerQueue) -> CollectorRegistry:
+    registry = CollectorRegistry()
+    registry.register(WorkerCollector(engine, queue))
+    return registry

@@ -31,13 +31,11 @@ from shared.redis.outage import wait_for_redis
 from shared.settings.tree import Settings, SettingsError
 from shared.telemetry import create_tracer
 from worker.adapters import WorkerAdapters
-from worker.engine_thread import EngineBroken, EngineThread
-from worker.health import HealthServer
-from worker.metrics import create_registry
+from worker.engine_thread import EngineBroken, EngineThread, Watchdog
+from worker.health import HealthServer, create_registry
 from worker.prepare.decoder_pool import DecoderPool
 from worker.prepare.preparer import Preprocessor
 from worker.trace import RequestTracer
-from worker.watchdog import Watchdog
 from worker.worker import Worker
 
 EXIT_BROKEN = 71

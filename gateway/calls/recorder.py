@@ -31,8 +31,7 @@ from shared.protocol import (
     Usage,
 )
 from shared.telemetry.metrics import GatewayMetrics, RequestRecord
-from shared.telemetry.trace_context import trace_id_of
-from shared.telemetry.tracing import NOT_FAILURES, Attributes, Stage, epoch_ns
+from shared.telemetry.tracing import NOT_FAILURES, Attributes, Stage, epoch_ns, trace_id_of
 
 if TYPE_CHECKING:
     from shared.telemetry.spans import RequestSpan, Tracer

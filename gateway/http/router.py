@@ -27,7 +27,7 @@ from gateway.http.errors import (
 from gateway.http.exchange import Exchange, RequestContext, short_hash
 from shared.telemetry.logs import request_id
 from shared.telemetry.metrics import CLIENT_GONE, GatewayMetrics
-from shared.telemetry.trace_context import parse_trace_parent
+from shared.telemetry.tracing import parse_trace_parent
 
 _HOST = re.compile(r"(?:\[(?P<ipv6>[0-9A-Fa-f:.]+)\]|(?P<name>[A-Za-z0-9._-]+))(?::[0-9]{1,5})?")
 _SANE_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")

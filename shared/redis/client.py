@@ -1,10 +1,13 @@
-"""Clients of Redis with explicit timeouts and no hidden retries.
+"""Clients of Redis with explicit timeouts and no hidden retries, and a warning of vulnerable servers.
 
-redis-py's defaults repeat a command whose reply was lost, which doubles what is not idempotent, and give up
-before a long blocking read returns. Nothing here knows keys or what scripts mean.
+redis-py's defaults repeat a command whose reply was lost, which doubles what is not idempotent, and time out
+before a long blocking read returns.
+
+Source: the security advisories of Redis, CVE-2023-41056, CVE-2024-31449 and CVE-2025-49844.
 """
 
 import asyncio
+import logging
 import random
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import wraps
@@ -17,18 +20,22 @@ from redis.exceptions import ConnectionError, RedisError, TimeoutError
 
 from shared.settings.tree import RedisSettings
 
-#: How long a blocking read waits on the server; its socket waits longer than that.
+#: Timeout of a blocking read on the server; that of its socket is longer.
 BLOCK_S = 2.0
+#: The first patch of each release line without these vulnerabilities.
+_FIXED_IN = {(6, 2): 20, (7, 0): 15, (7, 2): 11, (7, 4): 6, (8, 0): 4, (8, 2): 2}
+
+logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 Function = TypeVar("Function", bound=Callable[..., Coroutine[Any, Any, Any]])
 
-#: The call may not have reached Redis, or its reply was lost: safe to repeat if it is idempotent.
+#: Errors after which an idempotent command can be repeated.
 TRANSIENT = (ConnectionError, TimeoutError)
 
 
 def create_redis(settings: RedisSettings, *, blocking: bool = False) -> Redis:
-    """A client that fails within its timeout and repeats nothing. `blocking`: it may wait `BLOCK_S` on top."""
+    """A client that fails within its timeout, without retries. `blocking`: `BLOCK_S` longer."""
     keepalive: dict[str, Any] = (
         {} if settings.url.startswith("unix:") else {"socket_keepalive": True}
     )
@@ -46,7 +53,7 @@ def create_redis(settings: RedisSettings, *, blocking: bool = False) -> Redis:
 async def retry_idempotent(
     call: Callable[[], Awaitable[Result]], *, attempts: int = 3, longest_pause_s: float = 0.5
 ) -> Result:
-    """Repeat a call that is safe to repeat. Raises: RedisError of the last try."""
+    """Retry an idempotent call. Raises: RedisError of the last try."""
     for attempt in range(attempts - 1):
         try:
             return await call()
@@ -56,7 +63,7 @@ async def retry_idempotent(
 
 
 def redis_errors_as(kind: Callable[[str], Exception]) -> Callable[[Function], Function]:
-    """Make a coroutine function raise `kind` where Redis fails, so that its callers need not know Redis."""
+    """Decorate a coroutine function to raise `kind` instead of RedisError."""
 
     def decorate(function: Function) -> Function:
         @wraps(function)
@@ -69,3 +76,35 @@ def redis_errors_as(kind: Callable[[str], Exception]) -> Callable[[Function], Fu
         return cast(Function, call)
 
     return decorate
+
+
+def has_known_faults(version: str) -> bool:
+    """Whether a release is vulnerable; False if it is not a version."""
+    numbers = version.split(".")
+    if len(numbers) != 3 or not all(number.isdecimal() for number in numbers):
+        return False
+    major, minor, patch = map(int, numbers)
+    return (major, minor) < min(_FIXED_IN) or patch < _FIXED_IN.get((major, minor), 0)
+
+
+async def read_release(redis: Redis) -> str | None:
+    """The version of a Redis server; None if unknown, or of another kind of server."""
+    try:
+        reply: Any = await redis.execute_command("HELLO")
+    except (RedisError, OSError):
+        return None
+    fields = dict(zip(reply[::2], reply[1::2], strict=True))
+    return fields[b"version"].decode() if fields.get(b"server") == b"redis" else None
+
+
+async def warn_of_known_faults(redis: Redis) -> None:
+    """Log a warning if the server is vulnerable, unless it is on a unix socket."""
+    if "path" in redis.connection_pool.connection_kwargs:
+        return
+    version = await read_release(redis)
+    if version is not None and has_known_faults(version):
+        logger.warning(
+            "Redis %s has known faults: a client with a password can crash it or run code in it. "
+            "Install a patched release, see docs/operating.md",
+            version,
+        )

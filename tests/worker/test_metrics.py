@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 from engines.base import EngineStats
 from shared.telemetry.metrics import WORKER_METRICS
-from worker.metrics import create_registry
+from worker.health import create_registry
 
 
 def test_every_declared_metric_has_its_number():

@@ -15,8 +15,8 @@ import pytest
 from shared.protocol import Finished, SamplingParams
 from shared.queue.registry import Registry
 from tests.factories_queue import MODEL, make_request
+from worker.engine_thread import Watchdog
 from worker.health import HealthServer
-from worker.watchdog import Watchdog
 
 ROOT = Path(__file__).parent.parent.parent
 LONG = SamplingParams(max_tokens=100, temperature=0.7, seed=11, ignore_eos=True)

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from worker.watchdog import EXIT_WEDGED, Watchdog
+from worker.engine_thread import EXIT_WEDGED, Watchdog
 
 
 def test_a_hung_step_ends_the_process(capfd: pytest.CaptureFixture[str]):

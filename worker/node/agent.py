@@ -53,12 +53,10 @@ from shared.redis.outage import OutageLog
 from shared.settings.tree import Settings, SettingsError
 from worker.health import HealthServer
 from worker.node.cache import Cache, Uses
-from worker.node.environments import make_packages
-from worker.node.gpus import find_gpus
-from worker.node.install import install
+from worker.node.install import install, make_packages
 from worker.node.instance import Instance
-from worker.node.memory import room_bytes
 from worker.node.metrics import collect_metrics
+from worker.node.resources import find_gpus, room_bytes
 from worker.node.secrets import Secrets
 from worker.node.standby import Standby
 

@@ -23,9 +23,8 @@ from shared.protocol import ModelCard
 from shared.settings.tree import EngineValues, Settings
 from worker.node.cache import Uses
 from worker.node.environment import HUB_SECRETS, WORKER_GROUPS, child_environment
-from worker.node.gpus import VARIABLE
 from worker.node.install import InstallError
-from worker.node.memory import too_much, used_bytes
+from worker.node.resources import VARIABLE, too_much, used_bytes
 from worker.node.secrets import SecretMissing, hand_over
 from worker.node.standby import WarmProcess
 from worker.node.supervisor import describe_end, start_process

@@ -36,7 +36,7 @@ from worker.node.environment import (
     WORKER_GROUPS,
     child_environment,
 )
-from worker.node.gpus import find_gpus, share_gpus
+from worker.node.resources import find_gpus, share_gpus
 from worker.node.supervisor import (
     Child,
     Node,

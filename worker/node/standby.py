@@ -1,12 +1,14 @@
-"""A warm process has imported an engine and waits for a model, so that a deployment at zero instances starts sooner.
+"""A warm process has imported an engine and waits for a model, so that a deployment at zero instances starts faster.
 
-A node has one while a deployment that has run there is at zero. One line on its stdin, the environment of a worker,
-makes it that worker.
+A node has one while a deployment that ran there has zero instances. The environment of a worker, as one line on its
+stdin, turns it into that worker.
 """
 
 import asyncio
 import json
 import logging
+import os
+import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -31,7 +33,7 @@ class WarmProcess:
     async def become(self, environment: Mapping[str, str]) -> asyncio.subprocess.Process:
         """Make it a worker with this environment."""
         assert self._process.stdin is not None
-        with suppress(OSError):  # it has ended: the caller waits for that
+        with suppress(OSError):  # it has ended; the caller handles that
             self._process.stdin.write(json.dumps(dict(environment)).encode() + b"\n")
             await self._process.stdin.drain()
         return self._process
@@ -44,7 +46,7 @@ class WarmProcess:
 
 
 class Standby:
-    """The warm process of a node; it does not inherit the variables `hidden`."""
+    """The warm process of a node. `hidden`: variables that it does not inherit."""
 
     def __init__(self, hidden: frozenset[str] = frozenset()) -> None:
         self._hidden = hidden
@@ -53,10 +55,7 @@ class Standby:
         self._not_before = 0.0
 
     async def keep(self, kind: str | None) -> bool:
-        """Start or stop it, so that there is one for this engine, or none. Returns whether there is one.
-
-        After it ends by itself, the next one starts after a growing pause.
-        """
+        """Ensure a warm process for this engine, or none; returns whether one runs. Failures are retried after a pause."""
         warm = self._warm
         if warm is not None and (warm.kind != kind or not warm.is_alive):
             self._warm = None
@@ -69,12 +68,42 @@ class Standby:
             self._pauses.started()
             environment = plain_environment(self._hidden)
             process = await start_process(
-                *("worker.node.standby_worker", kind), environment=environment, is_piped=True
+                *("worker.node.standby", kind), environment=environment, is_piped=True
             )
             self._warm = WarmProcess(kind, process)
         return self._warm is not None
 
     def take(self) -> WarmProcess | None:
-        """Hand the process over to the caller."""
         warm, self._warm = self._warm, None
         return warm
+
+
+def main(kind: str, parent: int) -> int:
+    """The program of a warm process. Returns the exit code."""
+    from engines.registry import engine_kinds  # noqa: PLC0415 - the node does not need these
+    from shared.process import die_with_parent  # noqa: PLC0415
+    from shared.settings import SettingsError  # noqa: PLC0415
+    from shared.settings.load import load_settings  # noqa: PLC0415
+    from shared.telemetry.logs import setup_logging  # noqa: PLC0415
+    from worker.main import run_worker  # noqa: PLC0415
+
+    die_with_parent(parent)
+    engine_kinds()[kind].load_all()
+    line = sys.stdin.buffer.readline()
+    if not line:
+        return 0
+    os.environ.clear()
+    os.environ.update(json.loads(line))
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    try:
+        settings = load_settings()
+    except SettingsError as error:
+        print(error, file=sys.stderr)
+        return os.EX_CONFIG
+    setup_logging(settings.logs, "worker")
+    return run_worker(settings)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], int(sys.argv[3])))

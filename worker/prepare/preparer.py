@@ -1,14 +1,16 @@
-"""From a claim to what the engine takes: images fetched and prepared, then the whole call.
+"""Preparation of claimed calls for the engine: fetches and decodes images, renders and tokenizes prompts.
 
-Work runs in threads, those of images and those of text, off the event loop and off the engine's thread; `decode` may
-go to other processes. Tenants, told apart by their cache salts, take turns.
+It runs in threads for images and threads for text, off the event loop and the engine's thread. Images may be decoded
+in other processes. Tenants are scheduled round-robin.
 """
 
 import asyncio
 import hashlib
 import logging
+from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
@@ -38,28 +40,27 @@ from shared.protocol import (
     Tokenize,
 )
 from shared.settings.limits import LimitSettings
-from worker.prepare.fair_threads import FairThreads
-from worker.prepare.pixel_cache import PixelCache
 
 logger = logging.getLogger(__name__)
 
 MAX_PIXEL_CACHE_BYTES = 64 * 1024 * 1024
-#: Up to that many characters, tokenizing takes less time than handing it to another thread.
+#: Up to so many characters, tokenizing is faster than a switch of threads.
 MAX_INLINE_CHARS = 2000
-NUM_TEXT_THREADS = 2  #: of their own, so that text never waits behind images
+NUM_TEXT_THREADS = 2  #: separate threads: text does not wait for images
 FETCH_PAUSE_S = 0.2
+Result = TypeVar("Result")
 
 
 class ImageUnavailable(RequestError):
-    """The bytes of an image are not stored."""
+    """The bytes of an image have expired."""
 
 
 class CannotContinue(RequestError):
-    """The answer was begun by a worker that was lost, and the engine cannot go on with it."""
+    """A lost worker has begun the answer, and the engine cannot continue it."""
 
 
 class ImageRefused(RequestError):
-    """What is wrong with one of a request's images, and with which (by its index)."""
+    """An image of the request is invalid; `index` names it."""
 
     def __init__(self, index: int, cause: RequestError) -> None:
         super().__init__(str(cause))
@@ -80,7 +81,7 @@ class Preprocessor:
         decode: Decode = decode_image,
         hold_adapter: Callable[[str], Awaitable[None]] | None = None,
     ) -> None:
-        """`hold_adapter` is called with the digest of an adapter before a call that has it is prepared."""
+        """`hold_adapter`: loads an adapter by its digest, before its calls are prepared."""
         self._engine = engine
         self._hold_adapter = hold_adapter
         self._capabilities = engine.capabilities()
@@ -98,9 +99,9 @@ class Preprocessor:
         output_token_ids: tuple[int, ...] = (),
         num_published: int = 0,
     ) -> EngineInput | Tokenization:
-        """The engine's input for a call, known to it as `engine_id`, or all that the call asks for.
+        """The engine's input for a call, or the complete result of a tokenization. Raises: RequestError.
 
-        Raises: RequestError. `num_published` output tokens went out before, of which some may have no id.
+        `num_published`: output tokens that earlier attempts published, with or without ids.
         """
         ready = self.prepare_at_once(request, engine_id, output_token_ids, num_published)
         if ready is not None:
@@ -127,7 +128,7 @@ class Preprocessor:
         output_token_ids: tuple[int, ...] = (),
         num_published: int = 0,
     ) -> EngineInput | None:
-        """What `prepare` makes where that is quick and waits for nothing, else None. Raises: RequestError."""
+        """As `prepare`, if that is quick and needs no waiting; else None. Raises: RequestError."""
         task = request.task
         num_chars = sum([len(text) for text in task.texts()])
         self._check(task, num_chars, len(output_token_ids), num_published)
@@ -139,7 +140,7 @@ class Preprocessor:
     def _check(
         self, task: Task, num_chars: int, num_output_tokens: int, num_published: int
     ) -> None:
-        """Whether this engine may and can run it. Raises: RequestError."""
+        """Raises: RequestError if the engine cannot run the task, or a limit forbids it."""
         engine = self._capabilities
         if num_published and not (
             num_published == num_output_tokens and self._engine.can_continue(task)
@@ -156,13 +157,13 @@ class Preprocessor:
             check_grammar(task.grammar, engine, self._limits)
 
     def _is_quick(self, task: Task, num_chars: int) -> bool:
-        """Whether the engine prepares it in less time than a thread would be told of it."""
+        """Whether the engine prepares it faster than a switch of threads."""
         if not self._capabilities.prepares_quickly or num_chars > MAX_INLINE_CHARS:
             return False
         return not (isinstance(task, Generate) and task.grammar is not None)
 
     async def _image(self, index: int, image: ImageRef, tenant: str) -> PreparedImage:
-        """An image as the engine wants it. Raises: ImageRefused."""
+        """Fetch and prepare an image. Raises: ImageRefused."""
         image_hash = salted_hash(_identity(image), tenant)
         try:
             content = await self._prepared.get(
@@ -184,7 +185,7 @@ class Preprocessor:
         return content, getattr(content, "nbytes", len(data))
 
     async def _fetch(self, image: BlobRef, what: str = "an image of the request") -> bytes:
-        """The bytes of a blob; waits out an outage of Redis. Raises: ImageUnavailable."""
+        """The bytes of a blob; retries while Redis fails. Raises: ImageUnavailable."""
         while True:
             try:
                 data = await self._blobs.get(image)
@@ -197,7 +198,7 @@ class Preprocessor:
         return data
 
     async def _common_data(self, ref: BlobRef, tenant: str) -> bytes:
-        """The common data of a session; kept for its other tasks. Raises: ImageUnavailable."""
+        """The common data of a session, cached. Raises: ImageUnavailable."""
 
         async def fetch() -> tuple[bytes, int]:
             data = await self._fetch(ref, "the session's common data")
@@ -223,7 +224,7 @@ def _to_engine_call(request: Call, engine_id: str, output_token_ids: tuple[int, 
 
 
 def _identity(image: ImageRef) -> str:
-    """An image, and the size that it is scaled to."""
+    """A hash of an image and its target size."""
     if not (image.min_pixels or image.max_pixels):
         return image.sha256
     scaled = f"{image.sha256} {image.min_pixels} {image.max_pixels}"
@@ -231,14 +232,14 @@ def _identity(image: ImageRef) -> str:
 
 
 def salted_hash(sha256: str, tenant: str) -> str:
-    """An image's identity in the caches: tenants with different salts share nothing."""
+    """The cache key of an image; tenants share no entries."""
     if not tenant:
         return sha256
     return hashlib.sha256(f"{tenant}\0{sha256}".encode()).hexdigest()
 
 
 def check_size(image: ImageRef, limits: LimitSettings) -> None:
-    """Look again at a size that a gateway with other settings may have let through. Raises: InvalidImage."""
+    """Check the size again: the gateway may have other limits. Raises: InvalidImage."""
     short, long = sorted((image.width, image.height))
     if (
         long > limits.max_image_side
@@ -253,9 +254,9 @@ def check_size(image: ImageRef, limits: LimitSettings) -> None:
 
 
 def check_grammar(grammar: Grammar, engine: Capabilities, limits: LimitSettings) -> None:
-    """Raises: InvalidRequest for a grammar that the engine would ignore, or that no gateway should have let through."""
+    """Raises: InvalidRequest if the engine has no grammars, or the grammar is too large."""
     if not engine.takes_grammars:
-        raise InvalidRequest("this model's engine cannot hold answers to a grammar", grammar.param)
+        raise InvalidRequest("this model's engine does not support grammars", grammar.param)
     is_lark = grammar.kind == "lark"
     most = limits.max_grammar_bytes if is_lark else limits.max_schema_bytes
     if len(grammar.source.encode()) > most:
@@ -263,17 +264,14 @@ def check_grammar(grammar: Grammar, engine: Capabilities, limits: LimitSettings)
 
 
 def check_limits(task: Task, num_chars: int, limits: LimitSettings) -> None:
-    """Look again at what a gateway with other settings may have let through; `num_chars`: of its text.
-
-    Raises: InvalidRequest.
-    """
+    """Check the limits again: the gateway may have others. `num_chars`: of its text. Raises: InvalidRequest."""
     for what, count, most in _bounds(task, num_chars, limits):
         if count > most:
             raise InvalidRequest(f"the request has {count} {what}: send at most {most}")
 
 
 def _bounds(task: Task, num_chars: int, limits: LimitSettings) -> tuple[tuple[str, int, int], ...]:
-    """What is counted of a task, how much of it there is, and how much there may be."""
+    """The limited quantities of a task: name, count and limit."""
     if isinstance(task, Generate):
         sampling = task.sampling
         return (
@@ -302,3 +300,97 @@ def _bounds(task: Task, num_chars: int, limits: LimitSettings) -> tuple[tuple[st
         ("text characters", num_chars, limits.max_input_chars),
         ("images", len(task.images), limits.max_input_images),
     )
+
+
+class PixelCache:
+    """A bounded cache of prepared images by hash. Concurrent requests for one image prepare it once."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._kept: OrderedDict[str, tuple[Any, int]] = OrderedDict()
+        self._being_made: dict[str, asyncio.Task[Any]] = {}
+
+    async def get(self, image_hash: str, make: Callable[[], Awaitable[tuple[Any, int]]]) -> Any:
+        """The pixels of a hash; `make` returns them and their size if they are not cached.
+
+        Raises: what `make` raises, to all that wait for this image.
+        """
+        if image_hash in self._kept:
+            self._kept.move_to_end(image_hash)
+            return self._kept[image_hash][0]
+        task = self._being_made.get(image_hash)
+        if task is None:
+            task = asyncio.create_task(self._make(image_hash, make))
+            task.add_done_callback(_retrieve)
+            self._being_made[image_hash] = task
+        return await asyncio.shield(task)  # a cancelled waiter does not cancel the others
+
+    async def _make(self, image_hash: str, make: Callable[[], Awaitable[tuple[Any, int]]]) -> Any:
+        try:
+            pixels, num_bytes = await make()
+        finally:
+            del self._being_made[image_hash]
+        self._kept[image_hash] = (pixels, num_bytes)
+        self._num_bytes += num_bytes
+        while self._num_bytes > self._max_bytes:
+            _, (_, dropped_bytes) = self._kept.popitem(last=False)
+            self._num_bytes -= dropped_bytes
+        return pixels
+
+
+def _retrieve(task: "asyncio.Future[Any]") -> None:
+    """Retrieve the exception: without a waiter, asyncio would log it."""
+    if not task.cancelled():
+        task.exception()
+
+
+class FairThreads:
+    """A thread pool that schedules waiting work of tenants round-robin. Used by one event loop."""
+
+    def __init__(self, num_threads: int, name: str) -> None:
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
+        self._num_free = num_threads
+        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+
+    async def run(self, tenant: str, work: Callable[[], Result]) -> Result:
+        """Run a tenant's work in a thread. Raises: what `work` raises."""
+        await self._acquire(tenant)
+        try:
+            running = asyncio.get_running_loop().run_in_executor(self._threads, work)
+        except BaseException:
+            self._release()
+            raise
+        running.add_done_callback(self._ended)
+        return await asyncio.shield(running)  # the thread continues after a cancellation
+
+    async def _acquire(self, tenant: str) -> None:
+        if self._num_free:
+            self._num_free -= 1
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(tenant, deque()).append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():  # it was scheduled
+                self._release()
+            raise
+
+    def _ended(self, running: "asyncio.Future[Result]") -> None:
+        _retrieve(running)
+        self._release()
+
+    def _release(self) -> None:
+        while self._waiting:
+            tenant, turns = self._waiting.popitem(last=False)
+            turn = turns.popleft()
+            if turns:
+                self._waiting[tenant] = turns  # last in the order
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._num_free += 1
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)

@@ -10,9 +10,8 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError
 
-from shared.redis.client import create_redis
+from shared.redis.client import create_redis, has_known_faults, read_release, warn_of_known_faults
 from shared.redis.embedded import find_redis_server
-from shared.redis.release import has_known_faults, read_release, warn_of_known_faults
 from shared.settings.tree import RedisSettings
 from tests.factories_gateway import make_settings, run_gateway_on_socket
 from tests.waiting import until

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shared.telemetry.trace_context import parse_trace_parent, trace_id_of
+from shared.telemetry.tracing import parse_trace_parent, trace_id_of
 
 HEADER = f"00-{'a' * 32}-{'b' * 16}-01"
 

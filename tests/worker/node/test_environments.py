@@ -12,8 +12,7 @@ from engines.application.settings import ApplicationSettings
 from shared.packages.manifest import Layer, Manifest, PackageConfig, digest_of
 from tests.engines.application.test_engine import ISOLATIONS, Driver
 from worker.node.cache import Cache
-from worker.node.environments import make_packages
-from worker.node.install import InstallError
+from worker.node.install import InstallError, make_packages
 
 WHEEL = "wheels/greetings-1.0-py3-none-any.whl"
 APPLICATION = """

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from shared.settings.tree import EngineValues, Settings
-from worker.node.gpus import find_gpus, share_gpus
+from worker.node.resources import find_gpus, share_gpus
 from worker.node.serve import create_node
 from worker.node.supervisor import NodeError
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from worker.node.memory import room_bytes, too_much, used_bytes
+from worker.node.resources import room_bytes, too_much, used_bytes
 
 HOLDER = """
 import ctypes, mmap, subprocess, sys

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from worker.prepare.pixel_cache import PixelCache
+from worker.prepare.preparer import PixelCache
 
 
 class Maker:

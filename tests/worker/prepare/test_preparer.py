@@ -16,8 +16,7 @@ from shared.protocol import BlobRef, ChatMessage, ImageRef, TextPart
 from shared.settings.limits import LimitSettings
 from tests.factories_queue import make_request
 from tests.waiting import until
-from worker.prepare.fair_threads import FairThreads
-from worker.prepare.preparer import Preprocessor
+from worker.prepare.preparer import FairThreads, Preprocessor
 
 
 class Store:
