@@ -1,7 +1,7 @@
-"""The real arithmetic: a LLaVA (CLIP vision tower, projector, LLaMA decoder) run with PyTorch.
+"""The PyTorch engine.
 
-Importing the package imports no torch, so that its settings can be listed without. It sees to it that torchvision can
-be imported (see `torchvision_stub`), before open_clip or transformers do so.
+Importing the package does not import torch, so that its settings can be listed without it. It lets torchvision be
+imported (see `torchvision_stub`) before open_clip or transformers import it.
 """
 
 import sys
@@ -9,10 +9,10 @@ from importlib.abc import MetaPathFinder
 
 
 class _BeforeTorchvision(MetaPathFinder):
-    """Declares what torchvision's import needs, when somebody first imports it."""
+    """Applies the stub when torchvision is first imported."""
 
     def find_spec(self, fullname: str, path: object, target: object = None) -> None:
-        """Find nothing, and be asked no more once torchvision was."""
+        """Finds nothing, and removes itself once torchvision is imported."""
         if fullname == "torchvision":
             sys.meta_path.remove(self)
             from engines.torch_backend.multimodal.torchvision_stub import (  # noqa: PLC0415

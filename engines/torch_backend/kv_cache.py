@@ -1,9 +1,9 @@
-"""The paged KV cache: pools of blocks, and how large they may be.
+"""The paged KV cache: block pools and their size.
 
-Owned by the runner, read and written by attention; the scheduler assigns blocks to sequences.
+Owned by the runner, used by attention; the scheduler assigns blocks to sequences.
 
-Shape letters: K key/value heads, D head width. A block holds `block_size` slots of one token each; slot
-`block * block_size + offset`. Units: bytes, tokens, blocks.
+Shape letters: K key/value heads, D head width. A block has `block_size` slots of one token each; slot `block *
+block_size + offset`. Units: bytes, tokens, blocks.
 """
 
 import math
@@ -18,51 +18,51 @@ from engines.base import EngineStartError
 from engines.torch_backend.models.config import TextLimits
 from engines.torch_backend.settings import TorchSettings
 
-#: share of the memory left after loading that the pool may take when nobody says
+#: Share of the free memory after loading that the pool takes by default.
 FREE_MEMORY_RATIO = {"cpu": 0.4, "cuda": 0.85}
-#: of the scales of 8-bit keys and values
+#: of the scales of int8 keys and values
 SCALE_DTYPE = torch.float32
 _LARGEST_INT8 = 127.0
 
 
 class KVShape(Protocol):
-    """Layers whose keys and values are alike, and so share a pool."""
+    """Layers with keys and values of one shape, which share a pool."""
 
     @property
     def num_layers(self) -> int:
-        """Layers with keys and values of their own."""
+        """Layers with their own keys and values."""
         ...
 
     @property
     def num_kv_heads(self) -> int:
-        """Heads of each layer's keys and values, on this device."""
+        """Heads of keys and values per layer on this device."""
         ...
 
     @property
     def head_dim(self) -> int:
-        """Numbers of one head's key or value."""
+        """Dimension of a key or value of one head."""
         ...
 
 
 class KVCacheTooSmall(EngineStartError):
-    """The pool cannot hold one sequence of the context length asked for, or memory not the pool asked for."""
+    """The pool cannot hold one sequence of the requested context length, or memory cannot hold the pool."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVCachePlan:
-    """How many blocks, and the longest sequence that they can hold."""
+    """Number of blocks, and the longest sequence that fits."""
 
     num_blocks: int
     max_model_len: int
 
 
 def kv_storage_dtype(kv_dtype: str, dtype: torch.dtype) -> torch.dtype:
-    """What keys and values are kept in: `auto` is the engine's own precision."""
+    """dtype of stored keys and values; `auto` is the engine's dtype."""
     return torch.int8 if kv_dtype == "int8" else dtype
 
 
 def bytes_per_block(shape: KVShape, block_size: int, storage: torch.dtype) -> int:
-    """Bytes of one block: keys and values of every layer, with their scales if they are integers."""
+    """Bytes of one block: keys and values of every layer, with scales of integers."""
     num_vectors = 2 * shape.num_layers * block_size * shape.num_kv_heads
     num_bytes = num_vectors * shape.head_dim * storage.itemsize
     return num_bytes + (num_vectors * SCALE_DTYPE.itemsize if storage == torch.int8 else 0)
@@ -113,10 +113,10 @@ def plan_kv_cache(
 
 
 class KVCachePool:
-    """Key and value tensors of every layer, in blocks. Slots that were not written are undefined.
+    """Keys and values of every layer, in blocks. Unwritten slots are undefined.
 
-    With `kv_dtype` int8 each token's key and value of each head is scaled by its own largest number, so that what is
-    stored does not depend on the other tokens of a step.
+    With `kv_dtype` int8, the key and value of each token and head have their own scale, so that stored values do
+    not depend on other tokens of a step.
     """
 
     def __init__(
@@ -134,9 +134,9 @@ class KVCachePool:
         self.head_dim = shape.head_dim
         self.dtype = dtype
         sizes = (shape.num_layers, 2, num_blocks, block_size, shape.num_kv_heads, shape.head_dim)
-        #: of all layers. Shapes: (layers, 2, blocks, block_size, K, D)
+        #: Shapes: (layers, 2, blocks, block_size, K, D)
         self.data = torch.empty(sizes, dtype=kv_storage_dtype(kv_dtype, dtype), device=device)
-        # views made once: a step takes them for every layer
+        # views that every step needs for every layer
         self._blocks = [(layer[0], layer[1]) for layer in self.data]
         self._slots = [(k.flatten(0, 1), v.flatten(0, 1)) for k, v in self._blocks]
         self._scales: Tensor | None = None
@@ -144,22 +144,22 @@ class KVCachePool:
             self._scales = torch.empty(sizes[:-1], dtype=SCALE_DTYPE, device=device)
 
     def blocks(self, layer: int) -> tuple[Tensor, Tensor]:
-        """The stored keys and values of a layer. Shapes: two (blocks, block_size, K, D)."""
+        """Stored keys and values of a layer. Shapes: two (blocks, block_size, K, D)."""
         return self._blocks[layer]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all layers, with the scales."""
+        """Bytes of all layers with scales."""
         return self.data.nbytes + (0 if self._scales is None else self._scales.nbytes)
 
     def scales(self, layer: int) -> Tensor | None:
-        """Factors of a layer's integers; None for floating point. Shapes: (2, blocks, block_size, K)."""
+        """Scales of a layer's integers; None for floating point. Shapes: (2, blocks, block_size, K)."""
         return None if self._scales is None else self._scales[layer]
 
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Store new tokens' keys and values. Returns them as they will be read.
+        """Store keys and values of new tokens. Returns them as later steps read them.
 
-        Shapes: slots (N,); key, value (N, K, D), kept.
+        Shapes: slots (N,); key, value (N, K, D), modified.
         """
         found = []
         for place, x in enumerate((key, value)):
@@ -190,8 +190,8 @@ class KVCachePool:
 
 
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Integers and their factors. Shapes: (N, K, D); returns (N, K, D), (N, K)."""
+    """Integers and scales. Shapes: (N, K, D); returns (N, K, D), (N, K)."""
     x = x.to(SCALE_DTYPE)
     scale = (x.abs().amax(-1) / _LARGEST_INT8).clamp(min=torch.finfo(SCALE_DTYPE).tiny)
-    # halves go up, which every device can do
+    # rounds halves up, which all devices support
     return (x / scale.unsqueeze(-1) + 0.5).floor().to(torch.int8), scale

@@ -1,4 +1,4 @@
-"""How much memory a device still has."""
+"""Free memory of a device."""
 
 from pathlib import Path
 
@@ -11,13 +11,13 @@ _limit = 0
 
 
 def limit_memory(num_bytes: int) -> None:
-    """Have this process count on so much of the machine's memory, with what it holds; 0: on all."""
+    """Limit the memory that this process assumes on the machine, including what it uses; 0: no limit."""
     global _limit
     _limit = num_bytes
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that can still be allocated on a device; on the CPU, within the container's limit."""
+    """Free bytes of a device; on the CPU, within the container's limit."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return min(_available_on_host(), _available_in_container(), _available_within_limit())
@@ -31,7 +31,7 @@ def _available_on_host() -> int:
 
 
 def _available_in_container() -> int:
-    """What the control group (version 2) leaves; without a limit, more than any machine has."""
+    """Free bytes in the control group (version 2); without a limit, more than any machine has."""
     try:
         limit = (_CGROUP / "memory.max").read_text().strip()
         used = int((_CGROUP / "memory.current").read_text())

@@ -1,6 +1,6 @@
-"""The torch `ModelRunner`: encodes images, runs the decoder over the paged KV cache, and samples the next tokens.
+"""The torch `ModelRunner`: encodes images, runs the decoder over the paged KV cache, and samples tokens.
 
-Called by the engine thread alone. The scheduler has decided which tokens a step computes, and in which blocks.
+Called by the engine thread only. The scheduler has chosen the tokens and blocks of a step.
 """
 
 from collections.abc import Mapping
@@ -39,23 +39,23 @@ from engines.torch_backend.step import BidirectionalSpan, ImageSlots, SequenceRo
 from engines.torch_backend.threads import set_num_threads
 from shared.protocol import SamplingParams
 
-#: Copies of a sequence's states: before its last step, after it, and of the step that runs.
+#: Copies of a sequence's state: before its last step, after it, and of the running step.
 _STATE_COPIES = 3
 
 
 def _free_for_caches(
     device: torch.device, free_before_load: int | None, weight_bytes: int, mesh: Mesh
 ) -> int:
-    """Bytes that every member of the mesh has beside the weights."""
+    """Free bytes of every rank of the mesh after the weights."""
     free = free_bytes(device)
-    num_sharing = mesh.size if device.type == "cpu" else 1  # members have one memory
+    num_sharing = mesh.size if device.type == "cpu" else 1  # ranks share the memory
     if free_before_load is not None:
         free = max(0, min(free, free_before_load - num_sharing * weight_bytes))
     return least(free // num_sharing, mesh)
 
 
 class TorchRunner:
-    """One model on one device, with its KV cache and its image cache."""
+    """One model on one device, with KV cache and image cache."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class TorchRunner:
         Raises: KVCacheTooSmall; ValueError for a context longer than the model's own.
         """
         if device.index:
-            torch.cuda.set_device(device)  # kernels, graphs and events are those of a thread's own
+            torch.cuda.set_device(device)  # the current device is per thread
         text = model.config.text
         self._weight_bytes = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
         set_num_threads(num_threads, device, self._weight_bytes, mesh.size)
@@ -104,9 +104,9 @@ class TorchRunner:
         self._leader = leader
         is_native = isinstance(model.language_model, Llama)
         is_cuda = is_native and runs_graphs(device)
-        # members have no graphs, so that nothing goes on beside the host
+        # ranks have no graphs, so that the host waits for each step
         self.runs_async = is_cuda and mesh.size == 1
-        num_blocks = self.num_blocks + is_cuda  # the last one is for rows without a sequence
+        num_blocks = self.num_blocks + is_cuda  # the last one is for padding rows
         self.kv_pools = [
             KVCachePool(shape, num_blocks, self.block_size, dtype, device, config.kv_dtype)
             for shape in shapes
@@ -120,7 +120,7 @@ class TorchRunner:
             decoder, disabled = model.language_model, config.switched_off
             site = Site(device, dtype, decoder.text, config.block_size, config.kv_dtype, joins=True)
             self.ops = choose(site, disabled)
-            # the reference of attention copies every context: a graph of it would not pay
+            # The reference attention copies every context: a graph would not help.
             has_kernel = self.ops.uses("paged_attention") or device.type == "cpu"
             if CUDA_GRAPH not in disabled and has_kernel:
                 self.graphs = DecodeGraphs(
@@ -129,38 +129,40 @@ class TorchRunner:
         self._num_rows = self._rotary.num_rows if self._rotary else model.num_position_rows
         model.bind(self.ops, dtype)
         model.limit(self.max_model_len)
-        self._loras: Loras | None = None  # from the first adapter on
+        self._loras: Loras | None = None  # created with the first adapter
         self._with_states: dict[str, Sequence] | None = {} if states else None
-        self._sampled: list[TokenChoice | None] = []  # by the last step that was computed at once
+        self._sampled: list[
+            TokenChoice | None
+        ] = []  # of the last step that was computed synchronously
         self._encoder_cache = EncoderCache(config.encoder_cache_bytes)
         self._images = ImageEncoder(
             self.model, self._encoder_cache, config.max_images_per_step, device, dtype
         )
 
     def run(self, batch: Batch) -> StepResult:
-        """Launch a step and wait for it. Raises: SequenceFailure, DeviceOutOfMemory; it may be run again after either."""
+        """Launch a step and wait for it. Raises: SequenceFailure, DeviceOutOfMemory; it can be repeated after either."""
         return self.launch(batch).wait()
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> RunningStep:
-        """Begin a step. A graph's is under way afterwards; every other is computed. Raises: as `run`."""
+        """Start a step. Steps in graphs run asynchronously, all others are computed. Raises: as `run`."""
         if not batch.items:
             return ComputedStep(StepResult([]))
         try:
             return self._launch(batch)
         except (torch.OutOfMemoryError, RuntimeError) as error:
             if self._leader is not None or not _is_out_of_memory(error):
-                raise  # other members are within the step: it cannot be taken back
+                raise  # other ranks are inside the step, which cannot be undone
             raise DeviceOutOfMemory(
                 f"{self.device}: a step of {batch.num_tokens} tokens"
             ) from error
 
     def load_adapter(self, directory: Path, limits: AdapterLimits) -> LoraAdapter:
-        """An adapter on the device, of files that peft wrote. Raises: BadAdapter."""
+        """Load a peft adapter. Raises: BadAdapter."""
         return self._find_loras().load(directory, limits, is_shared=self._leader is not None)
 
     def take_adapter(self, stored: Mapping[str, LowRank]) -> LoraAdapter:
-        """A share of an adapter that rank 0 has read, by the names of maps."""
+        """This rank's shard of an adapter that rank 0 has read."""
         return self._find_loras().take("", stored)
 
     def _find_loras(self) -> Loras:
@@ -170,12 +172,12 @@ class TorchRunner:
         return self._loras
 
     def release(self, request_id: str) -> None:
-        """Free a request's images and states."""
+        """Free the images and states of a request."""
         self._images.release(request_id)
         self._release_states(request_id)
 
     def encoder_cache_counts(self) -> tuple[int, int, int]:
-        """Images asked for, found in the cache, and bytes now held."""
+        """Lookups and hits of the image cache, and its bytes."""
         cache = self._encoder_cache
         return cache.num_queries, cache.num_hits, cache.num_bytes
 
@@ -188,7 +190,7 @@ class TorchRunner:
         }
 
     def close(self) -> None:
-        """Free the device, and end the other ranks. Idempotent; nothing can be run after it."""
+        """Free the device, and stop the other ranks. Idempotent."""
         if self._leader is not None:
             self._leader.close()
         if (images := self.__dict__.pop("_images", None)) is not None:
@@ -200,9 +202,9 @@ class TorchRunner:
             torch.cuda.empty_cache()
 
     def warm_up(self) -> None:
-        """Compute one image, one prompt and one token, so that the first request finds everything ready.
+        """Compute one image, one prompt and one token, so that the first request is not slower.
 
-        What it leaves in the KV cache belongs to nobody; the image cache is empty afterwards.
+        Its KV blocks belong to no sequence; the image cache is empty afterwards.
         """
         image = self.model.example_image()
         num_slots = 0 if image is None else image.num_tokens
@@ -213,7 +215,7 @@ class TorchRunner:
             "warm-up", [0] * num_tokens, num_tokens, SamplingParams(temperature=0), images
         )
         sequence.block_ids = list(range(num_blocks))
-        # first: a graph that cannot be captured is found out here
+        # First: this finds graphs that cannot be captured.
         if self.graphs is not None and not self.graphs.warm_up():
             self.graphs = None
         for _ in range(2):
@@ -231,14 +233,14 @@ class TorchRunner:
         max_vision_s = batch.max_vision_s if self.device.type == "cpu" else None
         result = self._compute(items, max_vision_s)
         self._sampled = result.choices
-        # what stays on the device are the tokens of graphs alone; the sampler needs all earlier ones
+        # Only tokens of graphs stay on the device, and the sampler needs all earlier ones.
         can_be_followed = not self.runs_async and not (
             result.deferred or any(needs_host(item.sequence) for item in items)
         )
         return ComputedStep(result, can_be_followed)
 
     def _compute(self, items: list[ScheduledSequence], max_vision_s: float | None) -> StepResult:
-        # sequences with one new token come first in a step; choices go back into the batch's own order
+        # Sequences with one new token come first in a step; choices are returned in the batch's order.
         order = sorted(range(len(items)), key=lambda place: items[place].num_new_tokens != 1)
         ordered = [items[place] for place in order]
         vision_s, deferred, over_budget = self._images.encode_missing(ordered, max_vision_s)
@@ -250,7 +252,7 @@ class TorchRunner:
         sequences = _to_rows(ordered)
         sampling = [place for place, item in enumerate(ordered) if item.samples]
         rows: list[int] = []
-        row_of: dict[int, int] = {}  # by place: that of its next token; those of its draft follow
+        row_of: dict[int, int] = {}  # by index: the row of its next token; rows of drafts follow
         for place in sampling:
             row_of[place] = len(rows)
             stop = sequences[place].stop
@@ -281,14 +283,14 @@ class TorchRunner:
 
     @torch.inference_mode()
     def logits(self, items: list[ScheduledSequence]) -> Tensor:
-        """Scores behind the last token of each item; items of one token come first. Shapes: (items, vocabulary)."""
+        """Logits after the last token of each item; items of one token come first. Shapes: (items, vocabulary)."""
         self._images.encode_missing(items)
         sequences = _to_rows(items)
         return self._logits(items, sequences, [own.stop - 1 for own in sequences])
 
     @torch.inference_mode()
     def follow(self, step: StepMessage, adapters: list[LoraAdapter | None]) -> None:
-        """Compute this rank's part of a step of rank 0. Raises: SequenceFailure, as rank 0 does."""
+        """Compute this rank's part of rank 0's step. Raises: SequenceFailure, as rank 0 does."""
         images = []
         if step.image_rows:
             counts = [count for _, count in step.image_rows]
@@ -306,7 +308,7 @@ class TorchRunner:
 
     @torch.inference_mode()
     def plain_logits(self, token_ids: Tensor) -> Tensor:
-        """Scores behind every token of one text, without pages. Shapes: (N,); returns (N, vocabulary)."""
+        """Logits of every token of one text, without the KV cache. Shapes: (N,); returns (N, vocabulary)."""
         if self._leader is not None:
             self._leader.send_plain(token_ids)
         return self.model.plain_logits(token_ids.to(self.device))
@@ -314,7 +316,7 @@ class TorchRunner:
     def _logits(
         self, items: list[ScheduledSequence], sequences: list[SequenceRows], rows: list[int]
     ) -> Tensor:
-        """Scores behind the new tokens of these rows. Shapes: returns (rows, vocabulary)."""
+        """Logits of new tokens of these rows. Shapes: returns (rows, vocabulary)."""
         if self._with_states is not None:
             self._free_states(items)
         token_ids: list[int] = []
@@ -357,7 +359,7 @@ class TorchRunner:
             return decoder.logits(hidden) if rows else hidden
 
     def _free_states(self, items: list[ScheduledSequence]) -> None:
-        """Free the recurrent states of preempted sequences, which start over."""
+        """Free the recurrent states of preempted sequences, which are recomputed."""
         assert self._with_states is not None
         for request_id, sequence in list(self._with_states.items()):
             if not sequence.block_ids:
@@ -384,7 +386,7 @@ def _are_adapted(items: list[ScheduledSequence]) -> bool:
 
 
 def _to_rows(items: list[ScheduledSequence]) -> list[SequenceRows]:
-    """One item after another."""
+    """Rows of the items in order."""
     found, start = [], 0
     for item in items:
         sequence = item.sequence
@@ -401,10 +403,10 @@ def _to_rows(items: list[ScheduledSequence]) -> list[SequenceRows]:
 def _bidirectional_spans(
     items: list[ScheduledSequence], sequences: list[SequenceRows], binds_prompts: bool
 ) -> list[BidirectionalSpan]:
-    """Image slots that attend to each other, or, where a model binds prompts, whole prompts."""
+    """Image slots that attend to each other, or complete prompts for models that bind them."""
     spans = []
     for item, own in zip(items, sequences, strict=True):
-        first_row = own.start - item.start  # of the sequence's token 0
+        first_row = own.start - item.start  # row of the sequence's token 0
         if binds_prompts:
             if (asked := own.num_prompt_tokens) > item.start:
                 spans.append(BidirectionalSpan(own.start, first_row + asked, asked - 1, True))
@@ -418,5 +420,5 @@ def _bidirectional_spans(
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:
-    """CUDA has an exception of its own; the CPU's allocator raises a bare RuntimeError."""
+    """CUDA raises its own exception, the CPU allocator a plain RuntimeError."""
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)

@@ -1,4 +1,4 @@
-"""The settings of the torch engine. Imported without torch, by whoever lists or checks settings."""
+"""The settings of the torch engine. Importing them does not import torch."""
 
 from typing import Any, Literal
 
@@ -8,7 +8,7 @@ from engines.core.settings import BatchingSettings
 
 
 class TorchSettings(BatchingSettings):
-    """A model on a device of this machine."""
+    """Settings of the torch engine."""
 
     device: str = Field(default="auto", description="`auto`, `cpu`, `cuda` or `cuda:N`.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class SequenceRows(msgspec.Struct, frozen=True, array_like=True):
-    """One sequence's new tokens: rows `start` to before `stop` of the step."""
+    """New tokens of one sequence: rows `start` to before `stop` of the step."""
 
     start: int
     num_new: int
@@ -44,7 +44,7 @@ class BidirectionalSpan(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class ImageSlots:
-    """Image features in place of the embeddings of rows `start` and following. Shapes: features (slots, C)."""
+    """Image features that replace the embeddings of rows from `start`. Shapes: features (slots, C)."""
 
     start: int
     features: Tensor
@@ -58,15 +58,15 @@ class StepInputs:
     num_decodes: int  #: leading sequences, with one new token each
     token_ids: Tensor  #: (N,)
     positions: Tensor  #: (N,), or (R, N)
-    indices: Tensor  #: (N,), of each token in its sequence
-    slots: Tensor  #: (N,), of the KV cache, for the new keys and values
+    indices: Tensor  #: (N,), index of each token in its sequence
+    slots: Tensor  #: (N,), KV cache slots of the new keys and values
     block_tables: Tensor  #: (S, W), int32; short rows repeat the sequence's first block
     row_offsets: Tensor  #: (S + 1,)
     lengths: Tensor  #: (S,), tokens of each context
-    sampled_rows: list[int] = field(default_factory=list)  #: rows whose logits are wanted
+    sampled_rows: list[int] = field(default_factory=list)  #: rows whose logits are needed
     images: list[ImageSlots] = field(default_factory=list)
     bidirectional: list[BidirectionalSpan] = field(default_factory=list)
-    adapters: Sequence[Any] = ()  #: of each sequence, or None; empty where no sequence has one
+    adapters: Sequence[Any] = ()  #: by sequence, or None; empty without adapters
 
     @classmethod
     def create(
@@ -78,14 +78,14 @@ class StepInputs:
         positions: Sequence[Sequence[int]] = (),
         **others: Any,
     ) -> Self:
-        """`positions` are R rows of N, by default the indices; `others` are fields that are taken as they are."""
+        """`positions` are R rows of N, by default the indices; `others` are further fields."""
         indices: list[int] = []
         slots: list[int] = []
         offsets, lengths = [0], []
         for each in sequences:
             offsets.append(each.stop)
             lengths.append(each.num_context)
-            if each.num_new == 1:  # most are: numpy would take longer
+            if each.num_new == 1:  # faster than numpy for single tokens
                 block, offset = divmod(each.num_computed, block_size)
                 indices.append(each.num_computed)
                 slots.append(each.block_ids[block] * block_size + offset)

@@ -1,6 +1,4 @@
-"""How many threads an engine on a CPU computes with: what the machine has, the container may use,
-and the model gains from.
-"""
+"""Chooses the number of CPU threads: by the machine, the container's limit, and the model."""
 
 import json
 import logging
@@ -16,18 +14,17 @@ from engines.core.runner import ModelRunner
 from engines.torch_backend.ops.measured import recall
 from engines.torch_backend.ops.native.library import Library
 
-#: Seconds of a step of one token, and of one of a prompt, by the number of threads.
+#: Seconds of a step of one token and of a prompt, by number of threads.
 StepTimes = Mapping[int, tuple[float, float]]
 
 logger = logging.getLogger(__name__)
 
-#: So small a model gains nothing from a second thread, and loses where others compute: each waits
-#: for the other.
+#: Smaller models do not gain from a second thread, and lose on busy machines, where threads wait for each other.
 ONE_THREAD_BYTES = 32 * 2**20
-_PROMPT_TOKENS = 16  #: of the prompt that is timed: enough to compute by tiles
+_PROMPT_TOKENS = 16  #: of the timed prompt: enough for tiled kernels
 _ROUNDS = 2
-_MARGIN = 1.1  #: less of a difference is noise, and others may use the machine just now
-_HOPELESS = 1.3  #: so many times the time of a token: still fewer threads are not tried
+_MARGIN = 1.1  #: a smaller difference is noise
+_HOPELESS = 1.3  #: a slowdown of decoding after which fewer threads are not tried
 CGROUP = Path("/sys/fs/cgroup")
 OWN_CGROUP = Path("/proc/self/cgroup")
 
@@ -35,11 +32,11 @@ OWN_CGROUP = Path("/proc/self/cgroup")
 def set_num_threads(
     asked: int, device: torch.device, weight_bytes: int, num_members: int = 1
 ) -> None:
-    """Let torch compute with as many as asked for.
+    """Set torch's number of threads.
 
-    0 on a CPU, unless OMP_NUM_THREADS says it: one for a small model, else torch's choice, but no
-    more than the container's share of the processors; of these, each of `num_members` processes has
-    its part. Threads beyond the share are stopped in the middle of an operation, and all wait.
+    0 on a CPU, unless OMP_NUM_THREADS is set: one for a small model, else torch's choice within the container's
+    share of the processors, divided by `num_members` processes. Threads beyond the share would be descheduled in
+    the middle of an operation.
     """
     if asked == 0 and device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         asked = _default(weight_bytes) // num_members or 1
@@ -58,10 +55,10 @@ def _default(weight_bytes: int) -> int:
 
 
 def settle_num_threads(runner: ModelRunner, shape: str, library: Library | None) -> None:
-    """Compute with fewer threads than `set_num_threads` chose, where its steps are faster so.
+    """Use fewer threads than `set_num_threads` chose if steps are faster with them.
 
-    Two threads of a core, or cores of another socket, may make a step slower. Measured once for a
-    `shape` of model, and kept beside the `library`; at each start without one.
+    Hyperthreads, or cores of another socket, may slow a step down. Measured once for a `shape` of model and stored
+    with the `library`; without one, at each start.
     """
     most = torch.get_num_threads()
     if most == 1 or "OMP_NUM_THREADS" in os.environ:
@@ -82,7 +79,7 @@ def settle_num_threads(runner: ModelRunner, shape: str, library: Library | None)
 
 
 def decide(times: StepTimes) -> int:
-    """The most threads that were timed, unless fewer are clearly faster by both times together."""
+    """The largest number of threads, unless fewer are clearly faster in both times."""
     most = max(times)
 
     def cost(count: int) -> float:
@@ -93,7 +90,7 @@ def decide(times: StepTimes) -> int:
 
 
 def _time_steps(runner: ModelRunner, most: int) -> StepTimes:
-    """The best of some rounds; each halves the number of threads until that is hopeless."""
+    """Best of several rounds, halving the number of threads until that is clearly slower."""
     trial, times = Trial(runner), dict[int, tuple[float, float]]()
     chunk = min(_PROMPT_TOKENS, trial.longest_chunk)
     try:
@@ -114,7 +111,7 @@ def _time_steps(runner: ModelRunner, most: int) -> StepTimes:
 
 
 def _parse_times(most: int, text: str) -> StepTimes:
-    """Raises: ValueError, TypeError, AttributeError, ArithmeticError for what `_time_steps` does not make."""
+    """Raises: ValueError, TypeError, AttributeError, ArithmeticError for text that `_time_steps` does not write."""
     found = {int(count): (float(a), float(b)) for count, (a, b) in json.loads(text).items()}
     is_whole = most in found and all(0 < count <= most for count in found)
     if not is_whole or not all(a > 0 and b > 0 for a, b in found.values()):
@@ -123,7 +120,7 @@ def _parse_times(most: int, text: str) -> StepTimes:
 
 
 def cpu_share() -> float:
-    """Processors that the control groups of this process (either version) may use; without a limit, infinite."""
+    """Processors that the control groups (version 1 or 2) of this process may use; infinite without a limit."""
     shares = [float("inf")]
     for line in _lines(OWN_CGROUP):
         _, controllers, own = line.split(":", 2)

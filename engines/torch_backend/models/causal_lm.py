@@ -1,7 +1,8 @@
-"""Text models whose decoder is our own program's: Llama, Mistral and Qwen2, and what is published under their names.
+"""Text models that this project's decoder computes: Llama, Mistral, Qwen2 and models with their architectures.
 
-Reads the checkpoints of `LlamaForCausalLM`, `MistralForCausalLM` and `Qwen2ForCausalLM`. What one of them asks beyond
-that program (a window within its context, another activation or rope scaling) the generic family runs.
+Reads checkpoints of `LlamaForCausalLM`, `MistralForCausalLM` and `Qwen2ForCausalLM`. Checkpoints with features that
+the decoder lacks (a window shorter than the context, another activation or RoPE scaling) are left to the generic
+family.
 """
 
 from pathlib import Path
@@ -24,7 +25,7 @@ _KINDS = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral", "Qwen2Fo
 
 
 class CausalConfig:
-    """A decoder, and the scheme that its weights are stored in."""
+    """Configuration of the decoder, and the quantization scheme of its weights."""
 
     def __init__(self, text: TextConfig, quantization: str | None) -> None:
         self.text = text
@@ -32,7 +33,7 @@ class CausalConfig:
 
 
 class CausalModel(FamilyModel):
-    """A decoder."""
+    """A decoder without images."""
 
     config: CausalConfig
 
@@ -43,7 +44,7 @@ class CausalModel(FamilyModel):
 
 
 class CausalFamily:
-    """Decoders of the LLaMA family."""
+    """LLaMA-family decoders."""
 
     architectures = tuple(_KINDS)
     model_type = "llama"
@@ -66,11 +67,11 @@ class CausalFamily:
         return CausalConfig(text, stored_quantization(config))
 
     def build(self, config: CausalConfig, mesh: Mesh) -> CausalModel:
-        """The model, its weights still undefined."""
+        """Create the model on the meta device."""
         return CausalModel(config, mesh)
 
     def rename(self, name: str, config: CausalConfig) -> str | None:
-        """The decoder's names are transformers' own."""
+        """Parameter names are those of transformers."""
         is_tied = config.text.tie_word_embeddings and name == "lm_head.weight"
         is_derived = name.endswith(".rotary_emb.inv_freq")
         return None if is_tied or is_derived else f"language_model.{name}"

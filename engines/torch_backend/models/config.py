@@ -1,4 +1,4 @@
-"""Shapes of the parts that families are made of, as plain data."""
+"""Shapes of model parts, as plain data."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,7 +7,7 @@ from typing import Literal, Protocol
 
 from engines.base import UnsupportedCheckpoint as UnsupportedCheckpoint
 
-#: pixels of a side of a CLIP tower's square
+#: largest side of a CLIP tower's image, in pixels
 MAX_IMAGE_SIZE = 2048
 
 
@@ -42,12 +42,12 @@ class RopeScaling:
 
 
 class BeyondOurProgram(UnsupportedCheckpoint):
-    """A checkpoint as it should be, of what no code of ours computes; transformers may."""
+    """A valid checkpoint that this project's own decoder cannot compute; transformers may."""
 
 
 @contextmanager
 def beyond_our_program() -> Iterator[None]:
-    """Whatever is refused within is no fault of the checkpoint."""
+    """Convert refusals inside the block to `BeyondOurProgram`."""
     try:
         yield
     except UnsupportedCheckpoint as refusal:
@@ -55,22 +55,22 @@ def beyond_our_program() -> Iterator[None]:
 
 
 class TextLimits(Protocol):
-    """What the engine has to know of any decoder."""
+    """Properties of any decoder that the engine needs."""
 
     @property
     def vocab_size(self) -> int:
-        """Tokens that the head scores."""
+        """Number of tokens that the head scores."""
         ...
 
     @property
     def max_position_embeddings(self) -> int:
-        """The longest context that the model was made for, in tokens."""
+        """The model's context length in tokens."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class TextConfig:
-    """A LLaMA-family decoder, driven by data: grouped-query heads, biases, tied embeddings, rope scaling."""
+    """A LLaMA-family decoder: grouped-query heads, biases, tied embeddings, RoPE scaling."""
 
     vocab_size: int
     hidden_size: int
@@ -85,13 +85,13 @@ class TextConfig:
     rope_scaling: RopeScaling | None = None
     rope_sections: tuple[
         int, ...
-    ] = ()  #: channel pairs that each row of positions turns; () one row
+    ] = ()  #: channel pairs that each row of positions rotates; (): one row
     attention_bias: bool = False
     attention_output_bias: bool = False
     mlp_bias: bool = False
     tie_word_embeddings: bool = False
     hidden_act: str = "silu"
-    has_head_norms: bool = False  #: of queries and keys, before they are turned
-    has_output_norms: bool = False  #: of what attention and feed-forward add to the stream
+    has_head_norms: bool = False  #: RMS norm of queries and keys, before rotary
+    has_output_norms: bool = False  #: RMS norm of the outputs of attention and feed-forward
     embedding_scale: float = 1.0
-    windows: tuple[int | None, ...] = ()  #: of each layer, tokens that a token sees; () all see all
+    windows: tuple[int | None, ...] = ()  #: attention window of each layer; (): no windows

@@ -1,7 +1,7 @@
-"""A checkpoint's `config.json`, completed by transformers' own configuration classes, and read for our modules.
+"""Reads a checkpoint's `config.json`, completed by transformers' configuration classes.
 
-What a file leaves out takes transformers' values. Each field is checked before anything is built from it, and only
-fields that a kind of model has reach transformers; no code of a checkpoint is ever run.
+Missing fields have transformers' defaults. Every field is checked before anything is built from it, and only known
+fields reach transformers; no code of a checkpoint is run.
 """
 
 from pathlib import Path
@@ -22,12 +22,12 @@ from engines.torch_backend.models.config import (
     beyond_our_program,
 )
 
-#: who wrote a `quantization_config`
+#: `quant_method` of `vlm quantize`
 QUANT_METHOD = "vlm-fleet"
 _SCHEMES = ("int8", "int4")
 _DTYPES = {str(t).removeprefix("torch."): t for t in (torch.float32, torch.bfloat16, torch.float16)}
 _TEXT_KINDS = ("llama", "mistral", "qwen2")
-#: Several times what the largest published models have, in whatever section they stand.
+#: Limits of integer fields, several times the largest published values, in any section.
 MAX_WHOLE = {
     "hidden_size": 2**16,
     "intermediate_size": 2**20,
@@ -43,7 +43,7 @@ MAX_WHOLE = {
 _SIDES = ("image_size", "patch_size")
 _EPSILONS = ("layer_norm_eps", "rms_norm_eps")
 _FLAGS = ("attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window")
-#: Fields in which null says something else than absence.
+#: Fields in which null differs from absence.
 _NULLABLE = frozenset({"sliding_window", "num_key_value_heads", "head_dim"})
 _MAX_THETA = 1e12
 
@@ -59,9 +59,9 @@ def read_fields(directory: Path) -> Fields:
 
 
 def complete(kind: Any, section: Fields) -> PreTrainedConfig:
-    """Transformers' configuration of a kind of model, with its values for what a section leaves out.
+    """Transformers' configuration of a model type, with defaults for missing fields.
 
-    Raises: UnsupportedCheckpoint for a kind that transformers does not have, and for values out of bounds.
+    Raises: UnsupportedCheckpoint for an unknown model type, and for values out of bounds.
     """
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         raise section.refuse("model_type", f"{shown(kind)} is unknown to transformers")
@@ -83,14 +83,14 @@ def complete(kind: Any, section: Fields) -> PreTrainedConfig:
             given[name] = complete(part_kind, part)
     try:
         return AutoConfig.for_model(kind, **given)
-    except Exception as error:  # whatever it makes of values that do not fit each other
+    except Exception as error:  # of any type, for inconsistent values
         where = f"{section.file}: {section.path[:-1]}".removesuffix(": ")
         reason = " ".join(str(error).split()).rpartition("Error: ")[2][:200]
         raise UnsupportedCheckpoint(f"{where}: {reason}") from None
 
 
 def _bounded(section: Fields) -> dict[str, Any]:
-    """The values that decide how much memory a model takes, each within its limits."""
+    """The fields that determine memory, checked against their limits."""
     values = {name: section.whole(name, at_most=most) for name, most in MAX_WHOLE.items()}
     values |= {name: _side(section, name) for name in _SIDES}
     values |= {name: section.number(name, above=0, at_most=1) for name in _EPSILONS}
@@ -99,7 +99,7 @@ def _bounded(section: Fields) -> dict[str, Any]:
 
 
 def stored_quantization(config: Fields) -> str | None:
-    """The scheme in which `vlm quantize` once saved the weights; what others wrote is the loader's to read."""
+    """The scheme of weights that `vlm quantize` saved. Other formats are detected by the loader."""
     given = config.section("quantization_config")
     if given.get("quant_method") != QUANT_METHOD:
         return None
@@ -110,7 +110,7 @@ def stored_quantization(config: Fields) -> str | None:
 
 
 def stored_dtype(config: Fields) -> torch.dtype:
-    """The type that the weights of a checkpoint have, or had before they were quantized."""
+    """The dtype of a checkpoint's weights, or the one before quantization."""
     for section in (config, config.section("text_config")):
         name = section.get("dtype", section.get("torch_dtype"))
         if isinstance(name, str) and name in _DTYPES:
@@ -119,7 +119,7 @@ def stored_dtype(config: Fields) -> torch.dtype:
 
 
 def check_clip(section: Fields) -> None:
-    """Refuse a vision tower that is none of CLIP's. Raises: UnsupportedCheckpoint."""
+    """Refuse vision towers other than CLIP's. Raises: UnsupportedCheckpoint."""
     kind = section.get("model_type", "clip_vision_model")
     if kind != "clip_vision_model":
         with beyond_our_program():
@@ -130,7 +130,7 @@ def check_clip(section: Fields) -> None:
 
 
 def clip_config(section: Fields, full: Any) -> VisionConfig:
-    """CLIP's tower. Raises: UnsupportedCheckpoint."""
+    """The CLIP tower's configuration. Raises: UnsupportedCheckpoint."""
     if full.hidden_size % full.num_attention_heads:
         raise section.refuse("hidden_size", "is not a multiple of num_attention_heads")
     if full.patch_size > full.image_size:
@@ -148,7 +148,7 @@ def clip_config(section: Fields, full: Any) -> VisionConfig:
 
 
 def check_llama(section: Fields) -> None:
-    """Refuse a decoder that is none of the LLaMA family. Raises: UnsupportedCheckpoint."""
+    """Refuse decoders outside the LLaMA family. Raises: UnsupportedCheckpoint."""
     kind = section.get("model_type", "llama")
     if kind not in _TEXT_KINDS:
         families = ", ".join(_TEXT_KINDS)
@@ -162,7 +162,7 @@ def check_llama(section: Fields) -> None:
 
 
 def llama_config(section: Fields, full: Any, tied: bool = False) -> TextConfig:
-    """A decoder of the LLaMA family. Raises: UnsupportedCheckpoint."""
+    """The decoder's configuration. Raises: UnsupportedCheckpoint."""
     kind = full.model_type
     num_heads, num_kv_heads = full.num_attention_heads, full.num_key_value_heads
     if num_heads % num_kv_heads:
@@ -194,14 +194,14 @@ def llama_config(section: Fields, full: Any, tied: bool = False) -> TextConfig:
 
 
 def _max_positions(full: Any) -> int:
-    """The context length. A sliding window shortens it: within the window attention is exactly full."""
+    """The context length, shortened to a sliding window: within the window attention is full."""
     window = getattr(full, "sliding_window", None)
     positions = full.max_position_embeddings
     return positions if window is None else min(positions, window)
 
 
 def _rope_parameters(section: Fields) -> Fields:
-    """The rotary settings: `rope_parameters` of transformers 5, `rope_scaling` before."""
+    """The RoPE settings: `rope_parameters` of transformers 5, `rope_scaling` of older files."""
     name = "rope_scaling" if section.get("rope_scaling") else "rope_parameters"
     parameters = section.section(name)
     if any(isinstance(value, dict) for value in parameters.values.values()):
@@ -241,7 +241,7 @@ def _rope_scaling(section: Fields, max_positions: int) -> RopeScaling | None:
 
 
 def _side(section: Fields, name: str) -> int | None:
-    """A square's side, given as one number or as two equal ones."""
+    """The side of a square, given as one number or as two equal ones."""
     value = section.get(name)
     if isinstance(value, list):
         if len(value) != 2 or value[0] != value[1]:

@@ -1,1 +1,1 @@
-"""Transformers' models whose decoder is one that our program computes: see `model`."""
+"""Transformers models whose decoder this project's `Llama` computes."""

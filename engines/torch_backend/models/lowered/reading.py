@@ -1,4 +1,4 @@
-"""Our decoder of the modules of transformers': what its layers are, and their weights by our names.
+"""Creates this project's decoder from transformers' modules: layer specs and renamed weights.
 
 Shape letters: D head width.
 """
@@ -19,9 +19,9 @@ from engines.torch_backend.models.llama import Llama
 
 
 def order_of_pairs(num_turned: int, head_dim: int, are_neighbours: bool) -> Tensor | None:
-    """Channels of queries and keys in an order in which those turned together lie half a head apart; None: as they are.
+    """The order of channels in which rotated pairs are half a head apart. None: unchanged.
 
-    Their products stay the same. Shapes: returns (D,).
+    Dot products of queries and keys do not change. Shapes: returns (D,).
     """
     if num_turned == head_dim and not are_neighbours:
         return None
@@ -41,7 +41,7 @@ def find_stack(model: nn.Module) -> tuple[str, Any]:
 
 
 def read_decoder(front: Any, stack: Any, dtype: torch.dtype, order: Tensor | None = None) -> Llama:
-    """Our program with transformers' weights: matrices as they were loaded, all else in `dtype`, or finer.
+    """A `Llama` with transformers' weights: matrices as loaded, other parameters in `dtype` or higher precision.
 
     Channels of queries and keys are in `order`, if it is given. Raises: BeyondOurProgram.
     """
@@ -49,7 +49,7 @@ def read_decoder(front: Any, stack: Any, dtype: torch.dtype, order: Tensor | Non
     weights, is_tied = _read_ends(front.inner.get_output_embeddings(), stack)
     scale = _read_scale(stack.embed_tokens)
     gain, eps = _read_norm(stack.norm)
-    weights["model.norm.weight"] = gain.to(dtype)  # the stream has it too
+    weights["model.norm.weight"] = gain.to(dtype)  # the hidden states have this dtype too
     all_eps, activations = {eps}, set()
     for number, (layer, spec) in enumerate(zip(stack.layers, specs, strict=True)):
         parts = _read_layer(layer, spec)
@@ -67,7 +67,7 @@ def read_decoder(front: Any, stack: Any, dtype: torch.dtype, order: Tensor | Non
 
 
 def _read_ends(head: Any, stack: Any) -> tuple[dict[str, Tensor], bool]:
-    """Embeddings and head, and whether these are one."""
+    """Embeddings and head, and whether they are tied."""
     if type(head) is not nn.Linear or head.bias is not None:
         raise BeyondOurProgram("its head is more than a matrix")
     table = stack.embed_tokens.weight
@@ -78,7 +78,7 @@ def _read_ends(head: Any, stack: Any) -> tuple[dict[str, Tensor], bool]:
 
 @torch.inference_mode()
 def _read_scale(embeddings: Any) -> float:
-    """What embeddings are multiplied by, and nothing else is done to them."""
+    """The factor of the embeddings, which must be their only change."""
     if type(embeddings) is nn.Embedding:
         return 1.0
     table = getattr(embeddings, "weight", None)
@@ -99,9 +99,9 @@ def _describe(
     is_tied: bool,
     max_positions: int,
 ) -> TextConfig:
-    """Layers with these weights, which ask for that."""
+    """The configuration of layers with these weights and specs."""
     spec = specs[0]
-    names = {name.split(".", 3)[-1] for name in weights}  # of layers: without their numbers
+    names = {name.split(".", 3)[-1] for name in weights}  # names within a layer
     vocab_size, width = weights["model.embed_tokens.weight"].shape
     return TextConfig(
         vocab_size=vocab_size,
@@ -125,7 +125,7 @@ def _describe(
 
 
 def _fill(text: TextConfig, weights: dict[str, Tensor], dtype: torch.dtype) -> Llama:
-    """A decoder with these weights. Biases that only some maps have are 0 in the others."""
+    """A decoder with these weights. Missing biases are 0."""
     with torch.device("meta"):
         decoder = Llama(text)
     wanted = decoder.state_dict()
@@ -136,7 +136,7 @@ def _fill(text: TextConfig, weights: dict[str, Tensor], dtype: torch.dtype) -> L
         raise BeyondOurProgram(f"weights do not fit: {', '.join(sorted(odd)[:3])}")
 
     def place(name: str, x: Tensor) -> Tensor:
-        # gains of 1 + w would lose what w has
+        # gains of 1 + w would lose the precision of w
         is_fine = name.endswith("norm.weight") and x.dtype.itemsize > dtype.itemsize
         return x.detach() if x.dim() > 1 or is_fine else x.detach().to(dtype)
 
@@ -145,7 +145,7 @@ def _fill(text: TextConfig, weights: dict[str, Tensor], dtype: torch.dtype) -> L
 
 
 def _read_specs(front: Any, layers: list[Any]) -> list[LayerSpec]:
-    """What each layer's attention asks for, which has to be all that is there."""
+    """Specs of each layer's attention. Raises: BeyondOurProgram if there is more than they describe."""
     found: Mapping[Any, LayerSpec] = front.specs
     specs = [found.get(getattr(layer, "self_attn", None)) for layer in layers]
     if len(found) != len(specs) or not all(specs):
@@ -171,7 +171,7 @@ def _read_specs(front: Any, layers: list[Any]) -> list[LayerSpec]:
 
 @dataclass
 class _LayerParts:
-    """A layer's weights by our names."""
+    """A layer's weights by this project's names."""
 
     weights: dict[str, Tensor]
     eps: set[float]
@@ -179,7 +179,7 @@ class _LayerParts:
 
 
 def stored_rows(name: str, text: TextConfig, order: Tensor | None) -> dict[str, Tensor | None]:
-    """`FamilyModel.stored_rows` of a decoder that `read_decoder` made in this `order`."""
+    """`FamilyModel.stored_rows` of a decoder that `read_decoder` created in this `order`."""
     number, _, module = name.partition(".")
     qkv = _qkv_rows(text.num_heads, text.num_kv_heads, text.head_dim)
     num_rows = {
@@ -198,7 +198,7 @@ def stored_rows(name: str, text: TextConfig, order: Tensor | None) -> dict[str, 
 
 
 def _in_order(name: str, x: Tensor, order: Tensor | None, head_dim: int) -> Tensor:
-    """A weight of a layer, with the channels of queries and keys in `order`."""
+    """A weight with the channels of queries and keys in `order`."""
     if order is None or name not in _TURNED:
         return x
     return x.unflatten(0, (-1, head_dim))[:, order.to(x.device)].flatten(0, 1)
@@ -208,14 +208,14 @@ _LINEARS = (
     "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj",
     "mlp.down_proj",
 )  # fmt: skip
-#: What belongs to channels of queries and keys.
+#: Parameters that belong to channels of queries and keys.
 _TURNED = frozenset({
     "self_attn.q_proj.weight", "self_attn.q_proj.bias", "self_attn.k_proj.weight", "self_attn.k_proj.bias",
     "self_attn.q_norm.weight", "self_attn.k_norm.weight",
 })  # fmt: skip
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 _HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
-#: Where what is added to the stream is normalised first: theirs by our names.
+#: Names of norms in layers that normalize their outputs.
 _FOUR_NORMS = {
     "input_layernorm": "input_layernorm",
     "post_attention_layernorm": "self_attn.out_norm",
@@ -260,7 +260,7 @@ def _read_layer(layer: nn.Module, spec: LayerSpec) -> _LayerParts:
 
 
 def _qkv_rows(num_heads: int, num_kv_heads: int, head_dim: int) -> list[int]:
-    """Rows of the linear layers of queries, keys and values."""
+    """Rows of queries, keys and values in a joined layer."""
     return [count * head_dim for count in (num_heads, num_kv_heads, num_kv_heads)]
 
 
@@ -277,7 +277,7 @@ def _parted(name: str, x: Tensor, qkv: list[int]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _read_norm(norm: Any) -> tuple[Tensor, float]:
-    """Gain and epsilon of what is found to be a norm of root mean squares."""
+    """Gain and epsilon of an RMS norm. Raises: BeyondOurProgram for another one."""
     weight = getattr(norm, "weight", None)
     eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     if not isinstance(weight, Tensor) or weight.dim() != 1 or not isinstance(eps, float):

@@ -1,4 +1,4 @@
-"""Transformers' rotary module as our table of angles.
+"""Converts transformers' rotary module to a table of angles.
 
 Shape letters: N tokens, R rows of positions, P positions, D head width.
 """
@@ -14,11 +14,11 @@ from engines.torch_backend.layers.rotary import RotaryTable
 from engines.torch_backend.models.config import BeyondOurProgram
 from engines.torch_backend.models.generic.rope import freeze_rope
 
-_TABLE_ROWS = 1 << 13  # positions whose angles are computed at once
+_TABLE_ROWS = 1 << 13  # positions per call
 
 
 class Rotary:
-    """Turns pairs from the two halves of a head; of some the angle is 0, where positions do not turn all channels."""
+    """Rotates pairs from the two halves of a head. Angles of channels that are not rotated are 0."""
 
     def __init__(self, module: nn.Module, num_rows: int, head_dim: int) -> None:
         """Raises: BeyondOurProgram."""
@@ -26,9 +26,7 @@ class Rotary:
         self._num_rows = num_rows
         takes_types = "layer_type" in inspect.signature(module.forward).parameters
         types: Any = getattr(module, "layer_types", None) if takes_types else None
-        self._types: Sequence[str | None] = types or (
-            None,
-        )  #: of layers, each with angles of its own
+        self._types: Sequence[str | None] = types or (None,)  #: by type of layer
         self.num_tables = len(self._types)
         found = {self._check(layer_type, head_dim) for layer_type in self._types}
         if len(found) > 1:
@@ -37,8 +35,8 @@ class Rotary:
         self._channel_rows = torch.tensor(channel_rows)  # (D,)
 
     def _check(self, layer_type: str | None, head_dim: int) -> tuple[int, int, tuple[int, ...]]:
-        """Channels that are turned and not, and which row of positions turns each."""
-        # by token, one row away from 0
+        """Numbers of rotated and other channels, and the row of positions of each channel."""
+        # by token, one row differs from 0
         probes = torch.eye(self._num_rows, dtype=torch.long).T
         cos, sin = self._turn(probes, layer_type)
         width = cos.shape[-1]
@@ -54,11 +52,11 @@ class Rotary:
         return width, num_still, tuple(rows.tolist())
 
     def freeze(self, max_positions: int) -> None:
-        """Turn as in sequences that are never longer from now on."""
+        """Fix the frequencies for sequences up to this length."""
         freeze_rope(self._module, max_positions)
 
     def table(self, max_positions: int, dtype: torch.dtype, device: torch.device) -> RotaryTable:
-        """Of positions from 0, for each type of layers."""
+        """Tables from position 0 for each type of layer."""
         first, *others = (self._of(each, max_positions, dtype, device) for each in self._types)
         first.others = tuple(others)
         return first
@@ -93,7 +91,7 @@ class Rotary:
 
 
 def _with_still(x: Tensor, num_still: int, value: int) -> Tensor:
-    """Channels that are not turned at the end of each half. Shapes: (P, turned); returns (P, D)."""
+    """Add the channels that are not rotated at the end of each half. Shapes: (P, turned); returns (P, D)."""
     still = x.new_full((len(x), num_still // 2), value)
     left, right = x.chunk(2, dim=1)
     return torch.cat([left, still, right, still], dim=1)
