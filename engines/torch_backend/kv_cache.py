@@ -57,7 +57,7 @@ class KVCachePlan:
 
 
 def kv_storage_dtype(kv_dtype: str, dtype: torch.dtype) -> torch.dtype:
-    """dtype of stored keys and values; `auto` is the engine's dtype."""
+    """The dtype of stored keys and values; `auto` is the engine's."""
     return torch.int8 if kv_dtype == "int8" else dtype
 
 

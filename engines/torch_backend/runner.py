@@ -162,7 +162,7 @@ class TorchRunner:
         return self._find_loras().load(directory, limits, is_shared=self._leader is not None)
 
     def take_adapter(self, stored: Mapping[str, LowRank]) -> LoraAdapter:
-        """This rank's shard of an adapter that rank 0 has read."""
+        """The rank's shard of an adapter that rank 0 has read."""
         return self._find_loras().take("", stored)
 
     def _find_loras(self) -> Loras:
