@@ -1,10 +1,11 @@
-"""The commands of who deploys: `vlm deploy`, `apps`, `app`, `promote`, `rollback`, `scale`, `undeploy`, `gc`.
+"""Deployment commands: `vlm deploy`, `apps`, `app`, `logs`, `promote`, `rollback`, `scale`, `undeploy`, `gc`.
 
-They end with 0, or 1: wrong arguments, 2: no package can be made, 3: it cannot be uploaded, 4: the gateway
-refuses, 5: the rollout failed.
+Exit codes: 0, 1: wrong arguments, 2: packaging failed, 3: the upload failed, 4: the gateway refused, 5: the rollout
+failed.
 """
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -17,11 +18,15 @@ from shared.gateway_url import URL, DeployKey, Url
 if TYPE_CHECKING:
     from deploy.client import Client
 
-Name = Annotated[str, typer.Argument(help="Of the deployment.", show_default=False)]
-Form = Annotated[Literal["yaml", "json"] | None, typer.Option("-o", help="Print it as data.")]
+Name = Annotated[str, typer.Argument(help="Name of the deployment.", show_default=False)]
+Form = Annotated[
+    Literal["yaml", "json"] | None, typer.Option("-o", help="Print data in this format.")
+]
 Wait = Annotated[
     float,
-    typer.Option("--wait", "--timeout", min=0, help="Seconds to wait for the outcome; 0: do not."),
+    typer.Option(
+        "--wait", "--timeout", min=0, help="Seconds to wait for the outcome; 0: do not wait."
+    ),
 ]
 NoWait = Annotated[bool, typer.Option("--no-wait", help="Do not wait for the outcome.")]
 ARGUMENTS = 1
@@ -30,7 +35,7 @@ _UsageError = typer.BadParameter.__mro__[1]  # typer brings a click of its own
 
 @contextmanager
 def _ending_with_arguments() -> Iterator[None]:
-    """Wrong arguments end with 1: 2 is for packages."""
+    """Wrong arguments exit with 1; typer's 2 means that packaging failed."""
     try:
         yield
     except Exception as error:
@@ -39,31 +44,97 @@ def _ending_with_arguments() -> Iterator[None]:
         raise
 
 
+Options = dict[str, tuple[Any, Any]]  #: annotation and default by name
+
+
+def _many(option: str, metavar: str, text: str) -> Any:
+    """An option that may be repeated."""
+    return Annotated[
+        list[str] | None, typer.Option(option, metavar=metavar, help=text, show_default=False)
+    ]
+
+
+def _with(**tables: Options) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the options of tables; it gets the values of each table as a dictionary."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        def run(**given: Any) -> None:
+            groups = {key: {each: given.pop(each) for each in tables[key]} for key in tables}
+            command(**groups, **given)
+
+        own = inspect.signature(command).parameters
+        parameters = [each for each in own.values() if each.name not in tables]
+        parameters += [
+            inspect.Parameter(
+                each, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+            )
+            for table in tables.values()
+            for each, (annotation, default) in table.items()
+        ]
+        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return run
+
+    return decorate
+
+
 class Command(TyperCommand):
-    """A command with our exit codes."""
+    """A command with these exit codes."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """See click. Raises: UsageError, Exit."""
         with _ending_with_arguments():
             return super().parse_args(ctx, args)
 
 
 class Group(TyperGroup):
-    """A group of them."""
+    """A group of commands with these exit codes."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """See click. Raises: UsageError, Exit."""
         with _ending_with_arguments():
             return super().parse_args(ctx, args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """See click. Raises: UsageError."""
         with _ending_with_arguments():
             return super().resolve_command(ctx, args)
 
 
+#: Options that become the spec, with their defaults.
+SPEC: Options = {
+    "min_instances": (Annotated[int, typer.Option(min=0)], 0),
+    "max_instances": (Annotated[int, typer.Option(min=1)], 4),
+    "resources": (
+        Annotated[str, typer.Option(help="Per instance: cpu=2,memory=4g,gpu=1.")], "cpu=1",
+    ),
+    "canary": (
+        Annotated[str, typer.Option(help="Share of the requests for the new version at first, such as 10%.")], "0",
+    ),
+    "canary_latency": (
+        Annotated[float, typer.Option(help="Roll back a canary that is so many times slower than the old version, such as 2; 0: off.")], 0,
+    ),
+    "start_s": (Annotated[float, typer.Option(help="Seconds in which it must be ready.")], 300),
+    "idle_s": (Annotated[float, typer.Option(help="Seconds without work before an instance stops.")], 300),
+    "retry_limit": (Annotated[int, typer.Option(min=0, help="Failed starts before a rollback.")], 3),
+}  # fmt: skip
+#: Options that make the package and its environment.
+PACKAGE: Options = {
+    "engine": (_many("--set", "NAME=VALUE", "A setting of the model's engine, part of the package, such as quantization=int8."), None),
+    "entry": (Annotated[str, typer.Option(help="module:Class of a Python application.")], ""),
+    "command": (Annotated[str, typer.Option(help="Command of an executable's package.")], ""),
+    "installed": (
+        Annotated[bool, typer.Option("--installed", help="--command is a path on the nodes: nothing is uploaded.")], False,
+    ),
+    "env": (_many("--env", "NAME=VALUE", "A variable of an application; not for secrets."), None),
+    "secret": (
+        _many("--secret", "NAME[=SECRET]", "A variable of an application from the node's secret of that name, or another; never its value."), None,
+    ),
+}  # fmt: skip
+
+
+@_with(spec=SPEC, package=PACKAGE)
 def deploy(
-    name: Annotated[str, typer.Option(help="Under which it is served.", show_default=False)],
+    name: Annotated[str, typer.Option(help="Name of the deployment.", show_default=False)],
+    spec: dict[str, Any],
+    package: dict[str, Any],
     application: Annotated[
         str,
         typer.Option(
@@ -73,61 +144,9 @@ def deploy(
     ] = "",
     url: Url = URL,
     api_key: DeployKey = None,
-    engine: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="NAME=VALUE",
-            help="A setting of the model's engine, part of the package, as quantization=int8.",
-            show_default=False,
-        ),
-    ] = None,
-    entry: Annotated[str, typer.Option(help="module:Class of a Python application.")] = "",
-    command: Annotated[str, typer.Option(help="What runs an executable's package.")] = "",
-    installed: Annotated[
-        bool,
-        typer.Option(
-            "--installed", help="--command is a path that nodes have: nothing is uploaded."
-        ),
-    ] = False,
-    min_instances: Annotated[int, typer.Option(min=0)] = 0,
-    max_instances: Annotated[int, typer.Option(min=1)] = 4,
-    env: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--env",
-            metavar="NAME=VALUE",
-            help="A variable of an application; not for secrets.",
-            show_default=False,
-        ),
-    ] = None,
-    secret: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--secret",
-            metavar="NAME[=SECRET]",
-            help="A variable of an application with the node's secret of that name, or another; never its value.",
-            show_default=False,
-        ),
-    ] = None,
-    resources: Annotated[
-        str, typer.Option(help="Of one instance: cpu=2,memory=4g,gpu=1.")
-    ] = "cpu=1",
-    canary: Annotated[
-        str, typer.Option(help="Share of the requests that the new version gets at first, as 10%.")
-    ] = "0",
-    canary_latency: Annotated[
-        float,
-        typer.Option(
-            help="Roll a canary back that takes so many times as long as the old version, as 2; 0: do not."
-        ),
-    ] = 0,
-    start_s: Annotated[float, typer.Option(help="In which it has to be ready.")] = 300,
-    idle_s: Annotated[float, typer.Option(help="Without work, before an instance stops.")] = 300,
-    retry_limit: Annotated[int, typer.Option(min=0, help="Failed starts that it may have.")] = 3,
     store: Annotated[
         str | None,
-        typer.Option(help="Where packages go.", show_default="the gateway's, and through it"),
+        typer.Option(help="Store of packages.", show_default="the gateway's, and through it"),
     ] = None,
     sign: Annotated[
         Path | None, typer.Option(help="An SSH key that signs the package.", show_default=False)
@@ -135,49 +154,25 @@ def deploy(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done.")] = False,
     target: Annotated[
         Literal["fleet", "kubernetes"],
-        typer.Option(help="kubernetes: print manifests of nodes for this version, and do nothing."),
+        typer.Option(help="kubernetes: only print manifests of nodes for this version."),
     ] = "fleet",
     output: Annotated[
-        Literal["yaml", "json"], typer.Option("-o", help="Of --dry-run and --target.")
+        Literal["yaml", "json"], typer.Option("-o", help="Format of --dry-run and --target.")
     ] = "yaml",
     wait: Wait = 300,
     no_wait: NoWait = False,
 ) -> None:
-    """Make a package, and have it served under a name."""
-    import shlex
-
+    """Package an application or a model, and deploy it under a name."""
     from deploy import commands
 
-    def run() -> None:
-        spec = commands.make_spec(
-            resources=resources, canary=canary, min_instances=min_instances,
-            max_instances=max_instances, start_s=start_s, idle_s=idle_s, retry_limit=retry_limit,
-            canary_latency=canary_latency,
-        )  # fmt: skip
-        settings = dict(_assignment("--set", each) for each in engine or ())
-        variables = dict(_assignment("--env", each) for each in env or ())
-        named = (each.partition("=") for each in secret or ())
-        environment = commands.make_environment(
-            variables, {name.strip(): other or name.strip() for name, _, other in named}
-        )
-        commands.run_deploy(
-            _client(url, api_key), name, application, spec, engine=settings, entry=entry,
-            command=shlex.split(command), is_installed=installed, environment=environment, store_url=store,
-            signing_key=sign, dry_run=output if dry_run or target == "kubernetes" else None,
-            target=target,
+    commands.finish(
+        lambda: commands.run_deploy(
+            _client(url, api_key), name, application, commands.make_spec(**spec), package,
+            store_url=store, signing_key=sign, target=target,
+            dry_run=output if dry_run or target == "kubernetes" else None,
             wait_s=0 if no_wait else wait,
-        )  # fmt: skip
-
-    commands.finish(run)
-
-
-def _assignment(option: str, text: str) -> tuple[str, str]:
-    from deploy.commands import CommandFailed
-
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise CommandFailed(f"{option} {name}: write NAME=VALUE", ARGUMENTS)
-    return name.strip(), value
+        )
+    )  # fmt: skip
 
 
 def _client(url: str, key: str | None) -> "Client":
@@ -195,7 +190,7 @@ def _change(
 
 
 def apps(url: Url = URL, api_key: DeployKey = None, output: Form = None) -> None:
-    """List what is deployed."""
+    """List the deployments."""
     from deploy import commands
 
     commands.finish(lambda: commands.run_apps(_client(url, api_key), output))
@@ -206,7 +201,7 @@ def app(
     url: Url = URL,
     api_key: DeployKey = None,
     output: Form = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Show it anew until Ctrl-C.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh until Ctrl-C.")] = False,
 ) -> None:
     """Show a deployment: its generations, instances and events."""
     from deploy import commands
@@ -218,45 +213,46 @@ def app(
 def logs(
     name: Name,
     slot: Annotated[
-        int | None, typer.Option(help="Of one instance.", show_default="all of them")
+        int | None, typer.Option(help="Only of this instance.", show_default="all")
     ] = None,
     lines: Annotated[int, typer.Option("--lines", "-n", min=1, max=1000)] = 100,
     url: Url = URL,
     api_key: DeployKey = None,
 ) -> None:
-    """Show what the instances of a deployment have logged, also those that ended or never started."""
+    """Show the log of a deployment's instances, also of ended ones and failed starts."""
     from deploy import commands
 
     commands.finish(lambda: commands.run_logs(_client(url, api_key), name, slot, lines))
 
 
 def promote(name: Name, url: Url = URL, api_key: DeployKey = None) -> None:
-    """Have a canary serve all requests."""
+    """Make the canary the active version."""
     _change(url, api_key, "POST", f"/{name}:promote", {})
 
 
 def rollback(
     name: Name,
     to: Annotated[
-        int | None, typer.Option(help="Generation.", show_default="the last that served before")
+        int | None,
+        typer.Option(help="Generation to roll back to.", show_default="the last active version"),
     ] = None,
     url: Url = URL,
     api_key: DeployKey = None,
     wait: Wait = 300,
 ) -> None:
-    """Take a new version back; where none is on its way, have the one before serve again."""
+    """Roll back the candidate; without a candidate, roll back to the previous version."""
     body = {} if to is None else {"generation": to}
     _change(url, api_key, "POST", f"/{name}:rollback", body, wait)
 
 
 def scale(
     name: Name,
-    least: Annotated[int | None, typer.Option("--min", min=0, show_default="as it is")] = None,
-    most: Annotated[int | None, typer.Option("--max", min=1, show_default="as it is")] = None,
+    least: Annotated[int | None, typer.Option("--min", min=0, show_default="unchanged")] = None,
+    most: Annotated[int | None, typer.Option("--max", min=1, show_default="unchanged")] = None,
     url: Url = URL,
     api_key: DeployKey = None,
 ) -> None:
-    """Change how many instances there may be."""
+    """Change the minimum and maximum number of instances."""
     given = {"min_instances": least, "max_instances": most}
     body = {name: value for name, value in given.items() if value is not None}
     if not body:
@@ -267,25 +263,25 @@ def scale(
 
 
 def undeploy(name: Name, url: Url = URL, api_key: DeployKey = None) -> None:
-    """Stop serving a name; what waits is still answered."""
+    """Remove a deployment; waiting requests are still answered."""
     _change(url, api_key, "DELETE", f"/{name}", None)
 
 
 def gc(
     store: Annotated[
-        str | None, typer.Option(help="Which store.", show_default="the gateway's")
+        str | None, typer.Option(help="Store of packages.", show_default="the gateway's")
     ] = None,
     older_than_h: Annotated[
-        float, typer.Option(min=0, help="Only what is older than so many hours.")
+        float, typer.Option(min=0, help="Minimum age in hours of what is removed.")
     ] = 24,
     keep: Annotated[
-        int, typer.Option(min=1, help="Generations of each deployment that can be gone back to.")
+        int, typer.Option(min=1, help="Generations of each deployment to keep for rollbacks.")
     ] = 10,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="List, and remove nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List, without removing.")] = False,
     url: Url = URL,
     api_key: DeployKey = None,
 ) -> None:
-    """Remove packages from the store that no deployment names."""
+    """Remove packages that no deployment references from the store."""
     from deploy import commands
 
     commands.finish(
@@ -297,6 +293,5 @@ def gc(
 
 
 def add_to(root: typer.Typer) -> None:
-    """Put the commands into the command line."""
     for command in (deploy, apps, app, logs, promote, rollback, scale, undeploy, gc):
         root.command(cls=Command)(command)

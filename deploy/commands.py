@@ -5,9 +5,10 @@ import json
 import math
 import os
 import re
+import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import UTC, datetime  # noqa: TID251 (people see it)
@@ -59,42 +60,33 @@ class CommandFailed(Exception):
         self.code = code
 
 
-def make_spec(
-    *,
-    resources: str,
-    canary: str,
-    min_instances: int,
-    max_instances: int,
-    start_s: float,
-    idle_s: float,
-    retry_limit: int,
-    canary_latency: float,
-) -> Spec:
-    """The spec of options as people write them: `cpu=2,memory=4g,gpu=1` and `10%`. Raises: CommandFailed."""
+def make_spec(*, resources: str, canary: str, **fields: Any) -> Spec:
+    """The spec of options such as `cpu=2,memory=4g,gpu=1` and `10%`. Raises: CommandFailed."""
     try:
-        spec = Spec(
-            min_instances=min_instances,
-            max_instances=max_instances,
-            resources=parse_resources(resources),
-            canary=_parse_share(canary),
-            idle_s=idle_s,
-            start_s=start_s,
-            retry_limit=retry_limit,
-            canary_latency=canary_latency,
-        )
-        return msgspec.json.decode(msgspec.json.encode(spec), type=Spec)  # which checks its limits
+        spec = Spec(resources=parse_resources(resources), canary=_parse_share(canary), **fields)
+        return msgspec.json.decode(msgspec.json.encode(spec), type=Spec)  # which validates it
     except (ValueError, msgspec.ValidationError) as error:
         raise CommandFailed(str(error), ARGUMENTS) from None
 
 
-def make_environment(variables: dict[str, str], secrets: dict[str, str]) -> Environment:
-    """The environment of options. Raises: CommandFailed."""
+def make_environment(env: list[str] | None, secret: list[str] | None) -> Environment:
+    """The environment of `--env` and `--secret`. Raises: CommandFailed."""
+    variables = dict(_assignment("--env", each) for each in env or ())
+    named = (each.partition("=") for each in secret or ())
+    secrets = {name.strip(): other or name.strip() for name, _, other in named}
     environment = Environment(variables, secrets)
     try:
         check_environment(environment)
     except BadEnvironment as error:
         raise CommandFailed(f"--env, --secret: {error}", ARGUMENTS) from None
     return environment
+
+
+def _assignment(option: str, text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise CommandFailed(f"{option} {name}: write NAME=VALUE", ARGUMENTS)
+    return name.strip(), value
 
 
 def parse_resources(text: str) -> Resources:
@@ -141,19 +133,19 @@ def run_deploy(
     name: str,
     application: str,
     spec: Spec,
+    package: dict[str, Any],
     *,
-    engine: dict[str, str],
-    entry: str,
-    command: Sequence[str],
-    is_installed: bool = False,
-    environment: Environment = Environment(),
     store_url: str | None,
     signing_key: Path | None,
     dry_run: str | None,
     target: str,
     wait_s: float,
 ) -> None:
-    """Pack, upload, deploy, wait. Raises: CommandFailed."""
+    """Pack, upload, deploy, wait. `package`: options of the command line. Raises: CommandFailed."""
+    is_installed = package["installed"]
+    engine = dict(_assignment("--set", each) for each in package["engine"] or ())
+    environment = make_environment(package["env"], package["secret"])
+    command = shlex.split(package["command"])
     if not re.match(NAME, name):
         raise CommandFailed(f"--name {name}: {NAME_RULE}", ARGUMENTS)
     if bool(application) == is_installed:
@@ -163,17 +155,19 @@ def run_deploy(
             if is_installed:
                 packed = pack_installed(command)
             else:
-                packed = pack(application, engine=engine, entry=entry, command=command, report=bar)
+                packed = pack(
+                    application, engine=engine, entry=package["entry"], command=command, report=bar
+                )
     except (BadPackage, OSError) as error:
         raise CommandFailed(f"{application or name}: {error}", PACKAGING) from None
     try:
         if target == "kubernetes":
             url = store_url or find_store(client)
             documents = render(name, packed.manifest.digest, spec, url, environment)
-            _show(documents, dry_run or "yaml")
+            show(documents, dry_run or "yaml")
             return
         if dry_run is not None:
-            _show(_plan(name, packed, spec, environment, store_url or client.url), dry_run)
+            show(_plan(name, packed, spec, environment, store_url or client.url), dry_run)
             return
         digest = packed.manifest.digest
         body: dict[str, Any] = {"digest": digest, "spec": msgspec.to_builtins(spec)}
@@ -197,7 +191,7 @@ def run_deploy(
 def run_logs(client: Client, name: str, slot: int | None, num_lines: int) -> None:
     """Print the latest lines. Raises: CommandFailed."""
     chosen = "" if slot is None else f"&slot={slot}"
-    found = _ask(lambda: client.call("GET", f"/{name}/logs?limit={num_lines}{chosen}"))
+    found = client.call("GET", f"/{name}/logs?limit={num_lines}{chosen}")
     for line in found["data"]:
         at = datetime.fromtimestamp(line["at"], UTC).isoformat(timespec="seconds")
         print(f"{at} {line['slot']} {line['text']}")
@@ -205,7 +199,7 @@ def run_logs(client: Client, name: str, slot: int | None, num_lines: int) -> Non
 
 def find_store(client: Client) -> str:
     """Where the gateway keeps packages. Raises: CommandFailed."""
-    return _ask(lambda: client.call("GET"))["store"]
+    return client.call("GET")["store"]
 
 
 def _plan(
@@ -235,7 +229,7 @@ class _Whole(yaml.SafeDumper):
         return True
 
 
-def _show(content: Any, form: str) -> None:
+def show(content: Any, form: str) -> None:
     if form == "json":
         print(json.dumps(content, indent=2))
     else:
@@ -312,7 +306,7 @@ def wait(client: Client, name: str, generation: int, wait_s: float) -> None:
     """Until the generation serves, or is a canary. Raises: CommandFailed if it was rolled back, or not in time."""
     began_at, shown = time.monotonic(), ""
     while True:
-        found = _ask(lambda: client.call("GET", f"/{name}"))
+        found = client.call("GET", f"/{name}")
         own = next(g for g in found["generations"] if g["generation"] == generation)
         if own["outcome"] == "active":
             console.print(f"{name}: generation {generation} is active")
@@ -371,7 +365,7 @@ def run_change(
     client: Client, method: str, path: str, body: dict[str, Any] | None, wait_s: float = 0
 ) -> None:
     """Ask for a change, and wait for what comes of it if that is asked for. Raises: CommandFailed."""
-    found = _ask(lambda: client.call(method, path, body))
+    found = client.call(method, path, body)
     name, generation = found["name"], found["generation"]
     last = found["generations"][-1]
     told = {
@@ -404,9 +398,9 @@ def run_gc(store: Callable[[], str], older_than_s: float, num_kept: int, *, is_d
 
 def run_apps(client: Client, form: str | None) -> None:
     """List deployments. Raises: CommandFailed."""
-    found = _ask(lambda: client.call("GET"))
+    found = client.call("GET")
     if form:
-        _show(found, form)
+        show(found, form)
         return
     table = _new_table("name", "state", "serves", "ready", "candidate", "last gen.", "its message")
     for app in found["data"]:
@@ -421,9 +415,9 @@ def run_apps(client: Client, form: str | None) -> None:
 
 def run_app(client: Client, name: str, form: str | None, pause_s: float | None) -> None:
     """Show one deployment, again and again if `pause_s` says so. Raises: CommandFailed."""
-    found = _ask(lambda: client.call("GET", f"/{name}"))
+    found = client.call("GET", f"/{name}")
     if form:
-        _show(found, form)
+        show(found, form)
         return
     rates = _Rates()
     if pause_s is None:
@@ -432,7 +426,7 @@ def run_app(client: Client, name: str, form: str | None, pause_s: float | None) 
     with Live(_table(found, rates), console=screen) as live:
         while True:
             time.sleep(pause_s)
-            live.update(_table(_ask(lambda: client.call("GET", f"/{name}")), rates))
+            live.update(_table(client.call("GET", f"/{name}"), rates))
 
 
 class _Rates:
@@ -516,8 +510,8 @@ def finish(command: Callable[[], None]) -> None:
     """Run a command; a failure is one line and an exit code."""
     try:
         command()
-    except CommandFailed as error:
+    except (CommandFailed, ApiFailed) as error:
         console.print(str(error), style="red", soft_wrap=True)
-        sys.exit(error.code)
+        sys.exit(error.code if isinstance(error, CommandFailed) else API)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)

@@ -1,7 +1,7 @@
-"""A version of a deployment on Kubernetes: nodes for it alone, as many as it should have instances.
+"""Kubernetes manifests of one version of a deployment.
 
-Its pods are nodes (`vlm node`) with room for one instance, which take the slots of one digest. Rollouts, canaries
-and how many instances there should be stay as they are elsewhere; KEDA gives them room by what gateways say.
+Its pods are nodes (`vlm node`) with resources for one instance, which claim slots of this version only. KEDA scales
+them by the slots in the gateways' metrics; rollouts and canaries work as on other nodes.
 """
 
 import re
@@ -22,7 +22,7 @@ _WORKER_PASSWORD = "REDIS_WORKER_PASSWORD"
 
 
 class CannotRender(ValueError):
-    """Kubernetes cannot have it so; the message says what to change."""
+    """The deployment cannot run on Kubernetes; the message names the option."""
 
 
 def render(
@@ -33,13 +33,13 @@ def render(
     environment: Environment = Environment(),
     image: str = IMAGE,
 ) -> list[dict[str, Any]]:
-    """The manifests, in the style of `config/kubernetes`. Raises: CannotRender."""
+    """Render the manifests, in the style of `config/kubernetes`. Raises: CannotRender."""
     if not _NAME.fullmatch(name):
         raise CannotRender(
             f"--name {name}: on Kubernetes a name has 1 to 50 lower-case letters, digits and dashes"
         )
     if urlsplit(store).scheme == "file":
-        raise CannotRender(f"{store}: pods do not see it; give --store s3://, gs:// or az://")
+        raise CannotRender(f"{store}: pods cannot reach it; give --store s3://, gs:// or az://")
     digest = version_digest(package, environment)
     short = version_name("", digest).removeprefix("@")
     unique = f"{name}-{short}"
@@ -63,8 +63,8 @@ def render(
             reason = "it begins with a digit"
         if reason:
             raise CannotRender(
-                f"--secret {each}: pods have secrets as variables of their names, and {reason}; take "
-                "another name for it"
+                f"--secret {each}: pods get secrets as variables of these names, and {reason}; use "
+                "another name"
             )
     pods = _deployment(unique, image, store, room, resources, f"{name}-secrets", secrets)
     keeper = _deployment(
@@ -84,39 +84,14 @@ def _deployment(
     secret: str = "",
     keys: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """`keys`: those of a secret of Kubernetes that applications on these nodes may name."""
+    """A Deployment of nodes. `keys`: of the Kubernetes secret `secret`, for the applications."""
     labels = {"app": "node", "version": name}
-    passwords = {_PASSWORD: "redis-node-password", _WORKER_PASSWORD: "redis-worker-password"}
-    values = {
-        "VLM_REDIS_URL": "redis://node:$(REDIS_PASSWORD)@redis:6379/0",
-        "VLM_NODE__WORKER_REDIS_URL": f"redis://worker:$({_WORKER_PASSWORD})@redis:6379/0",
-        # The container runtime's default seccomp profile forbids bubblewrap's namespaces; a pod runs
-        # one version only, and its boundary remains.
-        "VLM_NODE__ISOLATION": "auto",
-        "VLM_DEPLOY__STORE": store,
-        "VLM_DEPLOY__CACHE_DIR": "/models/packages",
-        "VLM_WORKER__DRAIN_S": str(_DRAIN_S),
-        "VLM_LOGS__FORMAT": "json",
-        **settings,
-        **({"VLM_NODE__SECRETS": ",".join(keys)} if keys else {}),
-    }
-    environment = [
-        *(
-            {"name": name, "valueFrom": {"secretKeyRef": {"name": "vlm-fleet", "key": key}}}
-            for name, key in passwords.items()
-        ),
-        *({"name": key, "value": value} for key, value in values.items()),
-        *(
-            {"name": key, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}
-            for key in keys
-        ),
-    ]
     container = {
         "name": "node",
         "image": image,
         "args": ["node"],
-        "env": environment,
-        # The store's credentials, as the cloud's own tools take them.
+        "env": _environment(store, settings, secret, keys),
+        # Credentials of the store.
         "envFrom": [{"secretRef": {"name": "vlm-fleet-store", "optional": True}}],
         "resources": resources,
         "securityContext": {
@@ -156,6 +131,35 @@ def _deployment(
     }
 
 
+def _environment(
+    store: str, settings: dict[str, str], secret: str, keys: Sequence[str]
+) -> list[dict[str, Any]]:
+    passwords = {_PASSWORD: "redis-node-password", _WORKER_PASSWORD: "redis-worker-password"}
+    values = {
+        "VLM_REDIS_URL": "redis://node:$(REDIS_PASSWORD)@redis:6379/0",
+        "VLM_NODE__WORKER_REDIS_URL": f"redis://worker:$({_WORKER_PASSWORD})@redis:6379/0",
+        # The default seccomp profile forbids bubblewrap's namespaces; a pod runs only one version.
+        "VLM_NODE__ISOLATION": "auto",
+        "VLM_DEPLOY__STORE": store,
+        "VLM_DEPLOY__CACHE_DIR": "/models/packages",
+        "VLM_WORKER__DRAIN_S": str(_DRAIN_S),
+        "VLM_LOGS__FORMAT": "json",
+        **settings,
+        **({"VLM_NODE__SECRETS": ",".join(keys)} if keys else {}),
+    }
+    return [
+        *(
+            {"name": name, "valueFrom": {"secretKeyRef": {"name": "vlm-fleet", "key": key}}}
+            for name, key in passwords.items()
+        ),
+        *({"name": key, "value": value} for key, value in values.items()),
+        *(
+            {"name": key, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}
+            for key in keys
+        ),
+    ]
+
+
 def _scaled(unique: str, name: str, short: str, spec: Spec) -> dict[str, Any]:
     chosen = f'application="{name}",digest="{short}",state!="draining"'
     return {
@@ -167,7 +171,7 @@ def _scaled(unique: str, name: str, short: str, spec: Spec) -> dict[str, Any]:
             "minReplicaCount": 0,
             "maxReplicaCount": spec.max_instances,
             "pollingInterval": 2,
-            "cooldownPeriod": 30,  # those that drain, and others that were just stopped
+            "cooldownPeriod": 30,
             "advanced": {
                 "horizontalPodAutoscalerConfig": {
                     "behavior": {
@@ -186,7 +190,7 @@ def _scaled(unique: str, name: str, short: str, spec: Spec) -> dict[str, Any]:
                     "metricType": "AverageValue",
                     "metadata": {
                         "serverAddress": PROMETHEUS,
-                        # Every gateway says the same.
+                        # All gateways report the same.
                         "query": f"max(sum by (instance) (vlm_deployment_instances{{{chosen}}}))",
                         "threshold": "1",
                         "ignoreNullValues": "true",  # no slots: no pods

@@ -10,11 +10,19 @@ from typing import Any
 from urllib.parse import urlencode
 
 import msgspec
-import yaml
 from rich.table import Table
 
 from deploy.client import ApiFailed, Client
-from deploy.commands import API, ARGUMENTS, ROLLOUT, CommandFailed, finish, parse_resources, screen
+from deploy.commands import (
+    API,
+    ARGUMENTS,
+    ROLLOUT,
+    CommandFailed,
+    finish,
+    parse_resources,
+    screen,
+    show,
+)
 
 _MAX_TASKS = 1000  # of one request
 _WAIT_S = 30
@@ -79,7 +87,7 @@ def run_create(
         body = {**body, "resources": wanted}
     if common_data:
         body = {**body, "common_data": read_input(common_data)}
-    print(_ask(client, "POST", f"/v1/applications/{name}/sessions", body)["id"])
+    print(client.ask("POST", f"/v1/applications/{name}/sessions", body)["id"])
 
 
 def run_in(
@@ -110,19 +118,18 @@ def _send(client: Client, path: str, tasks: Sequence[dict[str, Any]]) -> None:
     while True:
         try:
             client.ask("POST", path, {"tasks": list(tasks)})
+            return
         except ApiFailed as error:
             if error.retry_after_s is None:
-                raise CommandFailed(str(error), API) from None
+                raise
             time.sleep(error.retry_after_s)
-        else:
-            return
 
 
 def _results(client: Client, path: str, names: Sequence[str]) -> Iterator[dict[str, Any]]:
     for name in names:
         shown: dict[str, Any] = {"state": "pending"}
         while shown["state"] not in _ENDED:
-            shown = _ask(client, "GET", f"{path}/{name}?wait={_WAIT_S}")
+            shown = client.ask("GET", f"{path}/{name}?wait={_WAIT_S}")
         yield shown
 
 
@@ -130,17 +137,10 @@ def run_list(client: Client, form: str | None) -> None:
     """Print a table. Raises: CommandFailed."""
     found = list(_pages(client, "/v1/sessions"))
     if form is not None:
-        _show(found, form)
+        show(found, form)
         return
-    names = (
-        "ID",
-        "State",
-        "App",
-        "Resources",
-        "Priority",
-        *map(str.capitalize, _COUNTS),
-        "Created",
-    )
+    counts = map(str.capitalize, _COUNTS)
+    names = ("ID", "State", "App", "Resources", "Priority", *counts, "Created")
     table = Table(*names, box=None, header_style="bold")
     for each in found:
         counts = [str(each[state]) for state in _COUNTS]
@@ -162,7 +162,7 @@ def _pages(client: Client, path: str, **query: str) -> Iterator[dict[str, Any]]:
     """All entries of a list. Raises: CommandFailed."""
     after, has_more = "", True
     while has_more:
-        page = _ask(client, "GET", f"{path}?{urlencode({**query, 'after': after})}")
+        page = client.ask("GET", f"{path}?{urlencode({**query, 'after': after})}")
         yield from page["data"]
         has_more = page["has_more"] and bool(page["data"])
         after = page["data"][-1]["id"] if page["data"] else ""
@@ -171,10 +171,10 @@ def _pages(client: Client, path: str, **query: str) -> Iterator[dict[str, Any]]:
 def run_view(client: Client, session_id: str, form: str | None) -> None:
     """Print a session and its tasks. Raises: CommandFailed."""
     path = f"/v1/sessions/{session_id}"
-    found = _ask(client, "GET", path)
+    found = client.ask("GET", path)
     found["tasks"] = list(_pages(client, f"{path}/tasks", include="results"))
     if form is not None:
-        _show(found, form)
+        show(found, form)
         return
     counts = ", ".join(f"{found[state]} {state}" for state in _COUNTS)
     print(f"{found['id']} of {found['application']}: {found['state']}; {counts}")
@@ -188,24 +188,10 @@ def run_view(client: Client, session_id: str, form: str | None) -> None:
 
 def run_close(client: Client, session_id: str) -> None:
     """Raises: CommandFailed."""
-    found = _ask(client, "POST", f"/v1/sessions/{session_id}:close", {})
+    found = client.ask("POST", f"/v1/sessions/{session_id}:close", {})
     print(
         f"{session_id}: closed; {found['running']} tasks are running still, {found['cancelled']} were cancelled"
     )
-
-
-def _ask(client: Client, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-    try:
-        return client.ask(method, path, body)
-    except ApiFailed as error:
-        raise CommandFailed(str(error), API) from None
-
-
-def _show(content: Any, form: str) -> None:
-    if form == "json":
-        print(json.dumps(content, indent=2))
-    else:
-        print(yaml.safe_dump(content, sort_keys=False), end="")
 
 
 def _ago(at: float) -> str:

@@ -9,7 +9,6 @@ import yaml
 from deploy.client import Client
 from deploy.commands import CommandFailed, run_deploy
 from shared.packages.deployments import Resources, Spec
-from shared.packages.environment import Environment
 from shared.settings.load import load_settings
 from shared.telemetry.metrics import METRICS
 from tests.config.scaled_object import SCALED_OBJECT
@@ -22,10 +21,10 @@ def printed(
     folder: Path, capsys, name: str = "captioner", store: str = "s3://b/p", **more: Any
 ) -> list[Any]:
     (folder / "config.json").write_text("{}")
+    package = {"engine": ["kind=mock"], "entry": "", "command": "", "installed": False}
     run_deploy(
-        cast(Client, None), name, str(folder), SPEC, engine={"kind": "mock"}, entry="", command=(),
+        cast(Client, None), name, str(folder), SPEC, {**package, "env": (), "secret": (), **more},
         store_url=store, signing_key=None, dry_run="yaml", target="kubernetes", wait_s=0,
-        **more,
     )  # fmt: skip
     return list(yaml.safe_load_all(capsys.readouterr().out))
 
@@ -33,7 +32,7 @@ def printed(
 def test_the_manifests_keep_to_their_schemas(tmp_path, capsys):
     validator = pytest.importorskip("kubernetes_validate", reason="it is not installed")
     schema = pytest.importorskip("jsonschema")
-    documents = printed(tmp_path, capsys, environment=Environment({"X": "1"}, {"TOKEN": "token"}))
+    documents = printed(tmp_path, capsys, env=["X=1"], secret=["TOKEN=token"])
     assert [each["kind"] for each in documents] == ["Deployment", "Deployment", "ScaledObject"]
     for document in documents:
         if document["kind"] == "ScaledObject":
@@ -73,9 +72,9 @@ def test_pods_are_nodes_of_one_version_and_as_many_as_it_should_have_instances(
 
 
 def test_pods_have_the_secrets_that_are_named_and_no_other_version(tmp_path, capsys, monkeypatch):
-    environment = Environment(secrets={"A": "token", "B": "token", "C": "key"})
+    secrets = ["A=token", "B=token", "C=key"]
     keeper, plain, _ = printed(tmp_path, capsys)
-    keeper, pods, _ = printed(tmp_path, capsys, environment=environment)
+    keeper, pods, _ = printed(tmp_path, capsys, secret=secrets)
     assert pods["metadata"]["name"] != plain["metadata"]["name"]
     [container] = pods["spec"]["template"]["spec"]["containers"]
     given = {item["name"]: item for item in container["env"]}
@@ -93,7 +92,7 @@ def test_pods_have_the_secrets_that_are_named_and_no_other_version(tmp_path, cap
         ({"name": "Captioner_2"}, "--name"),
         ({"store": "file:///srv/packages"}, "--store s3://"),
         *(
-            ({"environment": Environment(secrets={"A": secret})}, f"--secret {secret}")
+            ({"secret": [f"A={secret}"]}, f"--secret {secret}")
             for secret in (
                 "REDIS_PASSWORD",
                 "REDIS_WORKER_PASSWORD",
