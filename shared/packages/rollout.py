@@ -1,11 +1,11 @@
-"""What should run of a deployment, and what happens next: pure functions of what is known at one moment.
+"""The state machine of deployments: pure functions from the current state to the next.
 
-    candidate: starting -> [canary] -> active, and the old one retires once its queue is empty
-                        -> rolled back: it failed too often, did not start in time, or fails more than the old
+    candidate: starting -> [canary] -> active; the old version retires once its queue is empty
+                        -> rolled back: too many failures, not ready in time, or worse than the old version
     slot:      wanted -> starting (on a node) -> ready -> draining -> gone
 
-Whoever looks, any node, computes the next state and writes it if nobody else was first. Start first, stop
-after: the old version keeps its instances until the new one serves. Units: seconds of Redis's clock.
+Any node computes the next state and writes it by compare-and-set. The old version keeps its instances until the new
+one is active. Units: seconds of Redis's clock.
 """
 
 import math
@@ -30,65 +30,65 @@ from shared.protocol import ModelCard
 SlotState = Literal["wanted", "starting", "ready", "draining"]
 ReportState = Literal["starting", "ready", "failed", "gone"]
 
-#: Gateways look once a second: so long they may send requests by what was before.
+#: Gateways refresh once a second; until then they may route by the previous state.
 SETTLE_S = 5.0
-#: Then an old version is stopped with work left in its queue.
+#: A retiring version is stopped after this time, even with requests in its queue.
 RETIRE_S = 600.0
-#: A node that says nothing of a slot it took has forgotten it.
+#: A slot that its node does not report for so long is lost.
 FORGOTTEN_S = 10.0
 SCALE_PAUSE_S = 2.0
-#: After so many failed starts in a row, requests that wait for the version fail.
+#: After so many consecutive failed starts, waiting requests of the version fail.
 MAX_FAILED_STARTS = 2
 LONGEST_BACKOFF_S = 60.0
-#: Ready for so long, a slot's earlier failures count no more.
+#: A slot that is ready for so long resets the failure counts.
 STABLE_S = 120.0
-#: A version that fails too often so soon after it took over is taken back.
+#: A version that fails too often within this time after its promotion is rolled back.
 PROBATION_S = 600.0
-#: A canary is given up if, of that many answers, so much more fail than of the old version's.
+#: A canary is rolled back if, of at least so many answers, its failure ratio exceeds the old version's by so much.
 MIN_ANSWERS = 50
 MAX_MORE_FAILED = 0.05
-#: Or if it takes longer by its spec's ratio, and by so much.
+#: It is also rolled back if it is slower by the ratio in its spec, and by at least so much.
 LEAST_DELAY_S = 0.002
 MAX_EVENTS = 50
 
 
 class Slot(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One instance that should be: of which package, and where."""
+    """An instance of a version: wanted, or on a node."""
 
     id: int
     digest: str
     state: SlotState = "wanted"
     node: str = ""
     since: float = 0.0
-    not_before: float = 0.0  #: nobody takes it earlier
+    not_before: float = 0.0  #: not claimed earlier
     phase: str = ""
 
 
 class Revision(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A version that is served, was, or is to be."""
+    """A deployed version: active, candidate or retiring."""
 
     number: int  #: of its generation
-    digest: str  #: of the version: its package, in its environment
+    digest: str  #: of the version: the package and its environment
     spec: Spec
     since: float = 0.0
-    started_at: float = 0.0  #: when a node first took a slot of it; 0: none has
-    #: Starts and instances that failed since the last that was stable. Crashes that the requests
-    #: of one tenant alone may have caused are counted apart: `num_crashes`, of `crash_tenants`.
+    started_at: float = 0.0  #: first claim of a slot; 0: none
+    #: Failed starts and instances since the last stable one. Crashes that may be due to the requests of one tenant
+    #: are counted separately: `num_crashes`, of `crash_tenants`.
     num_failed: int = 0
     num_crashes: int = 0
-    num_failed_starts: int = 0  #: in a row
-    crash_tenants: tuple[str, ...] = ()  #: whose requests ran in each of these
-    card: ModelCard | None = None  #: as its first instance announced it
+    num_failed_starts: int = 0  #: consecutive
+    crash_tenants: tuple[str, ...] = ()  #: whose requests ran in each of these crashes
+    card: ModelCard | None = None  #: as announced by its first instance
     is_canary: bool = False
-    is_new: bool = False  #: deployed, not gone back to
+    is_new: bool = False  #: deployed, not rolled back to
     promoted_at: float = 0.0
-    package: str = ""  #: its digest, where the version has another
+    package: str = ""  #: digest of the package, if it differs from `digest`
     environment: Environment = Environment()
-    least_memory_bytes: int = 0  #: of an instance, where the spec says nothing of memory
+    least_memory_bytes: int = 0  #: of an instance, if the spec has no memory
 
     @property
     def needs(self) -> Resources:
-        """What an instance takes of its node: as stated, or of the CPU's memory what it takes at least."""
+        """Resources of an instance; without memory in the spec, at least that of the weights on a CPU."""
         stated = self.spec.resources
         if stated.memory_bytes or stated.gpu:
             return stated
@@ -96,14 +96,14 @@ class Revision(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Event(msgspec.Struct, frozen=True):
-    """What happened, for people."""
+    """A change of a deployment, to be shown."""
 
     at: float
     text: str
 
 
 class App(msgspec.Struct, frozen=True):
-    """A deployment as it is now. `version` counts the changes of this record."""
+    """The state of a deployment. `version` counts the changes of this record."""
 
     name: str
     number: int = 0  #: of the latest generation
@@ -113,14 +113,14 @@ class App(msgspec.Struct, frozen=True):
     retiring: tuple[Revision, ...] = ()
     slots: tuple[Slot, ...] = ()
     next_slot: int = 0
-    desired: int = 0  #: instances of what is active
+    desired: int = 0  #: instances of the active version
     scaled_at: float = 0.0
     busy_at: float = 0.0
     message: str = ""
     events: tuple[Event, ...] = ()
-    num_promoted: int = 0  #: rollouts, since Redis has known it
+    num_promoted: int = 0  #: since the record exists
     num_rolled_back: int = 0
-    start_s: float = 0.0  #: from the claim of the latest instance until it was ready
+    start_s: float = 0.0  #: start time of the latest instance, from its claim
 
     @property
     def state(self) -> str:
@@ -129,19 +129,18 @@ class App(msgspec.Struct, frozen=True):
         return "undeployed" if self.active is None else "active"
 
     def revision(self, digest: str) -> Revision | None:
-        """What is known of a package."""
         for found in (self.active, self.candidate, *self.retiring):
             if found is not None and found.digest == digest:
                 return found
         return None
 
     def of(self, digest: str, *states: SlotState) -> list[Slot]:
-        """The slots of a package, in these states if any are named."""
+        """The slots of a version, in these states if given."""
         return [s for s in self.slots if s.digest == digest and (not states or s.state in states)]
 
 
 class SlotReport(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a node says of a slot that it took."""
+    """A node's report of a slot."""
 
     app: str
     slot: int
@@ -149,14 +148,14 @@ class SlotReport(msgspec.Struct, frozen=True, omit_defaults=True):
     state: ReportState
     phase: str = ""
     message: str = ""
-    is_final: bool = False  #: of a failure: another try will fail the same way
+    is_final: bool = False  #: a failure that another start would repeat
     card: ModelCard | None = None
-    since: float = 0.0  #: when it was claimed
-    tenants: tuple[str, ...] = ()  #: of a failure: whose requests ran; none where this is not known
+    since: float = 0.0  #: time of the claim
+    tenants: tuple[str, ...] = ()  #: of a failure: whose requests were running, if known
 
 
 class LogLine(msgspec.Struct, frozen=True):
-    """What an instance has logged. Units: epoch seconds."""
+    """A line of an instance's log. Units: epoch seconds."""
 
     at: float
     node: str
@@ -165,7 +164,7 @@ class LogLine(msgspec.Struct, frozen=True):
 
 
 class NodeRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a node says of itself with every heartbeat."""
+    """The heartbeat of a node."""
 
     id: str
     cpu: float
@@ -173,21 +172,21 @@ class NodeRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     gpu: int
     is_stopping: bool = False
     slots: tuple[SlotReport, ...] = ()
-    secrets: tuple[str, ...] = ()  #: their names
-    takes: str = ""  #: the only version that it runs, `none`, or any
+    secrets: tuple[str, ...] = ()  #: names of its secrets
+    takes: str = ""  #: the only version that it claims; `none`; empty: any
 
 
 class Load(msgspec.Struct, frozen=True):
-    """What there is to do for a package, and what came of it so far."""
+    """Load and outcomes of a version."""
 
     num_open: int = 0
-    age_s: float = 0.0  #: of the oldest request that no worker has taken
+    age_s: float = 0.0  #: of the oldest unclaimed request
     num_finished: int = 0
     num_failed: int = 0
-    #: Instances that open sessions want, together; 0: they do not say.
+    #: Instances that open sessions request, in total; 0: unspecified.
     min_instances: int = 0
     max_instances: int = 0
-    #: Times of its latest answers, by bucket (`shared.packages.latency`).
+    #: Latency buckets of its latest answers (`shared.packages.latency`).
     first_counts: Mapping[int, int] = {}
     token_counts: Mapping[int, int] = {}
 
@@ -196,7 +195,7 @@ NO_LOAD = Load()
 
 
 def admit(app: App, generation: Generation, now: float) -> App:
-    """Take a new generation: what it names is started beside what serves."""
+    """Admit a new generation: its version starts as the candidate."""
     app = replace(app, number=generation.number, message="")
     if not generation.digest:
         app = _note(app, now, f"generation {generation.number}: undeployed")
@@ -224,7 +223,7 @@ def admit(app: App, generation: Generation, now: float) -> App:
 def restore(
     name: str, active: Generation | None, candidate: Generation | None, number: int, now: float
 ) -> App:
-    """What the store says of a deployment, after Redis forgot it."""
+    """The state of a deployment that Redis lost, from the store."""
     app = App(name, number)
     if active is not None:
         app = replace(
@@ -239,7 +238,7 @@ def restore(
 
 
 def to_revision(generation: Generation, now: float) -> Revision:
-    """The version that a generation makes."""
+    """The version of a generation."""
     version, package = generation.version, generation.digest
     return Revision(
         generation.number, version, generation.spec, since=now,
@@ -256,9 +255,9 @@ def advance(
     *,
     trusts_absence: bool = True,
 ) -> tuple[App, Outcome | None]:
-    """The next state, and what the candidate's outcome should be, if it is time to say.
+    """The next state, and the outcome of the candidate, once it is decided.
 
-    `trusts_absence`: whether a node without a record is gone, rather than cut off from Redis.
+    `trusts_absence`: whether a node without a record is lost; False while nodes may be cut off from Redis.
     """
     app = _adopt(app, nodes, now)
     app = _follow(app, nodes, now, trusts_absence=trusts_absence)
@@ -276,13 +275,13 @@ def advance(
 
 
 def conclude(app: App, number: int, outcome: Outcome, now: float) -> App:
-    """Do what an outcome says: flip the pointer, or take the candidate back."""
+    """Apply an outcome: promote the candidate, or roll it back."""
     candidate = app.candidate
     if candidate is None or candidate.number != number:
         return app
     app = replace(app, candidate=None, message=outcome.message)
     if outcome.verdict == "rolled_back":
-        # A canary has requests in its queue: it may try again to answer them.
+        # A canary has requests in its queue: it may start again to answer them.
         num_failed = 0 if candidate.is_canary else candidate.num_failed
         app = _retire(app, replace(candidate, num_failed=num_failed), now)
         app = replace(app, num_rolled_back=app.num_rolled_back + 1)
@@ -299,7 +298,7 @@ def conclude(app: App, number: int, outcome: Outcome, now: float) -> App:
 
 
 def is_failing(app: App, now: float) -> bool:
-    """Whether what serves should be taken back: it is new, and its instances keep ending."""
+    """Whether the active version should be rolled back: it is new and fails too often."""
     active = app.active
     return (
         active is not None
@@ -311,7 +310,7 @@ def is_failing(app: App, now: float) -> bool:
 
 
 def take_back(app: App, back: Generation, now: float) -> App:
-    """Begin to go back from what is failing, which may try again to answer what is in its queue."""
+    """Roll back to an earlier version. The failing one may start again, to answer the requests in its queue."""
     assert app.active is not None
     failing = app.active
     text = f"generation {failing.number} failed {failing.num_failed} times: {app.message}"
@@ -327,7 +326,7 @@ def find_claimable(
     digests: Collection[str] | None = None,
     others: Collection[NodeRecord] = (),
 ) -> list[Slot]:
-    """Slots that wait and fit, of these versions if some are named; without those that a node speaks of."""
+    """Wanted slots that fit on the node, of these versions if given, without slots that nodes report."""
     if node.is_stopping:
         return []
     found: list[Slot] = []
@@ -346,7 +345,6 @@ def find_claimable(
 
 
 def fits(needed: Resources, free: Resources) -> bool:
-    """Whether there is room."""
     return (
         needed.cpu <= free.cpu
         and needed.memory_bytes <= free.memory_bytes
@@ -355,15 +353,15 @@ def fits(needed: Resources, free: Resources) -> bool:
 
 
 def find_missing(revision: Revision, node: NodeRecord) -> list[str]:
-    """The secrets of a version that a node does not have."""
+    """The secrets of a version that the node lacks."""
     return sorted(set(revision.environment.secrets.values()).difference(node.secrets))
 
 
-# What nodes say
+# Reports of nodes
 
 
 def _adopt(app: App, nodes: Mapping[str, NodeRecord], now: float) -> App:
-    """Note which nodes have claimed slots, and take over instances that a record restored from the store does not know."""
+    """Record the claims of nodes, and adopt instances that are unknown after a restore from the store."""
     known = {slot.id: slot for slot in app.slots}
     for node in nodes.values():
         for report in node.slots:
@@ -416,7 +414,7 @@ def _apply_report(app: App, slot: Slot, report: SlotReport, now: float) -> App:
     revision = app.revision(slot.digest)
     if slot.state != "ready":
         app = _put(app, replace(slot, state="ready", since=now, phase=""))
-        if slot.phase or not app.start_s:  # else it was ready when we first saw it
+        if slot.phase or not app.start_s:  # else it was ready at its first report
             app = replace(app, start_s=now - slot.since)
         if revision is not None:
             card = revision.card or report.card
@@ -430,7 +428,7 @@ def _apply_report(app: App, slot: Slot, report: SlotReport, now: float) -> App:
 
 
 def _fail(app: App, slot: Slot, report: SlotReport, now: float) -> App:
-    """Count a failed start or instance against its version, and replace it: later the more have failed."""
+    """Count a failed start or instance, and replace it after a pause that grows with the failures."""
     why = f"{report.phase}: {report.message}"
     revision = app.revision(slot.digest)
     if slot.state == "draining" or revision is None:
@@ -448,7 +446,7 @@ def _fail(app: App, slot: Slot, report: SlotReport, now: float) -> App:
 
 
 def _count_failure(revision: Revision, tenants: Sequence[str]) -> Revision:
-    """Crashes count against a version once they have no tenant in common, whose requests may be the cause."""
+    """Count a failure. Crashes with a common tenant, whose requests may be the cause, count only once they have none."""
     earlier = revision.crash_tenants if revision.num_crashes else tenants
     common = tuple(tenant for tenant in tenants if tenant in earlier)
     if common:
@@ -461,11 +459,11 @@ def _count_failure(revision: Revision, tenants: Sequence[str]) -> Revision:
 
 
 def _free(app: App, slot: Slot, now: float, why: str, pause_s: float = 0.0) -> App:
-    """Replace an instance that ended, `pause_s` from now at the earliest."""
+    """Replace an instance that ended, after `pause_s`."""
     app = _note(app, now, f"slot {slot.id} of {slot.digest[:19]} failed: {why}")
     if slot.state == "draining" or app.revision(slot.digest) is None:
         return _remove(app, slot)
-    # A new number: what the lost node may still say of the old one is of no account.
+    # A new number, so that late reports of the old slot are ignored.
     number = _next_number(app, now)
     app = replace(_remove(app, slot), next_slot=number + 1)
     wanted = Slot(number, slot.digest, since=now, not_before=now + pause_s)
@@ -476,7 +474,7 @@ def _free(app: App, slot: Slot, now: float, why: str, pause_s: float = 0.0) -> A
 
 
 def _pause(app: App, nodes: Mapping[str, NodeRecord], now: float) -> App:
-    """Have a new version wait for a node with its secrets: it gets no requests, and its time to start begins anew."""
+    """Pause a candidate while no node has its secrets: it gets no requests, and its start deadline is reset."""
     candidate = app.candidate
     if candidate is None or not (candidate.started_at or candidate.is_canary):
         return app
@@ -510,7 +508,7 @@ def _judge(app: App, loads: Mapping[str, Load], now: float) -> Outcome | None:
 
 
 def _is_coming(app: App, candidate: Revision, now: float) -> bool:
-    """Whether more instances may be ready soon: some wait for a node, and that not for long."""
+    """Whether more instances may be ready soon: some are wanted, and only for a short time."""
     waiting = app.of(candidate.digest, "wanted")
     return bool(waiting) and now - max(slot.since for slot in app.of(candidate.digest)) < SETTLE_S
 
@@ -530,17 +528,14 @@ def _compare(new: Load, old: Load) -> Outcome | None:
 
 
 def _compare_times(new: Load, old: Load, most: float) -> Outcome | None:
-    """Whether a canary takes too long: at the 95th percentile, and not only there, as when it warms up."""
+    """Whether a canary is too slow: at the 95th percentile, and at the median, unlike one that warms up."""
     if not most:
         return None
-    for what, ours, theirs in (
-        (
-            "the first token, or of a task",
-            new.first_counts,
-            old.first_counts,
-        ),
+    pairs = (
+        ("the first token, or of a task", new.first_counts, old.first_counts),
         ("a further token", new.token_counts, old.token_counts),
-    ):
+    )
+    for what, ours, theirs in pairs:
         num_new, num_old = sum(ours.values()), sum(theirs.values())
         if min(num_new, num_old) < MIN_ANSWERS:
             continue
@@ -592,18 +587,18 @@ def _scale(app: App, loads: Mapping[str, Load], now: float) -> App:
 
 
 def _is_replacing(app: App) -> bool:
-    """Whether a candidate runs, beside which the old version stays; one that waits may need its idle room."""
+    """Whether a candidate runs. While one only waits, the old version may scale down to make room."""
     candidate = app.candidate
     return candidate is not None and bool(app.of(candidate.digest, "starting", "ready"))
 
 
 def _touch(app: App, now: float) -> App:
-    """Note that there is work; not with every look, as each note is a write."""
+    """Update `busy_at`, at most once a second: each update is a write."""
     return replace(app, busy_at=now) if now - app.busy_at > 1.0 else app
 
 
 def _place(app: App, loads: Mapping[str, Load], now: float) -> App:
-    """Want as many slots of each package as there should be, and drain the others."""
+    """Create wanted slots of each version, and drain surplus ones."""
     wanted: dict[str, int] = {}
     if app.active is not None:
         wanted[app.active.digest] = app.desired
@@ -654,7 +649,7 @@ def _retire(app: App, revision: Revision | None, now: float) -> App:
 
 
 def _retire_idle(app: App, loads: Mapping[str, Load], now: float) -> App:
-    """Drain old versions that nobody waits for, and forget those that have no instance left."""
+    """Drain idle retiring versions, and remove those without instances."""
     for revision in app.retiring:
         age_s = now - revision.since
         is_idle = not loads.get(revision.digest, NO_LOAD).num_open or not _can_work(revision)
@@ -668,18 +663,15 @@ def _retire_idle(app: App, loads: Mapping[str, Load], now: float) -> App:
 
 
 def find_lost(app: App, nodes: Mapping[str, NodeRecord], now: float) -> list[str]:
-    """Versions whose requests no instance will answer: their starts fail, or no node can take one."""
+    """Versions without a prospect of instances: their starts fail, or no node can run one."""
     lost = [r.digest for r in app.retiring if not _can_work(r) and not app.of(r.digest)]
     active = app.active
     if active is None or app.of(active.digest, "ready", "draining"):
         return lost
-    may_grow = any(
-        node.takes for node in nodes.values()
-    )  # nodes come with the load, as in Kubernetes
-    waiting = (
-        () if may_grow or app.of(active.digest, "starting") else app.of(active.digest, "wanted")
-    )
-    is_stuck = any(now - slot.since > SETTLE_S for slot in waiting)
+    may_grow = any(node.takes for node in nodes.values())  # Kubernetes adds nodes under load
+    is_coming = may_grow or app.of(active.digest, "starting")
+    waiting = app.of(active.digest, "wanted")
+    is_stuck = not is_coming and any(now - slot.since > SETTLE_S for slot in waiting)
     is_blocked = is_stuck and bool(find_obstacle(app, active, nodes))
     if is_blocked or active.num_failed_starts >= MAX_FAILED_STARTS:
         lost.append(active.digest)
@@ -691,7 +683,7 @@ def _can_work(revision: Revision) -> bool:
 
 
 def _explain(app: App, nodes: Mapping[str, NodeRecord], now: float) -> App:
-    """Say why slots wait: no node could take them, even an idle one, or instances have all the room."""
+    """Set the message of why slots wait: no node could run them even if idle, or all resources are in use."""
     for slot in app.slots:
         revision = app.revision(slot.digest)
         if slot.state != "wanted" or revision is None:
@@ -701,8 +693,8 @@ def _explain(app: App, nodes: Mapping[str, NodeRecord], now: float) -> App:
         is_late = slot.since and now - slot.since > SETTLE_S
         if not text and revision is app.candidate and is_late:
             text = (
-                f"instances have all the room that one of {_write(needed)} needs: those without work "
-                "stop after their idle_s; or undeploy one, deploy with less --resources, or add a node"
+                f"all resources are in use, and an instance needs {_write(needed)}: idle instances stop "
+                "after their idle_s; or undeploy one, deploy with less --resources, or add a node"
             )
         if text:
             return app if app.message == text else replace(app, message=text)
@@ -710,13 +702,13 @@ def _explain(app: App, nodes: Mapping[str, NodeRecord], now: float) -> App:
 
 
 def _write(needed: Resources) -> str:
-    """As `vlm deploy --resources` takes them."""
+    """In the format of `vlm deploy --resources`."""
     given = (("cpu", needed.cpu), ("memory", needed.memory_bytes), ("gpu", needed.gpu))
     return ",".join(f"{n}={v:g}" if n == "cpu" else f"{n}={v}" for n, v in given if v)
 
 
 def find_obstacle(app: App, revision: Revision, nodes: Mapping[str, NodeRecord]) -> str:
-    """Why no node can take an instance, even an idle one; empty: one can."""
+    """Why no node can run an instance, even if idle; empty: one can."""
     if lack := _find_lack(app, revision, nodes):
         return lack
     rooms = [Resources(node.cpu, node.memory_bytes, node.gpu) for node in nodes.values()]
@@ -730,14 +722,14 @@ def find_obstacle(app: App, revision: Revision, nodes: Mapping[str, NodeRecord])
 
 
 def _find_lack(app: App, revision: Revision, nodes: Mapping[str, NodeRecord]) -> str:
-    """Which secret keeps a version from all nodes that could take it; empty: none."""
+    """The error if no node has the secrets of a version; empty: one has."""
     takers = ("", version_name(app.name, revision.digest))
     lacks = [find_missing(revision, node) for node in nodes.values() if node.takes in takers]
     least = min(lacks, key=len, default=[])
     if not least:
         return ""
     names = ", ".join(name for name in least if is_secret_name(name))
-    if not names:  # a record of before this was looked at
+    if not names:  # a record of an earlier release
         return "no node has a secret that is named by what may be its value; deploy with its name"
     return (
         f"no node has the secret {names}: put a file of that name below its VLM_NODE__SECRETS_DIR, "
@@ -749,7 +741,7 @@ def _find_lack(app: App, revision: Revision, nodes: Mapping[str, NodeRecord]) ->
 
 
 def _next_number(app: App, now: float) -> int:
-    """Higher than all before, also than those of a record that Redis lost."""
+    """Higher than all earlier numbers, also those of a record that Redis lost."""
     return max(app.next_slot, int(now * 1000))
 
 

@@ -39,8 +39,7 @@ def load_settings(typed: Mapping[str, str] = {}, **overrides: dict[str, Any]) ->
     except UnicodeDecodeError:
         raise SettingsError("the file .env is not UTF-8: save it as that") from None
     if settings.redis_url and not settings.redis.url:
-        redis = settings.redis.model_copy(update={"url": settings.redis_url})
-        return settings.model_copy(update={"redis": redis})
+        return settings.changed(redis={"url": settings.redis_url})
     return settings
 
 

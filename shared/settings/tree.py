@@ -7,6 +7,7 @@ value or an unknown key stops the process and names the field.
 
 import os
 import re
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -463,6 +464,11 @@ class Settings(BaseSettings):
     node: NodeSettings = NodeSettings()
     logs: LogSettings = LogSettings()
     traces: TraceSettings = TraceSettings()
+
+    def changed(self, **groups: Mapping[str, Any]) -> "Settings":
+        """A copy with other values in these groups, unvalidated."""
+        update = {name: getattr(self, name).model_copy(update=v) for name, v in groups.items()}
+        return self.model_copy(update=update)
 
     @classmethod
     def settings_customise_sources(

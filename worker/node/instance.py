@@ -1,4 +1,4 @@
-"""One instance of a deployment on this node: fetched, started, watched, drained."""
+"""One instance of a deployment on this node: installs the package, starts, watches and drains the worker."""
 
 import asyncio
 import json
@@ -9,8 +9,8 @@ import sys
 from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from engines.application.child import Variables
 from engines.base import EngineStartError
@@ -38,58 +38,40 @@ VARIABLES_FD = "VLM_ENGINE__VARIABLES_FD"
 logger = logging.getLogger(__name__)
 
 Install = Callable[[str, Uses], tuple[Manifest, Path]]
-#: The folder with what an application imports besides, if it names any.
+#: Installs the Python packages of an application; returns their folder, if it has any.
 MakePackages = Callable[[Manifest, Path, Uses], Path | None]
-#: The card that a worker has announced under its id.
+#: Finds the model card of a ready worker by its id.
 FindCard = Callable[[str], Awaitable[ModelCard | None]]
-#: The tenants whose requests a worker ran when it ended, by its model and id.
+#: Finds the tenants whose requests a worker was running when it ended, by its model and id.
 FindTenants = Callable[[str, str], Awaitable[frozenset[str]]]
 
 
+@dataclass(kw_only=True, eq=False)
 class Instance:
-    """A worker process of one package. Its end is told by `report`, never raised."""
+    """A worker process of one package. Failures are in `report`, never raised."""
 
-    def __init__(
-        self,
-        *,
-        app: str,
-        slot: int,
-        since: float,
-        digest: str,
-        package: str,
-        spec: Spec,
-        needs: Resources,
-        gpus: list[str],
-        settings: Settings,
-        install: Install,
-        make_packages: MakePackages,
-        variables: Callable[[], Variables],
-        find_card: FindCard,
-        find_tenants: FindTenants,
-        health_socket: str,
-        log: Callable[[str], None],
-        warm: WarmProcess | None = None,
-    ) -> None:
-        self.app = app
-        self.slot = slot
-        self.since = since
-        self.digest = digest
-        self.package = package
-        self.spec = spec
-        self.needs = needs
-        self.gpus = gpus
-        self._settings = settings
-        self._install = install
-        self._make_packages = make_packages
-        self._variables = variables
-        self._find_card = find_card
-        self._find_tenants = find_tenants
-        self._log = log
-        self._warm = warm
-        self.health_socket = health_socket  #: where its worker serves health and metrics
-        self.engine = ""  #: its kind, once that is known
+    app: str
+    slot: int
+    since: float
+    digest: str
+    package: str
+    spec: Spec
+    needs: Resources
+    gpus: list[str]
+    settings: Settings
+    install: Install
+    make_packages: MakePackages
+    variables: Callable[[], Variables]
+    find_card: FindCard
+    find_tenants: FindTenants
+    health_socket: str  #: where the worker serves health and metrics
+    log: Callable[[str], None]
+    warm: WarmProcess | None = None
+
+    def __post_init__(self) -> None:
+        self.engine = ""  #: its kind, once known
         self._runs_code = False
-        self.worker_id = f"{app}-{slot}-{os.getpid()}"
+        self.worker_id = f"{self.app}-{self.slot}-{os.getpid()}"
         self._state: ReportState = "starting"
         self._phase = "fetch"
         self._message = ""
@@ -100,23 +82,22 @@ class Instance:
         self._process: asyncio.subprocess.Process | None = None
         self._lines: deque[str] = deque(maxlen=_LAST_LINES)
         self._draining = asyncio.Event()
-        self._task = asyncio.create_task(self._run(), name=f"instance {app} {slot}")
+        self._task = asyncio.create_task(self._run(), name=f"instance {self.app} {self.slot}")
 
     @property
     def is_over(self) -> bool:
-        """Whether it takes no room any more."""
+        """Whether its resources are free."""
         return self._task.done()
 
     @property
     def report(self) -> SlotReport:
-        """What to say of it."""
         return SlotReport(
             self.app, self.slot, self.digest, self._state, self._phase, self._message,
             self._is_final, self._card, self.since, self._tenants,
         )  # fmt: skip
 
     def drain(self) -> None:
-        """Finish what runs, then end."""
+        """Finish the running requests, then end."""
         self._draining.set()
 
     def kill(self) -> None:
@@ -125,7 +106,7 @@ class Instance:
             self._process.kill()
 
     async def close(self) -> None:
-        """Drain, and wait until it has ended."""
+        """Drain, and wait for the end."""
         self.drain()
         await asyncio.wait([self._task])
 
@@ -139,8 +120,8 @@ class Instance:
             if self._process is not None and self._process.returncode is None:
                 self._process.kill()
                 await self._process.wait()
-            if self._warm is not None:
-                await self._warm.stop()
+            if self.warm is not None:
+                await self.warm.stop()
             self._uses.close()
         if self._state != "failed":
             self._state = "gone"
@@ -148,32 +129,20 @@ class Instance:
     def _fail(self, message: str, *, is_final: bool = False) -> None:
         self._state, self._message, self._is_final = "failed", message[:500], is_final
         logger.warning("%s, slot %s: %s: %s", self.app, self.slot, self._phase, self._message)
-        self._log(f"{self._phase}: {self._message}")
+        self.log(f"{self._phase}: {self._message}")
 
     async def _live(self) -> None:
         try:
-            manifest, folder = await asyncio.to_thread(self._install, self.package, self._uses)
-        except InstallError as error:
-            self._fail(str(error))
-            return
-        self._phase = "install"
-        try:
-            packages = await asyncio.to_thread(self._make_packages, manifest, folder, self._uses)
-        except InstallError as error:
-            self._fail(str(error))
-            return
-        self._phase = "start"
-        try:
+            manifest, folder = await asyncio.to_thread(self.install, self.package, self._uses)
+            self._phase = "install"
+            packages = await asyncio.to_thread(self.make_packages, manifest, folder, self._uses)
+            self._phase = "start"
             environment = self._environment(manifest, folder, packages)
-        except EngineStartError as error:
-            self._fail(str(error), is_final=True)
-            return
-        if self._draining.is_set():
-            return
-        try:
+            if self._draining.is_set():
+                return
             self._process = await self._start(environment)
-        except (BadEnvironment, SecretMissing) as error:
-            self._fail(str(error), is_final=isinstance(error, BadEnvironment))
+        except (InstallError, EngineStartError, BadEnvironment, SecretMissing) as error:
+            self._fail(str(error), is_final=isinstance(error, EngineStartError | BadEnvironment))
             return
         reading = asyncio.create_task(self._pass_on(self._process))
         ending = asyncio.create_task(self._process.wait())
@@ -194,13 +163,13 @@ class Instance:
                 task.cancel()
 
     async def _start(self, environment: dict[str, str]) -> asyncio.subprocess.Process:
-        warm, self._warm = self._warm, None
+        warm, self.warm = self.warm, None
         if warm is not None and warm.kind == self.engine and warm.is_alive:
             return await warm.become(environment)
         if warm is not None:
             await warm.stop()
-        # Not by the worker's environment, which others of this user may read.
-        variables = await asyncio.to_thread(self._variables) if self._runs_code else None
+        # Not in the worker's environment, which other processes of this user can read.
+        variables = await asyncio.to_thread(self.variables) if self._runs_code else None
         handed = [hand_over(variables)] if variables and variables.all else []
         if handed:
             environment[VARIABLES_FD] = str(handed[0])
@@ -218,7 +187,7 @@ class Instance:
         loop = asyncio.get_running_loop()
         give_up_at = loop.time() + self.spec.start_s
         while not (ending.done() or draining.done()):
-            card = await self._find_card(self.worker_id)
+            card = await self.find_card(self.worker_id)
             if card is not None:
                 self._card, self._state, self._phase = card, "ready", "serve"
                 await asyncio.wait({ending, draining}, return_when=asyncio.FIRST_COMPLETED)
@@ -229,12 +198,12 @@ class Instance:
             await asyncio.wait({ending, draining}, timeout=POLL_S)
 
     async def _watch_memory(self, process: asyncio.subprocess.Process) -> None:
-        """End a model's processes when they take more than the deployment states; an engine that runs code does so."""
+        """Kill a model's worker beyond its memory limit; engines that run code enforce theirs."""
         limit = self.spec.resources.memory_bytes
         while limit and not self._runs_code:
             used = await asyncio.to_thread(used_bytes, process.pid)
             if used > limit and process.returncode is None:
-                # One that has not served yet would do the same again.
+                # Another start would fail the same way.
                 is_ready = self._state == "ready"
                 await self._note_tenants()
                 self._fail(too_much(used, limit, is_ready=is_ready), is_final=not is_ready)
@@ -243,24 +212,24 @@ class Instance:
             await asyncio.sleep(MEMORY_POLL_S)
 
     async def _note_tenants(self) -> None:
-        """Find whose requests an instance that served ran at its end."""
+        """Find the tenants whose requests a ready instance was running at its end."""
         if self._state == "ready":
             model = version_name(self.app, self.digest)
-            tenants = await self._find_tenants(model, self.worker_id)
+            tenants = await self.find_tenants(model, self.worker_id)
             self._tenants = () if "" in tenants else tuple(sorted(tenants))
 
     async def _stop(self, ending: "asyncio.Task[int]") -> None:
         assert self._process is not None
         with suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGTERM)
-        await asyncio.wait({ending}, timeout=self._settings.worker.drain_s + GRACE_S)
+        await asyncio.wait({ending}, timeout=self.settings.worker.drain_s + GRACE_S)
         if not ending.done():
             logger.warning("%s, slot %s did not stop in time; killed", self.app, self.slot)
             self._process.kill()
             await ending
 
     async def _pass_on(self, process: asyncio.subprocess.Process) -> None:
-        """Say what the worker says, and remember its last words."""
+        """Forward the worker's stderr to the log, and keep its last lines."""
         assert process.stderr is not None
         while True:
             try:
@@ -271,13 +240,13 @@ class Instance:
                 return
             text = line.decode(errors="replace").rstrip()
             self._lines.append(text[-300:])
-            self._log(text)
+            self.log(text)
             print(f"{self.app}: {text}", file=sys.stderr, flush=True)
 
     def _environment(
         self, manifest: Manifest, folder: Path, packages: Path | None
     ) -> dict[str, str]:
-        """What the worker is told. Raises: EngineStartError."""
+        """The environment of the worker. Raises: EngineStartError."""
         values: dict[str, str] = {
             **self._engine(manifest, packages),
             "model": str(folder),
@@ -293,20 +262,14 @@ class Instance:
             values.setdefault("num_threads", str(max(1, round(resources.cpu))))
         if "memory_bytes" in taken:
             values["memory_bytes"] = str(resources.memory_bytes)
-        worker = self._settings.worker.model_copy(
-            update={
-                "id": self.worker_id, "package": self._full_name(),
-                "lora": (), "health_host": self.health_socket,
-            }
-        )  # fmt: skip
-        changes: dict[str, Any] = {"engine": EngineValues.model_validate(values), "worker": worker}
-        if url := self._settings.node.worker_redis_url:
-            changes["redis"] = self._settings.redis.model_copy(update={"url": url})
-        environment = child_environment(
-            self._settings.model_copy(update=changes),
-            WORKER_GROUPS,
-            HUB_SECRETS if kind.runs_code else frozenset(),
-        )
+        settings = self.settings.model_copy(update={"engine": EngineValues.model_validate(values)})
+        worker = {
+            "id": self.worker_id, "package": self._full_name(), "lora": (), "health_host": self.health_socket,
+        }  # fmt: skip
+        url = settings.node.worker_redis_url or settings.redis.url
+        settings = settings.changed(worker=worker, redis={"url": url})
+        hidden = HUB_SECRETS if kind.runs_code else frozenset()
+        environment = child_environment(settings, WORKER_GROUPS, hidden)
         if self.gpus:
             environment[VARIABLE] = ",".join(self.gpus)
         elif self.spec.resources.gpu == 0:
@@ -314,14 +277,14 @@ class Instance:
         return environment
 
     def _full_name(self) -> str:
-        """The package, and the version where its environment makes that another."""
+        """The package, and its version if the environment makes another one."""
         name = f"{self.app}@{self.package}"
         return (
             name if self.digest == self.package else f"{name}+{version_name('', self.digest)[1:]}"
         )
 
     def _engine(self, manifest: Manifest, packages: Path | None) -> dict[str, str]:
-        """Which engine runs the package, and how."""
+        """The engine settings of the package."""
         config, resources = manifest.config, self.spec.resources
         if config.kind == "model":
             return config.engine
@@ -333,5 +296,5 @@ class Instance:
             "packages": str(packages or ""),
             "start_s": str(self.spec.start_s),
             "uses_gpu": str(resources.gpu > 0),
-            "isolation": self._settings.node.isolation,
+            "isolation": self.settings.node.isolation,
         }

@@ -1,4 +1,4 @@
-"""`vlm serve`: a Redis, a gateway and a node of workers, and one screen that says what to do with them."""
+"""`vlm serve`: Redis, a gateway, workers and a node on one machine, and a screen with examples."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ from engines.registry import check_settings, find_kind, kind_of
 from engines.settings import EngineSettings
 from shared.redis.embedded import EmbeddedRedis, EmbeddedRedisError
 from shared.settings import SettingsError
-from shared.settings.tree import EngineValues, LogSettings, Settings
+from shared.settings.tree import EngineValues, Settings
 from shared.telemetry.logs import setup_logging
 from worker.node.agent import NodeAgent
 from worker.node.environment import (
@@ -61,24 +61,29 @@ def run_node(
     search: bool = False,
     also: Sequence[str] = (),
 ) -> int:
-    """Run Redis (unless one is named), workers and a gateway until a signal. Returns the exit code.
+    """Run Redis (unless its URL is set), workers and a gateway until a signal. Returns the exit code.
 
-    `search`: a search process too, unless one is named. `also`: other models, each by a worker on the CPU.
+    `search`: also a search process, unless its URL is set. `also`: other models, each with a worker on the CPU.
     """
-    quiet = LogSettings(**{**settings.logs.model_dump(), **_quiet(settings)})
-    setup_logging(quiet, "serve")
+    if "level" not in settings.logs.model_fields_set:  # the screen is for the user
+        settings = settings.changed(logs={"level": "warning"})
+    setup_logging(settings.logs, "serve")
+    gateway = settings.gateway
     try:
-        settings = settings.model_copy(update={"logs": quiet, "gateway": _with_port(settings)})
+        settings = settings.changed(gateway={"port": find_port(gateway.host, gateway.port)})
         with ExitStack() as stack:
             redis = None
             if search and not settings.search.url:
                 folder = stack.enter_context(TemporaryDirectory(prefix="vlm-search-"))
                 settings = _with_search(settings, folder, data_dir)
             if not settings.gateway.files:
-                settings = _with_files(settings, data_dir)
+                files = f"file://{(_data_dir(settings, data_dir) / 'files').absolute()}"
+                settings = settings.changed(gateway={"files": files})
             if not settings.redis.url:
-                redis = stack.enter_context(_start_redis(settings, data_dir))
-                settings = _with_url(settings, redis)
+                redis = EmbeddedRedis(
+                    _data_dir(settings, data_dir), settings.redis.max_memory_bytes
+                )
+                settings = settings.changed(redis={"url": stack.enter_context(redis).url})
             if settings.deploy.store or redis is not None:
                 settings = _with_deployments(settings, data_dir)
                 stack.enter_context(_key_by_port(settings, data_dir))
@@ -90,57 +95,28 @@ def run_node(
     return 0
 
 
-def _quiet(settings: Settings) -> dict[str, str]:
-    """The screen is for the person: processes speak up from warnings on, unless a level is asked for."""
-    return {} if "level" in settings.logs.model_fields_set else {"level": "warning"}
-
-
-def _with_port(settings: Settings):
-    gateway = settings.gateway
-    return gateway.model_copy(update={"port": find_port(gateway.host, gateway.port)})
-
-
-def _with_url(settings: Settings, redis: EmbeddedRedis) -> Settings:
-    return settings.model_copy(
-        update={"redis": settings.redis.model_copy(update={"url": redis.url})}
-    )
-
-
 def _with_search(settings: Settings, folder: str, data_dir: Path | None) -> Settings:
-    """With a socket in a folder of its own, as paths of sockets are short, and files beside Redis's."""
-    changes = {"url": f"unix://{folder}/socket"}
-    if not settings.search.data_dir:
-        changes["data_dir"] = str(_data_dir(settings, data_dir) / "search")
-    search = settings.search.model_copy(update=changes)
-    return settings.model_copy(update={"search": search})
-
-
-def _with_files(settings: Settings, data_dir: Path | None) -> Settings:
-    """With a directory for batches beside Redis's files."""
-    files = f"file://{(_data_dir(settings, data_dir) / 'files').absolute()}"
-    gateway = settings.gateway.model_copy(update={"files": files})
-    return settings.model_copy(update={"gateway": gateway})
+    """The socket is in a folder of its own, since paths of sockets must be short."""
+    files = settings.search.data_dir or str(_data_dir(settings, data_dir) / "search")
+    return settings.changed(search={"url": f"unix://{folder}/socket", "data_dir": files})
 
 
 def _with_deployments(settings: Settings, data_dir: Path | None) -> Settings:
-    """With a store, a cache and a key to deploy beside Redis's files, where none are named.
+    """A store, a cache and a deploy key in the data directory, unless they are set.
 
-    Who may read the key's file may deploy; `vlm deploy` on this machine finds it there.
+    Whoever can read the key's file may deploy; `vlm deploy` on this machine finds it.
     """
-    folder, deploy, gateway = _data_dir(settings, data_dir), settings.deploy, settings.gateway
-    changes = {}
-    if not deploy.store:
-        changes["store"] = f"file://{(folder / 'packages').absolute()}"
-    if not deploy.cache_dir:
-        changes["cache_dir"] = str((folder / "packages-cache").absolute())
-    if not gateway.deploy_keys:
-        gateway = gateway.model_copy(update={"deploy_keys": (SecretStr(_deploy_key(folder)),)})
-    deploy = deploy.model_copy(update=changes)
-    return settings.model_copy(update={"deploy": deploy, "gateway": gateway})
+    folder = _data_dir(settings, data_dir).absolute()
+    deploy = {
+        "store": settings.deploy.store or f"file://{folder / 'packages'}",
+        "cache_dir": settings.deploy.cache_dir or str(folder / "packages-cache"),
+    }
+    keys = settings.gateway.deploy_keys or (SecretStr(_deploy_key(folder)),)
+    return settings.changed(deploy=deploy, gateway={"deploy_keys": keys})
 
 
 def _deploy_key(folder: Path) -> str:
-    """The key of this machine's fleet; made once, for its owner alone."""
+    """The deploy key of this machine; it is created once, readable for its owner."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "deploy.key"
     with suppress(FileExistsError):
@@ -152,10 +128,10 @@ def _deploy_key(folder: Path) -> str:
 
 @contextmanager
 def _key_by_port(settings: Settings, data_dir: Path | None) -> Iterator[None]:
-    """Let `vlm deploy` on this machine find the key in a data folder that it does not know."""
+    """Link the key where `vlm deploy` looks, if it is in another data directory."""
     folder = _data_dir(settings, None)
     link = folder / "data-dir.key"
-    link.unlink(missing_ok=True)  # of one that was killed
+    link.unlink(missing_ok=True)  # of a killed process
     key = _data_dir(settings, data_dir).absolute() / "deploy.key"
     is_needed = data_dir is not None and key.exists()
     if is_needed:
@@ -173,10 +149,6 @@ def _data_dir(settings: Settings, data_dir: Path | None) -> Path:
     return data_dir or state / "vlm-fleet" / str(settings.gateway.port)
 
 
-def _start_redis(settings: Settings, data_dir: Path | None) -> EmbeddedRedis:
-    return EmbeddedRedis(_data_dir(settings, data_dir), settings.redis.max_memory_bytes)
-
-
 async def _run(
     settings: Settings,
     num_workers: int,
@@ -187,7 +159,7 @@ async def _run(
     node = create_node(settings, num_workers, search=search, also=also)
     agent = NodeAgent(settings) if settings.deploy.store else None
     await stop_on_signals(node, partial(_say_stopping, node), agent.kill if agent else lambda: None)
-    # Until the end of the loop, beyond the node's own watchers: a drain needs Redis too.
+    # Beyond the end of the node: its drain needs Redis.
     watcher = asyncio.create_task(keep_running(redis)) if redis else None
     deployed = asyncio.create_task(agent.run(), name="deployments") if agent else None
     try:
@@ -203,12 +175,12 @@ async def _run(
 def _say_stopping(node: Node) -> None:
     if node.was_ready:
         console.print(
-            f"stopping: what runs has {node.stop_within_s:g} s to end; Ctrl-C again ends it at once"
+            f"stopping: requests have {node.stop_within_s:g} s to finish; Ctrl-C again ends them at once"
         )
 
 
 async def keep_running(redis: EmbeddedRedis, poll_s: float = 0.1) -> None:
-    """Start Redis again whenever it ends. Never returns."""
+    """Restart Redis whenever it ends. Never returns."""
     pauses = Pauses()
     while True:
         while (code := redis.exit_code) is None:
@@ -221,7 +193,7 @@ async def keep_running(redis: EmbeddedRedis, poll_s: float = 0.1) -> None:
         await asyncio.sleep(pause_s)
         pauses.started()
         try:
-            redis.restart()  # in this thread, the main one: the server ends with its thread
+            redis.restart()  # in the main thread: the server ends with its thread
         except (EmbeddedRedisError, OSError) as error:
             logger.warning("redis does not start: %s", error)
 
@@ -251,7 +223,7 @@ async def _serve(
 def create_node(
     settings: Settings, num_workers: int, *, search: bool = False, also: Sequence[str] = ()
 ) -> Node:
-    """The processes that these settings ask for. Threads are shared out among the workers."""
+    """The processes of these settings. The CPU threads are divided among the workers."""
     worker_environment = child_environment(settings, WORKER_GROUPS)
     gateway_environment = child_environment(settings, GATEWAY_GROUPS, HUB_SECRETS)
     engine = read_engine_settings(settings)
@@ -268,8 +240,7 @@ def create_node(
     ]
     for number, model in enumerate(also, num_workers + 1):
         engine = EngineValues.model_validate({"model": model, "device": "cpu"})
-        alone = settings.worker.model_copy(update={"lora": ()})
-        changed = settings.model_copy(update={"engine": engine, "worker": alone})
+        changed = settings.changed(worker={"lora": ()}).model_copy(update={"engine": engine})
         environment = child_environment(changed, WORKER_GROUPS)
         workers.append(Child(f"worker {number}", ["worker"], environment))
     if search:
@@ -282,7 +253,7 @@ def create_node(
 
 
 def _check_names(settings: Settings, also: Sequence[str]) -> None:
-    """Two models of one name would be one of the fleet: nothing would be ready. Raises: NodeError."""
+    """Raises: NodeError if two models have the same name."""
     if not also:
         return
     # The hub's client is slow to import.
@@ -295,15 +266,15 @@ def _check_names(settings: Settings, also: Sequence[str]) -> None:
     for model in also:
         if (name := default_name(model)) in names:
             raise NodeError(
-                f"--also {model}: a model called {name} is served already; leave it out, or give "
-                "another name to that of --model with --served-name",
+                f"--also {model}: a model called {name} is served already; leave it out, or rename "
+                "that of --model with --served-name",
                 os.EX_CONFIG,
             )
         names.add(name)
 
 
 def read_engine_settings(settings: Settings) -> EngineSettings:
-    """The engine's settings, checked by the engine. Raises: SettingsError."""
+    """Validate the engine's settings. Raises: SettingsError."""
     try:
         return check_settings(settings.engine.values())
     except EngineStartError as error:
@@ -311,7 +282,7 @@ def read_engine_settings(settings: Settings) -> EngineSettings:
 
 
 async def wait_until_ready(url: str, pause_s: float = 0.1) -> None:
-    """Return when the gateway says that it and a worker are ready. Waits as long as that takes."""
+    """Wait until the gateway and a worker are ready."""
     async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=2.0) as client:
         while True:
             with suppress(httpx.HTTPError):
@@ -321,17 +292,14 @@ async def wait_until_ready(url: str, pause_s: float = 0.1) -> None:
 
 
 async def wait_until_served(settings: Settings, num_models: int) -> list[dict[str, Any]]:
-    """The models that have workers, once they are so many: the newest first. Waits as long as that takes.
-
-    What is deployed and adapters of models do not count: they come back with Redis's file, or their model.
-    """
+    """Wait until so many models have workers; returns them, the newest first. Deployments and adapters do not count."""
     url = base_url(settings)
     await wait_until_ready(url)
     keys = [key.get_secret_value() for key in settings.gateway.api_keys]
     headers = {"authorization": f"Bearer {keys[0]}"} if keys else {}
     async with httpx.AsyncClient(base_url=url, headers=headers, trust_env=False) as client:
         while True:
-            with suppress(httpx.HTTPError):  # it is busy, or Redis is
+            with suppress(httpx.HTTPError):  # the gateway or Redis is busy
                 listing = (await client.get("/v1/models")).raise_for_status()
                 models = [model for model in listing.json()["data"] if _is_own(model)]
                 if len(models) >= num_models:
@@ -342,7 +310,7 @@ async def wait_until_served(settings: Settings, num_models: int) -> list[dict[st
 def tell_apart(
     models: Sequence[dict[str, Any]], also: Sequence[str]
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The model of --model, and those of --also."""
+    """Separate the model of --model from those of --also."""
     others = []
     if also:
         # The hub's client is slow to import.
@@ -359,7 +327,7 @@ def _is_own(model: dict[str, Any]) -> bool:
 
 
 def find_port(host: str, port: int) -> int:
-    """The port if nobody listens there, for 0 a free one. Raises: NodeError."""
+    """The port, if it is free; for 0 a free one. Raises: NodeError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         if port:
@@ -383,7 +351,7 @@ def _other_place(error: OSError) -> str:
 
 
 def base_url(settings: Settings) -> str:
-    """Where a client on this machine reaches the gateway."""
+    """The gateway's URL for clients on this machine."""
     host, port = settings.gateway.host, settings.gateway.port
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -395,7 +363,7 @@ def show_screen(
     num_workers: int,
     others: Sequence[dict[str, Any]] = (),
 ) -> None:
-    """Say what runs and how to use it; the curl works as it stands."""
+    """Print what runs, and commands to try it."""
     url, name = base_url(settings), model["id"]
     needs_key = bool(settings.gateway.api_keys)
     console.print(
@@ -428,7 +396,7 @@ def show_screen(
 
 
 def sample_curl(url: str, model: dict[str, Any], needs_key: bool) -> str:
-    """A shell command that asks about the sample image, or a model without images for a text."""
+    """A curl command with the sample image, or with text for a model without images."""
     content = f'"{TEXT_QUESTION}"'
     if model["supports_images"]:
         image = f"$(base64 < {_short(SAMPLE)} | tr -d '\\n')"
@@ -447,7 +415,7 @@ def sample_curl(url: str, model: dict[str, Any], needs_key: bool) -> str:
 
 
 def numbers_curl(url: str, model: dict[str, Any], needs_key: bool) -> str:
-    """A shell command that asks for vectors, or for scores where there are none."""
+    """A curl command for vectors, or for scores."""
     body: dict[str, Any] = {"model": model["id"]}
     if "embed" in model["tasks"]:
         path, more = "embeddings", {"input": ["a red star", "a blue circle"]}
@@ -464,5 +432,5 @@ def _key(is_needed: bool) -> str:
 
 
 def _short(path: Path) -> Path:
-    """The path as one would type it here."""
+    """The path relative to the working directory, if it is below."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

@@ -323,7 +323,7 @@ def test_a_version_that_waits_for_the_room_of_the_old_one_says_so(world: World):
     world.rooms["one"] = Resources(1)
     world.deploy(B)
     world.run(30)
-    assert "instances have all the room" in world.app.message
+    assert "all resources are in use" in world.app.message
     assert world.active == A
     world.rooms["two"] = Resources(1)
     world.run(20)
