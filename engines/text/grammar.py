@@ -104,6 +104,14 @@ class GrammarCompiler:
         except _Refusal as refusal:
             raise refusal.to_error(grammar.param) from None
 
+    def source(self, grammar: Grammar) -> str:
+        """A grammar without reasoning, in the syntax of llguidance. Raises: BadGrammar, GrammarTooComplex."""
+        try:
+            body, others = _to_body(grammar)
+        except _Refusal as refusal:
+            raise refusal.to_error(grammar.param) from None
+        return to_source(f"start: {self._space} answer\n{body}", **others)
+
     def compile_tools(
         self, tools: Tools, form: ToolFormat, grammar: Grammar | None, *, is_thinking: bool = False
     ) -> Constraint:
@@ -147,12 +155,16 @@ class GrammarCompiler:
                 self._judge.close()
                 self._judge = None
 
+    @property
+    def _space(self) -> str:
+        return '" "' if self._tokenizer.drops_leading_space else '""'
+
     def _to_source(self, body: str, others: dict[str, str], *, is_thinking: bool) -> str:
         """The grammar of the whole output, with reasoning; `body` has the rule `answer`.
 
         If the first space of an output is dropped, the grammar begins with a space.
         """
-        space = '" "' if self._tokenizer.drops_leading_space else '""'
+        space = self._space
         if self._reasoning is None:
             return to_source(f"start: {space} answer\n{body}", **others)
         form = self._reasoning.form

@@ -22,6 +22,7 @@ class UpstreamRequest(EngineRequest):
     """A prepared request. `max_tokens` is the number of output tokens, those of earlier attempts included."""
 
     grammar: Grammar | None = None
+    grammar_source: str = ""  #: the grammar in the syntax of llguidance, if the server runs it
     max_tokens: int = 0
 
 
@@ -60,6 +61,8 @@ class Dialect(ABC):
     metrics_path = ""
     #: Fields of `EngineStats` by the name of a Prometheus metric.
     metrics: ClassVar[Mapping[str, str]] = {}
+    runs_grammar_source = False  #: whether the server enforces `grammar_source`
+    environment: ClassVar[Mapping[str, str]] = {}  #: of the started server
 
     @abstractmethod
     def arguments(self, port: int) -> list[str]:

@@ -19,6 +19,7 @@ from engines.base import (
     PreparedImage,
 )
 from engines.core.answers import Answer
+from engines.core.constraint import Constraint, ConstraintFailure
 from engines.core.prompting import PromptingEngine
 from engines.core.runner import Processor, TokenChoice
 from engines.text.grammar import GrammarCompiler
@@ -118,8 +119,23 @@ class UpstreamEngine(PromptingEngine[UpstreamRequest]):
         self._check_request(request)
         self._dialect.check(request)
         if task.grammar is not None and self._grammars is not None:
-            self._grammars.compile(task.grammar)
+            constraint = self._grammars.compile(task.grammar)
+            if self._dialect.runs_grammar_source:
+                self._check_conformity(constraint, request, task.grammar.param)
+                request = replace(request, grammar_source=self._grammars.source(task.grammar))
         return replace(request, max_tokens=self._max_output_tokens(request))
+
+    def _check_conformity(
+        self, constraint: Constraint, request: UpstreamRequest, param: str
+    ) -> None:
+        """Raises: InvalidRequest if the tokens of an earlier attempt do not conform to the grammar."""
+        earlier = request.output_token_ids
+        if not earlier or earlier[-1] in self.processor.tokenizer.eos_token_ids:
+            return
+        try:
+            constraint.begin().mask(earlier, 0)
+        except ConstraintFailure as failure:
+            raise InvalidRequest(str(failure), param) from None
 
     def _choose_tools(self, tools: Tools | None) -> Tools | None:
         if tools is not None and tools.is_required:

@@ -41,7 +41,7 @@ def load_upstream_engine(settings: UpstreamSettings, progress: Progress | None) 
     server, url = None, settings.url
     if not url:
         port = free_port()
-        server = ServerProcess(command_of(settings, dialect, port))
+        server = ServerProcess(command_of(settings, dialect, port), dialect.environment)
         url = f"http://127.0.0.1:{port}"
     client = UpstreamClient(
         url,

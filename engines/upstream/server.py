@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 
 from engines.application import launch
@@ -38,7 +39,7 @@ def command_of(settings: UpstreamSettings, dialect: Dialect, port: int) -> list[
 class ServerProcess:
     """A running server and its process group."""
 
-    def __init__(self, command: list[str]) -> None:
+    def __init__(self, command: list[str], environment: Mapping[str, str]) -> None:
         """Raises: EngineStartError."""
         program = shutil.which(command[0])
         if program is None:
@@ -51,6 +52,7 @@ class ServerProcess:
             for name, value in os.environ.items()
             if name in _ENVIRONMENT or name.startswith(_PREFIXES)
         }
+        kept |= environment
         self.name = command[0]
         launcher = [sys.executable, launch.__file__, "--", program, *command[1:]]
         self._process = subprocess.Popen(

@@ -5,6 +5,7 @@ Source: vllm/entrypoints/scale_out/token_in_token_out/protocol.py.
 
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import msgspec
@@ -27,6 +28,10 @@ from engines.upstream.images import data_url
 from engines.upstream.settings import VllmSettings
 from shared.protocol import FinishReason, Generate, Grammar, Priority
 
+#: `extra_args` of the logits processor, and its version.
+PLUGIN = "vlm_fleet"
+PLUGIN_VERSION = "vlm_fleet logits processor 1"
+PROBE_S = 120.0  #: the first request of a server may compile kernels
 FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
 
@@ -70,11 +75,14 @@ _events = msgspec.json.Decoder(_Event)
 
 
 class Vllm(Dialect):
-    """Continues from token ids. Grammars, penalties and seeds start again."""
+    """Continues from token ids. Grammars and penalties start again, unless vLLM has our logits processor."""
 
     name = "vLLM"
     program = ("vllm", "serve")
     versions = VLLM_VERSIONS
+    environment: ClassVar[Mapping[str, str]] = {
+        "PYTHONPATH": str(Path(__file__).with_name("plugin"))
+    }
     path = "/inference/v1/generate"
     metrics_path = "/metrics"
     metrics: ClassVar[Mapping[str, str]] = {
@@ -111,16 +119,39 @@ class Vllm(Dialect):
                 raise ValueError(f"it serves {names}, not {self._model}")
             found = listed[0]
         self._model = found["id"]
+        self.runs_grammar_source = self._probe_plugin(client)
         version = client.request("GET", "/version").raise_for_status().json()["version"]
         return ServerInfo(self._model, found["max_model_len"], version)
 
+    def _probe_plugin(self, client: UpstreamClient) -> bool:
+        """Whether vLLM has our logits processor, which refuses parameters of another version."""
+        sampling = {"max_tokens": 1, "extra_args": {PLUGIN: {"version": "probe"}}}
+        body = {"model": self._model, "token_ids": [0], "sampling_params": sampling}
+        response = client.request("POST", self.path, timeout_s=PROBE_S, json=body)
+        if response.status_code in (403, 404):
+            raise ValueError("start it with --enable-scale-out")
+        return PLUGIN_VERSION in response.text
+
     def check(self, request: UpstreamRequest) -> None:
         refuse(request.sampling, self.name, "num_prompt_logprobs")
-        if request.grammar is not None:
+        if request.grammar is not None and not self.runs_grammar_source:
             _structured(request.grammar)
 
     def can_continue(self, task: Generate) -> bool:
-        return task.grammar is None and not has_output_penalty(task.sampling)
+        has_penalty = has_output_penalty(task.sampling)
+        if self.runs_grammar_source:  # it does not know how vLLM orders two kinds of penalties
+            return not has_penalty or task.sampling.repetition_penalty == 1.0
+        return task.grammar is None and not has_penalty
+
+    def _plugin_arguments(self, request: UpstreamRequest, num_done: int) -> dict[str, Any]:
+        """Parameters that the logits processor applies instead of vLLM; empty: none."""
+        found: dict[str, Any] = {}
+        if self.runs_grammar_source and request.grammar is not None:
+            found["grammar"] = request.grammar_source
+        if self.runs_grammar_source and has_output_penalty(request.sampling) and num_done:
+            found["presence_penalty"] = request.sampling.presence_penalty
+            found["frequency_penalty"] = request.sampling.frequency_penalty
+        return {"version": PLUGIN_VERSION, "num_earlier": num_done, **found} if found else {}
 
     def body(self, request: UpstreamRequest, output_ids: Sequence[int]) -> dict[str, Any]:
         wanted, num_done = request.sampling, len(output_ids)
@@ -139,7 +170,11 @@ class Vllm(Dialect):
             sampling["logit_bias"] = bias
         if wanted.allowed_token_ids:
             sampling["allowed_token_ids"] = list(wanted.allowed_token_ids)
-        if request.grammar is not None:
+        if arguments := self._plugin_arguments(request, num_done):
+            sampling["extra_args"] = {PLUGIN: arguments}
+            if "presence_penalty" in arguments:
+                sampling["presence_penalty"] = sampling["frequency_penalty"] = 0.0
+        if request.grammar is not None and not self.runs_grammar_source:
             sampling["structured_outputs"] = _structured(request.grammar)
         body: dict[str, Any] = {
             "request_id": request.request_id, "model": self._model,

@@ -13,7 +13,10 @@ from hashlib import sha256
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from engines.upstream.vllm import PLUGIN, PLUGIN_VERSION
+
 CONTEXT = 512
+PROBE = {"version": "probe"}
 EOS_ID = 2
 FIRST_ID, NUM_IDS = 67, 26  #: tokens that are printable in the tiny checkpoint
 
@@ -23,6 +26,7 @@ class StandIn:
     """What the server does and has seen."""
 
     version: str = "0.33.0"
+    has_plugin: bool = False  #: the logits processor for vLLM
     token_s: float = 0.0  #: pause before each token
     is_healthy: bool = True
     refuse_with: tuple[int, str] | None = None  #: status and message of the next request
@@ -90,6 +94,12 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         state: StandIn = self.server.state
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        if body.get("sampling_params", {}).get("extra_args", {}).get(PLUGIN) == PROBE:
+            found = (400, PLUGIN_VERSION) if state.has_plugin else (200, "")
+            status, message = state.refuse_with or found
+            state.refuse_with = None
+            self._answer(status, json.dumps({"error": {"message": message}}).encode())
+            return
         state.bodies.append(body)
         if state.refuse_with is not None:
             (status, message), state.refuse_with = state.refuse_with, None

@@ -34,12 +34,20 @@ from shared.protocol import (
     TextPart,
     Tools,
 )
-from tests.engines.upstream.stand_in import CONTEXT, EOS_ID, StandIn, next_token, run_stand_in
+from tests.engines.upstream.stand_in import (
+    CONTEXT,
+    EOS_ID,
+    FIRST_ID,
+    StandIn,
+    next_token,
+    run_stand_in,
+)
 from tests.factories_images import encoded
 from tests.waiting import wait_for
 
 APIS = ("vllm", "sglang")
 SCHEMA = Grammar("json", '{"type": "object"}', "response_format")
+PENALTIES = {"presence_penalty", "frequency_penalty"}
 
 
 @pytest.fixture(scope="session")
@@ -182,6 +190,72 @@ def test_state_that_a_server_would_forget_is_not_continued(
     assert outputs[-1].error_code is ErrorCode.ENGINE_FAILURE
     assert len(ids_of(outputs)) == 3
     assert len(server.bodies) == 2  # nothing was lost with the first
+
+
+@pytest.fixture
+def plugin_engine(checkpoint: Path, server: StandIn) -> Iterator[UpstreamEngine]:
+    """vLLM with the logits processor."""
+    server.has_plugin = True
+    engine = load("vllm", checkpoint, server)
+    yield engine
+    engine.close()
+
+
+LARK = Grammar("lark", 'start: "a"', "guided_grammar")
+
+
+@pytest.mark.parametrize(
+    ("changes", "at_start", "after_break"),
+    [
+        pytest.param({"grammar": SCHEMA}, {"grammar"}, {"grammar"}, id="schema"),
+        pytest.param({"presence_penalty": 1.0}, set(), PENALTIES, id="penalty"),
+        pytest.param({}, set(), set(), id="plain"),
+    ],
+)
+def test_the_logits_processor_continues_what_vllm_would_forget(
+    plugin_engine: UpstreamEngine,
+    server: StandIn,
+    changes: dict[str, Any],
+    at_start: set[str],
+    after_break: set[str],
+):
+    call = make_call(**changes)
+    assert plugin_engine.can_continue(call.task)
+    server.break_after = [3]
+    assert ids_of(answer(plugin_engine, call)) == expected_ids(plugin_engine, call)
+    for body, names, num_earlier in zip(
+        server.bodies, (at_start, after_break), (0, 3), strict=True
+    ):
+        sampling = body["sampling_params"]
+        assert "structured_outputs" not in sampling
+        found = sampling.get("extra_args", {}).get("vlm_fleet", {})
+        assert found.keys() - {"version", "num_earlier"} == names
+        assert found.get("num_earlier", num_earlier) == num_earlier
+    assert server.bodies[1]["sampling_params"]["presence_penalty"] == 0.0
+
+
+def test_the_logits_processor_supports_every_kind_of_grammar(
+    plugin_engine: UpstreamEngine, server: StandIn
+):
+    answer(plugin_engine, make_call(grammar=LARK))
+    assert "grammar" in server.bodies[-1]["sampling_params"]["extra_args"]["vlm_fleet"]
+
+
+def test_two_kinds_of_penalties_are_not_continued(plugin_engine: UpstreamEngine):
+    task = make_call(presence_penalty=1.0, repetition_penalty=1.1).task
+    assert not plugin_engine.can_continue(task)
+
+
+def test_tokens_that_break_their_grammar_are_not_continued(plugin_engine: UpstreamEngine):
+    with pytest.raises(InvalidRequest) as refused:
+        plugin_engine.prepare(make_call(grammar=SCHEMA, output_token_ids=(FIRST_ID,)), [])
+    assert refused.value.param == "response_format"
+
+
+def test_a_server_without_the_api_is_told_which_flag_it_lacks(checkpoint: Path, server: StandIn):
+    server.refuse_with = (403, "disabled")
+    with pytest.raises(EngineLoadFailed, match="--enable-scale-out"):
+        load("vllm", checkpoint, server)
 
 
 def test_a_busy_server_is_asked_again(engine: UpstreamEngine, server: StandIn):

@@ -76,7 +76,7 @@ def wheel(api: str) -> zipfile.ZipFile:
 
 
 def fields_of(wheel: zipfile.ZipFile, name: str, file: str) -> set[str]:
-    """Annotated fields of a class and of its bases in the same file."""
+    """Annotated fields and methods of a class and of its bases in the same file."""
     classes = {
         node.name: node
         for node in ast.walk(ast.parse(wheel.read(file)))
@@ -92,6 +92,8 @@ def fields_of(wheel: zipfile.ZipFile, name: str, file: str) -> set[str]:
         for item in node.body:
             if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
                 found.add(item.target.id)
+            elif isinstance(item, ast.FunctionDef):
+                found.add(item.name)
     return found
 
 
@@ -111,6 +113,33 @@ def test_fields_of_a_request_are_the_servers(api: str, wheel: zipfile.ZipFile):
 
 def _fields(request: UpstreamRequest) -> dict[str, Any]:
     return {name: getattr(request, name) for name in request.__dataclass_fields__}
+
+
+#: Classes of responses and of logits processors in the wheel of vLLM, and what we use of them.
+_PROTOCOL = "vllm/entrypoints/scale_out/token_in_token_out/protocol.py"
+_RUNNER_V2 = "vllm/v1/worker/gpu/sample/logits_processor/interface.py"
+_METHODS = {"validate_params", "apply"}
+USED = {
+    ("GenerateTokensStreamResponse", _PROTOCOL): {"choices", "usage", "metrics"},
+    ("GenerateTokensStreamChoice", _PROTOCOL): {"token_ids", "finish_reason", "logprobs"},
+    ("GenerateLogProbsContent", _PROTOCOL): {"token_id", "logprob", "top_logprobs"},
+    ("LogitsProcessor", "vllm/v1/sample/logits_processor/interface.py"): {
+        "is_argmax_invariant",
+        "update_state",
+        *_METHODS,
+    },
+    ("LogitsProcessor", _RUNNER_V2): {"add_request", *_METHODS},
+    ("LogitsContext", _RUNNER_V2): {"idx_mapping_np", "seq_lens_upper_bound_np"},
+    ("LogitsProcRequestState", _RUNNER_V2): {"prompt_len", "all_token_ids"},
+}
+
+
+@pytest.mark.parametrize("api", ["vllm"], indirect=True)
+@pytest.mark.parametrize(("place", "names"), USED.items())
+def test_names_that_we_use_of_vllm_exist(
+    wheel: zipfile.ZipFile, place: tuple[str, str], names: set[str]
+):
+    assert names <= fields_of(wheel, *place)
 
 
 def test_flags_of_the_start_command_are_the_servers(api: str, wheel: zipfile.ZipFile):
