@@ -9,7 +9,6 @@ from pathlib import Path
 from engines.base import (
     Adapter,
     AdapterLimits,
-    AdapterUnavailable,
     Capabilities,
     EngineCall,
     EngineOutput,
@@ -177,15 +176,6 @@ class BatchingEngine(PromptingEngine[EngineRequest]):
     def unload_adapter(self, digest: str) -> None:
         """Unload an adapter; running sequences keep it until they end."""
         self._adapters.pop(digest, None)
-
-    def _find_adapter(self, digest: str) -> Adapter | None:
-        """Raises: AdapterUnavailable."""
-        if not digest:
-            return None
-        adapter = self._adapters.get(digest)
-        if adapter is None:
-            raise AdapterUnavailable("the adapter is not loaded any more", "model")
-        return adapter
 
     def add(self, request: EngineRequest) -> None:
         """Accept a request. Raises: PromptTooLong, InvalidRequest, and then nothing is queued."""

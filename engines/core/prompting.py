@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from engines.base import (
+    Adapter,
+    AdapterUnavailable,
     Decode,
     Engine,
     InvalidRequest,
@@ -25,6 +27,7 @@ class PromptingEngine(Engine[Request]):
     processor: Processor
     vocab_size: int
     max_model_len: int
+    _adapters: dict[str, Adapter]  # by digest
 
     def prepare_image(self, data: bytes, image: ImageRef, decode: Decode) -> Any:
         """The processor's pixels of an image. Raises: InvalidImage."""
@@ -66,6 +69,15 @@ class PromptingEngine(Engine[Request]):
             )
         self._check_ids(prompt.token_ids, "prompt")
         return Prompt(list(prompt.token_ids))
+
+    def _find_adapter(self, digest: str) -> Adapter | None:
+        """Raises: AdapterUnavailable."""
+        if not digest:
+            return None
+        adapter = self._adapters.get(digest)
+        if adapter is None:
+            raise AdapterUnavailable("the adapter is not loaded any more", "model")
+        return adapter
 
     def _check_ids(self, token_ids: Sequence[int], param: str) -> None:
         """Raises: InvalidRequest."""

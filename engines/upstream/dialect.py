@@ -61,6 +61,9 @@ class Dialect(ABC):
     metrics_path = ""
     #: Fields of `EngineStats` by the name of a Prometheus metric.
     metrics: ClassVar[Mapping[str, str]] = {}
+    adapter_paths: tuple[str, str] | None = (
+        None  #: load and unload a LoRA adapter; None: not supported
+    )
     runs_grammar_source = False  #: whether the server enforces `grammar_source`
     environment: ClassVar[Mapping[str, str]] = {}  #: of the started server
 

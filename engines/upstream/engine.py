@@ -5,11 +5,17 @@ ends, and its requests continue elsewhere from their token logs.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
+import httpx
 import msgspec
 
 from engines.base import (
+    Adapter,
+    AdapterLimits,
+    BadAdapter,
     Capabilities,
     EngineCall,
     EngineLoadFailed,
@@ -22,6 +28,7 @@ from engines.core.answers import Answer
 from engines.core.constraint import Constraint, ConstraintFailure
 from engines.core.prompting import PromptingEngine
 from engines.core.runner import Processor, TokenChoice
+from engines.packages.adapter_files import read_adapter
 from engines.text.grammar import GrammarCompiler
 from engines.upstream.client import ServerLost, StreamEvent, UpstreamClient
 from engines.upstream.dialect import Chunk, Dialect, UpstreamRequest, error_message
@@ -32,7 +39,17 @@ from shared.protocol import ErrorCode, FinishReason, Generate, Task, Tools
 POLL_S = 0.05
 MAX_TRIES = 3  #: of a stream that breaks while the server is healthy
 RETRY_S = 0.2
+ADAPTER_S = 120.0  #: to load an adapter
 _BUSY = (429, 503)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerAdapter:
+    """A LoRA adapter that the server has loaded under its digest."""
+
+    digest: str
+    rank: int
+    num_bytes: int
 
 
 @dataclass(slots=True)
@@ -76,6 +93,7 @@ class UpstreamEngine(PromptingEngine[UpstreamRequest]):
         self._streams: dict[str, _Stream] = {}
         self._finished_early: list[EngineOutput] = []
         self._num_steps = self._num_prompt_tokens = self._num_output_tokens = 0
+        self._adapters: dict[str, Adapter] = {}  # by digest
         self.startup_s: dict[str, float] = {}
 
     def capabilities(self) -> Capabilities:
@@ -114,6 +132,7 @@ class UpstreamEngine(PromptingEngine[UpstreamRequest]):
             is_thinking=prompt.is_thinking,
             is_raw=task.prompt is not None,
             tool_format=None if tools is None else self.processor.tool_format,
+            adapter=self._find_adapter(call.adapter),
             grammar=task.grammar,
         )
         self._check_request(request)
@@ -144,6 +163,34 @@ class UpstreamEngine(PromptingEngine[UpstreamRequest]):
                 "tool_choice",
             )
         return tools if self.processor.shows_tools else None
+
+    def load_adapter(self, directory: Path, limits: AdapterLimits) -> Adapter:
+        """Load an adapter at the server, under its digest. Raises: BadAdapter."""
+        if self._dialect.adapter_paths is None:
+            return super().load_adapter(directory, limits)
+        files = read_adapter(directory, limits)
+        adapter = ServerAdapter(files.digest, files.config.get("r", 0), len(files.weights))
+        body = {"lora_name": adapter.digest, "lora_path": str(directory.resolve())}
+        try:
+            response = self._client.request(
+                "POST", self._dialect.adapter_paths[0], timeout_s=ADAPTER_S, json=body
+            )
+        except httpx.HTTPError as error:
+            raise BadAdapter(f"the server fails: {type(error).__name__} {error}") from None
+        if response.status_code == httpx.codes.NOT_FOUND and "Not Found" in response.text:
+            raise BadAdapter(f"{self._dialect.name} was started without LoRA adapters")
+        if response.is_error and "already" not in response.text:  # by another worker
+            raise BadAdapter(error_message(response.content) or response.text[:300])
+        self._adapters[adapter.digest] = adapter
+        return adapter
+
+    def unload_adapter(self, digest: str) -> None:
+        """Unload an adapter at the server."""
+        if self._adapters.pop(digest, None) is not None and self._dialect.adapter_paths is not None:
+            with suppress(httpx.HTTPError):  # a server that is lost has no adapters
+                self._client.request(
+                    "POST", self._dialect.adapter_paths[1], json={"lora_name": digest}
+                )
 
     def wake(self) -> None:
         """Make `step` return."""
@@ -208,6 +255,7 @@ class UpstreamEngine(PromptingEngine[UpstreamRequest]):
             num_steps=self._num_steps,
             num_prompt_tokens=self._num_prompt_tokens,
             num_output_tokens=self._num_output_tokens,
+            num_adapters=len(self._adapters),
             startup_s=self.startup_s,
         )
         for name, target in self._dialect.metrics.items():

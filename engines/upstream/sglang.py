@@ -59,6 +59,7 @@ class Sglang(Dialect):
     program = ("python", "-m", "sglang.launch_server")
     versions = ("0.5", "0.6")
     path = "/generate"
+    adapter_paths = ("/load_lora_adapter", "/unload_lora_adapter")
     metrics_path = "/metrics"
     metrics: ClassVar[Mapping[str, str]] = {"sglang:token_usage": "kv_usage_ratio"}
 
@@ -116,6 +117,8 @@ class Sglang(Dialect):
         }  # fmt: skip
         if wanted.num_logprobs is not None:
             body |= {"return_logprob": True, "top_logprobs_num": wanted.num_logprobs}
+        if request.adapter is not None:
+            body["lora_path"] = request.adapter.digest  # the name it was loaded under
         if request.cache_salt:
             body["extra_key"] = request.cache_salt
         if request.priority is Priority.INTERACTIVE and not self._settings.url:

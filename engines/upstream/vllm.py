@@ -84,6 +84,7 @@ class Vllm(Dialect):
         "PYTHONPATH": str(Path(__file__).with_name("plugin"))
     }
     path = "/inference/v1/generate"
+    adapter_paths = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
     metrics_path = "/metrics"
     metrics: ClassVar[Mapping[str, str]] = {
         "vllm:kv_cache_usage_perc": "kv_usage_ratio",
@@ -177,7 +178,8 @@ class Vllm(Dialect):
         if request.grammar is not None and not self.runs_grammar_source:
             sampling["structured_outputs"] = _structured(request.grammar)
         body: dict[str, Any] = {
-            "request_id": request.request_id, "model": self._model,
+            "request_id": request.request_id,
+            "model": self._model if request.adapter is None else request.adapter.digest,
             "token_ids": [*request.prompt_token_ids, *output_ids], "sampling_params": sampling, "stream": True,
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         }  # fmt: skip

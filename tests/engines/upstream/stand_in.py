@@ -26,6 +26,7 @@ class StandIn:
     """What the server does and has seen."""
 
     version: str = "0.33.0"
+    adapters: dict[str, str] | None = field(default_factory=dict)  #: None: disabled
     has_plugin: bool = False  #: the logits processor for vLLM
     token_s: float = 0.0  #: pause before each token
     is_healthy: bool = True
@@ -94,6 +95,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         state: StandIn = self.server.state
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        if self.path.endswith("_adapter"):
+            self._answer(*_change_adapters(state.adapters, self.path, body))
+            return
         if body.get("sampling_params", {}).get("extra_args", {}).get(PLUGIN) == PROBE:
             found = (400, PLUGIN_VERSION) if state.has_plugin else (200, "")
             status, message = state.refuse_with or found
@@ -128,6 +132,22 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("content-length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
+
+
+def _change_adapters(
+    adapters: dict[str, str] | None, path: str, body: dict[str, str]
+) -> tuple[int, bytes]:
+    if adapters is None:
+        return 404, b'{"detail": "Not Found"}'
+    name = body["lora_name"]
+    if "unload" in path:
+        return (200 if adapters.pop(name, None) else 404), b"{}"
+    if name in adapters:
+        return 400, b'{"error": {"message": "it has already been loaded"}}'
+    if "bad" in body["lora_path"]:
+        return 400, b'{"success": false, "error_message": "it has another base model"}'
+    adapters[name] = body["lora_path"]
+    return 200, b"{}"
 
 
 def _vllm(body: dict[str, Any]) -> Iterator[dict[str, Any]]:

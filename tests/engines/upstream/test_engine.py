@@ -1,5 +1,6 @@
 """Engines behind HTTP: tokens, faults of the server, and refusals."""
 
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -7,8 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from engines.base import (
+    AdapterLimits,
+    AdapterUnavailable,
+    BadAdapter,
     EngineCall,
     EngineLoadFailed,
     EngineOutput,
@@ -256,6 +261,60 @@ def test_a_server_without_the_api_is_told_which_flag_it_lacks(checkpoint: Path, 
     server.refuse_with = (403, "disabled")
     with pytest.raises(EngineLoadFailed, match="--enable-scale-out"):
         load("vllm", checkpoint, server)
+
+
+LIMITS = AdapterLimits(max_rank=8, max_bytes=1000)
+
+
+def write_adapter(directory: Path, **config: Any) -> Path:
+    directory.mkdir()
+    values = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, **config}
+    (directory / "adapter_config.json").write_text(json.dumps(values))
+    (directory / "adapter_model.safetensors").write_bytes(b"weights")
+    return directory
+
+
+def test_an_adapter_is_loaded_at_the_server_and_used_by_name(
+    engine: UpstreamEngine, api: str, checkpoint: Path, server: StandIn, tmp_path: Path
+):
+    directory = write_adapter(tmp_path / "sql")
+    adapter = engine.load_adapter(directory, LIMITS)
+    assert server.adapters == {adapter.digest: str(directory)}
+    assert (adapter.rank, engine.stats().num_adapters) == (4, 1)
+    call = replace(make_call(), adapter=adapter.digest)
+    assert len(ids_of(answer(engine, call))) == 8
+    assert server.bodies[-1]["model" if api == "vllm" else "lora_path"] == adapter.digest
+    other = load(api, checkpoint, server)  # a worker beside this one
+    assert other.load_adapter(directory, LIMITS).digest == adapter.digest
+    other.close()
+    engine.unload_adapter(adapter.digest)
+    engine.unload_adapter(adapter.digest)
+    assert server.adapters == {}
+    with pytest.raises(AdapterUnavailable):
+        engine.prepare(call, [])
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "says"),
+    [
+        ("sql", {"r": 16}, "r is 16"),
+        ("sql", {"use_dora": True}, "use_dora"),
+        ("bad", {}, "another base model"),
+    ],
+)
+def test_an_adapter_that_cannot_be_used_is_refused(
+    engine: UpstreamEngine, tmp_path: Path, name: str, config: dict[str, Any], says: str
+):
+    directory = write_adapter(tmp_path / name, **config)
+    with pytest.raises(BadAdapter, match=says):
+        engine.load_adapter(directory, LIMITS)
+    assert engine.stats().num_adapters == 0
+
+
+def test_a_server_without_adapters_says_so(engine: UpstreamEngine, server: StandIn, tmp_path: Path):
+    server.adapters = None
+    with pytest.raises(BadAdapter, match="without LoRA"):
+        engine.load_adapter(write_adapter(tmp_path / "sql"), LIMITS)
 
 
 def test_a_busy_server_is_asked_again(engine: UpstreamEngine, server: StandIn):

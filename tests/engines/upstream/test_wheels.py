@@ -15,6 +15,7 @@ import pytest
 
 from engines.core.request import ImageInput
 from engines.upstream.dialect import Dialect, UpstreamRequest
+from engines.upstream.engine import ServerAdapter
 from engines.upstream.settings import SglangSettings, VllmSettings
 from engines.upstream.sglang import Sglang
 from engines.upstream.vllm import Vllm
@@ -46,6 +47,7 @@ REQUEST = UpstreamRequest(
     SamplingParams(num_logprobs=1, stop_token_ids=(5,), min_tokens=1),
     (ImageInput(1, 1, "hash", b"png"),),
     cache_salt="salt",
+    adapter=ServerAdapter("digest", 4, 1),
     grammar=Grammar("json", '{"type": "integer"}', "response_format"),
     max_tokens=8,
 )
@@ -132,6 +134,16 @@ USED = {
     ("LogitsContext", _RUNNER_V2): {"idx_mapping_np", "seq_lens_upper_bound_np"},
     ("LogitsProcRequestState", _RUNNER_V2): {"prompt_len", "all_token_ids"},
 }
+
+
+ADAPTER_CLASSES = {
+    "vllm": ("LoadLoRAAdapterRequest", "vllm/entrypoints/serve/lora/protocol.py"),
+    "sglang": ("LoadLoRAAdapterReqInput", "sglang/srt/managers/io_struct.py"),
+}
+
+
+def test_fields_of_an_adapter_are_the_servers(api: str, wheel: zipfile.ZipFile):
+    assert {"lora_name", "lora_path"} <= fields_of(wheel, *ADAPTER_CLASSES[api])
 
 
 @pytest.mark.parametrize("api", ["vllm"], indirect=True)
