@@ -102,6 +102,9 @@ kinds: dict[str, EngineKind] = {
             "llama-server": "LlamaServerSettings",
         }.items()
     },
+    "openai": EngineKind(
+        "engines.upstream.settings:OpenAiSettings", "engines.upstream.load:load_chat_engine"
+    ),
     APPLICATION_KIND: EngineKind(
         "engines.application.settings:ApplicationSettings",
         "engines.application.engine:load_application_engine",

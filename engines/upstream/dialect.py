@@ -132,15 +132,3 @@ def refuse_grammar(grammar: Grammar, engine: str, kinds: str) -> InvalidRequest:
 def has_output_penalty(sampling: SamplingParams) -> bool:
     """Whether penalties count output tokens only, which a server cannot tell from the prompt."""
     return bool(sampling.presence_penalty or sampling.frequency_penalty)
-
-
-def error_message(data: bytes) -> str:
-    """The message of an error body in OpenAI's form."""
-    try:
-        found = msgspec.json.decode(data)
-    except msgspec.DecodeError:
-        return ""
-    for name in ("error", "message", "detail"):
-        while isinstance(found, dict) and name in found:
-            found = found[name]
-    return found[:300] if isinstance(found, str) else ""

@@ -1,13 +1,10 @@
-"""An engine whose tokens come from a server: prompts, text, stop strings, reasoning and calls are handled here.
-
-A broken stream continues from its tokens while the server is healthy. When the server is lost, `step` raises: the worker
-ends, and its requests continue elsewhere from their token logs.
-"""
+"""An engine whose tokens come from a server: prompts, text, stop strings, reasoning and calls are handled here."""
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import msgspec
@@ -18,7 +15,6 @@ from engines.base import (
     BadAdapter,
     Capabilities,
     EngineCall,
-    EngineLoadFailed,
     EngineOutput,
     EngineStats,
     InvalidRequest,
@@ -30,17 +26,14 @@ from engines.core.prompting import PromptingEngine
 from engines.core.runner import Processor, TokenChoice
 from engines.packages.adapter_files import read_adapter
 from engines.text.grammar import GrammarCompiler
-from engines.upstream.client import ServerLost, StreamEvent, UpstreamClient
-from engines.upstream.dialect import Chunk, Dialect, UpstreamRequest, error_message
+from engines.upstream.client import UpstreamClient
+from engines.upstream.dialect import Chunk, Dialect, UpstreamRequest
 from engines.upstream.server import ServerProcess
 from engines.upstream.settings import UpstreamSettings
+from engines.upstream.streams import OpenRequest, StreamBroken, StreamEngine, error_message
 from shared.protocol import ErrorCode, FinishReason, Generate, Task, Tools
 
-POLL_S = 0.05
-MAX_TRIES = 3  #: of a stream that breaks while the server is healthy
-RETRY_S = 0.2
 ADAPTER_S = 120.0  #: to load an adapter
-_BUSY = (429, 503)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,26 +45,8 @@ class ServerAdapter:
     num_bytes: int
 
 
-@dataclass(slots=True)
-class _Stream:
-    """A request at the server."""
-
-    request: UpstreamRequest
-    answer: Answer
-    output_ids: list[int] = field(default_factory=list)
-    num_sends: int = 0
-    num_breaks: int = 0
-    num_at_send: int = 0  #: output tokens at the last send
-    has_all_ids: bool = True
-
-    @property
-    def stream_id(self) -> str:
-        """Name of the stream since the last send."""
-        return f"{self.request.request_id}/{self.num_sends}"
-
-
-class UpstreamEngine(PromptingEngine[UpstreamRequest]):
-    """A model at a server."""
+class UpstreamEngine(StreamEngine[UpstreamRequest], PromptingEngine[UpstreamRequest]):
+    """A model at a server that takes and returns token ids."""
 
     def __init__(
         self,
@@ -83,18 +58,14 @@ class UpstreamEngine(PromptingEngine[UpstreamRequest]):
         vocab_size: int,
         server: ServerProcess | None = None,
     ) -> None:
+        super().__init__(dialect.name, dialect.path, dialect.metrics, client, server)
         self.processor, self.max_model_len, self.vocab_size = processor, max_model_len, vocab_size
         self._settings, self._dialect = settings, dialect
         # Compiled to refuse what the server would ignore, or would spend minutes on.
         self._grammars = GrammarCompiler.create(
             processor.tokenizer, vocab_size, processor.reasoning, processor.spelled
         )
-        self._client, self._server = client, server
-        self._streams: dict[str, _Stream] = {}
-        self._finished_early: list[EngineOutput] = []
-        self._num_steps = self._num_prompt_tokens = self._num_output_tokens = 0
         self._adapters: dict[str, Adapter] = {}  # by digest
-        self.startup_s: dict[str, float] = {}
 
     def capabilities(self) -> Capabilities:
         """See `Engine.capabilities`."""
@@ -192,119 +163,72 @@ class UpstreamEngine(PromptingEngine[UpstreamRequest]):
                     "POST", self._dialect.adapter_paths[1], json={"lora_name": digest}
                 )
 
-    def wake(self) -> None:
-        """Make `step` return."""
-        self._client.wake()
-
     def add(self, request: UpstreamRequest) -> None:
         """Send a request. Raises: InvalidRequest."""
-        if request.request_id in self._streams:
-            raise InvalidRequest(f"request id {request.request_id!r} is in use")
-        answer = Answer.begin(request, self.processor)
-        output_ids = list(request.output_token_ids)
-        stream = _Stream(request, answer, output_ids)
-        reason = self._finish_reason(request, output_ids[-1:], len(output_ids))
-        if answer.is_stopped:
+        self._check_id(request.request_id)
+        opened = _TokenRequest(request, self._dialect, self.processor)
+        reason = opened.finish_reason(request.output_token_ids[-1:], opened.num_tokens)
+        if opened.answer.is_stopped:
             reason = FinishReason.STOP
         if reason is not None:  # the lost attempt has reported all of the text
-            self._finished_early.append(answer.end(reason))
+            self._finished_early.append(opened.answer.end(reason))
             return
-        answer.scheduled_at = answer.added_at
         self._num_prompt_tokens += len(request.prompt_token_ids)
-        self._streams[request.request_id] = stream
-        self._send(stream)
-
-    def abort(self, request_id: str) -> None:
-        """Close the request's stream; the server aborts it. Idempotent."""
-        if (stream := self._streams.pop(request_id, None)) is not None:
-            self._client.cancel(stream.stream_id)
-        self._finished_early = [
-            output for output in self._finished_early if output.request_id != request_id
-        ]
-
-    def step(self) -> list[EngineOutput]:
-        """Wait for tokens. Raises: EngineLoadFailed if the server is lost."""
-        self._num_steps += 1
-        outputs, self._finished_early = self._finished_early, []
-        try:
-            events = self._client.receive(0.0 if outputs else POLL_S)
-        except ServerLost as error:
-            if self._server is not None:
-                self._server.check()
-            raise EngineLoadFailed(
-                f"{self._dialect.name} at {self._client.url} fails its health check: {error}"
-            ) from None
-        for event in events:
-            stream = self._streams.get(event.stream_id.rpartition("/")[0])
-            if stream is not None and stream.stream_id == event.stream_id:
-                outputs += self._handle(stream, event)
-        return outputs
-
-    def has_work(self) -> bool:
-        """Whether a stream is open or an output is pending."""
-        return bool(self._streams or self._finished_early)
+        self._send(opened)
 
     def stats(self) -> EngineStats:
-        """Counts of this worker, and the server's caches."""
-        started = sum(
-            stream.answer.first_token_at is not None for stream in tuple(self._streams.values())
-        )
-        stats = EngineStats(
-            num_running=started,
-            num_waiting=len(self._streams) - started,
-            num_steps=self._num_steps,
-            num_prompt_tokens=self._num_prompt_tokens,
-            num_output_tokens=self._num_output_tokens,
-            num_adapters=len(self._adapters),
-            startup_s=self.startup_s,
-        )
-        for name, target in self._dialect.metrics.items():
-            if (value := self._client.metrics.get(name)) is not None:
-                setattr(stats, target, value if target.endswith("_ratio") else int(value))
-        return stats
+        """See `Engine.stats`."""
+        return msgspec.structs.replace(super().stats(), num_adapters=len(self._adapters))
 
     def close(self) -> None:
         """Close all streams and stop a server that was started here. Idempotent."""
-        self._streams.clear()
-        self._client.close()
+        super().close()
         if self._grammars is not None:
             self._grammars.close()
-        if self._server is not None:
-            self._server.close()
+
+
+class _TokenRequest(OpenRequest):
+    def __init__(self, request: UpstreamRequest, dialect: Dialect, processor: Processor) -> None:
+        super().__init__(request.request_id)
+        self._request, self._dialect = request, dialect
+        self._eos_token_ids = processor.tokenizer.eos_token_ids
+        self.answer = Answer.begin(request, processor)
+        self.answer.scheduled_at = self.answer.added_at
+        self._output_ids = list(request.output_token_ids)
+        self._num_at_send = 0  # output tokens at the last send
+        self._has_all_ids = True
 
     @property
-    def server_pid(self) -> int | None:
-        """Process id of a server that was started here."""
-        return None if self._server is None else self._server.pid
+    def num_tokens(self) -> int:
+        return self.answer.num_tokens + len(self.answer.undecided)
 
-    def _send(self, stream: _Stream, delay_s: float = 0.0) -> None:
-        body = self._dialect.body(stream.request, stream.output_ids)
-        stream.num_sends += 1
-        stream.num_at_send = len(stream.output_ids)
-        data = msgspec.json.encode(body)
-        self._client.start(stream.stream_id, self._dialect.path, data, delay_s)
+    @property
+    def is_started(self) -> bool:
+        return self.answer.first_token_at is not None
 
-    def _handle(self, stream: _Stream, event: StreamEvent) -> list[EngineOutput]:
-        if event.kind == "refused":
-            return self._refuse(stream, event)
-        if event.kind == "broken":
-            return self._retry(stream, event.data.decode())
-        chunk = self._dialect.parse(event.data)
+    def body(self) -> dict[str, Any]:
+        self._num_at_send = len(self._output_ids)
+        return self._dialect.body(self._request, self._output_ids)
+
+    def can_continue(self) -> bool:
+        request = self._request
+        task = Generate((), request.sampling, grammar=request.grammar)
+        return self._has_all_ids and self._dialect.can_continue(task)
+
+    def fail(self, message: str, code: ErrorCode) -> EngineOutput:
+        return self.answer.fail(message, code)
+
+    def read(self, data: bytes) -> list[EngineOutput]:
+        chunk = self._dialect.parse(data)
         if chunk is None:
             return []
         if chunk.error:
-            return self._retry(stream, chunk.error)
-        self._note_usage(stream, chunk)
-        if not (chunk.tokens or chunk.finish):
-            return []
-        outputs = self._add_tokens(stream, chunk)
-        if outputs[-1].finish_reason is not None:
-            del self._streams[stream.request.request_id]
-            self._client.cancel(stream.stream_id)
-        return outputs
+            raise StreamBroken(chunk.error)
+        self._note_usage(chunk)
+        return self._add_tokens(chunk) if chunk.tokens or chunk.finish else []
 
-    def _note_usage(self, stream: _Stream, chunk: Chunk) -> None:
-        answer, request = stream.answer, stream.request
+    def _note_usage(self, chunk: Chunk) -> None:
+        answer, request = self.answer, self._request
         if answer.first_token_at is None:
             answer.scheduled_at = answer.added_at + chunk.queue_s
             if chunk.num_prompt_tokens is not None and request.images:
@@ -315,81 +239,44 @@ class UpstreamEngine(PromptingEngine[UpstreamRequest]):
         if chunk.num_cached_tokens is not None:
             answer.num_cached_tokens = min(chunk.num_cached_tokens, answer.num_prompt_tokens)
 
-    def _add_tokens(self, stream: _Stream, chunk: Chunk) -> list[EngineOutput]:
-        request, answer = stream.request, stream.answer
+    def _add_tokens(self, chunk: Chunk) -> list[EngineOutput]:
         outputs: list[EngineOutput] = []
         if chunk.num_computed is not None:
-            num_known = len(stream.output_ids) - stream.num_at_send
+            num_known = len(self._output_ids) - self._num_at_send
             num_missing = chunk.num_computed - num_known - len(chunk.tokens)
             if num_missing > 0:
                 self._dialect.recover(chunk, num_missing)
         if chunk.num_lost:
-            stream.has_all_ids = False
-            stream.num_at_send -= chunk.num_lost
-            self._num_output_tokens += chunk.num_lost
-            outputs.append(answer.output_bytes(chunk.lost, chunk.num_lost))
-            if answer.is_stopped:
+            self._has_all_ids = False
+            self._num_at_send -= chunk.num_lost
+            outputs.append(self.answer.output_bytes(chunk.lost, chunk.num_lost))
+            if self.answer.is_stopped:
                 return outputs
-        tokens = [_with_logprobs(request, choice) for choice in chunk.tokens]
-        num_before = answer.num_tokens + len(answer.undecided)
-        reason = chunk.finish
+        tokens = [self._with_logprobs(choice) for choice in chunk.tokens]
+        num_before, reason = self.num_tokens, chunk.finish
         for index, choice in enumerate(tokens, 1):
-            found = self._finish_reason(request, [choice.token_id], num_before + index)
+            found = self.finish_reason([choice.token_id], num_before + index)
             if found is not None:
                 tokens, reason = tokens[:index], found
                 break
-        stream.output_ids += [choice.token_id for choice in tokens]
-        self._num_output_tokens += len(tokens)
-        return [*outputs, answer.output(tokens, reason)]
+        self._output_ids += [choice.token_id for choice in tokens]
+        return [*outputs, self.answer.output(tokens, reason)]
 
-    def _finish_reason(
-        self, request: UpstreamRequest, last: Sequence[int], num_tokens: int
-    ) -> FinishReason | None:
-        """Why an answer ends after its last token, if it does."""
-        sampling = request.sampling
+    def finish_reason(self, last: Sequence[int], num_tokens: int) -> FinishReason | None:
+        """Why an answer of so many tokens ends after the last one, if it does."""
+        sampling = self._request.sampling
         ends = sampling.stop_token_ids
         if not sampling.ignore_eos:
-            ends = (*ends, *self.processor.tokenizer.eos_token_ids)
+            ends = (*ends, *self._eos_token_ids)
         if num_tokens >= sampling.min_tokens and any(token_id in ends for token_id in last):
             return FinishReason.STOP
-        return FinishReason.LENGTH if num_tokens >= request.max_tokens else None
+        return FinishReason.LENGTH if num_tokens >= self._request.max_tokens else None
 
-    def _refuse(self, stream: _Stream, event: StreamEvent) -> list[EngineOutput]:
-        message = error_message(event.data)
-        if event.status in _BUSY:
-            self._send(stream, delay_s=RETRY_S)
-            return []
-        if event.status >= 500:
-            return self._retry(stream, message or f"status {event.status}")
-        code = ErrorCode.INVALID_REQUEST
-        if "context" in message or "max_model_len" in message:
-            code = ErrorCode.CONTEXT_LENGTH_EXCEEDED
-        return self._fail(stream, code, message or "The model's engine refuses the request.")
-
-    def _retry(self, stream: _Stream, reason: str) -> list[EngineOutput]:
-        """Continue a broken stream from its tokens."""
-        request = stream.request
-        task = Generate((), request.sampling, grammar=request.grammar)
-        can_continue = stream.has_all_ids and self._dialect.can_continue(task)
-        stream.num_breaks += 1
-        if stream.num_breaks < MAX_TRIES and (can_continue or not stream.answer.num_tokens):
-            self._client.cancel(stream.stream_id)
-            self._send(stream, delay_s=RETRY_S * stream.num_breaks)
-            return []
-        message = f"The model's engine failed: {reason}"
-        return self._fail(stream, ErrorCode.ENGINE_FAILURE, message)
-
-    def _fail(self, stream: _Stream, code: ErrorCode, message: str) -> list[EngineOutput]:
-        self._client.cancel(stream.stream_id)
-        del self._streams[stream.request.request_id]
-        return [stream.answer.fail(message, code)]
-
-
-def _with_logprobs(request: UpstreamRequest, choice: TokenChoice) -> TokenChoice:
-    """The token with as many logprobs as the request asks for."""
-    count = request.sampling.num_logprobs
-    if count is None:
-        return TokenChoice(choice.token_id)
-    # vLLM puts the sampled token first.
-    best = sorted(choice.top_logprobs, key=lambda pair: pair[1], reverse=True)
-    return TokenChoice(choice.token_id, choice.logprob, tuple(best[:count]))
+    def _with_logprobs(self, choice: TokenChoice) -> TokenChoice:
+        """The token with as many logprobs as the request asks for."""
+        count = self._request.sampling.num_logprobs
+        if count is None:
+            return TokenChoice(choice.token_id)
+        # vLLM puts the sampled token first.
+        best = sorted(choice.top_logprobs, key=lambda pair: pair[1], reverse=True)
+        return TokenChoice(choice.token_id, choice.logprob, tuple(best[:count]))

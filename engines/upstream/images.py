@@ -44,10 +44,7 @@ class UnexpandedImages:
         """A PNG file of the image, scaled to the request's limits. Raises: InvalidImage."""
         if self.slot_id is None:
             raise InvalidImage("The model takes no images.")
-        image = _scale(decode(data, expected_size), pixels)
-        file = BytesIO()
-        image.save(file, "PNG", compress_level=1)
-        return file.getvalue()
+        return to_png(data, expected_size, decode, pixels)
 
     def items(self, images: Sequence[tuple[str, Any]], slot: str) -> list[Item]:
         """One token for each image."""
@@ -56,6 +53,15 @@ class UnexpandedImages:
     def positions(self, prompt: Prompt) -> Positions:
         """None: the server counts."""
         return ()
+
+
+def to_png(
+    data: bytes, expected_size: tuple[int, int], decode: Decode, pixels: PixelLimits
+) -> bytes:
+    """A PNG file of an image, scaled to the limits. Raises: InvalidImage."""
+    file = BytesIO()
+    _scale(decode(data, expected_size), pixels).save(file, "PNG", compress_level=1)
+    return file.getvalue()
 
 
 def _scale(image: Image.Image, pixels: PixelLimits) -> Image.Image:

@@ -20,11 +20,11 @@ from engines.upstream.dialect import (
     Dialect,
     ServerInfo,
     UpstreamRequest,
-    error_message,
     refuse,
     refuse_grammar,
 )
 from engines.upstream.settings import LlamaServerSettings
+from engines.upstream.streams import error_message
 from shared.protocol import FinishReason, Generate
 
 _MAX_RECOVERED_BYTES = 3  #: of a token whose id the server does not report

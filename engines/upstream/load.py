@@ -12,6 +12,8 @@ from engines.packages.generation_config import read_sampling_defaults
 from engines.packages.resolve import GGUF, default_name, resolve_model
 from engines.text.chat_template import LLAVA_TEMPLATE, PLAIN_TEMPLATE, read_chat_template
 from engines.text.processor import ChatProcessor, create_processor
+from engines.text.tokenizer import MAX_VOCAB_SIZE
+from engines.upstream import chat
 from engines.upstream.client import UpstreamClient
 from engines.upstream.dialect import Dialect, ServerInfo
 from engines.upstream.engine import UpstreamEngine
@@ -20,6 +22,7 @@ from engines.upstream.llama_server import LlamaServer
 from engines.upstream.server import ServerProcess, command_of, free_port
 from engines.upstream.settings import (
     LlamaServerSettings,
+    OpenAiSettings,
     SglangSettings,
     UpstreamSettings,
     VllmSettings,
@@ -30,6 +33,7 @@ from shared.protocol import ModelCard
 
 POLL_S = 0.2
 _MAX_LEN = 2**31
+DEFAULT_MAX_LEN = 131_072  #: of a server that does not report its context length
 
 
 def load_upstream_engine(settings: UpstreamSettings, progress: Progress | None) -> LoadedEngine:
@@ -52,7 +56,9 @@ def load_upstream_engine(settings: UpstreamSettings, progress: Progress | None) 
         dialect.metrics_path,
     )
     try:
-        _wait_until_ready(client, dialect, server, settings.start_s, progress)
+        _wait_until_ready(
+            client, dialect.name, dialect.health_path, server, settings.start_s, progress
+        )
         info = _describe(client, dialect)
         _check(settings, dialect, info)
         max_model_len = settings.max_model_len or info.max_model_len
@@ -67,6 +73,44 @@ def load_upstream_engine(settings: UpstreamSettings, progress: Progress | None) 
     processor.max_model_len = max_model_len
     engine.startup_s = {"load": time.perf_counter() - started}
     return LoadedEngine(engine, _card(settings, directory, engine, processor, info))
+
+
+def load_chat_engine(settings: OpenAiSettings, progress: Progress | None) -> LoadedEngine:
+    """Connect to a server of OpenAI's API. Raises: EngineStartError, EngineLoadFailed."""
+    if not settings.url:
+        raise EngineStartError("VLM_ENGINE__URL: the openai engine needs the address of a server")
+    client = UpstreamClient(
+        settings.url, settings.api_key.get_secret_value(), settings.max_num_seqs, settings.silence_s, "/v1/models"
+    )  # fmt: skip
+    try:
+        _wait_until_ready(client, chat.NAME, "/v1/models", None, settings.start_s, progress)
+        listed = client.request("GET", "/v1/models").raise_for_status().json()["data"]
+        wanted = settings.upstream_model
+        found = next((each for each in listed if each["id"] == wanted or not wanted), None)
+        if found is None:
+            names = ", ".join(each["id"] for each in listed)[:300]
+            raise EngineStartError(
+                f"VLM_ENGINE__UPSTREAM_MODEL: {settings.url} serves {names}, not {wanted}"
+            )
+    except (httpx.HTTPError, KeyError, TypeError, ValueError) as error:
+        client.close()
+        raise EngineLoadFailed(
+            f"{settings.url} is no server of OpenAI's API: {type(error).__name__}: {error}"
+        ) from None
+    except BaseException:
+        client.close()
+        raise
+    engine = chat.ChatEngine(settings, client, found["id"])
+    card = ModelCard(
+        name=settings.served_name or found["id"],
+        created_at=int(time.time()),  # noqa: TID251
+        max_model_len=settings.max_model_len or found.get("max_model_len") or DEFAULT_MAX_LEN,
+        vocab_size=MAX_VOCAB_SIZE,
+        supports_images=settings.takes_images,
+        tasks=engine.capabilities().tasks,
+        supports_grammars=True,
+    )
+    return LoadedEngine(engine, card)
 
 
 def _text_files(settings: UpstreamSettings) -> Path:
@@ -105,7 +149,8 @@ def _create_dialect(settings: UpstreamSettings, processor: ChatProcessor) -> Dia
 
 def _wait_until_ready(
     client: UpstreamClient,
-    dialect: Dialect,
+    name: str,
+    health_path: str,
     server: ServerProcess | None,
     start_s: float,
     progress: Progress | None,
@@ -114,7 +159,7 @@ def _wait_until_ready(
     started = time.monotonic()
     while True:
         try:
-            status = client.request("GET", dialect.health_path).status_code
+            status = client.request("GET", health_path).status_code
             if status == httpx.codes.OK:
                 return
             reason = f"it answers {status}"
@@ -125,7 +170,7 @@ def _wait_until_ready(
         waited_s = time.monotonic() - started
         if waited_s > start_s:
             raise EngineLoadFailed(
-                f"{dialect.name} at {client.url} is not ready after {start_s:g} s: {reason}"
+                f"{name} at {client.url} is not ready after {start_s:g} s: {reason}"
             )
         if progress is not None:
             progress("load", min(0.99, waited_s / start_s))

@@ -58,3 +58,9 @@ class LlamaServerSettings(UpstreamSettings):
     """llama.cpp's server. The model is a GGUF file."""
 
     mmproj: str = Field(default="", description="GGUF file of the vision tower and projector.")
+
+
+class OpenAiSettings(UpstreamSettings):
+    """Any server of OpenAI's chat completions API, at `url`."""
+
+    takes_images: bool = Field(default=False, description="Whether the model takes images.")

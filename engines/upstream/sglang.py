@@ -16,7 +16,6 @@ from engines.upstream.dialect import (
     Dialect,
     ServerInfo,
     UpstreamRequest,
-    error_message,
     has_output_penalty,
     model_arguments,
     refuse,
@@ -24,6 +23,7 @@ from engines.upstream.dialect import (
 )
 from engines.upstream.images import data_url
 from engines.upstream.settings import SglangSettings
+from engines.upstream.streams import error_message
 from engines.upstream.vllm import FINISH
 from shared.protocol import Generate, Priority
 

@@ -18,7 +18,6 @@ from engines.upstream.dialect import (
     Dialect,
     ServerInfo,
     UpstreamRequest,
-    error_message,
     has_output_penalty,
     model_arguments,
     refuse,
@@ -26,6 +25,7 @@ from engines.upstream.dialect import (
 )
 from engines.upstream.images import data_url
 from engines.upstream.settings import VllmSettings
+from engines.upstream.streams import error_message
 from shared.protocol import FinishReason, Generate, Grammar, Priority
 
 #: `extra_args` of the logits processor, and its version.

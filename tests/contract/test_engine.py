@@ -68,13 +68,14 @@ from tests.waiting import until
 from tests.worker.conftest import answers as answers
 
 #: Engines whose server is a stand-in.
-STAND_INS = ("vllm", "sglang")
+STAND_INS = ("vllm", "sglang", "openai")
 SETTINGS: dict[str, dict[str, Any]] = {
     "mock": {"mock": make_mock(num_output_tokens=12).model_dump()},
     "torch": {"device": "cpu", "dtype": "float32", "kv_cache_bytes": 4 * 2**20},
     "toy": {"greeting": "you said:"},
     "application": {"entry": "app:Words", "isolation": "none"},
-    **{name: {} for name in (*STAND_INS, "llama-server")},
+    **{name: {} for name in ("vllm", "sglang", "llama-server")},
+    "openai": {"takes_images": True},
 }
 APPLICATION = """
 from vlm_app import Application
@@ -179,7 +180,7 @@ KNOWN: dict[str, Capabilities] = {}
 @pytest.fixture(params=SETTINGS)
 def case(request: pytest.FixtureRequest, checkpoint: Path, application: Path) -> Iterator[Case]:
     """Any engine."""
-    models = {"application": application} | dict.fromkeys(("torch", *STAND_INS), checkpoint)
+    models = {"application": application} | dict.fromkeys(("torch", "vllm", "sglang"), checkpoint)
     case = Case(request.param, models)
     if case.kind in STAND_INS:
         case.url = request.getfixturevalue("stand_in")
@@ -517,6 +518,8 @@ def test_a_prompt_of_one_token_has_no_logprob(generating: Case):
 )
 def test_a_bad_request_is_refused_and_nothing_else_is_harmed(generating: Case, bad: EngineCall):
     engine = generating.start()
+    if generating.kind == "openai" and not bad.task.sampling.logit_bias:
+        pytest.skip("its server counts the tokens of a prompt")
     add(engine, make_call("good"))
     with pytest.raises(RequestError) as refused:
         add(engine, bad)

@@ -1,6 +1,6 @@
-"""Servers that speak the APIs of vLLM and SGLang over a real socket, with tokens that are a function of all before them.
+"""Servers that speak the APIs of vLLM, SGLang and OpenAI over a real socket.
 
-Real servers run in `make test-engines` and `make test-vllm`; this one is for laws and faults.
+Their tokens are a function of all before them. They are for laws and faults; `make test-engines` runs a real llama-server.
 """
 
 import json
@@ -18,6 +18,7 @@ from engines.upstream.vllm import PLUGIN, PLUGIN_VERSION
 CONTEXT = 512
 PROBE = {"version": "probe"}
 EOS_ID = 2
+MAX_CHARS = 200_000  #: of a body
 FIRST_ID, NUM_IDS = 67, 26  #: tokens that are printable in the tiny checkpoint
 
 
@@ -105,6 +106,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(status, json.dumps({"error": {"message": message}}).encode())
             return
         state.bodies.append(body)
+        if len(str(body)) > MAX_CHARS:
+            state.refuse_with = (400, "the prompt exceeds the context")
         if state.refuse_with is not None:
             (status, message), state.refuse_with = state.refuse_with, None
             self._answer(status, json.dumps({"error": {"message": message}}).encode())
@@ -115,7 +118,7 @@ class _Handler(BaseHTTPRequestHandler):
         limit = state.break_after.pop(0) if state.break_after else None
         state.num_open += 1
         try:
-            events = _vllm(body) if self.path.startswith("/inference") else _sglang(body)
+            events = _APIS[self.path](body)
             for number, event in enumerate(events):
                 if number == limit:
                     return
@@ -180,6 +183,32 @@ def _sglang(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         if finish:
             meta["finish_reason"] = {"type": finish}
         yield {"output_ids": [token], "meta_info": meta}
+
+
+def _openai(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    prompt = list(str(body["messages"]).encode())
+    sampling = {"temperature": body["temperature"], "seed": body["seed"], "stop_token_ids": ()}
+    wanted = _Wanted(prompt, [], body.get("max_tokens", 16), None, sampling)
+    tokens = [token for token, _ in wanted.tokens()]
+    text = "".join(chr(ord("a") + token - FIRST_ID) for token in tokens)
+    length = min((text.index(stop) for stop in body.get("stop", ()) if stop in text), default=None)
+    deltas: list[dict[str, Any]] = [{"content": letter} for letter in text[:length]]
+    if body.get("tools"):
+        function = {"name": body["tools"][0]["function"]["name"], "arguments": "{}"}
+        deltas = [{"tool_calls": [{"index": 0, "function": function}]}]
+    for delta in deltas:
+        yield {"choices": [{"delta": delta, "finish_reason": None}]}
+    finish = "length" if length is None else "stop"
+    yield {"choices": [{"delta": {}, "finish_reason": finish}]}
+    usage = {"prompt_tokens": len(prompt), "completion_tokens": len(tokens)}
+    yield {"choices": [], "usage": usage}
+
+
+_APIS = {
+    "/inference/v1/generate": _vllm,
+    "/generate": _sglang,
+    "/v1/chat/completions": _openai,
+}
 
 
 @contextmanager

@@ -381,7 +381,7 @@ def test_an_aborted_request_is_closed_at_the_server(api: str, checkpoint: Path):
 
 
 def test_wake_ends_a_step_that_waits(checkpoint: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("engines.upstream.engine.POLL_S", 30.0)
+    monkeypatch.setattr("engines.upstream.streams.POLL_S", 30.0)
     with run_stand_in(token_s=0.3) as server:
         engine = load("vllm", checkpoint, server)
         add(engine, make_call(max_tokens=1))

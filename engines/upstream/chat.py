@@ -1,0 +1,289 @@
+"""Any server of OpenAI's chat completions API.
+
+The server renders and tokenizes, so the output has no token ids: a request is sent again before its first token only.
+
+Source: OpenAI API reference, "Create chat completion".
+"""
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from engines.base import (
+    Capabilities,
+    Decode,
+    EngineCall,
+    EngineOutput,
+    InvalidRequest,
+    PreparedImage,
+)
+from engines.core.runner import PixelLimits
+from engines.text.tools import to_openai
+from engines.upstream.client import UpstreamClient
+from engines.upstream.images import data_url, to_png
+from engines.upstream.settings import OpenAiSettings
+from engines.upstream.streams import OpenRequest, StreamBroken, StreamEngine, error_message
+from shared.protocol import (
+    CallPiece,
+    ChatMessage,
+    ErrorCode,
+    FinishReason,
+    Generate,
+    ImagePart,
+    ImageRef,
+    Priority,
+    SamplingParams,
+    StageTimings,
+    ToolCall,
+    Usage,
+)
+
+NAME = "the upstream server"
+_FINISH = {
+    "stop": FinishReason.STOP,
+    "length": FinishReason.LENGTH,
+    "tool_calls": FinishReason.TOOL_CALLS,
+    "content_filter": FinishReason.STOP,
+}
+#: Sampling parameters outside the API, which the server might ignore, and their fields in requests.
+_UNSUPPORTED = {
+    "top_k": "top_k", "min_p": "min_p", "repetition_penalty": "repetition_penalty", "stop_token_ids": "stop_token_ids",
+    "keeps_stop": "include_stop_str_in_output", "allowed_token_ids": "allowed_token_ids", "logit_bias": "logit_bias",
+    "num_logprobs": "logprobs", "num_prompt_logprobs": "prompt_logprobs", "ignore_eos": "ignore_eos",
+    "min_tokens": "min_tokens", "skip_special_tokens": "skip_special_tokens",
+    "returns_prompt_ids": "return_token_ids",
+}  # fmt: skip
+_NEUTRAL = SamplingParams()
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """A prepared request."""
+
+    request_id: str
+    body: dict[str, Any]
+    priority: Priority = Priority.INTERACTIVE
+
+
+class _Function(msgspec.Struct):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class _Call(msgspec.Struct):
+    index: int = 0
+    function: _Function = msgspec.field(default_factory=_Function)
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[_Call] | None = None
+
+
+class _Choice(msgspec.Struct):
+    delta: _Delta = msgspec.field(default_factory=_Delta)
+    finish_reason: str | None = None
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+    reasoning_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    prompt_tokens_details: _Details | None = None
+    completion_tokens_details: _Details | None = None
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: Any = None
+
+
+_events = msgspec.json.Decoder(_Event)
+
+
+class ChatEngine(StreamEngine[ChatRequest]):
+    """A model at a server that takes messages and returns text."""
+
+    def __init__(self, settings: OpenAiSettings, client: UpstreamClient, model: str) -> None:
+        super().__init__(NAME, "/v1/chat/completions", {}, client)
+        self._settings, self._model = settings, model
+
+    def capabilities(self) -> Capabilities:
+        """See `Engine.capabilities`."""
+        return Capabilities(self._settings.max_num_seqs, decodes_images=True, takes_grammars=True)
+
+    def prepare_image(self, data: bytes, image: ImageRef, decode: Decode) -> bytes:
+        """A PNG file of the image. Raises: InvalidImage."""
+        limits = PixelLimits(image.min_pixels, image.max_pixels)
+        return to_png(data, (image.width, image.height), decode, limits)
+
+    def prepare(self, call: EngineCall, images: Sequence[PreparedImage]) -> ChatRequest:
+        """Build the body. Raises: InvalidRequest."""
+        task = call.task
+        assert isinstance(task, Generate)  # the worker checks the task against the capabilities
+        _check(task)
+        sampling = task.sampling
+        body: dict[str, Any] = {
+            "model": self._model, "messages": [_to_message(each, images) for each in task.messages], "stream": True,
+            "stream_options": {"include_usage": True}, "temperature": sampling.temperature, "top_p": sampling.top_p,
+            "seed": sampling.seed & (2**31 - 1),
+        }  # fmt: skip
+        if sampling.max_tokens is not None:
+            body["max_tokens"] = sampling.max_tokens
+        if sampling.stop:
+            body["stop"] = list(sampling.stop)
+        for name in ("presence_penalty", "frequency_penalty"):
+            if value := getattr(sampling, name):
+                body[name] = value
+        if task.tools is not None:
+            body["tools"] = [to_openai(function) for function in task.tools.functions]
+            body["tool_choice"] = "required" if task.tools.is_required else "auto"
+        if task.grammar is not None:
+            schema = json.loads(task.grammar.source or "{}")
+            form: dict[str, Any] = {"type": "json_object"}
+            if schema not in ({}, True):
+                named = {"name": "answer", "schema": schema, "strict": True}
+                form = {"type": "json_schema", "json_schema": named}
+            body["response_format"] = form
+        return ChatRequest(call.request_id, body, call.priority)
+
+    def add(self, request: ChatRequest) -> None:
+        """Send a request. Raises: InvalidRequest."""
+        self._check_id(request.request_id)
+        self._send(_ChatRequest(request))
+
+
+@dataclass(slots=True)
+class _Times:
+    added_at: float = field(default_factory=time.perf_counter)
+    first_token_at: float | None = None
+
+    def timings(self) -> StageTimings:
+        now = time.perf_counter()
+        first = now if self.first_token_at is None else self.first_token_at
+        return StageTimings(prefill_s=first - self.added_at, decode_s=now - first)
+
+
+class _ChatRequest(OpenRequest):
+    def __init__(self, request: ChatRequest) -> None:
+        super().__init__(request.request_id)
+        self._body = request.body
+        self._times = _Times()
+        self._usage = Usage(0)
+        self._finish: FinishReason | None = None
+
+    def body(self) -> dict[str, Any]:
+        return self._body
+
+    def can_continue(self) -> bool:
+        return False
+
+    def fail(self, message: str, code: ErrorCode) -> EngineOutput:
+        output = EngineOutput(self.request_id, self.num_tokens, error=message, error_code=code)
+        output.usage, output.timings = self._usage, self._times.timings()
+        return output
+
+    def read(self, data: bytes) -> list[EngineOutput]:
+        if data == b"[DONE]":
+            return self._end()
+        event = _events.decode(data)
+        if event.error is not None:
+            raise StreamBroken(error_message(data) or "error")
+        if event.usage is not None:
+            self._note_usage(event.usage)
+        outputs = [output for choice in event.choices[:1] if (output := self._output(choice))]
+        if event.choices and event.choices[0].finish_reason:
+            self._finish = _FINISH.get(event.choices[0].finish_reason, FinishReason.STOP)
+        return outputs
+
+    def _note_usage(self, usage: _Usage) -> None:
+        prompt, answer = usage.prompt_tokens_details, usage.completion_tokens_details
+        self._usage = Usage(
+            usage.prompt_tokens,
+            usage.completion_tokens,
+            num_cached_tokens=(prompt and prompt.cached_tokens) or 0,
+            num_reasoning_tokens=(answer and answer.reasoning_tokens) or 0,
+        )
+
+    def _output(self, choice: _Choice) -> EngineOutput | None:
+        delta = choice.delta
+        reasoning = delta.reasoning_content or delta.reasoning or ""
+        calls = tuple(piece for call in delta.tool_calls or () for piece in _to_pieces(call))
+        if not (delta.content or reasoning or calls):
+            return None
+        output = EngineOutput(
+            self.request_id, self.num_tokens, text=delta.content or "", reasoning=reasoning, calls=calls,
+            num_without_id=1, usage=None if self.is_started else self._usage,
+        )  # fmt: skip
+        if not self.is_started:
+            self.is_started, self._times.first_token_at = True, time.perf_counter()
+        self.num_tokens += 1
+        return output
+
+    def _end(self) -> list[EngineOutput]:
+        if self._finish is None:
+            raise StreamBroken("the stream has no finish_reason")
+        output = EngineOutput(self.request_id, self.num_tokens, finish_reason=self._finish)
+        output.usage, output.timings = self._usage, self._times.timings()
+        return [output]
+
+
+def _check(task: Generate) -> None:
+    """Raises: InvalidRequest for what the API lacks."""
+    if task.prompt is not None:
+        raise InvalidRequest("this model's engine takes messages only: use chat", "prompt")
+    if task.ending != "answer":
+        raise InvalidRequest(
+            "this model's engine cannot continue the last message", "continue_final_message"
+        )
+    if task.template_options:
+        raise InvalidRequest(
+            "this model's engine takes no variables of the chat template", "chat_template_kwargs"
+        )
+    if task.grammar is not None and task.grammar.kind != "json":
+        raise InvalidRequest("this model's engine supports JSON schemas only", task.grammar.param)
+    for name, param in _UNSUPPORTED.items():
+        if getattr(task.sampling, name) != getattr(_NEUTRAL, name):
+            raise InvalidRequest(
+                f"this model's engine does not support {param}: leave it out", param
+            )
+
+
+def _to_message(message: ChatMessage, images: Sequence[PreparedImage]) -> dict[str, Any]:
+    content: list[dict[str, Any]] = [
+        {"type": "image_url", "image_url": {"url": data_url(images[part.image].content)}}
+        if isinstance(part, ImagePart)
+        else {"type": "text", "text": part.text}
+        for part in message.parts
+    ]
+    is_text = all(part["type"] == "text" for part in content)
+    text = "".join(part["text"] for part in content) if is_text else ""
+    shown: dict[str, Any] = {"role": message.role, "content": text if is_text else content}
+    if message.tool_calls:
+        shown["tool_calls"] = [_to_call(call) for call in message.tool_calls]
+    if message.role == "tool":
+        shown["tool_call_id"] = message.tool_call_id
+    return shown
+
+
+def _to_call(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _to_pieces(call: _Call) -> list[CallPiece]:
+    pieces = [CallPiece(call.index, call.function.name)] if call.function.name else []
+    if call.function.arguments:
+        pieces.append(CallPiece(call.index, arguments=call.function.arguments))
+    return pieces

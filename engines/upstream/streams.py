@@ -1,0 +1,215 @@
+"""Open requests at a server: sends them, hands events to them, and sends them again when their stream breaks.
+
+While the server is healthy, a broken request is sent again if it can continue. When the server is lost, `step` raises: the
+worker ends, and its requests continue elsewhere from their token logs.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from engines.base import (
+    Engine,
+    EngineInput,
+    EngineLoadFailed,
+    EngineOutput,
+    EngineStats,
+    InvalidRequest,
+)
+from engines.upstream.client import ServerLost, StreamEvent, UpstreamClient
+from engines.upstream.server import ServerProcess
+from shared.protocol import ErrorCode
+
+POLL_S = 0.05
+MAX_TRIES = 3  #: of a stream that breaks while the server is healthy
+RETRY_S = 0.2
+_BUSY = (429, 503)
+_OPERATOR = (401, 403, 404)  #: a wrong key or address, not the client's fault
+
+
+class StreamBroken(Exception):
+    """The server reports an error inside a stream."""
+
+
+class OpenRequest(ABC):
+    """A request at the server. A subclass reads its stream."""
+
+    num_sends = 0
+    num_breaks = 0
+    num_tokens = 0  #: output tokens, those of earlier attempts included
+    is_started = False  #: whether there is output of this attempt
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+
+    @property
+    def stream_id(self) -> str:
+        """Name of the stream since the last send."""
+        return f"{self.request_id}/{self.num_sends}"
+
+    @abstractmethod
+    def body(self) -> dict[str, Any]:
+        """The body to post for the tokens that follow."""
+
+    @abstractmethod
+    def read(self, data: bytes) -> list[EngineOutput]:
+        """Outputs of one event. Raises: StreamBroken."""
+
+    @abstractmethod
+    def can_continue(self) -> bool:
+        """Whether the server continues from the tokens so far."""
+
+    @abstractmethod
+    def fail(self, message: str, code: ErrorCode) -> EngineOutput:
+        """The last output of a request that fails."""
+
+
+Request = TypeVar("Request", bound=EngineInput)
+
+
+class StreamEngine(Engine[Request]):
+    """The part of an engine that sends requests to a server and receives their streams."""
+
+    def __init__(
+        self, name: str, path: str, metrics: Mapping[str, str], client: UpstreamClient,
+        server: ServerProcess | None = None,
+    ) -> None:  # fmt: skip
+        """`metrics`: fields of `EngineStats` by the name of the server's metric. A `server` is stopped by `close`."""
+        self._name, self._path, self._metrics = name, path, metrics
+        self._client, self._server = client, server
+        self._open: dict[str, OpenRequest] = {}
+        self._finished_early: list[EngineOutput] = []
+        self._num_steps = self._num_prompt_tokens = self._num_output_tokens = 0
+        self.startup_s: dict[str, float] = {}
+
+    @property
+    def server_pid(self) -> int | None:
+        """Process id of a server that was started here."""
+        return None if self._server is None else self._server.pid
+
+    def wake(self) -> None:
+        """Make `step` return."""
+        self._client.wake()
+
+    def abort(self, request_id: str) -> None:
+        """Close the request's stream; the server aborts it. Idempotent."""
+        if (request := self._open.pop(request_id, None)) is not None:
+            self._client.cancel(request.stream_id)
+        self._finished_early = [
+            output for output in self._finished_early if output.request_id != request_id
+        ]
+
+    def step(self) -> list[EngineOutput]:
+        """Wait for tokens. Raises: EngineLoadFailed if the server is lost."""
+        self._num_steps += 1
+        outputs, self._finished_early = self._finished_early, []
+        try:
+            events = self._client.receive(0.0 if outputs else POLL_S)
+        except ServerLost as error:
+            if self._server is not None:
+                self._server.check()
+            raise EngineLoadFailed(
+                f"{self._name} at {self._client.url} fails its health check: {error}"
+            ) from None
+        for event in events:
+            request = self._open.get(event.stream_id.rpartition("/")[0])
+            if request is not None and request.stream_id == event.stream_id:
+                outputs += self._handle(request, event)
+        return outputs
+
+    def has_work(self) -> bool:
+        """Whether a request is open or an output is pending."""
+        return bool(self._open or self._finished_early)
+
+    def stats(self) -> EngineStats:
+        """Counts of this worker, and the server's caches."""
+        num_running = sum(request.is_started for request in tuple(self._open.values()))
+        stats = EngineStats(
+            num_running=num_running,
+            num_waiting=len(self._open) - num_running,
+            num_steps=self._num_steps,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_output_tokens=self._num_output_tokens,
+            startup_s=self.startup_s,
+        )
+        for name, target in self._metrics.items():
+            if (value := self._client.metrics.get(name)) is not None:
+                setattr(stats, target, value if target.endswith("_ratio") else int(value))
+        return stats
+
+    def close(self) -> None:
+        """Close all streams and stop a server that was started here. Idempotent."""
+        self._open.clear()
+        self._client.close()
+        if self._server is not None:
+            self._server.close()
+
+    def _check_id(self, request_id: str) -> None:
+        """Raises: InvalidRequest."""
+        if request_id in self._open:
+            raise InvalidRequest(f"request id {request_id!r} is in use")
+
+    def _send(self, request: OpenRequest, delay_s: float = 0.0) -> None:
+        self._open[request.request_id] = request
+        body = request.body()
+        request.num_sends += 1
+        self._client.start(request.stream_id, self._path, msgspec.json.encode(body), delay_s)
+
+    def _handle(self, request: OpenRequest, event: StreamEvent) -> list[EngineOutput]:
+        if event.kind == "refused":
+            return self._refuse(request, event)
+        if event.kind == "broken":
+            return self._retry(request, event.data.decode())
+        num_before = request.num_tokens
+        try:
+            outputs = request.read(event.data)
+        except StreamBroken as error:
+            return self._retry(request, str(error))
+        self._num_output_tokens += request.num_tokens - num_before
+        if outputs and outputs[-1].finish_reason is not None:
+            del self._open[request.request_id]
+            self._client.cancel(request.stream_id)
+        return outputs
+
+    def _refuse(self, request: OpenRequest, event: StreamEvent) -> list[EngineOutput]:
+        message = error_message(event.data)
+        if event.status in _BUSY:
+            self._send(request, delay_s=RETRY_S)
+            return []
+        if event.status >= 500:
+            return self._retry(request, message or f"status {event.status}")
+        code = ErrorCode.INVALID_REQUEST
+        if event.status in _OPERATOR:
+            code = ErrorCode.ENGINE_FAILURE
+        elif "context" in message or "max_model_len" in message:
+            code = ErrorCode.CONTEXT_LENGTH_EXCEEDED
+        return self._fail(request, code, message or "The model's engine refuses the request.")
+
+    def _retry(self, request: OpenRequest, reason: str) -> list[EngineOutput]:
+        """Continue a broken request from its tokens."""
+        request.num_breaks += 1
+        if request.num_breaks < MAX_TRIES and (request.can_continue() or not request.num_tokens):
+            self._client.cancel(request.stream_id)
+            self._send(request, delay_s=RETRY_S * request.num_breaks)
+            return []
+        message = f"The model's engine failed: {reason}"
+        return self._fail(request, ErrorCode.ENGINE_FAILURE, message)
+
+    def _fail(self, request: OpenRequest, code: ErrorCode, message: str) -> list[EngineOutput]:
+        self._client.cancel(request.stream_id)
+        del self._open[request.request_id]
+        return [request.fail(message, code)]
+
+
+def error_message(data: bytes) -> str:
+    """The message of an error body in OpenAI's form."""
+    try:
+        found = msgspec.json.decode(data)
+    except msgspec.DecodeError:
+        return ""
+    for name in ("error", "message", "detail"):
+        while isinstance(found, dict) and name in found:
+            found = found[name]
+    return found[:300] if isinstance(found, str) else ""

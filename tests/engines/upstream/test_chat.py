@@ -1,0 +1,148 @@
+"""The engine for any server of OpenAI's API: messages in, text out."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from engines.base import (
+    EngineCall,
+    EngineLoadFailed,
+    EngineStartError,
+    InvalidRequest,
+    LoadedEngine,
+    PreparedImage,
+)
+from engines.image_decoder import decode_image
+from engines.registry import create_engine
+from shared.protocol import (
+    ChatMessage,
+    ErrorCode,
+    FinishReason,
+    Function,
+    Generate,
+    Grammar,
+    ImagePart,
+    ImageRef,
+    SamplingParams,
+    TextPart,
+    TokensPart,
+    Tools,
+)
+from tests.engines.upstream.stand_in import StandIn, run_stand_in
+from tests.engines.upstream.test_engine import make_call, run
+from tests.factories_images import encoded
+
+TOOLS = Tools((Function("look", "{}"),))
+
+
+@pytest.fixture
+def server() -> Iterator[StandIn]:
+    with run_stand_in() as server:
+        yield server
+
+
+@pytest.fixture
+def loaded(server: StandIn) -> Iterator[LoadedEngine]:
+    loaded = create_engine({"kind": "openai", "url": server.url, "takes_images": True})
+    yield loaded
+    loaded.engine.close()
+
+
+def answer(loaded: LoadedEngine, call: EngineCall, *images: PreparedImage) -> list[Any]:
+    engine: Any = loaded.engine
+    engine.add(engine.prepare(call, images))
+    return run(engine)
+
+
+def test_the_text_of_the_server_is_the_answer(loaded: LoadedEngine, server: StandIn):
+    assert (loaded.card.name, loaded.card.max_model_len) == ("model", 512)
+    outputs = answer(loaded, make_call())
+    assert len("".join(output.text for output in outputs)) == 8
+    assert outputs[-1].finish_reason is FinishReason.LENGTH
+    assert outputs[-1].usage.num_output_tokens == 8
+    assert outputs[-1].usage.num_prompt_tokens > 0
+    body = server.bodies[-1]
+    assert body["messages"] == [{"role": "user", "content": "hello"}]
+    assert (body["model"], body["temperature"], body["max_tokens"]) == ("model", 0.0, 8)
+
+
+def test_an_image_is_sent_as_a_file_of_our_own(loaded: LoadedEngine, server: StandIn):
+    data = encoded(1, size=(64, 48))
+    ref = ImageRef("sha", len(data), "image/png", 64, 48)
+    image = PreparedImage("hash", loaded.engine.prepare_image(data, ref, decode_image))
+    answer(loaded, make_call(num_images=1), image)
+    picture, words = server.bodies[-1]["messages"][0]["content"]
+    assert picture["image_url"]["url"].startswith("data:image/png;base64,")
+    assert words == {"type": "text", "text": "hello"}
+
+
+def test_function_calls_are_those_of_the_server(loaded: LoadedEngine, server: StandIn):
+    outputs = answer(loaded, make_call(tools=TOOLS))
+    pieces = [piece for output in outputs for piece in output.calls]
+    assert [(piece.name, piece.arguments) for piece in pieces] == [("look", ""), ("", "{}")]
+    assert server.bodies[-1]["tools"][0]["function"]["name"] == "look"
+
+
+def test_a_schema_is_sent(loaded: LoadedEngine, server: StandIn):
+    answer(loaded, make_call(grammar=Grammar("json", '{"type": "integer"}', "response_format")))
+    form = server.bodies[-1]["response_format"]
+    assert form["json_schema"]["schema"] == {"type": "integer"}
+
+
+@pytest.mark.parametrize(("num_told", "num_sends"), [(0, 2), (3, 1)])
+def test_a_broken_stream_is_sent_again_before_its_first_token_only(
+    loaded: LoadedEngine, server: StandIn, num_told: int, num_sends: int
+):
+    call = make_call()
+    assert not loaded.engine.can_continue(call.task)
+    server.break_after = [num_told]
+    outputs = answer(loaded, call)
+    assert len(server.bodies) == num_sends
+    assert (outputs[-1].error is None) == (num_told == 0)
+
+
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [(400, ErrorCode.INVALID_REQUEST), (401, ErrorCode.ENGINE_FAILURE)],
+)
+def test_a_refusal_has_a_code_that_names_who_is_to_act(
+    loaded: LoadedEngine, server: StandIn, status: int, code: ErrorCode
+):
+    server.refuse_with = (status, "no")
+    (last,) = answer(loaded, make_call())
+    assert (last.error, last.error_code) == ("no", code)
+
+
+@pytest.mark.parametrize(
+    ("task", "param"),
+    [
+        (Generate((), SamplingParams(), prompt=TextPart("a")), "prompt"),
+        (Generate((), SamplingParams(), prompt=TokensPart((1,))), "prompt"),
+        (make_call(num_logprobs=1).task, "logprobs"),
+        (make_call(logit_bias={1: 1.0}).task, "logit_bias"),
+        (make_call(top_k=4).task, "top_k"),
+        (make_call(grammar=Grammar("regex", "a", "guided_regex")).task, "guided_regex"),
+        (
+            Generate(
+                (ChatMessage("user", (ImagePart(0),)),),
+                SamplingParams(),
+                template_options={"enable_thinking": False},
+            ),
+            "chat_template_kwargs",
+        ),
+    ],
+)
+def test_what_the_api_lacks_is_refused_by_name(loaded: LoadedEngine, task: Generate, param: str):
+    with pytest.raises(InvalidRequest) as refused:
+        loaded.engine.prepare(EngineCall("r", task), [PreparedImage("hash", b"")])
+    assert refused.value.param == param
+
+
+def test_a_server_that_cannot_be_used_is_refused_in_one_sentence(server: StandIn):
+    with pytest.raises(EngineStartError, match="address"):
+        create_engine({"kind": "openai"})
+    with pytest.raises(EngineStartError, match="serves model, not other"):
+        create_engine({"kind": "openai", "url": server.url, "upstream_model": "other"})
+    with pytest.raises(EngineLoadFailed, match="not ready"):
+        create_engine({"kind": "openai", "url": "http://127.0.0.1:9", "start_s": 0.1})
