@@ -1,8 +1,8 @@
-"""Removes packages that nothing names any more, while others upload and deploy.
+"""Garbage collection of unreferenced packages, concurrent with uploads and deployments.
 
-Who is about to name blobs holds them: it writes down which, and then waits for collectors that have begun. A
-collector marks its beginning, and then reads what is held. So one of the two sees the other, whoever comes first.
-Both are records of the store; one whose writer was killed counts no more after a while.
+Before it references blobs, a client writes a hold with their digests, and then waits for running collectors. A
+collector writes a mark, and then reads the holds. So one of the two always sees the other. Both are records of the
+store, and expire if their writer was killed.
 """
 
 import os
@@ -25,10 +25,10 @@ from shared.packages.manifest import (
 )
 from shared.packages.store import Entry, PackageStore, StoreError, blob_key
 
-GRACE_S = 24 * 3600.0  #: what is younger stays, whether it is named or not
-#: Of each deployment, besides those that serve or may serve next.
+GRACE_S = 24 * 3600.0  #: younger blobs are kept
+#: Per deployment, besides active ones, candidates and rollback targets.
 KEPT_GENERATIONS = 10
-#: From its mark on, a collector looks and removes for so long, and is waited for longer.
+#: Since its mark, a collector reads and deletes for at most so long; clients wait longer.
 LOOK_S, SWEEP_S, WAIT_S = 15.0, 20.0, 30.0
 _POLL_S = 0.1
 _HOLDS, _COLLECTORS = "gc/holds", "gc/collectors"
@@ -36,12 +36,12 @@ _HOLDS, _COLLECTORS = "gc/holds", "gc/collectors"
 
 class _Hold(msgspec.Struct, frozen=True):
     blobs: list[Digest]
-    package: Digest | None = None  #: and all that this one is made of, as far as it is there
+    package: Digest | None = None  #: also all blobs of this package
 
 
 @dataclass(slots=True)
 class Garbage:
-    """What was removed, or would be."""
+    """What was removed, or would be in a dry run."""
 
     blobs: list[Entry] = field(default_factory=list)
     num_kept: int = 0
@@ -53,7 +53,7 @@ class Garbage:
 
 
 def blobs_of(manifest: Manifest) -> set[str]:
-    """All that a package is made of: its manifest, the config in it, its files."""
+    """The digests of a package: manifest, config and files."""
     layers = {layer.digest for layer in manifest.layers}
     return layers | {manifest.digest, config_digest(manifest)}
 
@@ -62,7 +62,7 @@ def blobs_of(manifest: Manifest) -> set[str]:
 def hold(
     store: PackageStore, blobs: Collection[str] = (), package: str | None = None
 ) -> Iterator[None]:
-    """Have these blobs stay in the block, those that are there and those that come. Raises: StoreError."""
+    """Protect blobs from collection within the `with` block, also later uploads. Raises: StoreError."""
     key = write_hold(store, blobs, package)
     try:
         yield
@@ -71,7 +71,7 @@ def hold(
 
 
 def write_hold(store: PackageStore, blobs: Collection[str] = (), package: str | None = None) -> str:
-    """Have these blobs stay for `GRACE_S`, or until the returned key is deleted. Raises: StoreError."""
+    """Protect blobs for `GRACE_S`, or until the returned key is deleted. Raises: StoreError."""
     key = f"{_HOLDS}/{token_hex(12)}.json"
     store.put_if_absent(key, msgspec.json.encode(_Hold(sorted(blobs), package)))
     # By our own clock: the store's may be another.
@@ -84,9 +84,9 @@ def write_hold(store: PackageStore, blobs: Collection[str] = (), package: str | 
 
 
 def _marks(store: PackageStore, key: str) -> tuple[list[Entry], list[Entry]]:
-    """Marks of collectors that may still remove blobs, and those of killed ones.
+    """Marks of running collectors, and of killed ones.
 
-    `key`: a record that was just written, which tells the time by the store's clock.
+    `key`: a record that was just written; its time is the current time of the store's clock.
     """
     marks = list(store.entries(_COLLECTORS))
     written = [each.modified_at for each in store.entries(os.path.dirname(key)) if each.key == key]
@@ -102,7 +102,7 @@ def collect(
     num_kept: int = KEPT_GENERATIONS,
     is_dry: bool = False,
 ) -> Garbage:
-    """Remove what nothing names. Any number may run at once, and be killed. Raises: StoreError."""
+    """Remove unreferenced blobs. Collectors may run concurrently, and be killed. Raises: StoreError."""
     before = time.time() - grace_s  # noqa: TID251
     found = list(store.entries("blobs/sha256"))
     old = {entry.key: entry for entry in found if entry.modified_at < before}
@@ -137,7 +137,7 @@ def collect(
 
 
 def _clean_up(store: PackageStore, garbage: Garbage) -> None:
-    """Remove marks of killed collectors, what killed uploads left a day ago, and signatures of nothing."""
+    """Remove marks of killed collectors, old partial uploads and holds, and signatures without a package."""
     _remove_dead_marks(store)
     before = time.time() - GRACE_S  # noqa: TID251
     garbage.part_bytes = store.delete_parts(before)
@@ -161,7 +161,7 @@ def _remove_dead_marks(store: PackageStore) -> None:
 
 
 class _Roots:
-    """The keys of the blobs that are named. A manifest is read once: it never changes."""
+    """The keys of the referenced blobs. Manifests never change, and are read once."""
 
     def __init__(self, store: PackageStore, before: float, num_kept: int) -> None:
         self._store = store
@@ -170,7 +170,7 @@ class _Roots:
         self._packages: dict[str, set[str]] = {}
 
     def read(self) -> set[str]:
-        """Raises: StoreError, and nothing is removed then: what cannot be read may name anything."""
+        """Raises: StoreError, which ends the collection: an unreadable record may reference any blob."""
         named: set[str] = set()
         for name in last_numbers(self._store):
             history = read_history(self._store, name)
@@ -186,7 +186,7 @@ class _Roots:
         return {blob_key(digest) for digest in named}
 
     def _kept(self, history: History) -> set[str]:
-        """The digests of what serves, of what may be gone back to, and of what is new."""
+        """The digests of active, recent and new versions, and of rollback targets."""
         numbers = sorted(history.generations)
         kept = [each for each in history.generations.values() if each.created_at >= self._before]
         if history.last.digest:

@@ -1,7 +1,7 @@
-"""`vlm node`: takes slots of deployments as workers take requests, and moves rollouts on.
+"""`vlm node`: claims slots of deployments, runs their instances, and advances rollouts.
 
-No node leads. All see one record of each deployment, and whoever changes it first has changed it; in turn,
-one a second looks at each. What was decided for good is in the store before it is done.
+There is no leader. Nodes change the record of a deployment by compare-and-set, and take turns in advancing it, one
+each second. Final decisions are written to the store before they are applied.
 """
 
 import asyncio
@@ -61,14 +61,14 @@ from worker.node.secrets import Secrets
 from worker.node.standby import Standby
 
 TICK_S = 0.5
-#: A node that is silent for so long is gone, and others start its instances.
+#: A node without a heartbeat for so long is lost, and its instances are replaced.
 RECORD_TTL_S = 30.0
-#: How often the store is compared with Redis, where nothing is amiss.
+#: Interval of comparing the store with Redis.
 SYNC_S = 30.0
 SYNC_EMPTY_S = 2.0
-#: An instance that no record knows is stopped after so long: the record may be on its way back.
+#: An instance without a slot in any record is stopped after so long: Redis may be restored meanwhile.
 UNKNOWN_S = 10.0
-#: How often Redis is asked whose requests ran in an instance that ended.
+#: Tries of finding the tenants of an instance that ended.
 TENANT_TRIES = 10
 MAX_LOG_CHARS = 500  #: of a line
 _LOST_MESSAGE = (
@@ -79,7 +79,7 @@ logger = logging.getLogger(__name__)
 
 
 class NodeAgent:
-    """One machine's part in all deployments."""
+    """The node of one machine."""
 
     def __init__(self, settings: Settings, *, tick_s: float = TICK_S) -> None:
         """Raises: SettingsError."""
@@ -130,13 +130,13 @@ class NodeAgent:
         self._sockets = TemporaryDirectory(prefix="vlm-node-")
 
     def stop(self) -> None:
-        """Take no more slots, drain what runs, end; said again, end at once."""
+        """Claim no more slots, drain the instances, end; a second call ends at once."""
         if self._stopping.is_set():
             self.kill()
         self._stopping.set()
 
     def kill(self) -> None:
-        """Take no more slots, end what runs, end."""
+        """Claim no more slots, kill the instances, end."""
         self._stopping.set()
         for instance in self._instances.values():
             instance.kill()
@@ -178,7 +178,7 @@ class NodeAgent:
             self._outage.succeeded()
 
     def _engine_at_rest(self, apps: Mapping[str, App]) -> str | None:
-        """The engine of a deployment that has run here, rests, and would take long to start."""
+        """The engine of a deployment that has run here, has zero instances, and starts slowly."""
         self._engines |= {each.digest: each.engine for each in self._instances.values()}
         for app in apps.values():
             if app.active is None or app.desired or not self._settings.deploy.standby:
@@ -189,7 +189,7 @@ class NodeAgent:
         return None
 
     async def _keep_beating(self) -> None:
-        """Announce this node whatever else it waits for, such as the package store."""
+        """Send heartbeats, also while the package store is slow."""
         while True:
             try:
                 await self._deployments.announce(self._record(), RECORD_TTL_S)
@@ -215,7 +215,7 @@ class NodeAgent:
         except (RedisError, OSError):
             logger.info("could not say goodbye: it expires")
 
-    # One look at everything
+    # One pass over all deployments
 
     async def tick(self) -> None:
         """Follow the deployments' records and claim slots. Raises: RedisError, StoreError."""
@@ -250,7 +250,7 @@ class NodeAgent:
         return bool(names) and names[(int(now) + crc32(name.encode())) % len(names)] == self.id
 
     def _obey(self, apps: Mapping[str, App]) -> None:
-        """Drain what no longer should be here, forget what has ended and was reported."""
+        """Drain instances whose slots were removed, and forget ended ones that were reported."""
         for key, instance in list(self._instances.items()):
             if key[0] in self._deployments.unreadable:  # it serves on, until somebody says more
                 # Nodes that can read the record know by then how it ended.
@@ -270,7 +270,7 @@ class NodeAgent:
                 instance.drain()
 
     def _unknown_s(self, key: tuple[str, int]) -> float:
-        """For how long no record that can be read has known an instance."""
+        """Seconds since a readable record last had the instance."""
         now = time.monotonic()
         return now - self._unknown_since.setdefault(key, now)
 
@@ -279,7 +279,7 @@ class NodeAgent:
         self._unknown_since.pop(key, None)
 
     async def _sync(self, apps: dict[str, App], now: float) -> None:
-        """Bring into Redis what the store knows and Redis does not."""
+        """Copy generations from the store that Redis lacks."""
         pause_s = SYNC_S if apps else SYNC_EMPTY_S
         if time.monotonic() - self._synced_at < pause_s:
             return
@@ -309,7 +309,7 @@ class NodeAgent:
             await self._deployments.keep()
 
     async def _advance(self, app: App, nodes: Mapping[str, NodeRecord], now: float) -> App | None:
-        """The record, moved on; None if another was first, or it is over."""
+        """Advance a deployment. Returns its record; None if another node was first, or it was removed."""
         limits = await self._deployments.session_limits(app.name, now)
         loads = {digest: await self._load(app.name, digest, limits) for digest in _digests(app)}
         trusts = time.monotonic() >= self._trusts_at
@@ -335,7 +335,7 @@ class NodeAgent:
         return app if after == app else await self._deployments.put(app, after)
 
     async def _go_back(self, app: App, now: float) -> App:
-        """Have the version before serve again, unless there is none or somebody else has decided."""
+        """Roll back to the previous version, unless there is none or another change came first."""
         try:
             history = await asyncio.to_thread(read_history, self._store, app.name)
         except Unreadable as error:  # it goes on where it is
@@ -356,7 +356,7 @@ class NodeAgent:
         return rollout.take_back(app, generation, now)
 
     def _log_once(self, error: Unreadable) -> None:
-        """Say what of the store cannot be read: its records never change."""
+        """Log an unreadable record once: records never change."""
         if (text := str(error)) not in self._logged:
             self._logged.add(text)
             logger.error("%s", text)
@@ -411,7 +411,7 @@ class NodeAgent:
         )  # fmt: skip
 
     def _log(self, app: str, slot: int, text: str) -> None:
-        """Keep a line for Redis; the oldest make room while Redis is away."""
+        """Buffer a line for Redis; the oldest are dropped while Redis is unavailable."""
         line = LogLine(time.time(), self.id, slot, text[:MAX_LOG_CHARS])  # noqa: TID251
         self._unsent.setdefault(app, deque(maxlen=MAX_LOG_LINES)).append(line)
 
