@@ -13,14 +13,19 @@ from engines.core.engine import BatchingEngine
 from engines.core.request import EngineRequest, ImageInput
 from engines.core.sequence import Batch
 from engines.mock.engine import MockProcessor
-from engines.torch_backend.layers.quantization import Scheme, prepare_linears
-from engines.torch_backend.layers.quantized_linear import QuantizedLinear
+from engines.torch_backend.layers.linear import (
+    FLOAT,
+    Linear,
+    QuantizedMethod,
+    prepare_linears,
+    quantizable_layers,
+)
 from engines.torch_backend.layers.rotary import rotate
 from engines.torch_backend.models.config import RopeScaling, TextConfig, VisionConfig
 from engines.torch_backend.models.llava import FAMILY, Llava, VLMConfig
 from engines.torch_backend.models.registry import FamilyModel, rename_weights
 from engines.torch_backend.ops.cpu_level import CpuLevel
-from engines.torch_backend.ops.native.packed_linear import pack_linears
+from engines.torch_backend.ops.linear.cpu import pack_linears
 from engines.torch_backend.ops.paged_attention.reference import PLAIN, Heads
 from engines.torch_backend.ops.registry import Ops
 from engines.torch_backend.runner import TorchRunner
@@ -148,7 +153,7 @@ def make_model_pair(config: VLMConfig, seed: int = 0, std: float = 0.3) -> Model
 
 def quantize_pair(
     pair: ModelPair,
-    scheme: Scheme,
+    scheme: QuantizedMethod,
     *,
     same_weights: bool = True,
     ops: Ops | None = None,
@@ -161,18 +166,19 @@ def quantize_pair(
     """
     with torch.device("meta"):
         ours = Llava(pair.config)
-    scheme.swap_linears(ours, torch.float32)
+    for layer in quantizable_layers(ours, scheme):
+        scheme.create(layer, torch.float32)
     weights = rename_weights(dict(pair.theirs.state_dict()), FAMILY, pair.config)
     for name, module in ours.named_modules():
-        if isinstance(module, QuantizedLinear):
+        if isinstance(module, Linear) and module.method is not FLOAT:
             parts = scheme.quantize(weights.pop(f"{name}.weight"), torch.float32)
             weights |= {f"{name}.{part}": tensor for part, tensor in parts.items()}
     ours.load_state_dict(weights, assign=True)
     theirs = deepcopy(pair.theirs) if same_weights else pair.theirs
     for name, linear in ours.named_modules():
-        if same_weights and isinstance(linear, QuantizedLinear):
+        if same_weights and isinstance(linear, Linear) and linear.method is not FLOAT:
             their_name = name.replace("language_model.model.", "model.language_model.")
-            theirs.get_submodule(their_name).weight.data = linear.dequantized()
+            theirs.get_submodule(their_name).weight.data = linear.weight
     if ops is not None:
         pack_linears(ours, ops, torch.float32)
     elif level is not None:

@@ -23,7 +23,7 @@ from transformers.utils.logging import disable_progress_bar
 from engines.base import EngineStartError
 from engines.core.sequence import Batch, ScheduledSequence
 from engines.core.sequence import Sequence as Tokens
-from engines.torch_backend.layers.quantization import SCHEMES
+from engines.torch_backend.layers.linear import METHODS
 from engines.torch_backend.loading.make_checkpoint import make_transformers_checkpoint
 from engines.torch_backend.loading.weights import load_model
 from engines.torch_backend.models.generic.family import GenericFamily
@@ -79,7 +79,7 @@ class Program:
             config = family.check(read_fields(model_dir))
         dtype = _DTYPES.get(precision, torch.float32)
         ops = cpu_ops("fast")
-        model = load_model(model_dir, family, config, _CPU, dtype, SCHEMES.get(precision), ops=ops)
+        model = load_model(model_dir, family, config, _CPU, dtype, METHODS.get(precision), ops=ops)
         num_tokens = options.num_context + 2 * NUM_STEPS
         num_blocks = -(-num_tokens // _BLOCK_SIZE) * max(options.batch_sizes)
         settings = TorchSettings(

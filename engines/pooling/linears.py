@@ -17,10 +17,10 @@ from torch.nn import functional as F
 
 from engines.base import EngineStartError
 from engines.torch_backend.layers.activation import quick_gelu
-from engines.torch_backend.layers.quantization import SCHEMES
-from engines.torch_backend.layers.quantized_linear import Int8Linear
-from engines.torch_backend.ops.native.packed_linear import PackedLinear
-from engines.torch_backend.ops.products import Before, multiply
+from engines.torch_backend.layers.linear import INT8, Linear
+from engines.torch_backend.layers.linear_group import LinearGroup, adopt
+from engines.torch_backend.ops.linear.cpu import pack
+from engines.torch_backend.ops.linear.reference import Prologue
 from engines.torch_backend.ops.registry import cpu_ops
 
 #: Names of a map and of the activation behind it, in modules whose forward is one after the other.
@@ -67,28 +67,6 @@ class PackedFloat(nn.Module):
         return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self.packed, self.bias, "add")
 
 
-class PackedInt8(nn.Module):
-    """A linear map over int8 weights, and what is before it; inputs become int8 as well, with a scale for some of them."""
-
-    def __init__(self, linear: nn.Linear, before: Before = Before()) -> None:
-        super().__init__()
-        weight = linear.weight.detach()
-        quantized = Int8Linear(
-            (linear.out_features, linear.in_features), linear.bias, torch.float32
-        )
-        parts = SCHEMES["int8"].quantize(weight, torch.float32)
-        quantized.load_state_dict(parts, assign=True, strict=False)
-        self.packed = PackedLinear(quantized)
-        self.num_bytes = self.packed.blocks.nbytes + 8 * linear.out_features
-        self._before = before
-        self._product = cpu_ops("fast")["linear_int8"]([self.packed], before, torch.float32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Shapes: (..., K) to (..., N)."""
-        y = multiply(self._product, self._before, x.reshape(-1, x.shape[-1]).float())
-        return y.to(x.dtype).unflatten(0, x.shape[:-1])
-
-
 def pack_linears(model: nn.Module) -> None:
     """Give the maps of a model that computes on a CPU oneDNN's order."""
     dtypes = {x.dtype for x in model.parameters()}
@@ -106,7 +84,10 @@ def pack_linears(model: nn.Module) -> None:
         if known not in (None, _QUICK_GELU):
             setattr(owner, name, PackedFloat(linear, known))
             setattr(owner, activation, nn.Identity())
-    _replace(model, lambda linear: PackedFloat(linear, ("none", "")))
+    for name in _plain_names(model):  # one after another: what was replaced is freed
+        linear = model.get_submodule(name)
+        assert isinstance(linear, nn.Linear)
+        model.set_submodule(name, PackedFloat(linear, ("none", "")))
 
 
 def quantize_linears(model: nn.Module) -> None:
@@ -117,28 +98,32 @@ def quantize_linears(model: nn.Module) -> None:
         )
     for owner, name, linear in _pairs(model, _PAIRS_BEFORE):
         if (activation := _BEFORE.get(_name(getattr(owner, name)) or ("", ""))) is not None:
-            before = Before(activation=activation)
-            setattr(owner, linear, PackedInt8(getattr(owner, linear), before))
+            _quantize(owner, linear, Prologue(activation=activation))
             setattr(owner, name, nn.Identity())
-    _replace(model, PackedInt8)
+    for name in _plain_names(model):
+        _quantize(model, name)
 
 
 def num_bytes(model: nn.Module) -> int:
     """Of all weights."""
-    packed = [each for each in model.modules() if isinstance(each, PackedFloat | PackedInt8)]
+    packed = [each for each in model.modules() if isinstance(each, PackedFloat)]
     inside = {id(x) for each in packed for x in each.parameters()}
+    integers = [each for each in model.modules() if isinstance(each, Linear)]
     others = [x for x in model.parameters() if id(x) not in inside]
-    return sum(each.num_bytes for each in packed) + sum(
-        x.numel() * x.element_size() for x in others
-    )
+    others += [x for each in integers for x in each.buffers()]
+    return sum(each.num_bytes for each in packed) + sum(x.nbytes for x in others)
 
 
-def _replace(model: nn.Module, make: Callable[[nn.Linear], nn.Module]) -> None:
-    """One after another: what was replaced is freed."""
-    for name in [name for name, each in model.named_modules() if type(each) is nn.Linear]:
-        linear = model.get_submodule(name)
-        assert isinstance(linear, nn.Linear)
-        model.set_submodule(name, make(linear))
+def _quantize(owner: nn.Module, name: str, before: Prologue = Prologue()) -> None:
+    layer = adopt(owner, name)
+    layer.quantize(INT8, torch.float32)
+    pack(layer)
+    group = layer.group = LinearGroup(layer, before=before)
+    group.bind(cpu_ops("fast"), torch.float32)
+
+
+def _plain_names(model: nn.Module) -> list[str]:
+    return [name for name, each in model.named_modules() if type(each) is nn.Linear]
 
 
 def _pairs(model: nn.Module, names: Iterable[tuple[str, str]]) -> Iterator[tuple[Any, str, str]]:

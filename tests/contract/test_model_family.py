@@ -23,7 +23,7 @@ from engines.core.request import EngineRequest
 from engines.core.runner import Prompt
 from engines.packages.checkpoint_files import make_tokenizer
 from engines.text.processor import ChatProcessor, create_processor
-from engines.torch_backend.layers.quantization import SCHEMES
+from engines.torch_backend.layers.linear import METHODS
 from engines.torch_backend.loading.make_checkpoint import make_checkpoint
 from engines.torch_backend.loading.weights import load_model
 from engines.torch_backend.models import causal_lm, llava
@@ -290,11 +290,11 @@ def test_a_user_cannot_spell_an_image(loaded: Loaded) -> None:
     assert all(plain.count(token) == spelled.count(token) for token in controls)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", METHODS)
 def test_the_decoder_takes_few_bits_if_asked(loaded: Loaded, scheme: str) -> None:
     with registered(loaded.case.family):
         family, config = find_family(loaded.directory)
-    model = load_model(loaded.directory, family, config, CPU, torch.float32, SCHEMES[scheme])
+    model = load_model(loaded.directory, family, config, CPU, torch.float32, METHODS[scheme])
 
     def num_bytes(model: FamilyModel) -> int:
         return sum(value.nbytes for value in model.language_model.state_dict().values())

@@ -1,36 +1,46 @@
-"""Linear maps: how their weights are kept, which kernel computes them and what each device has of them.
+"""Linear layers and the formats of their weights: as stored, int8 per output channel, int4 per group of inputs.
 
-A model declares `LinearWeights` under its checkpoint's names, and calls them through `Linear`: maps of one input side
-by side, with what comes before and after. Unbound, a `Linear` computes in plain torch; `bind` gives it the operators
-of a device.
+A `Linear` holds tensors; its `LinearMethod` knows their names, their arithmetic and how to make them of a float weight.
+Quantized layers compute by dequantizing a few outputs at a time, which is always right; torch's CPU kernels take over
+where a probe finds them right and the machine's level finds them faster.
 
-Shape letters: M tokens, K inputs, N outputs.
+Shape letters: M tokens, K inputs, N outputs, G groups of inputs.
 """
 
-from collections.abc import Callable, Sequence
-from enum import Enum, auto
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from engines.torch_backend.layers.norm import RMSNorm
-from engines.torch_backend.ops.add_norm.reference import AddNorm, add_norm
-from engines.torch_backend.ops.products import Before, PlainProduct, Product
-from engines.torch_backend.ops.registry import Ops
-from engines.torch_backend.parallel.mesh import SINGLE, WHOLE, Mesh, Share
+from engines.base import UnsupportedCheckpoint
+from engines.torch_backend.ops.cpu_level import CpuLevel
+from engines.torch_backend.parallel.mesh import DIMS, WHOLE, Shard
+
+STRIP_WEIGHTS = 1 << 21  #: converted at once beside inputs of another type: eight MB in float32
+CHUNK_WEIGHTS = (
+    1 << 19
+)  #: dequantized at once: two MB in float32 stay in the cache until the product
+GROUP_SIZES = (64, 32)
+_QUANTIZE_WEIGHTS = 1 << 18  # quantized at once: what is computed on the way stays small
+_ROW_STEP = 64  # a multiple of every order's block
+_INT4_BLOCKS = (32, 64)  # outputs that torch's int4 kernel may interleave, by instruction set
+
+#: Whether a layer may be quantized: by the model's scheme, or to int8 where a kernel reads it and the model is quantized.
+Quantizable = Literal["no", "scheme", "int8"]
 
 
-class Precision(Enum):
-    """In how many bits weights may be kept."""
-
-    FULL = auto()  #: as they are stored
-    SCHEME = auto()  #: as the model's quantization says
-    INT8 = auto()  #: in int8 where a kernel reads it, if the model is quantized at all
+class _Group(Protocol):
+    def forward(self, x: Tensor) -> Tensor: ...
 
 
-class LinearWeights(nn.Linear):
-    """One map's weights, or a member's share of them. Quantized ones take its place in the model."""
+class Linear(nn.Linear):
+    """A linear layer, or this rank's shard of it, whose weights are in the format of its `method`."""
+
+    order: Tensor | None
 
     def __init__(
         self,
@@ -38,262 +48,400 @@ class LinearWeights(nn.Linear):
         num_outputs: int,
         *,
         bias: bool = True,
-        precision: Precision = Precision.FULL,
-        share: Share = WHOLE,
+        quantizable: Quantizable = "no",
+        shard: Shard = WHOLE,
     ) -> None:
-        """`num_inputs` and `num_outputs` are of all members together. Raises: ValueError if they do not divide."""
-        size = share.count
-        shared = {"outputs": num_outputs, "inputs": num_inputs, None: size}[share.of]
-        if shared % size:
-            raise ValueError(f"{size} devices cannot share {shared} {share.of} of a linear map")
+        """`num_inputs` and `num_outputs` are those of all ranks. Raises: ValueError if the shards do not divide them."""
+        sharded = {"outputs": num_outputs, "inputs": num_inputs, None: shard.count}[shard.of]
+        if sharded % shard.count:
+            raise ValueError(
+                f"{shard.count} devices cannot share {sharded} {shard.of} of a linear layer"
+            )
         super().__init__(
-            num_inputs // size if share.of == "inputs" else num_inputs,
-            num_outputs // size if share.of == "outputs" else num_outputs,
+            num_inputs // shard.count if shard.of == "inputs" else num_inputs,
+            num_outputs // shard.count if shard.of == "outputs" else num_outputs,
             bias=bias,
         )
-        self.precision = precision
-        self.share = share
+        self.quantizable: Quantizable = quantizable
+        self.shard = shard
+        self.method: LinearMethod = FLOAT
+        self.group_size = 0  #: inputs per scale of int4 weights
+        self.max_torch_tokens = 0  #: up to here torch's kernel multiplies integers
+        self.torch_block: int | None = (
+            None  #: outputs that torch's int4 order interleaves, once in it
+        )
+        self.whole: Tensor | None = None  #: all ranks' weight, while it may still be quantized
+        #: computes this layer alone, by operators once bound; None: its method does
+        self.group: _Group | None = None
+        #: the input of each column, where those that share a scale lie side by side
+        self.register_buffer("order", None, persistent=False)
 
     @property
     def whole_shape(self) -> tuple[int, int]:
-        """Outputs and inputs of all members together."""
-        num_outputs = self.share.count if self.share.of == "outputs" else 1
-        num_inputs = self.share.count if self.share.of == "inputs" else 1
-        return self.out_features * num_outputs, self.in_features * num_inputs
+        """Outputs and inputs of all ranks together."""
+        return self.shard.whole_shape(self.out_features, self.in_features)
 
+    def hold(
+        self, method: "LinearMethod", tensors: Mapping[str, Tensor], group_size: int = 0
+    ) -> None:
+        """Replace the weights by tensors of another method; the bias stays if `tensors` has none."""
+        self._parameters.pop("weight", None)
+        for name in self._buffers.keys() - {"order"}:
+            delattr(self, name)
+        for name, tensor in tensors.items():
+            if name in ("weight", "bias"):
+                self.register_parameter(name, nn.Parameter(tensor, False))
+            else:
+                self.register_buffer(name, tensor)
+        self.method, self.group_size, self.whole = method, group_size, None
 
-class VocabEmbedding(nn.Embedding):
-    """Embeddings of tokens; members share the vocabulary, if it divides."""
+    def quantize(self, method: "QuantizedMethod", dtype: torch.dtype) -> None:
+        """Round the float weight, with scales of `dtype`. Raises: UnsupportedCheckpoint."""
+        weight = self.weight.detach()  # or the scales would keep all that they were computed of
+        group_size = method.group_size_of(self)
+        if self.whole is None:
+            parts = method.quantize(weight, dtype)
+        else:
+            whole = method.quantize(self.whole.to(weight.device), dtype)
+            parts = {name: self.shard.cut(name, x) for name, x in whole.items()}
+        self.hold(method, parts, group_size)
 
-    def __init__(self, num_tokens: int, width: int, mesh: Mesh = SINGLE) -> None:
-        self.share = Share(mesh, None if num_tokens % mesh.size else "outputs")
-        self._count = num_tokens // mesh.size if self.share.of else num_tokens
-        super().__init__(self._count, width)
+    def __getattr__(self, name: str) -> Any:
+        """Modules of transformers read the weight of a layer, also of a quantized one."""
+        if name == "weight" and name not in self.__dict__.get("_parameters", {}):
+            return self.method.dequantize(self)
+        return super().__getattr__(name)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Shapes: (N,); returns (N, C)."""
-        mesh = self.share.mesh
-        if mesh.size == 1 or self.share.of is None:
-            return super().forward(input)
-        local = input - mesh.rank * self._count
-        is_own = (local >= 0) & (local < self._count)
-        rows = super().forward(local.clamp(0, self._count - 1))
-        return mesh.all_reduce(rows.masked_fill(~is_own[:, None], 0))
+        """Shapes: (..., K); returns (..., N)."""
+        return apply(self, input) if self.group is None else self.group.forward(input)
 
 
-class Reordered(nn.Module):
-    """A map whose weights are kept for its inputs in another order: those that share a scale side by side."""
+class LinearMethod(ABC):
+    """A format of weights and its arithmetic. Methods are compared by identity."""
 
-    order: Tensor
+    op: str  #: the operator that multiplies such weights
 
-    def __init__(self, linear: nn.Module, order: Tensor) -> None:
-        """`order` names the input of each column. Shapes: (K,)."""
-        super().__init__()
-        self.linear = linear
-        self.register_buffer("order", order)
+    def __deepcopy__(self, memo: dict[int, Any]) -> "LinearMethod":
+        return self
 
-    def forward(self, x: Tensor) -> Tensor:
+    @abstractmethod
+    def apply(self, layer: Any, x: Tensor) -> Tensor:
+        """Reference arithmetic. Shapes: (M, K); returns (M, N)."""
+
+    @abstractmethod
+    def dequantize(self, layer: Any) -> Tensor:
+        """Shapes: returns (N, K)."""
+
+
+class FloatMethod(LinearMethod):
+    """Floating-point weights as they are stored, also beside inputs of another type."""
+
+    op = "linear_float"
+
+    def apply(self, layer: Any, x: Tensor) -> Tensor:
         """Shapes: (M, K); returns (M, N)."""
-        return self.linear(x[:, self.order])
+        weight, bias = layer.weight, layer.bias
+        if weight.dtype == x.dtype and (bias is None or bias.dtype == x.dtype):
+            return F.linear(x, weight, bias)
+        num_rows = max(1, STRIP_WEIGHTS // x.shape[-1])
+        y = x.new_empty(*x.shape[:-1], len(weight))
+        for start in range(0, len(weight), num_rows):
+            rows = weight[start : start + num_rows].to(x.dtype)
+            y[..., start : start + num_rows] = F.linear(x, rows)
+        return y if bias is None else y.add_(bias)
+
+    def dequantize(self, layer: Any) -> Tensor:
+        weight: Tensor = layer.weight
+        return weight
 
 
-class _ReorderedProduct:
-    """A product that is given its inputs in another order."""
+class QuantizedMethod(LinearMethod):
+    """Integers in place of a layer's weight."""
 
-    def __init__(self, product: Product, order: Tensor) -> None:
-        self._product = product
-        self._order = order
-        self.max_tokens = product.max_tokens
-        self.takes_before, self.adds = product.takes_before, product.adds
+    name: str  #: as the command line and checkpoints call it
 
-    def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
-        return self._product(x[:, self._order], add_to)
+    @abstractmethod
+    def create(self, layer: Linear, dtype: torch.dtype, group_size: int | None = None) -> None:
+        """Give a layer undefined tensors, with scales of `dtype`. Raises: UnsupportedCheckpoint."""
+
+    @abstractmethod
+    def prepare(self, layer: Linear, level: CpuLevel) -> None:
+        """Use torch's kernel if it is there, right, and faster on this level."""
+
+    @abstractmethod
+    def num_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+        """Memory of a quantized weight of this shape."""
+
+    @abstractmethod
+    def multiply_with_torch(self, layer: Linear, x: Tensor) -> Tensor:
+        """Torch's kernel, without the bias. Shapes: (M, K); returns (M, N)."""
+
+    @abstractmethod
+    def _dequantize_rows(self, layer: Linear, start: int, stop: int) -> Tensor: ...
+
+    @abstractmethod
+    def _quantize_rows(self, weight: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The tensors of some outputs' float32 weights. Shapes: weight (n, K)."""
+
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Whether groups divide a weight."""
+        return True
+
+    def group_size_of(self, layer: Linear) -> int:
+        """Inputs per scale; 0 for all. Raises: UnsupportedCheckpoint if shards would cut groups."""
+        return 0
+
+    def quantize(self, weight: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+        """A weight's tensors, by their names in the layer. Shapes: weight (N, K)."""
+        num_rows = max(1, _QUANTIZE_WEIGHTS // weight.shape[1])
+        chunks = [self._quantize_rows(rows.float(), dtype) for rows in weight.split(num_rows)]
+        return {
+            part: torch.cat([chunk[part] for chunk in chunks], dim=DIMS[part][0])
+            for part in chunks[0]
+        }
+
+    def dequantize(self, layer: Linear) -> Tensor:
+        """Shapes: returns (N, K)."""
+        return self._dequantize_rows(layer, 0, layer.out_features)
+
+    def apply(self, layer: Linear, x: Tensor) -> Tensor:
+        """Shapes: (M, K); returns (M, N)."""
+        if x.shape[0] <= layer.max_torch_tokens:
+            y = self.multiply_with_torch(layer, x.contiguous())
+        elif x.device.type == "cpu":
+            num_rows = max(_ROW_STEP, CHUNK_WEIGHTS // x.shape[1] // _ROW_STEP * _ROW_STEP)
+            y = x.new_empty(x.shape[0], layer.out_features)
+            for start in range(0, layer.out_features, num_rows):
+                stop = min(start + num_rows, layer.out_features)
+                y[:, start:stop] = F.linear(x, self._dequantize_rows(layer, start, stop))
+        else:
+            y = F.linear(x, self.dequantize(layer))
+        return y if layer.bias is None else y + layer.bias
 
 
-#: Adds something to a product in place, given its inputs. Shapes: (M, N), (M, K).
-Delta = Callable[[Tensor, Tensor], None]
+class Int8Method(QuantizedMethod):
+    """Symmetric, one scale per output channel. Shapes: integers (N, K), scale (N,)."""
+
+    name, op = "int8", "linear_int8"
+
+    def create(self, layer: Linear, dtype: torch.dtype, group_size: int | None = None) -> None:
+        shape = layer.out_features, layer.in_features
+        integers = torch.empty(shape, dtype=torch.int8, device="meta")
+        scale = torch.empty(shape[0], dtype=dtype, device="meta")
+        layer.hold(self, {"integers": integers, "scale": scale})
+
+    def prepare(self, layer: Linear, level: CpuLevel) -> None:
+        if layer.integers.device.type == "cpu" and has_int8_kernel(layer.scale.dtype):
+            layer.max_torch_tokens = level.max_torch_int8_tokens
+
+    def num_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+        return shape[0] * shape[1] + shape[0] * dtype.itemsize
+
+    def multiply_with_torch(self, layer: Linear, x: Tensor) -> Tensor:
+        return torch.ops.aten._weight_int8pack_mm(x, layer.integers, layer.scale)
+
+    def _dequantize_rows(self, layer: Linear, start: int, stop: int) -> Tensor:
+        rows = layer.integers[start:stop].to(layer.scale.dtype)
+        return rows.mul_(layer.scale[start:stop, None])
+
+    def _quantize_rows(self, weight: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+        scale = (weight.abs().amax(dim=1) / 127).clamp(min=torch.finfo(torch.float32).tiny)
+        scale = scale.to(dtype).clamp(min=torch.finfo(dtype).tiny)
+        integers = (weight / scale.float()[:, None]).round_().clamp_(-127, 127).to(torch.int8)
+        return {"integers": integers, "scale": scale}
 
 
-class _AdaptedProduct:
-    """A product, and what is added to it."""
+class Int4Method(QuantizedMethod):
+    """Asymmetric, a scale and a zero per output channel and group of inputs: (integer - 8) * scale + zero.
 
-    def __init__(self, product: Product, before: Before, delta: Delta) -> None:
-        self._product, self._before, self._delta = product, before, delta
-        self.max_tokens = product.max_tokens
-        self.takes_before, self.adds = product.takes_before, product.adds
+    Shapes: pairs (N, K / 2), in each byte the inputs i and i + half of a group; scale_zero (G, N, 2). Once
+    prepared for torch's kernel, `pairs` is in its order: see `unpack_int4`.
+    """
 
-    def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
-        inputs = self._before(x) if self.takes_before else x
-        y = self._product(x, add_to)
-        self._delta(y, inputs)
-        return y
+    name, op = "int4", "linear_int4"
 
+    def create(self, layer: Linear, dtype: torch.dtype, group_size: int | None = None) -> None:
+        """`group_size` None: the largest that divides the inputs. Raises: UnsupportedCheckpoint."""
+        size = group_size or self.group_size_of(layer)
+        num_outputs, num_inputs = layer.out_features, layer.in_features
+        pairs = torch.empty(num_outputs, num_inputs // 2, dtype=torch.uint8, device="meta")
+        groups = (num_inputs // size, num_outputs, 2)
+        scale_zero = torch.empty(groups, dtype=dtype, device="meta")
+        layer.hold(self, {"pairs": pairs, "scale_zero": scale_zero}, size)
 
-class Stream:
-    """What goes through layers; what one has added waits for the next norm, which may add it in the same pass."""
-
-    def __init__(self, x: Tensor, is_own: bool = False) -> None:
-        """`is_own`: nobody else reads x, which is changed in place. Shapes: (M, C)."""
-        self._x = x
-        self._is_own = is_own
-        self._delta: Tensor | None = None
-
-    def add(self, delta: Tensor) -> None:
-        """Shapes: (M, C)."""
-        self._x, self._delta = self.tensor(), delta
-
-    def tensor(self) -> Tensor:
-        """All of it. Shapes: (M, C)."""
-        if self._delta is not None:
-            self._x = self._x.add_(self._delta) if self._is_own else self._x + self._delta
-            self._delta = None
-        return self._x
-
-    def normed(self, norm: RMSNorm, add_norm: AddNorm) -> Tensor:
-        """All of it, normalised. Shapes: (M, C)."""
-        self._x, y = add_norm(self._x, self._delta, norm.weight, norm.eps)
-        self._delta = None
-        return y
-
-
-class Linear:
-    """Maps of one input, side by side."""
-
-    def __init__(
-        self,
-        owner: nn.Module,
-        *names: str,
-        before: Before | None = None,
-        after: RMSNorm | None = None,
-        gathers: bool = False,
-    ) -> None:
-        """`names` are those of `LinearWeights` in `owner`, where loaders may put others in their place.
-
-        Sums over shares of inputs are added up; shares of outputs stay apart, unless it `gathers`.
-        """
-        self._owner = owner
-        self._names = names
-        self._before = before or Before()
-        self._after = after
-        share: Share = getattr(owner.get_submodule(names[0]), "share", WHOLE)
-        is_joined = share.of == "inputs" or (share.of == "outputs" and gathers)
-        self._mesh: Mesh = share.mesh if is_joined else SINGLE
-        self._join = self._mesh.all_gather if gathers else self._mesh.all_reduce
-        self._ops: Ops | None = None
-        self._plain: Product = PlainProduct(self._parts, None)
-        self.product: Product = self._plain
-        self._unadapted: tuple[Product, Product] | None = None
-
-    @property
-    def is_bound(self) -> bool:
-        """Whether an operator computes all maps at once."""
-        return self.product is not self._plain
-
-    @property
-    def is_adapted(self) -> bool:
-        """Whether something is added to every product."""
-        return self._unadapted is not None
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether `product` alone computes all that a call does."""
-        is_alone = self._mesh.size == 1 and self._after is None
-        return is_alone and (self.product.takes_before or not self._before)
-
-    def bind(self, ops: Ops, dtype: torch.dtype) -> None:
-        """Compute with these operators from now on; `dtype` is the engine's."""
-        self._ops = ops
-        dtype = ops.product_dtype(dtype)
-        parts = self._parts()
-        self._plain = PlainProduct(self._parts, dtype)
-        self.product = self._bind_reordered(ops, parts, dtype) or self._plain
-
-    @property
-    def parts(self) -> list[tuple[str, nn.Module]]:
-        """The maps in their order, by their names in the module that owns them."""
-        return list(zip(self._names, self._parts(), strict=True))
-
-    def adapt(self, delta: Delta | None) -> None:
-        """Add something to every product from now on, or, with None, nothing any more."""
-        if self._unadapted is not None:
-            self.product, self._plain = self._unadapted
-            self._unadapted = None
-        if delta is not None:
-            self._unadapted = self.product, self._plain
-            self.product, self._plain = (
-                _AdaptedProduct(each, self._before, delta) for each in self._unadapted
+    def group_size_of(self, layer: Linear) -> int:
+        _, num_inputs = layer.whole_shape
+        size = choose_group_size(num_inputs) or num_inputs
+        if layer.in_features % size:
+            raise UnsupportedCheckpoint(
+                f"{layer.shard.mesh.size} devices cannot share {num_inputs} int4 inputs in groups of "
+                f"{size}; use --quantization int8"
             )
+        return size
 
-    def __call__(self, x: Tensor | Stream, add_to: Stream | None = None) -> Tensor:
-        """Shapes: x (..., K), or (..., 2 K) for a gate; returns (..., N), which is added to `add_to` if it is given."""
-        if isinstance(x, Tensor) and x.dim() > 2:
-            return self(x.flatten(0, -2), add_to).unflatten(0, x.shape[:-1])
-        num_tokens = (x.tensor() if isinstance(x, Stream) else x).shape[0]
-        product = self.product if num_tokens <= self.product.max_tokens else self._plain
-        inputs = self._prepare(x, product)
-        if add_to is not None and product.adds and self._mesh.size == 1 and self._after is None:
-            return product(inputs, add_to.tensor())
-        y = self._join(product(inputs))
-        if self._after is not None:
-            y = self._after(y)
-        if add_to is not None:
-            add_to.add(y)
-        return y
+    def prepare(self, layer: Linear, level: CpuLevel) -> None:
+        """Reorder the weights for torch's kernel if it is there, right, and faster on this level."""
+        max_tokens = level.max_torch_int4_tokens
+        if layer.pairs.device.type != "cpu" or not max_tokens or layer.torch_block is not None:
+            return
+        block = int4_kernel_block(layer.scale_zero.dtype)
+        if block is None or layer.out_features % block:
+            return
+        reordered = torch.empty_like(layer.pairs)
+        # some outputs at a time: torch's function wants integers of 32 bits, eight times what the result takes
+        num_rows = max(1, CHUNK_WEIGHTS // (2 * layer.pairs.shape[1]) // _ROW_STEP) * _ROW_STEP
+        parts = zip(layer.pairs.split(num_rows), reordered.split(num_rows), strict=True)
+        for rows, target in parts:
+            integers = unpack_pairs(rows, layer.group_size).flatten(1)
+            target.copy_(pack_int4(integers.to(torch.int32)))
+        layer.pairs, layer.torch_block, layer.max_torch_tokens = reordered, block, max_tokens
 
-    def _bind_reordered(
-        self, ops: Ops, parts: Sequence[nn.Module], dtype: torch.dtype
-    ) -> Product | None:
-        """The operator's product. Parts whose inputs have one order are given these once, before a norm or gate."""
-        orders = [part.order for part in parts if isinstance(part, Reordered)]
-        if not orders:
-            return _bind(ops, parts, self._before, dtype)
-        order = orders[0]
-        if len(orders) < len(parts) or not all(torch.equal(order, other) for other in orders):
-            return None
-        before = self._before
-        if before.norm is not None:
-            gain = before.norm.weight
-            norm = RMSNorm(len(order), before.norm.eps).to(gain.device, gain.dtype)
-            norm.weight = nn.Parameter(gain[order], False)
-            before = Before(norm=norm)
-        inner = [part.linear for part in parts if isinstance(part, Reordered)]
-        bound = _bind(ops, inner, before, dtype)
-        if bound is None:
-            return None
-        if bound.takes_before and before.gate is not None:
-            order = torch.cat([order, order + len(order)])
-        return _ReorderedProduct(bound, order)
+    def num_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+        num_groups = shape[1] // (choose_group_size(shape[1]) or shape[1])
+        return shape[0] * shape[1] // 2 + 2 * num_groups * shape[0] * dtype.itemsize
 
-    def _prepare(self, x: Tensor | Stream, product: Product) -> Tensor:
-        """What the product is given."""
-        before = self._before
-        if isinstance(x, Stream):
-            if before.norm is None or product.takes_before:
-                return x.tensor()
-            return x.normed(before.norm, self._ops["add_norm"] if self._ops else add_norm)
-        if not before or product.takes_before:
-            return x
-        if before.gate is F.silu and self._ops is not None:
-            return self._ops["gate"](x)
-        return before(x)
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        return choose_group_size(shape[1]) is not None
 
-    def _parts(self) -> Sequence[nn.Module]:
-        return [_as_linear(self._owner.get_submodule(name)) for name in self._names]
+    def multiply_with_torch(self, layer: Linear, x: Tensor) -> Tensor:
+        kernel = torch.ops.aten._weight_int4pack_mm_for_cpu
+        return kernel(x, layer.pairs, layer.group_size, layer.scale_zero)
+
+    def _dequantize_rows(self, layer: Linear, start: int, stop: int) -> Tensor:
+        pairs, size = layer.pairs[start:stop], layer.group_size
+        if layer.torch_block is None:
+            integers = unpack_pairs(pairs, size)
+        else:
+            integers = unpack_int4(pairs, layer.torch_block).view(len(pairs), -1, size)
+        scale, zero = layer.scale_zero[:, start:stop].transpose(0, 1).unbind(2)
+        rows = integers.to(scale.dtype).sub_(8)
+        return torch.addcmul(zero[..., None], rows, scale[..., None], out=rows).flatten(1)
+
+    def _quantize_rows(self, weight: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+        num_outputs, num_inputs = weight.shape
+        groups = weight.view(num_outputs, -1, choose_group_size(num_inputs) or num_inputs)
+        low, high = groups.amin(dim=2), groups.amax(dim=2)
+        scale = ((high - low) / 15).clamp(min=torch.finfo(dtype).tiny).to(dtype)
+        zero = (low + 8 * scale.float()).to(dtype)  # what the integer 8 stands for
+        integers = (groups - zero.float()[..., None]) / scale.float()[..., None]
+        pairs = pack_pairs(integers.round_().add_(8).clamp_(0, 15).to(torch.uint8))
+        return {"pairs": pairs, "scale_zero": torch.stack([scale.t(), zero.t()], 2).contiguous()}
 
 
-def _bind(
-    ops: Ops, parts: Sequence[nn.Module], before: Before, dtype: torch.dtype
-) -> Product | None:
-    kinds = {
-        (getattr(part, "op", "linear_float"), getattr(part, "group_size", 0)) for part in parts
-    }
-    return ops[kinds.pop()[0]](parts, before, dtype) if len(kinds) == 1 else None
+FLOAT, INT8, INT4 = FloatMethod(), Int8Method(), Int4Method()
+#: The methods of `--quantization`.
+METHODS: dict[str, QuantizedMethod] = {method.name: method for method in (INT8, INT4)}
 
 
-def _as_linear(module: nn.Module) -> nn.Module:
-    """Embeddings as the map that is tied to them."""
-    if not isinstance(module, nn.Embedding):
-        return module
-    linear = nn.Linear(*reversed(module.weight.shape), bias=False, device="meta")
-    linear.weight = module.weight
-    return linear
+def apply(layer: nn.Module, x: Tensor) -> Tensor:
+    """A layer's own arithmetic, also of a layer of transformers. Shapes: (M, K); returns (M, N)."""
+    order: Tensor | None = getattr(layer, "order", None)
+    return method_of(layer).apply(layer, x if order is None else x[..., order])
+
+
+def empty_linear(num_inputs: int, num_outputs: int, bias: bool = False) -> Linear:
+    """A layer without numbers, on the meta device."""
+    with torch.device("meta"):
+        return Linear(num_inputs, num_outputs, bias=bias).requires_grad_(False)
+
+
+def method_of(layer: nn.Module) -> LinearMethod:
+    """The format of a layer, also of one of transformers or a tied embedding."""
+    method: LinearMethod = getattr(layer, "method", FLOAT)
+    return method
+
+
+def quantized_layers(model: nn.Module) -> list[tuple[Linear, QuantizedMethod]]:
+    """The layers in int8 or int4 that are not packed for a kernel."""
+    layers = [layer for layer in model.modules() if isinstance(layer, Linear)]
+    return [(x, x.method) for x in layers if isinstance(x.method, QuantizedMethod)]
+
+
+def quantizable_layers(model: nn.Module, method: QuantizedMethod) -> list[Linear]:
+    """The layers that the model's quantization applies to."""
+    layers = [layer for layer in model.modules() if isinstance(layer, Linear)]
+    floats = [x for x in layers if x.quantizable == "scheme" and x.method is FLOAT]
+    return [layer for layer in floats if method.fits(layer.whole_shape)]
+
+
+def prepare_linears(model: nn.Module, level: CpuLevel) -> None:
+    """Bring loaded weights into the form that the fastest correct torch kernel reads."""
+    for layer, method in quantized_layers(model):
+        method.prepare(layer, level)
+
+
+def choose_group_size(num_inputs: int) -> int | None:
+    """Inputs that share a scale; None where no group divides them."""
+    return next((size for size in GROUP_SIZES if num_inputs % size == 0), None)
+
+
+def pack_pairs(integers: Tensor) -> Tensor:
+    """Shapes: (N, G, K / G), values 0..15; returns (N, K / 2)."""
+    low, high = integers.chunk(2, dim=2)
+    return (low | (high << 4)).flatten(1)
+
+
+def unpack_pairs(pairs: Tensor, group_size: int) -> Tensor:
+    """Shapes: (N, K / 2); returns (N, G, K / G)."""
+    groups = pairs.view(pairs.shape[0], -1, group_size // 2)
+    return torch.cat([groups & 15, groups >> 4], dim=2)
+
+
+def pack_int4(integers: Tensor) -> Tensor:
+    """The order of torch's CPU kernel. Shapes: int32 (N, K); returns uint8 (N, K / 2)."""
+    return torch.ops.aten._convert_weight_to_int4pack_for_cpu(integers.contiguous(), 1)
+
+
+def unpack_int4(packed: Tensor, block: int) -> Tensor:
+    """Inverse of `pack_int4`. Shapes: (N, K / 2), N a multiple of the block; returns (N, K).
+
+    Per block of outputs and per input, the bytes hold the outputs n and n + block / 2.
+    """
+    num_outputs, half = packed.shape
+    blocks = packed.view(num_outputs // block, half * 2, block // 2)
+    both = torch.cat([blocks & 15, blocks >> 4], dim=2)
+    return both.transpose(1, 2).reshape(num_outputs, half * 2)
+
+
+@cache
+def has_int8_kernel(dtype: torch.dtype) -> bool:
+    """Whether torch has its int8 product on this machine, and it is right."""
+    layer = empty_linear(64, 48)
+    scale = (_sample(1, 48)[0].abs() + 0.1).to(dtype)
+    layer.hold(INT8, {"integers": (_sample(48, 64) * 127).to(torch.int8), "scale": scale})
+    return _is_right(layer, INT8, _sample(3, 64).to(dtype), INT8.dequantize(layer))
+
+
+@cache
+def int4_kernel_block(dtype: torch.dtype) -> int | None:
+    """How torch's int4 kernel orders outputs on this machine; None where it is absent or wrong."""
+    layer = empty_linear(128, 128)
+    pairs = (_sample(128, 64).abs() * 255).to(torch.uint8)
+    scale_zero = _sample(2 * 128, 2).view(2, 128, 2).to(dtype)
+    layer.hold(INT4, {"pairs": pairs, "scale_zero": scale_zero}, 64)
+    expected, integers = INT4.dequantize(layer), unpack_pairs(pairs, 64).flatten(1)
+    try:
+        layer.pairs = pack_int4(integers.to(torch.int32))
+    except (RuntimeError, NotImplementedError, AttributeError):
+        return None
+    if not _is_right(layer, INT4, _sample(3, 128).to(dtype), expected):
+        return None
+    known = (b for b in _INT4_BLOCKS if torch.equal(unpack_int4(layer.pairs, b), integers))
+    return next(known, None)
+
+
+def _sample(rows: int, columns: int) -> Tensor:
+    """Fixed numbers within -1..1, without touching the random state."""
+    return torch.sin(torch.arange(rows * columns, dtype=torch.float32) * 0.7).view(rows, columns)
+
+
+def _is_right(layer: Linear, method: QuantizedMethod, x: Tensor, weight: Tensor) -> bool:
+    """Whether torch's kernel is there and multiplies by this weight."""
+    try:
+        found = method.multiply_with_torch(layer, x)
+    except (RuntimeError, NotImplementedError, AttributeError):
+        return False
+    expected = x.float() @ weight.float().t()
+    tolerance = 4 * torch.finfo(x.dtype).eps * expected.abs().max() + 1e-5
+    return bool(((found.float() - expected).abs() <= tolerance).all())

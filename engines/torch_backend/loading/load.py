@@ -25,7 +25,7 @@ from engines.text.processor import (
     create_processor,
     example_prompt,
 )
-from engines.torch_backend.layers.quantization import SCHEMES
+from engines.torch_backend.layers.linear import METHODS
 from engines.torch_backend.loading.check import check_model
 from engines.torch_backend.loading.gguf_checkpoint import TEXT_FILE, open_checkpoint
 from engines.torch_backend.loading.weights import ModelTooLarge, load_model
@@ -206,7 +206,7 @@ def load_runner(
     """
     limit_memory(settings.memory_bytes)
     free = free_bytes(device)
-    scheme = None if settings.quantization == "none" else SCHEMES[settings.quantization]
+    scheme = None if settings.quantization == "none" else METHODS[settings.quantization]
     found = find_family(directory)
     model = load_model(
         directory, *found, device, dtype, scheme, progress, seconds, kernels, mesh=mesh

@@ -13,13 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engines.torch_backend.layers.linear import LinearWeights, Reordered
-from engines.torch_backend.layers.quantized_linear import (
-    Int4Linear,
-    Int8Linear,
-    QuantizedLinear,
-    choose_group_size,
-)
+from engines.torch_backend.layers.linear import INT4, INT8, Linear, choose_group_size
+from engines.torch_backend.layers.linear_group import adopt
 from engines.torch_backend.loading.formats import detect
 from engines.torch_backend.loading.formats.reader import (
     Form,
@@ -30,11 +25,10 @@ from engines.torch_backend.loading.formats.reader import (
 )
 from engines.torch_backend.loading.stored_tensors import StoredTensor, finite
 from engines.torch_backend.models.config import UnsupportedCheckpoint
-from engines.torch_backend.models.generic.linears import OperatorLinear
 from engines.torch_backend.models.generic.stand_ins import cast, find_stand_ins, make_stand_in
 from engines.torch_backend.models.hf_config import read_fields, stored_dtype
 from engines.torch_backend.models.registry import WeightPart
-from engines.torch_backend.parallel.mesh import WHOLE, Share
+from engines.torch_backend.parallel.mesh import Shard
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +48,6 @@ class PublishedLinears:
         self._rename = rename
         self._layouts = {linear.name: reader.layout(linear) for linear in self.linears}
         self._num_bytes = 0  # in memory
-        self._orders: dict[str, Tensor] = {}  # by the model's names
         self._forms: Counter[Form] = Counter()
         self._stand_ins: dict[str, Tensor] | None = None  # by stored names
         #: that are no linear maps of their own in transformers' model
@@ -85,17 +78,17 @@ class PublishedLinears:
         path = target.removesuffix(".weight") if isinstance(target, str) else ""
         is_kept = self._rename(f"{linear.name}.scale") == f"{path}.scale"  # under its own name
         layer = find_layer(model, path) if is_kept else None
-        if not isinstance(layer, LinearWeights):
+        if not isinstance(layer, Linear):
             return None
-        return path if self._can_share(linear, layer.share) else None
+        return path if self._can_share(linear, layer.shard) else None
 
-    def _can_share(self, linear: StoredLinear, share: Share) -> bool:
+    def _can_share(self, linear: StoredLinear, shard: Shard) -> bool:
         """Whether members of a mesh can have whole groups of inputs each."""
-        if share.of != "inputs" or share.mesh.size == 1:
+        if shard.of != "inputs" or shard.mesh.size == 1:
             return True
         layout = self.layout(linear)
         group_size = choose_group_size(layout.group_size) or layout.group_size
-        is_whole = layout.shape[1] // share.mesh.size % group_size == 0
+        is_whole = layout.shape[1] // shard.mesh.size % group_size == 0
         return layout.form == "int8" or (is_whole and not self._reader.is_ordered(linear))
 
     def put(
@@ -104,51 +97,39 @@ class PublishedLinears:
         """Put a linear for its integers into the model. Returns: the weights of that, by stored names."""
         layout = self.layout(linear)
         layer = model.get_submodule(path)
-        assert isinstance(layer, LinearWeights)
+        assert isinstance(layer, Linear)
         if layout.shape != layer.whole_shape:
             raise UnsupportedCheckpoint(
                 f"the weight {linear.name} is {layout.shape} but config.json makes it "
                 f"{layer.whole_shape}"
             )
-        quantized, parts, order = self._read_integers(linear, layer, dtype, layer.share)
-        model.set_submodule(path, quantized)
-        if order is not None:
-            self._orders[path] = order
-        cut = layer.share.cut
+        cut, parts = layer.shard.cut, self._read_integers(linear, layer, dtype)
         return {f"{linear.name}.{part}": cut(part, tensor) for part, tensor in parts.items()}
 
     def replace(
         self, linear: StoredLinear, model: nn.Module, path: str, dtype: torch.dtype
     ) -> None:
-        """Put a linear with its integers in the place of one that has a stand-in."""
-        layer = model.get_submodule(path)
-        assert isinstance(layer, nn.Linear)
-        quantized, parts, order = self._read_integers(linear, layer, dtype, WHOLE)
-        if layer.bias is not None:
-            parts["bias"] = layer.bias.detach()
-        parts = {name: tensor.to(layer.weight.device) for name, tensor in parts.items()}
-        quantized.load_state_dict(parts, assign=True)
-        replacement: nn.Module = quantized.requires_grad_(False)
-        if order is not None:
-            replacement = Reordered(replacement, order)
-        if not isinstance(layer, LinearWeights):
-            replacement = OperatorLinear(replacement)
-        model.set_submodule(path, replacement)
+        """Give a layer that has a stand-in its integers."""
+        layer = adopt(model, path)
+        device = layer.weight.device
+        parts = self._read_integers(linear, layer, dtype)
+        tensors = {name: tensor.to(device) for name, tensor in parts.items()}
+        layer.hold(layer.method, tensors, layer.group_size)
 
     def _read_integers(
-        self, linear: StoredLinear, layer: nn.Linear, dtype: torch.dtype, share: Share
-    ) -> tuple[QuantizedLinear, dict[str, Tensor], Tensor | None]:
-        """A linear without weights, its whole parts, and the order of its inputs."""
+        self, linear: StoredLinear, layer: Linear, dtype: torch.dtype
+    ) -> dict[str, Tensor]:
+        """Prepare a layer for integers; returns its whole tensors."""
         layout, weights = self.layout(linear), self._read(linear)
         assert isinstance(weights, Integers)
-        shape = layer.out_features, layer.in_features
         self._forms[layout.form] += 1
+        layer.order = weights.order
         if layout.form == "int8":
-            parts = weights.int8(dtype)
-            return Int8Linear(shape, layer.bias, dtype, share), parts, weights.order
+            INT8.create(layer, dtype)
+            return weights.int8(dtype)
         parts = weights.int4(dtype)
-        size = layout.shape[1] // parts["scale_zero"].shape[0]
-        return Int4Linear(shape, layer.bias, dtype, size, share), parts, weights.order
+        INT4.create(layer, dtype, layout.shape[1] // parts["scale_zero"].shape[0])
+        return parts
 
     def use_stand_ins(self) -> None:
         """From now on maps that stay integers are stood for while others make the model."""
@@ -218,7 +199,7 @@ class PublishedLinears:
         places = {
             name.rpartition("layers.")[2]: name
             for name, module in model.named_modules()
-            if isinstance(module, LinearWeights) and "layers." in name
+            if isinstance(module, Linear) and "layers." in name
         }
         spared = 0
         for linear in self.linears:
@@ -255,10 +236,8 @@ class PublishedLinears:
         self._num_bytes = sum(num_bytes(linear, self) for linear in self.linears)
         return self._num_bytes
 
-    def finish(self, model: nn.Module) -> None:
-        """Give loaded linears their inputs' order, and log what became of all."""
-        for path, order in self._orders.items():
-            model.set_submodule(path, Reordered(model.get_submodule(path), order))
+    def finish(self) -> None:
+        """Log the formats of all layers."""
         parts = [part for linear in self.linears for part in linear.parts.values()]
         before = sum(part.num_stored_bytes for part in parts)
         forms = ", ".join(f"{count} {_WORDS[form]}" for form, count in self._forms.items())

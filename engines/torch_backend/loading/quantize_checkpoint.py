@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
 from engines.packages.resolve import ModelUnavailable, resolve_model
-from engines.torch_backend.layers.linear import LinearWeights
-from engines.torch_backend.layers.quantization import SCHEMES, Scheme
-from engines.torch_backend.layers.quantized_linear import (
+from engines.torch_backend.layers.linear import (
+    FLOAT,
     GROUP_SIZES,
-    Int4Linear,
-    QuantizedLinear,
+    INT4,
+    METHODS,
+    Linear,
+    QuantizedMethod,
 )
 from engines.torch_backend.loading.formats.compressed_tensors import to_config, to_parts
 from engines.torch_backend.loading.formats.reader import Integers
@@ -70,9 +71,9 @@ def quantize_checkpoint(
         raise UnsupportedCheckpoint("the checkpoint is already quantized; use the original")
     linears = [] if published is None else published.linears
     names = [tensor.name for tensor in stored] + [f"{linear.name}.weight" for linear in linears]
-    model: nn.Module = build_empty(family, config, SCHEMES[scheme], torch.float32)
+    model: nn.Module = build_empty(family, config, METHODS[scheme], torch.float32)
     if isinstance(config, GenericConfig):
-        model = _stored_linears(config, SCHEMES[scheme])
+        model = _stored_linears(config, METHODS[scheme])
     layers = _Layers(model, rename, head, names)
     with new_directory(target) as made:
         report = progress or (lambda share: None)
@@ -152,11 +153,11 @@ class _Layers:
         path = name.removesuffix(".weight")
         renamed = self._rename(name)
         layer = find_layer(self._model, str(renamed).removesuffix(".weight"))
-        if isinstance(layer, LinearWeights) and path.endswith("lm_head") and self._has_int8_head:
+        if isinstance(layer, Linear) and path.endswith("lm_head") and self._has_int8_head:
             self.targets[name] = _HEAD
-        elif isinstance(layer, QuantizedLinear):
+        elif isinstance(layer, Linear) and layer.method is not FLOAT:
             self.targets[name] = _DECODER
-            if isinstance(layer, Int4Linear):
+            if layer.method is INT4:
                 self.group_size = min(self.group_size, layer.group_size)
         elif isinstance(layer, nn.Linear) or not isinstance(renamed, str):
             self._kept.append(path)
@@ -209,7 +210,7 @@ def run(model: str, target: Path, scheme: str, head: str = "none") -> None:
     )
 
 
-def _stored_linears(config: GenericConfig, scheme: Scheme) -> nn.Module:
+def _stored_linears(config: GenericConfig, scheme: QuantizedMethod) -> nn.Module:
     """The linear maps of a model, without weights, where a checkpoint has them: those of a scheme within the decoder's
 
     layers. Raises: UnsupportedCheckpoint for a decoder without such layers.
@@ -228,11 +229,9 @@ def _stored_linears(config: GenericConfig, scheme: Scheme) -> nn.Module:
         if type(linear) is not nn.Linear:
             continue
         with torch.device("meta"):
-            made: nn.Module = LinearWeights(
-                linear.in_features, linear.out_features, bias=linear.bias is not None
-            )
+            made = Linear(linear.in_features, linear.out_features, bias=linear.bias is not None)
         if name in inside and scheme.fits((linear.out_features, linear.in_features)):
-            made = scheme.create_linear(made, torch.float32)
+            scheme.create(made, torch.float32)
             num_found += 1
         place = root
         *path, last = stored.removesuffix(".weight").split(".")
@@ -249,7 +248,7 @@ def _stored_linears(config: GenericConfig, scheme: Scheme) -> nn.Module:
 
 def _round_int8(weight: Tensor, dtype: torch.dtype) -> Integers:
     """Round as `--quantization int8` does, with scales of `dtype`. Shapes: weight (N, K)."""
-    parts = SCHEMES["int8"].quantize(weight, dtype)
+    parts = METHODS["int8"].quantize(weight, dtype)
     values = parts["integers"].view(torch.uint8) ^ 128
     return Integers(values, 8, weight.shape[1], parts["scale"].float()[None], None)
 

@@ -16,8 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from engines.base import EngineStartError
-from engines.torch_backend.layers.quantization import SCHEMES, Scheme, prepare_linears
-from engines.torch_backend.layers.quantized_linear import QuantizedLinear
+from engines.torch_backend.layers.linear import (
+    FLOAT,
+    METHODS,
+    Linear,
+    QuantizedMethod,
+    prepare_linears,
+    quantizable_layers,
+    quantized_layers,
+)
 from engines.torch_backend.loading.formats.reader import StoredLinear
 from engines.torch_backend.loading.gguf_checkpoint import list_weights
 from engines.torch_backend.loading.published import PublishedLinears, find_published
@@ -31,10 +38,10 @@ from engines.torch_backend.models.registry import (
     WeightPart,
 )
 from engines.torch_backend.ops.cpu_level import CpuLevel, choose_level
+from engines.torch_backend.ops.linear.cpu import pack_int8_beside, pack_linears
 from engines.torch_backend.ops.native.library import FLOAT_KINDS
-from engines.torch_backend.ops.native.packed_linear import pack_int8_beside, pack_linears
 from engines.torch_backend.ops.registry import Ops
-from engines.torch_backend.parallel.mesh import SINGLE, WHOLE, Mesh, Share
+from engines.torch_backend.parallel.mesh import SINGLE, WHOLE, Mesh, Shard
 
 
 class ModelTooLarge(EngineStartError):
@@ -51,7 +58,7 @@ class WeightReader:
         self,
         model: nn.Module,
         rename: Callable[[str], str | WeightPart | None],
-        scheme: Scheme | None,
+        scheme: QuantizedMethod | None,
         device: torch.device,
         dtype: torch.dtype | None = None,
         kept: frozenset[torch.dtype] = frozenset(),
@@ -86,15 +93,15 @@ class WeightReader:
 
     def _convert(self, stored_name: str, value: Tensor, stored: torch.dtype) -> dict[str, Tensor]:
         layer, name = self._find(stored_name)
-        share, prefix = _share(layer), stored_name.removesuffix(name)
+        shard, prefix = _shard(layer), stored_name.removesuffix(name)
         is_float = value.is_floating_point()
         dtype = (self._dtype_in(layer, value.shape, stored) or stored) if is_float else value.dtype
         if self._scheme is None or not _is_quantized(layer, name):
-            return {stored_name: share.cut(name, value).to(self._device, dtype)}
+            return {stored_name: shard.cut(name, value).to(self._device, dtype)}
         started = time.perf_counter()
         parts = self._scheme.quantize(value.to(self._device), dtype)
         self.quantize_s += time.perf_counter() - started
-        return {prefix + part: share.cut(part, parts[part]) for part in parts}
+        return {prefix + part: shard.cut(part, parts[part]) for part in parts}
 
     def num_bytes(self, stored: StoredTensor) -> int:
         """What the tensor takes once it is read."""
@@ -104,9 +111,9 @@ class WeightReader:
         """What a map in another's format takes once it is read."""
         layout = published.layout(linear)
         if published.place(linear, self._model) is not None:
-            share = _share(self._find(f"{linear.name}.weight")[0])
+            shard = _shard(self._find(f"{linear.name}.weight")[0])
             whole = layout.num_bytes(self.dtype_of_scales(published))
-            return whole // (share.count if share.of else 1)
+            return whole // (shard.count if shard.of else 1)
         if published.stands_in(linear):
             return layout.num_bytes(self.dtype_of_scales(published))
         part = next(iter(linear.parts.values()))
@@ -118,7 +125,7 @@ class WeightReader:
         dtype = self._dtype_in(layer, stored.shape, stored_dtype)
         assert dtype is not None
         whole = torch.empty(stored.shape, device="meta")
-        stored = replace(stored, shape=tuple(_share(layer).cut(name, whole).shape))
+        stored = replace(stored, shape=tuple(_shard(layer).cut(name, whole).shape))
         if self._scheme is not None and _is_quantized(layer, name):
             return self._scheme.num_bytes(stored.shape, dtype)
         return stored.num_bytes(dtype)
@@ -140,7 +147,7 @@ class WeightReader:
     ) -> torch.dtype | None:
         """The type of a tensor, or its scales: matrices are multiplied as they are stored, if a kernel can."""
         is_unmade = layer is None and getattr(self._model, "converts_weights", False)
-        is_matrix = is_unmade or isinstance(layer, nn.Linear | nn.Embedding | QuantizedLinear)
+        is_matrix = is_unmade or isinstance(layer, nn.Linear | nn.Embedding)
         is_kept = is_matrix and len(shape) == 2 and stored in self._kept
         return stored if is_kept else self._dtype
 
@@ -149,12 +156,12 @@ class WeightReader:
         return torch.float32 if self._kept else self._dtype or published.dtype
 
 
-def _share(layer: nn.Module | None) -> Share:
-    return getattr(layer, "share", WHOLE)
+def _shard(layer: nn.Module | None) -> Shard:
+    return getattr(layer, "shard", WHOLE)
 
 
 def _is_quantized(layer: nn.Module | None, name: str) -> bool:
-    return isinstance(layer, QuantizedLinear) and name == "weight"
+    return isinstance(layer, Linear) and layer.method is not FLOAT and name == "weight"
 
 
 def load_model(
@@ -163,7 +170,7 @@ def load_model(
     config: Any,
     device: torch.device,
     dtype: torch.dtype,
-    scheme: Scheme | None = None,
+    scheme: QuantizedMethod | None = None,
     progress: Callable[[float], None] | None = None,
     seconds: dict[str, float] | None = None,
     ops: Ops | None = None,
@@ -224,7 +231,7 @@ def load_model(
         check_size(least)
         model = make(build_empty(family, config, form, dtype, mesh))
     if published is not None:
-        published.finish(model)
+        published.finish()
     if form is not None:
         model.quantize(form, dtype)
     started = time.perf_counter()
@@ -238,7 +245,7 @@ def _prepare_kernels(
     model: FamilyModel, ops: Ops | None, dtype: torch.dtype, level: CpuLevel | None
 ) -> None:
     """Weights in few bits in the form that their kernels read."""
-    is_quantized = any(isinstance(module, QuantizedLinear) for module in model.modules())
+    is_quantized = bool(quantized_layers(model))
     if ops is not None and ops.is_native:
         pack_linears(model, ops, dtype)
         if is_quantized:
@@ -254,7 +261,7 @@ def _prepare_kernels(
 def build_empty(
     family: ModelFamily,
     config: Any,
-    scheme: Scheme | None,
+    scheme: QuantizedMethod | None,
     dtype: torch.dtype,
     mesh: Mesh = SINGLE,
 ) -> FamilyModel:
@@ -262,7 +269,8 @@ def build_empty(
     with torch.device("meta"):
         model = family.build(config, mesh)
     if scheme is not None:
-        scheme.swap_linears(model, dtype)
+        for layer in quantizable_layers(model, scheme):
+            scheme.create(layer, dtype)
     return model
 
 
@@ -273,8 +281,8 @@ def stored_dtypes(ops: Ops | None) -> frozenset[torch.dtype]:
 
 
 def choose_form(
-    config: ModelConfig, scheme: Scheme | None, published: PublishedLinears | None = None
-) -> Scheme | None:
+    config: ModelConfig, scheme: QuantizedMethod | None, published: PublishedLinears | None = None
+) -> QuantizedMethod | None:
     """The scheme of the model: the checkpoint's own, else what is asked for. Raises: UnsupportedCheckpoint."""
     if scheme is not None and published is not None and published.has_integers:
         if scheme.name in published.forms:
@@ -290,11 +298,11 @@ def choose_form(
             f"the checkpoint holds {config.quantization} weights; for {scheme.name} use the checkpoint "
             "that they were made from"
         )
-    return SCHEMES[config.quantization]
+    return METHODS[config.quantization]
 
 
 def check_memory(
-    needed: int, device: torch.device, dtype: torch.dtype, scheme: Scheme | None
+    needed: int, device: torch.device, dtype: torch.dtype, scheme: QuantizedMethod | None
 ) -> None:
     """`needed` in bytes. Raises: ModelTooLarge, before anything is read."""
     available = free_bytes(device)

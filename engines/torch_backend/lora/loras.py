@@ -7,7 +7,7 @@ a map by other means than are known here is found out by that.
 Shape letters: M tokens, K inputs, N outputs, r rank.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,11 +19,10 @@ from torch import Tensor, nn
 
 from engines.base import AdapterLimits, BadAdapter
 from engines.core.runner import SequenceFailure
-from engines.torch_backend.layers.linear import Delta, Linear, Reordered
-from engines.torch_backend.layers.quantized_linear import Int4Linear, Int8Linear
+from engines.torch_backend.layers.linear import Linear
+from engines.torch_backend.layers.linear_group import LinearGroup
 from engines.torch_backend.lora.peft import LowRank, name_some, read_peft
-from engines.torch_backend.ops.native.packed_linear import PackedLinear
-from engines.torch_backend.parallel.mesh import Share, share_of
+from engines.torch_backend.parallel.mesh import Shard
 from engines.torch_backend.step import StepInputs
 
 if TYPE_CHECKING:
@@ -72,26 +71,11 @@ class LoraAdapter:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Site:
-    """Where maps are computed: a `Linear` over some of them, or one module alone."""
+    """A group of layers that is computed at once."""
 
     names: tuple[str, ...]
-    widths: tuple[int, ...]  #: outputs of each
-    place: Linear | nn.Module
-
-    def adapt(self, delta: Delta | None) -> None:
-        """Add something to what is computed here, or nothing any more."""
-        if isinstance(self.place, Linear):
-            self.place.adapt(delta)
-        elif delta is None:
-            vars(self.place).pop("forward", None)
-        else:  # past `nn.Module.__setattr__`, which is slow
-            vars(self.place)["forward"] = partial(_forward, self.place, delta)
-
-
-def _forward(module: nn.Module, delta: Delta, x: Tensor) -> Tensor:
-    y = type(module).forward(module, x)
-    delta(y.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1]))
-    return y
+    layers: tuple[Linear, ...]
+    group: LinearGroup
 
 
 class Loras:
@@ -107,14 +91,10 @@ class Loras:
         self._sites = list(_find_sites(layers))
         #: of each whole map, and what this member has of it
         self._shapes: dict[str, tuple[int, int]] = {}
-        self._shares: dict[str, Share] = {}
+        self._shards: dict[str, Shard] = {}
         for site in self._sites:
-            for name, part in zip(site.names, _parts(site), strict=True):
-                share = share_of(part.linear if isinstance(part, Reordered) else part)
-                num_outputs, num_inputs = _shape(part) or (0, 0)
-                num_outputs *= share.count if share.of == "outputs" else 1
-                num_inputs *= share.count if share.of == "inputs" else 1
-                self._shapes[name], self._shares[name] = (num_outputs, num_inputs), share
+            for name, layer in zip(site.names, site.layers, strict=True):
+                self._shapes[name], self._shards[name] = layer.whole_shape, layer.shard
 
     # -- loading
     def load(
@@ -180,15 +160,12 @@ class Loras:
 
     def _place(self, name: str, stored: LowRank) -> tuple[Tensor, Tensor]:
         """Both matrices on the device, as far as this member's share needs them. Shapes: returns (K, r), (r, N)."""
-        down, up, share = (
-            stored.down.float().t(),
-            stored.up.float().t() * stored.scale,
-            self._shares[name],
-        )
-        if share.of == "inputs":
-            down = down.tensor_split(share.count, 0)[share.place]
-        elif share.of == "outputs":
-            up = up.tensor_split(share.count, 1)[share.place]
+        down, up = stored.down.float().t(), stored.up.float().t() * stored.scale
+        shard = self._shards[name]
+        if shard.of == "inputs":
+            down = down.tensor_split(shard.count, 0)[shard.index]
+        elif shard.of == "outputs":
+            up = up.tensor_split(shard.count, 1)[shard.index]
         return (
             down.to(self._device, self._dtype).contiguous(),
             up.to(self._device, self._dtype).contiguous(),
@@ -201,7 +178,8 @@ class Loras:
             downs: list[Tensor] = []
             parts: list[Part] = []
             start = rank = 0
-            for name, width in zip(site.names, site.widths, strict=True):
+            for name, layer in zip(site.names, site.layers, strict=True):
+                width = layer.out_features
                 if name in pairs:
                     down, up = pairs[name]
                     parts.append(Part(slice(start, start + width), slice(rank, rank + len(up)), up))
@@ -230,12 +208,12 @@ class Loras:
         if self._decoder is not None:
             self._decoder.is_adapted = True
         for site in sites:
-            site.adapt(partial(step.add, site))
+            site.group.adapt(partial(step.add, site))
         try:
             yield
         finally:
             for site in sites:
-                site.adapt(None)
+                site.group.adapt(None)
             if self._decoder is not None:
                 self._decoder.is_adapted = False
         step.check()
@@ -303,58 +281,21 @@ class _AdaptedRows:
 
 
 def _find_sites(layers: nn.Module) -> Iterator[Site]:
-    """Where the maps of a decoder's layers are computed.
+    """The groups of a decoder's layers. A layer may be in several, of which a step computes one.
 
     Experts see some tokens only, and what stands for a layer that keeps a state sees one sequence at a time.
     """
-    owned: set[nn.Module] = set()
+    names = {module: name for name, module in layers.named_modules()}
     skipped: list[str] = []
-    for name, module in layers.named_modules():
+    for module, name in names.items():
         forward = vars(module).get("forward")
-        linears = [each for each in vars(module).values() if isinstance(each, Linear)]
-        linears += getattr(forward, "linears", ())
-        if (forward is not None and not linears) or name.endswith("experts"):
+        groups = [each for each in vars(module).values() if isinstance(each, LinearGroup)]
+        groups += getattr(forward, "linears", ())
+        if (forward is not None and not groups) or name.endswith("experts"):
             skipped.append(f"{name}.")
         if name.startswith(tuple(skipped)):
             continue
-        for linear in linears:
-            parts = linear.parts
-            owned.update(part for _, part in parts)
-            names = tuple(_plain(f"{name}.{part}") for part, _ in parts)
-            if (site := _site(names, [part for _, part in parts], linear)) is not None:
-                yield site
-        if type(module) is nn.Linear and module not in owned:
-            yield Site((_plain(name),), (module.out_features,), module)
-
-
-def _plain(name: str) -> str:
-    """Transformers' name of a map that another module holds."""
-    return name.removesuffix(".weights").removesuffix(".part")
-
-
-def _site(names: tuple[str, ...], parts: Iterable[nn.Module], place: Linear) -> Site | None:
-    shapes = [_shape(part) for part in parts]
-    return None if None in shapes else Site(names, tuple(s[0] for s in shapes if s), place)
-
-
-def _parts(site: Site) -> list[nn.Module]:
-    """The maps of a site."""
-    place = site.place
-    return [part for _, part in place.parts] if isinstance(place, Linear) else [place]
-
-
-def _shape(module: nn.Module) -> tuple[int, int] | None:
-    """Outputs and inputs of a map, however its weights are kept."""
-    match module:
-        case nn.Linear():
-            return module.out_features, module.in_features
-        case PackedLinear():
-            return module.num_outputs, module.num_inputs
-        case Int8Linear():
-            return module.integers.shape[0], module.integers.shape[1]
-        case Int4Linear():
-            return module.pairs.shape[0], 2 * module.pairs.shape[1]
-        case Reordered():
-            return _shape(module.linear)
-        case _:
-            return None
+        for group in groups:
+            linears = tuple(each for each in group.layers if isinstance(each, Linear))
+            if len(linears) == len(group.layers):
+                yield Site(tuple(names[each] for each in linears), linears, group)

@@ -20,20 +20,15 @@ import torch
 from torch import Tensor, nn
 
 from engines.torch_backend.layers.activation import ACTIVATIONS
-from engines.torch_backend.layers.linear import (
-    Linear,
-    LinearWeights,
-    Precision,
-    Stream,
-    VocabEmbedding,
-)
+from engines.torch_backend.layers.linear import Linear
+from engines.torch_backend.layers.linear_group import LinearGroup, Stream, VocabEmbedding
 from engines.torch_backend.layers.norm import RMSNorm
 from engines.torch_backend.models.config import TextConfig, UnsupportedCheckpoint
 from engines.torch_backend.ops.decoder_chain.reference import Chain, LayerProducts
+from engines.torch_backend.ops.linear.reference import Prologue
 from engines.torch_backend.ops.paged_attention.reference import PLAIN, Attend, Heads
-from engines.torch_backend.ops.products import Before
 from engines.torch_backend.ops.registry import Ops
-from engines.torch_backend.parallel.mesh import SINGLE, Mesh, Share, advise_size, share_heads
+from engines.torch_backend.parallel.mesh import SINGLE, Mesh, Shard, advise_size, share_heads
 
 
 class SelfAttention(nn.Module):
@@ -46,13 +41,13 @@ class SelfAttention(nn.Module):
         query_width = config.num_heads * config.head_dim
         kv_width = config.num_kv_heads * config.head_dim
         heads = share_heads(config.num_kv_heads, mesh)
-        self.q_proj = _column_parallel(width, query_width, bias, Share(mesh, "outputs"))
+        self.q_proj = _column_parallel(width, query_width, bias, Shard(mesh, "outputs"))
         self.k_proj = _column_parallel(width, kv_width, bias, heads)
         self.v_proj = _column_parallel(width, kv_width, bias, heads)
         self.o_proj = _row_parallel(query_width, width, config.attention_output_bias, mesh)
-        self.qkv = Linear(self, "q_proj", "k_proj", "v_proj", before=Before(norm=norm))
+        self.qkv = LinearGroup(self.q_proj, self.k_proj, self.v_proj, before=Prologue(norm=norm))
         self.out_norm = _output_norm(config)
-        self.out = Linear(self, "o_proj", after=self.out_norm)
+        self.out = LinearGroup(self.o_proj, after=self.out_norm)
         window = config.windows[number] if config.windows else None
         if config.has_head_norms:
             self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
@@ -72,14 +67,14 @@ class GatedMLP(nn.Module):
     def __init__(self, config: TextConfig, norm: RMSNorm, mesh: Mesh) -> None:
         super().__init__()
         width, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        outputs = Share(mesh, "outputs")
+        outputs = Shard(mesh, "outputs")
         self.gate_proj = _column_parallel(width, inner, bias, outputs)
         self.up_proj = _column_parallel(width, inner, bias, outputs)
         self.down_proj = _row_parallel(inner, width, bias, mesh)
-        gate = Before(gate=ACTIVATIONS[config.hidden_act])
-        self.gate_up = Linear(self, "gate_proj", "up_proj", before=Before(norm=norm))
+        gate = Prologue(gate=ACTIVATIONS[config.hidden_act])
+        self.gate_up = LinearGroup(self.gate_proj, self.up_proj, before=Prologue(norm=norm))
         self.down_norm = _output_norm(config)
-        self.down = Linear(self, "down_proj", before=gate, after=self.down_norm)
+        self.down = LinearGroup(self.down_proj, before=gate, after=self.down_norm)
 
     def forward(self, stream: Stream) -> None:
         """Added to the stream. Shapes: (N, C)."""
@@ -90,13 +85,13 @@ def _output_norm(config: TextConfig) -> RMSNorm | None:
     return RMSNorm(config.hidden_size, config.rms_norm_eps) if config.has_output_norms else None
 
 
-def _column_parallel(width: int, outputs: int, bias: bool, share: Share) -> LinearWeights:
-    return LinearWeights(width, outputs, bias=bias, precision=Precision.SCHEME, share=share)
+def _column_parallel(width: int, outputs: int, bias: bool, shard: Shard) -> Linear:
+    return Linear(width, outputs, bias=bias, quantizable="scheme", shard=shard)
 
 
-def _row_parallel(inputs: int, width: int, bias: bool, mesh: Mesh) -> LinearWeights:
-    share = Share(mesh, "inputs")
-    return LinearWeights(inputs, width, bias=bias, precision=Precision.SCHEME, share=share)
+def _row_parallel(inputs: int, width: int, bias: bool, mesh: Mesh) -> Linear:
+    shard = Shard(mesh, "inputs")
+    return Linear(inputs, width, bias=bias, quantizable="scheme", shard=shard)
 
 
 class DecoderLayer(nn.Module):
@@ -115,7 +110,7 @@ class DecoderLayer(nn.Module):
         self.mlp(stream)
 
     @property
-    def linears(self) -> tuple[Linear, Linear, Linear, Linear]:
+    def linears(self) -> tuple[LinearGroup, LinearGroup, LinearGroup, LinearGroup]:
         """In the order of `LayerProducts`."""
         return self.self_attn.qkv, self.self_attn.out, self.mlp.gate_up, self.mlp.down
 
@@ -141,16 +136,14 @@ class Llama(nn.Module):
         self.text = _share_of(config, mesh)  #: what this member computes of it
         self.model = DecoderStack(config, mesh)
         self.lm_head = None
-        norm = Before(norm=self.model.norm)
+        norm = Prologue(norm=self.model.norm)
         if config.tie_word_embeddings:
-            self._head = Linear(self.model, "embed_tokens", before=norm, gathers=True)
+            self._head = LinearGroup(self.model.embed_tokens, before=norm)
         else:
-            share = self.model.embed_tokens.share
+            shard = self.model.embed_tokens.shard
             width, vocabulary = config.hidden_size, config.vocab_size
-            self.lm_head = LinearWeights(
-                width, vocabulary, bias=False, precision=Precision.INT8, share=share
-            )
-            self._head = Linear(self, "lm_head", before=norm, gathers=True)
+            self.lm_head = Linear(width, vocabulary, bias=False, quantizable="int8", shard=shard)
+            self._head = LinearGroup(self.lm_head, before=norm)
         self._has_float32_stream = False
         self._chain: Chain | None = None
         self.is_adapted = False  #: whether more is computed for the moment than products of weights
@@ -165,7 +158,7 @@ class Llama(nn.Module):
         self._chain = None
         if ops.uses("decoder_chain") and all(linear.is_whole for linear in linears):
             products = [
-                LayerProducts(*(p.product for p in layer.linears), heads=layer.self_attn.heads)
+                LayerProducts(*(p.kernel for p in layer.linears), heads=layer.self_attn.heads)
                 for layer in layers
             ]
             self._chain = ops["decoder_chain"](products)

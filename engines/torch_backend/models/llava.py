@@ -25,7 +25,8 @@ from engines.packages.checkpoint_json import Fields, shown
 from engines.text.chat_template import LLAVA_TEMPLATE
 from engines.text.prompt import Item
 from engines.torch_backend.layers.activation import ACTIVATIONS
-from engines.torch_backend.layers.linear import Linear, LinearWeights, Precision
+from engines.torch_backend.layers.linear import Linear
+from engines.torch_backend.layers.linear_group import LinearGroup
 from engines.torch_backend.models.config import TextConfig, VisionConfig
 from engines.torch_backend.models.hf_config import (
     check_clip,
@@ -39,7 +40,7 @@ from engines.torch_backend.models.llama import Llama
 from engines.torch_backend.models.registry import FamilyModel, WeightPart
 from engines.torch_backend.models.vision import VisionTower, num_blocks_needed, open_clip_name
 from engines.torch_backend.multimodal.image_processor import ImageProcessor, load_image_processor
-from engines.torch_backend.ops.products import Before
+from engines.torch_backend.ops.linear.reference import Prologue
 from engines.torch_backend.ops.registry import Ops
 from engines.torch_backend.parallel.mesh import SINGLE, Mesh
 
@@ -75,11 +76,11 @@ class Projector(nn.Module):
         super().__init__()
         width = config.vision.hidden_size * len(config.vision_feature_layers)
         inner, bias = config.text.hidden_size, config.projector_bias
-        self.linear_1 = LinearWeights(width, inner, bias=bias, precision=Precision.INT8)
-        self.linear_2 = LinearWeights(inner, inner, bias=bias, precision=Precision.INT8)
-        activation = Before(activation=ACTIVATIONS[config.projector_hidden_act])
-        self._first = Linear(self, "linear_1")
-        self._second = Linear(self, "linear_2", before=activation)
+        self.linear_1 = Linear(width, inner, bias=bias, quantizable="int8")
+        self.linear_2 = Linear(inner, inner, bias=bias, quantizable="int8")
+        activation = Prologue(activation=ACTIVATIONS[config.projector_hidden_act])
+        self._first = LinearGroup(self.linear_1)
+        self._second = LinearGroup(self.linear_2, before=activation)
 
     def bind(self, ops: Ops, dtype: torch.dtype) -> None:
         """Compute with these operators from now on."""

@@ -20,7 +20,7 @@ from engines.core.runner import Prompt
 from engines.packages.checkpoint_json import Fields, shown
 from engines.text.processor import MultimodalProcessor
 from engines.torch_backend.kv_cache import KVCachePool, KVShape
-from engines.torch_backend.layers.quantization import Scheme
+from engines.torch_backend.layers.linear import QuantizedMethod
 from engines.torch_backend.layers.rotary import RotaryTable
 from engines.torch_backend.models.config import BeyondOurProgram, TextLimits, UnsupportedCheckpoint
 from engines.torch_backend.models.hf_config import read_fields
@@ -50,7 +50,7 @@ class ModelConfig(Protocol):
 
     @property
     def quantization(self) -> str | None:
-        """Scheme in which the decoder's weights are stored."""
+        """Quantization in which the decoder's weights are stored."""
         ...
 
 
@@ -157,14 +157,14 @@ class FamilyModel(nn.Module):
         self.load_state_dict(renamed, assign=True)
         return self
 
-    def quantize(self, scheme: Scheme, dtype: torch.dtype) -> None:
+    def quantize(self, scheme: QuantizedMethod, dtype: torch.dtype) -> None:
         """Have the linear maps of a scheme, where they were not there to be loaded."""
 
     def allow_int8_head(self) -> None:
-        """Have the head be `Precision.INT8`, where it is not: the decoder is in few bits."""
+        """Let the head be in int8: the decoder is quantized."""
 
     def allow_int8_beside(self) -> None:
-        """Have linear maps of towers and projectors be `Precision.INT8`, where they are not: the decoder is in few bits."""
+        """Let the linear layers of towers and projectors be in int8: the decoder is quantized."""
 
     def verify(
         self, runner: Any, how: str, make_example: Callable[[], Prompt | None] | None = None

@@ -15,11 +15,12 @@ from open_clip.transformer import VisionTransformer
 from torch import Tensor, nn
 
 from engines.torch_backend.layers.activation import ACTIVATIONS
-from engines.torch_backend.layers.linear import Linear, LinearWeights, Precision
+from engines.torch_backend.layers.linear import Linear
+from engines.torch_backend.layers.linear_group import LinearGroup
 from engines.torch_backend.layers.norm import LayerNorm
 from engines.torch_backend.models.config import UnsupportedCheckpoint, VisionConfig
 from engines.torch_backend.ops.dense_attention.reference import DenseAttention, attend
-from engines.torch_backend.ops.products import Before
+from engines.torch_backend.ops.linear.reference import Prologue
 from engines.torch_backend.ops.registry import Ops
 
 
@@ -28,10 +29,8 @@ class TowerAttention(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.in_proj = LinearWeights(
-            width, 3 * width, precision=Precision.INT8
-        )  # queries, keys, values
-        self.out_proj = LinearWeights(width, width, precision=Precision.INT8)
+        self.in_proj = Linear(width, 3 * width, quantizable="int8")  # queries, keys, values
+        self.out_proj = Linear(width, width, quantizable="int8")
 
 
 class TowerMLP(nn.Module):
@@ -39,8 +38,8 @@ class TowerMLP(nn.Module):
 
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
-        self.c_fc = LinearWeights(width, inner, precision=Precision.INT8)
-        self.c_proj = LinearWeights(inner, width, precision=Precision.INT8)
+        self.c_fc = Linear(width, inner, quantizable="int8")
+        self.c_proj = Linear(inner, width, quantizable="int8")
 
 
 class TowerBlock(nn.Module):
@@ -56,9 +55,9 @@ class TowerBlock(nn.Module):
         self.ln_2 = LayerNorm(width, config.layer_norm_eps)
         self.attn = TowerAttention(width)
         self.mlp = TowerMLP(width, config.intermediate_size)
-        self._in, self._out = Linear(self.attn, "in_proj"), Linear(self.attn, "out_proj")
-        self._widen = Linear(self.mlp, "c_fc")
-        self._narrow = Linear(self.mlp, "c_proj", before=Before(activation=act))
+        self._in, self._out = LinearGroup(self.attn.in_proj), LinearGroup(self.attn.out_proj)
+        self._widen = LinearGroup(self.mlp.c_fc)
+        self._narrow = LinearGroup(self.mlp.c_proj, before=Prologue(activation=act))
         self._attend: DenseAttention = attend
         self._dtype: torch.dtype | None = None
 

@@ -22,15 +22,15 @@ from torch import nn
 
 from engines.torch_backend.ops import native
 from engines.torch_backend.ops.cpu_level import CpuLevel, cpu_model
+from engines.torch_backend.ops.linear.cpu import to_weights
+from engines.torch_backend.ops.linear.reference import ReferenceKernel
 from engines.torch_backend.ops.native.compiler import CannotCompile
 from engines.torch_backend.ops.native.library import (
     BFLOAT16_BITS,
     FLOAT_BITS,
-    BoundProduct,
     Library,
+    NativeKernel,
 )
-from engines.torch_backend.ops.native.products import to_weights
-from engines.torch_backend.ops.products import PlainProduct
 
 logger = logging.getLogger(__name__)
 
@@ -128,9 +128,9 @@ def measure(library: Library) -> Timings:
     parts = [_make_linear() for _ in range(_NUM_COPIES)]
     weights = [found for part in parts if (found := to_weights(part)) is not None]
     ways: dict[str, list[Callable[[torch.Tensor], torch.Tensor]]] = {
-        "rounded": [BoundProduct(library, [each], BFLOAT16_BITS) for each in weights],
-        "float": [BoundProduct(library, [each], FLOAT_BITS) for each in weights],
-        "torch": [PlainProduct(lambda part=part: [part], torch.bfloat16) for part in parts],
+        "rounded": [NativeKernel(library, [each], BFLOAT16_BITS) for each in weights],
+        "float": [NativeKernel(library, [each], FLOAT_BITS) for each in weights],
+        "torch": [ReferenceKernel([part], torch.bfloat16) for part in parts],
     }
     seconds: dict[str, dict[int, list[float]]] = {
         name: {count: [] for count in (*FEW, MANY)} for name in ways

@@ -167,7 +167,9 @@ def discover() -> tuple[Op, ...]:
     """The operators of all folders here, by name."""
     folders = sorted(module.name for module in iter_modules(package.__path__) if module.ispkg)
     modules = [import_module(f"{package.__name__}.{folder}") for folder in folders]
-    return tuple(module.OP for module in modules if hasattr(module, "OP"))
+    return tuple(
+        op for m in modules for op in getattr(m, "OPS", (m.OP,) if hasattr(m, "OP") else ())
+    )
 
 
 def choose(site: Site, disabled: Collection[str] = (), ops: Iterable[Op] | None = None) -> Ops:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
 class Mesh(Protocol):
@@ -62,52 +62,70 @@ DIMS: dict[str, tuple[int, int | None]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """What a member has of a layer: some of its outputs, or what some of its inputs add to the sums of all."""
+class Shard:
+    """A rank's part of a layer: some of its outputs, or of its inputs, whose partial sums are added up."""
 
     mesh: Mesh = SINGLE
     of: Literal["outputs", "inputs"] | None = None  #: None: all of it
-    num_parts: int = 0  #: where they are fewer than members, who then share them; 0: one a member
+    num_parts: int = (
+        0  #: if fewer than ranks, several ranks hold the same part; 0: one part per rank
+    )
+    gathers: bool = False  #: whether every rank is given the outputs of all
+    splits: bool = False  #: whether every rank is given all inputs, and uses its own
 
     @property
     def count(self) -> int:
-        """Parts of what is shared."""
         return self.num_parts or self.mesh.size
 
     @property
-    def place(self) -> int:
-        """Which of them is this member's."""
+    def index(self) -> int:
+        """Of this rank's part."""
         return self.mesh.rank * self.count // self.mesh.size
 
+    @property
+    def joins(self) -> bool:
+        """Whether ranks exchange what they computed."""
+        return self.mesh.size > 1 and (
+            self.of == "inputs" or (self.gathers and self.of is not None)
+        )
+
+    def whole_shape(self, num_outputs: int, num_inputs: int) -> tuple[int, int]:
+        """Outputs and inputs of all ranks, from those of one."""
+        return (
+            num_outputs * (self.count if self.of == "outputs" else 1),
+            num_inputs * (self.count if self.of == "inputs" else 1),
+        )
+
     def cut(self, name: str, tensor: Tensor) -> Tensor:
-        """The member's part of a tensor of the whole layer, by its name there."""
+        """The part of this rank of a tensor of the whole layer, by its name there."""
         if self.of is None or self.mesh.size == 1:
             return tensor
         dim = DIMS[name][self.of == "inputs"]
         if dim is not None:
-            return tensor.tensor_split(self.count, dim)[self.place].contiguous()
+            return tensor.tensor_split(self.count, dim)[self.index].contiguous()
         if name == "bias" and self.mesh.rank:
             return torch.zeros_like(tensor)  # it is added once
         return tensor
 
-
-WHOLE = Share()
-
-
-def share_of(linear: nn.Module) -> Share:
-    """What this member has of a linear map, whoever joins what members compute."""
-    return vars(linear).get("share_of_whole") or getattr(linear, "share", WHOLE)
+    def join(self, y: Tensor) -> Tensor:
+        """The layer's outputs of what this rank computed. Shapes: (M, N); returns (M, N of all ranks) if it gathers."""
+        if not self.joins:
+            return y
+        return self.mesh.all_reduce(y) if self.of == "inputs" else self.mesh.all_gather(y)
 
 
-def share_heads(num_heads: int, mesh: Mesh) -> Share:
+WHOLE = Shard()
+
+
+def share_heads(num_heads: int, mesh: Mesh) -> Shard:
     """Outputs of whole heads: as many a member, or one that several have where there are fewer heads than members.
 
     Raises: ValueError where neither comes out even.
     """
     if num_heads % mesh.size == 0:
-        return Share(mesh, "outputs")
+        return Shard(mesh, "outputs")
     if mesh.size % num_heads == 0:
-        return Share(mesh, "outputs", num_heads)
+        return Shard(mesh, "outputs", num_heads)
     raise ValueError(f"{mesh.size} devices cannot share {num_heads} heads of keys and values")
 
 

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING
 
+from engines.torch_backend.layers.linear_group import adopt
 from engines.torch_backend.models.config import UnsupportedCheckpoint
-from engines.torch_backend.parallel.mesh import Mesh, Share, advise_size, share_heads
+from engines.torch_backend.parallel.mesh import Mesh, Shard, advise_size, share_heads
 
 if TYPE_CHECKING:  # a second of imports, which no model of ours needs
     from transformers import PreTrainedModel
@@ -30,33 +31,6 @@ _WHOLE = frozenset({
     "embedding_colwise",
 })  # fmt: skip
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
-
-
-class SharedLinear(nn.Module):
-    """A linear map of which each member has a part, and whose inputs and outputs are whole.
-
-    `part` may be replaced by what holds its weights in another form.
-    """
-
-    def __init__(
-        self, part: nn.Linear, bias: nn.Parameter | None, share: Share, splits: bool
-    ) -> None:
-        """`bias` is added behind the sum of all members; `splits`: inputs come whole."""
-        super().__init__()
-        self.part: nn.Module = part
-        self.bias = bias
-        self.share = share
-        self._splits = splits
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Shapes: (..., K), or this member's part of K; returns (..., N)."""
-        mesh = self.share.mesh
-        if self.share.of == "outputs":
-            return mesh.all_gather(self.part(x))
-        if self._splits:
-            x = x.tensor_split(mesh.size, -1)[mesh.rank]
-        y = mesh.all_reduce(self.part(x))
-        return y if self.bias is None else y + self.bias
 
 
 def share_model(model: "PreTrainedModel", mesh: Mesh) -> None:
@@ -91,17 +65,6 @@ def share_model(model: "PreTrainedModel", mesh: Mesh) -> None:
             ) from None
 
 
-def whole_weight(linear: nn.Linear) -> Tensor:
-    """That of all members together, until `forget_wholes`. Shapes: (N, K)."""
-    return vars(linear).get("whole", linear.weight).detach()
-
-
-def forget_wholes(model: nn.Module) -> None:
-    """Let go of what was kept for quantizing."""
-    for module in model.modules():
-        vars(module).pop("whole", None)
-
-
 def _plan_of(model: Any, mesh: Mesh) -> dict[str, str]:
     """Styles by names of modules and parameters of the decoder and its head. Raises: UnsupportedCheckpoint."""
     decoder = model.get_decoder()
@@ -134,38 +97,21 @@ _LINEAR_STYLES = frozenset({
 def _share_linear(model: nn.Module, path: str, style: str, mesh: Mesh, num_heads: int) -> None:
     linear = model.get_submodule(path)
     if not isinstance(linear, nn.Linear):
-        raise ValueError(f"{type(linear).__name__} is no linear map")
-    share = Share(mesh, "outputs" if style.startswith("col") else "inputs")
+        raise ValueError(f"{type(linear).__name__} is no linear layer")
+    shard = Shard(mesh, "outputs", gathers=True)
     if style == "colwise":
         name = path.rpartition(".")[2]
         width = getattr(model.get_submodule(path.rpartition(".")[0]), "head_dim", None)
+        shard = Shard(mesh, "outputs")
         if name in ("k_proj", "v_proj") and width:
-            share = share_heads(linear.out_features // width, mesh)
+            shard = share_heads(linear.out_features // width, mesh)
         elif name == "q_proj" and num_heads % mesh.size:
             raise ValueError(f"{num_heads} heads of queries do not divide")
-        _cut_linear(linear, share)
-        return
-    if style.startswith("col") and linear.out_features % mesh.size:
+    elif style.startswith("row"):
+        shard = Shard(mesh, "inputs", splits=style != "rowwise")
+    elif linear.out_features % mesh.size:
         return  # what is gathered may as well stay whole
-    bias = None
-    if share.of == "inputs" and linear.bias is not None:
-        bias = linear.bias
-        linear.register_parameter("bias", None)
-    _cut_linear(linear, share)
-    joined = SharedLinear(linear, bias, share, splits=style != "rowwise")
-    model.set_submodule(path, joined)
-
-
-def _cut_linear(linear: nn.Linear, share: Share) -> None:
-    size = linear.out_features if share.of == "outputs" else linear.in_features
-    if size % share.count:
-        raise ValueError(f"{size} {share.of} do not divide")
-    whole: Any = linear.weight.detach()
-    linear.weight = _kept(share.cut("weight", whole))
-    if linear.bias is not None:
-        linear.bias = _kept(share.cut("bias", linear.bias.detach()))
-    linear.out_features, linear.in_features = linear.weight.shape
-    vars(linear).update(whole=whole, share_of_whole=share)
+    adopt(model, path, shard)
 
 
 def _kept(x: Tensor) -> nn.Parameter:

@@ -19,7 +19,7 @@ from benchmarks.engine.run import BenchOptions, run
 from engines.base import RequestError
 from engines.core.engine import BatchingEngine
 from engines.core.sequence import Batch, ScheduledSequence, Sequence
-from engines.torch_backend.layers.quantized_linear import Int8Linear
+from engines.torch_backend.layers.linear import INT8
 from engines.torch_backend.loading.make_checkpoint import make_checkpoint
 from shared.protocol import SamplingParams
 from tests.factories_torch import make_model_pair, make_pixels, make_runner, make_vlm_config
@@ -79,7 +79,7 @@ def test_a_head_in_few_bits_is_counted_as_it_is_kept():
     batch = Batch([ScheduledSequence(sequence, 7)])
     full = ModelCost(pair.ours, torch.bfloat16).step(batch, 0).num_bytes
     num_outputs, width = text.vocab_size, text.hidden_size
-    decoder.lm_head = Int8Linear((num_outputs, width), None, torch.float32).to_empty(device="cpu")
+    decoder.lm_head.quantize(INT8, torch.float32)
     found = ModelCost(pair.ours, torch.bfloat16).step(batch, 0).num_bytes
     assert full - found == num_outputs * (3 * width - 4)  # and a scale for each
 

@@ -26,7 +26,7 @@ from engines.core.request import EngineRequest
 from engines.core.runner import TokenChoice
 from engines.core.sequence import Sequence
 from engines.torch_backend import runner
-from engines.torch_backend.layers.quantization import SCHEMES
+from engines.torch_backend.layers.linear import METHODS
 from engines.torch_backend.models.config import RopeScaling
 from engines.torch_backend.models.llava import VLMConfig
 from engines.torch_backend.ops.cpu_level import CpuLevel
@@ -116,7 +116,7 @@ CASES = [
     *(Case(model=name) for name in MODELS if name != "wide"),
     *(Case(sampling=name) for name in SAMPLINGS if name != "greedy"),
     *(Case(attention="math", sampling=s) for s in ("greedy", "seeded")),
-    *(Case("wide", s, weights=name) for name in SCHEMES for s in ("greedy", "seeded")),
+    *(Case("wide", s, weights=name) for name in METHODS for s in ("greedy", "seeded")),
     *(
         case
         for level in few(RUNNABLE, RUNNABLE[:1] + RUNNABLE[-1:])
@@ -125,7 +125,7 @@ CASES = [
             Case("biases", "seeded", kernels="exact", level=level.name),
             *(
                 Case("wide", weights=name, kernels="exact", level=level.name)
-                for name in ("halves", *SCHEMES)
+                for name in ("halves", *METHODS)
             ),
         )
     ),
@@ -165,8 +165,8 @@ def model_pair(
     if weights == "halves":
         return halve_pair(pair)
     if kernels != "off":
-        return quantize_pair(pair, SCHEMES[weights], ops=native_ops(kernels, level))
-    return quantize_pair(pair, SCHEMES[weights], level=TORCH_KERNELS)
+        return quantize_pair(pair, METHODS[weights], ops=native_ops(kernels, level))
+    return quantize_pair(pair, METHODS[weights], level=TORCH_KERNELS)
 
 
 def requests(pair: ModelPair, *, is_held: bool = False, **sampling: object) -> list[EngineRequest]:
@@ -275,7 +275,7 @@ def pair_of_precision(precision: str, kernels: CpuKernels, level: str) -> ModelP
     pair = model_pair("wide")
     if precision == "bfloat16":
         return replace(pair, ours=deepcopy(pair.ours).bfloat16())
-    scheme, form = SCHEMES[precision], native_ops(kernels, level)
+    scheme, form = METHODS[precision], native_ops(kernels, level)
     return quantize_pair(pair, scheme, same_weights=False, ops=form, level=TORCH_KERNELS)
 
 
@@ -343,7 +343,7 @@ def test_logits_stay_within_the_tolerance_of_their_precision(
 
 
 @pytest.mark.parametrize("level", LEVEL_NAMES)
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", METHODS)
 @pytest.mark.parametrize("way", [way for way in ways_of(is_first=False) if way is not run_batched])
 def test_rounded_activations_are_rounded_alike_by_every_way(way: Way, scheme: str, level: str):
     """To 8 bits, which transformers does not do: the ways are compared with one another."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engines.torch_backend.layers.quantized_linear import choose_group_size, pack_pairs
+from engines.torch_backend.layers.linear import choose_group_size, pack_pairs
 from engines.torch_backend.loading.stored_tensors import StoredTensor
 from engines.torch_backend.models.config import UnsupportedCheckpoint
 
@@ -63,7 +63,7 @@ class Integers:
     base: Tensor | None = None
 
     def int4(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The parts of an `Int4Linear`, in groups of 64 or 32: `zero` there is what the integer 8 stands for."""
+        """The tensors of an int4 `Linear`, in groups of 64 or 32: `zero` there is what the integer 8 stands for."""
         size = choose_group_size(self.group_size)
         assert size is not None
         if self.base is not None:
@@ -80,7 +80,7 @@ class Integers:
         }
 
     def int8(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The parts of an `Int8Linear`."""
+        """The tensors of an int8 `Linear`."""
         integers = (self.values ^ 128).view(torch.int8)
         return {"integers": integers, "scale": self.scale[0].to(dtype)}
 

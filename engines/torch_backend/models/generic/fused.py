@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from engines.torch_backend.layers.linear import Linear, Stream
+from engines.torch_backend.layers.linear_group import LinearGroup, Stream
 from engines.torch_backend.layers.norm import RMSNorm
 from engines.torch_backend.models.generic.attention import (
     NO_NORMS,
@@ -26,9 +26,8 @@ from engines.torch_backend.models.generic.attention import (
     counts_by_cache,
     split_rotated,
 )
-from engines.torch_backend.models.generic.linears import OperatorLinear
 from engines.torch_backend.ops.decoder_chain.reference import Chain, LayerProducts
-from engines.torch_backend.ops.products import Before
+from engines.torch_backend.ops.linear.reference import Prologue
 from engines.torch_backend.ops.registry import Ops
 
 #: Of random inputs of a norm: a wrong epsilon shows in small ones.
@@ -148,16 +147,15 @@ class GatedParts:
 
     def build(self) -> "Gated":
         """For inputs that are normalised already."""
-        return Gated(self, self.module)
+        return Gated(self)
 
 
 class Gated:
     """Stands for the forward pass of a gated feed-forward."""
 
-    def __init__(self, parts: GatedParts, owner: nn.Module, norm: RMSNorm | None = None) -> None:
-        """`owner` is the module that it stands for, or the layer, with a norm before."""
-        self.gate_up = _linear(owner, parts.module, parts.inputs, Before(norm=norm))
-        self.down = _linear(owner, parts.module, (parts.output,), Before(gate=parts.gate))
+    def __init__(self, parts: GatedParts, norm: RMSNorm | None = None) -> None:
+        self.gate_up = _group(parts.module, parts.inputs, Prologue(norm=norm))
+        self.down = _group(parts.module, (parts.output,), Prologue(gate=parts.gate))
         self.linears = (self.gate_up, self.down)
         self.dtype: torch.dtype | None = None
 
@@ -211,16 +209,13 @@ class AttentionParts:
 
     def build(self) -> "Attention":
         """For inputs that are normalised already."""
-        return Attention(self, self.module)
+        return Attention(self)
 
 
 class Attention:
     """Stands for the forward pass of an attention layer."""
 
-    def __init__(
-        self, parts: AttentionParts, owner: nn.Module, norm: RMSNorm | None = None
-    ) -> None:
-        """`owner` is the module that it stands for, or the layer, with a norm before."""
+    def __init__(self, parts: AttentionParts, norm: RMSNorm | None = None) -> None:
         self._parts = parts
         self._module: Any = parts.module
         spec = parts.spec
@@ -228,8 +223,8 @@ class Attention:
         self.head_norms = _head_norms(parts)
         self._heads = (spec.num_heads, spec.num_kv_heads)
         self._widths = [n * spec.key_dim for n in (spec.num_heads, *[spec.num_kv_heads] * 2)]
-        self.qkv = _linear(owner, parts.module, parts.inputs, Before(norm=norm))
-        self.out = _linear(owner, parts.module, (parts.output,))
+        self.qkv = _group(parts.module, parts.inputs, Prologue(norm=norm))
+        self.out = _group(parts.module, (parts.output,))
         self.linears = (self.qkv, self.out)
         self.dtype: torch.dtype | None = None
 
@@ -380,8 +375,8 @@ class Layer:
 
     def __init__(self, parts: LayerParts) -> None:
         self._blocks = parts.blocks
-        self._attention = Attention(parts.attention, parts.module, parts.blocks[0].before)
-        self._gated = Gated(parts.gated, parts.module, parts.blocks[1].before)
+        self._attention = Attention(parts.attention, parts.blocks[0].before)
+        self._gated = Gated(parts.gated, parts.blocks[1].before)
         self.linears = (*self._attention.linears, *self._gated.linears)
         self.dtype: torch.dtype | None = None
         self.run: Run | None = None
@@ -412,7 +407,7 @@ class Layer:
         is_normed_behind = any(block.behind is not None for block in self._blocks)
         if is_normed_behind or norms is None or not all(each.is_whole for each in self.linears):
             return None
-        qkv, out, gate_up, down = (each.product for each in self.linears)
+        qkv, out, gate_up, down = (each.kernel for each in self.linears)
         return LayerProducts(qkv, out, gate_up, down, attention.pages.spec.form(norms))
 
 
@@ -518,7 +513,7 @@ def _hands_on(last: Call, call: Call) -> bool:
     return call.input is last.output and copied is not None and torch.equal(call.input, copied)
 
 
-def _add(stream: Stream, linear: Linear, x: Tensor, norm: RMSNorm | None) -> None:
+def _add(stream: Stream, linear: LinearGroup, x: Tensor, norm: RMSNorm | None) -> None:
     if norm is None:
         linear(x, add_to=stream)
     else:
@@ -674,15 +669,8 @@ class Fused:
 
 
 # -- small things
-def _linear(
-    owner: nn.Module, module: nn.Module, names: tuple[str, ...], before: Before | None = None
-) -> Linear:
-    """Maps by their names in a module, which lies in their owner, and where they may have been replaced."""
-    path = next(name for name, each in owner.named_modules() if each is module)
-    paths = [f"{path}.{name}" if path else name for name in names]
-    held = [isinstance(module.get_submodule(name), OperatorLinear) for name in names]
-    placed = [f"{x}.weights" if is_it else x for x, is_it in zip(paths, held, strict=True)]
-    return Linear(owner, *placed, before=before)
+def _group(module: nn.Module, names: tuple[str, ...], before: Prologue = Prologue()) -> LinearGroup:
+    return LinearGroup(*map(module.get_submodule, names), before=before)
 
 
 def _far(value: Any) -> Any:

@@ -20,7 +20,7 @@ from engines.core.request import ImageInput
 from engines.core.runner import Prompt
 from engines.silent_transformers import silent_transformers
 from engines.torch_backend.kv_cache import KVCachePool
-from engines.torch_backend.layers.quantization import Scheme
+from engines.torch_backend.layers.linear import QuantizedMethod
 from engines.torch_backend.models.config import BeyondOurProgram, UnsupportedCheckpoint
 from engines.torch_backend.models.generic.attention import (
     NAME,
@@ -60,7 +60,7 @@ from engines.torch_backend.multimodal.image_masks import bidirectional_layers, b
 from engines.torch_backend.multimodal.transformers_images import PositionHooks, ProcessedImage
 from engines.torch_backend.ops.registry import Ops
 from engines.torch_backend.parallel.mesh import SINGLE, Mesh
-from engines.torch_backend.parallel.tp_plan import forget_wholes, share_model
+from engines.torch_backend.parallel.tp_plan import share_model
 from engines.torch_backend.step import ImageSlots, StepInputs
 
 logger = logging.getLogger(__name__)
@@ -314,13 +314,12 @@ class GenericModel(FamilyModel):
         """Compute with these operators from now on."""
         self._ops = ops
         self._is_rounded |= has_quantized(self.inner)
-        forget_wholes(self.inner)
         siblings = self.fused.siblings if self.fused else ()
         use_operators(self.inner, self._linear_names, siblings, ops, dtype)
         if self.fused:
             self.fused.bind(ops, dtype)
 
-    def quantize(self, scheme: Scheme, dtype: torch.dtype) -> None:
+    def quantize(self, scheme: QuantizedMethod, dtype: torch.dtype) -> None:
         """The linear maps of the decoder's layers; a tower and experts in one tensor stay as they are."""
         num_quantized = quantize_linears(self.inner, self._layers_name, scheme, dtype)
         if not num_quantized:

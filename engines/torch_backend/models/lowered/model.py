@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from engines.core.request import ImageInput
-from engines.torch_backend.layers.quantization import Scheme
+from engines.torch_backend.layers.linear import QuantizedMethod, quantizable_layers
 from engines.torch_backend.layers.rotary import RotaryTable
 from engines.torch_backend.models.config import BeyondOurProgram
-from engines.torch_backend.models.generic.linears import OperatorLinear, allow_int8
+from engines.torch_backend.models.generic.linears import allow_int8, bind_layers
 from engines.torch_backend.models.llama import Llama
 from engines.torch_backend.models.lowered.proof import check_levels, compare, observe
 from engines.torch_backend.models.lowered.reading import (
@@ -105,9 +105,10 @@ class LoweredModel(FamilyModel):
         """Rows of joined layers are split, those of queries and keys reordered."""
         return stored_rows(name, self.language_model.text, self._order)
 
-    def quantize(self, scheme: Scheme, dtype: torch.dtype) -> None:
-        """The linear maps of the decoder's layers."""
-        scheme.convert_linears(self.language_model)
+    def quantize(self, scheme: QuantizedMethod, dtype: torch.dtype) -> None:
+        """The linear layers of the decoder, with scales as wide as weights."""
+        for layer in quantizable_layers(self.language_model, scheme):
+            layer.quantize(scheme, layer.weight.dtype)
 
     def allow_int8_beside(self) -> None:
         if self.front is not None:
@@ -116,9 +117,8 @@ class LoweredModel(FamilyModel):
     def bind(self, ops: Ops, dtype: torch.dtype) -> None:
         """Compute with these operators from now on."""
         super().bind(ops, dtype)
-        for module in () if self.front is None else self.front.inner.modules():
-            if isinstance(module, OperatorLinear):
-                module.bind(ops, dtype)
+        if self.front is not None:
+            bind_layers(self.front.inner, ops, dtype)
 
     def embed(self, token_ids: Tensor, images: Sequence[ImageSlots]) -> Tensor:
         """As transformers merges them. Shapes: (N,); returns (N, C)."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from engines.torch_backend.kv_cache import KVCachePool
-from engines.torch_backend.layers.linear import Stream
+from engines.torch_backend.layers.linear_group import Stream
 from engines.torch_backend.models.config import BeyondOurProgram
 from engines.torch_backend.models.generic.fused import Call, Watched, first_of
 from engines.torch_backend.models.llama import Llama

@@ -7,16 +7,15 @@ from torch.nn import functional as F
 from engines.torch_backend.kv_cache import KVCachePool
 from engines.torch_backend.layers.norm import RMSNorm
 from engines.torch_backend.layers.rotary import RotaryTable
-from engines.torch_backend.ops import native
+from engines.torch_backend.ops import linear, native
 from engines.torch_backend.ops.decoder_chain.cpu import build
 from engines.torch_backend.ops.decoder_chain.reference import (
     CallByCall,
     CreateChain,
     LayerProducts,
 )
-from engines.torch_backend.ops.linear_float import OP as LINEAR
+from engines.torch_backend.ops.linear.reference import LinearKernel, Prologue
 from engines.torch_backend.ops.paged_attention import OP as ATTENTION
-from engines.torch_backend.ops.products import Before, Product, make_float
 from engines.torch_backend.ops.registry import Candidate, Op, Site
 from engines.torch_backend.step import SequenceRows, StepInputs
 
@@ -28,20 +27,20 @@ def _example(create: CreateChain, site: Site) -> list[Tensor]:
     text = site.text
     width, inner, heads = text.hidden_size, text.intermediate_size, text.num_heads * text.head_dim
     kv = text.num_kv_heads * text.head_dim
-    bind, attention = (op.candidates[0].build(site) for op in (LINEAR, ATTENTION))
+    bind, attention = (op.candidates[0].build(site) for op in (linear.OPS[0], ATTENTION))
     norm = RMSNorm(width, 1e-5).requires_grad_(False)
 
-    def product(before: Before, *shapes: tuple[int, int]) -> Product:
-        parts = [make_float(site, shape) for shape in shapes]
+    def product(before: Prologue, *shapes: tuple[int, int]) -> LinearKernel:
+        parts = [linear.make_float(site, shape) for shape in shapes]
         for part in parts:
             part.weight.div_(8)
         return bind(parts, before, torch.float32)
 
     layer = LayerProducts(
-        product(Before(norm=norm), (heads, width), (kv, width), (kv, width)),
-        product(Before(), (width, heads)),
-        product(Before(norm=norm), (inner, width), (inner, width)),
-        product(Before(gate=F.silu), (width, inner)),
+        product(Prologue(norm=norm), (heads, width), (kv, width), (kv, width)),
+        product(Prologue(), (width, heads)),
+        product(Prologue(norm=norm), (inner, width), (inner, width)),
+        product(Prologue(gate=F.silu), (width, inner)),
     )
     inputs = StepInputs.create(_SEQUENCES, 16, site.device)
     pool = KVCachePool(text, 10, 16, torch.float32, site.device)

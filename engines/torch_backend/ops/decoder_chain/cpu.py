@@ -13,10 +13,10 @@ from torch import Tensor
 from engines.torch_backend.ops import native
 from engines.torch_backend.ops.decoder_chain.reference import Chain, CreateChain, LayerProducts
 from engines.torch_backend.ops.native.library import (
-    BoundProduct,
     LayersStruct,
     LayerStruct,
     Library,
+    NativeKernel,
 )
 from engines.torch_backend.ops.paged_attention.cpu import PagedAttention, bind_heads
 from engines.torch_backend.ops.paged_attention.reference import Attend
@@ -29,7 +29,7 @@ def build(site: Site) -> CreateChain:
 
     def create(layers: Sequence[LayerProducts]) -> Chain | None:
         products = [product for layer in layers for product in layer.products]
-        if not all(isinstance(p, BoundProduct) and p.takes_before for p in products):
+        if not all(isinstance(p, NativeKernel) and p.fuses_prologue for p in products):
             return None
         if any(layer.heads.rope or layer.heads.has_odd_scores for layer in layers):
             return None  # it has one rotary table, and plain scores
@@ -46,7 +46,7 @@ class LayerChain:
         self._max_tokens = min(product.max_tokens for layer in layers for product in layer.products)
         heads = [bind_heads(layer.heads) for layer in layers]
         self._kept = (layers, heads)  # their memory is read
-        rows = [[p for p in layer.products if isinstance(p, BoundProduct)] for layer in layers]
+        rows = [[p for p in layer.products if isinstance(p, NativeKernel)] for layer in layers]
         qkv, out, gate_up, _ = rows[0]
         self._widths = qkv.num_outputs, out.num_inputs, gate_up.num_outputs
         self._has_spans = any(layer.heads.is_bidirectional for layer in layers)

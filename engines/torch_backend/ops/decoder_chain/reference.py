@@ -5,21 +5,21 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from engines.torch_backend.ops.linear.reference import LinearKernel
 from engines.torch_backend.ops.paged_attention.reference import PLAIN, Attend, Heads
-from engines.torch_backend.ops.products import Product
 
 
 class LayerProducts(NamedTuple):
     """Of a layer, each with all that comes before it: norms are part of the first and the third, a gate of the last."""
 
-    qkv: Product
-    out: Product
-    gate_up: Product
-    down: Product
+    qkv: LinearKernel
+    out: LinearKernel
+    gate_up: LinearKernel
+    down: LinearKernel
     heads: Heads = PLAIN
 
     @property
-    def products(self) -> tuple[Product, Product, Product, Product]:
+    def products(self) -> tuple[LinearKernel, LinearKernel, LinearKernel, LinearKernel]:
         return self[:4]
 
 

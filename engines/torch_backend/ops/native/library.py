@@ -193,7 +193,7 @@ class Weights:
     bias: Tensor | None = None
 
 
-class BoundProduct:
+class NativeKernel:
     """x times one or several linear maps of one kind and width, whose results lie side by side."""
 
     adds = True
@@ -210,7 +210,7 @@ class BoundProduct:
         """`gain` (K,), float32, and `eps` are those of the norm; `bits` as of `Step` in abi.h."""
         self.num_inputs = weights[0].num_inputs * (2 if before is Before.SILU_GATE else 1)
         self.num_outputs = sum(part.num_outputs for part in weights)
-        self.takes_before = True  #: whether all that comes before is part of it
+        self.fuses_prologue = True
         self.max_tokens = 1 << 30  #: for more, torch is faster
         self._library = library
         self._kept = (weights, gain)  # their memory is read

@@ -17,7 +17,7 @@ from engines.core.sequence import Batch, ScheduledSequence, Sequence
 from engines.torch_backend import runner
 from engines.torch_backend.graphs import cuda_graph
 from engines.torch_backend.graphs.cuda_graph import DecodeGraphs, SamplingKind, batch_sizes
-from engines.torch_backend.layers.quantization import SCHEMES
+from engines.torch_backend.layers.linear import METHODS
 from engines.torch_backend.models.llava import VLMConfig
 from shared.protocol import SamplingParams
 from tests.engines.torch_backend.ways import WAYS, Tokens, Way, run_batched
@@ -80,7 +80,7 @@ def on_cpu() -> Iterator[None]:
 def pair(name: str) -> ModelPair:
     made = make_model_pair(MODELS[name], std=0.3 if name in ("grouped", "biases") else 0.12)
     scheme = {"int8": "int8", "int4": "int4", "part": "int4"}.get(name)
-    return made if scheme is None else quantize_pair(made, SCHEMES[scheme])
+    return made if scheme is None else quantize_pair(made, METHODS[scheme])
 
 
 def requests(model: ModelPair, **sampling: Any) -> list[EngineRequest]:
@@ -309,7 +309,7 @@ def test_joined_products_hold_nothing_twice(on_cpu: None):
     for name in ("grouped", "int8", "int4"):
         model = make_model_pair(MODELS[name], seed=5)
         if name != "grouped":
-            model = quantize_pair(model, SCHEMES[name])
+            model = quantize_pair(model, METHODS[name])
         make_runner(model)
         layer = model.ours.language_model.model.layers[0]
         for parts in (

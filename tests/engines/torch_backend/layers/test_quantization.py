@@ -6,15 +6,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engines.torch_backend.layers import quantized_linear as module
-from engines.torch_backend.layers.linear import LinearWeights, Precision
-from engines.torch_backend.layers.quantization import SCHEMES, prepare_linears
-from engines.torch_backend.layers.quantized_linear import (
-    Int4Linear,
-    QuantizedLinear,
+from engines.torch_backend.layers import linear as module
+from engines.torch_backend.layers.linear import (
+    FLOAT,
+    INT4,
+    METHODS,
+    Linear,
     int4_kernel_block,
     pack_int4,
     pack_pairs,
+    prepare_linears,
+    quantizable_layers,
     unpack_int4,
     unpack_pairs,
 )
@@ -34,10 +36,8 @@ def make_weight(num_outputs: int, num_inputs: int, seed: int = 0) -> Tensor:
     return torch.randn(num_outputs, num_inputs, generator=torch.Generator().manual_seed(seed))
 
 
-def make_linear(weight: Tensor, bias: Tensor | None = None) -> LinearWeights:
-    linear = LinearWeights(
-        weight.shape[1], weight.shape[0], bias=bias is not None, precision=Precision.SCHEME
-    )
+def make_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
+    linear = Linear(weight.shape[1], weight.shape[0], bias=bias is not None, quantizable="scheme")
     linear.load_state_dict({"weight": weight} | ({} if bias is None else {"bias": bias}))
     return linear.requires_grad_(False)
 
@@ -48,25 +48,25 @@ def quantize(
     dtype: torch.dtype = torch.float32,
     bias: Tensor | None = None,
     level: CpuLevel = PLAIN,
-) -> nn.Module:
+) -> Linear:
     """The linear of one weight, as the loader makes it."""
-    model = nn.ModuleDict({"any": make_linear(weight, bias)})
-    SCHEMES[scheme].swap_linears(model, dtype)
+    model = make_linear(weight, bias)
     parts = {"weight": weight}
-    if isinstance(model["any"], QuantizedLinear):
-        parts = SCHEMES[scheme].quantize(weight, dtype)
+    for layer in quantizable_layers(model, METHODS[scheme]):
+        METHODS[scheme].create(layer, dtype)
+        parts = METHODS[scheme].quantize(weight, dtype)
     if bias is not None:
         parts["bias"] = bias.to(dtype)
-    model["any"].load_state_dict(parts, assign=True)
+    model.load_state_dict(parts, assign=True)
     prepare_linears(model.requires_grad_(False), level)
-    return model["any"]
+    return model
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
     return float((found.float() - expected.float()).norm() / expected.float().norm())
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", METHODS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(96, 128), (64, 96), (33, 64), (128, 256)])
 def test_weights_keep_their_values_within_the_bits(
@@ -76,11 +76,11 @@ def test_weights_keep_their_values_within_the_bits(
 
     linear = quantize(scheme, weight, dtype)
 
-    assert isinstance(linear, QuantizedLinear)
-    assert relative_error(linear.dequantized(), weight) < MAX_ERROR[scheme]
+    assert linear.method is METHODS[scheme]
+    assert relative_error(linear.weight, weight) < MAX_ERROR[scheme]
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", METHODS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_tokens", [1, 3, 16, 17, 40])
 @pytest.mark.parametrize("shape", [(96, 128), (64, 96), (33, 64)])
@@ -92,9 +92,8 @@ def test_kernels_equal_the_plain_arithmetic(
     bias = make_weight(1, shape[0], seed=2)[0]
     plain = quantize(scheme, weight, dtype, bias)
     fast = quantize(scheme, weight, dtype, bias, KERNELS)
-    assert isinstance(plain, QuantizedLinear)
 
-    expected = x.float() @ plain.dequantized().float().t() + bias.to(dtype).float()
+    expected = x.float() @ plain.weight.float().t() + bias.to(dtype).float()
 
     tolerance = 8 * torch.finfo(dtype).eps
     assert relative_error(plain(x), expected) <= tolerance
@@ -103,7 +102,7 @@ def test_kernels_equal_the_plain_arithmetic(
 
 @pytest.mark.parametrize("num_tokens", [1, 4, 16, 17, 100])
 @pytest.mark.parametrize("level", [PLAIN, KERNELS], ids=lambda level: level.name)
-@pytest.mark.parametrize("scheme", ["none", *SCHEMES])
+@pytest.mark.parametrize("scheme", ["none", *METHODS])
 def test_sums_may_pass_what_float16_holds_on_their_way(
     scheme: str, level: CpuLevel, num_tokens: int
 ) -> None:
@@ -140,9 +139,7 @@ def test_weights_are_reordered_some_outputs_at_a_time(monkeypatch: pytest.Monkey
 
     in_parts = quantize("int4", weight, level=KERNELS)
 
-    assert isinstance(at_once, Int4Linear)
-    assert isinstance(in_parts, Int4Linear)
-    assert in_parts.max_kernel_tokens == 16
+    assert in_parts.max_torch_tokens == 16
     assert torch.equal(in_parts.pairs, at_once.pairs)
 
 
@@ -155,13 +152,12 @@ def test_pairs_are_unpacked_as_they_were_packed() -> None:
 def test_many_outputs_are_computed_in_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CHUNK_WEIGHTS", 64 * 64)
     linear = quantize("int8", make_weight(200, 64))
-    assert isinstance(linear, QuantizedLinear)
     x = make_weight(5, 64, seed=1)
 
-    assert relative_error(linear(x), x @ linear.dequantized().t()) < 1e-6
+    assert relative_error(linear(x), x @ linear.weight.t()) < 1e-6
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", METHODS)
 def test_without_a_kernel_the_plain_arithmetic_stays(
     scheme: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,7 +171,7 @@ def test_without_a_kernel_the_plain_arithmetic_stays(
     assert relative_error(linear(x), x @ weight.t()) < MAX_ERROR[scheme]
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", METHODS)
 @pytest.mark.parametrize("value", [0.0, 1.5, -2.0])
 def test_a_constant_weight_is_kept_exactly(scheme: str, value: float) -> None:
     """Zero range and zero scale must not divide by zero."""
@@ -183,8 +179,7 @@ def test_a_constant_weight_is_kept_exactly(scheme: str, value: float) -> None:
 
     linear = quantize(scheme, weight)
 
-    assert isinstance(linear, QuantizedLinear)
-    assert torch.allclose(linear.dequantized(), weight, rtol=1e-6)
+    assert torch.allclose(linear.weight, weight, rtol=1e-6)
 
 
 def test_a_width_that_no_group_divides_keeps_its_precision() -> None:
@@ -192,28 +187,28 @@ def test_a_width_that_no_group_divides_keeps_its_precision() -> None:
 
     linear = quantize("int4", weight)
 
-    assert isinstance(linear, nn.Linear)
+    assert linear.method is FLOAT
     assert torch.equal(linear.weight, weight)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", METHODS)
 def test_layers_say_what_is_quantized_whatever_their_names(scheme: str) -> None:
     model = nn.ModuleDict(
         {
-            "lm_head": LinearWeights(64, 64, precision=Precision.SCHEME),
-            "q_proj": LinearWeights(64, 64),
-            "vision": LinearWeights(64, 64, precision=Precision.INT8),
+            "lm_head": Linear(64, 64, quantizable="scheme"),
+            "q_proj": Linear(64, 64),
+            "vision": Linear(64, 64, quantizable="int8"),
             "other": nn.Linear(64, 64),
             "embed": nn.Embedding(64, 64),
         }
     )
 
-    SCHEMES[scheme].swap_linears(model, torch.float32)
+    found = list(quantizable_layers(model, METHODS[scheme]))
 
-    assert [n for n, m in model.items() if isinstance(m, QuantizedLinear)] == ["lm_head"]
+    assert [n for n, m in model.items() if m in found] == ["lm_head"]
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", METHODS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_loaded_model_has_fewer_bytes_and_near_logits(
     tmp_path: Path, scheme: str, dtype: torch.dtype
@@ -221,7 +216,7 @@ def test_a_loaded_model_has_fewer_bytes_and_near_logits(
     make_checkpoint("tiny", tmp_path / "t", changes={"text_config": {"attention_bias": True}})
     found, cpu = find_family(tmp_path / "t"), torch.device("cpu")
     full = load_model(tmp_path / "t", *found, cpu, dtype)
-    quantized = load_model(tmp_path / "t", *found, cpu, dtype, SCHEMES[scheme])
+    quantized = load_model(tmp_path / "t", *found, cpu, dtype, METHODS[scheme])
 
     for number, layer in enumerate(full.language_model.model.layers):
         other = quantized.language_model.model.layers[number]
@@ -241,8 +236,8 @@ def test_a_loaded_model_has_fewer_bytes_and_near_logits(
 def test_odd_shapes_load_with_some_linears_in_full(tmp_path: Path) -> None:
     make_checkpoint("tiny", tmp_path / "t", changes={"text_config": {"intermediate_size": 100}})
     found = find_family(tmp_path / "t")
-    model = load_model(tmp_path / "t", *found, torch.device("cpu"), torch.float32, SCHEMES["int4"])
+    model = load_model(tmp_path / "t", *found, torch.device("cpu"), torch.float32, METHODS["int4"])
 
     mlp = model.language_model.model.layers[0].mlp
-    assert isinstance(mlp.up_proj, Int4Linear)
-    assert isinstance(mlp.down_proj, nn.Linear)
+    assert mlp.up_proj.method is INT4
+    assert mlp.down_proj.method is FLOAT

@@ -12,8 +12,7 @@ from torch.testing import assert_close
 
 from engines.core.request import EngineRequest
 from engines.registry import create_engine
-from engines.torch_backend.layers.quantization import SCHEMES
-from engines.torch_backend.layers.quantized_linear import Int4Linear
+from engines.torch_backend.layers.linear import INT4, METHODS
 from engines.torch_backend.loading.formats.gguf import GgufReader, GgufTensor
 from engines.torch_backend.loading.formats.reader import Integers
 from engines.torch_backend.loading.gguf_checkpoint import list_weights, open_checkpoint
@@ -127,8 +126,8 @@ def test_four_bits_stay_four_bits(arch: str, file: Path, caplog: pytest.LogCaptu
         layers = load(file).language_model.model.layers
 
     found = {n: m for n, m in layers.named_modules() if n.endswith("_proj")}
-    assert type(found.pop("0.mlp.down_proj")) is not Int4Linear
-    assert {type(m) for m in found.values()} == {Int4Linear}
+    assert found.pop("0.mlp.down_proj").method is not INT4
+    assert all(m.method is INT4 for m in found.values())
     (line,) = [r.getMessage() for r in caplog.records if "GGUF of Q4_K and Q6_K" in r.getMessage()]
     assert "13 as int4" in line
     assert "3 dequantized" in line
@@ -195,7 +194,7 @@ def test_it_can_be_quantized_on_the_way(file: Path) -> None:
     with torch.inference_mode():
         expected = model(input_ids=TOKEN_IDS[None]).logits[0]
 
-    found = logits(load(file, scheme=SCHEMES["int8"]))
+    found = logits(load(file, scheme=METHODS["int8"]))
 
     assert (found - expected).norm() < 0.02 * expected.norm()
 

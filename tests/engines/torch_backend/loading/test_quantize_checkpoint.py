@@ -10,8 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import CompressedTensorsConfig, LlavaForConditionalGeneration
 
-from engines.torch_backend.layers.quantization import SCHEMES
-from engines.torch_backend.layers.quantized_linear import Int8Linear
+from engines.torch_backend.layers.linear import INT8, METHODS, Linear
 from engines.torch_backend.loading.make_checkpoint import make_checkpoint
 from engines.torch_backend.loading.quantize_checkpoint import quantize_checkpoint, run
 from engines.torch_backend.loading.weights import load_model
@@ -37,7 +36,7 @@ def load(
     dtype: torch.dtype = torch.bfloat16,
     ops: Ops | None = None,
 ) -> Llava:
-    chosen, found = SCHEMES[scheme] if scheme else None, find_family(directory)
+    chosen, found = METHODS[scheme] if scheme else None, find_family(directory)
     return load_model(directory, *found, torch.device("cpu"), dtype, chosen, ops=ops)
 
 
@@ -59,7 +58,7 @@ def test_in_8_bits_it_is_what_loading_makes_of_the_original(
     assert after < before
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", METHODS)
 @pytest.mark.parametrize("head", ["none", "int8"])
 def test_logits_are_near_those_of_the_original(
     tiny: Path, tmp_path: Path, scheme: str, head: str
@@ -74,7 +73,7 @@ def test_logits_are_near_those_of_the_original(
 
     assert (found - expected).norm() < {"int8": 0.02, "int4": 0.3}[scheme] * expected.norm()
     model = load(tmp_path / "q").language_model
-    assert isinstance(model.lm_head, Int8Linear) is (head == "int8")
+    assert (model.lm_head.method is INT8) is (head == "int8")
 
 
 def test_what_earlier_releases_saved_is_still_read(tiny: Path, tmp_path: Path) -> None:
@@ -84,7 +83,7 @@ def test_what_earlier_releases_saved_is_still_read(tiny: Path, tmp_path: Path) -
     tensors = load_file(old / "model.safetensors")
     for name in [name for name in tensors if "layers" in name and name.endswith("_proj.weight")]:
         if "vision_tower" not in name:
-            parts = SCHEMES["int4"].quantize(tensors.pop(name), torch.bfloat16)
+            parts = METHODS["int4"].quantize(tensors.pop(name), torch.bfloat16)
             tensors |= {name.removesuffix("weight") + part: parts[part] for part in parts}
     save_file(tensors, old / "model.safetensors")
     config = json.loads((old / "config.json").read_text())
@@ -239,7 +238,7 @@ def test_models_of_transformers_are_quantized_as_while_they_are_loaded(
         load(tmp_path / "q", dtype=dtype),
     )
     quantized = [
-        {n: m for n, m in model.named_modules() if isinstance(m, Int8Linear)}
+        {n: m for n, m in model.named_modules() if isinstance(m, Linear) and m.method is INT8}
         for model in (expected, found)
     ]
     assert quantized[0].keys() == quantized[1].keys() != set()

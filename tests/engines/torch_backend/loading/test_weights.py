@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlavaForConditionalGeneration
 
-from engines.torch_backend.layers.quantization import SCHEMES
+from engines.torch_backend.layers.linear import METHODS
 from engines.torch_backend.loading import weights as module
 from engines.torch_backend.loading.make_checkpoint import make_checkpoint
 from engines.torch_backend.loading.weights import ModelTooLarge, load_model
@@ -215,14 +215,14 @@ def test_a_model_too_large_is_refused_with_the_numbers_before_it_is_read(
     monkeypatch.setattr(module.StoredTensor, "map", lambda _: pytest.fail("weights were read"))
 
     with pytest.raises(ModelTooLarge, match=rf"0\.0 GiB {words} but cpu has 0\.0 GiB available"):
-        load(tiny, scheme=SCHEMES[scheme] if scheme else None)
+        load(tiny, scheme=METHODS[scheme] if scheme else None)
 
 
-@pytest.mark.parametrize("scheme", [None, *SCHEMES])
+@pytest.mark.parametrize("scheme", [None, *METHODS])
 def test_the_memory_that_is_asked_for_is_what_the_weights_take(
     tiny: Path, monkeypatch: pytest.MonkeyPatch, scheme: str | None
 ) -> None:
-    chosen = SCHEMES[scheme] if scheme else None
+    chosen = METHODS[scheme] if scheme else None
     taken = sum(value.nbytes for value in load(tiny, scheme=chosen).state_dict().values())
 
     monkeypatch.setattr(module, "free_bytes", lambda device: taken)
@@ -242,7 +242,7 @@ from engines.torch_backend.ops.cpu_level import LEVELS
 from engines.torch_backend.ops.registry import cpu_ops
 from engines.torch_backend.models.registry import find_family
 from engines.torch_backend.loading.weights import load_model
-from engines.torch_backend.layers.quantization import SCHEMES
+from engines.torch_backend.layers.linear import METHODS
 torch.set_num_threads(1)
 torch.zeros(8, 8) @ torch.zeros(8, 8)
 def num_bytes(field):
@@ -256,7 +256,7 @@ def load(directory, dtype, scheme, kernels, level):
     return load_model(directory, family, config, device, dtype, scheme, **how).state_dict().values()
 def measure(dtype, scheme, kernels, by):
     level = LARGEST if by == "torch's kernels" else LEAST
-    how = getattr(torch, dtype), SCHEMES.get(scheme), cpu_ops(kernels), level
+    how = getattr(torch, dtype), METHODS.get(scheme), cpu_ops(kernels), level
     load(Path(sys.argv[1]), *how)  # a fork holds no page of code until it has run
     before = num_bytes("VmRSS")
     weights = load(Path(sys.argv[2]), *how)
@@ -334,7 +334,7 @@ def test_weights_that_are_not_finite_are_refused_by_name(
     edit(tiny, **{name.replace(".", "__"): weight})
 
     with pytest.raises(UnsupportedCheckpoint, match=rf"weight {re.escape(name)} .*not finite"):
-        load(tiny, scheme=SCHEMES[scheme] if scheme else None, ops=cpu_ops("fast"))
+        load(tiny, scheme=METHODS[scheme] if scheme else None, ops=cpu_ops("fast"))
 
 
 def test_generic_models_refuse_weights_that_are_not_finite(tmp_path: Path) -> None:

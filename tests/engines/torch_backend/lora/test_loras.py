@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engines.core.engine import BatchingEngine
 from engines.core.request import EngineRequest
-from engines.torch_backend.layers.quantization import SCHEMES
+from engines.torch_backend.layers.linear import METHODS
 from tests.cpu_levels import RUNNABLE
 from tests.engines.torch_backend.models import test_families
 from tests.engines.torch_backend.models.family_table import FAMILIES, Family, text
@@ -54,7 +54,7 @@ class Case:
 
     @property
     def model(self) -> str:
-        return "wide" if self.weights in SCHEMES else "grouped"
+        return "wide" if self.weights in METHODS else "grouped"
 
     @property
     def pair(self) -> ModelPair:
@@ -69,7 +69,7 @@ class Case:
 
 
 LEVELS = ["", *(level.name for level in few(RUNNABLE, RUNNABLE[:1] + RUNNABLE[-1:]))]
-CASES = [Case(weights, level) for weights in ("full", *SCHEMES) for level in LEVELS]
+CASES = [Case(weights, level) for weights in ("full", *METHODS) for level in LEVELS]
 
 
 @cache

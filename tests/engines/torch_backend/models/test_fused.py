@@ -19,14 +19,14 @@ from transformers.models.llama.modeling_llama import (
 from engines.core.runner import TokenChoice
 from engines.core.sequence import Batch, ScheduledSequence, Sequence
 from engines.text.processor import create_processor, example_prompt
-from engines.torch_backend.layers.quantization import SCHEMES
+from engines.torch_backend.layers.linear import METHODS, Linear, apply
+from engines.torch_backend.layers.linear_group import LinearGroup, LinearSiblings
 from engines.torch_backend.loading.weights import load_model
 from engines.torch_backend.models.generic import fused
 from engines.torch_backend.models.generic.family import GenericFamily
-from engines.torch_backend.models.generic.linears import OperatorLinear, Siblings
 from engines.torch_backend.models.generic.model import GenericModel
 from engines.torch_backend.models.hf_config import read_fields
-from engines.torch_backend.ops.native.packed_linear import PackedLinear
+from engines.torch_backend.ops.linear.cpu import PACKED_INT8
 from engines.torch_backend.ops.registry import cpu_ops
 from engines.torch_backend.runner import TorchRunner
 from engines.torch_backend.settings import TorchSettings
@@ -56,7 +56,7 @@ needs_kernels = pytest.mark.skipif(
 def load(directory: Path, dtype: torch.dtype = torch.float32, scheme: str = "") -> GenericModel:
     config = GENERIC.check(read_fields(directory))
     ops = cpu_ops("fast")
-    model = load_model(directory, GENERIC, config, CPU, dtype, SCHEMES.get(scheme), ops=ops)
+    model = load_model(directory, GENERIC, config, CPU, dtype, METHODS.get(scheme), ops=ops)
     assert isinstance(model, GenericModel)
     return model
 
@@ -173,11 +173,10 @@ def test_beside_layers_in_few_bits_the_head_is_in_int8_if_it_is_no_table_of_toke
     write_checkpoint(text("Llama", "Llama", tie_word_embeddings=is_tied), tmp_path)
     model = load(tmp_path, dtype, "int4")
     head = model.inner.get_output_embeddings()
-    assert isinstance(head, OperatorLinear) != is_tied
+    assert isinstance(head, Linear) != is_tied
     table = model.inner.get_input_embeddings().weight
-    if isinstance(head, OperatorLinear):
-        assert isinstance(head.weights, PackedLinear)
-        assert head.weights.op == "linear_int8"
+    if isinstance(head, Linear):
+        assert head.method is PACKED_INT8
     assert table.dtype == dtype
     model.verify(start(model, dtype), "always")
 
@@ -276,19 +275,18 @@ def test_maps_that_read_one_tensor_are_computed_at_once(
     model = load(tmp_path)
     start(model)
     mlp: Any = model.inner.get_submodule("model.layers.0.feed_forward")
-    plain: Any = nn.Linear.forward
     x = torch.randn(1, 3, 64)
     calls = []
-    compute = Siblings.compute
+    compute = LinearSiblings.compute
 
-    def note(self: Siblings, member: OperatorLinear, given: torch.Tensor) -> torch.Tensor | None:
+    def note(self: LinearSiblings, member: LinearGroup, given: torch.Tensor) -> torch.Tensor | None:
         calls.append(given is self._input)
         return compute(self, member, given)
 
-    monkeypatch.setattr(Siblings, "compute", note)
+    monkeypatch.setattr(LinearSiblings, "compute", note)
     with torch.inference_mode():
         up, gate = mlp.up_proj(x), mlp.gate_proj(x)
-        expected = [plain(each.weights, x) for each in (mlp.up_proj, mlp.gate_proj)]
+        expected = [apply(each, x) for each in (mlp.up_proj, mlp.gate_proj)]
         assert calls == [False, True]
         for found, wanted in zip((up, gate), expected, strict=True):
             torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)

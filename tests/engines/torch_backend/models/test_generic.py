@@ -21,14 +21,12 @@ from engines.text.processor import (
     example_prompt,
 )
 from engines.torch_backend.kv_cache import KVCacheTooSmall, bytes_per_block
-from engines.torch_backend.layers.quantization import SCHEMES
-from engines.torch_backend.layers.quantized_linear import QuantizedLinear
+from engines.torch_backend.layers.linear import METHODS, Linear, quantized_layers
 from engines.torch_backend.loading.weights import ModelTooLarge, load_model
 from engines.torch_backend.models.causal_lm import CausalFamily
 from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.models.generic.attention import PagedLayer
 from engines.torch_backend.models.generic.family import FAMILY, GenericFamily
-from engines.torch_backend.models.generic.linears import OperatorLinear
 from engines.torch_backend.models.generic.model import GenericModel
 from engines.torch_backend.models.generic.states import LayerState
 from engines.torch_backend.models.hf_config import read_fields
@@ -424,16 +422,14 @@ def test_linear_maps_may_be_in_few_bits(scheme: str, tmp_path: Path) -> None:
     """Every way gives the same tokens, and they are those of the weights that the integers stand for."""
     write_checkpoint(WINDOWED, tmp_path)
     config = GENERIC.check(read_fields(tmp_path))
-    model = load_model(tmp_path, GENERIC, config, CPU, torch.float32, SCHEMES[scheme])
+    model = load_model(tmp_path, GENERIC, config, CPU, torch.float32, METHODS[scheme])
     whole, processor = load(tmp_path, GENERIC)
     assert isinstance(model, GenericModel)
     assert isinstance(whole, GenericModel)
-    quantized = [m for m in model.modules() if isinstance(m, QuantizedLinear)]
-    assert len(quantized) == 2 * 7
+    assert len(quantized_layers(model)) == 2 * 7
     for name, module in model.inner.named_modules():
-        if isinstance(module, OperatorLinear):
-            held: Any = module.weights
-            whole.inner.get_submodule(name).weight.data = held.dequantized()
+        if isinstance(module, Linear):
+            whole.inner.get_submodule(name).weight.data = module.weight
     loaded, expected = (
         Loaded(WINDOWED, tmp_path, each, processor, make_requests(), {}) for each in (model, whole)
     )

@@ -19,7 +19,7 @@ from transformers.models.smollm3 import modeling_smollm3
 
 from engines.text.processor import create_processor
 from engines.torch_backend import runner
-from engines.torch_backend.layers.quantization import SCHEMES
+from engines.torch_backend.layers.linear import METHODS
 from engines.torch_backend.loading import weights as weights_module
 from engines.torch_backend.loading.weights import ModelTooLarge, load_model
 from engines.torch_backend.models import causal_lm
@@ -192,7 +192,7 @@ def test_few_bits_are_those_of_the_native_family(scheme: str, kernels: Any, tmp_
     scores = []
     for family in (FAMILY, causal_lm.FAMILY):
         model = load_model(
-            tmp_path, family, family.check(read_fields(tmp_path)), CPU, torch.float32, SCHEMES[scheme], ops=ops
+            tmp_path, family, family.check(read_fields(tmp_path)), CPU, torch.float32, METHODS[scheme], ops=ops
         )  # fmt: skip
         scores.append(_scores(model, kernels))
     torch.testing.assert_close(*scores, rtol=0, atol=1e-3)
@@ -214,7 +214,7 @@ def test_towers_are_in_int8_beside_a_decoder_in_few_bits(
     config = lowering.check(read_fields(tmp_path))
     processor = create_processor(tmp_path, lowering.processor(tmp_path, config), 512)
     [image] = ask(processor, QUESTIONS["small"]).images
-    for scheme in (None, SCHEMES["int4"]):
+    for scheme in (None, METHODS["int4"]):
         model = load_model(tmp_path, lowering, config, CPU, torch.float32, scheme, ops=ops)
         TorchRunner(model, TorchSettings(num_kv_blocks=64), CPU, torch.float32, ops=ops)
         with torch.inference_mode():
@@ -340,7 +340,7 @@ def test_modules_that_are_not_needed_any_more_are_dropped(name: str, tmp_path: P
     write_checkpoint(named(name), tmp_path)
     before = _count_decoder_layers()
     config = FAMILY.check(read_fields(tmp_path))
-    model = load_model(tmp_path, FAMILY, config, CPU, torch.float32, SCHEMES["int8"])
+    model = load_model(tmp_path, FAMILY, config, CPU, torch.float32, METHODS["int8"])
     assert model.speed_path == "lowered"
     assert _count_decoder_layers() == before
 

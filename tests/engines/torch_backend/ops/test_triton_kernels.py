@@ -13,8 +13,8 @@ import torch
 from torch.testing import assert_close
 
 from engines.torch_backend.kv_cache import KVCachePool
+from engines.torch_backend.layers.linear import INT4, INT8, Linear, empty_linear
 from engines.torch_backend.layers.norm import RMSNorm
-from engines.torch_backend.layers.quantized_linear import Int4Linear, Int8Linear
 from engines.torch_backend.layers.rotary import RotaryTable
 from engines.torch_backend.ops.add_norm.reference import add_norm
 from engines.torch_backend.ops.gate.reference import gate
@@ -29,8 +29,8 @@ from tests.triton_device import DEVICE, REAL_SHAPES, import_kernels
 KERNELS = SimpleNamespace(
     add_norm=import_kernels("add_norm").add_norm,
     gate=import_kernels("gate").gate,
-    multiply_int8=import_kernels("linear_int8").multiply_int8,
-    multiply_int4=import_kernels("linear_int4").multiply_int4,
+    multiply_int8=import_kernels("linear").multiply_int8,
+    multiply_int4=import_kernels("linear").multiply_int4,
 )
 REFERENCES = SimpleNamespace(add_norm=add_norm, gate=gate)
 choose_num_parts = import_kernels("paged_attention").choose_num_parts
@@ -252,18 +252,18 @@ def test_few_bits_of_real_widths(shape: str, bits: int):
         assert_within(found, expected, torch.bfloat16)
 
 
-def make_int8(integers: torch.Tensor, scale: torch.Tensor) -> Int8Linear:
-    linear = Int8Linear((len(integers), integers.shape[1]), None, torch.float32)
-    linear.integers, linear.scale = integers.to(DEVICE), scale.float()
-    return linear
+def make_int8(integers: torch.Tensor, scale: torch.Tensor) -> Linear:
+    layer = empty_linear(integers.shape[1], len(integers))
+    layer.hold(INT8, {"integers": integers.to(DEVICE), "scale": scale.float()})
+    return layer
 
 
-def make_int4(pairs: torch.Tensor, scale_zero: torch.Tensor) -> Int4Linear:
+def make_int4(pairs: torch.Tensor, scale_zero: torch.Tensor) -> Linear:
     width = 2 * pairs.shape[1]
-    linear = Int4Linear((len(pairs), width), None, torch.float32)
-    linear.pairs, linear.scale_zero = pairs.to(DEVICE), scale_zero.float()
-    linear.group_size = width // len(scale_zero)
-    return linear
+    layer = empty_linear(width, len(pairs))
+    tensors = {"pairs": pairs.to(DEVICE), "scale_zero": scale_zero.float()}
+    layer.hold(INT4, tensors, width // len(scale_zero))
+    return layer
 
 
 def assert_within(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engines.torch_backend.kv_cache import KVCachePool
-from engines.torch_backend.layers.quantization import SCHEMES
+from engines.torch_backend.layers.linear import METHODS
 from engines.torch_backend.layers.rotary import RotaryTable
 from engines.torch_backend.loading.make_checkpoint import make_checkpoint
 from engines.torch_backend.loading.quantize_checkpoint import quantize_checkpoint
@@ -32,7 +32,7 @@ BIASED = {"attention_bias": True, "mlp_bias": True}
 
 def load(directory: Path, mesh: Mesh, scheme: str | None, kernels: CpuKernels) -> FamilyModel:
     ops = cpu_ops(kernels)
-    chosen = SCHEMES[scheme] if scheme else None
+    chosen = METHODS[scheme] if scheme else None
     found = find_family(directory)
     model = load_model(directory, *found, CPU, torch.float32, chosen, ops=ops, mesh=mesh)
     model.bind(ops, torch.float32)
@@ -59,7 +59,7 @@ def compute_logits(model: FamilyModel, kernels: CpuKernels) -> Tensor:
 
 
 @pytest.mark.parametrize("kernels", ["off", "exact"])
-@pytest.mark.parametrize("scheme", [None, *SCHEMES])
+@pytest.mark.parametrize("scheme", [None, *METHODS])
 @pytest.mark.parametrize(
     "changes",
     [{}, BIASED, {"tie_word_embeddings": True}, {"vocab_size": 401}],
@@ -87,7 +87,7 @@ def num_bytes(model: FamilyModel) -> int:
     return sum(value.nbytes for value in layers.state_dict().values())
 
 
-@pytest.mark.parametrize("scheme", [None, *SCHEMES])
+@pytest.mark.parametrize("scheme", [None, *METHODS])
 def test_several_members_have_one_head_where_there_are_fewer(
     tmp_path: Path, scheme: str | None
 ) -> None:
@@ -103,7 +103,7 @@ def test_several_members_have_one_head_where_there_are_fewer(
         assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", METHODS)
 def test_a_checkpoint_that_is_quantized_already_is_shared(tmp_path: Path, scheme: str) -> None:
     make_checkpoint("tiny", tmp_path / "t", changes={"text_config": WIDE | BIASED})
     quantize_checkpoint(tmp_path / "t", tmp_path / "q", scheme)

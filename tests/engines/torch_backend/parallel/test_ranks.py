@@ -12,7 +12,7 @@ import pytest
 from engines.base import EngineStartError
 from engines.core.request import EngineRequest
 from engines.text.processor import ChatProcessor
-from engines.torch_backend.layers.quantization import SCHEMES
+from engines.torch_backend.layers.linear import METHODS
 from engines.torch_backend.loading.load import load_engine
 from engines.torch_backend.loading.make_checkpoint import make_checkpoint
 from engines.torch_backend.parallel.ranks import EXIT_BROKEN
@@ -41,7 +41,7 @@ QUESTIONS: dict[str, list[str | tuple[int, int, int]]] = {
 SEEDED: dict[str, Any] = {"temperature": 0.8, "seed": 7}
 CASES = [(2, None), (4, "int8"), (2, "int4")]
 if IS_LONG:
-    CASES = [(size, scheme) for size in (2, 4) for scheme in (None, *SCHEMES)]
+    CASES = [(size, scheme) for size in (2, 4) for scheme in (None, *METHODS)]
 WAYS = [
     ways.run_beside_smooth_streams,
     ways.run_under_all_of_it,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engines.core.engine import BatchingEngine
 from engines.text.processor import ChatProcessor, create_processor
-from engines.torch_backend.layers.quantization import SCHEMES
+from engines.torch_backend.layers.linear import METHODS
 from engines.torch_backend.loading.weights import load_model
 from engines.torch_backend.models.generic.family import GenericFamily
 from engines.torch_backend.models.generic.model import GenericModel
@@ -100,7 +100,7 @@ class _Family(GenericFamily):
 
 
 def load_part(directory: Path, mesh: Mesh, scheme: str | None) -> Any:
-    chosen = SCHEMES[scheme] if scheme else None
+    chosen = METHODS[scheme] if scheme else None
     family, config = find_family(directory)
     if isinstance(family, GenericFamily):
         family = _Family()

@@ -16,13 +16,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from engines.torch_backend.layers.linear import Reordered
-from engines.torch_backend.layers.quantization import SCHEMES
-from engines.torch_backend.layers.quantized_linear import (
-    Int4Linear,
-    Int8Linear,
-    QuantizedLinear,
-)
+from engines.torch_backend.layers import linear
+from engines.torch_backend.layers.linear import METHODS, Linear, quantized_layers
 from engines.torch_backend.loading import published
 from engines.torch_backend.loading import weights as module
 from engines.torch_backend.loading.formats import detect
@@ -90,7 +85,7 @@ def load(
     return model
 
 
-def linears(model: nn.Module) -> list[nn.Module]:
+def linears(model: nn.Module) -> list[Linear]:
     layers = model.language_model.model.layers
     return [m for n, m in layers.named_modules() if n.endswith("_proj")]
 
@@ -116,13 +111,13 @@ def expected_logits(
 def test_logits_are_those_of_the_weights_that_it_stands_for(name: str, tmp_path: Path) -> None:
     """By kernels too; and what kernels multiply stays in few bits."""
     expected = expected_logits(tmp_path / "q", formats.write_checkpoint(tmp_path / "q", *ALL[name]))
-    kinds = {Int4Linear: INT4, Int8Linear: INT8, nn.Linear: FLOAT}
+    kinds = {linear.INT4: INT4, linear.INT8: INT8, linear.FLOAT: FLOAT}
 
     model = load(tmp_path / "q")
     assert_close(plain_logits(model, TOKEN_IDS), expected, rtol=1e-4, atol=1e-4)
-    found = [m.linear if isinstance(m, Reordered) else m for m in linears(model)]
+    found = linears(model)
     assert len(found) == 14
-    assert all(name in kinds[kind] for kind in kinds for m in found if isinstance(m, kind))
+    assert all(name in kinds[m.method] for m in found)
 
     native = plain_logits(load(tmp_path / "q", "fast"), TOKEN_IDS)
     assert (native - expected).norm() < 0.02 * expected.norm()
@@ -185,9 +180,9 @@ def test_numbers_in_fp8_can_be_quantized_on_the_way(tmp_path: Path) -> None:
     weights = formats.write_checkpoint(tmp_path / "q", *formats.deepseek())
     expected = expected_logits(tmp_path / "q", weights)
 
-    model = load(tmp_path / "q", scheme=SCHEMES["int8"])
+    model = load(tmp_path / "q", scheme=METHODS["int8"])
 
-    assert {type(linear) for linear in linears(model)} == {Int8Linear}
+    assert all(m.method is linear.INT8 for m in linears(model))
     assert (plain_logits(model, TOKEN_IDS) - expected).norm() < 0.02 * expected.norm()
 
 
@@ -195,7 +190,7 @@ def test_integers_are_not_quantized_again(tmp_path: Path) -> None:
     formats.write_checkpoint(tmp_path / "q", *formats.awq())
 
     with pytest.raises(UnsupportedCheckpoint, match="holds weights in AWQ of 4 bits; for int8"):
-        load(tmp_path / "q", scheme=SCHEMES["int8"])
+        load(tmp_path / "q", scheme=METHODS["int8"])
 
 
 @pytest.mark.parametrize("name", ["gptq", "int8", "fp8 blocks"])
@@ -367,10 +362,10 @@ def test_models_that_transformers_makes_keep_the_integers(
 
     model = load(tmp_path / "q", family=GenericFamily(lowers))
 
-    kind = Int4Linear if name in INT4 else Int8Linear if name in INT8 else None
-    found = [m for m in model.modules() if isinstance(m, QuantizedLinear)]
+    kind = linear.INT4 if name in INT4 else linear.INT8 if name in INT8 else None
+    found = quantized_layers(model)
     assert len(found) == (14 if kind else 0)
-    assert {type(m) for m in found} == ({kind} if kind else set())
+    assert all(method is kind for _, method in found)
     assert_close(logits_of(model), expected, rtol=1e-3, atol=1e-3)
     model = load(tmp_path / "q", "fast", family=GenericFamily(lowers))
     assert (logits_of(model) - expected).norm() < 0.02 * expected.norm()
@@ -418,7 +413,7 @@ def test_maps_that_transformers_joins_are_plain_numbers(
     with caplog.at_level(logging.INFO):
         model = load(tmp_path / "q", family=GenericFamily(lowers=False))
 
-    assert sum(isinstance(m, Int4Linear) for m in model.modules()) == 13
+    assert len(quantized_layers(model)) == 13
     name = "model.layers.1.mlp.up_proj.weight"
     assert torch.equal(model.inner.get_parameter(name), weights[name])
     assert "1 maps, such as model.layers.1.mlp.up_proj, are joined with others" in caplog.text

@@ -1,5 +1,6 @@
 """Products by C++ kernels equal those of their reference implementations, whatever is before and after them."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -7,19 +8,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from engines.torch_backend.layers import linear as module
 from engines.torch_backend.layers.activation import quick_gelu
-from engines.torch_backend.layers.linear import Linear, LinearWeights, Stream
+from engines.torch_backend.layers.linear import METHODS, Linear, empty_linear
+from engines.torch_backend.layers.linear_group import LinearGroup, Stream
 from engines.torch_backend.layers.norm import RMSNorm
-from engines.torch_backend.layers.quantization import SCHEMES
-from engines.torch_backend.layers.quantized_linear import QuantizedLinear
-from engines.torch_backend.ops import native, products
+from engines.torch_backend.ops import native
 from engines.torch_backend.ops.cpu_level import CpuLevel
-from engines.torch_backend.ops.native.packed_linear import PackedLinear
-from engines.torch_backend.ops.products import Before, PlainProduct
+from engines.torch_backend.ops.linear.cpu import pack
+from engines.torch_backend.ops.linear.reference import Prologue, ReferenceKernel
 from engines.torch_backend.ops.registry import CpuKernels, Ops, choose
 from tests.cpu_levels import COMPILED, ops_of
 
-FORMS = ["float32", "bfloat16", "float16", *SCHEMES, "int4 of bfloat16"]
+FORMS = ["float32", "bfloat16", "float16", *METHODS, "int4 of bfloat16"]
 SHAPES = [(96, 128), (33, 64), (64, 96), (5, 640)]
 TOKENS = [1, 2, 3, 4, 5, 11, 100]
 
@@ -28,27 +29,25 @@ def make_numbers(rows: int, columns: int, seed: int = 0) -> Tensor:
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
 
 
-def make_linear(
-    form: str, shape: tuple[int, int], *, bias: bool = True, seed: int = 0
-) -> nn.Module:
+def make_linear(form: str, shape: tuple[int, int], *, bias: bool = True, seed: int = 0) -> Linear:
     """As a loaded model holds it."""
-    linear = LinearWeights(shape[1], shape[0], bias=bias).requires_grad_(False)
+    linear = Linear(shape[1], shape[0], bias=bias).requires_grad_(False)
     linear.weight.copy_(make_numbers(*shape, seed))
     if form in ("float32", "bfloat16", "float16"):
         linear.weight = nn.Parameter(linear.weight.to(getattr(torch, form)), requires_grad=False)
         return linear
     name, _, of = form.partition(" of ")
     dtype = getattr(torch, of or "float32")
-    scheme = SCHEMES[name]
-    quantized = scheme.create_linear(linear, dtype)
-    quantized.load_state_dict(scheme.quantize(linear.weight, dtype), assign=True, strict=False)
-    return PackedLinear(quantized)
+    scheme = METHODS[name]
+    linear.quantize(scheme, dtype)
+    pack(linear)
+    return linear
 
 
 def weight_of(linear: nn.Module) -> Tensor:
-    weight = linear.dequantized() if isinstance(linear, PackedLinear) else linear.weight.float()
+    weight = linear.weight
     assert isinstance(weight, Tensor)
-    return weight
+    return weight.float()
 
 
 def meant(linear: nn.Module, x: Tensor) -> Tensor:
@@ -57,15 +56,14 @@ def meant(linear: nn.Module, x: Tensor) -> Tensor:
 
 def make_map(
     ops: Ops,
-    parts: list[nn.Module],
-    before: Before | None = None,
+    parts: Sequence[nn.Module],
+    before: Prologue = Prologue(),
     dtype: torch.dtype = torch.float32,
-) -> Linear:
-    """The maps side by side, bound."""
-    owner = nn.ModuleDict({str(place): part for place, part in enumerate(parts)})
-    linear = Linear(owner, *owner, before=before)
-    linear.bind(ops, dtype)
-    return linear
+) -> LinearGroup:
+    """The layers side by side, bound."""
+    group = LinearGroup(*parts, before=before)
+    group.bind(ops, dtype)
+    return group
 
 
 def tolerance(form: str, ops: Ops) -> float:
@@ -105,7 +103,7 @@ def test_a_product_equals_its_reference(
     """Also of more tokens than the level leaves to it."""
     linear = make_linear(form, shape)
     fused = make_map(with_max_float_tokens(ops, 1 << 30), [linear])
-    monkeypatch.setattr(PlainProduct, "__call__", forbid)
+    monkeypatch.setattr(ReferenceKernel, "__call__", forbid)
     for num_tokens in TOKENS:
         x = make_numbers(num_tokens, shape[1], seed=1)
         assert_near(fused(x), meant(linear, x), tolerance(form, ops))
@@ -152,7 +150,7 @@ def test_an_engine_of_bfloat16_rounds_activations_as_its_weights(
     """Widths of no whole vector, and of more than one pass over the inputs."""
     linear = make_linear("bfloat16", shape)
     fused = make_map(with_rounding(ops), [linear], dtype=torch.bfloat16)
-    monkeypatch.setattr(PlainProduct, "__call__", forbid)
+    monkeypatch.setattr(ReferenceKernel, "__call__", forbid)
     for num_tokens in TOKENS:
         x = make_numbers(num_tokens, shape[1], seed=1)
         assert_near(fused(x), meant(linear, x.bfloat16().float()), 2e-6)
@@ -181,7 +179,7 @@ def test_norms_come_before_and_sums_after(ops: Ops, form: str):
     parts = [make_linear(form, (48, 64), seed=1), make_linear(form, (17, 64), bias=False, seed=2)]
     norm = RMSNorm(64, 1e-5).requires_grad_(False)
     norm.weight.copy_(make_numbers(1, 64, seed=3)[0])
-    fused = make_map(ops, parts, Before(norm=norm))
+    fused = make_map(ops, parts, Prologue(norm=norm))
     x, before = make_numbers(5, 64, seed=4), make_numbers(5, 65, seed=5)
     expected = before + torch.cat([meant(part, norm(x)) for part in parts], dim=1)
     stream = Stream(before.clone(), is_own=True)
@@ -198,18 +196,18 @@ def test_gates_come_before(ops: Ops, form: str, gate):
     x = 8 * make_numbers(5, 128, seed=1)
     expected = meant(linear, gate(x[:, :64]) * x[:, 64:])
 
-    found = make_map(ops, [linear], Before(gate=gate))(x)
+    found = make_map(ops, [linear], Prologue(gate=gate))(x)
 
     assert_near(found, expected, tolerance(form, ops))
 
 
 @pytest.mark.parametrize("form", ["float32", "bfloat16"])
 def test_many_tokens_go_to_torch(ops: Ops, form: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(products, "STRIP_WEIGHTS", 640)
+    monkeypatch.setattr(module, "STRIP_WEIGHTS", 640)
     linear = make_linear(form, (33, 64))
     norm = RMSNorm(64, 1e-5).requires_grad_(False)
-    fused = make_map(with_max_float_tokens(ops, 4), [linear], Before(norm=norm))
-    monkeypatch.setattr(type(fused.product), "__call__", forbid)
+    fused = make_map(with_max_float_tokens(ops, 4), [linear], Prologue(norm=norm))
+    monkeypatch.setattr(type(fused.kernel), "__call__", forbid)
     x, before = make_numbers(5, 64, seed=1), make_numbers(5, 33, seed=2)
     expected = before + meant(linear, norm(x))
     stream = Stream(before.clone(), is_own=True)
@@ -245,17 +243,15 @@ def test_unlike_parts_are_computed_by_torch(ops: Ops):
     assert_near(make_map(ops, parts)(x), expected, 2e-6)
 
 
-@pytest.mark.parametrize("form", SCHEMES)
+@pytest.mark.parametrize("form", METHODS)
 def test_packing_keeps_what_the_integers_stand_for(form: str):
     weight = make_numbers(33, 96)
     packed = make_linear(form, (33, 96))
-    assert isinstance(packed, PackedLinear)
-    scheme = SCHEMES[form]
-    plain = scheme.create_linear(LinearWeights(96, 33, bias=False), torch.float32)
-    assert isinstance(plain, QuantizedLinear)
-    plain.load_state_dict(scheme.quantize(weight, torch.float32), assign=True)
+    plain = empty_linear(96, 33)
+    plain.weight = nn.Parameter(weight, requires_grad=False)
+    plain.quantize(METHODS[form], torch.float32)
 
-    torch.testing.assert_close(packed.dequantized(), plain.dequantized())
+    torch.testing.assert_close(packed.weight, plain.weight)
 
 
 def test_a_kernel_that_computes_something_else_is_found_out(

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from engines.core.request import ImageInput
+from engines.torch_backend.layers.linear import Linear
 from engines.torch_backend.models.llava import Llava
 from engines.torch_backend.multimodal.image_encoder import EncodingRun
-from engines.torch_backend.ops.native.packed_linear import PackedLinear, pack_int8_beside
+from engines.torch_backend.ops.linear.cpu import PACKED_INT8, pack_int8_beside
 from engines.torch_backend.ops.registry import Ops, cpu_ops
 from tests.factories_torch import make_model_pair, make_vlm_config
 
@@ -28,11 +29,10 @@ def make_pixels(model: Llava, num_images: int = 2) -> Tensor:
     return torch.randn(num_images, 3, size, size, generator=generator)
 
 
-def linears_of_tower(model: Llava) -> dict[str, nn.Module]:
+def linears_of_tower(model: Llava) -> dict[str, Linear]:
     names = ("vision_tower.", "multi_modal_projector.")
-    kinds = (nn.Linear, PackedLinear)
     modules = model.named_modules()
-    return {n: m for n, m in modules if n.startswith(names) and isinstance(m, kinds)}
+    return {n: m for n, m in modules if n.startswith(names) and isinstance(m, Linear)}
 
 
 def encode(model: Llava, ops: Ops, pixels: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ def test_only_linear_maps_are_packed_and_of_the_decoder_the_head(ops: Ops):
     pack_int8_beside(model, ops)
 
     packed = linears_of_tower(model)
-    assert {type(module) for module in packed.values()} == {PackedLinear}
+    assert all(layer.method is PACKED_INT8 for layer in packed.values())
     assert len(packed) == 2 + 4 * len(model.vision_tower.blocks)
     assert {name for name, _ in model.named_modules()} == before
     left = model.language_model.state_dict()
@@ -127,7 +127,7 @@ def test_without_a_right_kernel_the_tower_stays_as_it_is(ops: Ops):
 
     pack_int8_beside(model, left)
 
-    assert not any(isinstance(m, PackedLinear) for m in linears_of_tower(model).values())
+    assert not any(layer.method is PACKED_INT8 for layer in linears_of_tower(model).values())
     assert error(encode(model, left, pixels), full) < 1e-6
 
 

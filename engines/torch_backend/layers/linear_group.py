@@ -1,0 +1,250 @@
+"""Linear layers of one input, computed as one product with what comes before and after it.
+
+Unbound, a group computes in plain torch; `bind` gives it the operators of a device.
+
+Shape letters: M tokens, K inputs, N outputs of all layers together.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import handle_torch_function, has_torch_function
+
+from engines.torch_backend.layers.linear import Linear, method_of
+from engines.torch_backend.layers.norm import RMSNorm
+from engines.torch_backend.ops.add_norm.reference import AddNorm, add_norm
+from engines.torch_backend.ops.linear.reference import LinearKernel, Prologue, ReferenceKernel
+from engines.torch_backend.ops.registry import Ops
+from engines.torch_backend.parallel.mesh import SINGLE, WHOLE, Mesh, Shard
+
+#: Adds something to a product in place, given its inputs. Shapes: (M, N), (M, K).
+Delta = Callable[[Tensor, Tensor], None]
+
+
+class VocabEmbedding(nn.Embedding):
+    """Token embeddings, sharded by vocabulary if the ranks divide it. Tied to them, a head has their weight."""
+
+    bias = None
+
+    def __init__(self, num_tokens: int, width: int, mesh: Mesh = SINGLE) -> None:
+        self.shard = Shard(mesh, None if num_tokens % mesh.size else "outputs", gathers=True)
+        self._count = num_tokens // mesh.size if self.shard.of else num_tokens
+        super().__init__(self._count, width)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Shapes: (N,); returns (N, C)."""
+        mesh = self.shard.mesh
+        if mesh.size == 1 or self.shard.of is None:
+            return super().forward(input)
+        local = input - mesh.rank * self._count
+        is_own = (local >= 0) & (local < self._count)
+        rows = super().forward(local.clamp(0, self._count - 1))
+        return mesh.all_reduce(rows.masked_fill(~is_own[:, None], 0))
+
+
+class Stream:
+    """The residual stream. What a layer adds waits for the next norm, which may add it in the same pass."""
+
+    def __init__(self, x: Tensor, is_own: bool = False) -> None:
+        """`is_own`: x is read by nothing else, and changed in place. Shapes: (M, C)."""
+        self._x = x
+        self._is_own = is_own
+        self._delta: Tensor | None = None
+
+    def add(self, delta: Tensor) -> None:
+        """Shapes: (M, C)."""
+        self._x, self._delta = self.tensor(), delta
+
+    def tensor(self) -> Tensor:
+        """Shapes: (M, C)."""
+        if self._delta is not None:
+            self._x = self._x.add_(self._delta) if self._is_own else self._x + self._delta
+            self._delta = None
+        return self._x
+
+    def normed(self, norm: RMSNorm, add_norm: AddNorm) -> Tensor:
+        """Shapes: (M, C)."""
+        self._x, y = add_norm(self._x, self._delta, norm.weight, norm.eps)
+        self._delta = None
+        return y
+
+
+class LinearGroup:
+    """Linear layers of one input, side by side."""
+
+    def __init__(
+        self, *layers: nn.Module, before: Prologue = Prologue(), after: RMSNorm | None = None
+    ) -> None:
+        """`layers` are `Linear`, layers of transformers, or the embeddings that a head is tied to."""
+        self.layers = layers
+        self.siblings: LinearSiblings | None = None
+        self._before, self._after = before, after
+        self._shard: Shard = getattr(layers[0], "shard", WHOLE)
+        self._ops: Ops | None = None
+        self._dtype: torch.dtype | None = None
+        self._order: Tensor | None = None  #: of the inputs that the kernel is given
+        self._reference: LinearKernel = ReferenceKernel(layers)
+        self._delta: Delta | None = None
+        self.kernel: LinearKernel = self._reference
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether an operator computes all layers at once."""
+        return self.kernel is not self._reference
+
+    @property
+    def is_adapted(self) -> bool:
+        """Whether something is added to every product."""
+        return self._delta is not None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether `kernel` alone computes all that a call does."""
+        is_alone = not self._shard.joins and self._after is None and self._order is None
+        return is_alone and (self.kernel.fuses_prologue or not self._before)
+
+    def bind(self, ops: Ops, dtype: torch.dtype) -> None:
+        """Compute with these operators from now on; `dtype` is the engine's."""
+        self._ops = ops
+        self._dtype = torch.float32 if ops.is_native else dtype  # of what kernels are given
+        dtype = ops.product_dtype(dtype)
+        self._reference = ReferenceKernel(self.layers, dtype)
+        self.kernel = self._bind_kernel(ops, dtype) or self._reference
+
+    def adapt(self, delta: Delta | None) -> None:
+        """Add something to every product from now on, or, with None, nothing any more."""
+        self._delta = delta
+
+    def __call__(self, x: Tensor | Stream, add_to: Stream | None = None) -> Tensor:
+        """Shapes: x (..., K), or (..., 2 K) for a gate; returns (..., N), which is added to `add_to` if it is given."""
+        if isinstance(x, Tensor) and x.dim() > 2:
+            return self(x.flatten(0, -2), add_to).unflatten(0, x.shape[:-1])
+        num_tokens = (x.tensor() if isinstance(x, Stream) else x).shape[0]
+        kernel = self.kernel if num_tokens <= self.kernel.max_tokens else self._reference
+        inputs = self._prepare(x, kernel)
+        is_ordered = self._order is None or kernel is self._reference
+        given = inputs if is_ordered else inputs[:, self._order]
+        is_alone = kernel.adds and not self._shard.joins and self._after is None
+        target = add_to.tensor() if add_to is not None and is_alone else None
+        y = kernel(given, target)
+        if self._delta is not None:
+            self._delta(y, self._before(inputs) if kernel.fuses_prologue else inputs)
+        if target is not None:
+            return y
+        y = self._shard.join(y)
+        if self._after is not None:
+            y = self._after(y)
+        if add_to is not None:
+            add_to.add(y)
+        return y
+
+    def forward(self, x: Tensor) -> Tensor:
+        """One layer as a module of transformers calls it, in the dtype of x. Shapes: (..., K); returns (..., N)."""
+        if self.siblings is not None and self._delta is None:
+            found = self.siblings.compute(self, x)
+            if found is not None:
+                return found
+        if has_torch_function((x,)):  # a mode that splits it, which sees no kernel of ours
+            return handle_torch_function(self._forward, (x,), x)
+        return self._forward(x)
+
+    def _forward(self, x: Tensor) -> Tensor:
+        shard = self._shard
+        rows = x.reshape(-1, x.shape[-1])
+        if shard.splits:
+            rows = rows.tensor_split(shard.count, -1)[shard.index]
+        return self(rows.to(self._dtype or x.dtype)).to(x.dtype).unflatten(0, x.shape[:-1])
+
+    def _bind_kernel(self, ops: Ops, dtype: torch.dtype) -> LinearKernel | None:
+        """The operator's kernel. Inputs of one other order are brought into it once, before a norm or gate."""
+        self._order = None
+        kinds = {(method_of(each).op, getattr(each, "group_size", 0)) for each in self.layers}
+        if len(kinds) > 1:
+            return None
+        orders = [getattr(each, "order", None) for each in self.layers]
+        order, before = orders[0], self._before
+        if any((each is None) != (order is None) for each in orders):
+            return None
+        if order is not None:
+            if not all(torch.equal(order, each) for each in orders if each is not None):
+                return None
+            if before.norm is not None:
+                gain = before.norm.weight
+                norm = RMSNorm(len(order), before.norm.eps).to(gain.device, gain.dtype)
+                norm.weight = nn.Parameter(gain[order], False)
+                before = replace(before, norm=norm)
+        [(op, _)] = kinds
+        kernel: LinearKernel | None = ops[op](self.layers, before, dtype)
+        if kernel is None or isinstance(kernel, ReferenceKernel):  # which knows the orders
+            return None
+        if order is not None:
+            is_gated = kernel.fuses_prologue and before.gate is not None
+            self._order = torch.cat([order, order + len(order)]) if is_gated else order
+        return kernel
+
+    def _prepare(self, x: Tensor | Stream, kernel: LinearKernel) -> Tensor:
+        """The kernel's input."""
+        before = self._before
+        if isinstance(x, Stream):
+            if before.norm is None or kernel.fuses_prologue:
+                return x.tensor()
+            return x.normed(before.norm, self._ops["add_norm"] if self._ops else add_norm)
+        if not before or kernel.fuses_prologue:
+            return x
+        if before.gate is F.silu and self._ops is not None:
+            return self._ops["gate"](x)
+        return before(x)
+
+
+class LinearSiblings:
+    """Layers that were seen to read one tensor: the first of them to be given one computes it with all."""
+
+    def __init__(self, groups: Sequence[LinearGroup], ops: Ops, dtype: torch.dtype) -> None:
+        """`groups` are of one layer each."""
+        self._groups = groups
+        layers = [layer for group in groups for layer in group.layers]
+        self._all = LinearGroup(*layers)
+        self._all.bind(ops, dtype)
+        self._widths = [layer.out_features for layer in layers if isinstance(layer, nn.Linear)]
+        self._input: Tensor | None = None
+        self._outputs: dict[LinearGroup, Tensor] = {}
+        for group in groups:
+            group.siblings = self if self._all.is_bound else None
+
+    def compute(self, group: LinearGroup, x: Tensor) -> Tensor | None:
+        """One's output; None where it is to compute it alone. Shapes: (..., K); returns (..., N)."""
+        if self._input is not x or group not in self._outputs:
+            if x.shape[:-1].numel() > self._all.kernel.max_tokens:
+                return None
+            rows = x.reshape(-1, x.shape[-1])
+            parts = self._all(rows.float()).split(self._widths, dim=1)
+            shaped = [part.to(x.dtype).contiguous().unflatten(0, x.shape[:-1]) for part in parts]
+            self._input, self._outputs = x, dict(zip(self._groups, shaped, strict=True))
+        output = self._outputs.pop(group)
+        if not self._outputs:
+            self._input = None
+        return output
+
+
+def adopt(model: nn.Module, name: str, shard: Shard = WHOLE) -> Linear:
+    """Put a `Linear` with the weight of transformers' layer of this name in its place. Raises: ValueError."""
+    found = model.get_submodule(name)
+    if type(found) is Linear:
+        return found
+    assert isinstance(found, nn.Linear)
+    with torch.device("meta"):
+        layer = Linear(
+            found.in_features, found.out_features, bias=found.bias is not None, shard=shard
+        )
+    for part, parameter in found.named_parameters():
+        own = parameter
+        if shard.of is not None:
+            own = nn.Parameter(shard.cut(part, parameter.detach()), requires_grad=False)
+            layer.whole = parameter.detach() if part == "weight" else layer.whole
+        layer.register_parameter(part, own)
+    layer.group = LinearGroup(layer)
+    model.set_submodule(name, layer)
+    return layer

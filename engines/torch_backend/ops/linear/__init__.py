@@ -1,0 +1,128 @@
+"""Products with linear layers: floating-point weights as they are stored, int8 and int4."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from engines.torch_backend.layers.linear import INT4, INT8, Linear, choose_group_size, empty_linear
+from engines.torch_backend.layers.norm import RMSNorm
+from engines.torch_backend.ops.linear.cpu import native_candidate
+from engines.torch_backend.ops.linear.joined import JOINED, Multiply, bind_joined
+from engines.torch_backend.ops.linear.reference import (
+    Bind,
+    LinearKernel,
+    Prologue,
+    ReferenceKernel,
+    bind,
+)
+from engines.torch_backend.ops.native.library import FLOAT_KINDS
+from engines.torch_backend.ops.registry import Candidate, Op, Site
+from engines.torch_backend.ops.triton_kernel import triton_candidate
+
+#: Makes an example's layer of (outputs, inputs).
+Make = Callable[[Site, tuple[int, int]], Linear]
+
+
+def make_float(site: Site, shape: tuple[int, int]) -> Linear:
+    """An example's layer."""
+    layer = empty_linear(shape[1], shape[0])
+    weight = site.numbers(*shape).to(site.stored or site.dtype)
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    return layer
+
+
+def _make_int8(site: Site, shape: tuple[int, int]) -> Linear:
+    layer = empty_linear(shape[1], shape[0])
+    integers = (site.numbers(*shape).float() * 127).to(torch.int8)
+    layer.hold(INT8, {"integers": integers, "scale": site.numbers(shape[0], seed=3)})
+    return layer
+
+
+def _make_int4(site: Site, shape: tuple[int, int], is_narrow: bool) -> Linear:
+    """With scales that bfloat16 holds or not."""
+    layer = empty_linear(shape[1], shape[0])
+    size = choose_group_size(shape[1]) or shape[1]
+    pairs = (site.numbers(shape[0], shape[1] // 2).float().abs() * 255).to(torch.uint8)
+    scale_zero = site.numbers(shape[1] // size, shape[0], 2, seed=3)
+    if is_narrow:
+        scale_zero = scale_zero.bfloat16().to(site.dtype)
+    layer.hold(INT4, {"pairs": pairs, "scale_zero": scale_zero}, size)
+    return layer
+
+
+def _example(*makes: Make) -> Callable[[Bind, Site], list[Tensor]]:
+    """Products of one layer, and of two side by side with each prologue, added to something."""
+
+    def example(bind: Bind, site: Site) -> list[Tensor]:
+        return [y for make in makes for y in _products(bind, site, make)]
+
+    return example
+
+
+def _products(bind: Bind, site: Site, make: Make) -> list[Tensor]:
+    stream = site.dtype if site.cpu_kernels == "off" else torch.float32
+
+    def numbers(*shape: int, seed: int) -> Tensor:
+        return site.numbers(*shape, seed=seed).to(stream)
+
+    def kernel(layers: list[Linear], prologue: Prologue) -> LinearKernel:
+        return bind(layers, prologue, site.dtype) or ReferenceKernel(layers, site.dtype)
+
+    width = 3 * site.text.hidden_size  # groups, and a part of one
+    alone = kernel([make(site, (50, width))], Prologue())
+    found = [alone(numbers(rows, width, seed=rows)) for rows in (1, 3, 6, 64)]
+    norm = RMSNorm(width, 1e-5).to(site.device, stream).requires_grad_(False)
+    norm.weight.copy_(site.numbers(width, seed=5))
+    for prologue in (Prologue(norm=norm), Prologue(gate=F.silu)):
+        pair = kernel([make(site, (48, width)), make(site, (17, width))], prologue)
+        x = 3 * numbers(5, width * (2 if prologue.gate else 1), seed=1)
+        x = x if pair.fuses_prologue else prologue(x)
+        added = numbers(5, 65, seed=4)
+        found.append(pair(x, added) if pair.adds else added.add_(pair(x)))
+    return found
+
+
+def _float_variants(site: Site) -> list[Site]:
+    """Every type that weights may be stored in, and an engine of bfloat16 where kernels round as it does."""
+    stored = [replace(site, stored=dtype) for dtype in FLOAT_KINDS]
+    is_rounded = site.level.max_rounded_tokens > 0
+    return [*stored, replace(site, dtype=torch.bfloat16)] if is_rounded else stored
+
+
+def _float_tolerance(site: Site) -> float:
+    """In bfloat16 the reference rounds what it returns."""
+    return 1e-5 if site.dtype is torch.float32 else 2**-7
+
+
+def _integer_op(name: str, multiply: Callable[..., Multiply], *makes: Make) -> Op:
+    """`multiply` makes the joined product of Triton's kernel."""
+    candidates: tuple[Candidate, ...] = (
+        native_candidate(lambda site: {8: 2e-2, 16: 1e-4}[site.bits]),
+        triton_candidate(
+            "linear", name.replace("linear", "multiply"), lambda f: bind_joined(multiply(f))
+        ),
+        JOINED,
+    )
+    return Op(name, bind, candidates, _example(*makes))
+
+
+OPS = (
+    Op(
+        "linear_float",
+        bind,
+        (native_candidate(_float_tolerance, _float_variants), JOINED),
+        _example(make_float),
+    ),
+    _integer_op(
+        "linear_int8", lambda f: lambda x, layer: f(x, layer.integers, layer.scale), _make_int8
+    ),
+    _integer_op(
+        "linear_int4",
+        lambda f: lambda x, layer: f(x, layer.pairs, layer.scale_zero),
+        lambda site, shape: _make_int4(site, shape, is_narrow=False),
+        lambda site, shape: _make_int4(site, shape, is_narrow=True),
+    ),
+)

@@ -1,0 +1,78 @@
+"""Products of one input with linear layers side by side, in plain torch.
+
+Linear operators are functions `bind(layers, prologue, dtype)` that return a `LinearKernel`, or None for layers that are
+not for them: what is computed with weights may be laid out for it first.
+
+Shape letters: M tokens, K inputs, N outputs of all layers together.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from engines.torch_backend.layers.linear import apply
+from engines.torch_backend.layers.norm import RMSNorm
+
+UNLIMITED = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Prologue:
+    """Applied to an input before it is multiplied: one of these at most."""
+
+    norm: RMSNorm | None = None
+    gate: Callable[[Tensor], Tensor] | None = None  #: inputs are pairs (g, u): gate(g) * u
+    activation: Callable[[Tensor], Tensor] | None = None
+
+    def __bool__(self) -> bool:
+        return (self.norm or self.gate or self.activation) is not None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Shapes: (M, K), or (M, 2 K) for a gate; returns (M, K)."""
+        if self.norm is not None:
+            return self.norm(x)
+        if self.gate is not None:
+            left, right = x.chunk(2, dim=1)
+            return self.gate(left) * right
+        return x if self.activation is None else self.activation(x)
+
+
+class LinearKernel(Protocol):
+    """Linear layers bound to an operator. What it does not do itself, `LinearGroup` does."""
+
+    max_tokens: int  #: for more tokens the reference is faster
+    fuses_prologue: bool
+    adds: bool  #: whether it adds to a float32 tensor in place
+
+    def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
+        """Shapes: (M, K); returns (M, N), in `add_to` if it is given."""
+        ...
+
+
+Bind = Callable[[Sequence[nn.Module], Prologue, torch.dtype], LinearKernel | None]
+
+
+class ReferenceKernel:
+    """The layers' own arithmetic, one after another, in one dtype whatever the weights' is."""
+
+    max_tokens = UNLIMITED
+    fuses_prologue = adds = False
+
+    def __init__(self, layers: Sequence[nn.Module], dtype: torch.dtype | None = None) -> None:
+        """`dtype` None is that of the input."""
+        self._layers = layers
+        self._dtype = dtype
+
+    def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
+        """Shapes: (M, K); returns (M, N), of the dtype of x."""
+        assert add_to is None
+        inputs = x.to(self._dtype or x.dtype)
+        outputs = [apply(layer, inputs).to(x.dtype) for layer in self._layers]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+
+
+def bind(layers: Sequence[nn.Module], prologue: Prologue, dtype: torch.dtype) -> LinearKernel:
+    return ReferenceKernel(layers, dtype)
