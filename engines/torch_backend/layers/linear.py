@@ -85,6 +85,7 @@ class Linear(nn.Linear):
         self, method: "LinearMethod", tensors: Mapping[str, Tensor], group_size: int = 0
     ) -> None:
         """Replace the weights by tensors of another method; the bias stays if `tensors` has none."""
+        self.method, self.group_size, self.whole = method, group_size, None
         self._parameters.pop("weight", None)
         for name in self._buffers.keys() - {"order"}:
             delattr(self, name)
@@ -93,7 +94,6 @@ class Linear(nn.Linear):
                 self.register_parameter(name, nn.Parameter(tensor, False))
             else:
                 self.register_buffer(name, tensor)
-        self.method, self.group_size, self.whole = method, group_size, None
 
     def quantize(self, method: "QuantizedMethod", dtype: torch.dtype) -> None:
         """Round the float weight, with scales of `dtype`. Raises: UnsupportedCheckpoint."""
@@ -108,8 +108,9 @@ class Linear(nn.Linear):
 
     def __getattr__(self, name: str) -> Any:
         """Modules of transformers read the weight of a layer, also of a quantized one."""
-        if name == "weight" and name not in self.__dict__.get("_parameters", {}):
-            return self.method.dequantize(self)
+        method = self.__dict__.get("method", FLOAT)
+        if name == "weight" and method is not FLOAT:
+            return method.dequantize(self)
         return super().__getattr__(name)
 
     def forward(self, input: Tensor) -> Tensor:
