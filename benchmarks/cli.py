@@ -1,5 +1,6 @@
 """The `vlm bench` commands. Torch is imported by the command that needs it."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
@@ -228,8 +229,7 @@ def bench_search(
     queries: Annotated[int, typer.Option(min=1, help="Of each measurement.")] = 100,
 ) -> None:
     """Measure exact search and the indexes: time to build and to search, and what they find."""
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # as the search process does
     from benchmarks.search.run import run
-    from search.cli import one_thread
 
-    one_thread()
     run(_to_ints(sizes), dimensions, kinds.split(","), queries)
