@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import engines.torch_backend  # noqa: F401  isort: skip - before transformers imports torchvision
+
 import gguf
 import numpy as np
 import torch

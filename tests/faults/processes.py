@@ -114,7 +114,7 @@ class Processes:
     ) -> Process:
         """A worker that plays the faults named in prompts, or another; ready, if waited for."""
         variables["VLM_WORKER__ID"] = name
-        if "mock_pooling" not in command:
+        if command == FAULTY:
             variables = {**_ENGINE, **variables}
         process = await self._start(name, *command, **variables)
         if wait:
