@@ -1,16 +1,7 @@
-"""The text decoder: one LLaMA-family transformer, driven by its `TextConfig`.
+"""The text decoder: a LLaMA-family transformer, configured by `TextConfig`.
 
-Used by `llava`. It computes a flat run of tokens of any number of sequences: what belongs together, and where
-keys and values are kept, is known by the `attend` function that it is given, not here. On every device it is this
-one; `bind` says by which operators its parts are computed.
-
-Parameter names are those of transformers' `LlamaForCausalLM`: `model.embed_tokens.weight`,
-`model.layers.{i}.self_attn.{q,k,v,o}_proj.weight`, `model.layers.{i}.mlp.{gate,up,down}_proj.weight`,
-`model.layers.{i}.{input,post_attention}_layernorm.weight`, `model.norm.weight`, and `lm_head.weight` unless it
-is tied to the embeddings. Norms of what is added to the stream, which Llama has none of, are
-`model.layers.{i}.{self_attn.out,mlp.down}_norm.weight`.
-
-Shape letters: N tokens, C hidden width, H query heads, K key/value heads, D head width.
+It computes a flat run of tokens of any number of sequences. The `attend` argument knows the sequences and the KV
+cache. The same code runs on every device; `bind` selects the operators.
 """
 
 from dataclasses import replace
@@ -32,11 +23,11 @@ from engines.torch_backend.parallel.mesh import SINGLE, Mesh, Shard, advise_size
 
 
 class SelfAttention(nn.Module):
-    """The weights around `attend`."""
+    """Projections around attention. `attend` computes the attention itself."""
 
     def __init__(self, config: TextConfig, number: int, norm: RMSNorm, mesh: Mesh) -> None:
         super().__init__()
-        self.number = number  #: of the layer
+        self.number = number  #: index of the layer
         width, bias = config.hidden_size, config.attention_bias
         query_width = config.num_heads * config.head_dim
         kv_width = config.num_kv_heads * config.head_dim
@@ -57,12 +48,12 @@ class SelfAttention(nn.Module):
             self.heads = PLAIN if window is None else Heads(window=window)
 
     def forward(self, stream: Stream, attend: Attend) -> None:
-        """Added to the stream. Shapes: (N, C)."""
+        """The layer's attention output. Shapes: (N, C)."""
         self.out(attend(self.number, self.qkv(stream), self.heads), add_to=stream)
 
 
 class GatedMLP(nn.Module):
-    """A SwiGLU feed-forward. Source: Shazeer 2020."""
+    """SwiGLU feed-forward. Source: Shazeer 2020."""
 
     def __init__(self, config: TextConfig, norm: RMSNorm, mesh: Mesh) -> None:
         super().__init__()
@@ -77,7 +68,7 @@ class GatedMLP(nn.Module):
         self.down = LinearGroup(self.down_proj, before=gate, after=self.down_norm)
 
     def forward(self, stream: Stream) -> None:
-        """Added to the stream. Shapes: (N, C)."""
+        """Shapes: (N, C)."""
         self.down(self.gate_up(stream), add_to=stream)
 
 
@@ -95,7 +86,7 @@ def _row_parallel(inputs: int, width: int, bias: bool, mesh: Mesh) -> Linear:
 
 
 class DecoderLayer(nn.Module):
-    """Attention and feed-forward, each on the normalised stream and added to it."""
+    """Pre-norm attention and feed-forward with residual connections."""
 
     def __init__(self, config: TextConfig, number: int, mesh: Mesh) -> None:
         super().__init__()
@@ -111,12 +102,12 @@ class DecoderLayer(nn.Module):
 
     @property
     def linears(self) -> tuple[LinearGroup, LinearGroup, LinearGroup, LinearGroup]:
-        """In the order of `LayerProducts`."""
+        """The layer's linears in the order of `LayerProducts`."""
         return self.self_attn.qkv, self.self_attn.out, self.mlp.gate_up, self.mlp.down
 
 
 class DecoderStack(nn.Module):
-    """Embeddings, layers and the last norm: what checkpoints call `model`."""
+    """Embeddings, layers and final norm: `model` in checkpoints."""
 
     def __init__(self, config: TextConfig, mesh: Mesh) -> None:
         super().__init__()
@@ -128,12 +119,12 @@ class DecoderStack(nn.Module):
 
 
 class Llama(nn.Module):
-    """Token ids to embeddings, embeddings to hidden states, hidden states to logits: three separate steps."""
+    """The decoder in three steps: token ids to embeddings, to hidden states, to logits."""
 
     def __init__(self, config: TextConfig, mesh: Mesh = SINGLE) -> None:
-        """Raises: UnsupportedCheckpoint for what members of the mesh cannot share."""
+        """Raises: UnsupportedCheckpoint if the ranks of the mesh cannot shard the model."""
         super().__init__()
-        self.text = _share_of(config, mesh)  #: what this member computes of it
+        self.text = _share_of(config, mesh)  #: this rank's shard
         self.model = DecoderStack(config, mesh)
         self.lm_head = None
         norm = Prologue(norm=self.model.norm)
@@ -146,10 +137,10 @@ class Llama(nn.Module):
             self._head = LinearGroup(self.lm_head, before=norm)
         self._has_float32_stream = False
         self._chain: Chain | None = None
-        self.is_adapted = False  #: whether more is computed for the moment than products of weights
+        self.is_adapted = False  #: whether adapters are applied in the current step
 
     def bind(self, ops: Ops, dtype: torch.dtype) -> None:
-        """Compute with these operators from now on, and in this precision where they leave it to torch."""
+        """Select the operators. `dtype` is for those that torch computes."""
         layers = [layer for layer in self.model.layers if isinstance(layer, DecoderLayer)]
         linears = [linear for layer in layers for linear in layer.linears]
         for linear in (*linears, self._head):
@@ -164,14 +155,14 @@ class Llama(nn.Module):
             self._chain = ops["decoder_chain"](products)
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """Shapes: (N,); returns (N, C), in the precision of norms: matrices may be stored in less."""
+        """Shapes: (N,); returns (N, C) in the dtype of the norms, as matrices may have fewer bits."""
         x = self.model.embed_tokens(token_ids).to(self.model.norm.weight.dtype)
         return x if self.text.embedding_scale == 1 else x * self.text.embedding_scale
 
     def forward(self, x: Tensor, attend: Attend) -> Tensor:
-        """Hidden states of every token. What is beside x is added behind the first layers, in their order.
+        """Hidden states of every token. Additional channels of x are added after the first layers, in order (DeepStack).
 
-        Shapes: x (N, C), or (N, C + levels * C), kept; returns (N, C).
+        Shapes: x (N, C), or (N, C + levels * C), modified; returns (N, C).
         """
         x, *levels = x.split(self.text.hidden_size, dim=1)
         if not self._has_float32_stream:
@@ -189,12 +180,12 @@ class Llama(nn.Module):
         return stream.tensor()
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Scores of the next token, for the tokens that need them. Shapes: (N, C); returns (N, vocabulary)."""
+        """Logits of the given rows. Shapes: (N, C); returns (N, vocabulary)."""
         return self._head(hidden)
 
 
 def _share_of(config: TextConfig, mesh: Mesh) -> TextConfig:
-    """Whole heads and channels of each layer, and all layers. Raises: UnsupportedCheckpoint."""
+    """The rank's heads and channels, in all layers. Raises: UnsupportedCheckpoint."""
     advice = advise_size(config.num_heads, config.num_kv_heads, config.intermediate_size)
     for name in ("num_heads", "intermediate_size"):
         if (count := getattr(config, name)) % mesh.size:

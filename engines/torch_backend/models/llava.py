@@ -52,25 +52,25 @@ _PROJECTION = re.compile(r"\.self_attn\.([qkv])_proj\.")
 
 @dataclass(frozen=True, slots=True)
 class VLMConfig:
-    """Vision tower, projector and decoder, and how they are joined."""
+    """Configuration of vision tower, projector and decoder."""
 
     vision: VisionConfig
     text: TextConfig
     image_token_id: int
-    vision_feature_layers: tuple[int, ...]  #: as in the checkpoint: -2 is the last but one
+    vision_feature_layers: tuple[int, ...]  #: as in the checkpoint: -2 is the second to last
     vision_feature_select_strategy: Literal["default", "full"]  #: default drops the class token
     projector_hidden_act: str = "gelu"
     projector_bias: bool = True
-    quantization: str | None = None  #: scheme in which the decoder's weights are stored
+    quantization: str | None = None  #: quantization scheme of the decoder's weights
 
     @property
     def tokens_per_image(self) -> int:
-        """Image slots of one image in the prompt."""
+        """Image tokens of one image."""
         return self.vision.num_patches + (self.vision_feature_select_strategy == "full")
 
 
 class Projector(nn.Module):
-    """From image features to embeddings: two linear maps, an activation between. Source: Liu et al. 2023, 3.2."""
+    """Image features to embeddings: two linear layers with an activation. Source: Liu et al. 2023, 3.2."""
 
     def __init__(self, config: VLMConfig) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Projector(nn.Module):
         self._second = LinearGroup(self.linear_2, before=activation)
 
     def bind(self, ops: Ops, dtype: torch.dtype) -> None:
-        """Compute with these operators from now on."""
+        """Select the operators."""
         for linear in (self._first, self._second):
             linear.bind(ops, dtype)
 
@@ -98,7 +98,7 @@ class Llava(FamilyModel):
     config: VLMConfig
 
     def __init__(self, config: VLMConfig, mesh: Mesh = SINGLE) -> None:
-        """Members of a mesh share the decoder; each has the tower, and encodes all images."""
+        """The ranks of a mesh shard the decoder; each has the complete tower and encodes all images."""
         super().__init__()
         self.config = config
         self.vision_tower = VisionTower(
@@ -110,7 +110,7 @@ class Llava(FamilyModel):
         self.language_model = Llama(config.text, mesh)
 
     def num_features(self, image: ImageInput) -> int | None:
-        """One image is one square."""
+        """Each image is one square."""
         size = self.config.vision.image_size
         is_square = tuple(image.pixels.shape) == (3, size, size)
         return self.config.tokens_per_image if is_square else None
@@ -123,7 +123,7 @@ class Llava(FamilyModel):
 
 @dataclass(frozen=True, slots=True)
 class LlavaProcessor:
-    """Every image becomes one square, and so many slots."""
+    """Resizes every image to one square with a fixed number of tokens."""
 
     images: ImageProcessor
     slot_id: int
@@ -132,7 +132,7 @@ class LlavaProcessor:
     max_pixels: int = 0
 
     def limit(self, max_pixels: int) -> None:
-        """The square is of one size."""
+        """No effect: the size is fixed."""
 
     def process(
         self,
@@ -145,7 +145,7 @@ class LlavaProcessor:
         return self.images.process(data, expected_size, decode)
 
     def items(self, images: Sequence[tuple[str, Any]], slot: str) -> list[Item]:
-        """As many slots as the tower has patches."""
+        """One slot per patch of the tower."""
         text = slot * self.image_tokens
         return [Item(name, self.image_tokens, pixels, text) for name, pixels in images]
 
@@ -154,13 +154,13 @@ class LlavaProcessor:
 
 
 class LlavaFamily:
-    """LLaVA 1.5 and its kin."""
+    """LLaVA 1.5 and models with its architecture."""
 
     architectures = (_ARCHITECTURE,)
     model_type = "llava"
 
     def check(self, config: Fields) -> VLMConfig:
-        """CLIP's tower, two linear maps, a decoder of the LLaMA family. Raises: UnsupportedCheckpoint."""
+        """Accepts CLIP's tower, two linear layers and a LLaMA-family decoder. Raises: UnsupportedCheckpoint."""
         kind = config.get("model_type", "llava")
         if kind != "llava":
             raise config.refuse("model_type", f"is {shown(kind)}, but {_ARCHITECTURE} is 'llava'")
@@ -192,13 +192,13 @@ class LlavaFamily:
         )
 
     def build(self, config: VLMConfig, mesh: Mesh) -> Llava:
-        """The model, its weights still undefined. Raises: UnsupportedCheckpoint."""
+        """Create the model on the meta device. Raises: UnsupportedCheckpoint."""
         return Llava(config, mesh)
 
     def rename(self, name: str, config: VLMConfig) -> str | WeightPart | None:
-        """All namings of the architecture are read.
+        """All naming conventions of the architecture are supported.
 
-        The published files', those of transformers 5 (`model.language_model...`), and its mixture
+        These are the published files', those of transformers 5 (`model.language_model...`), and a mixture
         (`vision_tower.encoder...`, without `vision_model`).
         """
         name = _published_name(name)
@@ -206,11 +206,11 @@ class LlavaFamily:
             short = name.removeprefix("vision_tower.").removeprefix("vision_model.")
             return _vision_name(short, config)
         is_tied_head = config.text.tie_word_embeddings and name == "language_model.lm_head.weight"
-        # what is derived from others: old files hold rotary frequencies, and heads that are tied
+        # Derived weights: old files have rotary frequencies and tied heads.
         return None if is_tied_head or name.endswith(".rotary_emb.inv_freq") else name
 
     def processor(self, directory: Path, config: VLMConfig) -> LlavaProcessor:
-        """CLIP's preprocessing. Raises: UnsupportedCheckpoint."""
+        """CLIP's image processor. Raises: UnsupportedCheckpoint."""
         images = load_image_processor(directory, config.vision.image_size)
         return LlavaProcessor(images, config.image_token_id, config.tokens_per_image)
 
@@ -230,7 +230,7 @@ def _check_ids(config: Fields) -> None:
 def _feature_layers(config: Fields, full: Any, num_layers: int) -> tuple[int, ...]:
     given = full.vision_feature_layer
     layers = tuple(given) if isinstance(given, list | tuple) else (given,)
-    # Hidden states are the embeddings and then every layer's output.
+    # Hidden states are the embeddings, then the output of every layer.
     in_range = (-num_layers - 1 <= layer <= num_layers for layer in layers)
     if not 1 <= len(layers) <= num_layers + 1 or not all(in_range):
         raise config.refuse(
@@ -241,7 +241,7 @@ def _feature_layers(config: Fields, full: Any, num_layers: int) -> tuple[int, ..
 
 
 def _published_name(name: str) -> str:
-    """The name in the published files of a parameter that transformers 5 may have named anew."""
+    """The published name of a parameter that transformers 5 may have renamed."""
     if name.startswith("lm_head."):
         return f"language_model.{name}"
     if name.startswith("model.language_model."):
@@ -250,7 +250,7 @@ def _published_name(name: str) -> str:
 
 
 def _vision_name(name: str, config: VLMConfig) -> str | WeightPart | None:
-    """A parameter of CLIP's tower; layers behind the last one that is read are left out."""
+    """The name of a parameter of CLIP's tower. None for layers after the last one that is used."""
     target = open_clip_name(name)
     block = _BLOCK.match(name)
     depth = num_blocks_needed(config.vision, config.vision_feature_layers)

@@ -1,6 +1,7 @@
-"""Families of models: everything that the backend knows of one kind of checkpoint, found by its architecture.
+"""Model families by architecture.
 
-A family is one file beside this one and a line in `_BUILT_IN`. The loader asks here and never for a class by name.
+A family is a file in this folder and a line in `_BUILT_IN`. The loader finds families here and imports none by
+name.
 """
 
 import logging
@@ -31,21 +32,21 @@ from engines.torch_backend.step import ImageSlots, StepInputs
 
 logger = logging.getLogger(__name__)
 
-#: modules with a `FAMILY`
+#: Modules with a `FAMILY`.
 _BUILT_IN = (
     "engines.torch_backend.models.llava",
     "engines.torch_backend.models.causal_lm",
 )
-#: one that takes what none of these does, and what they refuse
+#: For all other architectures, and for checkpoints that built-in families refuse.
 _FALLBACK = "engines.torch_backend.models.generic.family"
 
 
 class ModelConfig(Protocol):
-    """What the engine reads of any family's configuration; the rest is the family's own."""
+    """The part of a family's configuration that the engine reads."""
 
     @property
     def text(self) -> TextLimits:
-        """The decoder: a `TextConfig`, where the runner drives it."""
+        """The decoder: a `TextConfig`, if the runner runs it."""
         ...
 
     @property
@@ -56,7 +57,7 @@ class ModelConfig(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WeightPart:
-    """A stored weight that is some rows of one of the model's: part `index` of `count`, joined in order."""
+    """A stored weight that is part `index` of `count` of a parameter, concatenated in order."""
 
     name: str
     index: int
@@ -64,30 +65,30 @@ class WeightPart:
 
 
 class NoTower(nn.Module):
-    """Stands for tower and projector where a model takes no images."""
+    """Replaces tower and projector in models without images."""
 
     blocks = ()
 
     def bind(self, *_: Any) -> None:
-        """There is nothing to compute."""
+        """No-op."""
 
 
 class FamilyModel(nn.Module):
-    """A model as the runner drives it: a decoder, and images that become rows among its embeddings."""
+    """A model for the runner: a decoder, and image features that replace some of its embeddings."""
 
-    config: Any  #: keeps `ModelConfig`
-    vision_tower: Any  #: of squares, which are encoded in batches or in parts
+    config: Any  #: implements `ModelConfig`
+    vision_tower: Any  #: for fixed-size images, which are encoded in batches or in parts
     multi_modal_projector: Any
-    #: The decoder, where the runner drives a `Llama` over one pool of keys and values.
+    #: The decoder, if the runner runs a `Llama` over one KV cache pool.
     language_model: Any
-    speed_path = "native"  #: whose program computes the decoder: `native`, `lowered` or `generic`
-    converts_weights = False  #: whether `take` wants weights as they are stored
-    keeps_stored = True  #: whether matrices of types that kernels read may stay as they are stored
-    shares_prefixes = True  #: whether blocks hold all that is known of their tokens
-    binds_prompts = False  #: whether a prompt's tokens see all of it
-    state_bytes = 0  #: of what is kept of sequences beside keys and values
-    state_bytes_per_sequence = 0  #: of one copy of these
-    num_position_rows = 1  #: R, where there is no such decoder
+    speed_path = "native"  #: implementation of the decoder: `native`, `lowered` or `generic`
+    converts_weights = False  #: whether `take` needs weights as they are stored
+    keeps_stored = True  #: whether matrices may keep stored types that kernels read
+    shares_prefixes = True  #: whether KV blocks are the complete state of their tokens
+    binds_prompts = False  #: whether attention within prompts is bidirectional
+    state_bytes = 0  #: state of sequences outside the KV cache
+    state_bytes_per_sequence = 0  #: of one copy of the state
+    num_position_rows = 1  #: R, for models without a `Llama`
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,43 +96,43 @@ class FamilyModel(nn.Module):
 
     @property
     def kv_shapes(self) -> Sequence[KVShape]:
-        """The pools of keys and values that it asks for."""
+        """Shapes of the model's KV cache pools."""
         return (self.language_model.text,)
 
     def limit(self, max_model_len: int) -> None:
-        """Compute sequences that are never longer from now on."""
+        """Set the maximum length of sequences."""
 
     def logits(self, inputs: StepInputs, pools: Sequence[KVCachePool]) -> Tensor:
-        """Scores of a step, of models without a `language_model`. Shapes: returns (sampled rows, vocabulary)."""
+        """Logits of a step, for models without a `language_model`. Shapes: returns (sampled rows, vocabulary)."""
         raise NotImplementedError
 
     def plain_logits(self, token_ids: Tensor) -> Tensor:
-        """Scores behind all tokens of a text by transformers' own attention, where it has one.
+        """Logits of all tokens of a text by transformers' own attention, if the model has it.
 
         Shapes: (N,); returns (N, vocabulary).
         """
         raise NotImplementedError
 
     def image_form(self) -> bytes:
-        """What a model has to know of features that another rank has encoded."""
+        """Layout of features that another rank has encoded."""
         return b""
 
     def take_image_form(self, form: bytes) -> None:
-        """Read features as rank 0's `image_form` says."""
+        """Set the layout from rank 0's `image_form`."""
 
     def release(self, request_id: str) -> None:
-        """Let go of what is kept of a request beside keys and values. Idempotent."""
+        """Free the state of a request outside the KV cache. Idempotent."""
 
     def rotary(self, max_positions: int, dtype: torch.dtype, device: torch.device) -> RotaryTable:
-        """By what angles the decoder that the runner drives turns heads."""
+        """The rotary embedding table of the decoder."""
         return RotaryTable(self.language_model.text, max_positions, dtype, device)
 
     def decoder_layers(self) -> tuple[str, nn.Module]:
-        """The decoder's layers and their path in transformers' model: what adapters may change."""
+        """The decoder's layers and their path in transformers' model, for adapters."""
         return "language_model.model.layers", self.language_model.model.layers
 
     def stored_rows(self, name: str) -> Mapping[str, Tensor | None]:
-        """Which rows of transformers' linear layer each linear layer here has; None for all, in order.
+        """The rows of transformers' linear layer in each linear layer of this model; None for all, in order.
 
         `name` is relative to the decoder's layers, such as "0.self_attn.q_proj".
         """
@@ -158,7 +159,7 @@ class FamilyModel(nn.Module):
         return self
 
     def quantize(self, scheme: QuantizedMethod, dtype: torch.dtype) -> None:
-        """Have the linear maps of a scheme, where they were not there to be loaded."""
+        """Quantize the linear layers that were not loaded in the scheme."""
 
     def allow_int8_head(self) -> None:
         """Let the head be in int8: the decoder is quantized."""
@@ -169,7 +170,7 @@ class FamilyModel(nn.Module):
     def verify(
         self, runner: Any, how: str, make_example: Callable[[], Prompt | None] | None = None
     ) -> None:
-        """See that the runner's answers are the model's, also to a prompt with an image, which is made if it is wanted.
+        """Check the runner's answers against the model's, also for a prompt with an example image.
 
         Raises: UnsupportedCheckpoint.
         """
@@ -183,24 +184,24 @@ class FamilyModel(nn.Module):
         return embeddings
 
     def encode_images(self, pixels: Tensor) -> Tensor:
-        """What the decoder sees of squares. Shapes: (B, 3, size, size); returns (B, P, C)."""
+        """Features of fixed-size images. Shapes: (B, 3, size, size); returns (B, P, C)."""
         return self.multi_modal_projector(self.vision_tower(pixels)).to(pixels.dtype)
 
     def bind(self, ops: Ops, dtype: torch.dtype) -> None:
-        """Compute with these operators from now on, in an engine of this precision."""
+        """Select the operators. `dtype` is the engine's."""
         for part in (self.vision_tower, self.multi_modal_projector, self.language_model):
             part.bind(ops, dtype)
 
     def num_features(self, image: ImageInput) -> int | None:
-        """Rows of features that an image becomes; None for what is none of this model's."""
+        """Number of feature rows of an image. None if the model cannot encode it."""
         return None
 
     def encode(
         self, images: Sequence[ImageInput], device: torch.device, dtype: torch.dtype
     ) -> list[Tensor]:
-        """Features of images, each of its own size. Shapes: returns (slots of the image, C) each.
+        """Features of images of any size. Shapes: returns (slots of the image, C) each.
 
-        Here an image is one square, or several tiles of one size, and all go through the tower together.
+        By default an image is one square, or several tiles of one size, and all are encoded together.
         """
         tiles = [_tiles(image, device, dtype) for image in images]
         features = self.encode_images(torch.cat(tiles))
@@ -209,7 +210,7 @@ class FamilyModel(nn.Module):
     def encode_in_parts(
         self, image: ImageInput, tokens_per_part: int, device: torch.device, dtype: torch.dtype
     ) -> Generator[None, None, Tensor]:
-        """`encode` of one image, yielding before each part, so that streams may go on between two of them."""
+        """`encode` of one image; yields before each part, so that steps of running streams fit in between."""
         if isinstance(self.vision_tower, NoTower):
             return (yield from in_parts(lambda: self.encode([image], device, dtype)[0]))
         pixels = _tiles(image, device, dtype)
@@ -221,7 +222,7 @@ class FamilyModel(nn.Module):
         return torch.cat(projected, dim=1).to(dtype).flatten(0, 1)
 
     def example_image(self) -> ImageInput | None:
-        """An image to warm up with, at offset 0; None where a model takes none."""
+        """A dummy image for warm-up, at offset 0. None for text models."""
         return None
 
 
@@ -232,35 +233,35 @@ def _tiles(image: ImageInput, device: torch.device, dtype: torch.dtype) -> Tenso
 
 
 class ModelFamily(Protocol):
-    """One kind of checkpoint. Its methods are called in this order."""
+    """One kind of checkpoint. The methods are called in this order."""
 
-    architectures: tuple[str, ...]  #: of `config.json`
-    model_type: str  #: of a `config.json` that names no architecture
+    architectures: tuple[str, ...]  #: in `config.json`
+    model_type: str  #: for a `config.json` without architectures
 
     def check(self, config: Fields) -> ModelConfig:
         """The model's configuration. Raises: UnsupportedCheckpoint, with the field and the reason."""
         ...
 
     def build(self, config: Any, mesh: Mesh) -> FamilyModel:
-        """The model, or a member's share of it, its weights still undefined. Raises: UnsupportedCheckpoint."""
+        """Create the model, or this rank's shard, on the meta device. Raises: UnsupportedCheckpoint."""
         ...
 
     def rename(self, name: str, config: Any) -> str | WeightPart | None:
-        """A stored weight's name in the model; None for what is not read. Raises: UnsupportedCheckpoint."""
+        """The parameter of a stored weight. None for unused weights. Raises: UnsupportedCheckpoint."""
         ...
 
     def processor(self, directory: Path, config: Any) -> MultimodalProcessor:
-        """What makes images of a checkpoint ready. Raises: UnsupportedCheckpoint."""
+        """The image processor of a checkpoint. Raises: UnsupportedCheckpoint."""
         ...
 
 
-_MAX_NAMES = 5  # in messages
+_MAX_NAMES = 5  # in error messages
 _registered: list[ModelFamily] = []
 
 
 @contextmanager
 def registered(family: ModelFamily) -> Iterator[None]:
-    """Know a family for a while, before those that are built in."""
+    """Register a family inside the block, before the built-in ones."""
     _registered.insert(0, family)
     try:
         yield
@@ -279,7 +280,7 @@ def read_config(directory: Path) -> Any:
 
 
 def check_config(config: Fields) -> tuple[ModelFamily, Any]:
-    """As `find_family`, of the fields of a `config.json`."""
+    """`find_family` for the fields of a `config.json`."""
     families = [*_registered, *_built_in()]
     given, kind = config.get("architectures"), config.get("model_type")
     for family in families:
@@ -310,12 +311,12 @@ def _built_in() -> tuple[ModelFamily, ...]:
 
 @cache
 def _fallback() -> Any:
-    """The family of any other model. Its import takes a second, and no other family needs it."""
+    """The family of all other models, imported when it is needed: this takes a second."""
     return import_module(_FALLBACK).FAMILY
 
 
 def import_families() -> None:
-    """Import every family, as the first model would."""
+    """Import every family before the first model is known."""
     _built_in()
     _fallback()
 
@@ -323,12 +324,12 @@ def import_families() -> None:
 def rename_weights(
     weights: dict[str, Tensor], family: ModelFamily, config: Any
 ) -> dict[str, Tensor]:
-    """A checkpoint's weights by the model's names; what the model does not read is left out.
+    """A checkpoint's weights by parameter name, without unused ones.
 
-    Raises: UnsupportedCheckpoint for names that the family does not know, and parts that are missing.
+    Raises: UnsupportedCheckpoint for unknown names and missing parts.
     """
     renamed: dict[str, Tensor] = {}
-    parts: dict[str, dict[int, str]] = {}  # by name and index, the stored names
+    parts: dict[str, dict[int, str]] = {}  # by parameter and index, the stored names
     counts: dict[str, int] = {}
     for stored, tensor in weights.items():
         target = family.rename(stored, config)
@@ -364,7 +365,7 @@ def _check_weights(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> N
 
 
 def check_names(missing: list[str], unexpected: list[str]) -> None:
-    """Raises: UnsupportedCheckpoint for weights that a checkpoint lacks, or has beyond what the model reads."""
+    """Raises: UnsupportedCheckpoint for missing and unexpected weights."""
     for problem, names in (("lacks", missing), ("has unknown", unexpected)):
         if names:
             shown = ", ".join(names[:_MAX_NAMES])

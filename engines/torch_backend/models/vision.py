@@ -1,7 +1,6 @@
-"""The image encoder: open_clip's vision transformer with Hugging Face CLIP weights mapped onto it.
+"""The image encoder: open_clip's vision transformer with Hugging Face CLIP weights.
 
-Used by `llava`, which gives it normalised pixels for hidden states. Only the layers up
-to the last one that is read are built.
+Only the layers up to the last one that is used are created.
 
 Shape letters: B images, P patches, T = P + 1 tokens (the class token first), C channels.
 """
@@ -25,16 +24,16 @@ from engines.torch_backend.ops.registry import Ops
 
 
 class TowerAttention(nn.Module):
-    """The weights of what open_clip's blocks do in `attn`."""
+    """Weights of `attn` in open_clip's blocks."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.in_proj = Linear(width, 3 * width, quantizable="int8")  # queries, keys, values
+        self.in_proj = Linear(width, 3 * width, quantizable="int8")  # queries, keys and values
         self.out_proj = Linear(width, width, quantizable="int8")
 
 
 class TowerMLP(nn.Module):
-    """The weights of what open_clip's blocks do in `mlp`."""
+    """Weights of `mlp` in open_clip's blocks."""
 
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
@@ -43,9 +42,9 @@ class TowerMLP(nn.Module):
 
 
 class TowerBlock(nn.Module):
-    """A transformer block, under open_clip's names; all but `mix` is done to each token by itself.
+    """A transformer block with open_clip's parameter names. All steps but `mix` work on single tokens.
 
-    Shape letters: t tokens, of the T of each image.
+    Shape letters: t of the T tokens of each image.
     """
 
     def __init__(self, config: VisionConfig) -> None:
@@ -62,27 +61,27 @@ class TowerBlock(nn.Module):
         self._dtype: torch.dtype | None = None
 
     def bind(self, ops: Ops, dtype: torch.dtype) -> None:
-        """Compute with these operators from now on; attention is in this precision."""
+        """Select the operators; attention is computed in `dtype`."""
         for linear in (self._in, self._out, self._widen, self._narrow):
             linear.bind(ops, dtype)
         self._attend, self._dtype = ops["dense_attention"], dtype
 
     def project(self, x: Tensor) -> Tensor:
-        """Norm; queries, keys and values. Shapes: (B, t, C); returns (B, t, 3 C)."""
+        """Norm, then queries, keys and values. Shapes: (B, t, C); returns (B, t, 3 C)."""
         return self._in(self.ln_1(x)).to(self._dtype or x.dtype)
 
     def mix(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Attention of some queries to everything. Shapes: (B, t, heads, D), two (B, T, heads, D); returns (B, t, C)."""
+        """Attention of some queries to all tokens. Shapes: (B, t, heads, D), two (B, T, heads, D); returns (B, t, C)."""
         lengths = [(queries.shape[1], keys.shape[1])] * len(queries)
         query, key, value = (x.flatten(0, 1) for x in (queries, keys, values))
         return self._attend(query, key, value, lengths).unflatten(0, queries.shape[:2])
 
     def add_mixed(self, x: Tensor, mixed: Tensor) -> Tensor:
-        """The stream with what attention gave. Shapes: (B, t, C), kept."""
+        """Add the attention output to the residual stream. Shapes: (B, t, C), modified."""
         return x + self._out(mixed.to(x.dtype))
 
     def add_feed(self, x: Tensor) -> Tensor:
-        """The stream after the feed-forward part. Shapes: (B, t, C), kept."""
+        """Add the feed-forward output to the residual stream. Shapes: (B, t, C), modified."""
         return x + self._narrow(self._widen(self.ln_2(x)))
 
 
@@ -93,10 +92,10 @@ def split_heads(projected: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tens
 
 
 def num_blocks_needed(config: VisionConfig, feature_layers: tuple[int, ...]) -> int:
-    """Transformer blocks up to the last one whose output is read.
+    """Number of blocks up to the last one whose output is used.
 
-    Layer i >= 0 is the output of block i, counted from 1 (0 would be the embeddings); -1 is the last block's.
-    Raises: UnsupportedCheckpoint.
+    Layer i >= 0 is the output of block i, counted from 1 (0 is the embeddings); -1 is the last block. Raises:
+    UnsupportedCheckpoint.
     """
     return max(_block_number(config, layer) for layer in feature_layers)
 
@@ -111,7 +110,7 @@ def _block_number(config: VisionConfig, layer: int) -> int:
 
 
 class VisionTower(nn.Module):
-    """CLIP's vision transformer, read at some of its layers."""
+    """CLIP's vision transformer; returns the hidden states of some layers."""
 
     def __init__(
         self, config: VisionConfig, feature_layers: tuple[int, ...], with_class_token: bool
@@ -120,7 +119,7 @@ class VisionTower(nn.Module):
         self.block_numbers = [_block_number(config, layer) for layer in feature_layers]
         self.with_class_token = with_class_token
         self.num_heads = config.num_heads
-        self.num_tokens = config.num_patches + 1  #: of an image, T
+        self.num_tokens = config.num_patches + 1  #: per image, T
         self.clip = VisionTransformer(
             image_size=config.image_size,
             patch_size=config.patch_size,
@@ -134,18 +133,18 @@ class VisionTower(nn.Module):
             TowerBlock(config) for _ in range(max(self.block_numbers))
         )
         self._has_float32_stream = False
-        # what follows the last layer serves CLIP's own image-text score
+        # The final norm is for CLIP's image-text score only.
         self.clip.ln_post = nn.Identity()
         self.clip.proj = None
 
     def bind(self, ops: Ops, dtype: torch.dtype) -> None:
-        """Compute with these operators from now on, and in this precision where they leave it to torch."""
+        """Select the operators. `dtype` is for those that torch computes."""
         for block in self.blocks:
             block.bind(ops, dtype)
         self._has_float32_stream = ops.is_native
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """Hidden states of the asked layers, side by side in the channels, in the order asked.
+        """Hidden states of the selected layers, concatenated in the channels.
 
         Shapes: pixels (B, 3, size, size); returns (B, P or T, layers * C).
         """
@@ -157,7 +156,7 @@ class VisionTower(nn.Module):
                 return stop.value
 
     def in_parts(self, pixels: Tensor, size: int) -> Generator[None, None, Tensor]:
-        """`forward` in parts of `size` tokens each, before each of which it yields."""
+        """`forward` in parts of `size` tokens; yields before each part."""
         yield
         x = self.embed(pixels)
         read: dict[int, Tensor] = {}
@@ -169,7 +168,7 @@ class VisionTower(nn.Module):
         return self.select(read)
 
     def _attend(self, block: TowerBlock, x: Tensor, size: int) -> Generator[None, None, Tensor]:
-        """A block's attention. Shapes: (B, T, C), kept."""
+        """A block's attention. Shapes: (B, T, C), modified."""
         pieces = x.split(size, dim=1)
         projected = []
         for piece in pieces:
@@ -183,7 +182,7 @@ class VisionTower(nn.Module):
         return joined(outputs)
 
     def _feed(self, block: TowerBlock, x: Tensor, size: int) -> Generator[None, None, Tensor]:
-        """A block's feed-forward part. Shapes: (B, T, C), kept."""
+        """A block's feed-forward part. Shapes: (B, T, C), modified."""
         outputs = []
         for piece in x.split(size, dim=1):
             yield
@@ -191,7 +190,7 @@ class VisionTower(nn.Module):
         return joined(outputs)
 
     def embed(self, pixels: Tensor) -> Tensor:
-        """What the first block gets. Shapes: (B, 3, size, size); returns (B, T, C)."""
+        """The input of the first block. Shapes: (B, 3, size, size); returns (B, T, C)."""
         x = self.clip._embeds(pixels)
         return x.float() if self._has_float32_stream else x
 
@@ -200,22 +199,22 @@ class VisionTower(nn.Module):
         return [b for b in self.clip.transformer.resblocks if isinstance(b, TowerBlock)]
 
     def select(self, read: Mapping[int, Tensor]) -> Tensor:
-        """What is read, of the outputs of these blocks. Shapes: (B, T, C) each; returns as `forward`."""
+        """The selected tokens of these hidden states. Shapes: (B, T, C) each; returns as `forward`."""
         features = torch.cat([read[number] for number in self.block_numbers], dim=-1)
         return features if self.with_class_token else features[:, 1:]
 
 
 def joined(pieces: list[Tensor]) -> Tensor:
-    """Pieces along the tokens; a single one is not copied."""
+    """Concatenate along the tokens; a single piece is not copied."""
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
 
 
-#: Hugging Face CLIP names (after an optional `vision_model.`) and open_clip's
+#: Names of Hugging Face CLIP (after an optional `vision_model.`) and of open_clip.
 _NAMES = {
     "embeddings.class_embedding": "class_embedding",
     "embeddings.patch_embedding.weight": "conv1.weight",
     "embeddings.position_embedding.weight": "positional_embedding",
-    "pre_layrnorm.weight": "ln_pre.weight",  # the missing letter is theirs
+    "pre_layrnorm.weight": "ln_pre.weight",  # misspelled in the checkpoint
     "pre_layrnorm.bias": "ln_pre.bias",
 }
 _BLOCK_NAMES = {
@@ -232,8 +231,8 @@ _UNREAD = ("post_layernorm.", "embeddings.position_ids")
 def open_clip_name(name: str) -> str | None:
     """open_clip's name of a Hugging Face CLIP vision parameter, without prefixes.
 
-    Query, key and value projections have one name together, `attn.in_proj.*`. None: of no use here.
-    Raises: UnsupportedCheckpoint on a name that CLIP does not have.
+    Query, key and value projections share the name `attn.in_proj.*`. None for unused parameters. Raises:
+    UnsupportedCheckpoint for unknown names.
     """
     if name in _NAMES:
         return _NAMES[name]

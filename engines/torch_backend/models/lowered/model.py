@@ -37,13 +37,13 @@ from engines.torch_backend.step import ImageSlots
 
 
 def lower(front: Any, dtype: torch.dtype) -> "LoweredModel":
-    """A `GenericModel` that has been probed, with its decoder in our program, to compute in that precision.
+    """Replace the decoder of a probed `GenericModel` by a `Llama` that computes in `dtype`.
 
-    Raises: BeyondOurProgram with the reason; the model is as it was then.
+    Raises: BeyondOurProgram with the reason; the model is unchanged then.
     """
     stack_name, stack = find_stack(front.inner)
     for module in front.inner.modules():
-        # the probe knows all layers, and one of them is to be copied alone
+        # drops the probe's reference to all layers, of which one is copied
         module.pages = None
     width = read_decoder(front, stack, dtype).text.head_dim
     rotary = Rotary(stack.rotary_emb, front.num_position_rows, width)
@@ -64,7 +64,7 @@ def lower(front: Any, dtype: torch.dtype) -> "LoweredModel":
 
 
 class LoweredModel(FamilyModel):
-    """Our decoder behind transformers' front."""
+    """Image encoding and embedding of transformers with this project's decoder."""
 
     converts_weights = True
     speed_path = "lowered"
@@ -78,9 +78,9 @@ class LoweredModel(FamilyModel):
         order: Tensor | None,
         dtype: torch.dtype,
     ) -> None:
-        """Takes transformers' decoder out of its model, which is of no use without this one then.
+        """Removes the decoder from transformers' model, which is unusable without this one afterwards.
 
-        `order` is that of the channels of queries and keys in each head, if it was changed.
+        `order` is the order of channels of queries and keys in each head, if it was changed.
         """
         super().__init__()
         self.config = front.config
@@ -115,13 +115,13 @@ class LoweredModel(FamilyModel):
             allow_int8(self.front.inner, self._stack_name, None)
 
     def bind(self, ops: Ops, dtype: torch.dtype) -> None:
-        """Compute with these operators from now on."""
+        """Select the operators."""
         super().bind(ops, dtype)
         if self.front is not None:
             bind_layers(self.front.inner, ops, dtype)
 
     def embed(self, token_ids: Tensor, images: Sequence[ImageSlots]) -> Tensor:
-        """As transformers merges them. Shapes: (N,); returns (N, C)."""
+        """Embeddings as transformers merges them. Shapes: (N,); returns (N, C)."""
         if not images:
             return self.language_model.embed(token_ids)
         ids = token_ids[None]
@@ -135,7 +135,7 @@ class LoweredModel(FamilyModel):
         return self._inputs.taken()
 
     def num_features(self, image: ImageInput) -> int | None:
-        """Those that the prompt has slots for."""
+        """The number of slots in the prompt."""
         return None if self.front is None else self.front.num_features(image)
 
     def encode(
@@ -146,7 +146,7 @@ class LoweredModel(FamilyModel):
 
 
 class _DecoderInputs(nn.Module):
-    """Stands where transformers' decoder was, and keeps what it is given."""
+    """Replaces transformers' decoder and records its inputs."""
 
     def __init__(self, decoder: Llama) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ class _DecoderInputs(nn.Module):
         return self.embed_tokens
 
     def taken(self) -> Tensor:
-        """What the last call gave: embeddings, and beside them what is added behind the first layers.
+        """Inputs of the last call: embeddings, and features that are added after the first layers.
 
         Shapes: returns (N, C), or (N, C + levels * C).
         """
@@ -185,11 +185,11 @@ class _DecoderInputs(nn.Module):
 
 
 class _Embeddings(nn.Module):
-    """The decoder's own, for transformers' front."""
+    """The decoder's embeddings, for transformers' model."""
 
     def __init__(self, decoder: Llama) -> None:
         super().__init__()
-        self._decoder = (decoder,)  # no part of this module: its weights are counted once
+        self._decoder = (decoder,)  # in a tuple, so that its weights are not counted twice
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """Shapes: (1, N); returns (1, N, C)."""
@@ -197,7 +197,7 @@ class _Embeddings(nn.Module):
 
 
 def _convert(model: nn.Module, dtype: torch.dtype) -> None:
-    """Have all that is rounded more in `dtype`; what transformers keeps in float32 stays."""
+    """Convert parameters of higher precision to `dtype`, except those that transformers keeps in float32."""
     for x in (*model.parameters(), *model.buffers()):
         if x.is_floating_point() and x.dtype.itemsize < dtype.itemsize:
             x.data = x.data.to(dtype)

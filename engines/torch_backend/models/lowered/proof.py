@@ -1,4 +1,4 @@
-"""That our decoder computes what transformers' does, seen by having both compute.
+"""Compares this project's decoder with transformers' by computing both.
 
 Shape letters: T tokens of the trial, R rows of positions, C hidden width.
 """
@@ -22,12 +22,12 @@ from engines.torch_backend.models.lowered.rotary import Rotary
 from engines.torch_backend.ops.paged_attention.reference import create_attention
 from engines.torch_backend.step import SequenceRows, StepInputs
 
-#: Of what a layer adds to the stream, as a share of its standard deviation, in float32.
+#: Largest error of a layer's output relative to its standard deviation, in float32.
 _LARGEST_DIFFERENCE = 1e-3
 _TRIAL_TOKENS = (1, 5, 2, 7, 3, 4, 9, 6)
 _BLOCK_SIZE = 4
-LARGE = 2**29  # parameters, of which more are not all computed twice at the start
-#: What the front may hand to a decoder without saying anything but tokens and their positions.
+LARGE = 2**29  # parameters; larger models are compared on some layers only
+#: Arguments of the decoder that carry only tokens and their positions.
 _PLAIN_INPUTS = frozenset({
     "input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values", "use_cache", "cache_position",
     "output_attentions", "output_hidden_states", "return_dict",
@@ -36,7 +36,7 @@ _PLAIN_INPUTS = frozenset({
 
 @dataclass
 class Observed:
-    """What went through transformers' layers in one call of the model."""
+    """Inputs and outputs of transformers' layers in one call of the model."""
 
     positions: Tensor  #: (R, T)
     calls: list[Call]
@@ -44,13 +44,13 @@ class Observed:
 
 @torch.inference_mode()
 def observe(front: Any, stack: Any) -> Observed:
-    """Call the model, and see that there is nothing between embeddings, layers, norm and head.
+    """Run the model, and check that nothing is computed between embeddings, layers, norm and head.
 
     Raises: BeyondOurProgram.
     """
     model: Any = front.inner
     ids = torch.tensor([_TRIAL_TOKENS], device=stack.embed_tokens.weight.device)
-    # one row counts on, as packed prompts would not; several may differ
+    # one row continues without restarts, as packed prompts would have them; several may differ
     steps = torch.arange(1, front.num_position_rows + 1)[:, None]
     positions = (steps * torch.arange(ids.shape[1]) + 3).to(ids.device)
     given = positions if len(positions) == 1 else positions[:, None]
@@ -83,7 +83,7 @@ def observe(front: Any, stack: Any) -> Observed:
 
 @contextmanager
 def _wide_scores(head: nn.Module) -> Iterator[list[Tensor]]:
-    """Have a head give scores that show what is done to them, which are in the list then."""
+    """Make a head return scores that reveal later changes; they are in the list afterwards."""
     given: list[Tensor] = []
 
     def give(module: nn.Module, args: Any, output: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ def _wide_scores(head: nn.Module) -> Iterator[list[Tensor]]:
 
 @torch.inference_mode()
 def check_levels(seen: Observed, stack: Any) -> None:
-    """See that features of images that a decoder takes beside embeddings are added behind the first layers."""
+    """Check that additional image features are added after the first layers."""
     if "deepstack_visual_embeds" not in inspect.signature(stack.forward).parameters:
         return
     x = seen.calls[0].input
@@ -139,14 +139,14 @@ def _noting_stream(inputs: list[Tensor]) -> Callable[..., None]:
 
 @torch.inference_mode()
 def compare(seen: Observed, decoder: Llama, rotary: Rotary, stack: Any) -> None:
-    """Have both compute each layer, in float32; of a large model each kind of layer, and the last."""
+    """Compare each layer in float32; for a large model each kind of layer, and the last one."""
     text, device = decoder.text, seen.positions.device
     num_tokens = seen.positions.shape[1]
     num_blocks = -(-num_tokens // _BLOCK_SIZE)
     rows = SequenceRows(0, num_tokens, 0, list(range(num_blocks)))
     inputs = StepInputs.create([rows], _BLOCK_SIZE, device)
     pool = KVCachePool(text, num_blocks, _BLOCK_SIZE, torch.float32, device)
-    loaded = stack.embed_tokens.weight.dtype  # theirs rounds angles to it
+    loaded = stack.embed_tokens.weight.dtype  # transformers rounds the angles to it
     positions = seen.positions[0] if len(seen.positions) == 1 else seen.positions
     table = rotary.table(int(positions.max()) + 1, loaded, device)
     rotation = tuple(x.float() for x in table.at_all(positions))
@@ -191,7 +191,7 @@ def _set_rotation(layer: Any, rotates: bool, rope: int) -> None:
 
 
 def _kind_of(layer: nn.Module) -> str:
-    """Types of a layer's modules, and all plain values that they hold but its number."""
+    """Module types of a layer and its plain attributes without its index."""
     return repr([
         (name, type(module), {
             n: x for n, x in sorted(vars(module).items())
@@ -202,13 +202,13 @@ def _kind_of(layer: nn.Module) -> str:
 
 
 def _stream(call: tuple[tuple[Any, ...], dict[str, Any]]) -> Tensor:
-    """What goes through a layer. Shapes: returns (1, T, C)."""
+    """The hidden states of a call. Shapes: returns (1, T, C)."""
     args, kwargs = call
     return args[0] if args else kwargs["hidden_states"]
 
 
 def _widened(given: Any) -> Any:
-    """Every tensor of rounded numbers in float32."""
+    """Tensors in float32."""
     if isinstance(given, Tensor):
         return given.float() if given.is_floating_point() else given
     if isinstance(given, dict):
