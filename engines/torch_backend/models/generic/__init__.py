@@ -1,1 +1,1 @@
-"""Any model that transformers implements, its own modules over our pages of keys and values."""
+"""Models of transformers over the paged KV cache."""

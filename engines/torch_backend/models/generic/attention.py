@@ -28,48 +28,48 @@ from engines.torch_backend.ops.registry import Ops
 from engines.torch_backend.step import StepInputs
 
 NAME = "vlm_fleet_pages"
-#: What layers pass beside queries, keys and values, and the engine knows or may leave aside.
+#: Arguments of attention layers that the engine handles or may ignore.
 _KNOWN = frozenset({
     "scaling", "dropout", "is_causal", "sliding_window", "softcap", "s_aux", "position_ids", "use_cache",
     "output_attentions", "output_hidden_states", "return_dict", "position_embeddings", "cu_seq_lens_q",
     "attention_mask", "logits_to_keep", "past_key_values",
 })  # fmt: skip
-#: Those whose masks the engine makes itself; those of any other would be missing without a word.
+#: Layer types whose masks the engine creates; masks of other types would be missing silently.
 _LAYER_TYPES = frozenset({
     None, "full_attention", "attention", "sliding_attention", "chunked_attention", "linear_attention", "mamba",
     "conv", "hybrid", "moe", "mlp",
 })  # fmt: skip
-#: Of configurations: behind so many tokens masks differ.
+#: Configuration fields with lengths beyond which masks differ.
 _SIZES = ("sliding_window", "attention_chunk_size")
-#: Of queries and of keys, head by head.
+#: Norms of queries and keys, per head.
 HeadNorms = tuple[RMSNorm | None, RMSNorm | None]
 NO_NORMS: HeadNorms = (None, None)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """What one attention layer asks for. Widths in channels, window and chunk in tokens."""
+    """Properties of one attention layer. Widths in channels, window and chunk in tokens."""
 
     num_heads: int
     num_kv_heads: int
     key_dim: int
     value_dim: int
     scale: float
-    window: int | None = None  #: tokens that a token sees, itself included
-    chunk: int | None = None  #: tokens see those of their own chunk of so many
+    window: int | None = None  #: tokens that a token attends to, including itself
+    chunk: int | None = None  #: tokens attend within chunks of this size
     softcap: float | None = None
     has_sinks: bool = False
-    shares: int | None = None  #: the layer whose keys and values it reads, by its number
-    kind: str | None = None  #: its type in the configuration
-    is_bidirectional: bool = False  #: whether slots of an image attend to each other
+    shares: int | None = None  #: index of the layer whose keys and values it reads
+    kind: str | None = None  #: layer type in the configuration
+    is_bidirectional: bool = False  #: whether the slots of an image attend to each other
 
     @property
     def pool_shape(self) -> tuple[int, int]:
-        """Heads and width of what is kept; the narrower of keys and values is padded."""
+        """Heads and head dimension of the pool; the narrower of keys and values is padded."""
         return self.num_kv_heads, max(self.key_dim, self.value_dim)
 
     def form(self, norms: HeadNorms = NO_NORMS, rotates: bool = True) -> Heads:
-        """As operators are told of it, and of the norms of its heads."""
+        """Description of the heads and their norms for operators."""
         is_usual = abs(self.scale * self.key_dim**0.5 - 1) < 1e-9 and self.key_dim >= self.value_dim
         return Heads(
             *norms,
@@ -82,7 +82,7 @@ class LayerSpec:
         )
 
     def within(self, max_model_len: int) -> "LayerSpec":
-        """As it is for sequences that are never longer: what they cannot leave is no limit."""
+        """The spec for sequences up to this length: larger windows and chunks are dropped."""
         window = None if self.window and self.window >= max_model_len else self.window
         chunk = None if self.chunk and self.chunk >= max_model_len else self.chunk
         return replace(self, window=window, chunk=chunk)
@@ -106,13 +106,13 @@ assert NAME not in ALL_MASK_ATTENTION_FUNCTIONS
 
 
 class Probe:
-    """Notes what each layer asks for, in the order of their calls. Raises: UnsupportedCheckpoint for what is not known."""
+    """Records the spec of each layer in the order of their calls. Raises: UnsupportedCheckpoint for unknown arguments."""
 
     def __init__(self, tells_masks: bool) -> None:
-        """`tells_masks`: the model has a hook that says who sees whom."""
+        """`tells_masks`: the model has a hook that defines who attends to whom."""
         self.layers: dict[nn.Module, LayerSpec] = {}
         self._tells_masks = tells_masks
-        self._keys: list[Tensor] = []  # kept, so that no other layer's come to lie at their places
+        self._keys: list[Tensor] = []  # kept alive, so that addresses are not reused
 
     def __call__(
         self,
@@ -167,15 +167,15 @@ class Probe:
 
 
 def layer_type(module: nn.Module) -> str | None:
-    """What the configuration calls a layer; None where all are alike."""
+    """The configuration's type of a layer. None if all layers are alike."""
     types = getattr(module.config, "layer_types", None)
     return types[module.layer_idx] if types else None  # pyright: ignore
 
 
 def check_masks(model: PreTrainedModel, layers: list[LayerSpec]) -> None:
-    """Compare transformers' masks with what the layers asked for, behind every window and chunk.
+    """Compare transformers' masks with the specs beyond every window and chunk.
 
-    Raises: UnsupportedCheckpoint for a mask that no layer asked for.
+    Raises: UnsupportedCheckpoint for a mask that no spec describes.
     """
     text: Any = model.config.get_text_config(decoder=True)
     sizes = {getattr(text, name, None) for name in _SIZES} - {None}
@@ -191,7 +191,7 @@ def check_masks(model: PreTrainedModel, layers: list[LayerSpec]) -> None:
 
 
 def _their_masks(text: Any, length: int) -> Any:
-    """Of one sequence of that length, for transformers' plain attention."""
+    """Masks of one sequence of this length, as transformers creates them for eager attention."""
     text._attn_implementation_internal = "sdpa"
     try:
         embeddings, positions = torch.zeros(1, length, 1), torch.arange(length)[None]
@@ -213,19 +213,19 @@ def _ours(spec: LayerSpec, length: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """How the first channels of queries and keys are turned, in halves. Shapes: cos, sin (1, N, width)."""
+    """Rotary embedding of the first channels of queries and keys, in halves. Shapes: cos, sin (1, N, width)."""
 
     cos: Tensor
     sin: Tensor
     width: int
 
     def tables(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """As operators take them: the minus of a half is in the sines. Shapes: returns two (N, 1, width)."""
+        """Tables for operators, with the sign of one half in the sines. Shapes: returns two (N, 1, width)."""
         left, right = self.sin[0].to(dtype).chunk(2, dim=-1)
         return self.cos[0].to(dtype)[:, None], torch.cat([-left, right], dim=-1)[:, None]
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Shapes: (N, heads, D), kept."""
+        """Shapes: (N, heads, D), modified."""
         turned = rotate(x[..., : self.width], *self.tables(x.dtype))
         return (
             turned
@@ -237,27 +237,27 @@ class Rotation:
 def split_rotated(
     qkv: Tensor, heads: tuple[int, int], rotation: Rotation | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values of a joined product. Shapes: (N, (H + 2 K) D); returns (N, H, D), two (N, K, D)."""
+    """Queries, keys and values of a joined projection. Shapes: (N, (H + 2 K) D); returns (N, H, D), two (N, K, D)."""
     sizes = [heads[0], heads[1], heads[1]]
     query, key, value = qkv.view(len(qkv), sum(sizes), -1).split(sizes, dim=1)
     return (query, key, value) if rotation is None else (rotation(query), rotation(key), value)
 
 
 class PagedStep:
-    """The present step of a model: its inputs, and the attention of its layers."""
+    """The current step of a model: its inputs, and the attention of its layers."""
 
     inputs: StepInputs
 
     def begin(self, inputs: StepInputs, pools: Sequence[KVCachePool], ops: Ops) -> None:
         self.inputs, self.pools = inputs, pools
         self._create: CreateAttention = ops["paged_attention"]
-        #: keyed by id; each entry keeps its rotation alive, so that its id is not reused
+        #: By id; each entry keeps its rotation alive, so that its id is not reused.
         self._attends: dict[Any, tuple[Attend, Rotation | None]] = {}
 
     def attend(
         self, pool: int, num_heads: int, rotation: "Rotation | None", dtype: torch.dtype
     ) -> Attend:
-        """That of layers with such heads, rotated so in that precision."""
+        """The attention of layers with these heads, rotation and dtype."""
         key = (pool, num_heads, rotation and id(rotation.cos))
         if key not in self._attends:
             tables = rotation and rotation.tables(dtype)
@@ -267,7 +267,7 @@ class PagedStep:
 
 
 class PagedLayer:
-    """One layer over its part of a pool."""
+    """One layer and its part of a KV cache pool."""
 
     def __init__(self, spec: LayerSpec, step: PagedStep, pool: int, place: int) -> None:
         self.spec = spec
@@ -284,7 +284,7 @@ class PagedLayer:
         mask: Tensor | None,
         options: dict[str, Any],
     ) -> Tensor:
-        """Shapes: as `attend`. A layer that shares another's keys and values writes the same ones once more."""
+        """Shapes: as `attend`. A layer that shares another layer's keys and values writes them again."""
         width, num_heads = self.step.pools[self._pool].head_dim, query.shape[1]
         parts = [_widened(x[0].transpose(0, 1), width) for x in (query, key, value)]
         qkv = torch.cat(parts, dim=1).flatten(1)
@@ -316,27 +316,27 @@ class PagedLayer:
         return self(module, query, key, value, None, {})[0].flatten(1).to(qkv.dtype)
 
     def takes_norms(self, rotation: Rotation | None) -> bool:
-        """Whether the operator takes the joined product as it is, and normalises heads itself."""
+        """Whether the operator accepts the joined projection and applies the head norms."""
         spec, width = self.spec, self.step.pools[self._pool].head_dim
         is_whole = rotation is None or rotation.width == spec.key_dim
         return is_whole and width == spec.key_dim == spec.value_dim
 
     def kernel(self, place: int, rotation: Rotation | None, dtype: torch.dtype) -> Attend | None:
-        """The operator, if it computes all of this layer's attention and knows it by that place."""
+        """The operator, if it computes all of this layer's attention."""
         if self._place != place or not self.takes_norms(rotation):
             return None
         return self.step.attend(self._pool, self.spec.num_heads, rotation, dtype)
 
 
 def counts_by_cache(module: nn.Module) -> bool:
-    """Whether an attention layer asks its cache where its tokens are."""
+    """Whether an attention layer reads the positions of its tokens from the cache."""
     if not hasattr(module, "layer_idx"):
         return False
     return "past_key_values.get_seq_length(" in inspect.getsource(type(module).forward)
 
 
 class Counted:
-    """Forward pass of a layer that counts by its cache, with a cache whose length is each token's index."""
+    """Forward pass of a layer that reads positions from its cache, with a cache whose length is each token's index."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -352,13 +352,13 @@ class Counted:
         return self._forward(*args, **options)
 
     def get_seq_length(self, layer_idx: int = 0) -> Tensor:
-        """As a cache's: what is to be added to the tokens' places in the step. Shapes: returns (N,)."""
+        """The cache's interface: the offset of the tokens' positions in the step. Shapes: returns (N,)."""
         return self._shift
 
     def update(
         self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """As a cache's: new tokens are the engine's to keep."""
+        """The cache's interface: the engine stores the new tokens."""
         return key, value
 
 

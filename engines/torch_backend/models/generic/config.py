@@ -1,6 +1,6 @@
-"""A checkpoint's `config.json` by transformers' own classes: which model it names, and what may not be believed.
+"""Reads a checkpoint's `config.json` with transformers' classes, and removes unsafe fields.
 
-No code of a checkpoint is run, nothing is fetched for it, and sizes are bounded before anything is built.
+No code of a checkpoint is run, nothing is fetched, and sizes are checked before anything is built.
 """
 
 import math
@@ -19,7 +19,7 @@ from engines.packages.checkpoint_json import Fields, shown
 from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.models.hf_config import MAX_WHOLE, stored_quantization
 
-#: What would have transformers fetch kernels, files or code, or load in a way that is the engine's to choose.
+#: Fields that would make transformers fetch kernels, files or code, or change how it loads.
 _NEVER_READ = frozenset({
     "auto_map", "attn_implementation", "experts_implementation", "transformers_weights", "fusion_config", "kernel_config",
     "distributed_config", "custom_pipelines", "dtype", "torch_dtype", "torchscript", "output_attentions",
@@ -30,7 +30,7 @@ _FLOAT = "__float__"
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the engine has to know of any decoder."""
+    """Limits of any decoder, for the engine."""
 
     vocab_size: int
     max_position_embeddings: int
@@ -38,7 +38,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class GenericConfig:
-    """Transformers' class of a model, and its configuration."""
+    """Transformers' model class and configuration."""
 
     model_class: type[PreTrainedModel]
     full: PreTrainedConfig
@@ -47,7 +47,7 @@ class GenericConfig:
 
     @property
     def kind(self) -> str:
-        """Its class, and beside a tower the decoder's: what a test says, it says of both together."""
+        """Its class, and the decoder's class for models with an image tower: tests cover the pair."""
         name, text = self.model_class.__name__, self.full.get_text_config(decoder=True)
         return f"{name}/{text.model_type}" if self.takes_images else name
 
@@ -58,7 +58,7 @@ class GenericConfig:
 
 
 def find_class(config: Fields) -> type[PreTrainedModel] | None:
-    """The class that a `config.json` names, if it writes text in the installed transformers, of images or not."""
+    """The class in a `config.json`, if it generates text in the installed transformers."""
     given, kind = config.get("architectures"), config.get("model_type")
     by_kind = {**MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
     known = {*by_kind.values(), *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}
@@ -86,14 +86,14 @@ def read_config(config: Fields, model_class: type[PreTrainedModel]) -> GenericCo
         full = config_class(**_believed(config))
     except UnsupportedCheckpoint:
         raise
-    except Exception as error:  # whatever it makes of values that do not fit each other
+    except Exception as error:  # of any type, for inconsistent values
         reason = " ".join(str(error).split()).rpartition("Error: ")[2][:200]
         raise UnsupportedCheckpoint(f"{config.file}: {reason}") from None
     return GenericConfig(model_class, full, _limits(config, full))
 
 
 def _believed(section: Fields) -> dict[str, Any]:
-    """The values of a section and of those within it, without those that are never read. Raises: UnsupportedCheckpoint."""
+    """The fields of a section and its subsections, without unsafe ones. Raises: UnsupportedCheckpoint."""
     for name, most in MAX_WHOLE.items():
         given = section.get(name)
         for size in given if isinstance(given, list) else [given]:
@@ -109,7 +109,7 @@ def _believed(section: Fields) -> dict[str, Any]:
 
 
 def _number(value: Any) -> Any:
-    """What JSON has no number for, as transformers writes it."""
+    """Infinite values as transformers writes them to JSON."""
     if isinstance(value, list):
         return [_number(each) for each in value]
     if isinstance(value, Mapping) and value.keys() == {_FLOAT}:

@@ -1,4 +1,4 @@
-"""The family of all checkpoints that no other family claims, and that transformers implements."""
+"""The family of all checkpoints that transformers implements and no other family claims."""
 
 from pathlib import Path
 
@@ -12,13 +12,13 @@ from engines.torch_backend.parallel.mesh import Mesh
 
 
 class GenericFamily:
-    """Any model of the installed transformers that writes text, of images or not."""
+    """Any model of the installed transformers that generates text, with or without images."""
 
     architectures = ()
     model_type = ""
 
     def __init__(self, lowers: bool = True) -> None:
-        """`lowers`: our own program computes the decoders that it can say."""
+        """`lowers`: use this project's decoder where it can compute the model."""
         self._lowers = lowers
 
     def claims(self, config: Fields) -> bool:
@@ -33,15 +33,15 @@ class GenericFamily:
         return read_config(config, model_class)
 
     def build(self, config: GenericConfig, mesh: Mesh) -> GenericModel:
-        """The model, still without modules: transformers makes them with the weights."""
+        """Create the model without modules: transformers creates them with the weights."""
         return GenericModel(config, self._lowers, mesh)
 
     def rename(self, name: str, config: GenericConfig) -> str:
-        """Names are transformers' to read."""
+        """Transformers reads the names."""
         return name
 
     def processor(self, directory: Path, config: GenericConfig) -> MultimodalProcessor:
-        """Transformers' own, where the model takes images. Raises: UnsupportedCheckpoint."""
+        """Transformers' image processor, if the model takes images. Raises: UnsupportedCheckpoint."""
         if not config.takes_images:
             return TextOnly(PLAIN_TEMPLATE)
         return TransformersImages(directory, config.model_class, config.full)

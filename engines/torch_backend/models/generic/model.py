@@ -1,4 +1,4 @@
-"""One of transformers' models, driven by the engine's steps over its pages.
+"""A transformers model that runs the engine's steps over the paged KV cache.
 
 Shape letters: N new tokens of a step, R rows of positions, V vocabulary.
 """
@@ -65,7 +65,7 @@ from engines.torch_backend.step import ImageSlots, StepInputs
 
 logger = logging.getLogger(__name__)
 _PROBE_TOKENS = (1, 2)
-#: Between the engine's scores and transformers' own, as a share of their standard deviation.
+#: Largest difference between the engine's and transformers' logits, relative to their standard deviation.
 _LARGEST_DIFFERENCE = 1e-3
 _LARGEST_ROUNDED = 0.1
 
@@ -80,7 +80,7 @@ class PoolShape:
 
 
 class GenericModel(FamilyModel):
-    """Transformers' modules; the engine's positions, pages and attention."""
+    """Transformers' modules with the engine's positions, KV cache and attention."""
 
     config: GenericConfig
     converts_weights = True
@@ -88,21 +88,21 @@ class GenericModel(FamilyModel):
     inner: PreTrainedModel
 
     def __init__(self, config: GenericConfig, lowers: bool = True, mesh: Mesh = SINGLE) -> None:
-        """Members of a mesh share the decoder, by transformers' own modules; rank 0 encodes images."""
+        """The ranks of a mesh shard the decoder within transformers' modules; rank 0 encodes images."""
         super().__init__()
         self._lowers = lowers and mesh.size == 1
         self.keeps_stored = mesh.size == 1
         self._mesh = mesh
         self.config = config
         self.language_model = None
-        self.specs: dict[nn.Module, LayerSpec] = {}  #: of layers of attention, in their order
+        self.specs: dict[nn.Module, LayerSpec] = {}  #: of attention layers, in order
         self._step = PagedStep()
         self._ops: Ops | None = None
         self._arguments: frozenset[str] = frozenset()
-        self._types: list[str] = []  #: of the arguments, those that are types of tokens
+        self._types: list[str] = []  #: names of arguments with token types
         self._own_attention = ""
         self._dtype = torch.float32
-        self._is_rounded = False  #: weights, or keys and values, to integers
+        self._is_rounded = False  #: whether weights, keys or values are integers
         self._mixers: list[Mixer] = []
         self._form: ImageForm | None = None
         self._no_feature: Tensor | None = None
@@ -121,7 +121,7 @@ class GenericModel(FamilyModel):
         kept: frozenset[torch.dtype] = frozenset(),
         check_room: Callable[[Collection[str]], None] = lambda kept: None,
     ) -> FamilyModel:
-        """Have transformers make the model of a checkpoint's weights, and our program its decoder where it can.
+        """Load a checkpoint with transformers, and lower its decoder if possible.
 
         Raises: UnsupportedCheckpoint.
         """
@@ -144,7 +144,7 @@ class GenericModel(FamilyModel):
         return self
 
     def forget_decoder(self) -> None:
-        """Let go of what is known of layers, which are not needed any more: who knows them, keeps their weights."""
+        """Drop references to decoder layers, which would keep their weights alive."""
         self.specs, self._watched, self.fused = {}, None, None
 
     def _make(
@@ -154,12 +154,12 @@ class GenericModel(FamilyModel):
         dtype: torch.dtype,
         stored: Mapping[str, Sequence[str]] = MappingProxyType({}),
     ) -> None:
-        """Have the model in that precision, and find out what its layers ask for.
+        """Create the model in this dtype and probe its layers.
 
-        `stored` are names of weights that stay as they are, and of the modules that these are of.
+        `stored` maps weights that keep their stored type to their modules.
         """
         empty = {name: weights[name].new_zeros(1).expand_as(weights[name]) for name in stored}
-        # on the CPU: transformers needs accelerate to load elsewhere, and one device may be too small for all
+        # On the CPU: transformers needs accelerate to load elsewhere, and one device may be too small for all.
         self.inner = self._load(weights | empty, dtype).requires_grad_(False).eval()
         for name, paths in stored.items():
             keep_stored(map(self.inner.get_submodule, paths), weights[name], dtype)
@@ -202,7 +202,7 @@ class GenericModel(FamilyModel):
         try:
             for mixer in self._mixers:
                 mixer.measure()
-        except Exception as error:  # of a hundred classes' own
+        except Exception as error:  # of any type
             name = self.config.model_class.__name__
             raise UnsupportedCheckpoint(
                 f"{name}: its states cannot be kept: {_explain(error)}"
@@ -210,7 +210,7 @@ class GenericModel(FamilyModel):
 
     @torch.inference_mode()
     def _recognise(self, device: torch.device) -> None:
-        """Find what operators compute: on a CPU, whose kernels are for it, and where no part is another member's."""
+        """Find modules that operators can compute, on a CPU and without sharding."""
         watched, self._watched = self._watched, None
         assert watched is not None
         if device.type == "cpu" and self._mesh.size == 1:
@@ -219,7 +219,7 @@ class GenericModel(FamilyModel):
             logger.info("our operators compute %s", found.counts() or "no module of transformers")
 
     def find_arguments(self) -> None:
-        """Note what the model's forward pass takes by name."""
+        """Note the arguments of the model's forward pass."""
         self._arguments = frozenset(inspect.signature(self.inner.forward).parameters)
         self._types = type_names(self._arguments)
 
@@ -236,7 +236,7 @@ class GenericModel(FamilyModel):
                     output_loading_info=True,
                     ignore_mismatched_sizes=True,
                 )
-        except Exception as error:  # of a hundred classes' own
+        except Exception as error:  # of any type
             raise UnsupportedCheckpoint(
                 f"transformers cannot load {name}: {_explain(error)}"
             ) from error
@@ -250,7 +250,7 @@ class GenericModel(FamilyModel):
 
     @torch.inference_mode()
     def _probe(self, device: torch.device) -> dict[nn.Module, LayerSpec]:
-        """Call the model once. Raises: UnsupportedCheckpoint."""
+        """Run the model once and record the specs of its layers. Raises: UnsupportedCheckpoint."""
         name = self.config.model_class.__name__
         probe: Any = Probe(hasattr(self.inner, "create_masks_for_generate"))
         for module in self.inner.modules():
@@ -263,7 +263,7 @@ class GenericModel(FamilyModel):
             positions = positions[:, None]
         try:
             self.inner(input_ids=ids, position_ids=positions, use_cache=False)
-        except Exception as error:  # a layer that wants a mask fails in a way of its own
+        except Exception as error:  # layers without a mask fail in different ways
             own = "" if probe.layers else "its layers compute attention by themselves: "
             raise UnsupportedCheckpoint(
                 f"{name} cannot be run over pages: {own}{_explain(error)}"
@@ -280,7 +280,7 @@ class GenericModel(FamilyModel):
         return probe.layers
 
     def _probing_positions(self) -> Tensor:
-        """As the model's own hooks count. Shapes: (R, tokens)."""
+        """Positions as the model's own hooks count. Shapes: (R, tokens)."""
         return PositionHooks(self.inner).positions(_PROBE_TOKENS, None, ())
 
     @property
@@ -290,12 +290,12 @@ class GenericModel(FamilyModel):
     # -- as the runner drives it
     @property
     def kv_shapes(self) -> Sequence[PoolShape]:
-        """One pool for all layers of a shape; who reads another's keys and values has no place of its own."""
+        """One pool for all layers of a shape; layers that read another layer's keys and values have none."""
         own = [spec.pool_shape for spec in self.specs.values() if spec.shares is None]
         return [PoolShape(own.count(shape), *shape) for shape in dict.fromkeys(own)]
 
     def limit(self, max_model_len: int) -> None:
-        """Compute sequences that are never longer from now on."""
+        """Set the maximum length of sequences."""
         freeze_rope(self.inner, max_model_len)
         shapes = [(shape.num_kv_heads, shape.head_dim) for shape in self.kv_shapes]
         num_taken = [0] * len(shapes)
@@ -311,7 +311,7 @@ class GenericModel(FamilyModel):
             module.pages = layer
 
     def bind(self, ops: Ops, dtype: torch.dtype) -> None:
-        """Compute with these operators from now on."""
+        """Select the operators."""
         self._ops = ops
         self._is_rounded |= has_quantized(self.inner)
         siblings = self.fused.siblings if self.fused else ()
@@ -320,7 +320,7 @@ class GenericModel(FamilyModel):
             self.fused.bind(ops, dtype)
 
     def quantize(self, scheme: QuantizedMethod, dtype: torch.dtype) -> None:
-        """The linear maps of the decoder's layers; a tower and experts in one tensor stay as they are."""
+        """Quantize the linear layers of the decoder; towers and joined experts stay as they are."""
         num_quantized = quantize_linears(self.inner, self._layers_name, scheme, dtype)
         if not num_quantized:
             name = self.config.model_class.__name__
@@ -334,7 +334,7 @@ class GenericModel(FamilyModel):
             allow_int8_head(self.inner)
 
     def allow_int8_beside(self) -> None:
-        """Of models of images; what a text model has beside its layers is of every token."""
+        """For models with images; the other linear layers of a text model run for every token."""
         if self.config.takes_images:
             decoder = self._layers_name.rpartition(".")[0]
             allow_int8(self.inner, decoder, self.inner.get_output_embeddings())
@@ -344,7 +344,7 @@ class GenericModel(FamilyModel):
 
     @property
     def _linear_names(self) -> list[str]:
-        """Of the maps that operators may compute."""
+        """Names of linear layers that operators may compute."""
         names = linears_within(self.inner, self._layers_name)
         if self._calls_head:
             head = self.inner.get_output_embeddings()
@@ -353,13 +353,13 @@ class GenericModel(FamilyModel):
 
     @property
     def _layers_name(self) -> str:
-        """Of the list of layers that hold the attention."""
+        """Name of the list of layers with attention."""
         first = next(iter(self.specs))
         name = next(name for name, module in self.inner.named_modules() if module is first)
         return re.split(r"\.\d+\.", name)[0]
 
     def logits(self, inputs: StepInputs, pools: Sequence[KVCachePool]) -> Tensor:
-        """Scores of the next token behind some of the new ones. Shapes: returns (rows, V)."""
+        """Logits of the next token for some of the new tokens. Shapes: returns (rows, V)."""
         assert self._ops is not None
         self._is_rounded |= pools[0].scales(0) is not None
         self._step.begin(inputs, pools, self._ops)
@@ -369,7 +369,7 @@ class GenericModel(FamilyModel):
             return self._call(ids, positions, inputs.sampled_rows, others)
 
     def _in_prompt(self, inputs: StepInputs) -> Tensor | None:
-        """Which tokens were asked, not sampled; None where no type of tokens tells. Shapes: returns (N,)."""
+        """Which tokens belong to prompts. None if no token type depends on it. Shapes: returns (N,)."""
         if not self._types:
             return None
         counts = [torch.full((each.num_new,), each.num_prompt_tokens) for each in inputs.sequences]
@@ -385,22 +385,22 @@ class GenericModel(FamilyModel):
 
     @property
     def state_bytes(self) -> int:
-        """Of the states of layers that are no attention."""
+        """Bytes of states outside attention."""
         return self._states.num_bytes
 
     @property
     def state_bytes_per_sequence(self) -> int:
-        """Of all layers, as the probe has found."""
+        """Bytes of all layers' states, as measured by the probe."""
         return sum(mixer.num_bytes for mixer in self._mixers)
 
     def release(self, request_id: str) -> None:
-        """Let go of a request's states. Idempotent."""
+        """Free a request's states. Idempotent."""
         self._states.release(request_id)
 
     def encode(
         self, images: Sequence[ImageInput], device: torch.device, dtype: torch.dtype
     ) -> list[Tensor]:
-        """Rows that fill the slots, those of later layers beside them. Shapes: returns (slots, levels * C) each."""
+        """Features for the slots; those of later layers are additional channels. Shapes: returns (slots, levels * C) each."""
         return [self._encode(image.pixels, device, dtype) for image in images]
 
     def _encode(self, pixels: ProcessedImage, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -418,7 +418,7 @@ class GenericModel(FamilyModel):
         return marked
 
     def num_features(self, image: ImageInput) -> int | None:
-        """Those that the prompt has slots for."""
+        """The number of slots in the prompt."""
         return image.pixels.num_slots if isinstance(image.pixels, ProcessedImage) else None
 
     def inputs(
@@ -427,7 +427,7 @@ class GenericModel(FamilyModel):
         images: Sequence[ImageSlots],
         in_prompt: Tensor | None = None,
     ) -> dict[str, Any]:
-        """What the model is given beside tokens and positions. Shapes: token_ids (1, N), in_prompt (N,)."""
+        """Arguments of the model besides tokens and positions. Shapes: token_ids (1, N), in_prompt (N,)."""
         config: Any = self.inner.config
         slot_id = getattr(config, "image_token_id", None)
         if slot_id is None or not (images or self._types):
@@ -446,7 +446,7 @@ class GenericModel(FamilyModel):
             is_slot = ids == slot_id
             indicators = self._indicators(ids, rows, filled)
             rows = rows[is_slot[filled]] if indicators else rows
-            if bool((is_slot & ~filled).any()):  # sampled, which nothing else says
+            if bool((is_slot & ~filled).any()):  # sampled slot tokens
                 rows = self._beside_sampled(rows, filled[is_slot])
             output: Any = self._form.output(rows)
             if indicators:
@@ -469,7 +469,7 @@ class GenericModel(FamilyModel):
         return found
 
     def _beside_sampled(self, features: Tensor, is_feature: Tensor) -> Tensor:
-        """Features, and rows that change nothing where the model wrote a slot's token itself. Shapes: (slots, levels * C)."""
+        """Features, and zero rows for slot tokens that the model sampled. Shapes: (slots, levels * C)."""
         if self._no_feature is None:
             self._no_feature = self._find_no_feature(features[:1])
         rows = features.new_zeros(len(is_feature), features.shape[1])
@@ -478,7 +478,7 @@ class GenericModel(FamilyModel):
         return rows
 
     def _find_no_feature(self, like: Tensor) -> Tensor:
-        """What the decoder is given for a slot's token in a prompt without images. Shapes: returns (1, C)."""
+        """The decoder's input for a slot token in a prompt without images. Shapes: returns (1, C)."""
         slot_id: Any = self.inner.config.image_token_id
         ids = torch.tensor([[slot_id]], device=like.device)
         assert self._form is not None
@@ -492,9 +492,7 @@ class GenericModel(FamilyModel):
         """Shapes: token_ids (1, N), positions (1, N) or (R, 1, N); returns (rows, V)."""
         inputs |= {"input_ids": token_ids, "position_ids": positions, "use_cache": False}
         wanted = torch.tensor(rows, dtype=torch.long, device=token_ids.device)
-        keeps = (
-            "logits_to_keep" in self._arguments
-        )  # else `**kwargs` would swallow it without a word
+        keeps = "logits_to_keep" in self._arguments  # `**kwargs` would ignore it silently
         if keeps:
             inputs["logits_to_keep"] = wanted
         logits = self.inner(**inputs).logits[0]
@@ -504,13 +502,13 @@ class GenericModel(FamilyModel):
     def verify(
         self, runner: Any, how: str, make_example: Callable[[], Prompt | None] | None = None
     ) -> None:
-        """Compare a few tokens with transformers' own. Raises: UnsupportedCheckpoint where they differ."""
+        """Compare logits of a few tokens with transformers'. Raises: UnsupportedCheckpoint if they differ."""
         if how == "off" or (how == "auto" and self.config.kind in TESTED):
             return
-        if not self.binds_prompts:  # of which an image's prompt says how far they go
+        if not self.binds_prompts:  # the bounds of prompts are known with images only
             plain = sorted({*range(self.config.text.vocab_size)} - control_ids(self.inner.config))
             self._check(largest_difference(runner, plain), "")
-        # members of a mesh would have to encode the image at once, and rank 0 alone does
+        # All ranks would have to encode the image, which rank 0 does alone.
         example = make_example() if make_example and self._mesh.size == 1 else None
         if example is None:
             return
@@ -523,7 +521,7 @@ class GenericModel(FamilyModel):
     def _check(self, difference: float, of: str) -> None:
         name = self.config.model_class.__name__
         limit = max(_LARGEST_DIFFERENCE, 40 * torch.finfo(self._dtype).eps)
-        if self._is_rounded:  # what is near to a half is rounded this way or that
+        if self._is_rounded:  # rounding may go either way
             limit = max(limit, _LARGEST_ROUNDED)
         logger.info(
             "self-check of %s: scores %sdiffer by %.1e of their deviation", name, of, difference
@@ -535,22 +533,22 @@ class GenericModel(FamilyModel):
             )
 
     def plain_logits(self, token_ids: Tensor) -> Tensor:
-        """Scores by transformers' own attention. Shapes: (N,); returns (N, V)."""
+        """Logits by transformers' own attention. Shapes: (N,); returns (N, V)."""
         ids, positions = token_ids[None], torch.arange(len(token_ids), device=token_ids.device)
         with self.as_transformers_does() as plain:
             return plain(input_ids=ids, position_ids=positions[None], use_cache=False).logits[0]
 
     def image_form(self) -> bytes:
-        """The form of features, for ranks that encode none."""
+        """Layout of features, for ranks that encode no images."""
         return b"" if self._form is None else self._form.to_bytes()
 
     def take_image_form(self, form: bytes) -> None:
-        """Read features in rank 0's form."""
+        """Set the layout from rank 0."""
         self._form = ImageForm.from_bytes(form)
 
     @contextmanager
     def as_transformers_does(self) -> Iterator[PreTrainedModel]:
-        """The model with transformers' own attention for a while."""
+        """The model with transformers' own attention, inside the block."""
         self._text._attn_implementation_internal = self._own_attention
         if self.fused:
             self.fused.remove()
@@ -565,7 +563,7 @@ class GenericModel(FamilyModel):
 def _loading_dtype(
     weights: dict[str, Tensor], dtype: torch.dtype, kept: frozenset[torch.dtype]
 ) -> torch.dtype:
-    """That of all weights, where kernels read them so and it is narrower than the engine's; else the engine's."""
+    """The dtype of all weights if kernels read it and it is narrower than the engine's, else the engine's dtype."""
     stored = {x.dtype for x in weights.values() if x.is_floating_point()}
     [first, *others] = stored or {dtype}
     is_narrow = first in kept and first.itemsize < dtype.itemsize
@@ -573,11 +571,11 @@ def _loading_dtype(
 
 
 class _Caught(Exception):
-    """Embeddings on their way to a decoder."""
+    """Carries embeddings out of a forward pass."""
 
 
 def embeddings_of(model: PreTrainedModel, **inputs: Any) -> Tensor:
-    """What a model's decoder would compute on, without having it do so. Shapes: returns (N, C)."""
+    """Embeddings that the decoder would receive, without running it. Shapes: returns (N, C)."""
 
     def catch(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if kwargs.get("inputs_embeds") is not None:
@@ -595,14 +593,14 @@ def embeddings_of(model: PreTrainedModel, **inputs: Any) -> Tensor:
 
 
 def _placed(given: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    """What a processor made, where the model is; numbers in its precision."""
+    """A processor's output on the model's device, with floats in its dtype."""
     if not isinstance(given, Tensor):
         return given
     return given.to(device, dtype) if given.is_floating_point() else given.to(device)
 
 
 def _explain(error: Exception) -> str:
-    """One line of what went wrong."""
+    """One line of an error."""
     text = " ".join(str(error).split())
     return (
         text if isinstance(error, UnsupportedCheckpoint) else f"{type(error).__name__}: {text}"

@@ -1,4 +1,4 @@
-"""Rotary frequencies that depend on the longest sequence of a batch, fixed once for all."""
+"""Fixes rotary frequencies that depend on the longest sequence of a batch."""
 
 from typing import Any
 
@@ -12,10 +12,10 @@ _CHANGING = ("dynamic", "longrope")
 
 
 def freeze_rope(model: nn.Module, max_model_len: int) -> None:
-    """Have every module turn by the frequencies of sequences of that length, whoever shares the step.
+    """Use the frequencies of sequences of this length in every module.
 
-    A flat batch holds sequences of many lengths, and the same tokens must come out in any company.
-    Raises: UnsupportedCheckpoint for modules that do it in a way of their own.
+    A flat batch has sequences of many lengths, and results must not depend on the others. Raises:
+    UnsupportedCheckpoint for modules with another implementation.
     """
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)

@@ -1,7 +1,7 @@
-"""A loaded model's scores by the engine's steps, beside those of its own forward pass.
+"""Compares a loaded model's logits in engine steps with its own forward pass.
 
-Two made-up prompts of different lengths, in chunks that share steps with decodes, and one with an image: what an engine
-may get wrong without a word (a window, a scale, positions, a state, features) shows in the scores of a few tokens.
+Two prompts of different lengths in chunks that share steps with decodes, and one with an image: errors of windows,
+scales, positions, states or features show in the logits of a few tokens.
 """
 
 import inspect
@@ -23,7 +23,7 @@ NUM_SAMPLED = 3
 
 
 def largest_difference(runner: Any, token_ids: list[int]) -> float:
-    """The largest difference of scores, as a share of their standard deviation, for prompts of these tokens."""
+    """Largest difference of logits relative to their standard deviation, for prompts of these tokens."""
     sequences = _make_sequences(runner, token_ids)
     found = _sample(runner, sequences)
     worst = 0.0
@@ -34,9 +34,9 @@ def largest_difference(runner: Any, token_ids: list[int]) -> float:
 
 
 def difference_with_image(runner: Any, model: Any, prompt: Prompt) -> float | None:
-    """The same for a prompt with an image, in few chunks; None if the engine has no room for it.
+    """The same for a prompt with an image. None if it does not fit.
 
-    Transformers' forward pass encodes the image and counts the positions by itself.
+    Transformers' forward pass encodes the image and counts positions itself.
     """
     length = len(prompt.token_ids)
     num_blocks = -(-(length + NUM_SAMPLED) // runner.block_size)
@@ -53,7 +53,7 @@ def difference_with_image(runner: Any, model: Any, prompt: Prompt) -> float | No
     with model.as_transformers_does() as plain:
         slot_id: Any = getattr(plain.config, "image_token_id", None)
         inputs = whole_inputs(plain, ids, slot_id, [image.pixels for image in prompt.images])
-        if model.binds_prompts:  # types tell prompts from what was sampled behind them
+        if model.binds_prompts:  # types distinguish prompts from sampled tokens
             inputs["token_type_ids"] = (torch.arange(ids.shape[1])[None] >= length).long()
         scores = plain(input_ids=ids, use_cache=False, **inputs).logits[0]
     return _worst(sequence, found, scores)
@@ -62,7 +62,7 @@ def difference_with_image(runner: Any, model: Any, prompt: Prompt) -> float | No
 def whole_inputs(
     model: PreTrainedModel, token_ids: Tensor, slot_id: int | None, images: list[ProcessedImage]
 ) -> dict[str, Any]:
-    """What transformers' own forward pass is given beside the tokens of whole prompts, an image in each.
+    """Arguments of transformers' forward pass for complete prompts with an image each.
 
     Shapes: token_ids (B, N).
     """
@@ -79,7 +79,7 @@ def whole_inputs(
 
 
 def joined_inputs(model: PreTrainedModel, images: list[ProcessedImage]) -> dict[str, Any]:
-    """What a model's image encoder is given of images at once, where the model is, in its precision."""
+    """Arguments of a model's image encoder for several images, on its device and in its dtype."""
     inputs: dict[str, Any] = {}
     for name, first in images[0].inputs.items():
         if isinstance(first, Tensor):
@@ -88,7 +88,7 @@ def joined_inputs(model: PreTrainedModel, images: list[ProcessedImage]) -> dict[
         inputs[name] = first
     base: Any = model.base_model
     if hasattr(base, "rope_deltas"):
-        base.rope_deltas = None  # of another prompt
+        base.rope_deltas = None  # of an earlier prompt
     return inputs
 
 
@@ -99,7 +99,7 @@ def _worst(sequence: Sequence, found: dict[str, list[Tensor]], scores: Tensor) -
 
 
 def _make_sequences(runner: Any, token_ids: list[int]) -> list[Sequence]:
-    """Within blocks that lie apart, as far as there are so many."""
+    """Sequences with blocks that are not adjacent, if there are enough."""
     generator = torch.Generator().manual_seed(0)
     free = list(range(runner.num_blocks))
     share = runner.num_blocks // len(LENGTHS) * runner.block_size
@@ -118,7 +118,7 @@ def _make_sequences(runner: Any, token_ids: list[int]) -> list[Sequence]:
 
 
 def _sample(runner: Any, sequences: list[Sequence], chunk: int = CHUNK) -> dict[str, list[Tensor]]:
-    """Greedy tokens, in shares of a chunk; returns the scores of each."""
+    """Greedy decoding in chunks; returns the logits of each token."""
     scores: dict[str, list[Tensor]] = {sequence.request_id: [] for sequence in sequences}
     while unfinished := [s for s in sequences if s.num_output_tokens < NUM_SAMPLED]:
         items = [ScheduledSequence(s, _share(s, chunk)) for s in unfinished]
@@ -134,7 +134,7 @@ def _sample(runner: Any, sequences: list[Sequence], chunk: int = CHUNK) -> dict[
 
 
 def _share(sequence: Sequence, chunk: int) -> int:
-    """So many tokens, or more where an image is not to be cut."""
+    """The number of tokens of a chunk, extended to complete images."""
     end = sequence.num_computed_tokens + min(chunk, sequence.num_pending_tokens)
     for image in sequence.images:
         if image.is_whole and image.offset < end < image.offset + image.num_tokens:

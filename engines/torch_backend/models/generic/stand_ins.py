@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-_STEP = 3  # numbers that a row begins behind the one before
+_STEP = 3  # offset between the starts of rows
 _NUM_KEYS = 8
 _CHUNK_ROWS = 1024
 
@@ -20,17 +20,19 @@ Key = tuple[tuple[int, int], tuple[float, ...]]
 
 
 def make_stand_in(shape: tuple[int, int], number: int) -> Tensor:
-    """A matrix unlike those of other numbers, the same in every type of weights. Shapes: returns bfloat16 (N, K)."""
+    """A matrix that differs for each number and is equal in every dtype. Shapes: returns bfloat16 (N, K)."""
     num_outputs, num_inputs = shape
     count = (num_outputs - 1) * _STEP + num_inputs
     generator = torch.Generator().manual_seed(number)
     values = torch.randint(-127, 128, (count,), generator=generator)
-    scale = 2.0 ** -(7 + math.ceil(math.log2(num_inputs) / 2))  # as weights are, and exactly held
+    scale = 2.0 ** -(
+        7 + math.ceil(math.log2(num_inputs) / 2)
+    )  # a typical scale of weights, exact in bfloat16
     return (values * scale).bfloat16().as_strided(shape, (_STEP, 1))
 
 
 def cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """A weight in a type, a stand-in as small as it was. Shapes: any, kept."""
+    """Convert a weight; a stand-in keeps its overlapping rows. Shapes: any, unchanged."""
     if weight.dtype == dtype or weight.untyped_storage().nbytes() >= weight.nbytes:
         return weight
     count = weight.untyped_storage().nbytes() // weight.itemsize
@@ -39,7 +41,7 @@ def cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def find_stand_ins(model: nn.Module, stand_ins: dict[str, Tensor]) -> dict[str, str]:
-    """Names of the linear maps that have stand-ins for weights, by the names of these; without those that are lost."""
+    """Names of linear layers with stand-in weights, by the names of these. Lost ones are missing."""
     keys: dict[Key, list[str]] = {}
     for path, module in model.named_modules():
         if isinstance(module, nn.Linear):

@@ -22,28 +22,29 @@ _LOST = "The recurrent state of this request is missing; retry the request."
 
 
 class LayerState:
-    """One sequence's, or those of several side by side, in one layer: transformers' cache as its mixers use it.
+    """The state of one sequence, or of several, in one layer, with the interface of transformers' cache.
 
-    Nothing that another holds is changed. Shapes: of all tensors, the first dimension counts sequences.
+    Tensors are never modified in place if another state holds them. Shapes: the first dimension of all tensors
+    counts sequences.
     """
 
     def __init__(self) -> None:
         self.conv: dict[int, Tensor] = {}
         self.recurrent: dict[int, Tensor] = {}
-        self.kernels: dict[int, int] = {}  #: tokens that a convolution looks back on
+        self.kernels: dict[int, int] = {}  #: tokens that a convolution reads
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """The last tokens before a convolution; None at a sequence's start."""
+        """The last tokens before a convolution; None at the start of a sequence."""
         return self.conv.get(state_idx)
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """None at a sequence's start."""
+        """None at the start of a sequence."""
         return self.recurrent.get(state_idx)
 
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
     ) -> Tensor:  # fmt: skip
-        """Take new tokens in; returns them with what is to their left. Shapes: (..., n)."""
+        """Add new tokens; returns them with those to their left. Shapes: (..., n)."""
         kernel = self.kernels.setdefault(state_idx, conv_kernel_size or conv_states.shape[-1])
         before = self.conv.get(state_idx)
         if before is not None:
@@ -56,16 +57,16 @@ class LayerState:
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any
     ) -> Tensor:
-        """Shapes: kept."""
+        """Shapes: unchanged."""
         is_part = recurrent_states.untyped_storage().nbytes() > recurrent_states.nbytes
-        # a part would keep the states of all chunks
+        # a view would keep the states of all chunks alive
         self.recurrent[state_idx] = recurrent_states.clone() if is_part else recurrent_states
         return recurrent_states
 
     def has_previous_state(
         self, layer_idx: int | None = None, state_idx: int | None = None
     ) -> bool:
-        """Whether there were tokens before."""
+        """Whether there were earlier tokens."""
         return bool(self.conv or self.recurrent)
 
     def is_recording_past(self, layer_idx: int) -> bool:
@@ -75,7 +76,7 @@ class LayerState:
         return [*self.conv.values(), *self.recurrent.values()]
 
     def copy(self) -> "LayerState":
-        """One that may be updated."""
+        """A copy that may be updated."""
         copied = LayerState()
         copied.conv, copied.recurrent = dict(self.conv), dict(self.recurrent)
         copied.kernels = dict(self.kernels)
@@ -83,7 +84,7 @@ class LayerState:
 
     @classmethod
     def join(cls, states: list["LayerState"]) -> "LayerState":
-        """Side by side, in memory of their own: mixers may write to what they are given for one token."""
+        """States of several sequences, in new memory: mixers may modify their input for one token."""
         joined = states[0].copy()
         for name in ("conv", "recurrent"):
             parts = [getattr(state, name) for state in states]
@@ -98,22 +99,22 @@ class LayerState:
             yield state
 
 
-#: of one sequence after so many tokens, by mixer
+#: by mixer: the state of one sequence after some number of tokens
 _States = dict["Mixer", LayerState]
 
 
 class SequenceStates:
-    """The states of all mixers for all sequences, before the last step of each and after it."""
+    """States of all mixers and sequences, before the last step of each and after it."""
 
     def __init__(self) -> None:
         self._kept: dict[str, dict[int, _States]] = {}  # by request and number of tokens
-        self.sequences: Sequence[SequenceRows] | None = None  #: of the present step
-        self.before: list[_States] = []  #: of the present step's sequences
+        self.sequences: Sequence[SequenceRows] | None = None  #: of the current step
+        self.before: list[_States] = []  #: of the sequences of the current step
         self.after: list[_States] = []
 
     @contextmanager
     def step(self, sequences: Sequence[SequenceRows]) -> Iterator[None]:
-        """Have mixers compute a step: begin with the states of its sequences, and keep what they become.
+        """Provide the states of a step's sequences to the mixers, and store the results.
 
         Raises: SequenceFailure.
         """
@@ -135,7 +136,7 @@ class SequenceStates:
 
     @property
     def num_bytes(self) -> int:
-        """Of the states of all sequences; memory that several share counts once."""
+        """Bytes of all states; shared memory counts once."""
         storages = {
             x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()
             for by_count in self._kept.values()
@@ -150,7 +151,7 @@ class SequenceStates:
 
 
 def is_mixer(module: nn.Module) -> bool:
-    """Whether a module keeps a state as transformers' linear attention layers do."""
+    """Whether a module keeps a state like transformers' linear attention layers."""
     if not hasattr(module, "layer_idx"):
         return False
     source = inspect.getsource(type(module).forward)
@@ -158,28 +159,28 @@ def is_mixer(module: nn.Module) -> bool:
 
 
 class Mixer:
-    """Stands for the forward pass of a layer that keeps a state."""
+    """Replaces the forward pass of a layer with a state."""
 
     def __init__(self, module: nn.Module, states: SequenceStates) -> None:
         self._forward: Any = module.forward
         parameters = inspect.signature(module.forward).parameters
         self._name = "cache_params" if "cache_params" in parameters else "past_key_values"
         self._states = states
-        self.num_bytes = 0  #: of one sequence's state, once it was measured
+        self.num_bytes = 0  #: state of one sequence, once measured
         self._seen: Tensor | None = None
 
     @torch.inference_mode()
     def measure(self) -> None:
-        """Find the size of a state, from what the layer was given last."""
+        """Measure the size of a state with the layer's last input."""
         if self._seen is not None:
             state = LayerState()
             self._forward(self._seen, **{self._name: state})
             self.num_bytes, self._seen = sum(x.nbytes for x in state.tensors()), None
 
     def __call__(self, hidden_states: Tensor, *others: Any, **options: Any) -> Any:
-        """Shapes: (1, N, C), kept."""
+        """Shapes: (1, N, C), unchanged."""
         sequences = self._states.sequences
-        if sequences is None:  # outside a step: as transformers does
+        if sequences is None:  # outside of steps: transformers' behaviour
             self._seen = hidden_states
             return self._forward(hidden_states, *others, **options)
         out = torch.empty_like(hidden_states)

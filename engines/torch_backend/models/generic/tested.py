@@ -1,4 +1,4 @@
-"""The architectures that the tests run by every way that the engine has."""
+"""Architectures that the tests run in every mode of the engine."""
 
 TESTED = frozenset(
     {

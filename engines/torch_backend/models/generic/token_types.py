@@ -1,4 +1,4 @@
-"""What a model is told of each token beside its id: whether it is an image's.
+"""Token type arguments of models: whether a token belongs to an image.
 
 Shape letters: B prompts, N tokens.
 """
@@ -9,21 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: Tokens that experts take for an image's, where a model has experts for images.
+#: Tokens that count as an image's in models with experts for images.
 _BESIDE_SLOTS = ("image_start_token_id", "image_end_token_id")
 
 
 def type_names(arguments: Iterable[str]) -> list[str]:
-    """Those arguments of a forward pass that are types."""
+    """Names of token type arguments of a forward pass."""
     return [name for name in arguments if name.endswith("token_type_ids")]
 
 
 def token_types(
     names: Iterable[str], config: Any, token_ids: Tensor, is_slot: Tensor, is_asked: Tensor
 ) -> dict[str, Tensor]:
-    """Types by their names. Shapes: all (B, N), also what is returned.
+    """Token types by argument name. Shapes: all (B, N).
 
-    `is_asked` says which tokens the model did not write by itself.
+    `is_asked` marks tokens of prompts.
     """
     types = {}
     for name in names:
@@ -36,7 +36,7 @@ def token_types(
 
 
 def control_ids(config: Any) -> frozenset[int]:
-    """Tokens that mean something to a model by themselves, such as an image's slots."""
+    """Tokens with a meaning for the model, such as image slots."""
     ends = ("token_id", "token_ids", "token_index")
     given = [x for name, x in vars(config).items() if name.endswith(ends)]
     flat = [y for x in given for y in (x if isinstance(x, list | tuple) else [x])]
