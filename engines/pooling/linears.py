@@ -1,10 +1,7 @@
-"""The linear maps of a loaded model in the form that computes them fastest on a CPU: a pass of its own over any model
-of transformers, whose modules stay what they are.
+"""Replaces linear layers of a loaded transformers model by the fastest ones on a CPU.
 
-In float32 and bfloat16 weights are put once into the order that oneDNN multiplies, and an activation behind a map is
-computed with it; in int8 they are those of our kernels. What a probe finds wrong on this machine is left as it was.
-
-Shape letters: K inputs, N outputs.
+In float32 and bfloat16, weights are reordered once for oneDNN, and an activation after the layer is fused; in int8
+the kernels of the torch engine are used.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -23,9 +20,9 @@ from engines.torch_backend.ops.linear.cpu import pack
 from engines.torch_backend.ops.linear.reference import Prologue
 from engines.torch_backend.ops.registry import cpu_ops
 
-#: Names of a map and of the activation behind it, in modules whose forward is one after the other.
+#: Names of a layer and the activation after it, in modules that apply one after the other.
 _PAIRS = (("dense", "intermediate_act_fn"), ("up", "activation"), ("fc1", "activation_fn"))
-#: Names of an activation and of the map behind it.
+#: Names of an activation and the layer after it.
 _PAIRS_BEFORE = (("activation", "down"), ("activation_fn", "fc2"))
 _QUICK_GELU_FACTOR = 1.702
 
@@ -33,7 +30,7 @@ _QUICK_GELU = ("quick_gelu", "")
 
 Activation = Callable[[Tensor], Tensor]
 
-#: By name and algorithm, as oneDNN calls them.
+#: By oneDNN's name and algorithm.
 _ACTIVATIONS: dict[tuple[str, str], Activation] = {
     ("gelu", "none"): F.gelu,
     ("gelu", "tanh"): lambda x: F.gelu(x, approximate="tanh"),
@@ -42,15 +39,15 @@ _ACTIVATIONS: dict[tuple[str, str], Activation] = {
 }
 
 
-#: What our kernels do before a product.
+#: Activations that the kernels apply before a product.
 _BEFORE: dict[tuple[str, str], Activation] = {("gelu", "none"): F.gelu, _QUICK_GELU: quick_gelu}
 
 
 class PackedFloat(nn.Module):
-    """A linear map in oneDNN's order, and the activation behind it."""
+    """A linear layer in oneDNN's layout, with the activation after it."""
 
     def __init__(self, linear: nn.Linear, activation: tuple[str, str]) -> None:
-        """`activation`: its name and its algorithm, as oneDNN calls them."""
+        """`activation` is oneDNN's name and algorithm."""
         super().__init__()
         self.num_bytes = sum(x.numel() * x.element_size() for x in linear.parameters())
         self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), None)
@@ -63,12 +60,12 @@ class PackedFloat(nn.Module):
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, name, [], algorithm)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """The sum of its result and what is there, without the activation. Shapes: (..., K), (..., N) to (..., N)."""
+        """Adds a residual to the output, without the activation. Shapes: (..., K), (..., N) to (..., N)."""
         return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self.packed, self.bias, "add")
 
 
 def pack_linears(model: nn.Module) -> None:
-    """Give the maps of a model that computes on a CPU oneDNN's order."""
+    """Reorder the linear layers of a model on the CPU for oneDNN."""
     dtypes = {x.dtype for x in model.parameters()}
     if not dtypes or not all(map(_is_right, dtypes)):
         return
@@ -76,7 +73,7 @@ def pack_linears(model: nn.Module) -> None:
         linear = getattr(owner, name)
         known = _name(getattr(owner, activation))
         if known == _QUICK_GELU and type(getattr(owner, "fc2", None)) is nn.Linear:
-            # x * sigmoid(c x) = swish(c x) / c: the factors go to the maps before and behind
+            # x * sigmoid(c x) = swish(c x) / c: the factors move to the layers before and after.
             linear.weight.data *= _QUICK_GELU_FACTOR
             linear.bias.data *= _QUICK_GELU_FACTOR
             owner.fc2.weight.data /= _QUICK_GELU_FACTOR
@@ -84,14 +81,14 @@ def pack_linears(model: nn.Module) -> None:
         if known not in (None, _QUICK_GELU):
             setattr(owner, name, PackedFloat(linear, known))
             setattr(owner, activation, nn.Identity())
-    for name in _plain_names(model):  # one after another: what was replaced is freed
+    for name in _plain_names(model):  # one by one, so that replaced weights are freed
         linear = model.get_submodule(name)
         assert isinstance(linear, nn.Linear)
         model.set_submodule(name, PackedFloat(linear, ("none", "")))
 
 
 def quantize_linears(model: nn.Module) -> None:
-    """Keep the maps of a model that computes on a CPU in int8. Raises: EngineStartError without a right kernel."""
+    """Quantize the linear layers of a model on the CPU to int8. Raises: EngineStartError without a correct kernel."""
     if not cpu_ops("fast").uses("linear_int8", "cpu"):
         raise EngineStartError(
             "VLM_ENGINE__QUANTIZATION: int8 needs the C++ kernels, which the log says more of; send none"
@@ -105,7 +102,7 @@ def quantize_linears(model: nn.Module) -> None:
 
 
 def num_bytes(model: nn.Module) -> int:
-    """Of all weights."""
+    """Bytes of all weights."""
     packed = [each for each in model.modules() if isinstance(each, PackedFloat)]
     inside = {id(x) for each in packed for x in each.parameters()}
     integers = [each for each in model.modules() if isinstance(each, Linear)]
@@ -127,7 +124,7 @@ def _plain_names(model: nn.Module) -> list[str]:
 
 
 def _pairs(model: nn.Module, names: Iterable[tuple[str, str]]) -> Iterator[tuple[Any, str, str]]:
-    """A module and names of two of its parts, one of which is a map that is not packed yet."""
+    """Modules with names of two of their parts, one of which is a layer that is not packed yet."""
     for owner in list(model.modules()):
         for pair in names:
             parts = [getattr(owner, name, None) for name in pair]
@@ -136,7 +133,7 @@ def _pairs(model: nn.Module, names: Iterable[tuple[str, str]]) -> Iterator[tuple
 
 
 def _name(activation: Activation) -> tuple[str, str] | None:
-    """What oneDNN calls an activation, found by what it gives."""
+    """Name of an activation in oneDNN, found by its values. None if it has none."""
     x = torch.linspace(-6, 6, 97)
     found = activation(x)
     known = {**_ACTIVATIONS, _QUICK_GELU: lambda x: x * torch.sigmoid(_QUICK_GELU_FACTOR * x)}
@@ -145,7 +142,7 @@ def _name(activation: Activation) -> tuple[str, str] | None:
 
 @cache
 def _is_right(dtype: torch.dtype) -> bool:
-    """Whether oneDNN is there, and multiplies as torch does, alone and in company."""
+    """Whether oneDNN is available and equals torch, for one and several rows."""
     if (
         not torch.backends.mkldnn.is_available()
         or not torch.backends.cpu.get_cpu_capability().startswith("AVX")

@@ -1,6 +1,6 @@
-"""What stands before the engine: image bytes to pixels, messages to prompts.
+"""Prompts and images of a model: image bytes to pixels, messages to token ids.
 
-Called by the worker's pool. Thread-safe: nothing in it changes.
+Called from thread pools. Thread-safe, because nothing in it changes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,30 +41,30 @@ _EXAMPLE_SIZE = (96, 64)
 
 
 class MultimodalProcessor(Protocol):
-    """What a family knows of the way from images to prompts. Thread-safe."""
+    """The image processing of a model family. Thread-safe."""
 
     @property
     def slot_id(self) -> int | None:
-        """None for a model that takes no images. The token that stands where a row of features goes, and for a whole image in the chat template."""
+        """Token of the image slots, which the chat template writes once per image. None for a text-only model."""
         ...
 
     @property
     def image_tokens(self) -> int:
-        """The most tokens that one image may come to; 0 for a model that takes none."""
+        """Maximum tokens of one image; 0 for a text-only model."""
         ...
 
     @property
     def template(self) -> str:
-        """The chat template of checkpoints that bring none."""
+        """The chat template for checkpoints without one."""
         ...
 
     def limit(self, max_pixels: int) -> None:
-        """Scale larger images to so many pixels, where the model takes images of any size."""
+        """Scale larger images down to this number of pixels, if the model takes images of any size."""
         ...
 
     @property
     def max_pixels(self) -> int:
-        """To which larger images are scaled; 0: to a size of the model's own."""
+        """Larger images are scaled down to this number of pixels; 0: to a fixed size."""
         ...
 
     def process(
@@ -74,28 +74,28 @@ class MultimodalProcessor(Protocol):
         decode: Decode,
         pixels: PixelLimits = NO_LIMITS,
     ) -> Any:
-        """One image's pixels, whatever the model takes. Raises: InvalidImage.
+        """Pixels of one image, in the model's format. Raises: InvalidImage.
 
-        `expected_size` is the (width, height) that was admitted; `pixels` are a request's own limits.
+        `expected_size` is the admitted (width, height); `pixels` are the request's limits.
         """
         ...
 
     def items(self, images: Sequence[tuple[str, Any]], slot: str) -> list[Item]:
-        """What each image of a request comes to in the prompt: all are seen, as one may count for another.
+        """The prompt text of a request's images, which may depend on each other.
 
-        `images` are (hash, pixels), `slot` is the text of the slots' token. Control tokens that an item's text
-        spells are the model's.
+        `images` are (hash, pixels); `slot` is the text of the slot token. Control tokens in an item's text are
+        special.
         """
         ...
 
     def positions(self, prompt: Prompt) -> Positions:
-        """Rotary positions of the prompt's tokens, a row for each that a token has; () counts tokens."""
+        """Rotary positions of a prompt, one row per coordinate; () for token indices."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class TextOnly:
-    """The processor of a family that takes no images."""
+    """The processor of a text-only family."""
 
     template: str
     slot_id: None = None
@@ -103,7 +103,7 @@ class TextOnly:
     max_pixels: int = 0
 
     def limit(self, max_pixels: int) -> None:
-        """There are no images."""
+        """No-op."""
 
     def process(
         self,
@@ -123,9 +123,9 @@ class TextOnly:
 
 
 class ChatProcessor:
-    """Keeps the engine's `Processor` protocol for one checkpoint."""
+    """Implements `Processor` for a checkpoint."""
 
-    is_quick = False  #: its chat template may take its time
+    is_quick = False  #: chat templates may be slow
     decodes_images = True
 
     def __init__(
@@ -138,7 +138,7 @@ class ChatProcessor:
         *,
         adds_special_tokens: bool = True,
     ) -> None:
-        """`adds_special_tokens` is that of `PromptBuilder`."""
+        """`adds_special_tokens` as in `PromptBuilder`."""
         self.reasoning = reasoning
         self.tool_format = template.tool_format or TOLD
         self.shows_tools = template.tool_format is not None
@@ -191,13 +191,13 @@ class ChatProcessor:
         return msgspec.structs.replace(prompt, positions=self._multimodal.positions(prompt))
 
     def encode_prompt(self, text: str, *, add_special_tokens: bool) -> Prompt:
-        """A text as it stands: special tokens spelled in it are tokens."""
+        """Tokenize a text without a template; special tokens spelled in it are special."""
         prompt = self._prompt_builder.encode(text, add_special_tokens=add_special_tokens)
         return msgspec.structs.replace(prompt, positions=self._multimodal.positions(prompt))
 
     @property
     def always_thinks(self) -> bool:
-        """Whether prompts begin the thinking, and no variable of the template changes that."""
+        """Whether prompts begin the reasoning, and no template variable changes that."""
         if self.reasoning is None or THINKING_SWITCHES & self.template_options:
             return False
         try:
@@ -208,9 +208,9 @@ class ChatProcessor:
 
 
 def example_prompt(processor: ChatProcessor) -> Prompt | None:
-    """A question about a small made-up image, as a worker makes it ready; None where a model takes none.
+    """A question about a generated image, processed like a request's. None for a text-only model.
 
-    Raises: UnsupportedCheckpoint if the processor does not take it.
+    Raises: UnsupportedCheckpoint if the processor refuses it.
     """
     if not processor.image_tokens:
         return None
@@ -234,9 +234,9 @@ def create_processor(
     reasoning: str = "auto",
     max_pixels: int = 0,
 ) -> ChatProcessor:
-    """With tokenizer and chat template of a checkpoint; `reasoning` names a format, or is auto or none.
+    """The processor of a checkpoint. `reasoning` names a format, or is auto or none.
 
-    Images are scaled to `max_pixels` if it is not 0. Raises: UnsupportedCheckpoint.
+    Images are scaled down to `max_pixels` if it is not 0. Raises: UnsupportedCheckpoint.
     """
     if max_pixels:
         multimodal.limit(max_pixels)
@@ -257,6 +257,6 @@ def create_processor(
         template,
         max_model_len,
         found,
-        # a text model's own template writes all that it wants; ours knows no BOS
+        # a text model's own template is complete; the default one has no BOS
         adds_special_tokens=own is None or multimodal.slot_id is not None,
     )

@@ -9,15 +9,15 @@ from transformers import PreTrainedModel
 
 from engines.base import UnsupportedCheckpoint
 
-#: Of every refusal of a model of images.
+#: Ends every refusal of a model with images.
 INSTEAD = "use a model of images that docs/models.md lists, such as Qwen2.5-VL, Idefics3 or Gemma 3"
-#: A made-up prompt: what its tokens are, by the number of an image's run of slots; 0 is text.
+#: A sample prompt: 0 is text, other numbers are runs of image slots.
 _SAMPLE = (0, 0, 1, 1, 1, 1, 1, 0, 0, 2, 2, 2, 2, 0)
 _SAMPLE_WINDOW = 3  #: shorter than an image
 
 
 def binds_prompts(model: PreTrainedModel) -> bool:
-    """Whether the tokens of a prompt attend to all of it, beyond windows too."""
+    """Whether prompts are bidirectional, also beyond windows."""
     hook: Any = getattr(model, "create_masks_for_generate", None)
     if hook is None:
         return False
@@ -27,10 +27,10 @@ def binds_prompts(model: PreTrainedModel) -> bool:
 
 
 def bidirectional_layers(model: PreTrainedModel) -> frozenset[str | None] | None:
-    """The types of layers in which an image's slots attend to each other; None: all layers.
+    """The layer types in which an image's slots attend to each other; None: all layers.
 
-    A window applies within an image, too, to earlier tokens. Raises: UnsupportedCheckpoint for any other mask of a
-    model's hook.
+    Windows apply to earlier tokens inside images too. Raises: UnsupportedCheckpoint for any other mask of a model's
+    hook.
     """
     hook: Any = getattr(model, "create_masks_for_generate", None)
     if hook is None:
@@ -56,7 +56,7 @@ def bidirectional_layers(model: PreTrainedModel) -> frozenset[str | None] | None
 
 
 def _masks_by(hook: Any, model: PreTrainedModel, types: Tensor) -> dict[str | None, Any]:
-    """Masks of a prompt by type of layer, for transformers' plain attention."""
+    """Masks of a prompt by layer type, for transformers' eager attention."""
     text: Any = model.config.get_text_config(decoder=True)
     length = types.shape[1]
     parameters = inspect.signature(hook).parameters

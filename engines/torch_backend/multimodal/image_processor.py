@@ -1,6 +1,6 @@
-"""Image bytes to pixels, exactly as transformers' CLIPImageProcessor (PIL) makes them.
+"""Image bytes to pixels, exactly like transformers' CLIPImageProcessor (PIL).
 
-Called from a pool of threads. Pixels are numpy (3, H, W) float32.
+Called from a thread pool. Pixels are numpy (3, H, W) float32.
 """
 
 import math
@@ -15,13 +15,13 @@ from engines.image_decoder import decode_image
 from engines.packages.checkpoint_json import Fields, read_json, shown
 from engines.torch_backend.models.config import MAX_IMAGE_SIZE, UnsupportedCheckpoint
 
-#: A longer resized image is never made whole: 16 MB in RGB, a side ratio of 37 at 336 pixels.
+#: Larger resized images are never created completely: 16 MB in RGB, an aspect ratio of 37 at 336 pixels.
 MAX_RESIZED_PIXELS = 4 * 1024 * 1024
-_FILTER_REACH = 4  # source pixels on either side: Lanczos, the widest filter, reads 3
+_FILTER_REACH = 4  # source pixels on either side; Lanczos, the widest filter, reads 3
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 _KNOWN_KINDS = ("CLIPImageProcessor", "CLIPImageProcessorFast", "CLIPFeatureExtractor")
-#: Settings without a say over pixels, and those read below.
+#: Settings without an effect on pixels, and supported ones.
 _KNOWN_KEYS = frozenset(
     [
         "image_processor_type",
@@ -59,8 +59,8 @@ _KNOWN_KEYS = frozenset(
 class ImageProcessor:
     """Resize, crop, rescale, normalize. Units: `shortest_edge`, `resize_to` and `crop_to` in pixels."""
 
-    resize_to: tuple[int, int] | None = None  #: (height, width); None: by `shortest_edge`
-    shortest_edge: int | None = 224  #: None and no `resize_to`: sizes stay
+    resize_to: tuple[int, int] | None = None  #: (height, width); None: `shortest_edge` applies
+    shortest_edge: int | None = 224  #: None without `resize_to`: sizes are unchanged
     resample: Image.Resampling = Image.Resampling.BICUBIC
     crop_to: tuple[int, int] | None = (224, 224)
     rescale_factor: float | None = 1 / 255
@@ -73,9 +73,9 @@ class ImageProcessor:
         expected_size: tuple[int, int] | None = None,
         decode: Decode = decode_image,
     ) -> np.ndarray:
-        """Decode an image and make its pixels. Shapes: returns (3, H, W) float32.
+        """Decode and process an image. Shapes: returns (3, H, W) float32.
 
-        `expected_size` is the (width, height) that was admitted. Raises: InvalidImage.
+        `expected_size` is the admitted (width, height). Raises: InvalidImage.
         """
         image = self._resize(decode(data, expected_size))
         pixels = np.asarray(image).transpose(2, 0, 1)
@@ -84,7 +84,7 @@ class ImageProcessor:
         return self._normalize(pixels)
 
     def _resize(self, image: Image.Image) -> Image.Image:
-        """The part of the resized image that the crop keeps; smaller than the crop only to be padded."""
+        """The part of the resized image inside the crop; smaller than the crop only for padding."""
         height, width = self._target_size(image)
         crop_height, crop_width = self.crop_to or (height, width)
         left, right = _middle(width, crop_width)
@@ -93,7 +93,8 @@ class ImageProcessor:
             if (width, height) != image.size:
                 image = image.resize((width, height), self.resample)
             return image.crop((left, top, right, bottom))
-        # Only what the middle is made of: Pillow keeps a box in float32, exact enough near the origin.
+        # Only the source of the crop is resized. Pillow stores the box in float32, which is exact enough near the
+        # origin.
         first_x, last_x, box_left, box_right = _source(left, right, width, image.width)
         first_y, last_y, box_top, box_bottom = _source(top, bottom, height, image.height)
         part = image.crop((first_x, first_y, last_x, last_y))
@@ -112,7 +113,7 @@ class ImageProcessor:
         return self.shortest_edge, longer
 
     def _normalize(self, pixels: np.ndarray) -> np.ndarray:
-        if self.rescale_factor is not None:  # in float64, as transformers does
+        if self.rescale_factor is not None:  # in float64, like transformers
             scaled = (pixels.astype(np.float64) * self.rescale_factor).astype(np.float32)
         else:
             scaled = pixels.astype(np.float32)
@@ -123,13 +124,13 @@ class ImageProcessor:
 
 
 def _middle(length: int, kept: int) -> tuple[int, int]:
-    """Where a centred crop begins and ends on a side; all of a side that is no longer than it."""
+    """Bounds of a centered crop of a side; the complete side if it is shorter."""
     start = max(0, (length - kept) // 2)
     return start, min(start + kept, length)
 
 
 def _source(start: int, stop: int, target: int, length: int) -> tuple[int, int, float, float]:
-    """Which pixels of a side a part of the resized side is made of, and the part's place among them."""
+    """Source pixels of a part of the resized side, and the bounds of the part within them."""
     scale = length / target
     reach = _FILTER_REACH * max(scale, 1.0)
     first = max(0, math.floor(start * scale - reach))
@@ -138,7 +139,7 @@ def _source(start: int, stop: int, target: int, length: int) -> tuple[int, int, 
 
 
 def pad(pixels: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """Black around an image up to a size, an odd pixel in front. Shapes: (3, H, W), (3, *size)."""
+    """Pad with black to a size, an odd pixel at the start. Shapes: (3, H, W), (3, *size)."""
     height, width = pixels.shape[1:]
     if (height, width) == size:
         return pixels
@@ -149,7 +150,7 @@ def pad(pixels: np.ndarray, size: tuple[int, int]) -> np.ndarray:
 
 
 def load_image_processor(directory: Path, image_size: int) -> ImageProcessor:
-    """Read the settings of a checkpoint. Raises: UnsupportedCheckpoint, naming what is not understood."""
+    """Read a checkpoint's settings. Raises: UnsupportedCheckpoint that names the unsupported one."""
     settings = _read_settings(directory)
     kind = settings.get(
         "image_processor_type", settings.get("feature_extractor_type", _KNOWN_KINDS[0])
@@ -189,7 +190,7 @@ def load_image_processor(directory: Path, image_size: int) -> ImageProcessor:
 def _read_settings(directory: Path) -> Fields:
     for name in ("preprocessor_config.json", "processor_config.json"):
         settings = read_json(directory / name)
-        # transformers 5 keeps the image processor's settings inside the processor's.
+        # transformers 5 saves the image processor's settings inside the processor's
         if name.startswith("processor"):
             settings = settings.section("image_processor")
         if settings.values:
@@ -198,7 +199,7 @@ def _read_settings(directory: Path) -> Fields:
 
 
 def _resize_size(settings: Fields) -> tuple[tuple[int, int] | None, int | None]:
-    """(height, width) or the shortest edge, whichever `size` names; neither without `do_resize`."""
+    """(height, width) or the shortest edge, whichever `size` has; neither without `do_resize`."""
     if not settings.flag("do_resize", True):
         return None, None
     size = settings.get("size", {"shortest_edge": 224})

@@ -18,13 +18,13 @@ from torch.overrides import TorchFunctionMode
 
 #: Work of one piece: about 10 ms, and rows enough for an efficient matrix product. Unit: floating point operations.
 PIECE_FLOPS_PER_THREAD = 500_000_000
-#: An elementwise operation is bound by memory: each element counts as so many floating point operations.
+#: Elementwise operations are limited by memory: each element counts as this many floating point operations.
 _FLOPS_PER_ELEMENT = 500
 #: A part ends with the first piece after this time.
 PART_S = 0.005
 
 T = TypeVar("T")
-_Arguments = Any  #: a tuple, as operations are called
+_Arguments = Any  #: positional arguments of an operation
 
 
 def in_parts(compute: Callable[[], T]) -> Generator[None, None, T]:
@@ -46,12 +46,12 @@ def in_parts(compute: Callable[[], T]) -> Generator[None, None, T]:
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """How to split an operation along one dimension. Dimensions count from the end."""
+    """How an operation is split along one dimension. Dimensions are counted from the end."""
 
-    narrowed: Mapping[Any, int]  #: dimension by the argument's index, or name
+    narrowed: Mapping[Any, int]  #: dimension by the argument's index or name
     out_dim: int
     length: int
-    flops: int  #: of the whole operation
+    flops: int  #: of the complete operation
 
 
 class _Parts(TorchFunctionMode):
@@ -67,7 +67,7 @@ class _Parts(TorchFunctionMode):
             return compute()
 
     def resume(self, call: greenlet.greenlet, compute: Callable[[], Any]) -> Any:
-        """Compute the next part; returns the result once the call has ended."""
+        """Compute the next part. Returns the result after the last one."""
         self._began_at = time.perf_counter()
         return call.switch() if call else call.switch(compute)
 
@@ -117,7 +117,7 @@ def _first_dim(x: Tensor, num_dims: int) -> int | None:
 
 
 def _cut_rows(x: Tensor, flops: int, num_inner: int = 1) -> _Cut | None:
-    """Of an operation on each row by itself; the last `num_inner` dimensions are a row's."""
+    """An operation on rows; the last `num_inner` dimensions belong to a row."""
     dim = _first_dim(x, x.ndim - num_inner)
     return None if dim is None else _Cut({0: dim}, dim, x.shape[dim], flops)
 
@@ -128,7 +128,7 @@ def _cut_linear(func: Any, args: _Arguments, kwargs: dict[str, Any]) -> _Cut | N
 
 
 def _cut_module(func: Any, args: _Arguments, kwargs: dict[str, Any]) -> _Cut | None:
-    """Of a linear map that a kernel computes."""
+    """A linear layer that a kernel computes."""
     return _cut_rows(args[0], 2 * args[0].numel() * func.__self__.out_features)
 
 
@@ -163,10 +163,10 @@ def _cut_matmul(func: Any, args: _Arguments, kwargs: dict[str, Any]) -> _Cut | N
 
 
 def _cut_convolution(func: Any, args: _Arguments, kwargs: dict[str, Any]) -> _Cut | None:
-    """Images one by one, or the channels of one."""
+    """Split by images, or by channels of one image."""
     x, weight = args[:2]
     spatial = weight.ndim - 2
-    if x.ndim != weight.ndim or x.shape[1] != weight.shape[1]:  # no batch, or channels in groups
+    if x.ndim != weight.ndim or x.shape[1] != weight.shape[1]:  # no batch, or grouped channels
         return None
     made = _made_by_convolution(x, weight, args, kwargs)
     flops = 2 * x.shape[0] * made * weight.numel()
@@ -179,7 +179,7 @@ def _cut_convolution(func: Any, args: _Arguments, kwargs: dict[str, Any]) -> _Cu
 
 
 def _made_by_convolution(x: Tensor, weight: Tensor, args: _Arguments, kwargs: Any) -> int:
-    """Places of the output of one image, nearly."""
+    """Approximate number of output positions of one image."""
     stride = args[3] if len(args) > 3 else kwargs.get("stride", 1)
     count = 1
     for place, length in enumerate(x.shape[2:]):
@@ -190,7 +190,7 @@ def _made_by_convolution(x: Tensor, weight: Tensor, args: _Arguments, kwargs: An
 
 
 def _cut_attention(func: Any, args: _Arguments, kwargs: dict[str, Any]) -> _Cut | None:
-    """Images, then heads, then queries."""
+    """Split by images, then heads, then queries."""
     if len(args) != 3 or args[0].ndim != 4 or kwargs.get("is_causal") or kwargs.get("enable_gqa"):
         return None
     query, key, _ = args

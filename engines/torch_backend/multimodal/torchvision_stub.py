@@ -1,10 +1,7 @@
 """Lets torchvision be imported where its compiled operators cannot be loaded.
 
-`pip install torchvision` on Linux brings the CUDA build, whose library needs CUDA's own. Beside a CPU build of
-torch it does not load; torchvision tolerates that, but then describes two operators that nobody declared, and
-its import fails, and with it the import of open_clip and of transformers' image processors. This system
-calls none of these operators, so that declaring them is enough. It must run before anything imports
-torchvision, hence from this package's `__init__`. Where the library loads, nothing is changed.
+`pip install torchvision` installs the CUDA build on Linux, whose library does not load beside a CPU build of torch.
+torchvision tolerates that, but its import then describes two operators that are not declared, and fails.
 """
 
 import importlib.util
@@ -12,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-#: as torchvision declares them in C++ (torchvision/csrc/ops/nms.cpp and ops/quantized/cpu/qnms_kernel.cpp)
+#: As declared in C++ (torchvision/csrc/ops/nms.cpp and ops/quantized/cpu/qnms_kernel.cpp).
 SCHEMAS = {
     "torchvision::nms": "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "torchvision::qnms": "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
@@ -29,7 +26,7 @@ def declare_missing_operators() -> None:
 
 
 def _library_loads() -> bool:
-    """Whether torchvision's operators are there; loads them when they can be."""
+    """Whether torchvision's operators can be loaded; loads them."""
     if hasattr(torch.ops.torchvision, "roi_align"):
         return True
     spec = importlib.util.find_spec("torchvision")

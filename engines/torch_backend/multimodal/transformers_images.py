@@ -1,7 +1,7 @@
-"""Images as a checkpoint's own processor of transformers makes them ready, one by one.
+"""Processes images with a checkpoint's transformers processor, one by one.
 
-The processor says what stands in the prompt for an image (`replace_image_token`), the model's own hooks say at which
-positions. Pixels come decoded from where strangers' files are decoded; only then a processor sees them.
+The processor returns an image's text in the prompt (`replace_image_token`), the model's hooks its positions. Images
+are decoded before the processor sees them.
 """
 
 import inspect
@@ -29,12 +29,12 @@ from engines.text.prompt import Item
 from engines.torch_backend.multimodal.image_masks import INSTEAD, bidirectional_layers
 
 logger = logging.getLogger(__name__)
-#: What a model reads of what its encoder made of an image, and the engine keeps.
+#: Outputs of the image encoder that a model's source reads, and that the engine retains.
 _READ = re.compile(r"""mm_encoder_outputs(?:\["image"\]|\.get\("image"\))\.(\w+)""")
 _ROWS = frozenset({
     "pooler_output", "last_hidden_state", "deepstack_features", "visual_indicator_features",
 })  # fmt: skip
-#: Prompts as processors lay them out by themselves, for checkpoints that bring no chat template.
+#: Prompt formats of processors, for checkpoints without a chat template.
 _LAYOUTS = {
     "PaliGemmaProcessor": (
         "{% for m in messages %}{% for c in m['content'] if c['type'] == 'image' %}<image>{% endfor %}{% endfor %}"
@@ -46,20 +46,20 @@ _LAYOUTS = {
 _SAMPLE_PIXELS = 1024 * 1024
 _LARGEST_SAMPLE = 8 * _SAMPLE_PIXELS
 _SAMPLE_ASPECTS = (1.0, 1.5, 0.66, 2.0, 0.5, 3.0, 0.33)
-#: What processors say that treat an image in another way if it is not a prompt's only one.
+#: Field of processors that treat an image differently beside others.
 _COUNTS = "batch_num_images"
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessedImage:
-    """What the model is given of an image, and what stands for it in the prompt."""
+    """The model's inputs for an image, and the image's text in the prompt."""
 
     inputs: Mapping[str, Any]
     text: str
     num_slots: int
-    #: Where it is treated in another way beside others.
+    #: The result if the image is not the only one of its prompt.
     among_others: "ProcessedImage | None" = None
-    #: Of each slot, which feature that all images share fills it, or -1 for the next row; empty: rows alone.
+    #: By slot, the index of a shared feature, or -1 for the next row; empty: rows only.
     indicators: tuple[int, ...] = ()
 
     @property
@@ -69,15 +69,15 @@ class ProcessedImage:
 
 
 class PositionHooks:
-    """Where a model says that a prompt's tokens are."""
+    """Computes a model's positions with its own hooks."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model: Any = model
-        self._lock = Lock()  # some hooks leave what they found in the model
+        self._lock = Lock()  # some hooks store results in the model
 
     @classmethod
     def create(cls, model_class: type[PreTrainedModel], config: PreTrainedConfig) -> Self:
-        """Of a model without weights, which is not the one that computes."""
+        """Create the hooks of a model without weights."""
         with torch.device("meta"):
             return cls(model_class(deepcopy(config)))
 
@@ -93,7 +93,7 @@ class PositionHooks:
         with self._lock:
             base: Any = getattr(self._model, "model", None)
             if hasattr(base, "rope_deltas"):
-                base.rope_deltas = None  # of another prompt
+                base.rope_deltas = None  # of an earlier prompt
             positions = self._model._prepare_position_ids_for_generation(ids, kwargs)
             kwargs |= {
                 "position_ids": positions, "inputs_embeds": None, "past_key_values": None, "use_cache": False,
@@ -104,18 +104,18 @@ class PositionHooks:
         rows = rows.reshape(-1, ids.shape[1])
         return (
             rows[1:] if len(rows) == 4 and self._num_sections() == 3 else rows
-        )  # the first counts
+        )  # the first one applies
 
     def _num_sections(self) -> int:
-        """Rows that a token is turned by."""
+        """Rows of positions."""
         text: Any = self._model.config.get_text_config(decoder=True)
         rope = getattr(text, "rope_parameters", None) or {}
         return len(rope.get("mrope_section") or (0, 0, 0))
 
     def encoder_arguments(self) -> Mapping[str, bool]:
-        """What the model's image encoder takes, and whether it has to be given.
+        """Arguments of the model's image encoder, and whether they are required.
 
-        Raises: UnsupportedCheckpoint for a model that has none by itself, or one of which more is read than rows.
+        Raises: UnsupportedCheckpoint for a model without a separate encoder, or that reads more than rows of it.
         """
         name, base = type(self._model).__name__, self._model.base_model
         encode = getattr(base, "get_image_features", None)
@@ -135,7 +135,7 @@ class PositionHooks:
         return {p.name: p.default is p.empty for p in parameters if p.kind not in kinds}
 
     def lets_images_see_themselves(self) -> bool:
-        """In any layer. Raises: UnsupportedCheckpoint for any other mask."""
+        """Whether images are bidirectional in some layer. Raises: UnsupportedCheckpoint for other masks."""
         return bidirectional_layers(self._model) != frozenset()
 
 
@@ -144,7 +144,7 @@ def _joined(images: Sequence[ProcessedImage], name: str) -> Tensor:
 
 
 class TransformersImages:
-    """Keeps the `MultimodalProcessor` protocol for any processor of transformers."""
+    """Implements `MultimodalProcessor` with any transformers processor."""
 
     def __init__(self, directory: Path, model_class: type[PreTrainedModel], config: Any) -> None:
         """Raises: UnsupportedCheckpoint."""
@@ -160,7 +160,7 @@ class TransformersImages:
             )
         self._indicators: dict[str, int] = {text: place for place, text in enumerate(texts)}
         self.template = _LAYOUTS.get(type(self._processor).__name__, "")
-        #: what its tokenizer puts around a text, which the processor may have changed
+        #: The tokenizer's special tokens around a text, which the processor may have changed.
         self.around: Any = getattr(tokenizer, "backend_tokenizer", None)
         self._seam = _seam(self._processor)
         names = ("image_placeholder_token", "image_token")
@@ -173,7 +173,7 @@ class TransformersImages:
         self.max_pixels = 0
 
     def limit(self, max_pixels: int) -> None:
-        """Scale larger images to so many pixels."""
+        """Scale larger images down to this number of pixels."""
         self.max_pixels = max_pixels
 
     @property
@@ -182,7 +182,7 @@ class TransformersImages:
         return self._count_tokens()
 
     def _find_options(self, tokenizer: Any) -> dict[str, Any]:
-        """Those of the processor's calls for images, and what else it says to them by name."""
+        """Options of the processor for images, and its other required arguments."""
         merged = self._processor._merge_kwargs(
             tokenizer_init_kwargs=tokenizer.init_kwargs, return_tensors="pt"
         )
@@ -204,12 +204,12 @@ class TransformersImages:
     def _process(self, image: Image.Image, pixels: PixelLimits = NO_LIMITS) -> ProcessedImage:
         most = min(filter(None, (pixels.most, self.max_pixels)), default=0)
         options = limit_pixels(self._processor, self._options, PixelLimits(pixels.least, most))
-        if options is None:  # it has no option for it
+        if options is None:  # it has no such option
             options, image = self._options, _scale(image, most)
         alone = self._make(image, [image], options)
         if _COUNTS not in alone.inputs:
             return alone
-        # all images of one prompt; its duplicate is left out
+        # all images of one prompt; the duplicate is dropped
         several = self._make(image, [[image, image]], options)
         inputs = {
             name: x if name == _COUNTS or len(x) != 2 else x[:1]
@@ -220,7 +220,7 @@ class TransformersImages:
     def _make(self, image: Any, images: list[Any], options: Mapping[str, Any]) -> ProcessedImage:
         try:
             made, [text, *_] = self._processor._process_images(images, **options)
-        except Exception as error:  # each processor refuses in a way of its own
+        except Exception as error:  # of any type
             reason = " ".join(str(error).split())[:200]
             raise _unfit(image, reason) from error
         inputs = {
@@ -241,7 +241,7 @@ class TransformersImages:
         return tuple(self._indicators.get(found, -1) for found in re.findall(spelled, text))
 
     def items(self, images: Sequence[tuple[str, Any]], slot: str) -> list[Item]:
-        """What the processor puts in the placeholder's stead."""
+        """The processor's text for each image."""
         if len(images) > 1:
             images = [
                 (name, image)
@@ -267,7 +267,7 @@ class TransformersImages:
         ]
 
     def positions(self, prompt: Prompt) -> Positions:
-        """As the model's own hooks say; () where tokens are counted."""
+        """Positions by the model's hooks; () if they are the token indices."""
         images = [image.pixels for image in prompt.images]
         if not images and self._counts_text:
             return ()
@@ -280,13 +280,13 @@ class TransformersImages:
         return bool((self._hooks.positions([1, 2], None, ()) == torch.arange(2)).all())
 
     def _count_tokens(self) -> int:
-        """Slots of a large image. Raises: UnsupportedCheckpoint where its processor is not for one image by itself."""
+        """Slots of a large image. Raises: UnsupportedCheckpoint if the processor cannot process a single image."""
         name = type(self._processor).__name__
         area = self.max_pixels or _own_area(self._processor) or _SAMPLE_PIXELS
         most = _most_slots(self._processor, area)
-        # Large images are cut into the most tiles; one just above the limit is rounded up.
+        # Large images have the most tiles; one just above the limit is rounded up.
         areas = min(4 * area, max(area, _LARGEST_SAMPLE)), 1.3 * area
-        # Wide and high images have more tiles, or more rows with a token of their own.
+        # Wide and tall images have more tiles, or more rows with a token of their own.
         sizes = [
             (round((each * ratio) ** 0.5), round((each / ratio) ** 0.5))
             for each in areas
@@ -311,7 +311,7 @@ class TransformersImages:
 def limit_pixels(
     processor: Any, options: Mapping[str, Any], pixels: PixelLimits
 ) -> Mapping[str, Any] | None:
-    """Options of a processor's call under which an image has that many pixels; None if it knows none for it."""
+    """Options under which the processor scales an image to that many pixels; None if there are none."""
     if pixels == NO_LIMITS:
         return options
     images: Any = processor.image_processor
@@ -321,7 +321,7 @@ def limit_pixels(
         return options.get(name, getattr(images, name, None))
 
     def fewer(name: str, pixels_each: int, fewest: int = 1) -> Mapping[str, Any]:
-        """With no more tiles than have room."""
+        """Options with no more tiles than fit."""
         return (
             {**options, name: max(fewest, min(own(name), most // pixels_each))} if most else options
         )
@@ -346,30 +346,30 @@ def limit_pixels(
         return {**options, "size": sides}
     if own("image_grid_pinpoints") is not None:
         return None
-    return options  # images of any size become one of a size of the model's own
+    return options  # the model resizes all images to one size
 
 
 def _has_areas(images: Any, size: Mapping[str, int]) -> bool:
-    """Whether the edges of a processor's size are areas: of those that merge patches of images of any size."""
+    """Whether the edges in a processor's size are areas, as for models that merge patches."""
     return size.keys() == {"shortest_edge", "longest_edge"} and hasattr(images, "merge_size")
 
 
 def _own_area(processor: Any) -> int:
-    """Pixels of the largest image that a processor makes, where it says so; 0 elsewhere."""
+    """Pixels of the largest image that a processor makes, if it has that limit; else 0."""
     images: Any = processor.image_processor
     size = {name: side for name, side in dict(images.size or {}).items() if side is not None}
     return size["longest_edge"] if _has_areas(images, size) else 0
 
 
 def _most_slots(processor: Any, area: int) -> int:
-    """Patches that an area has room for, where a processor makes them of images of any size; 0 elsewhere."""
+    """Patches in an area, for processors of images of any size; else 0."""
     images: Any = processor.image_processor
     own = _own_area(processor)
     return min(area, own) // (images.patch_size * images.merge_size) ** 2 if own else 0
 
 
 def _scale(image: Image.Image, most: int) -> Image.Image:
-    """An image of that many pixels at most. 0: any."""
+    """An image of at most this number of pixels. 0: any."""
     share = (most / (image.width * image.height)) ** 0.5
     if most == 0 or share >= 1:
         return image
@@ -385,13 +385,13 @@ def _unfit(image: Image.Image, reason: str) -> InvalidImage:
 
 
 def _seam(processor: Any) -> str:
-    """What two images beside each other have once between them."""
+    """The separator that adjacent images share."""
     is_it = type(processor).__name__ == "Idefics2Processor"
     return processor.fake_image_token if is_it else ""
 
 
 def _spell(processor: Any) -> None:
-    """Have a processor say what stands for an image that says it within its call alone."""
+    """Make a processor return an image's text that it only builds inside its call."""
     if seam := _seam(processor):
         count = 5 if processor.image_processor.do_image_splitting else 1
         text = seam + (processor.image_token * processor.image_seq_len + seam) * count
@@ -400,12 +400,12 @@ def _spell(processor: Any) -> None:
 
 def _load_processor(directory: Path) -> ProcessorMixin:
     smolvlm: Any = processing_smolvlm
-    smolvlm.num2words = smolvlm.num2words or str  # asked for at the start, used for videos alone
+    smolvlm.num2words = smolvlm.num2words or str  # required at the start, used for videos only
     try:
         processor = AutoProcessor.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
         )
-    except Exception as error:  # of many classes' own
+    except Exception as error:  # of any type
         reason = " ".join(str(error).split())[:300]
         raise UnsupportedCheckpoint(
             f"transformers cannot load the checkpoint's image processor: {reason}"
