@@ -172,17 +172,18 @@ class _Roots:
     def read(self) -> set[str]:
         """Raises: StoreError, which ends the collection: an unreadable record may reference any blob."""
         named: set[str] = set()
-        for name in last_numbers(self._store):
-            history = read_history(self._store, name)
-            for digest in self._kept(history) if history is not None else ():
-                named |= self._package(digest)
         now = time.time()  # noqa: TID251
+        # Holds first: a client deletes its hold after it has recorded the deployment.
         for entry in list(self._store.entries(_HOLDS)):
             if now - entry.modified_at < GRACE_S and (data := self._store.get(entry.key)):
                 held = _decode_hold(self._store, entry.key, data)
                 named.update(held.blobs)
                 if held.package is not None:
                     named |= self._package(held.package)
+        for name in last_numbers(self._store):
+            history = read_history(self._store, name)
+            for digest in self._kept(history) if history is not None else ():
+                named |= self._package(digest)
         return {blob_key(digest) for digest in named}
 
     def _kept(self, history: History) -> set[str]:

@@ -87,7 +87,7 @@ def test_a_port_in_use_is_one_clear_line(served):
 def test_serve_help_shows_every_option_with_its_default():
     text = " ".join(run_vlm("serve", "--help", env={"COLUMNS": "200", "PATH": ""}).stdout.split())
     for option, default in {
-        "--host": "127.0.0.1", "--port": "8000", "--workers": "1", "--engine": "by model",
+        "--host": "127.0.0.1", "--port": "8000", "--workers": "1", "--engine": "by model and machine",
         "--model": "shapes", "--quantization": "none",
     }.items():  # fmt: skip
         assert re.search(rf"{option}\b.*?\[default: \(?{re.escape(default)}\)?\]", text), option

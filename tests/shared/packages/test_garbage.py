@@ -176,6 +176,26 @@ def test_two_collectors_and_uploads_at_once_lose_nothing_that_is_named(store: St
     assert all(store.is_whole(digest) for digest in [*named, *digests])
 
 
+def test_a_deployment_that_is_recorded_while_a_collector_reads_keeps_its_blobs(store: Store):
+    """Its hold is gone before the collector has read the holds, unless these are read first."""
+    digest = store.add("new")
+    manifest = make_package("new")[0]
+    key = write_hold(store, blobs_of(manifest))
+    store.add("garbage")
+    listed = store.list
+
+    def list_then_deploy(prefix: str) -> list[str]:
+        found = list(listed(prefix))
+        if prefix == "deployments" and store.get(key) is not None:
+            store.deploy("n", 1, digest)
+            store.delete(key)
+        return found
+
+    store.list = list_then_deploy  # type: ignore[method-assign]
+    collect(store, grace_s=0)
+    assert store.is_whole(digest)
+
+
 def _collect_until_killed(root: str, at: int) -> None:
     store, count, original = FileStore(Path(root)), [0], FileStore.delete
 
