@@ -7,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import pytest
 from openai import OpenAI
 from PIL import Image
 
@@ -39,6 +40,7 @@ def write_model(directory: Path) -> None:
     write_checkpoint(replace(family, create_processor=create_processor), directory)
 
 
+@pytest.mark.timeout(400)  # 130 s with other work beside it
 def test_a_stream_goes_on_beside_a_photo_and_the_worker_lives(tmp_path: Path) -> None:
     write_model(tmp_path / "photos")
     served = start_fleet(
