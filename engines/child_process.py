@@ -9,6 +9,7 @@ import ctypes
 import errno
 import logging
 import platform
+import re
 import resource
 import socket
 import struct
@@ -31,6 +32,9 @@ _LENGTH = struct.Struct(">Q")
 _LOG_PIECE_BYTES = 64 * 1024
 #: Rate limit of a process's log: burst and bytes per second.
 _LOG_BYTES, _LOG_BYTES_PER_S = 64 * 1024, 8 * 1024
+_NUM_LINES = 300  #: that are searched for the cause of an exit
+#: vLLM's last exception only refers to the one before.
+_EXCEPTION = re.compile(r"\b[A-Za-z_.]+(?:Error|Exception): (?!.*root cause above).*")
 
 _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 4, 22, 38
 _SECCOMP_MODE_FILTER = 2
@@ -120,7 +124,7 @@ class LogForwarder:
         """`conceal` masks secrets."""
         self._file = file
         self._conceal = conceal
-        self._lines: deque[str] = deque(maxlen=5)
+        self._lines: deque[str] = deque(maxlen=_NUM_LINES)
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -152,9 +156,11 @@ class LogForwarder:
         print(text, end="", file=sys.stderr, flush=True)
 
     def last_words(self) -> str:
-        """The last line, to append to a message."""
+        """The last exception, or else the last line, to append to a message."""
         self._thread.join(0.2)
-        return f": {self._lines[-1][:300]}" if self._lines else ""
+        found = (match[0] for line in reversed(self._lines) if (match := _EXCEPTION.search(line)))
+        last = next(found, self._lines[-1] if self._lines else "")
+        return f": {last[:300]}" if last else ""
 
 
 def send_message(sock: socket.socket, message: bytes) -> None:

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from msgspec import Struct
@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 #: Minimum interval of the statistics, which may take longer than a step.
 STATS_EVERY_S = 0.005
+IDLE_S = 1.0  #: between looks at an engine that has no work; its server may be lost
 CLOSE_WITHIN_S = 5.0
 EXIT_WEDGED = 70
 #: Maximum delay of tokens of answers that are not streamed.
@@ -161,10 +162,8 @@ class EngineThread:
                 return
             self.step_started_at = now = time.monotonic()  # adding may hang as well
             events: list[EngineEvent] = []
-            if commands:
-                events += [answer for command in commands if (answer := _apply(engine, command))]
-                has_work = engine.has_work()
-            if has_work:
+            events += [answer for command in commands if (answer := _apply(engine, command))]
+            if engine.has_work():
                 events += engine.step()
             has_work = engine.has_work()
             if not has_work or now - looked_at > STATS_EVERY_S:
@@ -173,13 +172,14 @@ class EngineThread:
             self._emit(events, now)
 
     def _next_commands(self, has_work: bool) -> list[EngineInput | str] | None:
-        """Commands that have arrived; waits for one if there is no work. None: end the thread."""
+        """Commands that have arrived; waits up to `IDLE_S` for one if there is no work. None: end the thread."""
         commands: list[EngineInput | str] = []
-        while not (has_work or commands) or not self._commands.empty():
-            command = self._commands.get()
-            if command is None:
-                return None
-            commands.append(command)
+        with suppress(Empty):
+            while not (has_work or commands) or not self._commands.empty():
+                command = self._commands.get(timeout=IDLE_S)
+                if command is None:
+                    return None
+                commands.append(command)
         return commands
 
     def _emit(self, events: list[EngineEvent], now: float) -> None:

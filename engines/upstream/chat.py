@@ -26,7 +26,7 @@ from engines.text.tools import to_openai
 from engines.upstream.client import UpstreamClient
 from engines.upstream.images import data_url, to_png
 from engines.upstream.settings import OpenAiSettings
-from engines.upstream.streams import OpenRequest, StreamBroken, StreamEngine, error_message
+from engines.upstream.streams import OpenRequest, StreamBroken, StreamEngine
 from shared.protocol import (
     CallPiece,
     ChatMessage,
@@ -106,7 +106,6 @@ class _Usage(msgspec.Struct):
 class _Event(msgspec.Struct):
     choices: list[_Choice] = []
     usage: _Usage | None = None
-    error: Any = None
 
 
 _events = msgspec.json.Decoder(_Event)
@@ -198,8 +197,6 @@ class _ChatRequest(OpenRequest):
         if data == b"[DONE]":
             return self._end()
         event = _events.decode(data)
-        if event.error is not None:
-            raise StreamBroken(error_message(data) or "error")
         if event.usage is not None:
             self._note_usage(event.usage)
         outputs = [output for choice in event.choices[:1] if (output := self._output(choice))]

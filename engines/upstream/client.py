@@ -1,7 +1,7 @@
 """HTTP streams of one server, read by a thread of their own.
 
-Any thread starts and cancels streams; the engine's thread receives their events. A server that fails its health check
-while a stream is broken or silent is reported as lost.
+Any thread starts and cancels streams; the engine's thread receives their events. The health of the server is checked
+when a stream breaks, and after `silence_s` without data, also while no stream is open.
 """
 
 import asyncio
@@ -55,7 +55,7 @@ class UpstreamClient:
         self._silence_s, self._health_path = silence_s, health_path
         self._metrics_path = metrics_path
         self._events: SimpleQueue[StreamEvent | None] = SimpleQueue()
-        self._lost = ""  # why the server is lost
+        self.lost = ""  #: why the server is lost; empty: it is not
         self._streams: dict[str, asyncio.Task[None]] = {}  # of the thread, like the rest
         self._received_at: dict[str, float] = {}  # by stream, `time.monotonic`
         self._client = httpx.AsyncClient(
@@ -103,8 +103,8 @@ class UpstreamClient:
                 event = self._events.get_nowait()
         except Empty:
             pass
-        if self._lost:
-            raise ServerLost(self._lost)
+        if self.lost:
+            raise ServerLost(self.lost)
         return events
 
     def close(self) -> None:
@@ -174,15 +174,16 @@ class UpstreamClient:
             self._lose(reason)
 
     async def _watch(self) -> None:
+        checked_at = time.monotonic()
         while True:
             await asyncio.sleep(min(WATCH_EVERY_S, self._silence_s))
             if self._metrics_path:
                 await self._read_metrics()
-            oldest = min(self._received_at.values(), default=time.monotonic())
+            oldest = min(self._received_at.values(), default=checked_at)
             if time.monotonic() - oldest > self._silence_s:
                 if not await self._is_healthy():
                     self._lose(f"no data for {self._silence_s:g} s")
-                now = time.monotonic()
+                checked_at = now = time.monotonic()
                 for stream_id in self._received_at:
                     self._received_at[stream_id] = now
 
@@ -194,7 +195,7 @@ class UpstreamClient:
         return response.status_code == httpx.codes.OK
 
     def _lose(self, reason: str) -> None:
-        self._lost = reason
+        self.lost = reason
         self.wake()
 
     async def _read_metrics(self) -> None:

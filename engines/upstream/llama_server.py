@@ -24,7 +24,6 @@ from engines.upstream.dialect import (
     refuse_grammar,
 )
 from engines.upstream.settings import LlamaServerSettings
-from engines.upstream.streams import error_message
 from shared.protocol import FinishReason, Generate
 
 _MAX_RECOVERED_BYTES = 3  #: of a token whose id the server does not report
@@ -49,7 +48,6 @@ class _Event(msgspec.Struct):
     tokens_predicted: int = 0
     completion_probabilities: list[_Score] = []
     timings: _Timings | None = None
-    error: Any = None
 
 
 _events = msgspec.json.Decoder(_Event)
@@ -159,8 +157,6 @@ class LlamaServer(Dialect):
 
     def parse(self, data: bytes) -> Chunk | None:
         event = _events.decode(data)
-        if event.error is not None:
-            return Chunk(error=error_message(data) or "error")
         chunk = Chunk(num_cached_tokens=None if event.timings is None else event.timings.cache_n)
         if event.stop:  # its tokens came one by one
             chunk.num_prompt_tokens = event.tokens_evaluated

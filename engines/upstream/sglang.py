@@ -23,7 +23,6 @@ from engines.upstream.dialect import (
 )
 from engines.upstream.images import data_url
 from engines.upstream.settings import SglangSettings
-from engines.upstream.streams import error_message
 from engines.upstream.vllm import FINISH
 from shared.protocol import Generate, Priority
 
@@ -46,7 +45,6 @@ class _Meta(msgspec.Struct):
 class _Event(msgspec.Struct):
     output_ids: list[int] = []
     meta_info: _Meta = msgspec.field(default_factory=_Meta)
-    error: Any = None
 
 
 _events = msgspec.json.Decoder(_Event)
@@ -131,8 +129,6 @@ class Sglang(Dialect):
         if data == b"[DONE]":
             return None
         event = _events.decode(data)
-        if event.error is not None:
-            return Chunk(error=error_message(data) or "error")
         meta = event.meta_info
         chunk = Chunk(
             num_prompt_tokens=meta.prompt_tokens, num_cached_tokens=meta.cached_tokens,

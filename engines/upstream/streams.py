@@ -26,7 +26,15 @@ POLL_S = 0.05
 MAX_TRIES = 3  #: of a stream that breaks while the server is healthy
 RETRY_S = 0.2
 _BUSY = (429, 503)
+_ERROR = b'"error"'
 _OPERATOR = (401, 403, 404)  #: a wrong key or address, not the client's fault
+
+
+class _ErrorEvent(msgspec.Struct):
+    error: Any = None
+
+
+_errors = msgspec.json.Decoder(_ErrorEvent)
 
 
 class StreamBroken(Exception):
@@ -120,8 +128,8 @@ class StreamEngine(Engine[Request]):
         return outputs
 
     def has_work(self) -> bool:
-        """Whether a request is open or an output is pending."""
-        return bool(self._open or self._finished_early)
+        """Whether a request is open, an output is pending, or the server is lost."""
+        return bool(self._open or self._finished_early or self._client.lost)
 
     def stats(self) -> EngineStats:
         """Counts of this worker, and the server's caches."""
@@ -158,10 +166,12 @@ class StreamEngine(Engine[Request]):
         self._client.start(request.stream_id, self._path, msgspec.json.encode(body), delay_s)
 
     def _handle(self, request: OpenRequest, event: StreamEvent) -> list[EngineOutput]:
-        if event.kind == "refused":
-            return self._refuse(request, event)
         if event.kind == "broken":
             return self._retry(request, event.data.decode())
+        if event.kind == "refused":
+            return self._refuse(request, event.status, error_message(event.data))
+        if _ERROR in event.data and (error := _errors.decode(event.data).error):
+            return self._refuse(request, _status(error), error_message(event.data))
         num_before = request.num_tokens
         try:
             outputs = request.read(event.data)
@@ -173,15 +183,16 @@ class StreamEngine(Engine[Request]):
             self._client.cancel(request.stream_id)
         return outputs
 
-    def _refuse(self, request: OpenRequest, event: StreamEvent) -> list[EngineOutput]:
-        message = error_message(event.data)
-        if event.status in _BUSY:
+    def _refuse(self, request: OpenRequest, status: int, message: str) -> list[EngineOutput]:
+        """Handle an error of the server, which comes as a response or inside a stream."""
+        if status in _BUSY and (request.can_continue() or not request.num_tokens):
+            self._client.cancel(request.stream_id)
             self._send(request, delay_s=RETRY_S)
             return []
-        if event.status >= 500:
-            return self._retry(request, message or f"status {event.status}")
+        if status >= 500:
+            return self._retry(request, message or f"status {status}")
         code = ErrorCode.INVALID_REQUEST
-        if event.status in _OPERATOR:
+        if status in _OPERATOR:
             code = ErrorCode.ENGINE_FAILURE
         elif "context" in message or "max_model_len" in message:
             code = ErrorCode.CONTEXT_LENGTH_EXCEEDED
@@ -204,12 +215,18 @@ class StreamEngine(Engine[Request]):
 
 
 def error_message(data: bytes) -> str:
-    """The message of an error body in OpenAI's form."""
+    """The message of an error body; empty: it has none."""
     try:
         found = msgspec.json.decode(data)
     except msgspec.DecodeError:
         return ""
-    for name in ("error", "message", "detail"):
-        while isinstance(found, dict) and name in found:
+    for name in ("error", "message", "detail", "error_message"):
+        while isinstance(found, dict) and found.get(name):
             found = found[name]
     return found[:300] if isinstance(found, str) else ""
+
+
+def _status(error: object) -> int:
+    """The HTTP status of an error inside a stream."""
+    code = error.get("code") if isinstance(error, dict) else None
+    return code if isinstance(code, int) and 400 <= code < 600 else 500

@@ -25,7 +25,6 @@ from engines.upstream.dialect import (
 )
 from engines.upstream.images import data_url
 from engines.upstream.settings import VllmSettings
-from engines.upstream.streams import error_message
 from shared.protocol import FinishReason, Generate, Grammar, Priority
 
 #: `extra_args` of the logits processor, and its version.
@@ -67,7 +66,6 @@ class _Metrics(msgspec.Struct):
 class _Event(msgspec.Struct):
     choices: list[_Choice] = []
     usage: _Usage | None = None
-    error: Any = None
     metrics: _Metrics | None = None
 
 
@@ -198,8 +196,6 @@ class Vllm(Dialect):
         if data == b"[DONE]":
             return None
         event = _events.decode(data)
-        if event.error is not None:
-            return Chunk(error=error_message(data) or "error")
         chunk = Chunk()
         if event.metrics is not None and event.metrics.queue_time_ms is not None:
             chunk.queue_s = event.metrics.queue_time_ms / 1000

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import httpx
 import pytest
@@ -54,6 +54,8 @@ from tests.contract.test_pooling_engine import SETTINGS as POOLING_SETTINGS
 from tests.contract.toys.engine import TOY
 from tests.engines.upstream.llama import run_llama_server, write_model
 from tests.engines.upstream.stand_in import run_stand_in
+from tests.engines.upstream.vllm import run_vllm
+from tests.engines.upstream.vllm import write_model as write_llava
 from tests.factories_engine import make_mock
 from tests.factories_gateway import (
     RunningGateway,
@@ -69,12 +71,16 @@ from tests.worker.conftest import answers as answers
 
 #: Engines whose server is a stand-in.
 STAND_INS = ("vllm", "sglang", "openai")
+#: vLLM itself, on a CPU.
+VLLM_CPU = "vllm-cpu"
+#: Servers whose sampling noise is not a function of the position. vLLM's is on GPUs, by its model runner V2.
+RESTARTS_NOISE = ("llama-server", VLLM_CPU)
 SETTINGS: dict[str, dict[str, Any]] = {
     "mock": {"mock": make_mock(num_output_tokens=12).model_dump()},
     "torch": {"device": "cpu", "dtype": "float32", "kv_cache_bytes": 4 * 2**20},
     "toy": {"greeting": "you said:"},
     "application": {"entry": "app:Words", "isolation": "none"},
-    **{name: {} for name in ("vllm", "sglang", "llama-server")},
+    **{name: {} for name in ("vllm", VLLM_CPU, "sglang", "llama-server")},
     "openai": {"takes_images": True},
 }
 APPLICATION = """
@@ -84,6 +90,21 @@ class Words(Application):
     def run(self, task):
         yield from task["words"]
 """
+#: Laws that real servers skip: of prompt_logprobs, and what a tiny model of llama.cpp lacks.
+SCORES = (
+    "test_a_prompt_has_the_logprobs_that_its_tokens_had_when_they_were_said",
+    "test_a_prompt_of_one_token_has_no_logprob",
+    "test_a_prompt_of_token_ids_is_scored_as_lm_eval_asks",
+)
+SKIPPED = {
+    VLLM_CPU: SCORES,
+    "llama-server": (
+        *SCORES,
+        "test_images_count",
+        "test_an_image_reaches_the_engine",
+        "test_only_allowed_tokens_are_sampled",
+    ),
+}
 QUESTION = "one two three four five six seven eight nine ten"
 
 
@@ -116,6 +137,14 @@ def llama_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str
         yield url, model
 
 
+@pytest.fixture(scope="module")
+def vllm_cpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    """Address and model of a real vLLM."""
+    model = write_llava(tmp_path_factory.mktemp("llava") / "tiny")
+    with run_vllm(model) as (url, _):
+        yield url, model
+
+
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     """The toy is an engine that the project does not know."""
@@ -127,13 +156,29 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
 class Case:
     """One engine of those that run here."""
 
-    kind: str
+    name: str
     models: Mapping[str, Path]
     url: str = ""  #: of the server of an upstream engine
     loaded: list[LoadedEngine] = field(default_factory=list)
+    has_skipped: bool = False
+
+    def skip(self, reason: str) -> NoReturn:
+        """Skip a law that does not apply to the engine."""
+        self.has_skipped = True
+        pytest.skip(reason)
+
+    def start_with_tokenizer(self) -> Engine:
+        engine = self.start()
+        if "tokenize" not in engine.capabilities().tasks:
+            self.skip("it has no tokenizer")
+        return engine
+
+    @property
+    def kind(self) -> str:
+        return self.name.removesuffix("-cpu")
 
     def load(self, **changes: Any) -> LoadedEngine:
-        values = {"kind": self.kind, "served_name": MODEL, **SETTINGS[self.kind], **changes}
+        values = {"kind": self.kind, "served_name": MODEL, **SETTINGS[self.name], **changes}
         if self.kind in self.models:
             values["model"] = str(self.models[self.kind])
         if self.url:
@@ -146,9 +191,9 @@ class Case:
 
     @property
     def capabilities(self) -> Capabilities:
-        if self.kind not in KNOWN:
-            KNOWN[self.kind] = self.start().capabilities()
-        return KNOWN[self.kind]
+        if self.name not in KNOWN:
+            KNOWN[self.name] = self.start().capabilities()
+        return KNOWN[self.name]
 
     def task(self, prompt: str = QUESTION, **sampling: Any) -> Task:
         """One that the engine takes, of several steps; `sampling` is for those that sample."""
@@ -182,25 +227,30 @@ def case(request: pytest.FixtureRequest, checkpoint: Path, application: Path) ->
     """Any engine."""
     models = {"application": application} | dict.fromkeys(("torch", "vllm", "sglang"), checkpoint)
     case = Case(request.param, models)
-    if case.kind in STAND_INS:
+    if case.name in STAND_INS:
         case.url = request.getfixturevalue("stand_in")
-    if case.kind == "llama-server":
+    if case.name == "llama-server":
         case.url, models["llama-server"] = request.getfixturevalue("llama_server")
+    if case.name == VLLM_CPU:
+        case.url, models["vllm"] = request.getfixturevalue("vllm_cpu")
     yield case
     for loaded in case.loaded:
         loaded.engine.close()
+    law = request.node.originalname
+    if case.name in SKIPPED:
+        assert case.has_skipped == (law in SKIPPED[case.name]), f"{law} in SKIPPED is wrong"
 
 
 @pytest.fixture
 def generating(case: Case) -> Case:
     """An engine that generates."""
     if "generate" not in case.capabilities.tasks:
-        pytest.skip("it does not generate")
+        case.skip("it does not generate")
     return case
 
 
 def test_every_engine_keeps_this_contract():
-    assert set(engine_kinds()) == {*SETTINGS, *POOLING_SETTINGS}
+    assert set(engine_kinds()) == {*SETTINGS, *POOLING_SETTINGS} - {VLLM_CPU}
 
 
 # Driven directly
@@ -225,14 +275,14 @@ def add(engine: Engine, call: EngineCall, *seeds: int) -> None:
     engine.add(engine.prepare(call, images))
 
 
-def skip_if_refused(engine: Engine, call: EngineCall) -> None:
+def skip_if_refused(case: Case, engine: Engine, call: EngineCall) -> None:
     """Skip a law about a parameter that the engine refuses by name."""
     try:
         engine.prepare(call, [])
     except RequestError as error:
         if error.param is None:
             raise
-        pytest.skip(f"it refuses {error.param}")
+        case.skip(f"it refuses {error.param}")
 
 
 @dataclass
@@ -309,9 +359,7 @@ def test_an_answer_is_complete_and_what_it_counts_is_what_it_said(generating: Ca
 
 
 def test_a_prompt_of_the_ids_that_are_told_has_the_same_answer(generating: Case):
-    engine = generating.start()
-    if "tokenize" not in engine.capabilities().tasks:
-        pytest.skip("it has no tokenizer")
+    engine = generating.start_with_tokenizer()
     call = make_call(max_tokens=6)
     made = engine.tokenize(Tokenize(call.task, with_strings=True), [])
     assert len(made.strings) == len(made.token_ids)
@@ -325,9 +373,7 @@ def test_a_prompt_of_the_ids_that_are_told_has_the_same_answer(generating: Case)
 
 
 def test_a_text_is_itself_again(generating: Case):
-    engine = generating.start()
-    if "tokenize" not in engine.capabilities().tasks:
-        pytest.skip("it has no tokenizer")
+    engine = generating.start_with_tokenizer()
     of = Generate((), SamplingParams(), prompt=TextPart(QUESTION), add_special_tokens=False)
     made = engine.tokenize(Tokenize(of), [])
     back = engine.tokenize(Tokenize(token_ids=tuple(made.token_ids)), [])
@@ -372,7 +418,7 @@ def test_one_seed_gives_one_answer(generating: Case):
 
 def test_images_count(generating: Case):
     if not generating.load().card.supports_images:
-        pytest.skip("it takes no images")
+        generating.skip("it takes no images")
     engine = generating.start()
     first = answer(engine, make_call("a", num_images=1), 0)
     assert answer(engine, make_call("b", num_images=1), 9).text != first.text
@@ -415,9 +461,7 @@ def test_a_stop_string_ends_the_answer_or_is_refused(generating: Case):
 
 @pytest.mark.parametrize("keeps_stop", [False, True])
 def test_a_stop_token_ends_the_answer(generating: Case, keeps_stop: bool):
-    engine = generating.start()
-    if "tokenize" not in engine.capabilities().tasks:
-        pytest.skip("it has no token ids")
+    engine = generating.start_with_tokenizer()
     whole = answer(engine, make_call(ignore_eos=True))
     place = next(n for n in range(2, 6) if whole.token_ids[n] not in whole.token_ids[:n])
     stop = whole.token_ids[place]
@@ -430,9 +474,7 @@ def test_a_stop_token_ends_the_answer(generating: Case, keeps_stop: bool):
 
 
 def test_a_stop_string_is_kept_where_that_is_asked_for(generating: Case):
-    engine = generating.start()
-    if "tokenize" not in engine.capabilities().tasks:
-        pytest.skip("it has no token ids")
+    engine = generating.start_with_tokenizer()
     whole = answer(engine, make_call()).text
     stop = whole[len(whole) // 2 :][:3]
     said = answer(engine, make_call(stop=(stop,), keeps_stop=True))
@@ -441,12 +483,10 @@ def test_a_stop_string_is_kept_where_that_is_asked_for(generating: Case):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_only_allowed_tokens_are_sampled(generating: Case, temperature: float):
-    engine = generating.start()
-    if "tokenize" not in engine.capabilities().tasks:
-        pytest.skip("it has no token ids")
+    engine = generating.start_with_tokenizer()
     allowed = (50, 60, 70)
     call = make_call(allowed_token_ids=allowed, temperature=temperature)
-    skip_if_refused(engine, call)
+    skip_if_refused(generating, engine, call)
     said = answer(engine, call)
     assert len(said.token_ids) == 6
     assert {*allowed}.issuperset(said.token_ids)
@@ -467,16 +507,14 @@ def test_logprobs_come_for_each_token_or_are_refused(generating: Case):
 def test_a_prompt_has_the_logprobs_that_its_tokens_had_when_they_were_said(
     generating: Case, num_asked: int
 ):
-    engine = generating.start()
-    if "tokenize" not in engine.capabilities().tasks:
-        pytest.skip("it has no tokenizer")
+    engine = generating.start_with_tokenizer()
     prompt = (40, 41, 42)
     wish = SamplingParams(temperature=0.0, max_tokens=6, num_logprobs=1, ignore_eos=True)
     said = answer(engine, EngineCall("said", Generate((), wish, prompt=TokensPart(prompt))))
     whole = TokensPart((*prompt, *said.token_ids[:5]))
     again = replace(wish, max_tokens=num_asked, num_prompt_logprobs=2)
     call = EngineCall("scored", Generate((), again, prompt=whole))
-    skip_if_refused(engine, call)
+    skip_if_refused(generating, engine, call)
     scored = answer(engine, call)
     assert [entry.token_id for entry in scored.prompt_logprobs] == [*whole.token_ids]
     assert [entry.position for entry in scored.prompt_logprobs] == [*range(len(whole.token_ids))]
@@ -498,12 +536,10 @@ def test_a_prompt_has_the_logprobs_that_its_tokens_had_when_they_were_said(
 
 
 def test_a_prompt_of_one_token_has_no_logprob(generating: Case):
-    engine = generating.start()
-    if "tokenize" not in engine.capabilities().tasks:
-        pytest.skip("it has no tokenizer")
+    engine = generating.start_with_tokenizer()
     wish = SamplingParams(temperature=0.0, max_tokens=0, num_prompt_logprobs=1)
     call = EngineCall("one", Generate((), wish, prompt=TokensPart((40,))))
-    skip_if_refused(engine, call)
+    skip_if_refused(generating, engine, call)
     said = answer(engine, call)
     assert [(each.token_id, each.rank) for each in said.prompt_logprobs] == [(40, 0)]
     assert said.num_tokens == 0
@@ -519,7 +555,7 @@ def test_a_prompt_of_one_token_has_no_logprob(generating: Case):
 def test_a_bad_request_is_refused_and_nothing_else_is_harmed(generating: Case, bad: EngineCall):
     engine = generating.start()
     if generating.kind == "openai" and not bad.task.sampling.logit_bias:
-        pytest.skip("its server counts the tokens of a prompt")
+        generating.skip("its server counts the tokens of a prompt")
     add(engine, make_call("good"))
     with pytest.raises(RequestError) as refused:
         add(engine, bad)
@@ -539,10 +575,10 @@ def test_an_id_is_used_once_at_a_time(case: Case):
 def test_who_can_continue_continues_as_if_nothing_had_happened(generating: Case):
     engine = generating.start()
     num_images = int(generating.load().card.supports_images)
-    temperature = 0.0 if generating.kind == "llama-server" else 0.7  # its noise starts again
+    temperature = 0.0 if generating.name in RESTARTS_NOISE else 0.7
     call = make_call(temperature=temperature, seed=1, num_images=num_images, max_tokens=8)
     if not engine.can_continue(call.task):
-        pytest.skip("it cannot continue an answer")
+        generating.skip("it cannot continue an answer")
     images = range(num_images)
     whole = answer(engine, call, *images)
     other = generating.start()
@@ -610,9 +646,9 @@ async def test_a_schema_of_the_most_properties_is_kept_or_refused(
     generating: Case, num_objects: int, status: int, ends: Ends, redis_server, redis_prefix
 ):
     if not generating.capabilities.takes_grammars:
-        pytest.skip("it takes no grammars")
-    if generating.kind in STAND_INS:
-        pytest.skip("the stand-in applies no grammars")
+        generating.skip("it takes no grammars")
+    if generating.name in STAND_INS:
+        generating.skip("the stand-in applies no grammars")
     names = map(str, range(LimitSettings.max_schema_properties))
     schema = {"type": "object", "properties": {name: {} for name in names}}
     schema = {"anyOf": [schema] * num_objects}
@@ -636,9 +672,9 @@ async def test_a_prompt_of_token_ids_is_scored_as_lm_eval_asks(
     """Also one that holds the end of a turn, as chat prompts do."""
     loaded = generating.load()
     if "tokenize" not in loaded.card.tasks:
-        pytest.skip("it has no tokenizer")
+        generating.skip("it has no tokenizer")
     if not isinstance(loaded.engine, BatchingEngine):
-        pytest.skip("it refuses prompt_logprobs")
+        generating.skip("it refuses prompt_logprobs")
     end = min(loaded.engine.tokenizer.eos_token_ids)
     prompts = [[40, end, 41, 42], [50, 51, end, *range(40, 60)]]
     body = {"model": MODEL, "prompt": prompts, "echo": True, "logprobs": 1, "temperature": 0}
@@ -667,7 +703,7 @@ async def test_an_image_reaches_the_engine(
     generating: Case, ends: Ends, redis_server, redis_prefix
 ):
     if not generating.load().card.supports_images:
-        pytest.skip("it takes no images")
+        generating.skip("it takes no images")
     texts = []
     async with (
         run_worker(ends, load=generating.load),

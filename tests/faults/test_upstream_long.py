@@ -1,21 +1,26 @@
-"""A real llama-server behind the fleet: worker, server or both are killed in the middle of a stream."""
+"""A real llama-server or vLLM behind the fleet: worker, server or both are killed in the middle of a stream."""
 
 import asyncio
 import json
+import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.engines.upstream.llama import run_llama_server, write_model
+from tests.engines.upstream.llama import run_llama_server
+from tests.engines.upstream.llama import write_model as write_gguf
+from tests.engines.upstream.vllm import run_vllm
+from tests.engines.upstream.vllm import write_model as write_llava
 from tests.faults.processes import WITHIN_S, Process, Processes, run_processes
 from tests.long import long
 
-pytestmark = [long("faults"), pytest.mark.timeout(300)]
+pytestmark = [long("faults"), pytest.mark.timeout(600)]
 
 NUM_TOKENS = 60
 PAUSE_S = 0.03  #: before each event of the server, so that a stream has a middle
@@ -76,14 +81,16 @@ async def run_slow_proxy() -> AsyncIterator[SlowProxy]:
         await asyncio.gather(*proxy.tasks, return_exceptions=True)
 
 
-async def start_worker(all_: Processes, name: str, model: Path, proxy: SlowProxy) -> Process:
+async def start_worker(
+    all_: Processes, name: str, kind: str, model: Path, proxy: SlowProxy
+) -> Process:
     return await all_.worker(
         name,
-        command=("vlm", "worker", "--engine", "llama-server"),
+        command=("vlm", "worker", "--engine", kind),
         VLM_ENGINE__MODEL=str(model),
         VLM_ENGINE__URL=f"http://127.0.0.1:{proxy.port}",
         VLM_ENGINE__SERVED_NAME="tiny",
-        VLM_ENGINE__SILENCE_S="1",
+        VLM_ENGINE__SILENCE_S="2",
     )
 
 
@@ -108,22 +115,28 @@ async def read(url: str, middle: asyncio.Event) -> tuple[str, int]:
     return text, num_tokens
 
 
+def start_server(stack: AsyncExitStack, kind: str, model: Path) -> tuple[int, Callable[[], None]]:
+    """Its port, and what kills it."""
+    if kind == "vllm":
+        url, server = stack.enter_context(run_vllm(model))
+        kill = partial(os.killpg, server.pid, signal.SIGKILL)
+    else:
+        url, process = stack.enter_context(run_llama_server(model))
+        kill = process.kill
+    return int(url.rpartition(":")[2]), kill
+
+
 @pytest.mark.parametrize("killed", ["worker", "server", "both"])
-async def test_a_stream_continues_from_its_tokens(killed: str, tmp_path: Path):
-    model = write_model(tmp_path / "tiny.gguf")
+@pytest.mark.parametrize("kind", ["llama-server", "vllm"])
+async def test_a_stream_continues_from_its_tokens(kind: str, killed: str, tmp_path: Path):
+    is_vllm = kind == "vllm"
+    model = write_llava(tmp_path / "tiny") if is_vllm else write_gguf(tmp_path / "tiny.gguf")
     async with AsyncExitStack() as stack:
-
-        def start_server() -> None:
-            url, process = stack.enter_context(run_llama_server(model))
-            servers.append(process)
-            proxy.target = int(url.rpartition(":")[2])
-
-        servers = []
         proxy = await stack.enter_async_context(run_slow_proxy())
         all_ = await stack.enter_async_context(run_processes(tmp_path))
-        await asyncio.to_thread(start_server)
+        proxy.target, kill = await asyncio.to_thread(start_server, stack, kind, model)
         _, url = await all_.gateway()
-        worker = await start_worker(all_, "first", model, proxy)
+        worker = await start_worker(all_, "first", kind, model, proxy)
         expected = await read(url, asyncio.Event())
         assert expected[1] == NUM_TOKENS
         middle = asyncio.Event()
@@ -132,9 +145,9 @@ async def test_a_stream_continues_from_its_tokens(killed: str, tmp_path: Path):
         if killed != "server":
             worker.signal(signal.SIGKILL)
         if killed != "worker":
-            servers[0].kill()
+            kill()
         await worker.ended()  # a worker ends when its server is lost
         if killed != "worker":
-            await asyncio.to_thread(start_server)
-        await start_worker(all_, "second", model, proxy)
+            proxy.target, _ = await asyncio.to_thread(start_server, stack, kind, model)
+        await start_worker(all_, "second", kind, model, proxy)
         assert await asyncio.wait_for(answer, WITHIN_S) == expected

@@ -32,6 +32,7 @@ class StandIn:
     token_s: float = 0.0  #: pause before each token
     is_healthy: bool = True
     refuse_with: tuple[int, str] | None = None  #: status and message of the next request
+    refuses_in_stream: bool = False  #: as vLLM and SGLang do
     break_after: list[int] = field(default_factory=list)  #: tokens of the next streams
     bodies: list[dict[str, Any]] = field(default_factory=list)
     num_open: int = 0
@@ -110,7 +111,10 @@ class _Handler(BaseHTTPRequestHandler):
             state.refuse_with = (400, "the prompt exceeds the context")
         if state.refuse_with is not None:
             (status, message), state.refuse_with = state.refuse_with, None
-            self._answer(status, json.dumps({"error": {"message": message}}).encode())
+            error = json.dumps({"error": {"message": message, "code": status}}).encode()
+            if state.refuses_in_stream:
+                status, error = 200, b"data: " + error + b"\n\ndata: [DONE]\n\n"
+            self._answer(status, error)
             return
         self.send_response(200)
         self.send_header("content-type", "text/event-stream")

@@ -329,10 +329,11 @@ def test_a_busy_server_is_asked_again(engine: UpstreamEngine, server: StandIn):
         ("longer than the maximum context length", ErrorCode.CONTEXT_LENGTH_EXCEEDED),
     ],
 )
+@pytest.mark.parametrize("in_stream", [False, True])
 def test_a_refusal_of_the_server_reaches_the_client(
-    engine: UpstreamEngine, server: StandIn, message: str, code: ErrorCode
+    engine: UpstreamEngine, server: StandIn, message: str, code: ErrorCode, in_stream: bool
 ):
-    server.refuse_with = (400, message)
+    server.refuse_with, server.refuses_in_stream = (400, message), in_stream
     (last,) = answer(engine, make_call())
     assert (last.error, last.error_code) == (message, code)
 
@@ -365,6 +366,15 @@ def test_a_silent_server_is_lost_only_if_it_fails_its_health_check(
             with pytest.raises(EngineLoadFailed):
                 run(engine)
         engine.close()
+
+
+def test_a_server_is_lost_while_no_request_is_open(checkpoint: Path, server: StandIn):
+    engine = load("vllm", checkpoint, server, silence_s=0.1)
+    server.is_healthy = False
+    wait_for(engine.has_work)
+    with pytest.raises(EngineLoadFailed):
+        engine.step()
+    engine.close()
 
 
 def test_an_aborted_request_is_closed_at_the_server(api: str, checkpoint: Path):

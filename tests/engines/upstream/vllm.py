@@ -1,0 +1,79 @@
+"""A real vLLM on a CPU, where `make test-vllm` has installed one."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+from engines.torch_backend.loading.make_checkpoint import make_checkpoint
+from engines.upstream.server import ServerProcess, command_of, free_port
+from engines.upstream.settings import VllmSettings
+from engines.upstream.vllm import Vllm
+from tests.engines.upstream.build_vllm import BINARY
+from tests.long import IS_LONG
+
+CONTEXT = 512
+START_S = 400.0
+PLUGIN = "--logits-processors vlm_fleet_vllm:ContinueAnswer"
+#: Without compilation, which takes minutes. Answers after a takeover are equal in float32 alone.
+ARGUMENTS = f"--enforce-eager {PLUGIN} --enable-lora --max-lora-rank 8"
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+    "HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "PASSIVE",
+}  # fmt: skip
+#: vLLM's attention on CPUs has heads of at least 32 numbers.
+CHANGES = {"text_config": {"num_attention_heads": 2, "num_key_value_heads": 2}}
+
+
+def skip_without_vllm() -> None:
+    if not IS_LONG or not BINARY.is_file():
+        pytest.skip("vLLM is not installed: make test-vllm")
+
+
+def write_model(directory: Path) -> Path:
+    """A tiny LLaVA."""
+    make_checkpoint("tiny", directory, seed=3, dtype=torch.float32, changes=CHANGES)
+    return directory
+
+
+def make_settings(model: Path, **changes: object) -> VllmSettings:
+    """Settings that start the server."""
+    values = {
+        "model": str(model), "command": f"{BINARY} serve", "dtype": "float32", "max_num_seqs": 8,
+        "arguments": ARGUMENTS, "start_s": START_S, **changes,
+    }  # fmt: skip
+    return VllmSettings.model_validate(values)
+
+
+@contextmanager
+def run_vllm(model: Path, **changes: object) -> Iterator[tuple[str, ServerProcess]]:
+    """Its address and process, started as a worker starts it."""
+    skip_without_vllm()
+    settings, port = make_settings(model, **changes), free_port()
+    dialect = Vllm(settings)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+        server = ServerProcess(command_of(settings, dialect, port), dialect.environment)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        _wait_until_ready(server, url)
+        yield url, server
+    finally:
+        server.close()
+
+
+def _wait_until_ready(server: ServerProcess, url: str) -> None:
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        server.check()
+        try:
+            if httpx.get(f"{url}/health", trust_env=False).status_code == httpx.codes.OK:
+                return
+        except httpx.HTTPError:
+            time.sleep(0.2)
+    raise AssertionError(f"vLLM is not ready after {START_S:g} s")
