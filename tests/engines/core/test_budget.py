@@ -17,12 +17,9 @@ from engines.core.runner import StepResult
 from engines.core.sequence import Batch, ScheduledSequence
 from shared.protocol import Priority
 from tests.factories_engine import (
-    make_engine,
     make_image,
-    make_request,
     make_scheduler,
     make_sequence,
-    run_all,
     run_step,
     shares,
 )
@@ -313,23 +310,3 @@ def test_a_configured_limit_stays_while_images_follow_the_times_of_steps():
         limits.note(MIXED, StepResult([]), 9.0)
         assert prefill_tokens_beside_one(limits) == 7
     assert limits.budget({}).max_vision_s == pytest.approx((MAX_SLOWDOWN - 1) * 2.0)
-
-
-def test_streams_wait_for_no_prompt_however_many_come():
-    engine = make_engine(num_output_tokens=40, max_mixed_prefill_tokens=3)
-    engine.add(make_request("first", [7] * 4))
-    engine.step()
-    for number in range(3):
-        engine.add(make_request(f"late-{number}", [number] * 50))
-    for _ in range(20):
-        said = {output.request_id: output.token_ids for output in engine.step()}
-        assert len(said["first"]) == 1
-
-
-def test_answers_are_the_same_with_and_without_a_limit():
-    requests = [make_request(f"r{number}", [number] * (30 + number)) for number in range(4)]
-    whole = run_all(make_engine(), *requests)
-    cut = run_all(make_engine(max_mixed_prefill_tokens=2), *requests)
-    assert {name: said.token_ids for name, said in cut.items()} == {
-        name: said.token_ids for name, said in whole.items()
-    }

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.base import EngineOutput, InvalidRequest, PromptTooLong
+from engines.base import InvalidRequest, PromptTooLong
 from engines.core.engine import BatchingEngine
 from engines.core.request import EngineRequest
 from engines.core.runner import DeviceOutOfMemory, RunningStep, SequenceFailure
@@ -28,21 +28,6 @@ PROMPT = "the same beginning, "
 def fail_next_step(engine: BatchingEngine, *failures: Exception) -> None:
     assert isinstance(engine.runner, CheckingRunner)
     engine.runner.failures += reversed(failures)
-
-
-def requests_of_all_kinds() -> list[EngineRequest]:
-    """Equal and unequal prefixes, images, salts, seeds, lengths and stop strings."""
-    cat, dog = make_image(3, 9, "cat"), make_image(12, 8, "dog")
-    return [
-        make_request("a", PROMPT + "one"),
-        make_request("b", PROMPT + "two", max_tokens=3),
-        make_request("c", PROMPT + "two", images=(cat,)),
-        make_request("d", PROMPT + "two", images=(cat, dog)),
-        make_request("e", PROMPT + "two", images=(cat,), temperature=1.0, seed=5),
-        make_request("f", PROMPT + "one", cache_salt="other"),
-        make_request("g", PROMPT, ignore_eos=True, max_tokens=18),
-        make_request("h", PROMPT + "one", stop=("a", "no such text")),
-    ]
 
 
 def is_same_answer(answer: Transcript, request: EngineRequest) -> bool:
@@ -134,24 +119,6 @@ def test_a_continued_request_whose_prompt_is_cached_is_counted_and_timed(clock: 
     assert engine.stats().num_prompt_tokens == 16
 
 
-def test_the_last_output_has_the_complete_usage():
-    last = run_all(make_engine(num_output_tokens=3), make_request())["r0"].last
-    assert last is not None
-    assert last.usage is not None
-    assert last.usage.num_output_tokens == 3
-
-
-def test_a_prompt_that_ends_with_an_end_token_is_answered():
-    assert run_all(make_engine(), make_request(prompt=[5, EOS_ID]))["r0"].text
-
-
-def test_text_held_back_for_a_stop_string_comes_with_the_last_token():
-    full = answer_alone(make_request(max_tokens=4))
-    answer = answer_alone(make_request(max_tokens=4, stop=(full.text[-3:] + "?",)))
-    assert answer.text == full.text
-    assert answer.finish_reason is FinishReason.LENGTH
-
-
 def test_an_answer_ends_where_the_context_ends():
     engine = make_engine(max_model_len=16)
     for max_tokens in (None, 1000):
@@ -175,52 +142,6 @@ def test_logprobs_come_with_text_and_bytes():
     assert bytes(logprob.chosen.token_bytes).decode() == logprob.chosen.token
     assert len(logprob.top) == 2
     assert logprob.top[0].logprob > logprob.top[1].logprob
-
-
-def test_an_aborted_request_frees_its_blocks_and_says_nothing_more():
-    engine = make_engine()
-    for name in "ab":
-        engine.add(make_request(name, name * 20))
-    engine.step()
-    engine.abort("a")
-    engine.scheduler.check_integrity()
-    assert {output.request_id for output in engine.step()} == {"b"}
-    engine.abort("b")
-    engine.abort("b")
-    assert engine.stats().kv_usage_ratio == 0
-    assert not engine.has_work()
-
-
-def continue_after(request: EngineRequest, token_ids: list[int]) -> Transcript:
-    """The second attempt, in another engine, at a request of which these tokens were emitted."""
-    resumed = EngineRequest(
-        request.request_id,
-        request.prompt_token_ids,
-        request.sampling,
-        request.images,
-        tuple(token_ids),
-        request.cache_salt,
-    )
-    return run_all(make_engine(), resumed)[request.request_id]
-
-
-@pytest.mark.parametrize("request_index", range(8))
-def test_another_engine_continues_an_answer_after_any_token(request_index: int):
-    request = requests_of_all_kinds()[request_index]
-    whole = answer_alone(request)
-    pieces: list[EngineOutput] = []
-    engine = make_engine()
-    engine.add(request)
-    while engine.has_work():
-        pieces += engine.step()
-    for count in range(len(whole.token_ids) + 1):
-        rest = continue_after(request, whole.token_ids[:count])
-        assert rest.token_ids == whole.token_ids[count:]
-        assert "".join(p.text for p in pieces[:count]) + rest.text == whole.text
-        assert rest.finish_reason is whole.finish_reason
-        assert rest.last is not None
-        assert rest.last.usage is not None
-        assert rest.last.usage.num_output_tokens == len(whole.token_ids)
 
 
 def test_a_request_that_came_complete_ends_at_once_and_needs_no_step_of_the_runner():
@@ -281,26 +202,6 @@ def test_an_empty_prompt_is_refused_by_its_name():
     with pytest.raises(InvalidRequest) as refused:
         make_engine().add(make_request(prompt=""))
     assert refused.value.param == "prompt"
-
-
-def test_an_id_in_use_is_refused_and_its_owner_goes_on():
-    engine = make_engine()
-    engine.add(make_request())
-    with pytest.raises(InvalidRequest, match="r0"):
-        engine.add(make_request())
-    assert len(engine.step()) == 1
-
-
-def test_a_failure_of_one_sequence_ends_only_that_one():
-    engine = make_engine()
-    fail_next_step(engine, SequenceFailure("b", "no good"))
-    requests = [make_request(name, name * 9) for name in "abc"]
-    answers = run_all(engine, *requests)
-    last = answers["b"].last
-    assert last is not None
-    assert (last.error, last.finish_reason) == ("no good", None)
-    assert is_same_answer(answers["a"], requests[0])
-    assert is_same_answer(answers["c"], requests[2])
 
 
 def test_what_a_failed_request_computed_is_found_by_nobody():
@@ -378,16 +279,6 @@ def test_stats_follow_the_work():
     assert (stats.num_running, stats.num_waiting, stats.num_steps) == (1, 1, 1)
     assert stats.kv_usage_ratio == pytest.approx(5 / 256)
     assert (stats.num_prompt_tokens, stats.num_output_tokens) == (20, 1)
-
-
-def test_close_forgets_everything_and_may_be_repeated():
-    engine = make_engine()
-    engine.add(make_request())
-    engine.step()
-    engine.close()
-    engine.close()
-    assert not engine.has_work()
-    assert engine.stats().kv_usage_ratio == 0
 
 
 @st.composite

@@ -6,7 +6,6 @@ from collections.abc import Callable
 import pytest
 
 from engines.core.engine import BatchingEngine
-from engines.core.request import EngineRequest
 from engines.core.runner import DeviceOutOfMemory, SequenceFailure
 from engines.core.sequence import Batch
 from engines.mock.engine import EOS_ID, MockProcessor, MockRunner, MockStep, MockTokenizer
@@ -306,16 +305,3 @@ def test_closing_waits_for_the_step_that_is_under_way(monkeypatch: pytest.Monkey
     assert len(waited) == 2
     assert not engine.has_work()
     assert engine.stats().kv_usage_ratio == 0
-
-
-def test_a_thousand_tokens_of_many_are_those_of_each_alone():
-    """Ends, newcomers and equal prompts in one engine, all overlapped."""
-    engine = overlapping(max_num_seqs=4, num_output_tokens=40)
-    requests: list[EngineRequest] = [
-        make_request(f"r{i}", "x" * (3 + i % 5), max_tokens=10 + 3 * i, temperature=1.0, seed=i)
-        for i in range(24)
-    ]
-    answers = run_all(engine, *requests)
-    assert engine.pipeline.num_overlapped > engine.stats().num_steps / 2
-    for request in requests:
-        assert answers[request.request_id].token_ids == answer_alone(request, 40).token_ids

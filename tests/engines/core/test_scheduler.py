@@ -38,15 +38,6 @@ def test_no_more_sequences_run_than_allowed():
     assert shares(run_step(scheduler)) == {"c": 4}
 
 
-def test_a_prefix_hit_leaves_only_the_rest_to_compute():
-    scheduler = make_scheduler()
-    scheduler.add(make_sequence(11, "a"))
-    run_step(scheduler)
-    scheduler.add(make_sequence(11, "b"))
-    assert shares(run_step(scheduler)) == {"a": 1, "b": 3}
-    assert scheduler.running["b"].num_cached_tokens == 8
-
-
 def test_a_prefix_that_this_step_computes_is_not_computed_twice():
     scheduler = make_scheduler()
     for name in "abc":
@@ -365,11 +356,3 @@ def test_finishing_a_waiting_sequence_removes_it():
     scheduler.finish(sequence, FinishReason.ABORT)
     assert not scheduler.has_work()
     assert not scheduler.schedule().items
-
-
-def test_a_step_that_failed_can_be_scheduled_again():
-    scheduler = make_scheduler(max_num_batched_tokens=8)
-    scheduler.add(make_sequence(20, "a"))
-    first = shares(scheduler.schedule())
-    scheduler.check_integrity()
-    assert shares(scheduler.schedule()) == first

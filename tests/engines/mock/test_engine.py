@@ -217,26 +217,3 @@ def test_a_request_may_ask_for_no_thinking():
     answer = ask(thinking_engine(), options={"enable_thinking": False})
     assert (answer.reasoning, len(answer.text.split())) == ("", 5)
     assert answer.last.usage.num_reasoning_tokens == 0
-
-
-def test_an_answer_that_ends_in_the_thinking_has_no_text():
-    answer = ask(thinking_engine(), max_tokens=10)
-    assert (answer.text, len(answer.reasoning.split())) == ("", 2)
-    assert answer.finish_reason is FinishReason.LENGTH
-    assert answer.last.usage.num_reasoning_tokens == 10
-
-
-@pytest.mark.parametrize("stop", [(), ("ba",)])
-def test_an_answer_continues_behind_any_output_of_an_earlier_attempt(stop):
-    engine, pieces = thinking_engine(), []
-    engine.add(prepare(engine, stop=stop))
-    while engine.has_work():
-        pieces += engine.step()
-    whole = ask(thinking_engine(), stop=stop)
-    for num_told in range(len(pieces)):
-        told = pieces[:num_told]
-        token_ids = tuple(token_id for piece in told for token_id in piece.token_ids)
-        rest = ask(thinking_engine(), token_ids, stop=stop)
-        assert "".join(piece.text for piece in told) + rest.text == whole.text
-        assert "".join(piece.reasoning for piece in told) + rest.reasoning == whole.reasoning
-        assert rest.last.usage == whole.last.usage
