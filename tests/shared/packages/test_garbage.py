@@ -30,10 +30,15 @@ class Store(FileStore):
     """A store whose blobs are old, and deployments of it."""
 
     def add(self, text: str) -> str:
-        manifest, blobs = make_package(text)
-        for data in (*blobs.values(), config_bytes(manifest), manifest.encode()):
-            self.put(digest_of(data), io.BytesIO(data))
+        digest = self.upload(*make_package(text))
         self.age()
+        return digest
+
+    def upload(self, manifest: Manifest, blobs: dict[str, bytes]) -> str:
+        """What is not there yet."""
+        for data in (*blobs.values(), config_bytes(manifest), manifest.encode()):
+            if self.size(digest_of(data)) is None:
+                self.put(digest_of(data), io.BytesIO(data))
         return manifest.digest
 
     def age(self) -> None:
@@ -157,9 +162,7 @@ def test_two_collectors_and_uploads_at_once_lose_nothing_that_is_named(store: St
         for number in range(6):
             manifest, blobs = make_package(f"{worker} {number % 2}")
             with hold(store, blobs_of(manifest)):
-                for data in (*blobs.values(), config_bytes(manifest), manifest.encode()):
-                    if store.size(digest_of(data)) is None:
-                        store.put(digest_of(data), io.BytesIO(data))
+                store.upload(manifest, blobs)
                 store.deploy(f"app{worker}", number + 1, manifest.digest)
             assert store.is_whole(manifest.digest)
             done.append(manifest.digest)

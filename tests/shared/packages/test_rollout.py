@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -97,6 +98,13 @@ class World:
     def run(self, seconds: int) -> None:
         for _ in range(seconds):
             self.step()
+
+    def fail(self, digest: str, *states: str, **changes: Any) -> None:
+        """The only instance of a version, in one of these states, ends while it serves."""
+        [slot] = self.app.of(digest, *states)
+        node, report = self.running[slot.id]
+        failed = replace(report, state="failed", phase="serve", **changes)
+        self.running[slot.id] = (node, failed)
 
     def num_ready(self, digest: str) -> int:
         return len(self.app.of(digest, "ready"))
@@ -238,9 +246,7 @@ def test_a_canary_that_takes_longer_than_the_old_version_is_rolled_back(
 def test_a_canary_that_crashes_is_rolled_back(world: World):
     world.deploy(B, replace(SPEC, canary=0.5, retry_limit=0))
     world.run(10)
-    [slot] = world.app.of(B)
-    node, report = world.running[slot.id]
-    world.running[slot.id] = (node, replace(report, state="failed", phase="serve", message="OOM"))
+    world.fail(B, message="OOM")
     world.loads = {B: Load(num_open=3)}
     world.run(3)
     assert world.outcomes[-1][1].message == "serve: OOM"
@@ -406,9 +412,7 @@ def test_an_old_version_whose_instance_was_lost_finishes_its_queue(world: World)
     world.loads = {A: Load(num_open=3)}
     world.deploy(B)
     world.run(10)
-    [slot] = world.app.of(A)
-    node, report = world.running[slot.id]
-    world.running[slot.id] = (node, replace(report, state="failed", phase="serve"))
+    world.fail(A)
     world.run(10)
     assert world.num_ready(A) == 1
 
@@ -421,10 +425,7 @@ def test_nothing_changes_where_nothing_happens(world: World):
 
 def test_requests_fail_within_10_s_where_nothing_can_start(world: World):
     """And as long as instances may start, they wait."""
-    assert world.app.active is not None
-    [slot] = world.app.of(A, "ready")
-    node, report = world.running[slot.id]
-    world.running[slot.id] = (node, replace(report, state="failed", phase="serve"))
+    world.fail(A, "ready")
     world.behaviour, world.loads = {A: "crashes"}, {A: Load(num_open=1)}
     world.step()
     assert rollout.find_lost(world.app, world.nodes(), world.now) == []
@@ -471,9 +472,7 @@ def test_a_version_that_keeps_ending_after_it_took_over_is_failing(world: World)
     assert world.active == B
     for _ in range(SPEC.retry_limit + 1):
         assert not rollout.is_failing(world.app, world.now)
-        [slot] = world.app.of(B, "ready")
-        node, report = world.running[slot.id]
-        world.running[slot.id] = (node, replace(report, state="failed", phase="serve"))
+        world.fail(B, "ready")
         world.run(10)
     assert rollout.is_failing(world.app, world.now)
     assert not rollout.is_failing(world.app, world.now + 1000)
@@ -488,9 +487,7 @@ def test_a_version_that_keeps_ending_after_it_took_over_is_failing(world: World)
     world.run(20)
     assert not world.app.of(B)
     for _ in range(SPEC.retry_limit + 1):
-        [slot] = world.app.of(A, "ready")
-        node, report = world.running[slot.id]
-        world.running[slot.id] = (node, replace(report, state="failed", phase="serve"))
+        world.fail(A, "ready")
         world.run(10)
     assert not rollout.is_failing(world.app, world.now)  # there is no to and fro
 
@@ -511,10 +508,7 @@ def test_crashes_on_requests_of_one_tenant_take_no_version_back(world: World, cr
     world.deploy(B)
     world.run(10)
     for tenants in crashes:
-        [slot] = world.app.of(B, "ready")
-        node, report = world.running[slot.id]
-        failed = replace(report, state="failed", phase="serve", tenants=tenants)
-        world.running[slot.id] = (node, failed)
+        world.fail(B, "ready", tenants=tenants)
         world.run(15)
     assert rollout.is_failing(world.app, world.now) == is_failing
     assert world.num_ready(B) == 1
@@ -524,10 +518,7 @@ def test_a_candidate_whose_one_tenant_crashes_it_goes_on(world: World):
     world.deploy(B, replace(SPEC, canary=0.5, retry_limit=0))
     world.run(10)
     for _ in range(5):
-        [slot] = world.app.of(B)
-        node, report = world.running[slot.id]
-        failed = replace(report, state="failed", phase="serve", tenants=("a",))
-        world.running[slot.id] = (node, failed)
+        world.fail(B, tenants=("a",))
         world.run(10)
     assert world.app.candidate is not None
     assert len(world.outcomes) == 1  # of the version before

@@ -4,7 +4,6 @@ The bytes of version 1 and the structs that read them are frozen here as they we
 """
 
 import struct
-from enum import StrEnum
 
 import msgspec
 import pytest
@@ -77,11 +76,6 @@ class Card1(msgspec.Struct):
     tokens_per_image: int = 0
 
 
-class ErrorCode1(StrEnum):
-    INVALID_REQUEST = "invalid_request"
-    ENGINE_FAILURE = "engine_failure"
-
-
 class Failed1(msgspec.Struct, tag_field="type", tag="failed"):
     request_id: str
     attempt: int
@@ -89,20 +83,21 @@ class Failed1(msgspec.Struct, tag_field="type", tag="failed"):
     message: str
 
 
-def test_a_worker_refuses_a_call_of_version_1_and_says_which_end_to_update():
-    with pytest.raises(UnsupportedVersion, match="protocol 1, the worker 2: update the gateway"):
-        decode_call(CALL_1)
+CALL_2 = encode_call(make_request())
 
 
-def test_a_worker_refuses_a_call_of_a_later_version():
-    call = encode_call(make_request()).replace(b'"version":2', b'"version":3')
-    with pytest.raises(UnsupportedVersion, match="protocol 3, the worker 2: update the worker"):
-        decode_call(call)
-
-
-def test_a_call_that_says_no_version_is_of_version_1_however_it_reads():
-    call = encode_call(make_request()).replace(b'"version":2,', b"")
-    with pytest.raises(UnsupportedVersion, match="protocol 1, the worker 2: update the gateway"):
+@pytest.mark.parametrize(
+    ("call", "versions", "which"),
+    [
+        (CALL_1, "protocol 1, the worker 2", "gateway"),
+        (CALL_2.replace(b'"version":2,', b""), "protocol 1, the worker 2", "gateway"),
+        (CALL_2.replace(b'"version":2', b'"version":3'), "protocol 3, the worker 2", "worker"),
+    ],
+)
+def test_a_worker_refuses_a_call_of_another_version_and_says_which_end_to_update(
+    call, versions, which
+):
+    with pytest.raises(UnsupportedVersion, match=f"{versions}: update the {which}"):
         decode_call(call)
 
 

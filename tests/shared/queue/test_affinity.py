@@ -237,18 +237,3 @@ async def test_a_claim_whose_reply_was_lost_is_found_again_without_blame(ends, f
 
     assert (claim.id, claim.attempt, claim.failures) == ("second", 2, 0)
     await end(worker, claim)
-
-
-async def test_redis_may_forget_the_scripts(ends, workers):
-    await serve(ends, workers[0])
-    await submit(ends, "second")
-    await ends.redis.script_flush()
-
-    assert names(await workers[0].read(1, 1.0)) == ["second"]
-
-
-async def test_every_key_expires(ends, workers):
-    await serve(ends, workers[0])
-    await submit(ends, "second")
-    async for key in ends.redis.scan_iter(f"{ends.prefix}:*"):
-        assert await ends.redis.pttl(key) > 0, key

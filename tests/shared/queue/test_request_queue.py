@@ -17,7 +17,7 @@ from shared.queue.api import (
     Claim,
     QueueUnavailable,
 )
-from shared.queue.claims import LOSSES_PER_ATTEMPT, RedisWorkerQueue, giving_up
+from shared.queue.claims import LOSSES_PER_ATTEMPT, RedisWorkerQueue
 from shared.queue.keys import GROUP
 from shared.queue.submit import RedisGatewayQueue
 from shared.redis.client import create_redis
@@ -222,21 +222,6 @@ async def test_a_request_that_ends_every_worker_is_given_up_and_remembered(ends)
     }
 
 
-async def test_an_entry_whose_delivery_was_lost_is_found_and_claimed(ends):
-    worker = ends.worker("a", unknown_after_s=0.001)
-    await worker.create_group()
-    request = await ends.enqueue()
-    # Redis delivers it to this consumer, but the reply never arrives.
-    await ends.redis.xreadgroup(GROUP, "a", {ends.keys.queue(MODEL): ">"})
-    await asyncio.sleep(0.005)
-
-    [claim] = await worker.reconcile()
-
-    assert call_of(claim) == request
-    assert claim.failures == 0
-    assert await worker.reconcile() == []
-
-
 async def test_a_claim_whose_reply_was_lost_counts_once(ends, far, proxy):
     lost, worker = ends.worker("a"), far.worker("b")
     request = await ends.enqueue()
@@ -278,16 +263,6 @@ async def test_the_next_read_brings_what_an_earlier_one_lost(ends):
 
     assert [call_of(claim) for claim in claims] == requests
     assert {(claim.attempt, claim.failures) for claim in claims} == {(1, 0)}
-
-
-async def test_a_redis_that_forgot_the_script_learns_it(ends):
-    worker = ends.worker("a")
-    await worker.create_group()
-    await ends.redis.script_flush()
-    for _ in range(2):
-        request = await ends.enqueue()
-        [claim] = await worker.read(1, 1.0)
-        assert (call_of(claim), claim.attempt) == (request, 1)
 
 
 async def test_what_is_released_wakes_a_waiting_worker_at_once(ends):
@@ -405,23 +380,6 @@ async def test_a_lease_is_lost_when_redis_lost_the_request(ends):
     assert await worker.publish([publication(claim, 1, 0, make_delta(claim, 0, 5))]) == gone
     assert await worker.publish([publication(claim, 2, 0, make_finished(claim))]) == gone
     assert await ends.num_open() == 0
-
-
-async def test_every_key_expires(ends):
-    worker = ends.worker("a")
-    for _ in range(4):
-        await ends.enqueue()
-    await worker.create_group()
-    one, two, three, four = await worker.read(4, 1.0)
-    await worker.publish([publication(one, 1, 0, make_delta(one, 0, 5), make_finished(one, 1))])
-    await worker.publish([publication(two, 1, 0, make_delta(two, 0, 5))])
-    await ends.queue.cancel(MODEL, [three.id])
-    await worker.publish([giving_up(four, b"exhausted")])
-
-    keys = [key async for key in ends.redis.scan_iter(f"{ends.prefix}:*")]
-
-    assert len(keys) >= 8
-    assert [key for key in keys if await ends.redis.ttl(key) < 0] == []
 
 
 async def test_a_crash_names_the_tenants_whose_requests_ran(ends):

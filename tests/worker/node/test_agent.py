@@ -1,7 +1,6 @@
 """Two real nodes on one Redis and one store; their instances alone are not processes."""
 
 import asyncio
-import io
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
@@ -19,7 +18,7 @@ from shared.packages.deployments import (
     record_generation,
     version_name,
 )
-from shared.packages.manifest import Layer, Manifest, PackageConfig, digest_of
+from shared.packages.manifest import digest_of
 from shared.packages.rollout import App, SlotReport
 from shared.packages.store import FileStore
 from shared.protocol import ModelCard
@@ -29,6 +28,7 @@ from shared.redis.client import create_redis
 from shared.settings.tree import DeploySettings, RedisSettings, Settings
 from tests.factories_queue import enqueue, make_request
 from tests.waiting import until, until_equal
+from tests.worker.node.test_install import add
 from worker.node import agent as agents
 from worker.node.agent import NodeAgent
 
@@ -91,12 +91,7 @@ class Machines:
         await asyncio.wait({task})
 
     def add_package(self, text: str) -> str:
-        data = text.encode()
-        layers = (Layer("config.json", digest_of(data), len(data)),)
-        manifest = Manifest(PackageConfig("model", engine={"kind": "mock"}), layers)
-        for each in (data, manifest.encode()):
-            self.store.put(digest_of(each), io.BytesIO(each))
-        return manifest.digest
+        return add(self.store, {"config.json": text.encode()})
 
     def deploy(self, digest: str, number: int = 1, **spec: Any) -> None:
         """Into the store alone: nodes find it there."""

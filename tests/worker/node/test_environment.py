@@ -1,10 +1,8 @@
 """The environment of a node's children: no credential of the node or of the cloud reaches a worker."""
 
-import io
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import httpx
@@ -12,11 +10,12 @@ import psutil
 import pytest
 
 from shared.packages.deployments import Generation, Resources, Spec, record_generation
-from shared.packages.manifest import Layer, Manifest, PackageConfig, digest_of
 from shared.packages.store import FileStore
 from shared.settings.load import load_settings
 from tests.config.redis_with_users import PASSWORDS, run_redis
 from tests.integration.fleet_process import ROOT
+from tests.waiting import wait_for
+from tests.worker.node.test_install import add
 from worker.node.environment import (
     GATEWAY_GROUPS,
     SEARCH_GROUPS,
@@ -100,12 +99,9 @@ def run_node(folder: Path, **variables: str) -> "subprocess.Popen[bytes]":
 
 def deploy_mock(folder: Path) -> None:
     store = FileStore(folder / "store")
-    layers = (Layer("config.json", digest_of(b"{}"), 2),)
-    manifest = Manifest(PackageConfig("model", engine={"kind": "mock"}), layers)
-    for each in (b"{}", manifest.encode()):
-        store.put(digest_of(each), io.BytesIO(each))
+    digest = add(store, {"config.json": b"{}"})
     spec = Spec(min_instances=1, resources=Resources(cpu=0.5))
-    record_generation(store, Generation("n", 1, manifest.digest, spec))
+    record_generation(store, Generation("n", 1, digest, spec))
 
 
 def test_a_worker_of_a_node_has_a_redis_user_of_its_own_and_its_metrics_are_the_nodes(
@@ -121,17 +117,14 @@ def test_a_worker_of_a_node_has_a_redis_user_of_its_own_and_its_metrics_are_the_
             VLM_NODE__METRICS_PORT=str(port),
         )
         try:
-            give_up_at = time.monotonic() + WITHIN_S
-            while not admin.exists("vlm:workers"):
-                assert time.monotonic() < give_up_at
-                assert node.poll() is None
-                time.sleep(0.1)
-            with httpx.Client(trust_env=False) as client:
-                while "vlm_num_requests_running{" not in (
-                    page := client.get(f"http://127.0.0.1:{port}/metrics").text
-                ):
-                    assert time.monotonic() < give_up_at
-                    time.sleep(0.1)
+            wait_for(lambda: admin.exists("vlm:workers") or node.poll() is not None, WITHIN_S)
+            assert node.poll() is None
+
+            def read() -> str:
+                page = httpx.get(f"http://127.0.0.1:{port}/metrics", trust_env=False).text
+                return page if "vlm_num_requests_running{" in page else ""
+
+            page = wait_for(read, WITHIN_S)
             assert page.count("# TYPE vlm_num_requests_running ") == 1
             assert 'application="n"' in page
             assert 'worker="n-' in page
