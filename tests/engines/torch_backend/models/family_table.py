@@ -21,6 +21,7 @@ from engines.packages.checkpoint_files import make_tokenizer
 
 #: of the tokenizer: its bytes and merges lie below
 IMAGE_ID = 300
+IMAGE_IDS: dict[str, Any] = {"image_token_id": IMAGE_ID, "image_token_index": IMAGE_ID}
 TEXT = {
     "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
@@ -149,15 +150,18 @@ FAMILIES = [
 ]  # fmt: skip
 
 
-CLIP: dict[str, Any] = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28,
-    "patch_size": 14,
+VIT: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
 }  # fmt: skip
+CLIP: dict[str, Any] = {**VIT, "image_size": 28, "patch_size": 14}
 SIGLIP: dict[str, Any] = {**CLIP, "model_type": "siglip_vision_model", "vision_use_head": False}
-SMALL_TOWER: dict[str, Any] = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28,
-    "patch_size": 7,
-}  # fmt: skip
+SMALL_TOWER: dict[str, Any] = {**CLIP, "patch_size": 7}
+INTERN_TOWER = {
+    **SMALL_TOWER,
+    "image_size": [28, 28],
+    "patch_size": [7, 7],
+    "model_type": "internvl_vision",
+}
 TILES = [[28, 56], [56, 28], [56, 56]]
 QWEN = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
 GLM = (
@@ -170,6 +174,8 @@ GLM = (
 )
 PIXTRAL = ("[IMG]", "[IMG_BREAK]", "[IMG_END]")
 SQUARE = {"height": 28, "width": 28}
+#: Of grids of patches: at least one of 28 by 28 pixels, at most twelve.
+GRIDS = {"shortest_edge": 784, "longest_edge": 784 * 12}
 
 
 def tokenizer(*special: str, **named: str) -> Any:
@@ -275,12 +281,9 @@ PIXTRAL_TOWER = {
     "head_dim": 16,
     "model_type": "pixtral",
 }
-GLM_ROPE = {
-    "rope_type": "default",
-    "rope_theta": 10000.0,
-    "mrope_section": [2, 3, 3],
-    "partial_rotary_factor": 1.0,
-}
+MROPE: dict[str, Any] = {
+    "rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3], "partial_rotary_factor": 1.0,
+}  # fmt: skip
 
 
 def _pixtral(patch: int, merge: int) -> Any:
@@ -304,7 +307,7 @@ FAMILIES += [
         "Llava",
         lambda: {
             "vision_config": SIGLIP,
-            "text_config": sub("Qwen3", head_dim=16), "image_token_id": IMAGE_ID, "image_token_index": IMAGE_ID,
+            "text_config": sub("Qwen3", head_dim=16), **IMAGE_IDS,
             "vision_feature_select_strategy": "full", "vision_feature_layer": -1,
         },
     ),
@@ -319,7 +322,7 @@ FAMILIES += [
         "LlavaNext",
         lambda: {
             "vision_config": transformers.CLIPVisionConfig(**CLIP), "text_config": sub("Mistral"),
-            "image_token_index": IMAGE_ID, "image_token_id": IMAGE_ID, "image_grid_pinpoints": TILES,
+            **IMAGE_IDS, "image_grid_pinpoints": TILES,
             "vision_feature_layer": -2,
         },
     ),
@@ -332,7 +335,7 @@ FAMILIES += [
         "LlavaOnevision",
         lambda: {
             "vision_config": transformers.SiglipVisionConfig(**CLIP), "text_config": sub("Qwen2"),
-            "image_token_index": IMAGE_ID, "image_token_id": IMAGE_ID, "video_token_id": 302,
+            **IMAGE_IDS, "video_token_id": 302,
             "image_grid_pinpoints": TILES, "vision_aspect_ratio": "anyres_max_9",
         },
     ),
@@ -359,23 +362,15 @@ FAMILIES += [
         "Idefics3",
         lambda: {
             "text_config": sub("Llama"), "image_token_id": IMAGE_ID, "scale_factor": 2, "pad_token_id": 0,
-            "vision_config": {
-                **SMALL_TOWER, "model_type": "idefics3_vision",
-            },
+            "vision_config": {**SMALL_TOWER, "model_type": "idefics3_vision"},
         },
     ),
     visual(
-        "InternVL 3", "<IMG_CONTEXT>",
-        lambda: transformers.InternVLProcessor(
-            transformers.GotOcr2ImageProcessor(size=SQUARE, min_patches=1, max_patches=4), _intern_tokens(),
-            transformers.InternVLVideoProcessor(), image_seq_length=4,
-        ),
+        "InternVL 3", "<IMG_CONTEXT>", lambda: _intern_processor(),
         "InternVL",
         lambda: {
             "text_config": sub("Qwen3", head_dim=16), "image_token_id": 302, "downsample_ratio": 0.5,
-            "vision_config": {
-                **SMALL_TOWER, "image_size": [28, 28], "patch_size": [7, 7], "model_type": "internvl_vision",
-            },
+            "vision_config": INTERN_TOWER,
         },
     ),
     qwen("Qwen2-VL", "Qwen2VL", QWEN2_TOWER),
@@ -411,9 +406,6 @@ FAMILIES += [
         embedding_std=0.02,
     ),
 ]  # fmt: skip
-MROPE: dict[str, Any] = {
-    "rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3], "partial_rotary_factor": 1.0,
-}  # fmt: skip
 MIXED_DELTA: dict[str, Any] = {
     **TEXT,
     **DELTA,
@@ -431,13 +423,11 @@ GLM_IDS: dict[str, Any] = {
 
 
 def _glm(name: str, kind: str, config_class: str, vision: dict[str, Any], **more: Any) -> Family:
-    text_config = {**TEXT, "rope_parameters": GLM_ROPE, "head_dim": 16, **more}
+    text_config = {**TEXT, "rope_parameters": MROPE, "head_dim": 16, **more}
     return visual(
         name, "<|begin_of_image|><|image|><|end_of_image|>",
         lambda: getattr(transformers, f"{kind}Processor")(
-            getattr(transformers, f"{kind}ImageProcessor")(
-                patch_size=14, size={"shortest_edge": 784, "longest_edge": 784 * 12}
-            ),
+            getattr(transformers, f"{kind}ImageProcessor")(patch_size=14, size=GRIDS),
             tokenizer(*GLM), getattr(transformers, f"{kind}VideoProcessor")(),
         ),
         config_class,
@@ -445,6 +435,13 @@ def _glm(name: str, kind: str, config_class: str, vision: dict[str, Any], **more
             "text_config": text_config, "vision_config": {**TOWER, "image_size": 56, **vision},
             "tie_word_embeddings": False, **GLM_IDS,
         },
+    )  # fmt: skip
+
+
+def _llava_processor() -> Any:
+    return transformers.LlavaProcessor(
+        transformers.CLIPImageProcessor(size={"shortest_edge": 28}, crop_size=SQUARE), tokenizer(), patch_size=14,
+        vision_feature_select_strategy="default", num_additional_image_tokens=1,
     )  # fmt: skip
 
 
@@ -467,8 +464,7 @@ def _gemma4(name: str, **more: Any) -> Family:
             "text_config": {**GEMMA4_TEXT, **more}, "image_token_id": 302, "video_token_id": 303,
             "audio_token_id": 304, "boi_token_id": 305, "eoi_token_id": 306,
             "vision_config": {
-                "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
-                "num_key_value_heads": 2, "head_dim": 16, "pooling_kernel_size": 2, "patch_size": 7,
+                **VIT, "num_key_value_heads": 2, "head_dim": 16, "pooling_kernel_size": 2, "patch_size": 7,
                 "position_embedding_size": 64,
             },
         },
@@ -478,27 +474,19 @@ def _gemma4(name: str, **more: Any) -> Family:
 
 FAMILIES += [
     visual(
-        "LLaVA 1.5", "<image>",
-        lambda: transformers.LlavaProcessor(
-            transformers.CLIPImageProcessor(size={"shortest_edge": 28}, crop_size=SQUARE), tokenizer(), patch_size=14,
-            vision_feature_select_strategy="default", num_additional_image_tokens=1,
-        ),
+        "LLaVA 1.5", "<image>", _llava_processor,
         "Llava",
         lambda: {
             "vision_config": transformers.CLIPVisionConfig(**CLIP), "text_config": sub("Llama"),
-            "image_token_id": IMAGE_ID, "image_token_index": IMAGE_ID,
+            **IMAGE_IDS,
         },
     ),
     visual(
-        "ViP-LLaVA", "<image>",
-        lambda: transformers.LlavaProcessor(
-            transformers.CLIPImageProcessor(size={"shortest_edge": 28}, crop_size=SQUARE), tokenizer(), patch_size=14,
-            vision_feature_select_strategy="default", num_additional_image_tokens=1,
-        ),
+        "ViP-LLaVA", "<image>", _llava_processor,
         "VipLlava",
         lambda: {
             "vision_config": transformers.CLIPVisionConfig(**CLIP), "text_config": sub("Llama"),
-            "image_token_id": IMAGE_ID, "image_token_index": IMAGE_ID, "vision_feature_layers": [-1, -2],
+            **IMAGE_IDS, "vision_feature_layers": [-1, -2],
         },
     ),
     visual(
@@ -507,9 +495,7 @@ FAMILIES += [
         "SmolVLM",
         lambda: {
             "text_config": sub("Llama"), "image_token_id": IMAGE_ID, "scale_factor": 2, "pad_token_id": 0,
-            "vision_config": {
-                **SMALL_TOWER, "model_type": "smolvlm_vision",
-            },
+            "vision_config": {**SMALL_TOWER, "model_type": "smolvlm_vision"},
         },
     ),
     _glm("GLM-4.1V", "Glm4v", "Glm4v", {}),
@@ -522,9 +508,7 @@ FAMILIES += [
     visual(
         "PaddleOCR-VL", "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>",
         lambda: transformers.PaddleOCRVLProcessor(
-            transformers.PaddleOCRVLImageProcessor(
-                patch_size=14, size={"shortest_edge": 784, "longest_edge": 784 * 12}
-            ),
+            transformers.PaddleOCRVLImageProcessor(patch_size=14, size=GRIDS),
             tokenizer(
                 "<|IMAGE_PLACEHOLDER|>", "<|IMAGE_START|>", "<|IMAGE_END|>", image_token="<|IMAGE_PLACEHOLDER|>"
             ),
@@ -534,18 +518,13 @@ FAMILIES += [
             "text_config": {**TEXT, "rope_parameters": MROPE, "head_dim": 16}, "image_token_id": 302,
             "video_token_id": 305, "vision_start_token_id": 303, "vision_end_token_id": 304,
             "tie_word_embeddings": False,
-            "vision_config": {
-                "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
-                "image_size": 56, "patch_size": 14, "spatial_merge_size": 2,
-            },
+            "vision_config": {**VIT, "image_size": 56, "patch_size": 14, "spatial_merge_size": 2},
         },
     ),
     visual(
         "ERNIE 4.5 VL", "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>",
         lambda: transformers.Ernie4_5_VLMoeProcessor(
-            transformers.Ernie4_5_VLMoeImageProcessor(
-                patch_size=14, size={"shortest_edge": 784, "longest_edge": 784 * 12}
-            ),
+            transformers.Ernie4_5_VLMoeImageProcessor(patch_size=14, size=GRIDS),
             tokenizer(
                 "<|IMAGE_PLACEHOLDER|>", "<|VIDEO_PLACEHOLDER|>", "<|IMAGE_START|>", "<|IMAGE_END|>",
                 "<|VIDEO_START|>", "<|VIDEO_END|>", image_token="<|IMAGE_PLACEHOLDER|>",
@@ -584,10 +563,7 @@ FAMILIES += [
         "Kimi_K25",
         lambda: {
             "text_config": {**TEXT, "model_type": "deepseek_v3", "q_lora_rank": 16, **LATENT},
-            "vision_config": {
-                "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
-                "pos_emb_height": 8, "pos_emb_width": 8,
-            },
+            "vision_config": {**VIT, "pos_emb_height": 8, "pos_emb_width": 8},
             "projection_hidden_size": 32, "image_token_id": 302, "video_token_id": 303, "tie_word_embeddings": False,
         },
     ),
@@ -671,10 +647,7 @@ FAMILIES += [
         lambda: {
             "text_config": {**MIXED_DELTA, "model_type": "qwen3_5_text", "rope_parameters": {**MROPE, "mrope_interleaved": True}},
             "image_token_id": 302, "video_token_id": 303, "insert_layer_id": 0,
-            "vision_config": {
-                "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
-                "image_size": 56, "patch_size": 7, "insert_layer_id": 0,
-            },
+            "vision_config": {**VIT, "image_size": 56, "patch_size": 7, "insert_layer_id": 0},
         },
         shares_prefixes=False,
     ),
@@ -697,8 +670,7 @@ FAMILIES += [
             },
             "image_token_id": IMAGE_ID, "projector_hidden_size": 48,
             "vision_config": {
-                "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
-                "num_patches": 64, "patch_size": 7, "model_type": "siglip2_vision_model", "vision_use_head": False,
+                **VIT, "num_patches": 64, "patch_size": 7, "model_type": "siglip2_vision_model", "vision_use_head": False,
             },
         },
         shares_prefixes=False, opening="<s>",
@@ -724,6 +696,13 @@ def _intern_tokens() -> Any:
     return tokenizer(
         "<IMG_CONTEXT>", "<img>", "</img>", "<video>", start_image_token="<img>", end_image_token="</img>",
         context_image_token="<IMG_CONTEXT>", video_token="<video>",
+    )  # fmt: skip
+
+
+def _intern_processor() -> Any:
+    return transformers.InternVLProcessor(
+        transformers.GotOcr2ImageProcessor(size=SQUARE, min_patches=1, max_patches=4), _intern_tokens(),
+        transformers.InternVLVideoProcessor(), image_seq_length=4,
     )  # fmt: skip
 
 
@@ -849,7 +828,7 @@ FAMILIES += [
     visual(
         "HunYuan-VL", "<img_start><img><img_end>",
         lambda: transformers.HunYuanVLProcessor(
-            transformers.HunYuanVLImageProcessor(patch_size=14, size={"shortest_edge": 784, "longest_edge": 784 * 12}),
+            transformers.HunYuanVLImageProcessor(patch_size=14, size=GRIDS),
             tokenizer(
                 "<img>", "<img_start>", "<img_end>", "<img_newline>", image_token="<img>",
                 image_start_token="<img_start>", image_end_token="<img_end>",
@@ -861,8 +840,7 @@ FAMILIES += [
             "image_token_id": 302, "im_start_id": 303, "im_end_id": 304,
             "im_newline_id": 305,
             "vision_config": {
-                "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
-                "out_hidden_size": 64, "text_hidden_size": 64, "patch_size": 14, "img_max_token_num": 64,
+                **VIT, "out_hidden_size": 64, "text_hidden_size": 64, "patch_size": 14, "img_max_token_num": 64,
                 "max_image_size": 112, "min_image_size": 28,
             },
         },
@@ -871,18 +849,13 @@ FAMILIES += [
     visual(
         "VideoLLaMA 3", "<|image_pad|>",
         lambda: transformers.VideoLlama3Processor(
-            transformers.VideoLlama3ImageProcessor(
-                patch_size=14, size={"shortest_edge": 784, "longest_edge": 784 * 12}
-            ),
+            transformers.VideoLlama3ImageProcessor(patch_size=14, size=GRIDS),
             tokenizer(*QWEN), transformers.VideoLlama3VideoProcessor(),
         ),
         "VideoLlama3",
         lambda: {
             "text_config": sub("Qwen2"), "image_token_id": 302, "video_token_id": 303,
-            "vision_config": {
-                "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
-                "patch_size": 14,
-            },
+            "vision_config": {**VIT, "patch_size": 14},
         },
     ),
     visual(
@@ -898,20 +871,16 @@ FAMILIES += [
         "LlavaNextVideo",
         lambda: {
             "vision_config": transformers.CLIPVisionConfig(**CLIP), "text_config": sub("Llama"),
-            "image_token_index": IMAGE_ID, "image_token_id": IMAGE_ID, "video_token_index": 302,
+            **IMAGE_IDS, "video_token_index": 302,
             "image_grid_pinpoints": TILES, "vision_feature_layer": -2,
         },
     ),
     visual(
-        "InternVL 2.5", "<IMG_CONTEXT>",
-        lambda: transformers.InternVLProcessor(
-            transformers.GotOcr2ImageProcessor(size=SQUARE, min_patches=1, max_patches=4), _intern_tokens(),
-            transformers.InternVLVideoProcessor(), image_seq_length=4,
-        ),
+        "InternVL 2.5", "<IMG_CONTEXT>", lambda: _intern_processor(),
         "InternVL",
         lambda: {
             "text_config": sub("Qwen2"), "image_token_id": 302, "downsample_ratio": 0.5,
-            "vision_config": {**SMALL_TOWER, "image_size": [28, 28], "patch_size": [7, 7], "model_type": "internvl_vision"},
+            "vision_config": INTERN_TOWER,
         },
     ),
 ]  # fmt: skip
