@@ -33,6 +33,14 @@ from engines.torch_backend.settings import TorchSettings
 from shared.protocol import SamplingParams
 
 IMAGE_TOKEN_ID = 90
+#: Prompts with none, one and several images, which are given as seeds.
+PROMPTS: dict[str, list[list[int] | int]] = {
+    "text": [list(range(3, 17))],
+    "one": [[5, 6, 7], 1, [8, 9, 10, 11]],
+    "two": [[5, 6, 7], 1, [8, 9], 2, [12, 13]],
+    "again": [[20, 21], 2, [22], 2, [23, 24, 25]],
+    "neighbours": [3, 1, [30, 31, 32]],
+}
 LLAMA3_SCALING = RopeScaling("llama3", 4.0, 1.0, 4.0, 64)
 
 
@@ -275,6 +283,14 @@ def make_request(
         tuple(images),
         output_token_ids,
     )
+
+
+def make_requests(pair: ModelPair, **sampling: Any) -> list[EngineRequest]:
+    """Of all prompts."""
+    return [
+        make_request(pair.config, name, parts, **{"max_tokens": 16, **sampling})
+        for name, parts in PROMPTS.items()
+    ]
 
 
 def run_to_end(engine: BatchingEngine, requests: list[EngineRequest]) -> dict[str, list[int]]:

@@ -37,11 +37,13 @@ from tests.engines.torch_backend.ways import Tokens, Way, run_batched, ways_of
 from tests.factories_engine import SumMatcher
 from tests.factories_torch import (
     LLAMA3_SCALING,
+    PROMPTS,
     ModelPair,
     halve_pair,
     make_engine,
     make_model_pair,
     make_request,
+    make_requests,
     make_vlm_config,
     quantize_pair,
     run_to_end,
@@ -49,13 +51,6 @@ from tests.factories_torch import (
 from tests.long import IS_LONG, few
 
 NUM_TOKENS = 16
-PROMPTS: dict[str, list[list[int] | int]] = {
-    "text": [list(range(3, 17))],
-    "one": [[5, 6, 7], 1, [8, 9, 10, 11]],
-    "two": [[5, 6, 7], 1, [8, 9], 2, [12, 13]],
-    "again": [[20, 21], 2, [22], 2, [23, 24, 25]],
-    "neighbours": [3, 1, [30, 31, 32]],
-}
 MODELS: dict[str, VLMConfig] = {
     "grouped": make_vlm_config(),
     "plain": make_vlm_config(text={"num_kv_heads": 4}),
@@ -172,13 +167,8 @@ def model_pair(
 def requests(pair: ModelPair, *, is_held: bool = False, **sampling: object) -> list[EngineRequest]:
     """`is_held`: to a grammar."""
     constraint = Constraint(SumMatcher(pair.config.text.vocab_size)) if is_held else None
-    return [
-        replace(
-            make_request(pair.config, name, parts, max_tokens=NUM_TOKENS, **sampling),
-            constraint=constraint,
-        )
-        for name, parts in PROMPTS.items()
-    ]
+    wanted = make_requests(pair, max_tokens=NUM_TOKENS, **sampling)
+    return [replace(request, constraint=constraint) for request in wanted]
 
 
 class OurSampler(LogitsProcessor):

@@ -19,19 +19,12 @@ from tests.factories_torch import (
     ModelPair,
     make_engine,
     make_model_pair,
-    make_request,
+    make_requests,
     make_text_config,
     make_vlm_config,
 )
 
 TEXT = make_text_config()
-PROMPTS: dict[str, list[list[int] | int]] = {
-    "text": [list(range(3, 17))],
-    "one": [[5, 6, 7], 1, [8, 9, 10, 11]],
-    "two": [[5, 6, 7], 1, [8, 9], 2, [12, 13]],
-    "again": [[20, 21], 2, [22], 2, [23, 24, 25]],
-    "neighbours": [3, 1, [30, 31, 32]],
-}
 #: Error of the logits over their size, on average and at most: random weights, 2 layers, head width 32.
 MEAN_TOLERANCE, WORST_TOLERANCE = 0.02, 0.06
 
@@ -43,10 +36,7 @@ def model() -> ModelPair:
 
 
 def requests(**sampling: Any) -> list[EngineRequest]:
-    return [
-        make_request(model().config, name, parts, max_tokens=16, **sampling)
-        for name, parts in PROMPTS.items()
-    ]
+    return make_requests(model(), **sampling)
 
 
 def test_it_takes_about_half_of_bfloat16_and_counts_its_scales():

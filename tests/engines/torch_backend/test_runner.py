@@ -65,10 +65,6 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
-def test_an_empty_step_has_no_choices():
-    assert make_runner(pair()).run(Batch()).choices == []
-
-
 def test_choices_come_in_the_order_of_the_batch():
     runner = make_runner(pair())
     short = make_sequence("short", [[5, 6]], 0)
@@ -248,12 +244,6 @@ def test_the_pages_of_mapped_weights_are_not_given_to_the_kv_cache():
     before = weights + 100 * block_bytes
     runner = TorchRunner(pair().ours, config, CPU, torch.float32, free_before_load=before)
     assert runner.num_blocks == 40  # of 100
-
-
-def test_closing_twice_is_harmless():
-    runner = make_runner(pair())
-    runner.close()
-    runner.close()
 
 
 def test_threads_are_set_when_asked_for(monkeypatch: pytest.MonkeyPatch):

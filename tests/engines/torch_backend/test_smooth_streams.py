@@ -40,17 +40,6 @@ def count_parts(run: EncodingRun) -> int:
 NUM_PARTS = count_parts(make_run())
 
 
-@pytest.mark.parametrize("tokens_per_part", [1, 3, 1000])
-@torch.inference_mode()
-def test_in_parts_an_image_is_encoded_as_at_once(tokens_per_part):
-    size = PAIR.config.vision.image_size
-    pixels = torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(0))
-    run = make_run(pixels, tokens_per_part)
-    assert count_parts(run) >= 3 * len(PAIR.ours.vision_tower.blocks) + 1
-    expected = PAIR.ours.encode_images(pixels).flatten(0, 1)
-    torch.testing.assert_close(run.features, expected, rtol=1e-4, atol=1e-4)
-
-
 def make_streaming_engine(num_tokens: int, **changes: int) -> BatchingEngine:
     """With a stream that has its first token, and images in the smallest parts."""
     engine = make_engine(PAIR, **changes)
@@ -87,23 +76,6 @@ def test_time_for_images_is_told_and_questions_to_the_cache_are_counted_once():
         last = next((o for o in engine.step() if o.request_id == "late"), None)
     assert last.timings.vision_s > 0
     assert (engine.stats().num_encoder_queries, engine.stats().num_encoder_hits) == (1, 0)
-
-
-def test_an_image_that_nobody_wants_any_more_is_left():
-    engine = make_streaming_engine(60)
-    engine.add(make_request(PAIR.config, "gone", [1, [9]]))
-    engine.step()
-    engine.abort("gone")
-    engine.add(make_request(PAIR.config, "late", [2, [9]]))
-    assert steps_until_first_token(engine, "late") == NUM_PARTS
-
-
-def test_without_streams_an_image_is_encoded_at_once():
-    engine = make_streaming_engine(2)
-    engine.add(make_request(PAIR.config, "late", [1, [9]]))
-    engine.step()  # the stream's last token
-    [output] = engine.step()
-    assert (output.request_id, len(output.token_ids)) == ("late", 1)
 
 
 def test_batch_streams_do_not_keep_an_image_from_being_encoded_at_once():

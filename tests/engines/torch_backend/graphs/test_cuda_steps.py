@@ -4,6 +4,7 @@ Nothing is captured here, but the function that would be runs over the same buff
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -22,22 +23,17 @@ from engines.torch_backend.models.llava import VLMConfig
 from shared.protocol import SamplingParams
 from tests.engines.torch_backend.ways import WAYS, Tokens, Way, run_batched
 from tests.factories_torch import (
+    PROMPTS,
     ModelPair,
     make_engine,
     make_model_pair,
     make_request,
+    make_requests,
     make_runner,
     make_vlm_config,
     quantize_pair,
 )
 
-PROMPTS: dict[str, list[list[int] | int]] = {
-    "text": [list(range(3, 17))],
-    "one": [[5, 6, 7], 1, [8, 9, 10, 11]],
-    "two": [[5, 6, 7], 1, [8, 9], 2, [12, 13]],
-    "again": [[20, 21], 2, [22], 2, [23, 24, 25]],
-    "neighbours": [3, 1, [30, 31, 32]],
-}
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "seeded": {"temperature": 1.0, "seed": 7},
@@ -76,6 +72,13 @@ def on_cpu() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def on_the_plain_path() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "runs_graphs", lambda device: False)
+        yield
+
+
 @cache
 def pair(name: str) -> ModelPair:
     made = make_model_pair(MODELS[name], std=0.3 if name in ("grouped", "biases") else 0.12)
@@ -83,31 +86,23 @@ def pair(name: str) -> ModelPair:
     return made if scheme is None else quantize_pair(made, METHODS[scheme])
 
 
-def requests(model: ModelPair, **sampling: Any) -> list[EngineRequest]:
-    return [
-        make_request(model.config, name, parts, max_tokens=16, **sampling)
-        for name, parts in PROMPTS.items()
-    ]
-
-
 @cache
 def expected(name: str, sampling: str, kv_dtype: str) -> Tokens:
     """The plain path's."""
     model = pair(name)
     return run_batched(
-        partial(make_engine, model, kv_dtype=kv_dtype), requests(model, **SAMPLINGS[sampling])
+        partial(make_engine, model, kv_dtype=kv_dtype), make_requests(model, **SAMPLINGS[sampling])
     )
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_by_every_way_it_is_the_plain_path_token_for_token(way: Way, on_cpu: None):
     wanted = expected_outside("grouped", "greedy")
-    assert way(partial(make_engine, pair("grouped")), requests(pair("grouped"))) == wanted
+    assert way(partial(make_engine, pair("grouped")), make_requests(pair("grouped"))) == wanted
 
 
 def expected_outside(name: str, sampling: str, kv_dtype: str = "auto") -> Tokens:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "runs_graphs", lambda device: False)
+    with on_the_plain_path():
         return expected(name, sampling, kv_dtype)
 
 
@@ -125,7 +120,7 @@ def test_every_model_and_sampling_is_the_plain_path(
     wanted = expected_outside(name, sampling, kv_dtype)
     model = pair(name)
     start = partial(make_engine, model, kv_dtype=kv_dtype)
-    assert run_batched(start, requests(model, **SAMPLINGS[sampling])) == wanted
+    assert run_batched(start, make_requests(model, **SAMPLINGS[sampling])) == wanted
 
 
 def test_requests_of_every_kind_share_a_step(on_cpu: None):
@@ -135,8 +130,7 @@ def test_requests_of_every_kind_share_a_step(on_cpu: None):
         make_request(model.config, name, PROMPTS["one"], max_tokens=16, **sampling)
         for name, sampling in SAMPLINGS.items()
     ]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "runs_graphs", lambda device: False)
+    with on_the_plain_path():
         plain = run_batched(partial(make_engine, model), wanted)
     for group in (wanted[:3], wanted):
         found = run_batched(partial(make_engine, model), group)
@@ -197,7 +191,7 @@ def test_it_is_overlapped_unless_it_is_switched_off(
 ):
     model = pair("grouped")
     engine = make_engine(model, **config)
-    found = run_batched(lambda: engine, requests(model, **SAMPLINGS["seeded"]))
+    found = run_batched(lambda: engine, make_requests(model, **SAMPLINGS["seeded"]))
     assert found == expected_outside("grouped", "seeded")
     assert (engine.pipeline.num_overlapped > 0) == is_overlapped
 
@@ -340,9 +334,8 @@ def test_positions_of_a_prompts_own_are_those_of_the_plain_path(
     sections: tuple[int, ...], on_cpu: None
 ):
     model = make_model_pair(make_vlm_config(text={"rope_sections": sections}))
-    wanted = [turn(request, len(sections) or 1) for request in requests(model)]
+    wanted = [turn(request, len(sections) or 1) for request in make_requests(model)]
     found = run_batched(partial(make_engine, model), wanted)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "runs_graphs", lambda device: False)
+    with on_the_plain_path():
         assert found == run_batched(partial(make_engine, model), wanted)
-    assert found != run_batched(partial(make_engine, model), requests(model))
+    assert found != run_batched(partial(make_engine, model), make_requests(model))

@@ -67,6 +67,13 @@ def logits(model: FamilyModel) -> torch.Tensor:
         return inner(input_ids=TOKEN_IDS[None]).logits[0]
 
 
+@torch.inference_mode()
+def expected_logits(model: Any, weights: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
+    """transformers', of these weights if they are given."""
+    model.load_state_dict(model.state_dict() | (weights or {}))
+    return model(input_ids=TOKEN_IDS[None]).logits[0]
+
+
 @pytest.mark.parametrize(
     "kind",
     [Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K],
@@ -105,10 +112,7 @@ def test_numbers_that_are_not_finite_are_refused_by_name(kind: Kind, file: Path)
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
 def test_logits_are_those_of_what_the_tensors_stand_for(arch: str, name: str, file: Path) -> None:
     model = factories.make_model(arch)
-    meant = factories.write_text(file, model, arch, MIXTURES[name])
-    model.load_state_dict(meant)
-    with torch.inference_mode():
-        expected = model(input_ids=TOKEN_IDS[None]).logits[0]
+    expected = expected_logits(model, factories.write_text(file, model, arch, MIXTURES[name]))
 
     found = logits(load(file))
     assert (found - expected).norm() < 2e-3 * expected.norm()  # plain numbers are float16
@@ -149,9 +153,8 @@ def test_plain_numbers_stay_where_their_file_is_mapped(file: Path) -> None:
 def test_tied_embeddings_are_the_head(file: Path) -> None:
     model = factories.make_model("llama", tie_word_embeddings=True)
     meant = factories.write_text(file, model, "llama", MIXTURES["Q6_K"])
-    model.load_state_dict(meant | {"lm_head.weight": meant["model.embed_tokens.weight"]})
-    with torch.inference_mode():
-        expected = model(input_ids=TOKEN_IDS[None]).logits[0]
+    head = {"lm_head.weight": meant["model.embed_tokens.weight"]}
+    expected = expected_logits(model, meant | head)
 
     found = logits(load(file))
 
@@ -161,10 +164,7 @@ def test_tied_embeddings_are_the_head(file: Path) -> None:
 def test_biases_of_heads_are_turned_with_their_weights(file: Path) -> None:
     model = factories.make_model("llama", attention_bias=True)
     factories.write_text(file, model, "llama")
-    with torch.inference_mode():
-        expected = model(input_ids=TOKEN_IDS[None]).logits[0]
-
-    assert_close(logits(load(file)), expected, rtol=1e-4, atol=1e-4)
+    assert_close(logits(load(file)), expected_logits(model), rtol=1e-4, atol=1e-4)
 
 
 def test_the_scaling_of_llama_3_is_found_from_its_factors(file: Path) -> None:
@@ -181,18 +181,13 @@ def test_the_scaling_of_llama_3_is_found_from_its_factors(file: Path) -> None:
     rotary: Any = model.model.rotary_emb
     factors = (plain.model.rotary_emb.inv_freq / rotary.inv_freq).numpy()
     factories.write_text(file, model, "llama", extra={"rope_freqs.weight": factors})
-    with torch.inference_mode():
-        expected = model(input_ids=TOKEN_IDS[None]).logits[0]
-
-    assert_close(logits(load(file)), expected, rtol=1e-4, atol=1e-4)
+    assert_close(logits(load(file)), expected_logits(model), rtol=1e-4, atol=1e-4)
 
 
 def test_it_can_be_quantized_on_the_way(file: Path) -> None:
     model = factories.make_model("llama")
     meant = factories.write_text(file, model, "llama", MIXTURES["Q8_0"])
-    model.load_state_dict(meant)
-    with torch.inference_mode():
-        expected = model(input_ids=TOKEN_IDS[None]).logits[0]
+    expected = expected_logits(model, meant)
 
     found = logits(load(file, scheme=METHODS["int8"]))
 

@@ -73,7 +73,7 @@ def refusal(directory: Path) -> str:
 
 
 JSON_FILES = (
-    "config.json", "generation_config.json", "preprocessor_config.json", "tokenizer.json",
+    "config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json", "tokenizer.json",
     "tokenizer_config.json", "model.safetensors.index.json",
 )  # fmt: skip
 
@@ -81,6 +81,8 @@ JSON_FILES = (
 @pytest.mark.parametrize("content", ["[]", "5", DEEP, '{"a": ' + DEEP + "}", "{", "\ufffd"])
 @pytest.mark.parametrize("file", JSON_FILES)
 def test_a_file_that_is_no_object(file: str, content: str, checkpoint: Path) -> None:
+    if file == "processor_config.json":  # it is asked for the template
+        (checkpoint / "chat_template.jinja").unlink()
     (checkpoint / file).write_text(content)
     assert file in refusal(checkpoint)
 
@@ -233,3 +235,8 @@ def test_a_chat_template_that_is_none(template: Any, checkpoint: Path) -> None:
     (checkpoint / "chat_template.jinja").unlink()
     change(checkpoint / "tokenizer_config.json", "chat_template", template)
     assert "tokenizer_config.json: chat_template" in refusal(checkpoint)
+
+
+def test_a_chat_template_without_a_place_for_images(checkpoint: Path) -> None:
+    (checkpoint / "chat_template.jinja").write_text("{{ messages[0].role }}")
+    assert "no place for images" in refusal(checkpoint)

@@ -12,12 +12,10 @@ from transformers import AutoProcessor, LlavaForConditionalGeneration
 
 from engines.base import EngineStartError, LoadedEngine
 from engines.core.request import EngineRequest
-from engines.packages.resolve import ModelUnavailable
 from engines.registry import create_engine
 from engines.torch_backend.loading import load as module
 from engines.torch_backend.loading.load import choose_device, choose_dtype
 from engines.torch_backend.loading.make_checkpoint import make_checkpoint
-from engines.torch_backend.loading.quantize_checkpoint import quantize_checkpoint
 from engines.torch_backend.memory import free_bytes, limit_memory
 from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.ops import cpu_level
@@ -97,19 +95,6 @@ def without_eos(directory: Path, image_files: list[bytes]) -> list[int]:
     return expected
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_quantized_engine_answers_in_less_memory(
-    tiny: Path, quantization: str, dtype: str
-) -> None:
-    full = load(tiny, dtype=dtype)
-    small = load(tiny, dtype=dtype, quantization=quantization)
-
-    assert len(answer(small, [make_image()])) == 12
-    weights = (engine.stats().memory_bytes["weights"] for engine in (small.engine, full.engine))
-    assert next(weights) < next(weights)
-
-
 def test_the_card_says_what_is_served(tiny: Path) -> None:
     card = load(tiny).card
 
@@ -145,7 +130,9 @@ def test_start_up_is_told_by_phase(tiny: Path) -> None:
         "load",
         "warmup",
     ]
-    assert [share for phase, share in told if phase == "load"][-1] == 1.0
+    shares = [share for phase, share in told if phase == "load"]
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
     startup_s = loaded.engine.stats().startup_s
     assert startup_s.keys() == {"download", "compile", "load", "warmup"}
     assert all(seconds > 0 for seconds in startup_s.values())
@@ -156,23 +143,6 @@ def test_the_time_of_quantizing_is_told_apart(tiny: Path) -> None:
 
     assert startup_s.keys() == {"download", "compile", "load", "quantize", "warmup"}
     assert all(seconds > 0 for seconds in startup_s.values())
-
-
-def test_a_quantized_checkpoint_is_served_like_any_other(tiny: Path, tmp_path: Path) -> None:
-    quantize_checkpoint(tiny, tmp_path / "q", "int8")
-
-    saved = load(tmp_path / "q", dtype="bfloat16")
-    made = load(tiny, dtype="bfloat16", quantization="int8")
-
-    assert answer(saved, [make_image()]) == answer(made, [make_image()])
-    assert "quantize" not in saved.engine.stats().startup_s
-
-
-def test_the_warm_up_counts_nowhere(tiny: Path) -> None:
-    stats = load(tiny).engine.stats()
-
-    assert (stats.num_steps, stats.num_prompt_tokens, stats.num_output_tokens) == (0, 0, 0)
-    assert stats.encoder_cache_bytes == 0
 
 
 def test_a_checkpoint_without_template_gets_that_of_llava(tmp_path: Path) -> None:
@@ -186,26 +156,6 @@ def test_a_checkpoint_without_template_gets_that_of_llava(tmp_path: Path) -> Non
     assert without.build_prompt(messages, images) == with_own.build_prompt(messages, images)
 
 
-def test_a_template_without_images_is_refused_at_start(tmp_path: Path) -> None:
-    make_checkpoint("tiny", tmp_path / "t")
-    (tmp_path / "t" / "chat_template.jinja").write_text("{{ messages[0].role }}")
-
-    with pytest.raises(UnsupportedCheckpoint, match="no place for images"):
-        load(tmp_path / "t")
-
-
-@pytest.mark.parametrize(
-    "file", ["preprocessor_config.json", "processor_config.json", "tokenizer_config.json"]
-)
-def test_a_settings_file_that_is_no_json_is_named(tmp_path: Path, file: str) -> None:
-    make_checkpoint("tiny", tmp_path / "t")
-    (tmp_path / "t" / "chat_template.jinja").unlink()
-    (tmp_path / "t" / file).write_text("{")
-
-    with pytest.raises(UnsupportedCheckpoint, match=f"{file} is not JSON"):
-        load(tmp_path / "t")
-
-
 @pytest.mark.parametrize("content", [None, "{", "{}"])
 def test_a_directory_that_is_no_checkpoint_is_refused(tmp_path: Path, content: str | None) -> None:
     if content is not None:
@@ -213,11 +163,6 @@ def test_a_directory_that_is_no_checkpoint_is_refused(tmp_path: Path, content: s
 
     with pytest.raises(UnsupportedCheckpoint):
         load(tmp_path)
-
-
-def test_a_model_that_is_not_there_is_refused() -> None:
-    with pytest.raises(ModelUnavailable, match=r"\./nowhere"):
-        load("./nowhere")
 
 
 def test_memory_that_it_may_take_bounds_what_is_loaded(tiny: Path) -> None:

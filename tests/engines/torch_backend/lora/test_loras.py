@@ -15,7 +15,6 @@ from tests.cpu_levels import RUNNABLE
 from tests.engines.torch_backend.models import test_families
 from tests.engines.torch_backend.models.family_table import FAMILIES, Family, text
 from tests.engines.torch_backend.test_equivalence import (
-    PROMPTS,
     generate_with_transformers,
     model_pair,
     native_ops,
@@ -31,7 +30,7 @@ from tests.engines.torch_backend.ways import (
     ways_of,
 )
 from tests.factories_adapters import LIMITS, linear_names, make_changes, merged, write_adapter
-from tests.factories_torch import ModelPair, make_engine, make_request, run_to_end
+from tests.factories_torch import PROMPTS, ModelPair, make_engine, make_request, run_to_end
 from tests.long import IS_LONG, few
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -11,13 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engines.base import AdapterLimits, BadAdapter
-from tests.engines.torch_backend.test_equivalence import (
-    PROMPTS,
-    generate_with_transformers,
-    model_pair,
-)
+from tests.engines.torch_backend.test_equivalence import generate_with_transformers, model_pair
 from tests.factories_adapters import LIMITS, linear_names, make_changes, merged, write_adapter
-from tests.factories_torch import make_engine, make_request, run_to_end
+from tests.factories_torch import PROMPTS, make_engine, make_request, run_to_end
 
 Q = "model.language_model.layers.0.self_attn.q_proj"
 

@@ -13,7 +13,7 @@ import torch
 from torch.testing import assert_close
 
 from engines.torch_backend.kv_cache import KVCachePool
-from engines.torch_backend.layers.linear import INT4, INT8, Linear, empty_linear
+from engines.torch_backend.layers.linear import INT4, INT8, empty_linear
 from engines.torch_backend.layers.norm import RMSNorm
 from engines.torch_backend.layers.rotary import RotaryTable
 from engines.torch_backend.ops.add_norm.reference import add_norm
@@ -192,18 +192,33 @@ def test_contexts_are_split_until_the_device_is_full(
 )
 def test_few_rows_are_multiplied_by_few_bits(num_rows: int, dtype: torch.dtype):
     x = numbers(num_rows, 320, dtype=dtype)
-    generator = torch.Generator().manual_seed(1)
-    integers = torch.randint(-127, 128, (40, 320), generator=generator, dtype=torch.int8)
-    pairs = torch.randint(0, 256, (40, 160), generator=generator, dtype=torch.uint8)
-    scale = numbers(40, dtype=dtype).abs() / 127
-    found = KERNELS.multiply_int8(x, integers.to(DEVICE), scale)
-    expected = make_int8(integers, scale)(x.float())
-    assert_within(found, expected, dtype)
+    check_few_bits(8, x, 40)
     for num_groups in (5, 10):
-        scale_zero = numbers(num_groups, 40, 2, dtype=dtype) / 8
-        found = KERNELS.multiply_int4(x, pairs.to(DEVICE), scale_zero)
-        expected = make_int4(pairs, scale_zero)(x.float())
-        assert_within(found, expected, dtype)
+        check_few_bits(4, x, 40, num_groups)
+
+
+def check_few_bits(bits: int, x: torch.Tensor, num_outputs: int, num_groups: int = 1) -> None:
+    """Sums of products are rounded once: their error is a share of the largest."""
+    width, dtype = x.shape[1], x.dtype
+    layer = empty_linear(width, num_outputs)
+    generator = torch.Generator().manual_seed(1)
+    if bits == 8:
+        integers = torch.randint(
+            -127, 128, (num_outputs, width), generator=generator, dtype=torch.int8
+        ).to(DEVICE)
+        scale = numbers(num_outputs, dtype=dtype).abs() / 127
+        layer.hold(INT8, {"integers": integers, "scale": scale.float()})
+        found = KERNELS.multiply_int8(x, integers, scale)
+    else:
+        shape = (num_outputs, width // 2)
+        pairs = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8).to(DEVICE)
+        scale_zero = numbers(num_groups, num_outputs, 2, dtype=dtype) / 8
+        tensors = {"pairs": pairs, "scale_zero": scale_zero.float()}
+        layer.hold(INT4, tensors, width // num_groups)
+        found = KERNELS.multiply_int4(x, pairs, scale_zero)
+    expected = layer(x.float())
+    bound = 8 * torch.finfo(dtype).eps * expected.abs().max().item() + 1e-5
+    assert_close(found.float(), expected, rtol=0, atol=bound)
 
 
 @pytest.mark.parametrize("shape", REAL_SHAPES)
@@ -237,39 +252,7 @@ def test_few_bits_of_real_widths(shape: str, bits: int):
     """A row of a layer's inputs, by more outputs than a program has."""
     sizes = ("hidden_size", "intermediate_size") if bits == 8 else ("hidden_size",)
     for width in (REAL_SHAPES[shape][size] for size in sizes):
-        x = numbers(1, width, dtype=torch.bfloat16)
-        generator = torch.Generator().manual_seed(1)
-        if bits == 8:
-            stored = torch.randint(-127, 128, (18, width), generator=generator, dtype=torch.int8)
-            scale = numbers(18, dtype=torch.bfloat16).abs() / 127
-            found = KERNELS.multiply_int8(x, stored.to(DEVICE), scale)
-            expected = make_int8(stored, scale)(x.float())
-        else:
-            stored = torch.randint(0, 256, (18, width // 2), generator=generator, dtype=torch.uint8)
-            scale_zero = numbers(width // 64, 18, 2, dtype=torch.bfloat16) / 8
-            found = KERNELS.multiply_int4(x, stored.to(DEVICE), scale_zero)
-            expected = make_int4(stored, scale_zero)(x.float())
-        assert_within(found, expected, torch.bfloat16)
-
-
-def make_int8(integers: torch.Tensor, scale: torch.Tensor) -> Linear:
-    layer = empty_linear(integers.shape[1], len(integers))
-    layer.hold(INT8, {"integers": integers.to(DEVICE), "scale": scale.float()})
-    return layer
-
-
-def make_int4(pairs: torch.Tensor, scale_zero: torch.Tensor) -> Linear:
-    width = 2 * pairs.shape[1]
-    layer = empty_linear(width, len(pairs))
-    tensors = {"pairs": pairs.to(DEVICE), "scale_zero": scale_zero.float()}
-    layer.hold(INT4, tensors, width // len(scale_zero))
-    return layer
-
-
-def assert_within(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
-    """Sums of products are rounded once: their error is a share of the largest."""
-    bound = 8 * torch.finfo(dtype).eps * expected.abs().max().item() + 1e-5
-    assert_close(found.float(), expected, rtol=0, atol=bound)
+        check_few_bits(bits, numbers(1, width, dtype=torch.bfloat16), 18, width // 64)
 
 
 @pytest.mark.parametrize(

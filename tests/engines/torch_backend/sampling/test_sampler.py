@@ -244,44 +244,8 @@ def test_greedy_takes_the_best_whatever_the_limits():
     assert sample(LOGITS.view(1, -1), [greedy])[0].token_id == 0
 
 
-def test_greedy_and_random_rows_mix():
-    sequences = [make_sequence(temperature=0.0), make_sequence(top_k=1), make_sequence(seed=1)]
-    choices = sample(LOGITS.repeat(3, 1), sequences)
-    assert [choice.token_id for choice in choices[:2]] == [0, 0]
-
-
 def test_a_tiny_temperature_is_greedy():
     assert set(sample_many(LOGITS * 1000, temperature=1e-30)) == {0}
-
-
-@pytest.mark.parametrize(
-    ("sampling", "best"),
-    [
-        ({}, 0),
-        ({"presence_penalty": 0.6}, 1),  # 0 falls to 1.4
-        ({"frequency_penalty": 0.6}, 1),  # 0 occurs twice and falls to 0.8
-        ({"repetition_penalty": 3.0}, 1),  # 0 falls to 0.67; 5, in the prompt, stays behind
-        ({"logit_bias": {4: 2.5}}, 4),
-    ],
-    ids=str,
-)
-def test_bias_and_penalties_move_the_best_token(sampling, best):
-    sequence = make_sequence(prompt=(5,), output=(0, 0), temperature=0.0, **sampling)
-    assert sample(LOGITS.view(1, -1), [sequence])[0].token_id == best
-
-
-def test_repetition_counts_the_prompt_and_the_other_penalties_do_not():
-    prompt = {"prompt": (0, 0, 0), "temperature": 0.0}
-    frequent = make_sequence(frequency_penalty=2.0, presence_penalty=2.0, **prompt)
-    repeated = make_sequence(repetition_penalty=4.0, **prompt)
-    choices = sample(LOGITS.repeat(2, 1), [frequent, repeated])
-    assert [choice.token_id for choice in choices] == [0, 1]
-
-
-def test_repetition_pushes_negative_scores_further_down():
-    logits = torch.tensor([-1.0, -1.5, -9.0])
-    sequence = make_sequence(prompt=(0,), temperature=0.0, repetition_penalty=2.0)
-    assert sample(logits.view(1, -1), [sequence])[0].token_id == 1
 
 
 def test_penalties_leave_the_models_logits_as_they_were():

@@ -73,23 +73,3 @@ def test_a_team_gives_what_one_thread_gives(ops: Ops, num_threads: int):
             assert torch.equal(pass_step(ops, decoder, inputs, x), alone)
     finally:
         torch.set_num_threads(before)
-
-
-@torch.inference_mode()
-def test_without_a_right_kernel_parts_are_called(ops: Ops):
-    inputs = make_inputs(STEPS[2])
-    x = make_stream(len(inputs.slots))
-    left = ops.without("decoder_chain")
-
-    found = pass_step(ops, make_decoder(left), inputs, x)
-
-    assert torch.equal(found, pass_step(ops, make_decoder(ops), inputs, x))
-
-
-def test_a_kernel_that_computes_something_else_is_found_out(
-    ops: Ops, monkeypatch: pytest.MonkeyPatch
-):
-    op = ops.registered["decoder_chain"]
-    assert not op.complaint(op.candidates[0], ops.site)
-    monkeypatch.setattr(native.load(ops.site.level), "layers", lambda *_: None)
-    assert op.complaint(op.candidates[0], ops.site)
