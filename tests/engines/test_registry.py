@@ -35,10 +35,6 @@ def test_the_mock_engine_is_made_as_its_settings_say():
     assert len(answer.token_ids) == 3
 
 
-def test_the_served_name_is_the_name_on_the_card():
-    assert create_engine({"kind": "mock", "served_name": "llava"}).card.name == "llava"
-
-
 @pytest.mark.parametrize(
     ("values", "kind"),
     [

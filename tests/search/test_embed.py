@@ -50,6 +50,11 @@ def run(*arguments: str):
     return CliRunner().invoke(vlm.app, [str(argument) for argument in arguments])
 
 
+async def run_beside(*arguments: str):
+    """Beside the gateway, which runs in this loop."""
+    return await asyncio.to_thread(run, *arguments)
+
+
 def test_a_collection_holds_the_inputs_and_their_vectors_in_order(tmp_path, inputs, embedder):
     reported = []
     manifest = embed(
@@ -289,30 +294,22 @@ async def test_a_collection_goes_into_a_store_and_comes_out_again(
         run_fleet(ends, redis_server, search=dict(settings)) as (gateway, _),
     ):
         url = ("--url", gateway.url)
-        made = await asyncio.to_thread(
-            run, "embed", inputs, "--output", tmp_path / "made", "--model", MODEL, *url
+        made = await run_beside(
+            "embed", inputs, "--output", tmp_path / "made", "--model", MODEL, *url
         )
         assert made.exit_code == 0, made.output
         monkeypatch.setattr(LimitSettings, "max_input_chars", 200)  # less than all texts have
-        loaded = await asyncio.to_thread(
-            run, "store", "load", tmp_path / "made", "--name", "s", *url
-        )
+        loaded = await run_beside("store", "load", tmp_path / "made", "--name", "s", *url)
         assert loaded.exit_code == 0, loaded.output
         assert "50 items" in loaded.output
-        again = await asyncio.to_thread(
-            run, "store", "load", tmp_path / "made", "--name", "s", *url
-        )
+        again = await run_beside("store", "load", tmp_path / "made", "--name", "s", *url)
         assert again.output.split()[-4:] == loaded.output.split()[-4:]
-        found = await asyncio.to_thread(run, "search", "s", "anything", "--limit", "2", *url)
+        found = await run_beside("search", "s", "anything", "--limit", "2", *url)
         assert len(found.stdout.splitlines()) == 2, found.output
-        local = await asyncio.to_thread(
-            run, "search", tmp_path / "made", "anything", "--limit", "2", *url
-        )
+        local = await run_beside("search", tmp_path / "made", "anything", "--limit", "2", *url)
         assert local.stdout == found.stdout
         monkeypatch.setattr("search.commands.PAGE", 20)
-        exported = await asyncio.to_thread(
-            run, "store", "export", "s", "--output", tmp_path / "exported", *url
-        )
+        exported = await run_beside("store", "export", "s", "--output", tmp_path / "exported", *url)
         assert exported.exit_code == 0, exported.output
     first = {item.id: item for item in FlatIndex(tmp_path / "made").items()}
     second = {item.id: item for item in FlatIndex(tmp_path / "exported").items()}

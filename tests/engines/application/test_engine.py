@@ -19,6 +19,7 @@ from engines.application.sandbox import find_bubblewrap
 from engines.application.settings import ApplicationSettings
 from engines.base import EngineCall, EngineLoadFailed, EngineOutput, EngineStartError
 from shared.protocol import ErrorCode, FinishReason, Run
+from tests.waiting import wait_for
 from worker.node.secrets import hand_over
 
 WITHIN_S = 30.0
@@ -189,6 +190,17 @@ class Driver:
         return last.error_code, last.error
 
 
+class Log:
+    """What this process and its children have written so far."""
+
+    def __init__(self, capfd: pytest.CaptureFixture[str]) -> None:
+        self.capfd, self.text = capfd, ""
+
+    def read(self) -> str:
+        self.text += "".join(self.capfd.readouterr())
+        return self.text
+
+
 def lines_of(outputs: list[EngineOutput]) -> list[dict]:
     lines = [line for output in outputs for line in output.text.split("\n")]
     return [json.loads(line) for line in lines if line]
@@ -245,12 +257,10 @@ def test_a_session_is_entered_once_and_sees_its_own(toy):
 def test_what_an_application_says_of_its_task_is_told(toy):
     assert toy.refused({"do": "fail"}) == (ErrorCode.TASK_FAILED, "no such name")
     assert toy.refused({"do": "crash"}) == (ErrorCode.TASK_FAILED, "RuntimeError: broken")
-    code, message = toy.refused({"do": "nan"})
-    assert "no JSON" in message
-    assert code is ErrorCode.TASK_FAILED
-    code, message = toy.refused({"do": "half"})  # of a character: no text in UTF-8 has it
-    assert "no JSON" in message
-    assert code is ErrorCode.TASK_FAILED
+    for value in ("nan", "half"):  # half a character: no text in UTF-8 has it
+        code, message = toy.refused({"do": value})
+        assert "no JSON" in message
+        assert code is ErrorCode.TASK_FAILED
     assert toy.refused({"do": "fail_by_half"}) == (ErrorCode.TASK_FAILED, "no ?")
 
 
@@ -368,14 +378,12 @@ class Toy(Application):
         told = driver.ask("environment")
         assert (told["PLAIN"], told["TOKEN"]) == ("in plain sight", "tell-nobody")
         _, message = driver.refused("fail")
-        said, give_up_at = "", time.monotonic() + 30
-        while "with *** and in plain sight" not in said:  # before it ends
-            assert time.monotonic() < give_up_at, said
-            said += "".join(capfd.readouterr())
+        log = Log(capfd)
+        wait_for(lambda: "with *** and in plain sight" in log.read())  # before it ends
     finally:
         engine.close()
     assert "RuntimeError: ***" in message
-    assert "tell-nobody" not in "".join((said, *capfd.readouterr(), message))
+    assert "tell-nobody" not in log.read() + message
 
 
 def test_a_secret_that_comes_in_two_pieces_is_not_shown(tmp_path, capfd):
@@ -389,22 +397,17 @@ class Toy(Application):
 """
     number = hand_over(Variables(secrets={"TOKEN": "tell-nobody"}))
     engine = make_engine(tmp_path / "package", source, isolation="none", variables_fd=number)
-    said = ""
+    log = Log(capfd)
     try:
         driver = Driver(engine)
         driver.ask("it is\ntell-")
-        give_up_at = time.monotonic() + WITHIN_S
-        while "it is" not in said:  # the first piece has been read
-            assert time.monotonic() < give_up_at
-            said += capfd.readouterr().err
+        wait_for(lambda: "it is" in log.read())  # the first piece has been read
         driver.ask("nobody, and")
         driver.ask(" no more\n")
-        while "no more" not in said:
-            assert time.monotonic() < give_up_at
-            said += capfd.readouterr().err
+        wait_for(lambda: "no more" in log.read())
     finally:
         engine.close()
-    assert "it is\n***, and no more\n" in said
+    assert "it is\n***, and no more\n" in log.read()
 
 
 @pytest.mark.skipif(len(ISOLATIONS) == 1, reason="bubblewrap is not here")

@@ -98,14 +98,16 @@ def test_a_revision_is_pinned_by_name_and_by_commit(hub: Hub, tmp_path: Path) ->
     assert read_config(resolve_model(REPO)).vision_feature_layers == (-2,)
 
 
-def test_an_unknown_revision_is_named(hub: Hub) -> None:
-    with pytest.raises(ModelUnavailable, match="no revision 'v9'"):
-        resolve_model(f"{REPO}@v9")
-
-
-def test_an_unknown_repository_is_named(hub: Hub) -> None:
-    with pytest.raises(ModelUnavailable, match=r"acme/nothing is not on .* or is private"):
-        resolve_model("acme/nothing")
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (f"{REPO}@v9", "no revision 'v9'"),
+        ("acme/nothing", r"acme/nothing is not on .* or is private"),
+    ],
+)
+def test_what_the_hub_does_not_have_is_named(hub: Hub, model: str, reason: str) -> None:
+    with pytest.raises(ModelUnavailable, match=reason):
+        resolve_model(model)
 
 
 @pytest.mark.parametrize("token", [None, "of somebody else"])

@@ -3,12 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.base import EngineCall
-from engines.mock_pooling.engine import MockPoolingModel
-from engines.mock_pooling.settings import MockPoolingSettings
 from engines.pooling.batch import Row, Waiting
-from engines.pooling.engine import PoolingEngine
-from shared.protocol import Embed, Priority, TextPart
 
 
 def fill(lengths, kinds=("text",)):
@@ -72,51 +67,3 @@ def test_what_is_removed_is_not_computed(removed):
     assert {id(row) for row in taken} == {
         id(row) for index, row in enumerate(rows) if index not in removed
     }
-
-
-def make_engine(**settings):
-    model = MockPoolingModel(MockPoolingSettings(mock={"step_s": 0, "s_per_token": 0}))
-    return PoolingEngine(model, MockPoolingSettings(**settings))
-
-
-def add(engine, name, *texts, priority=Priority.INTERACTIVE):
-    task = Embed(tuple(map(TextPart, texts)))
-    engine.add(engine.prepare(EngineCall(name, task, priority=priority), []))
-
-
-def test_a_call_ends_once_with_all_its_vectors():
-    engine = make_engine(max_batch_tokens=4)
-    add(engine, "a", "one", "two words", "and now three")
-    add(engine, "b", "one")
-    outputs = []
-    while engine.has_work():
-        outputs += engine.step()
-    assert sorted(output.request_id for output in outputs) == ["a", "b"]
-    [a] = [output for output in outputs if output.request_id == "a"]
-    assert len(a.values) == 3 * 64 * 4
-    assert a.usage.num_prompt_tokens == 6
-    assert engine.stats().num_running == 0
-
-
-def test_batch_work_takes_the_steps_that_others_leave():
-    engine = make_engine(max_batch_tokens=1)
-    add(engine, "later", "w", priority=Priority.BATCH)
-    add(engine, "now", "v")
-    assert [output.request_id for output in engine.step()] == ["now"]
-    assert [output.request_id for output in engine.step()] == ["later"]
-
-
-def test_an_aborted_call_is_forgotten():
-    engine = make_engine()
-    add(engine, "a", "one", "two")
-    engine.abort("a")
-    engine.abort("a")
-    assert not engine.has_work()
-
-
-def test_an_engine_with_two_steps_of_work_says_that_it_is_full():
-    engine = make_engine(max_batch_tokens=2)
-    add(engine, "a", "w w w")
-    assert engine.stats().num_waiting == 0
-    add(engine, "b", "v")
-    assert engine.stats().num_waiting == 2

@@ -130,6 +130,14 @@ def test_interactive_work_does_not_wait_for_batch_work_that_it_equals():
     assert set(finish(engine)) == {"later"}
 
 
+def test_an_engine_with_two_steps_of_work_says_that_it_is_full():
+    engine, _ = make_engine(max_batch_tokens=2)
+    add(engine, "a", "w w w")
+    assert engine.stats().num_waiting == 0
+    add(engine, "b", "v")
+    assert engine.stats().num_waiting == 2
+
+
 def test_it_is_off_by_a_setting():
     engine, model = make_engine(result_cache_bytes=0)
     add(engine, "a", "one", "one")

@@ -181,55 +181,45 @@ def make_image(size=(40, 32), colour=(200, 30, 90)) -> bytes:
     return file.getvalue()
 
 
+def check_towers(directory, theirs, image_processor, **padding):
+    """Texts and an image beside them against transformers. Returns the model."""
+    model, data = load(directory), make_image()
+    pixels = model.process_image(data, ImageRef("", len(data), "image/png", 40, 32), decode_image)
+    task = Embed((TextPart("w1 w2"), ImagePart(0), TextPart("w3")), is_normalized=False)
+    [vectors] = compute(model, task, images=[pixels])
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    with torch.inference_mode():
+        for index, text in ((0, "w1 w2"), (2, "w3")):
+            ids = tokenizer(text, return_tensors="pt", **padding)["input_ids"]
+            assert are_close(vectors[index], theirs.get_text_features(ids).pooler_output[0])
+        picture = Image.open(io.BytesIO(data)).convert("RGB")
+        inputs = image_processor(picture, return_tensors="pt")
+        assert are_close(vectors[1], theirs.get_image_features(**inputs).pooler_output[0])
+    return model
+
+
 def test_texts_and_images_of_clip_are_those_of_transformers(tmp_path):
-    model = load(make_clip(tmp_path))
-    data = make_image()
-    pixels = model.process_image(data, ImageRef("", len(data), "image/png", 40, 32), decode_image)
-    task = Embed((TextPart("w1 w2"), ImagePart(0), TextPart("w3")), is_normalized=False)
-    [vectors] = compute(model, task, images=[pixels])
+    make_clip(tmp_path)
     theirs = CLIPModel.from_pretrained(tmp_path).eval()
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    with torch.inference_mode():
-        for index, text in ((0, "w1 w2"), (2, "w3")):
-            ids = tokenizer(text, return_tensors="pt")["input_ids"]
-            assert are_close(vectors[index], theirs.get_text_features(ids).pooler_output[0])
-        inputs = CLIPImageProcessor.from_pretrained(tmp_path)(
-            Image.open(io.BytesIO(data)).convert("RGB"), return_tensors="pt"
-        )
-        image = theirs.get_image_features(**inputs).pooler_output[0]
-    assert are_close(vectors[1], image)
+    check_towers(tmp_path, theirs, CLIPImageProcessor.from_pretrained(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("side", "tokenizer_class"), [("right", None), ("left", "SiglipTokenizer")]
-)
-def test_texts_and_images_of_siglip_are_those_of_transformers(side, tokenizer_class, tmp_path):
-    model = load(make_siglip(tmp_path, side))
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    if tokenizer_class:  # whose own tokenizer needs another library: tokenizer.json is read
-        file = tmp_path / "tokenizer_config.json"
-        file.write_text(
-            json.dumps(json.loads(file.read_text()) | {"tokenizer_class": tokenizer_class})
-        )
-        model = load(tmp_path)
-    data = make_image()
-    pixels = model.process_image(data, ImageRef("", len(data), "image/png", 40, 32), decode_image)
-    task = Embed((TextPart("w1 w2"), ImagePart(0), TextPart("w3")), is_normalized=False)
-    [vectors] = compute(model, task, images=[pixels])
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_texts_and_images_of_siglip_are_those_of_transformers(side, tmp_path):
+    make_siglip(tmp_path, side)
     theirs = SiglipModel.from_pretrained(tmp_path).eval()
-    with torch.inference_mode():
-        for index, text in ((0, "w1 w2"), (2, "w3")):
-            ids = tokenizer(text, padding="max_length", max_length=16, return_tensors="pt")[
-                "input_ids"
-            ]
-            assert are_close(vectors[index], theirs.get_text_features(ids).pooler_output[0])
-        inputs = SiglipImageProcessor.from_pretrained(tmp_path)(
-            Image.open(io.BytesIO(data)).convert("RGB"), return_tensors="pt"
-        )
-        image = theirs.get_image_features(**inputs).pooler_output[0]
-    assert are_close(vectors[1], image)
+    processor = SiglipImageProcessor.from_pretrained(tmp_path)
+    padding = {"padding": "max_length", "max_length": 16}
+    model = check_towers(tmp_path, theirs, processor, **padding)
     [row] = model.rows(Embed((TextPart("w1 w2"),)), [])
     assert row.num_tokens - row.num_padding == 4
+    if side == "left":  # SigLIP's own tokenizer needs another library: tokenizer.json is read
+        [expected] = compute(model, embed("w1 w2"))
+        file = tmp_path / "tokenizer_config.json"
+        named = json.loads(file.read_text()) | {"tokenizer_class": "SiglipTokenizer"}
+        file.write_text(json.dumps(named))
+        [found] = compute(load(tmp_path), embed("w1 w2"))
+        assert np.array_equal(found, expected)
 
 
 def test_dense_modules_stand_behind_the_pooling(tmp_path):

@@ -24,6 +24,7 @@ from shared.protocol import (
     Grammar,
     SamplingParams,
     TextPart,
+    join_calls,
 )
 from tests.schemas.hostile import HOSTILE
 
@@ -255,16 +256,23 @@ def answer(engine, grammar: Grammar, seed: int, told: tuple[int, ...] = (), leav
     message = ChatMessage("user", (TextPart("Describe it."),))
     sampling = SamplingParams(max_tokens=200, seed=seed)
     task = Generate((message,), sampling, grammar=grammar)
+    token_ids, text, _, reason = run(engine, task, told, leave_after)
+    return token_ids, text, reason
+
+
+def run(engine, task: Generate, told: tuple[int, ...], leave_after: int):
+    """Tokens, text, calls and end of an answer; it is aborted after so many tokens."""
     engine.add(engine.prepare(EngineCall("r", task, output_token_ids=told), []))
-    token_ids, text, finish_reason = list(told), "", None
+    token_ids, text, pieces, reason = list(told), "", [], None
     while engine.has_work() and len(token_ids) < leave_after:
         for output in engine.step():
             assert output.error is None
             token_ids += output.token_ids
             text += output.text
-            finish_reason = output.finish_reason
+            pieces += output.calls
+            reason = output.finish_reason
     engine.abort("r")
-    return token_ids, text, finish_reason
+    return token_ids, text, join_calls(pieces), reason
 
 
 @pytest.mark.parametrize("schema", SCHEMAS)

@@ -263,21 +263,6 @@ def test_a_typed_control_token_is_encoded_as_the_text_that_it_is(llava: Pair) ->
     assert text == "USER: a </s> b ASSISTANT:"
 
 
-def test_an_image_used_twice_has_slots_twice(llava: Pair) -> None:
-    prompt = llava.builder.build([user(0, "and again", 0)], [make_item("hash", "pixels")])
-
-    assert [image.image_hash for image in prompt.images] == ["hash", "hash"]
-
-
-def test_images_keep_their_places_in_a_conversation(llava: Pair) -> None:
-    reply = ChatMessage("assistant", (TextPart("A cat."),))
-    messages = [user("What is it?", 1), reply, user(0, "And this?")]
-
-    prompt = llava.builder.build(messages, [make_item("h0", "p0"), make_item("h1", "p1")])
-
-    assert [image.image_hash for image in prompt.images] == ["h1", "h0"]
-
-
 def test_a_message_that_names_no_image_of_the_request_is_refused(llava: Pair) -> None:
     with pytest.raises(InvalidRequest, match="image that the request does not hold"):
         llava.builder.build([user(1)], [make_item("h", "p")])

@@ -7,13 +7,12 @@ from itertools import pairwise
 import jsonschema
 import pytest
 
-from engines.base import BadGrammar, EngineCall
+from engines.base import BadGrammar
 from engines.core.constraint import Constraint
-from engines.mock.engine import EOS_ID, VOCAB_SIZE, MockProcessor, MockTokenizer
+from engines.mock.engine import MockProcessor
 from engines.registry import create_engine
 from engines.text import tools as module
 from engines.text.chat_template import ChatTemplate
-from engines.text.grammar import GrammarCompiler
 from engines.text.tools import (
     HERMES,
     TOLD,
@@ -35,6 +34,10 @@ from shared.protocol import (
     Tools,
     join_calls,
 )
+from tests.engines.text.test_grammar import compiler as compiler
+from tests.engines.text.test_grammar import follows as follows_exactly
+from tests.engines.text.test_grammar import mock as mock
+from tests.engines.text.test_grammar import run
 
 SCHEMA = {
     "type": "object",
@@ -49,20 +52,8 @@ FORMS = [HERMES, module.MISTRAL, module.LLAMA3]
 OSLO = '{"city": "Oslo"}'
 
 
-@pytest.fixture(scope="module")
-def compiler():
-    made = GrammarCompiler.create(MockTokenizer(), VOCAB_SIZE, None)
-    yield made
-    made.close()
-
-
 def follows(constraint: Constraint, text: str) -> bool:
-    constraint, token_ids = constraint.begin(), list(f" {text}".encode())
-    for count, token_id in enumerate([*token_ids, EOS_ID]):
-        mask = constraint.mask(token_ids[:count], 0)
-        if not mask[token_id >> 3] >> (token_id & 7) & 1:
-            return False
-    return True
+    return follows_exactly(constraint, f" {text}")
 
 
 def spell(form: module.ToolFormat, *calls: tuple[str, str]) -> str:
@@ -419,29 +410,9 @@ def test_templates_with_a_place_for_tools_are_found_by_a_probe():
     assert find_tool_format(told) is PYTHONIC
 
 
-@pytest.fixture(scope="module")
-def mock():
-    instant = {"decode_s": 0, "prefill_s_per_token": 0}
-    engine = create_engine({"kind": "mock", "mock": instant}).engine
-    yield engine
-    engine.close()
-
-
-def answer(
-    engine, tools: Tools, *messages: ChatMessage, told: tuple[int, ...] = (), leave_after=999
-):
+def answer(engine, tools: Tools, *messages: ChatMessage, told=(), leave_after: int = 999):
     task = Generate(messages, SamplingParams(max_tokens=300, temperature=0), tools=tools)
-    engine.add(engine.prepare(EngineCall("r", task, output_token_ids=told), []))
-    token_ids, text, pieces, reason = list(told), "", [], None
-    while engine.has_work() and len(token_ids) < leave_after:
-        for output in engine.step():
-            assert output.error is None
-            token_ids += output.token_ids
-            text += output.text
-            pieces += output.calls
-            reason = output.finish_reason
-    engine.abort("r")
-    return token_ids, text, join_calls(pieces), reason
+    return run(engine, task, told, leave_after)
 
 
 def test_the_mock_calls_in_python_where_its_model_does(monkeypatch):

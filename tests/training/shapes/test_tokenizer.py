@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from training.shapes.architecture import NUM_IMAGE_TOKENS
@@ -31,24 +31,12 @@ def spell(tokenizer, text: str) -> str:
     return tokenizer.decode(tokenizer.encode(text, add_special_tokens=False))
 
 
-@pytest.mark.parametrize(
-    "text", ["", " ", "a  b\n\n c ", "naïve 世界 🎉👩‍👩‍👧", "WHAT'S\tthis?!", "\x00\x7f"]
-)
-def test_any_text_comes_back(tokenizer, text):
-    assert spell(tokenizer, text) == text
-
-
 @settings(max_examples=200, deadline=None)
 @given(text=st.text())
-def test_any_text_at_all_comes_back(text):
+@example("na\u00efve \u4e16\u754c \U0001f389\U0001f469\u200d\U0001f467")
+def test_any_text_at_all_comes_back(tokenizer, text):
     if not any(token in text for token in SPECIAL_TOKENS):
-        assert spell(load_cached(), text) == text
-
-
-def load_cached(cache: list = []):  # noqa: B006  one tokenizer for all examples
-    if not cache:
-        cache.append(load_tokenizer(CHECKPOINT))
-    return cache[0]
+        assert spell(tokenizer, text) == text
 
 
 def test_special_tokens_have_their_ids(tokenizer):
