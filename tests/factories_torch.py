@@ -83,6 +83,24 @@ def make_vlm_config(
     return replace(config, **changes)
 
 
+#: Names of our fields, and of transformers' where they are others.
+VISION_FIELDS = {
+    "hidden_size": "", "intermediate_size": "", "image_size": "", "patch_size": "", "hidden_act": "",
+    "layer_norm_eps": "", "num_layers": "num_hidden_layers", "num_heads": "num_attention_heads",
+}  # fmt: skip
+TEXT_FIELDS = {
+    "vocab_size": "", "hidden_size": "", "intermediate_size": "", "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads", "head_dim": "",
+    "max_position_embeddings": "", "rms_norm_eps": "", "attention_bias": "", "mlp_bias": "",
+    "tie_word_embeddings": "", "hidden_act": "",
+}  # fmt: skip
+
+
+def fields_of(config: VisionConfig | TextConfig, names: dict[str, str]) -> dict[str, Any]:
+    """A config of ours by transformers' names."""
+    return {theirs or ours: getattr(config, ours) for ours, theirs in names.items()}
+
+
 def _rope_parameters(config: TextConfig) -> dict[str, Any]:
     parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
     scaling = config.rope_scaling
@@ -101,31 +119,10 @@ def make_transformers_config(config: VLMConfig) -> LlavaConfig:
     vision, text = config.vision, config.text
     layers = config.vision_feature_layers
     return LlavaConfig(
-        vision_config=CLIPVisionConfig(
-            hidden_size=vision.hidden_size,
-            intermediate_size=vision.intermediate_size,
-            num_hidden_layers=vision.num_layers,
-            num_attention_heads=vision.num_heads,
-            image_size=vision.image_size,
-            patch_size=vision.patch_size,
-            hidden_act=vision.hidden_act,
-            layer_norm_eps=vision.layer_norm_eps,
-        ),
+        vision_config=CLIPVisionConfig(**fields_of(vision, VISION_FIELDS)),
         text_config=LlamaConfig(
-            vocab_size=text.vocab_size,
-            hidden_size=text.hidden_size,
-            intermediate_size=text.intermediate_size,
-            num_hidden_layers=text.num_layers,
-            num_attention_heads=text.num_heads,
-            num_key_value_heads=text.num_kv_heads,
-            head_dim=text.head_dim,
-            max_position_embeddings=text.max_position_embeddings,
-            rms_norm_eps=text.rms_norm_eps,
+            **fields_of(text, TEXT_FIELDS),
             rope_parameters=_rope_parameters(text),
-            attention_bias=text.attention_bias,
-            mlp_bias=text.mlp_bias,
-            tie_word_embeddings=text.tie_word_embeddings,
-            hidden_act=text.hidden_act,
             bos_token_id=None,
             eos_token_id=None,
         ),

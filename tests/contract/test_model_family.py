@@ -16,12 +16,11 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from transformers import LlavaForConditionalGeneration, Qwen2Config, Qwen2ForCausalLM
+from transformers import LlavaForConditionalGeneration, Qwen2ForCausalLM
 
 from engines.core.engine import BatchingEngine
 from engines.core.request import EngineRequest
 from engines.core.runner import Prompt
-from engines.packages.checkpoint_files import make_tokenizer
 from engines.text.processor import ChatProcessor, create_processor
 from engines.torch_backend.layers.linear import METHODS
 from engines.torch_backend.loading.make_checkpoint import make_checkpoint
@@ -35,6 +34,7 @@ from engines.torch_backend.settings import TorchSettings
 from shared.protocol import ChatMessage, ImagePart, SamplingParams, TextPart
 from tests.contract.toys import family as tiled
 from tests.engines.torch_backend import ways
+from tests.engines.torch_backend.models.family_table import named, write_checkpoint
 from tests.engines.torch_backend.ways import Way
 
 CPU = torch.device("cpu")
@@ -99,29 +99,6 @@ def load_llava(directory: Path) -> Any:
     return model.eval()
 
 
-def write_text(directory: Path) -> None:
-    """Transformers' own files of a small Qwen2."""
-    config = Qwen2Config(
-        vocab_size=384,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    torch.manual_seed(0)
-    model = Qwen2ForCausalLM(config)
-    for name, parameter in model.named_parameters():
-        parameter.data.normal_(mean=float("norm" in name), std=0.2)
-    model.save_pretrained(directory)
-    make_tokenizer(320).save(str(directory / "tokenizer.json"))
-    settings = {"bos_token": "<s>", "eos_token": "</s>"}
-    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
-
-
 def load_text(directory: Path) -> Any:
     return Qwen2ForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
 
@@ -148,7 +125,7 @@ CASES = [
     ),
     FamilyCase(
         causal_lm.FAMILY,
-        write_text,
+        partial(write_checkpoint, named("Qwen2")),
         load_text,
         (
             ({"hidden_size": 2**40}, "hidden_size is 1099511627776"),

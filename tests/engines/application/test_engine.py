@@ -6,6 +6,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +214,15 @@ def make_engine(folder: Path, source: str = APPLICATION, **changes: Any) -> Appl
     return ApplicationEngine(ApplicationSettings(**values))
 
 
+@contextmanager
+def driving(folder: Path, source: str = APPLICATION, **changes: Any) -> Iterator[Driver]:
+    engine = make_engine(folder, source, **changes)
+    try:
+        yield Driver(engine)
+    finally:
+        engine.close()
+
+
 ISOLATIONS = ["none", *(["require"] if find_bubblewrap() else [])]
 
 
@@ -372,16 +382,13 @@ class Toy(Application):
 """
     given = Variables({"PLAIN": "in plain sight"}, {"TOKEN": "tell-nobody"})
     number = hand_over(given)
-    engine = make_engine(tmp_path / "package", source, isolation=isolation, variables_fd=number)
-    try:
-        driver = Driver(engine)
+    options = {"isolation": isolation, "variables_fd": number}
+    with driving(tmp_path / "package", source, **options) as driver:
         told = driver.ask("environment")
         assert (told["PLAIN"], told["TOKEN"]) == ("in plain sight", "tell-nobody")
         _, message = driver.refused("fail")
         log = Log(capfd)
         wait_for(lambda: "with *** and in plain sight" in log.read())  # before it ends
-    finally:
-        engine.close()
     assert "RuntimeError: ***" in message
     assert "tell-nobody" not in log.read() + message
 
@@ -396,26 +403,20 @@ class Toy(Application):
         os.write(2, task.encode())
 """
     number = hand_over(Variables(secrets={"TOKEN": "tell-nobody"}))
-    engine = make_engine(tmp_path / "package", source, isolation="none", variables_fd=number)
-    log = Log(capfd)
-    try:
-        driver = Driver(engine)
+    log, options = Log(capfd), {"isolation": "none", "variables_fd": number}
+    with driving(tmp_path / "package", source, **options) as driver:
         driver.ask("it is\ntell-")
         wait_for(lambda: "it is" in log.read())  # the first piece has been read
         driver.ask("nobody, and")
         driver.ask(" no more\n")
         wait_for(lambda: "no more" in log.read())
-    finally:
-        engine.close()
     assert "it is\n***, and no more\n" in log.read()
 
 
 @pytest.mark.skipif(len(ISOLATIONS) == 1, reason="bubblewrap is not here")
 def test_in_its_sandbox_it_sees_no_files_processes_or_network(tmp_path):
     (tmp_path / "secret").write_text("")
-    engine = make_engine(tmp_path / "package", isolation="require")
-    inside = Driver(engine)
-    try:
+    with driving(tmp_path / "package", isolation="require") as inside:
         assert inside.ask({"do": "pid"}) < 20
         assert inside.ask({"do": "read", "path": str(tmp_path)}) == ["package"]
         assert (tmp_path / "secret").exists()
@@ -423,8 +424,6 @@ def test_in_its_sandbox_it_sees_no_files_processes_or_network(tmp_path):
             code, message = inside.refused({"do": "connect", "port": server.getsockname()[1]})
         assert code is ErrorCode.TASK_FAILED
         assert "Error" in message
-    finally:
-        engine.close()
 
 
 @pytest.mark.skipif(len(ISOLATIONS) == 1, reason="bubblewrap is not here")
@@ -439,16 +438,12 @@ def test_in_its_sandbox_it_sees_no_files_processes_or_network(tmp_path):
 )
 def test_files_of_a_sandbox_are_bounded_by_its_memory(tmp_path, folder, code):
     others = set(psutil.Process().children(recursive=True))
-    engine = make_engine(tmp_path / "package", isolation="require", memory_bytes=300 * 10**6)
-    inside = Driver(engine)
-    try:
+    with driving(tmp_path / "package", isolation="require", memory_bytes=300 * 10**6) as inside:
         found, written = inside.ask({"do": "fill", "folder": folder})
         assert found == code
         assert written <= 150 * 10**6
         assert inside.ask({"do": "greet", "name": "you"}) == "hello you"
         processes = set(psutil.Process().children(recursive=True)) - others
-    finally:
-        engine.close()
     assert processes
     _, alive = psutil.wait_procs(list(processes), timeout=WITHIN_S)
     assert not alive  # the files end with the processes
@@ -456,14 +451,10 @@ def test_files_of_a_sandbox_are_bounded_by_its_memory(tmp_path, folder, code):
 
 @pytest.mark.skipif(len(ISOLATIONS) == 1, reason="bubblewrap is not here")
 def test_files_of_a_sandbox_count_as_its_memory(tmp_path):
-    engine = make_engine(tmp_path / "package", isolation="require", memory_bytes=300 * 10**6)
-    inside = Driver(engine)
-    try:
+    with driving(tmp_path / "package", isolation="require", memory_bytes=300 * 10**6) as inside:
         code, message = inside.refused({"do": "hold", "bytes": 120 * 10**6})
         assert code is ErrorCode.REQUEST_KILLS_WORKERS
         assert "of 300000000 bytes of memory" in message
-    finally:
-        engine.close()
 
 
 @pytest.mark.skipif(len(ISOLATIONS) == 1, reason="bubblewrap is not here")
@@ -473,17 +464,13 @@ def test_a_sandbox_makes_no_namespaces_of_its_own(tmp_path):
         not in subprocess.run(["bwrap", "--help"], capture_output=True).stdout.decode()
     ):
         pytest.skip("bubblewrap is older than 0.8")
-    engine = make_engine(tmp_path / "package", isolation="require")
-    try:
-        assert Driver(engine).ask({"do": "unshare"}) == -1
-    finally:
-        engine.close()
+    with driving(tmp_path / "package", isolation="require") as inside:
+        assert inside.ask({"do": "unshare"}) == -1
 
 
 def test_nothing_is_left_of_it(tmp_path):
-    engine = make_engine(tmp_path / "package", isolation="none")
-    pid = Driver(engine).ask({"do": "pid"})
-    engine.close()
+    with driving(tmp_path / "package", isolation="none") as driver:
+        pid = driver.ask({"do": "pid"})
     assert not psutil.pid_exists(pid)
 
 

@@ -28,20 +28,17 @@ def test_a_block_is_as_large_as_its_tensors(dtype):
     assert pool.num_bytes == 10 * bytes_per_block(TEXT, 16, dtype)
 
 
-def test_a_given_number_of_bytes_is_not_exceeded():
-    assert plan(kv_cache_bytes=100 * BLOCK_BYTES + 1).num_blocks == 100
-
-
-def test_a_given_number_of_blocks_is_kept():
-    assert plan(num_kv_blocks=77).num_blocks == 77
-
-
-def test_without_a_number_a_batch_of_whole_contexts_is_enough():
-    assert plan(max_num_seqs=3, max_model_len=32).num_blocks == 3 * 2
-
-
-def test_without_a_number_a_share_of_free_memory_is_the_limit():
-    assert plan(free=100 * BLOCK_BYTES).num_blocks == 40
+@pytest.mark.parametrize(
+    ("settings", "num_blocks"),
+    [
+        ({"kv_cache_bytes": 100 * BLOCK_BYTES + 1}, 100),
+        ({"num_kv_blocks": 77}, 77),
+        ({"max_num_seqs": 3, "max_model_len": 32}, 3 * 2),  # a batch of whole contexts is enough
+        ({"free": 100 * BLOCK_BYTES}, 40),  # a share of what is free
+    ],
+)
+def test_the_pool_is_as_large_as_told_else_as_needed_or_free(settings, num_blocks):
+    assert plan(**settings).num_blocks == num_blocks
 
 
 def test_a_context_that_nobody_asked_for_shrinks_to_the_pool():

@@ -64,35 +64,29 @@ def test_groups_of_the_first_version_count_too(in_group):
     assert cpu_share() == float("inf")
 
 
-def test_no_more_threads_than_the_containers_share(in_group):
-    in_group("0::/\n", cpu_max="350000 100000")
-    set_num_threads(0, CPU, ONE_THREAD_BYTES)
-    assert torch.get_num_threads() == 3
-
-
-def test_less_than_one_processor_is_one_thread(in_group):
-    in_group("0::/\n", cpu_max="50000 100000")
-    set_num_threads(0, CPU, ONE_THREAD_BYTES)
-    assert torch.get_num_threads() == 1
+@pytest.mark.parametrize(
+    ("cpu_max", "asked", "weight_bytes", "num_threads"),
+    [
+        ("max 100000", 0, ONE_THREAD_BYTES, 8),  # as torch has
+        ("350000 100000", 0, ONE_THREAD_BYTES, 3),  # the container's share
+        ("50000 100000", 0, ONE_THREAD_BYTES, 1),  # less than one processor
+        ("max 100000", 0, ONE_THREAD_BYTES - 1, 1),  # a small model
+        ("100000 100000", 5, 0, 5),  # what is asked for goes before all
+        ("100000 100000", 5, ONE_THREAD_BYTES, 5),
+    ],
+)
+def test_threads_follow_container_model_and_settings(
+    in_group, cpu_max: str, asked: int, weight_bytes: int, num_threads: int
+):
+    in_group("0::/\n", cpu_max=cpu_max)
+    set_num_threads(asked, CPU, weight_bytes)
+    assert torch.get_num_threads() == num_threads
 
 
 def test_members_share_the_threads(in_group):
     in_group("0::/\n", cpu_max="600000 100000")
     set_num_threads(0, CPU, ONE_THREAD_BYTES, num_members=4)
     assert torch.get_num_threads() == 1
-
-
-def test_a_small_model_has_one_thread(in_group):
-    in_group("0::/\n")
-    set_num_threads(0, CPU, ONE_THREAD_BYTES - 1)
-    assert torch.get_num_threads() == 1
-
-
-@pytest.mark.parametrize("weight_bytes", [0, ONE_THREAD_BYTES])
-def test_what_is_asked_for_goes_before_all(in_group, weight_bytes):
-    in_group("0::/\n", cpu_max="100000 100000")
-    set_num_threads(5, CPU, weight_bytes)
-    assert torch.get_num_threads() == 5
 
 
 def test_the_environment_goes_before_the_default(in_group, monkeypatch):
@@ -176,10 +170,4 @@ def test_a_number_of_threads_that_is_given_is_kept(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
     steps: Any = Steps({})
     settle_num_threads(steps, "shape", None)
-    assert torch.get_num_threads() == 8
-
-
-def test_without_a_limit_there_are_as_many_as_torch_has(in_group):
-    in_group("0::/\n", cpu_max="max 100000")
-    set_num_threads(0, CPU, ONE_THREAD_BYTES)
     assert torch.get_num_threads() == 8

@@ -10,6 +10,7 @@ from engines.torch_backend.models.config import RopeScaling, UnsupportedCheckpoi
 from engines.torch_backend.models.generic.config import GenericConfig
 from engines.torch_backend.models.llava import FAMILY, VLMConfig
 from engines.torch_backend.models.registry import check_config
+from tests.factories_torch import TEXT_FIELDS, VISION_FIELDS, fields_of
 
 # What llava-hf published for llava-1.5-7b: most keys are absent.
 LLAVA_15_7B = {
@@ -58,32 +59,22 @@ def with_text(**changes: Any) -> dict[str, Any]:
     return make_config(text_config=LLAVA_15_7B["text_config"] | changes)
 
 
+#: What every decoder's config has in transformers.
+SHAPE = {name: TEXT_FIELDS[name] for name in (
+    "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "vocab_size", "rms_norm_eps",
+)}  # fmt: skip
+
+
 def check_equal(ours: VLMConfig, theirs: LlavaConfig) -> None:
     text, vision = theirs.text_config, theirs.vision_config
-    assert (ours.text.hidden_size, ours.text.intermediate_size, ours.text.num_layers) == (
-        text.hidden_size,
-        text.intermediate_size,
-        text.num_hidden_layers,
-    )
-    assert (ours.text.num_heads, ours.text.num_kv_heads) == (
-        text.num_attention_heads,
-        text.num_key_value_heads,
-    )
-    assert ours.text.vocab_size == text.vocab_size
-    assert ours.text.rms_norm_eps == text.rms_norm_eps
+    for config, reference, names in (
+        (ours.text, text, SHAPE),
+        (ours.vision, vision, VISION_FIELDS),
+    ):
+        expected = fields_of(config, names)
+        assert expected == {name: getattr(reference, name) for name in expected}
     assert ours.text.rope_theta == text.rope_parameters["rope_theta"]
     assert ours.text.tie_word_embeddings == theirs.tie_word_embeddings
-    assert (ours.vision.hidden_size, ours.vision.intermediate_size, ours.vision.num_layers) == (
-        vision.hidden_size,
-        vision.intermediate_size,
-        vision.num_hidden_layers,
-    )
-    assert (ours.vision.image_size, ours.vision.patch_size, ours.vision.num_heads) == (
-        vision.image_size,
-        vision.patch_size,
-        vision.num_attention_heads,
-    )
-    assert ours.vision.hidden_act == vision.hidden_act
     assert ours.image_token_id == theirs.image_token_index
     layers = theirs.vision_feature_layer
     assert ours.vision_feature_layers == ((layers,) if isinstance(layers, int) else tuple(layers))
