@@ -1,8 +1,9 @@
-"""The bridge between loop and engine: one thread, no polling, one wake-up a step."""
+"""The bridge between loop and engine: one thread, no polling, one wake-up a step, and a watchdog for one that hangs."""
 
 import asyncio
 import math
 import threading
+import time
 
 import pytest
 
@@ -11,7 +12,16 @@ from engines.core.request import EngineRequest
 from shared.protocol import SamplingParams
 from tests.factories_worker import StoppableEngine, load_mock
 from tests.waiting import until
-from worker.engine_thread import Added, EngineBroken, EngineEvent, EngineThread, Rejected
+from worker.active_requests import ActiveRequests
+from worker.engine_thread import (
+    EXIT_WEDGED,
+    Added,
+    EngineBroken,
+    EngineEvent,
+    EngineThread,
+    Rejected,
+    Watchdog,
+)
 
 
 class Listener:
@@ -145,3 +155,41 @@ async def test_an_engine_that_cannot_be_made_is_told():
     with pytest.raises(FileNotFoundError):
         await thread.start()
     await thread.close()
+
+
+def test_a_hung_step_ends_the_process(capfd: pytest.CaptureFixture[str]):
+    codes: list[int] = []
+    ended = threading.Event()
+
+    def end(code: int) -> None:
+        codes.append(code)
+        ended.set()
+
+    started_at = time.monotonic()
+    dog = Watchdog(0.02, lambda: started_at, end)
+    dog.start()
+
+    assert ended.wait(5)
+    assert codes == [EXIT_WEDGED]
+
+
+def test_an_idle_engine_is_left_alone():
+    looked = threading.Event()
+    codes: list[int] = []
+
+    def started_at() -> None:
+        looked.set()
+
+    dog = Watchdog(0.02, started_at, codes.append)
+    dog.start()
+    assert looked.wait(5)
+    dog.stop()
+
+    assert codes == []
+
+
+async def test_whoever_waits_for_room_looks_again_though_nothing_was_said():
+    """A step without output may end what held others up, and says nothing of it."""
+    active_requests = ActiveRequests(None, None, None, 1, None)  # type: ignore[arg-type]
+    async with asyncio.timeout(5.0):
+        await active_requests.wait_for_change()

@@ -1,6 +1,8 @@
 import pytest
 
+from engines.core.request import EngineRequest
 from engines.core.sequence import Batch, ScheduledSequence, Sequence
+from shared.protocol import SamplingParams
 from tests.factories_engine import make_image, make_request, make_sequence
 
 
@@ -34,3 +36,23 @@ def test_a_share_knows_the_images_that_it_reads(start: int, num_new: int, offset
 
 def test_tokens_of_a_batch_are_those_of_its_shares():
     assert Batch([ScheduledSequence(make_sequence(9), n) for n in (3, 1)]).num_tokens == 4
+
+
+def with_positions(positions: tuple[list[int], ...], num_prompt: int = 5) -> Sequence:
+    request = EngineRequest("r", [7] * num_prompt, SamplingParams(), positions=positions)
+    sequence = Sequence.from_request(request, 8)
+    sequence.token_ids += [1, 2, 3]
+    return sequence
+
+
+def test_without_positions_of_its_own_a_prompt_counts_from_nought():
+    assert with_positions(()).positions(3, 7) == [[3, 4, 5, 6]]
+
+
+def test_output_goes_on_behind_the_largest_position_of_any_row():
+    sequence = with_positions(([0, 1, 1, 1, 3], [0, 1, 2, 9, 3]))
+
+    assert sequence.positions(0, 8) == [[0, 1, 1, 1, 3, 10, 11, 12], [0, 1, 2, 9, 3, 10, 11, 12]]
+    assert sequence.positions(2, 4) == [[1, 1], [2, 9]]
+    assert sequence.positions(4, 6) == [[3, 10], [3, 10]]
+    assert sequence.positions(7, 8) == [[12], [12]]

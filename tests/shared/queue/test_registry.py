@@ -1,9 +1,10 @@
-"""Workers: who announces itself is found, who does not do so again goes away."""
+"""Workers and gateways that announce themselves are found; those that stop doing so are gone."""
 
 import pytest
 
 from shared.protocol import ModelCard
 from shared.queue.keys import RedisKeys
+from shared.queue.publish import GONE_AFTER_S, GatewayLiveness
 from shared.queue.registry import Registry, WorkerRecord
 
 
@@ -68,3 +69,17 @@ async def test_all_that_is_announced_expires(registry, redis, redis_prefix):
     keys = [key async for key in redis.scan_iter(f"{redis_prefix}:*")]
     assert len(keys) == 4
     assert [key for key in keys if await redis.ttl(key) < 0] == []
+
+
+def test_a_gateway_is_gone_when_its_mailbox_stays_away():
+    gateway_liveness = GatewayLiveness()
+    assert gateway_liveness.update(["a"], 0.0) == set()
+    assert gateway_liveness.update(["a"], GONE_AFTER_S - 0.1) == set()
+    assert gateway_liveness.update(["a", "b"], GONE_AFTER_S) == {"a"}
+
+
+def test_a_gateway_that_makes_its_mailbox_again_is_there():
+    gateway_liveness = GatewayLiveness()
+    gateway_liveness.update(["a"], 0.0)
+    gateway_liveness.update([], 5.0)
+    assert gateway_liveness.update(["a"], GONE_AFTER_S + 1) == set()

@@ -1,4 +1,4 @@
-"""The checkpoint that is shipped loads with plain transformers and answers rightly."""
+"""The checkpoint that is shipped loads with plain transformers and answers rightly; the evaluation counts exactly."""
 
 import json
 from pathlib import Path
@@ -12,9 +12,9 @@ from tests.long import few
 from tests.training.shapes.strangers import draw_framed, draw_plainly, draw_smoothly
 from training.shapes.architecture import IMAGE_SIZE, NUM_IMAGE_TOKENS
 from training.shapes.evaluate import LocalAnswerer
-from training.shapes.evaluation import Message, evaluate, make_cases
+from training.shapes.evaluation import Case, Message, evaluate, make_cases
 from training.shapes.gallery import to_input
-from training.shapes.questions import SINGLE_TOPICS, Asker
+from training.shapes.questions import PAIR_TOPICS, SINGLE_TOPICS, Asker
 from training.shapes.samples import FOLDER, SCENES
 from training.shapes.world import make_scene
 
@@ -87,3 +87,41 @@ def test_it_answers_most_questions_about_the_samples(answerer, name):
     questions = [Asker(rng, SCENES[name], plain=True).ask(t) for t in SINGLE_TOPICS]
     right = [answerer([Message((image,), q.text)]) == q.answer for q in questions]
     assert sum(right) > FLOOR * len(right)
+
+
+@pytest.fixture(scope="module")
+def cases() -> list[Case]:
+    return list(make_cases(3))
+
+
+def test_every_topic_is_asked_once_for_each_scene(cases):
+    topics = [case.topic for case in cases]
+    assert topics == 3 * [*SINGLE_TOPICS, *PAIR_TOPICS, "conversation"]
+
+
+def test_one_who_knows_is_always_right(cases):
+    known = {id(case.messages): case.answer for case in cases}
+    score = evaluate(lambda messages: f" {known[id(messages)]}\n", cases)
+    assert score.accuracy() == 1.0
+    assert not score.mistakes
+
+
+def test_one_who_does_not_know_is_mostly_wrong(cases):
+    score = evaluate(lambda messages: "yes", cases)
+    assert score.accuracy("describe") == 0.0
+    assert len(score.mistakes) == sum(score.asked.values()) - sum(score.right.values())
+
+
+def test_the_last_answer_of_a_conversation_is_not_given_away(cases):
+    for case in cases:
+        assert case.messages[-1].answer == ""
+        assert all(
+            isinstance(message, Message) and message.answer for message in case.messages[:-1]
+        )
+
+
+def test_the_same_seed_asks_the_same(cases):
+    again = list(make_cases(3))
+    assert [case.messages[-1].question for case in again] == [
+        case.messages[-1].question for case in cases
+    ]

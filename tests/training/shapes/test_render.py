@@ -1,4 +1,4 @@
-"""Images show what their scene says, whatever program draws them."""
+"""Images show what their scene says, whatever program draws them; galleries keep scenes as numbers."""
 
 from dataclasses import replace
 from random import Random
@@ -8,6 +8,14 @@ import pytest
 from PIL import Image
 
 from tests.training.shapes.strangers import draw_framed, draw_plainly, draw_smoothly
+from training.shapes.gallery import (
+    decode,
+    encode,
+    mirror_codes,
+    render_crowd,
+    render_group,
+    to_input,
+)
 from training.shapes.render import DIAMETERS, SHADES, Style, render, sample_style
 from training.shapes.world import (
     COLORS,
@@ -111,3 +119,33 @@ def test_strangers_draw_the_same_world(draw):
         row, column = divmod(PLACES.index(shape.place), 3)
         center = (image.width * (2 * column + 1) // 6, image.height * (2 * row + 1) // 6)
         assert nearest_color(image.getpixel(center), COLORS) == shape.color
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_scene_survives_encoding(seed):
+    scene = sample_scene(Random(seed))
+    assert decode(encode(scene)) == scene
+
+
+def test_a_mirror_exchanges_left_and_right():
+    scene = make_scene("white", ("red", "star", "top left"), ("blue", "ring", "center"))
+    mirrored = make_scene("white", ("red", "star", "top right"), ("blue", "ring", "center"))
+    assert decode(mirror_codes(encode(scene))) == mirrored
+    assert decode(mirror_codes(np.stack([encode(scene)]))[0]) == mirrored
+
+
+def test_images_are_squashed_to_a_square():
+    image = render(make_scene("white", ("red", "circle", "center")), Random(0)).resize((300, 200))
+    array = to_input(image, 96)
+    assert array.shape == (96, 96, 3)
+    assert tuple(array[48, 48].tolist()) in SHADES["red"]
+
+
+def test_a_group_holds_the_same_scene_twice_and_two_neighbours():
+    first, second, third, fourth = (scene for scene, _ in render_group(Random(3)))
+    assert first == second
+    assert first not in (third, fourth)
+
+
+def test_a_crowd_has_more_shapes_than_the_world():
+    assert all(len(scene.shapes) >= 5 for scene, _ in render_crowd(Random(0)))

@@ -1,9 +1,19 @@
-"""Scenes keep to the rules of the image world."""
+"""Scenes keep to the rules of the image world; questions read like a person's and carry the right answer."""
 
 from random import Random
 
 import pytest
 
+from training.shapes import answers
+from training.shapes.conversations import sample_conversation
+from training.shapes.questions import (
+    PAIR_TOPICS,
+    SINGLE_TOPICS,
+    Asker,
+    ask_about_pair,
+    follow_up,
+    vary,
+)
 from training.shapes.world import (
     MAX_SHAPES,
     PLACES,
@@ -67,3 +77,171 @@ def test_a_selector_picks_what_matches():
     assert Selector(kind="star").pick(scene) == (star,)
     assert Selector(color="red").pick(scene) == (star, ring)
     assert Selector("ring", "blue").pick(scene) == ()
+
+
+SCENE = make_scene("white", ("red", "star", "top left"))
+PLAIN_QUESTIONS = {
+    "describe": "Describe the image.",
+    "background": "What color is the background?",
+}
+
+
+@pytest.mark.parametrize(("topic", "text"), PLAIN_QUESTIONS.items())
+def test_a_plain_question_uses_the_first_phrasing(topic, text):
+    assert Asker(Random(0), SCENE, plain=True).ask(topic).text == text
+
+
+@pytest.mark.parametrize("topic", SINGLE_TOPICS)
+def test_every_topic_fills_its_slots(topic):
+    for seed in range(100):
+        rng = Random(seed)
+        question = Asker(rng, sample_scene(rng), index=1, named=seed % 2 == 0).ask(topic)
+        assert question.topic == topic
+        assert question.answer
+        assert not set("{}") & set(question.text)
+
+
+@pytest.mark.parametrize("topic", SINGLE_TOPICS)
+def test_a_question_about_one_of_several_images_names_it(topic):
+    for seed in range(50):
+        rng = Random(seed)
+        question = Asker(rng, sample_scene(rng), index=1, named=True).ask(topic)
+        assert "second" in question.text.lower()
+
+
+@pytest.mark.parametrize("topic", PAIR_TOPICS)
+def test_every_pair_topic_fills_its_slots(topic):
+    for seed in range(100):
+        rng = Random(seed)
+        question = ask_about_pair(topic, sample_scene(rng), sample_scene(rng), rng)
+        assert not set("{}") & set(question.text)
+
+
+def test_yes_and_no_are_both_common():
+    rng = Random(0)
+    said = [Asker(rng, sample_scene(rng)).ask("exists").answer for _ in range(400)]
+    assert 0.3 < said.count("yes") / len(said) < 0.7
+
+
+def test_a_follow_up_asks_about_the_shape_before():
+    shape = Shape("ring", "blue", "small", "center")
+    answers = {follow_up(shape, Random(seed)).answer for seed in range(60)}
+    assert answers == {"ring", "blue", "small", "center"}
+
+
+def test_varying_a_question_keeps_its_words():
+    for seed in range(200):
+        varied = vary("What color is the star?", Random(seed)).lower()
+        assert "star" in varied
+        assert "color" in varied or "colour" in varied
+
+
+def test_every_image_of_a_conversation_is_shown_once():
+    for seed in range(100):
+        rng = Random(seed)
+        scenes = tuple(sample_scene(rng) for _ in range(rng.randint(1, 4)))
+        conversation = sample_conversation(scenes, 5, rng)
+        assert len(conversation.turns) == 5
+        assert conversation.num_images == len(scenes)
+        assert conversation.turns[0].num_images >= 1
+
+
+BUSY = make_scene(
+    "white",
+    ("red", "star", "top left"),
+    ("blue", "circle", "center", "small"),
+    ("orange", "star", "bottom right", "small"),
+)
+EMPTY = make_scene("orange")
+STAR, RING = Selector(kind="star"), Selector(kind="ring")
+
+
+def test_a_description_names_everything_in_reading_order():
+    assert answers.describe(BUSY) == (
+        "A white background with a red star at the top left, a blue circle in the center "
+        "and an orange star at the bottom right."
+    )
+
+
+def test_an_empty_image_is_described_by_its_background():
+    assert answers.describe(EMPTY) == "An orange background with no shapes."
+
+
+def test_several_images_are_described_one_after_the_other():
+    one = make_scene("black", ("red", "ring", "top center"))
+    assert answers.describe_all((one, EMPTY)) == (
+        "First image: A black background with a red ring at the top center. "
+        "Second image: An orange background with no shapes."
+    )
+
+
+@pytest.mark.parametrize(
+    ("selector", "number"),
+    [
+        (Selector(), "3"),
+        (STAR, "2"),
+        (RING, "0"),
+        (Selector(color="blue"), "1"),
+        (Selector("star", "red"), "1"),
+    ],
+)
+def test_shapes_are_counted(selector, number):
+    assert answers.count(BUSY, selector) == number
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        (answers.color_of, "red and orange"),
+        (answers.place_of, "top left and bottom right"),
+        (answers.size_of, "large and small"),
+        (answers.kind_of, "star"),
+    ],
+)
+def test_what_several_shapes_are_like_is_listed_once_each(answer, expected):
+    assert answer(BUSY, STAR) == expected
+
+
+@pytest.mark.parametrize("answer", [answers.color_of, answers.place_of, answers.size_of])
+def test_what_is_missing_is_said_to_be_missing(answer):
+    assert answer(BUSY, RING) == "There is no ring."
+
+
+def test_a_missing_color_is_a_missing_shape():
+    assert answers.kind_of(BUSY, Selector(color="green")) == "There is no green shape."
+
+
+@pytest.mark.parametrize(
+    ("place", "content"), [("bottom right", "an orange star"), ("top right", "nothing")]
+)
+def test_a_place_holds_one_shape_or_nothing(place, content):
+    assert answers.content_at(BUSY, place) == content
+
+
+def test_yes_and_no():
+    assert answers.exists(BUSY, Selector("circle", "blue")) == "yes"
+    assert answers.exists(BUSY, Selector("circle", "red")) == "no"
+    assert answers.is_at(BUSY, STAR, "top left") == "yes"
+    assert answers.is_at(BUSY, STAR, "center") == "no"
+    assert answers.is_color(BUSY, STAR, "orange") == "yes"
+    assert answers.is_color(BUSY, RING, "orange") == "There is no ring."
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "word"),
+    [
+        (BUSY, BUSY, "both"),
+        (BUSY, EMPTY, "first"),
+        (EMPTY, BUSY, "second"),
+        (EMPTY, EMPTY, "neither"),
+    ],
+)
+def test_which_image_has_a_shape(first, second, word):
+    assert answers.which_has(first, second, STAR) == word
+
+
+def test_images_are_the_same_only_if_every_word_is():
+    smaller = make_scene("white", ("red", "star", "top left", "small"))
+    larger = make_scene("white", ("red", "star", "top left", "large"))
+    assert answers.are_same(smaller, smaller) == "yes"
+    assert answers.are_same(smaller, larger) == "no"

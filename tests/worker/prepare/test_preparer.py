@@ -1,22 +1,27 @@
-"""What one tenant's slow images delay: neither text nor another tenant's images."""
+"""What one tenant's slow images delay, which decoded images are kept, and which sizes are refused."""
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from hashlib import sha256
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from redis.asyncio import Redis
 
-from engines.base import Capabilities, Decode, EngineCall, PreparedImage
+from engines.base import Capabilities, Decode, EngineCall, InvalidImage, PreparedImage
 from engines.core.engine import BatchingEngine
 from engines.core.request import EngineRequest
+from engines.registry import create_engine
+from shared.blobs.redis_store import RedisBlobStore
 from shared.protocol import BlobRef, ChatMessage, ImageRef, TextPart
 from shared.settings.limits import LimitSettings
+from tests.factories_images import encoded, two_headed_png
 from tests.factories_queue import make_request
+from tests.factories_settings import make_group
 from tests.waiting import until
-from worker.prepare.preparer import FairThreads, Preprocessor
+from worker.prepare.preparer import FairThreads, ImageRefused, PixelCache, Preprocessor
 
 
 class Store:
@@ -165,3 +170,105 @@ async def test_work_that_fails_frees_its_thread():
         with pytest.raises(ValueError):
             await threads.run("a", fail)
     threads.close()
+
+
+class Maker:
+    """Makes pixels of ten bytes and counts."""
+
+    def __init__(self) -> None:
+        self.made: list[str] = []
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    def __call__(self, name: str):
+        async def make() -> tuple[str, int]:
+            self.made.append(name)
+            await self.gate.wait()
+            if name == "bad":
+                raise ValueError(name)
+            return name.upper(), 10
+
+        return make
+
+
+@pytest.fixture
+def maker() -> Maker:
+    return Maker()
+
+
+async def test_the_image_used_longest_ago_goes_first(maker):
+    cache = PixelCache(max_bytes=20)
+    for name in ("a", "b", "a", "c", "a", "b"):
+        assert await cache.get(name, maker(name)) == name.upper()
+
+    assert maker.made == ["a", "b", "c", "b"]
+
+
+async def test_an_image_larger_than_the_cache_is_made_and_not_kept(maker):
+    cache = PixelCache(max_bytes=5)
+    for _ in range(2):
+        assert await cache.get("a", maker("a")) == "A"
+    assert maker.made == ["a", "a"]
+
+
+async def test_equal_images_at_once_are_made_once_even_if_the_first_leaves(maker):
+    cache = PixelCache(max_bytes=100)
+    maker.gate.clear()
+    first, second = (asyncio.create_task(cache.get("a", maker("a"))) for _ in range(2))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    first.cancel()
+    maker.gate.set()
+
+    assert await second == "A"
+    assert maker.made == ["a"]
+
+
+async def test_a_failure_is_told_and_not_kept(maker):
+    cache = PixelCache(max_bytes=100)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="bad"):
+            await cache.get("bad", maker("bad"))
+    assert maker.made == ["bad", "bad"]
+
+
+@pytest.fixture
+async def store(redis: Redis, redis_prefix: str) -> AsyncIterator[RedisBlobStore]:
+    store = RedisBlobStore(redis, redis_prefix)
+    yield store
+    await store.close()
+
+
+async def prepare(
+    store: RedisBlobStore, data: bytes, width: int, height: int, **limits: Any
+) -> None:
+    """Prepare a request with an image that a gateway has found to be of a size."""
+    image = ImageRef(sha256(data).hexdigest(), len(data), "image/png", width, height)
+    await store.put(data, "request", ttl_s=60)
+    engine = create_engine({"kind": "mock"}).engine
+    preprocessor = Preprocessor(engine, store, make_group(LimitSettings, **limits), 1)
+    try:
+        await preprocessor.prepare(make_request(images=(image,)), "r")
+    finally:
+        preprocessor.close()
+
+
+async def test_an_image_of_another_size_than_its_header_says_is_refused(store: RedisBlobStore):
+    with pytest.raises(ImageRefused, match="another size") as raised:
+        await prepare(store, two_headed_png((8, 8), (1, 4000)), 8, 8)
+    assert isinstance(raised.value.cause, InvalidImage)
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [{"max_image_side": 79}, {"max_image_pixels": 1599}, {"max_image_aspect": 3.9}],
+    ids=str,
+)
+async def test_limits_hold_for_what_a_gateway_with_others_let_through(
+    store: RedisBlobStore, limits: dict[str, Any]
+):
+    data = encoded(size=(80, 20))
+    await prepare(store, data, 80, 20)
+    with pytest.raises(ImageRefused, match="send at most") as raised:
+        await prepare(store, data, 80, 20, **limits)
+    assert isinstance(raised.value.cause, InvalidImage)

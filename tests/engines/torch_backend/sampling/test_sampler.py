@@ -16,7 +16,7 @@ import torch
 
 from engines.core.runner import SequenceFailure
 from engines.core.sequence import Sequence
-from engines.torch_backend.sampling.choose import NUCLEUS_WIDTH
+from engines.torch_backend.sampling.choose import NUCLEUS_WIDTH, SampleParams, sample_random
 from engines.torch_backend.sampling.noise import gumbel_noise, random_bits, signed, stream_key
 from engines.torch_backend.sampling.penalties import TokenCounts
 from engines.torch_backend.sampling.sampler import LEAST_LOGPROB, sample
@@ -323,3 +323,37 @@ def test_noise_is_finite_and_has_gumbels_mean_and_variance():
     assert noise.isfinite().all()
     assert noise.mean().item() == pytest.approx(0.5772, abs=0.02)
     assert noise.var().item() == pytest.approx(math.pi**2 / 6, abs=0.05)
+
+
+VOCAB_SIZE = 5 * NUCLEUS_WIDTH
+PARAMS = [
+    SamplingParams(temperature=1.0, seed=1),
+    SamplingParams(temperature=0.7, top_k=5, seed=2),
+    SamplingParams(temperature=1.3, top_p=0.8, seed=3),
+    SamplingParams(temperature=1.0, top_k=600, top_p=0.9, min_p=0.01, seed=4),
+    SamplingParams(temperature=2.0, min_p=0.2, seed=5),
+    SamplingParams(temperature=1.0, top_p=0.0, seed=6),
+]
+
+
+def sample_rows(rows: list[int], scores: torch.Tensor, position: int, **how: bool) -> list[int]:
+    params = SampleParams.create(
+        [PARAMS[row] for row in rows], [position] * len(rows), VOCAB_SIZE, scores.device
+    )
+    return sample_random(scores[rows], params, truncated=True, **how).tolist()
+
+
+def test_a_whole_sort_samples_what_a_part_samples():
+    rows = list(range(len(PARAMS)))
+    for position in range(20):
+        torch.manual_seed(position)
+        scores = 3 * torch.randn(len(rows), VOCAB_SIZE)
+        whole = sample_rows(rows, scores, position, is_exact=True)
+        assert whole == sample_rows(rows, scores, position)
+
+
+def test_a_row_is_sampled_alike_in_any_company():
+    scores = torch.randn(len(PARAMS), VOCAB_SIZE)
+    rows = list(range(len(PARAMS)))
+    alone = [sample_rows([row], scores, 3, is_exact=True)[0] for row in rows]
+    assert sample_rows(rows, scores, 3, is_exact=True) == alone

@@ -1,0 +1,212 @@
+"""Latencies by their definitions, metrics of deployments, lines of logs, and trace headers."""
+
+import json
+import logging
+from datetime import datetime
+
+import pytest
+from msgspec.structs import replace
+from prometheus_client import CollectorRegistry, disable_created_metrics, generate_latest
+from prometheus_client import Histogram as LibraryHistogram
+
+from shared.packages.deployments import Spec
+from shared.packages.rollout import App, Revision, Slot
+from shared.protocol import ModelCard
+from shared.queue.registry import WorkerRecord
+from shared.telemetry.logs import JsonFormatter, TextFormatter, request_id
+from shared.telemetry.metrics import GatewayMetrics, Histogram, Metric, RequestRecord
+from shared.telemetry.tracing import parse_trace_parent, trace_id_of
+
+
+def record(**overrides) -> RequestRecord:
+    values = {
+        "model": "m", "stages": {"queue": 0.1}, "e2e_s": 1.2, "ttft_s": 0.2, "num_prompt_tokens": 5,
+        "num_image_tokens": 0, "num_cached_tokens": 0, "num_output_tokens": 11,
+    }  # fmt: skip
+    return RequestRecord(**{**values, **overrides})
+
+
+def value(metrics: GatewayMetrics, name: str) -> float | None:
+    return metrics.registry.get_sample_value(name, {"model": "m"})
+
+
+@pytest.mark.parametrize(
+    ("num_output_tokens", "num_choices", "tpot_s"), [(11, 1, 0.1), (22, 2, 0.1), (33, 3, 0.1)]
+)
+def test_time_per_output_token_is_that_of_one_answer(num_output_tokens, num_choices, tpot_s):
+    metrics = GatewayMetrics()
+    metrics.record_finished(record(num_output_tokens=num_output_tokens, num_choices=num_choices))
+    total = value(metrics, "vlm_time_per_output_token_seconds_sum")
+    assert total == pytest.approx(tpot_s)
+
+
+@pytest.mark.parametrize("overrides", [{"num_output_tokens": 1}, {"ttft_s": None}])
+def test_time_per_output_token_is_undefined_without_two_tokens_of_text(overrides):
+    metrics = GatewayMetrics()
+    metrics.record_finished(record(**overrides))
+    assert not value(metrics, "vlm_time_per_output_token_seconds_count")
+
+
+def test_the_gap_before_an_event_is_shared_by_its_tokens():
+    metrics = GatewayMetrics()
+    metrics.record_tokens("m", 0.4, 4)
+    assert value(metrics, "vlm_inter_token_latency_seconds_count") == 4
+    assert value(metrics, "vlm_inter_token_latency_seconds_sum") == pytest.approx(0.4)
+
+
+def test_a_histogram_shows_what_the_library_shows():
+    disable_created_metrics()
+    metric = Metric("vlm_x_seconds", "histogram", "Of x.", ("model",), (0.1, 0.5, 1.0))
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    histogram = Histogram(metric, ours)
+    library = LibraryHistogram(
+        metric.name, metric.help, metric.labels, registry=theirs, buckets=metric.buckets
+    )
+    for model, value, count in (("a", 0.1, 1), ("a", 0.25, 4), ("b", 7.0, 1), ("a", 0.0, 1)):
+        histogram.labels(model).observe(value, count)
+        for _ in range(count):
+            library.labels(model).observe(value)
+
+    assert generate_latest(ours) == generate_latest(theirs)
+
+
+OLD, NEW = f"sha256:{'a' * 64}", f"sha256:{'b' * 64}"
+
+
+def shown(metrics: GatewayMetrics) -> set[str]:
+    lines = generate_latest(metrics.registry).decode().splitlines()
+    return {line for line in lines if line.startswith("vlm_deployment_")}
+
+
+def worker(digest: str, name: str, num_finished: int, num_failed: int = 0) -> WorkerRecord:
+    card = ModelCard(f"n@{digest[7:19]}", 1, 10, 10)
+    return WorkerRecord(name, card, "mock", num_finished=num_finished, num_failed=num_failed)
+
+
+def test_versions_instances_and_what_their_workers_answered():
+    metrics = GatewayMetrics()
+    app = App(
+        "n", 2, active=Revision(1, OLD, Spec()),
+        candidate=Revision(2, NEW, Spec(canary=0.1), is_canary=True),
+        slots=(Slot(1, OLD, "ready"), Slot(2, OLD, "ready"), Slot(3, NEW, "starting")),
+        desired=2, num_promoted=1, start_s=2.5,
+    )  # fmt: skip
+    metrics.deployments.observe({"n": app}, [worker(OLD, "x", 5), worker(NEW, "y", 1, 2)])
+    metrics.deployments.observe({"n": app}, [worker(OLD, "x", 7), worker(NEW, "y", 1, 2)])
+    version, other = OLD[7:19], NEW[7:19]
+    assert shown(metrics) == {
+        'vlm_deployment_generation{application="n"} 2.0',
+        'vlm_deployment_desired_instances{application="n"} 2.0',
+        'vlm_deployment_canary_ratio{application="n"} 0.1',
+        'vlm_deployment_start_seconds{application="n"} 2.5',
+        f'vlm_deployment_instances{{application="n",digest="{version}",state="ready",version="active"}} 2.0',
+        f'vlm_deployment_instances{{application="n",digest="{other}",state="starting",version="candidate"}} 1.0',
+        'vlm_deployment_rollouts_total{application="n",outcome="active"} 1.0',
+        'vlm_deployment_rollouts_total{application="n",outcome="rolled_back"} 0.0',
+        f'vlm_deployment_requests_total{{application="n",digest="{version}",outcome="finished"}} 7.0',
+        f'vlm_deployment_requests_total{{application="n",digest="{version}",outcome="failed"}} 0.0',
+        f'vlm_deployment_requests_total{{application="n",digest="{other}",outcome="finished"}} 1.0',
+        f'vlm_deployment_requests_total{{application="n",digest="{other}",outcome="failed"}} 2.0',
+    }
+
+
+def test_a_worker_that_was_silent_is_not_counted_again_and_old_versions_go():
+    metrics = GatewayMetrics()
+    app = App("n", 1, active=Revision(1, OLD, Spec()))
+    for workers in ([worker(OLD, "x", 5)], [], [worker(OLD, "x", 6)], [worker(OLD, "z", 2)]):
+        metrics.deployments.observe({"n": app}, workers)
+    line = f'vlm_deployment_requests_total{{application="n",digest="{OLD[7:19]}",outcome="finished"}} 8.0'
+    assert line in shown(metrics)
+    updated = replace(app, active=Revision(2, NEW, Spec()))
+    metrics.deployments.observe({"n": updated}, [])
+    assert not [each for each in shown(metrics) if OLD[7:19] in each]
+    metrics.deployments.observe({}, [])
+    assert not [each for each in shown(metrics) if "generation" in each]
+
+
+def test_a_worker_that_outlives_many_others_is_counted_once():
+    metrics = GatewayMetrics()
+    app = App("n", 1, active=Revision(1, OLD, Spec()), num_promoted=1)
+    lasting = worker(OLD, "x", 5)
+    for others in ("a", "b"):
+        workers = [worker(OLD, f"{others}{number}", 1) for number in range(4000)]
+        metrics.deployments.observe({"n": app}, [*workers, lasting])
+    metrics.deployments.observe({"n": app}, [lasting])
+    found = shown(metrics)
+    answers = (
+        f'vlm_deployment_requests_total{{application="n",digest="{OLD[7:19]}",outcome="finished"}}'
+    )
+    assert f"{answers} 8005.0" in found
+    assert 'vlm_deployment_rollouts_total{application="n",outcome="active"} 1.0' in found
+
+
+HEADER = f"00-{'a' * 32}-{'b' * 16}-01"
+
+
+def test_a_header_is_itself():
+    assert parse_trace_parent(HEADER.encode()) == HEADER
+    assert trace_id_of(HEADER) == "a" * 32
+
+
+@pytest.mark.parametrize("more", ["", "-", "-what-comes-then"])
+def test_a_later_version_is_read_as_far_as_it_is_known(more):
+    assert parse_trace_parent(f"cc{HEADER[2:]}{more}".encode()) == HEADER
+
+
+@pytest.mark.parametrize(
+    "malformed",
+    ["", "no", HEADER.upper(), "ff" + HEADER[2:], HEADER + "-x", HEADER[:-1], HEADER + "0", f" {HEADER}",
+     HEADER.replace("a", "0"), HEADER.replace("b", "0"), f"cc{HEADER[2:]}more", HEADER + "\n"],
+)  # fmt: skip
+def test_what_is_malformed_is_ignored(malformed):
+    assert parse_trace_parent(malformed.encode()) is None
+
+
+NASTY = 'two\nlines "quoted" \u2028 {"level": "forged"}'
+
+
+def log_record(message: str = "done", **extra: object) -> logging.LogRecord:
+    return logging.Logger("gateway.x").makeRecord(
+        "gateway.x", logging.INFO, __file__, 1, message, (), None, extra=extra
+    )
+
+
+def failure() -> logging.LogRecord:
+    try:
+        raise ValueError(NASTY)
+    except ValueError as error:
+        made = log_record("broke")
+        made.exc_info = (ValueError, error, error.__traceback__)
+        return made
+
+
+def test_a_json_line_is_one_object_with_the_extra_fields():
+    line = JsonFormatter("gateway").format(log_record(NASTY, tokens=3, e2e_s=0.25))
+    assert len(line.splitlines()) == 1
+    fields = json.loads(line)
+    assert datetime.fromisoformat(fields.pop("time")).utcoffset() is not None
+    assert fields == {
+        "level": "info", "process": "gateway", "logger": "gateway.x", "message": NASTY,
+        "tokens": 3, "e2e_s": 0.25,
+    }  # fmt: skip
+
+
+def test_an_exception_stays_inside_its_json_line():
+    line = JsonFormatter("worker").format(failure())
+    assert len(line.splitlines()) == 1
+    assert "Traceback" in json.loads(line)["exception"]
+
+
+def test_a_line_of_a_request_names_it():
+    token = request_id.set("abc")
+    try:
+        assert json.loads(JsonFormatter("gateway").format(log_record()))["request_id"] == "abc"
+        assert TextFormatter("gateway").format(log_record()).endswith("done request_id=abc")
+    finally:
+        request_id.reset(token)
+
+
+def test_a_message_cannot_forge_a_text_line():
+    line = TextFormatter("gateway").format(log_record("one\ntwo\rthree", tokens=3))
+    assert line.endswith(r"one\ntwo\rthree tokens=3")
+    assert "\n" not in line
