@@ -8,6 +8,7 @@ An engine joins by its name in the registry and a line in `SETTINGS`; one that g
 import asyncio
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -247,6 +248,16 @@ def generating(case: Case) -> Case:
     if "generate" not in case.capabilities.tasks:
         case.skip("it does not generate")
     return case
+
+
+@asynccontextmanager
+async def served(case: Case, ends: Ends, redis_server: str, load: Any = None):
+    """The gateway in front of a worker with that engine."""
+    async with (
+        run_worker(ends, load=load or case.load) as worker,
+        run_gateway_on_socket(make_settings(redis_server, ends.prefix)) as gateway,
+    ):
+        yield gateway, worker
 
 
 def test_every_engine_keeps_this_contract():
@@ -619,14 +630,9 @@ def ask(question: str = QUESTION, **changes: Any) -> dict[str, Any]:
     return make_body(question, **{"temperature": 0, "max_tokens": 6, **changes})
 
 
-async def test_an_answer_over_http_is_the_engines_own(
-    generating: Case, ends: Ends, redis_server, redis_prefix
-):
+async def test_an_answer_over_http_is_the_engines_own(generating: Case, ends: Ends, redis_server):
     expected = answer(generating.start(), make_call())
-    async with (
-        run_worker(ends, load=generating.load),
-        run_gateway_on_socket(make_settings(redis_server, redis_prefix)) as gateway,
-    ):
+    async with served(generating, ends, redis_server) as (gateway, _):
         response = await gateway.chat(ask())
         streamed = await gateway.stream(ask(stream_options={"include_usage": True}))
         refused = await gateway.chat(ask(logit_bias={"999": 1}, max_tokens=10**9))
@@ -643,7 +649,7 @@ async def test_an_answer_over_http_is_the_engines_own(
 
 @pytest.mark.parametrize(("num_objects", "status"), [(1, 200), (6, 400)])
 async def test_a_schema_of_the_most_properties_is_kept_or_refused(
-    generating: Case, num_objects: int, status: int, ends: Ends, redis_server, redis_prefix
+    generating: Case, num_objects: int, status: int, ends: Ends, redis_server
 ):
     if not generating.capabilities.takes_grammars:
         generating.skip("it takes no grammars")
@@ -653,10 +659,7 @@ async def test_a_schema_of_the_most_properties_is_kept_or_refused(
     schema = {"type": "object", "properties": {name: {} for name in names}}
     schema = {"anyOf": [schema] * num_objects}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    async with (
-        run_worker(ends, load=generating.load),
-        run_gateway_on_socket(make_settings(redis_server, redis_prefix)) as gateway,
-    ):
+    async with served(generating, ends, redis_server) as (gateway, _):
         for seed in range(3):
             response = await gateway.chat(ask(response_format=form, temperature=1, seed=seed))
             assert response.status_code == status, response.text
@@ -667,7 +670,7 @@ async def test_a_schema_of_the_most_properties_is_kept_or_refused(
 
 
 async def test_a_prompt_of_token_ids_is_scored_as_lm_eval_asks(
-    generating: Case, ends: Ends, redis_server, redis_prefix
+    generating: Case, ends: Ends, redis_server
 ):
     """Also one that holds the end of a turn, as chat prompts do."""
     loaded = generating.load()
@@ -679,10 +682,7 @@ async def test_a_prompt_of_token_ids_is_scored_as_lm_eval_asks(
     prompts = [[40, end, 41, 42], [50, 51, end, *range(40, 60)]]
     body = {"model": MODEL, "prompt": prompts, "echo": True, "logprobs": 1, "temperature": 0}
     found = []
-    async with (
-        run_worker(ends, load=lambda: loaded),
-        run_gateway_on_socket(make_settings(redis_server, redis_prefix)) as gateway,
-    ):
+    async with served(generating, ends, redis_server, lambda: loaded) as (gateway, _):
         for max_tokens in (0, 1):
             told = await gateway.client.post(
                 "/v1/completions", json={**body, "max_tokens": max_tokens}
@@ -699,16 +699,11 @@ async def test_a_prompt_of_token_ids_is_scored_as_lm_eval_asks(
         assert less["token_logprobs"][1:] == pytest.approx(more["token_logprobs"][1:-1], abs=1e-4)
 
 
-async def test_an_image_reaches_the_engine(
-    generating: Case, ends: Ends, redis_server, redis_prefix
-):
+async def test_an_image_reaches_the_engine(generating: Case, ends: Ends, redis_server):
     if not generating.load().card.supports_images:
         generating.skip("it takes no images")
     texts = []
-    async with (
-        run_worker(ends, load=generating.load),
-        run_gateway_on_socket(make_settings(redis_server, redis_prefix)) as gateway,
-    ):
+    async with served(generating, ends, redis_server) as (gateway, _):
         for seed in (0, 9, 0):
             url = data_url(seed, size=(64 + seed, 48))
             parts = [
@@ -721,13 +716,8 @@ async def test_an_image_reaches_the_engine(
     assert texts[0] == texts[2] != texts[1]
 
 
-async def test_a_client_that_leaves_frees_the_engine(
-    case: Case, ends: Ends, redis_server, redis_prefix
-):
-    async with (
-        run_worker(ends, load=case.load) as running,
-        run_gateway_on_socket(make_settings(redis_server, redis_prefix)) as gateway,
-    ):
+async def test_a_client_that_leaves_frees_the_engine(case: Case, ends: Ends, redis_server):
+    async with served(case, ends, redis_server) as (gateway, running):
         running.engine.gate.clear()
         client = asyncio.create_task(case.ask(gateway))
         await until(lambda: running.engine.added)

@@ -30,16 +30,6 @@ async def make_older(ends: Ends, request: Call, age_s: float) -> None:
     await ends.redis.hset(ends.keys.request(MODEL, request.id), "backlog", older)
 
 
-async def test_a_read_for_interactive_work_leaves_batch_work_alone(ends):
-    worker = ends.worker("a")
-    await worker.create_group()
-    await enqueue_batch(ends, 2)
-
-    assert await worker.read(8, 0.01) == []
-    assert await worker.read(8, 0.01) == []
-    assert (await ends.queue.stats(MODEL)).num_backlog == await ends.num_open() == 2
-
-
 async def test_batch_work_that_redis_has_forgotten_is_not_given(ends):
     worker = ends.worker("a")
     await worker.create_group()
