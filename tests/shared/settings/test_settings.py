@@ -16,6 +16,19 @@ def clean_environment(monkeypatch, tmp_path):
     monkeypatch.delenv("VLM_REDIS_URL", raising=False)
 
 
+@pytest.fixture
+def configured(monkeypatch, tmp_path):
+    """Write the configuration file; returns its path."""
+
+    def write(content: str | bytes) -> str:
+        file = tmp_path / "fleet.yaml"
+        file.write_bytes(content.encode() if isinstance(content, str) else content)
+        monkeypatch.setenv("VLM_CONFIG", str(file))
+        return str(file)
+
+    return write
+
+
 def test_environment_overrides_defaults_and_keeps_its_neighbours(monkeypatch):
     monkeypatch.setenv("VLM_GATEWAY__PORT", "8123")
     settings = load_settings()
@@ -30,12 +43,8 @@ def test_arguments_override_the_environment_field_by_field(monkeypatch):
     assert (settings.gateway.port, settings.gateway.host) == (0, "::1")
 
 
-def test_environment_overrides_the_configuration_file(monkeypatch, tmp_path):
-    file = tmp_path / "fleet.yaml"
-    file.write_text(
-        "gateway: {port: 1, host: '::1'}\nengine: {kind: mock, mock: {decode_s: 0.5}}\n"
-    )
-    monkeypatch.setenv("VLM_CONFIG", str(file))
+def test_environment_overrides_the_configuration_file(monkeypatch, configured):
+    configured("gateway: {port: 1, host: '::1'}\nengine: {kind: mock, mock: {decode_s: 0.5}}\n")
     monkeypatch.setenv("VLM_GATEWAY__PORT", "2")
     settings = load_settings()
     assert (settings.gateway.port, settings.gateway.host) == (2, "::1")
@@ -112,19 +121,15 @@ def test_the_address_of_redis_holds_no_password(monkeypatch):
     "content",
     [b"- gateway\n", b"7", b"{1: 2}", b"\xff\xfe", b"gateway: [", b"gateway: {port: 1", b"\x07"],
 )
-def test_a_file_that_holds_no_settings_is_named_with_its_variable(monkeypatch, tmp_path, content):
-    file = tmp_path / "fleet.yaml"
-    file.write_bytes(content)
-    monkeypatch.setenv("VLM_CONFIG", str(file))
+def test_a_file_that_holds_no_settings_is_named_with_its_variable(configured, content):
+    file = configured(content)
     with pytest.raises(SettingsError, match="VLM_CONFIG") as refused:
         load_settings()
-    assert str(file) in str(refused.value)
+    assert file in str(refused.value)
 
 
-def test_an_empty_file_sets_nothing(monkeypatch, tmp_path):
-    file = tmp_path / "fleet.yaml"
-    file.write_text("# nothing yet\n")
-    monkeypatch.setenv("VLM_CONFIG", str(file))
+def test_an_empty_file_sets_nothing(configured):
+    configured("# nothing yet\n")
     assert load_settings().gateway.port == 8000
 
 
@@ -177,10 +182,8 @@ def test_a_shorter_lease_has_a_quicker_heartbeat():
     assert load_settings(worker={"lease_s": 2}).worker.heartbeat_s == 0.2
 
 
-def test_a_setting_that_became_a_constant_is_refused(monkeypatch, tmp_path):
-    file = tmp_path / "fleet.yaml"
-    file.write_text("limits: {max_choices: 4, max_images: 3}\n")
-    monkeypatch.setenv("VLM_CONFIG", str(file))
+def test_a_setting_that_became_a_constant_is_refused(monkeypatch, configured):
+    configured("limits: {max_choices: 4, max_images: 3}\n")
     monkeypatch.setenv("VLM_GATEWAY__KEEP_ALIVE_S", "3")
     with pytest.raises(SettingsError) as error:
         load_settings()

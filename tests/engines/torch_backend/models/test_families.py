@@ -120,6 +120,13 @@ def load(directory: Path, family: GenericFamily = FAMILY) -> tuple[FamilyModel, 
     )
 
 
+def made(family: Family, directory: Path, *how: Any) -> Any:
+    """The model of a family, written and loaded."""
+    family_table.write_checkpoint(family, directory)
+    model, _ = load(directory, *how)
+    return model
+
+
 def load_reference(directory: Path, auto: Any = AutoModelForCausalLM) -> Any:
     """Transformers' own model."""
     return auto.from_pretrained(directory, attn_implementation="eager").eval()

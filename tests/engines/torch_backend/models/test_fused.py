@@ -31,7 +31,7 @@ from engines.torch_backend.ops.registry import cpu_ops
 from engines.torch_backend.runner import TorchRunner
 from engines.torch_backend.settings import TorchSettings
 from shared.protocol import SamplingParams
-from tests.engines.torch_backend.models.family_table import named, text, write_checkpoint
+from tests.engines.torch_backend.models.family_table import Family, named, text, write_checkpoint
 from tests.long import few
 
 CPU = torch.device("cpu")
@@ -53,7 +53,10 @@ needs_kernels = pytest.mark.skipif(
 )
 
 
-def load(directory: Path, dtype: torch.dtype = torch.float32, scheme: str = "") -> GenericModel:
+def made(
+    family: Family, directory: Path, dtype: torch.dtype = torch.float32, scheme: str = ""
+) -> GenericModel:
+    write_checkpoint(family, directory)
     config = GENERIC.check(read_fields(directory))
     ops = cpu_ops("fast")
     model = load_model(directory, GENERIC, config, CPU, dtype, METHODS.get(scheme), ops=ops)
@@ -76,12 +79,8 @@ def recognised(model: GenericModel) -> fused.Recognised:
     [
         ("Llama", 2, 2, 2),
         ("Qwen3", 2, 2, 2),  # norms of queries and keys
-        (
-            "Phi-3",
-            0,
-            2,
-            2,
-        ),  # one matrix for all three, and for gate and values; dropouts in its layers
+        # one matrix for all three, and for gate and values; dropouts in its layers
+        ("Phi-3", 0, 2, 2),
         ("Gemma 2", 2, 2, 2),  # gains of one more, norms behind, a gate that is no SiLU
         ("OLMo 2", 2, 2, 2),  # norms behind alone
         ("StableLM", 0, 2, 2),  # some channels are rotated
@@ -95,8 +94,7 @@ def recognised(model: GenericModel) -> fused.Recognised:
 def test_modules_are_recognised_by_what_they_compute(
     name: str, layers: int, attentions: int, gated: int, tmp_path: Path
 ) -> None:
-    write_checkpoint(named(name), tmp_path)
-    found = recognised(load(tmp_path))
+    found = recognised(made(named(name), tmp_path))
     assert (len(found.layers), len(found.attentions), len(found.gated)) == (
         layers,
         attentions,
@@ -111,9 +109,8 @@ def test_modules_are_recognised_by_what_they_compute(
 def test_scores_by_kernels_are_those_of_the_plain_modules(
     name: str, precision: str, tmp_path: Path
 ) -> None:
-    write_checkpoint(named(name), tmp_path)
     dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
-    model = load(tmp_path, dtype, precision)
+    model = made(named(name), tmp_path, dtype, precision)
     model.verify(start(model, dtype), "always")
 
 
@@ -146,8 +143,7 @@ def count(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> list[None]
 def test_features_of_an_image_are_added_between_the_layers(
     dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_checkpoint(named("Qwen3-VL"), tmp_path)  # adds some behind its first layers
-    model = load(tmp_path, dtype)
+    model = made(named("Qwen3-VL"), tmp_path, dtype)  # adds some behind its first layers
     multimodal = GENERIC.processor(tmp_path, model.config)
     length = model.config.text.max_position_embeddings
     processor = create_processor(tmp_path, multimodal, length)
@@ -170,8 +166,7 @@ def test_features_of_an_image_are_added_between_the_layers(
 def test_beside_layers_in_few_bits_the_head_is_in_int8_if_it_is_no_table_of_tokens(
     dtype: torch.dtype, is_tied: bool, tmp_path: Path
 ) -> None:
-    write_checkpoint(text("Llama", "Llama", tie_word_embeddings=is_tied), tmp_path)
-    model = load(tmp_path, dtype, "int4")
+    model = made(text("Llama", "Llama", tie_word_embeddings=is_tied), tmp_path, dtype, "int4")
     head = model.inner.get_output_embeddings()
     assert isinstance(head, Linear) != is_tied
     table = model.inner.get_input_embeddings().weight
@@ -196,8 +191,7 @@ def test_beside_layers_in_few_bits_the_head_is_in_int8_if_it_is_no_table_of_toke
 def test_layers_one_after_another_are_computed_at_once(
     name: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_checkpoint(named(name), tmp_path)
-    runner = start(load(tmp_path, dtype), dtype)
+    runner = start(made(named(name), tmp_path, dtype), dtype)
     prompts = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14], [9]
     alone = count(monkeypatch, fused.Attention, "mix")
     at_once = scores(runner, *prompts)
@@ -220,8 +214,7 @@ def _double_in_place(module: nn.Module, args: Any) -> None:
 def test_layers_that_are_not_given_what_came_before_are_not_passed_by(
     change: Callable[..., Any], tmp_path: Path
 ) -> None:
-    write_checkpoint(LLAMA, tmp_path)
-    model = load(tmp_path)
+    model = made(LLAMA, tmp_path)
     runner = start(model)
     second = model.inner.get_submodule("model.layers.1")
     handle = second.register_forward_pre_hook(change)
@@ -242,8 +235,7 @@ def test_a_model_that_changes_in_place_what_its_layers_hand_on_gets_each_compute
         return call(self, hidden_states, *args, **kwargs)
 
     monkeypatch.setattr(LlamaDecoderLayer, "__call__", scale_before)
-    write_checkpoint(LLAMA, tmp_path)
-    model = load(tmp_path)
+    model = made(LLAMA, tmp_path)
     assert len(recognised(model).layers) == 2
     model.verify(start(model), "always")
 
@@ -254,8 +246,7 @@ def test_a_model_that_changes_in_place_what_its_layers_hand_on_gets_each_compute
 def test_a_fast_module_gives_what_the_plain_one_gives(
     kind: str, num_tokens: int, tmp_path: Path
 ) -> None:
-    write_checkpoint(named("Gemma 2"), tmp_path)
-    model = load(tmp_path)
+    model = made(named("Gemma 2"), tmp_path)
     start(model)
     for module in getattr(recognised(model), kind):
         width = next(p.shape[-1] for p in module.parameters())
@@ -271,8 +262,7 @@ def test_a_fast_module_gives_what_the_plain_one_gives(
 def test_maps_that_read_one_tensor_are_computed_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_checkpoint(named("Falcon-H1"), tmp_path)
-    model = load(tmp_path)
+    model = made(named("Falcon-H1"), tmp_path)
     start(model)
     mlp: Any = model.inner.get_submodule("model.layers.0.feed_forward")
     x = torch.randn(1, 3, 64)
@@ -335,8 +325,7 @@ def test_what_computes_something_else_is_left_to_the_module(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "forward", forward)
-    write_checkpoint(LLAMA, tmp_path)
-    model = load(tmp_path)
+    model = made(LLAMA, tmp_path)
     found = recognised(model)
     assert not getattr(found, kind)
     assert not found.layers

@@ -55,6 +55,7 @@ from tests.engines.torch_backend.models.test_families import (
     load_family,
     load_reference,
     load_their_processor,
+    made,
     make_requests,
     prompts,
 )
@@ -283,8 +284,7 @@ def _fields(spec: Any) -> dict[str, Any]:
 def test_the_self_check_finds_an_engine_that_computes_something_else(
     change: Callable[[PagedLayer], None], tmp_path: Path
 ) -> None:
-    write_checkpoint(WINDOWED, tmp_path)
-    model, _ = load(tmp_path, GENERIC)
+    model = made(WINDOWED, tmp_path, GENERIC)
     runner = start(model)
     model.verify(runner, "always")
     for module in model.modules():
@@ -474,8 +474,7 @@ def test_positions_do_not_depend_on_the_prompt_before(tmp_path: Path) -> None:
 
 
 def test_what_is_kept_of_sequences_beside_blocks_is_counted(tmp_path: Path) -> None:
-    write_checkpoint(named("Bamba"), tmp_path)
-    model, _ = load(tmp_path)
+    model = made(named("Bamba"), tmp_path)
     runner = start(model)
     assert runner.memory_bytes()["states"] == 0
     for number in range(2):
@@ -491,8 +490,7 @@ def test_what_is_kept_of_sequences_beside_blocks_is_counted(tmp_path: Path) -> N
 
 
 def test_memory_for_states_is_reserved_before_that_of_keys_and_values(tmp_path: Path) -> None:
-    write_checkpoint(named("Bamba"), tmp_path)
-    model, _ = load(tmp_path)
+    model = made(named("Bamba"), tmp_path)
     weights = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
     states = (
         3 * 4 * (4 * (128 + 16) + 8 * 16 * 8)
@@ -514,8 +512,7 @@ def test_a_state_that_is_lost_between_chunks_is_found_by_the_self_check(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As transformers' first Mamba does with its own."""
-    write_checkpoint(named("Bamba"), tmp_path)
-    model, _ = load(tmp_path)
+    model = made(named("Bamba"), tmp_path)
     model.verify(start(model), "always")
     monkeypatch.setattr(LayerState, "get_recurrent_state", lambda *args, **more: None)
     monkeypatch.setattr(LayerState, "get_conv_state", lambda *args, **more: None)
@@ -529,8 +526,7 @@ def test_a_difference_beyond_rounding_is_told_and_not_explained_away(
     difference: float, passes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A choice of experts may flip by less than what is wrong elsewhere."""
-    write_checkpoint(WINDOWED, tmp_path)
-    model, _ = load(tmp_path, GenericFamily(lowers=False))
+    model = made(WINDOWED, tmp_path, GenericFamily(lowers=False))
     name = "engines.torch_backend.models.generic.model.largest_difference"
     monkeypatch.setattr(name, lambda *args: difference)
     expected = (

@@ -47,6 +47,7 @@ from tests.engines.torch_backend.models.test_families import (
     Loaded,
     load,
     load_family,
+    made,
     make_requests,
     score,
 )
@@ -125,8 +126,7 @@ def test_a_layer_of_the_same_parts_that_computes_something_else_is_found(
 
 def test_it_computes_as_the_native_family_does(tmp_path: Path) -> None:
     """The same program with the same weights, by transformers' angles."""
-    write_checkpoint(LLAMA, tmp_path)
-    model, _ = load(tmp_path)
+    model = made(LLAMA, tmp_path)
     native = load_model(
         tmp_path, causal_lm.FAMILY, causal_lm.FAMILY.check(read_fields(tmp_path)), CPU, torch.float32
     )  # fmt: skip
@@ -177,8 +177,7 @@ def test_channels_that_are_turned_otherwise_are_put_in_our_order(
 
 @pytest.mark.parametrize("kernels", ["fast", "off"])
 def test_keys_and_values_may_be_in_int8(kernels: Any, tmp_path: Path) -> None:
-    write_checkpoint(text("Mistral", "Mistral", sliding_window=8, head_dim=16), tmp_path)
-    model, _ = load(tmp_path)
+    model = made(text("Mistral", "Mistral", sliding_window=8, head_dim=16), tmp_path)
     scores = [_scores(model, kernels, kv_dtype=kind) for kind in ("auto", "int8")]
     assert not torch.equal(*scores)
     assert (scores[0] - scores[1]).norm() < 0.02 * scores[0].norm()
