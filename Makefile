@@ -43,7 +43,7 @@ test-fast: $(STAMP)  ## run the tests that need neither torch nor a whole fleet:
 
 families: $(STAMP)  ## run every family of models by every way, and write the table of docs/models.md
 	TESTS_LONG=1 $(BIN)/python -m pytest tests/engines/torch_backend/models \
-		tests/engines/torch_backend/parallel tests/engines/torch_backend/test_equivalence.py tests/engines/torch_backend/ops \
+		tests/engines/torch_backend/test_equivalence.py tests/engines/torch_backend/ops \
 		tests/engines/torch_backend/lora tests/engines/torch_backend/loading tests/engines/packages tests/contract \
 		tests/e2e/test_transformers_models.py tests/e2e/test_photos.py $(ARGS)
 

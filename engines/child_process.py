@@ -2,7 +2,7 @@
 
 A child that reads untrusted input drops its rights first (`restrict`, `confine`): memory and, where the kernel filters
 system calls, files, sockets, programs and other processes. It may crash on its input. Used by the worker's image
-decoders, the grammar compiler and tensor-parallel ranks.
+decoders and the grammar compiler.
 """
 
 import ctypes

@@ -5,7 +5,7 @@ Each engine inherits them in its own folder. The worker passes the raw values of
 
 from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -30,6 +30,8 @@ class EngineSettings(BaseModel):
     """Settings of every engine."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+    #: What to do instead of removed settings, by their names.
+    removed: ClassVar[Mapping[str, str]] = {}
 
     model: str = Field(
         default="shapes",
@@ -52,11 +54,13 @@ class EngineSettings(BaseModel):
             raise BadEngineSettings("\n".join(sentences)) from None
 
 
-def _sentence(kind: str, fault: Any, settings: type[BaseModel], spell: Spell) -> str:
+def _sentence(kind: str, fault: Any, settings: type[EngineSettings], spell: Spell) -> str:
     """The error of one setting, without its value, which may be a secret."""
     name = "__".join(str(part) for part in fault["loc"])
     if fault["type"] != "extra_forbidden":
         return f"{spell(name)}: {fault['msg']}"
+    if instead := settings.removed.get(name.lower()):
+        return f"{spell(name)}: the {kind} engine has no such setting: {instead}"
     near = get_close_matches(name.lower(), _names(settings))
     hint = f"; did you mean {' or '.join(map(spell, near))}?" if near else ""
     return f"{spell(name)}: the {kind} engine has no such setting{hint}"

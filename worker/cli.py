@@ -70,7 +70,7 @@ ENGINE: SettingOptions = {
         int | None,
         typer.Option(
             "--tensor-parallel",
-            help="Devices (processes on a CPU) that share the model.",
+            help="GPUs that share the model, with --engine vllm or sglang.",
             show_default="1",
         ),
     ],

@@ -3,7 +3,6 @@
 Called by the engine thread only. The scheduler has chosen the tokens and blocks of a step.
 """
 
-from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -24,34 +23,20 @@ from engines.torch_backend.graphs.cuda_graph import DecodeGraphs, runs_graphs
 from engines.torch_backend.kv_cache import KVCachePool, KVCacheTooSmall, plan_kv_cache
 from engines.torch_backend.layers.rotary import RotaryTable
 from engines.torch_backend.lora.loras import LoraAdapter, Loras
-from engines.torch_backend.lora.peft import LowRank
 from engines.torch_backend.memory import free_bytes
 from engines.torch_backend.models.llama import Llama
 from engines.torch_backend.models.registry import FamilyModel
 from engines.torch_backend.multimodal.encoder_cache import EncoderCache
 from engines.torch_backend.multimodal.image_encoder import ImageEncoder
 from engines.torch_backend.ops.registry import CUDA_GRAPH, Ops, Site, choose, cpu_ops
-from engines.torch_backend.parallel.leader import Leader, StepMessage
-from engines.torch_backend.parallel.mesh import SINGLE, Mesh, least
 from engines.torch_backend.sampling.sampler import needs_host, sample, score_prompts
 from engines.torch_backend.settings import TorchSettings
-from engines.torch_backend.step import BidirectionalSpan, ImageSlots, SequenceRows, StepInputs
+from engines.torch_backend.step import BidirectionalSpan, SequenceRows, StepInputs
 from engines.torch_backend.threads import set_num_threads
 from shared.protocol import SamplingParams
 
 #: Copies of a sequence's state: before its last step, after it, and of the running step.
 _STATE_COPIES = 3
-
-
-def _free_for_caches(
-    device: torch.device, free_before_load: int | None, weight_bytes: int, mesh: Mesh
-) -> int:
-    """Free bytes of every rank of the mesh after the weights."""
-    free = free_bytes(device)
-    num_sharing = mesh.size if device.type == "cpu" else 1  # ranks share the memory
-    if free_before_load is not None:
-        free = max(0, min(free, free_before_load - num_sharing * weight_bytes))
-    return least(free // num_sharing, mesh)
 
 
 class TorchRunner:
@@ -66,22 +51,21 @@ class TorchRunner:
         num_threads: int = 0,
         free_before_load: int | None = None,
         ops: Ops | None = None,
-        mesh: Mesh = SINGLE,
-        leader: Leader | None = None,
     ) -> None:
         """Allocate caches for a loaded model. `num_threads` 0: see `set_num_threads`.
 
         `ops` are the CPU's, which the model was loaded for. `free_before_load` is the memory that was free before the
-        weights were loaded, in bytes: pages of mapped weights count as free still. On a `mesh` the model is this member's
-        part, and the caches are as large as the member with the least memory allows; rank 0 has a `leader` for the others.
+        weights were loaded, in bytes: pages of mapped weights count as free still.
         Raises: KVCacheTooSmall; ValueError for a context longer than the model's own.
         """
         if device.index:
             torch.cuda.set_device(device)  # the current device is per thread
         text = model.config.text
         self._weight_bytes = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
-        set_num_threads(num_threads, device, self._weight_bytes, mesh.size)
-        free = _free_for_caches(device, free_before_load, self._weight_bytes, mesh)
+        set_num_threads(num_threads, device, self._weight_bytes)
+        free = free_bytes(device)
+        if free_before_load is not None:
+            free = max(0, min(free, free_before_load - self._weight_bytes))
         states = _STATE_COPIES * config.max_num_seqs * model.state_bytes_per_sequence
         if states >= free > 0:
             raise KVCacheTooSmall(
@@ -100,12 +84,8 @@ class TorchRunner:
         self.binds_prompts = model.binds_prompts
         self.device = device
         self._dtype = dtype
-        self._mesh = mesh
-        self._leader = leader
         is_native = isinstance(model.language_model, Llama)
-        is_cuda = is_native and runs_graphs(device)
-        # ranks have no graphs, so that the host waits for each step
-        self.runs_async = is_cuda and mesh.size == 1
+        self.runs_async = is_cuda = is_native and runs_graphs(device)
         num_blocks = self.num_blocks + is_cuda  # the last one is for padding rows
         self.kv_pools = [
             KVCachePool(shape, num_blocks, self.block_size, dtype, device, config.kv_dtype)
@@ -151,25 +131,18 @@ class TorchRunner:
         try:
             return self._launch(batch)
         except (torch.OutOfMemoryError, RuntimeError) as error:
-            if self._leader is not None or not _is_out_of_memory(error):
-                raise  # other ranks are inside the step, which cannot be undone
+            if not _is_out_of_memory(error):
+                raise
             raise DeviceOutOfMemory(
                 f"{self.device}: a step of {batch.num_tokens} tokens"
             ) from error
 
     def load_adapter(self, directory: Path, limits: AdapterLimits) -> LoraAdapter:
         """Load a peft adapter. Raises: BadAdapter."""
-        return self._find_loras().load(directory, limits, is_shared=self._leader is not None)
-
-    def take_adapter(self, stored: Mapping[str, LowRank]) -> LoraAdapter:
-        """The rank's shard of an adapter that rank 0 has read."""
-        return self._find_loras().take("", stored)
-
-    def _find_loras(self) -> Loras:
         if self._loras is None:
             dtype = torch.float32 if self.ops.is_native else self._dtype
             self._loras = Loras(self.model, dtype, self.device)
-        return self._loras
+        return self._loras.load(directory, limits)
 
     def release(self, request_id: str) -> None:
         """Free the images and states of a request."""
@@ -190,9 +163,7 @@ class TorchRunner:
         }
 
     def close(self) -> None:
-        """Free the device, and stop the other ranks. Idempotent."""
-        if self._leader is not None:
-            self._leader.close()
+        """Free the device. Idempotent."""
         if (images := self.__dict__.pop("_images", None)) is not None:
             images.close()
         self._encoder_cache.clear()
@@ -289,28 +260,8 @@ class TorchRunner:
         return self._logits(items, sequences, [own.stop - 1 for own in sequences])
 
     @torch.inference_mode()
-    def follow(self, step: StepMessage, adapters: list[LoraAdapter | None]) -> None:
-        """Compute this rank's part of rank 0's step. Raises: SequenceFailure, as rank 0 does."""
-        images = []
-        if step.image_rows:
-            counts = [count for _, count in step.image_rows]
-            shape = (sum(counts), step.image_width)
-            dtype = getattr(torch, step.image_dtype)
-            features = self._mesh.broadcast(torch.empty(shape, dtype=dtype, device=self.device))
-            places = [start for start, _ in step.image_rows]
-            images = list(map(ImageSlots, places, features.split(counts)))
-            self.model.take_image_form(step.image_form)
-        inputs = StepInputs.create(
-            step.sequences, self.block_size, self.device, step.token_ids, step.positions,
-            sampled_rows=step.sampled_rows, images=images, bidirectional=step.bidirectional, adapters=adapters,
-        )  # fmt: skip
-        self._compute_logits(inputs)
-
-    @torch.inference_mode()
     def plain_logits(self, token_ids: Tensor) -> Tensor:
         """Logits of every token of one text, without the KV cache. Shapes: (N,); returns (N, vocabulary)."""
-        if self._leader is not None:
-            self._leader.send_plain(token_ids)
         return self.model.plain_logits(token_ids.to(self.device))
 
     def _logits(
@@ -337,13 +288,6 @@ class TorchRunner:
             bidirectional=_bidirectional_spans(items, sequences, self.binds_prompts),
             adapters=[each.sequence.adapter for each in items] if _are_adapted(items) else (),
         )
-        if self._leader is not None:
-            form = self.model.image_form() if inputs.images else b""
-            self._leader.send_step(inputs, token_ids, positions, form)
-        return self._compute_logits(inputs)
-
-    def _compute_logits(self, inputs: StepInputs) -> Tensor:
-        """Shapes: returns (sampled rows, vocabulary)."""
         applied = self._loras.applied(inputs) if self._loras and inputs.adapters else nullcontext()
         with applied:
             if self._rotary is None:
@@ -353,7 +297,6 @@ class TorchRunner:
             rotation = self._rotary.at_all(inputs.positions)
             attend = self.ops["paged_attention"](decoder.text.num_heads, pool, inputs, rotation)
             hidden = decoder(embeddings, attend)
-            rows = inputs.sampled_rows
             if rows != list(range(hidden.shape[0])):
                 hidden = hidden[torch.tensor(rows, dtype=torch.long, device=self.device)]
             return decoder.logits(hidden) if rows else hidden
@@ -370,8 +313,6 @@ class TorchRunner:
         self.model.release(request_id)
         if self._with_states is not None:
             self._with_states.pop(request_id, None)
-        if self._leader is not None:
-            self._leader.release(request_id)
 
     def _tokens_of(self, item: ScheduledSequence) -> list[int]:
         if item.in_flight_index is None:

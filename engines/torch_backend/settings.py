@@ -1,6 +1,7 @@
 """The settings of the torch engine. Importing them does not import torch."""
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
@@ -10,6 +11,10 @@ from engines.core.settings import BatchingSettings
 class TorchSettings(BatchingSettings):
     """Settings of the torch engine."""
 
+    removed: ClassVar[Mapping[str, str]] = {
+        "tensor_parallel": "use --engine vllm or --engine sglang for several GPUs"
+    }
+
     device: str = Field(default="auto", description="`auto`, `cpu`, `cuda` or `cuda:N`.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto",
@@ -18,12 +23,6 @@ class TorchSettings(BatchingSettings):
     quantization: Literal["none", "int8", "int4"] = Field(
         default="none",
         description="Weights of the decoder; with CPU kernels the vision tower's and the head are int8 then.",
-    )
-    tensor_parallel: int = Field(
-        default=1,
-        ge=1,
-        le=64,
-        description="Devices, or processes on a CPU, that share the model; each has a part of every layer.",
     )
     num_threads: int = Field(
         default=0,
@@ -86,8 +85,6 @@ class TorchSettings(BatchingSettings):
         names = [*self.disabled_ops]
         if self.cpu_kernels == "off":
             names.append("cpu")
-        if self.tensor_parallel > 1:
-            names.append("cuda_graph")
         return frozenset(names)
 
     @property

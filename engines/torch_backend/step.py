@@ -1,4 +1,4 @@
-"""The inputs of one step, built once by the runner and read by models, operators and the other ranks.
+"""The inputs of one step, built once by the runner and read by models and operators.
 
 Shape letters: N new tokens, S sequences, W blocks of the longest context, R positions of a token, C hidden width.
 """

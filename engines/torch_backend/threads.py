@@ -29,17 +29,14 @@ CGROUP = Path("/sys/fs/cgroup")
 OWN_CGROUP = Path("/proc/self/cgroup")
 
 
-def set_num_threads(
-    asked: int, device: torch.device, weight_bytes: int, num_members: int = 1
-) -> None:
+def set_num_threads(asked: int, device: torch.device, weight_bytes: int) -> None:
     """Set torch's number of threads.
 
     0 on a CPU, unless OMP_NUM_THREADS is set: one for a small model, else torch's choice within the container's
-    share of the processors, divided by `num_members` processes. Threads beyond the share would be descheduled in
-    the middle of an operation.
+    share of the processors. Threads beyond the share would be descheduled in the middle of an operation.
     """
     if asked == 0 and device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-        asked = _default(weight_bytes) // num_members or 1
+        asked = _default(weight_bytes)
     if asked > 0:
         torch.set_num_threads(asked)
 

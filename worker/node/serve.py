@@ -228,12 +228,12 @@ def create_node(
     gateway_environment = child_environment(settings, GATEWAY_GROUPS, HUB_SECRETS)
     engine = read_engine_settings(settings)
     _check_names(settings, also)
-    num_ranks = getattr(engine, "tensor_parallel", 1)
+    num_sharing = getattr(engine, "tensor_parallel", 0)  # 0: an engine in this process
     if num_workers > 1 and getattr(engine, "num_threads", None) == 0:
-        threads = max(1, (os.cpu_count() or 1) // (num_workers * num_ranks))
+        threads = max(1, (os.cpu_count() or 1) // num_workers)
         worker_environment["VLM_ENGINE__NUM_THREADS"] = str(threads)
-    is_free = getattr(engine, "device", "cpu") in ("auto", "cuda")
-    gpus = share_gpus(find_gpus(os.environ) if is_free else [], num_workers, num_ranks)
+    is_free = num_sharing or getattr(engine, "device", "cpu") in ("auto", "cuda")
+    gpus = share_gpus(find_gpus(os.environ) if is_free else [], num_workers, num_sharing or 1)
     workers = [
         Child(f"worker {number}", ["worker"], worker_environment | own)
         for number, own in enumerate(gpus, 1)

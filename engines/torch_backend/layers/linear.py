@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from engines.base import UnsupportedCheckpoint
 from engines.torch_backend.ops.cpu_level import CpuLevel
-from engines.torch_backend.parallel.mesh import DIMS, WHOLE, Shard
 
+#: The dimension of the outputs in what a layer holds.
+OUTPUT_DIMS = {"weight": 0, "bias": 0, "integers": 0, "scale": 0, "pairs": 0, "scale_zero": 1}
 STRIP_WEIGHTS = 1 << 21  #: converted at once beside inputs of another type: eight MB in float32
 CHUNK_WEIGHTS = (
     1 << 19
@@ -38,7 +38,7 @@ class _Group(Protocol):
 
 
 class Linear(nn.Linear):
-    """A linear layer, or this rank's shard of it, whose weights are in the format of its `method`."""
+    """A linear layer whose weights are in the format of its `method`."""
 
     order: Tensor | None
 
@@ -49,43 +49,25 @@ class Linear(nn.Linear):
         *,
         bias: bool = True,
         quantizable: Quantizable = "no",
-        shard: Shard = WHOLE,
     ) -> None:
-        """`num_inputs` and `num_outputs` are those of all ranks. Raises: ValueError if the shards do not divide them."""
-        sharded = {"outputs": num_outputs, "inputs": num_inputs, None: shard.count}[shard.of]
-        if sharded % shard.count:
-            raise ValueError(
-                f"{shard.count} devices cannot share {sharded} {shard.of} of a linear layer"
-            )
-        super().__init__(
-            num_inputs // shard.count if shard.of == "inputs" else num_inputs,
-            num_outputs // shard.count if shard.of == "outputs" else num_outputs,
-            bias=bias,
-        )
+        super().__init__(num_inputs, num_outputs, bias=bias)
         self.quantizable: Quantizable = quantizable
-        self.shard = shard
         self.method: LinearMethod = FLOAT
         self.group_size = 0  #: inputs per scale of int4 weights
         self.max_torch_tokens = 0  #: up to here torch's kernel multiplies integers
         self.torch_block: int | None = (
             None  #: outputs that torch's int4 order interleaves, once in it
         )
-        self.whole: Tensor | None = None  #: all ranks' weight, while it may still be quantized
         #: computes this layer alone, by operators once bound; None: its method does
         self.group: _Group | None = None
         #: the input of each column, where those that share a scale lie side by side
         self.register_buffer("order", None, persistent=False)
 
-    @property
-    def whole_shape(self) -> tuple[int, int]:
-        """Outputs and inputs of all ranks together."""
-        return self.shard.whole_shape(self.out_features, self.in_features)
-
     def hold(
         self, method: "LinearMethod", tensors: Mapping[str, Tensor], group_size: int = 0
     ) -> None:
         """Replace the weights by tensors of another method; the bias stays if `tensors` has none."""
-        self.method, self.group_size, self.whole = method, group_size, None
+        self.method, self.group_size = method, group_size
         self._parameters.pop("weight", None)
         for name in self._buffers.keys() - {"order"}:
             delattr(self, name)
@@ -96,15 +78,9 @@ class Linear(nn.Linear):
                 self.register_buffer(name, tensor)
 
     def quantize(self, method: "QuantizedMethod", dtype: torch.dtype) -> None:
-        """Round the float weight, with scales of `dtype`. Raises: UnsupportedCheckpoint."""
+        """Round the float weight, with scales of `dtype`."""
         weight = self.weight.detach()  # or the scales would keep all that they were computed of
-        group_size = method.group_size_of(self)
-        if self.whole is None:
-            parts = method.quantize(weight, dtype)
-        else:
-            whole = method.quantize(self.whole.to(weight.device), dtype)
-            parts = {name: self.shard.cut(name, x) for name, x in whole.items()}
-        self.hold(method, parts, group_size)
+        self.hold(method, method.quantize(weight, dtype), method.group_size_of(self))
 
     def __getattr__(self, name: str) -> Any:
         """Modules of transformers read the weight of a layer, also of a quantized one."""
@@ -164,7 +140,7 @@ class QuantizedMethod(LinearMethod):
 
     @abstractmethod
     def create(self, layer: Linear, dtype: torch.dtype, group_size: int | None = None) -> None:
-        """Give a layer undefined tensors, with scales of `dtype`. Raises: UnsupportedCheckpoint."""
+        """Give a layer undefined tensors, with scales of `dtype`."""
 
     @abstractmethod
     def prepare(self, layer: Linear, level: CpuLevel) -> None:
@@ -190,7 +166,7 @@ class QuantizedMethod(LinearMethod):
         return True
 
     def group_size_of(self, layer: Linear) -> int:
-        """Inputs per scale; 0 for all. Raises: UnsupportedCheckpoint if shards would cut groups."""
+        """Inputs per scale; 0 for all."""
         return 0
 
     def quantize(self, weight: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -198,7 +174,7 @@ class QuantizedMethod(LinearMethod):
         num_rows = max(1, _QUANTIZE_WEIGHTS // weight.shape[1])
         chunks = [self._quantize_rows(rows.float(), dtype) for rows in weight.split(num_rows)]
         return {
-            part: torch.cat([chunk[part] for chunk in chunks], dim=DIMS[part][0])
+            part: torch.cat([chunk[part] for chunk in chunks], dim=OUTPUT_DIMS[part])
             for part in chunks[0]
         }
 
@@ -263,7 +239,7 @@ class Int4Method(QuantizedMethod):
     name, op = "int4", "linear_int4"
 
     def create(self, layer: Linear, dtype: torch.dtype, group_size: int | None = None) -> None:
-        """`group_size` None: the largest that divides the inputs. Raises: UnsupportedCheckpoint."""
+        """`group_size` None: the largest that divides the inputs."""
         size = group_size or self.group_size_of(layer)
         num_outputs, num_inputs = layer.out_features, layer.in_features
         pairs = torch.empty(num_outputs, num_inputs // 2, dtype=torch.uint8, device="meta")
@@ -272,14 +248,7 @@ class Int4Method(QuantizedMethod):
         layer.hold(self, {"pairs": pairs, "scale_zero": scale_zero}, size)
 
     def group_size_of(self, layer: Linear) -> int:
-        _, num_inputs = layer.whole_shape
-        size = choose_group_size(num_inputs) or num_inputs
-        if layer.in_features % size:
-            raise UnsupportedCheckpoint(
-                f"{layer.shard.mesh.size} devices cannot share {num_inputs} int4 inputs in groups of "
-                f"{size}; use --quantization int8"
-            )
-        return size
+        return choose_group_size(layer.in_features) or layer.in_features
 
     def prepare(self, layer: Linear, level: CpuLevel) -> None:
         """Reorder the weights for torch's kernel if it is there, right, and faster on this level."""
@@ -363,7 +332,7 @@ def quantizable_layers(model: nn.Module, method: QuantizedMethod) -> list[Linear
     """The layers that the model's quantization applies to."""
     layers = [layer for layer in model.modules() if isinstance(layer, Linear)]
     floats = [x for x in layers if x.quantizable == "scheme" and x.method is FLOAT]
-    return [layer for layer in floats if method.fits(layer.whole_shape)]
+    return [layer for layer in floats if method.fits((layer.out_features, layer.in_features))]
 
 
 def prepare_linears(model: nn.Module, level: CpuLevel) -> None:

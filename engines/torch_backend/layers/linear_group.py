@@ -18,31 +18,15 @@ from engines.torch_backend.layers.norm import RMSNorm
 from engines.torch_backend.ops.add_norm.reference import AddNorm, add_norm
 from engines.torch_backend.ops.linear.reference import LinearKernel, Prologue, ReferenceKernel
 from engines.torch_backend.ops.registry import Ops
-from engines.torch_backend.parallel.mesh import SINGLE, WHOLE, Mesh, Shard
 
 #: Adds something to a product in place, given its inputs. Shapes: (M, N), (M, K).
 Delta = Callable[[Tensor, Tensor], None]
 
 
 class VocabEmbedding(nn.Embedding):
-    """Token embeddings, sharded by vocabulary if the ranks divide it. Tied to them, a head has their weight."""
+    """Token embeddings. Tied to them, a head has their weight."""
 
     bias = None
-
-    def __init__(self, num_tokens: int, width: int, mesh: Mesh = SINGLE) -> None:
-        self.shard = Shard(mesh, None if num_tokens % mesh.size else "outputs", gathers=True)
-        self._count = num_tokens // mesh.size if self.shard.of else num_tokens
-        super().__init__(self._count, width)
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Shapes: (N,); returns (N, C)."""
-        mesh = self.shard.mesh
-        if mesh.size == 1 or self.shard.of is None:
-            return super().forward(input)
-        local = input - mesh.rank * self._count
-        is_own = (local >= 0) & (local < self._count)
-        rows = super().forward(local.clamp(0, self._count - 1))
-        return mesh.all_reduce(rows.masked_fill(~is_own[:, None], 0))
 
 
 class Stream:
@@ -82,7 +66,6 @@ class LinearGroup:
         self.layers = layers
         self.siblings: LinearSiblings | None = None
         self._before, self._after = before, after
-        self._shard: Shard = getattr(layers[0], "shard", WHOLE)
         self._ops: Ops | None = None
         self._dtype: torch.dtype | None = None
         self._order: Tensor | None = None  #: of the inputs that the kernel is given
@@ -103,7 +86,7 @@ class LinearGroup:
     @property
     def is_whole(self) -> bool:
         """Whether `kernel` alone computes all that a call does."""
-        is_alone = not self._shard.joins and self._after is None and self._order is None
+        is_alone = self._after is None and self._order is None
         return is_alone and (self.kernel.fuses_prologue or not self._before)
 
     def bind(self, ops: Ops, dtype: torch.dtype) -> None:
@@ -127,14 +110,13 @@ class LinearGroup:
         inputs = self._prepare(x, kernel)
         is_ordered = self._order is None or kernel is self._reference
         given = inputs if is_ordered else inputs[:, self._order]
-        is_alone = kernel.adds and not self._shard.joins and self._after is None
+        is_alone = kernel.adds and self._after is None
         target = add_to.tensor() if add_to is not None and is_alone else None
         y = kernel(given, target)
         if self._delta is not None:
             self._delta(y, self._before(inputs) if kernel.fuses_prologue else inputs)
         if target is not None:
             return y
-        y = self._shard.join(y)
         if self._after is not None:
             y = self._after(y)
         if add_to is not None:
@@ -152,10 +134,7 @@ class LinearGroup:
         return self._forward(x)
 
     def _forward(self, x: Tensor) -> Tensor:
-        shard = self._shard
         rows = x.reshape(-1, x.shape[-1])
-        if shard.splits:
-            rows = rows.tensor_split(shard.count, -1)[shard.index]
         return self(rows.to(self._dtype or x.dtype)).to(x.dtype).unflatten(0, x.shape[:-1])
 
     def _bind_kernel(self, ops: Ops, dtype: torch.dtype) -> LinearKernel | None:
@@ -229,22 +208,16 @@ class LinearSiblings:
         return output
 
 
-def adopt(model: nn.Module, name: str, shard: Shard = WHOLE) -> Linear:
-    """Put a `Linear` with the weight of transformers' layer of this name in its place. Raises: ValueError."""
+def adopt(model: nn.Module, name: str) -> Linear:
+    """Put a `Linear` with the weight of transformers' layer of this name in its place."""
     found = model.get_submodule(name)
     if type(found) is Linear:
         return found
     assert isinstance(found, nn.Linear)
     with torch.device("meta"):
-        layer = Linear(
-            found.in_features, found.out_features, bias=found.bias is not None, shard=shard
-        )
+        layer = Linear(found.in_features, found.out_features, bias=found.bias is not None)
     for part, parameter in found.named_parameters():
-        own = parameter
-        if shard.of is not None:
-            own = nn.Parameter(shard.cut(part, parameter.detach()), requires_grad=False)
-            layer.whole = parameter.detach() if part == "weight" else layer.whole
-        layer.register_parameter(part, own)
+        layer.register_parameter(part, parameter)
     layer.group = LinearGroup(layer)
     model.set_submodule(name, layer)
     return layer

@@ -21,7 +21,6 @@ def check_model(
     num_weight_bytes: int,
     device: torch.device,
     quantization: str = "none",
-    num_devices: int = 1,
 ) -> None:
     """See that the torch engine has a program for a model, and the device memory for its weights.
 
@@ -30,18 +29,16 @@ def check_model(
     family, config = find_family(directory)
     multimodal = family.processor(directory, config)
     create_processor(directory, multimodal, config.text.max_position_embeddings)
-    check_memory(num_weight_bytes, device, quantization, num_devices)
+    check_memory(num_weight_bytes, device, quantization)
 
 
 def check_memory(
     num_weight_bytes: int,
     device: torch.device,
     quantization: str = "none",
-    num_devices: int = 1,
 ) -> None:
     """Raises: ModelTooLarge for what cannot fit, whatever the precision; the loader knows exactly."""
-    share = num_devices if device.type == "cuda" else 1
-    least = num_weight_bytes * _LEAST_RATIO[quantization] / share
+    least = num_weight_bytes * _LEAST_RATIO[quantization]
     available = free_bytes(device)
     if least > available:
         raise ModelTooLarge(

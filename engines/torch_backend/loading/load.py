@@ -37,9 +37,6 @@ from engines.torch_backend.ops import native
 from engines.torch_backend.ops.cpu_level import choose_level
 from engines.torch_backend.ops.measured import measured
 from engines.torch_backend.ops.registry import Ops, check_disabled, cpu_ops
-from engines.torch_backend.parallel.leader import Leader
-from engines.torch_backend.parallel.mesh import SINGLE, Mesh
-from engines.torch_backend.parallel.ranks import Ranks
 from engines.torch_backend.runner import TorchRunner
 from engines.torch_backend.settings import TorchSettings
 from engines.torch_backend.threads import settle_num_threads
@@ -70,7 +67,6 @@ def load_engine(settings: TorchSettings, progress: Progress | None) -> LoadedEng
             check_model,
             device=device,
             quantization=settings.quantization,
-            num_devices=settings.tensor_parallel,
         )
         directory = open_checkpoint(resolve_model(settings.model, report, check))
     sampling = read_sampling_defaults(directory, settings.generation_config)
@@ -78,48 +74,33 @@ def load_engine(settings: TorchSettings, progress: Progress | None) -> LoadedEng
     if device.type == "cpu":
         with phases.measure("compile"):
             kernels = prepare_kernels(settings, device)
-    ranks = leader = None
-    try:
-        with phases.measure("load"):
-            family, config = find_family(directory)
-            multimodal = family.processor(directory, config)
-            max_len = config.text.max_position_embeddings
-            max_pixels = settings.max_image_pixels or (
-                MAX_IMAGE_PIXELS_ON_CPU if device.type == "cpu" else 0
-            )
-            processor = create_processor(
-                directory, multimodal, max_len, settings.reasoning, max_pixels
-            )
-            if settings.tensor_parallel > 1:
-                ranks = Ranks(settings, directory, device, dtype)
-                leader = Leader(ranks.mesh, ranks.send, ranks.close)
-            mesh = SINGLE if leader is None else leader.mesh
-            runner = load_runner(
-                settings, directory, device, dtype, kernels, mesh, leader,
-                phases.reporter("load"), phases.seconds,
-            )  # fmt: skip
-        if device.type == "cpu":
-            keep_freed_memory()  # an image of several tiles frees half a gigabyte
-        with phases.measure("warmup"), _explained(runner, is_alone=leader is None):
-            runner.warm_up()
-            if device.type == "cpu" and not settings.num_threads and leader is None:
-                _settle_num_threads(runner, kernels, settings)
-            example = partial(example_prompt, processor)
-            runner.model.verify(runner, settings.self_check, example)
-            limit = measure_prefill_limit(runner, settings.max_num_batched_tokens)
-    except Exception as error:
-        if ranks is None:
-            raise
-        cause = ranks.explain(error)
-        ranks.close()
-        raise cause from error
+    with phases.measure("load"):
+        family, config = find_family(directory)
+        multimodal = family.processor(directory, config)
+        max_len = config.text.max_position_embeddings
+        max_pixels = settings.max_image_pixels or (
+            MAX_IMAGE_PIXELS_ON_CPU if device.type == "cpu" else 0
+        )
+        processor = create_processor(directory, multimodal, max_len, settings.reasoning, max_pixels)
+        runner = load_runner(
+            settings, directory, device, dtype, kernels, phases.reporter("load"), phases.seconds
+        )
+    if device.type == "cpu":
+        keep_freed_memory()  # an image of several tiles frees half a gigabyte
+    with phases.measure("warmup"), _explained(runner):
+        runner.warm_up()
+        if device.type == "cpu" and not settings.num_threads:
+            _settle_num_threads(runner, kernels, settings)
+        example = partial(example_prompt, processor)
+        runner.model.verify(runner, settings.self_check, example)
+        limit = measure_prefill_limit(runner, settings.max_num_batched_tokens)
     engine = BatchingEngine(runner, processor, settings, phases.seconds, limit)
     processor.max_model_len = engine.max_model_len
     return LoadedEngine(engine, _describe(settings, directory, engine, processor, sampling, dtype))
 
 
 @contextmanager
-def _explained(runner: TorchRunner, *, is_alone: bool) -> Iterator[None]:
+def _explained(runner: TorchRunner) -> Iterator[None]:
     """Explain in one sentence why a model's first steps fail. Raises: UnsupportedCheckpoint, ModelTooLarge."""
     try:
         yield
@@ -133,7 +114,7 @@ def _explained(runner: TorchRunner, *, is_alone: bool) -> Iterator[None]:
     except (EngineStartError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # of a hundred classes' own
-        if runner.model.speed_path == "native" or not is_alone:
+        if runner.model.speed_path == "native":
             raise
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
         raise UnsupportedCheckpoint(
@@ -195,12 +176,10 @@ def load_runner(
     device: torch.device,
     dtype: torch.dtype,
     kernels: Ops | None,
-    mesh: Mesh,
-    leader: Leader | None = None,
     progress: Callable[[float], None] | None = None,
     seconds: dict[str, float] | None = None,
 ) -> TorchRunner:
-    """A checkpoint's model on a device, or a member's part of it, with its caches.
+    """A checkpoint's model on a device, with its caches.
 
     Raises: EngineStartError, as `load_engine`.
     """
@@ -208,11 +187,8 @@ def load_runner(
     free = free_bytes(device)
     scheme = None if settings.quantization == "none" else METHODS[settings.quantization]
     found = find_family(directory)
-    model = load_model(
-        directory, *found, device, dtype, scheme, progress, seconds, kernels, mesh=mesh
-    )
-    num_threads = settings.num_threads
-    return TorchRunner(model, settings, device, dtype, num_threads, free, kernels, mesh, leader)
+    model = load_model(directory, *found, device, dtype, scheme, progress, seconds, kernels)
+    return TorchRunner(model, settings, device, dtype, settings.num_threads, free, kernels)
 
 
 def _settle_num_threads(runner: TorchRunner, kernels: Ops | None, settings: TorchSettings) -> None:

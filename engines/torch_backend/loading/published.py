@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engines.torch_backend.layers.linear import INT4, INT8, Linear, choose_group_size
+from engines.torch_backend.layers.linear import INT4, INT8, Linear
 from engines.torch_backend.layers.linear_group import adopt
 from engines.torch_backend.loading.formats import detect
 from engines.torch_backend.loading.formats.reader import (
@@ -28,7 +28,6 @@ from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.models.generic.stand_ins import cast, find_stand_ins, make_stand_in
 from engines.torch_backend.models.hf_config import read_fields, stored_dtype
 from engines.torch_backend.models.registry import WeightPart
-from engines.torch_backend.parallel.mesh import Shard
 
 logger = logging.getLogger(__name__)
 
@@ -77,19 +76,7 @@ class PublishedLinears:
         target = self._rename(f"{linear.name}.weight")
         path = target.removesuffix(".weight") if isinstance(target, str) else ""
         is_kept = self._rename(f"{linear.name}.scale") == f"{path}.scale"  # under its own name
-        layer = find_layer(model, path) if is_kept else None
-        if not isinstance(layer, Linear):
-            return None
-        return path if self._can_share(linear, layer.shard) else None
-
-    def _can_share(self, linear: StoredLinear, shard: Shard) -> bool:
-        """Whether members of a mesh can have whole groups of inputs each."""
-        if shard.of != "inputs" or shard.mesh.size == 1:
-            return True
-        layout = self.layout(linear)
-        group_size = choose_group_size(layout.group_size) or layout.group_size
-        is_whole = layout.shape[1] // shard.mesh.size % group_size == 0
-        return layout.form == "int8" or (is_whole and not self._reader.is_ordered(linear))
+        return path if is_kept and isinstance(find_layer(model, path), Linear) else None
 
     def put(
         self, linear: StoredLinear, model: nn.Module, path: str, dtype: torch.dtype
@@ -98,13 +85,13 @@ class PublishedLinears:
         layout = self.layout(linear)
         layer = model.get_submodule(path)
         assert isinstance(layer, Linear)
-        if layout.shape != layer.whole_shape:
+        shape = layer.out_features, layer.in_features
+        if layout.shape != shape:
             raise UnsupportedCheckpoint(
-                f"the weight {linear.name} is {layout.shape} but config.json makes it "
-                f"{layer.whole_shape}"
+                f"the weight {linear.name} is {layout.shape} but config.json makes it {shape}"
             )
-        cut, parts = layer.shard.cut, self._read_integers(linear, layer, dtype)
-        return {f"{linear.name}.{part}": cut(part, tensor) for part, tensor in parts.items()}
+        parts = self._read_integers(linear, layer, dtype)
+        return {f"{linear.name}.{part}": tensor for part, tensor in parts.items()}
 
     def replace(
         self, linear: StoredLinear, model: nn.Module, path: str, dtype: torch.dtype
@@ -209,7 +196,9 @@ class PublishedLinears:
             layer: Any = model.get_submodule(path)
             known = numbers[f"{linear.name}.weight"]
             same = known.to(layer.weight)
-            if layout.shape != layer.whole_shape or not torch.equal(layer.weight, same):
+            if layout.shape != (layer.out_features, layer.in_features) or not torch.equal(
+                layer.weight, same
+            ):
                 continue  # a tower's, say
             del numbers[f"{linear.name}.weight"]
             stored = self.put(linear, model, path, dtype)

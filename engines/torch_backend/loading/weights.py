@@ -7,7 +7,6 @@ as `save_pretrained` and downloads do, but not written into.
 
 import time
 from collections.abc import Callable, Collection
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,7 +40,6 @@ from engines.torch_backend.ops.cpu_level import CpuLevel, choose_level
 from engines.torch_backend.ops.linear.cpu import pack_int8_beside, pack_linears
 from engines.torch_backend.ops.native.library import FLOAT_KINDS
 from engines.torch_backend.ops.registry import Ops
-from engines.torch_backend.parallel.mesh import SINGLE, WHOLE, Mesh, Shard
 
 
 class ModelTooLarge(EngineStartError):
@@ -77,7 +75,7 @@ class WeightReader:
         self.quantize_s = 0.0
 
     def read(self, stored: StoredTensor) -> dict[str, Tensor]:
-        """The tensor by its name, or its quantized parts by theirs; of a mesh's member its share of them."""
+        """The tensor by its name, or its quantized parts by theirs."""
         value = stored.map()
         return self._convert(stored.name, value, value.dtype)
 
@@ -93,15 +91,15 @@ class WeightReader:
 
     def _convert(self, stored_name: str, value: Tensor, stored: torch.dtype) -> dict[str, Tensor]:
         layer, name = self._find(stored_name)
-        shard, prefix = _shard(layer), stored_name.removesuffix(name)
+        prefix = stored_name.removesuffix(name)
         is_float = value.is_floating_point()
         dtype = (self._dtype_in(layer, value.shape, stored) or stored) if is_float else value.dtype
         if self._scheme is None or not _is_quantized(layer, name):
-            return {stored_name: shard.cut(name, value).to(self._device, dtype)}
+            return {stored_name: value.to(self._device, dtype)}
         started = time.perf_counter()
         parts = self._scheme.quantize(value.to(self._device), dtype)
         self.quantize_s += time.perf_counter() - started
-        return {prefix + part: shard.cut(part, parts[part]) for part in parts}
+        return {prefix + part: tensor for part, tensor in parts.items()}
 
     def num_bytes(self, stored: StoredTensor) -> int:
         """What the tensor takes once it is read."""
@@ -110,11 +108,8 @@ class WeightReader:
     def num_linear_bytes(self, linear: StoredLinear, published: PublishedLinears) -> int:
         """What a map in another's format takes once it is read."""
         layout = published.layout(linear)
-        if published.place(linear, self._model) is not None:
-            shard = _shard(self._find(f"{linear.name}.weight")[0])
-            whole = layout.num_bytes(self.dtype_of_scales(published))
-            return whole // (shard.count if shard.of else 1)
-        if published.stands_in(linear):
+        is_placed = published.place(linear, self._model) is not None
+        if is_placed or published.stands_in(linear):
             return layout.num_bytes(self.dtype_of_scales(published))
         part = next(iter(linear.parts.values()))
         numbers = StoredTensor(f"{linear.name}.weight", part.file, layout.shape, "F32")
@@ -124,8 +119,6 @@ class WeightReader:
         layer, name = self._find(stored.name)
         dtype = self._dtype_in(layer, stored.shape, stored_dtype)
         assert dtype is not None
-        whole = torch.empty(stored.shape, device="meta")
-        stored = replace(stored, shape=tuple(_shard(layer).cut(name, whole).shape))
         if self._scheme is not None and _is_quantized(layer, name):
             return self._scheme.num_bytes(stored.shape, dtype)
         return stored.num_bytes(dtype)
@@ -156,10 +149,6 @@ class WeightReader:
         return torch.float32 if self._kept else self._dtype or published.dtype
 
 
-def _shard(layer: nn.Module | None) -> Shard:
-    return getattr(layer, "shard", WHOLE)
-
-
 def _is_quantized(layer: nn.Module | None, name: str) -> bool:
     return isinstance(layer, Linear) and layer.method is not FLOAT and name == "weight"
 
@@ -175,20 +164,19 @@ def load_model(
     seconds: dict[str, float] | None = None,
     ops: Ops | None = None,
     level: CpuLevel | None = None,
-    mesh: Mesh = SINGLE,
 ) -> FamilyModel:
     """The model of a checkpoint, its decoder quantized on the way if asked, or as it was saved.
 
     `progress` is told the share done, 0..1; `seconds` the time of `quantize`, if there was any to do. With
     `ops` of C++ kernels, matrices are in the forms that these read, which the model is to be bound to; tower and
     projector are in int8 then, if the decoder is in few bits. Without them, torch's are those that are fastest on
-    `level`, by default this machine's. On a mesh it is this member's share.
+    `level`, by default this machine's.
     Raises: UnsupportedCheckpoint, ModelTooLarge.
     """
     rename = partial(family.rename, config=config)
     published, stored = find_published(directory, list_weights(directory), device, rename)
     form = choose_form(config, scheme, published)
-    model = build_empty(family, config, form, dtype, mesh)
+    model = build_empty(family, config, form, dtype)
     if model.converts_weights and config.quantization is not None:
         raise UnsupportedCheckpoint(
             "config.json: quantization_config has a scheme of this project's own modules alone; take the "
@@ -200,7 +188,7 @@ def load_model(
     stored = [tensor for tensor in stored if rename(tensor.name) is not None]
     if published is not None:
         stored = published.drop_zero_biases(stored, model)
-        if model.converts_weights and mesh.size == 1:
+        if model.converts_weights:
             published.use_stand_ins()
 
     def check_size(reader: WeightReader, kept_names: Collection[str] = ()) -> None:
@@ -208,10 +196,7 @@ def load_model(
             (narrow if tensor.name in kept_names else reader).num_bytes(tensor) for tensor in stored
         )
         needed += published.count_bytes(reader.num_linear_bytes) if published else 0
-        if model.converts_weights:
-            needed //= mesh.size  # of what members share, which is not known yet
-        num_sharing = mesh.size if device.type == "cpu" else 1  # members have one memory
-        check_memory(needed * num_sharing, device, dtype, scheme)
+        check_memory(needed, device, dtype, scheme)
 
     scales = torch.float32 if kept else dtype
 
@@ -224,12 +209,11 @@ def load_model(
             published.restore(made, read, scales)
         return made
 
-    least = reader if model.keeps_stored else wide
-    check_size(least)
+    check_size(reader)
     model = make(model)
     while published is not None and not published.replace_stand_ins(model, scales):
-        check_size(least)
-        model = make(build_empty(family, config, form, dtype, mesh))
+        check_size(reader)
+        model = make(build_empty(family, config, form, dtype))
     if published is not None:
         published.finish()
     if form is not None:
@@ -263,11 +247,10 @@ def build_empty(
     config: Any,
     scheme: QuantizedMethod | None,
     dtype: torch.dtype,
-    mesh: Mesh = SINGLE,
 ) -> FamilyModel:
     """The model with the linears of a scheme, and without weights."""
     with torch.device("meta"):
-        model = family.build(config, mesh)
+        model = family.build(config)
     if scheme is not None:
         for layer in quantizable_layers(model, scheme):
             scheme.create(layer, dtype)

@@ -9,7 +9,7 @@ Shape letters: M tokens, K inputs, N outputs, r rank.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,7 +22,6 @@ from engines.core.runner import SequenceFailure
 from engines.torch_backend.layers.linear import Linear
 from engines.torch_backend.layers.linear_group import LinearGroup
 from engines.torch_backend.lora.peft import LowRank, name_some, read_peft
-from engines.torch_backend.parallel.mesh import Shard
 from engines.torch_backend.step import StepInputs
 
 if TYPE_CHECKING:
@@ -57,16 +56,13 @@ class Change:
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class LoraAdapter:
-    """An adapter on its device, or a member's share of it."""
+    """An adapter on its device."""
 
     digest: str
     rank: int
     num_bytes: int
     names: frozenset[str]  #: of the maps that it changes, within the decoder's layers
     changes: dict[tuple[str, ...], Change]  #: by the names of maps side by side
-    stored: dict[str, LowRank] = field(
-        default_factory=dict
-    )  #: by map, what other members are to be given
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,25 +78,23 @@ class Loras:
     """The adapters of one model."""
 
     def __init__(self, model: "FamilyModel", dtype: torch.dtype, device: torch.device) -> None:
-        """`dtype` is that of products; the model may be a member's part."""
+        """`dtype` is that of products."""
         self._dtype, self._device = dtype, device
         path, layers = model.decoder_layers()
         self._path = path.split(".")
         self._stored_rows = model.stored_rows
         self._decoder = model.language_model  #: of a model of our own program
         self._sites = list(_find_sites(layers))
-        #: of each whole map, and what this member has of it
-        self._shapes: dict[str, tuple[int, int]] = {}
-        self._shards: dict[str, Shard] = {}
-        for site in self._sites:
-            for name, layer in zip(site.names, site.layers, strict=True):
-                self._shapes[name], self._shards[name] = layer.whole_shape, layer.shard
+        #: outputs and inputs of each linear layer
+        self._shapes = {
+            name: (layer.out_features, layer.in_features)
+            for site in self._sites
+            for name, layer in zip(site.names, site.layers, strict=True)
+        }
 
     # -- loading
-    def load(
-        self, directory: Path, limits: AdapterLimits, *, is_shared: bool = False
-    ) -> LoraAdapter:
-        """An adapter of its files, which other members are to be given, too, if it `is_shared`. Raises: BadAdapter."""
+    def load(self, directory: Path, limits: AdapterLimits) -> LoraAdapter:
+        """Load an adapter from its files. Raises: BadAdapter."""
         files = read_peft(directory, limits)
         places = {m: self._stored_rows(self._name(m)) for m in files.changes}
         if unknown := sorted(
@@ -123,16 +117,13 @@ class Loras:
                 for name, own in rows.items()
             }
         try:
-            adapter = self.take(files.digest, stored)
+            return self._create(files.digest, stored)
         except (torch.OutOfMemoryError, RuntimeError) as error:
             raise BadAdapter(f"the adapter does not fit the memory of {self._device}") from error
-        if is_shared:
-            adapter.stored.update(stored)
-        return adapter
 
-    def take(self, digest: str, stored: Mapping[str, LowRank]) -> LoraAdapter:
-        """An adapter of checked matrices, by the names of maps within the decoder's layers."""
-        pairs = {name: self._place(name, change) for name, change in stored.items()}
+    def _create(self, digest: str, stored: Mapping[str, LowRank]) -> LoraAdapter:
+        """An adapter of checked matrices, by the names of linear layers within the decoder's layers."""
+        pairs = {name: self._place(change) for name, change in stored.items()}
         changes = self._join(pairs)
         num_bytes = sum(matrix.nbytes for pair in pairs.values() for matrix in pair)
         rank = max(len(up) for _, up in pairs.values())
@@ -158,14 +149,9 @@ class Loras:
                     f"the adapter's {module} has numbers that {self._dtype} does not hold"
                 )
 
-    def _place(self, name: str, stored: LowRank) -> tuple[Tensor, Tensor]:
-        """Both matrices on the device, as far as this member's share needs them. Shapes: returns (K, r), (r, N)."""
+    def _place(self, stored: LowRank) -> tuple[Tensor, Tensor]:
+        """Both matrices on the device. Shapes: returns (K, r), (r, N)."""
         down, up = stored.down.float().t(), stored.up.float().t() * stored.scale
-        shard = self._shards[name]
-        if shard.of == "inputs":
-            down = down.tensor_split(shard.count, 0)[shard.index]
-        elif shard.of == "outputs":
-            up = up.tensor_split(shard.count, 1)[shard.index]
         return (
             down.to(self._device, self._dtype).contiguous(),
             up.to(self._device, self._dtype).contiguous(),

@@ -19,7 +19,6 @@ from engines.torch_backend.models.hf_config import (
 )
 from engines.torch_backend.models.llama import Llama
 from engines.torch_backend.models.registry import FamilyModel
-from engines.torch_backend.parallel.mesh import SINGLE, Mesh
 
 _KINDS = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral", "Qwen2ForCausalLM": "qwen2"}
 
@@ -37,10 +36,10 @@ class CausalModel(FamilyModel):
 
     config: CausalConfig
 
-    def __init__(self, config: CausalConfig, mesh: Mesh = SINGLE) -> None:
+    def __init__(self, config: CausalConfig) -> None:
         super().__init__()
         self.config = config
-        self.language_model = Llama(config.text, mesh)
+        self.language_model = Llama(config.text)
 
 
 class CausalFamily:
@@ -66,9 +65,9 @@ class CausalFamily:
                 )
         return CausalConfig(text, stored_quantization(config))
 
-    def build(self, config: CausalConfig, mesh: Mesh) -> CausalModel:
+    def build(self, config: CausalConfig) -> CausalModel:
         """Create the model on the meta device."""
-        return CausalModel(config, mesh)
+        return CausalModel(config)
 
     def rename(self, name: str, config: CausalConfig) -> str | None:
         """Parameter names are those of transformers."""

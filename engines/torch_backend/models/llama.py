@@ -4,7 +4,6 @@ It computes a flat run of tokens of any number of sequences. The `attend` argume
 cache. The same code runs on every device; `bind` selects the operators.
 """
 
-from dataclasses import replace
 from itertools import zip_longest
 
 import torch
@@ -14,28 +13,26 @@ from engines.torch_backend.layers.activation import ACTIVATIONS
 from engines.torch_backend.layers.linear import Linear
 from engines.torch_backend.layers.linear_group import LinearGroup, Stream, VocabEmbedding
 from engines.torch_backend.layers.norm import RMSNorm
-from engines.torch_backend.models.config import TextConfig, UnsupportedCheckpoint
+from engines.torch_backend.models.config import TextConfig
 from engines.torch_backend.ops.decoder_chain.reference import Chain, LayerProducts
 from engines.torch_backend.ops.linear.reference import Prologue
 from engines.torch_backend.ops.paged_attention.reference import PLAIN, Attend, Heads
 from engines.torch_backend.ops.registry import Ops
-from engines.torch_backend.parallel.mesh import SINGLE, Mesh, Shard, advise_size, share_heads
 
 
 class SelfAttention(nn.Module):
     """Projections around attention. `attend` computes the attention itself."""
 
-    def __init__(self, config: TextConfig, number: int, norm: RMSNorm, mesh: Mesh) -> None:
+    def __init__(self, config: TextConfig, number: int, norm: RMSNorm) -> None:
         super().__init__()
         self.number = number  #: index of the layer
         width, bias = config.hidden_size, config.attention_bias
         query_width = config.num_heads * config.head_dim
         kv_width = config.num_kv_heads * config.head_dim
-        heads = share_heads(config.num_kv_heads, mesh)
-        self.q_proj = _column_parallel(width, query_width, bias, Shard(mesh, "outputs"))
-        self.k_proj = _column_parallel(width, kv_width, bias, heads)
-        self.v_proj = _column_parallel(width, kv_width, bias, heads)
-        self.o_proj = _row_parallel(query_width, width, config.attention_output_bias, mesh)
+        self.q_proj = _linear(width, query_width, bias)
+        self.k_proj = _linear(width, kv_width, bias)
+        self.v_proj = _linear(width, kv_width, bias)
+        self.o_proj = _linear(query_width, width, config.attention_output_bias)
         self.qkv = LinearGroup(self.q_proj, self.k_proj, self.v_proj, before=Prologue(norm=norm))
         self.out_norm = _output_norm(config)
         self.out = LinearGroup(self.o_proj, after=self.out_norm)
@@ -55,13 +52,12 @@ class SelfAttention(nn.Module):
 class GatedMLP(nn.Module):
     """SwiGLU feed-forward. Source: Shazeer 2020."""
 
-    def __init__(self, config: TextConfig, norm: RMSNorm, mesh: Mesh) -> None:
+    def __init__(self, config: TextConfig, norm: RMSNorm) -> None:
         super().__init__()
         width, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        outputs = Shard(mesh, "outputs")
-        self.gate_proj = _column_parallel(width, inner, bias, outputs)
-        self.up_proj = _column_parallel(width, inner, bias, outputs)
-        self.down_proj = _row_parallel(inner, width, bias, mesh)
+        self.gate_proj = _linear(width, inner, bias)
+        self.up_proj = _linear(width, inner, bias)
+        self.down_proj = _linear(inner, width, bias)
         gate = Prologue(gate=ACTIVATIONS[config.hidden_act])
         self.gate_up = LinearGroup(self.gate_proj, self.up_proj, before=Prologue(norm=norm))
         self.down_norm = _output_norm(config)
@@ -76,24 +72,19 @@ def _output_norm(config: TextConfig) -> RMSNorm | None:
     return RMSNorm(config.hidden_size, config.rms_norm_eps) if config.has_output_norms else None
 
 
-def _column_parallel(width: int, outputs: int, bias: bool, shard: Shard) -> Linear:
-    return Linear(width, outputs, bias=bias, quantizable="scheme", shard=shard)
-
-
-def _row_parallel(inputs: int, width: int, bias: bool, mesh: Mesh) -> Linear:
-    shard = Shard(mesh, "inputs")
-    return Linear(inputs, width, bias=bias, quantizable="scheme", shard=shard)
+def _linear(num_inputs: int, num_outputs: int, bias: bool) -> Linear:
+    return Linear(num_inputs, num_outputs, bias=bias, quantizable="scheme")
 
 
 class DecoderLayer(nn.Module):
     """Pre-norm attention and feed-forward with residual connections."""
 
-    def __init__(self, config: TextConfig, number: int, mesh: Mesh) -> None:
+    def __init__(self, config: TextConfig, number: int) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = SelfAttention(config, number, self.input_layernorm, mesh)
-        self.mlp = GatedMLP(config, self.post_attention_layernorm, mesh)
+        self.self_attn = SelfAttention(config, number, self.input_layernorm)
+        self.mlp = GatedMLP(config, self.post_attention_layernorm)
 
     def forward(self, stream: Stream, attend: Attend) -> None:
         """Shapes: stream (N, C)."""
@@ -109,11 +100,11 @@ class DecoderLayer(nn.Module):
 class DecoderStack(nn.Module):
     """Embeddings, layers and final norm: `model` in checkpoints."""
 
-    def __init__(self, config: TextConfig, mesh: Mesh) -> None:
+    def __init__(self, config: TextConfig) -> None:
         super().__init__()
-        self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, mesh)
+        self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, number, mesh) for number in range(config.num_layers)
+            DecoderLayer(config, number) for number in range(config.num_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -121,19 +112,17 @@ class DecoderStack(nn.Module):
 class Llama(nn.Module):
     """The decoder in three steps: token ids to embeddings, to hidden states, to logits."""
 
-    def __init__(self, config: TextConfig, mesh: Mesh = SINGLE) -> None:
-        """Raises: UnsupportedCheckpoint if the ranks of the mesh cannot shard the model."""
+    def __init__(self, config: TextConfig) -> None:
         super().__init__()
-        self.text = _share_of(config, mesh)  #: this rank's shard
-        self.model = DecoderStack(config, mesh)
+        self.text = config
+        self.model = DecoderStack(config)
         self.lm_head = None
         norm = Prologue(norm=self.model.norm)
         if config.tie_word_embeddings:
             self._head = LinearGroup(self.model.embed_tokens, before=norm)
         else:
-            shard = self.model.embed_tokens.shard
             width, vocabulary = config.hidden_size, config.vocab_size
-            self.lm_head = Linear(width, vocabulary, bias=False, quantizable="int8", shard=shard)
+            self.lm_head = Linear(width, vocabulary, bias=False, quantizable="int8")
             self._head = LinearGroup(self.lm_head, before=norm)
         self._has_float32_stream = False
         self._chain: Chain | None = None
@@ -182,23 +171,3 @@ class Llama(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits of the given rows. Shapes: (N, C); returns (N, vocabulary)."""
         return self._head(hidden)
-
-
-def _share_of(config: TextConfig, mesh: Mesh) -> TextConfig:
-    """The rank's heads and channels, in all layers. Raises: UnsupportedCheckpoint."""
-    advice = advise_size(config.num_heads, config.num_kv_heads, config.intermediate_size)
-    for name in ("num_heads", "intermediate_size"):
-        if (count := getattr(config, name)) % mesh.size:
-            raise UnsupportedCheckpoint(
-                f"{mesh.size} devices cannot share {count} {name}; {advice}"
-            )
-    try:
-        num_parts = share_heads(config.num_kv_heads, mesh).count
-    except ValueError as error:
-        raise UnsupportedCheckpoint(f"{error}; {advice}") from None
-    return replace(
-        config,
-        num_heads=config.num_heads // mesh.size,
-        num_kv_heads=config.num_kv_heads // num_parts,
-        intermediate_size=config.intermediate_size // mesh.size,
-    )

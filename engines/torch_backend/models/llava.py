@@ -42,7 +42,6 @@ from engines.torch_backend.models.vision import VisionTower, num_blocks_needed, 
 from engines.torch_backend.multimodal.image_processor import ImageProcessor, load_image_processor
 from engines.torch_backend.ops.linear.reference import Prologue
 from engines.torch_backend.ops.registry import Ops
-from engines.torch_backend.parallel.mesh import SINGLE, Mesh
 
 _ARCHITECTURE = "LlavaForConditionalGeneration"
 _ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "quick_gelu", "relu", "silu")
@@ -97,8 +96,7 @@ class Llava(FamilyModel):
 
     config: VLMConfig
 
-    def __init__(self, config: VLMConfig, mesh: Mesh = SINGLE) -> None:
-        """The ranks of a mesh shard the decoder; each has the complete tower and encodes all images."""
+    def __init__(self, config: VLMConfig) -> None:
         super().__init__()
         self.config = config
         self.vision_tower = VisionTower(
@@ -107,7 +105,7 @@ class Llava(FamilyModel):
             with_class_token=config.vision_feature_select_strategy == "full",
         )
         self.multi_modal_projector = Projector(config)
-        self.language_model = Llama(config.text, mesh)
+        self.language_model = Llama(config.text)
 
     def num_features(self, image: ImageInput) -> int | None:
         """Each image is one square."""
@@ -191,9 +189,9 @@ class LlavaFamily:
             quantization=quantization,
         )
 
-    def build(self, config: VLMConfig, mesh: Mesh) -> Llava:
+    def build(self, config: VLMConfig) -> Llava:
         """Create the model on the meta device. Raises: UnsupportedCheckpoint."""
-        return Llava(config, mesh)
+        return Llava(config)
 
     def rename(self, name: str, config: VLMConfig) -> str | WeightPart | None:
         """All naming conventions of the architecture are supported.

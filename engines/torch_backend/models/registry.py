@@ -21,13 +21,12 @@ from engines.core.runner import Prompt
 from engines.packages.checkpoint_json import Fields, shown
 from engines.text.processor import MultimodalProcessor
 from engines.torch_backend.kv_cache import KVCachePool, KVShape
-from engines.torch_backend.layers.linear import QuantizedMethod
+from engines.torch_backend.layers.linear import OUTPUT_DIMS, QuantizedMethod
 from engines.torch_backend.layers.rotary import RotaryTable
 from engines.torch_backend.models.config import BeyondOurProgram, TextLimits, UnsupportedCheckpoint
 from engines.torch_backend.models.hf_config import read_fields
 from engines.torch_backend.multimodal.parts import in_parts
 from engines.torch_backend.ops.registry import Ops
-from engines.torch_backend.parallel.mesh import DIMS, Mesh
 from engines.torch_backend.step import ImageSlots, StepInputs
 
 logger = logging.getLogger(__name__)
@@ -83,7 +82,6 @@ class FamilyModel(nn.Module):
     language_model: Any
     speed_path = "native"  #: implementation of the decoder: `native`, `lowered` or `generic`
     converts_weights = False  #: whether `take` needs weights as they are stored
-    keeps_stored = True  #: whether matrices may keep stored types that kernels read
     shares_prefixes = True  #: whether KV blocks are the complete state of their tokens
     binds_prompts = False  #: whether attention within prompts is bidirectional
     state_bytes = 0  #: state of sequences outside the KV cache
@@ -112,13 +110,6 @@ class FamilyModel(nn.Module):
         Shapes: (N,); returns (N, vocabulary).
         """
         raise NotImplementedError
-
-    def image_form(self) -> bytes:
-        """Layout of features that another rank has encoded."""
-        return b""
-
-    def take_image_form(self, form: bytes) -> None:
-        """Set the layout from rank 0's `image_form`."""
 
     def release(self, request_id: str) -> None:
         """Free the state of a request outside the KV cache. Idempotent."""
@@ -242,8 +233,8 @@ class ModelFamily(Protocol):
         """The model's configuration. Raises: UnsupportedCheckpoint, with the field and the reason."""
         ...
 
-    def build(self, config: Any, mesh: Mesh) -> FamilyModel:
-        """Create the model, or this rank's shard, on the meta device. Raises: UnsupportedCheckpoint."""
+    def build(self, config: Any) -> FamilyModel:
+        """Create the model on the meta device. Raises: UnsupportedCheckpoint."""
         ...
 
     def rename(self, name: str, config: Any) -> str | WeightPart | None:
@@ -344,7 +335,7 @@ def rename_weights(
                 f"the checkpoint lacks weights that are joined with {', '.join(found.values())}: "
                 f"{len(found)} of {counts[name]} are there"
             )
-        dim, _ = DIMS.get(name.rpartition(".")[2], (0, None))
+        dim = OUTPUT_DIMS.get(name.rpartition(".")[2], 0)
         renamed[name] = torch.cat([weights[found[index]] for index in range(counts[name])], dim)
     return renamed
 

@@ -21,7 +21,6 @@ from engines.text.prompt import Item
 from engines.torch_backend.models import llava
 from engines.torch_backend.models.llava import Llava, VLMConfig
 from engines.torch_backend.models.registry import WeightPart
-from engines.torch_backend.parallel.mesh import Mesh
 
 ARCHITECTURE = "TiledLlavaForConditionalGeneration"
 START, END = "<tiles>", "</tiles>"
@@ -113,9 +112,9 @@ class TiledLlavaFamily:
         config.one_of("vision_feature_select_strategy", ("default",))
         return llava.FAMILY.check(config)
 
-    def build(self, config: VLMConfig, mesh: Mesh) -> TiledLlava:
+    def build(self, config: VLMConfig) -> TiledLlava:
         """The model, its weights still undefined."""
-        return TiledLlava(config, mesh)
+        return TiledLlava(config)
 
     def rename(self, name: str, config: VLMConfig) -> str | WeightPart | None:
         """As LLaVA."""

@@ -83,12 +83,6 @@ def test_threads_follow_container_model_and_settings(
     assert torch.get_num_threads() == num_threads
 
 
-def test_members_share_the_threads(in_group):
-    in_group("0::/\n", cpu_max="600000 100000")
-    set_num_threads(0, CPU, ONE_THREAD_BYTES, num_members=4)
-    assert torch.get_num_threads() == 1
-
-
 def test_the_environment_goes_before_the_default(in_group, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
     in_group("0::/\n", cpu_max="100000 100000")

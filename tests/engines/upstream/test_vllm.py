@@ -192,7 +192,7 @@ def test_an_adapter_changes_the_answers_that_name_it(
 
 def test_an_image_that_expands_beyond_the_context_is_refused(engine: UpstreamEngine):
     """Only the server knows its size, and reports it inside the stream."""
-    parts = (ImagePart(0), TextPart("x" * (CONTEXT - 40)))
+    parts = (ImagePart(0), TextPart("x" * (CONTEXT - 30)))
     call = EngineCall("r", Generate((ChatMessage("user", parts),), SamplingParams(max_tokens=1)))
     (last,) = run(engine, call, num_images=1)
     assert last.error_code is ErrorCode.CONTEXT_LENGTH_EXCEEDED

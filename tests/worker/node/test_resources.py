@@ -67,7 +67,8 @@ def test_workers_have_gpus_of_their_own_as_far_as_there_are(
 def test_a_node_of_eight_workers_puts_one_on_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
     assert gpus_of(make_settings(), 8) == list("01234567")
-    assert gpus_of(make_settings(tensor_parallel="2"), 2) == ["0,1", "2,3"]
+    assert gpus_of(make_settings(kind="vllm"), 2) == ["0", "1"]
+    assert gpus_of(make_settings(kind="vllm", tensor_parallel="2"), 2) == ["0,1", "2,3"]
 
 
 def test_a_device_that_was_chosen_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +83,7 @@ def test_more_ranks_than_gpus_are_refused_with_the_numbers(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     with pytest.raises(NodeError, match="wants 4 GPUs, and there are 2"):
-        create_node(make_settings(tensor_parallel="4"), 1)
+        create_node(make_settings(kind="vllm", tensor_parallel="4"), 1)
 
 
 HOLDER = """

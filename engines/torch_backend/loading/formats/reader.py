@@ -175,10 +175,6 @@ class Reader(ABC):
     def layout(self, linear: StoredLinear) -> Layout:
         """What a map is, by its headers. Raises: UnsupportedCheckpoint, naming the tensor that does not fit."""
 
-    def is_ordered(self, linear: StoredLinear) -> bool:
-        """Whether the inputs of a group may lie apart."""
-        return any(part.endswith("g_idx") for part in linear.parts)
-
     @abstractmethod
     def read(self, linear: StoredLinear) -> Integers | Tensor:
         """Its weights: integers, or plain float32 (N, K). Raises: UnsupportedCheckpoint."""

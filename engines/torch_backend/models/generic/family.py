@@ -8,7 +8,6 @@ from engines.text.processor import MultimodalProcessor, TextOnly
 from engines.torch_backend.models.generic.config import GenericConfig, find_class, read_config
 from engines.torch_backend.models.generic.model import GenericModel
 from engines.torch_backend.multimodal.transformers_images import TransformersImages
-from engines.torch_backend.parallel.mesh import Mesh
 
 
 class GenericFamily:
@@ -32,9 +31,9 @@ class GenericFamily:
             raise config.refuse("architectures", f"is {shown(given)}, unknown to transformers")
         return read_config(config, model_class)
 
-    def build(self, config: GenericConfig, mesh: Mesh) -> GenericModel:
+    def build(self, config: GenericConfig) -> GenericModel:
         """Create the model without modules: transformers creates them with the weights."""
-        return GenericModel(config, self._lowers, mesh)
+        return GenericModel(config, self._lowers)
 
     def rename(self, name: str, config: GenericConfig) -> str:
         """Transformers reads the names."""

@@ -1,7 +1,5 @@
 """An image encoder's output as rows, and rows as that output: what a model reads of it is cut and joined row by row."""
 
-import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -27,18 +25,6 @@ class ImageForm:
         levels = tuple(isinstance(level, Tensor) for level in output.get(_LEVELS) or ())
         return cls(type(output), field, isinstance(output[field], Tensor), levels)
 
-    @classmethod
-    def from_bytes(cls, form: bytes) -> Self:
-        """That which `to_bytes` has told."""
-        class_name, field, is_tensor, levels = json.loads(form)
-        known = {output_class.__name__: output_class for output_class in _subclasses(ModelOutput)}
-        return cls(known[class_name], field, is_tensor, tuple(levels))
-
-    def to_bytes(self) -> bytes:
-        """For another process with the same model."""
-        levels = self.levels_are_tensors
-        return json.dumps([self.output_class.__name__, self.field, self.is_tensor, levels]).encode()
-
     def rows(self, output: Any) -> Tensor:
         """Shapes: returns (slots, levels * C)."""
         levels = [output[self.field], *(output.get(_LEVELS) or ())]
@@ -52,12 +38,6 @@ class ImageForm:
             pairs = zip(levels, self.levels_are_tensors, strict=True)
             made[_LEVELS] = [_shaped(level, is_tensor) for level, is_tensor in pairs]
         return self.output_class(**made)
-
-
-def _subclasses(parent: type[ModelOutput]) -> Iterator[type[ModelOutput]]:
-    for child in parent.__subclasses__():
-        yield child
-        yield from _subclasses(child)
 
 
 def _flat(features: Any) -> Tensor:

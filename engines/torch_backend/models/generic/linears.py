@@ -20,7 +20,7 @@ def quantize_linears(
     num_quantized = 0
     for name in linears_within(model, layers):
         layer = adopt(model, name)
-        if scheme.fits(layer.whole_shape):
+        if scheme.fits((layer.out_features, layer.in_features)):
             layer.quantize(scheme, dtype)
             num_quantized += 1
     return num_quantized
@@ -64,7 +64,7 @@ def bind_layers(model: nn.Module, ops: Ops, dtype: torch.dtype) -> None:
     """Bind the layers that compute alone. Without a kernel, float layers stay as torch computes them."""
     for layer in model.modules():
         if isinstance(layer, Linear) and isinstance(layer.group, LinearGroup):
-            layer.group.siblings = layer.whole = None
+            layer.group.siblings = None
             if layer.method is not FLOAT or ops.uses("linear_float", "cpu"):
                 layer.group.bind(ops, dtype)
 

@@ -59,8 +59,6 @@ from engines.torch_backend.models.registry import FamilyModel, ModelFamily, chec
 from engines.torch_backend.multimodal.image_masks import bidirectional_layers, binds_prompts
 from engines.torch_backend.multimodal.transformers_images import PositionHooks, ProcessedImage
 from engines.torch_backend.ops.registry import Ops
-from engines.torch_backend.parallel.mesh import SINGLE, Mesh
-from engines.torch_backend.parallel.tp_plan import share_model
 from engines.torch_backend.step import ImageSlots, StepInputs
 
 logger = logging.getLogger(__name__)
@@ -87,12 +85,9 @@ class GenericModel(FamilyModel):
     speed_path = "generic"
     inner: PreTrainedModel
 
-    def __init__(self, config: GenericConfig, lowers: bool = True, mesh: Mesh = SINGLE) -> None:
-        """The ranks of a mesh shard the decoder within transformers' modules; rank 0 encodes images."""
+    def __init__(self, config: GenericConfig, lowers: bool = True) -> None:
         super().__init__()
-        self._lowers = lowers and mesh.size == 1
-        self.keeps_stored = mesh.size == 1
-        self._mesh = mesh
+        self._lowers = lowers
         self.config = config
         self.language_model = None
         self.specs: dict[nn.Module, LayerSpec] = {}  #: of attention layers, in order
@@ -125,7 +120,7 @@ class GenericModel(FamilyModel):
 
         Raises: UnsupportedCheckpoint.
         """
-        first = _loading_dtype(weights, dtype, kept) if self.keeps_stored else dtype
+        first = _loading_dtype(weights, dtype, kept)
         self._make(weights, device, first)
         name = self.config.model_class.__name__
         if self._lowers:
@@ -164,8 +159,6 @@ class GenericModel(FamilyModel):
         for name, paths in stored.items():
             keep_stored(map(self.inner.get_submodule, paths), weights[name], dtype)
         self._dtype = dtype
-        if self._mesh.size > 1:
-            share_model(self.inner, self._mesh)
         moved: Any = self.inner
         moved.to(device)
         self.find_arguments()
@@ -210,10 +203,10 @@ class GenericModel(FamilyModel):
 
     @torch.inference_mode()
     def _recognise(self, device: torch.device) -> None:
-        """Find modules that operators can compute, on a CPU and without sharding."""
+        """Find modules that operators can compute on a CPU."""
         watched, self._watched = self._watched, None
         assert watched is not None
-        if device.type == "cpu" and self._mesh.size == 1:
+        if device.type == "cpu":
             found = Recognised.of(self.inner, self._layers_name, self.specs, watched)
             self.fused = Fused(found)
             logger.info("our operators compute %s", found.counts() or "no module of transformers")
@@ -329,8 +322,7 @@ class GenericModel(FamilyModel):
         logger.info("%d linear maps are in %s", num_quantized, scheme.name)
 
     def allow_int8_head(self) -> None:
-        """Where it is called, and no part of another member's."""
-        if self._calls_head and self._mesh.size == 1:
+        if self._calls_head:
             allow_int8_head(self.inner)
 
     def allow_int8_beside(self) -> None:
@@ -508,8 +500,7 @@ class GenericModel(FamilyModel):
         if not self.binds_prompts:  # the bounds of prompts are known with images only
             plain = sorted({*range(self.config.text.vocab_size)} - control_ids(self.inner.config))
             self._check(largest_difference(runner, plain), "")
-        # All ranks would have to encode the image, which rank 0 does alone.
-        example = make_example() if make_example and self._mesh.size == 1 else None
+        example = make_example() if make_example else None
         if example is None:
             return
         difference = difference_with_image(runner, self, example)
@@ -537,14 +528,6 @@ class GenericModel(FamilyModel):
         ids, positions = token_ids[None], torch.arange(len(token_ids), device=token_ids.device)
         with self.as_transformers_does() as plain:
             return plain(input_ids=ids, position_ids=positions[None], use_cache=False).logits[0]
-
-    def image_form(self) -> bytes:
-        """Layout of features, for ranks that encode no images."""
-        return b"" if self._form is None else self._form.to_bytes()
-
-    def take_image_form(self, form: bytes) -> None:
-        """Set the layout from rank 0."""
-        self._form = ImageForm.from_bytes(form)
 
     @contextmanager
     def as_transformers_does(self) -> Iterator[PreTrainedModel]:

@@ -10,10 +10,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from engines.torch_backend.layers.linear import Linear, empty_linear, method_of
+from engines.torch_backend.layers.linear import OUTPUT_DIMS, Linear, empty_linear, method_of
 from engines.torch_backend.ops.linear.reference import UNLIMITED, Bind, LinearKernel, Prologue
 from engines.torch_backend.ops.registry import Candidate, Site
-from engines.torch_backend.parallel.mesh import DIMS
 
 #: Rows up to which integer weights go to a kernel; for more they are dequantized first.
 MAX_KERNEL_ROWS = 64
@@ -75,7 +74,7 @@ def _join(layers: Sequence[nn.Module]) -> Linear:
     for name in [name for name, x in (*first.named_parameters(), *first.named_buffers())]:
         if name in ("bias", "order"):
             continue
-        dim = DIMS[name][0]
+        dim = OUTPUT_DIMS[name]
         tensors = [getattr(layer, name).detach() for layer in layers]
         whole[name] = torch.cat(tensors, dim=dim)
         views = whole[name].split([tensor.shape[dim] for tensor in tensors], dim=dim)
