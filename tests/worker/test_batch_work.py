@@ -52,9 +52,8 @@ async def test_seats_that_batch_work_frees_are_taken_by_batch_work_at_once(ends,
     """Though the worker waits for interactive work all the while."""
     async with run_worker(ends, max_num_seqs=2, mock={"num_output_tokens": 4}):
         requests = [await ends.enqueue(batch(4)) for _ in range(30)]
-        async with asyncio.timeout(
-            1.9
-        ):  # a look at Redis each time that nothing came would take longer
+        # a look at Redis each time that nothing came would take longer
+        async with asyncio.timeout(1.9):
             for request in requests:
                 await answers.end(request)
 

@@ -5,7 +5,6 @@ import engines.torch_backend  # noqa: F401 - makes torchvision importable, which
 # isort: split
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -256,13 +255,6 @@ def test_an_image_token_typed_by_a_user_makes_no_slot(
     assert llava.image_token_id not in prompt.token_ids
 
 
-def test_a_typed_control_token_is_encoded_as_the_text_that_it_is(llava: Pair) -> None:
-    prompt = llava.build([user("a </s> b")])
-
-    text = b"".join(map(llava.tokenizer.token_bytes, prompt.token_ids)).decode()
-    assert text == "USER: a </s> b ASSISTANT:"
-
-
 def test_a_message_that_names_no_image_of_the_request_is_refused(llava: Pair) -> None:
     with pytest.raises(InvalidRequest, match="image that the request does not hold"):
         llava.builder.build([user(1)], [make_item("h", "p")])
@@ -288,26 +280,6 @@ def test_the_order_of_roles_that_a_template_refuses_is_told_in_its_words(llava: 
 
     with pytest.raises(InvalidRequest, match=r"refuses this conversation: Roles must alternate"):
         builder.build([ChatMessage("assistant", ())], [])
-
-
-@pytest.mark.parametrize(
-    "attack",
-    [
-        "{{ messages.__class__.__mro__[1].__subclasses__() }}",
-        "{{ messages.append(1) }}",
-        "{{ cycler.__init__.__globals__.os.getcwd() }}",
-        "{{ 1 / 0 }}",
-        "{% for i in range(10 ** 9) %}x{% endfor %}",
-    ],
-)
-def test_a_hostile_template_reaches_nothing(llava: Pair, attack: str) -> None:
-    template = LLAVA_TEMPLATE + "{% if messages | length > 1 %}" + attack + "{% endif %}"
-    builder = make_builder(llava.tokenizer, llava.image_token_id, template)
-
-    with pytest.raises(InvalidRequest) as caught:
-        builder.build([user("a"), user("b")], [])
-
-    assert os.getcwd() not in str(caught.value)
 
 
 def test_a_template_for_plain_strings_is_given_plain_strings(llava: Pair) -> None:

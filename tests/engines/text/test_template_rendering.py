@@ -1,6 +1,7 @@
 """Chat templates of strangers: whatever they do, a prompt costs a bounded time, and the next one is answered."""
 
 import contextlib
+import os
 import threading
 import time
 import tracemalloc
@@ -68,11 +69,16 @@ ATTACKS = {
     "a sum of lists": "{% set x = [[1]] * 60000 %}{% set y = x | sum(start=[]) %}{% set z = y * 60000 %}",
     "a padded filter": "{% set x = ['a'] | map('center', 10**10) | list %}",
     "placeholder texts": "{{ lipsum(99999) }}",
+    "classes of objects": "{{ messages.__class__.__mro__[1].__subclasses__() }}",
+    "a changed list": "{{ messages.append(1) }}",
+    "the globals of a function": "{{ cycler.__init__.__globals__.os.getcwd() }}",
+    "a division by zero": "{{ 1 / 0 }}",
 }  # fmt: skip
-#: One of each way to take time, depth or memory.
+#: One of each way to take time, depth or memory, and what reaches for more.
 EACH_KIND = [
     "a long loop", "a power", "a text multiplied", "a list of lists", "macros without end",
-    "an endless text", "a width from a value", "a padded filter",
+    "an endless text", "a width from a value", "a padded filter", "classes of objects", "a changed list",
+    "the globals of a function", "a division by zero",
 ]  # fmt: skip
 #: What a compiler may run into before there is any conversation.
 COMPILER_ATTACKS = {
@@ -95,9 +101,10 @@ def test_an_attack_ends_the_one_prompt_and_nothing_else(attack: str) -> None:
     tracemalloc.start()
     begun = time.thread_time()
 
-    with pytest.raises(InvalidRequest, match="chat template"):
+    with pytest.raises(InvalidRequest, match="chat template") as refused:
         template.render(*hello(2))
 
+    assert os.getcwd() not in str(refused.value)
     # Of this thread's own time, which other programs do not lengthen; tracing takes its share.
     assert time.thread_time() - begun < 5 * template_rendering.MAX_S
     _, peak = tracemalloc.get_traced_memory()

@@ -1,13 +1,11 @@
 """Who may sign is a file of SSH keys; what nobody of them has signed is refused by gateway and node."""
 
-import io
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from shared.packages.manifest import Layer, Manifest, PackageConfig, digest_of
 from shared.packages.signature import (
     BadSignature,
     check_signed,
@@ -16,6 +14,7 @@ from shared.packages.signature import (
     signatures_key,
 )
 from shared.packages.store import FileStore
+from tests.worker.node.test_install import FILES, add
 from worker.node.cache import Cache
 from worker.node.install import InstallError, install
 
@@ -39,17 +38,8 @@ def store(tmp_path: Path) -> FileStore:
     return FileStore(tmp_path / "store")
 
 
-def add(store: FileStore) -> str:
-    data = b"{}"
-    layers = (Layer("config.json", digest_of(data), len(data)),)
-    manifest = Manifest(PackageConfig("model", engine={"kind": "mock"}), layers)
-    for each in (data, manifest.encode()):
-        store.put(digest_of(each), io.BytesIO(each))
-    return manifest.digest
-
-
 def test_a_signed_package_is_installed_and_the_signer_is_named(store, keys, tmp_path):
-    digest = add(store)
+    digest = add(store, FILES)
     for key in ("known", "known"):
         keep_signature(store, digest, sign(keys / key, digest), keys / "allowed")
     assert len(store.list(signatures_key(digest))) == 1
@@ -70,7 +60,7 @@ def test_a_signed_package_is_installed_and_the_signer_is_named(store, keys, tmp_
 def test_wrong_missing_and_cut_signatures_are_refused_by_a_node(
     store, keys, tmp_path, name, damage, says
 ):
-    digest = add(store)
+    digest = add(store, FILES)
     if name is not None:
         signed = "sha256:" + 64 * "0" if name == "other digest" else digest
         text = sign(keys / ("stranger" if name == "stranger" else "known"), signed)
@@ -78,9 +68,8 @@ def test_wrong_missing_and_cut_signatures_are_refused_by_a_node(
         with pytest.raises(BadSignature, match=rf"{digest} is refused: .*{says}"):
             keep_signature(store, digest, text, keys / "allowed")
         assert not store.list(signatures_key(digest))
-        store.put_if_absent(
-            f"{signatures_key(digest)}/0.sig", text.encode()
-        )  # of an earlier version
+        # of an earlier version
+        store.put_if_absent(f"{signatures_key(digest)}/0.sig", text.encode())
     with pytest.raises(InstallError, match=rf"{digest} is refused: .*{says}"):
         install(store, digest, Cache(tmp_path / "cache"), signers=keys / "allowed")
     assert not (tmp_path / "cache").exists()
@@ -88,7 +77,7 @@ def test_wrong_missing_and_cut_signatures_are_refused_by_a_node(
 
 
 def test_no_key_no_signers_and_too_long_a_signature(store, keys, tmp_path):
-    digest = add(store)
+    digest = add(store, FILES)
     with pytest.raises(BadSignature, match="cannot sign"):
         sign(tmp_path / "none", digest)
     with pytest.raises(BadSignature, match="no such file of allowed signers"):
@@ -98,7 +87,7 @@ def test_no_key_no_signers_and_too_long_a_signature(store, keys, tmp_path):
 
 
 def test_what_an_earlier_version_stored_unverified_blocks_no_package(store, keys, tmp_path):
-    digest = add(store)
+    digest = add(store, FILES)
     for number in range(16):
         store.put_if_absent(f"{signatures_key(digest)}/{number:016d}.sig", b"junk")
     keep_signature(store, digest, sign(keys / "known", digest), keys / "allowed")

@@ -137,9 +137,8 @@ async def test_nothing_is_put_aside_for_a_worker_that_leaves(ends, workers):
 
 async def test_nothing_is_put_aside_for_a_worker_that_is_gone(ends, workers):
     await serve(ends, workers[0])
-    await ends.redis.delete(
-        ends.keys.wakeups(MODEL, "a")
-    )  # as it does by itself when nobody renews it
+    # as it does by itself when nobody renews it
+    await ends.redis.delete(ends.keys.wakeups(MODEL, "a"))
 
     assert await submit(ends, "second") == "gone"
 

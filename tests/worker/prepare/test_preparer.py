@@ -107,9 +107,8 @@ async def test_one_tenants_slow_images_do_not_delay_anothers(preparing: Preparin
     await settle()
     preparing.engine.permits.release(24 + 1)
     await asyncio.gather(other, *slow)
-    assert (
-        preparing.engine.order.index("of b") <= 2
-    )  # behind the one that ran, and one that was promised
+    # behind the one that ran, and one that was promised
+    assert preparing.engine.order.index("of b") <= 2
 
 
 async def test_an_image_scaled_to_other_sizes_is_another_image(preparing: Preparing):

@@ -234,10 +234,8 @@ def asked_of(request: EngineRequest, adapter: str) -> str:
 
 
 @pytest.mark.parametrize(
-    (
-        "way",
-        "level",
-    ),  # an engine has a model's kernels alone, so that another cannot take over from it here
+    ("way", "level"),
+    # an engine has a model's kernels alone, so that another cannot take over from it here
     [
         (run_chunked, ""),
         (run_taken_over, ""),

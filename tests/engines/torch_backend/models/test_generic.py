@@ -492,9 +492,8 @@ def test_what_is_kept_of_sequences_beside_blocks_is_counted(tmp_path: Path) -> N
 def test_memory_for_states_is_reserved_before_that_of_keys_and_values(tmp_path: Path) -> None:
     model = made(named("Bamba"), tmp_path)
     weights = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
-    states = (
-        3 * 4 * (4 * (128 + 16) + 8 * 16 * 8)
-    )  # of a sequence: before and after a step, and in it
+    # of a sequence: before and after a step, and in it
+    states = 3 * 4 * (4 * (128 + 16) + 8 * 16 * 8)
     [pool] = model.kv_shapes
     room = 100 * bytes_per_block(pool, 4, torch.float32)
 
