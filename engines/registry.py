@@ -105,6 +105,11 @@ kinds: dict[str, EngineKind] = {
     "openai": EngineKind(
         "engines.upstream.settings:OpenAiSettings", "engines.upstream.load:load_chat_engine"
     ),
+    "openai-pooling": EngineKind(
+        "engines.upstream.settings:VectorSettings",
+        "engines.upstream.vectors:load_vector_engine",
+        check_model="engines.packages.resolve:check_reference",
+    ),
     APPLICATION_KIND: EngineKind(
         "engines.application.settings:ApplicationSettings",
         "engines.application.engine:load_application_engine",

@@ -1,8 +1,9 @@
 """Directories of encoders of a few layers with random weights, made offline, and what transformers computes of them."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -156,12 +157,15 @@ def make_siglip(directory: Path, padding_side: str = "right") -> Path:
     return directory
 
 
-def make_scorer(directory: Path, kind: str) -> Path:
-    """A cross-encoder of one label."""
+def make_scorer(
+    directory: Path, kind: str, config: Mapping[str, Any] = MappingProxyType({})
+) -> Path:
+    """A cross-encoder of one label; `config` has changes."""
     torch.manual_seed(7)
-    config = CONFIGS[kind]()
-    config.num_labels = 1
-    spread(AutoModelForSequenceClassification.from_config(config)).save_pretrained(directory)
+    model = CONFIGS[kind]()
+    for name, value in {**config, "num_labels": 1}.items():
+        setattr(model, name, value)
+    spread(AutoModelForSequenceClassification.from_config(model)).save_pretrained(directory)
     make_tokenizer(directory)
     return directory
 

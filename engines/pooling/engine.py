@@ -24,6 +24,7 @@ from engines.pooling.cache import ResultCache, cache_key
 from engines.pooling.settings import PoolingSettings
 from shared.protocol import (
     Embed,
+    ErrorCode,
     FinishReason,
     ImageRef,
     Priority,
@@ -72,7 +73,7 @@ class PoolingModel(Protocol):
         ...
 
     def compute(self, rows: Sequence[Row]) -> None:
-        """Set the result of each row."""
+        """Set the result, or the error, of each row."""
         ...
 
     def memory_bytes(self) -> dict[str, int]: ...
@@ -272,10 +273,11 @@ class PoolingEngine(Engine[PoolingInput]):
         calls = [self._owners.pop(row)]
         if row.cache_key:
             del self._leaders[row.cache_key]
-            self._results.keep(row.cache_key, row.result)
+            if not row.error:
+                self._results.keep(row.cache_key, row.result)
         for follower in row.followers:
             if (call := self._owners.pop(follower, None)) is not None:
-                follower.result = row.result
+                follower.result, follower.error = row.result, row.error
                 self._note_hit(follower, call)
                 calls.append(call)
         return calls
@@ -284,18 +286,19 @@ class PoolingEngine(Engine[PoolingInput]):
         del self._calls[call.request_id]
         now = time.perf_counter()
         computed_s = now - (call.first_step_at or now)
-        return EngineOutput(
-            call.request_id,
-            usage=call.usage,
-            finish_reason=FinishReason.STOP,
-            timings=StageTimings(
-                queue_s=(call.first_step_at or now) - call.added_at,
-                vision_s=call.image_s,
-                prefill_s=computed_s - call.image_s,
-            ),
-            values=b"".join([row.result for row in call.rows]),
-            dimensions=call.dimensions,
+        output = EngineOutput(call.request_id, usage=call.usage, dimensions=call.dimensions)
+        output.timings = StageTimings(
+            queue_s=(call.first_step_at or now) - call.added_at,
+            vision_s=call.image_s,
+            prefill_s=computed_s - call.image_s,
         )
+        output.error = next((row.error for row in call.rows if row.error), None)
+        if output.error is None:
+            output.finish_reason = FinishReason.STOP
+            output.values = b"".join([row.result for row in call.rows])
+        else:
+            output.error_code = ErrorCode.INVALID_REQUEST
+        return output
 
     def has_work(self) -> bool:
         """Whether a call is unfinished."""

@@ -28,8 +28,6 @@ from engines.pooling.encoder import (
     PACKED_TYPES,
     SCORER_TYPES,
     Encoder,
-    Texts,
-    Words,
     first_position,
 )
 from engines.pooling.engine import PoolingEngine
@@ -37,6 +35,7 @@ from engines.pooling.head import build_head
 from engines.pooling.layers import take_layers
 from engines.pooling.linears import pack_linears, quantize_linears
 from engines.pooling.settings import EncoderSettings
+from engines.pooling.texts import Texts, Words
 from engines.silent_transformers import silent_transformers
 from engines.torch_backend.loading.load import choose_device, choose_dtype
 from engines.torch_backend.loading.stored_tensors import finite

@@ -2,6 +2,7 @@
 
 import time
 from pathlib import Path
+from typing import Any
 
 import httpx
 from packaging.version import InvalidVersion, Version
@@ -23,6 +24,7 @@ from engines.upstream.server import ServerProcess, command_of, free_port
 from engines.upstream.settings import (
     LlamaServerSettings,
     OpenAiSettings,
+    ServerSettings,
     SglangSettings,
     UpstreamSettings,
     VllmSettings,
@@ -33,6 +35,7 @@ from shared.protocol import ModelCard
 
 POLL_S = 0.2
 _MAX_LEN = 2**31
+_MODELS = "/v1/models"
 DEFAULT_MAX_LEN = 131_072  #: of a server that does not report its context length
 
 
@@ -75,16 +78,17 @@ def load_upstream_engine(settings: UpstreamSettings, progress: Progress | None) 
     return LoadedEngine(engine, _card(settings, directory, engine, processor, info))
 
 
-def load_chat_engine(settings: OpenAiSettings, progress: Progress | None) -> LoadedEngine:
-    """Connect to a server of OpenAI's API. Raises: EngineStartError, EngineLoadFailed."""
+def connect(
+    settings: ServerSettings, num_streams: int, silence_s: float, progress: Progress | None
+) -> tuple[UpstreamClient, dict[str, Any]]:
+    """A client of a server of OpenAI's API, and its entry of the model. Raises: EngineStartError, EngineLoadFailed."""
     if not settings.url:
-        raise EngineStartError("VLM_ENGINE__URL: the openai engine needs the address of a server")
-    client = UpstreamClient(
-        settings.url, settings.api_key.get_secret_value(), settings.max_num_seqs, settings.silence_s, "/v1/models"
-    )  # fmt: skip
+        raise EngineStartError("VLM_ENGINE__URL: this engine needs the address of a server")
+    key = settings.api_key.get_secret_value()
+    client = UpstreamClient(settings.url, key, num_streams, silence_s, _MODELS)
     try:
-        _wait_until_ready(client, chat.NAME, "/v1/models", None, settings.start_s, progress)
-        listed = client.request("GET", "/v1/models").raise_for_status().json()["data"]
+        _wait_until_ready(client, chat.NAME, _MODELS, None, settings.start_s, progress)
+        listed = client.request("GET", _MODELS).raise_for_status().json()["data"]
         wanted = settings.upstream_model
         found = next((each for each in listed if each["id"] == wanted or not wanted), None)
         if found is None:
@@ -100,6 +104,12 @@ def load_chat_engine(settings: OpenAiSettings, progress: Progress | None) -> Loa
     except BaseException:
         client.close()
         raise
+    return client, found
+
+
+def load_chat_engine(settings: OpenAiSettings, progress: Progress | None) -> LoadedEngine:
+    """Connect to a server of OpenAI's API. Raises: EngineStartError, EngineLoadFailed."""
+    client, found = connect(settings, settings.max_num_seqs, settings.silence_s, progress)
     engine = chat.ChatEngine(settings, client, found["id"])
     card = ModelCard(
         name=settings.served_name or found["id"],

@@ -2,11 +2,12 @@
 
 from pydantic import Field, SecretStr
 
+from engines.pooling.settings import PoolingSettings
 from engines.settings import EngineSettings
 
 
-class UpstreamSettings(EngineSettings):
-    """Where the server is, or how it is started."""
+class ServerSettings(EngineSettings):
+    """A running server."""
 
     url: str = Field(
         default="",
@@ -16,6 +17,14 @@ class UpstreamSettings(EngineSettings):
     upstream_model: str = Field(
         default="", description="Name of the model at that server; empty: its first model."
     )
+    start_s: float = Field(
+        default=1800.0, gt=0, description="Time limit for the server to become ready."
+    )
+
+
+class UpstreamSettings(ServerSettings):
+    """Where the server is, or how it is started."""
+
     command: str = Field(
         default="",
         description="Executable or container that starts the server, such as `/opt/vllm/bin/vllm serve`; "
@@ -25,9 +34,6 @@ class UpstreamSettings(EngineSettings):
     tokenizer: str = Field(
         default="",
         description="Directory or Hugging Face id of tokenizer and chat template; empty: those of the model.",
-    )
-    start_s: float = Field(
-        default=1800.0, gt=0, description="Time limit for the server to become ready."
     )
     silence_s: float = Field(
         default=30.0,
@@ -64,3 +70,7 @@ class OpenAiSettings(UpstreamSettings):
     """Any server of OpenAI's chat completions API, at `url`."""
 
     takes_images: bool = Field(default=False, description="Whether the model takes images.")
+
+
+class VectorSettings(PoolingSettings, ServerSettings):
+    """Any server of OpenAI's embeddings API, or of Jina's rerank API, at `url`."""

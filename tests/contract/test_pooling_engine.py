@@ -23,11 +23,13 @@ from shared.protocol import (
     Tokenize,
     TokensPart,
 )
+from tests.engines.upstream.stand_in import StandIn, run_stand_in
 from tests.factories_encoders import make_encoder
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "mock_pooling": {"mock": {"step_s": 0, "s_per_token": 0}},
     "pooling": {"device": "cpu", "dtype": "float32"},
+    "openai-pooling": {},
 }
 TEXTS = ("w1 w2", "w3", "w4 w5 w6 w7 w8 w9", "w1 w9")
 
@@ -37,13 +39,22 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_encoder(tmp_path_factory.mktemp("encoder"), "bert")
 
 
+@pytest.fixture
+def stand_in() -> Iterator[StandIn]:
+    """A server of the embeddings API."""
+    with run_stand_in() as server:
+        yield server
+
+
 @pytest.fixture(params=SETTINGS)
 def engine(request: pytest.FixtureRequest, checkpoint: Path) -> Iterator[Engine]:
     """With steps of a few tokens, each computed anew."""
     values = {"kind": request.param, "max_batch_tokens": 12, **SETTINGS[request.param]}
     values["result_cache_bytes"] = 0
-    if request.param == "pooling":
+    if request.param != "mock_pooling":
         values["model"] = str(checkpoint)
+    if request.param == "openai-pooling":
+        values["url"] = request.getfixturevalue("stand_in").url
     loaded = create_engine(values)
     assert loaded.card.tasks == loaded.engine.capabilities().tasks
     yield loaded.engine

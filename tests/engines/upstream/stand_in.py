@@ -6,6 +6,8 @@ Their tokens are a function of all before them. They are for laws and faults; `m
 import json
 import threading
 import time
+from array import array
+from base64 import b64encode
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +21,7 @@ CONTEXT = 512
 PROBE = {"version": "probe"}
 EOS_ID = 2
 MAX_CHARS = 200_000  #: of a body
+BAD_ID = 203  #: of an input that the server refuses
 FIRST_ID, NUM_IDS = 67, 26  #: tokens that are printable in the tiny checkpoint
 
 
@@ -35,6 +38,7 @@ class StandIn:
     refuses_in_stream: bool = False  #: as vLLM and SGLang do
     break_after: list[int] = field(default_factory=list)  #: tokens of the next streams
     bodies: list[dict[str, Any]] = field(default_factory=list)
+    vectors: tuple[str, ...] = ("/v1/embeddings",)  #: paths of vectors and scores
     num_open: int = 0
     url: str = ""
 
@@ -107,6 +111,12 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(status, json.dumps({"error": {"message": message}}).encode())
             return
         state.bodies.append(body)
+        if answer := _VECTORS.get(self.path):
+            status, content = (
+                answer(body) if self.path in state.vectors else (404, {"detail": "Not Found"})
+            )
+            self._answer(status, json.dumps(content).encode())
+            return
         if len(str(body)) > MAX_CHARS:
             state.refuse_with = (400, "the prompt exceeds the context")
         if state.refuse_with is not None:
@@ -208,6 +218,25 @@ def _openai(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
     yield {"choices": [], "usage": usage}
 
 
+def _embeddings(body: dict[str, Any]) -> tuple[int, Any]:
+    if any(BAD_ID in ids for ids in body["input"]):
+        return 400, {"error": {"message": "a bad id"}}
+    data = []
+    for index, ids in enumerate(body["input"]):
+        digest = sha256(str(ids).encode()).digest()
+        numbers = array("f", [byte - 128.0 for byte in digest[:16]])
+        vector = b64encode(numbers.tobytes()).decode()
+        data.append({"index": index, "embedding": vector})
+    return 200, {"data": data[::-1]}
+
+
+def _rerank(body: dict[str, Any]) -> tuple[int, Any]:
+    scores = [(len(text), index) for index, text in enumerate(body["documents"])]
+    ordered = sorted(scores, reverse=True)
+    return 200, {"results": [{"index": i, "relevance_score": n / 100} for n, i in ordered]}
+
+
+_VECTORS = {"/v1/embeddings": _embeddings, "/v1/rerank": _rerank}
 _APIS = {
     "/inference/v1/generate": _vllm,
     "/generate": _sglang,

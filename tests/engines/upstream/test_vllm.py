@@ -1,6 +1,7 @@
 """vLLM itself on a CPU behind the engine: answers of the torch engine, takeover, grammars, adapters, two ranks."""
 
 import json
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,17 +16,21 @@ from engines.registry import create_engine
 from engines.upstream.engine import UpstreamEngine
 from shared.protocol import (
     ChatMessage,
+    Embed,
     ErrorCode,
     FinishReason,
     Generate,
     Grammar,
     ImagePart,
     ImageRef,
+    Rerank,
     SamplingParams,
     TextPart,
+    TokensPart,
 )
 from tests.engines.upstream.vllm import CONTEXT, make_settings, run_vllm, write_model
 from tests.factories_adapters import linear_names, make_changes, write_adapter
+from tests.factories_encoders import make_encoder, make_scorer
 from tests.factories_images import encoded
 from tests.waiting import wait_for
 
@@ -38,6 +43,11 @@ GRAMMARS = [
     Grammar("choice", '["red", "green"]', "guided_choice"),
     Grammar("lark", 'start: "x" /[0-9]{4}/', "guided_grammar"),
 ]
+
+
+POOLING = {"kind": "pooling", "device": "cpu", "dtype": "float32"}
+VECTORS = Embed((TextPart("w1 w2"), TextPart("w3 w4 w5"), TokensPart((5, 9, 7))))
+SCORES = Rerank(("w1 w2",), ("w3 w4 w5", "w2", "w7 w1"))
 
 
 @pytest.fixture(scope="module")
@@ -203,6 +213,23 @@ def test_a_refusal_of_the_server_ends_its_request_alone(engine: UpstreamEngine):
     with pytest.raises(BadGrammar):
         engine.prepare(make_call(grammar=grammar), [])
     assert len(ids_of(run(engine, make_call("next", ignore_eos=True)))) == 24
+
+
+@pytest.mark.parametrize("task", [VECTORS, SCORES], ids=["embed", "rerank"])
+def test_vectors_and_scores_are_those_of_the_pooling_engine(task: Embed | Rerank, tmp_path: Path):
+    make = make_scorer if task is SCORES else make_encoder
+    model = make(tmp_path / "encoder", "bert", config={"num_attention_heads": 1})
+    found = []
+    with run_vllm(model, arguments="--runner pooling --enforce-eager") as (url, _):
+        for values in ({"kind": "openai-pooling", "url": url}, POOLING):
+            each = create_engine({**values, "model": str(model)}).engine
+            each.add(each.prepare(EngineCall("r", task), []))
+            outputs: list[EngineOutput] = []
+            while each.has_work():
+                outputs += each.step()
+            found.append(array("f", outputs[0].values).tolist())
+            each.close()
+    assert found[0] == pytest.approx(found[1], abs=1e-4)
 
 
 def test_two_ranks_give_the_answer_of_one(

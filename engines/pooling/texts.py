@@ -1,0 +1,115 @@
+"""Token ids of texts and pairs for embedding models. Needs no torch."""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tokenizers import Encoding, Tokenizer
+
+from engines.base import InvalidRequest, PromptTooLong
+from engines.pooling.checkpoint import SentenceConfig
+from shared.protocol import Embed, ImagePart, Rerank, TextPart, Truncate
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """Token ids of a text, and output options."""
+
+    ids: Sequence[int]
+    types: Sequence[int]
+    dimensions: int | None = None
+    is_normalized: bool = True
+
+    @property
+    def identity(self) -> bytes:
+        numbers = (self.dimensions or 0, self.is_normalized, *self.ids, *self.types)
+        return array("i", numbers).tobytes()
+
+
+class Texts:
+    """Tokenizes texts, ids and pairs. Thread-safe."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, max_tokens: int, vocab_size: int, config: SentenceConfig
+    ) -> None:
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        self._tokenizer = tokenizer
+        self._config = config
+        self.max_tokens = max_tokens
+        self.vocab_size = vocab_size
+
+    def words(self, task: Embed, index: int) -> Words:
+        """An input of text or ids. Raises: PromptTooLong, InvalidRequest."""
+        part, param = task.inputs[index], task.param(index)
+        options = (task.dimensions, task.is_normalized)
+        if isinstance(part, TextPart):
+            name = self._config.default_prompt if task.prompt_name == "" else task.prompt_name
+            prompt = self._config.prompts[name] if name else ""
+            encoding = self._tokenizer.encode(prompt + part.text, add_special_tokens=False)
+            num_special = self._tokenizer.num_special_tokens_to_add(False)
+            room = max(0, self._most(task) - num_special)
+            self._cut(encoding, room, task.truncate, param)
+            encoding = self._tokenizer.post_process(encoding)
+            return Words(array("i", encoding.ids), bytes(encoding.type_ids), *options)
+        assert not isinstance(part, ImagePart)
+        ids = part.token_ids
+        if max(ids) >= self.vocab_size:
+            raise InvalidRequest(
+                f"A token id is outside the vocabulary: send 0 to {self.vocab_size - 1}.", param
+            )
+        if len(ids) > (most := self._most(task)):
+            if task.truncate == "none":
+                raise self._too_long(len(ids), param)
+            ids = ids[-most:] if task.truncate == "start" else ids[:most]
+        return Words(ids, (0,) * len(ids), *options)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> tuple[list[int], list[str]]:
+        """Token ids of a text and their spellings."""
+        encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return encoding.ids, encoding.tokens
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of ids with special tokens. Raises: InvalidRequest."""
+        if any(token_id >= self.vocab_size for token_id in token_ids):
+            raise InvalidRequest(
+                f"A token id is outside the vocabulary: send 0 to {self.vocab_size - 1}.", "tokens"
+            )
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
+
+    def pair(self, task: Rerank, index: int) -> Words:
+        """Token ids of a query and a document. Raises: PromptTooLong."""
+        encoding = self._tokenizer.post_process(*self.encode_pair(task, index))
+        return Words(array("i", encoding.ids), bytes(encoding.type_ids), None, not task.is_raw)
+
+    def encode_pair(self, task: Rerank, index: int) -> tuple[Encoding, Encoding]:
+        """A query and a document that is truncated as the task asks. Raises: PromptTooLong."""
+        query = task.queries[index if len(task.queries) > 1 else 0]
+        first = self._tokenizer.encode(query, add_special_tokens=False)
+        second = self._tokenizer.encode(task.documents[index], add_special_tokens=False)
+        if task.max_document_tokens is not None:
+            second.truncate(task.max_document_tokens)
+        room = self.max_tokens - self._tokenizer.num_special_tokens_to_add(True) - len(first)
+        if room < 1:
+            raise PromptTooLong(
+                f"The query has {len(first)} tokens: send at most {self.max_tokens // 2}.",
+                "query" if task.name == "documents" else "text_1",
+            )
+        self._cut(second, room, task.truncate, task.param(index))
+        return first, second
+
+    def _most(self, task: Embed) -> int:
+        return min(self.max_tokens, task.max_tokens or self.max_tokens)
+
+    def _cut(self, encoding: Encoding, room: int, truncate: Truncate, param: str) -> None:
+        if len(encoding) <= room:
+            return
+        if truncate == "none":
+            raise self._too_long(len(encoding) + self.max_tokens - room, param)
+        encoding.truncate(room, direction="left" if truncate == "start" else "right")
+
+    def _too_long(self, num_tokens: int, param: str) -> PromptTooLong:
+        return PromptTooLong(
+            f"The input has {num_tokens} tokens: send at most {self.max_tokens}, or truncate.",
+            param,
+        )

@@ -1,0 +1,248 @@
+"""Any server of OpenAI's embeddings API, or of Jina's rerank API: vLLM, SGLang, llama-server, Infinity or a hosted one.
+
+The worker tokenizes, truncates and normalizes, so the server gets token ids, or pairs of texts; batches, priorities and
+the result cache are those of the pooling engine.
+
+Source: OpenAI API reference, "Create embeddings"; Jina API reference, "Reranker".
+"""
+
+import time
+from array import array
+from base64 import b64decode
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from math import sqrt
+from typing import Any
+
+import httpx
+from tokenizers import Tokenizer
+
+from engines.base import (
+    Decode,
+    EngineLoadFailed,
+    InvalidRequest,
+    LoadedEngine,
+    PreparedImage,
+    Progress,
+    UnsupportedCheckpoint,
+)
+from engines.packages.checkpoint_json import read_json
+from engines.packages.resolve import default_name, resolve_model
+from engines.pooling.batch import Row
+from engines.pooling.checkpoint import SentenceConfig, read_sentence_config
+from engines.pooling.engine import PoolingEngine
+from engines.pooling.texts import Texts
+from engines.text.tokenizer import MAX_VOCAB_SIZE
+from engines.upstream.client import UpstreamClient
+from engines.upstream.load import DEFAULT_MAX_LEN, connect
+from engines.upstream.settings import VectorSettings
+from engines.upstream.streams import error_message
+from shared.protocol import Embed, ImageRef, ModelCard, Rerank, Task
+
+EMBEDDINGS, RERANK = "/v1/embeddings", "/v1/rerank"
+TIMEOUT_S = 120.0  #: of one batch
+RETRY_S = (0.2, 1.0, 5.0)  #: pauses after a failure of the server
+_BUSY = (429, 503)
+_OPERATOR = (401, 403, 404)  #: a wrong key or address, not the client's fault
+
+
+@dataclass(frozen=True, slots=True)
+class _Ids:
+    token_ids: list[int]
+    dimensions: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    query: str
+    document: str
+
+
+class VectorModel:
+    """Implements `PoolingModel`."""
+
+    decodes_images = False
+    prepares_quickly = True
+
+    def __init__(
+        self, client: UpstreamClient, model: str, texts: Texts, config: SentenceConfig
+    ) -> None:
+        self._client, self._model = client, model
+        self.texts = texts
+        self.prompts: Mapping[str, str] = config.prompts
+        self.dimensions = 0
+        self.shorter_dimensions: tuple[int, ...] = ()
+        self.tasks: tuple[str, ...] = ("rerank",)
+
+    def probe(self) -> None:
+        """Ask the server for a vector, or else for a score. Raises: EngineLoadFailed."""
+        row = Row(_Ids([0], 0), 1)
+        self.compute([row])
+        if not row.error:
+            self.tasks, self.dimensions = ("embed",), len(row.result) // 4
+            return
+        pair = Row(_Pair("a", "b"), 2)
+        self.compute([pair])
+        if pair.error:
+            raise EngineLoadFailed(
+                f"{self._client.url} serves neither {EMBEDDINGS} ({row.error}) nor {RERANK} ({pair.error})"
+            )
+
+    def process_image(self, data: bytes, image: ImageRef, decode: Decode) -> Any:
+        """Raises: InvalidRequest."""
+        raise InvalidRequest("this model takes no images")
+
+    def rows(self, task: Task, images: Sequence[PreparedImage]) -> list[Row]:
+        """One row for each input. Raises: PromptTooLong, InvalidRequest."""
+        if isinstance(task, Rerank):
+            if task.is_raw:
+                raise InvalidRequest("The server gives no raw scores.", "raw_scores")
+            return [self._pair(task, index) for index in range(len(task.documents))]
+        assert isinstance(task, Embed)
+        if images:
+            raise InvalidRequest("this model takes no images")
+        if not task.is_normalized:
+            raise InvalidRequest("The server gives vectors of length 1 only.", "normalized")
+        words = [self.texts.words(task, index) for index in range(len(task.inputs))]
+        size = task.dimensions or self.dimensions
+        return [
+            Row(_Ids(list(each.ids), size), len(each.ids), identity=each.identity) for each in words
+        ]
+
+    def _pair(self, task: Rerank, index: int) -> Row:
+        words = self.texts.pair(task, index)
+        _, second = self.texts.encode_pair(task, index)
+        query = task.queries[index if len(task.queries) > 1 else 0]
+        end = second.offsets[-1][1] if second.offsets else 0
+        pair = _Pair(query, task.documents[index][:end])
+        return Row(pair, len(words.ids), identity=words.identity)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> tuple[list[int], list[str]]:
+        """Token ids of a text and their spellings."""
+        return self.texts.encode(text, add_special_tokens=add_special_tokens)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of ids. Raises: InvalidRequest."""
+        return self.texts.decode(token_ids)
+
+    def compute(self, rows: Sequence[Row]) -> None:
+        """Set the result or error of each row. Raises: EngineLoadFailed if the server fails."""
+        if isinstance(rows[0].content, _Ids):
+            self._send(list(rows))
+            return
+        for _, same in groupby(rows, key=lambda row: row.content.query):
+            self._send(list(same))
+
+    def _send(self, rows: list[Row]) -> None:
+        """Send rows in one request. If the server refuses several, each is sent alone."""
+        first = rows[0].content
+        body: dict[str, Any] = {"model": self._model}
+        if isinstance(first, _Ids):
+            path = EMBEDDINGS
+            body |= {"input": [row.content.token_ids for row in rows], "encoding_format": "base64"}
+        else:
+            path = RERANK
+            documents = [row.content.document for row in rows]
+            body |= {"query": first.query, "documents": documents}
+        response = self._post(path, body)
+        if not response.is_error:
+            try:
+                _read(response.json(), rows)
+            except (KeyError, IndexError, TypeError, ValueError) as error:
+                raise EngineLoadFailed(
+                    f"{self._client.url}{path} answers in another form: {error!r}"
+                ) from None
+        elif len(rows) > 1:
+            for row in rows:
+                self._send([row])
+        else:
+            message = error_message(response.content)
+            rows[0].error = message or f"the server answers {response.status_code}"
+
+    def _post(self, path: str, body: dict[str, Any]) -> httpx.Response:
+        """The answer, or the refusal of this request. Raises: EngineLoadFailed."""
+        reason = ""
+        for pause_s in (*RETRY_S, 0.0):
+            try:
+                response = self._client.request("POST", path, timeout_s=TIMEOUT_S, json=body)
+            except httpx.HTTPError as error:
+                reason = f"{type(error).__name__}: {error}"
+            else:
+                status = response.status_code
+                is_probe = not self.dimensions and status in _OPERATOR
+                if status < 500 and status not in _BUSY and (status not in _OPERATOR or is_probe):
+                    return response
+                reason = f"it answers {status} {error_message(response.content)}"
+            time.sleep(pause_s)
+        raise EngineLoadFailed(f"{self._client.url}{path}: {reason}")
+
+    def memory_bytes(self) -> dict[str, int]:
+        """None: the weights are the server's."""
+        return {"weights": 0}
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.close()
+
+
+def _read(answer: Any, rows: Sequence[Row]) -> None:
+    """Set the results of rows. Raises: KeyError, IndexError, TypeError, ValueError."""
+    if isinstance(rows[0].content, _Ids):
+        entries = sorted(answer["data"], key=lambda entry: entry["index"])
+        for row, entry in zip(rows, entries, strict=True):
+            row.result = _unit(entry["embedding"], row.content.dimensions)
+        return
+    entries = answer if isinstance(answer, list) else answer["results"]
+    if len(entries) != len(rows):
+        raise ValueError(f"{len(entries)} scores of {len(rows)} documents")
+    for entry in entries:
+        score = entry["relevance_score"] if "relevance_score" in entry else entry["score"]
+        rows[entry["index"]].result = array("f", [float(score)]).tobytes()
+
+
+def _unit(embedding: str | list[float], dimensions: int) -> bytes:
+    """The first numbers of a vector, scaled to length 1."""
+    vector = array("f")
+    if isinstance(embedding, str):
+        vector.frombytes(b64decode(embedding))
+    else:
+        vector.extend(embedding)
+    vector = vector[: dimensions or None]
+    length = sqrt(sum(x * x for x in vector)) or 1.0
+    return array("f", [x / length for x in vector]).tobytes()
+
+
+def load_vector_engine(settings: VectorSettings, progress: Progress | None) -> LoadedEngine:
+    """Connect to a server. Raises: EngineStartError, EngineLoadFailed."""
+    directory = resolve_model(settings.model, needs_weights=False)
+    if not (directory / "tokenizer.json").is_file():
+        raise UnsupportedCheckpoint(f"{directory} has no tokenizer.json")
+    config, fields = read_sentence_config(directory), read_json(directory / "config.json")
+    vocab_size = fields.get("vocab_size") or MAX_VOCAB_SIZE
+    client, found = connect(settings, 1, TIMEOUT_S, progress)
+    limits = (settings.max_model_len, config.max_tokens, found.get("max_model_len"))
+    max_tokens = min((limit for limit in limits if limit), default=DEFAULT_MAX_LEN)
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    model = VectorModel(
+        client, found["id"], Texts(tokenizer, max_tokens, vocab_size, config), config
+    )
+    try:
+        model.probe()
+    except EngineLoadFailed:
+        client.close()
+        raise
+    shorter = fields.get("matryoshka_dimensions") or ()
+    model.shorter_dimensions = tuple(sorted(x for x in shorter if x < model.dimensions))
+    engine = PoolingEngine(model, settings)
+    card = ModelCard(
+        name=settings.served_name or default_name(settings.model),
+        created_at=int(time.time()),  # noqa: TID251
+        max_model_len=max_tokens,
+        vocab_size=vocab_size,
+        tasks=engine.capabilities().tasks,
+        dimensions=model.dimensions,
+        shorter_dimensions=model.shorter_dimensions,
+        prompts=tuple(model.prompts),
+    )
+    return LoadedEngine(engine, card)
