@@ -70,6 +70,26 @@ def bench_gateway(
         raise SystemExit(f"bench gateway: {error}") from None
 
 
+@app.command("server")
+def bench_server(
+    model: Annotated[str, typer.Option(help="Directory or hub id of the server's model.")],
+    url: Annotated[str, typer.Option(help="Address of the server, on this machine.")],
+    engine: Annotated[str, typer.Option(help="vllm, sglang, llama-server or openai.")] = "vllm",
+    streams: Annotated[int, typer.Option(min=1, help="Concurrent streams.")] = 64,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens of each answer.")] = 256,
+    seconds: Annotated[float, typer.Option(min=0.5, help="Length of each measurement.")] = 5.0,
+    rounds: Annotated[int, typer.Option(min=1, help="Interleaved repetitions.")] = 3,
+) -> None:
+    """Compare the fleet's CPU per streamed token with that of the HTTP front of a server behind it."""
+    from benchmarks.gateway.run import BenchError
+    from benchmarks.gateway.server import run
+
+    try:
+        run(engine, model, url, streams, tokens, seconds, rounds)
+    except BenchError as error:
+        raise SystemExit(f"bench server: {error}") from None
+
+
 @app.command("engine")
 def bench_engine(
     model: Annotated[str, typer.Option(help="Name, directory or hub id.")] = "shapes",

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import cast
 
 CHAT, EMBEDDINGS = "/v1/chat/completions", "/v1/embeddings"
-GRACE_S = 15.0
+GRACE_S = 60.0
 #: With its own two length bytes; 2 + 2 + 14 bytes in front are whole base64 groups.
 COMMENT_BYTES = 14
 HEAD_BYTES = 4 + COMMENT_BYTES

@@ -1,0 +1,84 @@
+"""CPU per streamed token of gateway, worker and Redis, beside the HTTP front of the server behind them.
+
+Each round drives the server alone, and the fleet in front of it, with the same requests. The server's front is the process that
+listens on its port; the processes that compute are not counted.
+"""
+
+import json
+from statistics import median
+from urllib.parse import urlsplit
+
+import httpx
+import psutil
+from rich.table import Table
+
+from benchmarks.gateway.client import Job
+from benchmarks.gateway.run import BenchError, Target, run_checked, run_vlm_fleet, show
+
+FRONT = "server's front"
+PROMPT = "Tell me about a lighthouse."
+
+
+def run(
+    kind: str, model: str, url: str, streams: int, tokens: int, seconds: float, rounds: int
+) -> None:
+    """Measure and print a table. Raises: BenchError."""
+    settings = {
+        "VLM_ENGINE__KIND": kind, "VLM_ENGINE__MODEL": model, "VLM_ENGINE__URL": url,
+        "VLM_ENGINE__MAX_NUM_SEQS": str(streams),
+    }  # fmt: skip
+    costs: dict[str, list[dict[str, float]]] = {}
+    with run_vlm_fleet(settings) as fleet:
+        front = _find_front(url)
+        for number in range(rounds):
+            for target in (front, fleet) if number % 2 == 0 else (fleet, front):
+                found = _measure(target, streams, tokens, seconds)
+                costs.setdefault(target.name, []).append(found)
+    show([_to_table(costs, front.name, fleet.name, streams)])
+
+
+def _find_front(url: str) -> Target:
+    """The process that listens on the server's port. Raises: BenchError."""
+    port = urlsplit(url).port
+    pids = {
+        connection.pid
+        for connection in psutil.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN and connection.laddr[1:2] == (port,)
+    } - {None}
+    if port is None or len(pids) != 1:
+        raise BenchError(f"{len(pids)} processes of this machine listen at {url}")
+    try:
+        listed = httpx.get(f"{url}/v1/models", trust_env=False).raise_for_status().json()
+    except httpx.HTTPError as error:
+        raise BenchError(f"{url}: {error}") from None
+    return Target(FRONT, port, listed["data"][0]["id"], {FRONT: psutil.Process(pids.pop())})
+
+
+def _measure(target: Target, streams: int, tokens: int, seconds: float) -> dict[str, float]:
+    """CPU seconds per token of each process. Raises: BenchError."""
+    body = {
+        "model": target.model, "messages": [{"role": "user", "content": PROMPT}], "max_tokens": tokens,
+        "temperature": 0, "ignore_eos": True, "stream": True,
+    }  # fmt: skip
+    before = target.cpu_s()
+    result = run_checked(Job(target.port, json.dumps(body), streams, seconds, stream=True))
+    after = target.cpu_s()
+    return {role: (after[role] - before[role]) / (result.num_all * tokens) for role in after}
+
+
+def _to_table(
+    costs: dict[str, list[dict[str, float]]], front: str, fleet: str, streams: int
+) -> Table:
+    table = Table(title=f"CPU per streamed token, {streams} streams", title_justify="left")
+    table.add_column("process")
+    table.add_column("us", justify="right")
+    for name in (front, fleet):
+        for role in costs[name][0]:
+            cost = median(each[role] for each in costs[name])
+            table.add_row(role, f"{cost * 1e6:.1f}")
+    ratios = [
+        sum(ours.values()) / sum(theirs.values())
+        for ours, theirs in zip(costs[fleet], costs[front], strict=True)
+    ]
+    table.add_row("fleet : front", f"{median(ratios):.2f}", end_section=True)
+    return table
