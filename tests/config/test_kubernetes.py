@@ -3,11 +3,14 @@
 import re
 import shutil
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from engines.upstream.settings import VllmSettings
+from engines.upstream.vllm import Vllm
 from loadtest.fleet import ROOT
 from shared.settings.load import load_settings
 from shared.telemetry.metrics import METRICS
@@ -93,16 +96,43 @@ def test_a_misspelt_field_of_scaling_is_found():
         schema.validate(broken, SCALED_OBJECT)
 
 
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
-def test_kustomize_puts_it_together():
-    done = subprocess.run(["kubectl", "kustomize", str(FOLDER)], capture_output=True, text=True)
+def kustomize(folder: Path) -> tuple[list[dict[str, Any]], str]:
+    """Documents of a folder, and their text."""
+    if shutil.which("kubectl") is None:
+        pytest.skip("kubectl is not installed")
+    done = subprocess.run(["kubectl", "kustomize", str(folder)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    made = list(yaml.safe_load_all(done.stdout))
+    return list(yaml.safe_load_all(done.stdout)), done.stdout
+
+
+def test_vllm_is_a_container_of_the_workers_pod():
+    validator = pytest.importorskip(
+        "kubernetes_validate", reason="kubernetes-validate is not installed"
+    )
+    made, _ = kustomize(FOLDER.with_name("kubernetes-vllm"))
+    [worker] = [d for d in made if (d["kind"], d["metadata"]["name"]) == ("Deployment", "worker")]
+    validator.validate(worker, VERSION, strict=True)
+    pod = worker["spec"]["template"]["spec"]
+    [server], [own] = pod["initContainers"], pod["containers"]
+    settings = {each["name"]: each.get("value") for each in own["env"]}
+    url, model = settings["VLM_ENGINE__URL"], settings["VLM_ENGINE__MODEL"]
+    assert settings["VLM_ENGINE__KIND"] == "vllm"
+    assert server["restartPolicy"] == "Always"
+    assert f"--port={url.rpartition(':')[2]}" in server["args"]
+    assert server["args"][0] == model
+    needed = {arg for arg in Vllm(VllmSettings()).arguments(1) if arg.startswith("--enable-")}
+    assert needed <= set(server["args"])
+    assert f"{url}/health" in server["startupProbe"]["exec"]["command"]
+    assert settings["VLM_REDIS_URL"]  # the worker's own settings stay
+
+
+def test_kustomize_puts_it_together():
+    made, text = kustomize(FOLDER)
     [config] = [doc for doc in made if doc["kind"] == "ConfigMap"]
     assert set(config["data"]) == {"redis.conf", "start.sh", "users.acl"}
-    assert config["metadata"]["name"] in done.stdout.split("kind: StatefulSet")[1]  # with its hash
+    assert config["metadata"]["name"] in text.split("kind: StatefulSet")[1]  # with its hash
     assert {doc["metadata"].get("namespace") for doc in made} == {None, "vlm-fleet"}
-    assert "image: vlm-fleet" not in done.stdout
+    assert "image: vlm-fleet" not in text
     assert len(made) == len(DOCUMENTS) + 1
 
 
