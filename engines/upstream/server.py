@@ -3,16 +3,15 @@
 import os
 import shlex
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
 
-from engines.application import launch
 from engines.base import EngineLoadFailed, EngineStartError
 from engines.child_process import LogForwarder
+from engines.upstream import guard
 from engines.upstream.dialect import Dialect
 from engines.upstream.settings import UpstreamSettings
 
@@ -20,7 +19,6 @@ _ENVIRONMENT = ("PATH", "HOME", "LANG", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_EN
 _PREFIXES = (
     "CUDA_", "NVIDIA_", "HIP_", "ROCR_", "HF_", "XDG_", "VLLM_", "SGLANG_", "GGML_", "NCCL_", "RAY_", "OMP_", "TORCH_",
 )  # fmt: skip
-STOP_S = 10.0
 
 
 def free_port() -> int:
@@ -37,7 +35,7 @@ def command_of(settings: UpstreamSettings, dialect: Dialect, port: int) -> list[
 
 
 class ServerProcess:
-    """A running server and its process group."""
+    """A running server, whose processes end with this one, however it ends."""
 
     def __init__(self, command: list[str], environment: Mapping[str, str]) -> None:
         """Raises: EngineStartError."""
@@ -54,16 +52,16 @@ class ServerProcess:
         }
         kept |= environment
         self.name = command[0]
-        launcher = [sys.executable, launch.__file__, "--", program, *command[1:]]
         self._process = subprocess.Popen(
-            launcher, env=kept, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            start_new_session=True, bufsize=0,
+            [sys.executable, guard.__file__, program, *command[1:]], env=kept, stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True, bufsize=0,
         )  # fmt: skip
         assert self._process.stdout is not None
         self._log = LogForwarder(self._process.stdout)
 
     @property
     def pid(self) -> int:
+        """Process id of the guard."""
         return self._process.pid
 
     def check(self) -> None:
@@ -75,12 +73,10 @@ class ServerProcess:
             )
 
     def close(self) -> None:
-        """Stop the process group. Idempotent."""
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, number)
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(STOP_S)
-                break
-        with suppress(ProcessLookupError):  # children that outlived it
-            os.killpg(self._process.pid, signal.SIGKILL)
+        """Stop the server and all of its processes. Idempotent."""
+        self._process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(guard.STOP_S)
+        assert self._process.stdin is not None
+        self._process.stdin.close()  # the guard sends SIGKILL after some seconds
+        self._process.wait()

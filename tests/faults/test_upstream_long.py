@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
 from tests.engines.upstream.llama import run_llama_server
@@ -119,7 +120,8 @@ def start_server(stack: AsyncExitStack, kind: str, model: Path) -> tuple[int, Ca
     """Its port, and what kills it."""
     if kind == "vllm":
         url, server = stack.enter_context(run_vllm(model))
-        kill = partial(os.killpg, server.pid, signal.SIGKILL)
+        [child] = psutil.Process(server.pid).children()  # of the guard
+        kill = partial(os.killpg, child.pid, signal.SIGKILL)
     else:
         url, process = stack.enter_context(run_llama_server(model))
         kill = process.kill

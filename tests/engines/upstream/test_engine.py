@@ -1,12 +1,15 @@
 """Engines behind HTTP: tokens, faults of the server, and refusals."""
 
 import json
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from msgspec.structs import replace
 
@@ -498,6 +501,27 @@ def test_a_server_that_ends_at_its_start_is_quoted(checkpoint: Path, tmp_path: P
     values = {"kind": "vllm", "model": str(checkpoint), "command": str(program)}
     with pytest.raises(EngineLoadFailed, match="exit code 3: out of GPU memory"):
         create_engine(values)
+
+
+WORKER = """
+import sys, time
+from engines.upstream.server import ServerProcess
+server = ServerProcess([sys.argv[1]], {})
+time.sleep(600)
+"""
+
+
+def test_processes_of_a_server_end_with_a_worker_that_is_killed(tmp_path: Path):
+    program, file = tmp_path / "server", tmp_path / "child"
+    child = f"(trap '' TERM; exec sleep 600) & echo $! > {file}.new; mv {file}.new {file}"
+    program.write_text(f"#!/bin/sh\n{child}\nexec sleep 600\n")
+    program.chmod(0o755)
+    worker = subprocess.Popen([sys.executable, "-c", WORKER, str(program)])
+    wait_for(file.exists)
+    worker.kill()
+    worker.wait()
+    pid = int(file.read_text())
+    wait_for(lambda: not psutil.pid_exists(pid))
 
 
 @pytest.mark.parametrize(
