@@ -1,1 +1,1 @@
-"""CUDA graphs of a decode step."""
+"""CUDA graphs of decode steps."""

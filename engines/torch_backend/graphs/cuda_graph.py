@@ -1,9 +1,9 @@
-"""Steps in which every sequence has one new token, captured in CUDA graphs and replayed.
+"""Decode steps with one new token per sequence, captured in CUDA graphs and replayed.
 
-A step is filled into the buffers of the next larger batch size, and one launch replays all of it: embedding, layers,
-output head and sampling. The tokens stay on the device too, so that the next step can be launched before the host has
-them. A graph is captured when its batch size and kind of sampling are first met. Without a GPU the same function runs
-eagerly over the same buffers, which is how tests compare it with the plain path.
+A step is copied into the buffers of the next larger batch size, and one launch replays embedding, layers, output
+head and sampling. Tokens stay on the device too, so that the next step can be launched before the host has them. A
+graph is captured when its batch size and kind of sampling first occur. Without a GPU the same function runs eagerly
+over the same buffers; tests compare it with the plain path.
 """
 
 import logging
@@ -36,14 +36,14 @@ def runs_graphs(device: torch.device) -> bool:
 
 
 class SamplingKind(Enum):
-    """What a graph does with the scores."""
+    """How a graph samples."""
 
-    GREEDY = auto()  #: takes the best
-    RANDOM = auto()  #: samples, where a row is not greedy
-    TRUNCATED = auto()  #: samples among some of the tokens
+    GREEDY = auto()  #: takes the best token
+    RANDOM = auto()  #: samples the rows that are not greedy
+    TRUNCATED = auto()  #: samples with truncated distributions
 
 
-NO_TOKEN = -1  #: where the scores are no numbers
+NO_TOKEN = -1  #: for scores that are not finite
 
 
 class DecodeStep:
@@ -60,7 +60,7 @@ class DecodeStep:
         self._arrival = arrival
 
     def wait(self) -> StepResult:
-        """The tokens. Raises: SequenceFailure for scores that are no numbers."""
+        """The tokens. Raises: SequenceFailure for scores that are not finite."""
         if self._arrival is not None:
             self._arrival.synchronize()
         token_ids = self._token_ids[: len(self._request_ids)].tolist()
@@ -85,7 +85,7 @@ class DecodeGraphs:
         rotary: RotaryTable,
         max_num_seqs: int,
     ) -> None:
-        """The last block of the pool belongs to no sequence: rows without a sequence write there."""
+        """The last block of the pool belongs to no sequence: padding rows write there."""
         self._decoder = decoder
         self._create_attention = ops["paged_attention"]
         self._pool = pool
@@ -93,7 +93,7 @@ class DecodeGraphs:
         self._table_width = -(-len(rotary.cos) // pool.block_size)
         self._device = rotary.cos.device
         self._sizes = batch_sizes(max_num_seqs)
-        # what the last step sampled, by its rows; 0 where nothing, which can be embedded too
+        # tokens of the last step, by row; 0 without one, which is a valid id
         self._sampled = torch.zeros(self._sizes[-1], dtype=torch.int64, device=self._device)
         self._buffers: dict[int, DecodeBuffers] = {}
         self._graphs: dict[tuple[int, SamplingKind], Captured] = {}
@@ -101,19 +101,19 @@ class DecodeGraphs:
 
     @property
     def captured(self) -> Collection[tuple[int, SamplingKind]]:
-        """Batch sizes and kinds of sampling that were met."""
+        """Batch sizes and kinds of sampling that have occurred."""
         return self._graphs.keys()
 
     def can_run(self, items: list[ScheduledSequence]) -> bool:
-        """Whether a step has one new token of each sequence, none of which is an image's."""
+        """Whether each sequence has one new token, none of them an image slot."""
         return len(items) <= self._sizes[-1] and all(
             item.num_new_tokens == 1 and item.samples and not item.images for item in items
         )
 
     def launch(self, items: list[ScheduledSequence]) -> RunningStep:
-        """Sample the next token of each sequence; waits for them only where the sampler needs the scores.
+        """Sample the next token of each sequence; waits for the result only if the sampler needs the scores.
 
-        Raises: SequenceFailure for scores that are no numbers.
+        Raises: SequenceFailure for scores that are not finite.
         """
         params = [item.sequence.sampling for item in items]
         if any(needs_host(item.sequence) for item in items):
@@ -125,14 +125,14 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def warm_up(self) -> bool:
-        """Capture what will be met soon, the largest first, whose memory the others share. Returns: whether it worked."""
+        """Capture the first graphs, the largest first: the others share its memory. Returns: whether it worked."""
         try:
             for size in reversed(self._sizes):
                 for kind in (SamplingKind.GREEDY, SamplingKind.RANDOM):
                     self._compute([], kind, size)
-            for size in (self._sizes[-1], self._sizes[0]):  # a large sort is another kernel's
+            for size in (self._sizes[-1], self._sizes[0]):  # a large sort uses another kernel
                 self._compute([], SamplingKind.TRUNCATED, size)
-        except Exception as error:  # compilers and drivers raise whatever they like
+        except Exception as error:  # of compilers and drivers: any type
             logger.warning("steps are not captured in CUDA graphs: %s", str(error)[:500])
             return False
         return True
@@ -140,7 +140,7 @@ class DecodeGraphs:
     def _compute(
         self, items: list[ScheduledSequence], kind: SamplingKind, size: int | None = None
     ) -> tuple[Tensor, Tensor, DecodeBuffers]:
-        """Scores, which graphs keep where all is greedy, and tokens of the buffers' rows. Shapes: (B, V), (B,)."""
+        """Scores, which greedy graphs keep, and tokens of the buffers' rows. Shapes: (B, V), (B,)."""
         size = size or next(size for size in self._sizes if size >= len(items))
         buffers = self._buffers.get(size) or self._create_buffers(size)
         buffers.fill(items)
@@ -166,7 +166,7 @@ class DecodeGraphs:
         return buffers
 
     def step(self, buffers: DecodeBuffers, kind: SamplingKind) -> tuple[Tensor, Tensor]:
-        """What is captured: it reads and writes device memory alone."""
+        """The captured function: it reads and writes device memory alone."""
         decoder, inputs = self._decoder, buffers.inputs
         rotation = self._rotary.at_all(inputs.positions)
         attend = self._create_attention(decoder.text.num_heads, self._pool, inputs, rotation)
@@ -190,23 +190,23 @@ class DecodeGraphs:
         sampled_before = self._sampled.clone()
         stream = torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):  # compiles kernels, and lets libraries take their memory
+        with torch.cuda.stream(stream):  # compiles kernels and lets libraries allocate
             self.step(buffers, kind)
         torch.cuda.current_stream(self._device).wait_stream(stream)
-        self._sampled.copy_(sampled_before)  # for the replay, which is the same step once more
+        self._sampled.copy_(sampled_before)  # restore them for the replay of the same step
         graph = torch.cuda.CUDAGraph()
-        # another thread may allocate meanwhile: that of an adapter's files
+        # another thread may allocate meanwhile, to load an adapter
         with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
             logits, token_ids = self.step(buffers, kind)
         self._memory = graph.pool()
         if kind is not SamplingKind.GREEDY:
-            logits = logits.new_empty(0)  # nobody reads them: their memory is the next graph's
+            logits = logits.new_empty(0)  # unused: their memory is reused by the next graph
         self._graphs[size, kind] = graph, logits, token_ids
         return graph, logits, token_ids
 
 
 def batch_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """The sizes to which a batch is padded: at most 7 rows, or less than half, are idle."""
+    """The sizes to which a batch is padded: at most 7 padding rows, or less than half."""
     small = [size for size in (1, 2, 4) if size < max_num_seqs]
     return (*small, *range(8, max_num_seqs, 8), max_num_seqs)
 

@@ -1,8 +1,8 @@
-"""The fixed memory of steps in which each of up to B sequences has one new token.
+"""Fixed memory of decode steps with one new token for each of up to B sequences.
 
-Owned by `cuda_graph`, whose graphs read these very tensors. A step is described in host memory and sent to the device in
-three copies. Rows without a sequence have no context and write to a slot that no sequence reads. The host memory exists
-twice, as the device may not have read one step when the next is described.
+Owned by `cuda_graph`, whose graphs read these tensors. A step is written to host memory and sent to the device in
+three copies. Padding rows have no context and write to a slot that no sequence reads. The host memory is double-
+buffered, because the device may still read one step while the next is written.
 
 Shape letters: B rows, W blocks of the longest context.
 """
@@ -32,7 +32,7 @@ class DecodeBuffers:
     ) -> None:
         self._block_size = block_size
         self._vocab_size = vocab_size
-        # of a row without a sequence; in the order of the views below
+        # a padding row, in the order of the views below
         self._idle = np.array(
             [[0, padding_slot, -1, 0, 0, 0, vocab_size, -1] + [0] * num_position_rows]
         ).T
@@ -50,8 +50,8 @@ class DecodeBuffers:
         self._device = tuple(tensor.to(device, copy=True) for tensor in self._hosts[0][:3])
         integers, numbers, tables = self._device
         token_ids, slots, indices, lengths = integers[:4]
-        self.is_random, keys, top_ks = integers[4:7]  # is_random: (B,) 0 where the best is taken
-        #: (B,) the row of the step before that samples the token; -1: it is known
+        self.is_random, keys, top_ks = integers[4:7]  # is_random: (B,) 0 for greedy rows
+        #: (B,) the row of the previous step that samples the token; -1: it is known
         self.in_flight_rows = integers[7]
         self.inputs = StepInputs(
             sequences=(),
@@ -68,7 +68,7 @@ class DecodeBuffers:
         self.sample_params = SampleParams(keys, top_ks, temperatures, top_ps, min_ps)
 
     def fill(self, items: list[ScheduledSequence]) -> None:
-        """Describe a step, and send it to the device. The step before the last one must be computed."""
+        """Write a step and send it to the device. The step before the last one must be complete."""
         self._hosts.reverse()
         *described, _ = self._hosts[0]
         integers, numbers, tables = (tensor.numpy() for tensor in described)
@@ -95,7 +95,7 @@ class DecodeBuffers:
             device.copy_(host, non_blocking=True)
 
     def fetch(self, token_ids: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-        """Send the tokens of the step last described to the host. Returns: where, and the event of their arrival."""
+        """Copy the tokens of the last step to the host. Returns: the tensor, and the event of its arrival."""
         host = self._hosts[0][-1]
         host.copy_(token_ids, non_blocking=True)
         if not token_ids.is_cuda:

@@ -1,1 +1,1 @@
-"""Layers of which models are made."""
+"""Layers of models."""

@@ -1,8 +1,8 @@
-"""Linear layers and the formats of their weights: as stored, int8 per output channel, int4 per group of inputs.
+"""Linear layers and the formats of their weights: floats, int8 per output channel, int4 per group of inputs.
 
-A `Linear` holds tensors; its `LinearMethod` knows their names, their arithmetic and how to make them of a float weight.
-Quantized layers compute by dequantizing a few outputs at a time, which is always right; torch's CPU kernels take over
-where a probe finds them right and the machine's level finds them faster.
+A `Linear` holds tensors; its `LinearMethod` knows their names and their arithmetic, and quantizes a float weight.
+The reference dequantizes a few outputs at a time; torch's CPU kernels are used if a probe finds them correct and
+the machine's level finds them faster.
 
 Shape letters: M tokens, K inputs, N outputs, G groups of inputs.
 """
@@ -18,18 +18,19 @@ from torch.nn import functional as F
 
 from engines.torch_backend.ops.cpu_level import CpuLevel
 
-#: The dimension of the outputs in what a layer holds.
+#: The output dimension of each tensor of a layer.
 OUTPUT_DIMS = {"weight": 0, "bias": 0, "integers": 0, "scale": 0, "pairs": 0, "scale_zero": 1}
 STRIP_WEIGHTS = 1 << 21  #: converted at once beside inputs of another type: eight MB in float32
 CHUNK_WEIGHTS = (
     1 << 19
 )  #: dequantized at once: two MB in float32 stay in the cache until the product
 GROUP_SIZES = (64, 32)
-_QUANTIZE_WEIGHTS = 1 << 18  # quantized at once: what is computed on the way stays small
-_ROW_STEP = 64  # a multiple of every order's block
-_INT4_BLOCKS = (32, 64)  # outputs that torch's int4 kernel may interleave, by instruction set
+_QUANTIZE_WEIGHTS = 1 << 18  # quantized at once, to bound temporary memory
+_ROW_STEP = 64  # a multiple of the block of every order
+_INT4_BLOCKS = (32, 64)  # outputs that torch's int4 kernel interleaves, by instruction set
 
-#: Whether a layer may be quantized: by the model's scheme, or to int8 where a kernel reads it and the model is quantized.
+#: Whether a layer may be quantized: by the model's scheme, or to int8 if a kernel reads it and the model is
+#: quantized.
 Quantizable = Literal["no", "scheme", "int8"]
 
 
@@ -54,13 +55,13 @@ class Linear(nn.Linear):
         self.quantizable: Quantizable = quantizable
         self.method: LinearMethod = FLOAT
         self.group_size = 0  #: inputs per scale of int4 weights
-        self.max_torch_tokens = 0  #: up to here torch's kernel multiplies integers
+        self.max_torch_tokens = 0  #: up to this number, torch's kernel multiplies the integers
         self.torch_block: int | None = (
-            None  #: outputs that torch's int4 order interleaves, once in it
+            None  #: outputs that torch's int4 order interleaves, once it is applied
         )
-        #: computes this layer alone, by operators once bound; None: its method does
+        #: runs this layer alone, by operators once bound; None: `method` does
         self.group: _Group | None = None
-        #: the input of each column, where those that share a scale lie side by side
+        #: the input of each column, if the inputs of a group are not adjacent
         self.register_buffer("order", None, persistent=False)
 
     def hold(
@@ -79,7 +80,7 @@ class Linear(nn.Linear):
 
     def quantize(self, method: "QuantizedMethod", dtype: torch.dtype) -> None:
         """Round the float weight, with scales of `dtype`."""
-        weight = self.weight.detach()  # or the scales would keep all that they were computed of
+        weight = self.weight.detach()  # detached, or the scales would keep the autograd graph
         self.hold(method, method.quantize(weight, dtype), method.group_size_of(self))
 
     def __getattr__(self, name: str) -> Any:
@@ -95,9 +96,9 @@ class Linear(nn.Linear):
 
 
 class LinearMethod(ABC):
-    """A format of weights and its arithmetic. Methods are compared by identity."""
+    """A format of weights and its arithmetic. Compared by identity."""
 
-    op: str  #: the operator that multiplies such weights
+    op: str  #: the operator of such weights
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "LinearMethod":
         return self
@@ -112,7 +113,7 @@ class LinearMethod(ABC):
 
 
 class FloatMethod(LinearMethod):
-    """Floating-point weights as they are stored, also beside inputs of another type."""
+    """Floats in their stored type, which may differ from that of the inputs."""
 
     op = "linear_float"
 
@@ -134,9 +135,9 @@ class FloatMethod(LinearMethod):
 
 
 class QuantizedMethod(LinearMethod):
-    """Integers in place of a layer's weight."""
+    """Integers instead of floats."""
 
-    name: str  #: as the command line and checkpoints call it
+    name: str  #: in the command line and in checkpoints
 
     @abstractmethod
     def create(self, layer: Linear, dtype: torch.dtype, group_size: int | None = None) -> None:
@@ -144,7 +145,7 @@ class QuantizedMethod(LinearMethod):
 
     @abstractmethod
     def prepare(self, layer: Linear, level: CpuLevel) -> None:
-        """Use torch's kernel if it is there, right, and faster on this level."""
+        """Use torch's kernel if it exists, is correct, and is faster on this level."""
 
     @abstractmethod
     def num_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
@@ -159,10 +160,10 @@ class QuantizedMethod(LinearMethod):
 
     @abstractmethod
     def _quantize_rows(self, weight: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The tensors of some outputs' float32 weights. Shapes: weight (n, K)."""
+        """Quantize the float32 weights of some outputs. Shapes: weight (n, K)."""
 
     def fits(self, shape: tuple[int, ...]) -> bool:
-        """Whether groups divide a weight."""
+        """Whether groups divide a weight of this shape."""
         return True
 
     def group_size_of(self, layer: Linear) -> int:
@@ -170,7 +171,7 @@ class QuantizedMethod(LinearMethod):
         return 0
 
     def quantize(self, weight: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-        """A weight's tensors, by their names in the layer. Shapes: weight (N, K)."""
+        """Quantize a weight; returns tensors by their names in the layer. Shapes: weight (N, K)."""
         num_rows = max(1, _QUANTIZE_WEIGHTS // weight.shape[1])
         chunks = [self._quantize_rows(rows.float(), dtype) for rows in weight.split(num_rows)]
         return {
@@ -251,7 +252,7 @@ class Int4Method(QuantizedMethod):
         return choose_group_size(layer.in_features) or layer.in_features
 
     def prepare(self, layer: Linear, level: CpuLevel) -> None:
-        """Reorder the weights for torch's kernel if it is there, right, and faster on this level."""
+        """Reorder the weights for torch's kernel if it exists, is correct, and is faster on this level."""
         max_tokens = level.max_torch_int4_tokens
         if layer.pairs.device.type != "cpu" or not max_tokens or layer.torch_block is not None:
             return
@@ -259,7 +260,7 @@ class Int4Method(QuantizedMethod):
         if block is None or layer.out_features % block:
             return
         reordered = torch.empty_like(layer.pairs)
-        # some outputs at a time: torch's function wants integers of 32 bits, eight times what the result takes
+        # some outputs at a time: torch's function needs 32-bit integers, eight times the size of the result
         num_rows = max(1, CHUNK_WEIGHTS // (2 * layer.pairs.shape[1]) // _ROW_STEP) * _ROW_STEP
         parts = zip(layer.pairs.split(num_rows), reordered.split(num_rows), strict=True)
         for rows, target in parts:
@@ -293,7 +294,7 @@ class Int4Method(QuantizedMethod):
         groups = weight.view(num_outputs, -1, choose_group_size(num_inputs) or num_inputs)
         low, high = groups.amin(dim=2), groups.amax(dim=2)
         scale = ((high - low) / 15).clamp(min=torch.finfo(dtype).tiny).to(dtype)
-        zero = (low + 8 * scale.float()).to(dtype)  # what the integer 8 stands for
+        zero = (low + 8 * scale.float()).to(dtype)  # the value of the integer 8
         integers = (groups - zero.float()[..., None]) / scale.float()[..., None]
         pairs = pack_pairs(integers.round_().add_(8).clamp_(0, 15).to(torch.uint8))
         return {"pairs": pairs, "scale_zero": torch.stack([scale.t(), zero.t()], 2).contiguous()}
@@ -305,44 +306,44 @@ METHODS: dict[str, QuantizedMethod] = {method.name: method for method in (INT8, 
 
 
 def apply(layer: nn.Module, x: Tensor) -> Tensor:
-    """A layer's own arithmetic, also of a layer of transformers. Shapes: (M, K); returns (M, N)."""
+    """Run the reference arithmetic of a layer, also of a layer of transformers. Shapes: (M, K); returns (M, N)."""
     order: Tensor | None = getattr(layer, "order", None)
     return method_of(layer).apply(layer, x if order is None else x[..., order])
 
 
 def empty_linear(num_inputs: int, num_outputs: int, bias: bool = False) -> Linear:
-    """A layer without numbers, on the meta device."""
+    """A layer on the meta device."""
     with torch.device("meta"):
         return Linear(num_inputs, num_outputs, bias=bias).requires_grad_(False)
 
 
 def method_of(layer: nn.Module) -> LinearMethod:
-    """The format of a layer, also of one of transformers or a tied embedding."""
+    """The method of a layer, also of a layer of transformers or a tied embedding."""
     method: LinearMethod = getattr(layer, "method", FLOAT)
     return method
 
 
 def quantized_layers(model: nn.Module) -> list[tuple[Linear, QuantizedMethod]]:
-    """The layers in int8 or int4 that are not packed for a kernel."""
+    """Layers in int8 or int4 that are not packed for a kernel."""
     layers = [layer for layer in model.modules() if isinstance(layer, Linear)]
     return [(x, x.method) for x in layers if isinstance(x.method, QuantizedMethod)]
 
 
 def quantizable_layers(model: nn.Module, method: QuantizedMethod) -> list[Linear]:
-    """The layers that the model's quantization applies to."""
+    """Layers that the model's quantization applies to."""
     layers = [layer for layer in model.modules() if isinstance(layer, Linear)]
     floats = [x for x in layers if x.quantizable == "scheme" and x.method is FLOAT]
     return [layer for layer in floats if method.fits((layer.out_features, layer.in_features))]
 
 
 def prepare_linears(model: nn.Module, level: CpuLevel) -> None:
-    """Bring loaded weights into the form that the fastest correct torch kernel reads."""
+    """Convert loaded weights to the form of the fastest correct torch kernel."""
     for layer, method in quantized_layers(model):
         method.prepare(layer, level)
 
 
 def choose_group_size(num_inputs: int) -> int | None:
-    """Inputs that share a scale; None where no group divides them."""
+    """The number of inputs per scale; None if no group size divides them."""
     return next((size for size in GROUP_SIZES if num_inputs % size == 0), None)
 
 
@@ -376,7 +377,7 @@ def unpack_int4(packed: Tensor, block: int) -> Tensor:
 
 @cache
 def has_int8_kernel(dtype: torch.dtype) -> bool:
-    """Whether torch has its int8 product on this machine, and it is right."""
+    """Whether torch has its int8 product on this machine, and it is correct."""
     layer = empty_linear(64, 48)
     scale = (_sample(1, 48)[0].abs() + 0.1).to(dtype)
     layer.hold(INT8, {"integers": (_sample(48, 64) * 127).to(torch.int8), "scale": scale})
@@ -385,7 +386,7 @@ def has_int8_kernel(dtype: torch.dtype) -> bool:
 
 @cache
 def int4_kernel_block(dtype: torch.dtype) -> int | None:
-    """How torch's int4 kernel orders outputs on this machine; None where it is absent or wrong."""
+    """The block of outputs of torch's int4 kernel on this machine; None if it is absent or wrong."""
     layer = empty_linear(128, 128)
     pairs = (_sample(128, 64).abs() * 255).to(torch.uint8)
     scale_zero = _sample(2 * 128, 2).view(2, 128, 2).to(dtype)
@@ -402,12 +403,12 @@ def int4_kernel_block(dtype: torch.dtype) -> int | None:
 
 
 def _sample(rows: int, columns: int) -> Tensor:
-    """Fixed numbers within -1..1, without touching the random state."""
+    """Fixed numbers in -1..1, without changing the random state."""
     return torch.sin(torch.arange(rows * columns, dtype=torch.float32) * 0.7).view(rows, columns)
 
 
 def _is_right(layer: Linear, method: QuantizedMethod, x: Tensor, weight: Tensor) -> bool:
-    """Whether torch's kernel is there and multiplies by this weight."""
+    """Whether torch's kernel exists and multiplies correctly by this weight."""
     try:
         found = method.multiply_with_torch(layer, x)
     except (RuntimeError, NotImplementedError, AttributeError):

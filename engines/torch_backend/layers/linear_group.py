@@ -1,6 +1,6 @@
-"""Linear layers of one input, computed as one product with what comes before and after it.
+"""Linear layers with a common input, computed as one product with the operations before and after it.
 
-Unbound, a group computes in plain torch; `bind` gives it the operators of a device.
+Unbound, a group runs plain torch; `bind` selects the operators of a device.
 
 Shape letters: M tokens, K inputs, N outputs of all layers together.
 """
@@ -19,21 +19,21 @@ from engines.torch_backend.ops.add_norm.reference import AddNorm, add_norm
 from engines.torch_backend.ops.linear.reference import LinearKernel, Prologue, ReferenceKernel
 from engines.torch_backend.ops.registry import Ops
 
-#: Adds something to a product in place, given its inputs. Shapes: (M, N), (M, K).
+#: Adds to a product in place, given its inputs. Shapes: (M, N), (M, K).
 Delta = Callable[[Tensor, Tensor], None]
 
 
 class VocabEmbedding(nn.Embedding):
-    """Token embeddings. Tied to them, a head has their weight."""
+    """Token embeddings. A tied head uses their weight."""
 
     bias = None
 
 
 class Stream:
-    """The residual stream. What a layer adds waits for the next norm, which may add it in the same pass."""
+    """The residual stream. The output of a layer is added by the next norm, in the same pass if possible."""
 
     def __init__(self, x: Tensor, is_own: bool = False) -> None:
-        """`is_own`: x is read by nothing else, and changed in place. Shapes: (M, C)."""
+        """`is_own`: x has no other reader and may be changed in place. Shapes: (M, C)."""
         self._x = x
         self._is_own = is_own
         self._delta: Tensor | None = None
@@ -57,7 +57,7 @@ class Stream:
 
 
 class LinearGroup:
-    """Linear layers of one input, side by side."""
+    """Linear layers with a common input."""
 
     def __init__(
         self, *layers: nn.Module, before: Prologue = Prologue(), after: RMSNorm | None = None
@@ -68,7 +68,7 @@ class LinearGroup:
         self._before, self._after = before, after
         self._ops: Ops | None = None
         self._dtype: torch.dtype | None = None
-        self._order: Tensor | None = None  #: of the inputs that the kernel is given
+        self._order: Tensor | None = None  #: of the kernel's inputs
         self._reference: LinearKernel = ReferenceKernel(layers)
         self._delta: Delta | None = None
         self.kernel: LinearKernel = self._reference
@@ -80,29 +80,29 @@ class LinearGroup:
 
     @property
     def is_adapted(self) -> bool:
-        """Whether something is added to every product."""
+        """Whether a delta is added to every product."""
         return self._delta is not None
 
     @property
     def is_whole(self) -> bool:
-        """Whether `kernel` alone computes all that a call does."""
+        """Whether `kernel` alone computes the result of a call."""
         is_alone = self._after is None and self._order is None
         return is_alone and (self.kernel.fuses_prologue or not self._before)
 
     def bind(self, ops: Ops, dtype: torch.dtype) -> None:
-        """Compute with these operators from now on; `dtype` is the engine's."""
+        """Select the operators; `dtype` is the engine's."""
         self._ops = ops
-        self._dtype = torch.float32 if ops.is_native else dtype  # of what kernels are given
+        self._dtype = torch.float32 if ops.is_native else dtype  # of the kernels' inputs
         dtype = ops.product_dtype(dtype)
         self._reference = ReferenceKernel(self.layers, dtype)
         self.kernel = self._bind_kernel(ops, dtype) or self._reference
 
     def adapt(self, delta: Delta | None) -> None:
-        """Add something to every product from now on, or, with None, nothing any more."""
+        """Add a delta to every product from now on; None: stop."""
         self._delta = delta
 
     def __call__(self, x: Tensor | Stream, add_to: Stream | None = None) -> Tensor:
-        """Shapes: x (..., K), or (..., 2 K) for a gate; returns (..., N), which is added to `add_to` if it is given."""
+        """Shapes: x (..., K), or (..., 2 K) for a gate; returns (..., N), added to `add_to` if it is given."""
         if isinstance(x, Tensor) and x.dim() > 2:
             return self(x.flatten(0, -2), add_to).unflatten(0, x.shape[:-1])
         num_tokens = (x.tensor() if isinstance(x, Stream) else x).shape[0]
@@ -124,12 +124,14 @@ class LinearGroup:
         return y
 
     def forward(self, x: Tensor) -> Tensor:
-        """One layer as a module of transformers calls it, in the dtype of x. Shapes: (..., K); returns (..., N)."""
+        """Forward pass of one layer as transformers calls it, in the dtype of x. Shapes: (..., K); returns (..., N)."""
         if self.siblings is not None and self._delta is None:
             found = self.siblings.compute(self, x)
             if found is not None:
                 return found
-        if has_torch_function((x,)):  # a mode that splits it, which sees no kernel of ours
+        if has_torch_function(
+            (x,)
+        ):  # a dispatch mode that decomposes it and cannot see our kernels
             return handle_torch_function(self._forward, (x,), x)
         return self._forward(x)
 
@@ -138,7 +140,7 @@ class LinearGroup:
         return self(rows.to(self._dtype or x.dtype)).to(x.dtype).unflatten(0, x.shape[:-1])
 
     def _bind_kernel(self, ops: Ops, dtype: torch.dtype) -> LinearKernel | None:
-        """The operator's kernel. Inputs of one other order are brought into it once, before a norm or gate."""
+        """Bind the operator's kernel. With one input order, inputs are permuted once, before a norm or gate."""
         self._order = None
         kinds = {(method_of(each).op, getattr(each, "group_size", 0)) for each in self.layers}
         if len(kinds) > 1:
@@ -157,7 +159,7 @@ class LinearGroup:
                 before = replace(before, norm=norm)
         [(op, _)] = kinds
         kernel: LinearKernel | None = ops[op](self.layers, before, dtype)
-        if kernel is None or isinstance(kernel, ReferenceKernel):  # which knows the orders
+        if kernel is None or isinstance(kernel, ReferenceKernel):  # it applies the orders itself
             return None
         if order is not None:
             is_gated = kernel.fuses_prologue and before.gate is not None
@@ -179,10 +181,10 @@ class LinearGroup:
 
 
 class LinearSiblings:
-    """Layers that were seen to read one tensor: the first of them to be given one computes it with all."""
+    """Layers that read the same tensor: the first call computes all of them."""
 
     def __init__(self, groups: Sequence[LinearGroup], ops: Ops, dtype: torch.dtype) -> None:
-        """`groups` are of one layer each."""
+        """`groups` have one layer each."""
         self._groups = groups
         layers = [layer for group in groups for layer in group.layers]
         self._all = LinearGroup(*layers)
@@ -194,7 +196,7 @@ class LinearSiblings:
             group.siblings = self if self._all.is_bound else None
 
     def compute(self, group: LinearGroup, x: Tensor) -> Tensor | None:
-        """One's output; None where it is to compute it alone. Shapes: (..., K); returns (..., N)."""
+        """The output of one group; None: it must run alone. Shapes: (..., K); returns (..., N)."""
         if self._input is not x or group not in self._outputs:
             if x.shape[:-1].numel() > self._all.kernel.max_tokens:
                 return None
@@ -209,7 +211,7 @@ class LinearSiblings:
 
 
 def adopt(model: nn.Module, name: str) -> Linear:
-    """Put a `Linear` with the weight of transformers' layer of this name in its place."""
+    """Replace a linear layer of transformers by a `Linear` with its weight."""
     found = model.get_submodule(name)
     if type(found) is Linear:
         return found

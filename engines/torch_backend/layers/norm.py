@@ -19,7 +19,7 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.LayerNorm):
-    """Layer normalisation in the precision of its input, whatever its own is."""
+    """Layer normalisation in the precision of its input."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Shapes: (..., C), kept."""

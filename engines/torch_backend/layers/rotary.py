@@ -28,7 +28,7 @@ def inverse_frequencies(config: TextConfig) -> Tensor:
 
 
 def _llama3_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Long waves are stretched by `factor`, short ones kept, those between blended."""
+    """Long wavelengths are divided by `factor`, short ones kept, those between interpolated."""
     wavelengths = 2 * math.pi / frequencies
     old_length = scaling.original_max_position_embeddings
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
@@ -37,14 +37,14 @@ def _llama3_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 class RotaryTable:
-    """Cosines and sines of every position, computed once; not a module, since no checkpoint holds it."""
+    """Cosines and sines of every position. Not a module, because no checkpoint contains it."""
 
     def __init__(
         self, config: TextConfig, max_positions: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.num_rows = max(1, len(config.rope_sections))  #: R, positions of one token
-        self.others: tuple[Self, ...] = ()  #: those of layers whose `Heads.rope` is 1, 2 and so on
-        #: (D,) which row of positions turns a channel; None where there is one
+        self.others: tuple[Self, ...] = ()  #: tables of layers whose `Heads.rope` is 1, 2 and so on
+        #: (D,) the row of positions that rotates a channel; None with one row
         self.channel_rows: Tensor | None = None
         if config.rope_sections:
             sections = torch.tensor(config.rope_sections)
@@ -53,12 +53,12 @@ class RotaryTable:
         angles = torch.outer(torch.arange(max_positions).float(), inverse_frequencies(config))
         sin = angles.sin()
         self.cos = torch.cat([angles.cos()] * 2, dim=-1).to(dtype).to(device)  # (positions, D)
-        # the minus of "rotate half" lies in the table, so that rotating is a roll, a product and a sum
+        # the sign of "rotate half" is in the table, so that a rotation is a roll, a product and a sum
         self.sin = torch.cat([-sin, sin], dim=-1).to(dtype).to(device)
 
     @classmethod
     def of(cls, cos: Tensor, sin: Tensor, channel_rows: Tensor | None, num_rows: int) -> Self:
-        """Of angles computed elsewhere; `sin` is signed. Shapes: two (positions, D), (D,)."""
+        """Create a table from computed angles; `sin` is signed. Shapes: two (positions, D), (D,)."""
         table = cls.__new__(cls)
         table.cos, table.sin = cos, sin
         table.channel_rows, table.num_rows, table.others = channel_rows, num_rows, ()
@@ -73,7 +73,7 @@ class RotaryTable:
         return self.cos[where].unsqueeze(1), self.sin[where].unsqueeze(1)
 
     def at_all(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Those of every table. Shapes: positions (N,), or (R, N); returns two (N, tables, D)."""
+        """Cosines and signed sines of all tables. Shapes: positions (N,), or (R, N); returns two (N, tables, D)."""
         if not self.others:
             return self.at(positions)
         cos, sin = zip(*(table.at(positions) for table in (self, *self.others)), strict=True)
@@ -81,5 +81,5 @@ class RotaryTable:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair of channels by its position's angle. Shapes: x (N, H, D); cos, sin (N, 1, D)."""
+    """Rotate each pair of channels by the angle of its position. Shapes: x (N, H, D); cos, sin (N, 1, D)."""
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)

@@ -1,1 +1,1 @@
-"""From files to a model in memory."""
+"""Loads checkpoints."""

@@ -1,6 +1,6 @@
-"""Whether a model can be run on this machine, seen from its small files and the size of its weights.
+"""Checks whether a model can run on this machine, from its small files and the size of its weights.
 
-Called before weights are downloaded, and where models are listed.
+Called before a download, and when models are listed.
 """
 
 from pathlib import Path
@@ -12,7 +12,7 @@ from engines.torch_backend.loading.weights import ModelTooLarge
 from engines.torch_backend.memory import free_bytes
 from engines.torch_backend.models.registry import find_family
 
-#: Least bytes of weights in memory for one that is stored, by what they become.
+#: Least bytes in memory per stored byte of weights, by quantization.
 _LEAST_RATIO = {"none": 1.0, "int8": 0.4, "int4": 0.2}
 
 
@@ -22,9 +22,9 @@ def check_model(
     device: torch.device,
     quantization: str = "none",
 ) -> None:
-    """See that the torch engine has a program for a model, and the device memory for its weights.
+    """Check that the torch engine supports a model and that the device has memory for its weights.
 
-    `num_weight_bytes` are those of their files. Raises: UnsupportedCheckpoint, ModelTooLarge.
+    `num_weight_bytes`: of the files. Raises: UnsupportedCheckpoint, ModelTooLarge.
     """
     family, config = find_family(directory)
     multimodal = family.processor(directory, config)
@@ -37,7 +37,7 @@ def check_memory(
     device: torch.device,
     quantization: str = "none",
 ) -> None:
-    """Raises: ModelTooLarge for what cannot fit, whatever the precision; the loader knows exactly."""
+    """Raises: ModelTooLarge for weights that cannot fit in any precision; the loader checks exactly."""
     least = num_weight_bytes * _LEAST_RATIO[quantization]
     available = free_bytes(device)
     if least > available:

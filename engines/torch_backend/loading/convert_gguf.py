@@ -1,7 +1,7 @@
-"""A GGUF file as a checkpoint of safetensors, for tools that read no GGUF: what `vlm convert-gguf` does.
+"""Converts GGUF files to safetensors: `vlm convert-gguf`.
 
-Q4_0 maps stay the same 16 integers, in groups of 32; all other types become float16, as compressed-tensors has no place
-for what the integers of Q4_K stand for.
+Q4_0 keeps its 16 levels, in groups of 32; all other types become float16, because compressed-tensors cannot express
+the values of Q4_K.
 """
 
 import json
@@ -32,7 +32,7 @@ from engines.torch_backend.models.hf_config import read_fields
 def convert_gguf(
     source: Path, target: Path, progress: Callable[[float], None] | None = None
 ) -> None:
-    """Write a checkpoint; `progress` is told the share of tensors done, 0..1.
+    """Write a checkpoint; `progress` receives the completed ratio of tensors, 0..1.
 
     Raises: UnsupportedCheckpoint, FileExistsError, OSError.
     """
@@ -78,7 +78,7 @@ def _convert(directory: Path, target: Path, progress: Callable[[float], None]) -
 
 
 def run(source: Path, target: Path) -> None:
-    """The command: `convert_gguf` under a progress bar. Raises: SystemExit with the reason."""
+    """The command: `convert_gguf` with a progress bar. Raises: SystemExit with the reason."""
     with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), transient=True) as bar:
         task = bar.add_task(f"converting {source}", total=1.0)
         try:

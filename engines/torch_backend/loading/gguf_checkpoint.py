@@ -39,10 +39,10 @@ from engines.torch_backend.loading.stored_tensors import (
 )
 from engines.torch_backend.models.config import UnsupportedCheckpoint
 
-#: In a checkpoint's directory, beside the other files that one has.
+#: File names in the directory of a checkpoint.
 TEXT_FILE, TOWER_FILE = "model.gguf", "mmproj.gguf"
 
-#: by `general.architecture`: transformers' architecture, model_type, and whether outputs of heads lie in pairs
+#: by `general.architecture`: transformers' architecture, model_type, and whether rotary channels are interleaved
 _ARCHITECTURES = {
     "llama": ("LlamaForCausalLM", "llama", True),
     "qwen2": ("Qwen2ForCausalLM", "qwen2", False),
@@ -82,13 +82,13 @@ _PROJECTOR = {"mm.0": "linear_1", "mm.2": "linear_2"}
 _LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _TOWER_LAYER = re.compile(r"v\.blk\.(\d+)\.(\w+)\.(weight|bias)")
 _ROTARY = "rope_freqs.weight"
-#: llama.cpp stores what Llama 3.1's scaling makes of frequencies, and not what it is made of.
+#: Llama.cpp stores the factors of Llama 3.1's scaling, not its parameters.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _ORIGINAL_POSITIONS = 8192
 
 
 def open_checkpoint(path: Path, cache: Path | None = None) -> Path:
-    """The directory of a checkpoint. For a GGUF file it is made in the cache and refers to the file's weights.
+    """The directory of a checkpoint. For a GGUF file it is created in the cache, with links to the weights.
 
     Raises: UnsupportedCheckpoint.
     """
@@ -135,21 +135,21 @@ def _cache_folder() -> Path:
 
 
 def make_directory(files: Sequence[Path], target: Path) -> None:
-    """Configuration, tokenizer, and links to the files, the text model's first. Raises: UnsupportedCheckpoint, OSError."""
+    """Write configuration, tokenizer, and links to the files. Raises: UnsupportedCheckpoint, OSError."""
     for file, name in zip(files, (TEXT_FILE, TOWER_FILE), strict=False):
         (target / name).symlink_to(file)
     _write_text_files(target, GgufModel(target))
 
 
 def list_weights(directory: Path) -> list[StoredTensor]:
-    """What a checkpoint holds: of GGUF files, or of safetensors. Raises: UnsupportedCheckpoint."""
+    """The tensors of GGUF or safetensors files. Raises: UnsupportedCheckpoint."""
     if not (directory / TEXT_FILE).is_file():
         return list_tensors(directory)
     return list(GgufModel(directory).tensors())
 
 
 def find_files(path: Path) -> list[Path]:
-    """A GGUF file, and the `mmproj` file beside it. Raises: UnsupportedCheckpoint if it is not clear which."""
+    """A GGUF file, and the `mmproj` file beside it. Raises: UnsupportedCheckpoint if there are several."""
     found = [file for file in sorted(path.parent.glob("*mmproj*.gguf")) if file != path]
     if len(found) > 1:
         raise UnsupportedCheckpoint(
@@ -169,13 +169,13 @@ class _File:
 
     @classmethod
     def open(cls, file: Path) -> "_File":
-        """Raises: UnsupportedCheckpoint for what is no GGUF file, or one part of several."""
+        """Raises: UnsupportedCheckpoint for other files, and for one part of several."""
         name = file.resolve().name
         try:
             metadata, _ = read_gguf_metadata(str(file), {"tokenizer.ggml.tokens"})
             header = GgufHeader.from_file(str(file))
-        except Exception as error:  # whatever transformers makes of a damaged file
-            # Not the path of our link to it.
+        except Exception as error:  # of any type, for a damaged file
+            # without the path of our link
             reason = " ".join(str(error).replace(str(file), "it").split())[:200]
             raise UnsupportedCheckpoint(f"{name}: is no GGUF file to read: {reason}") from None
         opened = cls(file, metadata, {info.name: info for info in header.tensors}, header)
@@ -188,17 +188,17 @@ class _File:
         return opened
 
     def refuse(self, why: str) -> UnsupportedCheckpoint:
-        """The error that names the file; `why` continues the sentence."""
+        """An error that names the file; `why` completes the sentence."""
         return UnsupportedCheckpoint(f"{self.file.resolve().name}: {why}")
 
     def get(self, name: str) -> Any:
-        """Raises: UnsupportedCheckpoint for what the file has to say and does not."""
+        """A field. Raises: UnsupportedCheckpoint if it is missing."""
         if name not in self.metadata:
             raise self.refuse(f"{name} is missing")
         return self.metadata[name]
 
     def whole(self, name: str, default: Any = None) -> int:
-        """A number of things. Raises: UnsupportedCheckpoint where it is none, or differs between layers."""
+        """An integer field. Raises: UnsupportedCheckpoint if it is none, or differs between layers."""
         value = self.get(name) if default is None else self.metadata.get(name, default)
         if type(value) is not int or not 0 < value < 2**31:
             raise self.refuse(f"{name} is {shown(value)}, no number from 1 to {2**31 - 1}")
@@ -222,7 +222,7 @@ class _File:
 
 
 class GgufModel:
-    """The GGUF files of a directory as one model of transformers."""
+    """The GGUF files of a directory, as one model of transformers."""
 
     def __init__(self, directory: Path) -> None:
         """Raises: UnsupportedCheckpoint."""
@@ -249,7 +249,7 @@ class GgufModel:
 
     @property
     def slot(self) -> tuple[int, str]:
-        """The token that stands where an image goes: `<image>`, else the one of unknown text, which no text becomes."""
+        """The image token: `<image>`, else the unknown token, which no text produces."""
         tokens = self._text.get("tokenizer.ggml.tokens")
         if "<image>" in tokens:
             return tokens.index("<image>"), "<image>"
@@ -260,7 +260,7 @@ class GgufModel:
 
     @property
     def image_settings(self) -> dict[str, Any] | None:
-        """CLIP's `preprocessor_config.json`; None where there is no tower."""
+        """The `preprocessor_config.json` of CLIP; None without a tower."""
         if self._tower is None:
             return None
         size = self._tower.whole("clip.vision.image_size")
@@ -280,7 +280,7 @@ class GgufModel:
         }
 
     def tensors(self) -> Sequence[GgufTensor]:
-        """All of both files, by their names in transformers. Raises: UnsupportedCheckpoint."""
+        """The tensors of both files, by their names in transformers. Raises: UnsupportedCheckpoint."""
         text = self.config.get("text_config", self.config)
         heads = {"q_proj": text["num_attention_heads"], "k_proj": text["num_key_value_heads"]}
         prefix = "language_model." if self._tower is not None else ""
@@ -332,7 +332,7 @@ class GgufModel:
         return config | self._rope(head_dim, config["rope_theta"])
 
     def _rope(self, head_dim: int, theta: float) -> dict[str, Any]:
-        """Scaled rotary frequencies. Raises: UnsupportedCheckpoint for those that cannot be said."""
+        """Scaled rotary frequencies. Raises: UnsupportedCheckpoint for scalings without a configuration."""
         text, kind = self._text, self._kind
         if text.metadata.get(f"{kind}.rope.dimension_count", head_dim) != head_dim:
             raise text.refuse(f"{kind}.rope.dimension_count is not the width of a head")
@@ -354,7 +354,7 @@ class GgufModel:
 
 
 def _llama3_factors(head_dim: int, theta: float, parameters: Mapping[str, float]) -> Tensor:
-    """What frequencies are divided by. Shapes: returns (head_dim / 2,). Source: Llama 3.1's reference code."""
+    """The divisors of the frequencies. Shapes: returns (head_dim / 2,). Source: Llama 3.1's reference code."""
     factor, low, high = (parameters[n] for n in ("factor", "low_freq_factor", "high_freq_factor"))
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
     turns = _ORIGINAL_POSITIONS * theta**-exponents / (2 * torch.pi)
@@ -363,7 +363,7 @@ def _llama3_factors(head_dim: int, theta: float, parameters: Mapping[str, float]
 
 
 def _text_name(file: _File, name: str) -> str:
-    """A tensor's name in transformers. Raises: UnsupportedCheckpoint."""
+    """The name of a tensor in transformers. Raises: UnsupportedCheckpoint."""
     in_layer = _LAYER.fullmatch(name)
     if in_layer is not None and in_layer[2] in _IN_LAYER:
         return f"model.layers.{in_layer[1]}.{_IN_LAYER[in_layer[2]]}.{in_layer[3]}"
@@ -374,7 +374,7 @@ def _text_name(file: _File, name: str) -> str:
 
 
 def _llava_config(file: _File, text: dict[str, Any], slot: tuple[int, str]) -> dict[str, Any]:
-    """LLaVA's `config.json`. Raises: UnsupportedCheckpoint for another tower or projector."""
+    """The `config.json` of LLaVA. Raises: UnsupportedCheckpoint for another tower or projector."""
     kind = file.get("general.architecture")
     projector = file.metadata.get("clip.projector_type", "mlp")
     if kind != "clip" or projector != "mlp" or "clip.vision.image_grid_pinpoints" in file.metadata:
@@ -384,7 +384,7 @@ def _llava_config(file: _File, text: dict[str, Any], slot: tuple[int, str]) -> d
         raise file.refuse(f"{what} cannot be read; CLIP with LLaVA's projector 'mlp' can")
     num_layers = file.whole("clip.vision.block_count")
     features = file.metadata.get("clip.vision.feature_layer")
-    if features is None:  # LLaVA reads the last but one; older files end there
+    if features is None:  # LLaVA reads the second to last layer; older files end there
         features = [num_layers - 1 if "v.post_ln.weight" in file.infos else num_layers]
     is_gelu = file.metadata.get("clip.use_gelu", False)
     vision = {
@@ -416,14 +416,14 @@ def _llava_config(file: _File, text: dict[str, Any], slot: tuple[int, str]) -> d
 
 
 def _has_swapped_names(file: _File) -> bool:
-    """Whether `ffn_down` is the map that widens, as in files of llama.cpp's older converter."""
+    """Whether `ffn_down` is the layer that widens, as in files of llama.cpp's older converter."""
     info = file.infos.get("v.blk.0.ffn_down.weight")
     width, inner = (file.whole(f"clip.vision.{n}_length") for n in ("embedding", "feed_forward"))
     return info is not None and width != inner and info.shape == (inner, width)
 
 
 def _tower_name(file: _File, name: str, is_swapped: bool) -> str:
-    """A tensor's name in transformers. Raises: UnsupportedCheckpoint."""
+    """The name of a tensor in transformers. Raises: UnsupportedCheckpoint."""
     prefix = "vision_tower.vision_model."
     if name in _TOWER:
         return prefix + _TOWER[name]
@@ -442,7 +442,7 @@ def _tower_name(file: _File, name: str, is_swapped: bool) -> str:
 
 
 def _write_text_files(target: Path, model: GgufModel) -> None:
-    """Everything but the weights, `config.json` last. Raises: UnsupportedCheckpoint, OSError."""
+    """Write all files but the weights, `config.json` last. Raises: UnsupportedCheckpoint, OSError."""
     write_tokenizer(model.file, target)
     settings = model.image_settings
     if settings is not None:
@@ -460,7 +460,7 @@ def write_tokenizer(file: Path, target: Path) -> None:
         architecture, content, settings = get_gguf_tokenizer(str(file))
         backend, _ = convert_gguf_tokenizer(architecture, content)
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **settings)
-    except Exception as error:  # of a dozen kinds of tokenizers
+    except Exception as error:  # of any type, by kind of tokenizer
         reason = " ".join(str(error).split())[:200]
         raise UnsupportedCheckpoint(
             f"{file.resolve().name}: transformers cannot make its tokenizer: {reason}"

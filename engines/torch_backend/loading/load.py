@@ -1,6 +1,6 @@
-"""From a model's name to an engine that can serve: files, configuration, weights, caches, warm-up.
+"""Loads a model by name: files, configuration, weights, caches, warm-up.
 
-Called by the engine factory.
+Called by the engine registry.
 """
 
 import logging
@@ -44,13 +44,13 @@ from shared.protocol import ModelCard, SamplingDefaults
 
 logger = logging.getLogger(__name__)
 
-#: An image of so many pixels takes a tower of 32 layers some 30 s on two fast cores.
+#: An image of this size takes a tower of 32 layers about 30 s on two fast cores.
 MAX_IMAGE_PIXELS_ON_CPU = 1024 * 1024
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def load_engine(settings: TorchSettings, progress: Progress | None) -> LoadedEngine:
-    """Make the engine of a model; blocks until it has answered a warm-up.
+    """Create the engine of a model; returns after the warm-up.
 
     Raises: EngineStartError, one of ModelUnavailable, UnsupportedCheckpoint, ModelTooLarge, KVCacheTooSmall.
     """
@@ -101,7 +101,7 @@ def load_engine(settings: TorchSettings, progress: Progress | None) -> LoadedEng
 
 @contextmanager
 def _explained(runner: TorchRunner) -> Iterator[None]:
-    """Explain in one sentence why a model's first steps fail. Raises: UnsupportedCheckpoint, ModelTooLarge."""
+    """Turn a failure of the first steps into one sentence. Raises: UnsupportedCheckpoint, ModelTooLarge."""
     try:
         yield
     except DeviceOutOfMemory as error:
@@ -113,7 +113,7 @@ def _explained(runner: TorchRunner) -> Iterator[None]:
         ) from error
     except (EngineStartError, MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # of a hundred classes' own
+    except Exception as error:  # of any type, from a model of transformers
         if runner.model.speed_path == "native":
             raise
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
@@ -130,7 +130,7 @@ def _describe(
     sampling: SamplingDefaults,
     dtype: torch.dtype,
 ) -> ModelCard:
-    """The card by which gateways know the model."""
+    """The card that gateways read."""
     return ModelCard(
         tasks=engine.capabilities().tasks,
         name=settings.served_name or default_name(settings.model),
@@ -152,7 +152,7 @@ def _describe(
 
 
 def quantization_of(directory: Path, chosen: str) -> str:
-    """How weights are quantized: as was asked for, else in the format that they are stored in."""
+    """The quantization of the weights: the setting, else the format of the checkpoint."""
     if chosen != "none":
         return chosen
     stored = read_fields(directory).section("quantization_config").get("quant_method")
@@ -160,7 +160,7 @@ def quantization_of(directory: Path, chosen: str) -> str:
 
 
 def prepare_kernels(settings: TorchSettings, device: torch.device) -> Ops | None:
-    """The operators that compute on a CPU, compiled where they were not; None elsewhere."""
+    """The operators of a CPU, compiled on first use; None on other devices."""
     if device.type != "cpu":
         return None
     level = None
@@ -179,7 +179,7 @@ def load_runner(
     progress: Callable[[float], None] | None = None,
     seconds: dict[str, float] | None = None,
 ) -> TorchRunner:
-    """A checkpoint's model on a device, with its caches.
+    """Load a model on a device, with its caches.
 
     Raises: EngineStartError, as `load_engine`.
     """
@@ -201,7 +201,7 @@ def _settle_num_threads(runner: TorchRunner, kernels: Ops | None, settings: Torc
 
 
 def choose_device(name: str) -> torch.device:
-    """`auto` takes a GPU if there is one. Raises: EngineStartError for a device that is not there."""
+    """`auto`: a GPU if there is one. Raises: EngineStartError for an unknown device."""
     num_gpus = torch.cuda.device_count()
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -216,7 +216,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """`auto` takes bfloat16 where the device multiplies it fast, else float32."""
+    """`auto`: bfloat16 if the device is fast at it, else float32."""
     if name != "auto":
         return _DTYPES[name]
     is_fast = device.type == "cuda" or choose_level().has_fast_bfloat16
@@ -224,19 +224,19 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 class _Phases:
-    """How long each phase of the start took, reported to whoever watches."""
+    """Durations of the phases of a start, reported to `progress`."""
 
     def __init__(self, progress: Progress | None) -> None:
         self.seconds: dict[str, float] = {}
         self._progress = progress or (lambda phase, share: None)
 
     def reporter(self, phase: str) -> Callable[[float], None]:
-        """A callback for the share of one phase."""
+        """A callback for the completed ratio of one phase."""
         return lambda share: self._progress(phase, share)
 
     @contextmanager
     def measure(self, phase: str) -> Iterator[None]:
-        """Time a phase; what is told of another one within it is not counted twice."""
+        """Time a phase, without phases that are measured inside it."""
         started, before = time.perf_counter(), sum(self.seconds.values())
         self._progress(phase, 0.0)
         yield

@@ -1,6 +1,7 @@
-"""Random-weight checkpoints of real shapes, for tests and benchmarks: of `llava-hf`, and as transformers saves them.
+"""Random checkpoints of real shapes, for tests and benchmarks: in the form of `llava-hf`, and as transformers saves.
 
-Called by the command line and by tests. Memory stays at one shard: weights are made at random and written in turn.
+Called by the command line and by tests. Memory is bounded by one shard: weights are generated and written one by
+one.
 """
 
 import math
@@ -17,7 +18,7 @@ from engines.torch_backend.loading.stored_tensors import MAX_SHARD_BYTES, Tensor
 from engines.torch_backend.models.config import TextConfig, VisionConfig
 from engines.torch_backend.models.llava import FAMILY, VLMConfig
 
-#: Ids behind the tokenizer's own, for `<image>` and `<pad>`, as llava-hf pads.
+#: Ids after those of the tokenizer, for `<image>` and `<pad>`, as in llava-hf.
 _NUM_SPARE_TOKENS = 64
 
 Parameter = tuple[str, tuple[int, ...]]
@@ -64,7 +65,7 @@ _TINY_TOWER = {
     "projection_dim": 32,
 }
 
-#: Those of `transformers_shapes`, which are not read before one is wanted.
+#: Shapes of `transformers_shapes`, which is imported on demand.
 TRANSFORMERS_SHAPES = ("llama-125m", "smolvlm2-500m", "smolvlm2-2.2b", "qwen2.5-vl-3b")
 #: Shapes by name, as `config.json` contents.
 SHAPES: dict[str, dict[str, Any]] = {
@@ -120,10 +121,10 @@ def make_checkpoint(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: Callable[[float], None] | None = None,
 ) -> VLMConfig:
-    """Write a checkpoint of a shape of `SHAPES`; `changes` are laid over its `config.json`.
+    """Write a checkpoint of a shape of `SHAPES`; `changes` override its `config.json`.
 
-    `progress` is told the share of bytes written, 0..1. Returns the checkpoint's configuration.
-    Raises: ValueError on an unknown shape, UnsupportedCheckpoint on impossible changes, FileExistsError.
+    `progress` receives the completed ratio of bytes, 0..1. Returns the configuration. Raises: ValueError for an
+    unknown shape, UnsupportedCheckpoint for invalid changes, FileExistsError.
     """
     if shape not in SHAPES:
         raise ValueError(f"shape {shape!r} is unknown; there are {', '.join(SHAPES)}")
@@ -149,7 +150,7 @@ def make_transformers_checkpoint(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: Callable[[float], None] | None = None,
 ) -> list[Parameter]:
-    """Write a checkpoint of a shape of `transformers_shapes`, with so many layers at the most.
+    """Write a checkpoint of a shape of `transformers_shapes`, with at most `num_layers` layers.
 
     Returns names and shapes of its weights. Raises: FileExistsError, OSError.
     """
@@ -168,7 +169,7 @@ def make_transformers_checkpoint(
 
 
 def run(shape: str, directory: Path, seed: int, num_layers: int | None = None) -> None:
-    """The command: a checkpoint under a progress bar. Raises: SystemExit with the reason."""
+    """The command: write a checkpoint with a progress bar. Raises: SystemExit with the reason."""
     with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), transient=True) as bar:
         task = bar.add_task(f"writing {directory}", total=1.0)
         try:
@@ -188,7 +189,7 @@ def make_any_checkpoint(
     num_layers: int | None = None,
     progress: Callable[[float], None] | None = None,
 ) -> Iterable[Parameter]:
-    """One of either kind; returns names and shapes of its weights. Raises: ValueError, OSError."""
+    """Write a checkpoint of any shape; returns names and shapes of its weights. Raises: ValueError, OSError."""
     if shape in TRANSFORMERS_SHAPES:
         return make_transformers_checkpoint(
             shape, directory, seed, num_layers=num_layers, progress=progress
@@ -224,7 +225,7 @@ def _write_weights(
     progress: Callable[[float], None] | None,
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
-    # LLaMA's 0.02, but narrow models need wider weights for answers that are not one token for ever.
+    # LLaMA's 0.02; narrow models need larger weights, or they repeat one token for ever.
     std = max(0.02, 6.4 / width)
     total = sum(math.prod(shape) for _, shape in parameters)
     done = 0
@@ -246,7 +247,7 @@ def _random_weight(
 
 
 def list_weights(config: VLMConfig) -> Iterator[Parameter]:
-    """Names and shapes as in the published files."""
+    """Names and shapes, as in the published files."""
     yield from _vision_parameters("vision_tower.vision_model.", config.vision)
     width = config.vision.hidden_size * len(config.vision_feature_layers)
     for name, inner in (("linear_1", width), ("linear_2", config.text.hidden_size)):

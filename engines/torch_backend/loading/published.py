@@ -1,7 +1,6 @@
-"""Linear maps in a quantized format that others publish, each put into the model in the form that its kernels take.
+"""Linear layers in quantized formats of other projects, loaded in the form that the kernels read.
 
-Used by the loader. What no kernel multiplies as it is stored becomes plain numbers, as full-precision weights do, and
-the log says so. The formats are in `formats`.
+A format without a kernel is dequantized to floats, and the log says so. The formats are in `formats`.
 """
 
 import logging
@@ -35,12 +34,12 @@ Rename = Callable[[str], str | WeightPart | None]
 
 
 class PublishedLinears:
-    """The quantized linear maps of a checkpoint, and the model that they go into."""
+    """The quantized linear layers of a checkpoint, and the model that they are loaded into."""
 
     def __init__(
         self, reader: Reader, linears: list[StoredLinear], dtype: torch.dtype, rename: Rename
     ) -> None:
-        """`dtype` is the one that the checkpoint says its numbers have."""
+        """`dtype`: of the checkpoint's floats."""
         self.linears = [x for x in linears if rename(f"{x.name}.weight") is not None]
         self.dtype = dtype
         self._reader = reader
@@ -49,17 +48,17 @@ class PublishedLinears:
         self._num_bytes = 0  # in memory
         self._forms: Counter[Form] = Counter()
         self._stand_ins: dict[str, Tensor] | None = None  # by stored names
-        #: that are no linear maps of their own in transformers' model
+        #: not separate linear layers in transformers' model
         self._lost = {linear.name for linear in self.linears if "embed" in linear.name}
 
     @property
     def name(self) -> str:
-        """What the format is called."""
+        """Name of the format."""
         return self._reader.name
 
     @property
     def forms(self) -> set[Form]:
-        """What maps become, if the model has a place for their integers."""
+        """Forms of the layers, if the model can hold integers."""
         return {layout.form for layout in self._layouts.values()}
 
     @property
@@ -70,18 +69,18 @@ class PublishedLinears:
         return self._layouts[linear.name]
 
     def place(self, linear: StoredLinear, model: nn.Module) -> str | None:
-        """Where the model takes the integers of a map; None where it wants plain numbers."""
+        """The path of the model's layer that can hold the integers of a layer; None: it needs floats."""
         if self.layout(linear).form == "float":
             return None
         target = self._rename(f"{linear.name}.weight")
         path = target.removesuffix(".weight") if isinstance(target, str) else ""
-        is_kept = self._rename(f"{linear.name}.scale") == f"{path}.scale"  # under its own name
+        is_kept = self._rename(f"{linear.name}.scale") == f"{path}.scale"  # under the same name
         return path if is_kept and isinstance(find_layer(model, path), Linear) else None
 
     def put(
         self, linear: StoredLinear, model: nn.Module, path: str, dtype: torch.dtype
     ) -> dict[str, Tensor]:
-        """Put a linear for its integers into the model. Returns: the weights of that, by stored names."""
+        """Prepare the model's layer for the integers of a layer. Returns: its tensors, by stored names."""
         layout = self.layout(linear)
         layer = model.get_submodule(path)
         assert isinstance(layer, Linear)
@@ -96,7 +95,7 @@ class PublishedLinears:
     def replace(
         self, linear: StoredLinear, model: nn.Module, path: str, dtype: torch.dtype
     ) -> None:
-        """Give a layer that has a stand-in its integers."""
+        """Replace a placeholder by the layer's integers."""
         layer = adopt(model, path)
         device = layer.weight.device
         parts = self._read_integers(linear, layer, dtype)
@@ -106,7 +105,7 @@ class PublishedLinears:
     def _read_integers(
         self, linear: StoredLinear, layer: Linear, dtype: torch.dtype
     ) -> dict[str, Tensor]:
-        """Prepare a layer for integers; returns its whole tensors."""
+        """Prepare a layer for integers. Returns: its tensors."""
         layout, weights = self.layout(linear), self._read(linear)
         assert isinstance(weights, Integers)
         self._forms[layout.form] += 1
@@ -119,25 +118,26 @@ class PublishedLinears:
         return parts
 
     def use_stand_ins(self) -> None:
-        """From now on maps that stay integers are stood for while others make the model."""
+        """From now on, load placeholders for layers that stay integers."""
         self._stand_ins = {}
 
     def stands_in(self, linear: StoredLinear) -> bool:
-        """Whether a map is stood for."""
+        """Whether a layer has a placeholder."""
         is_known = self._stand_ins is not None and linear.name not in self._lost
         return is_known and self.layout(linear).form != "float"
 
     def stand_in(self, linear: StoredLinear) -> Tensor:
-        """What stands for a map. Shapes: returns (N, K)."""
+        """The placeholder of a layer. Shapes: returns (N, K)."""
         assert self._stand_ins is not None
         made = make_stand_in(self.layout(linear).shape, len(self._stand_ins))
         self._stand_ins[linear.name] = made
         return cast(made, self.dtype)
 
     def replace_stand_ins(self, model: nn.Module, dtype: torch.dtype) -> bool:
-        """Give all their integers, with scales of this type.
+        """Replace all placeholders by integers, with scales of this type.
 
-        False, and nothing is done, where some are lost: those are to be plain numbers, so that a model is made again.
+        Returns False, without changes, if the model has lost some: these are dequantized instead, and the model is
+        created again.
         """
         stand_ins = self._stand_ins or {}
         places = find_stand_ins(model, stand_ins)
@@ -159,13 +159,13 @@ class PublishedLinears:
         return True
 
     def read_numbers(self, linear: StoredLinear) -> Tensor:
-        """What the weights of a map stand for. Shapes: returns float32 (N, K)."""
+        """Dequantize the weights of a layer. Shapes: returns float32 (N, K)."""
         self._forms["float"] += 1
         weights = self._read(linear)
         return weights.numbers(torch.float32) if isinstance(weights, Integers) else weights
 
     def _read(self, linear: StoredLinear) -> Integers | Tensor:
-        """Weights that are finite: GGUF keeps scales in blocks of bytes, FP8 has a NaN."""
+        """Weights, checked to be finite: scales of GGUF are inside byte blocks, and FP8 has NaN."""
         weights = self._reader.read(linear)
         numbers = [weights]
         if isinstance(weights, Integers):
@@ -176,10 +176,9 @@ class PublishedLinears:
         return weights
 
     def restore(self, model: nn.Module, numbers: dict[str, Tensor], dtype: torch.dtype) -> None:
-        """Put integers in place of numbers, where our own program turned out to compute what was read as such.
+        """Replace floats by integers after the model was lowered to the native program.
 
-        `numbers` are those that were read, by stored names; scales are of `dtype`. Where maps are stood for there is
-        nothing to do.
+        `numbers`: the dequantized weights by stored names; scales are of `dtype`. No effect with placeholders.
         """
         if self._stand_ins is not None:
             return
@@ -199,18 +198,18 @@ class PublishedLinears:
             if layout.shape != (layer.out_features, layer.in_features) or not torch.equal(
                 layer.weight, same
             ):
-                continue  # a tower's, say
+                continue  # for example a vision tower's
             del numbers[f"{linear.name}.weight"]
             stored = self.put(linear, model, path, dtype)
             parts = {name.removeprefix(f"{linear.name}."): x for name, x in stored.items()}
             model.get_submodule(path).load_state_dict(parts, strict=False, assign=True)
             self._forms["float"] -= 1
             spared += known.nbytes - layout.num_bytes(dtype)
-        self._forms += Counter()  # without those that there are none of
+        self._forms += Counter()  # removes zero counts
         self._num_bytes -= spared
 
     def drop_zero_biases(self, stored: list[StoredTensor], model: nn.Module) -> list[StoredTensor]:
-        """All but biases of zeros that the model does not have: quantizers write them to every map."""
+        """Remove zero biases that the model does not have: quantizers write them for every layer."""
         names = {f"{linear.name}.bias" for linear in self.linears}
         return [x for x in stored if x.name not in names or not self._is_spare(x, model)]
 
@@ -221,7 +220,7 @@ class PublishedLinears:
         return isinstance(layer, nn.Linear) and layer.bias is None and not stored.map().any()
 
     def count_bytes(self, num_bytes: Callable[[StoredLinear, "PublishedLinears"], int]) -> int:
-        """What all take in memory."""
+        """Bytes of all layers in memory."""
         self._num_bytes = sum(num_bytes(linear, self) for linear in self.linears)
         return self._num_bytes
 
@@ -250,7 +249,7 @@ _WORDS: dict[Form, str] = {
 def find_published(
     directory: Path, stored: list[StoredTensor], device: torch.device, rename: Rename
 ) -> tuple[PublishedLinears | None, list[StoredTensor]]:
-    """The maps that another's format quantized, if it is one, and all other tensors. Raises: UnsupportedCheckpoint."""
+    """The quantized layers, if any, and all other tensors. Raises: UnsupportedCheckpoint."""
     fields = read_fields(directory)
     reader = detect(fields)
     linears: list[StoredLinear] = []
@@ -274,7 +273,7 @@ def find_published(
 
 
 def find_layer(model: nn.Module, path: str) -> nn.Module | None:
-    """A module by its name; None where there is none."""
+    """A module by its name; None if there is none."""
     try:
         return model.get_submodule(path) if path else None
     except AttributeError:

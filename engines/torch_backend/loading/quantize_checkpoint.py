@@ -1,6 +1,6 @@
-"""A checkpoint with its decoder quantized, saved beside the original as compressed-tensors: what `vlm quantize` does.
+"""Writes a copy of a checkpoint with a quantized decoder, as compressed-tensors: `vlm quantize`.
 
-One tensor after another is read, rounded and written, so that memory stays at one file of the copy.
+Tensors are read, rounded and written one by one, so memory is bounded by one file of the copy.
 """
 
 import json
@@ -43,9 +43,9 @@ from engines.torch_backend.models.generic.config import GenericConfig
 from engines.torch_backend.models.generic.linears import linears_within
 from engines.torch_backend.models.registry import find_family
 
-_CHUNK_WEIGHTS = 1 << 18  # rounded at once, which bounds temporary memory
+_CHUNK_WEIGHTS = 1 << 18  # rounded at once, to bound temporary memory
 _TEXT_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
-_HEAD, _DECODER = "re:.*lm_head", "Linear"  # as `config_groups` call them
+_HEAD, _DECODER = "re:.*lm_head", "Linear"  # in `config_groups`
 
 
 def quantize_checkpoint(
@@ -59,9 +59,8 @@ def quantize_checkpoint(
 ) -> tuple[int, int]:
     """Write a quantized copy of a checkpoint. `progress` receives the completed ratio, 0..1.
 
-    `head` is "int8" to quantize the output head too. `target` appears when everything is written. Returns: bytes of
-    the weights before and after.
-    Raises: UnsupportedCheckpoint, FileExistsError, OSError.
+    `head`: "int8" quantizes the output head too. `target` appears when it is complete. Returns: bytes of the
+    weights before and after. Raises: UnsupportedCheckpoint, FileExistsError, OSError.
     """
     check_new(target)
     family, config = find_family(source)
@@ -96,7 +95,7 @@ def quantize_checkpoint(
 
 
 class _Writer:
-    """Weights into files, in few bits where they are a target."""
+    """Writes weights, quantized if they are a target."""
 
     def __init__(
         self, directory: Path, max_shard_bytes: int, layers: "_Layers", scheme: str
@@ -107,7 +106,7 @@ class _Writer:
         self._scheme = scheme
 
     def write(self, name: str, value: Tensor, dtype: torch.dtype) -> None:
-        """A weight, of numbers of this type. Raises: OSError."""
+        """Write a weight; `dtype`: of its floats. Raises: OSError."""
         kind = self._layers.targets.get(name)
         if kind is None:
             self._tensors.add(name, value if value.dtype == dtype else value.to(dtype))
@@ -121,22 +120,22 @@ class _Writer:
             self._tensors.add(f"{name.removesuffix('.weight')}.{part}", tensor)
 
     def close(self) -> None:
-        """Write the rest. Raises: OSError."""
+        """Write the last file. Raises: OSError."""
         self._tensors.close()
 
 
 class _Layers:
-    """Which stored weights are quantized, by the layers of the model that they are for."""
+    """Selects the weights to quantize, by the model's layers."""
 
     def __init__(
         self, model: nn.Module, rename: Callable[[str], Any], head: str, names: list[str]
     ) -> None:
-        """Raises: UnsupportedCheckpoint if what was asked for is not there."""
+        """Raises: UnsupportedCheckpoint if the head is to be quantized and there is none."""
         self._model = model
         self._rename = rename
         self._has_int8_head = head == "int8"
-        self._kept: list[str] = []  # linear maps that stay as they are
-        self.group_size = max(GROUP_SIZES)  #: divides the inputs of all that are quantized
+        self._kept: list[str] = []  # linear layers that stay as they are
+        self.group_size = max(GROUP_SIZES)  #: divides the inputs of all quantized layers
         #: the group of `config_groups` that a weight belongs to, by its stored name
         self.targets: dict[str, str] = {}
         for name in names:
@@ -163,7 +162,7 @@ class _Layers:
             self._kept.append(path)
 
     def ignored(self) -> list[str]:
-        """Patterns of the linear maps that stay as they are, whatever comes before them in a name."""
+        """Patterns of the linear layers that stay as they are, with any prefix."""
         known = {part for name in self.targets for part in name.split(".")}
         patterns: dict[str, None] = {}
         for path in self._kept:
@@ -190,7 +189,7 @@ def _weight_bytes(directory: Path) -> int:
 
 
 def run(model: str, target: Path, scheme: str, head: str = "none") -> None:
-    """The command: `quantize_checkpoint` under a progress bar. Raises: SystemExit with the reason."""
+    """The command: `quantize_checkpoint` with a progress bar. Raises: SystemExit with the reason."""
     with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), transient=True) as bar:
         task = bar.add_task(f"{model} to {scheme}", total=1.0)
         try:
@@ -211,9 +210,9 @@ def run(model: str, target: Path, scheme: str, head: str = "none") -> None:
 
 
 def _stored_linears(config: GenericConfig, scheme: QuantizedMethod) -> nn.Module:
-    """The linear maps of a model, without weights, where a checkpoint has them: those of a scheme within the decoder's
+    """The linear layers of a model, without weights, as in a checkpoint: the decoder's are those of a scheme.
 
-    layers. Raises: UnsupportedCheckpoint for a decoder without such layers.
+    Raises: UnsupportedCheckpoint for a decoder without such layers.
     """
     with torch.device("meta"):
         model: Any = config.model_class(deepcopy(config.full))

@@ -1,1 +1,1 @@
-"""Adapters beside a model's weights."""
+"""LoRA adapters."""

@@ -1,8 +1,7 @@
-"""Adapters beside a model's weights, and the steps in which some rows have one and others another.
+"""LoRA adapters, and steps in which each sequence may have another adapter.
 
-A step without an adapter is computed as if there were none: what adds to the products of maps is there for the step
-alone. Every map that an adapter changes must add exactly once, or the step's answer is not given: a model that computes
-a map by other means than are known here is found out by that.
+A step without adapters runs as if there were none: deltas are attached for one step. Each adapted linear layer must
+add its delta exactly once, or the step fails: this detects models that compute a layer by an unknown path.
 
 Shape letters: M tokens, K inputs, N outputs, r rank.
 """
@@ -27,13 +26,13 @@ from engines.torch_backend.step import StepInputs
 if TYPE_CHECKING:
     from engines.torch_backend.models.registry import FamilyModel
 
-#: Of paths to the decoder in checkpoints of any age. Others lead to a tower, a projector or a head.
+#: Parts of the path to the decoder in checkpoints. Others lead to a tower, a projector or a head.
 _DECODER_WORDS = frozenset({"model", "language_model", "text_model", "decoder", "transformer"})
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One map's share of a `Change`. Shapes: up (r, N), scaled."""
+    """The part of a `Change` for one linear layer. Shapes: up (r, N), scaled."""
 
     outputs: slice
     ranks: slice
@@ -42,13 +41,13 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What is added to the product of maps side by side. Shapes: down (K, r of all parts)."""
+    """The delta of linear layers that run as one. Shapes: down (K, r of all parts)."""
 
     down: Tensor
     parts: tuple[Part, ...]
 
     def add(self, y: Tensor, x: Tensor) -> None:
-        """Shapes: y (M, N of all maps), x (M, K)."""
+        """Shapes: y (M, N of all layers), x (M, K)."""
         inner = x @ self.down
         for part in self.parts:
             y[:, part.outputs].addmm_(inner[:, part.ranks], part.up)
@@ -61,13 +60,13 @@ class LoraAdapter:
     digest: str
     rank: int
     num_bytes: int
-    names: frozenset[str]  #: of the maps that it changes, within the decoder's layers
-    changes: dict[tuple[str, ...], Change]  #: by the names of maps side by side
+    names: frozenset[str]  #: of the linear layers that it changes, within the decoder's layers
+    changes: dict[tuple[str, ...], Change]  #: by the names of linear layers that run as one
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Site:
-    """A group of layers that is computed at once."""
+    """A group of linear layers that runs as one."""
 
     names: tuple[str, ...]
     layers: tuple[Linear, ...]
@@ -78,12 +77,12 @@ class Loras:
     """The adapters of one model."""
 
     def __init__(self, model: "FamilyModel", dtype: torch.dtype, device: torch.device) -> None:
-        """`dtype` is that of products."""
+        """`dtype`: of the products."""
         self._dtype, self._device = dtype, device
         path, layers = model.decoder_layers()
         self._path = path.split(".")
         self._stored_rows = model.stored_rows
-        self._decoder = model.language_model  #: of a model of our own program
+        self._decoder = model.language_model  #: of the native program
         self._sites = list(_find_sites(layers))
         #: outputs and inputs of each linear layer
         self._shapes = {
@@ -122,7 +121,7 @@ class Loras:
             raise BadAdapter(f"the adapter does not fit the memory of {self._device}") from error
 
     def _create(self, digest: str, stored: Mapping[str, LowRank]) -> LoraAdapter:
-        """An adapter of checked matrices, by the names of linear layers within the decoder's layers."""
+        """Create an adapter from checked matrices, by the names of linear layers within the decoder's layers."""
         pairs = {name: self._place(change) for name, change in stored.items()}
         changes = self._join(pairs)
         num_bytes = sum(matrix.nbytes for pair in pairs.values() for matrix in pair)
@@ -130,13 +129,13 @@ class Loras:
         return LoraAdapter(digest, rank, num_bytes, frozenset(pairs), changes)
 
     def _name(self, module: str) -> str:
-        """Within the layers; empty for what is none of the decoder's."""
+        """The name within the layers; empty if the module is not in the decoder."""
         head, _, name = module.partition(f".{self._path[-1]}.")
         is_decoder = set(head.split(".")) <= _DECODER_WORDS | set(self._path)
         return name if is_decoder else ""
 
     def _check(self, module: str, names: Sequence[str], stored: LowRank) -> None:
-        """Raises: BadAdapter for matrices of another model, and for numbers that are none here."""
+        """Raises: BadAdapter for matrices of another model, or with numbers beyond the range of the dtype."""
         found = stored.up.shape[0], stored.down.shape[1]
         shape = sum(self._shapes[name][0] for name in names), self._shapes[names[0]][1]
         if found != shape:
@@ -158,7 +157,7 @@ class Loras:
         )
 
     def _join(self, pairs: dict[str, tuple[Tensor, Tensor]]) -> dict[tuple[str, ...], Change]:
-        """What is added at sites. Of maps side by side the first matrices are joined, for one product."""
+        """The changes of all sites. The first matrices of layers that run as one are joined, for one product."""
         changes: dict[tuple[str, ...], Change] = {}
         for site in sorted(self._sites, key=lambda site: -len(site.names)):
             downs: list[Tensor] = []
@@ -176,7 +175,7 @@ class Loras:
                 joined = downs[0] if len(downs) == 1 else torch.cat(downs, dim=1)
                 changes[site.names] = Change(joined, tuple(parts))
                 kept = iter(parts)
-                for name in site.names:  # the parts share the memory of the whole
+                for name in site.names:  # the parts share the memory of the joined matrices
                     if name in pairs:
                         part = next(kept)
                         pairs[name] = joined[:, part.ranks], part.up
@@ -185,9 +184,9 @@ class Loras:
     # -- in steps
     @contextmanager
     def applied(self, inputs: StepInputs) -> Iterator[None]:
-        """Add to the rows of each sequence what its adapter changes, for one step.
+        """Add the deltas of each sequence's adapter to its rows, for one step.
 
-        Raises: SequenceFailure where that cannot be done, when the step is computed.
+        Raises: SequenceFailure after the step if a layer did not add its delta once.
         """
         step = _AdaptedRows(inputs, self._device)
         sites = [site for site in self._sites if site.names in step.places]
@@ -206,7 +205,7 @@ class Loras:
 
 
 class _AdaptedRows:
-    """The rows of each adapter in a step, and how often each map has added."""
+    """The rows of each adapter in a step, and how often each layer has added."""
 
     def __init__(self, inputs: StepInputs, device: torch.device) -> None:
         runs: dict[LoraAdapter, list[Tensor]] = {}
@@ -217,7 +216,7 @@ class _AdaptedRows:
                 run = torch.arange(sequence.start, sequence.stop)
                 runs.setdefault(adapter, []).append(run)
         self._num_rows = len(inputs.slots)
-        #: each adapter, and the place of its rows among all that have one
+        #: each adapter, and the slice of its rows among all adapted rows
         self._shares: list[tuple[LoraAdapter, slice]] = []
         start = 0
         for adapter, own in runs.items():
@@ -228,11 +227,11 @@ class _AdaptedRows:
         rows = torch.cat([run for own in runs.values() for run in own])
         self._rows = None if is_simple else rows.to(device)
         self._counts = dict.fromkeys([name for adapter in runs for name in adapter.names], 0)
-        #: names of maps side by side, where something is added
+        #: names of layers that run as one and have a delta
         self.places = {names for adapter in runs for names in adapter.changes}
 
     def add(self, site: Site, y: Tensor, x: Tensor) -> None:
-        """To the product of a site. Shapes: (M, N of all its maps), (M, K)."""
+        """Add to the product of a site. Shapes: (M, N of all its layers), (M, K)."""
         if len(y) != self._num_rows:
             raise self._failure(site.names[0])
         for name in site.names:
@@ -254,7 +253,7 @@ class _AdaptedRows:
             y.index_add_(0, self._rows, added.to(y.dtype))
 
     def check(self) -> None:
-        """Raises: SequenceFailure if not every change was made once."""
+        """Raises: SequenceFailure unless every delta was added once."""
         for name, count in self._counts.items():
             if count != 1:
                 raise self._failure(name)
@@ -269,7 +268,8 @@ class _AdaptedRows:
 def _find_sites(layers: nn.Module) -> Iterator[Site]:
     """The groups of a decoder's layers. A layer may be in several, of which a step computes one.
 
-    Experts see some tokens only, and what stands for a layer that keeps a state sees one sequence at a time.
+    Experts are skipped because they see some tokens only, and stateful layers because they run one sequence at a
+    time.
     """
     names = {module: name for name, module in layers.named_modules()}
     skipped: list[str] = []

@@ -18,13 +18,13 @@ from engines.base import AdapterLimits, BadAdapter, UnsupportedCheckpoint
 from engines.packages.adapter_files import CONFIG_FILE, MAX_ALPHA, WEIGHTS_FILE, read_adapter
 from engines.packages.checkpoint_json import Fields, shown
 
-_MAX_NAMES = 3  # in messages
+_MAX_NAMES = 3  # in error messages
 _WEIGHT = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<part>[AB])\.weight")
 
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """What an adapter adds to a map: `scale` * up @ down. Shapes: down (r, K), up (N, r)."""
+    """The delta of a linear layer: `scale` * up @ down. Shapes: down (r, K), up (N, r)."""
 
     down: Tensor
     up: Tensor
@@ -33,7 +33,7 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True)
 class PeftFiles:
-    """An adapter as it is stored. `changes` are by the names of transformers' modules."""
+    """The files of an adapter. `changes`: by the names of transformers' modules."""
 
     digest: str
     changes: dict[str, LowRank]
@@ -45,14 +45,14 @@ def read_peft(directory: Path, limits: AdapterLimits) -> PeftFiles:
     try:
         weights = safetensors.torch.load(files.weights)
         return PeftFiles(files.digest, _pair(weights, files.config, limits))
-    except UnsupportedCheckpoint as error:  # of a field
+    except UnsupportedCheckpoint as error:  # names the field
         raise BadAdapter(str(error)) from None
     except (SafetensorError, KeyError, ValueError) as error:
         raise BadAdapter(f"{WEIGHTS_FILE} is damaged: {error}") from None
 
 
 def _pair(weights: dict[str, Tensor], config: Fields, limits: AdapterLimits) -> dict[str, LowRank]:
-    """Raises: BadAdapter for what is no pair of matrices."""
+    """Raises: BadAdapter for tensors that are not pairs of matrices."""
     parts: dict[str, dict[str, Tensor]] = {}
     for name, tensor in weights.items():
         found = _WEIGHT.fullmatch(name)
@@ -84,7 +84,7 @@ def _pair(weights: dict[str, Tensor], config: Fields, limits: AdapterLimits) -> 
 
 
 def _pattern(config: Fields, name: str, module: str) -> object:
-    """A module's own value, if it has one: keys are the ends of names, or patterns of them, as in peft."""
+    """The value of a module, if it has its own: keys are suffixes of names, or patterns, as in peft."""
     for key, value in config.section(name).values.items():
         try:
             is_meant = re.fullmatch(rf"(.*\.)?({key})", module)
@@ -96,6 +96,6 @@ def _pattern(config: Fields, name: str, module: str) -> object:
 
 
 def name_some(names: list[str]) -> str:
-    """A few names, and how many more there are."""
+    """The first names, and the number of the others."""
     more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
     return ", ".join(names[:_MAX_NAMES]) + more

@@ -1,1 +1,1 @@
-"""From scores to tokens."""
+"""Sampling of tokens from logits."""

@@ -1,10 +1,10 @@
-"""A token per row, sampled from scores by parameters that are tensors too.
+"""Samples a token per row. Parameters are tensors.
 
-Used by the sampler, and by decoding with a CUDA graph, which replays it: with `is_exact` nothing here looks
-at a number on the host. A row depends on nothing but its own scores and parameters.
+Called by the sampler, and captured in CUDA graphs: with `is_exact`, nothing here reads a number on the host. A row
+depends on its own scores and parameters alone.
 
-Order: temperature; `top_k`, `top_p` (of what `top_k` left) and `min_p` (against the best) remove tokens; what
-remains is sampled by Gumbel noise. Tokens that tie with the last one kept are kept.
+Order: temperature; `top_k`, `top_p` (of the tokens that `top_k` keeps) and `min_p` (relative to the best) remove
+tokens; the rest is sampled by Gumbel noise. Ties with the last kept token are kept.
 
 Shape letters: B rows, V vocabulary.
 """
@@ -17,18 +17,18 @@ from torch import Tensor
 from engines.torch_backend.sampling.noise import gumbel_noise, signed, stream_key
 from shared.protocol import SamplingParams
 
-#: how many of the best tokens are sorted first for `top_p`; all are, where these do not reach it
+#: number of best tokens that are sorted first for `top_p`; all are sorted if these do not reach it
 NUCLEUS_WIDTH = 256
-#: what is colder is greedy for all purposes, and may be 0 in float32
+#: lower temperatures are greedy in effect, and may be 0 in float32
 LEAST_TEMPERATURE = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class SampleParams:
-    """How each of B rows is sampled."""
+    """Sampling parameters of B rows."""
 
-    keys: Tensor  #: (B,) int64: the noise's streams
-    top_ks: Tensor  #: (B,) int64; the vocabulary's size where there is no limit
+    keys: Tensor  #: (B,) int64: noise streams
+    top_ks: Tensor  #: (B,) int64; the size of the vocabulary without a limit
     temperatures: Tensor  #: (B,) float32, above 0
     top_ps: Tensor  #: (B,) float32
     min_ps: Tensor  #: (B,) float32
@@ -41,7 +41,7 @@ class SampleParams:
         vocab_size: int,
         device: torch.device,
     ) -> "SampleParams":
-        """`positions` are those of the tokens to sample, counted from the first of the output."""
+        """`positions`: of the tokens to sample, counted from the first output token."""
         integers = torch.tensor(
             [[signed(stream_key(p.seed, i)) for p, i in zip(params, positions, strict=True)],
              [min(p.top_k, vocab_size) if p.top_k > 0 else vocab_size for p in params]]
@@ -57,18 +57,19 @@ class SampleParams:
 
 
 def is_truncated(params: SamplingParams) -> bool:
-    """Whether some tokens must not be sampled at all."""
+    """Whether any token may be excluded."""
     return params.top_k > 0 or params.top_p < 1 or params.min_p > 0
 
 
 def sample_random(
     scores: Tensor, params: SampleParams, *, truncated: bool, is_exact: bool = False
 ) -> Tensor:
-    """A random token per row. Shapes: (B, V); returns (B,).
+    """Sample a token per row. Shapes: (B, V); returns (B,).
 
-    `truncated` says whether any row is; `is_exact` sorts whole rows at once instead of looking whether a part would do.
+    `truncated`: whether any row excludes tokens; `is_exact`: sort complete rows instead of checking whether a part
+    is enough.
     """
-    # first the best becomes 0, so that a tiny temperature cannot push a score beyond all numbers
+    # shift the best to 0 first, so that a tiny temperature cannot overflow a score
     scores = (scores - scores.amax(-1, keepdim=True)) / params.temperatures.unsqueeze(1)
     if truncated:
         threshold = torch.maximum(
@@ -87,7 +88,7 @@ def _top_threshold(scores: Tensor, params: SampleParams, *, is_exact: bool) -> T
     limits = params.top_ks[params.top_ks < vocab_size]
     width = max(NUCLEUS_WIDTH, int(limits.max())) if limits.numel() else NUCLEUS_WIDTH
     threshold, kept = _threshold_among(scores, width, top_k, top_p)
-    # a row that is truncated by `top_p` alone may keep more than the tokens looked at
+    # a row with `top_p` alone may keep more than the sorted tokens
     if bool((kept[:, -1:] & (top_k > width) & (top_p < 1)).any()):
         return _threshold_among(scores, vocab_size, top_k, top_p)[0]
     return threshold
@@ -96,7 +97,7 @@ def _top_threshold(scores: Tensor, params: SampleParams, *, is_exact: bool) -> T
 def _threshold_among(
     scores: Tensor, width: int, top_k: Tensor, top_p: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The threshold as far as the `width` best tokens show, and which of these are kept.
+    """The threshold among the `width` best tokens, and which of these are kept.
 
     Shapes: scores (B, V), limits (B, 1); returns (B,) and (B, width).
     """
@@ -111,6 +112,6 @@ def _threshold_among(
     mass = (ordered - total).exp().cumsum(-1)
     before = torch.cat([torch.zeros_like(mass[:, :1]), mass[:, :-1]], dim=-1)
     kept = kept & ((before < top_p) | (top_p >= 1))
-    last = (kept.sum(-1, keepdim=True) - 1).clamp(min=0)  # the best stays, even for top_p 0
+    last = (kept.sum(-1, keepdim=True) - 1).clamp(min=0)  # the best token is kept, even for top_p 0
     untruncated = (top_k >= vocab_size) & (top_p >= 1)
     return ordered.gather(1, last).masked_fill(untruncated, -torch.inf).squeeze(1), kept

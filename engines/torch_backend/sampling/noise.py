@@ -1,7 +1,7 @@
-"""Random numbers without state: a pure function of (seed, position, token id).
+"""Stateless random numbers: a pure function of (seed, position, token id).
 
-Used by the sampler, so that a token sampled anywhere, at any time, beside any others, is the same.
-Source: SplitMix64, Steele, Lea and Flood 2014, whose n-th output needs no earlier one.
+A sampled token is therefore the same in any batch, at any time. Source: SplitMix64, Steele, Lea and Flood 2014,
+whose n-th output needs no earlier one.
 
 Shape letters: B rows, V vocabulary.
 """
@@ -16,7 +16,7 @@ _SECOND = 0x94D049BB133111EB
 
 
 def stream_key(seed: int, position: int) -> int:
-    """The 64-bit state from which the noise at an output position springs. Any seed will do."""
+    """The 64-bit state of the noise at an output position. Any seed is valid."""
     return _mix((_mix((seed + _GAMMA) & _MASK) + position * _GAMMA) & _MASK)
 
 
@@ -27,10 +27,10 @@ def _mix(state: int) -> int:
 
 
 def random_bits(keys: Tensor, num_tokens: int) -> Tensor:
-    """The first `num_tokens` outputs of each stream, as int64 that stands for 64 random bits.
+    """The first `num_tokens` outputs of each stream: 64 random bits as int64.
 
-    int64 wraps as uint64 does; only shifts need the sign's copies cut off.
-    Shapes: keys (B,), int64 by `signed`; returns (B, V).
+    Int64 wraps as uint64 does; only right shifts must mask the copies of the sign bit. Shapes: keys (B,), int64 by
+    `signed`; returns (B, V).
     """
     token_ids = torch.arange(1, num_tokens + 1, device=keys.device)
     state = keys.unsqueeze(1) + token_ids * signed(_GAMMA)
@@ -45,13 +45,13 @@ def gumbel_noise(keys: Tensor, num_tokens: int) -> Tensor:
     Source: Gumbel 1954; Maddison et al. 2014.
     """
     upper_half = _shift(random_bits(keys, num_tokens), 32)
-    # below 1, or the logarithm is infinite and the token can never be sampled
+    # below 1: otherwise the logarithm is infinite and the token can never be sampled
     uniform = ((upper_half + 0.5) * 2.0**-32).clamp_(max=1 - 2.0**-24)
     return -torch.log(-torch.log1p(-uniform))
 
 
 def _shift(state: Tensor, bits: int) -> Tensor:
-    """Unsigned shift to the right."""
+    """Unsigned right shift."""
     return (state >> bits) & ((1 << (64 - bits)) - 1)
 
 

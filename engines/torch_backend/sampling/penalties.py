@@ -1,18 +1,17 @@
-"""Penalties for tokens that a sequence already has, kept up to date as it grows."""
+"""Penalties for tokens that a sequence contains, updated incrementally."""
 
 import numpy as np
 
 from engines.core.sequence import Sequence
 
 _FIRST_CAPACITY = 64
-_TAIL = 64  #: more tokens than one step can take back
+_TAIL = 64  #: more tokens than one step can withdraw
 
 
 class TokenCounts:
-    """Distinct tokens of one sequence, with the factor and the amount that penalise each.
+    """Distinct tokens of one sequence, with the factor and the amount of their penalties.
 
-    A step costs one update for each new or withdrawn token. A token that was withdrawn keeps its
-    row, with no-op values.
+    A step costs one update for each new or withdrawn token. A withdrawn token keeps its row, with no-op values.
     """
 
     def __init__(self, sequence: Sequence) -> None:
@@ -26,12 +25,12 @@ class TokenCounts:
         self._rows = {token_id: row for row, token_id in enumerate(ids.tolist())}
         capacity = 2 * len(ids) + _FIRST_CAPACITY
         self._ids = _grown(ids, capacity)
-        self._counts = _grown(np.stack([totals, outputs]), capacity)  # in all, in the output
+        self._counts = _grown(np.stack([totals, outputs]), capacity)  # in total, in the output
         self._values = np.zeros((2, capacity), np.float32)  # factors, amounts
         self._update(slice(0, len(ids)))
 
     def follow(self, sequence: Sequence) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Token ids, what to divide their scores by, and what to subtract. Shapes: (distinct,) each."""
+        """Token ids, the divisors of their scores, and the amounts to subtract. Shapes: (distinct,) each."""
         token_ids, noted = sequence.token_ids, self._noted
         while noted[-_TAIL:] != token_ids[max(0, len(noted) - _TAIL) : len(noted)]:
             token_id = noted.pop()

@@ -1,11 +1,11 @@
-"""From the logits of a step to its next tokens.
+"""Samples the next tokens from the logits of a step.
 
-Used by the runner. The token of a row is a pure function of its logits, its request's sampling parameters and
-earlier tokens, its seed and its output position: whoever shares the step changes nothing.
+A row's token is a pure function of its logits, its request's sampling parameters and earlier tokens, its seed and
+its output position; it does not depend on the batch.
 
-Order: logit bias, repetition penalty, frequency and presence penalty, no end before `min_tokens`, `allowed_token_ids`,
-the tokens that a grammar allows; then what `choose` does. Log probabilities are those of the model's own distribution,
-before any of this, as OpenAI reports them.
+Order: logit bias, repetition penalty, frequency and presence penalty, no end token before `min_tokens`,
+`allowed_token_ids`, the grammar's mask, then `choose`. Log probabilities are those of the model's distribution
+before all of these, as OpenAI reports them.
 
 Shape letters: B rows, V vocabulary.
 """
@@ -23,18 +23,18 @@ from engines.torch_backend.sampling.choose import SampleParams, is_truncated, sa
 from engines.torch_backend.sampling.penalties import TokenCounts
 from shared.protocol import SamplingParams
 
-#: OpenAI's value for what can hardly come; stands for minus infinity too, which no JSON can tell
+#: OpenAI's value for very unlikely tokens; also replaces minus infinity, which JSON cannot express
 LEAST_LOGPROB = -9999.0
-_SCORED_ROWS = 64  #: whose scores are widened to float32 at a time
+_SCORED_ROWS = 64  #: rows that are widened to float32 at a time
 NOT_FINITE = "The model's scores for the next token are not finite numbers."
 
 
 def sample(
     logits: Tensor, sequences: list[Sequence], positions: list[int] | None = None
 ) -> list[TokenChoice]:
-    """The next token of each row. Shapes: logits (B, V). Raises: SequenceFailure for logits that are no numbers.
+    """The next token of each row. Shapes: logits (B, V). Raises: SequenceFailure for logits that are not finite.
 
-    `positions` are those of the tokens in their outputs, where these are not known up to there.
+    `positions`: of the tokens in their outputs, if the sequences do not contain all earlier tokens.
     """
     if positions is None:
         positions = [sequence.num_output_tokens for sequence in sequences]
@@ -53,14 +53,14 @@ def sample(
 
 
 def _check_finite(best: Tensor, sequences: list[Sequence]) -> None:
-    """A row whose best score is no finite number cannot be sampled from; it is that request's failure."""
+    """Raises: SequenceFailure for a row whose best score is not finite."""
     for is_finite, sequence in zip(best.isfinite().tolist(), sequences, strict=True):
         if not is_finite:
             raise SequenceFailure(sequence.request_id, NOT_FINITE)
 
 
 def _adjust(logits: Tensor, sequences: list[Sequence], positions: list[int]) -> Tensor:
-    """Scores with bias and penalties; the very logits where no request has any. Shapes: (B, V), kept."""
+    """Scores with bias and penalties; `logits` itself if no request has any. Shapes: (B, V), kept."""
     scores = logits
     biased = [row for row, sequence in enumerate(sequences) if sequence.sampling.logit_bias]
     if biased:
@@ -111,7 +111,7 @@ _FORBIDDEN = ~torch.from_numpy(
 
 
 def apply_masks(scores: Tensor, sequences: list[Sequence], rows: list[int]) -> Tensor:
-    """Scores where rows keep those of the tokens that their grammars allow. Shapes: (B, V), kept.
+    """Mask the tokens that the rows' grammars exclude. Shapes: (B, V), kept.
 
     Raises: SequenceFailure.
     """
@@ -139,17 +139,17 @@ class Sampled(Protocol):
 
     @property
     def sampling(self) -> SamplingParams:
-        """How its tokens are sampled."""
+        """Sampling parameters."""
         ...
 
     @property
     def constraint(self) -> Constraint | None:
-        """What they are held to."""
+        """Grammar state; None without a grammar."""
         ...
 
 
 def needs_host(sequence: Sampled) -> bool:
-    """Whether scores go through the host: for what depends on earlier tokens, or tells of probabilities."""
+    """Whether sampling needs the host: for earlier tokens, or for log probabilities."""
     sampling = sequence.sampling
     return (
         sequence.constraint is not None
@@ -171,9 +171,9 @@ def has_penalty(sampling: SamplingParams) -> bool:
 
 
 def _penalise(scores: Tensor, sequences: list[Sequence], rows: list[int]) -> Tensor:
-    """Lower the scores of tokens that were there before.
+    """Apply penalties.
 
-    Repetition (Keskar et al. 2019) looks at prompt and output; frequency and presence at the output alone.
+    Repetition (Keskar et al. 2019) counts prompt and output; frequency and presence count the output alone.
     """
     parts = [_penalties(sequences[row]) for row in rows]
     token_ids, factors, amounts = (
@@ -188,7 +188,7 @@ def _penalise(scores: Tensor, sequences: list[Sequence], rows: list[int]) -> Ten
 
 
 def _penalties(sequence: Sequence) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Distinct tokens of a sequence, what to divide their scores by, and what to take from them."""
+    """Distinct tokens of a sequence, the divisors of their scores, and the amounts to subtract."""
     counts = sequence.token_counts
     if counts is None:
         counts = sequence.token_counts = TokenCounts(sequence)
@@ -196,13 +196,13 @@ def _penalties(sequence: Sequence) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _sample_random(scores: Tensor, params: list[SamplingParams], positions: list[int]) -> Tensor:
-    """A random token per row. Shapes: (B, V); returns (B,)."""
+    """Sample a token per row. Shapes: (B, V); returns (B,)."""
     how = SampleParams.create(params, positions, scores.shape[1], scores.device)
     return sample_random(scores, how, truncated=any(map(is_truncated, params)))
 
 
 def _add_logprobs(choices: list[TokenChoice], logits: Tensor, sequences: list[Sequence]) -> None:
-    """Fill in log probabilities where they were asked for."""
+    """Add log probabilities to the choices of requests that ask for them."""
     asked = {
         row: sequence.sampling.num_logprobs
         for row, sequence in enumerate(sequences)
@@ -228,9 +228,9 @@ def _add_logprobs(choices: list[TokenChoice], logits: Tensor, sequences: list[Se
 
 
 def score_prompts(logits: Tensor, items: list[ScheduledSequence]) -> dict[str, list[PromptScore]]:
-    """The logprobs of `scored` tokens of prompts. Shapes: logits (B, V), a row for each but the first of a prompt.
+    """The log probabilities of `scored` prompt tokens. Shapes: logits (B, V), no row for a prompt's first token.
 
-    Raises: SequenceFailure for logits that are no numbers.
+    Raises: SequenceFailure for logits that are not finite.
     """
     scores: dict[str, list[PromptScore]] = {}
     begin = 0

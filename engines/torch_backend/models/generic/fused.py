@@ -1,8 +1,8 @@
-"""Modules of transformers whose work our operators do at once, recognised by what they compute and never by name.
+"""Modules of transformers that run by our operators. They are recognised by their computation, not by name.
 
-One call of the model is watched: which linear maps read one tensor, where queries, keys and values come from, what a
-gate is. From that follows what a module may compute. It is believed once it gives what the module's own forward pass
-gives for random numbers; what is not stays transformers'.
+One call of the model is recorded: which linear layers read the same tensor, where queries, keys and values come
+from, and which product is a gate. This suggests what a module computes. It is accepted if it gives the results of
+the module's own forward pass for random inputs; otherwise the module stays transformers'.
 
 Shape letters: N tokens, C width, H query heads, K key/value heads, D head width, E value width.
 """
@@ -30,9 +30,9 @@ from engines.torch_backend.ops.decoder_chain.reference import Chain, LayerProduc
 from engines.torch_backend.ops.linear.reference import Prologue
 from engines.torch_backend.ops.registry import Ops
 
-#: Of random inputs of a norm: a wrong epsilon shows in small ones.
+#: Scales of random inputs of a norm: small ones reveal a wrong epsilon.
 _SIZES = (1e-3, 1.0, 30.0)
-#: Differences allowed to a module's own forward pass, as a share of its result.
+#: Allowed difference to a module's own forward pass, relative to its result.
 _TOLERANCE = 1e-5
 _FAR = 10**6
 _Tensors = list[Tensor]
@@ -41,12 +41,14 @@ _Tensors = list[Tensor]
 # -- what is seen of one call of the model
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What a module was given, and gave."""
+    """Input and output of a module."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     output: Any
-    copied: Tensor | None  #: the hidden states as it gave them: others may change them in place
+    copied: (
+        Tensor | None
+    )  #: the hidden states at its return: later modules may change them in place
 
     @property
     def input(self) -> Any:
@@ -54,7 +56,7 @@ class Call:
         return self.args[0] if self.args else self.kwargs.get("hidden_states")
 
     def again(self, module: nn.Module, x: Tensor, **others: Any) -> Tensor:
-        """The module's own result for another input, and for tokens far from a sequence's start."""
+        """The module's own result for another input, with tokens far from the start of a sequence."""
         kwargs = {name: _far(value) for name, value in self.kwargs.items()} | others
         args = (x, *self.args[1:]) if self.args else ()
         if not args:
@@ -63,14 +65,14 @@ class Call:
 
 
 class Watched:
-    """The calls of all modules in one forward pass, in the order in which they ended."""
+    """The calls of all modules in one forward pass, in the order of their returns."""
 
     def __init__(self) -> None:
         self._calls: dict[nn.Module, list[Call]] = {}
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
-        """Note them for a while."""
+        """Record calls inside the block."""
 
         def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             given = first_of(output)
@@ -88,18 +90,18 @@ class Watched:
         return self._calls.get(module, [])
 
     def call(self, module: nn.Module) -> Call | None:
-        """A module's only one; None if there were none or several."""
+        """The call of a module; None if there was none or several."""
         calls = self.calls(module)
         return calls[0] if len(calls) == 1 else None
 
     def within(self, module: nn.Module) -> list[tuple[str, nn.Module, Call]]:
-        """The modules right within one that were called once."""
+        """Direct children of a module that were called once."""
         names = {child: name for name, child in module.named_children()}
         called = [(child, self.call(child)) for child in self._calls if child in names]
         return [(names[child], child, call) for child, call in called if call is not None]
 
     def siblings(self, module: nn.Module) -> list[list[str]]:
-        """Names of linear maps right within a module that read one tensor, two or more at a time."""
+        """Names of direct children that are linear layers and read the same tensor, two or more at a time."""
         groups: dict[int, list[str]] = {}
         for name, child, call in self.within(module):
             if type(child) is nn.Linear:
@@ -109,7 +111,7 @@ class Watched:
 
 # -- norms
 class Norm:
-    """Stands for the forward pass of an RMS norm."""
+    """Replaces the forward pass of an RMS norm."""
 
     def __init__(self, norm: RMSNorm) -> None:
         self.norm = norm
@@ -120,7 +122,7 @@ class Norm:
 
 
 def find_norm(module: nn.Module) -> RMSNorm | None:
-    """What a module computes, if that is x over its root mean square times its weight, or one more than that."""
+    """The norm of a module that computes x over its root mean square times its weight, or times one more than that."""
     state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     if [*state] != ["weight"] or state["weight"].dim() != 1:
         return None
@@ -138,7 +140,7 @@ def find_norm(module: nn.Module) -> RMSNorm | None:
 # -- feed-forwards
 @dataclass(frozen=True, slots=True)
 class GatedParts:
-    """A feed-forward of a gate: names of its maps, of which one may hold gate and values."""
+    """A gated feed-forward: names of its linear layers, of which one may compute gate and values."""
 
     module: nn.Module
     inputs: tuple[str, ...]
@@ -146,12 +148,12 @@ class GatedParts:
     gate: Callable[[Tensor], Tensor]
 
     def build(self) -> "Gated":
-        """For inputs that are normalised already."""
+        """For normalised inputs."""
         return Gated(self)
 
 
 class Gated:
-    """Stands for the forward pass of a gated feed-forward."""
+    """Replaces the forward pass of a gated feed-forward."""
 
     def __init__(self, parts: GatedParts, norm: RMSNorm | None = None) -> None:
         self.gate_up = _group(parts.module, parts.inputs, Prologue(norm=norm))
@@ -166,7 +168,7 @@ class Gated:
 
 
 def find_gated(module: nn.Module, watched: Watched) -> GatedParts | None:
-    """A module's parts, if it computes down(act(gate(x)) * up(x))."""
+    """The parts of a module that computes down(act(gate(x)) * up(x))."""
     call = watched.call(module)
     children = watched.within(module)
     linears = [(name, each) for name, child, each in children if type(child) is nn.Linear]
@@ -188,7 +190,7 @@ def find_gated(module: nn.Module, watched: Watched) -> GatedParts | None:
 
 
 def _known_activation(module: nn.Module) -> Callable[[Tensor], Tensor]:
-    """As kernels know it, or the module itself."""
+    """The activation that kernels have, or the module itself."""
     x = _random(1, 256) * 3
     return F.silu if _gives(lambda: [module(x)], [F.silu(x)]) else module
 
@@ -196,7 +198,7 @@ def _known_activation(module: nn.Module) -> Callable[[Tensor], Tensor]:
 # -- attention
 @dataclass(frozen=True, slots=True)
 class AttentionParts:
-    """An attention layer: names of its maps, its norms of queries and keys, and the channels that are rotated."""
+    """An attention layer: names of its linear layers, its norms of queries and keys, and the rotated channels."""
 
     module: nn.Module
     spec: LayerSpec
@@ -204,16 +206,16 @@ class AttentionParts:
     output: str
     norms: tuple[
         tuple[int, nn.Module, bool], ...
-    ]  #: which of (q, k, v), the module, whether head by head
+    ]  #: which of (q, k, v), the module, whether per head
     rotated: int
 
     def build(self) -> "Attention":
-        """For inputs that are normalised already."""
+        """For normalised inputs."""
         return Attention(self)
 
 
 class Attention:
-    """Stands for the forward pass of an attention layer."""
+    """Replaces the forward pass of an attention layer."""
 
     def __init__(self, parts: AttentionParts, norm: RMSNorm | None = None) -> None:
         self._parts = parts
@@ -235,7 +237,7 @@ class Attention:
         return self.out(mixed).to(x.dtype)[None], None
 
     def mix(self, qkv: Tensor, options: dict[str, Any], dtype: torch.dtype) -> Tensor:
-        """Attention itself. Shapes: (N, (H + 2 K) D); returns (N, H D)."""
+        """Run the attention operator. Shapes: (N, (H + 2 K) D); returns (N, H D)."""
         rotation, norms = self.rotation(options), self.head_norms
         if self._norms and (norms is None or not self.pages.takes_norms(rotation)):
             self._norm(qkv)
@@ -257,12 +259,12 @@ class Attention:
 
     @property
     def pages(self) -> Any:
-        """What the layer attends over."""
+        """The layer's KV cache and mask."""
         return self._module.pages
 
 
 def _head_norms(parts: AttentionParts) -> HeadNorms | None:
-    """Those of queries and keys, if operators of attention know them."""
+    """The norms of queries and keys, if the attention operator supports them."""
     norms: list[RMSNorm | None] = [None, None]
     for place, norm, is_by_head in parts.norms:
         if place > 1 or not is_by_head or not isinstance(norm, RMSNorm):
@@ -273,7 +275,7 @@ def _head_norms(parts: AttentionParts) -> HeadNorms | None:
 
 
 def find_attention(module: nn.Module, spec: LayerSpec, watched: Watched) -> AttentionParts | None:
-    """A layer's parts, if it computes q, k and v of its input, norms them, rotates halves, attends and maps the result."""
+    """The parts of a layer of q, k and v, optional norms, rotation of halves, attention and a projection."""
     call = watched.call(module)
     plain = (spec.has_sinks, spec.shares, spec.key_dim != spec.value_dim) == (False, None, False)
     if call is None or not plain or not _is_flat(call) or counts_by_cache(module):
@@ -312,7 +314,7 @@ def find_attention(module: nn.Module, spec: LayerSpec, watched: Watched) -> Atte
 
 
 class _Recorder:
-    """In place of pages: keeps queries, keys and values, and answers by random numbers."""
+    """Replaces the paged layer: records queries, keys and values, and returns random numbers."""
 
     def __init__(self, spec: LayerSpec) -> None:
         self._spec = spec
@@ -349,7 +351,7 @@ class _Recorder:
 # -- whole layers
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A module that reads the stream and adds to it, and the norms before and behind it, where there are such."""
+    """A module that reads the residual stream and adds to it, and the norms before and after it, if any."""
 
     module: nn.Module
     before: RMSNorm | None
@@ -366,12 +368,12 @@ class LayerParts:
     blocks: tuple[Block, Block]
 
     def build(self) -> "Layer":
-        """Norms and sums within the products."""
+        """Norms and sums run inside the products."""
         return Layer(self)
 
 
 class Layer:
-    """Stands for the forward pass of a layer."""
+    """Replaces the forward pass of a layer."""
 
     def __init__(self, parts: LayerParts) -> None:
         self._blocks = parts.blocks
@@ -402,7 +404,7 @@ class Layer:
 
     @property
     def products(self) -> LayerProducts | None:
-        """All that it computes, if these are all."""
+        """The linear layers, if they are all that it computes."""
         attention, norms = self._attention, self._attention.head_norms
         is_normed_behind = any(block.behind is not None for block in self._blocks)
         if is_normed_behind or norms is None or not all(each.is_whole for each in self.linears):
@@ -412,22 +414,22 @@ class Layer:
 
 
 class Run:
-    """Layers of which each reads what the one before gave: where kernels can, the first computes them all in one call.
+    """Consecutive layers, each of which reads the output of the one before. The first may compute all in one call.
 
-    Not where the model may add something between them: features of an image, or an adapter. What goes through them is
-    float32 from the first to the last then, too, so that no sequence's result depends on what else is in a step.
+    Not if the model may add something between them: image features, or an adapter. Their stream is then float32
+    from the first to the last layer too, so that no result depends on the rest of the step.
     """
 
     def __init__(self, layers: Sequence[Layer], ops: Ops) -> None:
         self._layers = layers
         self._ops = ops
-        self._specs: list[LayerSpec] = []  #: of the layers that the chain is made of
+        self._specs: list[LayerSpec] = []  #: of the layers of the chain
         self._chain: Chain | None = None
-        self._computed: tuple[Tensor, int, Any] | None = None  #: what the others are given then
-        self._kept: Tensor | None = None  #: what a layer gave, before it was rounded
+        self._computed: tuple[Tensor, int, Any] | None = None  #: the result for the other layers
+        self._kept: Tensor | None = None  #: the output of a layer before rounding
 
     def compute(self, layer: Layer, x: Tensor, options: dict[str, Any]) -> Tensor | None:
-        """What comes of all layers; None where each computes itself. Raises: RuntimeError. Shapes: (1, N, C), kept."""
+        """The result of all layers; None: each computes itself. Raises: RuntimeError. Shapes: (1, N, C), kept."""
         angles = options.get("position_embeddings")
         if layer is self._layers[0]:
             found = self._compute(x, options)
@@ -443,9 +445,9 @@ class Run:
         return None if self._computed is None else self._computed[0]
 
     def rows(self, layer: Layer, x: Tensor) -> Tensor:
-        """What a layer that computes itself is given: as the one before gave it, except where the model has changed it.
+        """The input of a layer that runs alone: the unrounded output of the one before, if unchanged.
 
-        Shapes: (1, N, C); returns float32 (N, C), of its own.
+        Shapes: (1, N, C); returns float32 (N, C), a copy.
         """
         kept, self._kept = self._kept, None
         if kept is None or layer is self._layers[0] or x.dtype == torch.float32:
@@ -453,7 +455,7 @@ class Run:
         return torch.where(x[0] == kept.to(x.dtype), kept, x[0])
 
     def keep(self, layer: Layer, rows: Tensor) -> None:
-        """Note what a layer gives, for the next one. Shapes: float32 (N, C)."""
+        """Record the output of a layer, for the next one. Shapes: float32 (N, C)."""
         self._kept = None if layer is self._layers[-1] else rows
 
     def _compute(self, x: Tensor, options: dict[str, Any]) -> Tensor | None:
@@ -479,7 +481,7 @@ class Run:
     def _make(
         self, pages: Sequence[Any], dtype: torch.dtype, options: dict[str, Any]
     ) -> Chain | None:
-        """Of layers that the operator computes by one attention."""
+        """The chain of layers that one attention operator can compute."""
         products = [layer.products for layer in self._layers]
         rotations = [layer.attention.rotation(options) for layer in self._layers]
         kernels = [
@@ -493,7 +495,7 @@ class Run:
 
 
 def find_runs(layers: Iterable[nn.Module], watched: Watched) -> list[list[nn.Module]]:
-    """Layers of which each reads what the one before gave, turned by the same angles."""
+    """Layers that read the output of the one before, with the same rotary angles."""
     runs: list[list[nn.Module]] = []
     last: Call | None = None
     for module in layers:
@@ -508,7 +510,7 @@ def find_runs(layers: Iterable[nn.Module], watched: Watched) -> list[list[nn.Mod
 
 
 def _hands_on(last: Call, call: Call) -> bool:
-    """Whether a layer is given what the one before gave, unchanged."""
+    """Whether the input of a layer is the unchanged output of the one before."""
     copied = last.copied
     return call.input is last.output and copied is not None and torch.equal(call.input, copied)
 
@@ -526,7 +528,7 @@ def find_layer(
     attentions: dict[nn.Module, AttentionParts],
     gated: dict[nn.Module, GatedParts],
 ) -> LayerParts | None:
-    """A layer's parts, if it computes y = x + attention(x), then y + feed_forward(y), with norms around each or none."""
+    """The parts of a layer that computes y = x + attention(x), then y + feed_forward(y), with optional norms."""
     call = watched.call(module)
     children = watched.within(module)
     if call is None or not isinstance(call.output, Tensor) or not _is_flat(call):
@@ -545,7 +547,7 @@ def find_layer(
         return None
     parts = LayerParts(module, attentions[attention], gated[mlp], (blocks[0], blocks[1]))
     given = {"position_embeddings": _random_angles(angles[0])} if _are_angles(angles[0]) else {}
-    x = 0.05 * _random(*call.input.shape).to(call.input)  # small beside what is added to it
+    x = 0.05 * _random(*call.input.shape).to(call.input)  # small relative to what is added
     pages: Any = attention.pages
     recorder: Any = _Recorder(attentions[attention].spec)
     attention.pages = recorder
@@ -561,7 +563,7 @@ def find_layer(
 def _find_block(
     module: nn.Module, children: list[tuple[str, nn.Module, Call]], watched: Watched
 ) -> Block:
-    """A module of a layer with the norms whose result it reads, and that read its own."""
+    """A child of a layer with the norm whose result it reads, and the norm that reads its own."""
     call = watched.calls(module)[0]
     before = [norm for _, norm, each in children if each.output is call.input]
     behind = [norm for _, norm, each in children if each.input is first_of(call.output)]
@@ -572,7 +574,7 @@ def _find_block(
 # -- all of a model
 @dataclass(frozen=True)
 class Recognised:
-    """What is known of a model's modules, each by the least of which it is a part."""
+    """The recognised modules of a model, each by its smallest part."""
 
     norms: dict[nn.Module, RMSNorm]
     gated: dict[nn.Module, GatedParts]
@@ -585,7 +587,7 @@ class Recognised:
     def of(
         cls, model: nn.Module, layers: str, specs: dict[nn.Module, LayerSpec], watched: Watched
     ) -> "Recognised":
-        """Look at the modules within `layers`, and at norms wherever they are."""
+        """Recognise modules within `layers`, and norms anywhere."""
         names = {m: name for name, m in model.named_modules() if name.startswith(f"{layers}.")}
         modules = list(names)
         norms = {m: norm for m in model.modules() if (norm := _norm_of(m, watched)) is not None}
@@ -607,7 +609,7 @@ class Recognised:
 
     @property
     def whole(self) -> dict[nn.Module, Any]:
-        """The largest modules: a layer for its attention and feed-forward."""
+        """The largest recognised modules: a layer instead of its attention and feed-forward."""
         parts = {p.module for x in self.layers.values() for p in (x.attention, x.gated)}
         found = {**self.gated, **self.attentions, **self.layers}
         return {module: each for module, each in found.items() if module not in parts}
@@ -628,7 +630,7 @@ def _norm_of(module: nn.Module, watched: Watched) -> RMSNorm | None:
 
 
 class Fused:
-    """The forward passes of a model's recognised modules, by our operators or, for a while, by transformers."""
+    """The recognised modules' forward passes, by our operators or temporarily by transformers."""
 
     def __init__(self, found: Recognised) -> None:
         self.found = found
@@ -636,11 +638,11 @@ class Fused:
 
     @property
     def siblings(self) -> list[list[str]]:
-        """Names of linear maps that read one tensor, in modules that stay transformers'."""
+        """Names of linear layers that read the same tensor, in modules that stay transformers'."""
         return self.found.siblings
 
     def bind(self, ops: Ops, dtype: torch.dtype) -> None:
-        """Compute with these operators from now on, if they are kernels."""
+        """Select the operators, if they are kernels."""
         self.remove()
         self._forwards.clear()
         if not ops.is_native:
@@ -648,7 +650,7 @@ class Fused:
         self._forwards |= {module: Norm(norm) for module, norm in self.found.norms.items()}
         for module, parts in self.found.whole.items():
             forward = self._forwards[module] = parts.build()
-            forward.dtype = torch.float32  # of what kernels are given
+            forward.dtype = torch.float32  # of the kernels' inputs
             for linear in forward.linears:
                 linear.bind(ops, dtype)
         for modules in self.found.runs if ops.uses("decoder_chain") else ():
@@ -659,7 +661,7 @@ class Fused:
         self.put()
 
     def put(self) -> None:
-        """In place of the modules' own."""
+        """Replace the modules' own forward passes."""
         for module, forward in self._forwards.items():
             module.forward = forward  # pyright: ignore
 
@@ -674,18 +676,18 @@ def _group(module: nn.Module, names: tuple[str, ...], before: Prologue = Prologu
 
 
 def _far(value: Any) -> Any:
-    """Positions of tokens as large ones: what depends on them is more than what is looked for here."""
+    """Shift token positions far from 0: masks and windows may depend on them."""
     is_count = isinstance(value, Tensor) and value.dtype == torch.long
     return value + _FAR if is_count else value
 
 
 def first_of(output: Any) -> Any:
-    """The hidden states of what a module gave."""
+    """The hidden states of a module's output."""
     return output[0] if isinstance(output, tuple) else output
 
 
 def _is_flat(call: Call) -> bool:
-    """Whether it is of one run of tokens, and is given nothing that it could leave results in."""
+    """Whether its input is one run of tokens, without an object that it could write results to."""
     given = [*call.args, *call.kwargs.values()]
     is_plain = all(
         x is None or isinstance(x, Tensor | tuple | bool | int | float | str) for x in given
@@ -703,7 +705,7 @@ def _is_view(x: Any, of: Tensor) -> bool:
 
 
 def _are_angles(given: Any) -> bool:
-    """Whether it is cosines and sines of all tokens. Shapes: two (1, N, R)."""
+    """Whether these are cosines and sines of all tokens. Shapes: two (1, N, R)."""
     return (
         isinstance(given, tuple)
         and len(given) == 2
@@ -712,22 +714,22 @@ def _are_angles(given: Any) -> bool:
 
 
 def _random_angles(like: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Halves turn alike."""
+    """Angles that are equal in both halves."""
     half = 3 * _random(1, like[0].shape[1], like[0].shape[2] // 2)
     angles = torch.cat([half, half], dim=-1)
     return angles.cos().to(like[0]), angles.sin().to(like[0])
 
 
 def _random(*shape: int) -> Tensor:
-    """The same ones for a shape, without touching the random state."""
+    """The same numbers for a shape, without changing the random state."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
 
 def _gives(compute: Callable[[], Iterable[Tensor]], expected: _Tensors) -> bool:
-    """Whether it computes this, but for rounding; what fails computes something else."""
+    """Whether a computation gives this result, up to rounding; one that fails does not."""
     try:
         found = list(compute())
-    except Exception:  # shapes that do not fit, in whatever way
+    except Exception:  # of any type: shapes that do not fit
         return False
     return len(found) == len(expected) and all(map(_are_equal, found, expected))
 

@@ -1,4 +1,4 @@
-"""The linear layers of transformers' decoders by our operators, quantized if asked."""
+"""Linear layers of transformers' decoders that run by our operators, optionally quantized."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
@@ -27,14 +27,14 @@ def quantize_linears(
 
 
 def allow_int8(model: nn.Module, decoder: str, head: nn.Module | None) -> None:
-    """Let the linear layers beside a decoder and its head, those of towers and projectors, be in int8."""
+    """Allow int8 for the linear layers outside a decoder and its head: towers and projectors."""
     for name, layer in list(model.named_modules()):
         if type(layer) is nn.Linear and layer is not head and not name.startswith(f"{decoder}."):
             adopt(model, name).quantizable = "int8"
 
 
 def allow_int8_head(model: Any) -> None:
-    """Let the head be in int8, if its weight is its own."""
+    """Allow int8 for the head, if its weight is not tied."""
     head, table = model.get_output_embeddings(), model.get_input_embeddings()
     if type(head) is nn.Linear and head.weight is not getattr(table, "weight", None):
         name = next(name for name, module in model.named_modules() if module is head)
@@ -48,7 +48,7 @@ def use_operators(
     ops: Ops,
     dtype: torch.dtype,
 ) -> None:
-    """Compute the layers of these names by operators, where there are kernels, and those of a group at once."""
+    """Run the layers of these names by operators that have kernels, and those of a group as one."""
     for name in names:
         adopt(model, name)
     bind_layers(model, ops, dtype)
@@ -61,7 +61,7 @@ def use_operators(
 
 
 def bind_layers(model: nn.Module, ops: Ops, dtype: torch.dtype) -> None:
-    """Bind the layers that compute alone. Without a kernel, float layers stay as torch computes them."""
+    """Bind layers that run alone. Without a kernel, float layers run in torch."""
     for layer in model.modules():
         if isinstance(layer, Linear) and isinstance(layer.group, LinearGroup):
             layer.group.siblings = None
@@ -72,9 +72,9 @@ def bind_layers(model: nn.Module, ops: Ops, dtype: torch.dtype) -> None:
 def stored_places(
     model: Any, linears: Collection[str], weights: Mapping[str, Tensor]
 ) -> dict[str, list[str]]:
-    """Of a checkpoint's weights those that these maps alone have as they are, with the paths of the modules.
+    """Weights of a checkpoint that these layers alone use unchanged, with the paths of the modules.
 
-    The table of tokens may have one of them too. What is joined or cut on the way is another tensor.
+    The embedding table may use one of them too. Weights that are joined or cut while loading are other tensors.
     """
     table = model.get_input_embeddings()
     readers: dict[tuple[int, tuple[int, ...]], list[str]] = {}
@@ -86,13 +86,13 @@ def stored_places(
     places = {}
     for name, x in weights.items():
         paths = readers.get((x.data_ptr(), x.shape), [""])
-        if all(paths) and x.untyped_storage().nbytes() >= x.nbytes:  # and stands for nothing
+        if all(paths) and x.untyped_storage().nbytes() >= x.nbytes:  # and is not a placeholder
             places[name] = paths
     return places
 
 
 def keep_stored(modules: Iterable[nn.Module], weight: Tensor, dtype: torch.dtype) -> None:
-    """Give maps and a table of embeddings a weight of another type than they compute in, until operators read it."""
+    """Give layers a weight of another type than they compute in, until operators read it."""
     parameter = nn.Parameter(weight, requires_grad=False)
 
     def embed(input: Tensor) -> Tensor:
@@ -113,7 +113,7 @@ def has_quantized(model: nn.Module) -> bool:
 
 
 def linears_within(model: nn.Module, layers: str) -> list[str]:
-    """Names of float linear layers; a class of transformers' own may compute something else."""
+    """Names of float linear layers, without subclasses, which may compute something else."""
     return [
         name
         for name, module in model.named_modules()
