@@ -1,5 +1,5 @@
-"""Batches: files of requests that are answered within a day, after all who wait.
+"""Batches: files of requests that are answered within a day, at lower priority.
 
-A store of records that are written once, a directory or a bucket, is the whole truth: what a batch
-has come to is which records there are. So any gateway goes on where another one died.
+The state of a batch is a set of records that are written once, in a directory or a bucket, so any gateway can
+continue a batch of another one.
 """

@@ -1,4 +1,4 @@
-"""A line of a batch as a request of its endpoint: the same way in and out as one that came by HTTP."""
+"""Sends a line of a batch to its endpoint, like a request over HTTP."""
 
 import asyncio
 import secrets
@@ -17,14 +17,14 @@ _HEADERS = {b"content-type": b"application/json", b"x-vlm-priority": b"batch"}
 
 
 class LineAsker:
-    """Asks the endpoints of one gateway."""
+    """Calls the endpoints of one gateway."""
 
     def __init__(self, lifecycle: Lifecycle, surfaces: Mapping[str, Surface]) -> None:
         self._lifecycle = lifecycle
         self._surfaces = surfaces
 
     async def ask(self, tenant: str, path: str, body: bytes) -> LineAnswer:
-        """The endpoint's answer; cancelling it takes the request back."""
+        """The response of the endpoint; cancelling the call cancels the request."""
         context = RequestContext(
             secrets.token_hex(16),
             dict(_HEADERS),
@@ -40,7 +40,7 @@ class LineAsker:
 
 
 class _InProcess:
-    """The client's end: it sends one body, stays, and reads all."""
+    """An in-process client: sends one body, stays connected, and reads the whole response."""
 
     def __init__(self, body: bytes) -> None:
         self._messages: list[Message] = [{"type": "http.request", "body": body}]

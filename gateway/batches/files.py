@@ -12,7 +12,7 @@ import msgspec
 
 from shared.packages.store import PackageStore
 
-#: How the ids begin, by which these files are told from those of vector stores.
+#: Prefix of the ids, which distinguishes these files from those of vector stores.
 FILE_ID = "file-batch-"
 _FOLDER = "files"
 _TIME_DIGITS = 11
@@ -29,13 +29,13 @@ class BatchFile(msgspec.Struct, frozen=True):
 
 
 def make_id(beginning: str, now_s: float, name: str = "") -> str:
-    """An id that sorts by time. `name`: of what it is always the same for; else it is random."""
+    """An id that sorts by time. `name`: the id is a function of it; without one it is random."""
     tail = hashlib.sha256(name.encode()).hexdigest()[:21] if name else secrets.token_hex(11)[:21]
     return f"{beginning}{int(now_s * 1000):0{_TIME_DIGITS}x}{tail}"
 
 
 def time_of(id_: str, beginning: str) -> float:
-    """The epoch seconds of an id; 0 if it is none of ours."""
+    """The epoch seconds of an id; 0 for other ids."""
     digits = id_.removeprefix(beginning)[:_TIME_DIGITS]
     try:
         return int(digits, 16) / 1000
@@ -44,7 +44,7 @@ def time_of(id_: str, beginning: str) -> float:
 
 
 class BatchFiles:
-    """Files by their owner. A file is its bytes, and a record beside them that is written last."""
+    """Files by owner. A file is its bytes, and a record that is written after them."""
 
     def __init__(self, store: PackageStore) -> None:
         self._store = store
@@ -52,19 +52,19 @@ class BatchFiles:
     def put(
         self, owner: str, filename: str, purpose: str, pieces: Iterable[bytes], num_bytes: int
     ) -> BatchFile:
-        """Keep a file under a new id."""
+        """Store a file under a new id."""
         now = time.time()  # noqa: TID251
         file = BatchFile(make_id(FILE_ID, now), filename, purpose, num_bytes, int(now))
         self.keep(owner, file, pieces)
         return file
 
     def keep(self, owner: str, file: BatchFile, pieces: Iterable[bytes]) -> None:
-        """Keep a file; the same one again changes nothing."""
+        """Store a file. Idempotent."""
         self._store.write(_data(owner, file), pieces)
         self._store.put_if_absent(_record(owner, file.id), msgspec.json.encode(file))
 
     def get(self, owner: str, id_: str) -> BatchFile | None:
-        """A file of this owner's."""
+        """A file of this owner."""
         if not _is_id(id_):
             return None
         data = self._store.get(_record(owner, id_))
@@ -84,12 +84,12 @@ class BatchFiles:
         return sorted(name.removesuffix(".json") for name in keys if name.endswith(".json"))
 
     def usage(self, owner: str) -> tuple[int, int]:
-        """How many files an owner has, and how many bytes."""
+        """Number of files and bytes of an owner."""
         names = [key.rpartition(".")[2] for key in self._store.list(f"{_FOLDER}/{owner}")]
         return names.count("json"), sum(int(name) for name in names if name.isdigit())
 
     def sweep(self, before_s: float) -> None:
-        """Forget what is older: files, bytes without a record, what writes left that were cut short."""
+        """Delete older files, bytes without a record, and leftovers of interrupted writes."""
         self._store.delete_parts(before_s)
         for key in self._store.list(_FOLDER):
             if time_of(key.rpartition("/")[2], FILE_ID) < before_s:
@@ -108,5 +108,5 @@ def _record(owner: str, id_: str) -> str:
 
 
 def _data(owner: str, file: BatchFile) -> str:
-    """Its size is in its name, so that a listing tells how much an owner keeps."""
+    """The name contains the size, so that a listing is enough for the usage of an owner."""
     return f"{_FOLDER}/{owner}/{file.id}.{file.num_bytes}"

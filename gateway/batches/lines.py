@@ -10,13 +10,13 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Raw
 
-#: The file's errors that are told.
+#: Most errors of a file that are reported.
 MAX_ERRORS = 100
 _MAX_CUSTOM_ID_CHARS = 512
 
 
 class LineError(msgspec.Struct, frozen=True):
-    """What is wrong with a line. `line`: from 1."""
+    """An error in a line. `line`: from 1."""
 
     code: str
     message: str
@@ -66,7 +66,7 @@ _streams_decoder = msgspec.json.Decoder(_Streams)
 
 
 def split_lines(data: bytes) -> list[memoryview]:
-    """The lines that are not blank, without copies."""
+    """Lines that are not blank, without copies."""
     view, lines, start = memoryview(data), [], 0
     while start < len(data):
         end = data.find(b"\n", start)
@@ -78,13 +78,13 @@ def split_lines(data: bytes) -> list[memoryview]:
 
 
 def read_line(line: memoryview, number: int) -> BatchLine:
-    """A line of a file that was checked."""
+    """Read a line of a checked file."""
     found = _decoder.decode(line)
     return BatchLine(number, found.custom_id, bytes(found.body))
 
 
 def check_lines(data: bytes, endpoint: str, max_lines: int) -> tuple[int, list[LineError]]:
-    """How many requests a file has, and what is wrong with them."""
+    """The number of requests of a file, and its errors."""
     lines = split_lines(data)
     if not lines:
         return 0, [
@@ -137,26 +137,26 @@ def _check_body(body: Raw, number: int) -> LineError | None:
                 "body.stream",
                 number,
             )
-    except msgspec.ValidationError:  # what it is to be, the endpoint says
+    except msgspec.ValidationError:  # validated by the endpoint
         if not bytes(body).lstrip().startswith(b"{"):
             return LineError("invalid_request", "The body is no object.", "body", number)
     return None
 
 
 def to_result(batch_id: str, line: BatchLine, status: int, request_id: str, body: bytes) -> bytes:
-    """The line that tells an answer."""
+    """The line of a response."""
     response = _Response(status, request_id, Raw(body))
     return _encode(_Result(result_id(batch_id, line.number), line.custom_id, response, None))
 
 
 def to_failure(batch_id: str, line: BatchLine, code: str, message: str) -> bytes:
-    """The line of a request that nobody answered."""
+    """The line of a request without a response."""
     result_of = result_id(batch_id, line.number)
     return _encode(_Result(result_of, line.custom_id, None, _Error(code, message)))
 
 
 def result_id(batch_id: str, number: int) -> str:
-    """The id of a result: the same, whoever makes it."""
+    """The id of a result: a function of batch and line."""
     return "batch_req_" + hashlib.sha256(f"{batch_id} {number}".encode()).hexdigest()[:32]
 
 
@@ -168,7 +168,7 @@ def _encode(result: Any) -> bytes:
 
 
 class LineResult(msgspec.Struct, frozen=True):
-    """What came of a line. `data`: a line of one of the files."""
+    """The result of a line. `data`: a line of one of the output files."""
 
     number: int
     is_completed: bool
@@ -176,10 +176,10 @@ class LineResult(msgspec.Struct, frozen=True):
 
 
 def encode_part(results: list[LineResult]) -> bytes:
-    """Some results."""
+    """Encode results."""
     return msgspec.msgpack.encode(results)
 
 
 def decode_part(data: bytes) -> Iterator[LineResult]:
-    """The results of a part."""
+    """Decode the results of a part."""
     return iter(msgspec.msgpack.decode(data, type=list[LineResult]))

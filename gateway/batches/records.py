@@ -34,7 +34,7 @@ from shared.packages.store import PIECE_BYTES, PackageStore, StoreError
 BATCH_ID = "batch_"
 WINDOW_S = 24 * 3600.0
 _BATCHES, _OPEN = "batches", "open"
-#: A note that a batch is open is written before its record.
+#: The marker of an open batch is written before its record.
 _ORPHAN_S = 600.0
 _EXPIRED = "This request could not be executed before the completion window expired."
 
@@ -43,7 +43,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 class BatchRecord(msgspec.Struct, frozen=True):
-    """Who asked for what. `tenant`: in whose name the requests are made. Units: epoch seconds."""
+    """The request for a batch. `tenant`: of its requests. Units: epoch seconds."""
 
     id: str
     owner: str
@@ -56,20 +56,20 @@ class BatchRecord(msgspec.Struct, frozen=True):
 
 
 class Beginning(msgspec.Struct, frozen=True):
-    """Its file was checked."""
+    """The file is valid."""
 
     at: int
     total: int
 
 
 class Cancel(msgspec.Struct, frozen=True):
-    """Its client wants no more."""
+    """The client has cancelled it."""
 
     at: int
 
 
 class Finalizing(msgspec.Struct, frozen=True):
-    """Nothing is computed any more. `parts`: their names, in order."""
+    """Computation has ended. `parts`: their names, in order."""
 
     at: int
     status: Final
@@ -78,7 +78,7 @@ class Finalizing(msgspec.Struct, frozen=True):
 
 
 class Ending(msgspec.Struct, frozen=True):
-    """What came of it."""
+    """The output files."""
 
     at: int
     completed: int = 0
@@ -88,7 +88,7 @@ class Ending(msgspec.Struct, frozen=True):
 
 
 class BatchView(msgspec.Struct, frozen=True):
-    """All that is known of a batch."""
+    """The state of a batch."""
 
     record: BatchRecord
     beginning: Beginning | None
@@ -99,7 +99,7 @@ class BatchView(msgspec.Struct, frozen=True):
 
     @property
     def counts(self) -> tuple[int, int]:
-        """How many requests were answered, and how many failed."""
+        """Numbers of answered and of failed requests."""
         if self.ending is not None:
             return self.ending.completed, self.ending.failed
         counts = [name.split("-")[-2:] for name in self.parts]
@@ -107,7 +107,7 @@ class BatchView(msgspec.Struct, frozen=True):
 
     @property
     def status(self) -> str:
-        """OpenAI's word for where it stands."""
+        """The status in OpenAI's terms."""
         if self.ending is not None:
             assert self.finalizing is not None
             return self.finalizing.status
@@ -134,9 +134,10 @@ class Batches:
         metadata: dict[str, str] | None,
         max_open: int,
     ) -> BatchRecord | None:
-        """Begin a batch, unless its owner has `max_open` that have not ended.
+        """Create a batch, unless its owner has `max_open` open ones.
 
-        It is noted before all are counted: of those that come at once no more than that find room, and perhaps fewer.
+        Its marker is written before the open ones are counted: concurrent calls create no more than that, and
+        perhaps fewer.
         """
         now = time.time()  # noqa: TID251
         record = BatchRecord(
@@ -157,7 +158,7 @@ class Batches:
         return record
 
     def get(self, owner: str, id_: str) -> BatchView | None:
-        """A batch of this owner's."""
+        """A batch of this owner."""
         tail = id_.removeprefix(BATCH_ID)
         if not id_.startswith(BATCH_ID) or len(tail) != 32 or not tail.isalnum():
             return None
@@ -186,31 +187,31 @@ class Batches:
         return sorted(names[2] for names in keys if names[3:] == ["record"])
 
     def open_ids(self, owner: str = "") -> list[tuple[str, str]]:
-        """Owner and id of the batches that have not ended, those of one owner or all."""
+        """Owner and id of open batches, of one owner or of all."""
         keys = self._store.list(f"{_OPEN}/{owner}" if owner else _OPEN)
         return [(names[1], names[2]) for names in (key.split("/") for key in keys)]
 
     def cancel(self, record: BatchRecord) -> None:
-        """Want no more of a batch."""
+        """Cancel a batch."""
         self._write(record, "cancel", Cancel(_now()))
 
     def is_cancelled(self, record: BatchRecord) -> bool:
-        """Whether its client wants no more."""
+        """Whether its client has cancelled it."""
         return self._store.get(f"{_folder(record.owner, record.id)}/cancel") is not None
 
     def begin(self, record: BatchRecord, total: int) -> None:
-        """Note that its file is good."""
+        """Record that its file is valid."""
         self._write(record, "beginning", Beginning(_now(), total))
 
     def add_part(self, record: BatchRecord, writer: str, results: list[LineResult]) -> None:
-        """Keep some results. `writer`: who computed them; no other has that name."""
+        """Store results. `writer`: a unique name of the process that computed them."""
         num_good = sum(result.is_completed for result in results)
         name = f"{writer}-{secrets.token_hex(4)}-{num_good}-{len(results) - num_good}"
         key = f"{_folder(record.owner, record.id)}/parts/{name}"
         self._store.put_if_absent(key, encode_part(results))
 
     def results(self, record: BatchRecord, parts: list[str]) -> Iterator[LineResult]:
-        """What came of each line, once."""
+        """The result of each line, once."""
         seen: set[int] = set()
         for name in parts:
             data = self._store.get(f"{_folder(record.owner, record.id)}/parts/{name}")
@@ -229,13 +230,13 @@ class Batches:
     def finalize(
         self, record: BatchRecord, status: Final, errors: list[LineError] | None = None
     ) -> None:
-        """Compute no more. What counts from here on is what is there now."""
+        """End the computation. The present results are final."""
         view = self.get(record.owner, record.id)
         parts = [] if view is None else view.parts
         self._write(record, "finalizing", Finalizing(_now(), status, parts, errors or []))
 
     def end(self, record: BatchRecord) -> None:
-        """Make the files of a batch that is finalizing, and tidy up. May be done again."""
+        """Write the output files of a batch that is finalizing, and clean up. Idempotent."""
         view = self.get(record.owner, record.id)
         if view is not None and view.finalizing is not None and view.ending is None:
             self._write(record, "ending", self._collect(view, view.finalizing))
@@ -246,12 +247,12 @@ class Batches:
             self._store.delete(f"{_OPEN}/{record.owner}/{record.id}")
 
     def forget_orphan(self, owner: str, id_: str) -> None:
-        """Forget that a batch is open whose record was never written."""
+        """Delete the marker of an open batch whose record was never written."""
         if time_of(id_, BATCH_ID) < time.time() - _ORPHAN_S:  # noqa: TID251
             self._store.delete(f"{_OPEN}/{owner}/{id_}")
 
     def sweep(self, before_s: float) -> None:
-        """Forget batches that are older, unless they are open."""
+        """Delete older batches that are not open."""
         still_open = {id_ for _, id_ in self.open_ids()}
         for key in self._store.list(_BATCHES):
             id_ = key.split("/")[2]

@@ -1,1 +1,1 @@
-"""Clients of a gateway for the terminal. They speak its public API only."""
+"""Terminal clients of a gateway. They use its public API only."""

@@ -1,6 +1,6 @@
-"""A chat client for the terminal: streams the answer, then shows where the time went.
+"""A terminal chat client: streams the answer, then shows the stage times.
 
-Called by `vlm chat`. A stranger to the server: it speaks the public API only.
+Called by `vlm chat`. It uses the public API only.
 """
 
 import base64
@@ -23,7 +23,7 @@ class ChatError(Exception):
 
 @dataclass(slots=True)
 class Conversation:
-    """One conversation with one model. `timings` are those of the last answer, in seconds."""
+    """A conversation with one model. `timings`: of the last answer, in seconds."""
 
     client: httpx.Client
     model: str
@@ -34,7 +34,7 @@ class Conversation:
     usage: dict[str, Any] = field(default_factory=dict)
 
     def ask(self, question: str, images: list[Path]) -> Iterator[str]:
-        """Ask with images; yields the answer's text as it comes. Raises: ChatError."""
+        """Ask a question with images; yields the text of the answer. Raises: ChatError."""
         self.messages.append({"role": "user", "content": to_content(question, images)})
         pieces: list[str] = []
         for piece in self._stream():
@@ -75,7 +75,7 @@ class Conversation:
 
 
 def to_content(question: str, images: list[Path]) -> list[dict[str, Any]]:
-    """The parts of a user's message: images as data URLs, then the text. Raises: ChatError."""
+    """The parts of a user message: images as data URLs, then the text. Raises: ChatError."""
     parts: list[dict[str, Any]] = []
     for path in images:
         try:
@@ -90,12 +90,12 @@ def to_content(question: str, images: list[Path]) -> list[dict[str, Any]]:
 
 
 def printable(text: str) -> str:
-    """The text without what a terminal would obey: all controls but line breaks and tabs."""
+    """The text without control characters except line breaks and tabs."""
     return text.translate(_CONTROLS)
 
 
 def check_status(response: httpx.Response) -> None:
-    """Raises: ChatError with the server's own words, if it refused."""
+    """Raises: ChatError with the server's message if it refused."""
     if response.is_success:
         return
     response.read()
@@ -110,19 +110,19 @@ def check_status(response: httpx.Response) -> None:
 
 
 def read_events(response: httpx.Response) -> Iterator[str]:
-    """The data of each server-sent event; comments are skipped."""
+    """The data of each server-sent event, without comments."""
     for line in response.iter_lines():
         if line.startswith("data: "):
             yield line.removeprefix("data: ")
 
 
 def first_model(client: httpx.Client) -> str:
-    """The first model that chats and is worked on. Raises: ChatError."""
+    """The first chat model that has workers. Raises: ChatError."""
     response = client.get("/v1/models")
     check_status(response)
     models = response.json()["data"]
-    # other servers do not say what their models do
-    models = [model for model in models if model.get("num_workers", 1)]  # nor count workers
+    # other servers do not list tasks
+    models = [model for model in models if model.get("num_workers", 1)]  # nor numbers of workers
     for model in models:
         if "generate" in model.get("tasks", ("generate",)):
             return model["id"]
@@ -155,7 +155,7 @@ def run_chat(
     max_tokens: int | None,
     temperature: float,
 ) -> None:
-    """Answer one question, or as many as are typed when none is given. Raises: ChatError."""
+    """Answer one question, or those that are typed if none is given. Raises: ChatError."""
     console, timings = Console(highlight=False), Console(stderr=True, highlight=False)
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     timeout = httpx.Timeout(300.0, connect=5.0)
@@ -169,7 +169,7 @@ def run_chat(
                 console.print()
                 line = format_timings(conversation.timings, conversation.usage)
                 timings.print(line, style="dim", markup=False, soft_wrap=True)
-                images = []  # shown once; the conversation remembers them
+                images = []  # sent once: the conversation contains them
         except httpx.ConnectError:
             raise ChatError(f"nothing answers at {url}; start a server with `vlm serve`") from None
         except httpx.HTTPError as error:

@@ -1,1 +1,1 @@
-"""Images on their way in: inline or fetched, checked by their headers."""
+"""Images of requests: inline or fetched, checked by their headers."""

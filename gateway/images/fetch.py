@@ -26,28 +26,28 @@ from shared.settings.limits import MAX_IMAGE_URL_CHARS
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
-#: One text for every failure, so that nobody finds out what listens behind a URL.
+#: One message for every failure, so that it does not reveal what listens behind a URL.
 CANNOT_FETCH = "The image could not be fetched from its URL: send it as a data: URL."
 
-_MAX_CONCURRENT = 32  #: fetches at a time in this process
-_MAX_PER_HOST = 8  #: of these
-_MAX_PER_ADDRESS = 16  #: of these; hosts of a content network share addresses
+_MAX_CONCURRENT = 32  #: concurrent fetches in this process
+_MAX_PER_HOST = 8  #: of these, for one host
+_MAX_PER_ADDRESS = 16  #: of these, for one address; hosts of a content network share addresses
 _MAX_REDIRECTS = 3
-_MAX_LOOKUPS = 32  #: at a time in this process, those included that nobody waits for any more
-_MAX_LOOKUPS_PER_DOMAIN = 4  #: of these; a dead name server answers for all names of its domain
+_MAX_LOOKUPS = 32  #: concurrent lookups in this process, abandoned ones included
+_MAX_LOOKUPS_PER_DOMAIN = 4  #: of these; a dead name server fails for all names of its domain
 LOOKUP_TIMEOUT_S = 3.0
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
-ANY_PUBLIC = "any-public"  #: stands for every host with global addresses only
+ANY_PUBLIC = "any-public"  #: any host that has global addresses only
 _PORTS = {"http": 80, "https": 443}
 _FORBIDDEN = frozenset('\\"<>^`{}|')
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 _NAT64_LOCAL = ipaddress.ip_network("64:ff9b:1::/48")
 _V4_COMPATIBLE = ipaddress.ip_network("::/96")
-#: Global by number, but a cloud's own services, metadata among them, to the machines inside it.
+#: Global addresses that a cloud reserves for services to its own machines, metadata among them.
 _CLOUD_SERVICES = tuple(
     ipaddress.ip_network(network)
     for network in (
-        "192.0.0.0/24",  # Oracle Cloud; Python 3.11 calls parts of it global
+        "192.0.0.0/24",  # Oracle Cloud; Python 3.11 takes parts of it for global
         "168.63.129.16/32",  # Azure
         "161.26.0.0/16",  # IBM Cloud
         "166.8.0.0/14",  # IBM Cloud
@@ -101,9 +101,9 @@ class ImageFetcher:
         )
 
     async def fetch(self, url: str, reserve: Callable[[int], None]) -> bytes:
-        """The bytes behind a URL. `reserve` is told of bytes before they are kept.
+        """Fetch the bytes of a URL. `reserve` is called with a number of bytes before they are stored.
 
-        Raises: ImageRefused, always with the same words; whatever `reserve` raises.
+        Raises: ImageRefused, always with the same message; what `reserve` raises.
         """
         with suppress(*_FAILURES):
             async with asyncio.timeout(self.timeout_s):
@@ -122,7 +122,7 @@ class ImageFetcher:
         raise ValueError("too many redirects")
 
     async def _fetch(self, url: SplitResult, reserve: Callable[[int], None]) -> bytes | str:
-        """The image, or where else it is said to be."""
+        """The image, or the URL of a redirect."""
         host, port = (url.hostname or "").rstrip("."), url.port or _PORTS[url.scheme]
         self._check_host(host, port)
         with _share(self._num_by_host, host, _MAX_PER_HOST):
@@ -159,14 +159,14 @@ class ImageFetcher:
             return bytes(body)
 
     async def close(self) -> None:
-        """Close the connections; a lookup that hangs is left to itself."""
+        """Close the connections; a hanging lookup ends by itself."""
         await self._pool.aclose()
         self._resolver.close()
 
 
 @contextmanager
 def _share(counts: Counter[str], key: str, most: int) -> Iterator[None]:
-    """One of `most` of a key. Raises: ValueError where all are taken."""
+    """Take one of `most` slots of a key. Raises: ValueError if none is free."""
     if counts[key] >= most:
         raise ValueError("too many at a time")
     counts[key] += 1
@@ -179,9 +179,9 @@ def _share(counts: Counter[str], key: str, most: int) -> Iterator[None]:
 
 
 class _Resolver:
-    """Name lookups in threads of their own: those of the event loop's executor are not cancelled by a timeout.
+    """Name lookups in separate threads, because a timeout does not cancel the event loop's executor.
 
-    A lookup that nobody waits for any more still holds its thread, so it is still counted.
+    An abandoned lookup still holds its thread, so it is still counted.
     """
 
     def __init__(self, lookup: Callable[..., list[Any]]) -> None:
@@ -215,19 +215,19 @@ class _Resolver:
 
     def _ended(self, domain: str, future: "asyncio.Future[list[Any]]") -> None:
         if not future.cancelled():
-            future.exception()  # nobody may wait for it any more; asyncio would complain
+            future.exception()  # read it, or asyncio warns about an abandoned lookup
         self._num -= 1
         self._num_by_domain[domain] -= 1
         if not self._num_by_domain[domain]:
             del self._num_by_domain[domain]
 
     def close(self) -> None:
-        """Forget what waits; a look-up under way ends by itself."""
+        """Drop waiting lookups; a running one ends by itself."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 class _PinnedNetwork(httpcore.AsyncNetworkBackend):
-    """Connects to the addresses that hosts were resolved to, and to nothing else."""
+    """Connects only to the addresses that hosts were resolved to."""
 
     def __init__(self, inner: httpcore.AsyncNetworkBackend) -> None:
         self._inner = inner
@@ -235,7 +235,7 @@ class _PinnedNetwork(httpcore.AsyncNetworkBackend):
 
     @contextmanager
     def pinned(self, host: str, address: Address) -> Iterator[None]:
-        """Connections to `host` go to `address`, which was checked, or to another that was at the same time."""
+        """Inside the block, connections to `host` go to a checked address: `address`, or another of the same time."""
         addresses = self._pinned.setdefault(host, [])
         addresses.append(address)
         try:
@@ -256,7 +256,7 @@ class _PinnedNetwork(httpcore.AsyncNetworkBackend):
 
 
 def parse_url(url: str) -> SplitResult:
-    """Split a URL once. Raises: ValueError for anything that two parsers could read differently."""
+    """Split a URL once. Raises: ValueError for URLs that parsers read differently."""
     if len(url) > MAX_IMAGE_URL_CHARS or not url.isascii() or not url.isprintable():
         raise ValueError("not a plain URL")
     if " " in url or _FORBIDDEN.intersection(url):
@@ -270,7 +270,7 @@ def parse_url(url: str) -> SplitResult:
 
 
 def _network_of(address: Address) -> str:
-    """What one machine's owner has for certain: an IPv4 address, or an IPv6 network of 64 bits."""
+    """The network that has one owner: an IPv4 address, or an IPv6 network of 64 bits."""
     bits = 64 if address.version == 6 else 32
     return str(
         ipaddress.ip_network((int(address) >> 64 << 64 if bits == 64 else int(address), bits))
@@ -278,7 +278,7 @@ def _network_of(address: Address) -> str:
 
 
 def is_public(address: Address) -> bool:
-    """Whether an address, and any IPv4 address hidden in it, is a global unicast one, and no cloud's own."""
+    """Whether an address, and any IPv4 address embedded in it, is global unicast and not reserved by a cloud."""
     if isinstance(address, ipaddress.IPv6Address):
         if address.scope_id is not None or address.is_site_local or address in _NAT64_LOCAL:
             return False
@@ -291,7 +291,7 @@ def is_public(address: Address) -> bool:
 
 
 def embedded_ipv4(address: ipaddress.IPv6Address) -> ipaddress.IPv4Address | None:
-    """The IPv4 address that an IPv6 one leads to: mapped, compatible, 6to4, Teredo, NAT64, ISATAP."""
+    """The IPv4 address embedded in an IPv6 address: mapped, compatible, 6to4, Teredo, NAT64, ISATAP."""
     if address.ipv4_mapped is not None:
         return address.ipv4_mapped
     if address.sixtofour is not None:

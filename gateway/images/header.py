@@ -21,8 +21,10 @@ _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _MAX_PNG_CHUNKS = 10_000
 _JPEG_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # SOF0..SOF15; not DHT, JPG, DAC
 _JPEG_END, _JPEG_SCAN = 0xD9, 0xDA
-_JPEG_MARKER = re.compile(rb"\xff{1,255}[^\xff]", re.DOTALL)  # a marker and some fill bytes
-_JPEG_MARKER_IN_SCAN = re.compile(rb"\xff[^\x00\x01\xff\xd0-\xd7]")  # data have 0 behind each 255
+_JPEG_MARKER = re.compile(rb"\xff{1,255}[^\xff]", re.DOTALL)  # a marker, possibly after fill bytes
+_JPEG_MARKER_IN_SCAN = re.compile(
+    rb"\xff[^\x00\x01\xff\xd0-\xd7]"
+)  # a byte 255 of data is followed by 0
 _MAX_JPEG_SEGMENTS = 4096
 _MAX_JPEG_SCANS = 100  #: encoders write about ten
 _MAX_AVIF_BOXES = 1000  #: within one box
@@ -30,7 +32,7 @@ _JPEG_BARE = frozenset({0x01, *range(0xD0, 0xD8)})  # markers without a length
 
 
 class ImageRefused(Exception):
-    """The image is of no use; the message is fit for the client's eyes."""
+    """The image is unusable; the message is for the client."""
 
     def __init__(self, message: str, code: str = "invalid_image") -> None:
         super().__init__(message)
@@ -39,7 +41,7 @@ class ImageRefused(Exception):
 
 
 class ImageHeader(Struct, frozen=True):
-    """What a file says of itself."""
+    """Properties of an image file."""
 
     media_type: str
     width: int
@@ -47,7 +49,7 @@ class ImageHeader(Struct, frozen=True):
 
 
 def read_header(data: bytes) -> ImageHeader:
-    """Tell format and size. Raises: ImageRefused for other formats and for broken headers."""
+    """Read format and size. Raises: ImageRefused for other formats and for broken headers."""
     try:
         if data.startswith(_PNG_SIGNATURE):
             return _read_png(data)
@@ -66,7 +68,7 @@ def read_header(data: bytes) -> ImageHeader:
 
 
 def check_header(header: ImageHeader, limits: LimitSettings) -> None:
-    """Hold the size against the limits. Raises: ImageRefused."""
+    """Check the size against the limits. Raises: ImageRefused."""
     short, long = sorted((header.width, header.height))
     if short < 1:
         raise ImageRefused("The image has no pixels: send at least 1 x 1.")
@@ -91,14 +93,14 @@ def _read_png(data: bytes) -> ImageHeader:
         if name in (b"IEND", b""):
             width, height = unpack_from(">II", data, 16)
             return ImageHeader("image/png", width, height)
-        if name == b"IHDR":  # decoders believe the last, we would believe the first
+        if name == b"IHDR":  # decoders use the last one, and we read the first
             raise ImageRefused("The image has two headers: save it again.")
         position += 12 + int.from_bytes(data[position : position + 4], "big")
     raise ImageRefused(f"The PNG has more than {_MAX_PNG_CHUNKS} chunks; save it with fewer.")
 
 
 def _read_jpeg(data: bytes) -> ImageHeader:
-    """All segments up to the first scan are walked, as decoders believe the last frame header among them."""
+    """Read all segments up to the first scan, because decoders use the last frame header among them."""
     frame: ImageHeader | None = None
     position = 2
     for _ in range(_MAX_JPEG_SEGMENTS):
@@ -127,16 +129,16 @@ def _read_jpeg(data: bytes) -> ImageHeader:
 
 
 def _check_scans(data: bytes, position: int) -> None:
-    """Count the scans of a JPEG from its first one on, as each costs a decoder time. Raises: ImageRefused.
+    """Count the scans of a JPEG, because each costs the decoder time. Raises: ImageRefused.
 
-    What follows the end of the image is not looked at: cameras put films there.
+    Data after the end of the image is ignored: cameras put films there.
     """
     num_scans = 1
     for _ in range(_MAX_JPEG_SEGMENTS):
         position += int.from_bytes(data[position : position + 2], "big")
         match = _JPEG_MARKER_IN_SCAN.search(data, position)
         if match is None or data[match.end() - 1] == _JPEG_END:
-            return  # where the end is missing, the decoder decides
+            return  # the end is missing: left to the decoder
         position = match.end()
         num_scans += data[position - 1] == _JPEG_SCAN
         if num_scans > _MAX_JPEG_SCANS:
@@ -170,7 +172,7 @@ def _is_avif(data: bytes) -> bool:
 
 
 def _read_avif(data: bytes) -> ImageHeader:
-    """The size that the properties of the primary item tell."""
+    """The size in the properties of the primary item."""
     start, end = _find_box(data, b"meta", 0, len(data))
     meta = (start + 4, end)
     pitm, _ = _find_box(data, b"pitm", *meta)
@@ -186,7 +188,7 @@ def _read_avif(data: bytes) -> ImageHeader:
 
 
 def _properties_of(data: bytes, item: int, position: int) -> Iterator[int]:
-    """The indices, from 1, of an item's properties, by the associations at a position."""
+    """The indices, from 1, of an item's properties, from the associations at a position."""
     version, is_wide, count = data[position], data[position + 3] & 1, position + 4
     position += 8
     for _ in range(min(unpack_from(">I", data, count)[0], _MAX_AVIF_BOXES)):
@@ -211,7 +213,7 @@ def _find_box(data: bytes, name: bytes, start: int, end: int) -> tuple[int, int]
 
 
 def _boxes(data: bytes, start: int, end: int) -> Iterator[tuple[bytes, int, int]]:
-    """Name, start and end of what each box holds, as far as they are whole. Raises: ValueError."""
+    """Name, start and end of the content of each complete box. Raises: ValueError."""
     for _ in range(_MAX_AVIF_BOXES):
         if start + 8 > end:
             return

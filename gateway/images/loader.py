@@ -28,25 +28,25 @@ _SLICE_CHARS = 1024 * 1024  #: a multiple of 4
 
 
 class ImageSource(Struct, frozen=True):
-    """An image as the client sent it. `param` names its place in the request."""
+    """An image of a request. `param`: its place in the request."""
 
     url: str
     param: str
-    #: Of one that an earlier request of the same tenant brought, in place of the URL.
+    #: An image of an earlier request of the same tenant, instead of a URL.
     ref: ImageRef | None = None
-    min_pixels: int = 0  #: to which the model's processor scales it; 0: the model's own
+    min_pixels: int = 0  #: the model's processor scales the image to it; 0: the model's own
     max_pixels: int = 0
 
 
 class LoadedImage(Struct, frozen=True):
-    """An image's checked bytes and the reference that stands for them."""
+    """The checked bytes of an image, and its reference."""
 
     ref: ImageRef
     data: bytes
 
 
 class ImageLoader:
-    """Turns image URLs into bytes, within the limits. `fetcher` is None where remote URLs are off."""
+    """Loads images within the limits. `fetcher`: None if remote URLs are disabled."""
 
     def __init__(
         self, limits: LimitSettings, fetcher: ImageFetcher | None, blobs: BlobStore | None = None
@@ -59,9 +59,9 @@ class ImageLoader:
     async def load_all(
         self, sources: Sequence[ImageSource], reserve: Callable[[int], None]
     ) -> list[LoadedImage]:
-        """Load images in their order. `reserve` is told of bytes that are fetched, before they are kept.
+        """Load images in order. `reserve` is called with a number of fetched bytes before they are stored.
 
-        Raises: InvalidRequest that names the one refused; whatever `reserve` raises. The others are given up then.
+        Raises: InvalidRequest that names the refused image; what `reserve` raises. The others are cancelled.
         """
         if all(_is_data(source.url) for source in sources):
             return [await self._load(source, reserve) for source in sources]
@@ -73,7 +73,7 @@ class ImageLoader:
         return [task.result() for task in tasks]
 
     async def check(self, data: bytes, param: str) -> LoadedImage:
-        """Encoded bytes that came by another way. Raises: InvalidRequest."""
+        """Check encoded bytes of another source. Raises: InvalidRequest."""
         try:
             return await self._off_loop(self._check, data)
         except ImageRefused as refused:
@@ -100,7 +100,7 @@ class ImageLoader:
     async def _off_loop(
         self, work: Callable[[Encoded], LoadedImage], encoded: Encoded
     ) -> LoadedImage:
-        """Do what takes time in proportion to its argument, where that is large, in a thread."""
+        """Run work that is proportional to a large argument in a thread."""
         if len(encoded) <= _INLINE_CHARS:
             return work(encoded)
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, encoded)
@@ -156,9 +156,9 @@ def _is_data(url: str) -> bool:
 
 
 def decode_base64(text: str) -> bytes:
-    """Decode: standard alphabet, padded; white space is skipped. Raises: ImageRefused.
+    """Decode padded standard base64 with optional white space. Raises: ImageRefused.
 
-    By msgspec, which is seven times as fast at it as binascii and refuses needless padding too.
+    By msgspec, which is seven times as fast as binascii and also refuses redundant padding.
     """
     try:
         if len(text) <= _SLICE_CHARS:

@@ -96,20 +96,20 @@ _ROLES: dict[str, Role] = {
 
 
 class ChatOptions(msgspec.Struct, frozen=True):
-    """How the client wants its answer: all that is kept of the request, which may be large."""
+    """Options of the answer; a request may be large and is not kept."""
 
     include_usage: bool = False
-    continuous_usage: bool = False  #: counts so far in every chunk
+    continuous_usage: bool = False  #: usage so far in every chunk
     with_logprobs: bool = False
     with_reasoning: bool = True
     with_prompt_logprobs: bool = False
     with_token_ids: bool = False
-    #: That it is served as, where the request named one.
+    #: The tier that is reported, if the request names one.
     service_tier: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatCompletions(Surface):
-    """Answer a conversation about text and images."""
+    """Chat completions about text and images."""
 
     name = "chat"
     path = "/v1/chat/completions"
@@ -162,7 +162,7 @@ class ChatCompletions(Surface):
 def translate(
     request: ChatCompletionRequest, context: RequestContext, card: ModelCard, limits: LimitSettings
 ) -> Plan:
-    """The tasks of a request, one for each choice. Raises: InvalidRequest."""
+    """The tasks of a request, one per choice. Raises: InvalidRequest."""
     priority = find_priority(request.service_tier, context.headers)
     count = num_choices(request, limits)
     sampling = translate_sampling(
@@ -215,7 +215,7 @@ def translate(
 def translate_messages(
     messages: Sequence[ChatMessageParam], limits: LimitSettings, pixels: PixelFields
 ) -> Conversation:
-    """The conversation, with images told apart from text. Raises: InvalidRequest."""
+    """The conversation, with images apart from text. Raises: InvalidRequest."""
     if len(messages) > limits.max_messages:
         raise invalid("messages", f"send at most {limits.max_messages} messages")
     conversation = Conversation()
@@ -268,7 +268,7 @@ def _calls(message: ChatMessageParam, param: str) -> tuple[ToolCall, ...]:
 
 
 def _reasoning(message: ChatMessageParam) -> str:
-    """What an assistant turn was thought before, where the client kept it."""
+    """The reasoning of an assistant message, if the client sends it."""
     for value in (message.reasoning_content, message.reasoning):
         if value is not msgspec.UNSET and memoryview(value)[:1] == b'"':
             with suppress(msgspec.DecodeError):
@@ -283,7 +283,7 @@ def _wants_thinking(request: ChatCompletionRequest) -> bool | None:
 
 
 def _ending(request: ChatCompletionRequest, conversation: Conversation) -> Ending:
-    """How the prompt ends; an assistant's last message is continued. Raises: InvalidRequest."""
+    """How the prompt ends: a final assistant message is continued. Raises: InvalidRequest."""
     continues, adds = request.continue_final_message, request.add_generation_prompt
     if continues and adds:
         raise invalid("continue_final_message", "it excludes add_generation_prompt; send one")
@@ -299,7 +299,7 @@ def _ending(request: ChatCompletionRequest, conversation: Conversation) -> Endin
 def _template_options(
     request: ChatCompletionRequest, card: ModelCard, context: RequestContext
 ) -> dict[str, TemplateOption]:
-    """Variables of the chat template: those given by name, and the switch for thinking."""
+    """Variables of the chat template: named ones, and the switch for thinking."""
     options = find_template_options(card, request.chat_template_kwargs, context)
     for name, wanted in (
         ("thinking", _wants_thinking(request)),
@@ -344,7 +344,7 @@ def _add_part(
 
 
 def _max_tokens(request: ChatCompletionRequest, limits: LimitSettings) -> int | None:
-    """What was asked for; the engine cuts it to what the context holds beside the prompt."""
+    """The requested maximum; the engine limits it to the rest of the context."""
     old, new = request.max_tokens, request.max_completion_tokens
     if old is not None and new is not None and old != new:
         raise invalid("max_tokens", "it differs from max_completion_tokens; send one of the two")
@@ -363,7 +363,7 @@ def _num_logprobs(request: ChatCompletionRequest, limits: LimitSettings) -> int 
 
 
 class ChatAnswer(ChunkStream):
-    """A `ChatCompletion` or its chunks."""
+    """Builds a `ChatCompletion` or its chunks."""
 
     chunk_type = ChatCompletionChunk
 
@@ -424,7 +424,7 @@ class ChatAnswer(ChunkStream):
         return ChunkChoice(index, delta, logprobs, token_ids=token_ids)
 
     def _call(self, choice: int, piece: CallPiece) -> AnswerCall:
-        """An addition to a call; its id and name come once."""
+        """A delta of a call; id and name are sent once."""
         call = AnswerCall(AnswerFunction(arguments=piece.arguments), index=piece.index)
         if piece.name:
             call.id, call.type = call_id(self.head.id, choice, piece.index), "function"
@@ -433,7 +433,7 @@ class ChatAnswer(ChunkStream):
 
 
 class _GatheredChoice:
-    """One choice so far."""
+    """A choice so far."""
 
     def __init__(self, answer_id: str, index: int, options: ChatOptions) -> None:
         self._options = options
@@ -451,7 +451,7 @@ class _GatheredChoice:
             self._finish_reason = event.finish_reason.value
 
     def to_choice(self, index: int) -> Choice:
-        """The choice as it stands."""
+        """The present choice."""
         logprobs = to_choice_logprobs(self._logprobs) if self._options.with_logprobs else None
         message = AnswerMessage(self._blocks.text)
         if thought := self._blocks.thought:
@@ -467,7 +467,7 @@ class _GatheredChoice:
 
 
 def to_choice_logprobs(logprobs: Sequence[OutputLogprob]) -> ChoiceLogprobs:
-    """The `logprobs` object of a choice."""
+    """The `logprobs` of a choice."""
     return ChoiceLogprobs([_to_logprob(entry) for entry in logprobs])
 
 

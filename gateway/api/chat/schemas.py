@@ -1,8 +1,7 @@
-"""OpenAI's wire as structs: what a chat request may hold and what an answer looks like.
+"""Structs of chat requests and responses.
 
-Limits are named in `shared.settings.limits`: those that the
-contract fixes are part of the types here, those that an operator may change are checked by
-`translate`.
+Limits of the contract are part of the types; limits that an operator may change are checked by `translate`. All are
+named in `shared.settings.limits`.
 
 Source: OpenAI API reference, "Create chat completion" and "The chat completion chunk object".
 """
@@ -40,26 +39,26 @@ Detail = Literal["auto", "low", "high", "original"]
 
 
 class IgnoredImageFields(RequestStruct, frozen=True, kw_only=True):
-    """Hints on an image that change no answer: each model has its own resolution."""
+    """Hints on an image without effect: each model has its own resolution."""
 
     detail: Detail = "auto"
 
 
 class ImageUrl(IgnoredImageFields, frozen=True, kw_only=True):
-    """Where an image is: a `data:` URL, or an http(s) one where the operator allows it."""
+    """An image: a `data:` URL, or an http(s) one if the operator allows it."""
 
     url: str
 
 
 class IgnoredPartFields(RequestStruct, frozen=True, kw_only=True):
-    """Cache hints that some clients attach to parts; they change no answer."""
+    """Cache hints that some clients add to parts; no effect."""
 
     cache_control: Ignored = UNSET
     prompt_cache_breakpoint: Ignored = UNSET
 
 
 class TextContent(IgnoredPartFields, frozen=True, kw_only=True, tag_field="type", tag="text"):
-    """A piece of text."""
+    """A text."""
 
     text: str
 
@@ -68,14 +67,14 @@ PixelCount = Annotated[int, Meta(ge=1, lt=2**31)]
 
 
 class PixelFields(RequestStruct, frozen=True, kw_only=True):
-    """Between how many pixels an image is scaled; never above the model's own limit."""
+    """Limits of pixels to which an image is scaled, within the model's own."""
 
     min_pixels: PixelCount | None = None
     max_pixels: PixelCount | None = None
 
 
 class ImageContent(IgnoredPartFields, frozen=True, kw_only=True, tag_field="type", tag="image_url"):
-    """An image; many clients send the URL bare."""
+    """An image; many clients send the URL as a string."""
 
     image_url: ImageUrl | str
     min_pixels: Annotated[
@@ -88,7 +87,7 @@ class ImageContent(IgnoredPartFields, frozen=True, kw_only=True, tag_field="type
 class InputTextContent(
     IgnoredPartFields, frozen=True, kw_only=True, tag_field="type", tag="input_text"
 ):
-    """Text as the Responses API spells it."""
+    """Text in the form of the Responses API."""
 
     text: str
 
@@ -96,7 +95,7 @@ class InputTextContent(
 class InputImageContent(
     IgnoredPartFields, frozen=True, kw_only=True, tag_field="type", tag="input_image"
 ):
-    """An image as the Responses API spells it."""
+    """An image in the form of the Responses API."""
 
     image_url: str
     detail: Detail = "auto"
@@ -116,7 +115,7 @@ class FileContent(IgnoredPartFields, frozen=True, kw_only=True, tag_field="type"
 
 
 class ThinkingContent(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="thinking"):
-    """The assistant's reasoning, as a part of its turn."""
+    """The assistant's reasoning, as a part of its message."""
 
     thinking: str
 
@@ -132,7 +131,7 @@ ContentPart = (
 
 
 class IgnoredMessageFields(EchoedStruct, frozen=True, kw_only=True):
-    """Fields of a turn that change no answer."""
+    """Fields of a message without effect."""
 
     name: Annotated[str, Meta(max_length=MAX_NAME_CHARS)] | None = None
     annotations: Ignored = UNSET
@@ -140,16 +139,16 @@ class IgnoredMessageFields(EchoedStruct, frozen=True, kw_only=True):
 
 
 class ChatMessageParam(IgnoredMessageFields, frozen=True, kw_only=True):
-    """One turn. Clients echo assistant turns with all that an answer had and with fields of their own."""
+    """A message. Clients return assistant messages with all fields of an answer, and with their own."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    #: null, or nothing, only of the assistant's, who may have said nothing
+    #: null or missing only in assistant messages
     content: str | Annotated[list[ContentPart], Meta(min_length=1)] | UnsetType | None = UNSET
-    #: What the assistant thought; some clients call it `reasoning`. Whatever is no text is skipped.
+    #: The assistant's reasoning; some clients name it `reasoning`. Other values than text are ignored.
     reasoning: Ignored = UNSET
     reasoning_content: Ignored = UNSET
     tool_calls: Annotated[list[CallField] | None, doc("Calls of the assistant.")] = None
-    #: the assistant's call in the older form, whose result has the role `function` and its name
+    #: a call in the older form; its result has the role `function` and its name
     function_call: CalledFunction | None = None
     tool_call_id: Annotated[
         Annotated[str, Meta(max_length=MAX_NAME_CHARS)] | None,
@@ -165,13 +164,13 @@ ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "
 
 
 class ThinkingType(EchoedStruct, frozen=True, kw_only=True):
-    """Whether the model is to think; `auto` leaves it to the model."""
+    """Whether the model thinks; `auto`: the model's default."""
 
     type: Literal["enabled", "disabled", "adaptive", "auto"]
 
 
 class IgnoredFields(StructuredFields, frozen=True, kw_only=True):
-    """Fields that clients send and that change nothing here: no answer, no log line, no metric."""
+    """Fields without effect on answers, logs and metrics."""
 
     metadata: (
         Annotated[dict[MetadataKey, MetadataValue], Meta(max_length=MAX_METADATA_ENTRIES)] | None
@@ -184,7 +183,7 @@ class IgnoredFields(StructuredFields, frozen=True, kw_only=True):
     verbosity: Ignored = UNSET
 
 
-#: Fields without an effect, as docs/api-chat.md lists them.
+#: Fields without effect, as listed in docs/api-chat.md.
 IGNORED_FIELDS = (
     *IgnoredFields.__annotations__,
     *(f"stream_options.{name}" for name in IgnoredStreamFields.__struct_fields__),
@@ -233,7 +232,7 @@ class ChatCompletionRequest(IgnoredFields, frozen=True, kw_only=True):
 
 
 class TopLogprob(msgspec.Struct):
-    """A token that could have stood there."""
+    """An alternative token."""
 
     token: str
     logprob: float
@@ -241,7 +240,7 @@ class TopLogprob(msgspec.Struct):
 
 
 class ChatLogprob(msgspec.Struct):
-    """The chosen token and its best rivals."""
+    """The chosen token and its alternatives."""
 
     token: str
     logprob: float
@@ -257,14 +256,14 @@ class ChoiceLogprobs(msgspec.Struct):
 
 
 class AnswerFunction(msgspec.Struct):
-    """What is called; `arguments` are JSON. Of a chunk: what is added."""
+    """The called function; `arguments` are JSON. In a chunk: the delta."""
 
     name: str | UnsetType = UNSET
     arguments: str = ""
 
 
 class AnswerCall(msgspec.Struct):
-    """A call of a function; a chunk names its place, and all else once."""
+    """A function call; a chunk has its index, and the other fields once."""
 
     function: AnswerFunction
     id: str | UnsetType = UNSET
@@ -273,13 +272,13 @@ class AnswerCall(msgspec.Struct):
 
 
 class AnswerMessage(msgspec.Struct):
-    """The whole answer of one choice."""
+    """The complete message of one choice."""
 
     content: str | None
     role: str = "assistant"
     refusal: None = None
     tool_calls: list[AnswerCall] | UnsetType = UNSET
-    reasoning_content: str | UnsetType = UNSET  #: what the model thought before
+    reasoning_content: str | UnsetType = UNSET  #: reasoning before the content
 
 
 class Choice(msgspec.Struct):
@@ -293,7 +292,7 @@ class Choice(msgspec.Struct):
 
 
 class ChatCompletion(msgspec.Struct, kw_only=True):
-    """A whole answer."""
+    """A complete response."""
 
     id: str
     object: str = "chat.completion"
@@ -302,23 +301,23 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     choices: list[Choice]
     usage: CompletionUsage
     system_fingerprint: str
-    service_tier: str | UnsetType = UNSET  #: that it was served as, where the request named one
+    service_tier: str | UnsetType = UNSET  #: if the request names one
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: tuple[int, ...] | UnsetType = UNSET
     timings: Timings = UNSET
 
 
 class ChoiceDelta(msgspec.Struct):
-    """What a chunk adds to a choice; the first names the role, the last is empty."""
+    """The delta of a choice; the first has the role, the last is empty."""
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
-    reasoning_content: str | UnsetType = UNSET  #: it stands before the content
-    tool_calls: list[AnswerCall] | UnsetType = UNSET  #: behind the content
+    reasoning_content: str | UnsetType = UNSET  #: before the content
+    tool_calls: list[AnswerCall] | UnsetType = UNSET  #: after the content
 
 
 class ChunkChoice(msgspec.Struct):
-    """One choice's part of a chunk."""
+    """The delta of one choice in a chunk."""
 
     index: int
     delta: ChoiceDelta
@@ -328,7 +327,7 @@ class ChunkChoice(msgspec.Struct):
 
 
 class ChatCompletionChunk(msgspec.Struct, kw_only=True):
-    """A piece of a streamed answer. `usage` is on the wire only if the client asked for it."""
+    """A chunk of a streamed response. `usage` is present if the client asks for it."""
 
     id: str
     object: str = "chat.completion.chunk"

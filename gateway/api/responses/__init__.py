@@ -119,13 +119,13 @@ class ResponseItemsQuery(ListQuery, frozen=True, kw_only=True):
 
 
 class InputItemText(msgspec.Struct, tag_field="type", tag="input_text"):
-    """A text of an input."""
+    """A text of the input."""
 
     text: str
 
 
 class InputItemImage(msgspec.Struct, tag_field="type", tag="input_image"):
-    """An image of an input; its bytes are not sent back."""
+    """An image of the input, without its bytes."""
 
     image_url: str | None = None
     file_id: str | None = None
@@ -133,7 +133,7 @@ class InputItemImage(msgspec.Struct, tag_field="type", tag="input_image"):
 
 
 class ShownItem(msgspec.Struct, tag_field="type", tag="message"):
-    """A message of an input."""
+    """A message of the input."""
 
     id: str
     role: str
@@ -142,7 +142,7 @@ class ShownItem(msgspec.Struct, tag_field="type", tag="message"):
 
 
 class CallOutputItem(msgspec.Struct, tag_field="type", tag="function_call_output"):
-    """What came of a call."""
+    """The output of a call."""
 
     id: str
     call_id: str
@@ -161,7 +161,7 @@ class ResponseItemList(msgspec.Struct):
 
 
 class DeletedResponse(msgspec.Struct):
-    """Says that an answer is forgotten."""
+    """A deleted response."""
 
     id: str
     object: str = "response"
@@ -169,7 +169,7 @@ class DeletedResponse(msgspec.Struct):
 
 
 def read_kept(record: Record) -> KeptConversation:
-    """Raises: InvalidRequest if another version kept it."""
+    """Raises: InvalidRequest if another version stored it."""
     try:
         return _kept_decoder.decode(record.data)
     except msgspec.MsgspecError:

@@ -52,7 +52,7 @@ from shared.protocol import (
 )
 
 _SERVER_ERROR = "server_error"
-#: What events call the text of a block.
+#: Names of a block's text in events.
 _KINDS = {
     "thought": "reasoning_text",
     "text": "output_text",
@@ -61,7 +61,7 @@ _KINDS = {
 
 
 class ResponseAnswer(BlockStream):
-    """A `ResponseObject` or its events."""
+    """Builds a `ResponseObject` or its events."""
 
     def __init__(self, options: ResponseOptions, head: AnswerHead) -> None:
         super().__init__(head)
@@ -82,7 +82,7 @@ class ResponseAnswer(BlockStream):
         return encode(self._final)
 
     def record(self) -> bytes | None:
-        """The conversation up to a complete answer; None if its client does not want it kept."""
+        """The conversation up to a complete answer; None unless it is stored."""
         if self._final is None or not self.options.messages:
             return None
         blocks = self._blocks
@@ -92,7 +92,7 @@ class ResponseAnswer(BlockStream):
         return encode(KeptConversation(messages, msgspec.Raw(encode(self._final))))
 
     def failed(self, error: ApiError) -> bytes:
-        """How a stream ends that cannot be completed."""
+        """The end of a stream that fails."""
         response = self._response("failed", None)
         response.error = ResponseError(_SERVER_ERROR, error.message)
         failed = self._event("response.failed", response=response)
@@ -154,7 +154,7 @@ class ResponseAnswer(BlockStream):
                 return f"fc_{self._id}_{block.index}"
 
     def _place(self, block: Block) -> dict[str, object]:
-        """Of what is added to a block."""
+        """The position of a delta to a block."""
         place: dict[str, object] = {
             "item_id": self._item_id(block),
             "output_index": block.index,
@@ -167,7 +167,7 @@ class ResponseAnswer(BlockStream):
         return sse_event(encode(event), type_.encode())
 
     def _item(self, block: Block, status: str, *, is_empty: bool = False) -> OutputItem:
-        """A block as an item; `is_empty`: as it begins."""
+        """A block as an item; `is_empty`: at its beginning."""
         name = self._item_id(block)
         if block.kind == "call":
             arguments = "" if is_empty else block.text
@@ -186,7 +186,7 @@ class ResponseAnswer(BlockStream):
         return to_choice_logprobs(logprobs).content if self.options.with_logprobs else []
 
     def _response(self, status: str, totals: Totals | None) -> ResponseObject:
-        """As far as it is."""
+        """The present response."""
         response = replace(
             self.options.response,
             id=self.head.id,
@@ -210,7 +210,7 @@ def _status(totals: Totals) -> str:
 
 
 def _duration_s(totals: Totals) -> int:
-    """Of the fleet's work, in whole seconds."""
+    """Time of the fleet's work, in whole seconds."""
     return round(max(map(_total_s, totals.finished), default=0.0))
 
 

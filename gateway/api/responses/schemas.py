@@ -45,25 +45,25 @@ ResponseId = Annotated[str, Meta(min_length=1, max_length=MAX_RESPONSE_ID_CHARS)
 
 
 class InputText(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="input_text"):
-    """A text of the user's."""
+    """A text of the user."""
 
     text: str
 
 
 class PlainText(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="text"):
-    """A text of whoever."""
+    """A text of any role."""
 
     text: str
 
 
 class OutputText(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="output_text"):
-    """A text of the assistant's."""
+    """A text of the assistant."""
 
     text: str
 
 
 class Refusal(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="refusal"):
-    """A refusal of the assistant's, of another server."""
+    """A refusal of the assistant, from another server."""
 
     refusal: str
 
@@ -71,13 +71,13 @@ class Refusal(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="re
 class ReasoningText(
     EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="reasoning_text"
 ):
-    """What the assistant thought."""
+    """The assistant's reasoning."""
 
     text: str
 
 
 class InputImage(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="input_image"):
-    """An image: a `data:` URL, or an http(s) one where the operator allows it."""
+    """An image: a `data:` URL, or an http(s) one if the operator allows it."""
 
     image_url: str | None = None
     file_id: str | None = None
@@ -112,12 +112,12 @@ InputItemType = Literal[
     "web_search_call",
 ]
 CALL_ITEMS = frozenset(("function_call", "custom_tool_call", "local_shell_call"))
-#: Items of tools that OpenAI hosts, which are skipped.
+#: Items of tools that OpenAI hosts; ignored.
 HOSTED_ITEMS = frozenset(get_args(InputItemType)[9:])
 
 
 class InputItem(EchoedStruct, frozen=True, kw_only=True):
-    """A message, with or without its `type`; what the assistant thought; a call, or what came of it."""
+    """A message, with or without `type`; reasoning; a call, or its output."""
 
     type: InputItemType = "message"
     id: Ignored = UNSET
@@ -128,12 +128,12 @@ class InputItem(EchoedStruct, frozen=True, kw_only=True):
     name: Annotated[str, Meta(max_length=MAX_TOOL_NAME_CHARS)] | None = None  #: of a call
     arguments: str | None = None  #: of a function's call
     input: str | None = None  #: of a custom tool's call
-    action: msgspec.Raw | UnsetType = UNSET  #: of a shell's call
+    action: msgspec.Raw | UnsetType = UNSET  #: of a shell call
     output: str | list[InputPart] | None = None  #: of a call
 
 
 class ResponseTool(EchoedStruct, frozen=True, kw_only=True):
-    """A function; tools of other types are somebody else's, and are skipped."""
+    """A function; tools of other types are ignored."""
 
     type: str
     name: str | None = None
@@ -143,26 +143,26 @@ class ResponseTool(EchoedStruct, frozen=True, kw_only=True):
 
 
 class ResponseNamedTool(EchoedStruct, frozen=True, kw_only=True):
-    """A function by its name."""
+    """The name of a function."""
 
     type: Literal["function"]
     name: str
 
 
 class ResponseChoice(EchoedStruct, frozen=True, kw_only=True, omit_defaults=True):
-    """`tool_choice` as an object; some clients send its words as one, too."""
+    """`tool_choice` as an object; some clients also send its strings in this form."""
 
     type: Literal["function", "allowed_tools", "auto", "none", "required"]
     name: str | None = None  #: of the function
-    tools: list[ResponseNamedTool] | None = None  #: that are allowed
-    mode: Literal["auto", "required"] | None = None  #: of those
+    tools: list[ResponseNamedTool] | None = None  #: allowed functions
+    mode: Literal["auto", "required"] | None = None  #: among these
 
 
 ResponseToolChoice = Literal["none", "auto", "required"] | ResponseChoice
 
 
 class ResponseFormat(RequestStruct, frozen=True, kw_only=True, tag_field="type", tag="json_schema"):
-    """JSON that conforms to a schema."""
+    """A JSON schema."""
 
     schema: msgspec.Raw
     name: Annotated[str, Meta(max_length=MAX_FORMAT_NAME_CHARS)]
@@ -173,14 +173,14 @@ class ResponseFormat(RequestStruct, frozen=True, kw_only=True, tag_field="type",
 
 
 class TextConfig(RequestStruct, frozen=True, kw_only=True):
-    """How the text is to be."""
+    """Options of the text."""
 
     format: TextFormat | JsonObjectFormat | ResponseFormat | None = None
     verbosity: Ignored = UNSET
 
 
 class Reasoning(RequestStruct, frozen=True, kw_only=True):
-    """How much the model is to think."""
+    """Reasoning effort."""
 
     effort: ReasoningEffort | None = None
     summary: Ignored = UNSET
@@ -189,7 +189,7 @@ class Reasoning(RequestStruct, frozen=True, kw_only=True):
 
 
 class ResponseFields(SamplingFields, frozen=True, kw_only=True):
-    """Fields of both requests; those of sampling do not change a count."""
+    """Fields of both requests; sampling does not change a count."""
 
     model: ModelName
     input: str | Annotated[list[InputItem], Meta(min_length=1)]
@@ -243,13 +243,13 @@ class ResponseText(msgspec.Struct, tag_field="type", tag="output_text"):
 
 
 class ReasoningContent(msgspec.Struct, tag_field="type", tag="reasoning_text"):
-    """A part of what the model thought."""
+    """A part of the reasoning."""
 
     text: str
 
 
 class MessageItem(msgspec.Struct, tag_field="type", tag="message"):
-    """What the model said."""
+    """A message of the model."""
 
     id: str
     status: str
@@ -258,7 +258,7 @@ class MessageItem(msgspec.Struct, tag_field="type", tag="message"):
 
 
 class ReasoningItem(msgspec.Struct, tag_field="type", tag="reasoning"):
-    """What the model thought before it."""
+    """Reasoning before the message."""
 
     id: str
     status: str
@@ -267,7 +267,7 @@ class ReasoningItem(msgspec.Struct, tag_field="type", tag="reasoning"):
 
 
 class CallItem(msgspec.Struct, tag_field="type", tag="function_call"):
-    """A function that the model calls."""
+    """A function call."""
 
     id: str
     status: str
@@ -280,7 +280,7 @@ OutputItem = MessageItem | ReasoningItem | CallItem
 
 
 class InputTokensDetails(msgspec.Struct):
-    """Of which kinds the prompt's tokens are."""
+    """Kinds of prompt tokens."""
 
     cached_tokens: int
     image_tokens: int
@@ -288,13 +288,13 @@ class InputTokensDetails(msgspec.Struct):
 
 
 class OutputTokensDetails(msgspec.Struct):
-    """Of which kinds the answer's tokens are."""
+    """Kinds of output tokens."""
 
     reasoning_tokens: int
 
 
 class ResponseUsage(msgspec.Struct):
-    """Token counts as this API names them."""
+    """Token counts in the names of this API."""
 
     input_tokens: int
     input_tokens_details: InputTokensDetails
@@ -304,20 +304,20 @@ class ResponseUsage(msgspec.Struct):
 
 
 class IncompleteDetails(msgspec.Struct):
-    """Why an answer is cut."""
+    """Why a response is incomplete."""
 
     reason: str
 
 
 class ResponseError(msgspec.Struct):
-    """Why there is no answer."""
+    """Why a response failed."""
 
     code: str
     message: str
 
 
 class ShownText(msgspec.Struct):
-    """How the text is."""
+    """Options of the text."""
 
     format: TextFormat | JsonObjectFormat | ResponseFormat = msgspec.field(
         default_factory=TextFormat
@@ -325,7 +325,7 @@ class ShownText(msgspec.Struct):
 
 
 class ShownReasoning(msgspec.Struct):
-    """How much the model was to think."""
+    """Reasoning effort of the request."""
 
     effort: str | None = None
     summary: None = None
@@ -342,7 +342,7 @@ class ShownTool(msgspec.Struct, frozen=True):
 
 
 class ResponseObject(msgspec.Struct, kw_only=True):
-    """An answer, whole or as far as it is."""
+    """A complete or partial response."""
 
     id: str = ""
     object: str = "response"
@@ -380,14 +380,14 @@ class ResponseObject(msgspec.Struct, kw_only=True):
 
 
 class InputTokens(msgspec.Struct):
-    """How many tokens a request would have."""
+    """The number of tokens of a request."""
 
     input_tokens: int
     object: str = "response.input_tokens"
 
 
 class ResponseEvent(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """An event of a stream: the fields depend on its type."""
+    """An event of a stream; its fields depend on its type."""
 
     type: str
     sequence_number: int

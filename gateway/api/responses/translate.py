@@ -1,4 +1,4 @@
-"""From a request of the Responses API to the fleet's task: pure."""
+"""Translates requests of the Responses API to tasks, without side effects."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -56,7 +56,7 @@ from shared.settings.limits import LimitSettings
 
 
 class KeptConversation(msgspec.Struct, frozen=True):
-    """What is kept of an answer: the messages up to it, and the response."""
+    """A stored answer: the messages up to it, and the response."""
 
     messages: tuple[ChatMessage, ...]  #: without instructions; the last is the answer
     response: msgspec.Raw
@@ -69,7 +69,7 @@ class KeptConversation(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Continued:
-    """A request, and the conversation from which it goes on."""
+    """A request, and the conversation that it continues."""
 
     request: Any  #: a `ResponseRequest` or a `CountRequest`
     messages: tuple[ChatMessage, ...]
@@ -77,21 +77,21 @@ class Continued:
 
     @property
     def model(self) -> str:
-        """The model that is asked for now."""
+        """The requested model."""
         return self.request.model
 
     @property
     def user(self) -> str | None:
-        """The client's own name for its user."""
+        """The client's name of its user."""
         return self.request.user
 
 
 class ResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How the client wants its answer."""
+    """Options of the answer."""
 
     response: ResponseObject  #: with the fields that repeat the request
     with_logprobs: bool = False
-    #: To be kept with the answer; empty if it is not kept.
+    #: Stored with the answer; empty if it is not stored.
     messages: tuple[ChatMessage, ...] = ()
 
 
@@ -101,7 +101,7 @@ def translate(
     card: ModelCard,
     limits: LimitSettings,
 ) -> Plan:
-    """One task. Raises: InvalidRequest."""
+    """The task of a request. Raises: InvalidRequest."""
     request, kept = (asked.request, asked) if isinstance(asked, Continued) else (asked, None)
     priority = find_priority(request.service_tier, context.headers)
     conversation = translate_input(request, limits, kept)
@@ -134,7 +134,7 @@ def translate(
 def _echo(
     request: ResponseRequest, sampling: SamplingParams, service_tier: str | msgspec.UnsetType
 ) -> ResponseObject:
-    """The answer's fields that repeat the request."""
+    """Fields of the response that repeat the request."""
     effort = None if request.reasoning is None else request.reasoning.effort
     form = None if request.text is None else request.text.format
     return ResponseObject(
@@ -163,12 +163,12 @@ def _echo(
 def _without_instructions(
     conversation: Conversation, request: ResponseFields
 ) -> tuple[ChatMessage, ...]:
-    """Those of a request are not those of the next."""
+    """The instructions of a request do not apply to the next one."""
     return tuple(conversation.messages[1:] if request.instructions else conversation.messages)
 
 
 def _grammar(request: ResponseRequest, card: ModelCard, limits: LimitSettings) -> Grammar | None:
-    """What the answer must be; None: any text. Raises: InvalidRequest."""
+    """The grammar of the answer; None: any text. Raises: InvalidRequest."""
     match None if request.text is None else request.text.format:
         case JsonObjectFormat():
             grammar = any_object("text.format")
@@ -218,7 +218,7 @@ def _show_tool(tool: ResponseTool) -> ShownTool:
 
 
 def _word_of(choice: ResponseToolChoice | None) -> ResponseToolChoice:
-    """The choice, one word where it names no function."""
+    """The choice as a string, if it names no function."""
     if choice is None:
         return "auto"
     if isinstance(choice, ResponseChoice) and choice.type not in ("function", "allowed_tools"):
@@ -227,7 +227,7 @@ def _word_of(choice: ResponseToolChoice | None) -> ResponseToolChoice:
 
 
 def tools_of(request: ResponseFields, card: ModelCard, limits: LimitSettings) -> Tools | None:
-    """What the model may call, or has to; None: nothing. Raises: InvalidRequest."""
+    """The functions that the model may or must call; None: none. Raises: InvalidRequest."""
     if not request.tools and request.tool_choice is None:
         return None
     functions: list[tuple[str, FunctionField]] = []
@@ -262,7 +262,7 @@ def tools_of(request: ResponseFields, card: ModelCard, limits: LimitSettings) ->
 def translate_input(
     request: ResponseFields, limits: LimitSettings, kept: Continued | None = None
 ) -> Conversation:
-    """Instructions, what was kept, and input as messages. Raises: InvalidRequest."""
+    """Instructions, stored messages and input as one conversation. Raises: InvalidRequest."""
     conversation = Conversation()
     if request.instructions:
         conversation.add("system", [conversation.text(request.instructions)])
@@ -281,7 +281,7 @@ def translate_input(
 
 
 def _go_on(conversation: Conversation, kept: Continued) -> None:
-    """The messages of an earlier answer, whose images are kept too."""
+    """Add the messages of an earlier answer, whose images are stored too."""
     for message in kept.messages:
         parts = tuple(
             conversation.text(part.text)
@@ -295,7 +295,7 @@ def _go_on(conversation: Conversation, kept: Continued) -> None:
 
 
 class _Items:
-    """Input items as messages: what the assistant thought, said and called is one turn of its."""
+    """Input items as messages: reasoning, text and calls of the assistant are one message."""
 
     def __init__(self, conversation: Conversation, limits: LimitSettings) -> None:
         self._conversation = conversation
@@ -305,7 +305,7 @@ class _Items:
         self._calls: list[ToolCall] = []
 
     def add(self, items: Sequence[InputItem]) -> None:
-        """Add all of them. Raises: InvalidRequest."""
+        """Add all items. Raises: InvalidRequest."""
         if len(items) > self._limits.max_messages:
             raise invalid("input", f"send at most {self._limits.max_messages} items")
         for index, item in enumerate(items):
@@ -369,7 +369,7 @@ class _Items:
         return ToolCall(item.call_id, name, arguments)
 
     def _end_turn(self) -> None:
-        """The assistant's turn is complete, if it has one."""
+        """Complete the assistant's message, if there is one."""
         if self._said or self._calls:
             parts = self._said or [self._conversation.text("")]
             self._conversation.add("assistant", parts, self._thought, self._calls)
