@@ -1,1 +1,1 @@
-"""Operators: a folder each."""
+"""Operators, one folder each."""

@@ -21,18 +21,19 @@ _ALWAYS = 1 << 30  # tokens
 
 @dataclass(frozen=True)
 class CpuLevel:
-    """A set of instructions, and what is fastest with them."""
+    """A set of instructions, and thresholds measured with it."""
 
     name: str
     machines: tuple[str, ...] = ()  #: of `platform.machine`; empty: any
     needs: frozenset[str] = frozenset()  #: flags of /proc/cpuinfo
-    #: of the compiler; None: there are no C++ kernels. Single sets, which older compilers know than named levels.
+    #: Compiler flags; None: no C++ kernels. Single instruction sets, because older compilers do not know named
+    #: levels.
     compiler_flags: tuple[str, ...] | None = None
-    #: Tokens up to which C++ kernels beat torch's products with floating-point weights.
+    #: Up to this number of tokens, C++ kernels are faster than torch's products with float weights.
     max_float_tokens: int = _ALWAYS
-    #: The same of bfloat16 weights in an engine of bfloat16, whose activations kernels round; 0: they do not.
+    #: The same for bfloat16 weights in a bfloat16 engine, whose activations the kernels round; 0: not supported.
     max_rounded_tokens: int = 0
-    #: Tokens up to which torch's own kernels beat dequantizing, where there are no C++ kernels.
+    #: Up to this number of tokens, torch's kernels are faster than dequantizing, without C++ kernels.
     max_torch_int8_tokens: int = 0
     max_torch_int4_tokens: int = 0
     bfloat16_flags: frozenset[str] = frozenset()  #: any of them: torch multiplies bfloat16 fast
@@ -43,7 +44,7 @@ class CpuLevel:
         return not self.bfloat16_flags.isdisjoint(cpu_flags())
 
     def lacks(self) -> str:
-        """Why this machine cannot run it; empty if it can."""
+        """Why this machine does not support it; empty if it does."""
         if self.machines and platform.machine() not in self.machines:
             return f"{self.name} is not for {platform.machine()}"
         missing = self.needs - cpu_flags()
@@ -91,7 +92,7 @@ LEVELS = (
 
 @cache
 def choose_level() -> CpuLevel:
-    """The largest that this machine has, and that torch may use: ATEN_CPU_CAPABILITY lowers both alike."""
+    """The largest level that this machine supports and torch may use: ATEN_CPU_CAPABILITY lowers both."""
     capability = torch.backends.cpu.get_cpu_capability()
     allowed: Sequence[CpuLevel] = LEVELS
     if platform.machine() in _X86 and not capability.startswith("AVX512"):
@@ -105,7 +106,7 @@ def choose_level() -> CpuLevel:
 
 @cache
 def cpu_model() -> str:
-    """The processor's name, as Linux calls it; empty elsewhere."""
+    """The name of the processor in Linux; empty elsewhere."""
     try:
         text = CPUINFO.read_text(encoding="utf-8")
     except OSError:
@@ -120,7 +121,7 @@ def cpu_model() -> str:
 
 @cache
 def cpu_flags() -> frozenset[str]:
-    """Names of instruction sets, as Linux calls them; none elsewhere."""
+    """Names of instruction sets in Linux; none elsewhere."""
     try:
         text = CPUINFO.read_text(encoding="utf-8")
     except OSError:

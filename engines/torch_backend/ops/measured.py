@@ -1,7 +1,7 @@
-"""Which of the ways to multiply with bfloat16 weights is the fastest here: timed once a day, not taken from its name.
+"""Selects the fastest product with bfloat16 weights by measurement, once a day.
 
-A processor may have an instruction and be slow at it, or torch may have a faster one (AMX). The times are kept beside the
-compiled kernels, in JSON, by library, torch, processor and number of threads.
+A processor may support an instruction and be slow at it, or torch may use a faster one (AMX). The times are stored
+beside the compiled kernels, as JSON, by library, torch, processor and number of threads.
 """
 
 import fcntl
@@ -36,17 +36,17 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: Seconds of a product by its name and its number of tokens.
+#: Seconds of a product, by its name and number of tokens.
 Timings = Mapping[str, Mapping[int, float]]
 
 FEW, MANY = (1, 8), 512  # tokens
-_NUM_COPIES, _WIDTH, _ROUNDS = 5, 2048, 5  # 42 MB of weights: more than most caches hold
-_MARGIN = 1.1  # less of a difference is noise
-_MAX_AGE_S = 86_400.0  # of a measurement, which a busy machine may have spoiled
+_NUM_COPIES, _WIDTH, _ROUNDS = 5, 2048, 5  # 42 MB of weights: larger than most caches
+_MARGIN = 1.1  # a smaller difference is noise
+_MAX_AGE_S = 86_400.0  # of a measurement, which may be wrong on a busy machine
 
 
 def decide(level: CpuLevel, timings: Timings) -> CpuLevel:
-    """The level with what is fastest by these times: `rounded` and `float` kernels, or `torch`."""
+    """The level with the fastest products by these times: `rounded` and `float` kernels, or `torch`."""
     rounded, plain, by_torch = (timings[name] for name in ("rounded", "float", "torch"))
     if all(rounded[count] > _MARGIN * plain[count] for count in FEW):
         return replace(level, max_rounded_tokens=0)
@@ -57,7 +57,7 @@ def decide(level: CpuLevel, timings: Timings) -> CpuLevel:
 
 @cache
 def measured(level: CpuLevel, num_threads: int) -> CpuLevel:
-    """The level as `decide` finds it on this machine; itself if it has nothing to choose or cannot be measured."""
+    """The level after `decide` on this machine; unchanged without alternatives or if the measurement fails."""
     if not level.max_rounded_tokens:
         return level
     try:
@@ -79,10 +79,10 @@ def measured(level: CpuLevel, num_threads: int) -> CpuLevel:
 
 
 def recall(library: Library, key: str, parse: Callable[[str], T], measure: Callable[[], T]) -> T:
-    """The last day's measurement by this library and torch on such a processor, else a new one.
+    """The last day's measurement with this library, torch and processor, or a new one.
 
-    One process of a machine measures at a time: workers that start together would slow each other down.
-    `parse` reads the JSON of what `measure` returns, and raises for anything else.
+    One process of a machine measures at a time, because workers that start together would slow each other down.
+    `parse` reads the JSON of the result of `measure`, and raises for other content.
     """
     key = f"{library.file.name} {torch.__version__} {cpu_model()} {key}"
     file = library.file.with_name(f"times-{hashlib.sha256(key.encode()).hexdigest()[:32]}.json")
@@ -98,14 +98,14 @@ def recall(library: Library, key: str, parse: Callable[[str], T], measure: Calla
             return found
         found = measure()
         scratch = file.with_suffix(f".{os.getpid()}")
-        with suppress(OSError):  # what cannot be kept is used all the same
+        with suppress(OSError):  # a result that cannot be stored is used all the same
             scratch.write_text(json.dumps(found), encoding="utf-8")
             scratch.replace(file)
     return found
 
 
 def _read_fresh(file: Path, parse: Callable[[str], T]) -> T | None:
-    """A kept measurement; None if there is none, or it is damaged or too old."""
+    """A stored measurement; None if there is none, or it is damaged or too old."""
     try:
         age_s = time.time() - file.stat().st_mtime  # noqa: TID251 - of a file
         return parse(file.read_text(encoding="utf-8")) if age_s < _MAX_AGE_S else None
@@ -114,7 +114,7 @@ def _read_fresh(file: Path, parse: Callable[[str], T]) -> T | None:
 
 
 def _parse(text: str) -> Timings:
-    """Raises: ValueError, LookupError, TypeError, AttributeError for what `measure` does not make."""
+    """Raises: ValueError, LookupError, TypeError, AttributeError for other content."""
     stored = json.loads(text)
     return {
         name: {count: float(stored[name][str(count)]) for count in (*FEW, MANY)}
@@ -124,7 +124,7 @@ def _parse(text: str) -> Timings:
 
 @torch.inference_mode()
 def measure(library: Library) -> Timings:
-    """All ways in turn, so that other work on the machine slows them alike."""
+    """Measure all products, interleaved, so that other work on the machine slows them equally."""
     parts = [_make_linear() for _ in range(_NUM_COPIES)]
     weights = [found for part in parts if (found := to_weights(part)) is not None]
     ways: dict[str, list[Callable[[torch.Tensor], torch.Tensor]]] = {
@@ -145,7 +145,7 @@ def measure(library: Library) -> Timings:
                 products[turn % _NUM_COPIES](x)
                 seconds[name][count].append(time.perf_counter() - started)
     return {
-        name: {count: min(tries) for count, tries in by_count.items()}  # noise only adds
+        name: {count: min(tries) for count, tries in by_count.items()}  # noise only adds time
         for name, by_count in seconds.items()
     }
 

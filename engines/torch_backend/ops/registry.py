@@ -1,8 +1,7 @@
-"""Operators: what each computes, what may compute it faster, and which of these serves here.
+"""Operators: their references, faster candidates, and the selection of a candidate.
 
-An operator is a folder of this package whose `OP` says all of it: a reference implementation in plain torch,
-candidates for some devices, and an example on which a candidate must give what the reference gives before anybody
-trusts it. `choose` tries them once at the start.
+An operator is a folder of this package with an `OP`: a reference in plain torch, candidates for some devices, and
+an example on which a candidate must agree with the reference. `choose` tests the candidates once at the start.
 """
 
 import logging
@@ -24,13 +23,13 @@ from engines.torch_backend.ops.cpu_level import CpuLevel, choose_level
 
 logger = logging.getLogger(__name__)
 
-#: `fast` rounds activations that meet int8 and int4 weights to 8 bits, `exact` to 16; `off` has no C++ kernels.
+#: `fast` rounds activations for int8 and int4 weights to 8 bits, `exact` to 16; `off` disables C++ kernels.
 CpuKernels = Literal["fast", "exact", "off"]
 REFERENCE = "reference"
-#: What is no operator, and may be switched off as these are.
+#: Not an operator, but disabled in the same way.
 CUDA_GRAPH = "cuda_graph"
 
-#: Shapes on which candidates are tried where no model's are given.
+#: Shapes of examples without a model.
 EXAMPLE_TEXT = TextConfig(
     vocab_size=8, hidden_size=64, intermediate_size=96, num_layers=2, num_heads=8, num_kv_heads=2,
     head_dim=16, max_position_embeddings=128,
@@ -39,7 +38,7 @@ EXAMPLE_TEXT = TextConfig(
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where operators are to serve, and on which shapes they are tried."""
+    """Where operators run, and the shapes of their examples."""
 
     device: torch.device
     dtype: torch.dtype = torch.float32
@@ -49,29 +48,29 @@ class Site:
     cpu_kernels: CpuKernels = "off"
     level: CpuLevel = field(default_factory=choose_level)
     stored: torch.dtype | None = None  #: of floating-point weights, if not `dtype`
-    joins: bool = False  #: whether weights that meet one input may be copied side by side
+    joins: bool = False  #: whether weights with a common input may be copied into one
     interprets: bool = False  #: whether kernels may run in Triton's interpreter
     seed: int = 0  #: of the numbers of examples
 
     @property
     def bits(self) -> int:
-        """Of activations that meet integer weights in C++ kernels."""
+        """Bits of activations for integer weights in C++ kernels."""
         return 16 if self.cpu_kernels == "exact" else 8
 
     @property
     def tolerance(self) -> float:
-        """Difference allowed, as a share of the largest number; an 8-bit step more or less is no error."""
+        """Allowed difference relative to the largest number; an 8-bit step is not an error."""
         rounding = 16 * torch.finfo(self.dtype).eps
         return max(rounding, 2 / 127) if self.kv_dtype == "int8" else rounding
 
     def numbers(self, *shape: int, seed: int = 1) -> Tensor:
-        """Within -1..1, without touching the random state."""
+        """Numbers in -1..1, without changing the random state."""
         generator = torch.Generator().manual_seed(1000 * self.seed + seed)
         values = 2 * torch.rand(shape, generator=generator) - 1
         return values.to(self.device, self.dtype)
 
     def pool(self, num_blocks: int = 8) -> KVCachePool:
-        """A layer of written blocks."""
+        """The KV cache of one layer, filled."""
         text = replace(self.text, num_layers=1)
         pool = KVCachePool(
             text, num_blocks, self.block_size, self.dtype, self.device, self.kv_dtype
@@ -85,22 +84,22 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A faster way to compute an operator."""
+    """A faster implementation of an operator."""
 
     name: str
     build: Callable[
         [Site], Any
-    ]  #: a function with the reference's signature; may raise whatever it likes
-    lacks: Callable[[Site], str]  #: why it cannot serve there; empty if it can
-    #: Difference allowed, as a share of the largest number.
+    ]  #: a function with the reference's signature; may raise any exception
+    lacks: Callable[[Site], str]  #: why it is not supported; empty if it is
+    #: Allowed difference relative to the largest number.
     tolerance: Callable[[Site], float] = lambda site: site.tolerance
-    #: Forms in which it must be right to serve there.
+    #: Variants for which it must be correct.
     variants: Callable[[Site], Iterable[Site]] = lambda site: (site,)
 
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """An operator. `example` calls a function of its signature, and returns all that it gave and changed."""
+    """An operator. `example` calls an implementation and returns all that it returns and changes."""
 
     name: str
     reference: Any
@@ -108,7 +107,7 @@ class Op:
     example: Callable[[Any, Site], list[Tensor]]
 
     def complaint(self, candidate: Candidate, site: Site) -> str:
-        """What is wrong with a candidate; empty if nothing is."""
+        """Why a candidate cannot be used; empty if it can."""
         return candidate.lacks(site) or next(
             filter(None, (self._try(candidate, each) for each in candidate.variants(site))), ""
         )
@@ -116,7 +115,7 @@ class Op:
     def _try(self, candidate: Candidate, site: Site) -> str:
         try:
             found = self.example(candidate.build(site), site)
-        except Exception as error:  # compilers and drivers raise whatever they like
+        except Exception as error:  # compilers and drivers raise any type
             return f"{type(error).__name__}: {error}"[:500]
         expected = self.example(self.reference, site)
         for ours, theirs in zip(found, expected, strict=True):
@@ -128,7 +127,7 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class Ops:
-    """What computes each operator in this process."""
+    """The selected implementation of each operator."""
 
     site: Site
     chosen: Mapping[str, str]  #: names of candidates, or `REFERENCE`, by operator
@@ -140,20 +139,20 @@ class Ops:
 
     @property
     def is_native(self) -> bool:
-        """Whether there are C++ kernels, which compute in float32 whatever weights are stored in."""
+        """Whether there are C++ kernels, which compute in float32 for all weights."""
         return "cpu" in self.chosen.values()
 
     def product_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Of torch's products in an engine of that type: beside float32 streams there is what float16 is too small for."""
+        """The dtype of torch's products: beside float32 streams, float16 lacks the range."""
         return torch.float32 if self.is_native and dtype is torch.float16 else dtype
 
     def uses(self, name: str, candidate: str | None = None) -> bool:
-        """Whether that candidate, or any, computes an operator in place of its reference."""
+        """Whether that candidate, or any, replaces the reference of an operator."""
         found = self.chosen[name]
         return found != REFERENCE if candidate is None else found == candidate
 
     def without(self, *names: str) -> "Ops":
-        """The same with references for some operators."""
+        """A copy with references for some operators."""
         references = {name: self.registered[name].reference for name in names}
         return replace(
             self,
@@ -164,7 +163,7 @@ class Ops:
 
 @cache
 def discover() -> tuple[Op, ...]:
-    """The operators of all folders here, by name."""
+    """The operators of all folders, by name."""
     folders = sorted(module.name for module in iter_modules(package.__path__) if module.ispkg)
     modules = [import_module(f"{package.__name__}.{folder}") for folder in folders]
     return tuple(
@@ -173,9 +172,9 @@ def discover() -> tuple[Op, ...]:
 
 
 def choose(site: Site, disabled: Collection[str] = (), ops: Iterable[Op] | None = None) -> Ops:
-    """Of each operator the first candidate that can serve, is right and not switched off, else the reference.
+    """For each operator the first candidate that is supported, correct and enabled, else the reference.
 
-    `disabled` are operators, candidates of one (`linear_int8.triton`), or candidates of all (`triton`).
+    `disabled`: operators, candidates of one (`linear_int8.triton`), or candidates of all (`triton`).
     """
     registered = {op.name: op for op in (discover() if ops is None else ops)}
     chosen = dict.fromkeys(registered, REFERENCE)
@@ -198,13 +197,13 @@ def choose(site: Site, disabled: Collection[str] = (), ops: Iterable[Op] | None 
 
 
 def _names(op: Op, candidate: Candidate) -> set[str]:
-    """By which a candidate may be switched off: `triton` is also the kind of `triton_varlen`."""
+    """The names by which a candidate is disabled: `triton` is also the kind of `triton_varlen`."""
     kind = candidate.name.partition("_")[0]
     return {op.name, kind, candidate.name, f"{op.name}.{candidate.name}"}
 
 
 def check_disabled(names: Collection[str]) -> None:
-    """Raises: EngineStartError for what nothing is called."""
+    """Raises: EngineStartError for an unknown name."""
     known = {CUDA_GRAPH}.union(*(_names(op, c) for op in discover() for c in op.candidates))
     if unknown := sorted(set(names) - known):
         raise EngineStartError(
@@ -214,7 +213,7 @@ def check_disabled(names: Collection[str]) -> None:
 
 
 def references(site: Site) -> Ops:
-    """Every operator by its reference."""
+    """The references of all operators."""
     registered = {op.name: op for op in discover()}
     functions = {name: op.reference for name, op in registered.items()}
     return Ops(site, dict.fromkeys(registered, REFERENCE), functions, registered)
@@ -224,7 +223,7 @@ def references(site: Site) -> Ops:
 def cpu_ops(
     mode: CpuKernels, level: CpuLevel | None = None, disabled: frozenset[str] = frozenset()
 ) -> Ops:
-    """Operators on a CPU of a level, by default this machine's; tried once a process."""
+    """Operators for a CPU level, by default this machine's; tested once per process."""
     site = Site(torch.device("cpu"), cpu_kernels=mode, level=level or choose_level())
     ops = references(site) if mode == "off" else choose(site, disabled)
     if mode != "off" and "cpu" not in disabled and not ops.is_native:

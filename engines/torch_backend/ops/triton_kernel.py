@@ -1,4 +1,4 @@
-"""Candidates in Triton's language, which is imported where it is used alone."""
+"""Candidates in Triton, which is imported on use."""
 
 from collections.abc import Callable
 from importlib import import_module  # noqa: TID251 - names the modules of its own table
@@ -18,7 +18,7 @@ def lacks(site: Site) -> str:
 def triton_candidate(
     operator: str, function: str, adapt: Callable[[Any], Any] = lambda kernel: kernel
 ) -> Candidate:
-    """`function` of an operator's `triton.py`."""
+    """A candidate from `function` of an operator's `triton.py`."""
 
     def build(site: Site) -> Any:
         module = import_module(f"engines.torch_backend.ops.{operator}.triton")

@@ -1,4 +1,4 @@
-"""The stream with what a layer has added, and its norm, in one pass over the row."""
+"""Residual addition and norm in one pass over the row."""
 
 from torch import Tensor
 

@@ -1,7 +1,7 @@
 """Add to the residual stream and normalise it, in one pass over the row."""
 
 # pyright: reportCallIssue=false
-# The launcher takes `num_warps` and `num_stages` beside the kernel's own arguments.
+# The launcher takes `num_warps` and `num_stages` besides the kernel's arguments.
 import torch
 import triton
 import triton.language as tl
@@ -21,7 +21,7 @@ def _add_norm_kernel(
         row += tl.load(delta + places, mask=inside, other=0.0).to(tl.float32)
         rounded = row.to(total.dtype.element_ty)
         tl.store(total + places, rounded, mask=inside)
-        row = rounded.to(tl.float32)  # what the next layer will read, is normalised
+        row = rounded.to(tl.float32)  # normalise the rounded value, which the next layer reads
     scale = 1.0 / tl.sqrt(tl.sum(row * row, axis=0) / width + eps)
     weight = tl.load(gain + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(normed + places, (row * scale * weight).to(normed.dtype.element_ty), mask=inside)

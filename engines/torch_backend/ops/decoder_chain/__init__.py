@@ -1,4 +1,4 @@
-"""All layers of a decoder, where kernels compute all of them."""
+"""All layers of a decoder in one call."""
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ _SEQUENCES = [SequenceRows(0, 1, 2, [7]), SequenceRows(1, 1, 90, [5, 0, 3, 9, 8,
 
 
 def _example(create: CreateChain, site: Site) -> list[Tensor]:
-    """Two layers over kernels that are tried on their own elsewhere."""
+    """Two layers over kernels that have their own examples."""
     text = site.text
     width, inner, heads = text.hidden_size, text.intermediate_size, text.num_heads * text.head_dim
     kv = text.num_kv_heads * text.head_dim

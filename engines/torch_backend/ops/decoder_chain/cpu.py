@@ -1,7 +1,6 @@
-"""All layers of a decoder in one call of a C++ kernel, whose threads meet between its parts.
+"""All layers of a decoder in one call of a C++ kernel, whose threads synchronise between its parts.
 
-Each part computes what a call for it alone computes, to the last bit, without Python's time between the calls: a tenth of
-a decode step.
+Each part gives the bits of a separate call. Without Python between the calls, a decode step takes a tenth less.
 """
 
 import ctypes
@@ -24,7 +23,7 @@ from engines.torch_backend.ops.registry import Site
 
 
 def build(site: Site) -> CreateChain:
-    """The kernel, for layers of which it computes all."""
+    """The kernel, for layers that it supports completely."""
     library = native.load(site.level)
 
     def create(layers: Sequence[LayerProducts]) -> Chain | None:
@@ -32,20 +31,20 @@ def build(site: Site) -> CreateChain:
         if not all(isinstance(p, NativeKernel) and p.fuses_prologue for p in products):
             return None
         if any(layer.heads.rope or layer.heads.has_odd_scores for layer in layers):
-            return None  # it has one rotary table, and plain scores
+            return None  # it has one rotary table, and unmodified scores
         return LayerChain(library, layers)
 
     return create
 
 
 class LayerChain:
-    """Layers one after another."""
+    """Consecutive layers."""
 
     def __init__(self, library: Library, layers: Sequence[LayerProducts]) -> None:
         self._library = library
         self._max_tokens = min(product.max_tokens for layer in layers for product in layer.products)
         heads = [bind_heads(layer.heads) for layer in layers]
-        self._kept = (layers, heads)  # their memory is read
+        self._kept = (layers, heads)  # the kernel reads their memory
         rows = [[p for p in layer.products if isinstance(p, NativeKernel)] for layer in layers]
         qkv, out, gate_up, _ = rows[0]
         self._widths = qkv.num_outputs, out.num_inputs, gate_up.num_outputs
@@ -56,13 +55,13 @@ class LayerChain:
             struct.heads = form
 
     def can_run(self, x: Tensor, attend: Attend) -> bool:
-        """Whether the kernel computes such a step."""
+        """Whether the kernel supports a step."""
         if not isinstance(attend, PagedAttention) or len(x) > self._max_tokens:
             return False
         return not (self._has_spans and attend.inputs.bidirectional)
 
     def __call__(self, x: Tensor, attend: Attend) -> None:
-        """Shapes: x float32 (N, C), replaced by what it becomes."""
+        """Shapes: x float32 (N, C), changed in place."""
         assert isinstance(attend, PagedAttention)
         rooms = [torch.empty(len(x), width) for width in self._widths]
         for layer, struct in enumerate(self._structs):

@@ -10,7 +10,7 @@ from engines.torch_backend.ops.paged_attention.reference import PLAIN, Attend, H
 
 
 class LayerProducts(NamedTuple):
-    """Of a layer, each with all that comes before it: norms are part of the first and the third, a gate of the last."""
+    """The products of a layer, with norms before the first and third and a gate before the last."""
 
     qkv: LinearKernel
     out: LinearKernel
@@ -24,14 +24,14 @@ class LayerProducts(NamedTuple):
 
 
 class Chain(Protocol):
-    """Layers one after another."""
+    """Consecutive layers."""
 
     def can_run(self, x: Tensor, attend: Attend) -> bool:
-        """Whether it computes such a step."""
+        """Whether it supports a step."""
         ...
 
     def __call__(self, x: Tensor, attend: Attend) -> None:
-        """Shapes: x float32 (N, C), replaced by what it becomes."""
+        """Shapes: x float32 (N, C), changed in place."""
         ...
 
 
@@ -39,7 +39,7 @@ CreateChain = Callable[[Sequence[LayerProducts]], Chain | None]
 
 
 class CallByCall:
-    """A call for each part."""
+    """One call per part."""
 
     def __init__(self, layers: Sequence[LayerProducts]) -> None:
         self._layers = layers
@@ -48,7 +48,7 @@ class CallByCall:
         return True
 
     def __call__(self, x: Tensor, attend: Attend) -> None:
-        """Shapes: x (N, C), replaced by what it becomes."""
+        """Shapes: x (N, C), changed in place."""
         for layer, products in enumerate(self._layers):
             products.out(attend(layer, products.qkv(x), products.heads), add_to=x)
             products.down(products.gate_up(x), add_to=x)

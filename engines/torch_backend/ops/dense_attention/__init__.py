@@ -1,4 +1,4 @@
-"""Dense attention: tokens of images and texts attend to all of their own, packed one after another without padding."""
+"""Dense attention: packed sequences of image or text tokens, each attending within itself, without padding."""
 
 from torch import Tensor
 
@@ -11,7 +11,7 @@ _LENGTHS = [(n, n) for n in (1, 5, 5, 6, 13, 37)]
 
 
 def _example(attend: DenseAttention, site: Site) -> list[Tensor]:
-    """Sequences of odd lengths, and some of one's tokens."""
+    """Sequences of odd lengths."""
     num_tokens = sum(count for count, _ in _LENGTHS)
     joined = 3 * site.numbers(num_tokens, 3, 3, site.text.head_dim)
     query, key, value = joined.unbind(1)

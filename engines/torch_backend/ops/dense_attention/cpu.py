@@ -16,7 +16,7 @@ _LANES = 8
 
 
 def build(site: Site) -> DenseAttention:
-    """The kernel where it reads such heads, else the reference."""
+    """The kernel for supported heads, else the reference."""
     library = native.load(site.level)
 
     def attend_dense(
@@ -50,6 +50,6 @@ def build(site: Site) -> DenseAttention:
 
 
 def reads(query: Tensor) -> bool:
-    """Whether the kernel reads such numbers."""
+    """Whether the kernel supports this layout."""
     is_float = query.dtype in (torch.float32, torch.bfloat16)
     return query.device.type == "cpu" and is_float and query.shape[-1] % _LANES == 0

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-#: Of queries, keys and values, and of the number of queries and of keys of each sequence.
+#: Queries, keys, values, and the numbers of queries and keys of each sequence.
 DenseAttention = Callable[[Tensor, Tensor, Tensor, Sequence[tuple[int, int]]], Tensor]
 
-#: From there on two plain products in bfloat16 are faster on a CPU than torch's fused attention.
+#: From this number, two bfloat16 products are faster on a CPU than torch's fused attention.
 _MIN_PLAIN_TOKENS = 96
 
 
@@ -29,7 +29,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[tuple[in
             for x in (key, value)
         )
         if num_keys >= _MIN_PLAIN_TOKENS and query.dtype is torch.bfloat16 and not query.is_cuda:
-            # one after another: scores are the square of a sequence
+            # one by one: the scores of a sequence are quadratic
             parts += [_attend_plainly(*each) for each in zip(queries, keys, values, strict=True)]
         else:
             out = F.scaled_dot_product_attention(queries, keys, values)

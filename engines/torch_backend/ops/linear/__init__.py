@@ -1,4 +1,4 @@
-"""Products with linear layers: floating-point weights as they are stored, int8 and int4."""
+"""Products with linear layers: float, int8 and int4 weights."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,7 +22,7 @@ from engines.torch_backend.ops.native.library import FLOAT_KINDS
 from engines.torch_backend.ops.registry import Candidate, Op, Site
 from engines.torch_backend.ops.triton_kernel import triton_candidate
 
-#: Makes an example's layer of (outputs, inputs).
+#: Creates an example's layer of (outputs, inputs).
 Make = Callable[[Site, tuple[int, int]], Linear]
 
 
@@ -42,7 +42,7 @@ def _make_int8(site: Site, shape: tuple[int, int]) -> Linear:
 
 
 def _make_int4(site: Site, shape: tuple[int, int], is_narrow: bool) -> Linear:
-    """With scales that bfloat16 holds or not."""
+    """`is_narrow`: with scales that bfloat16 can hold."""
     layer = empty_linear(shape[1], shape[0])
     size = choose_group_size(shape[1]) or shape[1]
     pairs = (site.numbers(shape[0], shape[1] // 2).float().abs() * 255).to(torch.uint8)
@@ -54,7 +54,7 @@ def _make_int4(site: Site, shape: tuple[int, int], is_narrow: bool) -> Linear:
 
 
 def _example(*makes: Make) -> Callable[[Bind, Site], list[Tensor]]:
-    """Products of one layer, and of two side by side with each prologue, added to something."""
+    """Products of one layer, and of two with each prologue, added to a tensor."""
 
     def example(bind: Bind, site: Site) -> list[Tensor]:
         return [y for make in makes for y in _products(bind, site, make)]
@@ -86,19 +86,19 @@ def _products(bind: Bind, site: Site, make: Make) -> list[Tensor]:
 
 
 def _float_variants(site: Site) -> list[Site]:
-    """Every type that weights may be stored in, and an engine of bfloat16 where kernels round as it does."""
+    """Every type of stored weights, and a bfloat16 engine if kernels round as it does."""
     stored = [replace(site, stored=dtype) for dtype in FLOAT_KINDS]
     is_rounded = site.level.max_rounded_tokens > 0
     return [*stored, replace(site, dtype=torch.bfloat16)] if is_rounded else stored
 
 
 def _float_tolerance(site: Site) -> float:
-    """In bfloat16 the reference rounds what it returns."""
+    """In bfloat16 the reference rounds its result."""
     return 1e-5 if site.dtype is torch.float32 else 2**-7
 
 
 def _integer_op(name: str, multiply: Callable[..., Multiply], *makes: Make) -> Op:
-    """`multiply` makes the joined product of Triton's kernel."""
+    """An operator for integer weights; `multiply`: the product of Triton's kernel."""
     candidates: tuple[Candidate, ...] = (
         native_candidate(lambda site: {8: 2e-2, 16: 1e-4}[site.bits]),
         triton_candidate(

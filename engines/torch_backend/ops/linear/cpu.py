@@ -1,4 +1,4 @@
-"""Linear layers in the C++ kernels, with what is around them, and the weights in the order that these read.
+"""Linear layers in C++ kernels, fused with the operations around them, with packed weights.
 
 Shape letters: M tokens, K inputs, N outputs.
 """
@@ -42,7 +42,7 @@ from engines.torch_backend.ops.registry import Candidate, Ops, Site
 
 
 class PackedMethod(LinearMethod):
-    """Integers in the order of the C++ kernels: `blocks`, and beside int8 a `scale`."""
+    """Integers in the order of the C++ kernels: `blocks`, and for int8 a `scale`."""
 
     def __init__(self, op: str, kind: Kind) -> None:
         self.op, self.kind = op, kind
@@ -71,7 +71,7 @@ PACKED = (PACKED_INT8, PACKED_INT4, PACKED_INT4_BFLOAT16_SCALES)
 
 
 def pack(layer: Linear) -> None:
-    """Bring int8 or int4 weights into the order of the kernels."""
+    """Pack int8 or int4 weights for the kernels."""
     tensors = {} if layer.bias is None else {"bias": layer.bias.detach().float()}
     if layer.method is INT8:
         tensors |= {"blocks": pack_int8(layer.integers), "scale": layer.scale.float()}
@@ -89,7 +89,7 @@ def pack(layer: Linear) -> None:
 def pack_linears(model: nn.Module, ops: Ops, dtype: torch.dtype) -> None:
     """Pack the quantized layers of a loaded model.
 
-    Those without a right kernel become what torch computes with, in `Ops.product_dtype(dtype)`.
+    Layers without a correct kernel are converted for torch, in `Ops.product_dtype(dtype)`.
     """
     for layer, method in quantized_layers(model):
         if ops.uses(method.op, "cpu"):
@@ -100,7 +100,7 @@ def pack_linears(model: nn.Module, ops: Ops, dtype: torch.dtype) -> None:
 
 
 def pack_int8_beside(model: nn.Module, ops: Ops) -> None:
-    """Quantize the layers that may be in int8 beside a quantized decoder."""
+    """Quantize the layers that may be int8 beside a quantized decoder."""
     if not ops.uses("linear_int8", "cpu"):
         return
     for layer in model.modules():

@@ -1,4 +1,4 @@
-"""C++ for CPUs, compiled at first use: what the sources of all operators share, and the library made of them."""
+"""C++ for CPUs, compiled on first use: shared sources, and the library of all operators."""
 
 from functools import cache
 from pathlib import Path

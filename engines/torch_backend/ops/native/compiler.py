@@ -47,7 +47,7 @@ def compile_library(directory: Path, level: CpuLevel, cache: Path | None = None)
         if not _is_whole(library):
             with open(folder / f"{name}.lock", "w", encoding="utf-8") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                if not _is_whole(library):  # nobody made it while we waited
+                if not _is_whole(library):  # another process may have compiled it meanwhile
                     _compile([compiler, *flags, *folders], sources, library)
     except OSError as error:
         raise CannotCompile(f"cannot write compiled kernels: {error}") from None
@@ -65,13 +65,13 @@ def _find_compiler() -> str:
 def _cache_folder() -> Path:
     try:
         base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    except RuntimeError as error:  # a user without a home
+    except RuntimeError as error:  # a user without a home directory
         raise CannotCompile(f"no cache folder: {error}") from None
     return Path(base) / "vlm-fleet" / "kernels"
 
 
 def _check_private(folder: Path) -> None:
-    """What lies there is run as ours. Raises: CannotCompile if others may write there."""
+    """The folder's content is executed. Raises: CannotCompile if others may write to it."""
     status = folder.stat()
     if status.st_uid != os.geteuid() or status.st_mode & 0o022:
         raise CannotCompile(f"others may write to {folder}; name another with XDG_CACHE_HOME")
@@ -87,7 +87,7 @@ def _fingerprint(compiler: str, flags: list[str], directory: Path, files: list[P
 
 
 def _is_whole(library: Path) -> bool:
-    """Whether it is there and ends with the hash of all before."""
+    """Whether it exists and ends with the hash of its content."""
     try:
         content = library.read_bytes()
     except FileNotFoundError:
@@ -97,13 +97,13 @@ def _is_whole(library: Path) -> bool:
 
 
 def _seal(library: Path) -> None:
-    """Loaders pass over what follows the last section."""
+    """Append the hash: loaders ignore bytes after the last section."""
     body = library.read_bytes()
     library.write_bytes(body + hashlib.sha256(body).digest())
 
 
 def _compile(command: list[str], sources: list[Path], library: Path) -> None:
-    """All sources at once, then linked."""
+    """Compile all sources in parallel, then link."""
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
         objects = [Path(scratch) / f"{place}.o" for place in range(len(sources))]

@@ -1,6 +1,6 @@
-"""The compiled kernels as Python functions over tensors. ctypes lets other threads run while one computes.
+"""The compiled kernels as Python functions over tensors. ctypes releases the GIL during a call.
 
-Nothing here decides when a kernel is used, or checks what it computes: the operators that build on it do.
+The callers decide when a kernel is used, and check its results.
 
 Shape letters: M tokens, K inputs, N outputs, S sequences with one new token, H query heads, D head width.
 """
@@ -23,7 +23,7 @@ class AbiMismatch(Exception):
 
 
 class Kind(IntEnum):
-    """How weights are stored; `Kind` of abi.h."""
+    """Formats of weights; `Kind` of abi.h."""
 
     FLOAT32 = 0
     BFLOAT16 = 1
@@ -33,7 +33,7 @@ class Kind(IntEnum):
     INT4_BFLOAT16_SCALES = 5
 
 
-#: Of activations beside bfloat16 weights: rounded alike, or not.
+#: Bits of activations for bfloat16 weights: rounded, or not.
 BFLOAT16_BITS, FLOAT_BITS = 16, 32
 
 FLOAT_KINDS = {
@@ -44,7 +44,7 @@ FLOAT_KINDS = {
 
 
 class Before(IntEnum):
-    """What is done to a product's input first; `Before` of abi.h."""
+    """The operation on a product's input; `Before` of abi.h."""
 
     NOTHING = 0
     RMS_NORM = 1
@@ -182,7 +182,7 @@ _STRUCTS: tuple[type[ctypes.Structure], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """One linear map, as the kernels read it. Shapes: scale and bias (N,), float32."""
+    """The weights of one linear layer. Shapes: scale and bias (N,), float32."""
 
     kind: Kind
     num_outputs: int
@@ -194,7 +194,7 @@ class Weights:
 
 
 class NativeKernel:
-    """x times one or several linear maps of one kind and width, whose results lie side by side."""
+    """The product of x with linear layers of one kind and width, concatenated."""
 
     adds = True
 
@@ -207,13 +207,13 @@ class NativeKernel:
         gain: Tensor | None = None,
         eps: float = 0.0,
     ) -> None:
-        """`gain` (K,), float32, and `eps` are those of the norm; `bits` as of `Step` in abi.h."""
+        """`gain` (K,), float32, and `eps`: of the norm; `bits`: see `Step` in abi.h."""
         self.num_inputs = weights[0].num_inputs * (2 if before is Before.SILU_GATE else 1)
         self.num_outputs = sum(part.num_outputs for part in weights)
         self.fuses_prologue = True
-        self.max_tokens = 1 << 30  #: for more, torch is faster
+        self.max_tokens = 1 << 30  #: above, torch is faster
         self._library = library
-        self._kept = (weights, gain)  # their memory is read
+        self._kept = (weights, gain)  # the kernel reads their memory
         self._linears = (LinearStruct * len(weights))(*map(_to_struct, weights))
         self._step = StepStruct(
             linears=ctypes.addressof(self._linears),
@@ -226,7 +226,7 @@ class NativeKernel:
 
     @property
     def address(self) -> int:
-        """Of what the kernel reads."""
+        """The address of the kernel's struct."""
         return ctypes.addressof(self._step)
 
     def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
@@ -251,9 +251,7 @@ class Library:
         functions = ctypes.CDLL(str(file))
         _check_abi(functions)
         functions.vlm_level.restype = ctypes.c_char_p
-        self.level: str = (
-            functions.vlm_level().decode()
-        )  #: name of the one that it was compiled for
+        self.level: str = functions.vlm_level().decode()  #: name of its level
         self.linear = _returning_nothing(functions.vlm_linear, ctypes.c_void_p)
         self.layers = _returning_nothing(functions.vlm_layers, ctypes.c_void_p)
         self.dense_attention = _returning_nothing(functions.vlm_dense_attention, ctypes.c_void_p)

@@ -1,7 +1,7 @@
-"""Integer weights in the order in which `integer_linear.cpp` reads them, and back.
+"""Packs integer weights for `integer_linear.cpp`, and unpacks them.
 
-Tiles of 16 outputs, group after group of inputs; what does not fill a tile or a group is padded with zeros.
-Strips of tiles are packed one after another, so that memory stays at what the result takes.
+Tiles of 16 outputs, in groups of inputs; incomplete tiles and groups are padded with zeros. Strips of tiles are
+packed one by one, to bound memory.
 
 Shape letters: K inputs, N outputs, G groups of inputs, P outputs padded to whole tiles.
 """
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 TILE = 16
-INT8_GROUP = 64  #: inputs whose activations share a scale, beside int8 weights
+INT8_GROUP = 64  #: inputs whose activations share a scale, for int8 weights
 _STRIP_TILES = 16
 
 
@@ -28,7 +28,7 @@ def pack_int8(integers: Tensor) -> Tensor:
 
 
 def unpack_int8(blocks: Tensor, num_outputs: int, num_inputs: int) -> Tensor:
-    """What `pack_int8` made, back. Shapes: returns int8 (N, K)."""
+    """Inverse of `pack_int8`. Shapes: returns int8 (N, K)."""
     quads = blocks.view(*blocks.shape[:2], INT8_GROUP // 4, TILE, 4)
     rows = quads.permute(0, 3, 1, 2, 4).reshape(blocks.shape[0] * TILE, -1)
     return rows[:num_outputs, :num_inputs].contiguous().view(torch.int8)
@@ -56,7 +56,7 @@ def pack_int4(integers: Tensor, scale_zero: Tensor) -> Tensor:
 def unpack_int4(
     blocks: Tensor, num_outputs: int, group: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """What `pack_int4` made, back. Shapes: returns uint8 (N, G, K / G), `dtype` (G, N, 2)."""
+    """Inverse of `pack_int4`. Shapes: returns uint8 (N, G, K / G), `dtype` (G, N, 2)."""
     num_tiles, num_groups, _ = blocks.shape
     scale_bytes = 2 * TILE * dtype.itemsize
     numbers = blocks[:, :, :scale_bytes].contiguous().view(dtype)
@@ -72,7 +72,7 @@ def _new_blocks(num_outputs: int, num_groups: int, num_bytes: int) -> Tensor:
 
 
 def _strips(rows: Tensor) -> list[tuple[slice, Tensor]]:
-    """Places of tiles, and their outputs' rows."""
+    """Ranges of tiles, and the rows of their outputs."""
     num_tiles = -(-rows.shape[0] // TILE)
     return [
         (
@@ -84,6 +84,6 @@ def _strips(rows: Tensor) -> list[tuple[slice, Tensor]]:
 
 
 def _pad(rows: Tensor, width: int) -> Tensor:
-    """Zeros up to whole tiles and to a width. Shapes: (n, k); returns (P, width)."""
+    """Pad with zeros to whole tiles and to a width. Shapes: (n, k); returns (P, width)."""
     missing = -rows.shape[0] % TILE
     return F.pad(rows, (0, width - rows.shape[1], 0, missing))

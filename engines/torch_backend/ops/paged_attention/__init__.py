@@ -1,4 +1,4 @@
-"""Paged attention: rotate, write keys and values to the cache, and attend all sequences of a step to their contexts."""
+"""Paged attention: rotate, write keys and values to the cache, and attend."""
 
 from dataclasses import replace
 
@@ -19,13 +19,13 @@ from engines.torch_backend.ops.paged_attention.reference import (
 from engines.torch_backend.ops.registry import Candidate, Op, Site
 from engines.torch_backend.step import SequenceRows, StepInputs
 
-#: New and computed tokens of each sequence, and sections of rotary positions.
+#: New and computed tokens of each sequence.
 _DECODES = [(1, 2), (1, 90)]
 _STEPS = [(_DECODES, False), ([*_DECODES, (3, 0)], False), ([(7, 0), (3, 18)], True)]
 
 
 def _make_sequences(shares: list[tuple[int, int]], block_size: int) -> list[SequenceRows]:
-    """Of blocks that lie apart."""
+    """Sequences with scattered blocks."""
     free, start, sequences = list(range(96)), 0, []
     for num_new, num_computed in shares:
         count = -(-(num_new + num_computed) // block_size)
@@ -36,7 +36,7 @@ def _make_sequences(shares: list[tuple[int, int]], block_size: int) -> list[Sequ
 
 
 def _example(create: CreateAttention, site: Site) -> list[Tensor]:
-    """Decodes, prompts and prompts' later chunks, with rotations by one and by three positions."""
+    """Decodes, prompts and later chunks of prompts, with one and three rows of positions."""
     text, found = site.text, []
     half = text.head_dim // 2
     sections = (half - half // 2, half // 2 - half // 4, half // 4)

@@ -1,4 +1,4 @@
-"""Paged attention by the C++ kernel: rotation, writing to the cache and all sequences in one call."""
+"""Paged attention by the C++ kernel: rotation, cache writes and all sequences in one call."""
 
 import ctypes
 from functools import cached_property
@@ -28,7 +28,7 @@ _LANES = 8
 
 
 def build(site: Site) -> CreateAttention:
-    """The kernel where it reads such keys and values, else the reference."""
+    """The kernel for supported keys and values, else the reference."""
     library = native.load(site.level)
 
     def create(
@@ -45,7 +45,7 @@ def build(site: Site) -> CreateAttention:
 
 
 class PagedAttention:
-    """One step's, for all layers."""
+    """Attention of one step, for all layers."""
 
     def __init__(
         self,
@@ -55,12 +55,12 @@ class PagedAttention:
         inputs: StepInputs,
         rotation: tuple[Tensor, Tensor] | None,
     ) -> None:
-        """`rotation` as of `RotaryTable.at_all`; None where no layer rotates."""
+        """`rotation`: see `RotaryTable.at_all`; None if no layer rotates."""
         self._library = library
         self._num_threads = torch.get_num_threads()
         self._given = (num_heads, pool, inputs, rotation)
         self._pool, self.inputs = pool, inputs
-        # a rotary table after another; kept, as is `inputs`, for the kernel reads their memory
+        # concatenated rotary tables; kept, like `inputs`, because the kernel reads their memory
         self._tables = [
             table.float().transpose(0, 1).contiguous() for table in rotation or (torch.empty(1, 1),)
         ]
@@ -86,11 +86,11 @@ class PagedAttention:
 
     @property
     def address(self) -> int:
-        """Of what the kernel reads for all layers."""
+        """The address of the kernel's struct of the step."""
         return ctypes.addressof(self._struct)
 
     def places(self, layer: int) -> tuple[int, int]:
-        """Addresses of a layer's stored keys and values."""
+        """Addresses of a layer's keys and values."""
         keys, values = self._pool.blocks(layer)
         return keys.data_ptr(), values.data_ptr()
 
@@ -118,7 +118,7 @@ class PagedAttention:
 
 
 def bind_heads(heads: Heads) -> tuple[HeadsStruct, list[Tensor]]:
-    """As the kernel reads them, and the tensors that have to live as long."""
+    """The kernel's struct, and the tensors that it points to."""
     norms = (heads.query_norm, heads.key_norm)
     gains = [None if norm is None else norm.weight.detach().float().contiguous() for norm in norms]
     query_gain, key_gain = (None if gain is None else gain.data_ptr() for gain in gains)

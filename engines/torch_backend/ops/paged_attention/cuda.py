@@ -1,6 +1,6 @@
 """Paged attention on a GPU: Triton kernels rotate, write and decode; torch's flash attention computes longer runs.
 
-`torch.nn.attention.varlen` is young: 2.11 has no grouped heads, and its interface may change. Without it, or where it is
+`torch.nn.attention.varlen` is new: 2.11 has no grouped heads, and its interface may change. If it is missing or
 wrong, the reference computes steps with longer runs.
 """
 
@@ -55,7 +55,7 @@ CANDIDATES = (
 
 
 class CudaAttention:
-    """One step's, for all layers."""
+    """Attention of one step, for all layers."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class CudaAttention:
 
     @cached_property
     def _runs(self) -> tuple[tuple[Any, ...], Tensor | None]:
-        """Offsets and largest counts of new tokens and contexts; slots of all contexts, where some have earlier tokens."""
+        """Offsets and largest counts of new tokens and contexts; slots of all contexts, if any has earlier tokens."""
         _, pool, inputs, _ = self._given
         runs = inputs.sequences[inputs.num_decodes :]
         ends = torch.tensor([(0, 0), *((run.num_new, run.num_context) for run in runs)])
@@ -110,7 +110,7 @@ class CudaAttention:
     def _attend_runs(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None
     ) -> Tensor:
-        """Shapes: query (n, H, D), key and value (n, K, D), written already; returns (n, H D)."""
+        """Shapes: query (n, H, D), key and value (n, K, D), already in the cache; returns (n, H D)."""
         ends, slots = self._runs
         if slots is not None:
             key, value = (x[0] for x in self._given[1].read(layer, slots))

@@ -1,7 +1,7 @@
-"""Paged attention in plain torch, for every form.
+"""Paged attention in plain torch, for all variants.
 
-Shape letters: N new tokens, S sequences, n new tokens of each, H query heads, K key/value heads, D head width, T tokens of
-a context. Source: PagedAttention, Kwon et al. 2023, section 4.
+Shape letters: N new tokens, S sequences, n new tokens of each, H query heads, K key/value heads, D head width, T
+tokens of a context. Source: PagedAttention, Kwon et al. 2023, section 4.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from engines.torch_backend.step import StepInputs
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Heads:
-    """How the heads of a layer attend."""
+    """Attention parameters of a layer."""
 
     query_norm: RMSNorm | None = None  #: of each head, before rotation
     key_norm: RMSNorm | None = None
@@ -41,11 +41,11 @@ class Heads:
 
     @property
     def has_odd_scores(self) -> bool:
-        """Whether only the reference computes them."""
+        """Whether only the reference supports it."""
         return (self.chunk, self.softcap, self.sinks) != (None, None, None)
 
     def is_plain(self, inputs: StepInputs) -> bool:
-        """Whether tokens attend causally, at most within a window, by unchanged scores."""
+        """Whether attention is causal, optionally within a window, with unmodified scores."""
         return not (self.has_odd_scores or (self.is_bidirectional and inputs.bidirectional))
 
 
@@ -60,12 +60,12 @@ class Attend(Protocol):
         ...
 
 
-#: For H query heads over a pool, in one step. The rotation is that of `RotaryTable.at_all`.
+#: Creates the attention of a step for H query heads over a pool. `rotation`: see `RotaryTable.at_all`.
 CreateAttention = Callable[[int, KVCachePool, StepInputs, tuple[Tensor, Tensor] | None], Attend]
 
 
 class _Context(NamedTuple):
-    """Cache slots that new tokens read, and which of them each token attends to; None: all, or causally in a run.
+    """Cache slots that new tokens read, and the tokens that each attends to; None: all, or causal in a run.
 
     Shapes: of S sequences with one new token slots (S, T), visible (S, 1, T); of one run (1, T) and (1, n, T).
     """
@@ -75,7 +75,7 @@ class _Context(NamedTuple):
 
 
 class _Contexts(NamedTuple):
-    """Of the sequences with one new token, and of each longer run."""
+    """Contexts of the sequences with one new token, and of each longer run."""
 
     decodes: _Context | None
     runs: list[_Context]
@@ -140,7 +140,7 @@ def _find_contexts(inputs: StepInputs, block_size: int, heads: Heads) -> _Contex
         count = max(1, int((last_seen - first_seen).max()) + 1)
         indices = first_seen + torch.arange(count, device=first.device)
         visible = indices <= last_seen
-        # masked positions read the newest visible token: unused slots of a block may hold NaN
+        # masked positions read the newest visible token, because unused slots of a block may hold NaN
         slots = find_slots(slice(num), indices.minimum(last_seen).clamp(min=0))
         decodes = _Context(slots, None if bool(visible.all()) else visible[:, None])
     runs = []
@@ -158,10 +158,12 @@ def _find_contexts(inputs: StepInputs, block_size: int, heads: Heads) -> _Contex
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, heads: Heads
 ) -> Tensor:
-    """Sequences of n new tokens each. Shapes: query (S, n, H, D), key and value (S, T, K, D), visible (S, n, T)."""
+    """Shapes: query (S, n, H, D), key and value (S, T, K, D), visible (S, n, T)."""
     num_new, num_kv_heads = query.shape[1], key.shape[2]
     if heads.softcap is None and heads.sinks is None:
-        if num_new == 1:  # query heads that share a key stand in as its queries: no key is repeated
+        if (
+            num_new == 1
+        ):  # query heads with a common key become its queries, so that no key is repeated
             query = query.view(len(query), num_kv_heads, -1, query.shape[3]).transpose(1, 2)
         out = F.scaled_dot_product_attention(
             *(x.transpose(1, 2) for x in (query, key, value)),

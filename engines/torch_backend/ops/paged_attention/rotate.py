@@ -1,12 +1,12 @@
 """Normalise and rotate queries and keys, and write keys and values to the paged cache, in one launch.
 
-Queries, keys and values are read where the fused product left them, side by side.
+Queries, keys and values are read from the output of the fused product.
 
 Shape letters: N tokens, H query heads, K key/value heads, D head width.
 """
 
 # pyright: reportCallIssue=false
-# The launcher takes `num_warps` and `num_stages` beside the kernel's own arguments.
+# The launcher takes `num_warps` and `num_stages` besides the kernel's arguments.
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -17,7 +17,7 @@ from engines.torch_backend.ops.paged_attention.reference import Heads
 
 @triton.jit
 def _write(x, cell, scale_cell, out, d, inside, IS_INT8: tl.constexpr):
-    """Store one head's vector in its slot, and as it will be read from there."""
+    """Store the vector of one head in its slot, and its rounded value."""
     if IS_INT8:
         scale = tl.maximum(tl.max(tl.abs(x), axis=0) / 127.0, 1.1754943508222875e-38)
         integers = tl.floor(x / scale + 0.5)
@@ -31,7 +31,7 @@ def _write(x, cell, scale_cell, out, d, inside, IS_INT8: tl.constexpr):
 
 @triton.jit
 def _gain(query_gain, key_gain, d, inside, is_query):
-    """Of a query's or a key's channels."""
+    """The gain of a query's or a key's channels."""
     of_query = tl.load(query_gain + d, mask=inside & is_query, other=0.0).to(tl.float32)
     of_key = tl.load(key_gain + d, mask=inside & (is_query == 0), other=0.0).to(tl.float32)
     return of_query + of_key
@@ -62,7 +62,7 @@ def _rotate_and_write_kernel(
     ROTATES: tl.constexpr,
     IS_INT8: tl.constexpr,
 ):
-    """A program rotates one head of one token; a key's also writes it and the value beside it."""
+    """A program rotates one head of one token; for a key it also writes the key and its value to the cache."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     d = tl.arange(0, BLOCK_D)
@@ -105,7 +105,7 @@ def rotate_and_write(
     layer: int,
     heads: Heads,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalised and rotated queries; such keys and values as they will be read.
+    """Normalised and rotated queries; keys and values as stored.
 
     Shapes: qkv (N, (H + 2 K) D), rotation two (N, tables, D), slots (N,); returns (N, H, D) and two (N, K, D).
     """

@@ -9,7 +9,7 @@ Shape letters: S sequences, H query heads, K key/value heads, G = H / K, D head 
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
-# The launcher takes `num_warps` and `num_stages` beside the kernel's own arguments.
+# The launcher takes `num_warps` and `num_stages` besides the kernel's arguments.
 import torch
 import triton
 import triton.language as tl
@@ -18,7 +18,7 @@ from torch import Tensor
 from engines.torch_backend.kv_cache import KVCachePool
 from engines.torch_backend.ops.triton_types import product_dtype
 
-_TILE = 64  # tokens that a program looks at together
+_TILE = 64  # tokens per iteration of a program
 _WANTED_PROGRAMS = 528  # four for each processor of an H200
 _MAX_PARTS = 32
 _UNLIMITED = 1 << 30
@@ -26,7 +26,7 @@ _UNLIMITED = 1 << 30
 
 @triton.jit
 def _share(lengths, sequence, part, window, P: tl.constexpr, TILE: tl.constexpr):
-    """First and last token, plus one, of a part of what is seen of a context: all parts but the last are whole tiles."""
+    """First and last token, plus one, of a part of the visible context: all parts but the last are whole tiles."""
     length = tl.load(lengths + sequence).to(tl.int32)
     begin = tl.maximum(length - window, 0)
     tiles_per_part = tl.cdiv(tl.cdiv(length - begin, TILE), P)
@@ -36,7 +36,7 @@ def _share(lengths, sequence, part, window, P: tl.constexpr, TILE: tl.constexpr)
 
 @triton.jit
 def _cells(table, tokens, seen, kv_head, BLOCK_SIZE: tl.constexpr, K: tl.constexpr):
-    """Where a sequence's tokens are kept, counted in vectors of one head."""
+    """Offsets of a sequence's tokens in the cache, in vectors of one head."""
     blocks = tl.load(table + tokens // BLOCK_SIZE, mask=seen, other=0).to(tl.int64)
     return (blocks * BLOCK_SIZE + tokens % BLOCK_SIZE) * K + kv_head
 
@@ -55,7 +55,7 @@ def _attend_part_kernel(
     part_sum,  # (S, K, P) float32
     factor,
     table_width,
-    window,  # tokens that are seen
+    window,  # visible tokens
     BLOCK_SIZE: tl.constexpr,
     K: tl.constexpr,
     D: tl.constexpr,
