@@ -1,7 +1,7 @@
-"""What is to be served under a name: the truth, in the store, as records that are written once.
+"""The desired state of deployments: records in the store, each written once.
 
-`deployments/NAME/GENERATION.json` says what was asked for, `GENERATION.outcome.json` beside it what came of it.
-Redis only holds what is now, and is filled from here.
+`deployments/NAME/GENERATION.json` is the request, and `GENERATION.outcome.json` its outcome. Redis holds the
+present state only, and is filled from here.
 """
 
 import re
@@ -13,12 +13,12 @@ from msgspec import Meta
 from shared.packages.environment import Environment, version_digest
 from shared.packages.store import PackageStore, StoreError
 
-#: In Python `$` also stands before a last newline.
+#: In Python `$` also matches before a final newline.
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$(?!\n)"
 NAME_RULE = "send 1 to 63 letters, digits, dots, dashes and underscores, a letter or digit first"
 _KEY = re.compile(r"deployments/([^/]+)/(\d{8})(\.outcome)?\.json")
 MAX_INSTANCES = 256
-#: Times are known to a tenth.
+#: Times have a resolution of a tenth.
 LEAST_LATENCY = 1.2
 
 Name = Annotated[str, Meta(pattern=NAME)]
@@ -29,11 +29,11 @@ Record = TypeVar("Record")
 
 
 class Conflict(Exception):
-    """Another change came first; the message says which."""
+    """Another change was first; the message says which."""
 
 
 class Resources(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What one instance needs of a node."""
+    """Resources of one instance on a node."""
 
     cpu: Annotated[float, Meta(ge=0, le=4096)] = 1.0
     memory_bytes: Annotated[int, Meta(ge=0)] = 0
@@ -45,23 +45,23 @@ class Unreadable(StoreError):
 
 
 class SpecBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """How a package is served, as it is asked for. Units: seconds.
+    """How a package is served, as requested. Units: seconds.
 
-    Records leave defaults out, so gateways and nodes of before read all that use nothing new, and leave
-    the others alone. A default, once released, stays: it is what those records mean.
+    Records omit defaults, so older gateways and nodes can read those without new fields, and skip the others. A
+    released default never changes, because those records depend on it.
     """
 
     min_instances: Annotated[int, Meta(ge=0, le=MAX_INSTANCES)] = 0
     max_instances: Annotated[int, Meta(ge=1, le=MAX_INSTANCES)] = 4
     resources: Resources = Resources()
-    #: Of the requests, for the new version until it is promoted; 0: it takes over when it is ready.
+    #: The ratio of requests for the new version until it is promoted; 0: it is promoted when it is ready.
     canary: Annotated[float, Meta(ge=0, le=0.99)] = 0.0
-    idle_s: Annotated[float, Meta(gt=0)] = 300.0  #: without work, before an instance is stopped
-    #: One more instance is started when the oldest request waits that long.
+    idle_s: Annotated[float, Meta(gt=0)] = 300.0  #: without work, until an instance is stopped
+    #: Another instance is started when the oldest request has waited this long.
     target_age_s: Annotated[float, Meta(gt=0)] = 2.0
-    start_s: Annotated[float, Meta(gt=0)] = 300.0  #: in which a new version has to be ready
-    retry_limit: Annotated[int, Meta(ge=0, le=100)] = 3  #: failed starts that it may have
-    #: A canary that takes that many times as long as the old version is rolled back; 0: it is not.
+    start_s: Annotated[float, Meta(gt=0)] = 300.0  #: until a new version must be ready
+    retry_limit: Annotated[int, Meta(ge=0, le=100)] = 3  #: most failed starts
+    #: A canary is rolled back if its latency is this many times that of the old version; 0: never.
     canary_latency: Annotated[float, Meta(ge=0, le=1000)] = 0.0
 
     def __post_init__(self) -> None:
@@ -73,14 +73,14 @@ class SpecBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 
 
 class Spec(SpecBody, frozen=True):
-    """How a package is served, as it is recorded."""
+    """How a package is served, as recorded."""
 
-    #: What a reader must know of to serve it beside these fields; a `Generation` says it of itself.
+    #: Features that a reader must support to serve it; a `Generation` has its own.
     requires: tuple[Requirement, ...] = ()
 
 
 class Generation(msgspec.Struct, frozen=True):
-    """One change of a deployment. Without a digest: it is undeployed. Units: epoch seconds."""
+    """One change of a deployment. Without a digest: undeployed. Units: epoch seconds."""
 
     name: Name
     number: int
@@ -89,11 +89,11 @@ class Generation(msgspec.Struct, frozen=True):
     cause: Cause = "deploy"
     created_at: float = 0.0
     environment: Environment = Environment()
-    #: of one instance, where the spec says nothing of memory
+    #: of one instance, if the spec has no memory
     least_memory_bytes: int = 0
 
     def __post_init__(self) -> None:
-        """Readers of before would take the package without its environment: their specs know no `requires`."""
+        """Older readers would serve the package without its environment: their specs have no `requires`."""
         requires = ("environment",) if self.environment != Environment() else ()
         if self.spec.requires != requires:
             spec = msgspec.structs.replace(self.spec, requires=requires)
@@ -101,19 +101,19 @@ class Generation(msgspec.Struct, frozen=True):
 
     @property
     def version(self) -> str:
-        """The digest of what serves: the package's, or that of the package in its environment."""
+        """The digest of the served version: of the package, or of the package in its environment."""
         return self.digest and version_digest(self.digest, self.environment)
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What came of a generation; whoever writes it first decides."""
+    """The outcome of a generation; the first record is final."""
 
     verdict: Verdict
     message: str = ""
 
 
 class History(msgspec.Struct):
-    """A deployment's generations by their numbers, and what came of them."""
+    """The generations of a deployment by number, and their outcomes."""
 
     generations: dict[int, Generation] = {}
     outcomes: dict[int, Outcome] = {}
@@ -125,19 +125,19 @@ class History(msgspec.Struct):
 
     @property
     def active(self) -> Generation | None:
-        """What serves: the latest generation that was promoted."""
+        """The served generation: the latest that was promoted."""
         promoted = [n for n, outcome in self.outcomes.items() if outcome.verdict == "active"]
         found = self.generations.get(max(promoted)) if promoted else None
         return found if found is not None and found.digest else None
 
     @property
     def candidate(self) -> Generation | None:
-        """The latest generation, while nothing has come of it."""
+        """The latest generation, while it has no outcome."""
         last = self.last
         return last if last.number not in self.outcomes and last.digest else None
 
     def before(self, version: str) -> Generation | None:
-        """The last generation that served another version: where a rollback leads."""
+        """The last generation of another version: the target of a rollback."""
         served = (n for n, outcome in self.outcomes.items() if outcome.verdict == "active")
         for number in sorted(served, reverse=True):
             found = self.generations.get(number)
@@ -146,7 +146,7 @@ class History(msgspec.Struct):
         return None
 
     def back_to(self, earlier: Generation, spec: Spec) -> Generation:
-        """The next generation, where that is an earlier version: it is known, so it is no canary."""
+        """A generation that returns to an earlier version, without a canary."""
         spec = msgspec.structs.replace(spec, canary=0.0)
         number = self.last.number + 1
         return msgspec.structs.replace(
@@ -155,7 +155,7 @@ class History(msgspec.Struct):
 
 
 def in_full(record: msgspec.Struct) -> dict[str, Any]:
-    """All fields of a record that can be asked for, also those that it leaves out."""
+    """All fields of a record, including omitted defaults."""
     return {
         name: in_full(value) if isinstance(value, msgspec.Struct) else value
         for name, value in msgspec.structs.asdict(record).items()
@@ -164,12 +164,12 @@ def in_full(record: msgspec.Struct) -> dict[str, Any]:
 
 
 def version_name(name: str, digest: str) -> str:
-    """The model name, and so the queue, of one version of a deployment."""
+    """The model name, and queue, of one version of a deployment."""
     return f"{name}@{digest.removeprefix('sha256:')[:12]}"
 
 
 def record_generation(store: PackageStore, generation: Generation) -> None:
-    """Write a generation. Raises: Conflict if there is one of its number; StoreError."""
+    """Write a generation. Raises: Conflict if its number exists; StoreError."""
     key = _key(generation.name, generation.number)
     if not store.put_if_absent(key, msgspec.json.encode(generation)):
         raise Conflict(
@@ -179,7 +179,7 @@ def record_generation(store: PackageStore, generation: Generation) -> None:
 
 
 def settle(store: PackageStore, name: str, number: int, outcome: Outcome) -> Outcome:
-    """Write what came of a generation. Returns what is written: this, or what came before it. Raises: StoreError."""
+    """Write an outcome. Returns the recorded one: this, or an earlier one. Raises: StoreError."""
     key = _key(name, number, "outcome")
     if store.put_if_absent(key, msgspec.json.encode(outcome)):
         return outcome
@@ -187,7 +187,7 @@ def settle(store: PackageStore, name: str, number: int, outcome: Outcome) -> Out
 
 
 def read_history(store: PackageStore, name: str) -> History | None:
-    """All of a deployment; None if there is none. Raises: StoreError, such as Unreadable."""
+    """The history of a deployment; None if there is none. Raises: StoreError, such as Unreadable."""
     history = History()
     for key in store.list(f"deployments/{name}"):
         match = _KEY.fullmatch(key)
@@ -202,7 +202,7 @@ def read_history(store: PackageStore, name: str) -> History | None:
 
 
 def last_numbers(store: PackageStore) -> dict[str, int]:
-    """The number of the latest generation of every deployment. Raises: StoreError."""
+    """The latest generation number of every deployment. Raises: StoreError."""
     numbers: dict[str, int] = {}
     for key in store.list("deployments"):
         match = _KEY.fullmatch(key)

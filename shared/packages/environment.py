@@ -1,6 +1,6 @@
-"""Variables of a deployment's instances. Of secrets it holds the names; the values are on the nodes.
+"""Environment variables of a deployment. Secrets are stored by name; their values are on the nodes.
 
-Records are read whatever they hold. What may not be is refused where it comes in, and again where it is used.
+Records are read as they are. Invalid variables are refused on input, and again before use.
 """
 
 import re
@@ -13,15 +13,15 @@ from shared.packages.manifest import digest_of
 from shared.settings.limits import MAX_ENVIRONMENT_BYTES, MAX_VARIABLES, MAX_VARIABLES_BYTES
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
-#: A secret's name: of a file, or of a node's variable.
+#: The name of a secret: of a file, or of a node's variable.
 _SECRET = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,62}")
-#: How keys of well-known services begin, and identifiers that nobody makes up.
+#: Prefixes of keys of well-known services, and identifiers of machine-made form.
 _KEY = re.compile(
     r"(?:sk|pk|rk|hf|gh[a-z]|github_pat|glpat|npm|xox[a-z])[_-][\w.-]*[A-Za-z0-9]{16}"
     r"|AKIA[A-Z0-9]{16}|AIza|eyJ|[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}"
 )
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|[0-9]+")
-#: Letters and digits in a row that are that many and change so often are random, not written.
+#: A run of this many letters and digits that alternates this often is random, not a word.
 _LEAST_RANDOM, _LONGEST_RANDOM_WORD = 16, 3
 #: Variables that are no application's, and why; one that ends with * stands for all that begin so. An
 #: application gets its variables with its process, so what starts it and shuts it in has them first:
@@ -40,18 +40,18 @@ _RESERVED = {
 
 
 class BadEnvironment(ValueError):
-    """A variable or a secret cannot be; the message names it, and holds no value."""
+    """An invalid variable or secret; the message names it, without its value."""
 
 
 class Environment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What the process of an application gets beside its package."""
+    """Variables of an application's process."""
 
     variables: dict[str, str] = {}
     secrets: dict[str, str] = {}  #: by variable, the secret's name on the node
 
 
 def check_environment(environment: Environment) -> None:
-    """Raises: BadEnvironment for what no process is given."""
+    """Raises: BadEnvironment for variables that are not allowed."""
     variables, secrets = environment.variables, environment.secrets
     if (count := len(variables) + len(secrets)) > MAX_VARIABLES:
         raise BadEnvironment(
@@ -78,7 +78,7 @@ def check_environment(environment: Environment) -> None:
 
 
 def check_values(values: Mapping[str, str]) -> None:
-    """Look at all that a process is given, the values of secrets too. Raises: BadEnvironment."""
+    """Check all values of a process, secrets included. Raises: BadEnvironment."""
     whose = "secrets: with the variables they"
     _check_size(values, MAX_ENVIRONMENT_BYTES, whose, "deploy with fewer or shorter ones")
 
@@ -90,12 +90,12 @@ def _check_size(values: Mapping[str, str], most: int, whose: str, advice: str) -
 
 
 def is_secret_name(text: str) -> bool:
-    """Whether a secret may be called so. What reads like a key is taken for one, and is no name."""
+    """Whether a name of a secret is allowed. A text that looks like a key is not."""
     return _SECRET.fullmatch(text) is not None and not is_random(text)
 
 
 def is_random(text: str) -> bool:
-    """Whether this reads like a key or a token: random, not made up."""
+    """Whether a text looks like a random key or token."""
     rows = re.split(r"[^A-Za-z0-9]", text)
     return _KEY.match(text) is not None or any(
         len(row) >= _LEAST_RANDOM and len(row) < _LONGEST_RANDOM_WORD * len(_WORD.findall(row))
@@ -104,7 +104,7 @@ def is_random(text: str) -> bool:
 
 
 def why_reserved(name: str) -> str:
-    """Why no application may have a variable of that name; empty: it may."""
+    """Why a variable name is reserved; empty: it is not."""
     for reason, patterns in _RESERVED.items():
         if any(fnmatchcase(name.upper(), pattern) for pattern in patterns):
             return reason
@@ -129,7 +129,7 @@ def _is_utf8(text: str) -> bool:
 
 
 def version_digest(package: str, environment: Environment) -> str:
-    """The identity of a package in an environment: without one, the package's own digest."""
+    """The identity of a package in an environment: the package's digest if there is none."""
     if environment == Environment():
         return package
     return digest_of(msgspec.json.encode((package, environment), order="sorted"))

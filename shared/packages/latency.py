@@ -1,6 +1,6 @@
-"""How long the answers of a version took, in counts that are added up over its workers.
+"""Latencies of a version, as counts that are added up over its workers.
 
-A bucket is a tenth longer than the one before, so a quantile is known to a tenth.
+A bucket is a tenth wider than the one before, so a quantile has a resolution of a tenth.
 """
 
 import math
@@ -10,22 +10,22 @@ from collections.abc import Iterable, Mapping
 
 LEAST_S = 1e-4
 GROWTH = 1.1
-#: Counts are of the present window and of the one before.
+#: Counts cover the present window and the one before.
 WINDOW_S = 300.0
 
 
 def bucket_of(seconds: float) -> int:
-    """The first whose upper bound is not below this."""
+    """The first bucket whose upper bound is at least this."""
     return max(0, math.ceil(math.log(max(seconds, LEAST_S) / LEAST_S, GROWTH) - 1e-9))
 
 
 def add_up(counts: Iterable[Mapping[int, int]]) -> Counter[int]:
-    """Those of several workers."""
+    """Add up the counts of several workers."""
     return sum((Counter(each) for each in counts), Counter[int]())
 
 
 def quantile(counts: Mapping[int, int], share: float) -> float:
-    """Seconds within which that share of the answers came; 0 without any."""
+    """The latency quantile in seconds; 0 without any."""
     rank, seen = share * sum(counts.values()), 0
     for bucket in sorted(counts):
         seen += counts[bucket]
@@ -35,7 +35,7 @@ def quantile(counts: Mapping[int, int], share: float) -> float:
 
 
 class RecentCounts:
-    """Times of the last five to ten minutes, by bucket."""
+    """Latencies of the last five to ten minutes, by bucket."""
 
     def __init__(self, now: float | None = None) -> None:
         self._began_at = time.monotonic() if now is None else now

@@ -29,48 +29,48 @@ MODE = "org.vlm-fleet.mode"
 
 MAX_FILES = 20_000
 MAX_PATH_CHARS = 512
-MAX_PART_BYTES = 255  #: of a path: file systems hold no more
+MAX_PART_BYTES = 255  #: of a path component: the limit of file systems
 MAX_MANIFEST_BYTES = 16 * 1024 * 1024
 MAX_PACKAGE_BYTES = 2 * 1024**4
 
-#: Files of these names are pickles as a rule: whoever loads one runs what its maker wrote.
+#: Names that usually are pickles, which run their author's code when loaded.
 _PICKLES = re.compile(r".*\.(pkl|pickle|pt|pth|ckpt|bin|joblib|dill)", re.IGNORECASE)
 _PICKLE_HEAD = re.compile(rb"\x80[\x02-\x05]", re.DOTALL)
 _DIRECTIONS = ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
 _WEIGHTS = (".safetensors", ".gguf")
-#: Least bytes in memory for one that is stored; as the torch engine counts before it loads.
+#: Least bytes in memory per stored byte, as the torch engine counts before it loads.
 _LEAST_RATIO = {"none": 1.0, "int8": 0.4, "int4": 0.2}
 
 Digest = Annotated[str, Meta(pattern=r"^sha256:[0-9a-f]{64}$(?!\n)")]
 Kind = Literal["model", "python", "executable"]
-#: Names of engines' settings, and those that the node decides.
+#: Names of engine settings, and those that the node sets.
 _ENGINE_SETTING = re.compile(r"[a-z][a-z0-9_]{0,63}")
 _NOT_OF_PACKAGES = frozenset({"model", "served_name", "device"})
 
 
 class BadPackage(ValueError):
-    """What cannot be a package; the message begins with the layer's path, where one is to blame."""
+    """An invalid package; the message begins with the path of the layer, if there is one."""
 
 
 class PackageConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """How a package is run."""
+    """How a package runs."""
 
     kind: Kind
     engine: dict[
         str, str
     ] = {}  #: of a model: the engine's settings by name, such as `quantization`
     entry: str = ""  #: of Python: `module:Class`
-    #: of an executable: its path in the package, or on the node without files; and arguments
+    #: of an executable: its path in the package, or on the node if there are no files; and arguments
     command: tuple[str, ...] = ()
-    #: Of an application: whether it reaches the network where it is isolated.
+    #: Of an application: whether it has network access when it is isolated.
     network: bool = False
     protocol: int = 1
 
 
 class Layer(msgspec.Struct, frozen=True, order=True):
-    """One file. `path` is relative, with `/` between its parts."""
+    """A file. `path` is relative, with `/` between components."""
 
     path: str
     digest: str
@@ -79,7 +79,7 @@ class Layer(msgspec.Struct, frozen=True, order=True):
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """A package; its layers are in the order of their paths."""
+    """A package; its layers are sorted by path."""
 
     config: PackageConfig
     layers: tuple[Layer, ...]
@@ -90,7 +90,7 @@ class Manifest(msgspec.Struct, frozen=True):
 
     @property
     def least_memory_bytes(self) -> int:
-        """What an instance of a model needs on a CPU at least: its weights, as what they become there."""
+        """The least memory of a model's instance on a CPU: its weights in memory."""
         ratio = _LEAST_RATIO.get(self.config.engine.get("quantization", "none"), 0.2)
         stored = sum(each.size for each in self.layers if each.path.endswith(_WEIGHTS))
         return int(stored * ratio) if self.config.kind == "model" else 0
@@ -120,7 +120,7 @@ class Manifest(msgspec.Struct, frozen=True):
 
 
 def config_bytes(manifest: Manifest) -> bytes:
-    """The config's canonical bytes: a blob of their own, and a part of the manifest."""
+    """The canonical bytes of the config: a blob, and part of the manifest."""
     return _canonical(msgspec.to_builtins(manifest.config))
 
 
@@ -158,7 +158,7 @@ def decode_manifest(data: bytes) -> Manifest:
 
 
 def check_manifest(manifest: Manifest) -> None:
-    """Refuse what no node may unpack or run. Raises: BadPackage."""
+    """Refuse manifests that are unsafe to unpack or run. Raises: BadPackage."""
     if len(manifest.layers) > MAX_FILES:
         raise BadPackage(
             f"the package has {len(manifest.layers)} files; at most {MAX_FILES} may be"
@@ -188,7 +188,7 @@ def _check_config(config: PackageConfig, paths: set[str]) -> None:
         raise BadPackage(f"config.protocol is {config.protocol}; this version knows 1")
     match config.kind:
         case "model":
-            pass  # `engines.registry.check_package` says more, where engines are known
+            pass  # `engines.registry.check_package` checks engines by name
         case "python":
             module = config.entry.partition(":")[0].replace(".", "/")
             if f"{module}.py" not in paths and f"{module}/__init__.py" not in paths:
@@ -207,7 +207,7 @@ def _check_config(config: PackageConfig, paths: set[str]) -> None:
 
 
 def check_path(path: str) -> None:
-    """Refuse a path that a directory cannot hold or that leads out of it, and names of pickles. Raises: BadPackage."""
+    """Refuse paths that are invalid or leave the directory, and names of pickles. Raises: BadPackage."""
     if not path or len(path) > MAX_PATH_CHARS:
         raise BadPackage(f"{path[:80]!r}: a path has 1 to {MAX_PATH_CHARS} characters")
     try:
@@ -230,7 +230,7 @@ def check_path(path: str) -> None:
 
 
 def _is_control(character: str) -> bool:
-    """Whether it controls a terminal or the direction of text: then a path reads as another."""
+    """Whether a character controls a terminal or the direction of text, which disguises a path."""
     return (
         unicodedata.category(character) in ("Cc", "Zl", "Zp")
         or unicodedata.bidirectional(character) in _DIRECTIONS
@@ -243,7 +243,7 @@ _PICKLED = (
 
 
 def check_content(path: str, file: IO[bytes]) -> None:
-    """Refuse a pickle whatever it is called. Raises: BadPackage."""
+    """Refuse a pickle of any name. Raises: BadPackage."""
     head = file.read(4)
     file.seek(0)
     if _PICKLE_HEAD.match(head):
@@ -269,7 +269,7 @@ def digest_of(data: bytes) -> str:
 
 
 def digest_of_file(path: Path) -> str:
-    """The digest of a file; other threads run meanwhile."""
+    """The digest of a file; releases the GIL."""
     with path.open("rb") as file:
         return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
 

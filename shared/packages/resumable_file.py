@@ -19,13 +19,13 @@ Report = Callable[[int], None]  #: called with the number of bytes done
 
 
 class WrongDigest(Exception):
-    """The bytes are not those of the digest; the message says which they are."""
+    """The bytes have another digest; the message says which."""
 
 
 class ResumableFile:
-    """The part of a blob that was written so far. One writer at a time resumes it; others start a file of their own.
+    """A partial blob. One writer at a time resumes it; others write files of their own.
 
-    The existing bytes are hashed again: a crash of the machine may have lost some.
+    Existing bytes are hashed again, because a crash of the machine may have lost some.
     """
 
     def __init__(self, folder: Path, digest: str) -> None:
@@ -50,7 +50,7 @@ class ResumableFile:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return os.stat(self.path).st_ino == os.fstat(self._file).st_ino
-        except OSError:  # another writes it, or has finished it; or there are no locks here
+        except OSError:  # it is locked or complete, or there are no locks here
             return False
 
     def __enter__(self) -> "ResumableFile":
@@ -64,7 +64,7 @@ class ResumableFile:
     ) -> None:
         """Keep the file if another writer can resume it."""
         is_refused = isinstance(error, WrongDigest) or self._is_right
-        # once it is moved, its old name may be another writer's
+        # once it is moved, the old name may be another writer's
         if not self._is_moved and (is_refused or not (self._stays and self.size)):
             self.path.unlink(missing_ok=True)
         os.close(self._file)
@@ -118,13 +118,15 @@ def place(move: Callable[[Path, Path], None], path: Path, target: Path) -> None:
     """
     for _ in range(_MOVES):
         with suppress(FileNotFoundError):
-            with suppress(FileExistsError):  # said of a folder, too, that goes while mkdir looks
+            with suppress(
+                FileExistsError
+            ):  # also raised for a folder that is removed while mkdir checks it
                 target.parent.mkdir(parents=True, exist_ok=True)
             move(path, target)
             break
     else:
         raise FileNotFoundError(ENOENT, os.strerror(ENOENT), str(target))
-    with suppress(FileNotFoundError):  # it is removed already
+    with suppress(FileNotFoundError):  # it is already removed
         folder = os.open(target.parent, os.O_RDONLY)
         try:
             os.fsync(folder)

@@ -1,1 +1,1 @@
-"""How Redis is reached, and the server that comes along."""
+"""Clients of Redis, and the embedded server."""

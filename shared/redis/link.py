@@ -29,12 +29,13 @@ from shared.redis.script import Script, load_script
 
 Part = str | bytes | int
 Command = Sequence[Part]
-#: Gets replies in their order as they come, or once why no more do.
+#: Called with replies in order as they arrive, or once with the reason why there are no more.
 OnReplies = Callable[[Sequence[Any], Exception | None], None]
 
-#: Commands share a write up to so many bytes: more would wait for each other, and fail together.
+#: Commands are combined into one write up to this size: more would delay each other, and fail together.
 MAX_WRITE_BYTES = 256 * 1024
-#: What the kernel may hold of a write. Nobody sees it move, so it has to pass within the time of a command.
+#: Bytes of a write that the kernel may buffer. Their progress is invisible, so they must pass within the timeout of
+#: a command.
 MAX_UNSEEN_BYTES = 512 * 1024
 
 _WITH_TTL = load_script(Path(__file__).parent / "scripts" / "with_ttl.lua")
@@ -43,12 +44,12 @@ _NOTHING = memoryview(b"")
 _ERRORS: dict[str, type[Exception]] = {
     "NOSCRIPT": NoScriptError,
     "OOM": OutOfMemoryError,
-    "LOADING": BusyLoadingError,  # a ConnectionError: it goes away by itself
-    "READONLY": ConnectionError,  # this server is a replica now; connecting again finds the primary
+    "LOADING": BusyLoadingError,  # a ConnectionError: it is temporary
+    "READONLY": ConnectionError,  # this server is a replica now; a new connection finds the primary
 }
 
 
-#: hiredis declares a tuple of one part; any number is right.
+#: hiredis declares a tuple of one part; any number is accepted.
 _pack: Callable[[tuple[Part, ...]], bytes] = hiredis.pack_command  # type: ignore[assignment]
 
 
@@ -72,7 +73,7 @@ class _Wire(asyncio.Protocol):
         self._on_replies: OnReplies | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._timeout_s = 0.0
-        self._moved_at = 0.0  #: by the loop's clock: bytes were taken or came
+        self._moved_at = 0.0  #: by the loop's clock: last time that bytes were sent or received
         self._unwritten = _NOTHING
         self._is_paused = False
         self._loop = asyncio.get_running_loop()
@@ -84,16 +85,17 @@ class _Wire(asyncio.Protocol):
         return self._transport is not None and not self._transport.is_closing()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """The loop has a connection for us."""
+        """The connection is open."""
         self._transport = cast(asyncio.Transport, transport)
-        # Next to nothing is buffered, else uvloop keeps writes to a turn's end; with 0, TLS would pause for nothing.
+        # Buffer almost nothing, or uvloop delays writes to the end of a loop iteration; with 0, TLS would pause for
+        # nothing.
         self._transport.set_write_buffer_limits(high=1, low=0)
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_UNSEEN_BYTES)
 
     def data_received(self, data: bytes) -> None:
-        """Pass replies on; the last one that is wanted ends the exchange."""
+        """Deliver replies; the last expected one ends the exchange."""
         self._moved_at = self._loop.time()
         self._parser.feed(data)
         replies: list[Any] = []
@@ -112,11 +114,11 @@ class _Wire(asyncio.Protocol):
             self._emit(replies)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Whoever waits learns that no reply comes."""
+        """Fail the running exchange."""
         self.fail(ConnectionError("Redis closed the connection"))
 
     def fail(self, error: Exception) -> None:
-        """Close, and let whoever waits know why."""
+        """Close, and fail the running exchange."""
         self._hang_up()
         self._stop_timer()
         self._num_wanted = 0
@@ -135,14 +137,14 @@ class _Wire(asyncio.Protocol):
             on_replies(replies, failure)
 
     def start(self, packed: Sequence[bytes], timeout_s: float, on_replies: OnReplies) -> None:
-        """Send commands; `on_replies` gets their replies, or what went wrong."""
+        """Send commands; `on_replies` is called with their replies, or with an error."""
         self._on_replies = on_replies
         self._num_wanted = len(packed)
         self._moved_at = self._loop.time()
         if timeout_s != self._timeout_s:
             self._stop_timer()
             self._timeout_s = timeout_s
-        if self._timer is None:  # else the one of an earlier exchange looks for this one too
+        if self._timer is None:  # otherwise the timer of an earlier exchange checks this one too
             self._timer = self._loop.call_later(timeout_s, self._look)
         whole = b"".join(packed) if len(packed) > 1 else packed[0]
         if len(whole) <= MAX_WRITE_BYTES and not self._is_paused:
@@ -153,7 +155,7 @@ class _Wire(asyncio.Protocol):
         self._write()
 
     def _write(self) -> None:
-        """As much as the kernel takes, by pieces: each that it has taken is a sign of life."""
+        """Write as much as the kernel accepts, in pieces: each accepted piece is progress."""
         assert self._transport is not None
         while self._unwritten and not self._is_paused:
             piece, self._unwritten = (
@@ -163,11 +165,11 @@ class _Wire(asyncio.Protocol):
             self._transport.write(piece)
 
     def pause_writing(self) -> None:
-        """The kernel has enough for now."""
+        """The kernel's buffer is full."""
         self._is_paused = True
 
     def resume_writing(self) -> None:
-        """The kernel has taken what it was given."""
+        """The kernel's buffer is empty."""
         self._is_paused = False
         self._moved_at = self._loop.time()
         self._write()
@@ -178,7 +180,7 @@ class _Wire(asyncio.Protocol):
             self._timer = None
 
     def _look(self) -> None:
-        """Give up if nothing has moved; else look again when it could have stood still long enough."""
+        """Fail if there was no progress; otherwise check again when the timeout could have passed."""
         self._timer = None
         if self._num_wanted == 0:
             return
@@ -202,7 +204,7 @@ class _Wire(asyncio.Protocol):
         try:
             return await answer
         except asyncio.CancelledError:
-            self.fail(ConnectionError("interrupted"))  # replies under way belong to nobody
+            self.fail(ConnectionError("interrupted"))  # pending replies have no reader
             raise
 
 
@@ -216,22 +218,22 @@ def _set(future: asyncio.Future[Any], result: Any) -> None:
 
 
 def with_ttl(key: str, ttl_ms: int, *command: Part) -> Command:
-    """A command that may make a key, as a script that sets the key's time to live with it: both are done, or neither."""
+    """Wrap a command that may create a key in a script that also sets its time to live: both happen, or neither."""
     return ("EVAL", _WITH_TTL.source, 1, key, ttl_ms, *command)
 
 
 class RedisLink:
-    """One connection of its own, opened when needed. One exchange at a time."""
+    """One connection, opened on demand. One exchange at a time."""
 
     def __init__(self, redis: Redis) -> None:
         pool = redis.connection_pool
         self._options: Mapping[str, Any] = pool.connection_kwargs
         self._is_tls = issubclass(pool.connection_class, SSLConnection)
-        self.timeout_s: float = self._options["socket_timeout"]  #: how long nothing may move
+        self.timeout_s: float = self._options["socket_timeout"]  #: longest time without progress
         self._wire: _Wire | None = None
 
     async def exchange(self, commands: Sequence[Command]) -> list[Any]:
-        """Send all in one write and gather the replies; an error reply stands in its place.
+        """Send commands in one write and return the replies; an error reply is returned in its place.
 
         Raises: ConnectionError, TimeoutError (of redis); the connection is closed then.
         """
@@ -239,7 +241,7 @@ class RedisLink:
         return await wire.exchange(_pack_all(commands), self.timeout_s)
 
     def start(self, packed: Sequence[bytes], on_replies: OnReplies) -> bool:
-        """Send packed commands without a task; `on_replies` gets what comes. False if not connected."""
+        """Send packed commands without a task; `on_replies` is called with the result. False if not connected."""
         wire = self._wire
         if wire is None or not wire.is_open:
             return False
@@ -254,7 +256,7 @@ class RedisLink:
         return reply
 
     def close(self) -> None:
-        """Hang up: an exchange under way fails, the next one connects again."""
+        """Close: a running exchange fails, and the next one connects again."""
         if self._wire is not None:
             self._wire.fail(ConnectionError("closed"))
 
@@ -269,7 +271,7 @@ class RedisLink:
         try:
             async with asyncio.timeout(timeout_s):
                 wire = await self._open()
-        except OSError as error:  # TimeoutError is one too
+        except OSError as error:  # includes TimeoutError
             raise ConnectionError(f"cannot connect to Redis: {error or 'timeout'}") from error
         greeting = self._greeting()
         if greeting:
@@ -305,7 +307,7 @@ class RedisLink:
 
 
 class _Call(NamedTuple):
-    """A command, who waits for its reply, and since when (by the loop's clock)."""
+    """A command, its waiting caller, and the time of the call (by the loop's clock)."""
 
     command: Command
     future: asyncio.Future[Any]
@@ -313,10 +315,10 @@ class _Call(NamedTuple):
 
 
 class RedisSender:
-    """Gathers the commands of many callers: those of one loop turn, or of one round trip, share a write.
+    """Combines the commands of many callers: those of one loop iteration, or of one round trip, are one write.
 
-    Where the last command was alone, the next one does not wait for its turn's end: it is likely to be alone, too.
-    A command that is still to be sent when its caller leaves is not sent.
+    If the last command was alone, the next one is sent at once, because it is likely to be alone too. A command
+    whose caller leaves before it is sent is dropped.
     """
 
     def __init__(self, redis: Redis) -> None:
@@ -324,7 +326,7 @@ class RedisSender:
         self._waiting: deque[_Call] = deque()
         self._sent: deque[_Call] = deque()
         self._is_sending = False
-        self._was_alone = False  # what was sent last was one command
+        self._was_alone = False  # the last write was one command
         self._connecting: asyncio.Task[None] | None = None
 
     async def execute(self, *command: Part) -> Any:
@@ -341,14 +343,14 @@ class RedisSender:
         return await future
 
     async def run(self, script: Script, keys: Sequence[str], arguments: Sequence[Part]) -> Any:
-        """Run a script by its digest, or by its text where the server does not know it. Raises: RedisError."""
+        """Run a script by its digest, or by its text if the server does not know it. Raises: RedisError."""
         try:
             return await self.execute("EVALSHA", script.sha, len(keys), *keys, *arguments)
         except NoScriptError:
             return await self.execute("EVAL", script.source, len(keys), *keys, *arguments)
 
     def _send(self) -> None:
-        """Send of what waits as much as shares a write. What comes meanwhile goes with a later one."""
+        """Send waiting commands up to the size of a write. Later ones are sent by a later call."""
         packed = self._pack_next()
         if not packed:
             self._is_sending = False
@@ -371,7 +373,7 @@ class RedisSender:
     async def _connect_and_send(self, packed: Sequence[bytes]) -> None:
         try:
             await self._link.connect()
-        except Exception as error:  # all who wait would fare the same
+        except Exception as error:  # all waiting calls would fail in the same way
             self._fail([*self._sent, *self._waiting], error)
             self._waiting.clear()
             self._sent.clear()
@@ -388,7 +390,7 @@ class RedisSender:
             self._sent.clear()
             if isinstance(
                 failure, TimeoutError
-            ):  # those behind have waited for a sign of life as long
+            ):  # the calls behind have waited for progress as long
                 before = asyncio.get_running_loop().time() - self._link.timeout_s
                 while self._waiting and self._waiting[0].since <= before:
                     _set(self._waiting.popleft().future, failure)
@@ -400,7 +402,7 @@ class RedisSender:
             _set(call.future, error)
 
     async def close(self) -> None:
-        """Hang up. Commands under way fail as cancelled."""
+        """Close. Running commands are cancelled."""
         for call in (*self._sent, *self._waiting):
             call.future.cancel()
         self._waiting.clear()

@@ -1,4 +1,4 @@
-"""What is logged while Redis cannot be reached: once where it is and what to do, then seldom."""
+"""Log messages of a Redis outage: once with address and advice, then rarely."""
 
 import asyncio
 import logging
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class OutageLog:
-    """Logs the tries of one loop, so that an outage is a line and not a line each try."""
+    """Logs the retries of one loop, so that an outage is one line instead of one per retry."""
 
     def __init__(self, address: str, remind_after_s: float = REMIND_AFTER_S) -> None:
         self._address = address
@@ -42,7 +42,7 @@ class OutageLog:
 
 
 async def wait_for_redis(settings: RedisSettings) -> None:
-    """Return when Redis answers, whatever it says; waits as long as that takes."""
+    """Wait until Redis answers, even with an error."""
     log = OutageLog(settings.address)
     async with aclosing(create_redis(settings)) as redis:
         while True:

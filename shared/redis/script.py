@@ -1,4 +1,4 @@
-"""Lua scripts as Redis knows them, and the form of their arguments."""
+"""Lua scripts and their arguments."""
 
 from dataclasses import dataclass
 from hashlib import sha1
@@ -10,18 +10,18 @@ import msgspec
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """A script's text and the digest by which Redis knows it."""
+    """The text of a script, and its digest in Redis."""
 
     source: str
     sha: str
 
 
 def load_script(path: Path) -> Script:
-    """The script of a file."""
+    """Load the script of a file."""
     source = path.read_text()
     return Script(source, sha1(source.encode(), usedforsecurity=False).hexdigest())
 
 
 def named(*raw: bytes, **arguments: Any) -> tuple[bytes, ...]:
-    """The arguments of one call: by name in ARGV[1], and from ARGV[2] raw bytes, which Lua cannot unpack."""
+    """The arguments of one call: named ones in ARGV[1], and from ARGV[2] raw bytes, which Lua cannot unpack."""
     return msgspec.msgpack.encode(arguments), *raw

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def create_tracer(settings: TraceSettings, process: str, instance: str) -> "Tracer | None":
-    """Create the tracer of this process; None where traces are off. Raises: SettingsError."""
+    """Create the tracer of this process; None if traces are disabled. Raises: SettingsError."""
     is_disabled = os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
     if settings.export == "none" or is_disabled:
         return None

@@ -1,6 +1,6 @@
-"""Log lines for people (text) or machines (JSON), with the request's id when there is one.
+"""Log lines as text or JSON, with the request id if there is one.
 
-Called once by each process's `main`. Prompts, answers, keys and images are never logged.
+Configured once by the `main` of each process. Prompts, answers, keys and images are never logged.
 """
 
 import json
@@ -17,7 +17,7 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", 
 
 
 def setup_logging(settings: LogSettings, process: str) -> None:
-    """Send all log records to stderr in the configured form. `process` names this one in each line."""
+    """Send all log records to stderr in the configured form. `process`: name of this process in each line."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
         JsonFormatter(process) if settings.format == "json" else TextFormatter(process)
@@ -37,7 +37,7 @@ def _extra(record: logging.LogRecord) -> dict[str, object]:
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line; `extra=` fields become its keys."""
+    """One JSON object per line; `extra=` fields become keys."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """A line for a person: time, level, process, message, then `key=value` of the extra fields."""
+    """A line of text: time, level, process, message, then `key=value` of the extra fields."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class TextFormatter(logging.Formatter):
         """The record as one line of text, and its traceback."""
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))  # noqa: TID251
         fields = "".join(f" {key}={value}" for key, value in _extra(record).items())
-        # A message that holds a line break cannot forge a line of its own.
+        # Escape line breaks: a message must not forge another line.
         message = record.getMessage().replace("\r", "\\r").replace("\n", "\\n")
         line = f"{clock} {record.levelname.lower():7} {self.process:8} {message}{fields}"
         if record.exc_info:

@@ -26,7 +26,7 @@ from prometheus_client.utils import floatToGoString
 from shared.packages.rollout import App
 from shared.queue.registry import WorkerRecord
 
-#: The stages of a request in their order. They add up to its end-to-end time.
+#: The stages of a request in order. They add up to its end-to-end time.
 STAGES = (
     "ingest",
     "image_decode",
@@ -38,7 +38,7 @@ STAGES = (
     "relay",
 )
 
-#: From a millisecond to five minutes, about 1-2.5-5 a decade.
+#: One millisecond to five minutes, about 1-2.5-5 per decade.
 LATENCY_BUCKETS = (
     0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0,
 )  # fmt: skip
@@ -49,7 +49,7 @@ TOKEN_BUCKETS = (
 )  # fmt: skip
 
 _MAX_SEEN = 10_000
-CLIENT_GONE = 499  #: status of a request whose client left before the answer
+CLIENT_GONE = 499  #: status of a request whose client disconnected before the response
 _METHODS = frozenset({"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"})
 
 Kind = Literal["counter", "gauge", "histogram"]
@@ -57,7 +57,7 @@ Kind = Literal["counter", "gauge", "histogram"]
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric's definition. Counters' names end in `_total` as Prometheus shows them."""
+    """The definition of a metric. Names of counters end in `_total`, as in Prometheus."""
 
     name: str
     kind: Kind
@@ -153,7 +153,7 @@ METRICS = GATEWAY_METRICS + WORKER_METRICS
 
 
 class Buckets:
-    """How often values fell between bounds, for one set of labels."""
+    """The bucket counts of one set of labels."""
 
     __slots__ = ("_bounds", "_counts", "_sum")
 
@@ -163,19 +163,20 @@ class Buckets:
         self._sum = 0.0
 
     def observe(self, value: float, count: int = 1) -> None:
-        """Count a value, so many times."""
+        """Count a value `count` times."""
         self._counts[bisect_left(self._bounds, value)] += count
         self._sum += value * count
 
     def read(self) -> tuple[list[tuple[str, float]], float]:
-        """Bounds with how many values were not above them, and the sum of all."""
+        """Bounds with the numbers of values up to them, and the sum of all values."""
         names = [*map(floatToGoString, self._bounds), "+Inf"]
         return list(zip(names, map(float, accumulate(self._counts)), strict=True)), self._sum
 
 
 class Histogram(Collector):
-    """prometheus_client's in what it shows, for one thread: a request is observed a dozen times,
-    and without its locks and walks over buckets each costs a fifth.
+    """A single-threaded replacement of prometheus_client's histogram with the same output.
+
+    A request is observed a dozen times; without locks and loops over buckets an observation costs a fifth.
     """
 
     def __init__(self, metric: Metric, registry: CollectorRegistry) -> None:
@@ -184,7 +185,7 @@ class Histogram(Collector):
         registry.register(self)
 
     def labels(self, *values: str) -> Buckets:
-        """What is counted under these values of the labels."""
+        """The child of these label values."""
         return self._children.setdefault(values, Buckets(self._metric.buckets))
 
     def describe(self) -> list[HistogramMetricFamily]:
@@ -192,7 +193,7 @@ class Histogram(Collector):
         return [HistogramMetricFamily(metric.name, metric.help, labels=metric.labels)]
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
-        """What was observed so far."""
+        """The present counts."""
         [family] = self.describe()
         for values, child in self._children.items():
             family.add_metric(values, *child.read())
@@ -200,10 +201,10 @@ class Histogram(Collector):
 
 
 class MetricSet:
-    """The prometheus_client objects of some definitions, in one registry, by kind and name."""
+    """The prometheus_client objects of metric definitions, in one registry, by kind and name."""
 
     def __init__(self, metrics: tuple[Metric, ...]) -> None:
-        disable_created_metrics()  # a second series for each, of which no graph has use
+        disable_created_metrics()  # a second series for each metric, which no graph uses
         self.registry = CollectorRegistry()
         self.counters: dict[str, Counter] = {}
         self.gauges: dict[str, Gauge] = {}
@@ -220,7 +221,7 @@ class MetricSet:
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """What the gateway knows of a request when it ended. Units: seconds, tokens."""
+    """The measurements of a finished request. Units: seconds, tokens."""
 
     model: str
     stages: dict[str, float]
@@ -235,7 +236,7 @@ class RequestRecord:
 
 
 class GatewayMetrics:
-    """The gateway's metrics in one registry of their own."""
+    """The gateway's metrics, in a registry of their own."""
 
     def __init__(self) -> None:
         self._set = MetricSet(GATEWAY_METRICS)
@@ -246,7 +247,7 @@ class GatewayMetrics:
         self._http: dict[tuple[str, str, str], Counter] = {}
 
     def record_outcome(self, model: str, outcome: str) -> None:
-        """Count a request's end. `outcome`: ok, followed, cancelled, rejected or an error code."""
+        """Count the end of a request. `outcome`: ok, followed, cancelled, rejected or an error code."""
         counter = self._outcomes.get((model, outcome))
         if counter is None:
             counter = self._set.counters["vlm_requests_total"].labels(model, outcome)
@@ -254,7 +255,7 @@ class GatewayMetrics:
         counter.inc()
 
     def record_http(self, method: str, route: str, status: int | None) -> None:
-        """Count an HTTP request. `status`: None if the client left before it was told one."""
+        """Count an HTTP request. `status`: None if the client left before the response."""
         labels = (method if method in _METHODS else "other", route, str(status or CLIENT_GONE))
         counter = self._http.get(labels)
         if counter is None:
@@ -263,15 +264,15 @@ class GatewayMetrics:
         counter.inc()
 
     def record_finished(self, record: RequestRecord) -> None:
-        """Observe the latencies and tokens of an answer that is complete."""
+        """Observe the latencies and tokens of a complete answer."""
         self._of_model(record.model).record(record)
 
     def record_tokens(self, model: str, gap_s: float, num_tokens: int) -> None:
-        """Observe the gap before an event with `num_tokens` tokens, shared by them."""
+        """Observe the gap before an event, divided among its `num_tokens` tokens."""
         self._of_model(model).inter_token.observe(gap_s / num_tokens, num_tokens)
 
     def record_rejection(self, reason: str) -> None:
-        """Count a request refused before it was queued."""
+        """Count a request that was refused before it was queued."""
         self._set.counters["vlm_admission_rejections_total"].labels(reason).inc()
 
     def record_image(self, outcome: str) -> None:
@@ -279,28 +280,28 @@ class GatewayMetrics:
         self._set.counters["vlm_images_total"].labels(outcome).inc()
 
     def record_affinity(self, outcome: str) -> None:
-        """Count a request with an affinity by its outcome: `AffinityOutcome`, or shared."""
+        """Count a request with an affinity key by its outcome: `AffinityOutcome`, or shared."""
         self._set.counters["vlm_home_requests_total"].labels(outcome).inc()
 
     def record_dropped_events(self, count: int) -> None:
-        """Count events that no open request wanted."""
+        """Count events without an open request."""
         self._set.counters["vlm_dropped_events_total"].inc(count)
 
     def set_queue_depth(self, model: str, depth: int, backlog: int) -> None:
-        """Set the length of a model's queue, and how much of it is batch work that waits."""
+        """Set the length of a model's queue, and the number of waiting batch requests in it."""
         self._set.gauges["vlm_queue_depth"].labels(model).set(depth)
         self._set.gauges["vlm_batch_backlog"].labels(model).set(backlog)
 
     def set_queue_age(self, model: str, age_s: float) -> None:
-        """Set how long the oldest request of a model's queue waits."""
+        """Set the wait of the oldest request of a model's queue."""
         self._set.gauges["vlm_queue_age_seconds"].labels(model).set(age_s)
 
     def set_open_requests(self, count: int) -> None:
-        """Set how many requests this gateway keeps open."""
+        """Set the number of open requests of this gateway."""
         self._set.gauges["vlm_open_requests"].set(count)
 
     def set_ready_workers(self, counts: Mapping[str, int]) -> None:
-        """Set how many workers of each model take requests."""
+        """Set the number of ready workers by model."""
         gauge = self._set.gauges["vlm_ready_workers"]
         gauge.clear()
         for model, count in counts.items():
@@ -314,7 +315,7 @@ class GatewayMetrics:
 
 
 class DeploymentMetrics:
-    """What is deployed, as Redis tells every gateway: counters by what was added since it was last seen."""
+    """Metrics of deployments from Redis: counters grow by the difference to the last observation."""
 
     def __init__(self, metrics: MetricSet) -> None:
         self._gauges, self._counters = metrics.gauges, metrics.counters
@@ -322,7 +323,7 @@ class DeploymentMetrics:
         self._versions: set[tuple[str, ...]] = set()
 
     def observe(self, apps: Mapping[str, App], workers: Sequence[WorkerRecord]) -> None:
-        """Show deployments as they are now."""
+        """Update the metrics."""
         for name, gauge in self._gauges.items():
             if name.startswith("vlm_deployment_"):
                 gauge.clear()
@@ -348,7 +349,7 @@ class DeploymentMetrics:
         self._forget(apps, workers)
 
     def _forget(self, apps: Mapping[str, App], workers: Sequence[WorkerRecord]) -> None:
-        """Show no more of versions that are gone."""
+        """Remove the metrics of versions that are gone."""
         known = {tuple(worker.card.name.split("@", 1)) for worker in workers}
         for app in apps.values():
             shown = (app.active, app.candidate, *app.retiring)
@@ -379,12 +380,12 @@ class DeploymentMetrics:
     def _add(self, name: str, labels: tuple[str, ...], key: tuple[str, ...], count: int) -> None:
         counter = self._counters[name].labels(*labels)
         counter.inc(max(0, count - self._seen.pop(key, 0)))
-        # Behind the others: who was not seen for longest is forgotten first.
+        # Move to the end: the least recently seen are removed first.
         self._seen[key] = count
 
 
 class _ModelMetrics:
-    """One model's label children, looked up once: `labels()` costs more than `observe()`."""
+    """Label children of one model, looked up once: `labels()` is slower than `observe()`."""
 
     def __init__(self, metrics: MetricSet, model: str) -> None:
         stages = metrics.histograms["vlm_request_stage_seconds"]

@@ -29,7 +29,7 @@ from opentelemetry.trace import (
 
 from shared.telemetry.tracing import NS, Attributes, Stage
 
-#: A collector that does not answer holds up the end of a process no longer than that.
+#: A collector that does not respond delays the end of a process by at most this time.
 CLOSE_WITHIN_S = 3.0
 
 Kind = Literal["server", "consumer"]
@@ -37,10 +37,10 @@ _KINDS = {"server": SpanKind.SERVER, "consumer": SpanKind.CONSUMER}
 
 
 class Tracer:
-    """Makes the spans of one process and sends them off, in batches, from a thread of its own."""
+    """Creates the spans of one process and exports them in batches, in a thread."""
 
     def __init__(self, process: str, instance: str, version: str) -> None:
-        """Where spans go and which are kept is said by OpenTelemetry's own variables (`OTEL_...`)."""
+        """Exporter and sampler are configured by OpenTelemetry's own variables (`OTEL_...`)."""
         own = {
             "service.namespace": "vlm-fleet",
             "service.name": f"vlm-{process}",
@@ -56,13 +56,13 @@ class Tracer:
     def begin(
         self, name: str, kind: Kind, trace_parent: str | None, begin_ns: int
     ) -> "RequestSpan":
-        """A span of a request, under the caller's if it named one."""
+        """Begin the span of a request, as a child of the caller's if there is one."""
         context = Context() if trace_parent is None else _remote_context(trace_parent)
         span = self._tracer.start_span(name, context, _KINDS[kind], start_time=begin_ns)
         return RequestSpan(self._tracer, span, begin_ns)
 
     def close(self) -> None:
-        """Send what is left, but do not wait long for it."""
+        """Export the remaining spans, for a limited time."""
         thread = threading.Thread(target=self._provider.shutdown, daemon=True)
         thread.start()
         thread.join(CLOSE_WITHIN_S)
@@ -78,13 +78,13 @@ class RequestSpan:
 
     @property
     def trace_parent(self) -> str:
-        """The parent of spans below this one: a `traceparent` header."""
+        """The `traceparent` header for child spans."""
         context = self._span.get_span_context()
         return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
 
     @property
     def is_recorded(self) -> bool:
-        """Whether anybody will see it: by the caller's flag, or a sampler of ours."""
+        """Whether it is sampled, by the caller's flag or our sampler."""
         return self._span.is_recording()
 
     def rename(self, name: str) -> None:
