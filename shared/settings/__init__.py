@@ -1,10 +1,10 @@
-"""The tree of settings and where their values come from."""
+"""The tree of settings, and its sources."""
 
 
 class SettingsError(Exception):
-    """The settings cannot be used; the message names each field and what is wrong with it."""
+    """Invalid settings; the message names each field and the reason."""
 
 
-#: Address and key for commands that ask a gateway. They are no settings.
+#: Address and key for commands that call a gateway. Not settings.
 URL_VARIABLE = "VLM_URL"
 KEY_VARIABLE = "VLM_API_KEY"

@@ -23,18 +23,18 @@ MAX_FORMAT_NAME_CHARS = 64  #: `response_format.json_schema.name`
 MAX_FORMAT_DESCRIPTION_CHARS = 4096
 MAX_RESPONSE_ID_CHARS = 64  #: `previous_response_id`
 MAX_STORE_NAME_CHARS = 256
-MAX_BATCH_FILES = 10_000  #: of one key, what batches came to included
+MAX_BATCH_FILES = 10_000  #: of one key, outputs of batches included
 MAX_ITEM_ID_CHARS = 256
 MAX_FILENAME_CHARS = 256
-MAX_IMAGE_URL_CHARS = 2048  #: of an image that is elsewhere
+MAX_IMAGE_URL_CHARS = 2048  #: of a remote image
 MAX_FILTER_VALUES = 128  #: of `in` and `nin`
 MAX_SEARCH_RESULTS = 50
 MAX_PAGE = 100  #: entries of a list
 MAX_BATCH_STORE_FILES = 500  #: files that one request attaches to a vector store
 MAX_VARIABLES = 100  #: of an application, its secrets among them
-MAX_VARIABLES_BYTES = 32 * 1024  #: names and values of its variables without secrets
+MAX_VARIABLES_BYTES = 32 * 1024  #: names and values of its variables, without secrets
 MAX_SECRET_BYTES = 64 * 1024  #: of one secret
-#: Names and values of all of them: a kernel takes a quarter of the stack's limit, usually 2 MiB.
+#: Names and values of all of them: a kernel accepts a quarter of the stack's limit, usually 2 MiB.
 MAX_ENVIRONMENT_BYTES = 512 * 1024
 
 _COMMAS_BESIDE_TEXTS = 20_000
@@ -46,8 +46,8 @@ class LimitSettings(Group):
     max_header_bytes: ClassVar[int] = 32 * 1024  #: the request line and all headers
     max_headers: ClassVar[int] = 100
     min_body_rate: ClassVar[int] = 16 * 1024  #: bytes a second of a request body
-    max_slow_uploads: ClassVar[int] = 4  #: of one key: package files that arrive slowly
-    max_json_depth: ClassVar[int] = 100  #: levels of objects and arrays in a field of any JSON
+    max_slow_uploads: ClassVar[int] = 4  #: of one key: package files with a slow upload
+    max_json_depth: ClassVar[int] = 100  #: nesting of a field of arbitrary JSON
     max_image_side: ClassVar[int] = 16_384  #: pixels of the longer side
     max_image_aspect: ClassVar[float] = 200.0  #: longer side over shorter side
     max_choices: ClassVar[int] = 16  #: `n`
@@ -58,10 +58,10 @@ class LimitSettings(Group):
     max_logit_bias: ClassVar[int] = 300
     max_top_logprobs: ClassVar[int] = 20
     max_schema_bytes: ClassVar[int] = 64 * 1024  #: a JSON schema, or choices
-    max_schema_depth: ClassVar[int] = 32  #: levels of its objects and arrays
+    max_schema_depth: ClassVar[int] = 32  #: nesting of its objects and arrays
     max_schema_values: ClassVar[int] = 10_000  #: all values in it
     max_schema_properties: ClassVar[int] = 1000  #: of one object
-    #: Characters of a value, and the least that one may be asked to have.
+    #: Characters of a value, and the largest minLength.
     max_schema_text: ClassVar[int] = 4096
     max_pattern_chars: ClassVar[int] = 1024  #: a regular expression
     max_tools: ClassVar[int] = 512
@@ -72,9 +72,9 @@ class LimitSettings(Group):
     max_input_tokens: ClassVar[int] = 300_000  #: of all inputs of a request together
     max_input_chars: ClassVar[int] = 2_000_000  #: characters of all inputs together
     max_input_images: ClassVar[int] = 64  #: images among the inputs
-    #: Of a body with inputs: between token ids, and those of texts as they are usually written.
+    #: Of a body with inputs: between token ids, and in usual texts.
     max_input_commas: ClassVar[int] = max_input_tokens + _COMMAS_BESIDE_TEXTS
-    max_search_queries: ClassVar[int] = 16  #: texts of one search
+    max_search_queries: ClassVar[int] = 16  #: queries of one search
     max_filters: ClassVar[int] = 64  #: comparisons, `and` and `or` of one filter
     max_filter_depth: ClassVar[int] = 8
     max_item_chars: ClassVar[int] = 100_000  #: the text of one item
@@ -165,9 +165,9 @@ class LimitSettings(Group):
 
     @cached_property
     def max_commas(self) -> int:
-        """Commas of a request body: those of its texts, and those between its values.
+        """Most commas of a request body: in texts, and between values.
 
-        They bound what decoding a body builds, however large it is, and are counted as fast as it
-        comes in.
+        They bound the objects that decoding creates, whatever the size of the body, and are counted while it
+        arrives.
         """
         return self.max_text_chars + _COMMAS_BESIDE_TEXTS

@@ -1,7 +1,6 @@
-"""Settings from their sources to the processes: read once in `main`, handed to child processes as
-variables.
+"""Loads settings from their sources, once in `main`, and passes them to child processes as variables.
 
-Called by the command line and by what starts processes.
+Called by the command line and by code that starts processes.
 """
 
 import os
@@ -34,7 +33,7 @@ def load_settings(typed: Mapping[str, str] = {}, **overrides: dict[str, Any]) ->
         settings = Settings(**overrides)  # pyright: ignore[reportArgumentType]
     except ValidationError as error:
         raise SettingsError(_describe(error, typed)) from None
-    except UnparsedValue as error:  # a group as JSON; its text names the field
+    except UnparsedValue as error:  # a group as JSON; the message names the field
         raise SettingsError(f"{error}: write JSON, or one variable a setting") from None
     except UnicodeDecodeError:
         raise SettingsError("the file .env is not UTF-8: save it as that") from None
@@ -58,7 +57,7 @@ def _unknown_variables() -> list[str]:
 
 
 def _describe(error: ValidationError, typed: Mapping[str, str]) -> str:
-    """One line a fault, without the value: it may be a secret."""
+    """One line per error, without the value, which may be a secret."""
     lines: list[str] = []
     for fault in error.errors(include_input=False, include_url=False):
         path = ".".join(str(part) for part in fault["loc"]).lower()
@@ -79,7 +78,7 @@ def _as_typed(path: str, typed: Mapping[str, str]) -> str | None:
 
 
 def _unknown(variable: str) -> str:
-    """What to say of a variable that no setting has."""
+    """The message for an unknown variable."""
     from shared.settings.table import rows  # noqa: PLC0415 (it imports rich; most starts need it not)
 
     if variable.upper() in _constants(Settings, PREFIX):
@@ -91,7 +90,7 @@ def _unknown(variable: str) -> str:
 
 
 def _constants(group: type[BaseModel], prefix: str) -> set[str]:
-    """Constants of the groups, under the names that they had as settings."""
+    """Constants of the groups, under their former names as settings."""
     names = {prefix + name.upper() for name in group.__class_vars__}
     for name, field in group.model_fields.items():
         if isinstance(field.default, BaseModel):
@@ -100,7 +99,7 @@ def _constants(group: type[BaseModel], prefix: str) -> set[str]:
 
 
 def to_environment(settings: BaseModel, prefix: str = PREFIX) -> dict[str, str]:
-    """The variables that make a child process load the same settings; defaults are left out."""
+    """The variables from which a child process loads the same settings, without defaults."""
     variables: dict[str, str] = {}
     for name, field in type(settings).model_fields.items():
         value = getattr(settings, name)

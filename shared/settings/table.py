@@ -14,7 +14,7 @@ ENGINE_PREFIX = f"{PREFIX}ENGINE__"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One setting. `default` is written as in the environment."""
+    """A setting. `default`: as in the environment."""
 
     variable: str
     default: str
@@ -22,7 +22,7 @@ class Row:
 
 
 def rows(engines: Iterable[type[BaseModel]]) -> list[Row]:
-    """Every setting in the order of the tree; of one that several `engines` have, as the first describes it."""
+    """All settings in the order of the tree; the first engine describes those that several engines have."""
     found: dict[str, Row] = {}
     for row in _rows(Settings, PREFIX):
         found[row.variable] = row
@@ -37,7 +37,9 @@ def _rows(group: type[BaseModel], prefix: str) -> Iterator[Row]:
         variable = prefix + name.upper()
         if isinstance(field.default, BaseModel):
             yield from _rows(type(field.default), variable + "__")
-        elif field.json_schema_extra != {"is_listed": False}:  # else it is none of a deployment's
+        elif field.json_schema_extra != {
+            "is_listed": False
+        }:  # unlisted settings are for tests and nodes
             default = "" if field.default in (None, (), "") else str(field.default)
             yield Row(variable, default, field.description or "")
 

@@ -38,7 +38,7 @@ from shared.settings.limits import LimitSettings
 
 _HOST = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?(:[1-9][0-9]{0,4})?")
 _ORIGIN = re.compile(r"https?://[a-z0-9.-]{1,253}(:[1-9][0-9]{0,4})?|[a-z][a-z0-9+.-]*://[\w.-]+")
-#: What an adapter may be called; it is served as `model:name`.
+#: Names of adapters, which are served as `model:name`.
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 PREFIX = "VLM_"
@@ -56,7 +56,7 @@ def _check_redis_url(url: str) -> str:
         parts = urlsplit(url)
         place = parts.path if parts.scheme == "unix" else parts.hostname
         is_good = parts.scheme in ("redis", "rediss", "unix") and place and parts.port != 0
-    except ValueError:  # its text may hold a part of the password
+    except ValueError:  # the message may contain a part of the password
         is_good = False
     if url and not is_good:
         raise ValueError(
@@ -66,25 +66,29 @@ def _check_redis_url(url: str) -> str:
     return url
 
 
-#: Comma-separated in an environment.
+#: Comma-separated in the environment.
 Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_items)]
 Secrets = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_split_items)]
 RedisUrl = Annotated[str, AfterValidator(_check_redis_url)]
 
 
 class GatewaySettings(Group):
-    """The HTTP side."""
+    """The gateway."""
 
-    header_timeout_s: ClassVar[float] = 10.0  #: for receiving a request's headers
-    #: a stream's headers wait that long for its first event
+    header_timeout_s: ClassVar[float] = 10.0  #: to receive a request's headers
+    #: to wait for the first event before a stream's headers are sent
     headers_after_s: ClassVar[float] = 15.0
     keep_alive_s: ClassVar[float] = 10.0  #: between the SSE comments of a waiting stream
-    send_timeout_s: ClassVar[float] = 30.0  #: then a stream whose client does not read is cancelled
-    silence_timeout_s: ClassVar[float] = 30.0  #: then Redis is asked about a request
-    image_fetch_timeout_s: ClassVar[float] = 10.0  #: for fetching one image, all redirects included
-    #: For one request of a batch, which may wait long.
+    send_timeout_s: ClassVar[float] = (
+        30.0  #: until a stream is cancelled whose client does not read
+    )
+    silence_timeout_s: ClassVar[float] = (
+        30.0  #: without events, until a request's state is read from Redis
+    )
+    image_fetch_timeout_s: ClassVar[float] = 10.0  #: to fetch one image, redirects included
+    #: For one request of a batch.
     batch_line_timeout_s: ClassVar[float] = 3600.0
-    file_ttl_s: ClassVar[float] = 30 * 86400.0  #: for batches and their files
+    file_ttl_s: ClassVar[float] = 30 * 86400.0  #: of batches and their files
 
     host: str = Field(default="127.0.0.1", description="Address to listen on.")
     port: int = Field(
@@ -162,7 +166,7 @@ class GatewaySettings(Group):
     @field_validator("hosts")
     @classmethod
     def check_names(cls, hosts: tuple[str, ...]) -> tuple[str, ...]:
-        """Take names without ports. Raises: ValueError."""
+        """Accept names without ports. Raises: ValueError."""
         hosts = tuple(host.lower() for host in hosts)
         if any(":" in host or not _HOST.fullmatch(host) for host in hosts):
             raise ValueError("name hosts without a port, such as `models.lan`")
@@ -171,7 +175,7 @@ class GatewaySettings(Group):
     @field_validator("remote_images")
     @classmethod
     def check_hosts(cls, hosts: tuple[str, ...]) -> tuple[str, ...]:
-        """Take `host` and `host:port` only; no URLs or wildcards. Raises: ValueError."""
+        """Accept `host` and `host:port`, but no URLs or wildcards. Raises: ValueError."""
         if any(not _HOST.fullmatch(host) for host in hosts):
             raise ValueError(
                 "name hosts, such as `images.example.com` or `images.example.com:8443`, or `any-public`"
@@ -181,7 +185,7 @@ class GatewaySettings(Group):
     @field_validator("cors_origins")
     @classmethod
     def check_origins(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
-        """Take origins as browsers send them. Raises: ValueError."""
+        """Accept origins in the form of browsers. Raises: ValueError."""
         if any(origin != "*" and not _ORIGIN.fullmatch(origin) for origin in origins):
             raise ValueError(
                 "name origins, such as `https://app.example.com` or `http://localhost:3000`, or `*`"
@@ -190,11 +194,11 @@ class GatewaySettings(Group):
 
 
 class WorkerSettings(Group):
-    """The worker process around an engine."""
+    """The worker around an engine."""
 
-    #: workers that one request may end before it fails as the cause
+    #: workers that a request may kill before it fails
     max_attempts: ClassVar[int] = 3
-    batch_age_s: ClassVar[float] = 60.0  #: then batch requests may queue among interactive ones
+    batch_age_s: ClassVar[float] = 60.0  #: until batch requests may queue among interactive ones
     decode_timeout_s: ClassVar[float] = 2.0  #: CPU time for decoding an image
 
     id: str = Field(
@@ -240,7 +244,7 @@ class WorkerSettings(Group):
     @field_validator("lora")
     @classmethod
     def check_adapters(cls, values: tuple[str, ...]) -> tuple[str, ...]:
-        """Raises: ValueError for what is no `name=path`, and names that are there twice."""
+        """Raises: ValueError unless all are `name=path` with different names."""
         pairs = [value.partition("=") for value in values]
         names = [name for name, _, _ in pairs]
         if not all(ADAPTER_NAME.fullmatch(name) and path for name, _, path in pairs):
@@ -253,19 +257,19 @@ class WorkerSettings(Group):
 
     @property
     def adapters(self) -> dict[str, str]:
-        """Those of the start: directories or hub ids by name."""
+        """Adapters that are loaded at the start: directories or hub ids by name."""
         return dict(value.split("=", 1) for value in self.lora)
 
     @cached_property
     def heartbeat_s(self) -> float:
-        """Pause between lease renewals: a lease outlives some that come late."""
+        """Seconds between lease renewals: a lease survives some late ones."""
         return self.lease_s / 10
 
 
 class EngineValues(BaseModel):
-    """The engine of a worker: its kind, and settings that only the engine of that kind understands.
+    """The engine of a worker: its kind, and settings of that kind.
 
-    They are kept as they come, in `model_extra`; the engine checks them when it is made.
+    They are kept unvalidated in `model_extra`; the engine validates them.
     """
 
     model_config = ConfigDict(frozen=True, extra="allow")
@@ -276,12 +280,12 @@ class EngineValues(BaseModel):
     )
 
     def values(self) -> dict[str, Any]:
-        """All of them by name."""
+        """All settings by name."""
         return self.model_dump()
 
 
 class RedisSettings(Group):
-    """How to reach Redis."""
+    """The connection to Redis."""
 
     command_timeout_s: ClassVar[float] = 2.0
     connect_timeout_s: ClassVar[float] = 2.0
@@ -301,18 +305,18 @@ class RedisSettings(Group):
 
     @property
     def has_password(self) -> bool:
-        """Whether the URL holds one."""
+        """Whether the URL contains a password."""
         return bool(urlsplit(self.url).password)
 
     @property
     def address(self) -> str:
-        """The URL as it may be shown: without user, password and options."""
+        """The URL without user, password and options."""
         parts = urlsplit(self.url)
         return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
 class SearchSettings(Group):
-    """Vector stores: the process that keeps them, and where gateways find it."""
+    """Vector stores: the search process, and its address for gateways."""
 
     url: str = Field(
         default="",
@@ -353,7 +357,7 @@ class SearchSettings(Group):
 
 
 class DeploySettings(Group):
-    """Deployments: where packages are, and what a node may give to their instances."""
+    """Deployments: the package store, and the limits of instances."""
 
     store: str = Field(
         default="",
@@ -423,7 +427,7 @@ class NodeSettings(Group):
 
 
 class LogSettings(Group):
-    """What the processes say."""
+    """Logs."""
 
     level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="Least level shown."
@@ -434,7 +438,7 @@ class LogSettings(Group):
 
 
 class TraceSettings(Group):
-    """Spans of each request."""
+    """Traces."""
 
     export: Literal["none", "otlp"] = Field(
         default="none", description="Send spans to where OpenTelemetry's `OTEL_...` variables say."
@@ -466,7 +470,7 @@ class Settings(BaseSettings):
     traces: TraceSettings = TraceSettings()
 
     def changed(self, **groups: Mapping[str, Any]) -> "Settings":
-        """A copy with other values in these groups, unvalidated."""
+        """A copy with other values in these groups, not validated."""
         update = {name: getattr(self, name).model_copy(update=v) for name, v in groups.items()}
         return self.model_copy(update=update)
 
@@ -481,7 +485,7 @@ class Settings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Arguments, then environment, then `.env`, then the file named by `VLM_CONFIG`."""
         assert isinstance(dotenv_settings, DotEnvSettingsSource)
-        dotenv_settings.env_vars = {  # the file may serve others too, such as compose
+        dotenv_settings.env_vars = {  # the file may be shared with other programs, such as compose
             name: value
             for name, value in dotenv_settings.env_vars.items()
             if name.upper().startswith(PREFIX)
@@ -492,7 +496,7 @@ class Settings(BaseSettings):
 
 
 def _read_file(path: str) -> dict[str, Any]:
-    """What the file of `VLM_CONFIG` holds. Raises: SettingsError."""
+    """The content of the file of `VLM_CONFIG`. Raises: SettingsError."""
     try:
         values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:

@@ -88,15 +88,15 @@ class RequestSpan:
         return self._span.is_recording()
 
     def rename(self, name: str) -> None:
-        """Call it by what is known only now."""
+        """Rename the span."""
         self._span.update_name(name)
 
     def add(self, attributes: Attributes) -> None:
-        """Say more about the request."""
+        """Add attributes."""
         self._span.set_attributes(attributes)
 
     def end(self, duration_s: float, stages: Sequence[Stage], error: str | None = None) -> None:
-        """Close it, with a span for each of its stages. `error`: why it failed, as a code."""
+        """End the span, with a child span for each stage. `error`: code of the failure."""
         context = set_span_in_context(self._span, Context())
         for stage in stages:
             begin_ns = self._begin_ns + round(stage.begin_s * NS)
