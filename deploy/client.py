@@ -1,4 +1,4 @@
-"""The gateway's `/v1/applications`, as the commands call it."""
+"""A client of the gateway's `/v1/applications`."""
 
 import os
 import weakref
@@ -20,14 +20,14 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class ApiFailed(Exception):
-    """The gateway refuses or fails; message and code are its own. `retry_after_s`: when to try again."""
+    """The gateway refuses or fails; message and code are its own. `retry_after_s`: time until a retry."""
 
     code: str = ""
     retry_after_s: float | None = None
 
 
 class Client:
-    """One gateway. The key: the given one, `DEPLOY_KEY`, or that of `vlm serve` on this machine."""
+    """Client of one gateway. The key: the given one, `DEPLOY_KEY`, or that of `vlm serve` on this machine."""
 
     def __init__(self, url: str, key: str | None) -> None:
         self.url = url.rstrip("/")
@@ -39,7 +39,7 @@ class Client:
         weakref.finalize(self, self._http.close)
 
     def call(self, method: str, path: str = "", body: dict[str, Any] | None = None) -> Any:
-        """Of a path below `/v1/applications`. Raises: ApiFailed."""
+        """Call a path below `/v1/applications`. Raises: ApiFailed."""
         return self.ask(method, f"/v1/applications{path}", body)
 
     def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
@@ -47,7 +47,7 @@ class Client:
         return _content(self.send(method, path, json=body))
 
     def send(self, method: str, path: str, **more: Any) -> httpx.Response:
-        """An answer of the gateway, whatever it says. Raises: ApiFailed if there is none."""
+        """Send a request; returns any response. Raises: ApiFailed if there is none."""
         try:
             return self._http.request(method, path, **more)
         except httpx.HTTPError as error:
@@ -63,7 +63,7 @@ class Client:
 
 
 class GatewayStore:
-    """The gateway's store, for who cannot reach it: takes packages, gives nothing."""
+    """The gateway as a store for clients without access to its store. Write-only."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -72,7 +72,7 @@ class GatewayStore:
         self._starts: dict[str, int] = {}
 
     def begin(self, manifest: Manifest) -> None:
-        """Ask what is missing of a package, which is kept from being collected. Raises: ApiFailed."""
+        """Ask which blobs of a package are missing; they are protected from collection. Raises: ApiFailed."""
         headers = {"content-type": MANIFEST_TYPE}
         plan = self._client.send("POST", "/v1/packages", content=manifest.encode(), headers=headers)
         missing = _content(plan)["missing"]
@@ -85,7 +85,7 @@ class GatewayStore:
         return self._there.get(digest)
 
     def put(self, digest: str, file: IO[bytes], report: Report | None = None) -> None:
-        """See `PackageStore.put`; tries again from where a broken connection left it. Raises: ApiFailed."""
+        """See `PackageStore.put`; resumes after a broken connection. Raises: ApiFailed."""
         size = file.seek(0, os.SEEK_END)
         start = self._starts.get(digest, 0)
         for is_last in (*[False] * (_TRIES - 1), True):
@@ -128,7 +128,7 @@ class GatewayStore:
 
 
 def _content(answer: httpx.Response) -> Any:
-    """What a successful answer says. Raises: ApiFailed."""
+    """The content of a successful response. Raises: ApiFailed."""
     try:
         content = answer.json() if answer.content else {}
     except ValueError:
@@ -151,7 +151,7 @@ def _content(answer: httpx.Response) -> Any:
 
 
 def _own_key(url: str) -> str | None:
-    """The key that `vlm serve` made on this machine, for its own port alone."""
+    """The key that `vlm serve` created on this machine, for its own port only."""
     parts = urlsplit(url)
     if parts.hostname not in _LOOPBACK:
         return None

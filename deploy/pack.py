@@ -1,7 +1,7 @@
-"""From a path to a package: what it is, which files it has, and their digests.
+"""Packs a path: kind, files and digests.
 
-A path is a model directory, a hub id, a directory of Python or with an executable, one executable, or a
-`.tar.gz` of one of these. The same files make the same package, however they came.
+A path is a model directory, a hub id, a directory of Python or with an executable, one executable, or a `.tar.gz`
+of one of these. The same files give the same package.
 """
 
 import ast
@@ -33,22 +33,22 @@ from shared.packages.manifest import (
     make_manifest,
 )
 
-#: What tools leave behind, and nobody runs.
+#: Leftovers of tools.
 _SKIPPED = frozenset(
     {".git", ".hg", ".svn", ".venv", ".cache", "__pycache__", ".DS_Store"}
     | {".mypy_cache", ".pytest_cache", ".ruff_cache"}
 )
 _ARCHIVES = (".tar.gz", ".tgz")
-#: An archive that unpacks to more than this times its size is a bomb, if it is larger than the free share.
+#: An archive with a higher ratio is a bomb, if it is larger than the free share.
 _MAX_RATIO = 200
 _FREE_BYTES = 64 * 1024 * 1024
 
-Report = Callable[[int], None]  #: told how many more bytes are hashed
+Report = Callable[[int], None]  #: called with the number of further hashed bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A package, and where the bytes of its layers are. `folder` is ours to remove."""
+    """A package, and the files of its layers. The caller removes `folder`."""
 
     manifest: Manifest
     files: Mapping[str, Path]  #: by digest
@@ -89,17 +89,17 @@ def pack(
 
 
 def pack_installed(command: Sequence[str]) -> Packed:
-    """A package without files, for a command that nodes already have. Raises: BadPackage."""
+    """A package without files, for a command that is installed on the nodes. Raises: BadPackage."""
     if not command or not command[0].startswith("/"):
         raise BadPackage("--installed: give --command with the path of a program, as /usr/bin/x")
     return _hash(PackageConfig("executable", command=tuple(command)), {}, None, None)
 
 
 def _find_directory(application: str, path: Path) -> tuple[Path, Path]:
-    """A directory, and the one that links in it may point into. Raises: BadPackage."""
+    """A directory, and the directory that its links may point into. Raises: BadPackage."""
     if path.is_dir():
         return path, path.resolve()
-    # The hub's client is slow to import, and no part of a gateway's image.
+    # The hub's client is slow to import, and not part of a gateway's image.
     from engines.packages.resolve import BUILT_IN, parse_hub_id, resolve_model  # noqa: PLC0415
 
     if application in BUILT_IN:
@@ -113,13 +113,13 @@ def _find_directory(application: str, path: Path) -> tuple[Path, Path]:
         directory = resolve_model(application)
     except EngineStartError as error:
         raise BadPackage(str(error)) from None
-    # The hub's cache keeps files as links: snapshots/REVISION/NAME -> ../../blobs/HASH.
+    # The hub's cache stores files as links: snapshots/REVISION/NAME -> ../../blobs/HASH.
     is_cached = directory.parent.name == "snapshots"
     return directory, (directory.parents[1] if is_cached else directory).resolve()
 
 
 def _walk(directory: Path, root: Path, prefix: str = "") -> Iterator[tuple[str, Path]]:
-    """The files of a tree by their paths in it. Raises: BadPackage."""
+    """The files of a tree, by path. Raises: BadPackage."""
     for found in sorted(os.scandir(directory), key=lambda entry: entry.name):
         name, path = prefix + found.name, Path(found.path)
         if found.name in _SKIPPED or found.name.endswith(".pyc"):
@@ -142,7 +142,7 @@ def _walk(directory: Path, root: Path, prefix: str = "") -> Iterator[tuple[str, 
 
 
 def unpack(archive: Path, folder: Path, max_bytes: int = MAX_PACKAGE_BYTES) -> None:
-    """Unpack a `.tar.gz` of files and folders; one folder around all others is left out. Raises: BadPackage."""
+    """Unpack a `.tar.gz` of files and folders, without a single top folder. Raises: BadPackage."""
     written, seen = 0, set[str]()
     try:
         with archive.open("rb") as raw, tarfile.open(fileobj=gzip.GzipFile(fileobj=raw)) as members:
@@ -195,7 +195,7 @@ def _pieces(file: IO[bytes], size: int = 1024 * 1024) -> Iterator[bytes]:
 def find_config(
     files: Mapping[str, Path], engine: dict[str, str], entry: str, command: tuple[str, ...]
 ) -> PackageConfig:
-    """How these files are run. Raises: BadPackage."""
+    """The configuration of a package of these files. Raises: BadPackage."""
     tool = _read_tool(files)
     network = tool.get("network") is True
     if command:
@@ -208,7 +208,7 @@ def find_config(
     if ("config.json" in files and has_weights) or needs_none:
         try:
             check_package(engine, files)
-            if find_kind(kind_of(engine)) is not None:  # others are known to their nodes
+            if find_kind(kind_of(engine)) is not None:  # the nodes may know other engines
                 read_settings(_in_groups(engine), lambda name: f"--set {name}")
         except EngineStartError as error:
             raise BadPackage(str(error)) from None
@@ -229,7 +229,7 @@ def find_config(
 
 
 def _in_groups(engine: Mapping[str, str]) -> dict[str, object]:
-    """Settings as a tree: `mock__seed` is one of the group `mock`. Raises: BadPackage."""
+    """Settings as a tree: `mock__seed` is in the group `mock`. Raises: BadPackage."""
     tree: dict[str, Any] = {}
     for name, value in engine.items():
         *groups, last = name.split("__")
@@ -243,7 +243,7 @@ def _in_groups(engine: Mapping[str, str]) -> dict[str, object]:
 
 
 def _read_tool(files: Mapping[str, Path]) -> Mapping[str, object]:
-    """What pyproject.toml says below `tool.vlm`. Raises: BadPackage."""
+    """The table `tool.vlm` of pyproject.toml. Raises: BadPackage."""
     if "pyproject.toml" not in files:
         return {}
     try:
@@ -254,7 +254,7 @@ def _read_tool(files: Mapping[str, Path]) -> Mapping[str, object]:
 
 
 def _find_application(files: Mapping[str, Path]) -> str:
-    """The one Application of app.py; empty without. Raises: BadPackage."""
+    """The only Application of app.py; empty if there is none. Raises: BadPackage."""
     sources = [
         path for path in files if path == "app.py" or (len(files) == 1 and path[-3:] == ".py")
     ]
@@ -283,7 +283,7 @@ def _is_executable(path: Path) -> bool:
 def _hash(
     config: PackageConfig, files: Mapping[str, Path], folder: Path | None, report: Report | None
 ) -> Packed:
-    """The package of these files, hashed by as many threads as there are processors. Raises: BadPackage."""
+    """Hash the files, with a thread per processor. Raises: BadPackage."""
     for name in files:
         check_path(name)  # before gigabytes are read
 

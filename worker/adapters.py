@@ -24,14 +24,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """What a name stands for here; without a source it is of the settings."""
+    """The adapter of a name; without a source it is of the settings."""
 
     card: AdapterCard
     source: AdapterSource | None = None
 
 
 class WorkerAdapters:
-    """The adapters beside one engine's model."""
+    """The adapters of one engine."""
 
     def __init__(
         self,
@@ -53,13 +53,13 @@ class WorkerAdapters:
 
     @property
     def card(self) -> ModelCard:
-        """The model's, with what is held."""
+        """The model's card, with its adapters."""
         if not self._held:
             return self._model_card
         return replace(self._model_card, adapters=tuple(held.card for held in self._held.values()))
 
     async def load_own(self) -> None:
-        """Load what the settings name. Raises: SettingsError."""
+        """Load the adapters of the settings. Raises: SettingsError."""
         if len(self._own) > self._max_count:
             raise SettingsError(
                 f"VLM_WORKER__LORA: {len(self._own)} adapters, and VLM_LIMITS__MAX_LORAS is {self._max_count}"
@@ -72,9 +72,9 @@ class WorkerAdapters:
                 raise SettingsError(f"VLM_WORKER__LORA: {name}: {error}") from None
 
     async def sync(self, *, tries_again: bool = False) -> None:
-        """Load and unload what the fleet's list has otherwise. Raises: RedisError.
+        """Load and unload adapters to match the fleet's list. Raises: RedisError.
 
-        What could not be loaded is only tried again if it is said so.
+        Failed adapters are retried only with `tries_again`.
         """
         async with self._lock:
             wanted = await self._registry.adapters(self._model_card.name)
@@ -92,7 +92,7 @@ class WorkerAdapters:
                     await self._replace(name, source)
 
     async def hold(self, digest: str) -> None:
-        """See that an adapter is loaded that a call has. Raises: AdapterUnavailable."""
+        """Ensure that the adapter of a call is loaded. Raises: AdapterUnavailable."""
         if self._holds(digest):
             return
         try:
@@ -109,7 +109,7 @@ class WorkerAdapters:
         return any(held.card.digest == digest for held in self._held.values())
 
     async def _replace(self, name: str, source: AdapterSource) -> None:
-        """Have what a name stands for now, or the reason why not."""
+        """Load the new adapter of a name, or record the reason of the failure."""
         is_new = name not in self._held
         try:
             if is_new and len(self._held) >= self._max_count:
@@ -120,7 +120,7 @@ class WorkerAdapters:
         except BadAdapter as error:
             logger.warning("cannot load the adapter %s: %s", name, error)
             card = AdapterCard(name, revision=source.revision, error=str(error))
-        except Exception:  # the worker serves on without it
+        except Exception:  # the worker continues without it
             logger.exception("cannot load the adapter %s", name)
             error = "it cannot be loaded; the log of the worker says why"
             card = AdapterCard(name, revision=source.revision, error=error)
@@ -140,7 +140,7 @@ class WorkerAdapters:
         return AdapterCard(name, adapter.digest, int(time.time()), revision)  # noqa: TID251
 
     def _within(self, path: str) -> Path:
-        """Where a path leads. Raises: BadAdapter if not below the directory of the settings."""
+        """Resolve a path. Raises: BadAdapter unless it is below the directory of the settings."""
         if not self._directory:
             raise BadAdapter(
                 "adapters are loaded at run time where VLM_WORKER__LORA_DIR names a directory"
@@ -149,7 +149,7 @@ class WorkerAdapters:
         try:
             found = (root / path).resolve()
             is_directory = found.is_dir()
-        except (ValueError, RuntimeError, OSError):  # a NUL, links in a circle, too long
+        except (ValueError, RuntimeError, OSError):  # a NUL, circular links, too long
             found, is_directory = root / "none", False
         if not found.is_relative_to(root) or found == root:
             raise BadAdapter("lora_path leads out of the workers' directory (VLM_WORKER__LORA_DIR)")
@@ -160,14 +160,14 @@ class WorkerAdapters:
         return found
 
     def _unload(self, name: str, digest: str) -> None:
-        """Forget what a name stood for, unless one stands for it still."""
+        """Unload the adapter of a name, unless another name uses it."""
         if digest and not self._holds(digest):
             self._engine.unload_adapter(digest)
             logger.info("unloaded the adapter %s", name)
 
 
 def _resolve(path: str) -> Path:
-    """A directory, or a hub id's. Raises: BadAdapter, EngineStartError."""
+    """The directory of a path or hub id. Raises: BadAdapter, EngineStartError."""
     directory = Path(path).expanduser()
     if directory.is_dir():
         return directory

@@ -1,6 +1,6 @@
-"""The worker process: builds the parts from the settings, runs them, ends with a telling exit code.
+"""The worker process: builds its parts from the settings and runs them.
 
-0: stopped by a signal. 70: a step hung (watchdog). 71: the engine broke. 78: it cannot start as
+Exit codes: 0: stopped by a signal. 70: a step hung (watchdog). 71: the engine broke. 78: it cannot start as
 configured.
 """
 
@@ -40,8 +40,7 @@ from worker.worker import Worker
 
 EXIT_BROKEN = 71
 
-#: The engine's thread runs Python too; at the default of 5 ms the loop would wait that long for its
-#: turn.
+#: The engine's thread runs Python too; with the default of 5 ms the loop would wait that long for the GIL.
 SWITCH_INTERVAL_S = 0.0005
 
 logger = logging.getLogger(__name__)
@@ -68,13 +67,13 @@ def run_worker(settings: Settings) -> int:
 
 
 class ProgressLog:
-    """Says how far the engine is, in steps of ten percent."""
+    """Logs the engine's progress in steps of ten percent."""
 
     def __init__(self) -> None:
         self._said: dict[str, int] = {}
 
     def __call__(self, phase: str, share: float) -> None:
-        """Take what the engine reports."""
+        """Log a phase and its completed ratio."""
         tenths = int(10 * share)
         if tenths > self._said.get(phase, -1):
             self._said[phase] = tenths
@@ -87,7 +86,7 @@ def worker_name(configured: str) -> str:
 
 
 class WorkerProcess:
-    """Everything in the process: made in order, unmade in reverse."""
+    """The parts of the process, created in order and closed in reverse."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -107,7 +106,7 @@ class WorkerProcess:
             await reached
             worker = await self._create_worker(stack, loaded)
             self._worker = worker
-            end_startup()  # no collection shall stop streams to look at the model
+            end_startup()  # garbage collection must not pause streams to scan the model
             await worker.announce_first()
             logger.info(
                 "worker %s is ready: %s; health on port %d",
@@ -156,7 +155,7 @@ class WorkerProcess:
         return await engine.start()
 
     def _start_decoders(self, stack: AsyncExitStack, engine: Engine) -> Decode:
-        """Where images are decoded: in processes without rights, if the engine looks at pixels."""
+        """Start the image decoders, sandboxed processes, if the engine decodes images."""
         settings = self._settings
         if not settings.worker.decode_processes or not engine.capabilities().decodes_images:
             return decode_image

@@ -29,15 +29,14 @@ from shared.protocol import (
 )
 from shared.queue.api import Claim, Ending, Publication
 
-#: How long tokens of an answer that is wanted whole wait at most; so much work is lost with a
-#: worker.
+#: Longest delay of tokens of an answer that is not streamed; this much work is lost with a worker.
 HOLD_S = 0.25
-#: Vectors and scores up to that many bytes travel with their event, through log and mailbox.
+#: Vectors and scores up to this size are sent with their event, through log and mailbox.
 MAX_INLINE_BYTES = 16 * 1024
 
 
 class Published(Protocol):
-    """A claimed request, as far as publishing needs to know it; equal to itself alone."""
+    """A claimed request, as publishing needs it. Compared by identity."""
 
     claim: Claim
     call: Call
@@ -46,7 +45,7 @@ class Published(Protocol):
 
 
 class _Draft(Struct):
-    """What is to be said about one request."""
+    """Unpublished events of one request."""
 
     begun_at: float
     started: Started | None = None
@@ -65,7 +64,7 @@ class _Draft(Struct):
             self.terminal = event
 
     def events(self) -> tuple[CallEvent, ...]:
-        """What was said, tokens in one piece."""
+        """The events, with their tokens merged."""
         parts: list[CallEvent] = []
         if self.started is not None:
             parts.append(self.started)
@@ -82,19 +81,19 @@ class _Draft(Struct):
 
 
 class Outbox:
-    """What to publish next. `hold_s`: see `HOLD_S`."""
+    """Events to be published. `hold_s`: see `HOLD_S`."""
 
     def __init__(self, hold_s: float = HOLD_S) -> None:
         self._hold_s = hold_s
-        self._held: dict[Published, _Draft] = {}  # for later
-        self._due: dict[Published, _Draft] = {}  # for now
-        # Requests whose end was posted and that are not yet dropped.
+        self._held: dict[Published, _Draft] = {}  # delayed
+        self._due: dict[Published, _Draft] = {}  # due
+        # Requests with a terminal event that are not yet dropped.
         self._ended: set[Published] = set()
         self._refusals: list[Publication] = []
         self._filled = asyncio.Event()
 
     def post(self, active: Published, event: CallEvent) -> None:
-        """Say something about a request; nothing counts after its terminal event."""
+        """Add an event of a request; events after its terminal event are dropped."""
         if active in self._ended:
             return
         now = time.monotonic()
@@ -109,7 +108,7 @@ class Outbox:
         self._filled.set()
 
     async def take(self) -> list[Publication]:
-        """All that is due, one publication a request; waits until there is something."""
+        """All due events, one publication per request; waits until there are some."""
         while not self._due and not self._refusals:
             self._filled.clear()
             await self._filled.wait()
@@ -118,7 +117,7 @@ class Outbox:
         return refusals + [_publication(active, draft) for active, draft in drafts.items()]
 
     def refuse(self, refusal: Publication) -> None:
-        """Publish the end of a call that cannot be read."""
+        """Publish the end of a call that cannot be decoded."""
         self._refusals.append(refusal)
         self._filled.set()
 
@@ -156,7 +155,7 @@ def to_publication(
 
 
 def _split_off_result(events: Sequence[CallEvent]) -> tuple[Sequence[CallEvent], bytes]:
-    """The events without what is too large for them, and that."""
+    """The events without a large result, and that result."""
     for index, event in enumerate(events):
         if isinstance(event, Vectors | Scores) and len(event.data) > MAX_INLINE_BYTES:
             stored = replace(event, data=b"", is_stored=True)
@@ -165,12 +164,12 @@ def _split_off_result(events: Sequence[CallEvent]) -> tuple[Sequence[CallEvent],
 
 
 def join_tokens(request_id: str, attempt: int, pieces: Sequence[EngineOutput | Tokens]) -> Tokens:
-    """The tokens of consecutive pieces as one event."""
+    """Merge consecutive tokens into one event."""
     first = pieces[0]
     token_ids, logprobs, calls = [*first.token_ids], [*first.logprobs], [*first.calls]
     prompt_logprobs = first.prompt_logprobs
     texts, thoughts, num_without_id = [first.text], [first.reasoning], first.num_without_id
-    for piece in pieces[1:]:  # most have a token or few, and text
+    for piece in pieces[1:]:  # most have one or few tokens, and text
         token_ids += piece.token_ids
         texts.append(piece.text)
         if piece.logprobs:

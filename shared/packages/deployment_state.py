@@ -39,11 +39,11 @@ class DeploymentState(RedisStore):
 
     def __init__(self, redis: Redis, prefix: str) -> None:
         super().__init__(redis, prefix)
-        #: Deployments whose records the last `apps` left out.
+        #: Deployments whose records the last `apps` could not read.
         self.unreadable: frozenset[str] = frozenset()
 
     async def apps(self) -> dict[str, App]:
-        """All deployments by name, without records that another release wrote."""
+        """All deployments by name, without records of another release."""
         found = await self._ask("HGETALL", self._keys.apps)
         apps: dict[str, App] = {}
         unreadable: set[str] = set()
@@ -104,9 +104,9 @@ class DeploymentState(RedisStore):
         await self._sender.execute("SREM", self._keys.nodes, node_id)
 
     async def session_limits(self, name: str, now: float) -> tuple[int, int]:
-        """How many instances the open sessions of an application want at least, and at most.
+        """The sums of the least and most instances that open sessions of an application ask for.
 
-        0: they do not say, as at most where one of them does not.
+        0: not limited; the maximum is 0 if any session has none.
         """
         key = self._keys.session_limits(name)
         found = await self._sender.execute("ZRANGEBYSCORE", key, int(now), "+inf")
@@ -115,14 +115,14 @@ class DeploymentState(RedisStore):
         return sum(pair[0] for pair in pairs), most
 
     async def add_log(self, name: str, lines: Sequence[LogLine]) -> None:
-        """Append what instances of a deployment have logged; the latest `MAX_LOG_LINES` stay."""
+        """Append log lines of a deployment's instances; the latest `MAX_LOG_LINES` are kept."""
         key = self._keys.app_log(name)
         command = with_ttl(key, to_ms(LOG_TTL_S), "RPUSH", key, *map(encode, lines))
         await self._sender.execute(*command)
         await self._sender.execute("LTRIM", key, -MAX_LOG_LINES, -1)
 
     async def log(self, name: str, limit: int) -> list[LogLine]:
-        """The latest lines of a deployment's instances, the oldest first."""
+        """The latest log lines of a deployment's instances, oldest first."""
         key = self._keys.app_log(name)
         found = await self._ask("LRANGE", key, -limit, -1)
         return [_lines.decode(line) for line in found]

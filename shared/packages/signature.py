@@ -1,4 +1,4 @@
-"""Who vouches for a package: SSH signatures of its digest, and a file of the keys that count.
+"""SSH signatures of package digests, checked against a file of allowed signers.
 
 Source: OpenSSH, PROTOCOL.sshsig; ssh-keygen(1), ALLOWED SIGNERS.
 """
@@ -14,18 +14,18 @@ from shared.packages.store import PackageStore, StoreError
 
 NAMESPACE = "vlm-fleet"
 MAX_SIGNATURE_CHARS = 16 * 1024
-#: Prefix of signatures that were verified before they were stored: one for each key that signed.
+#: Prefix of signatures that were verified before they were stored, one per key.
 _BY_KEY = "key-"
-_MAX_UNVERIFIED = 16  # of earlier versions, which stored what they were sent
+_MAX_UNVERIFIED = 16  # of earlier versions, which stored signatures unverified
 _TIMEOUT_S = 20.0
 
 
 class BadSignature(Exception):
-    """Nobody who may has signed the package; the message says which."""
+    """No allowed signer has signed the package; the message says who did."""
 
 
 def sign(key: Path, digest: str) -> str:
-    """An SSH key's signature; asks for a passphrase on the terminal. Raises: BadSignature."""
+    """Sign a digest with an SSH key; asks for a passphrase on the terminal. Raises: BadSignature."""
     done = _run("-Y", "sign", "-f", str(key), "-n", NAMESPACE, stdin=digest, timeout_s=None)
     if done.returncode:
         raise BadSignature(f"{key} cannot sign: {_last_line(done.stderr)}")
@@ -33,7 +33,7 @@ def sign(key: Path, digest: str) -> str:
 
 
 def keep_signature(store: PackageStore, digest: str, signature: str, signers: Path) -> None:
-    """Store the signature of one of `signers`, once for each signer. Raises: BadSignature, StoreError."""
+    """Store a signature of one of `signers`, once per signer. Raises: BadSignature, StoreError."""
     if len(signature) > MAX_SIGNATURE_CHARS:
         raise BadSignature(f"the signature has more than {MAX_SIGNATURE_CHARS} characters")
     _check_file(signers)
@@ -46,9 +46,9 @@ def keep_signature(store: PackageStore, digest: str, signature: str, signers: Pa
 
 
 def _public_key(signature: str) -> bytes:
-    """The signer's, of a signature that is verified."""
+    """The signer's key in a verified signature."""
     data = b64decode("".join(signature.split("-----")[2].split()))
-    start = len(b"SSHSIG") + 8  # a version and a length
+    start = len(b"SSHSIG") + 8  # version and length
     return data[start : start + int.from_bytes(data[start - 4 : start])]
 
 
@@ -58,7 +58,7 @@ def signatures_key(digest: str) -> str:
 
 
 def check_signed(store: PackageStore, digest: str, signers: Path) -> str:
-    """See that one of `signers`, an `allowed_signers` of OpenSSH, has signed. Returns who.
+    """Check that one of `signers`, an `allowed_signers` file of OpenSSH, has signed. Returns the signer.
 
     Raises: BadSignature, StoreError.
     """

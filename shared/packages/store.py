@@ -1,7 +1,7 @@
-"""Where the bytes of packages and the records of deployments are: a directory, or a bucket.
+"""Stores package blobs and deployment records in a directory or a bucket.
 
-The layout is an OCI image layout (`blobs/sha256/HEX`), with records beside it. What is there never changes: a
-blob is its hash, and a record is written once, by whoever comes first.
+The layout is an OCI image layout (`blobs/sha256/HEX`) with records beside it. Content is immutable: a blob is named
+by its hash, and a record is written once, by the first writer.
 """
 
 import hashlib
@@ -29,19 +29,19 @@ SCHEMES = ("file", "s3", "gs", "az", "memory")
 
 
 class StoreError(Exception):
-    """The store does not do what it is asked; the message says why and what to do."""
+    """The store failed; the message says why and what to do."""
 
 
 class WrongStart(StoreError):
-    """An upload cannot go on there: another had a part of the blob, or still has it."""
+    """An upload cannot resume there: another upload had, or has, a part of the blob."""
 
 
 class BadBlob(StoreError):
-    """Bytes that are not those that their digest names."""
+    """The bytes have another digest."""
 
 
 class Entry(NamedTuple):
-    """What is there under a key. Units: epoch seconds, of the store's clock."""
+    """An object in the store. Units: epoch seconds, of the store's clock."""
 
     key: str
     size: int
@@ -54,29 +54,29 @@ class PackageStore(Protocol):
     url: str
 
     def size(self, digest: str) -> int | None:
-        """Bytes of a blob; None if it is not there."""
+        """Size of a blob; None if it does not exist."""
         ...
 
     def partial(self, digest: str) -> int:
-        """Bytes of a blob that an upload which was cut short left; 0 where they cannot be gone on from."""
+        """Bytes of an interrupted upload; 0 if it cannot be resumed."""
         ...
 
     def put(
         self, digest: str, file: IO[bytes], report: Report | None = None, start: int = 0
     ) -> None:
-        """Keep a blob; there is all of it afterwards, or nothing. Raises: BadBlob.
+        """Store a complete blob. Raises: BadBlob.
 
-        A file that can be sought is read from what is there already; another begins at `start`, which is
-        `partial`, else WrongStart is raised.
+        A seekable file is read from the bytes that are stored already; another begins at `start`, which must be
+        `partial`, or WrongStart is raised.
         """
         ...
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
-        """Write a record unless there is one. Returns whether this one is there now."""
+        """Write a record unless it exists. Returns whether this one is stored."""
         ...
 
     def get(self, key: str) -> bytes | None:
-        """A record; None if it is not there."""
+        """A record; None if it does not exist."""
         ...
 
     def list(self, prefix: str) -> list[str]:
@@ -84,7 +84,7 @@ class PackageStore(Protocol):
         ...
 
     def write(self, key: str, pieces: Iterable[bytes]) -> None:
-        """Write a record of any size, all of it or nothing; one that is there is replaced."""
+        """Write or replace a record of any size, atomically."""
         ...
 
     def stream(self, key: str, start: int = 0) -> Iterator[bytes]:
@@ -92,15 +92,15 @@ class PackageStore(Protocol):
         ...
 
     def entries(self, prefix: str) -> Iterator[Entry]:
-        """What there is below a folder, in any order."""
+        """The objects below a folder, in any order."""
         ...
 
     def delete(self, key: str) -> None:
-        """Remove what is under a key, if there is anything. Of packages: for `shared.packages.garbage` alone."""
+        """Delete an object. Idempotent. For packages: only `shared.packages.garbage` calls it."""
         ...
 
     def delete_parts(self, before: float) -> int:
-        """Remove what uploads left that were cut short before an instant. Returns the bytes."""
+        """Delete interrupted uploads from before an instant. Returns their bytes."""
         ...
 
 
@@ -129,7 +129,7 @@ class FileStore:
 
     def partial(self, digest: str) -> int:
         try:
-            self._blob(digest)  # which checks the digest
+            self._blob(digest)  # checks the digest
             return part_path(self._uploads, digest).stat().st_size
         except OSError:
             return 0
@@ -162,7 +162,7 @@ class FileStore:
             out.write(data)
             _sync(out)
             try:
-                place(os.link, part, target)  # a rename would take the place of another's
+                place(os.link, part, target)  # a rename would replace another writer's
             except FileExistsError:
                 return False
         return True
@@ -176,7 +176,7 @@ class FileStore:
             raise StoreError(f"{self.url}: {key} cannot be read: {error.strerror}") from None
 
     def list(self, prefix: str) -> list[str]:
-        walked = os.walk(self.root / prefix)  # passes over folders that go meanwhile
+        walked = os.walk(self.root / prefix)  # skips folders that are removed meanwhile
         found = (Path(folder, name) for folder, _, names in walked for name in names)
         return sorted(str(file.relative_to(self.root)) for file in found)
 
@@ -204,13 +204,13 @@ class FileStore:
             raise StoreError(f"{self.url}: {key} cannot be read: {error.strerror}") from None
 
     def delete(self, key: str) -> None:
-        """See `PackageStore.delete`. A folder that is empty then goes, too."""
+        """See `PackageStore.delete`. Empty folders are removed too."""
         path = self.root / key
         try:
             path.unlink(missing_ok=True)
         except OSError as error:
             raise StoreError(f"{self.url}: {key} cannot be removed: {error.strerror}") from None
-        with suppress(OSError):  # the first that is not empty
+        with suppress(OSError):  # until one is not empty
             for folder in path.parents:
                 if folder == self.root:
                     break
@@ -227,7 +227,7 @@ class FileStore:
         return self.root / blob_key(digest)
 
     def _mark(self) -> None:
-        """Say that this is an OCI image layout. Raises: OSError."""
+        """Write the marker of an OCI image layout. Raises: OSError."""
         layout = self.root / "oci-layout"
         if not layout.exists():
             self.root.mkdir(parents=True, exist_ok=True)
@@ -235,7 +235,7 @@ class FileStore:
 
     @contextmanager
     def _upload(self) -> Iterator[tuple[Path, IO[bytes]]]:
-        """A new file beside the blobs, which is removed unless it is renamed; a killed process leaves it."""
+        """A new file beside the blobs, removed unless it is renamed; a killed process leaves it."""
         path = self._uploads / f"{secrets.token_hex(8)}{SUFFIX}"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -249,7 +249,7 @@ class FileStore:
 
 
 class ObjectStore:
-    """A bucket, by obstore; its credentials are the environment's, as the cloud's own tools read them."""
+    """A bucket, by obstore; credentials are in the environment, as for the cloud's own tools."""
 
     def __init__(self, url: str) -> None:
         try:
@@ -261,7 +261,7 @@ class ObjectStore:
         self._obstore = obstore
         try:
             self._store: Any = from_url(url)
-        except Exception as error:  # obstore's own kinds share no base but Exception
+        except Exception as error:  # obstore's errors have no common base but Exception
             raise StoreError(f"{url} cannot be opened: {_first_line(error)}") from None
 
     def size(self, digest: str) -> int | None:
@@ -269,7 +269,7 @@ class ObjectStore:
             return self._obstore.head(self._store, blob_key(digest))["size"]
 
     def partial(self, digest: str) -> int:
-        """See `PackageStore.partial`: buckets keep no part that can be read again."""
+        """See `PackageStore.partial`: a bucket's partial uploads cannot be read."""
         return 0
 
     def put(
@@ -285,7 +285,7 @@ class ObjectStore:
                 if report is not None:
                     report(len(piece))
                 yield piece
-            # Within the upload: an error here leaves no object.
+            # Inside the upload: an error leaves no object.
             _compare(digest, found)
 
         with self._errors():
@@ -332,12 +332,12 @@ class ObjectStore:
             self._obstore.delete(self._store, key)
 
     def delete_parts(self, before: float) -> int:
-        """See `PackageStore.delete_parts`: a bucket's own rules end uploads in parts."""
+        """See `PackageStore.delete_parts`: lifecycle rules of the bucket end partial uploads."""
         return 0
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
-        """Raise the errors of obstore as StoreError: they share no base but Exception."""
+        """Raise errors of obstore, which have no common base but Exception, as StoreError."""
         try:
             yield
         except StoreError:
@@ -347,7 +347,7 @@ class ObjectStore:
 
 
 def blob_key(digest: str) -> str:
-    """Where a blob is in an OCI image layout. Raises: StoreError."""
+    """The key of a blob in an OCI image layout. Raises: StoreError."""
     if not is_digest(digest):
         raise StoreError(f"{digest[:80]!r} is no digest: write sha256: and 64 hex digits")
     return f"blobs/sha256/{digest.removeprefix('sha256:')}"

@@ -19,14 +19,14 @@ logger = logging.getLogger(__name__)
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
 STABLE_AFTER_S = 60.0
-MAX_LINE_BYTES = 64 * 1024  #: of a line of a child's stderr
-MAX_STARTS = 3  #: of a process, until all could serve
+MAX_LINE_BYTES = 64 * 1024  #: of a child's stderr
+MAX_STARTS = 3  #: of a process, until all are ready
 
 
 class NodeError(Exception):
-    """The node could not start or had to stop; the message says why and what to do next.
+    """The node could not start or had to stop; the message says why and what to do.
 
-    `exit_code` is what `vlm serve` ends with. An empty message: the process that failed has said it.
+    `exit_code`: of `vlm serve`. An empty message: the failed process has logged it.
     """
 
     def __init__(self, message: str, exit_code: int = 1) -> None:
@@ -36,25 +36,25 @@ class NodeError(Exception):
 
 @dataclass(slots=True)
 class Pauses:
-    """How long to wait before a process is started again."""
+    """Backoff between the starts of a process."""
 
     started_at: float = field(default_factory=time.monotonic)
     pause_s: float = FIRST_PAUSE_S
 
     def next_s(self) -> float:
-        """The next pause: short after a long life, doubling otherwise."""
+        """The next pause: short after a long life, otherwise doubled."""
         if time.monotonic() - self.started_at > STABLE_AFTER_S:
             self.pause_s = FIRST_PAUSE_S
         pause_s, self.pause_s = self.pause_s, min(self.pause_s * 2, LONGEST_PAUSE_S)
         return pause_s
 
     def started(self) -> None:
-        """The process lives from now on."""
+        """The process has started."""
         self.started_at = time.monotonic()
 
 
 def describe_end(code: int) -> str:
-    """How a process ended, by its exit code; negative: by that signal."""
+    """Describe an exit code; negative: a signal."""
     if code >= 0:
         return f"ended with exit code {code}"
     with suppress(ValueError):
@@ -69,7 +69,7 @@ async def start_process(
     is_piped: bool = False,
     pass_fds: Sequence[int] = (),
 ) -> asyncio.subprocess.Process:
-    """Run `python -m module arguments...`, in a session of its own so that Ctrl-C reaches only this process.
+    """Run `python -m module arguments...` in a new session, so that Ctrl-C reaches only this process.
 
     The child ends with this process. `is_piped`: its stdin and stderr are pipes.
     """
@@ -101,7 +101,7 @@ class Child:
         self.process = await start_process("vlm", *self.arguments, environment=self.environment)
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal, if it still runs."""
+        """Send a signal, if the process runs."""
         if self.process is not None and self.process.returncode is None:
             with suppress(ProcessLookupError):
                 self.process.send_signal(number)
@@ -111,7 +111,7 @@ class Child:
 class Node:
     """Processes in the order of their start; the last one is drained first.
 
-    `wait_until_ready` returns when all can serve; `stop_within_s` is what each may take to drain.
+    `wait_until_ready` returns when all are ready; `stop_within_s`: time for each to drain.
     """
 
     children: list[Child]
@@ -121,7 +121,7 @@ class Node:
     was_ready: bool = False
 
     async def run(self, on_ready: Callable[[], None]) -> None:
-        """Start all, call `on_ready` when they can serve, stop all at the end. Raises: NodeError."""
+        """Start all, call `on_ready` when they are ready, stop all at the end. Raises: NodeError."""
         try:
             for child in self.children:
                 await child.start()
@@ -147,7 +147,7 @@ class Node:
             num_starts += 1
             assert child.process is not None
             code = await child.process.wait()
-            # Later, the same code of a worker has a cause that may pass, such as too little free memory.
+            # Later, a worker may exit with this code for a temporary reason, such as too little free memory.
             if code == os.EX_CONFIG and not self.was_ready:
                 raise NodeError("", exit_code=code)
             end = describe_end(code)
@@ -161,7 +161,7 @@ class Node:
             await child.start()
 
     async def stop(self) -> None:
-        """Stop the last first, so that a gateway can finish with its workers; kill what outlasts its time."""
+        """Stop the last first, so that a gateway can finish with its workers; kill those that exceed their time."""
         *others, last = self.children
         await self._stop(last)
         await asyncio.gather(*(self._stop(child) for child in others))
@@ -181,7 +181,7 @@ class Node:
 async def stop_on_signals(
     node: Node, on_first: Callable[[], None], on_second: Callable[[], None]
 ) -> None:
-    """Let SIGINT and SIGTERM stop the node; a second one kills what is left. Both are told."""
+    """Stop the node on SIGINT and SIGTERM; a second signal kills it. Both call back."""
     loop = asyncio.get_running_loop()
 
     def on_signal() -> None:
