@@ -6,7 +6,7 @@ from engines.pooling.settings import PoolingSettings
 
 
 class MockPooling(BaseModel):
-    """What the mock simulates. Units: seconds, tokens."""
+    """Parameters of the simulation. Units: seconds, tokens."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -19,6 +19,6 @@ class MockPooling(BaseModel):
 
 
 class MockPoolingSettings(PoolingSettings):
-    """Real batches, simulated computation."""
+    """Real batches with simulated computation."""
 
     mock: MockPooling = MockPooling()

@@ -11,10 +11,10 @@ logger = logging.getLogger(__name__)
 
 
 class ConfiguredStore:
-    """A store that is opened when it is first used."""
+    """A package store that is opened on first use."""
 
     def __init__(self, url: str) -> None:
-        """Without a `url` there is none."""
+        """`url` empty: no store."""
         self.url = url
         self._store: PackageStore | None = None
 
@@ -31,7 +31,7 @@ class ConfiguredStore:
 
 
 def store_error(error: Exception) -> Exception:
-    """The error for a failure of the store, without its text."""
+    """The error of a failure of the store, without its message."""
     if not isinstance(error, Unreadable | StoreError):
         return error
     logger.error("%s", error)

@@ -1,9 +1,9 @@
-"""One connection to Redis on which many commands travel at once, and the gathering of them.
+"""Pipelined Redis connections: many commands per write, from many callers.
 
-redis-py spends more on a command than Redis does. Here the commands of a loop turn are one write, up to a size, and
-hiredis packs and parses. A connection is given up when nothing has moved on it for the time of a command, however
-much there is to send or to read. Addresses and credentials come from redis-py's client; nothing here knows keys or
-what scripts mean.
+redis-py spends more CPU on a command than Redis does. Here the commands of a loop iteration are combined into one
+write, up to a size, and hiredis packs and parses. A connection fails if there is no progress for the timeout of a
+command, however much there is to send or to read. Addresses and credentials are those of redis-py's client; this
+module knows no keys or scripts.
 """
 
 import asyncio

@@ -1,1 +1,1 @@
-"""Model code: configuration, vision tower, projector, decoder and the LLaVA that joins them."""
+"""Models: configuration, vision tower, projector and decoder."""

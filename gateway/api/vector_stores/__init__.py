@@ -1,7 +1,7 @@
 """`/v1/vector_stores`: stores, their items, their files, and search.
 
-As OpenAI defines it, with `items` beside its files: vectors, texts and images under ids of the
-client's own. A store's model is chosen when it is made and stays.
+OpenAI's API, with `items` besides files: vectors, texts and images with ids of the client. The model of a store
+cannot change.
 
 Source: OpenAI API reference, "Vector stores", "Vector store files".
 """

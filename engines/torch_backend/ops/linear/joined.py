@@ -1,6 +1,6 @@
-"""Layers of one input computed as one product: how a GPU does it, whose launches cost more than a copy.
+"""Linear layers with a common input as one product, for GPUs, where launches are more expensive than a copy.
 
-The layers' weights become views of the joined ones: nothing is held twice.
+The layers' weights become views of the joined weight, so that nothing is stored twice.
 
 Shape letters: M rows, K inputs, N outputs of all layers together.
 """
@@ -14,7 +14,7 @@ from engines.torch_backend.layers.linear import OUTPUT_DIMS, Linear, empty_linea
 from engines.torch_backend.ops.linear.reference import UNLIMITED, Bind, LinearKernel, Prologue
 from engines.torch_backend.ops.registry import Candidate, Site
 
-#: Rows up to which integer weights go to a kernel; for more they are dequantized first.
+#: Up to this number of rows, a kernel reads the integer weights; for more rows they are dequantized.
 MAX_KERNEL_ROWS = 64
 
 #: (x (M, K), a joined layer) to (M, N) without its bias.
@@ -22,13 +22,13 @@ Multiply = Callable[[Tensor, nn.Module], Tensor]
 
 
 class JoinedKernel:
-    """One product that has the outputs of several layers, side by side."""
+    """The product of several layers, concatenated."""
 
     max_tokens = UNLIMITED
     fuses_prologue = adds = False
 
     def __init__(self, layer: nn.Module, kernel: Multiply | None) -> None:
-        """`kernel` computes few rows."""
+        """`kernel`: for few rows."""
         self._layer = layer
         self._method = method_of(layer)
         self._kernel = kernel
@@ -44,7 +44,7 @@ class JoinedKernel:
 
 
 def bind_joined(kernel: Multiply | None = None) -> Bind:
-    """Binds layers of one format: whether a weight is quantized depends on its inputs' number alone."""
+    """Bind layers of one format: layers with a common input have the same number of inputs, and so the same format."""
 
     def bind(
         layers: Sequence[nn.Module], prologue: Prologue, dtype: torch.dtype
@@ -68,7 +68,7 @@ JOINED = Candidate("joined", build=lambda site: bind_joined(), lacks=_lacks)
 
 
 def _join(layers: Sequence[nn.Module]) -> Linear:
-    """A layer with the outputs of all, whose weights become views of its own."""
+    """A layer with the outputs of all layers, whose weights become views of its weight."""
     first, num_outputs = layers[0], sum(int(layer.out_features) for layer in layers)  # pyright: ignore
     joined, whole = empty_linear(first.in_features, num_outputs), {}  # pyright: ignore
     for name in [name for name, x in (*first.named_parameters(), *first.named_buffers())]:
