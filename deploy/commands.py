@@ -1,4 +1,4 @@
-"""What the commands do: pack, upload what is missing, ask the gateway, watch what comes of it."""
+"""Implements the commands: pack, upload missing blobs, call the gateway, watch the rollout."""
 
 import io
 import json
@@ -38,16 +38,16 @@ from shared.packages.manifest import BadPackage, config_bytes, digest_of
 from shared.packages.signature import BadSignature, sign
 from shared.packages.store import PackageStore, StoreError, open_store
 
-ARGUMENTS, PACKAGING, UPLOAD, API, ROLLOUT = 1, 2, 3, 4, 5  # exit codes, as Flame's
+ARGUMENTS, PACKAGING, UPLOAD, API, ROLLOUT = 1, 2, 3, 4, 5  # exit codes, as in Flame
 INTERRUPTED = 130
-_UPLOADS = 4  # at a time
-WIDE = 1000  #: columns of a file or a pipe: tables are as wide as their texts
+_UPLOADS = 4  # concurrent uploads
+WIDE = 1000  #: columns of a file or a pipe: tables are not folded
 _POLL_S = 0.5
 _PHASES = ("start", "install", "fetch")  #: of an instance, the last one first
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "": 1}
 _UNITS |= {f"{unit}i": 1024**power for power, unit in enumerate("kmgt", 1)}
 
-# Without markup: messages of applications are shown, and `[/usr]` is a closing tag.
+# Without markup: messages of applications may contain `[/usr]`, a closing tag.
 console = Console(stderr=True, highlight=False, markup=False)
 screen = Console(markup=False, width=None if sys.stdout.isatty() else WIDE)
 
@@ -64,7 +64,7 @@ def make_spec(*, resources: str, canary: str, **fields: Any) -> Spec:
     """The spec of options such as `cpu=2,memory=4g,gpu=1` and `10%`. Raises: CommandFailed."""
     try:
         spec = Spec(resources=parse_resources(resources), canary=_parse_share(canary), **fields)
-        return msgspec.json.decode(msgspec.json.encode(spec), type=Spec)  # which validates it
+        return msgspec.json.decode(msgspec.json.encode(spec), type=Spec)  # validates it
     except (ValueError, msgspec.ValidationError) as error:
         raise CommandFailed(str(error), ARGUMENTS) from None
 
@@ -198,7 +198,7 @@ def run_logs(client: Client, name: str, slot: int | None, num_lines: int) -> Non
 
 
 def find_store(client: Client) -> str:
-    """Where the gateway keeps packages. Raises: CommandFailed."""
+    """The store of the gateway. Raises: CommandFailed."""
     return client.call("GET")["store"]
 
 
@@ -223,7 +223,7 @@ def _plan(
 
 
 class _Whole(yaml.SafeDumper):
-    """Writes what comes twice twice, as people expect of a manifest."""
+    """Writes repeated objects in full, as expected in a manifest, instead of YAML aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -239,7 +239,7 @@ def show(content: Any, form: str) -> None:
 
 @contextmanager
 def _uploaded(packed: Packed, client: Client, store_url: str | None) -> Iterator[None]:
-    """A package that is in the store, and stays there in the block. Raises: CommandFailed."""
+    """A package in the store, protected inside the block. Raises: CommandFailed."""
     url = store_url or find_store(client)
     try:
         if store_url is None and not _is_reachable(url, client):
@@ -257,13 +257,13 @@ def _uploaded(packed: Packed, client: Client, store_url: str | None) -> Iterator
 
 
 def _is_reachable(url: str, client: Client) -> bool:
-    """Whether the gateway's store is a directory of this machine that we may write."""
+    """Whether the gateway's store is a writable directory of this machine."""
     path = url.removeprefix("file://")
     return client.is_here and path != url and os.access(path, os.W_OK)
 
 
 def upload(packed: Packed, store: PackageStore | GatewayStore) -> int:
-    """Put what the store lacks; the manifest last, so that what it names is there. Returns the blobs. Raises: StoreError."""
+    """Upload missing blobs, and the manifest last. Returns the number of blobs. Raises: StoreError."""
     manifest, config = packed.manifest.encode(), config_bytes(packed.manifest)
     sizes = {layer.digest: layer.size for layer in packed.manifest.layers}
     with ThreadPoolExecutor(_UPLOADS) as threads:
@@ -286,7 +286,7 @@ def upload(packed: Packed, store: PackageStore | GatewayStore) -> int:
 
 
 class _Bar:
-    """A bar of bytes on a terminal, nothing elsewhere; called with how many more are done."""
+    """A progress bar on a terminal; called with the number of further bytes."""
 
     def __init__(self, text: str, total: int | None = None) -> None:
         columns = (TextColumn(text), BarColumn(), DownloadColumn(), TransferSpeedColumn())
@@ -303,7 +303,7 @@ class _Bar:
 
 
 def wait(client: Client, name: str, generation: int, wait_s: float) -> None:
-    """Until the generation serves, or is a canary. Raises: CommandFailed if it was rolled back, or not in time."""
+    """Wait until the generation is served, or is a canary. Raises: CommandFailed after a rollback or timeout."""
     began_at, shown = time.monotonic(), ""
     while True:
         found = client.call("GET", f"/{name}")
@@ -346,7 +346,7 @@ def wait(client: Client, name: str, generation: int, wait_s: float) -> None:
 
 
 def _start_s_of_idle(found: dict[str, Any], generation: int) -> float | None:
-    """`start_s` of a generation that no node has started yet; None for other generations."""
+    """The `start_s` of a generation that no node has started yet; None for others."""
     candidate = found["candidate"]
     if candidate is None or found["generation"] != generation:
         return None
@@ -355,7 +355,7 @@ def _start_s_of_idle(found: dict[str, Any], generation: int) -> float | None:
 
 
 def _phase(found: dict[str, Any]) -> str:
-    """What the new version's instance does that is the furthest; empty: there is none yet."""
+    """The furthest phase of the new version's instances; empty if there are none."""
     digest = found["candidate"]["digest"] if found["candidate"] else ""
     nodes = {slot["phase"]: slot["node"] for slot in found["slots"] if slot["digest"] == digest}
     return next((f"{phase} on {nodes[phase]}" for phase in _PHASES if phase in nodes), "")
@@ -364,7 +364,7 @@ def _phase(found: dict[str, Any]) -> str:
 def run_change(
     client: Client, method: str, path: str, body: dict[str, Any] | None, wait_s: float = 0
 ) -> None:
-    """Ask for a change, and wait for what comes of it if that is asked for. Raises: CommandFailed."""
+    """Request a change, and wait for its outcome if requested. Raises: CommandFailed."""
     found = client.call(method, path, body)
     name, generation = found["name"], found["generation"]
     last = found["generations"][-1]
@@ -381,7 +381,7 @@ def run_change(
 
 
 def run_gc(store: Callable[[], str], older_than_s: float, num_kept: int, *, is_dry: bool) -> None:
-    """Remove packages that nothing names. Raises: CommandFailed."""
+    """Remove unreferenced packages. Raises: CommandFailed."""
     url = store()
     try:
         found = collect(open_store(url), grace_s=older_than_s, num_kept=num_kept, is_dry=is_dry)
@@ -414,7 +414,7 @@ def run_apps(client: Client, form: str | None) -> None:
 
 
 def run_app(client: Client, name: str, form: str | None, pause_s: float | None) -> None:
-    """Show one deployment, again and again if `pause_s` says so. Raises: CommandFailed."""
+    """Show one deployment, repeatedly if `pause_s` is set. Raises: CommandFailed."""
     found = client.call("GET", f"/{name}")
     if form:
         show(found, form)
@@ -430,7 +430,7 @@ def run_app(client: Client, name: str, form: str | None, pause_s: float | None) 
 
 
 class _Rates:
-    """Answers a second of each version, since they were last asked for."""
+    """Answers per second of each version since the last call."""
 
     def __init__(self) -> None:
         self._counted: dict[str, tuple[int, float]] = {}
@@ -443,7 +443,7 @@ class _Rates:
 
 
 def _new_table(*columns: str) -> Table:
-    """A table that folds what a terminal has no room for."""
+    """A table that folds columns on narrow terminals."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
     for column in columns:
         table.add_column(column, overflow="fold")
@@ -489,13 +489,13 @@ def _table(app: dict[str, Any], rates: _Rates) -> Table:
 
 
 def _times(revision: dict[str, Any]) -> str:
-    """Of the first token, and of each further one where there are any."""
+    """Time to the first token, and per further token if there are any."""
     times = [revision["p95_first_s"], revision["p95_token_s"]]
     return " + ".join(f"{1000 * each:.3g}" for each in times if each) or "-"
 
 
 def _short(revision: dict[str, Any] | None) -> str:
-    """Twelve digits, as docker shows them: a row fits a terminal of 80 columns."""
+    """Twelve digits, as in docker: a row fits a terminal of 80 columns."""
     return revision["digest"].removeprefix("sha256:")[:12] if revision else "-"
 
 

@@ -1,7 +1,6 @@
-"""Asks one question at a time on whatever connection is free, checks the answer, and tells of it in
-a record.
+"""Sends one question on a free connection, checks the answer, and reports a record.
 
-Called by the users of the closed loop and by the open loop, from many greenlets at once.
+Used by the users of the closed loop and by the open loop, from many greenlets.
 """
 
 import random
@@ -15,12 +14,12 @@ from loadtest.client import Answer, AnswerError, ChatClient
 from loadtest.record import Order, Record
 from loadtest.scenarios import PROFILES, SCENARIOS, Question, to_chat_body
 
-#: The error of a request whose user was stopped before the answer was there.
+#: The error of a request whose user was stopped before the answer.
 CUT = "no answer before the end of the run"
 
 
 class Asker:
-    """All questions of one run. Its clock reads 0 when the warm-up is over."""
+    """The questions of one run. Its clock is 0 at the end of the warm-up."""
 
     def __init__(self, order: Order, report: Callable[[Record], None]) -> None:
         self.order = order
@@ -41,7 +40,7 @@ class Asker:
         return time.perf_counter() - self._zero_at
 
     def ask(self, scenario: str, draw: random.Random, intended_at: float | None = None) -> None:
-        """Ask and report. `intended_at`: when it should have been asked; None: now."""
+        """Send a question and report. `intended_at`: when it was due; None: now."""
         question = self._scenarios[scenario].next_question(draw)
         is_streamed = draw.random() < self.order.workload.stream_ratio
         now = self.now()
@@ -53,7 +52,7 @@ class Asker:
         except AnswerError as error:
             record.error, record.ended_at = str(error), self.now()
             self._idle.append(client)
-        except BaseException:  # who asks is stopped: the run is over
+        except BaseException:  # the user is stopped at the end of the run
             record.error, record.ended_at = CUT, self.now()
             client.close()
             raise
@@ -87,7 +86,7 @@ class Asker:
 
 
 def first_model(url: str, api_key: str) -> str:
-    """The model that a server names first. Raises: AnswerError."""
+    """The first model of a server. Raises: AnswerError."""
     try:
         with ChatClient(url, api_key) as client:
             models = client.models()

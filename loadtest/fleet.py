@@ -1,7 +1,7 @@
-"""A fleet on this machine for the length of a measurement, started by its command line.
+"""A temporary fleet on this machine, started by its command line.
 
-Called by `loadtest.run`. It knows `vlm serve`, its readiness probe and its child
-processes, as anyone with a shell does; it imports nothing of the fleet.
+Used by `loadtest.run`. It uses `vlm serve`, its readiness probe and its child processes, and imports nothing of the
+fleet.
 """
 
 import signal
@@ -26,12 +26,12 @@ PAUSE_S = 0.05
 
 
 class ServerError(Exception):
-    """The server under test did not start or did not answer; the message holds its last lines."""
+    """The server did not start or respond; the message has its last lines."""
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A process that listens."""
+    """A listening process."""
 
     process: subprocess.Popen[bytes]
     port: int
@@ -43,7 +43,7 @@ class Server:
 
 @contextmanager
 def run_fleet(engine: str = "mock") -> Iterator[Server]:
-    """`vlm serve` with a Redis of its own, ready to answer; stopped at the end. Raises: ServerError."""
+    """`vlm serve` with its own Redis, ready; stopped at the end. Raises: ServerError."""
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="vlm-load-") as data_dir:
         arguments = ["-m", "vlm", "serve", "--engine", engine, "--port", str(port)]
@@ -54,7 +54,7 @@ def run_fleet(engine: str = "mock") -> Iterator[Server]:
 
 @contextmanager
 def run_server(arguments: list[str], port: int, probe: str) -> Iterator[Server]:
-    """A Python process that answers `probe` with 200; stopped at the end. Raises: ServerError."""
+    """A Python process, once `probe` responds with 200; stopped at the end. Raises: ServerError."""
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
             [sys.executable, *arguments],
@@ -98,7 +98,7 @@ def _answers(port: int, probe: str) -> bool:
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """End a process and its children: asked first, killed when they outlast their time."""
+    """Stop a process and its children; kills them after a timeout."""
     if process.poll() is not None:
         return
     family = psutil.Process(process.pid).children(recursive=True)
@@ -114,7 +114,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def free_port() -> int:
-    """A port that nobody listens on at this moment."""
+    """An unused port."""
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         return probe.getsockname()[1]

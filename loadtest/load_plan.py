@@ -1,6 +1,6 @@
-"""The load over time: constant, in steps or as a ramp; and when the requests of an open loop arrive.
+"""The load over time: constant, stepped or a ramp; and arrival times of an open loop.
 
-Pure: it reads no clock. Instants are seconds since the warm-up ended; the first level holds before.
+Reads no clock. Instants are seconds since the end of the warm-up, which has the first level.
 """
 
 import random
@@ -14,12 +14,12 @@ DEFAULT_USERS = "8"
 
 
 class PlanError(ValueError):
-    """A load that cannot be; the message says why."""
+    """An invalid load; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A part of the run and the mean load that was offered in it."""
+    """A part of the run, and its mean offered load."""
 
     start_s: float
     end_s: float
@@ -47,7 +47,7 @@ def parse_levels(text: str) -> tuple[tuple[float, ...], bool]:
 
 
 def make_plan(users: str | None, rate: str | None, duration_s: float, warmup_s: float) -> Plan:
-    """A closed loop of users, of 8 by default, or an open one of a rate. Raises: PlanError."""
+    """A closed loop of users, 8 by default, or an open loop of a rate. Raises: PlanError."""
     if users and rate:
         raise PlanError("--users and --rate: a load is the one or the other")
     levels, is_ramp = parse_levels(rate or users or DEFAULT_USERS)
@@ -75,9 +75,9 @@ def phases(plan: Plan) -> list[Phase]:
 
 
 def arrivals(plan: Plan, draw: random.Random) -> Iterator[float]:
-    """The instants of a Poisson process whose rate follows the plan.
+    """The instants of a Poisson process with the plan's rate.
 
-    Source: thinning (Lewis and Shedler, 1979): candidates at the highest rate, each kept by its share of it.
+    Source: thinning (Lewis and Shedler, 1979): candidates at the highest rate, each accepted by its ratio to it.
     """
     highest = max(plan.levels)
     at_s = -plan.warmup_s

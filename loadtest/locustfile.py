@@ -30,33 +30,33 @@ from loadtest.scenarios import (
 
 
 class ChatUser(User):
-    """Asks, reads the answer to its end, pauses, asks again."""
+    """Sends a question, reads the whole answer, pauses, and repeats."""
 
     abstract = True
-    asker: ClassVar[Asker | None] = None  #: shared by all users; made when the test starts
+    asker: ClassVar[Asker | None] = None  #: shared by all users; created when the test starts
     numbers: ClassVar[count] = count()
     scenario: ClassVar[str]
     is_leaving = False
 
     def on_start(self) -> None:
-        """Each user draws from a generator of its own. Raises: StopUser when nobody can be asked."""
+        """Each user has its own random generator. Raises: StopUser if there is no server."""
         if ChatUser.asker is None:
             raise StopUser
         self.draw = random.Random(f"{ChatUser.asker.order.workload.seed} {next(self.numbers)}")
 
     def wait_time(self) -> float:
-        """The user's pause: uniform, with the mean that was asked for."""
+        """The user's pause: uniform, with the configured mean."""
         assert ChatUser.asker is not None
         return self.draw.uniform(0.0, 2 * ChatUser.asker.order.workload.think_s)
 
     def stop(self, force: bool = False) -> bool:
-        """See Locust. A user whose pause ends before it is killed asks no more: that would be cut."""
+        """See Locust. A user whose pause ends before it is killed sends no more."""
         self.is_leaving = True
         return super().stop(force)
 
     @task
     def ask_next(self) -> None:
-        """One question and its whole answer. Raises: StopUser when the user has to go."""
+        """Send one question and read the answer. Raises: StopUser at the end of the run."""
         if self.is_leaving:
             raise StopUser
         assert ChatUser.asker is not None
@@ -67,7 +67,7 @@ class ChatUser(User):
 
 
 class TextUser(ChatUser):
-    """Text alone."""
+    """Text only."""
 
     scenario = Text.name
 
@@ -79,7 +79,7 @@ class ImageUser(ChatUser):
 
 
 class RepeatedImageUser(ChatUser):
-    """Many questions about the one image."""
+    """Many questions about one image."""
 
     scenario = RepeatedImage.name
 
@@ -91,7 +91,7 @@ class SeveralImagesUser(ChatUser):
 
 
 class ConversationUser(ChatUser):
-    """Question after question, with all that was said before."""
+    """Questions with the conversation so far."""
 
     scenario = Conversation.name
 
@@ -112,7 +112,7 @@ for _scenario, _weight in PROFILES["mixed"].items():
 
 @events.init_command_line_parser.add_listener
 def add_options(parser: LocustArgumentParser) -> None:
-    """Options of these users, beside Locust's own; its page shows them too."""
+    """Options of these users, besides Locust's own; also on its page."""
     usual = Workload()
     parser.add_argument("--seed", type=int, default=usual.seed, help="Seed of all questions.")
     parser.add_argument(
@@ -139,7 +139,7 @@ def add_options(parser: LocustArgumentParser) -> None:
 
 @events.test_start.add_listener
 def find_whom_to_ask(environment: Environment, **_: Any) -> None:
-    """Make what the users share. A server that does not answer is a failed request of its own name."""
+    """Create the state that users share. An unreachable server is a failed request with a name of its own."""
     options, url = environment.parsed_options, environment.host or ""
     assert options is not None
     workload = Workload(
@@ -155,7 +155,7 @@ def find_whom_to_ask(environment: Environment, **_: Any) -> None:
     except (AnswerError, ValueError) as error:
         fire(environment, "GET", "models", 0.0, error=error)
         if environment.web_ui is None and environment.runner is not None:
-            gevent.spawn(environment.runner.quit)  # once it has started
+            gevent.spawn(environment.runner.quit)  # after it has started
         return
     target = Target(url=url, model=model, api_key=options.api_key)
     order = Order(target=target, workload=workload, plan=Plan(warmup_s=0.0))
@@ -163,9 +163,9 @@ def find_whom_to_ask(environment: Environment, **_: Any) -> None:
 
 
 def report_to_locust(environment: Environment, record: Record) -> None:
-    """Every latency of a request, or its fault, as entries of Locust's statistics.
+    """Report every latency of a request, or its error, to Locust's statistics.
 
-    A request that the end of the run cuts off is in none of them: Locust, not the server, ended it.
+    Requests that are cut at the end of the run are left out: Locust has ended them.
     """
     if record.error == CUT:
         return
@@ -185,7 +185,7 @@ def fire(
     value_s: float,
     error: Exception | None = None,
 ) -> None:
-    """One entry. Locust's times are milliseconds."""
+    """Report one entry. Locust's times are milliseconds."""
     environment.events.request.fire(
         request_type=kind,
         name=name,

@@ -1,4 +1,4 @@
-"""What counts as good service: the most that an answer may take, and which answers kept to it."""
+"""Service level objectives: latency limits, and which answers meet them."""
 
 import msgspec
 
@@ -8,11 +8,11 @@ LATENCIES = ("ttft", "tpot", "e2e")
 
 
 class ObjectiveError(ValueError):
-    """An objective that nobody can keep; the message says why."""
+    """An invalid objective; the message says why."""
 
 
 class Objective(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The longest latency of each kind that is still good. Units: seconds; None: any."""
+    """Latency limits. Units: seconds; None: any."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
@@ -24,9 +24,9 @@ class Objective(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return " and ".join(shown)
 
     def is_kept(self, record: Record) -> bool:
-        """Whether an answer was right and in time.
+        """Whether an answer is correct and within the limits.
 
-        Of a whole answer only E2E can be measured: it must come in the time that a stream may take.
+        Only E2E can be measured for a whole response: its limit is that of a stream.
         """
         if record.error:
             return False

@@ -1,7 +1,6 @@
-"""What a load test found: its file, and every number that tables, plots and comparisons show.
+"""The result of a load test: its file, and all numbers of tables, plots and comparisons.
 
-Pure arithmetic over records. The file is JSON; `schema` names its version, and `summary` is for whoever does
-not want to compute it from the records.
+Computed from records. The file is JSON; `schema` is its version, and `summary` has the computed numbers.
 """
 
 from bisect import bisect_right
@@ -23,11 +22,11 @@ STREAMED, WHOLE = "streamed", "whole"
 
 
 class ResultError(Exception):
-    """A file that holds no result; the message says why."""
+    """The file is not a result; the message says why."""
 
 
 class Result(msgspec.Struct, kw_only=True):
-    """One run. `machine` is the client's, in words; `client_core_ratio` the share of a core that it used."""
+    """One run. `machine`: of the client; `client_core_ratio`: the ratio of a core that the client used."""
 
     schema: Literal["vlm-loadtest/1"] = SCHEMA
     created_at: str
@@ -42,7 +41,7 @@ class Result(msgspec.Struct, kw_only=True):
     summary: dict[str, Any] = {}
 
     def save(self, path: Path) -> None:
-        """Write the file, its summary included."""
+        """Write the file with its summary."""
         self.summary = to_summary(self)
         path.write_bytes(msgspec.json.encode(self) + b"\n")
 
@@ -60,12 +59,12 @@ def load_result(path: Path) -> Result:
 
 
 class Sight:
-    """A part of a run: what was asked in a stretch of time, and what was answered in it."""
+    """A part of a run: requests of a period, and responses within it."""
 
     def __init__(
         self, result: Result, phase: Phase | None = None, records: Sequence[Record] | None = None
     ) -> None:
-        """`phase`: None for the whole run. `records`: those that may belong to it; None: any may."""
+        """`phase`: None for the whole run. `records`: candidates; None: all."""
         self.phase = phase or Phase(0.0, result.plan.duration_s, 0.0)
         records = result.records if records is None else records
         self.asked = [r for r in records if self._holds(r.intended_at)]
@@ -78,7 +77,7 @@ class Sight:
 
     @property
     def offered_rate(self) -> float:
-        """Requests/s that were meant to be sent."""
+        """Requests/s that were intended."""
         return len(self.asked) / self.phase.length_s
 
     @property
@@ -87,26 +86,26 @@ class Sight:
 
     @property
     def token_rate(self) -> float:
-        """Output tokens/s of right answers."""
+        """Output tokens/s of correct answers."""
         return sum(r.num_output_tokens for r in self.answered) / self.phase.length_s
 
     @property
     def good_rate(self) -> float:
-        """Goodput: right answers/s that kept to the objective."""
+        """Goodput: correct answers/s within the objective."""
         return len(self.good) / self.phase.length_s
 
     @property
     def good_ratio(self) -> float | None:
-        """Of the requests that were asked those that were answered right and in time; None without any."""
+        """The ratio of requests with a correct answer within the objective; None without requests."""
         return fmean(self._kept) if self._kept else None
 
     def values_s(self, latency: Latency) -> list[float]:
-        """All values of a latency of the requests that were asked and answered."""
+        """All values of a latency, of requests with an answer."""
         return values_of([r for r in self.asked if not r.error], latency)
 
 
 def sights(result: Result, parts: Sequence[Phase]) -> list[Sight]:
-    """Parts that follow each other, each record looked at once or twice."""
+    """Consecutive parts of a run."""
     starts = [part.start_s for part in parts]
     groups: list[list[Record]] = [[] for _ in parts]
     for record in result.records:
@@ -119,12 +118,12 @@ def sights(result: Result, parts: Sequence[Phase]) -> list[Sight]:
 
 
 def kind_of(record: Record) -> str:
-    """Scenario and way of answering: what is compared with its like only."""
+    """Scenario and kind of response, which are compared separately."""
     return f"{record.scenario}, {STREAMED if record.is_streamed else WHOLE}"
 
 
 def by_kind(records: Iterable[Record]) -> dict[str, list[Record]]:
-    """Records by kind, in the order of their names."""
+    """Records by kind, sorted by name."""
     groups: dict[str, list[Record]] = defaultdict(list)
     for record in records:
         groups[kind_of(record)].append(record)
@@ -137,22 +136,22 @@ def values_of(records: Iterable[Record], latency: Latency) -> list[float]:
 
 
 def counted(result: Result) -> list[Record]:
-    """Right answers to what was asked after the warm-up."""
+    """Correct answers to requests after the warm-up."""
     return [r for r in result.records if not r.error and r.intended_at >= 0]
 
 
 def failures(result: Result) -> Counter[str]:
-    """How often what went wrong, the warm-up included."""
+    """Counts of errors, the warm-up included."""
     return Counter(f"{kind_of(r)}: {r.error}" for r in result.records if r.error)
 
 
 def failure_ratio(result: Result) -> float:
-    """Of all requests those that failed; 1 without any."""
+    """The ratio of failed requests; 1 without any."""
     return failures(result).total() / len(result.records) if result.records else 1.0
 
 
 def mean_stages_s(records: Iterable[Record]) -> dict[str, float]:
-    """The mean time of each stage, of the records that have stages."""
+    """The mean time of each stage, of records with stages."""
     measured = [record.stages_s for record in records if record.stages_s]
     return (
         {name: fmean(stages.get(name, 0.0) for stages in measured) for name in measured[0]}

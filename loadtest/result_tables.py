@@ -1,4 +1,4 @@
-"""A result as tables: each kind's latencies, and the rates of every phase."""
+"""Tables of a result: latencies of each kind, and rates of every phase."""
 
 import math
 
@@ -12,7 +12,7 @@ SHOWN: tuple[Latency, ...] = ("TTFT", "E2E")  # of a phase
 
 
 def in_percent(ratio: float | None) -> str:
-    """A share; a dash for what was not measured."""
+    """A ratio in percent; a dash if it was not measured."""
     return "-" if ratio is None else f"{ratio:.1%}"
 
 
@@ -25,7 +25,7 @@ def describe_load(plan: Plan) -> str:
 
 
 def to_latency_table(result: Result) -> Table:
-    """For each kind the percentiles of each latency."""
+    """Percentiles of each latency, by kind."""
     shares = [f"p{share * 100:g}" for share in SHARES]
     table = Table("Latencies, ms", ["kind", "latency", "values", *shares])
     for kind, records in by_kind(counted(result)).items():
@@ -37,7 +37,7 @@ def to_latency_table(result: Result) -> Table:
 
 
 def to_rate_table(result: Result) -> Table:
-    """A row for each phase, and one for the whole."""
+    """A row for each phase, and one for the whole run."""
     title = f"Rates, a second ({describe_load(result.plan)})"
     columns = ["load", "asked", "answered", "tokens", "TTFT p90", "E2E p90"]
     has_objective = bool(str(result.objective))
@@ -55,7 +55,7 @@ def to_rate_table(result: Result) -> Table:
 
 
 def to_stage_table(result: Result) -> Table:
-    """Of each kind the mean time in each of the server's stages; no rows where it tells none."""
+    """Mean time of each stage of the server, by kind; no rows if the server reports none."""
     means = {kind: mean_stages_s(records) for kind, records in by_kind(counted(result)).items()}
     names = list(dict.fromkeys(name for found in means.values() for name in found))
     table = Table("Mean time of each stage, ms", ["kind", *names, "all"])
@@ -67,7 +67,7 @@ def to_stage_table(result: Result) -> Table:
 
 
 def progress_words(num_answers: int, num_failures: int, latencies_s: list[float]) -> str:
-    """What is known while a test runs."""
+    """The progress of a running test."""
     median_s = percentile(latencies_s, 0.5)
     words = f"{num_answers:,} answered, {num_failures:,} failed"
     return words if math.isnan(median_s) else f"{words}, E2E p50 {in_ms(median_s)} ms"

@@ -1,4 +1,4 @@
-"""`vlm loadtest`: starts a fleet if no server is named, runs the load and reports the result."""
+"""`vlm loadtest`: starts a fleet if no server is given, runs the load and reports the result."""
 
 import platform
 import subprocess
@@ -30,7 +30,7 @@ from loadtest.result_tables import in_percent, progress_words, to_latency_table,
 DRIVER = (sys.executable, "-m", "loadtest.drive")
 PAUSE_S = 0.2
 MAX_LINES = 20  # of failures on the screen
-BUSY_RATIO = 0.8  # of a core; a client that needs more measures itself
+BUSY_RATIO = 0.8  # of a core; a client that uses more measures itself
 
 
 class LoadTestError(Exception):
@@ -39,7 +39,7 @@ class LoadTestError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """The options of the command. `url`: empty for a fleet of its own on `engine`."""
+    """The options of the command. `url`: empty for a fleet of its own with `engine`."""
 
     url: str
     engine: str
@@ -53,14 +53,14 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """Where the result goes."""
+    """Outputs of the result."""
 
     json: Path | None = None
     html: Path | None = None
 
 
 def run(wanted: Wanted, outputs: Outputs, max_failure_ratio: float) -> int:
-    """Make the test and show its result; returns the exit code. Raises: LoadTestError."""
+    """Run the test and show its result; returns the exit code. Raises: LoadTestError."""
     result = make_load(wanted)
     show([to_rate_table(result), to_latency_table(result)])
     if outputs.json:
@@ -82,13 +82,13 @@ def run(wanted: Wanted, outputs: Outputs, max_failure_ratio: float) -> int:
 
 
 def make_load(wanted: Wanted) -> Result:
-    """Load the server, or a fleet that lives as long as the test. Raises: LoadTestError."""
+    """Load the server, or a temporary fleet. Raises: LoadTestError."""
     if find_spec("locust") is None:
         raise LoadTestError("Locust is not installed: pip install '.[loadtest]'")
     try:
         with nullcontext() if wanted.url else run_fleet(wanted.engine) as fleet:
             url = fleet.url if fleet else wanted.url
-            api_key = wanted.api_key if wanted.url else ""  # a fleet of our own has none
+            api_key = wanted.api_key if wanted.url else ""  # a temporary fleet has none
             model = wanted.model or first_model(url, api_key)
             target = Target(url=url, model=model, timeout_s=wanted.timeout_s, api_key=api_key)
             order = Order(target=target, workload=wanted.workload, plan=wanted.plan)
@@ -110,14 +110,14 @@ def make_load(wanted: Wanted) -> Result:
 
 @dataclass(slots=True)
 class DriverOutput:
-    """What the process that makes the load has said so far."""
+    """Output of the process that generates the load."""
 
     records: list[Record] = field(default_factory=list)
     core_ratio: float | None = None  #: the last line
-    stray: str = ""  #: a line that is neither
+    stray: str = ""  #: an unexpected line
 
     def read(self, process: subprocess.Popen[bytes]) -> None:
-        """Take line after line until the process ends; a stray one ends it, for records may be lost."""
+        """Read lines until the process ends; an unexpected line ends it, because records may be lost."""
         decoder = msgspec.json.Decoder(Record | float)
         assert process.stdout is not None
         for text in process.stdout:
@@ -134,7 +134,7 @@ class DriverOutput:
 
 
 def drive(order: Order) -> tuple[list[Record], float]:
-    """The records of a load and the share of a core that making it took. Raises: LoadTestError."""
+    """The records of a load, and the ratio of a core that the client used. Raises: LoadTestError."""
     output = DriverOutput()
     with TemporaryFile() as complaints, driver(order, complaints.fileno()) as process:
         reader = Thread(target=output.read, args=(process,))
@@ -152,7 +152,7 @@ def drive(order: Order) -> tuple[list[Record], float]:
 
 @contextmanager
 def driver(order: Order, complaints: int) -> Iterator[subprocess.Popen[bytes]]:
-    """The process that makes the load; it has its order, and does not outlive us."""
+    """The process that generates the load; it ends with this process."""
     pipe = subprocess.PIPE
     with subprocess.Popen(
         DRIVER, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=complaints, start_new_session=True
@@ -167,7 +167,7 @@ def driver(order: Order, complaints: int) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def watch(reader: Thread, plan: Plan, records: list[Record]) -> None:
-    """Show how far the load is, until it is over."""
+    """Show progress until the load ends."""
     columns = (TextColumn("loading"), BarColumn(), TextColumn("{task.description}"))
     latencies_s: list[float] = []
     num_seen = num_failures = 0

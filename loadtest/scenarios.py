@@ -1,6 +1,6 @@
-"""What is asked: the messages of chat requests, the same for the same seed.
+"""Messages of chat requests; the same seed gives the same messages.
 
-Called by the users and the open loop. Pure: no network, no clock, no Locust.
+Used by the users and the open loop. No network, no clock, no Locust.
 """
 
 import random
@@ -22,12 +22,12 @@ Message = dict[str, Any]
 
 
 def take_note(text: str) -> None:
-    """What becomes of the answer to a question without a follow-up: nothing."""
+    """Ignores the answer of a question without a follow-up."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Messages to send, the right answer if it is known, and whom the answer is told."""
+    """Messages, the correct answer if it is known, and a callback for the answer."""
 
     messages: list[Message]
     expected: str | None = None
@@ -35,7 +35,7 @@ class Question:
 
 
 class Scenario:
-    """A kind of question. Who asks draws from a generator of its own, so that runs repeat."""
+    """A kind of question. Each caller has its own random generator, so that runs repeat."""
 
     name: str
 
@@ -47,18 +47,18 @@ class Scenario:
 
 
 class Text(Scenario):
-    """Text alone."""
+    """Text only."""
 
     name = "text"
 
     def next_question(self, draw: random.Random) -> Question:
-        """A sentence put together at random; its number makes it new to a prefix cache."""
+        """A random sentence; its number makes it new to a prefix cache."""
         text = f"{draw.choice(WISHES)} {draw.choice(SUBJECTS)}, no. {draw.randrange(MAX_NUMBER)}."
         return Question([user_message([text_part(text)])])
 
 
 class OneImage(Scenario):
-    """One image that nobody asked about before, and a question."""
+    """A new image, and a question."""
 
     name = "image"
 
@@ -68,7 +68,7 @@ class OneImage(Scenario):
 
 
 class RepeatedImage(Scenario):
-    """The same image for everybody, and many questions about it."""
+    """One image for all, and many questions about it."""
 
     name = "repeated image"
 
@@ -88,10 +88,10 @@ class SeveralImages(Scenario):
 
 
 class Conversation(Scenario):
-    """Question after question about one image, each with all that was said before.
+    """Questions about one image, each with the conversation so far.
 
-    An answered turn is followed by the next one of the same conversation; a failed one ends it. Who asks
-    while all conversations wait for an answer begins another.
+    An answered turn is followed by the next one of the same conversation; a failed one ends it. A new conversation
+    begins while all others wait for an answer.
     """
 
     name = "conversation"
@@ -101,7 +101,7 @@ class Conversation(Scenario):
         self._resting: deque[tuple[list[Message], tuple[Fact, ...]]] = deque()
 
     def next_question(self, draw: random.Random) -> Question:
-        """The next turn of a conversation that rests, or the first turn of a new one."""
+        """The next turn of an idle conversation, or the first turn of a new one."""
         if self._resting:
             said, facts = self._resting.popleft()
             images = []
@@ -128,7 +128,7 @@ SCENARIOS: dict[str, type[Scenario]] = {
     for scenario in (Text, OneImage, RepeatedImage, SeveralImages, Conversation)
 }
 
-#: By profile how often each scenario is asked, relative to the others.
+#: Weights of the scenarios, by profile.
 PROFILES: dict[Profile, dict[str, int]] = {
     "mixed": {
         Text.name: 3,

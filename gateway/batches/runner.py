@@ -29,16 +29,16 @@ from gateway.batches.records import Batches, BatchRecord, BatchView
 from shared.packages.store import StoreError
 from shared.queue.api import QueueUnavailable
 
-#: Of one batch, and of one gateway.
+#: Limit of one batch, and of one gateway.
 MAX_OPEN_LINES = 64
 MAX_RUNNING = 4
 LEASE_S = 15.0
 _SWEEP_PAUSE_S = 3600.0
 _PART_RESULTS = 256
 _MAX_PAUSE_S = 30.0
-#: A line is tried so often that the fleet took and could not answer.
+#: Most attempts of a line that the fleet accepted and failed.
 _MAX_TRIES = 5
-#: Errors that say that a request was not taken: they are no try.
+#: Errors of requests that were not accepted; they do not count as attempts.
 _NOT_TAKEN = frozenset(
     {"no_worker", "server_overloaded", "service_unavailable", "unsupported_version"}
 )
@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 
 class LineAnswer(msgspec.Struct, frozen=True):
-    """What an endpoint answered a line."""
+    """The response of an endpoint to a line."""
 
     status: int
     headers: Mapping[bytes, bytes]
@@ -55,24 +55,24 @@ class LineAnswer(msgspec.Struct, frozen=True):
     body: bytes
 
 
-#: Asks an endpoint in a tenant's name: tenant, endpoint, body.
+#: Calls an endpoint for a tenant: tenant, endpoint, body.
 Ask = Callable[[str, str, bytes], Awaitable[LineAnswer]]
 
 
 class Leases(Protocol):
-    """Who works on what."""
+    """Leases of batches."""
 
     async def hold(self, name: str, holder: str, ttl_s: float) -> bool:
-        """Take a lease or renew it; whether it is the holder's. Raises: QueueUnavailable."""
+        """Take or renew a lease; returns whether it is the holder's. Raises: QueueUnavailable."""
         ...
 
     async def drop(self, name: str, holder: str) -> None:
-        """Give a lease back. Raises: QueueUnavailable."""
+        """Release a lease. Raises: QueueUnavailable."""
         ...
 
 
 class BatchRunner:
-    """Looks for open batches, and runs those that nobody runs."""
+    """Runs open batches without a runner."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class BatchRunner:
         self._loop = asyncio.create_task(self._look_for_ever(), name="batches")
 
     async def stop(self) -> None:
-        """End; what is open goes on elsewhere."""
+        """Stop; open batches continue on other gateways."""
         tasks = [task for _, task in self._running.values()]
         if self._loop is not None:
             tasks.append(self._loop)
@@ -119,7 +119,7 @@ class BatchRunner:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def look(self) -> None:
-        """There is a new batch, or one is cancelled."""
+        """Check for new and cancelled batches."""
         self._changed.set()
         for computing in self._computing:
             computing.wake()
@@ -146,7 +146,7 @@ class BatchRunner:
         waiting = await asyncio.to_thread(self._batches.open_ids)
         waiting = [each for each in waiting if each[1] not in self._running]
         while waiting and len(self._running) < MAX_RUNNING:
-            # Of the owner with the fewest running ones the oldest.
+            # The oldest batch of the owner with the fewest running ones.
             num_running = Counter(owner for owner, _ in self._running.values())
             owner, id_ = min(waiting, key=lambda each: (num_running[each[0]], each[1]))
             waiting.remove((owner, id_))
@@ -155,7 +155,7 @@ class BatchRunner:
                 self._running[id_] = owner, task
 
     async def _run(self, owner: str, id_: str) -> None:
-        """Bring a batch to its end, while its lease is ours."""
+        """Run a batch while the lease is ours."""
         work = asyncio.ensure_future(self._work(owner, id_))
         hold = asyncio.ensure_future(self._hold(id_))
         try:
@@ -174,7 +174,7 @@ class BatchRunner:
             self._changed.set()
 
     async def _hold(self, id_: str) -> None:
-        """Renew the lease; returns when it is lost, or may be."""
+        """Renew the lease; returns when it is, or may be, lost."""
         held_at = time.monotonic()
         while time.monotonic() < held_at + self._lease_s * 0.7:
             await asyncio.sleep(self._lease_s / 5)
@@ -237,7 +237,7 @@ class BatchRunner:
     # Of one batch, for `_Computing`
 
     async def answer(self, record: BatchRecord, line: BatchLine) -> LineResult:
-        """What comes of a line: it is asked again while the fleet has no room for it."""
+        """The result of a line; retries while the fleet is full."""
         num_tries, num_refusals = 0, 0
         while True:
             answer = await self._ask(record.tenant, record.endpoint, line.body)
@@ -259,7 +259,7 @@ class BatchRunner:
         await asyncio.to_thread(self._batches.add_part, record, self.holder, results)
 
     async def is_cancelled(self, record: BatchRecord) -> bool:
-        """Whether the client wants no more, or its key is gone. Raises: StoreError."""
+        """Whether the batch is cancelled, or its key revoked. Raises: StoreError."""
         return not self._may_ask(record.tenant) or await asyncio.to_thread(
             self._batches.is_cancelled, record
         )
@@ -270,12 +270,12 @@ class BatchRunner:
 
     @property
     def flush_s(self) -> float:
-        """A result is kept within that time."""
+        """Seconds until a result is stored."""
         return self._flush_s
 
 
 class _Computing:
-    """The lines of a batch that have no result yet, on their way."""
+    """The lines of a batch without a result."""
 
     def __init__(
         self,
@@ -295,7 +295,7 @@ class _Computing:
         self._writing = asyncio.Lock()
 
     async def run(self) -> bool:
-        """Answer all lines, unless the client cancels; whether all are answered."""
+        """Run all lines, unless the batch is cancelled; returns whether all are complete."""
         count = self._runner.max_open_lines
         answering = [asyncio.create_task(self._answer_lines()) for _ in range(count)]
         keeping = asyncio.create_task(self._keep_results())
@@ -314,7 +314,7 @@ class _Computing:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def wake(self) -> None:
-        """Look now for a cancellation, and keep the results."""
+        """Check for a cancellation now, and store the results."""
         self._is_woken.set()
 
     async def _answer_lines(self) -> None:
@@ -328,7 +328,7 @@ class _Computing:
                 await self._has_room.wait()
 
     async def _keep_results(self) -> None:
-        """Keep results every few seconds; returns when the client cancels."""
+        """Store results periodically; returns when the batch is cancelled."""
         while True:
             self._is_woken.clear()
             with suppress(TimeoutError):
@@ -338,11 +338,11 @@ class _Computing:
                 await self.flush()
                 if await self._runner.is_cancelled(self._record):
                     return
-            except StoreError as error:  # a full disk: no line is answered meanwhile
+            except StoreError as error:  # full disk: no further lines are run meanwhile
                 logger.warning("results of a batch wait: %s", error)
 
     async def flush(self) -> None:
-        """Keep what there is; what is being kept already is not kept twice. Raises: StoreError."""
+        """Store the present results, except those that are being stored. Raises: StoreError."""
         await asyncio.shield(self._write())
 
     async def _write(self) -> None:
@@ -361,7 +361,7 @@ async def _await_all(tasks: Sequence[asyncio.Task[None]]) -> None:
 
 
 def _find_pause(answer: LineAnswer) -> float | None:
-    """How long to wait before a line is asked again; None: this is its answer."""
+    """The pause before a line is retried; None: its response is final."""
     if answer.status == 504:  # it waited too long
         return 1.0
     if answer.status != 429 and answer.headers.get(b"x-should-retry") != b"true":
@@ -371,7 +371,7 @@ def _find_pause(answer: LineAnswer) -> float | None:
 
 
 def _was_taken(answer: LineAnswer) -> bool:
-    """Whether the fleet took the request before it failed."""
+    """Whether the fleet accepted the request before it failed."""
     if answer.status == 429:
         return False
     try:

@@ -1,4 +1,4 @@
-"""What a request to a vector store may hold: vectors, images, filters and queries. Pure."""
+"""Validates requests to vector stores: vectors, images, filters and queries."""
 
 import base64
 import binascii
@@ -24,14 +24,14 @@ from shared.settings.limits import (
 
 
 def check_text(param: str, value: str) -> str:
-    """Raises: InvalidRequest for control characters, which no log or file should meet."""
+    """Raises: InvalidRequest for control characters, which are unsafe in logs and files."""
     if any(ord(character) < 32 or 0xD800 <= ord(character) < 0xE000 for character in value):
         raise invalid(param, "send it without control characters")
     return value
 
 
 def find_prompt(param: str, asked: str | None, card: ModelCard, usual: Sequence[str]) -> str:
-    """The prompt that is asked for, else the model's own of that use. Raises: InvalidRequest."""
+    """The requested prompt, or the model's default for this use. Raises: InvalidRequest."""
     if asked is None:
         return next((name for name in usual if name in card.prompts), "")
     if asked and asked not in card.prompts:
@@ -56,14 +56,14 @@ def pack_vector(vector: Vector, param: str) -> bytes:
 
 
 def to_image(url: str, param: str) -> ImageSource:
-    """An image by its URL, or in bare base64."""
+    """An image by URL, or in bare base64."""
     if not url[:8].lower().startswith(("data:", "http://", "https://")):
         url = f"data:;base64,{url}"
     return ImageSource(url, param)
 
 
 def name_of_image(url: str | None, param: str) -> str:
-    """What is kept of an image: the URL of one that is elsewhere. Raises: InvalidRequest."""
+    """The stored name of an image: the URL of a remote one. Raises: InvalidRequest."""
     if url is None:
         return ""
     if not url[:8].lower().startswith(("http://", "https://")):
@@ -74,13 +74,13 @@ def name_of_image(url: str | None, param: str) -> str:
 
 
 def check_metadata(metadata: Mapping[str, str] | None) -> None:
-    """No control characters. Raises: InvalidRequest."""
+    """Refuse control characters. Raises: InvalidRequest."""
     for key, value in (metadata or {}).items():
         check_text("metadata", key + value)
 
 
 def check_attributes(attributes: Mapping[str, Any] | None, param: str) -> None:
-    """Numbers are finite. Raises: InvalidRequest."""
+    """Refuse numbers that are not finite. Raises: InvalidRequest."""
     for key, value in (attributes or {}).items():
         check_text(param, key)
         if isinstance(value, float) and not math.isfinite(value):
@@ -182,7 +182,7 @@ def _check_comparison(part: Filter, param: str) -> None:
 def read_query(
     query: str | Sequence[str] | QueryInput,
 ) -> tuple[list[str], list[str | ImageSource], list[bytes]]:
-    """Texts to show, what to embed, and vectors that are there already. Raises: InvalidRequest."""
+    """Texts to show, inputs to embed, and given vectors. Raises: InvalidRequest."""
     if isinstance(query, QueryInput):
         if sum(x is not None for x in (query.text, query.image, query.embedding)) != 1:
             raise invalid("query", "send one of text, image and embedding")

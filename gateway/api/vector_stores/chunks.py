@@ -1,4 +1,4 @@
-"""A file's text in chunks. Pure."""
+"""Splits the text of a file into chunks."""
 
 from gateway.api.fields import invalid
 from gateway.api.inputs import CHARS_PER_TOKEN
@@ -9,16 +9,16 @@ from shared.search import (
     FileRecord,
 )
 
-#: OpenAI's: of the chunks of a file, in tokens.
+#: OpenAI's defaults, in tokens.
 CHUNK_TOKENS, OVERLAP_TOKENS = 800, 400
-#: Of a model's context, what a chunk of estimated tokens takes.
+#: The ratio of a model's context for a chunk of estimated tokens.
 _CHUNK_SHARE = 0.75
-#: Where a chunk rather ends, the best first; in its last quarter.
+#: Preferred ends of a chunk, the best first, in its last quarter.
 _ENDS = ("\n\n", "\n", ". ", " ")
 
 
 def chunk_sizes(strategy: ChunkingStrategy | None, card: ModelCard) -> tuple[int, int]:
-    """Tokens of a chunk, and of what it shares with the one before. Raises: InvalidRequest."""
+    """Tokens of a chunk, and of its overlap with the previous one. Raises: InvalidRequest."""
     if strategy is None or strategy.type == "auto":
         size = min(CHUNK_TOKENS, max(1, int(card.max_model_len * _CHUNK_SHARE)))
         return size, min(OVERLAP_TOKENS, size // 2)
@@ -49,8 +49,9 @@ def decode_text(file: FileRecord) -> str:
 
 
 def cut_chunks(text: str, num_tokens: int, overlap: int) -> list[str]:
-    """Pieces of at most so many tokens of four characters, that end where a paragraph, line,
-    sentence or word does, if one does in their last quarter.
+    """Chunks of at most `num_tokens` tokens of four characters.
+
+    They end at a paragraph, line, sentence or word, if there is one in their last quarter.
     """
     most, shared = num_tokens * CHARS_PER_TOKEN, overlap * CHARS_PER_TOKEN
     chunks, begin = [], 0

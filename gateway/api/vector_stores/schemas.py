@@ -1,4 +1,4 @@
-"""What clients send to vector stores, and what they are answered."""
+"""Requests and responses of vector stores."""
 
 import base64
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ Vector = list[float] | str
 
 
 class ExpiresAfter(RequestStruct, frozen=True, kw_only=True):
-    """When a store that is not used is deleted."""
+    """When an unused store is deleted."""
 
     anchor: Literal["last_active_at"]
     days: Annotated[int, Meta(ge=1, le=365)]
@@ -73,11 +73,11 @@ class CreateStoreRequest(RequestStruct, frozen=True, kw_only=True):
     expires_after: ExpiresAfter | None = None
     file_ids: FileIds | None = None
     chunking_strategy: ChunkingStrategy | None = None  #: of these files
-    #: ours: which model makes its vectors; without it, the only one that is served
+    #: extension: the model of its vectors; default: the only served one
     embedding_model: ModelName | None = None
-    dimensions: Annotated[int, Meta(ge=1)] | None = None  #: ours: as in an embedding request
-    prompt: str | None = None  #: ours: the model's prompt before what is stored
-    query_prompt: str | None = None  #: ours: and before what is searched
+    dimensions: Annotated[int, Meta(ge=1)] | None = None  #: extension: as in an embedding request
+    prompt: str | None = None  #: extension: the model's prompt before stored texts
+    query_prompt: str | None = None  #: extension: the model's prompt before queries
 
 
 class ChangeStoreRequest(RequestStruct, frozen=True, kw_only=True):
@@ -89,7 +89,7 @@ class ChangeStoreRequest(RequestStruct, frozen=True, kw_only=True):
 
 
 class ItemInput(RequestStruct, frozen=True, kw_only=True):
-    """An item: what it is made of, and its vector where the client has it already.
+    """An item: its content, or its vector.
 
     `embedding`: numbers, or little-endian float32 in base64.
     """
@@ -115,7 +115,7 @@ class DeleteItemsRequest(RequestStruct, frozen=True, kw_only=True):
 
 
 class QueryInput(RequestStruct, frozen=True, kw_only=True):
-    """What to search, where it is no plain text."""
+    """A query that is not plain text."""
 
     text: str | None = None
     image: str | None = None
@@ -166,7 +166,7 @@ class FileBatchRequest(RequestStruct, frozen=True, kw_only=True):
 
 
 class ListQuery(RequestStruct, frozen=True, kw_only=True):
-    """Which part of a list."""
+    """Page of a list."""
 
     limit: Annotated[int, Meta(ge=1, le=MAX_PAGE)] = 20
     order: Literal["asc", "desc"] = "desc"
@@ -175,7 +175,7 @@ class ListQuery(RequestStruct, frozen=True, kw_only=True):
 
     @property
     def page(self) -> Page:
-        """As the search process has it."""
+        """The page in the search process's form."""
         return Page(
             limit=self.limit,
             after=self.after,
@@ -184,18 +184,18 @@ class ListQuery(RequestStruct, frozen=True, kw_only=True):
         )
 
     def cut(self, entries: list[Any]) -> tuple[list[Any], bool]:
-        """The page, and whether there is more: one more entry than the limit came then."""
+        """The page, and whether there is more, from one entry more than the limit."""
         kept = entries[-self.limit :] if self.before else entries[: self.limit]
         return kept, len(entries) > self.limit
 
 
 class FilesQuery(ListQuery, frozen=True, kw_only=True):
-    """Which part of a list of files, of one status or any."""
+    """Page of a list of files, optionally of one status."""
 
     filter: Literal["", "in_progress", "completed", "failed", "cancelled"] = ""
 
     def choose(self, files: Sequence[StoreFile]) -> tuple[list[StoreFile], bool]:
-        """The page of these, which were attached in this order, and whether there is more."""
+        """The page of these files, in the order of attachment, and whether there is more."""
         chosen = [file for file in files if self.filter in ("", file.status)]
         if self.order == "desc":
             chosen.reverse()
@@ -209,7 +209,7 @@ class FilesQuery(ListQuery, frozen=True, kw_only=True):
 
 
 class ItemsQuery(RequestStruct, frozen=True, kw_only=True):
-    """Which part of the items, in the order of their ids. `include`: `embedding`."""
+    """Page of the items, by id. `include`: `embedding`."""
 
     limit: Annotated[int, Meta(ge=1, le=MAX_PAGE)] = 20
     after: Annotated[str, Meta(max_length=MAX_ITEM_ID_CHARS)] = ""
@@ -226,7 +226,7 @@ class ItemQuery(RequestStruct, frozen=True, kw_only=True):
 
 
 class FileCounts(msgspec.Struct):
-    """By status; none is in progress when it is answered."""
+    """Files by status; none is in progress."""
 
     completed: int
     total: int
@@ -236,7 +236,7 @@ class FileCounts(msgspec.Struct):
 
 
 class VectorStore(msgspec.Struct):
-    """OpenAI's object, and what is ours from `embedding_model` on."""
+    """OpenAI's object, with extensions from `embedding_model` on."""
 
     id: str
     created_at: int
@@ -257,7 +257,7 @@ class VectorStore(msgspec.Struct):
 
     @classmethod
     def of(cls, record: StoreRecord) -> "VectorStore":
-        """Of what the search process knows."""
+        """Create the object from a record of the search process."""
         return cls(
             id=record.id,
             created_at=record.created_at,
@@ -289,7 +289,7 @@ class StoreList(msgspec.Struct):
 
 
 class Deleted(msgspec.Struct):
-    """What is gone."""
+    """A deleted object."""
 
     id: str
     object: str
@@ -297,14 +297,14 @@ class Deleted(msgspec.Struct):
 
 
 class ItemsDeleted(msgspec.Struct):
-    """How many are gone."""
+    """Number of deleted items."""
 
     num_deleted: int
     object: str = "vector_store.items.deleted"
 
 
 class ItemsStored(msgspec.Struct):
-    """The items are on disk; the store as it is now."""
+    """The store after items were written to disk."""
 
     num_items: int
     store: VectorStore
@@ -320,7 +320,7 @@ class Content(msgspec.Struct, omit_defaults=True):
 
 
 class StoredItem(msgspec.Struct):
-    """An item. `embedding`: little-endian float32 in base64, of length 1, where asked for."""
+    """An item. `embedding`: if requested, little-endian float32 in base64, of length 1."""
 
     id: str
     content: list[Content]
@@ -340,7 +340,7 @@ class ItemList(msgspec.Struct):
 
 
 class SearchHit(msgspec.Struct):
-    """A chunk of a file; or an item, whose id stands for a file's too."""
+    """A chunk of a file, or an item, whose id is also in place of a file's."""
 
     id: str
     file_id: str
@@ -351,7 +351,7 @@ class SearchHit(msgspec.Struct):
 
 
 class SearchPage(msgspec.Struct):
-    """All hits: there is one page."""
+    """All hits, as one page."""
 
     search_query: list[str]
     data: list[SearchHit]
@@ -375,7 +375,7 @@ class StoreFileObject(msgspec.Struct):
 
     @classmethod
     def of(cls, record: StoreFile) -> "StoreFileObject":
-        """Of what the search process knows."""
+        """Create the object from a record of the search process."""
         sizes = {
             "max_chunk_size_tokens": record.max_chunk_tokens,
             "chunk_overlap_tokens": record.chunk_overlap_tokens,
@@ -395,7 +395,7 @@ class StoreFileObject(msgspec.Struct):
 
 
 class FileBatchObject(msgspec.Struct):
-    """Files that one request attached. It has ended when it is answered."""
+    """Files that one request has attached."""
 
     id: str
     created_at: int
@@ -441,13 +441,13 @@ def _content(item: Item) -> list[Content]:
 
 
 def to_stored(item: Item) -> StoredItem:
-    """As it is shown."""
+    """An item in the form of a response."""
     vector = base64.b64encode(item.vector).decode() if item.vector else UNSET
     return StoredItem(item.id, _content(item), item.attributes, vector)
 
 
 def to_hit(hit: Hit) -> SearchHit:
-    """As it is shown; an item of no file goes by its own id."""
+    """A hit in the form of a response; an item without a file has its own id."""
     item = hit.item
     return SearchHit(
         id=item.id,

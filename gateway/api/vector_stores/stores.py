@@ -89,9 +89,9 @@ from shared.search import (
 from shared.settings.group import MIB
 from shared.settings.limits import LimitSettings
 
-#: Hits that a model is asked to order, for each that is wanted.
+#: Number of hits that a reranker gets, per requested hit.
 _RERANK_FACTOR = 4
-#: Of the items of a page: it ends before one that would be beyond, unless it is the first.
+#: Size limit of a page of items; the first item is always included.
 _MAX_PAGE_BYTES = 4 * MIB
 _DOCUMENT_PROMPTS = ("document", "passage", "search_document")
 _QUERY_PROMPTS = ("query", "search_query")
@@ -166,12 +166,12 @@ class VectorStores(Resource):
         return made
 
     async def _choose_model(self, name: str | None) -> ModelCard:
-        """The card of a model that makes vectors. Raises: ApiError, QueueUnavailable, RedisError."""
+        """The card of an embedding model. Raises: ApiError, QueueUnavailable, RedisError."""
         models = self._lifecycle.models
         if name is None:
             cards = [card for card in models.served() if "embed" in card.tasks]
             served = [card for card in cards if models.num_workers[card.queue]]
-            cards = served or cards  # one that ran yesterday is no choice
+            cards = served or cards  # a model that is no longer served is not chosen
             if len(cards) == 1:
                 return cards[0]
             names = ", ".join(sorted(card.name for card in cards)) or "none"
@@ -205,7 +205,7 @@ class VectorStores(Resource):
     async def _find(self, caller: Caller, name: str | None = None) -> StoreRecord:
         if name is None:
             name = caller.path["vector_store_id"]
-            if not name.startswith(STORE_ID):  # names are an operator's to use
+            if not name.startswith(STORE_ID):  # names are set by the operator
                 raise NotFound(
                     "There is no such vector store.", param="vector_store_id", code="not_found"
                 )
@@ -415,8 +415,7 @@ class VectorStores(Resource):
                 param="chunking_strategy",
                 code="too_many_inputs",
             )
-        # A chunk may have more tokens than its characters let expect: its vector is of those that
-        # fit, its text is whole.
+        # A chunk may have more tokens than estimated: its vector is of the first ones, its text is complete.
         vectors = await self._vectors.embed(
             chunks, ["file_id"] * len(chunks), store, store.prompt, caller, truncate="end"
         )
@@ -446,9 +445,9 @@ class VectorStores(Resource):
     async def _attach_all(
         self, requests: Sequence[AttachFileRequest], store: StoreRecord, caller: Caller
     ) -> list[StoreFile]:
-        """One after another; a file that cannot be attached does not stop the others.
+        """Attach files one by one; a failure does not stop the others.
 
-        Raises: ApiError where the fleet or the search process is away, QueueUnavailable.
+        Raises: ApiError if the fleet or the search process is unavailable, QueueUnavailable.
         """
         files = []
         for request in requests:

@@ -1,4 +1,4 @@
-"""Vectors and scores of a store's model, from the fleet."""
+"""Computes vectors and scores of a store's model in the fleet."""
 
 from collections.abc import Sequence
 
@@ -19,7 +19,7 @@ from shared.settings.limits import LimitSettings
 
 
 class StoreVectors:
-    """What the fleet computes for stores."""
+    """Vectors and scores for stores."""
 
     def __init__(self, lifecycle: Lifecycle, limits: LimitSettings) -> None:
         self._lifecycle = lifecycle
@@ -36,7 +36,7 @@ class StoreVectors:
         caller: Caller,
         truncate: Truncate = "none",
     ) -> list[bytes]:
-        """A vector of the store's model for each text or image; `names`: what the wire calls them.
+        """A vector of the store's model for each text or image; `names`: of the inputs in the request.
 
         Raises: ApiError.
         """
@@ -65,7 +65,7 @@ class StoreVectors:
         return [bytes(row) for row in rows_of(events)]
 
     async def _find_card(self, store: StoreRecord) -> ModelCard:
-        """That of the model which made the store's vectors. Raises: ApiError."""
+        """The card of the model of the store's vectors. Raises: ApiError."""
         card = await self._lifecycle.models.find(store.model)
         if card.digest != store.digest:
             raise InvalidRequest(
@@ -78,7 +78,7 @@ class StoreVectors:
         return card
 
     def _plan(self, task: Embed, parts: Sequence[str | ImageSource], card: ModelCard) -> Plan:
-        """The task for all parts, in as many calls as they take."""
+        """A plan of as many calls as the inputs need."""
         images = [part for part in parts if isinstance(part, ImageSource)]
         places = {id(image): place for place, image in enumerate(images)}
         inputs = [
@@ -97,7 +97,7 @@ class StoreVectors:
     async def rerank(
         self, model: str, texts: Sequence[str], hits: Sequence[Hit], caller: Caller
     ) -> list[Hit]:
-        """The hits by a model's scores for the first text; those without text come last."""
+        """The hits by a model's scores for the first text; those without text are last."""
         try:
             card = await self._lifecycle.models.find(model, task="rerank")
         except NotFound as error:
@@ -135,7 +135,7 @@ def _num_tokens(part: TextPart | ImagePart, per_image: int) -> int:
 
 
 def _rename(param: str | None, names: Sequence[str]) -> str | None:
-    """A worker says `input.[3].image`: what the client called that."""
+    """The name of the client's input for a worker's `input.[3].image`."""
     if param is None or not param.startswith("input.["):
         return param
     index, _, rest = param.removeprefix("input.[").partition("]")
