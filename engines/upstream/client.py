@@ -61,6 +61,7 @@ class UpstreamClient:
         self._events: SimpleQueue[list[StreamEvent]] = SimpleQueue()
         self._held: list[StreamEvent] = []  # of the thread, to be received together
         self.lost = ""  #: why the server is lost; empty: it is not
+        self.is_ready = False  #: set after the server's start, which may take long
         self._streams: dict[str, asyncio.Task[None]] = {}  # of the thread, like the rest
         self._received_at: dict[str, float] = {}  # by stream, `time.monotonic`
         self._client = httpx.AsyncClient(
@@ -192,7 +193,7 @@ class UpstreamClient:
             if self._metrics_path:
                 await self._read_metrics()
             oldest = min(self._received_at.values(), default=checked_at)
-            if time.monotonic() - oldest > self._silence_s:
+            if self.is_ready and time.monotonic() - oldest > self._silence_s:
                 if not await self._is_healthy():
                     self._lose(f"no data for {self._silence_s:g} s")
                 checked_at = now = time.monotonic()

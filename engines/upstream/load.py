@@ -171,6 +171,7 @@ def _wait_until_ready(
         try:
             status = client.request("GET", health_path).status_code
             if status == httpx.codes.OK:
+                client.is_ready = True
                 return
             reason = f"it answers {status}"
         except httpx.HTTPError as error:

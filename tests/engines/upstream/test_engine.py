@@ -371,6 +371,14 @@ def test_a_silent_server_is_lost_only_if_it_fails_its_health_check(
         engine.close()
 
 
+def test_a_server_may_start_for_longer_than_it_may_be_silent(checkpoint: Path, server: StandIn):
+    server.is_healthy = False
+    threading.Timer(1.0, setattr, (server, "is_healthy", True)).start()
+    engine = load("vllm", checkpoint, server, silence_s=0.1)
+    assert len(ids_of(answer(engine, make_call()))) == 8
+    engine.close()
+
+
 def test_a_server_is_lost_while_no_request_is_open(checkpoint: Path, server: StandIn):
     engine = load("vllm", checkpoint, server, silence_s=0.1)
     server.is_healthy = False
