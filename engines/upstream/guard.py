@@ -12,7 +12,8 @@ import threading
 import time
 from contextlib import suppress
 
-STOP_S = 10.0  #: between SIGTERM and SIGKILL
+STOP_S = 10.0  #: between SIGTERM and SIGKILL, for a worker that stops
+KILL_S = 2.0  #: the same, for one that was killed: the next start needs the memory
 
 
 def main(command: list[str]) -> int:
@@ -27,7 +28,7 @@ def main(command: list[str]) -> int:
         while os.read(0, 1):
             pass
         send(signal.SIGTERM)
-        time.sleep(STOP_S)
+        time.sleep(KILL_S)
         send(signal.SIGKILL)
 
     signal.signal(signal.SIGTERM, lambda *_: send(signal.SIGTERM))
