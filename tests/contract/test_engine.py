@@ -8,7 +8,7 @@ An engine joins by its name in the registry and a line in `SETTINGS`; one that g
 import asyncio
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -54,7 +54,7 @@ from shared.settings.limits import LimitSettings
 from tests.contract.test_pooling_engine import SETTINGS as POOLING_SETTINGS
 from tests.contract.toys.engine import TOY
 from tests.engines.upstream.llama import run_llama_server, write_model
-from tests.engines.upstream.stand_in import run_stand_in
+from tests.engines.upstream.stand_in import StandIn, run_stand_in
 from tests.engines.upstream.vllm import run_vllm
 from tests.engines.upstream.vllm import write_model as write_llava
 from tests.factories_engine import make_mock
@@ -66,7 +66,7 @@ from tests.factories_gateway import (
 )
 from tests.factories_images import data_url, encoded
 from tests.factories_queue import MODEL, Ends, make_request
-from tests.factories_worker import Answers, run_worker, text
+from tests.factories_worker import Answers, StoppableEngine, run_worker, text
 from tests.waiting import until
 from tests.worker.conftest import answers as answers
 
@@ -124,10 +124,10 @@ def application(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def stand_in() -> Iterator[str]:
-    """Address of a server that speaks the APIs of vLLM and SGLang."""
+def stand_in() -> Iterator[StandIn]:
+    """A server that speaks the APIs of vLLM and SGLang."""
     with run_stand_in() as server:
-        yield server.url
+        yield server
 
 
 @pytest.fixture(scope="module")
@@ -160,6 +160,7 @@ class Case:
     name: str
     models: Mapping[str, Path]
     url: str = ""  #: of the server of an upstream engine
+    stand_in: StandIn | None = None
     loaded: list[LoadedEngine] = field(default_factory=list)
     has_skipped: bool = False
 
@@ -173,6 +174,18 @@ class Case:
         if "tokenize" not in engine.capabilities().tasks:
             self.skip("it has no tokenizer")
         return engine
+
+    @contextmanager
+    def held(self, engine: StoppableEngine) -> Iterator[None]:
+        """Hold back all but the first tokens of an answer."""
+        engine.steps_left = 1
+        if self.stand_in is not None:  # its tokens may all come in one step
+            self.stand_in.released.clear()
+            self.stand_in.hold_after = 1
+        yield
+        if self.stand_in is not None:
+            self.stand_in.hold_after = None
+            self.stand_in.released.set()
 
     @property
     def kind(self) -> str:
@@ -229,7 +242,8 @@ def case(request: pytest.FixtureRequest, checkpoint: Path, application: Path) ->
     models = {"application": application} | dict.fromkeys(("torch", "vllm", "sglang"), checkpoint)
     case = Case(request.param, models)
     if case.name in STAND_INS:
-        case.url = request.getfixturevalue("stand_in")
+        case.stand_in = request.getfixturevalue("stand_in")
+        case.url = case.stand_in.url
     if case.name == "llama-server":
         case.url, models["llama-server"] = request.getfixturevalue("llama_server")
     if case.name == VLLM_CPU:
@@ -759,10 +773,12 @@ async def test_when_its_worker_is_lost_an_answer_is_continued_or_fails_clearly(
 ):
     """Never is a part of it told twice."""
     async with run_worker(ends, "first", load=generating.load) as first:
-        first.engine.steps_left = 1
-        request = await ends.enqueue(make_request(QUESTION))
-        await answers.wait_for(request, lambda events: any(isinstance(e, Tokens) for e in events))
-        await first.vanish()
+        with generating.held(first.engine):
+            request = await ends.enqueue(make_request(QUESTION))
+            await answers.wait_for(
+                request, lambda events: any(isinstance(e, Tokens) for e in events)
+            )
+            await first.vanish()
     async with run_worker(ends, "second", load=generating.load, lease_s=0.6):
         events = await answers.end(request)
     if generating.start().can_continue(request.task):

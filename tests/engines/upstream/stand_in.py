@@ -37,6 +37,8 @@ class StandIn:
     refuse_with: tuple[int, str] | None = None  #: status and message of the next request
     refuses_in_stream: bool = False  #: as vLLM and SGLang do
     break_after: list[int] = field(default_factory=list)  #: tokens of the next streams
+    hold_after: int | None = None  #: tokens of a stream, whose rest waits for `released`
+    released: threading.Event = field(default_factory=threading.Event)
     bodies: list[dict[str, Any]] = field(default_factory=list)
     vectors: tuple[str, ...] = ("/v1/embeddings",)  #: paths of vectors and scores
     num_open: int = 0
@@ -136,6 +138,8 @@ class _Handler(BaseHTTPRequestHandler):
             for number, event in enumerate(events):
                 if number == limit:
                     return
+                if number == state.hold_after:
+                    state.released.wait()
                 time.sleep(state.token_s)
                 self.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
             self.wfile.write(b"data: [DONE]\n\n")
@@ -256,6 +260,7 @@ def run_stand_in(**state: Any) -> Iterator[StandIn]:
     try:
         yield found
     finally:
+        found.released.set()
         server.shutdown()
         server.server_close()
         thread.join()
