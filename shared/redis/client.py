@@ -18,6 +18,8 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError, RedisError, TimeoutError
 
+from shared.redis.sentinel import create_sentinel_redis
+from shared.settings.redis_url import SentinelUrl
 from shared.settings.tree import RedisSettings
 
 #: Timeout of a blocking read on the server; that of its socket is longer.
@@ -36,18 +38,18 @@ TRANSIENT = (ConnectionError, TimeoutError)
 
 def create_redis(settings: RedisSettings, *, blocking: bool = False) -> Redis:
     """A client that fails within its timeout, without retries. `blocking`: `BLOCK_S` longer."""
-    keepalive: dict[str, Any] = (
-        {} if settings.url.startswith("unix:") else {"socket_keepalive": True}
-    )
-    return Redis.from_url(
-        settings.url,
-        socket_timeout=settings.command_timeout_s + (BLOCK_S if blocking else 0.0),
-        socket_connect_timeout=settings.connect_timeout_s,
-        retry=Retry(NoBackoff(), 0),
-        health_check_interval=0,
-        protocol=2,
-        **keepalive,
-    )
+    options: dict[str, Any] = {
+        "socket_timeout": settings.command_timeout_s + (BLOCK_S if blocking else 0.0),
+        "socket_connect_timeout": settings.connect_timeout_s,
+        "retry": Retry(NoBackoff(), 0),
+        "health_check_interval": 0,
+        "protocol": 2,
+    }
+    if not settings.url.startswith("unix:"):
+        options["socket_keepalive"] = True
+    if sentinels := SentinelUrl.parse(settings.url):
+        return create_sentinel_redis(sentinels, options)
+    return Redis.from_url(settings.url, **options)
 
 
 async def retry_idempotent(

@@ -26,6 +26,7 @@ from redis.exceptions import (
 )
 
 from shared.redis.script import Script, load_script
+from shared.redis.sentinel import SentinelPool
 
 Part = str | bytes | int
 Command = Sequence[Part]
@@ -226,7 +227,7 @@ class RedisLink:
     """One connection, opened on demand. One exchange at a time."""
 
     def __init__(self, redis: Redis) -> None:
-        pool = redis.connection_pool
+        self._pool = pool = redis.connection_pool
         self._options: Mapping[str, Any] = pool.connection_kwargs
         self._is_tls = issubclass(pool.connection_class, SSLConnection)
         self.timeout_s: float = self._options["socket_timeout"]  #: longest time without progress
@@ -286,7 +287,10 @@ class RedisLink:
         if "path" in options:
             _, wire = await loop.create_unix_connection(_Wire, options["path"])
         else:
-            host, port = options.get("host", "localhost"), options.get("port", 6379)
+            if isinstance(self._pool, SentinelPool):
+                host, port = await self._pool.find_primary(self)
+            else:
+                host, port = options.get("host", "localhost"), options.get("port", 6379)
             tls = self._tls_context() if self._is_tls else None
             _, wire = await loop.create_connection(_Wire, host, port, ssl=tls)
         return wire

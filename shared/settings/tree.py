@@ -15,7 +15,6 @@ from urllib.parse import urlsplit
 
 import yaml
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -35,6 +34,7 @@ from pydantic_settings import (
 from shared.settings import SettingsError as SettingsError
 from shared.settings.group import MIB, Group
 from shared.settings.limits import LimitSettings
+from shared.settings.redis_url import RedisUrl
 
 _HOST = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?(:[1-9][0-9]{0,4})?")
 _ORIGIN = re.compile(r"https?://[a-z0-9.-]{1,253}(:[1-9][0-9]{0,4})?|[a-z][a-z0-9+.-]*://[\w.-]+")
@@ -51,25 +51,9 @@ def _split_items(value: Any) -> Any:
     return value
 
 
-def _check_redis_url(url: str) -> str:
-    try:
-        parts = urlsplit(url)
-        place = parts.path if parts.scheme == "unix" else parts.hostname
-        is_good = parts.scheme in ("redis", "rediss", "unix") and place and parts.port != 0
-    except ValueError:  # the message may contain a part of the password
-        is_good = False
-    if url and not is_good:
-        raise ValueError(
-            "this is no Redis URL; write redis://HOST:PORT/0, rediss:// for TLS or unix:///PATH, "
-            "with %-escapes for special characters in a password"
-        )
-    return url
-
-
 #: Comma-separated in the environment.
 Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_items)]
 Secrets = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_split_items)]
-RedisUrl = Annotated[str, AfterValidator(_check_redis_url)]
 
 
 class GatewaySettings(Group):
@@ -292,7 +276,7 @@ class RedisSettings(Group):
 
     url: RedisUrl = Field(
         default="",
-        description="redis://, rediss:// or unix:// URL; empty: `vlm serve` starts its own.",
+        description="redis://, rediss://, unix:// or redis+sentinel:// URL; empty: `vlm serve` starts its own.",
     )
     key_prefix: str = Field(
         default="vlm", pattern=r"^[A-Za-z0-9_.-]{1,64}$", description="First part of every key."

@@ -33,7 +33,9 @@ NOT_ACCEPTED = ("rejected", "service_unavailable")
 class Fleet:
     """Processes, the gateway's URL, and names that no other request has."""
 
-    def __init__(self, processes: Processes, gateway: Process, url: str, proxy: FaultProxy) -> None:
+    def __init__(
+        self, processes: Processes, gateway: Process, url: str, proxy: FaultProxy | None = None
+    ) -> None:
         self.processes = processes
         self.redis = processes.redis
         self.gateway = gateway

@@ -87,7 +87,7 @@ class Process:
 class Processes:
     """Gateways and workers by name, and the Redis between them."""
 
-    def __init__(self, server: EmbeddedRedis, redis: Redis, redis_url: str) -> None:
+    def __init__(self, server: EmbeddedRedis | None, redis: Redis, redis_url: str) -> None:
         self.server = server
         self.redis = redis
         self.redis_url = redis_url  #: what new processes are told; a proxy may stand there
@@ -139,6 +139,7 @@ class Processes:
 
     def kill_redis(self) -> None:
         """Without a word; what it acknowledged is in its file."""
+        assert self.server is not None
         assert self.server.pid is not None
         with SyncRedis(unix_socket_path=str(self.server.socket_path)) as client:
             wait_until_written(client)

@@ -97,7 +97,19 @@ def test_bad_or_unknown_setting_is_refused_by_name(monkeypatch, name, value, nam
 
 @pytest.mark.parametrize("name", ["VLM_REDIS_URL", "VLM_REDIS__URL"])
 @pytest.mark.parametrize(
-    "url", ["bla", "http://host/0", "redis://", "unix://", "redis://user:pass/word@host:6379/0"]
+    "url",
+    [
+        "bla",
+        "http://host/0",
+        "redis://",
+        "unix://",
+        "redis://user:pass/word@host:6379/0",
+        "redis+sentinel://one+two",
+        "redis+sentinel://one++two/name",
+        "redis+sentinel://one:port/name",
+        "redis+sentinel://one/name/database",
+        "unix+sentinel://one/name",
+    ],
 )
 def test_what_is_no_redis_url_is_refused_without_being_shown(monkeypatch, name, url):
     monkeypatch.setenv(name, url)
@@ -112,6 +124,10 @@ def test_the_address_of_redis_holds_no_password(monkeypatch):
         ("rediss://user:secret@example:6379/0?ssl_cert_reqs=none", "rediss://example:6379/0"),
         ("redis://:secret@[::1]:1/2", "redis://[::1]:1/2"),
         ("unix:///run/redis.sock?password=secret", "unix:///run/redis.sock"),
+        (
+            "redis+sentinel://u:secret@a:1+[::1]:2/name?sentinel_password=secret",
+            "redis+sentinel://a:1+[::1]:2/name",
+        ),
     ):
         monkeypatch.setenv("VLM_REDIS_URL", url)
         assert load_settings().redis.address == address

@@ -1,0 +1,76 @@
+"""A client of the primary that Sentinels name, asked at each new connection and every second."""
+
+import asyncio
+from contextlib import suppress
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+from redis.asyncio import Redis, SSLConnection
+from redis.asyncio.connection import parse_url
+from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool
+from redis.exceptions import RedisError
+
+from shared.settings.redis_url import SentinelUrl
+
+#: For one Sentinel to answer, before the next is asked.
+ANSWER_TIMEOUT_S = 0.5
+#: An old primary that lives accepts writes, which will be lost, until the Sentinels make it a replica: 8 s and more.
+CHECK_EVERY_S = 1.0
+
+
+class Connected(Protocol):
+    """A connection that can be closed, and opens again on demand."""
+
+    def close(self) -> None: ...
+
+
+class SentinelPool(SentinelConnectionPool):
+    """Connections to the primary. They are closed when another server becomes the primary."""
+
+    def __init__(self, name: str, sentinel: Sentinel, **options: Any) -> None:
+        super().__init__(name, sentinel, **options)
+        self._links: WeakKeyDictionary[Connected, tuple[str, int]] = WeakKeyDictionary()
+        self._watch: asyncio.Task[None] | None = None
+
+    async def find_primary(self, link: Connected) -> tuple[str, int]:
+        """Host and port for a connection outside the pool. Raises: RedisError."""
+        if self._watch is None:
+            self._watch = asyncio.create_task(self._watch_primary())
+        self._links[link] = await self.get_master_address()
+        return self._links[link]
+
+    async def _watch_primary(self) -> None:
+        while True:
+            await asyncio.sleep(CHECK_EVERY_S)
+            with suppress(RedisError, OSError):
+                primary = await self.get_master_address()
+                for link, address in list(self._links.items()):
+                    if address != primary:
+                        link.close()
+
+    async def disconnect(self, inuse_connections: bool = True) -> None:
+        """Close the connections; those to the Sentinels too, unless only the primary has changed."""
+        await super().disconnect(inuse_connections)
+        if inuse_connections:
+            if self._watch is not None:
+                self._watch.cancel()
+                self._watch = None
+            for sentinel in self.sentinel_manager.sentinels:
+                await sentinel.aclose()
+
+
+def create_sentinel_redis(url: SentinelUrl, options: dict[str, Any]) -> Redis:
+    """A client of the primary; `options` are those of its connections."""
+    options = options | parse_url(url.primary)
+    del options["host"]
+    of_sentinels = {
+        name: options.pop(f"sentinel_{name}", None) for name in ("username", "password")
+    }
+    if options.pop("connection_class", None) is SSLConnection:
+        options["ssl"] = True
+        of_sentinels |= {name: v for name, v in options.items() if name.startswith("ssl")}
+    of_sentinels |= {"retry": options["retry"], "protocol": 2}
+    for name in ("socket_timeout", "socket_connect_timeout"):
+        of_sentinels[name] = ANSWER_TIMEOUT_S
+    sentinel = Sentinel(url.sentinels, sentinel_kwargs=of_sentinels)
+    return Redis.from_pool(SentinelPool(url.name, sentinel, **options))

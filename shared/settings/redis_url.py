@@ -1,0 +1,60 @@
+"""URLs of Redis: one server, or the primary that Sentinels name."""
+
+from dataclasses import dataclass
+from typing import Annotated
+from urllib.parse import unquote, urlsplit
+
+from pydantic import AfterValidator
+
+SENTINEL_PORT = 26379
+_SENTINEL = "+sentinel"
+
+
+@dataclass(frozen=True)
+class SentinelUrl:
+    """`redis+sentinel://USER:PASSWORD@HOST:PORT+HOST:PORT+HOST:PORT/NAME/DB?OPTION=VALUE`."""
+
+    sentinels: tuple[tuple[str, int], ...]
+    name: str  #: of the primary
+    primary: str  #: credentials, database and options of the primary, as a URL with a host to be replaced
+
+    @classmethod
+    def parse(cls, url: str) -> "SentinelUrl | None":
+        """None: a URL of one server. Raises: ValueError."""
+        parts = urlsplit(url)
+        if not parts.scheme.endswith(_SENTINEL):
+            return None
+        credentials, at, hosts = parts.netloc.rpartition("@")
+        name, _, database = parts.path.removeprefix("/").partition("/")
+        scheme = parts.scheme.removesuffix(_SENTINEL)
+        if scheme == "unix" or not name or (database and not database.isdecimal()):
+            raise ValueError("a socket, no name of the primary, or no number of a database")
+        primary = f"{scheme}://{credentials}{at}primary/{database}?{parts.query}"
+        return cls(tuple(map(_parse_host, hosts.split("+"))), unquote(name), primary)
+
+
+def _parse_host(text: str) -> tuple[str, int]:
+    parts = urlsplit(f"//{text}")
+    if not parts.hostname or parts.port == 0:
+        raise ValueError("no host")
+    return parts.hostname, parts.port or SENTINEL_PORT
+
+
+def _check(url: str) -> str:
+    try:
+        sentinels = SentinelUrl.parse(url)
+        parts = urlsplit(sentinels.primary if sentinels else url)
+        place = parts.path if parts.scheme == "unix" else parts.hostname
+        is_good = parts.scheme in ("redis", "rediss", "unix") and place and parts.port != 0
+    except ValueError:  # the message may contain a part of the password
+        is_good = False
+    if url and not is_good:
+        raise ValueError(
+            "this is no Redis URL; write redis://HOST:PORT/0, rediss:// for TLS, unix:///PATH, or "
+            "redis+sentinel://HOST:PORT+HOST:PORT+HOST:PORT/NAME for the primary NAME of these "
+            "Sentinels, with %-escapes for special characters in a password"
+        )
+    return url
+
+
+RedisUrl = Annotated[str, AfterValidator(_check)]

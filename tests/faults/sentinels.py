@@ -1,0 +1,142 @@
+"""A primary, two replicas and three Sentinels, as processes on the loopback interface."""
+
+import random
+import socket
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from redis import Redis
+from redis.exceptions import RedisError
+
+from shared.process import request_parent_death_signal
+from shared.redis.embedded import find_redis_server
+from tests.waiting import wait_for
+
+NAME = "fleet"
+PASSWORD = "of-the-primary"
+DOWN_AFTER_S = 1.0
+WITHIN_S = 60.0
+_SERVER = """
+bind 127.0.0.1
+port {port}
+dir {directory}
+appendonly yes
+save ""
+repl-diskless-sync-delay 0
+requirepass {password}
+masterauth {password}
+"""
+_SENTINEL = """
+bind 127.0.0.1
+port {port}
+dir {directory}
+requirepass of-the-sentinels
+sentinel monitor {name} 127.0.0.1 {primary} 2
+sentinel auth-pass {name} {password}
+sentinel down-after-milliseconds {name} {down_after_ms}
+sentinel failover-timeout {name} 5000
+sentinel parallel-syncs {name} 2
+"""
+
+
+class Sentinels:
+    """Its servers by port, and the URL that names the primary."""
+
+    def __init__(self, folder: Path) -> None:
+        ports = _free_ports(6)
+        self.servers, self.sentinels = ports[:3], ports[3:]
+        self.processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._folder = folder
+
+    @property
+    def url(self) -> str:
+        hosts = "+".join(f"127.0.0.1:{port}" for port in self.sentinels)
+        return f"redis+sentinel://:{PASSWORD}@{hosts}/{NAME}?sentinel_password=of-the-sentinels"
+
+    def start(self) -> None:
+        primary = self.servers[0]
+        for port in self.servers:
+            follows = f"replicaof 127.0.0.1 {primary}" if port != primary else ""
+            self._start(port, _SERVER + follows)
+        wait_for(lambda: self._info(primary, "connected_slaves") == 2, WITHIN_S)
+        for port in self.sentinels:
+            self._start(port, _SENTINEL, "--sentinel")
+        for port in self.sentinels:
+            wait_for(lambda port=port: self._knows_all(port), WITHIN_S)
+
+    def primary(self) -> int:
+        """The port of the primary, by the first Sentinel that answers."""
+        for port in self.sentinels:
+            try:
+                with self._sentinel(port) as client:
+                    return int(client.sentinel_master(NAME)["port"])
+            except RedisError:
+                continue
+        raise AssertionError("no Sentinel answers")
+
+    def fail_over(self) -> None:
+        """Make a replica the primary; the old primary lives and becomes a replica."""
+        with self._sentinel(self.sentinels[0]) as client:
+            client.sentinel_failover(NAME)
+
+    def kill(self, port: int) -> None:
+        self.processes[port].kill()
+        self.processes[port].wait()
+
+    def close(self) -> None:
+        for port in self.processes:
+            self.kill(port)
+
+    def _start(self, port: int, config: str, *options: str) -> None:
+        directory = self._folder / str(port)
+        directory.mkdir()
+        values = {"primary": self.servers[0], "name": NAME, "password": PASSWORD}
+        values["down_after_ms"] = int(1000 * DOWN_AFTER_S)
+        path = directory / "redis.conf"
+        path.write_text(config.format(port=port, directory=directory, **values))
+        self.processes[port] = subprocess.Popen(
+            [find_redis_server(), path, *options],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            preexec_fn=request_parent_death_signal,
+        )
+
+    def _sentinel(self, port: int) -> Redis:
+        return Redis(port=port, password="of-the-sentinels", socket_timeout=1.0)
+
+    def _info(self, port: int, field: str) -> object:
+        try:
+            with Redis(port=port, password=PASSWORD, socket_timeout=1.0) as client:
+                return client.info("replication")[field]
+        except RedisError:
+            return None
+
+    def _knows_all(self, port: int) -> bool:
+        try:
+            with self._sentinel(port) as client:
+                state = client.sentinel_master(NAME)
+        except RedisError:
+            return False
+        return state["num-slaves"] == 2 and state["num-other-sentinels"] == 2
+
+
+def _free_ports(count: int) -> Sequence[int]:
+    """Ports below those that the system gives to connections."""
+    ports: list[int] = []
+    while len(ports) < count:
+        port = random.randrange(20000, 32000)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            ports.append(port)
+    return ports
+
+
+@contextmanager
+def run_sentinels(folder: Path) -> Iterator[Sentinels]:
+    sentinels = Sentinels(folder)
+    try:
+        sentinels.start()
+        yield sentinels
+    finally:
+        sentinels.close()

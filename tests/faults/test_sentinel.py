@@ -1,0 +1,99 @@
+"""Redis with replicas under Sentinel: a failover pauses streams and loses none."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from redis.exceptions import ConnectionError
+
+from shared.redis.client import create_redis
+from shared.redis.link import RedisLink
+from shared.redis.outage import wait_for_redis
+from shared.settings.tree import RedisSettings
+from tests.faults.fleet import Fleet, playing, tokens_seen
+from tests.faults.history import FINISHED
+from tests.faults.processes import Processes
+from tests.faults.sentinels import Sentinels, run_sentinels
+from tests.waiting import until
+
+NUM_STREAMS = 12
+CONVERTED_AFTER_S = (
+    8.0  #: after a failover, at the earliest, Sentinels make the old primary a replica
+)
+
+
+@pytest.fixture
+def sentinels(tmp_path: Path):
+    with run_sentinels(tmp_path) as sentinels:
+        yield sentinels
+
+
+@pytest.fixture
+async def fleet(sentinels: Sentinels) -> AsyncIterator[Fleet]:
+    """A gateway that asks the Sentinels for the primary."""
+    redis = create_redis(RedisSettings(url=sentinels.url))
+    processes = Processes(None, redis, sentinels.url)
+    try:
+        gateway, url = await processes.gateway()
+        yield Fleet(processes, gateway, url)
+    finally:
+        await processes.close()
+        await redis.aclose()
+
+
+async def test_a_primary_killed_in_mid_stream_loses_nothing(fleet: Fleet, sentinels: Sentinels):
+    """P4: the streams pause until a replica is the primary, and go on; with a Sentinel lost too."""
+    await fleet.worker()
+    await fleet.worker()
+    primary = sentinels.primary()
+    texts = [fleet.name() for _ in range(NUM_STREAMS)]
+    async with playing(fleet, texts, num_tokens=100) as clients:
+        await tokens_seen(fleet, clients, texts, 10)
+        sentinels.kill(sentinels.sentinels[0])
+        sentinels.kill(primary)
+    assert clients.history.outcomes() == {FINISHED: NUM_STREAMS}
+    assert sentinels.primary() != primary
+
+
+async def test_a_connection_to_a_server_that_is_a_replica_now_is_replaced(sentinels: Sentinels):
+    redis = create_redis(RedisSettings(url=sentinels.url))
+    link = RedisLink(redis)
+    primary = sentinels.primary()
+    try:
+        await link.execute("SET", "key", "1")
+        sentinels.fail_over()
+        await until(lambda: sentinels.primary() != primary, within_s=30.0)
+
+        async def is_set() -> bool:
+            try:
+                return (
+                    bool(await link.execute("SET", "key", "2")) and await redis.get("key") == b"2"
+                )
+            except ConnectionError:
+                return False
+
+        started_at = time.monotonic()
+        await until(is_set, within_s=30.0)
+        assert time.monotonic() - started_at < CONVERTED_AFTER_S
+    finally:
+        link.close()
+        await redis.aclose()
+
+
+async def test_a_wrong_name_of_the_primary_is_logged_at_the_start(
+    sentinels: Sentinels, caplog: pytest.LogCaptureFixture
+):
+    url = sentinels.url.replace("/fleet", "/mistaken")
+    with caplog.at_level(logging.WARNING):
+        waiting = asyncio.create_task(wait_for_redis(RedisSettings(url=url)))
+        await until(lambda: caplog.records)
+        waiting.cancel()
+        with suppress(asyncio.CancelledError):
+            await waiting
+    [message] = [record.getMessage() for record in caplog.records]
+    assert "'mistaken'" in message
+    assert "of-the" not in message
