@@ -32,6 +32,7 @@ _RESTART_PAUSE_S = 0.5
 _DEADLINE_GRACE_S = 0.5  #: the fleet enforces deadlines; the gateway does if the fleet did not
 _STOP_WITHIN_S = 2.0
 MAX_LOOKS = 128  #: requests per lookup
+NO_LIMIT = 2**31
 MAX_CANCELS = 256  #: choices per cancellation
 _LATE_MESSAGE = (
     "The request exceeded its deadline; ask for fewer tokens, or retry when the load is lower."
@@ -147,6 +148,7 @@ class Dispatcher:
             call.close()
             raise
         call.begins_by = 0.0
+        call.submitted = calls
         if outcome:
             self.metrics.record_affinity(outcome)
         if outcome == "home":
@@ -211,15 +213,25 @@ class Dispatcher:
                 call.choices[choice].has_gap = True
 
     def _add(self, call: OpenCall) -> None:
-        for choice, progress in enumerate(call.choices):
-            self._routes.setdefault(progress.request_id, []).append((call, choice))
+        for choice in range(len(call.choices)):
+            self._add_route(call, choice)
+
+    def _add_route(self, call: OpenCall, choice: int) -> None:
+        self._routes.setdefault(call.choices[choice].request_id, []).append((call, choice))
+
+    def _remove_route(self, call: OpenCall, choice: int) -> None:
+        request_id = call.choices[choice].request_id
+        routes = self._routes[request_id]
+        routes.remove((call, choice))
+        if not routes:
+            del self._routes[request_id]
 
     def _forget(self, call: OpenCall) -> None:
-        for choice, progress in enumerate(call.choices):
-            routes = self._routes[progress.request_id]
-            routes.remove((call, choice))
-            if not routes:
-                del self._routes[progress.request_id]
+        for choice in range(len(call.choices)):
+            self._remove_route(call, choice)
+        self._cancel(call)
+
+    def _cancel(self, call: OpenCall) -> None:
         if not call.is_resumable and (unsettled := call.unsettled_ids):
             waiting = self._cancels.setdefault(call.model, {})
             waiting.update(dict.fromkeys(unsettled, call.deadline_at))
@@ -370,8 +382,36 @@ class Dispatcher:
                 call.deadline_at = min(call.deadline_at, progress.heard_at + left_s)
         elif state is not None and state.state == "cancelled":
             call.fail(choice, ErrorCode.CANCELLED, _CANCELLED_MESSAGE)
+        elif state is None and call.can_begin_again(choice):
+            await self._submit_again(call, choice)
         else:
             call.fail(choice, ErrorCode.WORKER_LOST, _LOST_MESSAGE)
+
+    async def _submit_again(self, call: OpenCall, choice: int) -> None:
+        """Queue a choice that Redis lost, after a failover for example. Raises: QueueUnavailable.
+
+        It gets another id, so that events of the lost one's workers are not accepted. It was accepted before, so
+        no limit refuses it.
+        """
+        progress = call.choices[choice]
+        lost = progress.request_id
+        call.num_resubmits += 1
+        again = msgspec.structs.replace(
+            call.submitted[choice], id=f"{call.submitted[choice].id}.{call.num_resubmits}"
+        )
+        logger.warning("Redis has lost request %s: it is queued again as %s", lost, again.id)
+        self._remove_route(call, choice)
+        progress.begin_again(again.id)
+        self._add_route(call, choice)
+        progress.has_gap = True  # it is looked up again, unless the next lines succeed
+        await self.queue.submit(
+            [seal(again)],
+            timeout_s=max(0.0, call.deadline_at - time.monotonic()),
+            max_waiting=NO_LIMIT,
+        )
+        progress.has_gap = False
+        if call.is_closed:
+            self._cancel(call)
 
     def _spawn(self, coroutine: Coroutine[None, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(coroutine)

@@ -6,9 +6,13 @@ The dispatcher delivers events; one consumer receives them.
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from typing import NamedTuple
+
+from msgspec import structs
 
 from gateway.http.errors import ClientGone
 from shared.protocol import (
+    Call,
     CallEvent,
     ErrorCode,
     Failed,
@@ -22,6 +26,9 @@ from shared.protocol import (
 )
 from shared.queue.api import RequestState
 
+#: How often a request is queued again that Redis has lost.
+MAX_RESUBMITS = 3
+
 ChoiceEvent = tuple[int, CallEvent]  #: index of the choice, and its event
 
 
@@ -33,12 +40,23 @@ class Gone(ClientGone):
     """The call was closed while its events were awaited."""
 
 
+class _NumChars(NamedTuple):
+    """Number of characters of an answer so far."""
+
+    text: int = 0
+    reasoning: int = 0
+
+    def after(self, event: Tokens) -> "_NumChars":
+        return _NumChars(self.text + len(event.text), self.reasoning + len(event.reasoning))
+
+
 class ChoiceProgress:
     """Progress of one choice. Passes each output token once and in order.
 
     A higher attempt supersedes a lower one. An event that does not follow the last one is a gap: events are held
     back until the request's log, which has all of them, is read again. If Redis lost its last writes, a later
     attempt may repeat tokens: equal tokens are dropped, and different answers are never spliced.
+    `begin_again`: Redis lost the request, and its gateway queues it again.
     """
 
     def __init__(self, request_id: str) -> None:
@@ -50,9 +68,19 @@ class ChoiceProgress:
         self.is_finished = False
         self.is_settled = False  #: the fleet ended it: nothing to cancel
         self.token_ids: list[int] = []
+        self._num_chars = _NumChars()
+        #: Of the tokens that a repeated run has repeated; None unless it began with the first token.
+        self._repeated: tuple[int, _NumChars] | None = None
         #: Number of tokens before the event that is held back.
         self._num_expected = 0
         self.heard_at = time.monotonic()
+
+    def begin_again(self, request_id: str) -> None:
+        """Expect the same answer from its first token, under another id: Redis lost the request."""
+        self.request_id = request_id
+        self.attempt = 0
+        self._repeated = 0, _NumChars()
+        self.has_gap = False
 
     def accept(self, event: CallEvent) -> CallEvent | None:
         """Returns a new event, a failure if it contradicts earlier ones, else None."""
@@ -103,14 +131,43 @@ class ChoiceProgress:
             token_ids += (-event.attempt,) * event.num_without_id
         if num_known == 0:
             self.token_ids.extend(token_ids)
+            self._num_chars = self._num_chars.after(event)
             return event
-        known = self.token_ids[event.index : event.index + len(token_ids)]
-        if tuple(known) == token_ids:
-            return None
+        known = tuple(self.token_ids[event.index : event.index + len(token_ids)])
+        if known == token_ids[: len(known)]:
+            num_chars = self._count_repeated(event)
+            if len(known) == len(token_ids):
+                return None
+            if num_chars is not None and not event.calls:
+                return self._accept_rest(event, num_known, num_chars)
         return self.fail(
             ErrorCode.WORKER_LOST,
             "The worker was lost and the answer could not be continued; retry.",
         )
+
+    def _count_repeated(self, event: Tokens) -> _NumChars | None:
+        """Number of characters after an event of a repeated run; None if not all before it were counted."""
+        if self._repeated is None or self._repeated[0] != event.index:
+            return None
+        num_chars = self._repeated[1].after(event)
+        self._repeated = event.index + event.num_tokens, num_chars
+        return num_chars
+
+    def _accept_rest(self, event: Tokens, num_known: int, num_chars: _NumChars) -> CallEvent:
+        """The part of a repeated run's event behind the known tokens: text is a function of the tokens."""
+        text = num_chars.text - self._num_chars.text
+        reasoning = num_chars.reasoning - self._num_chars.reasoning
+        rest = structs.replace(
+            event,
+            index=event.index + num_known,
+            token_ids=event.token_ids[num_known:],
+            logprobs=event.logprobs[num_known:],
+            text=event.text[max(0, len(event.text) - text) :],
+            reasoning=event.reasoning[max(0, len(event.reasoning) - reasoning) :],
+        )
+        self.token_ids.extend(rest.token_ids)
+        self._num_chars = num_chars
+        return rest
 
     def _hold_back(self, num_expected: int) -> None:
         self.has_gap = True
@@ -143,6 +200,8 @@ class OpenCall:
         self.is_resumable = False  #: continues after `close`
         self.listen: LookUp | None = None  #: of a follower of another call's request
         self.images: tuple[ImageRef, ...] = ()  #: of the request that it submitted
+        self.submitted: Sequence[Call] = ()  #: one for each choice
+        self.num_resubmits = 0
         self.begins_by = 0.0  #: until then Redis may not know the request
         self._on_close: list[Callable[[OpenCall], object]] = [on_close]
         self._pending: list[ChoiceEvent] = []
@@ -162,6 +221,17 @@ class OpenCall:
     def unsettled_ids(self) -> list[str]:
         """Ids of the choices that the fleet has not ended."""
         return [choice.request_id for choice in self.choices if not choice.is_settled]
+
+    def can_begin_again(self, choice: int) -> bool:
+        """Whether a choice that Redis lost can be queued again: tokens without ids cannot be compared."""
+        progress = self.choices[choice]
+        return (
+            bool(self.submitted)
+            and not self.is_resumable
+            and not progress.is_finished
+            and self.num_resubmits < MAX_RESUBMITS * len(self.choices)
+            and min(progress.token_ids, default=0) >= 0
+        )
 
     def settle(self) -> None:
         """Mark all choices as ended by the fleet: there is nothing to cancel."""

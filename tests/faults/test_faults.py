@@ -89,6 +89,16 @@ async def test_a_redis_that_is_killed_in_mid_stream_loses_nothing(fleet):
     assert clients.history.outcomes() == {FINISHED: 3}
 
 
+async def test_streams_go_on_when_redis_has_lost_all_its_data(fleet):
+    """P4: the gateway queues its open requests again; clients get the same answers."""
+    await fleet.some_worker()
+    texts = [fleet.name() for _ in range(3)]
+    async with playing(fleet, texts, num_tokens=120) as clients:
+        await tokens_seen(fleet, clients, texts, 10)
+        await fleet.redis.flushall()
+    assert clients.history.outcomes() == {FINISHED: 3}
+
+
 async def test_the_reply_lost_at_the_end_of_a_request_ends_it_once(fleet):
     """The worker dies after Redis took the last event and before it knows; P1."""
     await fleet.retire_workers()

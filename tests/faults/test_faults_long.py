@@ -119,17 +119,6 @@ async def test_an_entry_delivered_twice_runs_once(fleet):
     assert clients.history.outcomes() == {FINISHED: 3}
 
 
-async def test_a_redis_that_is_emptied_ends_streams_with_one_error(fleet):
-    await fleet.some_worker()
-    async with streaming(fleet, 3, num_tokens=400) as clients:
-        await fleet.redis.flushall()
-    assert clients.history.outcomes() == {FAILED: 3}
-    assert {error["code"] for error in clients.errors.values()} == {"worker_lost"}
-    async with playing(fleet, [fleet.name()]) as clients:
-        pass
-    assert clients.history.outcomes() == {FINISHED: 1}
-
-
 @pytest.mark.parametrize("fault", ["full", "read-only", "disk"])
 async def test_a_redis_that_takes_no_writes_refuses_new_requests_and_keeps_old_ones(
     fleet, fault, tmp_path

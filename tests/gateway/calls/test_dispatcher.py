@@ -5,6 +5,7 @@ import time
 from functools import partial
 
 import pytest
+from redis.asyncio import Redis
 
 from gateway import services
 from gateway.calls.dispatcher import Dispatcher
@@ -107,6 +108,30 @@ def test_two_different_answers_are_never_spliced(overlap):
     assert progress.accept(delta(2, 3)) is None
 
 
+@pytest.mark.parametrize("again", [[(1,), (2,), (3, 4)], [(1, 2, 3), (4,)], [(1,), (2, 3, 4)]])
+def test_a_request_that_begins_again_goes_on_behind_what_is_known(again):
+    """Its events may have other boundaries."""
+    progress = ChoiceProgress("r")
+    for event in (delta(0, 1, attempt=3), delta(1, 2, attempt=3)):
+        progress.accept(event)
+    progress.begin_again("r.1")
+    index, told = 0, []
+    for token_ids in again:
+        told.append(progress.accept(delta(index, *token_ids)))
+        index += len(token_ids)
+    texts = [event.text for event in told if isinstance(event, Tokens)]
+    assert "".join(texts) == " 3 4"
+    assert progress.token_ids == [1, 2, 3, 4]
+    assert progress.accept(finished(4))
+
+
+def test_a_request_that_begins_again_and_says_something_else_fails():
+    progress = ChoiceProgress("r")
+    progress.accept(delta(0, 1))
+    progress.begin_again("r.1")
+    assert isinstance(progress.accept(delta(0, 2, 3)), Failed)
+
+
 @pytest.mark.parametrize("event", [delta(2, 3), finished(2)])
 def test_what_does_not_follow_is_held_back_until_the_log_is_read(event):
     progress = ChoiceProgress("r")
@@ -193,29 +218,38 @@ async def test_an_end_that_the_mailbox_lost_is_found(gateway, worker, redis, mai
     assert answer["choices"][0]["message"]["content"] == "found"
 
 
+async def forget(redis: Redis, request_id: str) -> None:
+    async for key in redis.scan_iter(f"*request:{request_id}"):
+        await redis.delete(key)
+
+
 @pytest.mark.parametrize("changes", [{"gateway": {"silence_timeout_s": 0.2}}])
-async def test_a_request_that_redis_forgot_ends_with_an_error(gateway, worker, redis, changes):
-    deleted = asyncio.Event()
+async def test_a_request_that_redis_forgets_each_time_ends_with_an_error(
+    gateway, worker, redis, changes
+):
+    ids: list[str] = []
 
     async def script(answer: Answer) -> None:
-        async for key in redis.scan_iter(f"*request:{answer.request.id}"):
-            await redis.delete(key)
-        deleted.set()
+        ids.append(answer.request.id)
+        await forget(redis, answer.request.id)
 
     worker.script = script
     response = await gateway.chat()
-    await deleted.wait()  # the scan goes on behind the key
     assert response.status_code == 503
     assert response.json()["error"]["code"] == "worker_lost"
     assert response.headers["retry-after"]
+    assert ids == [ids[0], *(f"{ids[0]}.{number}" for number in (1, 2, 3))]
 
 
-async def test_a_request_that_redis_lost_ends_once_redis_is_back(gateway, worker, redis):
+async def test_a_request_that_redis_lost_is_queued_again_once_redis_is_back(gateway, worker, redis):
     """Redis answers again after a failover, but the write of the request was not replicated."""
 
     async def script(answer: Answer) -> None:
-        async for key in redis.scan_iter(f"*request:{answer.request.id}"):
-            await redis.delete(key)
+        if "." in answer.request.id:
+            await answer.say("found")
+            await answer.finish()
+            return
+        await forget(redis, answer.request.id)
         for client in await redis.client_list():
             if client["cmd"] == "xread":
                 await redis.client_kill_filter(_id=client["id"])
@@ -223,8 +257,7 @@ async def test_a_request_that_redis_lost_ends_once_redis_is_back(gateway, worker
     worker.script = script
     async with asyncio.timeout(10):  # of the 30 s after which silent requests are looked up
         response = await gateway.chat()
-    assert response.status_code == 503
-    assert response.json()["error"]["code"] == "worker_lost"
+    assert response.json()["choices"][0]["message"]["content"] == "found"
 
 
 @pytest.mark.parametrize("changes", [{"gateway": {"request_timeout_s": 0.3}}])
