@@ -50,6 +50,9 @@ def bench_gateway(
             min=0, max=64, help="Cache hits of so many workers, with and without prefix affinity."
         ),
     ] = 0,
+    tokens: Annotated[
+        int, typer.Option(min=0, help="CPU per token of so many streams of 50 tokens/s.")
+    ] = 0,
     against: Annotated[
         Path | None, typer.Option(help="Folder of another checkout to compare with.")
     ] = None,
@@ -58,8 +61,12 @@ def bench_gateway(
     from benchmarks.gateway.affinity import run_affinity
     from benchmarks.gateway.against import run_against
     from benchmarks.gateway.run import BenchError, run, show
+    from benchmarks.gateway.server import run_tokens
 
     try:
+        if tokens:
+            show([run_tokens(tokens, seconds, rounds, against)])
+            return
         if affinity:
             show(run_affinity(affinity, rounds))
         if against is not None:

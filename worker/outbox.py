@@ -1,6 +1,7 @@
 """Events that wait to be published; consecutive ones of a request merge meanwhile.
 
-Tokens that nobody reads as they come wait a little longer, for the end of their answer at best.
+Redis's cost is paid per publication and request. Tokens of an answer that is not streamed wait longer, for the end of
+the answer at best; those of streams, if there are many of them, are published at most 20 times a second.
 Pure: no Redis. Filled and emptied on the event loop.
 """
 
@@ -31,6 +32,9 @@ from shared.queue.api import Claim, Ending, Publication
 
 #: Longest delay of tokens of an answer that is not streamed; this much work is lost with a worker.
 HOLD_S = 0.25
+#: Time between two publications of a stream, where a worker runs `MIN_SHARED_STREAMS` or more.
+STREAM_HOLD_S = 0.05
+MIN_SHARED_STREAMS = 16
 #: Vectors and scores up to this size are sent with their event, through log and mailbox.
 MAX_INLINE_BYTES = 16 * 1024
 
@@ -87,6 +91,8 @@ class Outbox:
         self._hold_s = hold_s
         self._held: dict[Published, _Draft] = {}  # delayed
         self._due: dict[Published, _Draft] = {}  # due
+        self._published_at: dict[Published, float] = {}  # of streams: their last tokens
+        self._timer: asyncio.TimerHandle | None = None  # publishes the streams that are delayed
         # Requests with a terminal event that are not yet dropped.
         self._ended: set[Published] = set()
         self._refusals: list[Publication] = []
@@ -104,7 +110,24 @@ class Outbox:
         elif not active.call.wants_stream and now - draft.begun_at < self._hold_s:
             self._held[active] = draft
             return
+        elif active not in self._due and (wait_s := self._wait_s(active, now)) > 0.0:
+            self._held[active] = draft
+            if self._timer is None:
+                self._timer = asyncio.get_running_loop().call_later(wait_s, self._release)
+            return
         self._due[active] = draft
+        self._filled.set()
+
+    def _wait_s(self, active: Published, now: float) -> float:
+        """Until a stream may be published again; its first tokens never wait."""
+        if len(self._published_at) < MIN_SHARED_STREAMS or active not in self._published_at:
+            return 0.0
+        return self._published_at[active] + STREAM_HOLD_S - now
+
+    def _release(self) -> None:
+        self._timer = None
+        for active in [active for active in self._held if active.call.wants_stream]:
+            self._due[active] = self._held.pop(active)
         self._filled.set()
 
     async def take(self) -> list[Publication]:
@@ -113,6 +136,10 @@ class Outbox:
             self._filled.clear()
             await self._filled.wait()
         drafts, self._due = self._due, {}
+        now = time.monotonic()
+        for active, draft in drafts.items():
+            if draft.deltas and active.call.wants_stream:
+                self._published_at[active] = now
         refusals, self._refusals = self._refusals, []
         return refusals + [_publication(active, draft) for active, draft in drafts.items()]
 
@@ -124,6 +151,7 @@ class Outbox:
     def drop(self, active: Published) -> None:
         self._held.pop(active, None)
         self._due.pop(active, None)
+        self._published_at.pop(active, None)
         self._ended.discard(active)
 
 

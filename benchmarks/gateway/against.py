@@ -23,8 +23,7 @@ def run_against(
     folder: Path, seconds: float, rounds: int, connections: list[int], num_turns: int = NUM_TURNS
 ) -> list[Table]:
     """Alternate measurements of text requests, of `seconds` each. Raises: BenchError."""
-    if not (folder / "vlm.py").is_file():
-        raise BenchError(f"--against {folder}: the folder is not a checkout of this project")
+    check_checkout(folder)
     text = create_bodies()[0]
     cells = [Cell(text, stream, number) for number in connections for stream in (False, True)]
     found: dict[Cell, list[Pair]] = {cell: [] for cell in cells}
@@ -38,6 +37,12 @@ def run_against(
                     measure_cell(cell, (ours, theirs)[side], seconds, pair[side])
                 found[cell].append(pair)
     return [to_table(found)]
+
+
+def check_checkout(folder: Path) -> None:
+    """Raises: BenchError."""
+    if not (folder / "vlm.py").is_file():
+        raise BenchError(f"--against {folder}: the folder is not a checkout of this project")
 
 
 def to_table(found: dict[Cell, list[Pair]]) -> Table:

@@ -5,6 +5,9 @@ listens on its port; the processes that compute are not counted.
 """
 
 import json
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
 from statistics import median
 from urllib.parse import urlsplit
 
@@ -12,10 +15,13 @@ import httpx
 import psutil
 from rich.table import Table
 
+from benchmarks.gateway.against import check_checkout
 from benchmarks.gateway.client import Job
-from benchmarks.gateway.run import BenchError, Target, run_checked, run_vlm_fleet, show
+from benchmarks.gateway.run import INSTANT, BenchError, Target, run_checked, run_vlm_fleet, show
+from benchmarks.gateway.tables import ROLES
 
 FRONT = "server's front"
+NUM_TOKENS = 100  #: of a stream of the mock engine
 PROMPT = "Tell me about a lighthouse."
 
 
@@ -35,6 +41,31 @@ def run(
                 found = _measure(target, streams, tokens, seconds)
                 costs.setdefault(target.name, []).append(found)
     show([_to_table(costs, front.name, fleet.name, streams)])
+
+
+def run_tokens(streams: int, seconds: float, rounds: int, against: Path | None) -> Table:
+    """The same of streams of 50 tokens/s by the mock engine, beside another checkout. Raises: BenchError."""
+    settings = {
+        **INSTANT, "VLM_ENGINE__MOCK__DECODE_S": "0.02", "VLM_ENGINE__MAX_NUM_SEQS": str(streams),
+        "VLM_ENGINE__MOCK__NUM_OUTPUT_TOKENS": str(NUM_TOKENS),
+    }  # fmt: skip
+    if against is not None:
+        check_checkout(against)
+    folders = {"fleet": None} | ({} if against is None else {str(against): against})
+    costs: dict[str, list[dict[str, float]]] = {name: [] for name in folders}
+    with ExitStack() as stack:
+        fleets = [
+            replace(stack.enter_context(run_vlm_fleet(settings, folder)), name=name)
+            for name, folder in folders.items()
+        ]
+        for number in range(rounds):
+            for fleet in fleets if number % 2 == 0 else fleets[::-1]:
+                costs[fleet.name].append(_measure(fleet, streams, NUM_TOKENS, seconds))
+    table = Table("process", *costs, title=f"us of CPU per streamed token, {streams} streams")
+    for role in ROLES:
+        cells = [median(each[role] for each in found) * 1e6 for found in costs.values()]
+        table.add_row(role, *(f"{cell:.1f}" for cell in cells))
+    return table
 
 
 def _find_front(url: str) -> Target:

@@ -1,6 +1,7 @@
 """What waits to be published merges without losing or repeating anything."""
 
 import asyncio
+import time
 
 import pytest
 from msgspec.structs import replace
@@ -27,7 +28,7 @@ from shared.protocol import (
 from shared.queue.api import Claim
 from tests.factories_queue import make_request
 from worker.active_requests import ActiveRequest
-from worker.outbox import Outbox
+from worker.outbox import MIN_SHARED_STREAMS, STREAM_HOLD_S, Outbox
 
 
 def make_active(
@@ -105,6 +106,38 @@ async def test_what_waits_is_not_taken_with_another_request():
     outbox.post(streaming, delta(streaming, 0, 2))
 
     assert [publication.claim for publication in await outbox.take()] == [streaming.claim]
+
+
+async def test_streams_of_a_busy_worker_are_published_at_intervals():
+    """The first token and the end go at once; what waits is published without a further token."""
+    outbox, streams = Outbox(), [make_active() for _ in range(MIN_SHARED_STREAMS)]
+    for active in streams:
+        outbox.post(active, delta(active, 0, 1))
+    assert len(await outbox.take()) == len(streams)
+    published_at = time.monotonic()
+    first, second, third = streams[:3]
+    for active in (first, second):
+        outbox.post(active, delta(active, 1, 2))
+        outbox.post(active, delta(active, 2, 3))
+    late = make_active()
+    outbox.post(late, delta(late, 0, 1))
+    outbox.post(third, Finished(third.request_id, 2, FinishReason.STOP, Usage(3, 1)))
+    assert {item.claim.id for item in await outbox.take()} == {late.claim.id, third.claim.id}
+
+    held = await outbox.take()
+    assert time.monotonic() - published_at > STREAM_HOLD_S / 2
+    assert [events_in(item) for item in held] == [
+        (delta(active, 1, 2, 3),) for active in (first, second)
+    ]
+
+
+async def test_streams_of_a_worker_with_few_are_published_at_once():
+    outbox, streams = Outbox(), [make_active() for _ in range(MIN_SHARED_STREAMS - 1)]
+    for index in range(3):
+        for active in streams:
+            outbox.post(active, delta(active, index, index))
+        async with asyncio.timeout(STREAM_HOLD_S / 2):
+            assert len(await outbox.take()) == len(streams)
 
 
 async def test_nothing_counts_after_the_end():

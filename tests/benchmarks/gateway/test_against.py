@@ -8,6 +8,7 @@ from rich.table import Table
 from benchmarks.gateway.against import run_against, to_table
 from benchmarks.gateway.client import Result
 from benchmarks.gateway.run import BenchError
+from benchmarks.gateway.server import run_tokens
 from benchmarks.gateway.tables import ROLES, Body, Cell, Samples
 
 ROOT = Path(__file__).parents[3]
@@ -20,9 +21,17 @@ def test_two_checkouts_are_measured_alternately():
     assert all(0.1 < ratio < 10 for ratio in ratios)  # of a checkout and itself
 
 
+def test_the_cpu_time_of_a_streamed_token_is_told_of_each_process():
+    table = run_tokens(streams=2, seconds=0.1, rounds=1, against=None)
+    assert [str(cell) for cell in table.columns[0].cells] == list(ROLES)
+    assert all(float(str(cell)) > 0 for cell in table.columns[1].cells)
+
+
 def test_a_folder_without_a_checkout_is_named(tmp_path: Path):
     with pytest.raises(BenchError, match=str(tmp_path)):
         run_against(tmp_path, seconds=0.1, rounds=1, connections=[1])
+    with pytest.raises(BenchError, match=str(tmp_path)):
+        run_tokens(streams=1, seconds=0.1, rounds=1, against=tmp_path)
 
 
 def test_a_ratio_is_the_median_of_adjacent_measurements():
