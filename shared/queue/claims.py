@@ -220,7 +220,7 @@ class RedisWorkerQueue:
     async def begin(self, claim: Claim) -> bool:
         """See `WorkerQueue.begin`. It may wait long to run alone, and a loss until then is no crash."""
         request = self._keys.request(self._model, claim.id)
-        keys, arguments = (request,), named(attempt=claim.attempt)
+        keys, arguments = (request,), named(attempt=claim.attempt, worker=self._worker_id)
         return await retry_idempotent(lambda: self._sender.run(BEGIN, keys, arguments)) == 1
 
     @redis_errors_as(QueueUnavailable)

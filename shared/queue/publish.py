@@ -48,9 +48,9 @@ class Publisher:
         self._sender = sender
         self._keys = keys
         self._model = model
-        self._worker_id = worker_id
         self._model_keys = (keys.queue(model), keys.dead(model), keys.reservations(model))
         self._common: dict[str, Any] = {
+            "worker": worker_id,
             "max_entries": MAX_MAILBOX_ENTRIES,
             "group": GROUP,
             "keep_ms": to_ms(AFTER_END_S),
@@ -100,14 +100,14 @@ class Publisher:
             batch.sort(key=lambda item: item.ending is None)  # see `scripts/publish.lua`
         keys = [self._keys.mailbox(self._model, reply_to), *self._model_keys]
         keys += keys_of_calls(self._keys, self._model, [item.claim.id for item in batch])
-        items = [_to_item(item, self._worker_id) for item in batch]
+        items = [_to_item(item) for item in batch]
         arguments = named(*[item.events for item in batch], items=items, **self._common)
         verdicts = await self._sender.run(PUBLISH, keys, arguments)
         self.num_fenced += verdicts.count(b"fenced")
         return refusals([item.claim for item in batch], verdicts)
 
 
-def _to_item(publication: Publication, worker_id: str) -> dict[str, Any]:
+def _to_item(publication: Publication) -> dict[str, Any]:
     """The publish script's view of it. A failure ends a call wherever its tokens stand."""
     claim = publication.claim
     item: dict[str, Any] = {
@@ -123,7 +123,7 @@ def _to_item(publication: Publication, worker_id: str) -> dict[str, Any]:
         if publication.ending == "failed":
             del item["index"]
         if publication.dead_reason:
-            item |= {"id": claim.id, "worker": worker_id, "reason": publication.dead_reason}
+            item |= {"id": claim.id, "reason": publication.dead_reason}
     return item
 
 

@@ -49,6 +49,8 @@ class OpenQueue(Protocol):
 
     async def lose_lease(self, claim: Claim) -> None: ...
 
+    async def lose_claim(self, claim: Claim) -> None: ...
+
 
 class RedisQueue:
     """The Redis implementation."""
@@ -72,6 +74,13 @@ class RedisQueue:
         return mailbox
 
     async def lose_lease(self, claim: Claim) -> None:
+        await self._ends.let_lease_run_out(claim)
+
+    async def lose_claim(self, claim: Claim) -> None:
+        """Forget a first claim, as a failover to a replica that had not received it."""
+        request = self._ends.keys.request(MODEL, claim.id)
+        await self._ends.redis.hdel(request, "claim", "worker", "begun")
+        await self._ends.redis.hset(request, mapping={"state": "queued", "attempt": "0"})
         await self._ends.let_lease_run_out(claim)
 
     async def close(self) -> None:
@@ -347,6 +356,21 @@ async def test_a_later_attempt_has_the_log_and_fences_the_earlier_one(opened):
     assert await opened.queue.events(MODEL, envelope.id) == [b'"0+2"', b'"end"']
 
 
+async def test_a_claim_that_the_queue_lost_is_fenced_by_another_of_the_same_number(opened):
+    await submit(opened)
+    first, second = await opened.worker("a"), await opened.worker("b")
+    claim = await claim_one(first)
+    await opened.lose_claim(claim)
+    [later] = await second.reclaim(1)
+
+    assert later.attempt == claim.attempt
+    assert await first.publish([tokens(claim, 1, 0, 1)]) == {claim.id: "fenced"}
+    assert await first.renew([claim]) == {claim.id: "fenced"}
+    assert await first.begin(claim) is False
+    assert await second.publish([tokens(later, 1, 0, 2)]) == {}
+    assert await second.renew([later]) == {}
+
+
 async def test_a_lease_runs_out_unless_it_is_renewed(opened):
     lost, kept = make_envelope(), make_envelope()
     await submit(opened, lost, kept)
@@ -382,7 +406,8 @@ async def test_a_call_that_loses_its_workers_is_given_up(opened):
     for number in range(1, MAX_ATTEMPTS):
         assert await worker.begin(claim)
         await opened.lose_lease(claim)
-        [claim] = await (await opened.worker(f"b{number}")).reclaim(1)
+        worker = await opened.worker(f"b{number}")
+        [claim] = await worker.reclaim(1)
         assert (claim.attempt, claim.failures) == (number + 1, number)
     assert claim.is_last_chance
     assert await worker.begin(claim)

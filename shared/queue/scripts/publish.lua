@@ -1,10 +1,10 @@
 -- Append the events of many calls to their logs, end the calls that end, and post the accepted events as one entry for
--- each gateway.
+-- each gateway. An attempt is known by number and worker: after a failover that lost a claim, its number is given again.
 -- KEYS: mailbox, queue, dead, reservations (`submit.lua`), then call and log of each item
--- args: max_entries, group, keep_ms, dead_ttl_ms, max_dead, items: list of
+-- args: worker, max_entries, group, keep_ms, dead_ttl_ms, max_dead, items: list of
 --   attempt, number (ordinal of the item within the attempt, which makes a repeated call a no-op),
 --   index, count (first output token of the item and their number), and if the call ends:
---   entry, state (finished | failed), keep_ms (optional), and for a dead letter: id, worker, reason;
+--   entry, state (finished | failed), keep_ms (optional), and for a dead letter: id, reason;
 --   without index it ends at any number of tokens. Items that end come first: see `remove`
 -- raw: the events of each item, JSON objects separated by commas
 -- Returns for each item ok | gone | cancelled | ended | fenced | gap. A repeated call returns ok.
@@ -45,7 +45,7 @@ local function finish(request, log, item, events, num_tokens, reservation)
   redis.call('PEXPIRE', request, kept_ms)
   if item.reason then
     redis.call('XADD', dead, 'MAXLEN', '~', args.max_dead, '*',
-      'id', item.id, 'reason', item.reason, 'attempt', item.attempt, 'worker', item.worker)
+      'id', item.id, 'reason', item.reason, 'attempt', item.attempt, 'worker', args.worker)
     redis.call('PEXPIRE', dead, args.dead_ttl_ms)
   end
 end
@@ -53,14 +53,14 @@ end
 local verdicts = {}
 for i, item in ipairs(args.items) do
   local request, log, events = KEYS[2 * i + 3], KEYS[2 * i + 4], ARGV[1 + i]
-  local r = redis.call('HMGET', request, 'state', 'attempt', 'tokens', 'items', 'listeners', 'reservation')
+  local r = redis.call('HMGET', request, 'state', 'attempt', 'tokens', 'items', 'listeners', 'reservation', 'worker')
   local verdict = 'ok'
   if not r[1] then
     verdict = 'gone'
     if item.entry then remove(item.entry) end
   elseif r[1] == 'cancelled' then
     verdict = 'cancelled'
-  elseif tonumber(r[2]) ~= item.attempt or r[1] == 'queued' then
+  elseif tonumber(r[2]) ~= item.attempt or r[7] ~= args.worker or r[1] == 'queued' then
     verdict = 'fenced'
   elseif r[1] ~= 'running' then
     if r[1] ~= item.state then verdict = 'ended' end

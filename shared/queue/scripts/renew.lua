@@ -6,13 +6,13 @@ local queue = KEYS[1]
 local args = cmsgpack.unpack(ARGV[1])
 local verdicts = {}
 for i, item in ipairs(args.items) do
-  local r = redis.call('HMGET', KEYS[i + 1], 'state', 'attempt')
+  local r = redis.call('HMGET', KEYS[i + 1], 'state', 'attempt', 'worker')
   local verdict = 'ok'
   if not r[1] then
     verdict = 'gone'
   elseif r[1] == 'cancelled' then
     verdict = 'cancelled'
-  elseif tonumber(r[2]) ~= item.attempt or r[1] == 'queued' then
+  elseif tonumber(r[2]) ~= item.attempt or r[3] ~= args.worker or r[1] == 'queued' then
     verdict = 'fenced'
   elseif r[1] ~= 'running' then
     verdict = 'ended'
