@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -87,9 +87,10 @@ class Deployer:
     def instances(self) -> list[psutil.Process]:
         found = []
         for process in self.fleet.family():
-            if "worker" in process.cmdline():
-                package = environment_of(process).get("VLM_WORKER__PACKAGE", "")
-                found += [process] if package.startswith("cap@") else []
+            with suppress(psutil.NoSuchProcess):  # it may end at any time
+                if "worker" in process.cmdline():
+                    package = environment_of(process).get("VLM_WORKER__PACKAGE", "")
+                    found += [process] if package.startswith("cap@") else []
         return found
 
 
