@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from redis import Redis
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
 from shared.process import request_parent_death_signal
 from shared.redis.embedded import find_redis_server
@@ -78,8 +78,15 @@ class Sentinels:
 
     def fail_over(self) -> None:
         """Make a replica the primary; the old primary lives and becomes a replica."""
+
+        def has_begun() -> bool:
+            try:
+                return bool(client.sentinel_failover(NAME))
+            except ResponseError:  # it does not know yet that the replicas are in sync
+                return False
+
         with self._sentinel(self.sentinels[0]) as client:
-            client.sentinel_failover(NAME)
+            wait_for(has_begun, WITHIN_S)
 
     def kill(self, port: int) -> None:
         self.processes[port].kill()
