@@ -382,16 +382,15 @@ class Dispatcher:
                 call.deadline_at = min(call.deadline_at, progress.heard_at + left_s)
         elif state is not None and state.state == "cancelled":
             call.fail(choice, ErrorCode.CANCELLED, _CANCELLED_MESSAGE)
-        elif state is None and call.can_begin_again(choice):
-            await self._submit_again(call, choice)
+        elif state is None and call.can_resubmit(choice):
+            await self._resubmit(call, choice)
         else:
             call.fail(choice, ErrorCode.WORKER_LOST, _LOST_MESSAGE)
 
-    async def _submit_again(self, call: OpenCall, choice: int) -> None:
-        """Queue a choice that Redis lost, after a failover for example. Raises: QueueUnavailable.
+    async def _resubmit(self, call: OpenCall, choice: int) -> None:
+        """Submit a choice again that Redis lost, for example in a failover. Raises: QueueUnavailable.
 
-        It gets another id, so that events of the lost one's workers are not accepted. It was accepted before, so
-        no limit refuses it.
+        The new id fences workers that still run the lost request. No limit applies, because the request was accepted.
         """
         progress = call.choices[choice]
         lost = progress.request_id
@@ -399,11 +398,11 @@ class Dispatcher:
         again = msgspec.structs.replace(
             call.submitted[choice], id=f"{call.submitted[choice].id}.{call.num_resubmits}"
         )
-        logger.warning("Redis has lost request %s: it is queued again as %s", lost, again.id)
+        logger.warning("Redis lost request %s; submitted it again as %s", lost, again.id)
         self._remove_route(call, choice)
-        progress.begin_again(again.id)
+        progress.resubmit(again.id)
         self._add_route(call, choice)
-        progress.has_gap = True  # it is looked up again, unless the next lines succeed
+        progress.has_gap = True  # look it up again if the outcome of `submit` is unknown
         await self.queue.submit(
             [seal(again)],
             timeout_s=max(0.0, call.deadline_at - time.monotonic()),

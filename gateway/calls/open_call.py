@@ -26,7 +26,7 @@ from shared.protocol import (
 )
 from shared.queue.api import RequestState
 
-#: How often a request is queued again that Redis has lost.
+#: How often each choice is submitted again after Redis lost it.
 MAX_RESUBMITS = 3
 
 ChoiceEvent = tuple[int, CallEvent]  #: index of the choice, and its event
@@ -56,7 +56,7 @@ class ChoiceProgress:
     A higher attempt supersedes a lower one. An event that does not follow the last one is a gap: events are held
     back until the request's log, which has all of them, is read again. If Redis lost its last writes, a later
     attempt may repeat tokens: equal tokens are dropped, and different answers are never spliced.
-    `begin_again`: Redis lost the request, and its gateway queues it again.
+    `resubmit` starts over when Redis lost the request.
     """
 
     def __init__(self, request_id: str) -> None:
@@ -69,14 +69,14 @@ class ChoiceProgress:
         self.is_settled = False  #: the fleet ended it: nothing to cancel
         self.token_ids: list[int] = []
         self._num_chars = _NumChars()
-        #: Of the tokens that a repeated run has repeated; None unless it began with the first token.
+        #: Tokens that the resubmitted request has repeated so far, and their characters; None if it was not resubmitted.
         self._repeated: tuple[int, _NumChars] | None = None
         #: Number of tokens before the event that is held back.
         self._num_expected = 0
         self.heard_at = time.monotonic()
 
-    def begin_again(self, request_id: str) -> None:
-        """Expect the same answer from its first token, under another id: Redis lost the request."""
+    def resubmit(self, request_id: str) -> None:
+        """Expect the answer again from its first token, under a new id."""
         self.request_id = request_id
         self.attempt = 0
         self._repeated = 0, _NumChars()
@@ -146,7 +146,7 @@ class ChoiceProgress:
         )
 
     def _count_repeated(self, event: Tokens) -> _NumChars | None:
-        """Number of characters after an event of a repeated run; None if not all before it were counted."""
+        """Number of characters up to the end of a repeated event; None if earlier events were not counted."""
         if self._repeated is None or self._repeated[0] != event.index:
             return None
         num_chars = self._repeated[1].after(event)
@@ -154,7 +154,7 @@ class ChoiceProgress:
         return num_chars
 
     def _accept_rest(self, event: Tokens, num_known: int, num_chars: _NumChars) -> CallEvent:
-        """The part of a repeated run's event behind the known tokens: text is a function of the tokens."""
+        """The part of an event after the known tokens. The text of the same tokens has the same length."""
         text = num_chars.text - self._num_chars.text
         reasoning = num_chars.reasoning - self._num_chars.reasoning
         rest = structs.replace(
@@ -222,11 +222,12 @@ class OpenCall:
         """Ids of the choices that the fleet has not ended."""
         return [choice.request_id for choice in self.choices if not choice.is_settled]
 
-    def can_begin_again(self, choice: int) -> bool:
-        """Whether a choice that Redis lost can be queued again: tokens without ids cannot be compared."""
+    def can_resubmit(self, choice: int) -> bool:
+        """Whether a choice that Redis lost can be submitted again. Tokens without ids cannot be compared."""
         progress = self.choices[choice]
         return (
             bool(self.submitted)
+            and not self.is_closed
             and not self.is_resumable
             and not progress.is_finished
             and self.num_resubmits < MAX_RESUBMITS * len(self.choices)

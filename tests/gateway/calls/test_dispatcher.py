@@ -109,26 +109,26 @@ def test_two_different_answers_are_never_spliced(overlap):
 
 
 @pytest.mark.parametrize("again", [[(1,), (2,), (3, 4)], [(1, 2, 3), (4,)], [(1,), (2, 3, 4)]])
-def test_a_request_that_begins_again_goes_on_behind_what_is_known(again):
+def test_a_resubmitted_request_continues_after_the_known_tokens(again):
     """Its events may have other boundaries."""
     progress = ChoiceProgress("r")
     for event in (delta(0, 1, attempt=3), delta(1, 2, attempt=3)):
         progress.accept(event)
-    progress.begin_again("r.1")
-    index, told = 0, []
+    progress.resubmit("r.1")
+    index, accepted = 0, []
     for token_ids in again:
-        told.append(progress.accept(delta(index, *token_ids)))
+        accepted.append(progress.accept(delta(index, *token_ids)))
         index += len(token_ids)
-    texts = [event.text for event in told if isinstance(event, Tokens)]
+    texts = [event.text for event in accepted if isinstance(event, Tokens)]
     assert "".join(texts) == " 3 4"
     assert progress.token_ids == [1, 2, 3, 4]
     assert progress.accept(finished(4))
 
 
-def test_a_request_that_begins_again_and_says_something_else_fails():
+def test_a_resubmitted_request_with_a_different_answer_fails():
     progress = ChoiceProgress("r")
     progress.accept(delta(0, 1))
-    progress.begin_again("r.1")
+    progress.resubmit("r.1")
     assert isinstance(progress.accept(delta(0, 2, 3)), Failed)
 
 
@@ -369,6 +369,25 @@ async def submit(dispatcher: Dispatcher, count: int, timeout_s: float) -> list[O
             await dispatcher.submit(choices, timeout_s=timeout_s, max_waiting=100_000)
         )
     return open_calls
+
+
+async def test_a_lost_request_whose_client_left_is_not_submitted_again(
+    dispatcher, monkeypatch, caplog
+):
+    call = await dispatcher.submit([make_request()], timeout_s=60.0, max_waiting=100)
+    looked_up = asyncio.Event()
+
+    async def lose(model: str, request_id: str) -> None:
+        call.close()  # meanwhile
+        looked_up.set()
+
+    monkeypatch.setattr(dispatcher.queue, "state", lose)
+    call.choices[0].has_gap = True
+    await asyncio.wait_for(looked_up.wait(), 10.0)
+    await dispatcher.stop()
+    assert dispatcher.num_open == 0
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+    assert call.num_resubmits == 0
 
 
 @in_one_round
