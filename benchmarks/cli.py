@@ -51,7 +51,7 @@ def bench_gateway(
         ),
     ] = 0,
     tokens: Annotated[
-        int, typer.Option(min=0, help="CPU per token of so many streams of 50 tokens/s.")
+        int, typer.Option(min=0, help="Measure the CPU time per token of this many streams.")
     ] = 0,
     against: Annotated[
         Path | None, typer.Option(help="Folder of another checkout to compare with.")

@@ -1,7 +1,7 @@
 """Events that wait to be published; consecutive ones of a request merge meanwhile.
 
-Redis's cost is paid per publication and request. Tokens of an answer that is not streamed wait longer, for the end of
-the answer at best; those of streams, if there are many of them, are published at most 20 times a second.
+Redis's CPU time depends on the number of published items, so items are few: answers that are not streamed are published
+every `HOLD_S` and at their end, and streams of a busy worker every `STREAM_HOLD_S`.
 Pure: no Redis. Filled and emptied on the event loop.
 """
 
@@ -32,9 +32,9 @@ from shared.queue.api import Claim, Ending, Publication
 
 #: Longest delay of tokens of an answer that is not streamed; this much work is lost with a worker.
 HOLD_S = 0.25
-#: Time between two publications of a stream, where a worker runs `MIN_SHARED_STREAMS` or more.
+#: Minimum time between two publications of a stream, if the worker runs at least `MIN_COALESCED_STREAMS`.
 STREAM_HOLD_S = 0.05
-MIN_SHARED_STREAMS = 16
+MIN_COALESCED_STREAMS = 16
 #: Vectors and scores up to this size are sent with their event, through log and mailbox.
 MAX_INLINE_BYTES = 16 * 1024
 
@@ -91,8 +91,8 @@ class Outbox:
         self._hold_s = hold_s
         self._held: dict[Published, _Draft] = {}  # delayed
         self._due: dict[Published, _Draft] = {}  # due
-        self._published_at: dict[Published, float] = {}  # of streams: their last tokens
-        self._timer: asyncio.TimerHandle | None = None  # publishes the streams that are delayed
+        self._published_at: dict[Published, float] = {}  # open streams with published tokens
+        self._timer: asyncio.TimerHandle | None = None  # for delayed streams
         # Requests with a terminal event that are not yet dropped.
         self._ended: set[Published] = set()
         self._refusals: list[Publication] = []
@@ -119,8 +119,8 @@ class Outbox:
         self._filled.set()
 
     def _wait_s(self, active: Published, now: float) -> float:
-        """Until a stream may be published again; its first tokens never wait."""
-        if len(self._published_at) < MIN_SHARED_STREAMS or active not in self._published_at:
+        """Delay of a stream's tokens; none for the first ones."""
+        if len(self._published_at) < MIN_COALESCED_STREAMS or active not in self._published_at:
             return 0.0
         return self._published_at[active] + STREAM_HOLD_S - now
 
@@ -138,7 +138,7 @@ class Outbox:
         drafts, self._due = self._due, {}
         now = time.monotonic()
         for active, draft in drafts.items():
-            if draft.deltas and active.call.wants_stream:
+            if draft.deltas and draft.terminal is None and active.call.wants_stream:
                 self._published_at[active] = now
         refusals, self._refusals = self._refusals, []
         return refusals + [_publication(active, draft) for active, draft in drafts.items()]

@@ -21,7 +21,7 @@ from benchmarks.gateway.run import INSTANT, BenchError, Target, run_checked, run
 from benchmarks.gateway.tables import ROLES
 
 FRONT = "server's front"
-NUM_TOKENS = 100  #: of a stream of the mock engine
+NUM_TOKENS = 100  #: per stream of the mock engine
 PROMPT = "Tell me about a lighthouse."
 
 
@@ -44,7 +44,7 @@ def run(
 
 
 def run_tokens(streams: int, seconds: float, rounds: int, against: Path | None) -> Table:
-    """The same of streams of 50 tokens/s by the mock engine, beside another checkout. Raises: BenchError."""
+    """CPU per token of streams of the mock engine, at 50 tokens/s each, and in another checkout. Raises: BenchError."""
     settings = {
         **INSTANT, "VLM_ENGINE__MOCK__DECODE_S": "0.02", "VLM_ENGINE__MAX_NUM_SEQS": str(streams),
         "VLM_ENGINE__MOCK__NUM_OUTPUT_TOKENS": str(NUM_TOKENS),

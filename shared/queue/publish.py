@@ -21,7 +21,7 @@ from shared.redis.link import RedisSender
 
 #: A gateway without a mailbox is gone; longer than a living one needs to make it again.
 GONE_AFTER_S = 10.0
-#: Redis answers nobody else while it publishes them: 1 ms.
+#: Maximum items of one script call, which blocks Redis while it runs.
 MAX_ITEMS = 64
 
 

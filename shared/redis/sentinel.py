@@ -1,4 +1,4 @@
-"""A client of the primary that Sentinels name, asked at each new connection and every second."""
+"""Clients of the primary of a Sentinel group. Each new connection asks the Sentinels for its address."""
 
 import asyncio
 from contextlib import suppress
@@ -12,9 +12,10 @@ from redis.exceptions import RedisError
 
 from shared.settings.redis_url import SentinelUrl
 
-#: For one Sentinel to answer, before the next is asked.
+#: Timeout of one Sentinel; then the next one is asked.
 ANSWER_TIMEOUT_S = 0.5
-#: An old primary that lives accepts writes, which will be lost, until the Sentinels make it a replica: 8 s and more.
+#: Interval of checks for a new primary. An old one that is still alive accepts writes, which are lost, until the
+#: Sentinels demote it, which takes them at least 8 s.
 CHECK_EVERY_S = 1.0
 
 
@@ -25,7 +26,7 @@ class Connected(Protocol):
 
 
 class SentinelPool(SentinelConnectionPool):
-    """Connections to the primary. They are closed when another server becomes the primary."""
+    """Connections to the primary, closed when another server becomes the primary."""
 
     def __init__(self, name: str, sentinel: Sentinel, **options: Any) -> None:
         super().__init__(name, sentinel, **options)

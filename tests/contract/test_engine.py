@@ -182,10 +182,12 @@ class Case:
         if self.stand_in is not None:  # its tokens may all come in one step
             self.stand_in.released.clear()
             self.stand_in.hold_after = 1
-        yield
-        if self.stand_in is not None:
-            self.stand_in.hold_after = None
-            self.stand_in.released.set()
+        try:
+            yield
+        finally:
+            if self.stand_in is not None:
+                self.stand_in.hold_after = None
+                self.stand_in.released.set()
 
     @property
     def kind(self) -> str:

@@ -28,7 +28,7 @@ from shared.protocol import (
 from shared.queue.api import Claim
 from tests.factories_queue import make_request
 from worker.active_requests import ActiveRequest
-from worker.outbox import MIN_SHARED_STREAMS, STREAM_HOLD_S, Outbox
+from worker.outbox import MIN_COALESCED_STREAMS, Outbox
 
 
 def make_active(
@@ -108,9 +108,10 @@ async def test_what_waits_is_not_taken_with_another_request():
     assert [publication.claim for publication in await outbox.take()] == [streaming.claim]
 
 
-async def test_streams_of_a_busy_worker_are_published_at_intervals():
+async def test_streams_of_a_busy_worker_are_published_at_intervals(monkeypatch):
     """The first token and the end go at once; what waits is published without a further token."""
-    outbox, streams = Outbox(), [make_active() for _ in range(MIN_SHARED_STREAMS)]
+    monkeypatch.setattr("worker.outbox.STREAM_HOLD_S", 0.5)
+    outbox, streams = Outbox(), [make_active() for _ in range(MIN_COALESCED_STREAMS)]
     for active in streams:
         outbox.post(active, delta(active, 0, 1))
     assert len(await outbox.take()) == len(streams)
@@ -125,18 +126,19 @@ async def test_streams_of_a_busy_worker_are_published_at_intervals():
     assert {item.claim.id for item in await outbox.take()} == {late.claim.id, third.claim.id}
 
     held = await outbox.take()
-    assert time.monotonic() - published_at > STREAM_HOLD_S / 2
+    assert time.monotonic() - published_at > 0.4
     assert [events_in(item) for item in held] == [
         (delta(active, 1, 2, 3),) for active in (first, second)
     ]
 
 
-async def test_streams_of_a_worker_with_few_are_published_at_once():
-    outbox, streams = Outbox(), [make_active() for _ in range(MIN_SHARED_STREAMS - 1)]
+async def test_streams_of_a_worker_with_few_are_published_at_once(monkeypatch):
+    monkeypatch.setattr("worker.outbox.STREAM_HOLD_S", 1000.0)
+    outbox, streams = Outbox(), [make_active() for _ in range(MIN_COALESCED_STREAMS - 1)]
     for index in range(3):
         for active in streams:
             outbox.post(active, delta(active, index, index))
-        async with asyncio.timeout(STREAM_HOLD_S / 2):
+        async with asyncio.timeout(10.0):
             assert len(await outbox.take()) == len(streams)
 
 

