@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 
 from redis.asyncio import Redis, SSLConnection
 from redis.asyncio.connection import parse_url
-from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool
+from redis.asyncio.sentinel import MasterNotFoundError, Sentinel, SentinelConnectionPool
 from redis.exceptions import RedisError
 
 from shared.settings.redis_url import SentinelUrl
@@ -39,6 +39,18 @@ class SentinelPool(SentinelConnectionPool):
             self._watch = asyncio.create_task(self._watch_primary())
         self._links[link] = await self.get_master_address()
         return self._links[link]
+
+    async def get_master_address(self) -> tuple[str, int]:
+        """Raises: MasterNotFoundError, whose message does not show redis-py's clients."""
+        try:
+            return await super().get_master_address()
+        except MasterNotFoundError:
+            pings = (sentinel.ping() for sentinel in self.sentinel_manager.sentinels)
+            replies = await asyncio.gather(*pings, return_exceptions=True)
+        causes = [reply for reply in replies if isinstance(reply, BaseException)]
+        if len(causes) == len(replies):
+            raise MasterNotFoundError(f"no Sentinel answers: {causes[0]}") from causes[0]
+        raise MasterNotFoundError(f"the Sentinels know no live primary {self.service_name!r}")
 
     async def _watch_primary(self) -> None:
         while True:

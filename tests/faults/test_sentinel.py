@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
@@ -83,16 +84,25 @@ async def test_a_connection_to_a_server_that_is_a_replica_now_is_replaced(sentin
         await redis.aclose()
 
 
-async def test_a_wrong_name_of_the_primary_is_logged_at_the_start(
-    sentinels: Sentinels, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        (("/fleet", "/mistaken"), "(the Sentinels know no live primary 'mistaken')"),
+        (("of-the-sentinels", "mistaken"), "refuses user or password"),
+        (("@[^/]+", "@127.0.0.1:1"), "(no Sentinel answers: "),
+    ],
+)
+async def test_a_wrong_sentinel_url_is_one_sentence_at_the_start(
+    sentinels: Sentinels, caplog: pytest.LogCaptureFixture, change: tuple[str, str], cause: str
 ):
-    url = sentinels.url.replace("/fleet", "/mistaken")
     with caplog.at_level(logging.WARNING):
+        url = re.sub(*change, sentinels.url)
         waiting = asyncio.create_task(wait_for_redis(RedisSettings(url=url)))
         await until(lambda: caplog.records)
         waiting.cancel()
         with suppress(asyncio.CancelledError):
             await waiting
     [message] = [record.getMessage() for record in caplog.records]
-    assert "'mistaken'" in message
+    assert cause in message
     assert "of-the" not in message
+    assert "redis.asyncio" not in message
