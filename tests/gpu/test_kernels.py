@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -97,7 +98,10 @@ def test_graphs_sample_what_is_sampled_without(tiny: Path, sampling: dict[str, A
     for off in ((), ("cuda_graph",)):
         loaded = load(tiny, "cuda", disabled_ops=off)
         requests = [
-            replace(r, sampling=replace(r.sampling, temperature=0.8, seed=5, **sampling))
+            replace(
+                r,
+                sampling=msgspec.structs.replace(r.sampling, temperature=0.8, seed=5, **sampling),
+            )
             for r in make_requests(loaded)
         ]
         found.append(answers(loaded, requests))
