@@ -162,7 +162,8 @@ def test_a_quantized_checkpoint_loads_and_computes_as_on_the_cpu(
     tiny: Path, quantization: str
 ) -> None:
     small = load(tiny, "cuda", quantization=quantization)
-    on_cpu = load(tiny, "cpu", quantization=quantization)
+    # without the CPU's kernels, whose towers and heads are int8 too
+    on_cpu = load(tiny, "cpu", quantization=quantization, disabled_ops=("cpu",))
 
     weights = [core(loaded)[1].memory_bytes()["weights"] for loaded in (small, on_cpu)]
     assert weights[0] == weights[1] < core(load(tiny, "cuda"))[1].memory_bytes()["weights"]
