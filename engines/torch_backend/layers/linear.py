@@ -224,7 +224,7 @@ class Int8Method(QuantizedMethod):
         return rows.mul_(layer.scale[start:stop, None])
 
     def _quantize_rows(self, weight: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-        scale = (weight.abs().amax(dim=1) / 127).clamp(min=torch.finfo(torch.float32).tiny)
+        scale = _divide(weight.abs().amax(dim=1), 127).clamp(min=torch.finfo(torch.float32).tiny)
         scale = scale.to(dtype).clamp(min=torch.finfo(dtype).tiny)
         integers = (weight / scale.float()[:, None]).round_().clamp_(-127, 127).to(torch.int8)
         return {"integers": integers, "scale": scale}
@@ -293,11 +293,16 @@ class Int4Method(QuantizedMethod):
         num_outputs, num_inputs = weight.shape
         groups = weight.view(num_outputs, -1, choose_group_size(num_inputs) or num_inputs)
         low, high = groups.amin(dim=2), groups.amax(dim=2)
-        scale = ((high - low) / 15).clamp(min=torch.finfo(dtype).tiny).to(dtype)
+        scale = _divide(high - low, 15).clamp(min=torch.finfo(dtype).tiny).to(dtype)
         zero = (low + 8 * scale.float()).to(dtype)  # the value of the integer 8
         integers = (groups - zero.float()[..., None]) / scale.float()[..., None]
         pairs = pack_pairs(integers.round_().add_(8).clamp_(0, 15).to(torch.uint8))
         return {"pairs": pairs, "scale_zero": torch.stack([scale.t(), zero.t()], 2).contiguous()}
+
+
+def _divide(x: Tensor, number: float) -> Tensor:
+    """The exact quotient: on a GPU torch multiplies by the reciprocal of a Python number, which rounds otherwise."""
+    return x / x.new_tensor(number)
 
 
 FLOAT, INT8, INT4 = FloatMethod(), Int8Method(), Int4Method()
