@@ -381,6 +381,7 @@ class Sessions(Resource):
                 if state == "new" and not await self._is_queued(task):
                     await self._store.settle(session.id, {task_id: "forgotten"})
                 raise
+            await self._store.confirm(session.id, task)
         if state == "new":
             return _show_task(session, task, "pending")
         [state] = await self._stand(session, [(task, state)])

@@ -227,7 +227,7 @@ class Resume:
         context: RequestContext,
         submit: Callable[[], Awaitable[OpenCall]],
     ) -> Reply:
-        """Queue a resumable request, or follow it if it was sent before.
+        """Queue a resumable request, or follow it if it was sent before. Returns when a replica of Redis has it.
 
         Raises: InvalidRequest if the key names another request, Overloaded, QueueUnavailable, and errors of
         `submit`.
@@ -256,6 +256,11 @@ class Resume:
                     head = msgspec.structs.replace(head, package=known.package)
             if call is None:
                 call = await self._submit(context.id, queue, submit, known is None)
+            try:
+                await self.records.confirm(context.id, call.model, _choice(context.id))
+            except BaseException:
+                call.close()
+                raise
         answer = surface.answer(plan.options, head)
         return _numbered_reply(
             surface, call, answer, head, last_id, plan.is_streamed, plan.shows_timings

@@ -110,6 +110,11 @@ class RedisKeys:
         """A gateway's record of a resumable request."""
         return f"{self.prefix}:stream:{request_id}"
 
+    @property
+    def confirmation(self) -> str:
+        """Written before each `WAIT` for a replica."""
+        return f"{self.prefix}:confirmation"
+
     def lease(self, name: str) -> str:
         """Holder of an exclusive lease, such as that of a batch."""
         return f"{self.prefix}:lease:{name}"

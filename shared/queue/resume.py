@@ -31,6 +31,12 @@ class ResumableCalls(RedisStore):
         return await self._ask("GET", self._keys.stream(request_id))
 
     @redis_errors_as(QueueUnavailable)
+    async def confirm(self, request_id: str, model: str, call_id: str) -> None:
+        """Wait until a replica has the record and the call, if there is a replica."""
+        keys = (self._keys.stream(request_id), self._keys.request(model, call_id))
+        await self._confirm(*(("EXISTS", key) for key in keys))
+
+    @redis_errors_as(QueueUnavailable)
     async def forget(self, request_id: str) -> None:
         """Delete the record of a request."""
         await self._ask("DEL", self._keys.stream(request_id))

@@ -7,7 +7,8 @@ from redis.asyncio import Redis
 
 from shared.queue.keys import RedisKeys
 from shared.redis.client import retry_idempotent
-from shared.redis.link import RedisSender
+from shared.redis.confirm import Confirmer
+from shared.redis.link import Command, RedisSender
 from shared.redis.script import Script, named
 
 
@@ -17,6 +18,7 @@ class RedisStore:
     def __init__(self, redis: Redis, prefix: str) -> None:
         self._keys = RedisKeys(prefix)
         self._sender = RedisSender(redis)
+        self._confirmer = Confirmer(redis, self._keys.confirmation)
 
     async def _ask(self, *command: str | bytes | int) -> Any:
         return await retry_idempotent(lambda: self._sender.execute(*command))
@@ -25,5 +27,10 @@ class RedisStore:
         packed = named(*raw, **arguments)
         return await retry_idempotent(lambda: self._sender.run(script, keys, packed))
 
+    async def _confirm(self, *proofs: Command) -> None:
+        """Wait until a replica has the writes that `proofs` read, if there is a replica. Raises: RedisError."""
+        await self._confirmer.confirm(*proofs)
+
     async def close(self) -> None:
+        await self._confirmer.close()
         await self._sender.close()

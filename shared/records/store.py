@@ -40,7 +40,7 @@ _decoder = msgspec.msgpack.Decoder(Record)
 
 
 class RecordStore(RedisStore):
-    """Records by owner and name. All methods raise RecordsUnavailable."""
+    """Records by owner and name; writes return when a replica has them. All methods raise RecordsUnavailable."""
 
     def __init__(
         self, redis: Redis, prefix: str, *, ttl_s: float, max_records: int, max_bytes: int
@@ -75,6 +75,7 @@ class RecordStore(RedisStore):
             anew=anew,
             reply_ms=to_ms(_REPLY_S),
         )
+        await self._confirm(("EXISTS", self._keys.record(owner, name)))
         pairs = zip(found[::2], found[1::2], strict=True)
         return [(name.decode(), _decoder.decode(data)) for name, data in pairs]
 
@@ -90,7 +91,10 @@ class RecordStore(RedisStore):
         data = await self._run(
             DELETE_RECORD, keys, prefix=prefix, name=name, reply_ms=to_ms(_REPLY_S)
         )
-        return None if data is None else _decoder.decode(data)
+        if data is None:
+            return None
+        await self._confirm(("EXISTS", keys[-1]))
+        return _decoder.decode(data)
 
     def _keys_of_call(self, owner: str) -> tuple[str, str, str]:
         keys = self._keys

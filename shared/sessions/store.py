@@ -133,6 +133,7 @@ class SessionStore(RedisStore):
         await self._run(OPEN_SESSION, keys, encode(session), ttl_ms=to_ms(session.ttl_s))
         await self._note(session, session.id)
         await self.keep_limits(session)
+        await self._confirm(("EXISTS", *keys))
         limits, now = self._keys.session_limits(session.application), int(session.created_at)
         await self._ask("ZREMRANGEBYSCORE", limits, "-inf", now)
         await self._ask("ZREM", self._keys.sessions(session.owner), _TO_COME + session.id)
@@ -185,6 +186,7 @@ class SessionStore(RedisStore):
         """Close a session to new tasks."""
         await self._run(CLOSE_SESSION, (self._keys.session(session.id),))
         await self._ask("ZREM", self._keys.session_limits(session.application), _limits(session))
+        await self._confirm()
 
     @redis_errors_as(QueueUnavailable)
     async def add(
@@ -203,6 +205,14 @@ class SessionStore(RedisStore):
         if verdict != b"added":
             raise TaskRefused(verdict.decode())
         return task, "new"
+
+    @redis_errors_as(QueueUnavailable)
+    async def confirm(self, session_id: str, task: TaskRecord) -> None:
+        """Wait until a replica has a task and its call, if there is a replica."""
+        await self._confirm(
+            ("HEXISTS", self._keys.session_tasks(session_id), task.id),
+            ("EXISTS", self._keys.request(task.model, task.request_id)),
+        )
 
     @redis_errors_as(QueueUnavailable)
     async def settle(self, session_id: str, states: Mapping[str, str]) -> None:

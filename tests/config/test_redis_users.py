@@ -26,11 +26,12 @@ from shared.queue.entries import QueueEntries
 from shared.queue.mailbox import RedisMailbox
 from shared.queue.publish import Publisher
 from shared.queue.registry import AdapterSource, Registry, WorkerRecord
-from shared.queue.resume import ResumableCalls
+from shared.queue.resume import Leases, ResumableCalls
 from shared.queue.rights import USERS as RIGHTS
 from shared.queue.submit import RedisGatewayQueue
 from shared.records.store import RecordStore
 from shared.redis.client import create_redis
+from shared.redis.confirm import Confirmer
 from shared.redis.link import RedisSender, with_ttl
 from shared.redis.script import Script
 from shared.sessions.store import Session, SessionStore
@@ -269,6 +270,9 @@ CALLED = {
             RedisBlobStore.get,
             RedisBlobStore.open,
             RecordStore,
+            SessionStore,
+            Leases,
+            Confirmer,
         ),
         *(Registry.workers, Registry.models, Registry.silence_s, Registry._members),
         *(Registry.adapters, Registry.put_adapter, Registry.remove_adapter),

@@ -85,10 +85,14 @@ class LosesReplies:
         await self.sender.run(script, keys, arguments)
         return await self.sender.run(script, keys, arguments)
 
+    async def close(self) -> None:
+        await self.sender.close()
+
 
 async def test_a_call_whose_reply_was_lost_returns_what_it_did(redis, redis_prefix, monkeypatch):
-    sender = RedisSender(redis)
-    monkeypatch.setattr("shared.queue.store.RedisSender", lambda _: LosesReplies(sender))
+    monkeypatch.setattr(
+        "shared.queue.store.RedisSender", lambda _: LosesReplies(RedisSender(redis))
+    )
     store = RecordStore(redis, redis_prefix, ttl_s=60, max_records=1, max_bytes=100)
     first, second = Record(b"x" * 10, (IMAGE,)), Record(b"\xff" * 10)
     assert await store.put("me", "one", first) == []
@@ -96,4 +100,4 @@ async def test_a_call_whose_reply_was_lost_returns_what_it_did(redis, redis_pref
     assert await store.delete("me", "two") == second
     assert await store.delete("me", "two") is None
     assert await store.put("me", "two", first) == []
-    await sender.close()
+    await store.close()
