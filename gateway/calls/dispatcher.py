@@ -233,9 +233,12 @@ class Dispatcher:
 
     def _cancel(self, call: OpenCall) -> None:
         if not call.is_resumable and (unsettled := call.unsettled_ids):
-            waiting = self._cancels.setdefault(call.model, {})
-            waiting.update(dict.fromkeys(unsettled, call.deadline_at))
-            self._has_cancels.set()
+            self._cancel_ids(call, unsettled)
+
+    def _cancel_ids(self, call: OpenCall, request_ids: Sequence[str]) -> None:
+        waiting = self._cancels.setdefault(call.model, {})
+        waiting.update(dict.fromkeys(request_ids, call.deadline_at))
+        self._has_cancels.set()
 
     # Cancelling
 
@@ -367,6 +370,8 @@ class Dispatcher:
     async def _look_up_one(self, call: OpenCall, choice: int) -> None:
         progress = call.choices[choice]
         model, request_id = call.model, progress.request_id
+        if progress.is_split:
+            return await self._resubmit(call, choice)
         look_up = call.listen or self.queue.state
         state = await look_up(model, request_id)
         if state is None and time.monotonic() < call.begins_by:
@@ -382,23 +387,28 @@ class Dispatcher:
                 call.deadline_at = min(call.deadline_at, progress.heard_at + left_s)
         elif state is not None and state.state == "cancelled":
             call.fail(choice, ErrorCode.CANCELLED, _CANCELLED_MESSAGE)
-        elif state is None and call.can_resubmit(choice):
+        elif state is None:
             await self._resubmit(call, choice)
         else:
             call.fail(choice, ErrorCode.WORKER_LOST, _LOST_MESSAGE)
 
     async def _resubmit(self, call: OpenCall, choice: int) -> None:
-        """Submit a choice again that Redis lost, for example in a failover. Raises: QueueUnavailable.
+        """Submit a choice again that Redis lost, or whose tokens it lost; it goes on after those that arrived.
 
         The new id fences workers that still run the lost request. No limit applies, because the request was accepted.
+        Raises: QueueUnavailable.
         """
         progress = call.choices[choice]
+        if not call.can_resubmit(choice):
+            call.fail(choice, ErrorCode.WORKER_LOST, _LOST_MESSAGE)
+            return
         lost = progress.request_id
+        self._cancel_ids(call, [lost])
         call.num_resubmits += 1
         again = msgspec.structs.replace(
             call.submitted[choice], id=f"{call.submitted[choice].id}.{call.num_resubmits}"
         )
-        logger.warning("Redis lost request %s; submitted it again as %s", lost, again.id)
+        logger.warning("Redis lost data of request %s; submitted it again as %s", lost, again.id)
         self._remove_route(call, choice)
         progress.resubmit(again.id)
         self._add_route(call, choice)
@@ -407,6 +417,7 @@ class Dispatcher:
             [seal(again)],
             timeout_s=max(0.0, call.deadline_at - time.monotonic()),
             max_waiting=NO_LIMIT,
+            earlier=progress.token_ids,
         )
         progress.has_gap = False
         if call.is_closed:

@@ -6,9 +6,6 @@ The dispatcher delivers events; one consumer receives them.
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import NamedTuple
-
-from msgspec import structs
 
 from gateway.http.errors import ClientGone
 from shared.protocol import (
@@ -40,23 +37,12 @@ class Gone(ClientGone):
     """The call was closed while its events were awaited."""
 
 
-class _NumChars(NamedTuple):
-    """Number of characters of an answer so far."""
-
-    text: int = 0
-    reasoning: int = 0
-
-    def after(self, event: Tokens) -> "_NumChars":
-        return _NumChars(self.text + len(event.text), self.reasoning + len(event.reasoning))
-
-
 class ChoiceProgress:
     """Progress of one choice. Passes each output token once and in order.
 
     A higher attempt supersedes a lower one. An event that does not follow the last one is a gap: events are held
     back until the request's log, which has all of them, is read again. If Redis lost its last writes, a later
     attempt may repeat tokens: equal tokens are dropped, and different answers are never spliced.
-    `resubmit` starts over when Redis lost the request.
     """
 
     def __init__(self, request_id: str) -> None:
@@ -65,22 +51,21 @@ class ChoiceProgress:
         self.has_started = False
         self.has_values = False
         self.has_gap = False
+        self.is_split = (
+            False  #: an event repeats tokens and has new ones: the rest must be computed again
+        )
         self.is_finished = False
         self.is_settled = False  #: the fleet ended it: nothing to cancel
         self.token_ids: list[int] = []
-        self._num_chars = _NumChars()
-        #: Tokens that the resubmitted request has repeated so far, and their characters; None if it was not resubmitted.
-        self._repeated: tuple[int, _NumChars] | None = None
         #: Number of tokens before the event that is held back.
         self._num_expected = 0
         self.heard_at = time.monotonic()
 
     def resubmit(self, request_id: str) -> None:
-        """Expect the answer again from its first token, under a new id."""
+        """Expect the rest of the answer under a new id."""
         self.request_id = request_id
-        self.attempt = 0
-        self._repeated = 0, _NumChars()
-        self.has_gap = False
+        self.attempt = self._num_expected = 0
+        self.has_gap = self.is_split = False
 
     def accept(self, event: CallEvent) -> CallEvent | None:
         """Returns a new event, a failure if it contradicts earlier ones, else None."""
@@ -98,7 +83,8 @@ class ChoiceProgress:
             if accepted is not None:
                 new.append(accepted)
         # Events that arrived while the log was read may be later than the log.
-        self.has_gap = not self.is_finished and self._num_expected > len(self.token_ids)
+        expects_more = self.is_split or self._num_expected > len(self.token_ids)
+        self.has_gap = expects_more and not self.is_finished
         return new
 
     def _accept(self, event: CallEvent) -> CallEvent | None:
@@ -131,43 +117,17 @@ class ChoiceProgress:
             token_ids += (-event.attempt,) * event.num_without_id
         if num_known == 0:
             self.token_ids.extend(token_ids)
-            self._num_chars = self._num_chars.after(event)
             return event
         known = tuple(self.token_ids[event.index : event.index + len(token_ids)])
+        if known == token_ids:
+            return None
         if known == token_ids[: len(known)]:
-            num_chars = self._count_repeated(event)
-            if len(known) == len(token_ids):
-                return None
-            if num_chars is not None and not event.calls:
-                return self._accept_rest(event, num_known, num_chars)
+            self.is_split = self.has_gap = True
+            return None
         return self.fail(
             ErrorCode.WORKER_LOST,
             "The worker was lost and the answer could not be continued; retry.",
         )
-
-    def _count_repeated(self, event: Tokens) -> _NumChars | None:
-        """Number of characters up to the end of a repeated event; None if earlier events were not counted."""
-        if self._repeated is None or self._repeated[0] != event.index:
-            return None
-        num_chars = self._repeated[1].after(event)
-        self._repeated = event.index + event.num_tokens, num_chars
-        return num_chars
-
-    def _accept_rest(self, event: Tokens, num_known: int, num_chars: _NumChars) -> CallEvent:
-        """The part of an event after the known tokens. The text of the same tokens has the same length."""
-        text = num_chars.text - self._num_chars.text
-        reasoning = num_chars.reasoning - self._num_chars.reasoning
-        rest = structs.replace(
-            event,
-            index=event.index + num_known,
-            token_ids=event.token_ids[num_known:],
-            logprobs=event.logprobs[num_known:],
-            text=event.text[max(0, len(event.text) - text) :],
-            reasoning=event.reasoning[max(0, len(event.reasoning) - reasoning) :],
-        )
-        self.token_ids.extend(rest.token_ids)
-        self._num_chars = num_chars
-        return rest
 
     def _hold_back(self, num_expected: int) -> None:
         self.has_gap = True

@@ -150,12 +150,14 @@ class GatewayQueue(Protocol):
         max_waiting: int,
         reservation: Reservation | None = None,
         affinity: Affinity | None = None,
+        earlier: Sequence[int] = (),
     ) -> AffinityOutcome:
         """Queue the calls of one request, all or none; their deadline is `timeout_s` from now by the queue's clock.
 
         At most `max_waiting` calls of a priority wait, or the calls of one request. `reservation`: what they reserve
-        if there are quotas. `affinity`: they may be reserved for the preferred worker; `share` ends that. Raises:
-        QueueRefused, DuplicateRequest.
+        if there are quotas. `affinity`: they may be reserved for the preferred worker; `share` ends that. `earlier`: token
+        ids that the only choice has published under another id; the answer goes on after them.
+        Raises: QueueRefused, DuplicateRequest.
         """
         ...
 

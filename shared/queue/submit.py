@@ -8,7 +8,7 @@ from typing import Any
 
 from redis.exceptions import RedisError, ResponseError
 
-from shared.protocol import Envelope, ErrorCode, Priority
+from shared.protocol import Envelope, ErrorCode, Priority, Tokens, encode_events
 from shared.queue.api import (
     Affinity,
     AffinityOutcome,
@@ -60,8 +60,10 @@ class RedisGatewayQueue(RedisStore):
         max_waiting: int,
         reservation: Reservation | None = None,
         affinity: Affinity | None = None,
+        earlier: Sequence[int] = (),
     ) -> AffinityOutcome:
-        keys, arguments = self._to_call(choices, timeout_s, max_waiting, reservation, affinity)
+        call = self._to_call(choices, timeout_s, max_waiting, reservation, affinity, earlier)
+        keys, arguments = call
         verdict = await retry_idempotent(lambda: self._sender.run(SUBMIT, keys, arguments))
         if verdict[0] == b"queue_full" and await self._forget_lost(choices[0]):
             verdict = await retry_idempotent(lambda: self._sender.run(SUBMIT, keys, arguments))
@@ -91,16 +93,24 @@ class RedisGatewayQueue(RedisStore):
         timeout_s: float,
         max_waiting: int,
         reservation: Reservation | None,
-        affinity: Affinity | None = None,
+        affinity: Affinity | None,
+        earlier: Sequence[int],
     ) -> tuple[list[str], tuple[bytes, ...]]:
         first, quota = choices[0], None
+        raw, optional = [choice.payload for choice in choices], {}
         keys = [self._keys.queue(first.model), self._keys.backlog(first.model)]
         keys += [self._keys.request(choice.model, choice.id) for choice in choices]
         if reservation is not None:
             keys += _quota_keys(self._keys, reservation)
             quota = _quota_arguments(reservation)
+        if affinity is not None:
+            optional["affinity"] = self._affinity(first.model, affinity)
+        if earlier:
+            keys.append(self._keys.log(first.model, first.id))
+            raw.append(encode_events([Tokens(first.id, 0, 0, tuple(earlier))]))
+            optional["num_earlier"] = len(earlier)
         arguments = named(
-            *(choice.payload for choice in choices),
+            *raw,
             nonce=token_hex(8),
             group=GROUP,
             tenant=first.tenant,
@@ -112,7 +122,7 @@ class RedisGatewayQueue(RedisStore):
             max_waiting=max_waiting,
             ids=[choice.id for choice in choices],
             quota=quota,
-            **({} if affinity is None else {"affinity": self._affinity(first.model, affinity)}),
+            **optional,
         )
         return keys, arguments
 

@@ -13,7 +13,7 @@ from typing import Protocol
 import pytest
 
 import shared.redis.embedded
-from shared.protocol import Envelope, Priority, seal
+from shared.protocol import Envelope, Priority, Tokens, decode_log, seal
 from shared.queue.api import (
     Claim,
     DuplicateRequest,
@@ -354,6 +354,21 @@ async def test_a_later_attempt_has_the_log_and_fences_the_earlier_one(opened):
     assert await second.renew([later]) == {}
     assert await second.publish([end(later, 1, 2)]) == {}
     assert await opened.queue.events(MODEL, envelope.id) == [b'"0+2"', b'"end"']
+
+
+async def test_a_call_that_is_submitted_with_tokens_goes_on_after_them(opened):
+    envelope = make_envelope()
+    await opened.queue.submit([envelope], timeout_s=60.0, max_waiting=9, earlier=[7, 8, 9])
+    one, other = await opened.worker("one"), await opened.worker("other")
+    claim = await claim_one(one)
+    [event] = decode_log(claim.log)
+    assert isinstance(event, Tokens)
+    assert (claim.attempt, event.index, event.token_ids) == (1, 0, (7, 8, 9))
+    assert await one.publish([tokens(claim, 1, 0, 1)]) == {claim.id: "gap"}
+    assert await one.publish([tokens(claim, 2, 3, 1)]) == {}
+    await opened.lose_lease(claim)
+    [again] = await other.reclaim(1)
+    assert (again.attempt, again.failures, again.log) == (2, 1, (*claim.log, b'"3+1"'))
 
 
 async def test_a_claim_that_the_queue_lost_is_fenced_by_another_of_the_same_number(opened):

@@ -1,11 +1,13 @@
 -- Submit the choices of a request, all or none: refuse a known id, a full queue and what exceeds a quota; store them and
 -- add their ids to the queue, those of batch requests to the backlog.
--- KEYS: queue, backlog, then the call of each choice, then if there is a quota: reservations, usage, rates
+-- KEYS: queue, backlog, then the call of each choice, then if there is a quota: reservations, usage, rates; at the end
+--   with num_earlier: the log
 -- args: nonce, group, tenant, timeout_ms, keep_ms, queue_ttl_ms, reply_to, is_batch, max_waiting, ids (of the choices);
 --   quota: absent, or tenant, num_tokens (of each choice, charged to the tokens per minute), reserved_tokens (of each
 --   choice while it is open), max_tokens, max_tenant_requests, requests_per_minute, tokens_per_minute (0: unlimited);
 --   affinity: absent, or key, wakeups (prefix of the keys of their streams), num_workers, num_seats
--- raw: the payload of each choice
+--   num_earlier: absent, or the number of tokens that the only choice has published before Redis lost it
+-- raw: the payload of each choice, then with num_earlier: the event of those tokens
 -- Returns {duplicate}, {reason, wait_ms} or {ok}; with an affinity {ok, home | new | busy | gone}. wait_ms is 0 if unknown.
 -- A call with the same nonce is a repeated call: ok.
 -- reservations: sorted set of "tokens tenant id", by expiry of the call (ms); 0 once it has ended
@@ -183,6 +185,11 @@ for i, id in ipairs(ids) do
     'reply_to', args.reply_to, 'tenant', args.tenant, 'payload', ARGV[1 + i],
     'enqueued_ms', digits(now_ms), 'deadline_ms', digits(now_ms + args.timeout_ms), unpack(others))
   redis.call('PEXPIRE', request, digits(lives_ms))
+end
+if args.num_earlier then
+  redis.call('HSET', KEYS[3], 'tokens', args.num_earlier)
+  redis.call('RPUSH', KEYS[#KEYS], ARGV[#ARGV])
+  redis.call('PEXPIRE', KEYS[#KEYS], digits(lives_ms))
 end
 if preferred then -- as if it had read them
   local last = reserved[#reserved]

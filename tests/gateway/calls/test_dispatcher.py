@@ -38,6 +38,7 @@ from tests.factories_queue import GATEWAY, make_request
 from tests.gateway.api.chat.test_streams import read_events
 from tests.rounds import in_one_round
 from tests.waiting import until, until_equal
+from worker.active_requests import read_claim
 
 
 def delta(index: int, *token_ids: int, attempt: int = 1) -> Tokens:
@@ -97,7 +98,7 @@ def test_tokens_without_ids_of_two_attempts_are_never_spliced():
     assert failed.code is ErrorCode.WORKER_LOST
 
 
-@pytest.mark.parametrize("overlap", [delta(0, 9, attempt=2), delta(1, 2, 3, attempt=2)])
+@pytest.mark.parametrize("overlap", [delta(0, 9, attempt=2), delta(1, 9, 3, attempt=2)])
 def test_two_different_answers_are_never_spliced(overlap):
     progress = ChoiceProgress("r")
     for event in (delta(0, 1), delta(1, 2)):
@@ -108,28 +109,28 @@ def test_two_different_answers_are_never_spliced(overlap):
     assert progress.accept(delta(2, 3)) is None
 
 
-@pytest.mark.parametrize("again", [[(1,), (2,), (3, 4)], [(1, 2, 3), (4,)], [(1,), (2, 3, 4)]])
-def test_a_resubmitted_request_continues_after_the_known_tokens(again):
-    """Its events may have other boundaries."""
+def test_a_resubmitted_request_continues_after_the_known_tokens():
     progress = ChoiceProgress("r")
     for event in (delta(0, 1, attempt=3), delta(1, 2, attempt=3)):
         progress.accept(event)
     progress.resubmit("r.1")
-    index, accepted = 0, []
-    for token_ids in again:
-        accepted.append(progress.accept(delta(index, *token_ids)))
-        index += len(token_ids)
-    texts = [event.text for event in accepted if isinstance(event, Tokens)]
-    assert "".join(texts) == " 3 4"
+    log = [delta(0, 1, 2, attempt=0), delta(2, 3)]
+    assert [event.token_ids for event in progress.replay(log)] == [(3,)]
+    assert progress.accept(delta(3, 4)) is not None
     assert progress.token_ids == [1, 2, 3, 4]
     assert progress.accept(finished(4))
 
 
-def test_a_resubmitted_request_with_a_different_answer_fails():
+def test_an_event_that_repeats_tokens_and_has_new_ones_is_computed_again():
+    """After Redis lost its last writes, items may have other boundaries."""
     progress = ChoiceProgress("r")
-    progress.accept(delta(0, 1))
-    progress.resubmit("r.1")
-    assert isinstance(progress.accept(delta(0, 2, 3)), Failed)
+    for event in (delta(0, 1), delta(1, 2)):
+        progress.accept(event)
+    assert progress.accept(delta(0, 1, attempt=2)) is None
+    assert progress.accept(delta(1, 2, 3, attempt=2)) is None
+    assert progress.replay([delta(0, 1, attempt=2), delta(1, 2, 3, attempt=2)]) == []
+    assert progress.is_split
+    assert progress.has_gap
 
 
 @pytest.mark.parametrize("event", [delta(2, 3), finished(2)])
@@ -385,6 +386,27 @@ async def test_a_lost_request_whose_client_left_is_not_submitted_again(
     await until(lambda: other.num_resubmits == 2)  # looked up with the first one, and once more
     assert left.num_resubmits == 0
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+async def test_a_request_whose_tokens_redis_lost_goes_on_after_those_that_arrived(
+    dispatcher, ends, redis, is_lost
+):
+    """Redis lost the request, or an attempt that continues an older log repeats tokens in part."""
+    call = make_request()
+    opened = await dispatcher.submit([call], timeout_s=60.0, max_waiting=100)
+    opened.deliver(0, delta(0, 1, 2))
+    if is_lost:
+        await redis.delete(ends.keys.request(MODEL, call.id), ends.keys.queue(MODEL))
+    else:
+        opened.deliver(0, delta(1, 2, 3, attempt=2))
+    await until(lambda: opened.num_resubmits == 1)
+    worker = ends.worker("w")
+    await worker.create_group()
+    [claim] = await worker.read(10, 5.0)
+    _, events = read_claim(claim)
+    assert claim.id == f"{call.id}.1"
+    assert [event.token_ids for event in events] == [(1, 2)]
 
 
 @in_one_round
