@@ -348,12 +348,20 @@ class ClaimLoops:
         await repeat(self._reclaim_once, "reclaim requests", self._settings.heartbeat_s)
 
     async def _reclaim_in_turn(self) -> None:
-        """Reclaim one by one, so that other workers may try other possible poison requests."""
-        until = time.monotonic() + self._settings.heartbeat_s
+        """Reclaim one by one, so that other workers may try other possible poison requests.
+
+        Without expired leases, one worker looks in half a heartbeat.
+        """
+        heartbeat_s = self._settings.heartbeat_s
+        until = time.monotonic() + heartbeat_s
+        has_room = self._limit(self._active_requests.room()) > 0
+        if not has_room or not await self._queue.take_scan(heartbeat_s / 2):
+            return
         while self._limit(self._active_requests.room()) and (
             claims := await self._queue.reclaim(1)
         ):
             self._active_requests.start(claims)
+            await self._queue.end_scan()
             while self._active_requests.is_held_up() and time.monotonic() < until:
                 await self._active_requests.wait_for_change()
 

@@ -253,6 +253,14 @@ class WorkerQueue(Protocol):
         """Claim up to `count` calls whose lease has expired."""
         ...
 
+    async def take_scan(self, every_s: float) -> bool:
+        """Whether this worker may call `reclaim` now: one worker in `every_s`, because it reads all claims."""
+        ...
+
+    async def end_scan(self) -> None:
+        """Let all workers call `reclaim`: there are expired leases."""
+        ...
+
     async def reconcile(self) -> list[Claim]:
         """Claim calls whose claim reply was lost, look at the backlog, and clean up. Call it at each heartbeat."""
         ...

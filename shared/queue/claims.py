@@ -135,6 +135,15 @@ class RedisWorkerQueue:
     async def reclaim(self, count: int) -> list[Claim]:
         return await self._reclaim(count)
 
+    @redis_errors_as(QueueUnavailable)
+    async def take_scan(self, every_s: float) -> bool:
+        command = ("SET", self._keys.scan(self._model), self._worker_id, "NX", "PX", to_ms(every_s))
+        return await self._sender.execute(*command) is not None
+
+    @redis_errors_as(QueueUnavailable)
+    async def end_scan(self) -> None:
+        await self._sender.execute("DEL", self._keys.scan(self._model))
+
     async def _reclaim(self, count: int) -> list[Claim]:
         idle = await self.entries.idle(count, self._lease_s, self._held)
         if not idle:

@@ -90,6 +90,10 @@ class RedisKeys:
         """The worker that last served requests with this affinity key."""
         return f"{self.prefix}:{{{model}}}:home:{digest}"
 
+    def scan(self, model: str) -> str:
+        """The worker that looked for expired leases; until it expires, no other one does."""
+        return f"{self.prefix}:{{{model}}}:scan"
+
     def wakeups(self, model: str, worker_id: str) -> str:
         """Stream with an entry for each request reserved for a worker; it exists while the worker accepts any."""
         return f"{self.prefix}:{{{model}}}:bell:{worker_id}"

@@ -106,6 +106,12 @@ class Registry(RedisStore):
         """The live workers."""
         return await self._members(self._keys.workers, self._keys.worker, decode_record)
 
+    async def worker(self, worker_id: str) -> WorkerRecord | None:
+        """A live worker."""
+        key = self._keys.worker(worker_id)
+        value = await self._ask("GET", key)
+        return None if value is None else self._decode(key, value, decode_record)
+
     async def models(self) -> list[ModelCard]:
         """The models served within the last day, by name."""
         found = await self._members(self._keys.models, self._keys.model, decode_card)

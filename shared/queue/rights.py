@@ -62,7 +62,7 @@ GATEWAY = Rights(
         *("eval", "evalsha", "time", "role", "wait"),
         *("get", "set", "mget", "del", "exists", "pexpire", "pttl"),
         *("hexists", "hget", "hgetall", "hmget", "hset", "hdel", "hlen", "hvals", "hincrby"),
-        *("lrange", "smembers", "srem"),
+        *("lrange", "rpush", "smembers", "srem"),
         *(
             "zadd",
             "zcard",
@@ -77,7 +77,7 @@ GATEWAY = Rights(
     ),
 )
 WORKER = Rights(
-    keys=(*_QUEUE_KEYS, *_FLEET_KEYS, _KEYS.dead("*"), _KEYS.crash("*", "*")),
+    keys=(*_QUEUE_KEYS, *_FLEET_KEYS, _KEYS.scan("*"), _KEYS.dead("*"), _KEYS.crash("*", "*")),
     commands=(
         *("eval", "evalsha", "time"),
         *("get", "set", "del", "exists", "pexpire", "pttl"),

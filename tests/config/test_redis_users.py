@@ -291,7 +291,7 @@ CALLED["node"] = (
         RedisGatewayQueue._age_s,
         RedisGatewayQueue.fail_all,
     ),
-    *(Registry.workers, Registry._members, Registry.forget),
+    *(Registry.workers, Registry.worker, Registry._members, Registry.forget),
 )
 CONTAINERS = ("XGROUP", "XINFO")  #: whose subcommands are rights of their own
 

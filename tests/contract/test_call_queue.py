@@ -31,6 +31,7 @@ from shared.redis.client import create_redis
 from shared.redis.embedded import EmbeddedRedis
 from shared.settings.tree import RedisSettings
 from tests.factories_queue import GATEWAY, MODEL, Ends, make_request, open_ends
+from tests.waiting import until
 
 MAX_ATTEMPTS = 3
 WITHIN_S = 20.0
@@ -403,6 +404,14 @@ async def test_a_lease_runs_out_unless_it_is_renewed(opened):
     assert [claim.id for claim in taken] == [lost.id]
     assert taken[0].failures == 1
     assert await state(opened, kept) == "running"
+
+
+async def test_one_worker_in_an_interval_looks_for_expired_leases(opened):
+    workers = [await opened.worker(name) for name in "abc"]
+    assert await asyncio.gather(*(each.take_scan(60.0) for each in workers)) == [True, False, False]
+    await workers[0].end_scan()  # it found some: the others help
+    assert await workers[1].take_scan(0.05)
+    await until(lambda: workers[2].take_scan(60.0))
 
 
 async def test_of_workers_that_race_for_a_lost_call_one_gets_it(opened):

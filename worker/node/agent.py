@@ -228,9 +228,10 @@ class NodeAgent:
         if not apps:
             return
         nodes = await self._deployments.nodes()
-        self._workers = await self._registry.workers()
+        own = {name for name in apps if self._is_on_duty(name, nodes, now)}
+        self._workers = await self._registry.workers() if own else []
         for name, app in sorted(apps.items()):
-            if self._is_on_duty(name, nodes, now):
+            if name in own:
                 try:
                     app = await self._advance(app, nodes, now)
                 except Unreadable as error:  # the others go on
@@ -428,11 +429,10 @@ class NodeAgent:
 
     async def _find_card(self, worker_id: str) -> ModelCard | None:
         try:
-            workers = await self._registry.workers()
+            worker = await self._registry.worker(worker_id)
         except (RedisError, OSError):
             return None
-        found = (w.card for w in workers if w.worker_id == worker_id and w.state == "ready")
-        return next(found, None)
+        return worker.card if worker is not None and worker.state == "ready" else None
 
     async def _find_tenants(self, model: str, worker_id: str) -> frozenset[str]:
         for _ in range(TENANT_TRIES):
