@@ -62,7 +62,7 @@ GATEWAY = Rights(
         *("eval", "evalsha", "time", "role", "wait"),
         *("get", "set", "mget", "del", "exists", "pexpire", "pttl"),
         *("hexists", "hget", "hgetall", "hmget", "hset", "hdel", "hlen", "hvals", "hincrby"),
-        *("lrange", "rpush", "smembers", "srem"),
+        *("lrange", "smembers", "srem"),
         *(
             "zadd",
             "zcard",

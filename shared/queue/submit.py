@@ -106,7 +106,6 @@ class RedisGatewayQueue(RedisStore):
         if affinity is not None:
             optional["affinity"] = self._affinity(first.model, affinity)
         if earlier:
-            keys.append(self._keys.log(first.model, first.id))
             raw.append(encode_events([Tokens(first.id, 0, 0, tuple(earlier))]))
             optional["num_earlier"] = len(earlier)
         arguments = named(

@@ -19,7 +19,7 @@ local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
 
 local function claim(entry, request, log, is_new, read_nonce)
   local r = redis.call('HMGET', request, 'state', 'attempt', 'failures', 'claim', 'entry',
-    'deadline_ms', 'enqueued_ms', 'payload', 'reply_to', 'begun', 'items', 'tokens', 'claimed_tokens', 'losses', 'home')
+    'deadline_ms', 'enqueued_ms', 'payload', 'reply_to', 'begun', 'items', 'tokens', 'claimed_tokens', 'losses', 'home', 'earlier')
   local losses = tonumber(r[14] or 0)
   local state, attempt, failures, is_first = r[1], r[2], r[3], r[2] == '0'
   if (state ~= 'queued' and state ~= 'running') or r[5] ~= entry then
@@ -32,7 +32,7 @@ local function claim(entry, request, log, is_new, read_nonce)
   if r[4] ~= nonce and is_first then
     attempt = '1' -- the other fields are those of `submit`
     redis.call('HSET', request, 'state', 'running', 'attempt', '1', 'claim', nonce, 'worker', worker, 'begun', '1')
-    if r[12] ~= '0' then redis.call('HSET', request, 'claimed_tokens', r[12]) end
+    if r[16] then redis.call('HSET', request, 'claimed_tokens', r[12]) end
   elseif r[4] ~= nonce then -- else: a repeated call
     local was_lost = r[4] == read_nonce and r[11] == '0'
     attempt = string.format('%d', attempt + 1)
@@ -57,7 +57,8 @@ local function claim(entry, request, log, is_new, read_nonce)
     verdict = 'exhausted'
   end
   local answer = {verdict, tonumber(attempt), tonumber(failures), r[8], r[9], now_ms - tonumber(r[7]), remaining_ms}
-  if not is_first or r[12] ~= '0' then
+  if r[16] then answer[#answer + 1] = r[16] end
+  if not is_first then
     for _, piece in ipairs(redis.call('LRANGE', log, 0, -1)) do answer[#answer + 1] = piece end
   end
   return answer

@@ -1,7 +1,6 @@
 -- Submit the choices of a request, all or none: refuse a known id, a full queue and what exceeds a quota; store them and
 -- add their ids to the queue, those of batch requests to the backlog.
--- KEYS: queue, backlog, then the call of each choice, then if there is a quota: reservations, usage, rates; at the end
---   with num_earlier: the log
+-- KEYS: queue, backlog, then the call of each choice, then if there is a quota: reservations, usage, rates
 -- args: nonce, group, tenant, timeout_ms, keep_ms, queue_ttl_ms, reply_to, is_batch, max_waiting, ids (of the choices);
 --   quota: absent, or tenant, num_tokens (of each choice, charged to the tokens per minute), reserved_tokens (of each
 --   choice while it is open), max_tokens, max_tenant_requests, requests_per_minute, tokens_per_minute (0: unlimited);
@@ -187,9 +186,7 @@ for i, id in ipairs(ids) do
   redis.call('PEXPIRE', request, digits(lives_ms))
 end
 if args.num_earlier then
-  redis.call('HSET', KEYS[3], 'tokens', args.num_earlier)
-  redis.call('RPUSH', KEYS[#KEYS], ARGV[#ARGV])
-  redis.call('PEXPIRE', KEYS[#KEYS], digits(lives_ms))
+  redis.call('HSET', KEYS[3], 'tokens', args.num_earlier, 'earlier', ARGV[#ARGV])
 end
 if preferred then -- as if it had read them
   local last = reserved[#reserved]
