@@ -100,9 +100,9 @@ compose-test: $(STAMP)  ## start the compose stack on a docker engine, scale it,
 applications: $(STAMP)  ## run applications: the examples on the built-in model, and sessions whose processes are killed; takes a minute
 	TESTS_LONG=1 $(BIN)/python -m pytest tests/engines/application tests/integration/test_applications.py $(ARGS)
 
-store-test: $(STAMP)  ## keep packages in a bucket of moto, an S3-compatible server that this installs apart
+store-test: $(STAMP)  ## keep packages and images in a bucket of moto, an S3-compatible server that this installs apart
 	test -x .cache/moto/bin/moto_server || { $(PYTHON) -m venv .cache/moto && .cache/moto/bin/pip install --quiet 'moto[server]>=5.1'; }
-	MOTO_SERVER=.cache/moto/bin/moto_server $(BIN)/python -m pytest tests/shared/packages $(ARGS)
+	MOTO_SERVER=.cache/moto/bin/moto_server $(BIN)/python -m pytest tests/shared/packages tests/shared/blobs $(ARGS)
 
 lint: $(STAMP)  ## check format, lint, types and import contracts
 	$(BIN)/ruff format --check .

@@ -24,6 +24,8 @@ from gateway.http.server import DrainingServer, create_server
 from gateway.images.fetch import ImageFetcher
 from gateway.images.loader import ImageLoader
 from gateway.search import SearchClient
+from shared.blobs.api import BlobStore
+from shared.blobs.object_store import ObjectBlobStore
 from shared.blobs.redis_store import RedisBlobStore
 from shared.packages.deployment_state import DeploymentState
 from shared.packages.store import StoreError, open_store
@@ -34,7 +36,7 @@ from shared.queue.submit import RedisGatewayQueue
 from shared.records.store import RecordStore
 from shared.redis.client import create_redis, warn_of_known_faults
 from shared.sessions.store import SessionStore
-from shared.settings.tree import Settings, SettingsError
+from shared.settings.tree import BlobSettings, Settings, SettingsError
 from shared.telemetry import create_tracer
 from shared.telemetry.metrics import GatewayMetrics
 
@@ -56,7 +58,7 @@ class Services:
         self.key_limits = KeyLimits(settings.limits, self.admission.overloaded)
         self.queue = RedisGatewayQueue(self._redis, prefix)
         self.records = ResumableCalls(self._redis, prefix)
-        self.blobs = RedisBlobStore(self._redis, prefix)
+        self.blobs = create_blobs(RedisBlobStore(self._redis, prefix), settings.blobs)
         self.answers = RecordStore(
             self._redis,
             prefix,
@@ -197,6 +199,11 @@ class Services:
             await redis.aclose()
         if self.tracer is not None:
             await asyncio.to_thread(self.tracer.close)
+
+
+def create_blobs(small: RedisBlobStore, settings: BlobSettings) -> BlobStore:
+    """The store of images. Raises: SettingsError."""
+    return ObjectBlobStore(small, settings.store) if settings.store else small
 
 
 def create_batches(url: str) -> Batches | None:

@@ -22,6 +22,7 @@ from engines.base import Decode, Engine, EngineLoadFailed, EngineStartError, Loa
 from engines.child_process import hide_process
 from engines.image_decoder import decode_image
 from engines.registry import create_engine, kind_of, prepare_process
+from shared.blobs.object_store import UrlBlobReader
 from shared.blobs.redis_store import RedisBlobStore
 from shared.process import end_startup
 from shared.queue.claims import RedisWorkerQueue
@@ -188,7 +189,7 @@ class WorkerProcess:
             max_attempts=settings.worker.max_attempts,
             batch_age_s=settings.worker.batch_age_s,
         )
-        blobs = RedisBlobStore(redis, prefix)
+        blobs = UrlBlobReader(RedisBlobStore(redis, prefix))
         registry = Registry(redis, prefix)
         adapters = WorkerAdapters(
             loaded.engine, loaded.card, registry, settings.worker, settings.limits

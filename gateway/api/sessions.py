@@ -57,6 +57,7 @@ _MAX_OPEN_OF_PAGE = 1000  #: open tasks that are looked up for a list of session
 #: How long a recorded task may be missing in the queue.
 BEGINS_WITHIN_S = 10.0
 _DAY_S = 86_400.0
+_COMMON_GRACE_S = 60.0  #: common data is readable so long after a task's deadline
 
 TaskState = Literal["pending", "running", "succeed", "failed", "cancelled"]
 _STATES: dict[str, TaskState] = {
@@ -374,7 +375,10 @@ class Sessions(Resource):
                 f"The task {task_id} has another input: take another id.", code="task_id_reused"
             )
         if state == "new" or (state == "open" and now < task.deadline_at):
-            run = Run(data, session.id, session.common, keep_s=session.idle_s, id=task_id)
+            common = session.common
+            if common is not None:
+                common = self._lifecycle.blobs.locate(common, session.timeout_s + _COMMON_GRACE_S)
+            run = Run(data, session.id, common, keep_s=session.idle_s, id=task_id)
             try:
                 await self._queue(caller, session, card, task, run, task.deadline_at - now)
             except BaseException:

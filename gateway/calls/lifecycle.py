@@ -266,7 +266,9 @@ class Lifecycle:
         images = await self._load_images(sources, clock, held)
         refs = tuple(image.ref for image in images)
         # The request carries the pixel limit, so that every worker builds the same prompt.
-        scaled = tuple(map(partial(_scaled, card), sources, refs))
+        lives_s = self.settings.request_timeout_s + _IMAGE_GRACE_S
+        located = [self.blobs.locate(ref, lives_s) for ref in refs]
+        scaled = tuple(map(partial(_scaled, card), sources, located))
         tasks = [task.with_images(scaled) for task in plan.tasks]
         holder = f"{self.gateway_id}:{next(self._holder_numbers)}"
         try:

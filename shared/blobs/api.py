@@ -1,16 +1,26 @@
 """The interface of blob stores: bytes by their SHA-256, kept while a request holds them."""
 
 from collections.abc import Awaitable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from shared.protocol import BlobRef
+
+Ref = TypeVar("Ref", bound=BlobRef)
 
 
 class BlobsUnavailable(Exception):
     """The store cannot be reached, or is full."""
 
 
-class BlobStore(Protocol):
+class BlobReader(Protocol):
+    """Reads blobs by their references."""
+
+    async def get(self, ref: BlobRef) -> bytes | None:
+        """The bytes; None if they do not exist or do not match the hash. Raises: BlobsUnavailable."""
+        ...
+
+
+class BlobStore(BlobReader, Protocol):
     """Blobs, and the requests that hold them."""
 
     async def put(
@@ -22,12 +32,12 @@ class BlobStore(Protocol):
         """
         ...
 
-    async def get(self, ref: BlobRef) -> bytes | None:
-        """The bytes; None if they do not exist or do not match the hash. Raises: BlobsUnavailable."""
-        ...
-
     async def hold(self, ref: BlobRef, holder: str, *, ttl_s: float) -> bool:
         """Add a holder to an existing blob, as `put`; returns False if it does not exist. Raises: BlobsUnavailable."""
+        ...
+
+    def locate(self, ref: Ref, ttl_s: float) -> Ref:
+        """The reference for a worker, with a URL that is valid for `ttl_s` if the blob is not in Redis."""
         ...
 
     def release(self, holder: str, refs: Sequence[BlobRef] = ()) -> Awaitable[None]:
@@ -35,6 +45,10 @@ class BlobStore(Protocol):
 
         `refs`: blobs that another process may have stored for this holder.
         """
+        ...
+
+    async def open(self) -> None:
+        """Connect before the first blob."""
         ...
 
     async def close(self) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from shared.blobs.api import BlobsUnavailable
+from shared.blobs.api import BlobsUnavailable, Ref
 from shared.protocol import BlobRef
 from shared.queue.keys import BLOB_LINGER_S, to_ms
 from shared.queue.store import RedisStore
@@ -41,7 +41,7 @@ class RedisBlobStore(RedisStore):
     async def put(
         self, data: bytes, holder: str, *, ttl_s: float, ref: BlobRef | None = None
     ) -> BlobRef:
-        ref = ref or BlobRef(await _hash(data), len(data))
+        ref = ref or BlobRef(await hash_of(data), len(data))
         now = time.monotonic()
         self._note(holder, ref.sha256, now, ttl_s)
         is_likely_there = self._known.get(ref.sha256, 0.0) > now
@@ -78,6 +78,9 @@ class RedisBlobStore(RedisStore):
     async def hold(self, ref: BlobRef, holder: str, *, ttl_s: float) -> bool:
         return await self._put(b"", holder, ttl_s, ref)
 
+    def locate(self, ref: Ref, ttl_s: float) -> Ref:
+        return ref
+
     def release(self, holder: str, refs: Sequence[BlobRef] = ()) -> asyncio.Task[None]:
         _, digests = self._held.pop(holder, (0.0, set()))
         digests |= {ref.sha256 for ref in refs}
@@ -99,11 +102,10 @@ class RedisBlobStore(RedisStore):
     @redis_errors_as(BlobsUnavailable)
     async def get(self, ref: BlobRef) -> bytes | None:
         data = await self._ask("GET", self._keys.blob(ref.sha256))
-        return data if data is not None and await _hash(data) == ref.sha256 else None
+        return data if data is not None and await hash_of(data) == ref.sha256 else None
 
     @redis_errors_as(BlobsUnavailable)
     async def open(self) -> None:
-        """Connect before the first blob."""
         await self._sender.execute("TIME")
 
     async def close(self) -> None:
@@ -112,7 +114,8 @@ class RedisBlobStore(RedisStore):
         await super().close()
 
 
-async def _hash(data: bytes) -> str:
+async def hash_of(data: bytes) -> str:
+    """The SHA-256; in a thread if it takes long."""
     if len(data) <= MAX_INLINE_BYTES:
         return sha256(data).hexdigest()
     return await asyncio.to_thread(lambda: sha256(data).hexdigest())

@@ -68,7 +68,11 @@ class Tools(Message, frozen=True, omit_defaults=True):
     is_parallel: bool = True  #: the answer may be several calls
 
 
-class BlobRef(Message, frozen=True):
+class _Located(Message, frozen=True, kw_only=True, omit_defaults=True):
+    url: str = ""  #: where a worker reads it, with a signature; empty: in Redis
+
+
+class BlobRef(_Located, frozen=True, omit_defaults=True):
     """Bytes in the blob store, by their SHA-256 (hexadecimal)."""
 
     sha256: str

@@ -299,6 +299,16 @@ class RedisSettings(Group):
         return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
+class BlobSettings(Group):
+    """Where images are kept while requests need them."""
+
+    store: str = Field(
+        default="",
+        pattern=r"^((file|s3|gs|az)://.+)?$",
+        description="Images above 256 KiB: s3://, gs:// or az:// BUCKET/PREFIX, or file:///DIRECTORY that gateways and workers share; empty: all in Redis.",
+    )
+
+
 class SearchSettings(Group):
     """Vector stores: the search process, and its address for gateways."""
 
@@ -447,6 +457,7 @@ class Settings(BaseSettings):
     limits: LimitSettings = LimitSettings()
     worker: WorkerSettings = WorkerSettings()
     engine: EngineValues = EngineValues()
+    blobs: BlobSettings = BlobSettings()
     search: SearchSettings = SearchSettings()
     deploy: DeploySettings = DeploySettings()
     node: NodeSettings = NodeSettings()

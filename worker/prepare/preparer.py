@@ -27,7 +27,7 @@ from engines.base import (
     Tokenization,
 )
 from engines.image_decoder import decode_image
-from shared.blobs.api import BlobStore, BlobsUnavailable
+from shared.blobs.api import BlobReader, BlobsUnavailable
 from shared.protocol import (
     BlobRef,
     Call,
@@ -74,7 +74,7 @@ class Preprocessor:
     def __init__(
         self,
         engine: Engine,
-        blobs: BlobStore,
+        blobs: BlobReader,
         limits: LimitSettings,
         num_threads: int,
         max_cache_bytes: int = MAX_PIXEL_CACHE_BYTES,

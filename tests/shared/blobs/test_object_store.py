@@ -1,0 +1,147 @@
+"""Large blobs in a directory or bucket: workers read them by a URL, without credentials."""
+
+import asyncio
+import io
+import os
+from base64 import b64encode
+from hashlib import sha256
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+from msgspec.structs import replace
+from PIL import Image
+
+from shared.blobs.api import BlobsUnavailable
+from shared.blobs.object_store import MAX_REDIS_BYTES, ObjectBlobStore, UrlBlobReader
+from shared.blobs.redis_store import RedisBlobStore
+from shared.protocol import BlobRef
+from shared.settings import SettingsError
+from tests.factories_gateway import (
+    CARD,
+    make_body,
+    make_settings,
+    run_gateway_on_socket,
+    run_worker,
+)
+from tests.factories_images import data_url
+
+pytest.importorskip("obstore")
+LARGE = os.urandom(MAX_REDIS_BYTES + 1)
+REF = BlobRef(sha256(LARGE).hexdigest(), len(LARGE))
+
+
+@pytest.fixture(params=["file", "s3"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "file":
+        return f"file://{tmp_path / 'images'}"
+    return request.getfixturevalue("s3_url") + f"/{uuid4().hex}"
+
+
+@pytest.fixture
+async def make(redis, redis_prefix):
+    stores = []
+
+    def make(url: str) -> ObjectBlobStore:
+        stores.append(ObjectBlobStore(RedisBlobStore(redis, redis_prefix), url))
+        return stores[-1]
+
+    yield make
+    for store in stores:
+        await store.close()
+
+
+@pytest.fixture
+async def reader(redis, redis_prefix):
+    reader = UrlBlobReader(RedisBlobStore(redis, redis_prefix))
+    yield reader
+    await reader.close()
+
+
+async def test_a_worker_reads_a_large_blob_by_its_url(make, url, reader, redis, redis_prefix):
+    store = make(url)
+    assert await store.put(LARGE, "a", ttl_s=60) == REF
+    assert await store.get(REF) == LARGE
+    located = store.locate(REF, 60.0)
+    assert located.url
+    assert await reader.get(located) == LARGE
+    assert [key async for key in redis.scan_iter(f"{redis_prefix}:*")] == []
+    assert await store.hold(REF, "b", ttl_s=60)
+
+
+async def test_a_small_blob_is_in_redis(make, url, reader):
+    store = make(url)
+    ref = await store.put(b"small", "a", ttl_s=60)
+    assert store.locate(ref, 60.0) == ref
+    assert await reader.get(ref) == b"small"
+
+
+async def test_what_is_not_there_is_none(make, url, reader):
+    store = make(url)
+    other = BlobRef("0" * 64, len(LARGE))
+    assert await store.get(other) is None
+    assert not await store.hold(other, "a", ttl_s=60)
+    assert await reader.get(store.locate(other, 60.0)) is None
+
+
+async def test_two_gateways_keep_one_object_which_others_may_not_change(make, url, reader):
+    stores = [make(url), make(url)]
+    refs = await asyncio.gather(*(store.put(LARGE, "a", ttl_s=60) for store in stores))
+    assert refs == [REF, REF]
+    located = stores[0].locate(REF, 60.0)
+    stores[0]._obstore.put(stores[0]._store, REF.sha256, LARGE[::-1])
+    assert await stores[1].get(REF) is None
+    assert await reader.get(located) is None
+
+
+async def test_a_signed_url_expires(make, s3_url, reader):
+    store = make(s3_url + "/expires")
+    await store.put(LARGE, "a", ttl_s=60)
+    located = store.locate(REF, 1.0)
+    assert await reader.get(located) == LARGE
+    assert "X-Amz-Expires=1&" in located.url
+
+
+async def test_a_store_that_is_away_says_so(make, tmp_path, reader):
+    store = make(f"file://{tmp_path / 'images'}")
+    (tmp_path / "images").rename(tmp_path / "elsewhere")
+    (tmp_path / "images").write_text("not a directory")
+    with pytest.raises(BlobsUnavailable):
+        await store.put(LARGE, "a", ttl_s=60)
+    for url in (store.locate(REF, 60.0).url, "http://127.0.0.1:9/nobody"):
+        with pytest.raises(BlobsUnavailable):
+            await reader.get(replace(REF, url=url))
+
+
+async def test_a_gateway_sends_a_large_image_by_its_url(
+    redis_server, redis_prefix, tmp_path, reader
+):
+    changes = {"blobs": {"store": f"file://{tmp_path / 'images'}"}}
+    settings = make_settings(redis_server, redis_prefix, **changes)
+    noise = io.BytesIO()
+    Image.frombytes("RGB", (400, 400), os.urandom(480_000)).save(noise, "PNG")
+    large = f"data:image/png;base64,{b64encode(noise.getvalue()).decode()}"
+    async with (
+        run_worker(redis_server, redis_prefix, CARD) as worker,
+        run_gateway_on_socket(settings) as gateway,
+    ):
+        body = make_body()
+        body["messages"][0]["content"] = [
+            {"type": "image_url", "image_url": {"url": url}} for url in (large, data_url())
+        ]
+        assert (await gateway.chat(body)).status_code == 200
+        [request] = worker.requests
+        in_store, in_redis = request.task.images
+        assert (in_redis.url, in_store.num_bytes > MAX_REDIS_BYTES) == ("", True)
+        assert await reader.get(in_store) == noise.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "problem"),
+    [("file:///proc/nowhere", "VLM_BLOBS__STORE: file:///proc/nowhere: "), ("s3://", "s3://")],
+)
+def test_a_store_that_cannot_be_used_is_one_sentence_at_the_start(make, wrong, problem):
+    with pytest.raises(SettingsError) as refused:
+        make(wrong)
+    assert problem in str(refused.value)
+    assert "\n" not in str(refused.value)
