@@ -386,6 +386,7 @@ class Sessions(Resource):
                     await self._store.settle(session.id, {task_id: "forgotten"})
                 raise
             await self._store.confirm(session.id, task)
+            await self._lifecycle.dispatcher.queue.confirm(task.model, [task.request_id])
         if state == "new":
             return _show_task(session, task, "pending")
         [state] = await self._stand(session, [(task, state)])
@@ -561,7 +562,7 @@ class Sessions(Resource):
         lifecycle = self._lifecycle
 
         async def listen(model: str, request_id: str):
-            return await lifecycle.resume.records.listen(model, request_id, lifecycle.gateway_id)
+            return await lifecycle.resume.queue.listen(model, request_id, lifecycle.gateway_id)
 
         return await lifecycle.dispatcher.follow(
             task.model, task.request_id, listen=listen, timeout_s=timeout_s + BEGINS_WITHIN_S,

@@ -257,7 +257,8 @@ class Resume:
             if call is None:
                 call = await self._submit(context.id, queue, submit, known is None)
             try:
-                await self.records.confirm(context.id, call.model, _choice(context.id))
+                await self.records.confirm(context.id)
+                await self.queue.confirm(call.model, [_choice(context.id)])
             except BaseException:
                 call.close()
                 raise
@@ -314,7 +315,7 @@ class Resume:
             return state is not None
         if not _is_retryable(await self.queue.events(model, choice_id)):
             return True
-        await self.records.forget_failed(model, choice_id)
+        await self.queue.forget_failed(model, choice_id)
         return False
 
     def when_ended(self, call: OpenCall, callback: Callable[[], object]) -> None:
@@ -418,7 +419,7 @@ class Resume:
 
     async def _listen(self, model: str, request_id: str) -> RequestState | None:
         gateway_id = self.dispatcher.mailbox.gateway_id
-        state = await self.records.listen(model, request_id, gateway_id)
+        state = await self.queue.listen(model, request_id, gateway_id)
         if state is None and await self.records.recall(request_id.removesuffix("-0")) is None:
             return _FORGOTTEN  # it was refused: no events follow
         return state

@@ -188,6 +188,18 @@ class GatewayQueue(Protocol):
         """The log of a call: its accepted events in order, to repair a gap in the mailbox."""
         ...
 
+    async def listen(self, model: str, request_id: str, gateway_id: str) -> RequestState | None:
+        """The state of a call; while it is open, this gateway's mailbox receives its events too."""
+        ...
+
+    async def forget_failed(self, model: str, request_id: str) -> None:
+        """Delete a failed call and its log, which frees its id. Other calls are left alone."""
+        ...
+
+    async def confirm(self, model: str, request_ids: Sequence[str]) -> None:
+        """Wait until a replica has the calls, if there is a replica."""
+        ...
+
     async def result(
         self, model: str, request_id: str, attempt: int, *, is_last: bool
     ) -> bytes | None:

@@ -1,15 +1,14 @@
 """Records of requests that outlive their connection, for any gateway, and exclusive leases of gateways."""
 
-from shared.queue.api import QueueUnavailable, RequestState
-from shared.queue.keys import keys_of_calls, to_ms
-from shared.queue.scripts import FORGET_FAILED, HOLD, LISTEN
+from shared.queue.api import QueueUnavailable
+from shared.queue.keys import to_ms
+from shared.queue.scripts import HOLD
 from shared.queue.store import RedisStore
-from shared.queue.submit import to_state
 from shared.redis.client import redis_errors_as
 
 
 class ResumableCalls(RedisStore):
-    """Calls that other gateways submitted. All methods raise QueueUnavailable."""
+    """Gateways' records of resumable requests. All methods raise QueueUnavailable."""
 
     @redis_errors_as(QueueUnavailable)
     async def remember(self, request_id: str, record: bytes, ttl_s: float) -> bool:
@@ -31,28 +30,14 @@ class ResumableCalls(RedisStore):
         return await self._ask("GET", self._keys.stream(request_id))
 
     @redis_errors_as(QueueUnavailable)
-    async def confirm(self, request_id: str, model: str, call_id: str) -> None:
-        """Wait until a replica has the record and the call, if there is a replica."""
-        keys = (self._keys.stream(request_id), self._keys.request(model, call_id))
-        await self._confirm(*(("EXISTS", key) for key in keys))
+    async def confirm(self, request_id: str) -> None:
+        """Wait until a replica has the record, if there is a replica."""
+        await self._confirm(("EXISTS", self._keys.stream(request_id)))
 
     @redis_errors_as(QueueUnavailable)
     async def forget(self, request_id: str) -> None:
         """Delete the record of a request."""
         await self._ask("DEL", self._keys.stream(request_id))
-
-    @redis_errors_as(QueueUnavailable)
-    async def forget_failed(self, model: str, request_id: str) -> None:
-        """Delete a failed call and its log, which frees its id. Other calls are left alone."""
-        await self._run(FORGET_FAILED, keys_of_calls(self._keys, model, [request_id]))
-
-    @redis_errors_as(QueueUnavailable)
-    async def listen(self, model: str, request_id: str, gateway_id: str) -> RequestState | None:
-        """The state of a call; while it is open, this gateway's mailbox receives its events too."""
-        found = await self._run(
-            LISTEN, (self._keys.request(model, request_id),), gateway=gateway_id
-        )
-        return to_state(*found) if found else None
 
 
 class Leases(RedisStore):

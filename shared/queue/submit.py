@@ -33,7 +33,9 @@ from shared.queue.keys import (
 from shared.queue.scripts import (
     CANCEL,
     CRASH_TENANTS,
+    FORGET_FAILED,
     FORGET_LOST,
+    LISTEN,
     REFUND,
     SHARE,
     STATES,
@@ -213,6 +215,21 @@ class RedisGatewayQueue(RedisStore):
     @redis_errors_as(QueueUnavailable)
     async def events(self, model: str, request_id: str) -> list[bytes]:
         return await self._ask("LRANGE", self._keys.log(model, request_id), 0, -1)
+
+    @redis_errors_as(QueueUnavailable)
+    async def forget_failed(self, model: str, request_id: str) -> None:
+        await self._run(FORGET_FAILED, keys_of_calls(self._keys, model, [request_id]))
+
+    @redis_errors_as(QueueUnavailable)
+    async def listen(self, model: str, request_id: str, gateway_id: str) -> RequestState | None:
+        found = await self._run(
+            LISTEN, (self._keys.request(model, request_id),), gateway=gateway_id
+        )
+        return to_state(*found) if found else None
+
+    @redis_errors_as(QueueUnavailable)
+    async def confirm(self, model: str, request_ids: Sequence[str]) -> None:
+        await self._confirm(*(("EXISTS", self._keys.request(model, each)) for each in request_ids))
 
     @redis_errors_as(QueueUnavailable)
     async def result(

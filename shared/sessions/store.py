@@ -208,11 +208,8 @@ class SessionStore(RedisStore):
 
     @redis_errors_as(QueueUnavailable)
     async def confirm(self, session_id: str, task: TaskRecord) -> None:
-        """Wait until a replica has a task and its call, if there is a replica."""
-        await self._confirm(
-            ("HEXISTS", self._keys.session_tasks(session_id), task.id),
-            ("EXISTS", self._keys.request(task.model, task.request_id)),
-        )
+        """Wait until a replica has a task, if there is a replica."""
+        await self._confirm(("HEXISTS", self._keys.session_tasks(session_id), task.id))
 
     @redis_errors_as(QueueUnavailable)
     async def settle(self, session_id: str, states: Mapping[str, str]) -> None:

@@ -675,10 +675,10 @@ async def test_who_listens_gets_what_follows_and_so_does_the_first(opened):
     other = await opened.another_mailbox("gateway-2")
 
     for _ in range(2):
-        found = await opened.records.listen(MODEL, envelope.id, "gateway-2")
+        found = await opened.queue.listen(MODEL, envelope.id, "gateway-2")
         assert found is not None
         assert (found.state, found.num_output_tokens) == ("running", 1)
-        await opened.records.listen(MODEL, envelope.id, GATEWAY)  # hears it anyway
+        await opened.queue.listen(MODEL, envelope.id, GATEWAY)  # hears it anyway
     await worker.publish([tokens(claim, 2, 1, 1)])
     await worker.publish([end(claim, 3, 2)])
 
@@ -688,7 +688,7 @@ async def test_who_listens_gets_what_follows_and_so_does_the_first(opened):
 
 
 async def test_an_unknown_call_cannot_be_listened_to(opened):
-    assert await opened.records.listen(MODEL, "unknown", GATEWAY) is None
+    assert await opened.queue.listen(MODEL, "unknown", GATEWAY) is None
 
 
 async def test_only_what_has_failed_is_forgotten_and_its_id_is_free(opened):
@@ -699,7 +699,7 @@ async def test_only_what_has_failed_is_forgotten_and_its_id_is_free(opened):
     await worker.publish([failure, end(claims[1])])
 
     for envelope in (failed, finished, queued):
-        await opened.records.forget_failed(MODEL, envelope.id)
+        await opened.queue.forget_failed(MODEL, envelope.id)
 
     assert await opened.queue.state(MODEL, failed.id) is None
     assert await opened.queue.events(MODEL, failed.id) == []
