@@ -3,6 +3,7 @@
 Called by the command line with all settings, after logging is configured.
 """
 
+import asyncio
 import logging
 import resource
 
@@ -11,6 +12,7 @@ from gateway.http.auth import check_exposure
 from gateway.http.server import RESERVED_FILES
 from gateway.services import Services
 from shared.process import end_startup
+from shared.queue.shards import check_shards
 from shared.settings.tree import Settings
 
 logger = logging.getLogger(__name__)
@@ -40,6 +42,7 @@ def run_gateway(settings: Settings) -> int:
     raise_file_limit(settings.limits.max_open_requests + RESERVED_FILES)
     for name in ("uvicorn.error", "uvicorn.access"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    asyncio.run(check_shards(settings.redis))
     services = Services(settings)
     server = services.create_server(create_app(services))
     end_startup()

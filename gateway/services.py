@@ -29,9 +29,11 @@ from shared.blobs.object_store import ObjectBlobStore
 from shared.blobs.redis_store import RedisBlobStore
 from shared.packages.deployment_state import DeploymentState
 from shared.packages.store import StoreError, open_store
+from shared.queue.api import GatewayQueue, Mailbox
 from shared.queue.mailbox import RedisMailbox
 from shared.queue.registry import Registry
 from shared.queue.resume import Leases, ResumableCalls
+from shared.queue.shards import ShardedBlobs, ShardedGatewayQueue, ShardedMailbox, Shards
 from shared.queue.submit import RedisGatewayQueue
 from shared.records.store import RecordStore
 from shared.redis.client import create_redis, warn_of_known_faults
@@ -56,9 +58,9 @@ class Services:
             settings.limits.max_open_requests, settings.limits.max_open_body_bytes
         )
         self.key_limits = KeyLimits(settings.limits, self.admission.overloaded)
-        self.queue = RedisGatewayQueue(self._redis, prefix)
+        self.queue, self.mailbox, small = self._connect()
         self.records = ResumableCalls(self._redis, prefix)
-        self.blobs = create_blobs(RedisBlobStore(self._redis, prefix), settings.blobs)
+        self.blobs = create_blobs(small, settings.blobs)
         self.answers = RecordStore(
             self._redis,
             prefix,
@@ -68,9 +70,6 @@ class Services:
         )
         self.sessions = SessionStore(self._redis, prefix)
         self.registry = Registry(self._redis, prefix)
-        self.mailbox = RedisMailbox(
-            self._blocking_redis, prefix, self.gateway_id, self._on_gap, self._is_awaited
-        )
         self.deployments = DeploymentState(self._redis, prefix)
         self.models = ModelDirectory(
             self.registry,
@@ -94,6 +93,22 @@ class Services:
         self.leases = Leases(self._redis, prefix)
         self.runner: BatchRunner | None = None
         self._refreshing: asyncio.Task[None] | None = None
+
+    def _connect(self) -> tuple[GatewayQueue, Mailbox, BlobStore]:
+        """The queue, mailbox and blobs of one Redis, or of several shards."""
+        redis, of_mailbox = self.settings.redis, (self.gateway_id, self._on_gap, self._is_awaited)
+        if len(redis.shards) > 1:
+            shards = Shards(redis)
+            return (
+                ShardedGatewayQueue(shards),
+                ShardedMailbox(shards, redis, *of_mailbox),
+                ShardedBlobs(shards, redis.key_prefix),
+            )
+        return (
+            RedisGatewayQueue(self._redis, redis.key_prefix),
+            RedisMailbox(self._blocking_redis, redis.key_prefix, *of_mailbox),
+            RedisBlobStore(self._redis, redis.key_prefix),
+        )
 
     def _create_lifecycle(self) -> Lifecycle:
         timeout_s = self.settings.gateway.request_timeout_s
@@ -201,7 +216,7 @@ class Services:
             await asyncio.to_thread(self.tracer.close)
 
 
-def create_blobs(small: RedisBlobStore, settings: BlobSettings) -> BlobStore:
+def create_blobs(small: BlobStore, settings: BlobSettings) -> BlobStore:
     """The store of images. Raises: SettingsError."""
     return ObjectBlobStore(small, settings.store) if settings.store else small
 

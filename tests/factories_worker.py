@@ -145,8 +145,8 @@ class RunningWorker:
         async def say_nothing(*args: object, **options: object) -> int:
             return 0
 
-        self.worker.queue.release = say_nothing  # type: ignore[method-assign]
-        self.worker.queue.leave = say_nothing  # type: ignore[method-assign, assignment]
+        self.worker.queues[""].release = say_nothing  # type: ignore[method-assign]
+        self.worker.queues[""].leave = say_nothing  # type: ignore[method-assign, assignment]
         with suppress(asyncio.CancelledError):
             await self.task
 
@@ -182,7 +182,7 @@ async def run_worker(
         )  # fmt: skip
         worker = Worker(
             worker_id, worker_settings, "mock",
-            loaded, thread, queue, registry, preprocessor, tracer, adapters,
+            loaded, thread, {"": queue}, registry, preprocessor, tracer, adapters,
         )  # fmt: skip
         running.append(RunningWorker(worker, loaded.engine, thread))
         try:

@@ -45,7 +45,7 @@ from shared.protocol import (
 )
 from shared.queue.api import CLEARED_AFTER_TOKENS, Claim, Publication
 from worker.engine_thread import Added, EngineEvent, EngineThread
-from worker.outbox import Outbox, join_tokens, to_publication
+from worker.outbox import Outboxes, join_tokens, to_publication
 from worker.prepare.preparer import CannotContinue, ImageRefused, ImageUnavailable, Preprocessor
 
 logger = logging.getLogger(__name__)
@@ -196,7 +196,7 @@ class ActiveRequests:
         self,
         engine: EngineThread,
         preprocessor: Preprocessor,
-        outbox: Outbox,
+        outbox: Outboxes,
         max_num_seqs: int,
         begin: Callable[[Claim], Awaitable[bool]],
         trace: Trace | None = None,

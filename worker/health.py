@@ -6,7 +6,7 @@ requests.
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -93,9 +93,9 @@ def _probe(is_good: bool) -> Answer:
 class WorkerCollector(Collector):
     """The metrics of a worker; `shared.telemetry.metrics` defines their names."""
 
-    def __init__(self, engine: EngineThread, queue: WorkerQueue) -> None:
+    def __init__(self, engine: EngineThread, queues: Collection[WorkerQueue]) -> None:
         self._engine = engine
-        self._queue = queue
+        self._queues = queues
 
     def collect(self) -> Iterator[Metric]:
         """One family per metric, in the order of their definition."""
@@ -109,6 +109,11 @@ class WorkerCollector(Collector):
 
     def _samples(self) -> dict[str, Samples]:
         stats = self._engine.stats
+        first, *others = self._queues
+        num_claims = {
+            kind: count + sum(queue.num_claims[kind] for queue in others)
+            for kind, count in first.num_claims.items()
+        }
         plain: dict[str, float] = {
             "vlm_num_requests_running": stats.num_running,
             "vlm_num_requests_waiting": stats.num_waiting,
@@ -126,12 +131,12 @@ class WorkerCollector(Collector):
             "vlm_draft_accepted_tokens_total": stats.num_accepted_tokens,
             "vlm_num_adapters": stats.num_adapters,
             "vlm_engine_steps_total": stats.num_steps,
-            "vlm_fenced_total": self._queue.num_fenced,
+            "vlm_fenced_total": sum(queue.num_fenced for queue in self._queues),
         }
         labelled: dict[str, Samples] = {
             "vlm_memory_bytes": _by_label(stats.memory_bytes),
             "vlm_startup_seconds": _by_label(stats.startup_s),
-            "vlm_claims_total": _by_label(self._queue.num_claims),
+            "vlm_claims_total": _by_label(num_claims),
         }
         return {name: [((), value)] for name, value in plain.items()} | labelled
 
@@ -140,7 +145,7 @@ def _by_label(values: Mapping[str, float] | Mapping[str, int]) -> Samples:
     return [((label,), value) for label, value in values.items()]
 
 
-def create_registry(engine: EngineThread, queue: WorkerQueue) -> CollectorRegistry:
+def create_registry(engine: EngineThread, queues: Collection[WorkerQueue]) -> CollectorRegistry:
     registry = CollectorRegistry()
-    registry.register(WorkerCollector(engine, queue))
+    registry.register(WorkerCollector(engine, queues))
     return registry

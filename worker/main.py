@@ -17,19 +17,22 @@ from secrets import token_hex
 import uvloop
 from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
+from redis.asyncio import Redis
 
 from engines.base import Decode, Engine, EngineLoadFailed, EngineStartError, LoadedEngine
 from engines.child_process import hide_process
 from engines.image_decoder import decode_image
 from engines.registry import create_engine, kind_of, prepare_process
+from shared.blobs.api import BlobStore
 from shared.blobs.object_store import UrlBlobReader
 from shared.blobs.redis_store import RedisBlobStore
 from shared.process import end_startup
 from shared.queue.claims import RedisWorkerQueue
 from shared.queue.registry import Registry
+from shared.queue.shards import ShardedBlobs, Shards, check_shards
 from shared.redis.client import create_redis
 from shared.redis.outage import wait_for_redis
-from shared.settings.tree import Settings, SettingsError
+from shared.settings.tree import RedisSettings, Settings, SettingsError
 from shared.telemetry import create_tracer
 from worker.adapters import WorkerAdapters
 from worker.engine_thread import EngineBroken, EngineThread, Watchdog
@@ -105,6 +108,7 @@ class WorkerProcess:
             stack.callback(reached.cancel)
             loaded = await self._load_engine(stack)
             await reached
+            await check_shards(self._settings.redis)
             worker = await self._create_worker(stack, loaded)
             self._worker = worker
             end_startup()  # garbage collection must not pause streams to scan the model
@@ -173,23 +177,16 @@ class WorkerProcess:
         settings = self._settings
         assert self._engine is not None
         redis = create_redis(settings.redis)
-        blocking_redis = create_redis(settings.redis, blocking=True)
         prefix = settings.redis.key_prefix
         worker_id = worker_name(settings.worker.id)
         if settings.worker.package:
             card = replace(loaded.card, package=settings.worker.package)
             loaded = dataclasses.replace(loaded, card=card)
-        queue = RedisWorkerQueue(
-            redis,
-            blocking_redis,
-            keys_prefix=prefix,
-            model=loaded.card.name,
-            worker_id=worker_id,
-            lease_s=settings.worker.lease_s,
-            max_attempts=settings.worker.max_attempts,
-            batch_age_s=settings.worker.batch_age_s,
-        )
-        blobs = UrlBlobReader(RedisBlobStore(redis, prefix))
+        queues = {
+            name: self._open_queue(stack, each, loaded.card.name, worker_id)
+            for name, each in settings.redis.shards.items()
+        }
+        blobs = UrlBlobReader(self._open_blobs(stack, redis))
         registry = Registry(redis, prefix)
         adapters = WorkerAdapters(
             loaded.engine, loaded.card, registry, settings.worker, settings.limits
@@ -204,27 +201,48 @@ class WorkerProcess:
             hold_adapter=adapters.hold,
         )
         stack.callback(preprocessor.close)
-        for close in (
-            redis.aclose,
-            blocking_redis.aclose,
-            queue.close,
-            blobs.close,
-            registry.close,
-        ):
+        for close in (redis.aclose, blobs.close, registry.close):
             stack.push_async_callback(close)
-        self._registry = create_registry(self._engine, queue)
+        self._registry = create_registry(self._engine, queues.values())
         return Worker(
             worker_id,
             settings.worker,
             kind_of(settings.engine.values()),
             loaded,
             self._engine,
-            queue,
+            queues,
             registry,
             preprocessor,
             self._create_tracer(stack, worker_id),
             adapters,
         )
+
+    def _open_queue(
+        self, stack: AsyncExitStack, settings: RedisSettings, model: str, worker_id: str
+    ) -> RedisWorkerQueue:
+        redis, blocking_redis = create_redis(settings), create_redis(settings, blocking=True)
+        of_worker = self._settings.worker
+        queue = RedisWorkerQueue(
+            redis,
+            blocking_redis,
+            keys_prefix=settings.key_prefix,
+            model=model,
+            worker_id=worker_id,
+            lease_s=of_worker.lease_s,
+            max_attempts=of_worker.max_attempts,
+            batch_age_s=of_worker.batch_age_s,
+        )
+        for close in (redis.aclose, blocking_redis.aclose, queue.close):
+            stack.push_async_callback(close)
+        return queue
+
+    def _open_blobs(self, stack: AsyncExitStack, redis: Redis) -> BlobStore:
+        settings = self._settings.redis
+        if len(settings.shards) == 1:
+            return RedisBlobStore(redis, settings.key_prefix)
+        shards = Shards(settings)
+        stack.push_async_callback(shards.close)
+        return ShardedBlobs(shards, settings.key_prefix)
 
     def _create_tracer(self, stack: AsyncExitStack, worker_id: str) -> RequestTracer | None:
         tracer = create_tracer(self._settings.traces, "worker", worker_id)

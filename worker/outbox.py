@@ -7,7 +7,7 @@ Pure: no Redis. Filled and emptied on the event loop.
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from msgspec import Struct, field
@@ -28,7 +28,7 @@ from shared.protocol import (
     encode_events,
     join_calls,
 )
-from shared.queue.api import Claim, Ending, Publication
+from shared.queue.api import Claim, Ending, Publication, shard_of
 
 #: Longest delay of tokens of an answer that is not streamed; this much work is lost with a worker.
 HOLD_S = 0.25
@@ -85,13 +85,18 @@ class _Draft(Struct):
 
 
 class Outbox:
-    """Events to be published. `hold_s`: see `HOLD_S`."""
+    """Events to be published to one shard. `hold_s`: see `HOLD_S`.
 
-    def __init__(self, hold_s: float = HOLD_S) -> None:
+    `published_at`: when tokens of each open stream were published; the outboxes of a worker share it.
+    """
+
+    def __init__(
+        self, hold_s: float = HOLD_S, published_at: dict[Published, float] | None = None
+    ) -> None:
         self._hold_s = hold_s
         self._held: dict[Published, _Draft] = {}  # delayed
         self._due: dict[Published, _Draft] = {}  # due
-        self._published_at: dict[Published, float] = {}  # open streams with published tokens
+        self._published_at = {} if published_at is None else published_at
         self._timer: asyncio.TimerHandle | None = None  # for delayed streams
         # Requests with a terminal event that are not yet dropped.
         self._ended: set[Published] = set()
@@ -153,6 +158,27 @@ class Outbox:
         self._due.pop(active, None)
         self._published_at.pop(active, None)
         self._ended.discard(active)
+
+
+class Outboxes:
+    """One outbox for each shard, by name."""
+
+    def __init__(self, shards: Iterable[str]) -> None:
+        published_at: dict[Published, float] = {}
+        self.by_shard = {name: Outbox(published_at=published_at) for name in shards}
+        self._first = next(iter(self.by_shard.values()))
+
+    def _of(self, claim: Claim) -> Outbox:
+        return self.by_shard.get(shard_of(claim.id), self._first)
+
+    def post(self, active: Published, event: CallEvent) -> None:
+        self._of(active.claim).post(active, event)
+
+    def refuse(self, refusal: Publication) -> None:
+        self._of(refusal.claim).refuse(refusal)
+
+    def drop(self, active: Published) -> None:
+        self._of(active.claim).drop(active)
 
 
 def _publication(active: Published, draft: _Draft) -> Publication:

@@ -7,7 +7,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import suppress
 from typing import Literal
 
@@ -16,14 +16,14 @@ from redis.exceptions import RedisError
 from engines.base import EngineOutput, LoadedEngine
 from shared.packages.latency import RecentCounts
 from shared.protocol import ErrorCode, Generate
-from shared.queue.api import Claim, Publication, QueueUnavailable, WorkerQueue
+from shared.queue.api import Claim, Publication, QueueUnavailable, WorkerQueue, shard_of
 from shared.queue.registry import Registry, WorkerRecord
 from shared.redis.client import BLOCK_S
 from shared.settings.tree import WorkerSettings
 from worker.active_requests import ActiveRequest, ActiveRequests
 from worker.adapters import WorkerAdapters
 from worker.engine_thread import EngineBroken, EngineThread
-from worker.outbox import Outbox
+from worker.outbox import Outboxes
 from worker.prepare.preparer import Preprocessor
 from worker.trace import RequestTracer
 
@@ -49,7 +49,7 @@ class Worker:
         kind: str,
         loaded: LoadedEngine,
         engine: EngineThread,
-        queue: WorkerQueue,
+        queues: Mapping[str, WorkerQueue],
         registry: Registry,
         preprocessor: Preprocessor,
         tracer: RequestTracer | None = None,
@@ -62,13 +62,13 @@ class Worker:
         self._card = loaded.card if adapters is None else adapters.card
         self._adapters = adapters
         self._engine = engine
-        self.queue = queue
+        self.queues = queues  #: by shard
         self._registry = registry
-        self._outbox = Outbox()
+        outboxes = Outboxes(queues)
         self.active_requests = ActiveRequests(
             engine,
             preprocessor,
-            self._outbox,
+            outboxes,
             self._max_num_seqs,
             self._begin,
             tracer and tracer.trace,
@@ -76,12 +76,16 @@ class Worker:
         )
         self._first_times, self._token_times = RecentCounts(), RecentCounts()
         engine.on_events = self.active_requests.on_events
-        self._unsent: list[Publication] = []  # taken from the outbox, not yet answered by Redis
         self._stopping = asyncio.Event()
         self._hurrying = asyncio.Event()
-        self._loops = ClaimLoops(settings, queue, engine, self.active_requests)
-        self._last_contact_at = 0.0
         self._num_ended: dict[str, int] = {"finished": 0, "failed": 0}
+        self._loops = [
+            QueueLoops(
+                settings, queues, name, engine, self.active_requests, outboxes, self._num_ended
+            )
+            for name in queues
+        ]
+        self._last_contact_at = 0.0
 
     # Life
 
@@ -91,13 +95,10 @@ class Worker:
         try:
             async with asyncio.TaskGroup() as tasks:
                 taking = [
-                    tasks.create_task(self._loops.claim_requests(), name="claim requests"),
-                    tasks.create_task(self._loops.claim_batch_work(), name="claim batch work"),
-                    tasks.create_task(self._loops.reclaim_requests(), name="reclaim requests"),
+                    tasks.create_task(loop) for each in self._loops for loop in each.claiming()
                 ]
                 keeping = [
-                    tasks.create_task(self.publish_events(), name="publish events"),
-                    tasks.create_task(self.renew_leases(), name="renew leases"),
+                    *(tasks.create_task(loop) for each in self._loops for loop in each.keeping()),
                     tasks.create_task(self.enforce_deadlines(), name="enforce deadlines"),
                     tasks.create_task(self.announce(), name="announce"),
                     tasks.create_task(self._engine.wait_until_broken(), name="watch engine"),
@@ -123,8 +124,9 @@ class Worker:
 
     async def _release_unclaimed(self) -> None:
         """Release what was being claimed, so that others need not wait for its lease."""
-        with suppress(QueueUnavailable):  # there is another try at the end
-            await self.queue.leave(keep=[active.claim for active in self.active_requests.all()])
+        for loops in self._loops:
+            with suppress(QueueUnavailable):  # there is another try at the end
+                await loops.queue.leave(keep=[active.claim for active in loops.active()])
 
     async def _drain(self) -> None:
         logger.info("stopping; %d requests run", len(self.active_requests))
@@ -143,15 +145,16 @@ class Worker:
 
     async def _leave(self, *, is_crash: bool) -> None:
         """Release the remaining requests, so that others continue them at once, and withdraw."""
-        active_requests = self.active_requests.all()
-        for active in active_requests:
+        remaining = [(loops, [active.claim for active in loops.active()]) for loops in self._loops]
+        for active in self.active_requests.all():
             self.active_requests.forget(active)
+        for loops, claims in remaining:
+            with suppress(QueueUnavailable):
+                released = await loops.queue.release(claims, is_crash=is_crash)
+                if claims:
+                    logger.info("gave %d of %d requests back", released, len(claims))
+                await loops.queue.leave()
         with suppress(QueueUnavailable, RedisError):
-            claims = [active.claim for active in active_requests]
-            released = await self.queue.release(claims, is_crash=is_crash)
-            if active_requests:
-                logger.info("gave %d of %d requests back", released, len(active_requests))
-            await self.queue.leave()
             await self._registry.withdraw(self.worker_id)
 
     @property
@@ -162,63 +165,17 @@ class Worker:
 
     # Loops
 
+    def _queue_of(self, claim: Claim) -> WorkerQueue:
+        return self.queues.get(shard_of(claim.id)) or next(iter(self.queues.values()))
+
     async def _begin(self, claim: Claim) -> bool:
         """Mark a possible poison request as started, once Redis answers. Returns whether it is still ours."""
         while True:
             try:
-                return await self.queue.begin(claim)
+                return await self._queue_of(claim).begin(claim)
             except QueueUnavailable as error:
                 logger.warning("cannot begin %s: %s; trying on", claim.id, error)
                 await asyncio.sleep(self._settings.heartbeat_s)
-
-    async def publish_events(self) -> None:
-        """Publish the events since the last publish; repeat those that Redis did not answer."""
-        await repeat(self._publish_once, "publish events")
-
-    async def _publish_once(self) -> None:
-        self._unsent = self._unsent or await self._outbox.take()
-        self._engine.hold()  # nothing else can be published meanwhile
-        try:
-            refused = await self.queue.publish(self._unsent)
-        finally:
-            self._engine.release()
-        sent, self._unsent = self._unsent, []
-        for publication in sent:
-            active = self.active_requests.find(publication.claim)
-            if active is None:
-                continue
-            if active.request_id in refused:
-                self.active_requests.drop(active, refused[active.request_id])
-            elif publication.ending is not None:
-                self._num_ended[publication.ending] += 1
-                self.active_requests.forget(active)
-
-    async def renew_leases(self) -> None:
-        """Renew the leases while steps are within the watchdog's time; learns of cancelled requests."""
-        await repeat(self._renew_once, "renew leases", self._settings.heartbeat_s)
-
-    async def _renew_once(self) -> None:
-        active_requests = self.active_requests.all()
-        if not active_requests or self._is_wedged:
-            return
-        refused = await self.queue.renew([active.claim for active in active_requests])
-        for active in active_requests:
-            if active.request_id in refused and self.active_requests.find(active.claim):
-                self.active_requests.drop(active, refused[active.request_id])
-        await self._cancel_deserted()
-
-    async def _cancel_deserted(self) -> None:
-        """Cancel the requests of gateways that are gone."""
-        waited_for = [f.claim for f in self.active_requests.all() if not f.call.is_resumable]
-        for claim in await self.queue.cancel_deserted(waited_for):
-            if (active := self.active_requests.find(claim)) is not None:
-                self.active_requests.drop(active, "cancelled")
-
-    @property
-    def _is_wedged(self) -> bool:
-        """Whether the current step takes too long: other workers then take over."""
-        started_at = self._engine.step_started_at
-        return started_at is not None and time.monotonic() - started_at > self._settings.watchdog_s
 
     async def enforce_deadlines(self) -> None:
         """Fail requests whose deadline has passed."""
@@ -293,21 +250,49 @@ def _cancel(tasks: Iterable[asyncio.Task]) -> None:
         task.cancel()
 
 
-class ClaimLoops:
-    """Claims and starts as many requests as the engine has room for."""
+class QueueLoops:
+    """The loops of one shard: claim as many requests as the engine has room for, publish events, renew leases."""
 
     def __init__(
         self,
         settings: WorkerSettings,
-        queue: WorkerQueue,
+        queues: Mapping[str, WorkerQueue],
+        name: str,
         engine: EngineThread,
         active_requests: ActiveRequests,
+        outboxes: Outboxes,
+        num_ended: dict[str, int],
     ) -> None:
         self._settings = settings
-        self._queue = queue
+        self.queue = queues[name]
+        self._others = queues.keys() - {name}
+        self._is_first = name == next(iter(queues))
+        self._name = name
         self._engine = engine
         self._active_requests = active_requests
+        self._outbox = outboxes.by_shard[name]
+        self._num_ended = num_ended
+        self._unsent: list[Publication] = []  # taken from the outbox, not yet answered by Redis
         self._batch_waits = asyncio.Event()
+
+    def claiming(self) -> tuple[Coroutine[None, None, None], ...]:
+        """The loops that end as the worker stops."""
+        return self.claim_requests(), self.claim_batch_work(), self.reclaim_requests()
+
+    def keeping(self) -> tuple[Coroutine[None, None, None], ...]:
+        """The loops that end with the last request."""
+        return self.publish_events(), self.renew_leases()
+
+    def active(self) -> list[ActiveRequest]:
+        """The active requests of this shard."""
+        if not self._others:
+            return self._active_requests.all()
+        return [
+            active
+            for active in self._active_requests.all()
+            if (shard := shard_of(active.claim.id)) == self._name
+            or (self._is_first and shard not in self._others)
+        ]
 
     async def claim_requests(self) -> None:
         """Claim interactive requests that the engine can start soon."""
@@ -316,10 +301,10 @@ class ClaimLoops:
     async def _claim_once(self) -> None:
         while (room := self._limit(self._active_requests.room())) == 0:
             await self._active_requests.wait_for_change()
-        claims = await self._queue.read(room, BLOCK_S)
+        claims = await self.queue.read(room, BLOCK_S)
         was_idle = not self._active_requests
         self._active_requests.start(claims)
-        if self._queue.num_backlog:
+        if self.queue.num_backlog:
             self._batch_waits.set()
         if was_idle and claims:
             await self._active_requests.wait_for_change(ENGINE_FIRST_S)
@@ -329,19 +314,19 @@ class ClaimLoops:
         await repeat(self._claim_batch_once, "claim batch work")
 
     async def _claim_batch_once(self) -> None:
-        while not self._queue.num_backlog:
+        while not self.queue.num_backlog:
             self._batch_waits.clear()
             await self._batch_waits.wait()
         while (room := self._limit(self._active_requests.batch_room())) == 0:
             await self._active_requests.wait_for_change()
-        self._active_requests.start(await self._queue.take(room))
+        self._active_requests.start(await self.queue.take(room))
 
     def _limit(self, room: int) -> int:
         """Limit a claim to a few requests, and to none during a long step: other workers may be faster."""
         started_at = self._engine.step_started_at
         if started_at is not None and time.monotonic() - started_at > self._settings.lease_s / 2:
             return 0
-        return min(room, MAX_CLAIMS_PER_READ)
+        return min(-(-room // (1 + len(self._others))), MAX_CLAIMS_PER_READ)
 
     async def reclaim_requests(self) -> None:
         """Take over requests of lost workers and lost replies."""
@@ -355,21 +340,70 @@ class ClaimLoops:
         heartbeat_s = self._settings.heartbeat_s
         until = time.monotonic() + heartbeat_s
         has_room = self._limit(self._active_requests.room()) > 0
-        if not has_room or not await self._queue.take_scan(heartbeat_s / 2):
+        if not has_room or not await self.queue.take_scan(heartbeat_s / 2):
             return
-        while self._limit(self._active_requests.room()) and (
-            claims := await self._queue.reclaim(1)
-        ):
+        while self._limit(self._active_requests.room()) and (claims := await self.queue.reclaim(1)):
             self._active_requests.start(claims)
-            await self._queue.end_scan()
+            await self.queue.end_scan()
             while self._active_requests.is_held_up() and time.monotonic() < until:
                 await self._active_requests.wait_for_change()
 
     async def _reclaim_once(self) -> None:
-        self._active_requests.start(await self._queue.reconcile())
-        if self._queue.num_backlog:
+        self._active_requests.start(await self.queue.reconcile())
+        if self.queue.num_backlog:
             self._batch_waits.set()
         await self._reclaim_in_turn()
+
+    async def publish_events(self) -> None:
+        """Publish the events since the last publish; repeat those that Redis did not answer."""
+        await repeat(self._publish_once, "publish events")
+
+    async def _publish_once(self) -> None:
+        self._unsent = self._unsent or await self._outbox.take()
+        if not self._others:  # a shard that is down must not delay the events of the others
+            self._engine.hold()  # nothing else can be published meanwhile
+        try:
+            refused = await self.queue.publish(self._unsent)
+        finally:
+            if not self._others:
+                self._engine.release()
+        sent, self._unsent = self._unsent, []
+        for publication in sent:
+            active = self._active_requests.find(publication.claim)
+            if active is None:
+                continue
+            if active.request_id in refused:
+                self._active_requests.drop(active, refused[active.request_id])
+            elif publication.ending is not None:
+                self._num_ended[publication.ending] += 1
+                self._active_requests.forget(active)
+
+    async def renew_leases(self) -> None:
+        """Renew the leases while steps are within the watchdog's time; learns of cancelled requests."""
+        await repeat(self._renew_once, "renew leases", self._settings.heartbeat_s)
+
+    async def _renew_once(self) -> None:
+        active_requests = self.active()
+        if not active_requests or self._is_wedged:
+            return
+        refused = await self.queue.renew([active.claim for active in active_requests])
+        for active in active_requests:
+            if active.request_id in refused and self._active_requests.find(active.claim):
+                self._active_requests.drop(active, refused[active.request_id])
+        await self._cancel_deserted()
+
+    async def _cancel_deserted(self) -> None:
+        """Cancel the requests of gateways that are gone."""
+        waited_for = [f.claim for f in self.active() if not f.call.is_resumable]
+        for claim in await self.queue.cancel_deserted(waited_for):
+            if (active := self._active_requests.find(claim)) is not None:
+                self._active_requests.drop(active, "cancelled")
+
+    @property
+    def _is_wedged(self) -> bool:
+        """Whether the current step takes too long: other workers then take over."""
+        started_at = self._engine.step_started_at
+        return started_at is not None and time.monotonic() - started_at > self._settings.watchdog_s
 
 
 async def repeat(body: Callable[[], Awaitable[None]], name: str, every_s: float = 0.0) -> None:

@@ -361,8 +361,12 @@ class Sessions(Resource):
     ) -> TaskObject:
         """Queue a task, unless it exists. Raises: ApiError, QueueUnavailable."""
         now = time.time()  # noqa: TID251
+        tenant, key_limits = caller.context.tenant, self._lifecycle.key_limits
+        request_id = _request_id(session.id, task_id)
+        limits = key_limits.limits(session.priority)
+        request_id += self._lifecycle.dispatcher.queue.place(request_id, tenant, limits, None)
         wanted = TaskRecord(
-            task_id, _request_id(session.id, task_id), card.queue, card.package,
+            task_id, request_id, card.queue, card.package,
             hashlib.sha256(bytes(data)).hexdigest(), now, now + session.timeout_s,
             bytes(data).decode()[:MAX_SHOWN_CHARS],
         )  # fmt: skip

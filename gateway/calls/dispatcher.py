@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from itertools import islice
 
 import msgspec
+from msgspec.structs import replace
 
 from gateway.calls.open_call import LookUp, OpenCall
 from shared.protocol import Call, CallEvent, ErrorCode, decode_events, decode_log, seal
@@ -23,6 +24,7 @@ from shared.queue.api import (
     QueueRefused,
     QueueUnavailable,
     Reservation,
+    shard_of,
 )
 from shared.telemetry.metrics import GatewayMetrics
 
@@ -61,9 +63,8 @@ class Dispatcher:
         self.metrics = metrics
         self.silence_timeout_s = silence_timeout_s
         self._routes: dict[str, list[Route]] = {}  # several if the request is followed
-        self._cancels: dict[
-            str, dict[str, float]
-        ] = {}  # by model: request ids, and when to stop trying
+        #: By model and shard: request ids, and when to stop trying.
+        self._cancels: dict[tuple[str, str], dict[str, float]] = {}
         self._has_cancels = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -236,8 +237,9 @@ class Dispatcher:
             self._cancel_ids(call, unsettled)
 
     def _cancel_ids(self, call: OpenCall, request_ids: Sequence[str]) -> None:
-        waiting = self._cancels.setdefault(call.model, {})
-        waiting.update(dict.fromkeys(request_ids, call.deadline_at))
+        for request_id in request_ids:
+            waiting = self._cancels.setdefault((call.model, shard_of(request_id)), {})
+            waiting[request_id] = call.deadline_at
         self._has_cancels.set()
 
     # Cancelling
@@ -252,20 +254,23 @@ class Dispatcher:
         """Send cancellations in bounded batches until they are delivered or no longer matter."""
         num_late = 0
         while self._cancels:
-            model, waiting = next(iter(self._cancels.items()))
-            batch = list(islice(waiting, MAX_CANCELS))
-            try:
-                await self.queue.cancel(model, batch)
-            except QueueUnavailable:
-                now = time.monotonic()
-                late = [request_id for request_id in batch if waiting[request_id] < now]
-                num_late += len(late)
-                batch = late  # the deadline has passed
+            has_failed = False
+            for (model, shard), waiting in list(self._cancels.items()):
+                batch = list(islice(waiting, MAX_CANCELS))
+                try:
+                    await self.queue.cancel(model, batch)
+                except QueueUnavailable:
+                    has_failed, now = True, time.monotonic()
+                    batch = [
+                        each for each in batch if waiting[each] < now
+                    ]  # the deadline has passed
+                    num_late += len(batch)
+                for request_id in batch:
+                    del waiting[request_id]
+                if not waiting:
+                    del self._cancels[model, shard]
+            if has_failed:
                 await asyncio.sleep(_RESTART_PAUSE_S)
-            for request_id in batch:
-                del waiting[request_id]
-            if not waiting:
-                del self._cancels[model]
         if num_late:
             logger.warning("Redis was away until the deadlines of %d cancelled requests", num_late)
 
@@ -373,7 +378,12 @@ class Dispatcher:
         if progress.is_split:
             return await self._resubmit(call, choice)
         look_up = call.listen or self.queue.state
-        state = await look_up(model, request_id)
+        try:
+            state = await look_up(model, request_id)
+        except QueueUnavailable:
+            if self.queue.is_lost(request_id) and call.can_resubmit(choice):
+                return await self._resubmit(call, choice)
+            raise
         if state is None and time.monotonic() < call.begins_by:
             return
         if state is None or state.attempt > 0:  # otherwise the log is empty
@@ -405,9 +415,9 @@ class Dispatcher:
         lost = progress.request_id
         self._cancel_ids(call, [lost])
         call.num_resubmits += 1
-        again = msgspec.structs.replace(
-            call.submitted[choice], id=f"{call.submitted[choice].id}.{call.num_resubmits}"
-        )
+        first = call.submitted[choice]
+        name = f"{first.id.partition('@')[0]}.{call.num_resubmits}"
+        again = replace(first, id=name + self.queue.place(name, first.tenant, None, None))
         logger.warning("Redis lost data of request %s; submitted it again as %s", lost, again.id)
         self._remove_route(call, choice)
         progress.resubmit(again.id)

@@ -78,11 +78,16 @@ class KeyLimits:
         is_batch = priority is Priority.BATCH
         return self._limits.max_batch_queue_depth if is_batch else self._limits.max_queue_depth
 
+    def limits(self, priority: Priority) -> Limits | None:
+        """The limits of requests. None if nothing is limited."""
+        quota = self._quotas[priority]
+        return None if quota == NO_LIMITS else quota
+
     def reservation(self, calls: Sequence[Call], card: ModelCard) -> Reservation | None:
         """The reservation of a request's calls. None if nothing is limited."""
         first = calls[0]
-        quota = self._quotas[first.priority]
-        if quota == NO_LIMITS:
+        quota = self.limits(first.priority)
+        if quota is None:
             return None
         possible = possible_tokens(first.task, card)
         for call in calls[1:]:

@@ -133,7 +133,7 @@ class Lifecycle:
             if surface.task not in card.tasks:
                 raise _wrong_task(surface, card)
             check_images(plan.images, surface.task, card, self.limits)
-            call = await self._submit(plan, card, context, recorder.clock, held, False)
+            call = await self._submit(plan, card, context, recorder.clock, held)
             try:
                 recorder.begin(call, is_streamed=False)
                 events = await self._collect(call, recorder)
@@ -185,10 +185,12 @@ class Lifecycle:
             resumes = may_resume and is_resumable(context, plan)
             if resumes:  # an Idempotency-Key identifies the answer
                 head = replace(head, id=surface.id_prefix + context.id)
-            submit = partial(self._submit, plan, card, context, recorder.clock, held, resumes)
+            submit = partial(self._submit, plan, card, context, recorder.clock, held)
             if resumes:
+                limits = self.key_limits.limits(plan.priority)
+                shard = self.dispatcher.queue.place(context.id, context.tenant, limits, None)
                 reply = await self.resume.open(
-                    surface, request, plan, head, card.queue, context, submit
+                    surface, request, plan, head, card.queue, context, shard, submit
                 )
                 if surface.keeps_answers and reply.call.images:
                     await self.kept.hold(reply.id, reply.call.images, self.resume.keep_s)
@@ -253,15 +255,15 @@ class Lifecycle:
         context: RequestContext,
         clock: StageClock,
         held: HeldBody,
-        resumes: bool,
+        resumable_id: str = "",
     ) -> OpenCall:
-        """Queue one call per task.
+        """Queue one call per task, or the only one with the id `resumable_id`.
 
         Raises: InvalidRequest, Overloaded, BlobsUnavailable, RecordsUnavailable, QueueUnavailable.
         """
         self.key_limits.check(card.queue, context.tenant)
         if not plan.images:
-            return await self._queue(plan, plan.tasks, card, context, clock, resumes)
+            return await self._queue(plan, plan.tasks, card, context, clock, resumable_id)
         sources = await self.kept.find_images(context.tenant, plan.images)
         images = await self._load_images(sources, clock, held)
         refs = tuple(image.ref for image in images)
@@ -273,15 +275,15 @@ class Lifecycle:
         holder = f"{self.gateway_id}:{next(self._holder_numbers)}"
         try:
             await self._put_images(images, holder)
-            call = await self._queue(plan, tasks, card, context, clock, resumes)
+            call = await self._queue(plan, tasks, card, context, clock, resumable_id)
             call.images = refs
         except BaseException as error:
-            may_run = resumes and isinstance(error, QueueUnavailable)
+            may_run = resumable_id and isinstance(error, QueueUnavailable)
             if not may_run:
                 self.blobs.release(holder)
             raise
         release = partial(self.blobs.release, holder)
-        if resumes:  # a worker may need them after the client has disconnected
+        if resumable_id:  # a worker may need them after the client has disconnected
             self.resume.when_ended(call, release)
         else:
             call.when_closed(lambda _: release())
@@ -321,11 +323,11 @@ class Lifecycle:
         card: ModelCard,
         context: RequestContext,
         clock: StageClock,
-        resumes: bool,
+        resumable_id: str,
     ) -> OpenCall:
         calls = [
             Call(
-                id=f"{context.id}-{choice}",
+                id=resumable_id or f"{context.id}-{choice}",
                 reply_to=self.gateway_id,
                 model=card.queue,
                 task=task,
@@ -333,11 +335,16 @@ class Lifecycle:
                 priority=plan.priority,
                 trace_parent=context.trace_parent,
                 wants_stream=plan.is_streamed,
-                is_resumable=resumes,
+                is_resumable=bool(resumable_id),
                 adapter=card.adapter,
             )
             for choice, task in enumerate(tasks)
         ]
+        affinity = self.affinities.find(calls[0])
+        if not resumable_id:
+            limits = self.key_limits.limits(plan.priority)
+            shard = self.dispatcher.queue.place(context.id, context.tenant, limits, affinity)
+            calls = [replace(call, id=call.id + shard) for call in calls] if shard else calls
         reservation = self.key_limits.reservation(calls, card)
         clock.submitted_at = time.perf_counter()
         try:
@@ -346,7 +353,7 @@ class Lifecycle:
                 timeout_s=self.settings.request_timeout_s,
                 max_waiting=self.key_limits.max_waiting(plan.priority),
                 reservation=reservation,
-                affinity=self.affinities.find(calls[0]),
+                affinity=affinity,
                 grace_s=self.affinities.grace_s,
             )
         except QueueRefused as refused:

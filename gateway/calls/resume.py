@@ -62,6 +62,7 @@ class StreamRecord(msgspec.Struct, frozen=True):
     queue: str = ""  #: model whose queue has the calls; empty: the request's model
     package: str = ""  #: package of a deployed model
     images: tuple[ImageRef, ...] = ()  #: of a request whose answer may be stored
+    shard: str = ""  #: the end of the call's id
 
     @property
     def queue_model(self) -> str:
@@ -162,9 +163,13 @@ def _same(record: StreamRecord, wanted: StreamRecord) -> StreamRecord:
     return record
 
 
-def _choice(request_id: str) -> str:
-    """The id of a resumable request's only choice."""
-    return f"{request_id}-0"
+def _to_call_id(request_id: str, shard: str) -> str:
+    """The id of a resumable request's only call."""
+    return f"{request_id}-0{shard}"
+
+
+def _to_request_id(call_id: str) -> str:
+    return call_id.partition("-")[0]
 
 
 class NumberedAnswer:
@@ -225,12 +230,13 @@ class Resume:
         head: AnswerHead,
         queue: str,
         context: RequestContext,
-        submit: Callable[[], Awaitable[OpenCall]],
+        shard: str,
+        submit: Callable[[str], Awaitable[OpenCall]],
     ) -> Reply:
         """Queue a resumable request, or follow it if it was sent before. Returns when a replica of Redis has it.
 
-        Raises: InvalidRequest if the key names another request, Overloaded, QueueUnavailable, and errors of
-        `submit`.
+        `shard`: where a new request is placed. Raises: InvalidRequest if the key names another request, Overloaded,
+        QueueUnavailable, and errors of `submit`.
         """
         last_id = _last_event_id(context)
         record = StreamRecord(
@@ -243,22 +249,24 @@ class Resume:
             shows_timings=plan.shows_timings,
             options=msgspec.Raw(msgspec.json.encode(plan.options)),
             queue=queue,
+            shard=shard,
         )
         # One attempt at a time: a request that is refused must not be found by another attempt.
         async with self._locks.setdefault(context.id, asyncio.Lock()):
             known = await self._remember(context.id, record)
             call = None
+            call_id = _to_call_id(context.id, (known or record).shard)
             if known is not None:
                 head = msgspec.structs.replace(head, created=known.created)
-                if await self._has_answer(known.queue_model, _choice(context.id)):
-                    call = await self._follow(context.id, known.queue_model)
+                if await self._has_answer(known.queue_model, call_id):
+                    call = await self._follow(call_id, known.queue_model)
                 if call is not None:
                     head = msgspec.structs.replace(head, package=known.package)
             if call is None:
-                call = await self._submit(context.id, queue, submit, known is None)
+                call = await self._submit(call_id, queue, submit, known is None)
             try:
                 await self.records.confirm(context.id)
-                await self.queue.confirm(call.model, [_choice(context.id)])
+                await self.queue.confirm(call.model, [call_id])
             except BaseException:
                 call.close()
                 raise
@@ -280,7 +288,7 @@ class Resume:
         surface = surfaces.get(record.surface)
         if surface is None:
             raise _unknown()
-        call = await self._follow(request_id, record.queue_model)
+        call = await self._follow(_to_call_id(request_id, record.shard), record.queue_model)
         head = AnswerHead(
             surface.id_prefix + request_id, record.created, record.model, record.package
         )
@@ -335,7 +343,7 @@ class Resume:
     async def _call_at_end(self, left: OpenCall, callback: Callable[[], object]) -> None:
         [choice] = left.choices
         with suppress(QueueUnavailable, Gone):
-            call = await self._follow(choice.request_id.removesuffix("-0"), left.model)
+            call = await self._follow(choice.request_id, left.model)
             try:
                 while not call.choices[0].is_finished:
                     await call.receive()
@@ -355,17 +363,17 @@ class Resume:
         task.add_done_callback(self._tasks.discard)
 
     async def _submit(
-        self, request_id: str, model: str, submit: Callable[[], Awaitable[OpenCall]], is_new: bool
+        self, call_id: str, model: str, submit: Callable[[str], Awaitable[OpenCall]], is_new: bool
     ) -> OpenCall:
         try:
-            return await submit()
+            return await submit(call_id)
         except DuplicateRequest:  # an earlier attempt queued it
-            return await self._follow(request_id, model)
+            return await self._follow(call_id, model)
         except QueueUnavailable:  # it may be queued: a retry finds out
             raise
         except BaseException:
             if is_new:
-                await self._forget(request_id)
+                await self._forget(_to_request_id(call_id))
             raise
 
     async def _forget(self, request_id: str) -> None:
@@ -397,19 +405,20 @@ class Resume:
             if record is not None:
                 return _same(record, wanted)
             # Only its own version can compare the request; this matters while it runs.
-            if await self.queue.state(wanted.queue_model, _choice(request_id)) is not None:
+            call_id = _to_call_id(request_id, wanted.shard)
+            if await self.queue.state(wanted.queue_model, call_id) is not None:
                 break
             await self.records.forget(request_id)
         raise unavailable()
 
-    async def _follow(self, request_id: str, model: str) -> OpenCall:
+    async def _follow(self, call_id: str, model: str) -> OpenCall:
         """The events of a request from its log. Closing the call does not cancel it.
 
         Raises: QueueUnavailable.
         """
         call = await self.dispatcher.follow(
             model,
-            _choice(request_id),
+            call_id,
             listen=self._listen,
             timeout_s=self.request_timeout_s,
             begins_within_s=BEGINS_WITHIN_S,
@@ -417,10 +426,10 @@ class Resume:
         call.when_closed(self._forget_lost)
         return call
 
-    async def _listen(self, model: str, request_id: str) -> RequestState | None:
+    async def _listen(self, model: str, call_id: str) -> RequestState | None:
         gateway_id = self.dispatcher.mailbox.gateway_id
-        state = await self.queue.listen(model, request_id, gateway_id)
-        if state is None and await self.records.recall(request_id.removesuffix("-0")) is None:
+        state = await self.queue.listen(model, call_id, gateway_id)
+        if state is None and await self.records.recall(_to_request_id(call_id)) is None:
             return _FORGOTTEN  # it was refused: no events follow
         return state
 
@@ -431,7 +440,7 @@ class Resume:
             time.monotonic() >= call.begins_by
         )  # otherwise the record may be of a later attempt
         if choice.is_finished and choice.attempt == 0 and has_waited:
-            self._spawn(self._forget(choice.request_id.removesuffix("-0")))
+            self._spawn(self._forget(_to_request_id(choice.request_id)))
 
 
 def _numbered_reply(

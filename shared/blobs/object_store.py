@@ -14,8 +14,8 @@ from typing import Any
 import httpx
 from msgspec.structs import replace
 
-from shared.blobs.api import BlobsUnavailable, Ref
-from shared.blobs.redis_store import RedisBlobStore, hash_of
+from shared.blobs.api import BlobStore, BlobsUnavailable, Ref
+from shared.blobs.redis_store import hash_of
 from shared.protocol import BlobRef
 from shared.settings import SettingsError
 
@@ -31,7 +31,7 @@ _PROBE = "probe"
 class ObjectBlobStore:
     """A `BlobStore` over `small`, and a directory or bucket for blobs above `MAX_REDIS_BYTES`."""
 
-    def __init__(self, small: RedisBlobStore, url: str) -> None:
+    def __init__(self, small: BlobStore, url: str) -> None:
         """Raises: SettingsError if objects cannot be written and read."""
         try:
             import obstore  # noqa: PLC0415 (an extra)
@@ -112,7 +112,7 @@ class ObjectBlobStore:
 class UrlBlobReader:
     """A `BlobReader`. Reads blobs where their references say: in Redis, or by a URL."""
 
-    def __init__(self, redis: RedisBlobStore) -> None:
+    def __init__(self, redis: BlobStore) -> None:
         self._redis = redis
         self._client: httpx.AsyncClient | None = None
 

@@ -10,13 +10,18 @@ from typing import Literal, Protocol
 
 from msgspec import Struct
 
-from shared.protocol import Envelope
+from shared.protocol import Envelope, ErrorCode
 
 #: A possible poison request is cleared after so many new tokens: it may run beside others, and a loss of its worker no
 #: longer counts as a crash of the request.
 CLEARED_AFTER_TOKENS = 8
 
 Ending = Literal["finished", "failed"]
+
+
+def shard_of(call_id: str) -> str:
+    """The name of the shard of a call; '' where there is one Redis, or a call is from before there were shards."""
+    return call_id.partition("@")[2]
 
 
 class QueueError(Exception):
@@ -142,6 +147,16 @@ class Reservation(Struct, frozen=True):
 class GatewayQueue(Protocol):
     """The gateway's side of the queues of all models."""
 
+    def place(
+        self, request_id: str, tenant: str, limits: Limits | None, affinity: Affinity | None
+    ) -> str:
+        """The end of the ids of a new request's calls, which names its shard; empty where there is one Redis."""
+        ...
+
+    def is_lost(self, request_id: str) -> bool:
+        """Whether the shard of a call is down for so long that the call has to be submitted to another."""
+        ...
+
     async def submit(
         self,
         choices: Sequence[Envelope],
@@ -207,6 +222,18 @@ class GatewayQueue(Protocol):
         ...
 
     async def stats(self, model: str) -> QueueStats: ...
+
+    async def fail_all(self, model: str, code: ErrorCode, message: str) -> int:
+        """Fail the calls of a model that no worker will serve, oldest first; returns how many."""
+        ...
+
+    async def crash_tenants(self, model: str, worker_id: str) -> frozenset[str]:
+        """The tenants whose requests a worker ran when it ended; empty names are of fleets without keys."""
+        ...
+
+    async def open(self) -> None:
+        """Connect before the first request."""
+        ...
 
     async def close(self) -> None: ...
 

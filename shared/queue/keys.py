@@ -115,6 +115,11 @@ class RedisKeys:
         return f"{self.prefix}:stream:{request_id}"
 
     @property
+    def shards(self) -> str:
+        """Hash of the shards that were used: until when each may have requests (epoch seconds)."""
+        return f"{self.prefix}:shards"
+
+    @property
     def confirmation(self) -> str:
         """Written before each `WAIT` for a replica."""
         return f"{self.prefix}:confirmation"

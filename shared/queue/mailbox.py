@@ -34,8 +34,8 @@ def _always(model: str) -> bool:
 class RedisMailbox:
     """The mailboxes of one gateway: a `Mailbox`. `on_gap(model)` is called when events of a model may be missing.
 
-    One of a model that is not needed (`is_needed(model)`) is neither read nor renewed any more, until it is opened
-    again.
+    `on_failure` is called when Redis does not answer. A mailbox of a model that is not needed (`is_needed(model)`) is
+    neither read nor renewed any more, until it is opened again.
     """
 
     def __init__(
@@ -46,18 +46,25 @@ class RedisMailbox:
         on_gap: Callable[[str], None] = _ignore,
         is_needed: Callable[[str], bool] = _always,
         renew_every_s: float = MAILBOX_TTL_S / 6,
+        on_failure: Callable[[], None] = lambda: None,
     ) -> None:
         self._keys = RedisKeys(prefix)
         self.gateway_id = gateway_id
         self._on_gap = on_gap
         self._is_needed = is_needed
         self._renew_every_s = renew_every_s
+        self._on_failure = on_failure
         self._reader = RedisLink(redis_blocking)
         self._sender = RedisSender(redis_blocking)
         self._last_ids: dict[str, bytes] = {}  # by key: the last entry that was read
         self._models: dict[str, str] = {}  # by key
         self._opened = asyncio.Event()
         self._renewing: asyncio.Task[None] | None = None
+
+    @property
+    def models(self) -> set[str]:
+        """The models whose mailboxes are open."""
+        return set(self._models.values())
 
     @redis_errors_as(QueueUnavailable)
     async def open(self, models: Iterable[str]) -> None:
@@ -103,6 +110,7 @@ class RedisMailbox:
             except RedisError as error:
                 if list(self._last_ids) == keys:  # else: interrupted by `open`
                     was_lost = True
+                    self._on_failure()
                     logger.warning("cannot read the mailbox: %s", error)
                     await asyncio.sleep(pause_s)
                     pause_s = min(LONGEST_PAUSE_S, pause_s * 2 or 0.05)

@@ -35,6 +35,7 @@ _FLEET_KEYS = (
     _KEYS.models,
     _KEYS.model("*"),
     _KEYS.adapters("*"),
+    _KEYS.shards,
 )
 
 GATEWAY = Rights(

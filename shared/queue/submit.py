@@ -13,6 +13,7 @@ from shared.queue.api import (
     Affinity,
     AffinityOutcome,
     DuplicateRequest,
+    Limits,
     QueueRefused,
     QueueStats,
     QueueUnavailable,
@@ -44,6 +45,7 @@ from shared.queue.scripts import (
 )
 from shared.queue.store import RedisStore
 from shared.redis.client import redis_errors_as, retry_idempotent
+from shared.redis.link import with_ttl
 
 _MAX_FORGOTTEN = 100  #: expired entries dropped at once
 #: Calls that one script cancels or reads; Redis answers other clients before the next.
@@ -52,6 +54,14 @@ _MAX_PER_SCRIPT = 100
 
 class RedisGatewayQueue(RedisStore):
     """The queues of all models: a `GatewayQueue`."""
+
+    def place(
+        self, request_id: str, tenant: str, limits: Limits | None, affinity: Affinity | None
+    ) -> str:
+        return ""
+
+    def is_lost(self, request_id: str) -> bool:
+        return False
 
     @redis_errors_as(QueueUnavailable)
     async def submit(
@@ -165,7 +175,6 @@ class RedisGatewayQueue(RedisStore):
 
     @redis_errors_as(QueueUnavailable)
     async def fail_all(self, model: str, code: ErrorCode, message: str) -> int:
-        """Fail the calls of a model that no worker will serve, oldest first; returns how many."""
         num_failed = 0
         for key in (self._keys.queue(model), self._keys.backlog(model)):
             start = b"-"
@@ -179,7 +188,6 @@ class RedisGatewayQueue(RedisStore):
 
     @redis_errors_as(QueueUnavailable)
     async def crash_tenants(self, model: str, worker_id: str) -> frozenset[str]:
-        """The tenants whose requests a worker ran when it ended; empty names are of fleets without keys."""
         keys = (
             self._keys.queue(model),
             self._keys.crash(model, worker_id),
@@ -267,8 +275,15 @@ class RedisGatewayQueue(RedisStore):
         return max(0.0, int(seconds) + int(microseconds) / 1e6 - added_at)
 
     @redis_errors_as(QueueUnavailable)
+    async def note_shard(self, name: str, until: float) -> None:
+        """Record until when a shard may have requests (epoch seconds)."""
+        key = self._keys.shards
+        await self._sender.execute(
+            *with_ttl(key, to_ms(QUEUE_TTL_S), "HSET", key, name, int(until))
+        )
+
+    @redis_errors_as(QueueUnavailable)
     async def open(self) -> None:
-        """Connect before the first request."""
         await self._sender.execute("TIME")
 
 

@@ -37,7 +37,8 @@ TRANSIENT = (ConnectionError, TimeoutError)
 
 
 def create_redis(settings: RedisSettings, *, blocking: bool = False) -> Redis:
-    """A client that fails within its timeout, without retries. `blocking`: `BLOCK_S` longer."""
+    """A client of the first shard that fails within its timeout, without retries. `blocking`: `BLOCK_S` longer."""
+    url = settings.first.url
     options: dict[str, Any] = {
         "socket_timeout": settings.command_timeout_s + (BLOCK_S if blocking else 0.0),
         "socket_connect_timeout": settings.connect_timeout_s,
@@ -45,11 +46,11 @@ def create_redis(settings: RedisSettings, *, blocking: bool = False) -> Redis:
         "health_check_interval": 0,
         "protocol": 2,
     }
-    if not settings.url.startswith("unix:"):
+    if not url.startswith("unix:"):
         options["socket_keepalive"] = True
-    if sentinels := SentinelUrl.parse(settings.url):
+    if sentinels := SentinelUrl.parse(url):
         return create_sentinel_redis(sentinels, options)
-    return Redis.from_url(settings.url, **options)
+    return Redis.from_url(url, **options)
 
 
 async def retry_idempotent(

@@ -1,5 +1,6 @@
-"""URLs of Redis: one server, or the primary that Sentinels name."""
+"""URLs of Redis: one server, the primary that Sentinels name, or several of these as shards."""
 
+import re
 from dataclasses import dataclass
 from typing import Annotated
 from urllib.parse import unquote, urlsplit
@@ -8,6 +9,7 @@ from pydantic import AfterValidator
 
 SENTINEL_PORT = 26379
 _SENTINEL = "+sentinel"
+_SHARD = re.compile(r"(?:^|,)([a-z0-9]{1,16})=(?=rediss?\b|unix:)")
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,28 @@ def _parse_host(text: str) -> tuple[str, int]:
     return parts.hostname, parts.port or SENTINEL_PORT
 
 
-def _check(url: str) -> str:
+def split_shards(url: str) -> dict[str, str]:
+    """The URLs of `NAME=URL,NAME=URL` by name; one URL without a name has the name ''. Raises: ValueError."""
+    before, *parts = _SHARD.split(url)
+    if not parts:
+        return {"": url}
+    shards = dict(zip(parts[::2], parts[1::2], strict=True))
+    if before or len(shards) < len(parts) // 2:
+        raise ValueError("text before the first shard, or a name twice")
+    return shards
+
+
+def _check(text: str) -> str:
+    try:
+        shards = split_shards(text)
+    except ValueError as error:
+        raise ValueError(f"{error}; write NAME=URL,NAME=URL with names of a-z and 0-9") from None
+    for url in shards.values():
+        _check_one(url)
+    return text
+
+
+def _check_one(url: str) -> None:
     try:
         sentinels = SentinelUrl.parse(url)
         parts = urlsplit(sentinels.primary if sentinels else url)
@@ -54,7 +77,6 @@ def _check(url: str) -> str:
             "redis+sentinel://HOST:PORT+HOST:PORT+HOST:PORT/NAME for the primary NAME of these "
             "Sentinels, with %-escapes for special characters in a password"
         )
-    return url
 
 
 RedisUrl = Annotated[str, AfterValidator(_check)]

@@ -34,7 +34,7 @@ from pydantic_settings import (
 from shared.settings import SettingsError as SettingsError
 from shared.settings.group import MIB, Group
 from shared.settings.limits import LimitSettings
-from shared.settings.redis_url import RedisUrl
+from shared.settings.redis_url import RedisUrl, split_shards
 
 _HOST = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?(:[1-9][0-9]{0,4})?")
 _ORIGIN = re.compile(r"https?://[a-z0-9.-]{1,253}(:[1-9][0-9]{0,4})?|[a-z][a-z0-9+.-]*://[\w.-]+")
@@ -276,7 +276,7 @@ class RedisSettings(Group):
 
     url: RedisUrl = Field(
         default="",
-        description="redis://, rediss://, unix:// or redis+sentinel:// URL; empty: `vlm serve` starts its own.",
+        description="redis://, rediss://, unix:// or redis+sentinel:// URL, or several as shards: NAME=URL,NAME=URL; empty: `vlm serve` starts its own.",
     )
     key_prefix: str = Field(
         default="vlm", pattern=r"^[A-Za-z0-9_.-]{1,64}$", description="First part of every key."
@@ -289,13 +289,24 @@ class RedisSettings(Group):
 
     @property
     def has_password(self) -> bool:
-        """Whether the URL contains a password."""
-        return bool(urlsplit(self.url).password)
+        """Whether a URL contains a password."""
+        return any(urlsplit(url).password for url in split_shards(self.url).values())
+
+    @property
+    def shards(self) -> dict[str, "RedisSettings"]:
+        """The settings of each shard by name, in order; '' is the name of a single one."""
+        urls = split_shards(self.url)
+        return {name: self.model_copy(update={"url": url}) for name, url in urls.items()}
+
+    @property
+    def first(self) -> "RedisSettings":
+        """The settings of the first shard, which has all that is not of one request."""
+        return next(iter(self.shards.values()))
 
     @property
     def address(self) -> str:
-        """The URL without user, password and options."""
-        parts = urlsplit(self.url)
+        """The first URL without user, password and options."""
+        parts = urlsplit(self.first.url)
         return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 

@@ -60,11 +60,11 @@ class History:
         """How many requests ended how."""
         return Counter(end for request in self.deadlines if (end := self.outcome(request)))
 
-    def longest_pause_s(self) -> float:
-        """Between two tokens of one request."""
+    def longest_pause_s(self, request: str = "") -> float:
+        """Between two tokens of one request, or of this one."""
         pauses = [0.0]
-        for request in self.deadlines:
-            times = [s.at for s in self.sights if s.request == request]
+        for asked in [request] if request else self.deadlines:
+            times = [s.at for s in self.sights if s.request == asked]
             pauses += [later - earlier for earlier, later in pairwise(times)]
         return max(pauses)
 

@@ -16,7 +16,7 @@ def test_every_declared_metric_has_its_number():
     engine = SimpleNamespace(stats=stats)
     claims = SimpleNamespace(num_claims=Counter(new=2), num_fenced=1)
 
-    registry = create_registry(engine, claims)  # type: ignore[arg-type]
+    registry = create_registry(engine, [claims])  # type: ignore[arg-type]
 
     families = {family.name: family for family in registry.collect()}
     assert set(families) == {metric.name.removesuffix("_total") for metric in WORKER_METRICS}

@@ -278,7 +278,7 @@ async def test_a_step_longer_than_the_lease_loses_nothing(ends, answers):
             events = await answers.end(request)
             assert isinstance(events[-1], Finished)
             assert {event.attempt for event in events} == {1}
-        assert a.worker.queue.num_fenced == b.worker.queue.num_fenced == 0
+        assert a.worker.queues[""].num_fenced == b.worker.queues[""].num_fenced == 0
 
 
 async def test_a_stop_in_the_middle_of_a_claim_delays_nobody(ends, answers, monkeypatch):
@@ -373,7 +373,7 @@ async def test_a_suspect_is_joined_once_it_came_further_than_before(ends, answer
 
 async def test_events_are_kept_through_an_outage_of_redis(ends, answers, monkeypatch):
     async with run_worker(ends, mock={"decode_s": 0.002, "num_output_tokens": 200}) as running:
-        publish = running.worker.queue.publish
+        publish = running.worker.queues[""].publish
         is_out = False
 
         async def fail_while_out(publications):
@@ -381,7 +381,7 @@ async def test_events_are_kept_through_an_outage_of_redis(ends, answers, monkeyp
                 raise QueueUnavailable("refused")
             return await publish(publications)
 
-        monkeypatch.setattr(running.worker.queue, "publish", fail_while_out)
+        monkeypatch.setattr(running.worker.queues[""], "publish", fail_while_out)
         request = await ends.enqueue(make_request(sampling=LONG))
         await answers.tokens(request, 2)
         is_out = True

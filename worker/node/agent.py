@@ -47,7 +47,7 @@ from shared.packages.store import PackageStore, StoreError, open_store
 from shared.protocol import ErrorCode, ModelCard
 from shared.queue.api import QueueUnavailable
 from shared.queue.registry import Registry, WorkerRecord
-from shared.queue.submit import RedisGatewayQueue
+from shared.queue.shards import create_gateway_queue
 from shared.redis.client import create_redis
 from shared.redis.outage import OutageLog
 from shared.settings.tree import Settings, SettingsError
@@ -114,7 +114,7 @@ class NodeAgent:
         prefix = settings.redis.key_prefix
         self._deployments = DeploymentState(self._redis, prefix)
         self._registry = Registry(self._redis, prefix)
-        self._queue = RedisGatewayQueue(self._redis, prefix)
+        self._queue = create_gateway_queue(settings.redis, self._redis)
         self._outage = OutageLog(settings.redis.address)
         self._instances: dict[tuple[str, int], Instance] = {}
         self._standby = Standby(frozenset(settings.node.secrets))

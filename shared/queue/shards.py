@@ -1,0 +1,462 @@
+"""Several Redis servers as shards of one queue. All keys of a request are on one shard, so no script changes.
+
+The name of the shard is the end of the call's id: `ID-0@NAME`. New requests go to the first shard that is up, in an order
+that a hash gives; a submit is never sent to two shards. The first shard has what is not of one request: workers,
+deployments, sessions, records.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import aclosing, suppress
+from hashlib import blake2b
+from typing import Any, TypeVar
+
+from msgspec.structs import replace
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from shared.blobs.api import BlobsUnavailable, Ref
+from shared.blobs.redis_store import RedisBlobStore, hash_of
+from shared.protocol import BlobRef, Envelope, ErrorCode
+from shared.queue.api import (
+    Affinity,
+    AffinityOutcome,
+    GatewayQueue,
+    Limits,
+    QueueStats,
+    QueueUnavailable,
+    RequestState,
+    Reservation,
+    shard_of,
+)
+from shared.queue.keys import AFTER_DEADLINE_S, RedisKeys
+from shared.queue.mailbox import RedisMailbox
+from shared.queue.submit import RedisGatewayQueue
+from shared.redis.client import create_redis
+from shared.settings import SettingsError
+from shared.settings.tree import RedisSettings
+
+#: The requests of a shard that is down for so long are submitted to another one.
+LOST_AFTER_S = 4.0
+#: Limits of a tenant below so many times the number of shards are not divided: its requests are on one shard.
+SMALL = 16
+_PROBE_EVERY_S = 0.5
+_NOTE_AHEAD_S = 30.0
+
+Result = TypeVar("Result")
+
+
+class Shard:
+    """One server, and whether it is up."""
+
+    def __init__(self, name: str, settings: RedisSettings, on_lost: Callable[[], None]) -> None:
+        self.name = name
+        self.redis: Redis = create_redis(settings)
+        self.queue = RedisGatewayQueue(self.redis, settings.key_prefix)
+        self._on_lost = on_lost
+        self._probing: asyncio.Task[None] | None = None
+        self._down_since = 0.0
+
+    @property
+    def is_up(self) -> bool:
+        return self._probing is None
+
+    @property
+    def is_lost(self) -> bool:
+        return not self.is_up and time.monotonic() - self._down_since > LOST_AFTER_S
+
+    def note_failure(self) -> None:
+        """Leave it out of new requests until it answers again."""
+        if self._probing is None:
+            self._down_since = time.monotonic()
+            self._probing = asyncio.create_task(self._probe(), name=f"probe shard {self.name}")
+
+    async def ask(self, call: Awaitable[Result]) -> Result:
+        """The result of a call to this shard. Raises: QueueUnavailable, BlobsUnavailable."""
+        try:
+            return await call
+        except (QueueUnavailable, BlobsUnavailable):
+            self.note_failure()
+            raise
+
+    async def _probe(self) -> None:
+        while True:
+            await asyncio.sleep(_PROBE_EVERY_S)
+            try:
+                await self.queue.open()
+                break
+            except QueueUnavailable:
+                if self.is_lost:
+                    self._on_lost()
+        self._probing = None
+
+    async def close(self) -> None:
+        if self._probing is not None:
+            self._probing.cancel()
+            await asyncio.wait([self._probing])
+        await self.queue.close()
+        await self.redis.aclose()
+
+
+class Shards:
+    """The shards of a fleet. `on_lost` is called while one is lost, with all models whose events are awaited."""
+
+    def __init__(self, settings: RedisSettings) -> None:
+        self.all = [Shard(name, each, self._note_lost) for name, each in settings.shards.items()]
+        self._by_name = {shard.name: shard for shard in self.all}
+        self.on_lost: Callable[[], None] = lambda: None
+
+    def _note_lost(self) -> None:
+        self.on_lost()
+
+    def __len__(self) -> int:
+        return len(self.all)
+
+    def find(self, call_id: str) -> Shard:
+        """The shard of a call. Raises: QueueUnavailable if no shard has its name."""
+        name = shard_of(call_id)
+        if not name:
+            return self.all[0]
+        if name not in self._by_name:
+            raise QueueUnavailable(f"there is no shard {name!r}")
+        return self._by_name[name]
+
+    def rank(self, name: str) -> list[Shard]:
+        """All shards in the order for `name`, by rendezvous hashing."""
+
+        def weight(shard: Shard) -> bytes:
+            return blake2b(f"{shard.name} {name}".encode(errors="surrogatepass")).digest()
+
+        return sorted(self.all, key=weight)
+
+    def group(self, call_ids: Sequence[str]) -> list[tuple[Shard, list[str]]]:
+        found: dict[str, tuple[Shard, list[str]]] = {}
+        for call_id in call_ids:
+            shard = self.find(call_id)
+            found.setdefault(shard.name, (shard, []))[1].append(call_id)
+        return list(found.values())
+
+    async def close(self) -> None:
+        await asyncio.gather(*(shard.close() for shard in self.all))
+
+
+class ShardedGatewayQueue:
+    """A `GatewayQueue` over shards."""
+
+    def __init__(self, shards: Shards) -> None:
+        self._shards = shards
+        self._noted: dict[str, float] = {}  # by shard: until when it may have requests
+
+    def place(
+        self, request_id: str, tenant: str, limits: Limits | None, affinity: Affinity | None
+    ) -> str:
+        name = request_id
+        if limits is not None and self._is_small(limits):
+            name = f"tenant {tenant}"
+        elif affinity is not None:
+            name = affinity.name
+        ranked = self._shards.rank(name)
+        return f"@{next((shard for shard in ranked if shard.is_up), ranked[0]).name}"
+
+    def is_lost(self, request_id: str) -> bool:
+        return self._shards.find(request_id).is_lost
+
+    def _is_small(self, limits: Limits) -> bool:
+        of_tenant = (
+            limits.max_tenant_requests,
+            limits.max_tenant_requests_per_minute,
+            limits.max_tenant_tokens_per_minute,
+        )
+        return any(0 < most < SMALL * len(self._shards) for most in of_tenant)
+
+    def _share(self, reservation: Reservation) -> Reservation:
+        """The part of the limits that one shard enforces."""
+        limits = reservation.limits
+
+        def part(most: int) -> int:
+            return -(-most // len(self._shards))
+
+        if self._is_small(limits):
+            limits = replace(limits, max_tokens=part(limits.max_tokens))
+        else:
+            limits = Limits(
+                part(limits.max_tokens),
+                part(limits.max_tenant_requests),
+                part(limits.max_tenant_requests_per_minute),
+                part(limits.max_tenant_tokens_per_minute),
+            )
+        return replace(reservation, limits=limits)
+
+    async def submit(
+        self,
+        choices: Sequence[Envelope],
+        *,
+        timeout_s: float,
+        max_waiting: int,
+        reservation: Reservation | None = None,
+        affinity: Affinity | None = None,
+        earlier: Sequence[int] = (),
+    ) -> AffinityOutcome:
+        shard = self._shards.find(choices[0].id)
+        await self._note(shard, timeout_s + AFTER_DEADLINE_S)
+        return await shard.ask(
+            shard.queue.submit(
+                choices,
+                timeout_s=timeout_s,
+                max_waiting=-(-max_waiting // len(self._shards)),
+                reservation=reservation and self._share(reservation),
+                affinity=affinity,
+                earlier=earlier,
+            )
+        )
+
+    async def _note(self, shard: Shard, lives_s: float) -> None:
+        """Record how long the shard may have requests, for `check_shards`."""
+        now = time.time()  # noqa: TID251
+        if self._noted.get(shard.name, 0.0) < now + lives_s:
+            self._noted[shard.name] = now + lives_s + _NOTE_AHEAD_S
+            with suppress(QueueUnavailable):  # the first shard is down
+                await self._shards.all[0].queue.note_shard(shard.name, self._noted[shard.name])
+
+    async def share(self, model: str, request_ids: Sequence[str]) -> int:
+        groups = self._shards.group(request_ids)
+        calls = [shard.ask(shard.queue.share(model, ids)) for shard, ids in groups]
+        return sum(await asyncio.gather(*calls))
+
+    async def cancel(self, model: str, request_ids: Sequence[str]) -> None:
+        groups = self._shards.group(request_ids)
+        calls = [shard.ask(shard.queue.cancel(model, ids)) for shard, ids in groups]
+        await asyncio.gather(*calls)
+
+    async def refund(self, reservation: Reservation) -> bool:
+        shard = self._shards.find(reservation.request_ids[0])
+        return await shard.ask(shard.queue.refund(self._share(reservation)))
+
+    async def state(self, model: str, request_id: str) -> RequestState | None:
+        shard = self._shards.find(request_id)
+        return await shard.ask(shard.queue.state(model, request_id))
+
+    async def states(self, model: str, request_ids: Sequence[str]) -> list[RequestState | None]:
+        groups = self._shards.group(request_ids)
+        calls = [shard.ask(shard.queue.states(model, ids)) for shard, ids in groups]
+        found: dict[str, RequestState | None] = {}
+        for (_, ids), states in zip(groups, await asyncio.gather(*calls), strict=True):
+            found |= zip(ids, states, strict=True)
+        return [found[request_id] for request_id in request_ids]
+
+    async def events(self, model: str, request_id: str) -> list[bytes]:
+        shard = self._shards.find(request_id)
+        return await shard.ask(shard.queue.events(model, request_id))
+
+    async def listen(self, model: str, request_id: str, gateway_id: str) -> RequestState | None:
+        shard = self._shards.find(request_id)
+        return await shard.ask(shard.queue.listen(model, request_id, gateway_id))
+
+    async def forget_failed(self, model: str, request_id: str) -> None:
+        shard = self._shards.find(request_id)
+        await shard.ask(shard.queue.forget_failed(model, request_id))
+
+    async def confirm(self, model: str, request_ids: Sequence[str]) -> None:
+        groups = self._shards.group(request_ids)
+        await asyncio.gather(*(shard.queue.confirm(model, ids) for shard, ids in groups))
+
+    async def result(
+        self, model: str, request_id: str, attempt: int, *, is_last: bool
+    ) -> bytes | None:
+        shard = self._shards.find(request_id)
+        return await shard.ask(shard.queue.result(model, request_id, attempt, is_last=is_last))
+
+    async def stats(self, model: str) -> QueueStats:
+        """The sum of the shards that are up."""
+        calls = [shard.ask(shard.queue.stats(model)) for shard in self._shards.all if shard.is_up]
+        found = await asyncio.gather(*calls, return_exceptions=True)
+        there = [stats for stats in found if isinstance(stats, QueueStats)]
+        if not there:
+            raise QueueUnavailable("no shard answers")
+        return QueueStats(
+            sum(stats.num_open for stats in there),
+            sum(stats.num_backlog for stats in there),
+            max(stats.age_s for stats in there),
+        )
+
+    async def fail_all(self, model: str, code: ErrorCode, message: str) -> int:
+        calls = [s.ask(s.queue.fail_all(model, code, message)) for s in self._shards.all]
+        return sum(await asyncio.gather(*calls))
+
+    async def crash_tenants(self, model: str, worker_id: str) -> frozenset[str]:
+        calls = [s.ask(s.queue.crash_tenants(model, worker_id)) for s in self._shards.all]
+        return frozenset().union(*await asyncio.gather(*calls))
+
+    async def open(self) -> None:
+        await asyncio.gather(
+            *(shard.ask(shard.queue.open()) for shard in self._shards.all), return_exceptions=True
+        )
+
+    async def close(self) -> None:
+        await self._shards.close()
+
+
+class ShardedMailbox:
+    """A `Mailbox` over one mailbox of each shard; those of shards that are down are opened when they are up."""
+
+    def __init__(
+        self,
+        shards: Shards,
+        settings: RedisSettings,
+        gateway_id: str,
+        on_gap: Callable[[str], None],
+        is_needed: Callable[[str], bool],
+    ) -> None:
+        self.gateway_id = gateway_id
+        self._on_gap = on_gap
+        self._is_needed = is_needed
+        self._redis = [create_redis(each, blocking=True) for each in settings.shards.values()]
+        self._boxes: list[tuple[Shard, RedisMailbox]] = [
+            (
+                shard,
+                RedisMailbox(
+                    redis,
+                    settings.key_prefix,
+                    gateway_id,
+                    on_gap,
+                    is_needed,
+                    on_failure=shard.note_failure,
+                ),
+            )
+            for shard, redis in zip(shards.all, self._redis, strict=True)
+        ]
+        self._models: set[str] = set()
+        self._tasks: list[asyncio.Task[Any]] = []
+        shards.on_lost = self._look_again
+
+    def _look_again(self) -> None:
+        for model in self._models:
+            self._on_gap(model)
+
+    async def open(self, models: Iterable[str]) -> None:
+        models = list(models)
+        self._models.update(models)
+        missing = [
+            (shard, box)
+            for shard, box in self._boxes
+            if shard.is_up and not box.models.issuperset(models)
+        ]
+        if missing:
+            calls = [shard.ask(box.open(models)) for shard, box in missing]
+            await asyncio.gather(*calls, return_exceptions=True)
+
+    async def events(self) -> AsyncIterator[tuple[str, bytes]]:
+        arrived: asyncio.Queue[tuple[str, bytes]] = asyncio.Queue(maxsize=1000)
+
+        async def read(box: RedisMailbox) -> None:
+            async for event in box.events():
+                await arrived.put(event)
+
+        self._end_tasks()
+        self._tasks = [asyncio.create_task(read(box)) for _, box in self._boxes]
+        self._tasks.append(asyncio.create_task(self._open_later()))
+        while True:
+            yield await arrived.get()
+
+    async def _open_later(self) -> None:
+        while True:
+            await asyncio.sleep(_PROBE_EVERY_S)
+            self._models = {model for model in self._models if self._is_needed(model)}
+            for shard, box in self._boxes:
+                if shard.is_up and (missing := self._models - box.models):
+                    try:
+                        await shard.ask(box.open(missing))
+                    except QueueUnavailable:
+                        continue
+                    for model in missing:
+                        self._on_gap(model)
+
+    def _end_tasks(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+    async def close(self) -> None:
+        self._end_tasks()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(box.close() for _, box in self._boxes))
+        for redis in self._redis:
+            await redis.aclose()
+
+
+class ShardedBlobs:
+    """A `BlobStore` over shards: a blob is on the first one in the order of its hash that was up."""
+
+    def __init__(self, shards: Shards, prefix: str) -> None:
+        self._shards = shards
+        self._stores = {s.name: RedisBlobStore(s.redis, prefix) for s in shards.all}
+
+    def _rank(self, digest: str) -> list[tuple[Shard, RedisBlobStore]]:
+        """All stores in the order for a blob, first those that are up."""
+        ranked = sorted(self._shards.rank(digest), key=lambda shard: not shard.is_up)
+        return [(shard, self._stores[shard.name]) for shard in ranked]
+
+    async def put(
+        self, data: bytes, holder: str, *, ttl_s: float, ref: BlobRef | None = None
+    ) -> BlobRef:
+        ref = ref or BlobRef(await hash_of(data), len(data))
+        shard, store = self._rank(ref.sha256)[0]
+        return await shard.ask(store.put(data, holder, ttl_s=ttl_s, ref=ref))
+
+    async def get(self, ref: BlobRef) -> bytes | None:
+        return await self._first(ref, lambda store: store.get(ref))
+
+    async def hold(self, ref: BlobRef, holder: str, *, ttl_s: float) -> bool:
+        found = await self._first(ref, lambda store: store.hold(ref, holder, ttl_s=ttl_s))
+        return bool(found)
+
+    async def _first(
+        self, ref: BlobRef, ask: Callable[[RedisBlobStore], Awaitable[Result]]
+    ) -> Result | None:
+        """The first true result. Raises: BlobsUnavailable if there is none, and a shard did not answer."""
+        failure: BlobsUnavailable | None = None
+        for shard, store in self._rank(ref.sha256):
+            try:
+                if found := await shard.ask(ask(store)):
+                    return found
+            except BlobsUnavailable as error:
+                failure = error
+        if failure is not None:
+            raise failure
+        return None
+
+    def locate(self, ref: Ref, ttl_s: float) -> Ref:
+        return ref
+
+    def release(self, holder: str, refs: Sequence[BlobRef] = ()) -> Awaitable[Any]:
+        return asyncio.gather(*(s.release(holder, refs) for s in self._stores.values()))
+
+    async def open(self) -> None:
+        await asyncio.gather(*(s.open() for s in self._stores.values()), return_exceptions=True)
+
+    async def close(self) -> None:
+        await asyncio.gather(*(store.close() for store in self._stores.values()))
+
+
+def create_gateway_queue(settings: RedisSettings, redis: Redis) -> GatewayQueue:
+    """The queue of one Redis, of which `redis` is a client, or of several shards."""
+    if len(settings.shards) == 1:
+        return RedisGatewayQueue(redis, settings.key_prefix)
+    return ShardedGatewayQueue(Shards(settings))
+
+
+async def check_shards(settings: RedisSettings) -> None:
+    """Check that no shard is left out that may have requests, if Redis answers. Raises: SettingsError."""
+    async with aclosing(create_redis(settings)) as redis:
+        try:
+            noted: dict[Any, Any] = await redis.hgetall(RedisKeys(settings.key_prefix).shards)
+            seconds, _ = await redis.time()
+        except (RedisError, OSError):
+            return
+    for name, until in noted.items():
+        left_s = float(until) - seconds
+        if name.decode() not in settings.shards and left_s > 0:
+            raise SettingsError(
+                f"VLM_REDIS_URL: the shard {name.decode()} is missing and may have requests for another "
+                f"{left_s:.0f} s: name it, or wait"
+            )

@@ -1,0 +1,130 @@
+"""Three Redis servers as shards: a fault of one does not pause the streams of the others."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from shared.queue.api import shard_of
+from shared.queue.keys import RedisKeys
+from shared.redis.client import create_redis
+from shared.redis.embedded import EmbeddedRedis
+from shared.settings.tree import RedisSettings
+from tests.faults.fleet import Fleet, playing, tokens_seen
+from tests.faults.history import FINISHED
+from tests.faults.processes import MODEL, PREFIX, Processes
+from tests.faults.rest import redis_leftovers
+
+NUM_STREAMS = 18
+#: Redis's own pauses and this machine's are shorter, the shortest fault is longer.
+SHORT_S = 1.5
+
+
+class ShardedFleet(Fleet):
+    """A fleet whose Redis is three servers."""
+
+    servers: list[EmbeddedRedis]
+
+    async def at_rest(self) -> None:
+        """See `Fleet.at_rest`: on all servers that run."""
+        for server in self.servers:
+            if server.exit_code is None:
+                async with create_redis(RedisSettings(url=server.url)) as redis:
+                    left: list[str] = []
+
+                    async def is_empty() -> bool:
+                        left[:] = await redis_leftovers(redis, PREFIX)  # noqa: B023
+                        return not left  # noqa: B023
+
+                    await self.until(is_empty, 30.0)
+
+    async def placed(self, server: EmbeddedRedis) -> set[str]:
+        """The requests of a server, by id."""
+        async with create_redis(RedisSettings(url=server.url)) as redis:
+            prefix = RedisKeys(PREFIX).requests(MODEL)
+            return {key.decode()[len(prefix) :] async for key in redis.scan_iter(f"{prefix}*")}
+
+
+@pytest.fixture
+async def fleet(tmp_path: Path) -> AsyncIterator[ShardedFleet]:
+    with ExitStack() as stack:
+        servers = [EmbeddedRedis(tmp_path / name) for name in "abc"]
+        urls = []
+        for name, server in zip("abc", servers, strict=True):
+            stack.callback(server.stop)
+            urls.append(f"{name}={server.start()}")
+        redis = create_redis(RedisSettings(url=servers[0].url))
+        processes = Processes(None, redis, ",".join(urls))
+        try:
+            gateway, url = await processes.gateway()
+            fleet = ShardedFleet(processes, gateway, url)
+            fleet.servers = servers
+            await fleet.worker()
+            await fleet.worker()
+            yield fleet
+        finally:
+            await processes.close()
+            await redis.aclose()
+
+
+def kill(server: EmbeddedRedis) -> None:
+    assert server.pid is not None
+    os.kill(server.pid, signal.SIGKILL)
+    server._process.wait()  # type: ignore[union-attr]
+
+
+async def test_requests_are_spread_over_the_shards(fleet: ShardedFleet):
+    async with playing(fleet, [fleet.name() for _ in range(60)], num_tokens=5) as clients:
+        pass
+    assert clients.history.outcomes() == {FINISHED: 60}
+    for name, server in zip("abc", fleet.servers, strict=True):
+        placed = await fleet.placed(server)
+        assert {shard_of(each) for each in placed} == {name}
+        assert len(placed) >= 8
+
+
+async def test_streams_of_a_shard_that_is_killed_for_good_go_on_at_another(fleet: ShardedFleet):
+    texts = [fleet.name() for _ in range(NUM_STREAMS)]
+    async with playing(fleet, texts, num_tokens=150) as clients:
+        await tokens_seen(fleet, clients, texts, 10)
+        num_there = len(await fleet.placed(fleet.servers[1]))
+        kill(fleet.servers[1])
+    assert num_there > 0
+    assert clients.history.outcomes() == {FINISHED: NUM_STREAMS}
+    paused = [text for text in texts if clients.history.longest_pause_s(text) > SHORT_S]
+    assert len(paused) <= num_there
+    # New requests do not see it.
+    async with playing(fleet, [fleet.name() for _ in range(20)], num_tokens=5) as clients:
+        pass
+    assert clients.history.outcomes() == {FINISHED: 20}
+
+
+async def test_a_shard_that_returns_has_its_streams_continued_and_its_copies_cancelled(
+    fleet: ShardedFleet,
+):
+    texts = [fleet.name() for _ in range(NUM_STREAMS)]
+    async with playing(fleet, texts, num_tokens=200) as clients:
+        await tokens_seen(fleet, clients, texts, 10)
+        kill(fleet.servers[2])
+        await asyncio.sleep(1.0)  # the fault's length
+        await asyncio.to_thread(fleet.servers[2].restart)
+    assert clients.history.outcomes() == {FINISHED: NUM_STREAMS}
+
+
+async def test_a_frozen_shard_pauses_its_own_streams_alone(fleet: ShardedFleet):
+    texts = [fleet.name() for _ in range(NUM_STREAMS)]
+    pid = fleet.servers[1].pid
+    assert pid is not None
+    async with playing(fleet, texts, num_tokens=200) as clients:
+        await tokens_seen(fleet, clients, texts, 10)
+        num_there = len(await fleet.placed(fleet.servers[1]))
+        os.kill(pid, signal.SIGSTOP)
+        await asyncio.sleep(3.0)  # the fault's length
+        os.kill(pid, signal.SIGCONT)
+    assert clients.history.outcomes() == {FINISHED: NUM_STREAMS}
+    paused = [text for text in texts if clients.history.longest_pause_s(text) > SHORT_S]
+    assert len(paused) <= num_there
