@@ -1,0 +1,228 @@
+"""Shards of one queue: where requests are placed, limits of tenants, and shards that are down."""
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, ExitStack
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+from pydantic import ValidationError
+
+from shared.blobs.api import BlobsUnavailable
+from shared.protocol import seal
+from shared.queue.api import Affinity, Limits, QueueRefused, QueueUnavailable, Reservation, shard_of
+from shared.queue.shards import (
+    ShardedBlobs,
+    ShardedGatewayQueue,
+    ShardedMailbox,
+    Shards,
+    check_shards,
+)
+from shared.redis.embedded import EmbeddedRedis
+from shared.settings import SettingsError
+from shared.settings.tree import RedisSettings
+from tests.factories_gateway import (
+    CHAT,
+    make_body,
+    make_settings,
+    run_gateway_on_socket,
+    run_worker,
+)
+from tests.factories_queue import MODEL, make_request
+from tests.waiting import until
+
+NAMES = "abcd"
+
+
+def content_of(stream: str) -> str:
+    return "".join(re.findall(r'"content":"([^"]+)"', stream))
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[EmbeddedRedis]]:
+    with ExitStack() as stack:
+        servers = [EmbeddedRedis(tmp_path_factory.mktemp(name)) for name in NAMES]
+        for server in servers:
+            server.start()
+            stack.callback(server.stop)
+        yield servers
+
+
+@pytest.fixture
+def settings(servers: list[EmbeddedRedis]) -> RedisSettings:
+    url = ",".join(f"{name}={server.url}" for name, server in zip(NAMES, servers, strict=True))
+    return RedisSettings(url=url, key_prefix=f"t{uuid4().hex[:8]}")
+
+
+@pytest.fixture
+async def shards(settings: RedisSettings) -> AsyncIterator[Shards]:
+    shards = Shards(settings)
+    yield shards
+    await shards.close()
+
+
+@pytest.fixture
+def queue(shards: Shards) -> ShardedGatewayQueue:
+    return ShardedGatewayQueue(shards)
+
+
+async def submit(queue: ShardedGatewayQueue, limits: Limits | None = None, max_waiting=100) -> str:
+    """Queue a request of a tenant. Returns its id."""
+    name = uuid4().hex
+    call = make_request(id=name + "-0" + queue.place(name, "me", limits, None), tenant="me")
+    reservation = limits and Reservation(MODEL, "me", (call.id,), 1, 1, 1, limits)
+    await queue.submit(
+        [seal(call)], timeout_s=60.0, max_waiting=max_waiting, reservation=reservation
+    )
+    return call.id
+
+
+async def num_admitted(queue: ShardedGatewayQueue, limits: Limits, most: int) -> int:
+    results = [submit(queue, limits, 10_000) for _ in range(most)]
+    found = await asyncio.gather(*results, return_exceptions=True)
+    assert all(isinstance(each, str | QueueRefused) for each in found)
+    return sum(isinstance(each, str) for each in found)
+
+
+@pytest.mark.parametrize("most", [4, 63])
+async def test_a_small_limit_of_a_tenant_is_not_divided(queue, most):
+    assert await num_admitted(queue, Limits(max_tenant_requests=most), most + 9) == most
+
+
+async def test_a_large_limit_of_a_tenant_is_divided(queue):
+    """Each shard admits a quarter, so an uneven one refuses a few early."""
+    assert 60 <= await num_admitted(queue, Limits(max_tenant_requests=100), 130) <= 100
+
+
+async def test_states_are_of_each_call_in_order(queue):
+    ids = [await submit(queue) for _ in range(12)]
+    assert len({shard_of(each) for each in ids}) > 1
+    states = await queue.states(MODEL, [*ids, f"unknown-0@{NAMES[0]}"])
+    assert [state and state.state for state in states] == ["queued"] * 12 + [None]
+    await queue.cancel(MODEL, ids[:6])
+    states = await queue.states(MODEL, ids)
+    assert [state.state for state in states if state] == ["cancelled"] * 6 + ["queued"] * 6
+    assert (await queue.stats(MODEL)).num_open == 6
+    with pytest.raises(QueueUnavailable, match="no shard 'z'"):
+        await queue.state(MODEL, "id-0@z")
+
+
+async def test_requests_with_one_image_are_on_one_shard(queue):
+    affinity = Affinity("image", 2, 8)
+    assert len({queue.place(uuid4().hex, "", None, affinity) for _ in range(20)}) == 1
+
+
+async def test_a_shard_that_fails_gets_no_new_requests_until_it_answers(shards, queue):
+    [down, *_] = shards.rank("name")
+    down.note_failure()
+    assert queue.place("name", "", None, None) != f"@{down.name}"
+    await until(lambda: down.is_up)
+    assert queue.place("name", "", None, None) == f"@{down.name}"
+
+
+async def test_a_blob_is_found_wherever_it_was_put(shards, settings):
+    blobs = ShardedBlobs(shards, settings.key_prefix)
+    ref = await blobs.put(b"an image", "a", ttl_s=60.0)
+    first = shards.rank(ref.sha256)[0]
+    await blobs.release("a", [ref])
+    first.note_failure()
+    assert await blobs.get(ref) == b"an image"
+    assert await blobs.hold(ref, "b", ttl_s=60.0)
+    other = await blobs.put(b"an image", "b", ttl_s=60.0)  # now on another one
+    await until(lambda: first.is_up)
+    assert await blobs.get(other) == b"an image"
+    await blobs.close()
+
+
+@pytest.fixture
+def late(tmp_path: Path) -> Iterator[EmbeddedRedis]:
+    """A server that is not started yet."""
+    server = EmbeddedRedis(tmp_path / "late")
+    yield server
+    server.stop()
+
+
+async def test_a_shard_that_is_down_at_the_start_is_used_when_it_comes(servers, late):
+    settings = RedisSettings(url=f"a={servers[0].url},b={late.url}")
+    shards, gaps = Shards(settings), []
+    queue = ShardedGatewayQueue(shards)
+    mailbox = ShardedMailbox(shards, settings, "gateway", gaps.append, lambda model: True)
+    try:
+        await mailbox.open([MODEL])
+        for _ in range(9):
+            assert shard_of(await submit(queue)) == "a"
+        events = mailbox.events()
+        reading = asyncio.ensure_future(anext(events))
+        await asyncio.to_thread(late.start)
+        await until(lambda: MODEL in gaps)
+        await until(lambda: all(shard.is_up for shard in shards.all))
+        placed = set()
+        while len(placed) < 2:
+            placed.add(shard_of(await submit(queue)))
+        reading.cancel()
+    finally:
+        await mailbox.close()
+        await queue.close()
+
+
+async def test_a_blob_store_that_is_wholly_away_says_so(tmp_path):
+    url = ",".join(f"{name}=unix://{tmp_path}/{name}.sock" for name in "ab")
+    shards = Shards(RedisSettings(url=url))
+    blobs = ShardedBlobs(shards, "t")
+    with pytest.raises(BlobsUnavailable):
+        await blobs.put(b"x", "a", ttl_s=60.0)
+    await blobs.close()
+    await shards.close()
+
+
+async def test_a_start_without_a_shard_that_may_have_requests_is_refused(settings, queue):
+    while shard_of(await submit(queue)) != "d":
+        pass
+    await check_shards(settings)
+    fewer = settings.model_copy(update={"url": settings.url.rpartition(",d=")[0]})
+    with pytest.raises(SettingsError, match=r"^VLM_REDIS_URL: the shard d is missing"):
+        await check_shards(fewer)
+
+
+async def test_another_gateway_joins_a_request_of_any_shard(settings):
+    """Retries with an Idempotency-Key get the first answer, whatever its shard; streams are resumed by id."""
+    of_gateway = make_settings("", settings.key_prefix)
+    of_gateway = of_gateway.model_copy(update={"redis": settings})
+    async with AsyncExitStack() as stack:
+        workers = [
+            await stack.enter_async_context(run_worker(each.url, settings.key_prefix))
+            for each in settings.shards.values()
+        ]
+        one, other = [
+            await stack.enter_async_context(run_gateway_on_socket(of_gateway)) for _ in range(2)
+        ]
+        for number in range(8):
+            headers = {"idempotency-key": f"key-{number}", "x-vlm-resumable": "true"}
+            body = make_body(stream=True)
+            answers = [
+                await each.client.post(CHAT, json=body, headers=headers) for each in (one, other)
+            ]
+            assert [answer.status_code for answer in answers] == [200, 200]
+            where = answers[0].headers["x-vlm-stream"]
+            again = await other.client.get(where)
+            texts = [content_of(answer.text) for answer in (*answers, again)]
+            assert texts[0]
+            assert texts == [texts[0]] * 3
+        assert sum(len(worker.answers) for worker in workers) == 8
+        assert sum(len(worker.answers) > 0 for worker in workers) > 1
+
+
+@pytest.mark.parametrize(
+    ("url", "problem"),
+    [
+        ("a=redis://one,a=redis://two", "a name twice"),
+        ("redis://one,b=redis://two", "text before the first shard"),
+        ("a=redis://one,b=redis://", "this is no Redis URL"),
+        ("A=redis://one", "this is no Redis URL"),
+    ],
+)
+def test_wrong_shards_are_refused_by_one_sentence(url, problem):
+    with pytest.raises(ValidationError, match=problem):
+        RedisSettings(url=url)
