@@ -103,5 +103,6 @@ def _create_resources(services: Services, surfaces: Sequence[Surface]) -> list[R
             services.queue,
             services.metrics,
             "admin" if settings.gateway.admin_keys else "key",
+            settings.redis.shards,
         ),
     ]

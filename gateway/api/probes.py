@@ -1,6 +1,7 @@
 """Health, readiness and metrics. Probes count in no metric and reveal only a short reason."""
 
 import re
+from collections.abc import Collection
 from contextlib import suppress
 
 from msgspec import Struct
@@ -32,12 +33,14 @@ class Probes(Resource):
         queue: GatewayQueue,
         metrics: GatewayMetrics,
         metrics_access: Access,
+        shards: Collection[str],
     ) -> None:
         self._admission = admission
         self._models = models
         self._queue = queue
         self._metrics = metrics
         self._metrics_access: Access = metrics_access
+        self._shards = shards
 
     @operation("GET", "/healthz", access="public", is_probe=True)
     async def healthz(self, caller: Caller) -> Response:
@@ -90,6 +93,10 @@ class Probes(Resource):
         metrics = self._metrics
         metrics.set_open_requests(self._admission.num_open)
         metrics.set_ready_workers(self._models.num_workers)
+        servers: dict[str, dict[str, str]] = {}
+        with suppress(QueueUnavailable):
+            servers = await self._queue.servers()
+        metrics.set_redis(self._shards, servers)
         with suppress(QueueUnavailable):
             for name in self._models.cards:
                 stats = await self._queue.stats(name)

@@ -223,6 +223,10 @@ class GatewayQueue(Protocol):
 
     async def stats(self, model: str) -> QueueStats: ...
 
+    async def servers(self) -> dict[str, dict[str, str]]:
+        """What each server says of itself (`INFO`), by shard; nothing of those that do not answer."""
+        ...
+
     async def fail_all(self, model: str, code: ErrorCode, message: str) -> int:
         """Fail the calls of a model that no worker will serve, oldest first; returns how many."""
         ...

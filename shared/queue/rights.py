@@ -60,7 +60,7 @@ GATEWAY = Rights(
         _KEYS.session_limits("*"),
     ),
     commands=(
-        *("eval", "evalsha", "time", "role", "wait"),
+        *("eval", "evalsha", "time", "info", "role", "wait"),
         *("get", "set", "mget", "del", "exists", "pexpire", "pttl"),
         *("hexists", "hget", "hgetall", "hmget", "hset", "hdel", "hlen", "hvals", "hincrby"),
         *("lrange", "smembers", "srem"),

@@ -280,6 +280,15 @@ class ShardedGatewayQueue:
             max(stats.age_s for stats in there),
         )
 
+    async def servers(self) -> dict[str, dict[str, str]]:
+        calls = [shard.ask(shard.queue.servers()) for shard in self._shards.all]
+        found = await asyncio.gather(*calls, return_exceptions=True)
+        return {
+            shard.name: servers[""]
+            for shard, servers in zip(self._shards.all, found, strict=True)
+            if isinstance(servers, dict)
+        }
+
     async def fail_all(self, model: str, code: ErrorCode, message: str) -> int:
         calls = [s.ask(s.queue.fail_all(model, code, message)) for s in self._shards.all]
         return sum(await asyncio.gather(*calls))

@@ -275,6 +275,11 @@ class RedisGatewayQueue(RedisStore):
         return max(0.0, int(seconds) + int(microseconds) / 1e6 - added_at)
 
     @redis_errors_as(QueueUnavailable)
+    async def servers(self) -> dict[str, dict[str, str]]:
+        lines = (await self._sender.execute("INFO")).decode().splitlines()
+        return {"": dict(line.split(":", 1) for line in lines if ":" in line)}
+
+    @redis_errors_as(QueueUnavailable)
     async def note_shard(self, name: str, until: float) -> None:
         """Record until when a shard may have requests (epoch seconds)."""
         key = self._keys.shards

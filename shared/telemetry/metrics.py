@@ -13,7 +13,7 @@ The latencies, with vLLM's formulas:
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
@@ -108,6 +108,13 @@ GATEWAY_METRICS = (
            "one has more than its share (busy) or is gone (gone).", ("outcome",)),
     Metric("vlm_dropped_events_total", "counter",
            "Events from workers that no open request wanted (it had ended or was superseded)."),
+    Metric("vlm_redis_up", "gauge",
+           "Whether Redis answers this gateway. `shard` is empty where there is one Redis.", ("shard",)),
+    Metric("vlm_redis_memory_bytes", "gauge", "Memory that Redis uses.", ("shard",)),
+    Metric("vlm_redis_max_memory_bytes", "gauge", "Its `maxmemory`; 0: none.", ("shard",)),
+    Metric("vlm_redis_replicas", "gauge", "Its connected replicas.", ("shard",)),
+    Metric("vlm_redis_saves", "gauge",
+           "Whether its last write and rewrite of the append-only file succeeded.", ("shard",)),
     Metric("vlm_deployment_generation", "gauge",
            "The latest generation. Every gateway shows the same of deployments.", ("application",)),
     Metric("vlm_deployment_instances", "gauge",
@@ -295,6 +302,25 @@ class GatewayMetrics:
     def set_queue_age(self, model: str, age_s: float) -> None:
         """Set the wait of the oldest request of a model's queue."""
         self._set.gauges["vlm_queue_age_seconds"].labels(model).set(age_s)
+
+    def set_redis(self, shards: Iterable[str], servers: Mapping[str, Mapping[str, str]]) -> None:
+        """Set the state of each shard from the fields of `INFO`; those without fields are down."""
+        gauges = self._set.gauges
+        for shard in shards:
+            fields = servers.get(shard)
+            gauges["vlm_redis_up"].labels(shard).set(fields is not None)
+            if fields is None:
+                continue
+            for name, field in (
+                ("vlm_redis_memory_bytes", "used_memory"),
+                ("vlm_redis_max_memory_bytes", "maxmemory"),
+                ("vlm_redis_replicas", "connected_slaves"),
+            ):
+                gauges[name].labels(shard).set(float(fields.get(field, 0)))
+            states = [
+                fields.get(f"aof_last_{what}_status", "ok") for what in ("write", "bgrewrite")
+            ]
+            gauges["vlm_redis_saves"].labels(shard).set(set(states) == {"ok"})
 
     def set_open_requests(self, count: int) -> None:
         """Set the number of open requests of this gateway."""

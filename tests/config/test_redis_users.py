@@ -175,6 +175,7 @@ DENIED = {
         ("XGROUP", "DESTROY", "vlm:{m}:queue", "workers"),
     ),
     "worker": (
+        ("INFO",),
         ("SET", "other", "1"),
         ("GET", "vlm:stream:r"),
         ("XTRIM", "vlm:{m}:queue", "MAXLEN", "0"),
@@ -197,7 +198,7 @@ DENIED = {
 DENIED_TO_ALL = (
     ("FLUSHALL",), ("FLUSHDB",), ("KEYS", "*"), ("SCAN", "0"), ("RANDOMKEY",), ("DBSIZE",),
     ("CONFIG", "GET", "*"), ("CONFIG", "SET", "dir", "/tmp"),
-    ("MODULE", "LIST"), ("SHUTDOWN", "NOSAVE"), ("SAVE",), ("BGREWRITEAOF",), ("INFO",),
+    ("MODULE", "LIST"), ("SHUTDOWN", "NOSAVE"), ("SAVE",), ("BGREWRITEAOF",),
     ("MONITOR",), ("SLOWLOG", "GET"), ("CLIENT", "LIST"), ("CLIENT", "KILL", "TYPE", "normal"),
     ("REPLICAOF", "127.0.0.1", "1"), ("PSYNC", "?", "-1"), ("ACL", "LIST"), ("ACL", "WHOAMI"),
     ("SCRIPT", "FLUSH"), ("SCRIPT", "KILL"), ("DUMP", "vlm:models"),
@@ -210,7 +211,7 @@ SCRIPTED = (
     "return redis.call('FLUSHALL')",
     "return redis.call('KEYS', '*')",
     "return redis.call('SET', 'other', '1')",
-    "return redis.call('INFO')",
+    "return redis.call('DBSIZE')",
 )
 
 
