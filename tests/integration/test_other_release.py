@@ -1,0 +1,85 @@
+"""Processes of this version run beside those of release 0.1.0, which has the same protocol version."""
+
+import io
+import subprocess
+import sys
+import tarfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+
+from tests.faults.fleet import Fleet, playing, tokens_seen
+from tests.faults.history import FINISHED
+from tests.faults.processes import ROOT, Process, run_processes
+
+#: The last commit of the release.
+COMMIT = "2ca2ff1"
+NUM_STREAMS = 8
+
+
+@pytest.fixture(scope="module")
+def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what an installation of the release's wheel holds."""
+    pytest.importorskip("hatchling")
+    folder = tmp_path_factory.mktemp("release")
+    archive = subprocess.run(["git", "archive", COMMIT], cwd=ROOT, capture_output=True)
+    if archive.returncode != 0:
+        pytest.skip("not a git repository with the history")
+    with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as tree:
+        tree.extractall(folder / "tree", filter="data")
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", ".."],
+        cwd=folder / "tree", check=True, capture_output=True,
+    )  # fmt: skip
+    [wheel] = folder.glob("*.whl")
+    assert "-0.1.0-" in wheel.name
+    with ZipFile(wheel) as file:
+        file.extractall(folder / "site")
+    return folder / "site"
+
+
+@pytest.fixture
+async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
+    """A fleet whose gateway is of this version."""
+    async with run_processes(tmp_path) as processes:
+        gateway, url = await processes.gateway()
+        yield Fleet(processes, gateway, url)
+
+
+def of_release(release: Path) -> dict[str, str]:
+    """The environment in which Python imports the release alone."""
+    return {"PYTHONPATH": str(release), "PYTHONSAFEPATH": "1", "VLM_ENGINE__MOCK__DECODE_S": "0.02"}
+
+
+async def start_old_worker(fleet: Fleet, release: Path) -> Process:
+    command = ("vlm", "worker", "--engine", "mock")
+    return await fleet.worker(command=command, **of_release(release))
+
+
+async def test_a_request_changes_over_to_a_worker_of_the_other_version(fleet, release):
+    """An update replaces workers one by one: each continues what the other began."""
+    old = await start_old_worker(fleet, release)
+    texts = [fleet.name() for _ in range(NUM_STREAMS)]
+    async with playing(fleet, texts, num_tokens=100) as clients:
+        await tokens_seen(fleet, clients, texts, 10)
+        new = await fleet.worker()
+        old.process.kill()
+        await tokens_seen(fleet, clients, texts, 40)
+        await start_old_worker(fleet, release)
+        new.process.kill()
+    assert clients.history.outcomes() == {FINISHED: NUM_STREAMS}
+
+
+async def test_a_gateway_of_the_release_is_served_by_workers_of_both(fleet, release):
+    command = ("vlm", "gateway", "--port", "0")
+    process = await fleet.processes._start("old gateway", *command, **of_release(release))
+    fleet.url = (await process.says("gateway listens")).partition("http://")[2].split()[0]
+    fleet.url = f"http://{fleet.url}"
+    await start_old_worker(fleet, release)
+    await fleet.worker()
+    texts = [fleet.name() for _ in range(NUM_STREAMS)]
+    async with playing(fleet, texts, num_tokens=30) as clients:
+        pass
+    assert clients.history.outcomes() == {FINISHED: NUM_STREAMS}
