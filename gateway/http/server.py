@@ -404,7 +404,8 @@ def create_server(
         log_config=None,
         access_log=False,
         server_header=False,
-        proxy_headers=False,
+        proxy_headers=bool(settings.gateway.trusted_proxies),
+        forwarded_allow_ips=list(settings.gateway.trusted_proxies),
         timeout_keep_alive=75,
         timeout_graceful_shutdown=_LAST_WORDS_S,  # type: ignore[arg-type]
     )

@@ -5,6 +5,7 @@ command line > environment (`VLM_GATEWAY__PORT=8080`) > `.env` > file named by `
 value or an unknown key stops the process and names the field.
 """
 
+import ipaddress
 import os
 import re
 from collections.abc import Mapping
@@ -99,6 +100,10 @@ class GatewaySettings(Group):
         description="Without API keys: names by which clients may call the gateway, comma separated, such as "
         "`models.lan`. `localhost` and IP addresses always may.",
     )
+    trusted_proxies: Names = Field(
+        default=(),
+        description="Addresses or networks of reverse proxies, comma separated, whose `X-Forwarded-For` names the client.",
+    )
     request_timeout_s: float = Field(
         default=300.0,
         gt=0,
@@ -155,6 +160,19 @@ class GatewaySettings(Group):
         if any(":" in host or not _HOST.fullmatch(host) for host in hosts):
             raise ValueError("name hosts without a port, such as `models.lan`")
         return hosts
+
+    @field_validator("trusted_proxies")
+    @classmethod
+    def check_proxies(cls, proxies: tuple[str, ...]) -> tuple[str, ...]:
+        """Accept addresses and networks. Raises: ValueError."""
+        for proxy in proxies:
+            try:
+                ipaddress.ip_network(proxy)
+            except ValueError:
+                raise ValueError(
+                    "name addresses or networks, such as `10.0.0.7` or `10.0.0.0/24`"
+                ) from None
+        return proxies
 
     @field_validator("remote_images")
     @classmethod

@@ -1,0 +1,142 @@
+"""The configuration of nginx in front of a gateway: TLS, streams without delay, and the client's address."""
+
+import asyncio
+import os
+import shutil
+import socket
+import ssl
+import subprocess
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from loadtest.fleet import ROOT
+from tests.factories_gateway import CHAT, Answer, make_body, talk_on
+from tests.waiting import until
+
+NGINX = shutil.which("nginx") or os.environ.get("NGINX", "")
+pytestmark = pytest.mark.skipif(
+    not (NGINX and shutil.which("openssl")),
+    reason="no nginx here (Debian: nginx-light), or no openssl",
+)
+KEY = "sk-known"
+_MAIN = """
+daemon off; pid {folder}/pid; error_log {folder}/error.log; worker_processes 1;
+events {{}}
+http {{
+    access_log off;
+    client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy;
+    fastcgi_temp_path {folder}/f; uwsgi_temp_path {folder}/u; scgi_temp_path {folder}/s;
+    include {folder}/gateway.conf;
+}}
+"""
+
+
+@pytest.fixture
+def changes() -> dict:
+    return {"gateway": {"api_keys": [KEY], "trusted_proxies": ("127.0.0.1",), "drain_s": 1.0}}
+
+
+@pytest.fixture
+async def proxy(gateway, tmp_path: Path) -> AsyncIterator[str]:
+    """nginx on a free port; returns its URL."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost",
+         "-keyout", tmp_path / "privkey.pem", "-out", tmp_path / "fullchain.pem"],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    text = (ROOT / "config/nginx/gateway.conf").read_text()
+    for old, new in (
+        ("127.0.0.1:8000", gateway.url.removeprefix("http://")),
+        ("listen 443 ssl", f"listen 127.0.0.1:{port} ssl"),
+        ("/etc/nginx/tls", str(tmp_path)),
+    ):
+        assert old in text
+        text = text.replace(old, new)
+    (tmp_path / "gateway.conf").write_text(text)
+    (tmp_path / "nginx.conf").write_text(_MAIN.format(folder=tmp_path))
+    process = await asyncio.create_subprocess_exec(
+        NGINX, "-c", str(tmp_path / "nginx.conf"), "-p", str(tmp_path)
+    )
+
+    def listens() -> bool:
+        assert process.returncode is None, (tmp_path / "error.log").read_text()
+        with socket.socket() as client:
+            return client.connect_ex(("127.0.0.1", port)) == 0
+
+    try:
+        await until(listens)
+        yield f"https://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        await process.wait()
+
+
+def client(url: str, address: str = "127.0.0.1", key: str = KEY) -> httpx.AsyncClient:
+    """A client with this address."""
+    context = ssl._create_unverified_context()
+    return httpx.AsyncClient(
+        base_url=url,
+        headers={"authorization": f"Bearer {key}"},
+        transport=httpx.AsyncHTTPTransport(verify=context, local_address=address),
+        timeout=20.0,
+    )
+
+
+async def test_a_token_reaches_the_client_before_the_next_is_made(proxy, gateway, worker):
+    has_come = asyncio.Event()
+
+    async def talk(answer: Answer) -> None:
+        await answer.start()
+        await answer.say("one")
+        await has_come.wait()
+        await answer.finish("two")
+
+    worker.script = talk
+    async with (
+        client(proxy) as https,
+        https.stream("POST", CHAT, json=make_body(stream=True)) as response,
+    ):
+        assert response.status_code == 200
+        async for line in response.aiter_lines():
+            if "one" in line:
+                has_come.set()
+            is_whole = "two" in line
+            if is_whole:
+                break
+    assert is_whole
+
+
+async def test_wrong_keys_are_counted_for_each_client(proxy, gateway):
+    async def status(address: str, **headers: str) -> int:
+        async with client(proxy, address, "sk-wrong") as https:
+            return (await https.get("/v1/models", headers=headers)).status_code
+
+    statuses = [await status("127.0.0.2", **{"x-forwarded-for": f"10.0.0.{n}"}) for n in range(62)]
+    assert statuses[:60] == [401] * 60
+    assert statuses[60:] == [429] * 2  # whatever address it claims to have
+    assert await status("127.0.0.3") == 401
+
+
+async def test_a_header_from_elsewhere_is_ignored(gateway, changes):
+    statuses = []
+    for number in range(62):
+        headers = {"authorization": "Bearer wrong", "x-forwarded-for": f"10.0.0.{number}"}
+        transport = httpx.AsyncHTTPTransport(local_address="127.0.0.5")
+        async with httpx.AsyncClient(base_url=gateway.url, transport=transport) as http:
+            statuses.append((await http.get("/v1/models", headers=headers)).status_code)
+    assert statuses == [401] * 60 + [429] * 2
+
+
+async def test_a_client_that_leaves_ends_its_request(proxy, worker):
+    worker.script = talk_on
+    async with (
+        client(proxy) as https,
+        https.stream("POST", CHAT, json=make_body(stream=True)) as response,
+    ):
+        await anext(response.aiter_lines())
+    await asyncio.wait_for(worker.cancelled.wait(), 20.0)
