@@ -1,0 +1,119 @@
+"""What docs/operating.md says of backups: a copy of the data directory holds all that was acknowledged."""
+
+import shutil
+import signal
+import threading
+from pathlib import Path
+
+from redis import Redis
+
+from shared.redis.embedded import EmbeddedRedis
+from tests.factories_queue import wait_until_written
+from tests.integration.fleet_process import Served, start_fleet
+from tests.waiting import wait_for
+
+STORES = "/v1/vector_stores"
+QUIET = {"VLM_LOGS__LEVEL": "error"}
+
+
+def start(folder: Path) -> Served:
+    return start_fleet(folder, "--search", engine="mock_pooling", **QUIET)
+
+
+def patiently(served: Served, method: str, path: str, **options) -> dict:
+    """The answer once the search process is up."""
+
+    def ask() -> dict | None:
+        with served.client() as client:
+            response = client.request(method, path, **options)
+        if response.status_code == 503:
+            return None
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    return wait_for(ask, 60.0)
+
+
+def batch_of(served: Served) -> dict:
+    line = (
+        '{"custom_id": "one", "method": "POST", "url": "/v1/embeddings", '
+        '"body": {"model": "mock-embeddings", "input": "text"}}'
+    )
+    file = patiently(
+        served, "POST", "/v1/files", files={"file": ("a.jsonl", line)}, data={"purpose": "batch"}
+    )
+    body = {
+        "input_file_id": file["id"],
+        "endpoint": "/v1/embeddings",
+        "completion_window": "24h",
+    }
+    batch = patiently(served, "POST", "/v1/batches", json=body)
+
+    def ended() -> dict | None:
+        found = patiently(served, "GET", f"/v1/batches/{batch['id']}")
+        return found if found["status"] == "completed" else None
+
+    return wait_for(ended, 60.0)
+
+
+def test_a_copy_of_a_stopped_fleet_serves_what_it_had(tmp_path):
+    served = start(tmp_path / "data")
+    try:
+        store = patiently(served, "POST", STORES, json={"name": "s"})["id"]
+        items = [{"id": str(n), "text": f"text {n}"} for n in range(20)]
+        patiently(served, "PUT", f"{STORES}/{store}/items", json={"items": items})
+        batch = batch_of(served)
+        served.process.send_signal(signal.SIGTERM)
+        served.process.wait(60)
+    finally:
+        served.end()
+    shutil.copytree(tmp_path / "data", tmp_path / "copy", ignore=shutil.ignore_patterns("*.sock"))
+    shutil.rmtree(tmp_path / "data")
+
+    served = start(tmp_path / "copy")
+    try:
+        assert patiently(served, "GET", f"{STORES}/{store}")["num_items"] == 20
+        query = {"query": "text 7", "max_num_results": 1}
+        found = patiently(served, "POST", f"{STORES}/{store}/search", json=query)
+        assert len(found["data"]) == 1
+        again = patiently(served, "GET", f"/v1/batches/{batch['id']}")
+        assert again["output_file_id"] == batch["output_file_id"]
+        with served.client() as client:
+            output = client.get(f"/v1/files/{batch['output_file_id']}/content")
+        assert '"custom_id":"one"' in output.text.replace(" ", "")
+    finally:
+        served.end()
+
+
+def test_a_copy_of_a_running_redis_has_all_that_was_saved_before(tmp_path):
+    """Rewriting is off while the append-only file is copied; its last command may be cut."""
+    stopping = threading.Event()
+
+    def write(client: Redis) -> None:
+        number = 0
+        while not stopping.is_set():
+            client.set(f"later:{number}", "x" * 1000)
+            number += 1
+
+    with EmbeddedRedis(tmp_path / "data") as server:
+        client = Redis(unix_socket_path=str(server.socket_path))
+        for number in range(1000):
+            client.set(f"before:{number}", number)
+        writing = threading.Thread(target=write, args=(client,))
+        writing.start()
+        try:
+            client.config_set("auto-aof-rewrite-percentage", 0)
+            wait_for(lambda: client.info("persistence")["aof_rewrite_in_progress"] == 0, 20.0)
+            wait_until_written(client)
+            shutil.copytree(
+                tmp_path / "data",
+                tmp_path / "copy",
+                ignore=shutil.ignore_patterns("*.sock", "lock"),
+            )
+        finally:
+            stopping.set()
+            writing.join()
+    with EmbeddedRedis(tmp_path / "copy") as restored:
+        client = Redis(unix_socket_path=str(restored.socket_path))
+        assert [client.get(f"before:{n}") for n in (0, 999)] == [b"0", b"999"]
+        assert client.dbsize() >= 1000
