@@ -19,6 +19,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError, RedisError, TimeoutError
 
 from shared.redis.sentinel import create_sentinel_redis
+from shared.settings import SettingsError
 from shared.settings.redis_url import SentinelUrl
 from shared.settings.tree import RedisSettings
 
@@ -37,7 +38,10 @@ TRANSIENT = (ConnectionError, TimeoutError)
 
 
 def create_redis(settings: RedisSettings, *, blocking: bool = False) -> Redis:
-    """A client of the first shard that fails within its timeout, without retries. `blocking`: `BLOCK_S` longer."""
+    """A client of the first shard that fails within its timeout, without retries. `blocking`: `BLOCK_S` longer.
+
+    Raises: SettingsError for an unknown option in the URL.
+    """
     url = settings.first.url
     options: dict[str, Any] = {
         "socket_timeout": settings.command_timeout_s + (BLOCK_S if blocking else 0.0),
@@ -49,8 +53,15 @@ def create_redis(settings: RedisSettings, *, blocking: bool = False) -> Redis:
     if not url.startswith("unix:"):
         options["socket_keepalive"] = True
     if sentinels := SentinelUrl.parse(url):
-        return create_sentinel_redis(sentinels, options)
-    return Redis.from_url(url, **options)
+        redis = create_sentinel_redis(sentinels, options)
+    else:
+        redis = Redis.from_url(url, **options)
+    try:
+        redis.connection_pool.make_connection()
+    except TypeError as error:
+        name = str(error).rpartition(" ")[2]
+        raise SettingsError(f"VLM_REDIS_URL: the URL has an unknown option {name}") from None
+    return redis
 
 
 async def retry_idempotent(

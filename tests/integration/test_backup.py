@@ -105,6 +105,7 @@ def test_a_copy_of_a_running_redis_has_all_that_was_saved_before(tmp_path):
             client.config_set("auto-aof-rewrite-percentage", 0)
             wait_for(lambda: client.info("persistence")["aof_rewrite_in_progress"] == 0, 20.0)
             wait_until_written(client)
+            client.client_unpause()
             shutil.copytree(
                 tmp_path / "data",
                 tmp_path / "copy",

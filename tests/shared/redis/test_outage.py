@@ -2,7 +2,11 @@
 
 import asyncio
 
+import pytest
+
+from shared.redis.client import create_redis
 from shared.redis.outage import OutageLog, wait_for_redis
+from shared.settings import SettingsError
 from shared.settings.tree import RedisSettings
 from tests.waiting import until
 
@@ -51,3 +55,11 @@ def test_the_end_is_told_only_of_an_outage(caplog):
     log.succeeded()
     log.succeeded()
     assert len(messages(caplog)) == 2
+
+
+@pytest.mark.parametrize(
+    "url", ["redis://127.0.0.1:1/0?mistaken=1", "redis+sentinel://127.0.0.1:1/fleet?mistaken=1"]
+)
+def test_an_unknown_option_of_the_url_is_named(url):
+    with pytest.raises(SettingsError, match=r"VLM_REDIS_URL: .* unknown option 'mistaken'$"):
+        create_redis(RedisSettings(url=url))
