@@ -69,6 +69,7 @@ for command in (
     settings,
 ):
     app.command()(command)
+app.command("ray-workers", hidden=True)(worker.cli.ray_workers)
 app.command("search-node")(search.cli.search_node)
 app.command()(search.cli.embed)
 app.command("search")(search.cli.find)

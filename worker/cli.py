@@ -130,11 +130,32 @@ def serve(
         Path | None,
         typer.Option(help="Where the bundled Redis keeps its files.", show_default="by port"),
     ] = None,
+    ray: Annotated[
+        str,
+        typer.Option(
+            "--ray",
+            metavar="ADDRESS",
+            help="Run the workers on this Ray cluster, such as HOST:6379 or auto.",
+            show_default=False,
+        ),
+    ] = "",
 ) -> None:
     """Start everything on this machine: Redis, a gateway and workers."""
     from worker.node.serve import run_node
 
-    sys.exit(run_node(settings, workers, data_dir, search, also or ()))
+    sys.exit(run_node(settings, workers, data_dir, search, also or (), ray))
+
+
+@takes_settings(process="worker")
+def ray_workers(
+    settings: "Settings",
+    ray: Annotated[str, typer.Option("--ray")] = "auto",
+    workers: Annotated[int, typer.Option()] = 1,
+) -> None:
+    """Keep workers on a Ray cluster; `vlm serve --ray` starts this process."""
+    from worker.node.ray_workers import run_ray_workers
+
+    sys.exit(run_ray_workers(settings, ray, workers))
 
 
 @takes_settings(ENGINE, process="worker")

@@ -55,6 +55,11 @@ def child_environment(
     schemes = {urlsplit(url).scheme for url in stores}.intersection(_STORE_PREFIXES)
     prefixes = tuple(_STORE_PREFIXES[scheme] for scheme in schemes)
     inherited = plain_environment(secrets.union(settings.node.secrets), prefixes)
+    return inherited | settings_environment(settings, groups)
+
+
+def settings_environment(settings: Settings, groups: frozenset[str]) -> dict[str, str]:
+    """The variables of these groups of the settings."""
     own = settings.model_copy(
         update={
             name: field.default
@@ -62,7 +67,7 @@ def child_environment(
             if name not in groups
         }
     )
-    return inherited | to_environment(own)
+    return to_environment(own)
 
 
 def plain_environment(

@@ -36,6 +36,7 @@ from worker.node.environment import (
     WORKER_GROUPS,
     child_environment,
 )
+from worker.node.ray_workers import check_reachable
 from worker.node.resources import find_gpus, share_gpus
 from worker.node.supervisor import (
     Child,
@@ -60,11 +61,15 @@ def run_node(
     data_dir: Path | None,
     search: bool = False,
     also: Sequence[str] = (),
+    ray: str = "",
 ) -> int:
     """Run Redis (unless its URL is set), workers and a gateway until a signal. Returns the exit code.
 
     `search`: also a search process, unless its URL is set. `also`: other models, each with a worker on the CPU.
+    `ray`: address of the cluster that runs the workers; empty: this machine.
     """
+    if ray:
+        check_reachable(settings)
     if "level" not in settings.logs.model_fields_set:  # the screen is for the user
         settings = settings.changed(logs={"level": "warning"})
     setup_logging(settings.logs, "serve")
@@ -87,7 +92,7 @@ def run_node(
             if settings.deploy.store or redis is not None:
                 settings = _with_deployments(settings, data_dir)
                 stack.enter_context(_key_by_port(settings, data_dir))
-            asyncio.run(_run(settings, num_workers, redis, search, also))
+            asyncio.run(_run(settings, num_workers, redis, search, also, ray))
     except (NodeError, EmbeddedRedisError) as error:
         if str(error):
             console.print(str(error), style="red", markup=False, soft_wrap=True)
@@ -155,8 +160,9 @@ async def _run(
     redis: EmbeddedRedis | None,
     search: bool,
     also: Sequence[str],
+    ray: str,
 ) -> None:
-    node = create_node(settings, num_workers, search=search, also=also)
+    node = create_node(settings, num_workers, search=search, also=also, ray=ray)
     agent = NodeAgent(settings) if settings.deploy.store else None
     await stop_on_signals(node, partial(_say_stopping, node), agent.kill if agent else lambda: None)
     # Beyond the end of the node: its drain needs Redis.
@@ -221,7 +227,12 @@ async def _serve(
 
 
 def create_node(
-    settings: Settings, num_workers: int, *, search: bool = False, also: Sequence[str] = ()
+    settings: Settings,
+    num_workers: int,
+    *,
+    search: bool = False,
+    also: Sequence[str] = (),
+    ray: str = "",
 ) -> Node:
     """The processes of these settings. The CPU threads are divided among the workers."""
     worker_environment = child_environment(settings, WORKER_GROUPS)
@@ -238,6 +249,10 @@ def create_node(
         Child(f"worker {number}", ["worker"], worker_environment | own)
         for number, own in enumerate(gpus, 1)
     ]
+    if ray:
+        arguments = ["ray-workers", "--ray", ray, "--workers", str(num_workers)]
+        environment = child_environment(settings, WORKER_GROUPS)
+        workers = [Child("workers on Ray", arguments, environment)]
     for number, model in enumerate(also, num_workers + 1):
         engine = EngineValues.model_validate({"model": model, "device": "cpu"})
         changed = settings.changed(worker={"lora": ()}).model_copy(update={"engine": engine})

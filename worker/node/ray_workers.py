@@ -1,0 +1,155 @@
+"""Workers on the nodes of a Ray cluster: Ray places each by processors and GPUs, this process starts lost ones again.
+
+An actor runs one `vlm worker`, and ends with it. Requests of a lost worker continue elsewhere when their leases expire,
+which does not wait for Ray.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from importlib import import_module  # noqa: TID251
+from typing import Any
+
+from shared.settings import SettingsError
+from shared.settings.tree import Settings
+from worker.node.environment import WORKER_GROUPS, settings_environment
+from worker.node.supervisor import Pauses, describe_end
+
+logger = logging.getLogger(__name__)
+
+#: After so long, a worker that no node has room for is logged.
+PLACED_WITHIN_S = 10.0
+_KILL_AFTER_S = 5.0
+
+
+class WorkerActor:
+    """One worker process on a node; Ray has set the GPUs that it may use."""
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "vlm", "worker", "--die-with-parent", str(os.getpid())],
+            env={**os.environ, **environment},
+        )
+
+    def wait(self) -> int:
+        """The exit code of the worker, when it ends."""
+        return self._process.wait()
+
+    def drain(self) -> None:
+        """Finish the running requests, then end."""
+        self._process.send_signal(signal.SIGTERM)
+
+
+class RayWorkers:
+    """Keeps `num_workers` workers on a cluster."""
+
+    def __init__(self, ray: Any, settings: Settings, num_workers: int, num_gpus: float) -> None:
+        self._ray = ray
+        self._settings = settings
+        self._num_workers = num_workers
+        self._resources = {"num_cpus": 1, "num_gpus": num_gpus}
+        self._environment = settings_environment(settings, WORKER_GROUPS)
+        self._actors: dict[int, Any] = {}
+        self._stopping = asyncio.Event()
+
+    def stop(self) -> None:
+        """Drain all workers, then end."""
+        self._stopping.set()
+
+    async def run(self) -> None:
+        """Serve until `stop`."""
+        keeping = [asyncio.create_task(self._keep(n)) for n in range(1, self._num_workers + 1)]
+        await self._stopping.wait()
+        for actor in self._actors.values():
+            with suppress(self._ray.exceptions.RayError):
+                await actor.drain.remote()
+        await asyncio.wait(keeping, timeout=self._settings.worker.drain_s + _KILL_AFTER_S)
+        for task in keeping:
+            task.cancel()
+
+    async def _keep(self, number: int) -> None:
+        """Start a worker again whenever it or its node is lost, with growing pauses."""
+        pauses = Pauses()
+        while not self._stopping.is_set():
+            pauses.started()
+            end = await self._live(number)
+            if self._stopping.is_set():
+                break
+            pause_s = pauses.next_s()
+            logger.warning("worker %d %s; again in %.1f s", number, end, pause_s)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), pause_s)
+
+    async def _live(self, number: int) -> str:
+        """Run one worker to its end. Returns how it ended."""
+        remote = self._ray.remote(WorkerActor).options(
+            **self._resources, scheduling_strategy="SPREAD", max_restarts=0, max_concurrency=2
+        )
+        actor = self._actors[number] = remote.remote(self._environment)
+        try:
+            placed = asyncio.ensure_future(_result(actor.__ray_ready__.remote()))
+            while not (await asyncio.wait({placed}, timeout=PLACED_WITHIN_S))[0]:
+                needs = ", ".join(f"{n:g} {what[4:]}" for what, n in self._resources.items() if n)
+                logger.warning("worker %d waits for a node with %s", number, needs)
+                if self._stopping.is_set():
+                    return "was not placed"
+            placed.result()
+            return describe_end(await actor.wait.remote())
+        except self._ray.exceptions.RayError as error:
+            return f"was lost: {str(error).strip().splitlines()[0]}"
+        finally:
+            self._actors.pop(number, None)
+            self._ray.kill(actor)
+
+
+async def _result(reference: Any) -> Any:
+    return await reference
+
+
+def run_ray_workers(settings: Settings, address: str, num_workers: int) -> int:
+    """Keep workers on the cluster at `address` until a signal. Returns the exit code. Raises: SettingsError."""
+    try:
+        ray: Any = import_module("ray")  # an extra
+    except ModuleNotFoundError:
+        raise SettingsError("--ray needs a package: pip install 'vlm-fleet[ray]'") from None
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise SettingsError(f"--ray {address}: {reason}") from None
+    num_gpus = _num_gpus(settings, ray.cluster_resources().get("GPU", 0.0))
+    workers = RayWorkers(ray, settings, num_workers, num_gpus)
+    asyncio.run(_run_until_signal(workers))
+    ray.shutdown()
+    return 0
+
+
+def _num_gpus(settings: Settings, num_there: float) -> float:
+    """GPUs of a worker: those that share its model, or one if the cluster has any and the engine can use it."""
+    from worker.node.serve import read_engine_settings  # noqa: PLC0415
+
+    engine = read_engine_settings(settings)
+    if (sharing := getattr(engine, "tensor_parallel", 0)) > 0:
+        return sharing
+    uses_gpu = getattr(engine, "device", "cpu") in ("auto", "cuda")
+    return 1.0 if uses_gpu and num_there else 0.0
+
+
+async def _run_until_signal(workers: RayWorkers) -> None:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, workers.stop)
+    await workers.run()
+
+
+def check_reachable(settings: Settings) -> None:
+    """Raises: SettingsError if the nodes of a cluster cannot reach Redis."""
+    url = settings.redis.url
+    if not url or "unix:" in url:
+        raise SettingsError(
+            "--ray: name a Redis that the cluster's nodes reach, by VLM_REDIS_URL=redis://HOST:PORT/0"
+        )
