@@ -7,6 +7,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 ARGS   ?=
+# Helm's library, by which the chart is tested.
+HELM   := .cache/helm
 # Of the compose stack: of its Redis, its search process and its Qdrant.
 PASSWORDS := REDIS_GATEWAY_PASSWORD REDIS_WORKER_PASSWORD VLM_SEARCH__TOKEN QDRANT_API_KEY
 # Tests start hundreds of processes: each reads compiled modules, whatever the shell around says.
@@ -84,11 +86,10 @@ hostile: $(STAMP)  ## play every attack that a client can make against real proc
 browser-test: $(STAMP)  ## use the chat page in a headless chromium; screenshots in .cache/screenshots
 	TESTS_LONG=1 $(BIN)/python -m pytest tests/browser $(ARGS)
 
-faults: $(STAMP) .cache/helm  ## play every fault of docs/reliability.md against real processes; takes minutes
+faults: $(HELM)  ## play every fault of docs/reliability.md against real processes; takes minutes
 	TESTS_LONG=1 PYTHONPATH=$(HELM) $(BIN)/python -m pytest tests/faults tests/shared/queue/test_queue_model.py \
 		tests/config/test_helm.py $(ARGS)
 
-HELM := .cache/helm
 $(HELM): $(STAMP)
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $@ helm-python-sdk==0.2.2
 	touch $@

@@ -4,6 +4,7 @@ import re
 import tomllib
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import yaml
@@ -247,6 +248,35 @@ def test_what_selects_pods_finds_them_at_ports_that_are_there(variant):
             assert {port["targetPort"] for port in spec["ports"]} <= named
         if kind == "NetworkPolicy":
             assert {p["port"] for rule in spec.get("ingress", []) for p in rule["ports"]} <= named
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_ways_out_lead_to_ports_of_pods(variant):
+    ports = {
+        pod["metadata"]["labels"]["app"]: {
+            port["containerPort"] for box in pod["spec"]["containers"] for port in box["ports"]
+        }
+        for pod in pods(variant).values()
+    }
+    ways = {
+        (name, place["podSelector"]["matchLabels"]["app"], port["port"])
+        for (kind, name), document in by_name(variant).items()
+        if kind == "NetworkPolicy"
+        for rule in document["spec"].get("egress", [])
+        for place in rule.get("to", [])
+        if "app" in place.get("podSelector", {}).get("matchLabels", {})
+        for port in rule["ports"]
+    }
+    assert all(port in ports[app] for _, app, port in ways)
+    needed = {("gateway", "redis"), ("worker", "redis")} if "redis" in ports else set()
+    needed |= {("redis", "redis")} if variant == "all" else set()
+    needed |= {("gateway", "search")} if "search" in ports else set()
+    assert {(name, app) for name, app, _ in ways} == needed
+    if "search" in ports:
+        url = urlsplit(variables(main_container(pods(variant)["gateway"]))["VLM_SEARCH__URL"])
+        [port] = by_name(variant)["Service", str(url.hostname)]["spec"]["ports"]
+        assert port["port"] == url.port
+        assert {("gateway", "search", url.port)} <= ways
 
 
 def test_sentinels_are_asked_by_gateways_and_workers():
