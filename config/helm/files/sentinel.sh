@@ -9,9 +9,11 @@ umask 077
 here=$(dirname "$0")
 kept=$PWD/sentinel.conf
 
-# The primary: as a Sentinel says; else as the Sentinel on this volume knew last; else the first server.
+# The primary: as another Sentinel says, for the one here may have missed a failover; else as the Sentinel on this
+# volume knew last; else the first server.
 find_primary() {
     for peer in $PEERS; do
+        [ "$peer" != "$SELF" ] || continue
         # Two lines, host and port; an error has one.
         said=$(timeout 2 redis-cli -h "$peer" -p 26379 sentinel get-master-addr-by-name fleet 2>/dev/null) || continue
         if [ "$(echo "$said" | sed -n 2p)" = 6379 ]; then
