@@ -1,12 +1,14 @@
 # The two commands of a newcomer: `make serve` and `make test`. Each does all the set-up it needs.
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-fast clients embedding-clients store-test applications families fuzz schemas bfcl test-engines test-vllm hostile faults accuracy walk browser-test compose-test lint format typecheck bench trace-request docs size loadtest up down clean
+.PHONY: help install serve test test-fast clients embedding-clients store-test applications families fuzz schemas bfcl test-engines test-vllm hostile faults helm-test accuracy walk browser-test compose-test lint format typecheck bench trace-request docs size loadtest up down clean
 
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 ARGS   ?=
+# Helm's library, by which the chart is tested.
+HELM   := .cache/helm
 # Of the compose stack: of its Redis, its search process and its Qdrant.
 PASSWORDS := REDIS_GATEWAY_PASSWORD REDIS_WORKER_PASSWORD VLM_SEARCH__TOKEN QDRANT_API_KEY
 # Tests start hundreds of processes: each reads compiled modules, whatever the shell around says.
@@ -84,8 +86,16 @@ hostile: $(STAMP)  ## play every attack that a client can make against real proc
 browser-test: $(STAMP)  ## use the chat page in a headless chromium; screenshots in .cache/screenshots
 	TESTS_LONG=1 $(BIN)/python -m pytest tests/browser $(ARGS)
 
-faults: $(STAMP)  ## play every fault of docs/reliability.md against real processes; takes minutes
-	TESTS_LONG=1 $(BIN)/python -m pytest tests/faults tests/shared/queue/test_queue_model.py $(ARGS)
+faults: $(HELM)  ## play every fault of docs/reliability.md against real processes; takes minutes
+	TESTS_LONG=1 PYTHONPATH=$(HELM) $(BIN)/python -m pytest tests/faults tests/shared/queue/test_queue_model.py \
+		tests/config/test_helm.py $(ARGS)
+
+$(HELM): $(STAMP)
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $@ helm-python-sdk==0.2.2
+	touch $@
+
+helm-test: $(HELM)  ## render and check the Helm chart by Helm's library, which this installs apart (75 MB)
+	PYTHONPATH=$(HELM) $(BIN)/python -m pytest tests/config/test_helm.py $(ARGS)
 
 accuracy: $(STAMP)  ## ask the built-in models: 6,000 questions in fp32, bf16, int8 and int4; searches of 1,000 images; takes minutes
 	TESTS_LONG=1 ACCURACY_SCENES=1000 CLIP_SCENES=1000 $(BIN)/python -m pytest tests/e2e/test_accuracy.py \

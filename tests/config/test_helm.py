@@ -1,0 +1,480 @@
+"""The Helm chart: rendered by Helm's own library, its objects keep to the schemas and say what `config/kubernetes` says."""
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+import yaml
+
+from engines.registry import settings_classes
+from engines.upstream.settings import VllmSettings
+from engines.upstream.vllm import Vllm
+from loadtest.fleet import ROOT
+from shared.settings.load import load_settings
+from shared.settings.redis_url import SentinelUrl
+from shared.settings.table import rows
+from tests.config import test_kubernetes as example
+from tests.config.scaled_object import SCALED_OBJECT
+
+helm = pytest.importorskip("helm_python", reason="helm-python-sdk is not installed: make helm-test")
+validator = pytest.importorskip("kubernetes_validate")
+jsonschema = pytest.importorskip("jsonschema")
+
+CHART = ROOT / "config" / "helm"
+GUIDE = (ROOT / "docs" / "kubernetes.md").read_text()
+ALERTS = yaml.safe_load((ROOT / "config" / "prometheus" / "alerts.yml").read_text())
+QWEN = "Qwen/Qwen2.5-VL-7B-Instruct"
+EXTERNAL = "rediss://$(REDIS_USER):$(REDIS_PASSWORD)@redis.example.com:6380/0"
+ALL: dict[str, Any] = {
+    "image": {"pullSecrets": ["registry"]},
+    "gateway": {
+        "env": {"VLM_GATEWAY__REMOTE_IMAGES": "any-public", "VLM_LIMITS__MAX_IMAGES": "4"},
+        "secretEnv": {"VLM_GATEWAY__ADMIN_KEYS": "admin-keys"},
+        "ingress": {"enabled": True, "className": "nginx", "host": "vlm.example.com",
+                    "tlsSecret": "vlm-tls", "annotations": {"a/b": "c"}},
+    },
+    "redis": {"sentinel": {"enabled": True}},
+    "workers": [
+        {"name": "shapes", "model": "shapes"},
+        {"name": "qwen", "model": QWEN, "vllm": {"enabled": True}, "drainS": 120,
+         "models": {"claim": "weights"}, "secretEnv": {"HF_TOKEN": "hf-token"},
+         "nodeSelector": {"gpu": "yes"}, "tolerations": [{"key": "gpu", "operator": "Exists"}],
+         "autoscaling": {"minReplicas": 2}},
+        {"name": "gpu", "model": "org/model", "env": {"VLM_ENGINE__SERVED_NAME": "m"},
+         "resources": {"limits": {"nvidia.com/gpu": 1}}},
+    ],
+    "autoscaling": {"enabled": True},
+    "search": {"enabled": True, "secretEnv": {"VLM_SEARCH__INDEX": "search-index"},
+               "storage": {"className": "ssd"}},
+    "monitoring": {"podMonitors": True, "rules": True, "labels": {"release": "prometheus"}},
+    "networkPolicy": {
+        "gatewayEgress": [{"ports": [{"protocol": "TCP", "port": 443}]}],
+        "searchEgress": [{"ports": [{"protocol": "TCP", "port": 6333}]}],
+    },
+}  # fmt: skip
+VARIANTS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "all": ALL,
+    "external": ALL | {"redis": {"url": EXTERNAL, "ports": [6380]}},
+}
+
+
+def render(values: dict[str, Any], chart: Path = CHART) -> list[dict[str, Any]]:
+    with helm.Chart.load(chart) as loaded:
+        made = loaded.render(values, name="fleet", namespace="vlm-fleet")
+    return [doc for text in made.values() for doc in yaml.safe_load_all(text) if doc]
+
+
+MADE = {variant: render(values) for variant, values in VARIANTS.items()}
+OBJECTS = [(variant, document) for variant, documents in MADE.items() for document in documents]
+
+
+def name_of(document: dict[str, Any]) -> tuple[str, str]:
+    return document["kind"], document["metadata"]["name"]
+
+
+def by_name(variant: str) -> dict[tuple[str, str], dict[str, Any]]:
+    return {name_of(document): document for document in MADE[variant]}
+
+
+def pods(variant: str) -> dict[str, dict[str, Any]]:
+    return {name: document["spec"]["template"] for (kind, name), document in by_name(variant).items()
+            if kind in ("Deployment", "StatefulSet")}  # fmt: skip
+
+
+PODS = [(variant, name, pod) for variant in VARIANTS for name, pod in pods(variant).items()]
+each_pod = pytest.mark.parametrize(
+    ("variant", "name", "pod"), PODS, ids=[f"{variant}-{name}" for variant, name, _ in PODS]
+)
+
+
+def containers(pod: dict[str, Any]) -> list[dict[str, Any]]:
+    return pod["spec"]["containers"] + pod["spec"].get("initContainers", [])
+
+
+def main_container(pod: dict[str, Any]) -> dict[str, Any]:
+    return pod["spec"]["containers"][0]
+
+
+def variables(container: dict[str, Any]) -> dict[str, Any]:
+    found = {each["name"]: each.get("value", each.get("valueFrom")) for each in container["env"]}
+    assert len(found) == len(container["env"])
+    return found
+
+
+@pytest.mark.parametrize(
+    "document",
+    [document for _, document in OBJECTS],
+    ids=["-".join((variant, *name_of(document))) for variant, document in OBJECTS],
+)
+def test_every_object_keeps_to_its_schema(document):
+    if document["kind"] in ("PodMonitor", "PrometheusRule"):
+        return  # below
+    if document["kind"] == "ScaledObject":
+        jsonschema.validate(document, SCALED_OBJECT)
+        document = example.as_autoscaler(document)
+    validator.validate(document, example.VERSION, strict=True)
+
+
+def test_every_object_is_made_once_and_where_it_is_wanted():
+    for variant, documents in MADE.items():
+        assert len(by_name(variant)) == len(documents)
+    kinds = {variant: {kind for kind, _ in by_name(variant)} for variant in VARIANTS}
+    assert {"ScaledObject", "PodMonitor", "PrometheusRule", "Ingress"}.isdisjoint(kinds["default"])
+    assert {"ScaledObject", "PodMonitor", "PrometheusRule", "Ingress"} <= kinds["all"]
+    assert "search" not in pods("default")
+    assert "search" in pods("all")
+    assert "redis" not in pods("external")
+    assert ("NetworkPolicy", "redis") not in by_name("external")
+    assert not any(kind == "NetworkPolicy" for kind, _ in
+                   map(name_of, render({"networkPolicy": {"enabled": False}})))  # fmt: skip
+
+
+def same(document: dict[str, Any]) -> dict[str, Any]:
+    """What an object of the chart and of the example have in common, to compare them."""
+    spec = yaml.safe_load(yaml.safe_dump(document["spec"]).replace("worker-shapes", "worker"))
+    pod = spec.get("template", {})
+    pod.get("metadata", {}).pop("annotations", None)
+    for container in pod.get("spec", {}).get("containers", []):
+        container["env"].sort(key=lambda each: each["name"])
+        del container["image"]
+        container.pop("imagePullPolicy", None)
+    for labels in (pod.get("metadata", {}).get("labels"), spec.get("selector", {}).get("matchLabels")):  # fmt: skip
+        if labels:
+            labels.pop("worker", None)
+    return spec
+
+
+def test_the_default_fleet_is_that_of_the_example():
+    scaled = render({"autoscaling": {"enabled": True}})
+    made = {
+        (kind, name.replace("worker-shapes", "worker")): document
+        for document in scaled
+        for kind, name in [name_of(document)]
+    }
+    wanted = {name_of(d): d for d in example.DOCUMENTS if d["kind"] != "Namespace"}
+    assert set(made) == set(wanted) | {("ConfigMap", "redis")}
+    for name, document in wanted.items():
+        assert same(made[name]) == same(document), name
+
+
+def test_redis_gets_the_files_of_the_repository():
+    for variant in ("default", "all"):
+        data = by_name(variant)["ConfigMap", "redis"]["data"]
+        for name in ("redis.conf", "start.sh", "users.acl"):
+            assert data[name] == (ROOT / "config" / "redis" / name).read_text()
+        [volume] = [v for v in pods(variant)["redis"]["spec"]["volumes"] if v["name"] == "config"]
+        assert volume["configMap"] == {"name": "redis"}
+
+
+def test_other_files_restart_redis():
+    first, second = (pods(variant)["redis"]["metadata"] for variant in ("default", "all"))
+    assert first["annotations"] != second["annotations"]
+
+
+def test_a_packaged_chart_renders_the_same(tmp_path):
+    archive = helm.package(CHART, destination=tmp_path)
+    assert render(ALL, Path(archive)) == MADE["all"]
+
+
+@each_pod
+def test_settings_are_known_and_leave_time_to_drain(variant, name, pod, monkeypatch):
+    if name == "redis":
+        return
+    box = main_container(pod)
+    texts = {key: value if isinstance(value, str) else "from-a-secret"
+             for key, value in variables(box).items() if key.startswith("VLM_")}  # fmt: skip
+    assert {key for key in texts if key != "VLM_REDIS_URL"} <= {
+        row.variable for row in rows(settings_classes())
+    }
+    if "VLM_SEARCH__INDEX" in texts:
+        texts["VLM_SEARCH__INDEX"] = "qdrant://qdrant:6333"
+    for key, value in texts.items():
+        # Kubernetes expands these.
+        for each, put in (("$(REDIS_USER)", "gateway"), ("$(REDIS_PASSWORD)", "secret")):
+            value = value.replace(each, put)
+        monkeypatch.setenv(key, value)
+    settings = load_settings()
+    [port] = box["ports"]
+    if name == "search":
+        assert settings.search.url == f"http://0.0.0.0:{port['containerPort']}"
+        return
+    pause_s = box.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
+    process = settings.gateway if name == "gateway" else settings.worker
+    assert pause_s + process.drain_s + 5 <= pod["spec"]["terminationGracePeriodSeconds"]
+    listening = (settings.gateway.host, settings.gateway.port) if name == "gateway" else (
+        settings.worker.health_host, settings.worker.health_port)  # fmt: skip
+    assert listening == ("0.0.0.0", port["containerPort"])
+    assert bool(settings.search.url) is (name == "gateway" and variant != "default")
+
+
+@each_pod
+def test_pods_may_do_nothing_that_they_need_not(variant, name, pod):
+    spec = pod["spec"]
+    assert spec["automountServiceAccountToken"] is False
+    assert spec["enableServiceLinks"] is False
+    assert spec["securityContext"]["runAsNonRoot"] is True
+    assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    document = by_name(variant).get(("StatefulSet", name), {"spec": {}})
+    claims = [each["metadata"] for each in document["spec"].get("volumeClaimTemplates", [])]
+    volumes = {volume["name"] for volume in spec["volumes"] + claims}
+    assert volumes == {m["name"] for box in containers(pod) for m in box["volumeMounts"]}
+    for box in containers(pod):
+        context = dict(box["securityContext"])
+        assert context.pop("readOnlyRootFilesystem", None) is (
+            None if box["name"] == "vllm" else True
+        )
+        assert context == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+        assert box["resources"]["limits"]["memory"]
+        assert "startupProbe" in box
+    for box in spec["containers"]:
+        assert {"readinessProbe", "livenessProbe"} <= set(box)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_selects_pods_finds_them_at_ports_that_are_there(variant):
+    labels = [pod["metadata"]["labels"] for pod in pods(variant).values()]
+    named = {p["name"] for pod in pods(variant).values() for b in pod["spec"]["containers"]
+             for p in b["ports"]}  # fmt: skip
+    for (kind, _), document in by_name(variant).items():
+        spec = document.get("spec", {})
+        selector = spec.get("selector", spec.get("podSelector", {}))
+        wanted = selector if kind == "Service" else selector.get("matchLabels", {})
+        assert any(wanted.items() <= each.items() for each in labels), (kind, wanted)
+        if kind == "Service":
+            assert {port["targetPort"] for port in spec["ports"]} <= named
+        if kind == "NetworkPolicy":
+            assert {p["port"] for rule in spec.get("ingress", []) for p in rule["ports"]} <= named
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_ways_out_lead_to_ports_of_pods(variant):
+    ports = {
+        pod["metadata"]["labels"]["app"]: {
+            port["containerPort"] for box in pod["spec"]["containers"] for port in box["ports"]
+        }
+        for pod in pods(variant).values()
+    }
+    ways = {
+        (name, place["podSelector"]["matchLabels"]["app"], port["port"])
+        for (kind, name), document in by_name(variant).items()
+        if kind == "NetworkPolicy"
+        for rule in document["spec"].get("egress", [])
+        for place in rule.get("to", [])
+        if "app" in place.get("podSelector", {}).get("matchLabels", {})
+        for port in rule["ports"]
+    }
+    assert all(port in ports[app] for _, app, port in ways)
+    needed = {("gateway", "redis"), ("worker", "redis")} if "redis" in ports else set()
+    needed |= {("redis", "redis")} if variant == "all" else set()
+    needed |= {("gateway", "search")} if "search" in ports else set()
+    assert {(name, app) for name, app, _ in ways} == needed
+    if "search" in ports:
+        url = urlsplit(variables(main_container(pods(variant)["gateway"]))["VLM_SEARCH__URL"])
+        [port] = by_name(variant)["Service", str(url.hostname)]["spec"]["ports"]
+        assert port["port"] == url.port
+        assert {("gateway", "search", url.port)} <= ways
+
+
+def test_sentinels_are_asked_by_gateways_and_workers():
+    known = by_name("all")
+    stateful = known["StatefulSet", "redis"]["spec"]
+    assert stateful["replicas"] == 3
+    assert known["Service", "redis"]["spec"]["clusterIP"] == "None"
+    server, sentinel = stateful["template"]["spec"]["containers"]
+    hosts = variables(sentinel)["PEERS"].split()
+    assert hosts == [f"redis-{n}.{stateful['serviceName']}" for n in range(3)]
+    [port] = [each["containerPort"] for each in sentinel["ports"]]
+    for name in ("gateway", "worker-shapes", "worker-qwen"):
+        user = name.partition("-")[0]
+        text = variables(main_container(pods("all")[name]))["VLM_REDIS_URL"]
+        url = SentinelUrl.parse(text)
+        assert url is not None
+        assert url.sentinels == tuple((host, port) for host in hosts)
+        assert url.primary.startswith(f"redis://{user}:$(REDIS_PASSWORD)@")
+        egress = known["NetworkPolicy", user]["spec"]["egress"]
+        assert {"protocol": "TCP", "port": port} in egress[0]["ports"]
+    script = known["ConfigMap", "redis"]["data"]["sentinel.sh"]
+    assert f"sentinel monitor {url.name} " in script
+    # What the script asks for, and the containers give.
+    asked = set(re.findall(r"\$\{?([A-Z]{2}[A-Z_]+)", script)) - {"PWD", "TMPDIR"}
+    assert asked == {"SELF", "PEERS", "REDIS_REPLICA_PASSWORD", "DOWN_AFTER_MS"}
+    assert asked <= set(variables(sentinel))
+    assert asked - {"DOWN_AFTER_MS"} <= set(variables(server))
+
+
+def test_an_external_redis_is_used():
+    for name in ("gateway", "worker-qwen"):
+        box = main_container(pods("external")[name])
+        order = [each["name"] for each in box["env"]]
+        assert variables(box)["VLM_REDIS_URL"] == EXTERNAL
+        assert variables(box)["REDIS_USER"] == name.partition("-")[0]
+        # Kubernetes expands what stands before.
+        assert order.index("VLM_REDIS_URL") > max(order.index("REDIS_USER"), order.index("REDIS_PASSWORD"))  # fmt: skip
+    for name in ("gateway", "worker"):
+        egress = by_name("external")["NetworkPolicy", name]["spec"]["egress"]
+        assert egress[0] == {"ports": [{"protocol": "TCP", "port": 6380}]}
+
+
+def test_vllm_is_a_container_of_the_workers_pod():
+    pod = pods("all")["worker-qwen"]["spec"]
+    [server], [own] = pod["initContainers"], pod["containers"]
+    settings = variables(own)
+    url = settings["VLM_ENGINE__URL"]
+    assert settings["VLM_ENGINE__KIND"] == "vllm"
+    assert server["restartPolicy"] == "Always"
+    assert server["args"][0] == settings["VLM_ENGINE__MODEL"] == QWEN
+    assert f"--port={url.rpartition(':')[2]}" in server["args"]
+    needed = {arg for arg in Vllm(VllmSettings()).arguments(1) if arg.startswith("--enable-")}
+    assert needed <= set(server["args"])
+    assert f"{url}/health" in server["startupProbe"]["exec"]["command"]
+    assert variables(server)["HF_TOKEN"] == settings["HF_TOKEN"]
+    [patch] = yaml.safe_load((ROOT / "config/kubernetes-vllm/kustomization.yaml").read_text())["patches"]  # fmt: skip
+    [wanted] = yaml.safe_load(patch["patch"])["spec"]["template"]["spec"]["initContainers"]
+    server["env"] = [each for each in server["env"] if each["name"] != "HF_TOKEN"]
+    assert sorted(server.pop("args")) == sorted(wanted.pop("args"))
+    assert server == wanted
+
+
+def test_an_entry_of_workers_overrides_the_defaults():
+    limits = main_container(pods("all")["worker-gpu"])["resources"]["limits"]
+    assert limits == {"nvidia.com/gpu": 1, "memory": "4Gi"}
+    assert pods("all")["worker-qwen"]["spec"]["terminationGracePeriodSeconds"] == 135
+    off = {"name": "w", "model": "m", "replicas": 0, "vllm": {"enabled": False}, "tolerations": []}
+    defaults = {"replicas": 2, "vllm": {"enabled": True}, "tolerations": [{"operator": "Exists"}]}
+    made = {name_of(d): d for d in render({"workers": [off], "workerDefaults": defaults})}
+    spec = made["Deployment", "worker-w"]["spec"]
+    assert spec["replicas"] == 0
+    assert "initContainers" not in spec["template"]["spec"]
+    assert "tolerations" not in spec["template"]["spec"]
+
+
+def test_scaling_asks_for_the_workers_own_model():
+    models = {"shapes": "shapes", "qwen": QWEN, "gpu": "m"}
+    for name, model in models.items():
+        scaled = by_name("all")["ScaledObject", f"worker-{name}"]["spec"]
+        assert scaled["scaleTargetRef"]["name"] == f"worker-{name}"
+        assert "replicas" not in by_name("all")["Deployment", f"worker-{name}"]["spec"]
+        for trigger in scaled["triggers"]:
+            assert f'{{model="{model}"}}' in trigger["metadata"]["query"]
+
+
+def test_prometheus_scrapes_under_the_names_that_dashboard_and_alerts_expect():
+    for app, port in (("gateway", "http"), ("worker", "health")):
+        monitor = by_name("all")["PodMonitor", app]
+        assert monitor["metadata"]["labels"]["release"] == "prometheus"
+        [endpoint] = monitor["spec"].pop("podMetricsEndpoints")
+        assert monitor["spec"] == {"selector": {"matchLabels": {"app": app}}}
+        key = {"credentials": {"name": "vlm-fleet", "key": "api-keys"}}
+        assert endpoint == {
+            "port": port,
+            "path": "/metrics",
+            "relabelings": [{"targetLabel": "job", "replacement": app}],
+        } | ({"authorization": key} if app == "gateway" else {})
+    assert by_name("all")["PrometheusRule", "vlm-fleet"]["spec"] == ALERTS
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"gatway": {}}, "gatway"),
+        ({"gateway": {"replica": 2}}, "replica"),
+        ({"redis": {"sentinel": {"enable": True}}}, "enable"),
+        ({"workers": [{"name": "a", "model": "b", "gpus": 1}]}, "gpus"),
+        ({"workerDefaults": {"model": "b"}}, "model"),
+        ({"workers": [{"name": "a"}]}, "model"),
+        ({"gateway": {"env": {"VLM_GATEWAY__DRAIN_S": "3"}}}, "VLM_GATEWAY__DRAIN_S"),
+        ({"gateway": {"env": {"VLM_LIMITS__MAX_IMAGES": 4}}}, "VLM_LIMITS__MAX_IMAGES"),
+        ({"gateway": {"ingress": {"enabled": True}}}, "host"),
+    ],
+    ids=str,
+)
+def test_values_that_are_unknown_or_wrong_are_refused_by_name(values, named):
+    with helm.Chart.load(CHART) as chart, pytest.raises(helm.HelmError, match=rf"\b{named}\b"):
+        chart.validate_schema(values)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"workers": [{"name": "a", "model": "b"}, {"name": "a", "model": "c"}]}, "named a"),
+        ({"redis": {"url": EXTERNAL, "sentinel": {"enabled": True}}}, "sentinel.enabled"),
+    ],
+    ids=str,
+)
+def test_values_that_contradict_each_other_are_refused(values, message):
+    with pytest.raises(helm.HelmError, match=message):
+        render(values)
+
+
+def test_every_value_is_in_the_schema():
+    with helm.Chart.load(CHART) as chart:
+        schema, values = chart.schema, chart.values
+    assert schema is not None
+
+    def paths(node: Any, at: str = "") -> set[str]:
+        found = set()
+        for name, each in node.get("properties", {}).items():
+            while "$ref" in each:
+                each = schema["definitions"][each["$ref"].rpartition("/")[2]]
+            found |= {f"{at}.{name}"} | paths(each, f"{at}.{name}")
+        return found
+
+    def used(node: Any, at: str = "") -> set[str]:
+        found = set()
+        for name, each in node.items():
+            found |= {f"{at}.{name}"} | (used(each, f"{at}.{name}") if isinstance(each, dict) else set())  # fmt: skip
+        return found
+
+    known = {path for path in paths(schema) if path != ".global"}
+    assert known <= used(values), known - used(values)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_lint_finds_nothing(variant):
+    report = helm.lint(CHART, VARIANTS[variant], strict=True, kube_version="v1.30.0")
+    assert report["errors"] == []
+    assert [m for m in report["messages"] if m["severity"] > 1] == []
+
+
+def test_the_chart_has_the_version_of_the_project():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    with helm.Chart.load(CHART) as chart:
+        assert chart.metadata["appVersion"] == chart.version == project["version"]
+        assert chart.metadata["description"] == project["description"]
+        assert chart.name == project["name"]
+
+
+def test_the_guide_names_the_keys_of_the_secret_and_values_that_exist():
+    section = GUIDE.split("## Helm")[1].split("\n## ")[0]
+    asked = {
+        value["secretKeyRef"]["key"]
+        for _, _, pod in PODS
+        for box in containers(pod)
+        for value in variables(box).values()
+        if isinstance(value, dict) and "secretKeyRef" in value
+    }
+    ours = asked - {"admin-keys", "hf-token", "search-index"}  # which ALL names
+    assert {key for key in ours if key not in GUIDE} == set()
+    with helm.Chart.load(CHART) as chart:
+        values = chart.values
+    named = re.findall(
+        r"`([a-zA-Z]+(?:\.[a-zA-Z]+)*)`", re.sub(r"(?m)^(\|[^|]*\|).*", r"\1", section)
+    )
+    assert "redis.sentinel.enabled" in named
+    for path in named:
+        node: Any = values
+        for part in path.split("."):
+            assert part in node, path
+            node = node[part]
+
+
+def test_the_values_of_the_guide_are_taken():
+    section = GUIDE.split("## Helm")[1].split("\n## ")[0]
+    [text] = re.findall(r"```yaml\n(.*?)```", section, re.S)
+    made = {name_of(document) for document in render(yaml.safe_load(text))}
+    assert ("Deployment", "worker-qwen") in made
+    assert ("Deployment", "worker-shapes") not in made
