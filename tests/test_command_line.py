@@ -41,11 +41,11 @@ def run(*arguments: str) -> None:
 
 def test_serve_hands_options_of_every_group_on(started):
     run("serve", *ENGINE_OPTIONS, "--port", "0", "--allow-open", "--workers", "3", "--search",
-        "--also", "shapes-clip")  # fmt: skip
+        "--also", "shapes-clip", "--ray", "auto")  # fmt: skip
     [(target, *rest)] = started
     settings, *others = rest
     assert target == "worker.node.serve.run_node"
-    assert others == [3, None, True, ["shapes-clip"]]
+    assert others == [3, None, True, ["shapes-clip"], "auto"]
     assert isinstance(settings, Settings)
     assert settings.engine.values() == {"kind": "mock", "max_num_seqs": 7, "dtype": "float16"}
     assert (settings.gateway.port, settings.gateway.allow_open) == (0, True)

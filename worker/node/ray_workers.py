@@ -8,6 +8,7 @@ import asyncio
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 from contextlib import suppress
@@ -24,6 +25,7 @@ logger = logging.getLogger(__name__)
 #: After so long, a worker that no node has room for is logged.
 PLACED_WITHIN_S = 10.0
 _KILL_AFTER_S = 5.0
+_CONNECT_WITHIN_S = 5.0
 
 
 class WorkerActor:
@@ -116,6 +118,7 @@ def run_ray_workers(settings: Settings, address: str, num_workers: int) -> int:
         ray: Any = import_module("ray")  # an extra
     except ModuleNotFoundError:
         raise SettingsError("--ray needs a package: pip install 'vlm-fleet[ray]'") from None
+    _check_address(address)
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:
@@ -126,6 +129,19 @@ def run_ray_workers(settings: Settings, address: str, num_workers: int) -> int:
     asyncio.run(_run_until_signal(workers))
     ray.shutdown()
     return 0
+
+
+def _check_address(address: str) -> None:
+    """Raises: SettingsError if nothing listens there; Ray would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or "//" in address or not port.isdecimal():
+        return  # `auto`, or an address of Ray's own form
+    try:
+        socket.create_connection((host, int(port)), _CONNECT_WITHIN_S).close()
+    except (OSError, OverflowError) as error:
+        raise SettingsError(
+            f"--ray {address}: no cluster answers there ({error}); start one by `ray start --head`"
+        ) from None
 
 
 def _num_gpus(settings: Settings, num_there: float) -> float:
