@@ -99,6 +99,7 @@ class Services:
         redis, of_mailbox = self.settings.redis, (self.gateway_id, self._on_gap, self._is_awaited)
         if len(redis.shards) > 1:
             shards = Shards(redis)
+            shards.on_lost = lambda name: self.dispatcher.on_lost(name)
             return (
                 ShardedGatewayQueue(shards),
                 ShardedMailbox(shards, redis, *of_mailbox),
@@ -196,7 +197,6 @@ class Services:
         await self.refunds.stop()
         await self.mailbox.close()
         for part in (
-            self.queue,
             self.records,
             self.answers,
             self.sessions,
@@ -204,6 +204,7 @@ class Services:
             self.registry,
             self.deployments,
             self.leases,
+            self.queue,
         ):
             await part.close()
         if self.fetcher is not None:

@@ -96,10 +96,9 @@ class Probes(Resource):
         servers: dict[str, dict[str, str]] = {}
         with suppress(QueueUnavailable):
             servers = await self._queue.servers()
-        metrics.set_redis(self._shards, servers)
-        with suppress(QueueUnavailable):
             for name in self._models.cards:
                 stats = await self._queue.stats(name)
                 metrics.set_queue_age(name, stats.age_s)
                 metrics.set_queue_depth(name, stats.num_open, stats.num_backlog)
+        metrics.set_redis(self._shards, servers)
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)

@@ -213,6 +213,13 @@ class Dispatcher:
             if call.model == model:
                 call.choices[choice].has_gap = True
 
+    def on_lost(self, shard: str) -> None:
+        """Look up the open requests of a shard that is down for long."""
+        for call, choice in self._all_routes():
+            progress = call.choices[choice]
+            if shard_of(progress.request_id) == shard:
+                progress.has_gap = True
+
     def _add(self, call: OpenCall) -> None:
         for choice in range(len(call.choices)):
             self._add_route(call, choice)

@@ -10,7 +10,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 from gateway.http.errors import Overloaded
@@ -26,7 +25,14 @@ from shared.protocol import (
     Tokenize,
     TokensPart,
 )
-from shared.queue.api import GatewayQueue, Limits, QueueRefused, QueueUnavailable, Reservation
+from shared.queue.api import (
+    GatewayQueue,
+    Limits,
+    QueueRefused,
+    QueueUnavailable,
+    Reservation,
+    shard_of,
+)
 from shared.settings.limits import LimitSettings
 
 CHARS_PER_TOKEN = 4
@@ -223,8 +229,7 @@ class Refunds:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
-        with suppress(QueueUnavailable):
-            await self._refund()
+        await self._refund()
 
     @property
     def num_open(self) -> int:
@@ -240,13 +245,17 @@ class Refunds:
             await asyncio.sleep(_REFUND_PAUSE_S)
             try:
                 await self._refund()
-            except QueueUnavailable:
-                continue
             except Exception:
                 logger.exception("cannot refund answers")
 
     async def _refund(self) -> None:
-        """Raises: QueueUnavailable."""
+        down: set[str] = set()  # shards
         for reservation in list(self._open):
-            if await self._queue.refund(reservation):
-                self._open.discard(reservation)
+            shard = shard_of(reservation.request_ids[0])
+            if shard in down:
+                continue
+            try:
+                if await self._queue.refund(reservation):
+                    self._open.discard(reservation)
+            except QueueUnavailable:
+                down.add(shard)

@@ -120,13 +120,8 @@ class UrlBlobReader:
         if not ref.url:
             return await self._redis.get(ref)
         if ref.url.startswith("file://"):
-            try:
-                data = await asyncio.to_thread(Path(ref.url.removeprefix("file://")).read_bytes)
-            except FileNotFoundError:
-                return None
-            except OSError as error:
-                raise BlobsUnavailable(f"{ref.url}: {error.strerror}") from None
-            return await _checked(data, ref)
+            data = await asyncio.to_thread(_read_file, ref)
+            return None if data is None else await _checked(data, ref)
         return await self._download(ref)
 
     async def _download(self, ref: BlobRef) -> bytes | None:
@@ -150,6 +145,17 @@ class UrlBlobReader:
         if self._client is not None:
             await self._client.aclose()
         await self._redis.close()
+
+
+def _read_file(ref: BlobRef) -> bytes | None:
+    """The bytes of a file that has the size of the blob. Raises: BlobsUnavailable."""
+    path = Path(ref.url.removeprefix("file://"))
+    try:
+        return path.read_bytes() if path.stat().st_size == ref.num_bytes else None
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise BlobsUnavailable(f"{path.parent}: {error.strerror}") from None
 
 
 async def _checked(data: bytes, ref: BlobRef) -> bytes | None:

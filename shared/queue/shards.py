@@ -7,7 +7,7 @@ deployments, sessions, records.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import aclosing, suppress
 from hashlib import blake2b
 from typing import Any, TypeVar
@@ -50,7 +50,7 @@ Result = TypeVar("Result")
 class Shard:
     """One server, and whether it is up."""
 
-    def __init__(self, name: str, settings: RedisSettings, on_lost: Callable[[], None]) -> None:
+    def __init__(self, name: str, settings: RedisSettings, on_lost: Callable[[str], None]) -> None:
         self.name = name
         self.redis: Redis = create_redis(settings)
         self.queue = RedisGatewayQueue(self.redis, settings.key_prefix)
@@ -72,8 +72,14 @@ class Shard:
             self._down_since = time.monotonic()
             self._probing = asyncio.create_task(self._probe(), name=f"probe shard {self.name}")
 
-    async def ask(self, call: Awaitable[Result]) -> Result:
-        """The result of a call to this shard. Raises: QueueUnavailable, BlobsUnavailable."""
+    async def ask(self, call: Coroutine[Any, Any, Result]) -> Result:
+        """The result of a call to this shard; fails at once while it is down.
+
+        Raises: QueueUnavailable, BlobsUnavailable.
+        """
+        if not self.is_up:
+            call.close()
+            raise QueueUnavailable(f"the shard {self.name} is down")
         try:
             return await call
         except (QueueUnavailable, BlobsUnavailable):
@@ -88,7 +94,7 @@ class Shard:
                 break
             except QueueUnavailable:
                 if self.is_lost:
-                    self._on_lost()
+                    self._on_lost(self.name)
         self._probing = None
 
     async def close(self) -> None:
@@ -100,15 +106,15 @@ class Shard:
 
 
 class Shards:
-    """The shards of a fleet. `on_lost` is called while one is lost, with all models whose events are awaited."""
+    """The shards of a fleet. `on_lost` is called with the name of a lost one, until it answers."""
 
     def __init__(self, settings: RedisSettings) -> None:
         self.all = [Shard(name, each, self._note_lost) for name, each in settings.shards.items()]
         self._by_name = {shard.name: shard for shard in self.all}
-        self.on_lost: Callable[[], None] = lambda: None
+        self.on_lost: Callable[[str], None] = lambda name: None
 
-    def _note_lost(self) -> None:
-        self.on_lost()
+    def _note_lost(self, name: str) -> None:
+        self.on_lost(name)
 
     def __len__(self) -> int:
         return len(self.all)
@@ -216,8 +222,9 @@ class ShardedGatewayQueue:
         now = time.time()  # noqa: TID251
         if self._noted.get(shard.name, 0.0) < now + lives_s:
             self._noted[shard.name] = now + lives_s + _NOTE_AHEAD_S
-            with suppress(QueueUnavailable):  # the first shard is down
-                await self._shards.all[0].queue.note_shard(shard.name, self._noted[shard.name])
+            first = self._shards.all[0]
+            with suppress(QueueUnavailable):
+                await first.ask(first.queue.note_shard(shard.name, self._noted[shard.name]))
 
     async def share(self, model: str, request_ids: Sequence[str]) -> int:
         groups = self._shards.group(request_ids)
@@ -337,11 +344,6 @@ class ShardedMailbox:
         ]
         self._models: set[str] = set()
         self._tasks: list[asyncio.Task[Any]] = []
-        shards.on_lost = self._look_again
-
-    def _look_again(self) -> None:
-        for model in self._models:
-            self._on_gap(model)
 
     async def open(self, models: Iterable[str]) -> None:
         models = list(models)
@@ -356,17 +358,23 @@ class ShardedMailbox:
             await asyncio.gather(*calls, return_exceptions=True)
 
     async def events(self) -> AsyncIterator[tuple[str, bytes]]:
-        arrived: asyncio.Queue[tuple[str, bytes]] = asyncio.Queue(maxsize=1000)
+        arrived: asyncio.Queue[tuple[str, bytes] | Exception] = asyncio.Queue(maxsize=1000)
 
         async def read(box: RedisMailbox) -> None:
-            async for event in box.events():
-                await arrived.put(event)
+            try:
+                async for event in box.events():
+                    await arrived.put(event)
+            except Exception as error:
+                await arrived.put(error)
 
         self._end_tasks()
         self._tasks = [asyncio.create_task(read(box)) for _, box in self._boxes]
         self._tasks.append(asyncio.create_task(self._open_later()))
         while True:
-            yield await arrived.get()
+            event = await arrived.get()
+            if isinstance(event, Exception):
+                raise event
+            yield event
 
     async def _open_later(self) -> None:
         while True:
@@ -410,7 +418,10 @@ class ShardedBlobs:
     ) -> BlobRef:
         ref = ref or BlobRef(await hash_of(data), len(data))
         shard, store = self._rank(ref.sha256)[0]
-        return await shard.ask(store.put(data, holder, ttl_s=ttl_s, ref=ref))
+        try:
+            return await shard.ask(store.put(data, holder, ttl_s=ttl_s, ref=ref))
+        except QueueUnavailable as error:
+            raise BlobsUnavailable(str(error)) from None
 
     async def get(self, ref: BlobRef) -> bytes | None:
         return await self._first(ref, lambda store: store.get(ref))
@@ -420,18 +431,18 @@ class ShardedBlobs:
         return bool(found)
 
     async def _first(
-        self, ref: BlobRef, ask: Callable[[RedisBlobStore], Awaitable[Result]]
+        self, ref: BlobRef, ask: Callable[[RedisBlobStore], Coroutine[Any, Any, Result]]
     ) -> Result | None:
         """The first true result. Raises: BlobsUnavailable if there is none, and a shard did not answer."""
-        failure: BlobsUnavailable | None = None
+        failure = ""
         for shard, store in self._rank(ref.sha256):
             try:
                 if found := await shard.ask(ask(store)):
                     return found
-            except BlobsUnavailable as error:
-                failure = error
-        if failure is not None:
-            raise failure
+            except (QueueUnavailable, BlobsUnavailable) as error:
+                failure = str(error)
+        if failure:
+            raise BlobsUnavailable(failure)
         return None
 
     def locate(self, ref: Ref, ttl_s: float) -> Ref:

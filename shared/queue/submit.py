@@ -276,7 +276,11 @@ class RedisGatewayQueue(RedisStore):
 
     @redis_errors_as(QueueUnavailable)
     async def servers(self) -> dict[str, dict[str, str]]:
-        lines = (await self._sender.execute("INFO")).decode().splitlines()
+        try:
+            text: bytes = await self._sender.execute("INFO")
+        except ResponseError:  # this user may not ask
+            return {"": {}}
+        lines = text.decode().splitlines()
         return {"": dict(line.split(":", 1) for line in lines if ":" in line)}
 
     @redis_errors_as(QueueUnavailable)

@@ -309,7 +309,7 @@ class GatewayMetrics:
         for shard in shards:
             fields = servers.get(shard)
             gauges["vlm_redis_up"].labels(shard).set(fields is not None)
-            if fields is None:
+            if not fields:
                 continue
             for name, field in (
                 ("vlm_redis_memory_bytes", "used_memory"),

@@ -126,13 +126,15 @@ async def test_a_blob_is_found_wherever_it_was_put(shards, settings):
     blobs = ShardedBlobs(shards, settings.key_prefix)
     ref = await blobs.put(b"an image", "a", ttl_s=60.0)
     first = shards.rank(ref.sha256)[0]
-    await blobs.release("a", [ref])
     first.note_failure()
+    with pytest.raises(BlobsUnavailable, match="down"):
+        await blobs.get(ref)
+    await blobs.put(b"an image", "b", ttl_s=60.0)  # on another one
     assert await blobs.get(ref) == b"an image"
-    assert await blobs.hold(ref, "b", ttl_s=60.0)
-    other = await blobs.put(b"an image", "b", ttl_s=60.0)  # now on another one
     await until(lambda: first.is_up)
-    assert await blobs.get(other) == b"an image"
+    await blobs.release("a", [ref])
+    assert await blobs.get(ref) == b"an image"
+    assert await blobs.hold(ref, "c", ttl_s=60.0)
     await blobs.close()
 
 
