@@ -68,10 +68,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileSche
     return ByFile(config, log) if config.getoption("dist") == "loadfile" else None
 
 
-@pytest.fixture(scope="session", params=["bundled", "installed"])
+@pytest.fixture(scope="session", params=["bundled", "redis-server", "valkey-server"])
 def redis_program(request: pytest.FixtureRequest) -> Path:
-    """Each redis-server of this machine in turn: the one that comes with the project, the one on the PATH."""
-    installed = shutil.which("redis-server")
+    """Each server of this machine in turn: the one that comes with the project, and those on the PATH."""
+    installed = shutil.which("redis-server" if request.param == "bundled" else request.param)
     try:
         first = find_redis_server()
     except EmbeddedRedisError as error:
@@ -79,7 +79,7 @@ def redis_program(request: pytest.FixtureRequest) -> Path:
     if request.param == "bundled":
         return first
     if installed is None:
-        pytest.skip(f"no redis-server on the PATH: only {first} was tested")
+        pytest.skip(f"no {request.param} on the PATH")
     if Path(installed).resolve() == first.resolve():
         pytest.skip(f"{first} is the one on the PATH too: there is no bundled one beside it")
     return Path(installed)

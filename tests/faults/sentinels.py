@@ -11,7 +11,6 @@ from redis import Redis
 from redis.exceptions import RedisError, ResponseError
 
 from shared.process import request_parent_death_signal
-from shared.redis.embedded import find_redis_server
 from tests.waiting import wait_for
 
 NAME = "fleet"
@@ -44,7 +43,8 @@ sentinel parallel-syncs {name} 2
 class Sentinels:
     """Its servers by port, and the URL that names the primary."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, program: Path) -> None:
+        self._program = program
         ports = _free_ports(6)
         self.servers, self.sentinels = ports[:3], ports[3:]
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
@@ -104,7 +104,7 @@ class Sentinels:
         path = directory / "redis.conf"
         path.write_text(config.format(port=port, directory=directory, **values))
         self.processes[port] = subprocess.Popen(
-            [find_redis_server(), path, *options],
+            [self._program, path, *options],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             preexec_fn=request_parent_death_signal,
@@ -140,8 +140,8 @@ def _free_ports(count: int) -> Sequence[int]:
 
 
 @contextmanager
-def run_sentinels(folder: Path) -> Iterator[Sentinels]:
-    sentinels = Sentinels(folder)
+def run_sentinels(folder: Path, program: Path) -> Iterator[Sentinels]:
+    sentinels = Sentinels(folder, program)
     try:
         sentinels.start()
         yield sentinels

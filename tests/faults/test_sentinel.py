@@ -12,6 +12,7 @@ import pytest
 from redis.exceptions import RedisError
 
 from shared.redis.client import create_redis
+from shared.redis.embedded import find_redis_server
 from shared.redis.link import RedisLink
 from shared.redis.outage import wait_for_redis
 from shared.settings.tree import RedisSettings
@@ -19,6 +20,7 @@ from tests.faults.fleet import Fleet, playing, tokens_seen
 from tests.faults.history import FINISHED
 from tests.faults.processes import Processes
 from tests.faults.sentinels import Sentinels, run_sentinels
+from tests.long import IS_LONG
 from tests.waiting import until
 
 NUM_STREAMS = 12
@@ -27,8 +29,10 @@ DEMOTED_AFTER_S = 8.0
 
 
 @pytest.fixture
-def sentinels(tmp_path: Path):
-    with run_sentinels(tmp_path) as sentinels:
+def sentinels(tmp_path: Path, redis_program: Path):
+    if not IS_LONG and redis_program != find_redis_server():
+        pytest.skip("the long form: make faults")
+    with run_sentinels(tmp_path, redis_program) as sentinels:
         yield sentinels
 
 
