@@ -27,13 +27,14 @@ from gateway.search import SearchClient
 from shared.blobs.api import BlobStore
 from shared.blobs.object_store import ObjectBlobStore
 from shared.blobs.redis_store import RedisBlobStore
+from shared.blobs.sharded import ShardedBlobs
 from shared.packages.deployment_state import DeploymentState
 from shared.packages.store import StoreError, open_store
 from shared.queue.api import GatewayQueue, Mailbox
 from shared.queue.mailbox import RedisMailbox
 from shared.queue.registry import Registry
 from shared.queue.resume import Leases, ResumableCalls
-from shared.queue.shards import ShardedBlobs, ShardedGatewayQueue, ShardedMailbox, Shards
+from shared.queue.shards import ShardedGatewayQueue, ShardedMailbox, Shards
 from shared.queue.submit import RedisGatewayQueue
 from shared.records.store import RecordStore
 from shared.redis.client import create_redis, warn_of_known_faults

@@ -26,10 +26,11 @@ from engines.registry import create_engine, kind_of, prepare_process
 from shared.blobs.api import BlobStore
 from shared.blobs.object_store import UrlBlobReader
 from shared.blobs.redis_store import RedisBlobStore
+from shared.blobs.sharded import ShardedBlobs
 from shared.process import end_startup
 from shared.queue.claims import RedisWorkerQueue
 from shared.queue.registry import Registry
-from shared.queue.shards import ShardedBlobs, Shards, check_shards
+from shared.queue.shards import Shards, check_shards
 from shared.redis.client import create_redis
 from shared.redis.outage import wait_for_redis
 from shared.settings.tree import RedisSettings, Settings, SettingsError

@@ -7,7 +7,7 @@ deployments, sessions, records.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import aclosing, suppress
 from hashlib import blake2b
 from typing import Any, TypeVar
@@ -16,9 +16,7 @@ from msgspec.structs import replace
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from shared.blobs.api import BlobsUnavailable, Ref
-from shared.blobs.redis_store import RedisBlobStore, hash_of
-from shared.protocol import BlobRef, Envelope, ErrorCode
+from shared.protocol import Envelope, ErrorCode
 from shared.queue.api import (
     Affinity,
     AffinityOutcome,
@@ -75,14 +73,14 @@ class Shard:
     async def ask(self, call: Coroutine[Any, Any, Result]) -> Result:
         """The result of a call to this shard; fails at once while it is down.
 
-        Raises: QueueUnavailable, BlobsUnavailable.
+        Raises: QueueUnavailable.
         """
         if not self.is_up:
             call.close()
             raise QueueUnavailable(f"the shard {self.name} is down")
         try:
             return await call
-        except (QueueUnavailable, BlobsUnavailable):
+        except QueueUnavailable:
             self.note_failure()
             raise
 
@@ -399,63 +397,6 @@ class ShardedMailbox:
         await asyncio.gather(*(box.close() for _, box in self._boxes))
         for redis in self._redis:
             await redis.aclose()
-
-
-class ShardedBlobs:
-    """A `BlobStore` over shards: a blob is on the first one in the order of its hash that was up."""
-
-    def __init__(self, shards: Shards, prefix: str) -> None:
-        self._shards = shards
-        self._stores = {s.name: RedisBlobStore(s.redis, prefix) for s in shards.all}
-
-    def _rank(self, digest: str) -> list[tuple[Shard, RedisBlobStore]]:
-        """All stores in the order for a blob, first those that are up."""
-        ranked = sorted(self._shards.rank(digest), key=lambda shard: not shard.is_up)
-        return [(shard, self._stores[shard.name]) for shard in ranked]
-
-    async def put(
-        self, data: bytes, holder: str, *, ttl_s: float, ref: BlobRef | None = None
-    ) -> BlobRef:
-        ref = ref or BlobRef(await hash_of(data), len(data))
-        shard, store = self._rank(ref.sha256)[0]
-        try:
-            return await shard.ask(store.put(data, holder, ttl_s=ttl_s, ref=ref))
-        except QueueUnavailable as error:
-            raise BlobsUnavailable(str(error)) from None
-
-    async def get(self, ref: BlobRef) -> bytes | None:
-        return await self._first(ref, lambda store: store.get(ref))
-
-    async def hold(self, ref: BlobRef, holder: str, *, ttl_s: float) -> bool:
-        found = await self._first(ref, lambda store: store.hold(ref, holder, ttl_s=ttl_s))
-        return bool(found)
-
-    async def _first(
-        self, ref: BlobRef, ask: Callable[[RedisBlobStore], Coroutine[Any, Any, Result]]
-    ) -> Result | None:
-        """The first true result. Raises: BlobsUnavailable if there is none, and a shard did not answer."""
-        failure = ""
-        for shard, store in self._rank(ref.sha256):
-            try:
-                if found := await shard.ask(ask(store)):
-                    return found
-            except (QueueUnavailable, BlobsUnavailable) as error:
-                failure = str(error)
-        if failure:
-            raise BlobsUnavailable(failure)
-        return None
-
-    def locate(self, ref: Ref, ttl_s: float) -> Ref:
-        return ref
-
-    def release(self, holder: str, refs: Sequence[BlobRef] = ()) -> Awaitable[Any]:
-        return asyncio.gather(*(s.release(holder, refs) for s in self._stores.values()))
-
-    async def open(self) -> None:
-        await asyncio.gather(*(s.open() for s in self._stores.values()), return_exceptions=True)
-
-    async def close(self) -> None:
-        await asyncio.gather(*(store.close() for store in self._stores.values()))
 
 
 def create_gateway_queue(settings: RedisSettings, redis: Redis) -> GatewayQueue:

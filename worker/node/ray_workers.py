@@ -18,6 +18,7 @@ from typing import Any
 from shared.settings import SettingsError
 from shared.settings.tree import Settings
 from worker.node.environment import WORKER_GROUPS, settings_environment
+from worker.node.serve import read_engine_settings
 from worker.node.supervisor import Pauses, describe_end
 
 logger = logging.getLogger(__name__)
@@ -146,8 +147,6 @@ def _check_address(address: str) -> None:
 
 def _num_gpus(settings: Settings, num_there: float) -> float:
     """GPUs of a worker: those that share its model, or one if the cluster has any and the engine can use it."""
-    from worker.node.serve import read_engine_settings  # noqa: PLC0415
-
     engine = read_engine_settings(settings)
     if (sharing := getattr(engine, "tensor_parallel", 0)) > 0:
         return sharing
@@ -160,12 +159,3 @@ async def _run_until_signal(workers: RayWorkers) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, workers.stop)
     await workers.run()
-
-
-def check_reachable(settings: Settings) -> None:
-    """Raises: SettingsError if the nodes of a cluster cannot reach Redis."""
-    url = settings.redis.url
-    if not url or "unix:" in url:
-        raise SettingsError(
-            "--ray: name a Redis that the cluster's nodes reach, by VLM_REDIS_URL=redis://HOST:PORT/0"
-        )

@@ -36,7 +36,6 @@ from worker.node.environment import (
     WORKER_GROUPS,
     child_environment,
 )
-from worker.node.ray_workers import check_reachable
 from worker.node.resources import find_gpus, share_gpus
 from worker.node.supervisor import (
     Child,
@@ -69,7 +68,7 @@ def run_node(
     `ray`: address of the cluster that runs the workers; empty: this machine.
     """
     if ray:
-        check_reachable(settings)
+        _check_reachable(settings)
     if "level" not in settings.logs.model_fields_set:  # the screen is for the user
         settings = settings.changed(logs={"level": "warning"})
     setup_logging(settings.logs, "serve")
@@ -449,3 +448,12 @@ def _key(is_needed: bool) -> str:
 def _short(path: Path) -> Path:
     """The path relative to the working directory, if it is below."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def _check_reachable(settings: Settings) -> None:
+    """Raises: SettingsError if the nodes of a cluster cannot reach Redis."""
+    url = settings.redis.url
+    if not url or "unix:" in url:
+        raise SettingsError(
+            "--ray: name a Redis that the cluster's nodes reach, by VLM_REDIS_URL=redis://HOST:PORT/0"
+        )

@@ -11,10 +11,10 @@ import pytest
 from pydantic import ValidationError
 
 from shared.blobs.api import BlobsUnavailable
+from shared.blobs.sharded import ShardedBlobs
 from shared.protocol import seal
 from shared.queue.api import Affinity, Limits, QueueRefused, QueueUnavailable, Reservation, shard_of
 from shared.queue.shards import (
-    ShardedBlobs,
     ShardedGatewayQueue,
     ShardedMailbox,
     Shards,
