@@ -274,6 +274,7 @@ class QueueLoops:
         self._num_ended = num_ended
         self._unsent: list[Publication] = []  # taken from the outbox, not yet answered by Redis
         self._batch_waits = asyncio.Event()
+        self._renewed_at = time.monotonic()
 
     def claiming(self) -> tuple[Coroutine[None, None, None], ...]:
         """The loops that end as the worker stops."""
@@ -302,12 +303,21 @@ class QueueLoops:
         while (room := self._limit(self._active_requests.room())) == 0:
             await self._active_requests.wait_for_change()
         claims = await self.queue.read(room, BLOCK_S)
+        if self._others:
+            claims = await self._give_back_excess(claims)
         was_idle = not self._active_requests
         self._active_requests.start(claims)
         if self.queue.num_backlog:
             self._batch_waits.set()
         if was_idle and claims:
             await self._active_requests.wait_for_change(ENGINE_FIRST_S)
+
+    async def _give_back_excess(self, claims: list[Claim]) -> list[Claim]:
+        """Return the claims for which a read of another shard has taken the room meanwhile."""
+        room = self._active_requests.room()
+        if len(claims) > room:
+            await self.queue.release(claims[room:])
+        return claims[:room]
 
     async def claim_batch_work(self) -> None:
         """Claim batch requests while no interactive ones wait."""
@@ -385,12 +395,24 @@ class QueueLoops:
     async def _renew_once(self) -> None:
         active_requests = self.active()
         if not active_requests or self._is_wedged:
+            self._renewed_at = time.monotonic()
             return
-        refused = await self.queue.renew([active.claim for active in active_requests])
+        try:
+            refused = await self.queue.renew([active.claim for active in active_requests])
+        except QueueUnavailable:
+            self._drop_lost(active_requests)
+            raise
+        self._renewed_at = time.monotonic()
         for active in active_requests:
             if active.request_id in refused and self._active_requests.find(active.claim):
                 self._active_requests.drop(active, refused[active.request_id])
         await self._cancel_deserted()
+
+    def _drop_lost(self, active_requests: Iterable[ActiveRequest]) -> None:
+        """Drop the requests of a shard that is down for longer than a lease; they would keep the seats of others."""
+        if self._others and time.monotonic() - self._renewed_at > self._settings.lease_s:
+            for active in active_requests:
+                self._active_requests.drop(active, "its shard is down")
 
     async def _cancel_deserted(self) -> None:
         """Cancel the requests of gateways that are gone."""

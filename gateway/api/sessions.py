@@ -24,7 +24,14 @@ from gateway.calls.lifecycle import Lifecycle
 from gateway.calls.open_call import Gone, OpenCall
 from gateway.calls.surface import AnswerHead, Totals
 from gateway.http.endpoint import Caller, Resource, operation
-from gateway.http.errors import ApiError, ErrorFields, InvalidRequest, NotFound, from_failed
+from gateway.http.errors import (
+    ApiError,
+    ErrorFields,
+    InvalidRequest,
+    NotFound,
+    from_failed,
+    unavailable,
+)
 from gateway.http.exchange import SSE_HEADERS, SSE_KEEP_ALIVE, sse_event
 from shared.packages.deployments import MAX_INSTANCES, Resources
 from shared.packages.rollout import fits
@@ -39,7 +46,7 @@ from shared.protocol import (
     Run,
     decode_log,
 )
-from shared.queue.api import DuplicateRequest, QueueRefused, RequestState
+from shared.queue.api import DuplicateRequest, QueueRefused, QueueUnavailable, RequestState
 from shared.sessions.store import (
     ENDED,
     Session,
@@ -370,6 +377,10 @@ class Sessions(Resource):
             hashlib.sha256(bytes(data)).hexdigest(), now, now + session.timeout_s,
             bytes(data).decode()[:MAX_SHOWN_CHARS],
         )  # fmt: skip
+        common = session.common
+        if common is not None:
+            lives_s = session.timeout_s + _COMMON_GRACE_S
+            common = await self._lifecycle.blobs.locate(common, lives_s)
         try:
             task, state = await self._store.add(session, wanted, self._limits.max_session_tasks)
         except TaskRefused as refused:
@@ -379,9 +390,6 @@ class Sessions(Resource):
                 f"The task {task_id} has another input: take another id.", code="task_id_reused"
             )
         if state == "new" or (state == "open" and now < task.deadline_at):
-            common = session.common
-            if common is not None:
-                common = self._lifecycle.blobs.locate(common, session.timeout_s + _COMMON_GRACE_S)
             run = Run(data, session.id, common, keep_s=session.idle_s, id=task_id)
             try:
                 await self._queue(caller, session, card, task, run, task.deadline_at - now)
@@ -389,8 +397,11 @@ class Sessions(Resource):
                 if state == "new" and not await self._is_queued(task):
                     await self._store.settle(session.id, {task_id: "forgotten"})
                 raise
-            await self._store.confirm(session.id, task)
-            await self._lifecycle.dispatcher.queue.confirm(task.model, [task.request_id])
+            try:
+                await self._store.confirm(session.id, task)
+                await self._lifecycle.dispatcher.queue.confirm(task.model, [task.request_id])
+            except QueueUnavailable:
+                raise unavailable() from None
         if state == "new":
             return _show_task(session, task, "pending")
         [state] = await self._stand(session, [(task, state)])

@@ -348,10 +348,22 @@ class Dispatcher:
                 continue  # the next iteration finds them again
 
     async def _look_up_silent(self) -> None:
+        """Look up silent requests, shard by shard. Raises: QueueUnavailable, if one does not answer."""
         now = time.monotonic()
-        silent = (route for route in self._all_routes() if self._is_silent(*route, now))
-        while routes := list(islice(silent, MAX_LOOKS)):
-            await self._look_up(routes)
+        by_shard: dict[str, list[Route]] = {}
+        for call, choice in self._all_routes():
+            if self._is_silent(call, choice, now):
+                shard = shard_of(call.choices[choice].request_id)
+                by_shard.setdefault(shard, []).append((call, choice))
+        failure: QueueUnavailable | None = None
+        for routes in by_shard.values():
+            try:
+                for start in range(0, len(routes), MAX_LOOKS):
+                    await self._look_up(routes[start : start + MAX_LOOKS])
+            except QueueUnavailable as error:
+                failure = error
+        if failure is not None:
+            raise failure
 
     def _is_silent(self, call: OpenCall, choice: int, now: float) -> bool:
         progress = call.choices[choice]

@@ -267,14 +267,14 @@ class Lifecycle:
         sources = await self.kept.find_images(context.tenant, plan.images)
         images = await self._load_images(sources, clock, held)
         refs = tuple(image.ref for image in images)
-        # The request carries the pixel limit, so that every worker builds the same prompt.
         lives_s = self.settings.request_timeout_s + _IMAGE_GRACE_S
-        located = [self.blobs.locate(ref, lives_s) for ref in refs]
-        scaled = tuple(map(partial(_scaled, card), sources, located))
-        tasks = [task.with_images(scaled) for task in plan.tasks]
         holder = f"{self.gateway_id}:{next(self._holder_numbers)}"
         try:
             await self._put_images(images, holder)
+            located = [await self.blobs.locate(ref, lives_s) for ref in refs]
+            # The request carries the pixel limit, so that every worker builds the same prompt.
+            scaled = tuple(map(partial(_scaled, card), sources, located))
+            tasks = [task.with_images(scaled) for task in plan.tasks]
             call = await self._queue(plan, tasks, card, context, clock, resumable_id)
             call.images = refs
         except BaseException as error:

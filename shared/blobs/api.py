@@ -36,8 +36,11 @@ class BlobStore(BlobReader, Protocol):
         """Add a holder to an existing blob, as `put`; returns False if it does not exist. Raises: BlobsUnavailable."""
         ...
 
-    def locate(self, ref: Ref, ttl_s: float) -> Ref:
-        """The reference for a worker, with a URL that is valid for `ttl_s` if the blob is not in Redis."""
+    async def locate(self, ref: Ref, ttl_s: float) -> Ref:
+        """The reference for a worker, with a URL that is valid for `ttl_s` if the blob is not in Redis.
+
+        Raises: BlobsUnavailable.
+        """
         ...
 
     def release(self, holder: str, refs: Sequence[BlobRef] = ()) -> Awaitable[None]:

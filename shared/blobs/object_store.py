@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Sequence
 from datetime import timedelta  # noqa: TID251
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import httpx
 from msgspec.structs import replace
@@ -40,7 +41,7 @@ class ObjectBlobStore:
             raise _wrong("it needs a package: pip install 'vlm-fleet[store]'") from None
         self._obstore = obstore
         self._small = small
-        self._folder = url.removeprefix("file://") if url.startswith("file://") else ""
+        self._folder = unquote(url.removeprefix("file://")) if url.startswith("file://") else ""
         options: Any = {"mkdir": True} if self._folder else {"retry_config": _RETRIES}
         try:
             self._store: Any = from_url(url, **options)
@@ -74,6 +75,7 @@ class ObjectBlobStore:
         try:
             found = await self._try(self._obstore.get_async(self._store, ref.sha256))
         except FileNotFoundError:
+            self._written.pop(ref.sha256, None)
             return None
         return await _checked(bytes(await self._try(found.bytes_async())), ref)
 
@@ -83,16 +85,18 @@ class ObjectBlobStore:
         try:
             await self._try(self._obstore.head_async(self._store, ref.sha256))
         except FileNotFoundError:
+            self._written.pop(ref.sha256, None)
             return False
         return True
 
-    def locate(self, ref: Ref, ttl_s: float) -> Ref:
+    async def locate(self, ref: Ref, ttl_s: float) -> Ref:
         if ref.num_bytes <= MAX_REDIS_BYTES:
             return ref
         if self._folder:
             return replace(ref, url=f"file://{self._folder}/{ref.sha256}")
         lives = timedelta(seconds=ttl_s)
-        return replace(ref, url=self._obstore.sign(self._store, "GET", ref.sha256, lives))
+        signing = self._obstore.sign_async(self._store, "GET", ref.sha256, lives)
+        return replace(ref, url=await self._try(signing))
 
     def release(self, holder: str, refs: Sequence[BlobRef] = ()) -> Awaitable[None]:
         return self._small.release(holder, [r for r in refs if r.num_bytes <= MAX_REDIS_BYTES])

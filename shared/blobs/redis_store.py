@@ -78,7 +78,7 @@ class RedisBlobStore(RedisStore):
     async def hold(self, ref: BlobRef, holder: str, *, ttl_s: float) -> bool:
         return await self._put(b"", holder, ttl_s, ref)
 
-    def locate(self, ref: Ref, ttl_s: float) -> Ref:
+    async def locate(self, ref: Ref, ttl_s: float) -> Ref:
         return ref
 
     def release(self, holder: str, refs: Sequence[BlobRef] = ()) -> asyncio.Task[None]:

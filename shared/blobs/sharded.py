@@ -41,19 +41,23 @@ class ShardedBlobs:
     async def _first(
         self, ref: BlobRef, ask: Callable[[RedisBlobStore], Coroutine[Any, Any, Result]]
     ) -> Result | None:
-        """The first true result. Raises: BlobsUnavailable if there is none, and a shard did not answer."""
+        """The first true result; what a lost shard had does not exist.
+
+        Raises: BlobsUnavailable if there is none, and a shard does not answer.
+        """
         failure = ""
         for shard, store in self._rank(ref.sha256):
             try:
                 if found := await _ask(shard, ask(store)):
                     return found
             except BlobsUnavailable as error:
-                failure = str(error)
+                if not shard.is_lost:
+                    failure = str(error)
         if failure:
             raise BlobsUnavailable(failure)
         return None
 
-    def locate(self, ref: Ref, ttl_s: float) -> Ref:
+    async def locate(self, ref: Ref, ttl_s: float) -> Ref:
         return ref
 
     def release(self, holder: str, refs: Sequence[BlobRef] = ()) -> Awaitable[Any]:

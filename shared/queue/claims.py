@@ -8,12 +8,13 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from secrets import token_hex
 from types import MappingProxyType
 from typing import Any
 
 from redis.asyncio import Redis
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
 from shared.protocol import ErrorCode, Failed, encode
 from shared.queue.api import CLEARED_AFTER_TOKENS, Claim, Publication, QueueUnavailable
@@ -138,11 +139,15 @@ class RedisWorkerQueue:
     @redis_errors_as(QueueUnavailable)
     async def take_scan(self, every_s: float) -> bool:
         command = ("SET", self._keys.scan(self._model), self._worker_id, "NX", "PX", to_ms(every_s))
-        return await self._sender.execute(*command) is not None
+        try:
+            return await self._sender.execute(*command) is not None
+        except ResponseError:  # the user of an older release may not write this key
+            return True
 
     @redis_errors_as(QueueUnavailable)
     async def end_scan(self) -> None:
-        await self._sender.execute("DEL", self._keys.scan(self._model))
+        with suppress(ResponseError):
+            await self._sender.execute("DEL", self._keys.scan(self._model))
 
     async def _reclaim(self, count: int) -> list[Claim]:
         idle = await self.entries.idle(count, self._lease_s, self._held)

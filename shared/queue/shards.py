@@ -45,6 +45,10 @@ _NOTE_AHEAD_S = 30.0
 Result = TypeVar("Result")
 
 
+class UnknownShard(QueueUnavailable):
+    """A call is on a shard that was removed."""
+
+
 class Shard:
     """One server, and whether it is up."""
 
@@ -118,12 +122,12 @@ class Shards:
         return len(self.all)
 
     def find(self, call_id: str) -> Shard:
-        """The shard of a call. Raises: QueueUnavailable if no shard has its name."""
+        """The shard of a call. Raises: UnknownShard."""
         name = shard_of(call_id)
         if not name:
             return self.all[0]
         if name not in self._by_name:
-            raise QueueUnavailable(f"there is no shard {name!r}")
+            raise UnknownShard(f"there is no shard {name!r}")
         return self._by_name[name]
 
     def rank(self, name: str) -> list[Shard]:
@@ -135,9 +139,13 @@ class Shards:
         return sorted(self.all, key=weight)
 
     def group(self, call_ids: Sequence[str]) -> list[tuple[Shard, list[str]]]:
+        """The calls of each shard, without those of removed ones."""
         found: dict[str, tuple[Shard, list[str]]] = {}
         for call_id in call_ids:
-            shard = self.find(call_id)
+            try:
+                shard = self.find(call_id)
+            except UnknownShard:
+                continue
             found.setdefault(shard.name, (shard, []))[1].append(call_id)
         return list(found.values())
 
@@ -219,10 +227,10 @@ class ShardedGatewayQueue:
         """Record how long the shard may have requests, for `check_shards`."""
         now = time.time()  # noqa: TID251
         if self._noted.get(shard.name, 0.0) < now + lives_s:
-            self._noted[shard.name] = now + lives_s + _NOTE_AHEAD_S
-            first = self._shards.all[0]
+            until, first = now + lives_s + _NOTE_AHEAD_S, self._shards.all[0]
             with suppress(QueueUnavailable):
-                await first.ask(first.queue.note_shard(shard.name, self._noted[shard.name]))
+                await first.ask(first.queue.note_shard(shard.name, until))
+                self._noted[shard.name] = until
 
     async def share(self, model: str, request_ids: Sequence[str]) -> int:
         groups = self._shards.group(request_ids)
@@ -239,8 +247,8 @@ class ShardedGatewayQueue:
         return await shard.ask(shard.queue.refund(self._share(reservation)))
 
     async def state(self, model: str, request_id: str) -> RequestState | None:
-        shard = self._shards.find(request_id)
-        return await shard.ask(shard.queue.state(model, request_id))
+        [state] = await self.states(model, [request_id])
+        return state
 
     async def states(self, model: str, request_ids: Sequence[str]) -> list[RequestState | None]:
         groups = self._shards.group(request_ids)
@@ -248,7 +256,7 @@ class ShardedGatewayQueue:
         found: dict[str, RequestState | None] = {}
         for (_, ids), states in zip(groups, await asyncio.gather(*calls), strict=True):
             found |= zip(ids, states, strict=True)
-        return [found[request_id] for request_id in request_ids]
+        return [found.get(request_id) for request_id in request_ids]
 
     async def events(self, model: str, request_id: str) -> list[bytes]:
         shard = self._shards.find(request_id)

@@ -50,7 +50,7 @@ class Confirmer:
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run())
         try:
-            async with asyncio.timeout(WITHIN_S):
+            async with asyncio.timeout(2 * WITHIN_S):  # it may wait for the round before
                 await future
         except TimeoutError as error:
             raise exceptions.TimeoutError("no replica has confirmed the write in time") from error
@@ -88,6 +88,7 @@ class Confirmer:
             replicas = ()
         else:
             if role != b"master":
+                self._link.close()
                 raise exceptions.ConnectionError("this server is not the primary")
         self._has_replica, self._checked_at = bool(replicas), now
 

@@ -63,8 +63,8 @@ async def fleet(tmp_path: Path) -> AsyncIterator[ShardedFleet]:
             gateway, url = await processes.gateway()
             fleet = ShardedFleet(processes, gateway, url)
             fleet.servers = servers
-            await fleet.worker()
-            await fleet.worker()
+            for _ in range(2):  # they have seats for the streams of a test, and no more
+                await fleet.worker(VLM_ENGINE__MAX_NUM_SEQS=str(NUM_STREAMS // 2))
             yield fleet
         finally:
             await processes.close()

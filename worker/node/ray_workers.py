@@ -103,7 +103,8 @@ class RayWorkers:
             placed.result()
             return describe_end(await actor.wait.remote())
         except self._ray.exceptions.RayError as error:
-            return f"was lost: {str(error).strip().splitlines()[0]}"
+            lines = str(error).strip().splitlines()
+            return f"was lost: {lines[0] if lines else type(error).__name__}"
         finally:
             self._actors.pop(number, None)
             self._ray.kill(actor)

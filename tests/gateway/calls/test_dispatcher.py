@@ -8,7 +8,7 @@ import pytest
 from redis.asyncio import Redis
 
 from gateway import services
-from gateway.calls.dispatcher import Dispatcher
+from gateway.calls.dispatcher import MAX_LOOKS, Dispatcher
 from gateway.calls.open_call import ChoiceProgress, Gone, OpenCall
 from shared.protocol import (
     ErrorCode,
@@ -407,6 +407,22 @@ async def test_a_request_whose_tokens_redis_lost_goes_on_after_those_that_arrive
     _, events = read_claim(claim)
     assert claim.id == f"{call.id}.1"
     assert [event.token_ids for event in events] == [(1, 2)]
+
+
+async def test_calls_of_a_shard_that_is_down_delay_no_lookup_of_others(dispatcher, monkeypatch):
+    """Resumable calls wait for their shard; more of them than one lookup takes."""
+    waiting = [make_request(id=f"{n}-0@b", is_resumable=True) for n in range(MAX_LOOKS + 2)]
+    for call in waiting:
+        await dispatcher.submit([call], timeout_s=60.0, max_waiting=1000)
+    lost = make_request(id="lost-0@a")
+    opened = await dispatcher.submit([lost], timeout_s=60.0, max_waiting=1000)
+
+    async def state(model: str, request_id: str) -> None:
+        if request_id.endswith("@b"):
+            raise QueueUnavailable("down")
+
+    monkeypatch.setattr(dispatcher.queue, "state", state)
+    await until(lambda: opened.num_resubmits == 1)
 
 
 @in_one_round

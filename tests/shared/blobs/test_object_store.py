@@ -62,7 +62,7 @@ async def test_a_worker_reads_a_large_blob_by_its_url(make, url, reader, redis, 
     store = make(url)
     assert await store.put(LARGE, "a", ttl_s=60) == REF
     assert await store.get(REF) == LARGE
-    located = store.locate(REF, 60.0)
+    located = await store.locate(REF, 60.0)
     assert located.url
     assert await reader.get(located) == LARGE
     assert [key async for key in redis.scan_iter(f"{redis_prefix}:*")] == []
@@ -72,7 +72,7 @@ async def test_a_worker_reads_a_large_blob_by_its_url(make, url, reader, redis, 
 async def test_a_small_blob_is_in_redis(make, url, reader):
     store = make(url)
     ref = await store.put(b"small", "a", ttl_s=60)
-    assert store.locate(ref, 60.0) == ref
+    assert await store.locate(ref, 60.0) == ref
     assert await reader.get(ref) == b"small"
 
 
@@ -81,14 +81,14 @@ async def test_what_is_not_there_is_none(make, url, reader):
     other = BlobRef("0" * 64, len(LARGE))
     assert await store.get(other) is None
     assert not await store.hold(other, "a", ttl_s=60)
-    assert await reader.get(store.locate(other, 60.0)) is None
+    assert await reader.get(await store.locate(other, 60.0)) is None
 
 
 async def test_two_gateways_keep_one_object_which_others_may_not_change(make, url, reader):
     stores = [make(url), make(url)]
     refs = await asyncio.gather(*(store.put(LARGE, "a", ttl_s=60) for store in stores))
     assert refs == [REF, REF]
-    located = stores[0].locate(REF, 60.0)
+    located = await stores[0].locate(REF, 60.0)
     stores[0]._obstore.put(stores[0]._store, REF.sha256, LARGE[::-1])
     assert await stores[1].get(REF) is None
     assert await reader.get(located) is None
@@ -97,7 +97,7 @@ async def test_two_gateways_keep_one_object_which_others_may_not_change(make, ur
 async def test_a_signed_url_expires(make, s3_url, reader):
     store = make(s3_url + "/expires")
     await store.put(LARGE, "a", ttl_s=60)
-    located = store.locate(REF, 1.0)
+    located = await store.locate(REF, 1.0)
     assert await reader.get(located) == LARGE
     assert "X-Amz-Expires=1&" in located.url
 
@@ -108,7 +108,7 @@ async def test_a_store_that_is_away_says_so(make, tmp_path, reader):
     (tmp_path / "images").write_text("not a directory")
     with pytest.raises(BlobsUnavailable):
         await store.put(LARGE, "a", ttl_s=60)
-    for url in (store.locate(REF, 60.0).url, "http://127.0.0.1:9/nobody"):
+    for url in ((await store.locate(REF, 60.0)).url, "http://127.0.0.1:9/nobody"):
         with pytest.raises(BlobsUnavailable):
             await reader.get(replace(REF, url=url))
 

@@ -12,9 +12,10 @@ from pydantic import ValidationError
 
 from shared.blobs.api import BlobsUnavailable
 from shared.blobs.sharded import ShardedBlobs
-from shared.protocol import seal
+from shared.protocol import BlobRef, seal
 from shared.queue.api import Affinity, Limits, QueueRefused, QueueUnavailable, Reservation, shard_of
 from shared.queue.shards import (
+    LOST_AFTER_S,
     ShardedGatewayQueue,
     ShardedMailbox,
     Shards,
@@ -105,8 +106,9 @@ async def test_states_are_of_each_call_in_order(queue):
     states = await queue.states(MODEL, ids)
     assert [state.state for state in states if state] == ["cancelled"] * 6 + ["queued"] * 6
     assert (await queue.stats(MODEL)).num_open == 6
-    with pytest.raises(QueueUnavailable, match="no shard 'z'"):
-        await queue.state(MODEL, "id-0@z")
+    assert await queue.state(MODEL, "id-0@removed") is None
+    with pytest.raises(QueueUnavailable, match="no shard 'removed'"):
+        await queue.events(MODEL, "id-0@removed")
 
 
 async def test_requests_with_one_image_are_on_one_shard(queue):
@@ -131,6 +133,8 @@ async def test_a_blob_is_found_wherever_it_was_put(shards, settings):
         await blobs.get(ref)
     await blobs.put(b"an image", "b", ttl_s=60.0)  # on another one
     assert await blobs.get(ref) == b"an image"
+    first._down_since -= 2 * LOST_AFTER_S
+    assert await blobs.get(BlobRef("0" * 64, 1)) is None  # not waited for
     await until(lambda: first.is_up)
     await blobs.release("a", [ref])
     assert await blobs.get(ref) == b"an image"
