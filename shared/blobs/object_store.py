@@ -61,9 +61,11 @@ class ObjectBlobStore:
             return await self._small.put(data, holder, ttl_s=ttl_s, ref=ref)
         ref = ref or BlobRef(await hash_of(data), len(data))
         now = time.monotonic()
-        if now - self._written.pop(ref.sha256, -RENEW_AFTER_S) < RENEW_AFTER_S:
+        written_at = self._written.get(ref.sha256)
+        if written_at is not None and now - written_at < RENEW_AFTER_S:
             return ref
         await self._try(self._obstore.put_async(self._store, ref.sha256, data, use_multipart=False))
+        self._written.pop(ref.sha256, None)  # to the end: the oldest is dropped
         self._written[ref.sha256] = now
         if len(self._written) > _MAX_KNOWN:
             del self._written[next(iter(self._written))]

@@ -26,7 +26,8 @@ from tests.factories_gateway import (
 )
 from tests.factories_images import data_url
 
-pytest.importorskip("obstore")
+obstore = pytest.importorskip("obstore")
+from_url = pytest.importorskip("obstore.store").from_url
 LARGE = os.urandom(MAX_REDIS_BYTES + 1)
 REF = BlobRef(sha256(LARGE).hexdigest(), len(LARGE))
 
@@ -89,9 +90,23 @@ async def test_two_gateways_keep_one_object_which_others_may_not_change(make, ur
     refs = await asyncio.gather(*(store.put(LARGE, "a", ttl_s=60) for store in stores))
     assert refs == [REF, REF]
     located = await stores[0].locate(REF, 60.0)
-    stores[0]._obstore.put(stores[0]._store, REF.sha256, LARGE[::-1])
+    obstore.put(from_url(url), REF.sha256, LARGE[::-1])
     assert await stores[1].get(REF) is None
     assert await reader.get(located) is None
+
+
+async def test_a_blob_is_written_once_in_an_hour_unless_it_is_gone(make, url):
+    """A lifecycle rule of the bucket counts from the last write."""
+    store, bucket = make(url), from_url(url)
+    await store.put(LARGE, "a", ttl_s=60)
+    obstore.put(bucket, REF.sha256, b"as it was written")
+    for _ in range(3):
+        await store.put(LARGE, "a", ttl_s=60)
+    assert bytes(obstore.get(bucket, REF.sha256).bytes()) == b"as it was written"
+    obstore.delete(bucket, REF.sha256)
+    assert not await store.hold(REF, "a", ttl_s=60)
+    await store.put(LARGE, "a", ttl_s=60)
+    assert await store.get(REF) == LARGE
 
 
 async def test_a_signed_url_expires(make, s3_url, reader):
