@@ -165,14 +165,12 @@ class Worker:
 
     # Loops
 
-    def _queue_of(self, claim: Claim) -> WorkerQueue:
-        return self.queues.get(shard_of(claim.id)) or next(iter(self.queues.values()))
-
     async def _begin(self, claim: Claim) -> bool:
         """Mark a possible poison request as started, once Redis answers. Returns whether it is still ours."""
+        queue = self.queues.get(shard_of(claim.id)) or next(iter(self.queues.values()))
         while True:
             try:
-                return await self._queue_of(claim).begin(claim)
+                return await queue.begin(claim)
             except QueueUnavailable as error:
                 logger.warning("cannot begin %s: %s; trying on", claim.id, error)
                 await asyncio.sleep(self._settings.heartbeat_s)
@@ -303,21 +301,16 @@ class QueueLoops:
         while (room := self._limit(self._active_requests.room())) == 0:
             await self._active_requests.wait_for_change()
         claims = await self.queue.read(room, BLOCK_S)
-        if self._others:
-            claims = await self._give_back_excess(claims)
+        # Reads of other shards may have taken the room meanwhile.
+        room = self._active_requests.room() if self._others else len(claims)
+        claims, excess = claims[:room], claims[room:]
         was_idle = not self._active_requests
         self._active_requests.start(claims)
+        await self.queue.release(excess)
         if self.queue.num_backlog:
             self._batch_waits.set()
         if was_idle and claims:
             await self._active_requests.wait_for_change(ENGINE_FIRST_S)
-
-    async def _give_back_excess(self, claims: list[Claim]) -> list[Claim]:
-        """Return the claims for which a read of another shard has taken the room meanwhile."""
-        room = self._active_requests.room()
-        if len(claims) > room:
-            await self.queue.release(claims[room:])
-        return claims[:room]
 
     async def claim_batch_work(self) -> None:
         """Claim batch requests while no interactive ones wait."""

@@ -267,10 +267,9 @@ class Dispatcher:
                 try:
                     await self.queue.cancel(model, batch)
                 except QueueUnavailable:
+                    # Only those whose deadline has passed are given up.
                     has_failed, now = True, time.monotonic()
-                    batch = [
-                        each for each in batch if waiting[each] < now
-                    ]  # the deadline has passed
+                    batch = [each for each in batch if waiting[each] < now]
                     num_late += len(batch)
                 for request_id in batch:
                     del waiting[request_id]

@@ -268,6 +268,8 @@ class Resume:
                 await self.records.confirm(context.id)
                 await self.queue.confirm(call.model, [call_id])
             except BaseException:
+                if known is None and KEY_HEADER not in context.headers:
+                    call.is_resumable = False  # nobody can ask for it again: `close` cancels it
                 call.close()
                 raise
         answer = surface.answer(plan.options, head)

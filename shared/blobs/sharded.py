@@ -29,7 +29,7 @@ class ShardedBlobs:
     ) -> BlobRef:
         ref = ref or BlobRef(await hash_of(data), len(data))
         shard, store = self._rank(ref.sha256)[0]
-        return await _ask(shard, store.put(data, holder, ttl_s=ttl_s, ref=ref))
+        return await shard.ask(store.put(data, holder, ttl_s=ttl_s, ref=ref), BlobsUnavailable)
 
     async def get(self, ref: BlobRef) -> bytes | None:
         return await self._first(ref, lambda store: store.get(ref))
@@ -48,7 +48,7 @@ class ShardedBlobs:
         failure = ""
         for shard, store in self._rank(ref.sha256):
             try:
-                if found := await _ask(shard, ask(store)):
+                if found := await shard.ask(ask(store), BlobsUnavailable):
                     return found
             except BlobsUnavailable as error:
                 if not shard.is_lost:
@@ -68,15 +68,3 @@ class ShardedBlobs:
 
     async def close(self) -> None:
         await asyncio.gather(*(store.close() for store in self._stores.values()))
-
-
-async def _ask(shard: Shard, call: Coroutine[Any, Any, Result]) -> Result:
-    """As `Shard.ask`. Raises: BlobsUnavailable."""
-    if not shard.is_up:
-        call.close()
-        raise BlobsUnavailable(f"the shard {shard.name} is down")
-    try:
-        return await call
-    except BlobsUnavailable:
-        shard.note_failure()
-        raise

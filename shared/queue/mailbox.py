@@ -142,7 +142,9 @@ class RedisMailbox:
         """Create the mailboxes that Redis lost, and have all open requests looked up. Raises: RedisError."""
         for key, model in list(self._models.items()):
             if not await self._sender.execute("EXISTS", key):
-                self._last_ids[key] = await self._create(key)
+                last_id = await self._create(key)
+                if key in self._models:  # it may have been left meanwhile
+                    self._last_ids[key] = last_id
             self._on_gap(model)
 
     def _report_gap(self, model: str) -> None:

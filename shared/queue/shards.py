@@ -1,8 +1,8 @@
 """Several Redis servers as shards of one queue. All keys of a request are on one shard, so no script changes.
 
-The name of the shard is the end of the call's id: `ID-0@NAME`. New requests go to the first shard that is up, in an order
-that a hash gives; a submit is never sent to two shards. The first shard has what is not of one request: workers,
-deployments, sessions, records.
+The id of a call ends with the name of its shard: `ID-0@NAME`. Rendezvous hashing ranks the shards for each request, and the
+request goes to the first one that is up. A request is never submitted to two shards. The first shard also stores what
+belongs to no request: workers, deployments, sessions and records.
 """
 
 import asyncio
@@ -40,6 +40,8 @@ LOST_AFTER_S = 4.0
 #: Limits of a tenant below so many times the number of shards are not divided: its requests are on one shard.
 SMALL = 16
 _PROBE_EVERY_S = 0.5
+_LONGEST_PAUSE_S = 8.0
+_STABLE_AFTER_S = 10.0
 _NOTE_AHEAD_S = 30.0
 
 Result = TypeVar("Result")
@@ -59,6 +61,9 @@ class Shard:
         self._on_lost = on_lost
         self._probing: asyncio.Task[None] | None = None
         self._down_since = 0.0
+        self._up_since = -_STABLE_AFTER_S
+        self._pause_s = _PROBE_EVERY_S
+        self._is_closed = False
 
     @property
     def is_up(self) -> bool:
@@ -69,37 +74,47 @@ class Shard:
         return not self.is_up and time.monotonic() - self._down_since > LOST_AFTER_S
 
     def note_failure(self) -> None:
-        """Leave it out of new requests until it answers again."""
-        if self._probing is None:
+        """Leave it out of new requests until it answers again.
+
+        The pause before it is tried again grows if it fails soon after: one that is full answers probes.
+        """
+        if self._probing is None and not self._is_closed:
             self._down_since = time.monotonic()
+            is_stable = self._down_since - self._up_since > _STABLE_AFTER_S
+            longer_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+            self._pause_s = _PROBE_EVERY_S if is_stable else longer_s
             self._probing = asyncio.create_task(self._probe(), name=f"probe shard {self.name}")
 
-    async def ask(self, call: Coroutine[Any, Any, Result]) -> Result:
-        """The result of a call to this shard; fails at once while it is down.
+    async def ask(
+        self, call: Coroutine[Any, Any, Result], failure: type[Exception] = QueueUnavailable
+    ) -> Result:
+        """The result of a call to this shard. While it is down, the call fails at once.
 
-        Raises: QueueUnavailable.
+        `failure`: the exception of a call that the server did not answer. Raises: `failure`.
         """
         if not self.is_up:
             call.close()
-            raise QueueUnavailable(f"the shard {self.name} is down")
+            raise failure(f"the shard {self.name} is down")
         try:
             return await call
-        except QueueUnavailable:
+        except failure:
             self.note_failure()
             raise
 
     async def _probe(self) -> None:
+        await asyncio.sleep(self._pause_s)
         while True:
-            await asyncio.sleep(_PROBE_EVERY_S)
             try:
                 await self.queue.open()
                 break
             except QueueUnavailable:
                 if self.is_lost:
                     self._on_lost(self.name)
-        self._probing = None
+                await asyncio.sleep(_PROBE_EVERY_S)
+        self._up_since, self._probing = time.monotonic(), None
 
     async def close(self) -> None:
+        self._is_closed = True
         if self._probing is not None:
             self._probing.cancel()
             await asyncio.wait([self._probing])
@@ -408,7 +423,7 @@ class ShardedMailbox:
 
 
 def create_gateway_queue(settings: RedisSettings, redis: Redis) -> GatewayQueue:
-    """The queue of one Redis, of which `redis` is a client, or of several shards."""
+    """Create the queue: on `redis` if the settings have one server, otherwise on all shards."""
     if len(settings.shards) == 1:
         return RedisGatewayQueue(redis, settings.key_prefix)
     return ShardedGatewayQueue(Shards(settings))

@@ -37,6 +37,7 @@ from shared.queue.scripts import (
     FORGET_FAILED,
     FORGET_LOST,
     LISTEN,
+    NOTE_SHARD,
     REFUND,
     SHARE,
     STATES,
@@ -45,7 +46,6 @@ from shared.queue.scripts import (
 )
 from shared.queue.store import RedisStore
 from shared.redis.client import redis_errors_as, retry_idempotent
-from shared.redis.link import with_ttl
 
 _MAX_FORGOTTEN = 100  #: expired entries dropped at once
 #: Calls that one script cancels or reads; Redis answers other clients before the next.
@@ -286,10 +286,8 @@ class RedisGatewayQueue(RedisStore):
     @redis_errors_as(QueueUnavailable)
     async def note_shard(self, name: str, until: float) -> None:
         """Record until when a shard may have requests (epoch seconds)."""
-        key = self._keys.shards
-        await self._sender.execute(
-            *with_ttl(key, to_ms(QUEUE_TTL_S), "HSET", key, name, int(until))
-        )
+        arguments = {"name": name, "until": int(until), "ttl_ms": to_ms(QUEUE_TTL_S)}
+        await self._run(NOTE_SHARD, (self._keys.shards,), **arguments)
 
     @redis_errors_as(QueueUnavailable)
     async def open(self) -> None:

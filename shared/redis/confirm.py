@@ -30,9 +30,8 @@ class Confirmer:
 
     def __init__(self, redis: Redis, marker: str) -> None:
         self._link = RedisLink(redis)
-        self._marker = (
-            marker  #: `WAIT` waits for writes of its own connection, so one is sent before it
-        )
+        #: A key to write before each `WAIT`, which waits for writes of its own connection alone.
+        self._marker = marker
         self._waiting: list[_Waiter] = []
         self._task: asyncio.Task[None] | None = None
         self._has_replica = False

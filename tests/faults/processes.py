@@ -93,7 +93,7 @@ class Processes:
         self.redis_url = redis_url  #: what new processes are told; a proxy may stand there
         self.all: list[Process] = []
 
-    async def _start(self, name: str, *command: str, **variables: str) -> Process:
+    async def start(self, name: str, *command: str, **variables: str) -> Process:
         environment = {
             "VLM_REDIS_URL": self.redis_url,
             "VLM_REDIS__KEY_PREFIX": PREFIX,
@@ -116,7 +116,7 @@ class Processes:
         variables["VLM_WORKER__ID"] = name
         if command == FAULTY:
             variables = {**_ENGINE, **variables}
-        process = await self._start(name, *command, **variables)
+        process = await self.start(name, *command, **variables)
         if wait:
             await process.says("is ready")
         return process
@@ -131,7 +131,7 @@ class Processes:
             "--die-with-parent",
             str(os.getpid()),
         )
-        process = await self._start("gateway", *command, **variables)
+        process = await self.start("gateway", *command, **variables)
         line = await process.says("gateway listens")
         found = re.search(r"http://[\d.:]+", line)
         assert found is not None

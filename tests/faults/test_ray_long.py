@@ -107,7 +107,7 @@ async def fleet(redis_url: str) -> AsyncIterator[Fleet]:
 
 async def test_a_node_killed_under_load_loses_no_stream_and_its_worker_returns(fleet, cluster):
     environment = {"VLM_ENGINE__KIND": "mock", "VLM_ENGINE__MOCK__DECODE_S": "0.02"}
-    workers = await fleet.processes._start(
+    workers = await fleet.processes.start(
         "ray workers", "vlm", "ray-workers", "--ray", cluster.address, "--workers",
         str(NUM_WORKERS), "--set", "logs.level=warning", **environment,
     )  # fmt: skip

@@ -18,6 +18,7 @@ from tests.faults.fleet import Fleet, playing, tokens_seen
 from tests.faults.history import FINISHED
 from tests.faults.processes import MODEL, PREFIX, Processes
 from tests.faults.rest import redis_leftovers
+from tests.waiting import wait_for
 
 NUM_STREAMS = 18
 #: Redis's own pauses and this machine's are shorter, the shortest fault is longer.
@@ -74,7 +75,7 @@ async def fleet(tmp_path: Path) -> AsyncIterator[ShardedFleet]:
 def kill(server: EmbeddedRedis) -> None:
     assert server.pid is not None
     os.kill(server.pid, signal.SIGKILL)
-    server._process.wait()  # type: ignore[union-attr]
+    wait_for(lambda: server.exit_code is not None)
 
 
 async def test_requests_are_spread_over_the_shards(fleet: ShardedFleet):

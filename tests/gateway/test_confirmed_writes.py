@@ -1,6 +1,8 @@
 """What outlives its connection is acknowledged only when a replica of Redis has it."""
 
 import asyncio
+import os
+import signal
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -19,7 +21,7 @@ from shared.redis.confirm import WITHIN_S, Confirmer
 from shared.redis.embedded import EmbeddedRedis
 from shared.sessions.store import Session, SessionStore, TaskRecord
 from shared.settings.tree import RedisSettings
-from tests.factories_gateway import CHAT, RunningGateway, make_body
+from tests.factories_gateway import CHAT, RunningGateway, make_body, talk_on
 from tests.faults.proxy import FaultProxy, run_proxy
 from tests.waiting import until
 
@@ -37,8 +39,9 @@ class Pair:
 
     async def promote(self) -> None:
         """Kill the primary and make the replica the primary."""
-        assert self.server._process is not None
-        self.server._process.kill()
+        assert self.server.pid is not None
+        os.kill(self.server.pid, signal.SIGKILL)
+        await until(lambda: self.server.exit_code is not None)
         await self.replica.execute_command("REPLICAOF", "NO", "ONE")
 
 
@@ -168,6 +171,17 @@ async def test_an_idempotent_request_is_refused_and_its_retry_gets_the_one_answe
     answers = [await gateway.client.post(CHAT, json=make_body(), headers=headers) for _ in range(2)]
     assert [answer.status_code for answer in answers] == [200, 200]
     assert len(worker.answers) == 1
+
+
+async def test_a_resumable_stream_that_nobody_can_resume_is_cancelled(
+    pair: Pair, gateway: RunningGateway, worker
+):
+    worker.script = talk_on
+    pair.line.freeze()
+    body = make_body(stream=True)
+    refused = await gateway.client.post(CHAT, json=body, headers={"x-vlm-resumable": "true"})
+    assert refused.status_code == 503
+    await asyncio.wait_for(worker.cancelled.wait(), 20.0)
 
 
 async def test_an_answer_that_cannot_be_stored_for_sure_is_refused(

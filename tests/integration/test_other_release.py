@@ -74,7 +74,7 @@ async def test_a_request_changes_over_to_a_worker_of_the_other_version(fleet, re
 
 async def test_a_gateway_of_the_release_is_served_by_workers_of_both(fleet, release):
     command = ("vlm", "gateway", "--port", "0")
-    process = await fleet.processes._start("old gateway", *command, **of_release(release))
+    process = await fleet.processes.start("old gateway", *command, **of_release(release))
     fleet.url = (await process.says("gateway listens")).partition("http://")[2].split()[0]
     fleet.url = f"http://{fleet.url}"
     await start_old_worker(fleet, release)

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
@@ -15,7 +16,6 @@ from shared.blobs.sharded import ShardedBlobs
 from shared.protocol import BlobRef, seal
 from shared.queue.api import Affinity, Limits, QueueRefused, QueueUnavailable, Reservation, shard_of
 from shared.queue.shards import (
-    LOST_AFTER_S,
     ShardedGatewayQueue,
     ShardedMailbox,
     Shards,
@@ -122,9 +122,14 @@ async def test_a_shard_that_fails_gets_no_new_requests_until_it_answers(shards, 
     assert queue.place("name", "", None, None) != f"@{down.name}"
     await until(lambda: down.is_up)
     assert queue.place("name", "", None, None) == f"@{down.name}"
+    for pause_s in (1.0, 2.0):  # one that is full answers, and fails again
+        down.note_failure()
+        began_at = time.monotonic()
+        await until(lambda: down.is_up)
+        assert time.monotonic() - began_at >= pause_s
 
 
-async def test_a_blob_is_found_wherever_it_was_put(shards, settings):
+async def test_a_blob_is_found_wherever_it_was_put(shards, settings, monkeypatch):
     blobs = ShardedBlobs(shards, settings.key_prefix)
     ref = await blobs.put(b"an image", "a", ttl_s=60.0)
     first = shards.rank(ref.sha256)[0]
@@ -133,7 +138,7 @@ async def test_a_blob_is_found_wherever_it_was_put(shards, settings):
         await blobs.get(ref)
     await blobs.put(b"an image", "b", ttl_s=60.0)  # on another one
     assert await blobs.get(ref) == b"an image"
-    first._down_since -= 2 * LOST_AFTER_S
+    monkeypatch.setattr("shared.queue.shards.LOST_AFTER_S", 0.0)
     assert await blobs.get(BlobRef("0" * 64, 1)) is None  # not waited for
     await until(lambda: first.is_up)
     await blobs.release("a", [ref])
@@ -183,10 +188,11 @@ async def test_a_blob_store_that_is_wholly_away_says_so(tmp_path):
     await shards.close()
 
 
-async def test_a_start_without_a_shard_that_may_have_requests_is_refused(settings, queue):
+async def test_a_start_without_a_shard_that_may_have_requests_is_refused(settings, shards, queue):
     while shard_of(await submit(queue)) != "d":
         pass
     await check_shards(settings)
+    await shards.all[0].queue.note_shard("d", 1.0)  # of a gateway with shorter requests
     fewer = settings.model_copy(update={"url": settings.url.rpartition(",d=")[0]})
     with pytest.raises(SettingsError, match=r"^VLM_REDIS_URL: the shard d is missing"):
         await check_shards(fewer)
