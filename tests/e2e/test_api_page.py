@@ -22,7 +22,7 @@ NAMES = ("chat", "output", "completions", "responses", "messages", "ollama", "ba
 PAGES = [ROOT / "docs" / name for name in (*(f"api-{name}.md" for name in NAMES), "api.md")]
 PAGE = "\n".join(page.read_text() for page in PAGES)
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$(?:\n^```(text|json)\n(.*?)^```$)?", PAGE, re.M | re.S)
-CURLS = [block for block in BLOCKS if block[0] == "bash" and block[1].startswith("curl")]
+CURLS = [block for block in BLOCKS if block[0] == "bash" and "curl -s" in block[1]]
 PYTHONS = [block for block in BLOCKS if block[0] == "python"]
 
 
@@ -80,6 +80,6 @@ def test_python(number, shapes_fleet, namespace, monkeypatch):
 def test_curl(number, shapes_fleet):
     _, command, kind, shown = CURLS[number]
     command = command.replace("http://127.0.0.1:8000", shapes_fleet.url)
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     check_output(kind, shown, done.stdout)
