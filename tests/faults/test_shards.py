@@ -20,6 +20,8 @@ from tests.faults.processes import MODEL, PREFIX, Processes
 from tests.faults.rest import redis_leftovers
 from tests.waiting import wait_for
 
+#: The first is not the one that all requests without a key are on, where a key may have few.
+NAMES = "bac"
 NUM_STREAMS = 18
 #: Redis's own pauses and this machine's are shorter, the shortest fault is longer.
 SHORT_S = 1.5
@@ -51,17 +53,23 @@ class ShardedFleet(Fleet):
 
 
 @pytest.fixture
-async def fleet(tmp_path: Path) -> AsyncIterator[ShardedFleet]:
+def variables() -> dict[str, str]:
+    """Settings of the gateway; tests override it by parametrization."""
+    return {}
+
+
+@pytest.fixture
+async def fleet(tmp_path: Path, variables: dict[str, str]) -> AsyncIterator[ShardedFleet]:
     with ExitStack() as stack:
-        servers = [EmbeddedRedis(tmp_path / name) for name in "abc"]
+        servers = [EmbeddedRedis(tmp_path / name) for name in NAMES]
         urls = []
-        for name, server in zip("abc", servers, strict=True):
+        for name, server in zip(NAMES, servers, strict=True):
             stack.callback(server.stop)
             urls.append(f"{name}={server.start()}")
         redis = create_redis(RedisSettings(url=servers[0].url))
         processes = Processes(None, redis, ",".join(urls))
         try:
-            gateway, url = await processes.gateway()
+            gateway, url = await processes.gateway(**variables)
             fleet = ShardedFleet(processes, gateway, url)
             fleet.servers = servers
             for _ in range(2):  # they have seats for the streams of a test, and no more
@@ -82,7 +90,7 @@ async def test_requests_are_spread_over_the_shards(fleet: ShardedFleet):
     async with playing(fleet, [fleet.name() for _ in range(60)], num_tokens=5) as clients:
         pass
     assert clients.history.outcomes() == {FINISHED: 60}
-    for name, server in zip("abc", fleet.servers, strict=True):
+    for name, server in zip(NAMES, fleet.servers, strict=True):
         placed = await fleet.placed(server)
         assert {shard_of(each) for each in placed} == {name}
         assert len(placed) >= 8
@@ -102,6 +110,19 @@ async def test_streams_of_a_shard_that_is_killed_for_good_go_on_at_another(fleet
     async with playing(fleet, [fleet.name() for _ in range(20)], num_tokens=5) as clients:
         pass
     assert clients.history.outcomes() == {FINISHED: 20}
+
+
+@pytest.mark.parametrize("variables", [{"VLM_LIMITS__MAX_KEY_OPEN_REQUESTS": "40"}])
+async def test_workers_full_of_requests_of_a_dead_shard_serve_the_others(fleet: ShardedFleet):
+    """A limit below 48 puts all requests of a key on one shard."""
+    texts = [fleet.name() for _ in range(NUM_STREAMS)]
+    async with playing(fleet, texts, num_tokens=150) as clients:
+        await tokens_seen(fleet, clients, texts, 10)
+        placed = [len(await fleet.placed(server)) for server in fleet.servers]
+        assert placed[0] == 0  # the first shard has what is not of one request
+        assert sorted(placed) == [0, 0, NUM_STREAMS]
+        kill(fleet.servers[placed.index(NUM_STREAMS)])
+    assert clients.history.outcomes() == {FINISHED: NUM_STREAMS}
 
 
 async def test_a_shard_that_returns_has_its_streams_continued_and_its_copies_cancelled(
