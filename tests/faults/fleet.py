@@ -11,6 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from redis.exceptions import RedisError
 
 from shared.queue.keys import RedisKeys
+from shared.redis.client import create_redis
+from shared.settings.tree import RedisSettings
 from tests.faults.clients import Clients
 from tests.faults.history import REFUSED, conservation
 from tests.faults.processes import (
@@ -126,6 +128,19 @@ async def run_fleet(folder: Path, **variables: str) -> AsyncIterator[Fleet]:
     async with run_proxy(folder / "redis.sock") as proxy, run_processes(folder, proxy.url) as all_:
         gateway, url = await all_.gateway(**variables)
         yield Fleet(all_, gateway, url, proxy)
+
+
+@asynccontextmanager
+async def run_fleet_at(url: str, reader_url: str = "", **variables: str) -> AsyncIterator[Fleet]:
+    """A gateway with settings of its own at a Redis that stands; tests read at `reader_url`."""
+    redis = create_redis(RedisSettings(url=reader_url or url))
+    processes = Processes(None, redis, url)
+    try:
+        gateway, gateway_url = await processes.gateway(**variables)
+        yield Fleet(processes, gateway, gateway_url)
+    finally:
+        await processes.close()
+        await redis.aclose()
 
 
 @asynccontextmanager

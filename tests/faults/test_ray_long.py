@@ -13,11 +13,9 @@ from pathlib import Path
 import pytest
 
 from shared.queue.registry import Registry
-from shared.redis.client import create_redis
-from shared.settings.tree import RedisSettings
-from tests.faults.fleet import Fleet, playing, tokens_seen
+from tests.faults.fleet import Fleet, playing, run_fleet_at, tokens_seen
 from tests.faults.history import FINISHED
-from tests.faults.processes import PREFIX, ROOT, Processes
+from tests.faults.processes import PREFIX, ROOT
 from tests.long import long
 from tests.waiting import until, wait_for
 
@@ -95,14 +93,8 @@ def redis_url(tmp_path: Path) -> Iterator[str]:
 
 @pytest.fixture
 async def fleet(redis_url: str) -> AsyncIterator[Fleet]:
-    redis = create_redis(RedisSettings(url=redis_url))
-    processes = Processes(None, redis, redis_url)
-    try:
-        gateway, url = await processes.gateway()
-        yield Fleet(processes, gateway, url)
-    finally:
-        await processes.close()
-        await redis.aclose()
+    async with run_fleet_at(redis_url) as fleet:
+        yield fleet
 
 
 async def test_a_node_killed_under_load_loses_no_stream_and_its_worker_returns(fleet, cluster):

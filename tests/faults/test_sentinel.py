@@ -16,9 +16,8 @@ from shared.redis.embedded import find_redis_server
 from shared.redis.link import RedisLink
 from shared.redis.outage import wait_for_redis
 from shared.settings.tree import RedisSettings
-from tests.faults.fleet import Fleet, playing, tokens_seen
+from tests.faults.fleet import Fleet, playing, run_fleet_at, tokens_seen
 from tests.faults.history import FINISHED
-from tests.faults.processes import Processes
 from tests.faults.sentinels import Sentinels, run_sentinels
 from tests.long import IS_LONG
 from tests.waiting import until
@@ -39,14 +38,8 @@ def sentinels(tmp_path: Path, redis_program: Path):
 @pytest.fixture
 async def fleet(sentinels: Sentinels) -> AsyncIterator[Fleet]:
     """A gateway that asks the Sentinels for the primary."""
-    redis = create_redis(RedisSettings(url=sentinels.url))
-    processes = Processes(None, redis, sentinels.url)
-    try:
-        gateway, url = await processes.gateway()
-        yield Fleet(processes, gateway, url)
-    finally:
-        await processes.close()
-        await redis.aclose()
+    async with run_fleet_at(sentinels.url) as fleet:
+        yield fleet
 
 
 async def test_a_primary_killed_in_mid_stream_loses_nothing(fleet: Fleet, sentinels: Sentinels):

@@ -14,9 +14,9 @@ from shared.queue.keys import RedisKeys
 from shared.redis.client import create_redis
 from shared.redis.embedded import EmbeddedRedis
 from shared.settings.tree import RedisSettings
-from tests.faults.fleet import Fleet, playing, tokens_seen
+from tests.faults.fleet import Fleet, playing, run_fleet_at, tokens_seen
 from tests.faults.history import FINISHED
-from tests.faults.processes import MODEL, PREFIX, Processes
+from tests.faults.processes import MODEL, PREFIX
 from tests.faults.rest import redis_leftovers
 from tests.waiting import wait_for
 
@@ -66,18 +66,12 @@ async def fleet(tmp_path: Path, variables: dict[str, str]) -> AsyncIterator[Shar
         for name, server in zip(NAMES, servers, strict=True):
             stack.callback(server.stop)
             urls.append(f"{name}={server.start()}")
-        redis = create_redis(RedisSettings(url=servers[0].url))
-        processes = Processes(None, redis, ",".join(urls))
-        try:
-            gateway, url = await processes.gateway(**variables)
-            fleet = ShardedFleet(processes, gateway, url)
+        async with run_fleet_at(",".join(urls), servers[0].url, **variables) as plain:
+            fleet = ShardedFleet(plain.processes, plain.gateway, plain.url)
             fleet.servers = servers
             for _ in range(2):  # they have seats for the streams of a test, and no more
                 await fleet.worker(VLM_ENGINE__MAX_NUM_SEQS=str(NUM_STREAMS // 2))
             yield fleet
-        finally:
-            await processes.close()
-            await redis.aclose()
 
 
 def kill(server: EmbeddedRedis) -> None:
