@@ -267,6 +267,25 @@ def undeploy(name: Name, url: Url = URL, api_key: DeployKey = None) -> None:
     _change(url, api_key, "DELETE", f"/{name}", None)
 
 
+def nodes(url: Url = URL, api_key: DeployKey = None, output: Form = None) -> None:
+    """List the nodes that run deployments."""
+    from deploy import commands
+
+    commands.finish(lambda: commands.run_nodes(_client(url, api_key), output))
+
+
+def drain(
+    node: Annotated[str, typer.Argument(help="The node, as vlm nodes lists it.")],
+    url: Url = URL,
+    api_key: DeployKey = None,
+    wait: Wait = 300,
+) -> None:
+    """Have a node finish its requests and end; other nodes start its instances again."""
+    from deploy import commands
+
+    commands.finish(lambda: commands.run_drain(_client(url, api_key), node, wait))
+
+
 def gc(
     store: Annotated[
         str | None, typer.Option(help="Store of packages.", show_default="the gateway's")
@@ -293,5 +312,5 @@ def gc(
 
 
 def add_to(root: typer.Typer) -> None:
-    for command in (deploy, apps, app, logs, promote, rollback, scale, undeploy, gc):
+    for command in (deploy, apps, app, logs, promote, rollback, scale, undeploy, nodes, drain, gc):
         root.command(cls=Command)(command)

@@ -14,6 +14,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from datetime import UTC, datetime  # noqa: TID251 (people see it)
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 import yaml
@@ -411,6 +412,40 @@ def run_apps(client: Client, form: str | None) -> None:
             str(app["generation"]), app["message"],
         )  # fmt: skip
     screen.print(table)
+
+
+def run_nodes(client: Client, form: str | None) -> None:
+    """List nodes. Raises: CommandFailed."""
+    found = client.ask("GET", "/v1/nodes")
+    if form:
+        show(found, form)
+        return
+    table = _new_table("node", "state", "cpu", "memory", "gpu", "instances")
+    for node in found["data"]:
+        instances = ", ".join(
+            f"{each['application']} ({each['state']})" for each in node["instances"]
+        )
+        table.add_row(
+            node["id"], node["state"], f"{node['cpu']:g}", f"{node['memory_bytes'] / 1e9:.1f} GB",
+            str(node["gpu"]), instances or "-",
+        )  # fmt: skip
+    screen.print(table)
+
+
+def run_drain(client: Client, name: str, wait_s: float) -> None:
+    """Drain a node, and wait until it has ended. Raises: CommandFailed."""
+    node = client.ask("POST", f"/v1/nodes/{quote(name, safe='')}:drain")
+    give_up_at, shown = time.monotonic() + wait_s, -1
+    while node is not None and time.monotonic() < give_up_at:
+        if (left := len(node["instances"])) != shown:
+            shown = left
+            console.print(f"{name}: {left} instances are left")
+        time.sleep(_POLL_S)
+        found = client.ask("GET", "/v1/nodes")["data"]
+        node = next((each for each in found if each["id"] == name), None)
+    if node is not None and wait_s:
+        raise CommandFailed(f"{name}: not drained after {wait_s:g} s; it goes on", ROLLOUT)
+    console.print(f"{name}: {'drains' if node is not None else 'has ended'}")
 
 
 def run_app(client: Client, name: str, form: str | None, pause_s: float | None) -> None:

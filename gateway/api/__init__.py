@@ -17,6 +17,7 @@ from gateway.api.embeddings import Embeddings
 from gateway.api.files import Files
 from gateway.api.messages import CountTokens, Messages
 from gateway.api.models import Models
+from gateway.api.nodes import Nodes
 from gateway.api.ollama import (
     OllamaChat,
     OllamaEmbed,
@@ -96,6 +97,7 @@ def _create_resources(services: Services, surfaces: Sequence[Surface]) -> list[R
         Sessions(lifecycle, services.sessions, limits),
         Adapters(models, limits.max_loras),
         Applications(deploy, services.deployments, models),
+        Nodes(services.deployments),
         Packages(deploy.store, settings.gateway.body_timeout_s),
         Probes(
             services.admission,

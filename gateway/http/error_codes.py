@@ -41,6 +41,7 @@ ERROR_CODES: dict[str, tuple[int, str]] = {
     "batches_not_served": (404, "`VLM_GATEWAY__FILES` is not set."),
     "search_not_served": (404, "No search process, or no default store, is set."),
     "application_not_found": (404, "There is no deployment of this name."),
+    "node_not_found": (404, "There is no node of this name."),
     "deployments_off": (404, "`VLM_DEPLOY__STORE` is not set."),
     "session_not_found": (404, "The session does not exist or has expired."),
     "task_not_found": (404, "The session has no such task."),

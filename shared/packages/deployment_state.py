@@ -23,6 +23,9 @@ CLAIM_S = 10.0
 #: Time to live of the records after a node last renewed them.
 APPS_TTL_S = 24 * 3600.0
 
+#: Time within which a node must read that it is to drain.
+DRAIN_TTL_S = 60.0
+
 #: Of the log of a deployment.
 MAX_LOG_LINES = 1000
 LOG_TTL_S = 24 * 3600.0
@@ -100,8 +103,16 @@ class DeploymentState(RedisStore):
 
     async def withdraw(self, node_id: str) -> None:
         """Delete a node's record."""
-        await self._sender.execute("DEL", self._keys.node(node_id))
+        for key in (self._keys.node(node_id), self._keys.node_drain(node_id)):
+            await self._sender.execute("DEL", key)
         await self._sender.execute("SREM", self._keys.nodes, node_id)
+
+    async def drain(self, node_id: str) -> None:
+        """Tell a node to drain its instances and end."""
+        await self._ask("SET", self._keys.node_drain(node_id), 1, "PX", to_ms(DRAIN_TTL_S))
+
+    async def is_told_to_drain(self, node_id: str) -> bool:
+        return bool(await self._ask("EXISTS", self._keys.node_drain(node_id)))
 
     async def session_limits(self, name: str, now: float) -> tuple[int, int]:
         """The sums of the least and most instances that open sessions of an application ask for.

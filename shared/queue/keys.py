@@ -216,6 +216,10 @@ class RedisKeys:
         """A node's record (JSON); it expires when the node stops announcing itself."""
         return f"{self.prefix}:node:{node_id}"
 
+    def node_drain(self, node_id: str) -> str:
+        """Exists while a node is told to drain."""
+        return f"{self.node(node_id)}:drain"
+
 
 def keys_of_calls(keys: RedisKeys, model: str, request_ids: Iterable[str]) -> list[str]:
     """Call and log of each, as scripts take them."""

@@ -387,7 +387,9 @@ class DeploySettings(Group):
         description="Packages and records: file:///DIRECTORY, or s3://, gs:// or az:// BUCKET/PREFIX; empty: no deployments.",
     )
     node_id: str = Field(
-        default="", description="Name of the node; empty: host, process id and a random part."
+        default="",
+        pattern="^[A-Za-z0-9._-]*$",
+        description="Name of the node; empty: host, process id and a random part.",
     )
     cache_dir: str = Field(
         default="", description="Where a node keeps packages; empty: below XDG_CACHE_HOME."

@@ -80,6 +80,8 @@ def test_python(number, shapes_fleet, namespace, monkeypatch):
 def test_curl(number, shapes_fleet):
     _, command, kind, shown = CURLS[number]
     command = command.replace("http://127.0.0.1:8000", shapes_fleet.url)
-    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     check_output(kind, shown, done.stdout)

@@ -193,6 +193,11 @@ class NodeAgent:
         while True:
             try:
                 await self._deployments.announce(self._record(), RECORD_TTL_S)
+                if not self._stopping.is_set() and await self._deployments.is_told_to_drain(
+                    self.id
+                ):
+                    logger.info("node %s: told to drain", self.id)
+                    self.stop()
             except (RedisError, OSError) as error:
                 self._outage.failed(error)
             else:
