@@ -56,14 +56,21 @@ def bench_gateway(
     against: Annotated[
         Path | None, typer.Option(help="Folder of another checkout to compare with.")
     ] = None,
+    figures: Annotated[
+        Path | None,
+        typer.Option(help="Measure what `vlm plan` reads at 32 connections, and write it there."),
+    ] = None,
 ) -> None:
     """Drive HTTP, Redis, worker and mock engine beside a bare FastAPI endpoint."""
     from benchmarks.gateway.affinity import run_affinity
     from benchmarks.gateway.against import run_against
     from benchmarks.gateway.run import BenchError, run, show
-    from benchmarks.gateway.server import run_tokens
+    from benchmarks.gateway.server import run_tokens, write_fleet_figures
 
     try:
+        if figures is not None:
+            write_fleet_figures(figures, seconds, rounds)
+            return
         if tokens:
             show([run_tokens(tokens, seconds, rounds, against)])
             return
@@ -124,6 +131,10 @@ def bench_engine(
         str, typer.Option(help="off, ngram, or both in turn: off,ngram.")
     ] = "off",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
+    figures: Annotated[
+        Path | None,
+        typer.Option(help="Also write what `vlm plan` reads; needs decode and prefill."),
+    ] = None,
 ) -> None:
     """Drive the engine alone, beside what this machine's memory and arithmetic allow."""
     from benchmarks.engine.run import BenchOptions, run
@@ -141,7 +152,7 @@ def bench_engine(
         rounds=rounds,
         speculation=tuple(speculation.split(",")),
     )
-    run(options, as_json)
+    run(options, as_json, figures)
 
 
 @app.command("peers")

@@ -286,6 +286,40 @@ def drain(
     commands.finish(lambda: commands.run_drain(_client(url, api_key), node, wait))
 
 
+def plan(
+    rate: Annotated[float, typer.Option(min=0.001, max=1e6, help="Requests per second.")],
+    tokens: Annotated[int, typer.Option(min=1, max=10**6, help="Output tokens of each.")] = 200,
+    prompt: Annotated[
+        int, typer.Option(min=1, max=10**7, help="Prompt tokens, without images.")
+    ] = 200,
+    images: Annotated[float, typer.Option(min=0, max=1000, help="New images of each.")] = 1.0,
+    image_bytes: Annotated[int, typer.Option(min=1, max=10**9)] = 200_000,
+    figures: Annotated[
+        Path | None,
+        typer.Option(
+            help="JSON of `vlm bench gateway` and `vlm bench engine --model NAME`, both with --figures.",
+            show_default="of the built-in model",
+        ),
+    ] = None,
+) -> None:
+    """Compute the workers, gateways, Redis servers and memory that a load needs."""
+    from deploy import capacity
+
+    try:
+        found = capacity.read_figures(path := figures or capacity.BUILT_IN)
+        if found.fleet is None or found.engine is None:
+            missing = "gateway" if found.fleet is None else "engine --model NAME"
+            raise capacity.NoFigures(f"{path}: add figures: vlm bench {missing} --figures {path}")
+        load = capacity.Load(rate, prompt, tokens, images, image_bytes)
+        capacity.show(
+            capacity.make_plan(load, found.fleet, found.engine), found.fleet, found.engine
+        )
+    except capacity.NoFigures as reason:
+        error = typer.BadParameter(f"{reason}", param_hint="--figures")
+        error.exit_code = ARGUMENTS
+        raise error from None
+
+
 def gc(
     store: Annotated[
         str | None, typer.Option(help="Store of packages.", show_default="the gateway's")
@@ -312,5 +346,18 @@ def gc(
 
 
 def add_to(root: typer.Typer) -> None:
-    for command in (deploy, apps, app, logs, promote, rollback, scale, undeploy, nodes, drain, gc):
+    for command in (
+        deploy,
+        apps,
+        app,
+        logs,
+        promote,
+        rollback,
+        scale,
+        undeploy,
+        nodes,
+        drain,
+        gc,
+        plan,
+    ):
         root.command(cls=Command)(command)

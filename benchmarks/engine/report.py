@@ -14,6 +14,7 @@ from rich.table import Table
 
 from benchmarks.engine.machine import Machine
 from benchmarks.engine.measure import Run
+from deploy.capacity import EngineFigures
 
 #: of the table; `total tok/s` counts prompt tokens too
 _COLUMNS = (
@@ -125,6 +126,25 @@ def to_json(
     tables = {"rows": rows, "costs": costs}
     found = {name: [asdict(row) for row in table] for name, table in tables.items()}
     return {"machine": asdict(machine), "model": model, **found}
+
+
+def to_figures(machine: Machine, model: str, rows: list[Row]) -> EngineFigures:
+    """The costs that `vlm plan` reads, of the largest batch. Raises: ValueError without decode and prefill."""
+    batch_size = max(row.batch_size for row in rows)
+    of = {row.scenario: row.rates for row in rows if row.batch_size == batch_size}
+    if not {"decode", "prefill"} <= of.keys():
+        raise ValueError("--figures: --scenarios must contain decode and prefill")
+    output_token_s = 1 / of["decode"]["output_tokens_per_s"].median
+    image_s = None
+    if "image" in of:
+        rates = of["image"]
+        image_s = (1 - rates["output_tokens_per_s"].median * output_token_s) / rates[
+            "images_per_s"
+        ].median
+    return EngineFigures(
+        f"{machine.device}, {machine.num_threads} threads", model, batch_size, output_token_s,
+        1 / of["prefill"]["total_tokens_per_s"].median, image_s and max(image_s, 0.0),
+    )  # fmt: skip
 
 
 def show(

@@ -7,6 +7,7 @@ all of them alike. The model is loaded and warmed up, and each cell run once, be
 import json
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
@@ -15,8 +16,9 @@ from rich.progress import track
 from benchmarks.engine.cost import ModelCost
 from benchmarks.engine.machine import Machine, measure_machine, peak_bytes
 from benchmarks.engine.measure import Run, WorkCounter, run_beside, run_in_turn, run_requests
-from benchmarks.engine.report import TABLE_WIDTH, Cost, Row, show, to_json, to_row
+from benchmarks.engine.report import TABLE_WIDTH, Cost, Row, show, to_figures, to_json, to_row
 from benchmarks.engine.scenario import SCENARIOS, USUAL, RequestMaker, Scenario
+from deploy.capacity import write_figures
 from engines.base import EngineStartError, RequestError
 from engines.core.engine import BatchingEngine
 from engines.registry import create_engine
@@ -174,11 +176,13 @@ class Bench:
         ]
 
 
-def run(options: BenchOptions, as_json: bool) -> None:
+def run(options: BenchOptions, as_json: bool, figures: Path | None = None) -> None:
     """The command. Raises: SystemExit with the reason."""
     try:
         bench = Bench(options)
         rows = bench.run_all()
+        if figures is not None:
+            write_figures(figures, to_figures(bench.machine, options.model, rows))
     except (EngineStartError, RequestError, ValueError) as error:
         raise SystemExit(f"bench engine: {error}") from None
     if as_json:

@@ -4,7 +4,9 @@ Each round drives the server alone, and the fleet in front of it, with the same 
 listens on its port; the processes that compute are not counted.
 """
 
+import base64
 import json
+import platform
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +19,18 @@ from rich.table import Table
 
 from benchmarks.gateway.against import check_checkout
 from benchmarks.gateway.client import Job
-from benchmarks.gateway.run import INSTANT, BenchError, Target, run_checked, run_vlm_fleet, show
-from benchmarks.gateway.tables import ROLES
+from benchmarks.gateway.run import (
+    INSTANT,
+    BenchError,
+    Target,
+    measure,
+    noise_url,
+    run_checked,
+    run_vlm_fleet,
+    show,
+)
+from benchmarks.gateway.tables import ROLES, pairs
+from deploy.capacity import FleetFigures, write_figures
 
 FRONT = "server's front"
 NUM_TOKENS = 100  #: per stream of the mock engine
@@ -44,7 +56,18 @@ def run(
 
 
 def run_tokens(streams: int, seconds: float, rounds: int, against: Path | None) -> Table:
-    """CPU per token of streams of the mock engine, at 50 tokens/s each, and in another checkout. Raises: BenchError."""
+    """CPU per token of streams of the mock engine, and in another checkout. Raises: BenchError."""
+    costs = _token_costs(streams, seconds, rounds, against)
+    table = Table("process", *costs, title=f"us of CPU per streamed token, {streams} streams")
+    for role in ROLES:
+        table.add_row(role, *(f"{found[role] * 1e6:.1f}" for found in costs.values()))
+    return table
+
+
+def _token_costs(
+    streams: int, seconds: float, rounds: int, against: Path | None = None
+) -> dict[str, dict[str, float]]:
+    """CPU seconds of each process per token, at 50 tokens/s a stream, by checkout. Raises: BenchError."""
     settings = {
         **INSTANT, "VLM_ENGINE__MOCK__DECODE_S": "0.02", "VLM_ENGINE__MAX_NUM_SEQS": str(streams),
         "VLM_ENGINE__MOCK__NUM_OUTPUT_TOKENS": str(NUM_TOKENS),
@@ -61,11 +84,30 @@ def run_tokens(streams: int, seconds: float, rounds: int, against: Path | None) 
         for number in range(rounds):
             for fleet in fleets if number % 2 == 0 else fleets[::-1]:
                 costs[fleet.name].append(_measure(fleet, streams, NUM_TOKENS, seconds))
-    table = Table("process", *costs, title=f"us of CPU per streamed token, {streams} streams")
-    for role in ROLES:
-        cells = [median(each[role] for each in found) * 1e6 for found in costs.values()]
-        table.add_row(role, *(f"{cell:.1f}" for cell in cells))
-    return table
+    return {
+        name: {role: median(each[role] for each in found) for role in ROLES}
+        for name, found in costs.items()
+    }
+
+
+def write_fleet_figures(path: Path, seconds: float, rounds: int) -> None:
+    """Measure the costs of a request, a streamed token and an image, and write them for `vlm plan`. Raises: BenchError."""
+    measured = measure(seconds, rounds, [32])
+    text, image = (
+        next(fleet for cell, _, fleet in pairs(measured) if cell.body.is_new is is_new)
+        for is_new in (False, True)
+    )
+    [token_s] = _token_costs(64, 5 * seconds, rounds).values()
+    write_figures(
+        path,
+        FleetFigures(
+            f"{psutil.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}",
+            {role: text.cpu_of(role) for role in ROLES},
+            token_s,
+            {role: max(0.0, image.cpu_of(role) - text.cpu_of(role)) for role in ROLES},
+            len(base64.b64decode(noise_url().partition(",")[2])),
+        ),
+    )
 
 
 def _find_front(url: str) -> Target:

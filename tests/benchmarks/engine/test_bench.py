@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from benchmarks.engine.machine import Machine
 from benchmarks.engine.measure import Late, Run
 from benchmarks.engine.report import Cost, to_row
 from benchmarks.engine.run import BenchOptions, run
+from deploy.capacity import read_figures
 from engines.base import RequestError
 from engines.core.engine import BatchingEngine
 from engines.core.sequence import Batch, ScheduledSequence, Sequence
@@ -129,6 +131,30 @@ def test_every_cell_is_measured_and_printed_as_json(tiny, capsys):
 def test_the_table_has_a_line_for_each_cell(tiny, capsys):
     run(BenchOptions(str(tiny), scenarios=("decode",), batch_sizes=(1,), rounds=1), as_json=False)
     assert "decode" in capsys.readouterr().out
+
+
+def test_figures_of_the_largest_batch_are_written_for_a_plan(tiny, tmp_path, capsys):
+    path = tmp_path / "figures.json"
+    options = BenchOptions(
+        str(tiny),
+        scenarios=("decode", "prefill", "image"),
+        batch_sizes=(1, 2),
+        num_tokens=4,
+        rounds=1,
+    )
+    run(options, as_json=True, figures=path)
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    found = read_figures(path).engine
+    assert found is not None
+    assert (found.model, found.batch_size) == (str(tiny), 2)
+    [decode] = [r for r in rows if (r["scenario"], r["batch_size"]) == ("decode", 2)]
+    assert found.output_token_s == pytest.approx(
+        1 / decode["rates"]["output_tokens_per_s"]["median"]
+    )
+    assert found.prompt_token_s > 0
+    assert found.image_s is not None
+    with pytest.raises(SystemExit, match="must contain decode and prefill"):
+        run(replace(options, scenarios=("image",)), as_json=True, figures=path)
 
 
 def test_given_answers_are_measured_with_and_without_speculation(tiny, capsys):

@@ -8,8 +8,9 @@ from rich.table import Table
 from benchmarks.gateway.against import run_against, to_table
 from benchmarks.gateway.client import Result
 from benchmarks.gateway.run import BenchError
-from benchmarks.gateway.server import run_tokens
+from benchmarks.gateway.server import run_tokens, write_fleet_figures
 from benchmarks.gateway.tables import ROLES, Body, Cell, Samples
+from deploy.capacity import read_figures
 
 ROOT = Path(__file__).parents[3]
 
@@ -54,3 +55,14 @@ CELL = Cell(Body("text", []), False, 1)
 def samples(*p50s: float) -> Samples:
     results = [Result(1, 1, 1.0, p50_s=p50_s) for p50_s in p50s]
     return Samples(results, [dict.fromkeys((*ROLES, "client"), 0.01)] * len(p50s))
+
+
+def test_figures_for_a_plan_have_the_cost_of_each_process(tmp_path: Path):
+    path = tmp_path / "figures.json"
+    write_fleet_figures(path, seconds=0.2, rounds=1)
+    found = read_figures(path).fleet
+    assert found is not None
+    for costs in (found.request_s, found.token_s, found.image_s):
+        assert costs.keys() == set(ROLES)
+    assert all(cost > 0 for cost in (*found.request_s.values(), *found.token_s.values()))
+    assert found.image_bytes > 50_000

@@ -1,0 +1,143 @@
+"""`vlm plan`: the workers, gateways and Redis servers that a load needs, by figures that `vlm bench` measured."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from shared.queue.keys import AFTER_END_S, BLOB_LINGER_S
+
+BUSY = 0.7  #: share of its time for which a process is planned
+BYTES_PER_TOKEN = 150  #: of an answer in Redis
+ROLES = ("gateway", "worker", "redis-server")
+#: Figures of the built-in model, on the machine that the file names.
+BUILT_IN = Path(__file__).parent / "capacity.json"
+
+
+class FleetFigures(msgspec.Struct):
+    """CPU seconds of each process by role; the engine takes none."""
+
+    machine: str
+    request_s: dict[str, float]
+    token_s: dict[str, float]  #: of a streamed token
+    image_s: dict[str, float]  #: of a new image of `image_bytes`
+    image_bytes: int
+
+
+class EngineFigures(msgspec.Struct):
+    """Seconds of one worker's engine, when it runs batches of `batch_size`."""
+
+    machine: str
+    model: str
+    batch_size: int
+    output_token_s: float
+    prompt_token_s: float
+    image_s: float | None = None  #: with its tokens; None: the model takes no images
+
+
+class Figures(msgspec.Struct, omit_defaults=True):
+    """The JSON file."""
+
+    fleet: FleetFigures | None = None
+    engine: EngineFigures | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Requests per second, and the size of each."""
+
+    rate: float
+    prompt_tokens: int
+    output_tokens: int
+    images: float
+    image_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a load needs; `busy` has the engines and cores that it keeps busy, by role."""
+
+    workers: int
+    gateways: int
+    shards: int
+    redis_bytes: float
+    busy: dict[str, float]
+
+
+class NoFigures(ValueError):
+    """The file cannot be used; the message says which command writes it."""
+
+
+def read_figures(path: Path) -> Figures:
+    """Raises: NoFigures."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Figures)
+    except OSError as error:
+        raise NoFigures(f"{path}: {error.strerror}") from None
+    except msgspec.MsgspecError as error:
+        raise NoFigures(f"{path}: {error}") from None
+
+
+def write_figures(path: Path, part: FleetFigures | EngineFigures) -> None:
+    """Write one part of the file, and keep the other. Raises: NoFigures, OSError."""
+    figures = read_figures(path) if path.exists() else Figures()
+    if isinstance(part, FleetFigures):
+        figures.fleet = part
+    else:
+        figures.engine = part
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(figures)) + b"\n")
+
+
+def make_plan(load: Load, fleet: FleetFigures, engine: EngineFigures) -> Plan:
+    """Multiply the load by the figures. Raises: NoFigures."""
+    if load.images and engine.image_s is None:
+        raise NoFigures(f"{engine.model} was measured without images; give --images 0")
+    engine_s = (
+        load.output_tokens * engine.output_token_s
+        + load.prompt_tokens * engine.prompt_token_s
+        + load.images * (engine.image_s or 0.0)
+    )
+    images = load.images * load.image_bytes / fleet.image_bytes  # as many of the measured size
+    busy = {"engine": load.rate * engine_s}
+    for role in ROLES:
+        tokens_s, images_s = load.output_tokens * fleet.token_s[role], images * fleet.image_s[role]
+        busy[role] = load.rate * (fleet.request_s[role] + tokens_s + images_s)
+    answer_s = engine.batch_size * engine_s  # of a full batch
+    image_bytes = load.images * load.image_bytes * (answer_s + BLOB_LINGER_S)
+    token_bytes = load.output_tokens * BYTES_PER_TOKEN * (answer_s + AFTER_END_S)
+    return Plan(
+        _number(busy["engine"]), _number(busy["gateway"]), _number(busy["redis-server"]),
+        load.rate * (image_bytes + token_bytes), busy,
+    )  # fmt: skip
+
+
+def _number(busy: float) -> int:
+    return max(1, math.ceil(busy / BUSY))
+
+
+def show(plan: Plan, fleet: FleetFigures, engine: EngineFigures) -> None:
+    """Print the plan and the figures behind it."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for name in ("", "number", "because"):
+        table.add_column(name, justify="right" if name == "number" else "left", overflow="fold")
+    for name, number, role in (
+        ("workers", plan.workers, "engine"),
+        ("gateways", plan.gateways, "gateway"),
+        ("Redis servers", plan.shards, "redis-server"),
+    ):
+        what = "engines" if role == "engine" else "cores"
+        table.add_row(name, str(number), f"the load keeps {plan.busy[role]:.2f} {what} busy")
+    stay = f"images stay for {BLOB_LINGER_S:g} s and answers for {AFTER_END_S:g} s"
+    table.add_row("Redis memory", f"{plan.redis_bytes / 1e9:.2g} GB", stay)
+    console = Console(highlight=False)
+    console.print(table)
+    images = "" if engine.image_s is None else f", {1 / engine.image_s:,.0f} images/s"
+    console.print(
+        f"\nEach process is planned for {BUSY:.0%} of its time. {engine.model} on {engine.machine}, "
+        f"batches of {engine.batch_size}: {1 / engine.output_token_s:,.0f} output tokens/s, "
+        f"{1 / engine.prompt_token_s:,.0f} prompt tokens/s{images}. Gateway and Redis: {fleet.machine}."
+    )

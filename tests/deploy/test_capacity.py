@@ -1,0 +1,120 @@
+"""`vlm plan`: the arithmetic, the file that benchmarks write, and what the command says."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+from typer.testing import CliRunner, Result
+
+import vlm
+from deploy.capacity import (
+    BUILT_IN,
+    EngineFigures,
+    Figures,
+    FleetFigures,
+    Load,
+    NoFigures,
+    make_plan,
+    read_figures,
+    write_figures,
+)
+
+FLEET = FleetFigures(
+    "two cores",
+    {"gateway": 1e-3, "worker": 1e-3, "redis-server": 0.5e-3},
+    {"gateway": 20e-6, "worker": 20e-6, "redis-server": 10e-6},
+    {"gateway": 1e-3, "worker": 1e-3, "redis-server": 1e-3},
+    100_000,
+)
+ENGINE = EngineFigures("a GPU", "some-model", 32, 1e-3, 1e-4, 0.1)
+LOAD = Load(rate=10, prompt_tokens=1000, output_tokens=100, images=1, image_bytes=200_000)
+
+
+def test_a_plan_is_the_load_times_the_costs():
+    plan = make_plan(LOAD, FLEET, ENGINE)
+    # 100 ms for output, prompt and image each; an image of twice the measured size counts as two.
+    assert plan.busy["engine"] == pytest.approx(10 * 0.3)
+    assert plan.busy["gateway"] == pytest.approx(10 * (1e-3 + 2e-3 + 2e-3))
+    assert plan.busy["redis-server"] == pytest.approx(10 * (0.5e-3 + 1e-3 + 2e-3))
+    assert (plan.workers, plan.gateways, plan.shards) == (5, 1, 1)  # 3 / 70 %
+    answer_s = 32 * 0.3
+    expected = 10 * (200_000 * (answer_s + 30) + 100 * 150 * (answer_s + 60))
+    assert plan.redis_bytes == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("field", ["rate", "prompt_tokens", "output_tokens", "images"])
+def test_more_load_needs_more(field: str):
+    before = make_plan(LOAD, FLEET, ENGINE)
+    after = make_plan(replace(LOAD, **{field: 100 * getattr(LOAD, field)}), FLEET, ENGINE)
+    assert after.workers > before.workers
+    assert all(after.busy[role] >= busy for role, busy in before.busy.items())
+    assert after.redis_bytes > before.redis_bytes
+
+
+def test_a_model_without_images_has_no_plan_for_images():
+    text_only = EngineFigures("a GPU", "some-model", 32, 1e-3, 1e-4)
+    with pytest.raises(NoFigures, match="some-model was measured without images"):
+        make_plan(LOAD, FLEET, text_only)
+    assert make_plan(replace(LOAD, images=0), FLEET, text_only).workers == 3
+
+
+def test_both_benchmarks_write_one_file(tmp_path: Path):
+    path = tmp_path / "figures.json"
+    write_figures(path, FLEET)
+    write_figures(path, replace_model("old"))
+    write_figures(path, replace_model("new"))
+    assert read_figures(path) == Figures(FLEET, replace_model("new"))
+
+
+def replace_model(name: str) -> EngineFigures:
+    return msgspec.structs.replace(ENGINE, model=name)
+
+
+def plan(*arguments: object) -> Result:
+    return CliRunner().invoke(vlm.app, ["plan", *map(str, arguments)], env={"COLUMNS": "200"})
+
+
+def test_the_command_plans_with_the_figures_of_the_built_in_model():
+    done = plan("--rate", 1000, "--tokens", 50)
+    assert done.exit_code == 0, done.output
+    rows = {line.split("  ")[0]: line.split() for line in done.stdout.splitlines() if line}
+    found = read_figures(BUILT_IN)
+    assert found.fleet is not None
+    assert found.engine is not None
+    load = Load(1000, 200, 50, 1.0, 200_000)
+    expected = make_plan(load, found.fleet, found.engine)
+    assert int(rows["workers"][1]) == expected.workers > 1
+    assert int(rows["gateways"][1]) == expected.gateways
+    assert int(rows["Redis servers"][2]) == expected.shards
+    assert found.engine.model in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "No such file"),
+        ("[]", "Expected `object`, got `array`"),
+        ('{"fleet": 1}', "`$.fleet`"),
+        ("{}", "vlm bench gateway --figures"),
+        (
+            json.dumps({"fleet": msgspec.to_builtins(FLEET)}),
+            "vlm bench engine --model NAME --figures",
+        ),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_refused(tmp_path: Path, content: str | None, says: str):
+    path = tmp_path / "figures.json"
+    if content is not None:
+        path.write_text(content)
+    done = plan("--rate", 1, "--figures", path)
+    assert done.exit_code == 1
+    assert says in " ".join(done.stderr.replace("│", " ").split())
+
+
+@pytest.mark.parametrize("option", ["--rate=0", "--rate=nan", "--tokens=0", "--images=-1"])
+def test_a_load_that_is_none_is_refused(option: str):
+    done = plan("--rate", 1, option)
+    assert done.exit_code == 1
+    assert option.partition("=")[0] in done.stderr
