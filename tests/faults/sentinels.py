@@ -6,6 +6,7 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from redis import Redis
 from redis.exceptions import RedisError, ResponseError
@@ -19,7 +20,7 @@ DOWN_AFTER_S = 1.0
 WITHIN_S = 60.0
 _SERVER = """
 bind 127.0.0.1
-port {port}
+{ports}
 dir {directory}
 appendonly yes
 save ""
@@ -29,7 +30,7 @@ masterauth {password}
 """
 _SENTINEL = """
 bind 127.0.0.1
-port {port}
+{ports}
 dir {directory}
 requirepass of-the-sentinels
 sentinel monitor {name} 127.0.0.1 {primary} 2
@@ -38,13 +39,31 @@ sentinel down-after-milliseconds {name} {down_after_ms}
 sentinel failover-timeout {name} 5000
 sentinel parallel-syncs {name} 2
 """
+_TLS = """port 0
+tls-port {port}
+tls-cert-file {certificate}
+tls-key-file {certificate}
+tls-ca-cert-file {certificate}
+tls-auth-clients no
+tls-replication yes"""
+CERTIFICATE = Path(__file__).parent.parent / "gateway" / "images" / "tls" / "first.pem"
+
+
+def has_tls(program: Path) -> bool:
+    """Whether the server was built with TLS."""
+    wrong = [program, "--tls-port", "none"]
+    return b"Bad directive" not in subprocess.run(wrong, capture_output=True, timeout=10).stderr
 
 
 class Sentinels:
     """Its servers by port, and the URL that names the primary."""
 
-    def __init__(self, folder: Path, program: Path) -> None:
+    def __init__(self, folder: Path, program: Path, *, tls: bool) -> None:
         self._program = program
+        self._tls = tls
+        self._client: dict[str, Any] = {"socket_timeout": 1.0}
+        if tls:
+            self._client |= {"ssl": True, "ssl_ca_certs": str(CERTIFICATE), "ssl_check_hostname": False}
         ports = _free_ports(6)
         self.servers, self.sentinels = ports[:3], ports[3:]
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
@@ -53,7 +72,11 @@ class Sentinels:
     @property
     def url(self) -> str:
         hosts = "+".join(f"127.0.0.1:{port}" for port in self.sentinels)
-        return f"redis+sentinel://:{PASSWORD}@{hosts}/{NAME}?sentinel_password=of-the-sentinels"
+        url = f"redis+sentinel://:{PASSWORD}@{hosts}/{NAME}?sentinel_password=of-the-sentinels"
+        if self._tls:
+            url = url.replace("redis", "rediss", 1)
+            url += f"&ssl_ca_certs={CERTIFICATE}&ssl_check_hostname=False"
+        return url
 
     def start(self) -> None:
         primary = self.servers[0]
@@ -101,8 +124,10 @@ class Sentinels:
         directory.mkdir()
         values = {"primary": self.servers[0], "name": NAME, "password": PASSWORD}
         values["down_after_ms"] = int(1000 * DOWN_AFTER_S)
+        ports = _TLS if self._tls else "port {port}"
+        values["ports"] = ports.format(port=port, certificate=CERTIFICATE)
         path = directory / "redis.conf"
-        path.write_text(config.format(port=port, directory=directory, **values))
+        path.write_text(config.format(directory=directory, **values))
         self.processes[port] = subprocess.Popen(
             [self._program, path, *options],
             stdin=subprocess.DEVNULL,
@@ -111,11 +136,11 @@ class Sentinels:
         )
 
     def _sentinel(self, port: int) -> Redis:
-        return Redis(port=port, password="of-the-sentinels", socket_timeout=1.0)
+        return Redis(port=port, password="of-the-sentinels", **self._client)
 
     def _info(self, port: int, field: str) -> object:
         try:
-            with Redis(port=port, password=PASSWORD, socket_timeout=1.0) as client:
+            with Redis(port=port, password=PASSWORD, **self._client) as client:
                 return client.info("replication")[field]
         except RedisError:
             return None
@@ -140,8 +165,8 @@ def _free_ports(count: int) -> Sequence[int]:
 
 
 @contextmanager
-def run_sentinels(folder: Path, program: Path) -> Iterator[Sentinels]:
-    sentinels = Sentinels(folder, program)
+def run_sentinels(folder: Path, program: Path, *, tls: bool = False) -> Iterator[Sentinels]:
+    sentinels = Sentinels(folder, program, tls=tls)
     try:
         sentinels.start()
         yield sentinels

@@ -18,7 +18,7 @@ from shared.redis.outage import wait_for_redis
 from shared.settings.tree import RedisSettings
 from tests.faults.fleet import Fleet, playing, run_fleet_at, tokens_seen
 from tests.faults.history import FINISHED
-from tests.faults.sentinels import Sentinels, run_sentinels
+from tests.faults.sentinels import Sentinels, has_tls, run_sentinels
 from tests.long import IS_LONG
 from tests.waiting import until
 
@@ -27,11 +27,14 @@ NUM_STREAMS = 12
 DEMOTED_AFTER_S = 8.0
 
 
-@pytest.fixture
-def sentinels(tmp_path: Path, redis_program: Path):
+@pytest.fixture(params=["plain", "TLS"])
+def sentinels(tmp_path: Path, redis_program: Path, request: pytest.FixtureRequest):
     if not IS_LONG and redis_program != find_redis_server():
         pytest.skip("the long form: make faults")
-    with run_sentinels(tmp_path, redis_program) as sentinels:
+    tls = request.param == "TLS"
+    if tls and not has_tls(redis_program):
+        pytest.skip(f"{redis_program} has no TLS")
+    with run_sentinels(tmp_path, redis_program, tls=tls) as sentinels:
         yield sentinels
 
 
