@@ -25,8 +25,11 @@ from shared.settings.tree import RedisSettings
 
 #: Timeout of a blocking read on the server; that of its socket is longer.
 BLOCK_S = 2.0
-#: The first patch of each release line without these vulnerabilities.
-_FIXED_IN = {(6, 2): 20, (7, 0): 15, (7, 2): 11, (7, 4): 6, (8, 0): 4, (8, 2): 2}
+#: The first patch of each release line without these vulnerabilities, by server.
+_FIXED_IN = {
+    "redis": {(6, 2): 20, (7, 0): 15, (7, 2): 11, (7, 4): 6, (8, 0): 4, (8, 2): 2},
+    "valkey": {(7, 2): 11, (8, 0): 6, (8, 1): 4},
+}
 
 logger = logging.getLogger(__name__)
 
@@ -92,33 +95,35 @@ def redis_errors_as(kind: Callable[[str], Exception]) -> Callable[[Function], Fu
     return decorate
 
 
-def has_known_faults(version: str) -> bool:
-    """Whether a release is vulnerable; False if it is not a version."""
+def has_known_faults(server: str, version: str) -> bool:
+    """Whether a release is vulnerable; False for an unknown server or version."""
+    fixed_in = _FIXED_IN.get(server)
     numbers = version.split(".")
-    if len(numbers) != 3 or not all(number.isdecimal() for number in numbers):
+    if fixed_in is None or len(numbers) != 3 or not all(number.isdecimal() for number in numbers):
         return False
     major, minor, patch = map(int, numbers)
-    return (major, minor) < min(_FIXED_IN) or patch < _FIXED_IN.get((major, minor), 0)
+    return (major, minor) < min(fixed_in) or patch < fixed_in.get((major, minor), 0)
 
 
-async def read_release(redis: Redis) -> str | None:
-    """The version of a Redis server; None if unknown, or of another kind of server."""
+async def read_release(redis: Redis) -> tuple[str, str]:
+    """The name of the server and its version; empty if unknown."""
     try:
         reply: Any = await redis.execute_command("HELLO")
     except (RedisError, OSError):
-        return None
+        return "", ""
     fields = dict(zip(reply[::2], reply[1::2], strict=True))
-    return fields[b"version"].decode() if fields.get(b"server") == b"redis" else None
+    return fields[b"server"].decode(), fields[b"version"].decode()
 
 
 async def warn_of_known_faults(redis: Redis) -> None:
     """Log a warning if the server is vulnerable, unless it is on a unix socket."""
     if "path" in redis.connection_pool.connection_kwargs:
         return
-    version = await read_release(redis)
-    if version is not None and has_known_faults(version):
+    server, version = await read_release(redis)
+    if has_known_faults(server, version):
         logger.warning(
-            "Redis %s has known faults: a client with a password can crash it or run code in it. "
+            "%s %s has known faults: a client with a password can crash it or run code in it. "
             "Install a patched release, see docs/operating.md",
+            server.title(),
             version,
         )

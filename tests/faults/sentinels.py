@@ -63,7 +63,11 @@ class Sentinels:
         self._tls = tls
         self._client: dict[str, Any] = {"socket_timeout": 1.0}
         if tls:
-            self._client |= {"ssl": True, "ssl_ca_certs": str(CERTIFICATE), "ssl_check_hostname": False}
+            self._client |= {
+                "ssl": True,
+                "ssl_ca_certs": str(CERTIFICATE),
+                "ssl_check_hostname": False,
+            }
         ports = _free_ports(6)
         self.servers, self.sentinels = ports[:3], ports[3:]
         self.processes: dict[int, subprocess.Popen[bytes]] = {}

@@ -18,7 +18,7 @@ from tests.waiting import until
 
 
 @pytest.mark.parametrize(
-    ("version", "has_faults"),
+    ("release", "has_faults"),
     [
         ("6.0.20", True),
         ("6.2.14", True),
@@ -35,19 +35,36 @@ from tests.waiting import until
         ("255.255.255", False),
         ("unstable", False),
         ("", False),
+        ("valkey 7.2.10", True),
+        ("valkey 8.0.6", False),
+        ("valkey 8.1.1", True),
+        ("valkey 8.1.4", False),
+        ("valkey 9.0.0", False),
+        ("another 1.0.0", False),
     ],
 )
-def test_releases_before_the_patch_of_their_line_have_known_faults(version, has_faults):
-    assert has_known_faults(version) is has_faults
+def test_releases_before_the_patch_of_their_line_have_known_faults(release, has_faults):
+    server, _, version = release.rpartition(" ")
+    assert has_known_faults(server or "redis", version) is has_faults
 
 
 @asynccontextmanager
-async def run_on_loopback(folder: Path, *options: str) -> AsyncIterator[str]:
-    """The URL of the bundled server, which is such a release, on a port."""
+async def run_on_loopback(
+    folder: Path, *options: str, program: Path | None = None
+) -> AsyncIterator[str]:
+    """The URL of a server on a port; of the bundled one, which is such a release."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [find_redis_server(), "--port", str(port), "--bind", "127.0.0.1", "--save", ""]
+    command = [
+        program or find_redis_server(),
+        "--port",
+        str(port),
+        "--bind",
+        "127.0.0.1",
+        "--save",
+        "",
+    ]
     server = subprocess.Popen([*command, *options], cwd=folder, stdout=subprocess.DEVNULL)
     url = f"redis://127.0.0.1:{port}"
     try:
@@ -80,17 +97,17 @@ def version_of(program: Path) -> str:
     return done.stdout.partition("v=")[2].split()[0]
 
 
-async def test_the_release_of_a_server_is_read(redis):
-    assert await read_release(redis) == version_of(find_redis_server())
-
-
-async def test_a_gateway_warns_where_others_may_reach_such_a_server(tmp_path, caplog):
-    expected = has_known_faults(version_of(find_redis_server()))
-    async with (
-        run_on_loopback(tmp_path) as url,
-        run_gateway_on_socket(make_settings(url, "vlm")),
-    ):
-        assert ("has known faults" in caplog.text) is expected
+async def test_a_gateway_warns_where_others_may_reach_such_a_server(
+    tmp_path, caplog, redis_program
+):
+    version = version_of(redis_program)
+    server = "valkey" if "valkey" in redis_program.name else "redis"
+    async with run_on_loopback(tmp_path, program=redis_program) as url:
+        async with connect(url) as client:
+            assert await read_release(client) == (server, version)
+        async with run_gateway_on_socket(make_settings(url, "vlm")):
+            warning = f"{server.title()} {version} has known faults"
+            assert (warning in caplog.text) is has_known_faults(server, version)
 
 
 async def test_a_user_without_any_right_may_read_the_release(tmp_path):
@@ -98,7 +115,7 @@ async def test_a_user_without_any_right_may_read_the_release(tmp_path):
         async with connect(url) as admin:
             await admin.execute_command("ACL", "SETUSER", "limited", "on", ">secret")
         async with connect(url.replace("//", "//limited:secret@")) as limited:
-            assert await read_release(limited) == version_of(find_redis_server())
+            assert await read_release(limited) == ("redis", version_of(find_redis_server()))
 
 
 async def test_a_gateway_says_nothing_of_a_server_on_a_unix_socket(redis_server, caplog):
