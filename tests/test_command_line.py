@@ -167,7 +167,7 @@ def test_tools_of_the_engine_get_what_was_asked_for(monkeypatch):
     run("quantize", "org/name", "out", "--scheme", "int4")
     run("bench", "engine", "--batch-sizes", "1,8", "--scenarios", "decode", "--json")
     assert calls[0] == ("org/name", Path("out"), "int4", "none")
-    options, is_json = calls[1]
+    options, is_json, _ = calls[1]
     assert (options.batch_sizes, options.scenarios, is_json) == ((1, 8), ("decode",), True)
 
 
