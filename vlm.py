@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 import deploy.cli
+import deploy.keys_cli
 import deploy.session_cli
 import engines.cli
 import gateway.cli
@@ -76,6 +77,7 @@ app.command("search")(search.cli.find)
 app.add_typer(search.cli.store, name="store")
 deploy.cli.add_to(app)
 deploy.session_cli.add_to(app)
+app.add_typer(deploy.keys_cli.app, name="keys")
 if find_spec("benchmarks") is not None:  # in the repository, not in the wheel
     from benchmarks.cli import app as bench
 

@@ -403,7 +403,7 @@ def run_apps(client: Client, form: str | None) -> None:
     if form:
         show(found, form)
         return
-    table = _new_table("name", "state", "serves", "ready", "candidate", "last gen.", "its message")
+    table = new_table("name", "state", "serves", "ready", "candidate", "last gen.", "its message")
     for app in found["data"]:
         active, candidate = app["active"], app["candidate"]
         ready = f"{active['num_ready'] if active else 0}/{app['desired']}"
@@ -420,7 +420,7 @@ def run_nodes(client: Client, form: str | None) -> None:
     if form:
         show(found, form)
         return
-    table = _new_table("node", "state", "cpu", "memory", "gpu", "instances")
+    table = new_table("node", "state", "cpu", "memory", "gpu", "instances")
     for node in found["data"]:
         instances = ", ".join(
             f"{each['application']} ({each['state']})" for each in node["instances"]
@@ -477,7 +477,7 @@ class _Rates:
         return f"{max(0, count - before) / (now - at):.1f}" if now > at else "-"
 
 
-def _new_table(*columns: str) -> Table:
+def new_table(*columns: str) -> Table:
     """A table that folds columns on narrow terminals."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
     for column in columns:
@@ -490,7 +490,7 @@ def _table(app: dict[str, Any], rates: _Rates) -> Table:
         title=f"{app['name']}: {app['state']}. {app['message']}", title_justify="left",
         show_header=False, box=None, padding=(0, 0, 1, 0),
     )  # fmt: skip
-    versions = _new_table(
+    versions = new_table(
         "version", "digest", "share", "ready", "running", "answers/s", "failed", "p95 ms"
     )
     share = app["candidate"]["spec"]["canary"] if app["state"] == "canary" else 0.0
@@ -500,7 +500,7 @@ def _table(app: dict[str, Any], rates: _Rates) -> Table:
                 role, _short(each), f"{part:.0%}", str(each["num_ready"]),
                 str(each["num_running"]), rates.of(each), str(each["num_failed"]), _times(each),
             )  # fmt: skip
-    revisions = _new_table("generation", "cause", "digest", "outcome", "message")
+    revisions = new_table("generation", "cause", "digest", "outcome", "message")
     for each in app["generations"][-8:]:
         digest = each["version"][:19]
         row = (
@@ -511,11 +511,11 @@ def _table(app: dict[str, Any], rates: _Rates) -> Table:
             each["message"],
         )
         revisions.add_row(*row)
-    slots = _new_table("slot", "digest", "state", "node")
+    slots = new_table("slot", "digest", "state", "node")
     for slot in app["slots"]:
         state = f"{slot['state']} ({slot['phase']})" if slot["phase"] else slot["state"]
         slots.add_row(str(slot["id"]), slot["digest"][:19], state, slot["node"] or "-")
-    events = _new_table("event")
+    events = new_table("event")
     for event in app["events"][-10:]:
         events.add_row(event["text"])
     for each in (versions, revisions, slots, events):

@@ -2,9 +2,11 @@
 
 import asyncio
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import replace
 
+from redis.exceptions import RedisError
 from starlette.types import ASGIApp
 
 from gateway.batches.asking import LineAsker
@@ -23,6 +25,8 @@ from gateway.http.admission import Admission
 from gateway.http.server import DrainingServer, create_server
 from gateway.images.fetch import ImageFetcher
 from gateway.images.loader import ImageLoader
+from gateway.keys.directory import KeyDirectory
+from gateway.keys.records import KeyStore
 from gateway.search import SearchClient
 from shared.blobs.api import BlobStore
 from shared.blobs.object_store import ObjectBlobStore
@@ -58,7 +62,12 @@ class Services:
         self.admission = Admission(
             settings.limits.max_open_requests, settings.limits.max_open_body_bytes
         )
-        self.key_limits = KeyLimits(settings.limits, self.admission.overloaded)
+        self.keys = self._create_keys()
+        self.key_limits = KeyLimits(
+            settings.limits,
+            self.admission.overloaded,
+            find_key=self.keys.of if self.keys is not None else lambda _: None,
+        )
         self.queue, self.mailbox, small = self._connect()
         self.records = ResumableCalls(self._redis, prefix)
         self.blobs = create_blobs(small, settings.blobs)
@@ -78,6 +87,7 @@ class Services:
             settings.redis.address,
             self.deployments if settings.deploy.store else None,
             self.metrics.deployments.observe,
+            self.keys.may_use if self.keys is not None else lambda _tenant, _name: True,
         )
         self.dispatcher = Dispatcher(
             self.queue,
@@ -93,7 +103,7 @@ class Services:
         self.batches = create_batches(settings.gateway.files)
         self.leases = Leases(self._redis, prefix)
         self.runner: BatchRunner | None = None
-        self._refreshing: asyncio.Task[None] | None = None
+        self._refreshing: list[asyncio.Task[None]] = []
 
     def _connect(self) -> tuple[GatewayQueue, Mailbox, BlobStore]:
         """The queue, mailbox and blobs of one Redis, or of several shards."""
@@ -111,6 +121,20 @@ class Services:
             RedisMailbox(self._blocking_redis, redis.key_prefix, *of_mailbox),
             RedisBlobStore(self._redis, redis.key_prefix),
         )
+
+    def _create_keys(self) -> KeyDirectory | None:
+        """The stored API keys. Raises: SettingsError."""
+        if self.settings.gateway.root_key is None:
+            return None
+        try:
+            durable = open_store(url) if (url := self.settings.deploy.store) else None
+        except StoreError as error:
+            raise SettingsError(f"VLM_DEPLOY__STORE: {error}") from None
+        store = KeyStore(self._redis, self.settings.redis.key_prefix, durable)
+        return KeyDirectory(store, self.settings.redis.address, self._on_keys_ended)
+
+    def _on_keys_ended(self, tenants: Collection[str]) -> None:
+        self.dispatcher.fail_tenants(tenants, "The API key of this request has ended.")
 
     def _create_lifecycle(self) -> Lifecycle:
         timeout_s = self.settings.gateway.request_timeout_s
@@ -184,15 +208,25 @@ class Services:
         self.refunds.start()
         if self.runner is not None:
             self.runner.start()
-        self._refreshing = asyncio.create_task(self.models.keep_fresh(), name="refresh models")
+        self._refreshing = [asyncio.create_task(self.models.keep_fresh(), name="refresh models")]
+        if self.keys is not None:
+            with suppress(
+                RedisError, StoreError, OSError
+            ):  # until Redis answers, stored keys get 503
+                await self.keys.refresh()
+            self._refreshing.append(
+                asyncio.create_task(self.keys.keep_fresh(), name="refresh keys")
+            )
 
     async def stop(self) -> None:
         """Cancel open requests and close all connections."""
         if self.runner is not None:
             await self.runner.stop()
-        if self._refreshing is not None:
-            self._refreshing.cancel()
-            await asyncio.wait([self._refreshing])
+        for task in self._refreshing:
+            task.cancel()
+        await asyncio.gather(*self._refreshing, return_exceptions=True)
+        if self.keys is not None:
+            await self.keys.close()
         await self.dispatcher.stop()
         await self.lifecycle.resume.stop()
         await self.refunds.stop()

@@ -15,6 +15,7 @@ from gateway.api.chat import ChatCompletions
 from gateway.api.completions import Completions
 from gateway.api.embeddings import Embeddings
 from gateway.api.files import Files
+from gateway.api.keys import Keys
 from gateway.api.messages import CountTokens, Messages
 from gateway.api.models import Models
 from gateway.api.nodes import Nodes
@@ -98,13 +99,14 @@ def _create_resources(services: Services, surfaces: Sequence[Surface]) -> list[R
         Adapters(models, limits.max_loras),
         Applications(deploy, services.deployments, models),
         Nodes(services.deployments),
+        Keys(services.keys),
         Packages(deploy.store, settings.gateway.body_timeout_s),
         Probes(
             services.admission,
             models,
             services.queue,
             services.metrics,
-            "admin" if settings.gateway.admin_keys else "key",
+            "adapters" if settings.gateway.admin_keys else "use",
             settings.redis.shards,
         ),
     ]

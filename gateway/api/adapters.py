@@ -167,7 +167,7 @@ class Adapters(Resource):
     """LoRA adapters of the fleet's models."""
 
     tag = "models"
-    access = "admin"
+    access = "adapters"
 
     def __init__(self, models: ModelDirectory, max_loras: int) -> None:
         self._adapters = FleetAdapters(models, max_loras)

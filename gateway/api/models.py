@@ -122,7 +122,9 @@ class Models(Resource):
         """List the models of the fleet."""
         models = self._models
         deployed = {name: route.card for name, route in models.routes.items()}
-        found = [*{**models.cards, **models.adapters, **deployed}.values()]
+        known = {**models.cards, **models.adapters, **deployed}
+        tenant = caller.context.tenant
+        found = [card for name, card in known.items() if models.may_use(tenant, name)]
         found.sort(key=lambda card: (models.num_workers[card.queue] == 0, *_order(card)))
         objects = [self._to_object(card) for card in found]
         if _is_anthropic(caller):
@@ -136,6 +138,7 @@ class Models(Resource):
     async def retrieve_model(self, caller: Caller) -> Struct:
         """Show a model."""
         models, name = self._models, caller.path["name"]
+        models.check_use(caller.context.tenant, name)
         card = models.cards.get(name) or models.adapters.get(name)
         if card is None and name in models.routes:
             card = models.routes[name].card

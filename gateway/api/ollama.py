@@ -700,12 +700,16 @@ class OllamaModelList(Resource):
     @operation("GET", "/api/tags")
     async def ollama_tags(self, caller: Caller) -> OllamaModels:
         """List models (Ollama's API)."""
-        return OllamaModels([OllamaModel.of(card) for card in self._cards()])
+        return OllamaModels([OllamaModel.of(card) for card in self._cards(caller.context.tenant)])
 
     @operation("GET", "/api/ps")
     async def ollama_ps(self, caller: Caller) -> OllamaModels:
         """List models that have workers (Ollama's API)."""
-        running = [card for card in self._cards() if self._models.num_workers[card.queue]]
+        running = [
+            card
+            for card in self._cards(caller.context.tenant)
+            if self._models.num_workers[card.queue]
+        ]
         found = [OllamaModel.of(card) for card in running]
         for model, card in zip(found, running, strict=True):
             model.expires_at, model.size_vram = _time(2**32), 0  # it does not expire
@@ -715,7 +719,9 @@ class OllamaModelList(Resource):
     @operation("POST", "/api/show")
     async def ollama_show(self, caller: Caller, body: OllamaShowRequest) -> OllamaShown:
         """Show a model (Ollama's API)."""
-        card = await self._models.find((body.model or body.name).removesuffix(_LATEST))
+        card = await self._models.find(
+            (body.model or body.name).removesuffix(_LATEST), tenant=caller.context.tenant
+        )
         capabilities = {
             "completion": "generate" in card.tasks,
             "embedding": "embed" in card.tasks,
@@ -740,7 +746,7 @@ class OllamaModelList(Resource):
         """Show the version (Ollama's API)."""
         return OllamaVersion(package_version())
 
-    def _cards(self) -> list[ModelCard]:
+    def _cards(self, tenant: str) -> list[ModelCard]:
         deployed = {name: route.card for name, route in self._models.routes.items()}
         found = {**self._models.cards, **self._models.adapters, **deployed}
-        return [card for _, card in sorted(found.items())]
+        return [card for name, card in sorted(found.items()) if self._models.may_use(tenant, name)]

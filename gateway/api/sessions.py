@@ -236,7 +236,7 @@ class Sessions(Resource):
         """Open a session."""
         session_id = "sess_" + token_hex(16)
         name = caller.path["name"]
-        await self._find_card(name, session_id)
+        await self._find_card(name, session_id, caller.context.tenant)
         least, most = body.min_instances, body.max_instances or 0
         if most and least > most:
             raise invalid("min_instances", "it is larger than max_instances")
@@ -342,7 +342,7 @@ class Sessions(Resource):
         if len(tasks) > self._limits.max_tasks:
             raise invalid("tasks", f"send at most {self._limits.max_tasks} at a time")
         session = (await self._find(caller)).session
-        card = await self._find_card(session.application, session.id)
+        card = await self._find_card(session.application, session.id, caller.context.tenant)
         self._check_resources(session)
         await self._store.keep_limits(session)
         if session.common is not None and not await self._lifecycle.blobs.hold(
@@ -370,7 +370,7 @@ class Sessions(Resource):
         now = time.time()  # noqa: TID251
         tenant, key_limits = caller.context.tenant, self._lifecycle.key_limits
         request_id = _request_id(session.id, task_id)
-        limits = key_limits.limits(session.priority)
+        limits = key_limits.limits(session.priority, tenant)
         request_id += self._lifecycle.dispatcher.queue.place(request_id, tenant, limits, None)
         wanted = TaskRecord(
             task_id, request_id, card.queue, card.package,
@@ -619,10 +619,10 @@ class Sessions(Resource):
             code="insufficient_resources",
         )
 
-    async def _find_card(self, name: str, side: str) -> ModelCard:
+    async def _find_card(self, name: str, side: str, tenant: str) -> ModelCard:
         """The version that serves. Raises: ApiError, QueueUnavailable."""
         try:
-            card = await self._lifecycle.models.find(name, side, "run")
+            card = await self._lifecycle.models.find(name, side, "run", tenant)
         except NotFound as error:
             error.param = "name"
             raise

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
 from itertools import islice
 
 import msgspec
@@ -130,6 +130,7 @@ class Dispatcher:
             time.monotonic() + timeout_s,
             self._forget,
         )
+        call.tenant = calls[0].tenant
         call.is_resumable = calls[0].is_resumable
         call.begins_by = math.inf
         self._add(call)
@@ -206,6 +207,12 @@ class Dispatcher:
         """Fail all open requests."""
         for call, choice in self._all_routes():
             call.fail(choice, ErrorCode.CANCELLED, message)
+
+    def fail_tenants(self, tenants: Collection[str], message: str) -> None:
+        """Fail the open requests of tenants."""
+        for call, choice in self._all_routes():
+            if call.tenant in tenants:
+                call.fail(choice, ErrorCode.CANCELLED, message)
 
     def on_gap(self, model: str) -> None:
         """Read the logs of a model's open requests again, because events may be missing."""

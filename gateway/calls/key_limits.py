@@ -12,7 +12,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from gateway.http.errors import Overloaded
+from gateway.keys.records import KeyRecord
 from shared.protocol import (
     Call,
     Embed,
@@ -70,7 +73,10 @@ class KeyLimits:
         limits: LimitSettings,
         overloaded: Callable[[str], Overloaded],
         clock: Callable[[], float] = time.monotonic,
+        find_key: Callable[[str], KeyRecord | None] = lambda _: None,
     ) -> None:
+        """`find_key` returns the stored key of a tenant."""
+        self._find_key = find_key
         self._limits = limits
         self._overloaded = overloaded
         self._clock = clock
@@ -84,15 +90,26 @@ class KeyLimits:
         is_batch = priority is Priority.BATCH
         return self._limits.max_batch_queue_depth if is_batch else self._limits.max_queue_depth
 
-    def limits(self, priority: Priority) -> Limits | None:
-        """The limits of requests. None if nothing is limited."""
+    def limits(self, priority: Priority, tenant: str) -> Limits | None:
+        """The limits of a tenant's requests. None if nothing is limited."""
         quota = self._quotas[priority]
+        if (key := self._find_key(tenant)) is not None:
+            quota = replace(
+                quota,
+                max_tenant_requests=key.open_requests or quota.max_tenant_requests,
+                max_tenant_requests_per_minute=(
+                    key.requests_per_minute or quota.max_tenant_requests_per_minute
+                ),
+                max_tenant_tokens_per_minute=(
+                    key.tokens_per_minute or quota.max_tenant_tokens_per_minute
+                ),
+            )
         return None if quota == NO_LIMITS else quota
 
     def reservation(self, calls: Sequence[Call], card: ModelCard) -> Reservation | None:
         """The reservation of a request's calls. None if nothing is limited."""
         first = calls[0]
-        quota = self.limits(first.priority)
+        quota = self.limits(first.priority, first.tenant)
         if quota is None:
             return None
         possible = possible_tokens(first.task, card)
@@ -119,7 +136,7 @@ class KeyLimits:
         reason, until = found
         wait_s = until - self._clock()
         if wait_s > 0:
-            raise self._key_limit_exceeded(reason, wait_s)
+            raise self._key_limit_exceeded(reason, wait_s, tenant)
         del self._refused[(model, tenant)]
 
     def to_error(self, refused: QueueRefused, model: str, tenant: str) -> Overloaded:
@@ -131,15 +148,15 @@ class KeyLimits:
             if len(self._refused) >= MAX_REFUSED:
                 del self._refused[next(iter(self._refused))]  # the oldest entry
             self._refused[(model, tenant)] = (refused.reason, self._clock() + refused.wait_s)
-        return self._key_limit_exceeded(refused.reason, refused.wait_s)
+        return self._key_limit_exceeded(refused.reason, refused.wait_s, tenant)
 
-    def _key_limit_exceeded(self, reason: str, wait_s: float) -> KeyLimitExceeded:
-        limits = self._limits
+    def _key_limit_exceeded(self, reason: str, wait_s: float, tenant: str) -> KeyLimitExceeded:
+        limits = self.limits(Priority.INTERACTIVE, tenant) or NO_LIMITS
         what = {
-            "key_open": f"{limits.max_key_open_requests} open requests",
+            "key_open": f"{limits.max_tenant_requests} open requests",
             "key_share": "its share of the tokens in use",
-            "key_requests": f"{limits.max_key_requests_per_minute} requests per minute",
-            "key_tokens": f"{limits.max_key_tokens_per_minute} tokens per minute",
+            "key_requests": f"{limits.max_tenant_requests_per_minute} requests per minute",
+            "key_tokens": f"{limits.max_tenant_tokens_per_minute} tokens per minute",
         }[reason]
         retry_after_s = math.ceil(wait_s) or self._overloaded(reason).retry_after_s or 1
         return KeyLimitExceeded(reason, what, retry_after_s)

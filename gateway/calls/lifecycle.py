@@ -167,7 +167,7 @@ class Lifecycle:
             if recorder.is_traced:
                 recorder.describe(surface.describe(request))
             side = request.user or context.id
-            card = await self.models.find(request.model, side, surface.task)
+            card = await self.models.find(request.model, side, surface.task, context.tenant)
             recorder.model = self.models.label(card.name)
             if surface.task not in card.tasks:
                 raise _wrong_task(surface, card)
@@ -187,7 +187,7 @@ class Lifecycle:
                 head = replace(head, id=surface.id_prefix + context.id)
             submit = partial(self._submit, plan, card, context, recorder.clock, held)
             if resumes:
-                limits = self.key_limits.limits(plan.priority)
+                limits = self.key_limits.limits(plan.priority, context.tenant)
                 shard = self.dispatcher.queue.place(context.id, context.tenant, limits, None)
                 reply = await self.resume.open(
                     surface, request, plan, head, card.queue, context, shard, submit
@@ -342,7 +342,7 @@ class Lifecycle:
         ]
         affinity = self.affinities.find(calls[0])
         if not resumable_id:
-            limits = self.key_limits.limits(plan.priority)
+            limits = self.key_limits.limits(plan.priority, context.tenant)
             shard = self.dispatcher.queue.place(context.id, context.tenant, limits, affinity)
             calls = [replace(call, id=call.id + shard) for call in calls] if shard else calls
         reservation = self.key_limits.reservation(calls, card)

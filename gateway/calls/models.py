@@ -17,7 +17,7 @@ from typing import Any
 from msgspec.structs import replace
 from redis.exceptions import RedisError
 
-from gateway.http.errors import ApiError, NotFound, Overloaded, record_unreadable
+from gateway.http.errors import ApiError, Forbidden, NotFound, Overloaded, record_unreadable
 from shared.packages.deployment_state import DeploymentState
 from shared.packages.deployments import in_full
 from shared.packages.rollout import App
@@ -74,7 +74,9 @@ class ModelDirectory:
         redis_address: str,
         deployments: DeploymentState | None = None,
         on_deployments: OnDeployments | None = None,
+        may_use: Callable[[str, str], bool] = lambda _tenant, _name: True,
     ) -> None:
+        self.may_use = may_use
         self.registry = registry
         self.workers: list[WorkerRecord] = []
         self._on_deployments = on_deployments
@@ -193,12 +195,13 @@ class ModelDirectory:
                 self._outage.succeeded()
             await asyncio.sleep(_REFRESH_PAUSE_S)
 
-    async def find(self, name: str, side: str = "", task: str = "") -> ModelCard:
+    async def find(self, name: str, side: str = "", task: str = "", tenant: str = "") -> ModelCard:
         """A model's card. `side` identifies the client or request for the canary's share; `task` is the required task.
 
-        Raises: NotFound; Overloaded if the workers speak another protocol version; QueueUnavailable, RedisError,
+        Raises: NotFound; Forbidden if the tenant may not use it; Overloaded if the workers speak another protocol version; QueueUnavailable, RedisError,
         OSError.
         """
+        self.check_use(tenant, name)
         card = self._known(name, side)
         if card is None:  # it may have been announced since the last refresh
             looked_at = self._refreshed_at
@@ -209,6 +212,15 @@ class ModelDirectory:
         if card is None:
             raise self.missing(name, task)
         return card
+
+    def check_use(self, tenant: str, name: str) -> None:
+        """Raises: Forbidden if the tenant may not use the model."""
+        if not self.may_use(tenant, name):
+            raise Forbidden(
+                "This API key may not use this model: GET /v1/models lists those that it may.",
+                param="model",
+                code="model_not_allowed",
+            )
 
     def _known(self, name: str, side: str) -> ModelCard | None:
         card = self.cards.get(name) or self.adapters.get(name)

@@ -157,6 +157,7 @@ class OpenCall:
         self.deadline_at = deadline_at
         self.choices = [ChoiceProgress(request_id) for request_id in request_ids]
         self.is_closed = False
+        self.tenant = ""
         self.is_resumable = False  #: continues after `close`
         self.listen: LookUp | None = None  #: of a follower of another call's request
         self.images: tuple[ImageRef, ...] = ()  #: of the request that it submitted

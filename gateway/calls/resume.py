@@ -264,6 +264,7 @@ class Resume:
                     head = msgspec.structs.replace(head, package=known.package)
             if call is None:
                 call = await self._submit(call_id, queue, submit, known is None)
+            call.tenant = context.tenant
             try:
                 await self.records.confirm(context.id)
                 await self.queue.confirm(call.model, [call_id])
@@ -291,6 +292,7 @@ class Resume:
         if surface is None:
             raise _unknown()
         call = await self._follow(_to_call_id(request_id, record.shard), record.queue_model)
+        call.tenant = context.tenant
         head = AnswerHead(
             surface.id_prefix + request_id, record.created, record.model, record.package
         )

@@ -1,8 +1,8 @@
-"""API keys: bearer tokens or `x-api-key`, compared by digest in constant time.
+"""API keys: bearer tokens or `x-api-key`. Those of the settings are compared by digest in constant time.
 
 Plain keys are not stored. Without keys the gateway is open, which `check_exposure` allows on loopback addresses
-only. `/metrics` requires a key, an admin key if there are any: Prometheus sends one with `authorization:
-credentials_file`.
+only. `/metrics` requires a key, one that may load adapters if there are any in the settings: Prometheus sends one with
+`authorization: credentials_file`.
 """
 
 import hashlib
@@ -11,8 +11,8 @@ import ipaddress
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
-from typing import Literal
+from collections.abc import Callable, Collection, Sequence
+from typing import Literal, Protocol
 
 from pydantic import SecretStr
 
@@ -26,27 +26,63 @@ _IPV6_PREFIX = 64  #: prefix of an address: one customer has at least a /64 netw
 logger = logging.getLogger(__name__)
 
 
+Role = Literal["use", "adapters", "deploy", "admin"]
+_SETTINGS = {
+    "use": "VLM_GATEWAY__API_KEYS",
+    "adapters": "VLM_GATEWAY__ADMIN_KEYS",
+    "deploy": "VLM_GATEWAY__DEPLOY_KEYS",
+    "admin": "VLM_GATEWAY__ROOT_KEY",
+}
+
+
 class WrongKey(AuthenticationError):
     """The key is malformed or unknown."""
 
 
+class StoredKey(Protocol):
+    """A key that was created while the gateway ran."""
+
+    @property
+    def tenant(self) -> str: ...
+
+    @property
+    def roles(self) -> Collection[str]: ...
+
+
+class StoredKeys(Protocol):
+    """Finds stored keys."""
+
+    def find(self, key: bytes) -> StoredKey | None: ...
+
+    def is_active(self, tenant: str) -> bool: ...
+
+
 class KeyRing:
-    """The accepted keys, each with the cache salt of its tenant."""
+    """The accepted keys: those of the settings, and the stored ones."""
 
     def __init__(
         self,
         api_keys: Sequence[SecretStr],
         admin_keys: Sequence[SecretStr] = (),
         deploy_keys: Sequence[SecretStr] = (),
+        root_key: SecretStr | None = None,
+        stored: StoredKeys | None = None,
     ) -> None:
         """`admin_keys` and `deploy_keys` have the rights of other keys too."""
-        keys = [_bytes(key) for key in (*api_keys, *admin_keys, *deploy_keys)]
-        self._salts = {_digest(key): _tenant(key) for key in keys}
-        self._roles = {
-            "admin": frozenset(_tenant(_bytes(key)) for key in admin_keys),
-            "deploy": frozenset(_tenant(_bytes(key)) for key in deploy_keys),
+        roots = () if root_key is None else (root_key,)
+        self._roles: dict[str, frozenset[str]] = {  # tenants
+            role: frozenset(_tenant(_bytes(key)) for key in keys)
+            for role, keys in (
+                ("use", (*api_keys, *admin_keys, *deploy_keys)),
+                ("adapters", admin_keys),
+                ("deploy", deploy_keys),
+                ("admin", roots),
+            )
         }
-        self._is_open = not api_keys
+        keys = [_bytes(key) for key in (*api_keys, *admin_keys, *deploy_keys, *roots)]
+        self._salts = {_digest(key): _tenant(key) for key in keys}
+        self._is_open = not api_keys and root_key is None
+        self._stored = stored
 
     @property
     def is_open(self) -> bool:
@@ -55,33 +91,33 @@ class KeyRing:
 
     def knows(self, salt: str) -> bool:
         """Whether the tenant with this cache salt still has a key."""
-        return self._is_open or salt in self._salts.values()
+        if self._is_open or salt in self._salts.values():
+            return True
+        return self._stored is not None and self._stored.is_active(salt)
 
-    def authenticate(self, headers: Sequence[tuple[bytes, bytes]]) -> str:
-        """The caller's cache salt.
+    def authenticate(self, headers: Sequence[tuple[bytes, bytes]], role: Role = "use") -> str:
+        """The cache salt of a caller with a role.
 
-        Raises: AuthenticationError without a key, WrongKey for an unknown one.
+        Raises: AuthenticationError without a key, WrongKey for an unknown one, Forbidden without the role,
+        Overloaded while stored keys cannot be read.
         """
-        return "" if self._is_open else self._salt(headers)
-
-    def check(
-        self, headers: Sequence[tuple[bytes, bytes]], role: Literal["admin", "deploy"]
-    ) -> str:
-        """The cache salt of a caller with a role. Raises: Forbidden, and as `authenticate`."""
-        allowed = self._roles[role]
-        setting = f"VLM_GATEWAY__{role.upper()}_KEYS"
-        if not allowed:
+        if role == "use" and self._is_open:
+            return ""
+        setting = _SETTINGS[role]
+        if self._stored is None and not self._roles[role]:
             raise Forbidden(
                 f"Nobody may do this: {setting} names no key.", code="insufficient_permissions"
             )
-        if (salt := self._salt(headers)) not in allowed:
+        salt, has_role = self._identify(headers, role)
+        if not has_role:
             raise Forbidden(
-                f"This API key may not do this: send one of {setting}.",
+                f"This API key may not do this: send one of {setting}, or one that has the role {role}.",
                 code="insufficient_permissions",
             )
         return salt
 
-    def _salt(self, headers: Sequence[tuple[bytes, bytes]]) -> str:
+    def _identify(self, headers: Sequence[tuple[bytes, bytes]], role: Role) -> tuple[str, bool]:
+        """The cache salt of the caller, and whether it has the role."""
         keys = [_bearer(value) for name, value in headers if name == b"authorization"]
         if not keys:  # Anthropic's clients send this header
             keys = [value for name, value in headers if name == b"x-api-key"]
@@ -90,12 +126,14 @@ class KeyRing:
                 "You did not provide an API key. Send it as `Authorization: Bearer KEY`.",
                 code="invalid_api_key",
             )
-        salt = self._find(keys[0]) if len(keys) == 1 else None
-        if salt is None:
-            raise WrongKey(
-                "Incorrect API key: send one that this server knows.", code="invalid_api_key"
-            )
-        return salt
+        if len(keys) == 1:
+            if (salt := self._find(keys[0])) is not None:
+                return salt, salt in self._roles[role]
+            if self._stored is not None and (found := self._stored.find(keys[0])) is not None:
+                return found.tenant, role in found.roles
+        raise WrongKey(
+            "Incorrect API key: send one that this server knows.", code="invalid_api_key"
+        )
 
     def _find(self, key: bytes) -> str | None:
         digest = _digest(key)
@@ -179,11 +217,11 @@ def _place(host: str) -> str:
 
 def check_exposure(settings: GatewaySettings) -> None:
     """Refuse to listen on other addresses than loopback without keys. Raises: SettingsError."""
-    if settings.api_keys or settings.allow_open or is_loopback(settings.host):
+    if settings.api_keys or settings.root_key or settings.allow_open or is_loopback(settings.host):
         return
     raise SettingsError(
         "gateway.host: this address can be reached from other machines and no API key is set; "
-        "set VLM_GATEWAY__API_KEYS, or VLM_GATEWAY__ALLOW_OPEN=true to serve everyone"
+        "set VLM_GATEWAY__API_KEYS or VLM_GATEWAY__ROOT_KEY, or VLM_GATEWAY__ALLOW_OPEN=true to serve everyone"
     )
 
 

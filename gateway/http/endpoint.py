@@ -26,7 +26,7 @@ from gateway.http.unknown_fields import Unsupported
 from shared.settings.limits import LimitSettings
 
 Serve = Callable[[Exchange], Awaitable[None]]
-Access = Literal["key", "public", "admin", "deploy"]
+Access = Literal["public", "use", "adapters", "deploy", "admin"]
 Handler = Callable[..., Awaitable[Struct | Response]]
 H = TypeVar("H", bound=Handler)
 #: Hints for query parameters outside their closed set.
@@ -44,7 +44,7 @@ class Endpoint:
     aliases: Sequence[str] = ()
     tag: str = ""
     #: Role of the keys that may call it.
-    access: Access = "key"
+    access: Access = "use"
     #: Whether it is for orchestrators and Prometheus: any host name may be used, and calls are not logged.
     is_probe: bool = False
     #: Whether it records its requests itself.
@@ -116,7 +116,7 @@ class Resource:
     """Operations on one kind of object: the methods that `operation` marks."""
 
     tag: ClassVar[str] = ""
-    access: ClassVar[Access] = "key"
+    access: ClassVar[Access] = "use"
 
     def operations(self, services: OperationServices) -> list["Operation"]:
         marked = [
@@ -185,7 +185,7 @@ class Operation(Endpoint):
         """Raises: ApiError, ClientGone, and exceptions that `to_api_error` converts."""
         admission = self._services.admission
         is_admitted = (
-            self.access == "key" and not self.is_probe
+            self.access == "use" and not self.is_probe
         )  # operators are not subject to admission
         with admission if is_admitted else nullcontext(), admission.hold_body() as held:
             try:
@@ -211,7 +211,7 @@ class Operation(Endpoint):
             )
         arguments: dict[str, Any] = {}
         if self._body is not None:
-            is_strict = self.access != "key"  # operators get an error for a typo
+            is_strict = self.access != "use"  # operators get an error for a typo
             arguments["body"] = self._body.decode(body, None if is_strict else context)
         if self.query_type is not None:
             arguments["query"] = _read_query(context.query, self.query_type)

@@ -142,16 +142,14 @@ class Router:
         self, endpoint: Endpoint | None, scope: Scope, context: RequestContext
     ) -> None:
         """Raises: AuthenticationError, TooManyWrongKeys, Forbidden."""
-        access = "key" if endpoint is None else endpoint.access
+        access = "use" if endpoint is None else endpoint.access
         if self._is_open:
             if endpoint is None or not endpoint.is_probe:
                 self._check_host(scope["headers"])
             self._check_origin(context)
         try:
-            if access != "public" and not self._is_open:
-                context.tenant = self._keys.authenticate(scope["headers"])
-            if access in ("admin", "deploy"):
-                context.tenant = self._keys.check(scope["headers"], access)
+            if access != "public":
+                context.tenant = self._keys.authenticate(scope["headers"], access)
         except WrongKey:
             host, _ = scope.get("client") or ("", 0)
             self._wrong_keys.count(host)

@@ -208,6 +208,11 @@ class RedisKeys:
         return f"{self.prefix}:app-log:{name}"
 
     @property
+    def api_keys(self) -> str:
+        """Hash of the records of API keys, by name; the empty name has a token of the last change."""
+        return f"{self.prefix}:api-keys"
+
+    @property
     def nodes(self) -> str:
         """Set of node ids whose records may exist."""
         return f"{self.prefix}:nodes"

@@ -47,6 +47,7 @@ GATEWAY = Rights(
         _KEYS.rates("*", "*"),
         _KEYS.stream("*"),
         _KEYS.confirmation,
+        _KEYS.api_keys,
         _KEYS.blob_holders("*"),
         _KEYS.lease("*"),
         _KEYS.record("*", "*"),

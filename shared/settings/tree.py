@@ -92,6 +92,10 @@ class GatewaySettings(Group):
         default=(),
         description="API keys that may also deploy, comma separated. None: nobody may.",
     )
+    root_key: SecretStr | None = Field(
+        default=None,
+        description="The key that manages API keys (`vlm keys`). Without it there are only those of these settings.",
+    )
     allow_open: bool = Field(
         default=False, description="Serve without API keys on addresses other than loopback."
     )

@@ -51,7 +51,9 @@ async def overload(client: LoadClient) -> None:
     )
     assert {shot.status for shot in (*shots.all, *after.all)} <= {200, 503}
     assert all(shot.may_retry for shot in shots.all if shot.status == 503)
-    assert goodput >= 0.8 * capacity  # measured in turn: other work of the machine may fall into either
+    assert (
+        goodput >= 0.8 * capacity
+    )  # measured in turn: other work of the machine may fall into either
     assert quantile(refused, 0.99) < 0.1
     assert quantile(served, 0.99) < usual + 2 * MAX_WAITING / capacity
     assert back_after_s < 10.0

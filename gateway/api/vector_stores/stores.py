@@ -133,7 +133,7 @@ class VectorStores(Resource):
     async def create_vector_store(self, caller: Caller, body: CreateStoreRequest) -> VectorStore:
         """Create a vector store."""
         check_metadata(body.metadata)
-        card = await self._choose_model(body.embedding_model)
+        card = await self._choose_model(body.embedding_model, caller.context.tenant)
         allowed = (*card.shorter_dimensions, card.dimensions)
         if body.dimensions is not None and body.dimensions not in allowed:
             raise invalid("dimensions", f"this model has {', '.join(map(str, allowed))}")
@@ -165,11 +165,15 @@ class VectorStores(Resource):
         made.file_counts.total = len(files)
         return made
 
-    async def _choose_model(self, name: str | None) -> ModelCard:
+    async def _choose_model(self, name: str | None, tenant: str) -> ModelCard:
         """The card of an embedding model. Raises: ApiError, QueueUnavailable, RedisError."""
         models = self._lifecycle.models
         if name is None:
-            cards = [card for card in models.served() if "embed" in card.tasks]
+            cards = [
+                card
+                for card in models.served()
+                if "embed" in card.tasks and models.may_use(tenant, card.name)
+            ]
             served = [card for card in cards if models.num_workers[card.queue]]
             cards = served or cards  # a model that is no longer served is not chosen
             if len(cards) == 1:
@@ -177,7 +181,7 @@ class VectorStores(Resource):
             names = ", ".join(sorted(card.name for card in cards)) or "none"
             raise invalid("embedding_model", f"name one of those that make vectors: {names}")
         try:
-            card = await models.find(name, task="embed")
+            card = await models.find(name, task="embed", tenant=tenant)
         except NotFound as error:
             raise NotFound(error.message, param="embedding_model", code=error.code) from None
         if "embed" not in card.tasks:
@@ -402,7 +406,7 @@ class VectorStores(Resource):
         self, request: AttachFileRequest, store: StoreRecord, caller: Caller
     ) -> StoreFile:
         """Raises: ApiError, QueueUnavailable."""
-        card = await self._lifecycle.models.find(store.model)
+        card = await self._lifecycle.models.find(store.model, tenant=caller.context.tenant)
         size, overlap = chunk_sizes(request.chunking_strategy, card)
         asked = ReadFile(tenant=caller.tenant, file=request.file_id, with_data=True)
         file = await self._search.ask(asked, FileRecord)

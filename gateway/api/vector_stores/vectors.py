@@ -51,7 +51,7 @@ class StoreVectors:
                 status=413,
                 code="text_too_long",
             )
-        card = await self._find_card(store)
+        card = await self._find_card(store, caller.context.tenant)
         dimensions = store.dimensions if store.dimensions != card.dimensions else None
         task = Embed((), prompt_name=prompt, dimensions=dimensions, truncate=truncate)
         plan = self._plan(task, parts, card)
@@ -64,9 +64,9 @@ class StoreVectors:
             raise
         return [bytes(row) for row in rows_of(events)]
 
-    async def _find_card(self, store: StoreRecord) -> ModelCard:
+    async def _find_card(self, store: StoreRecord, tenant: str) -> ModelCard:
         """The card of the model of the store's vectors. Raises: ApiError."""
-        card = await self._lifecycle.models.find(store.model)
+        card = await self._lifecycle.models.find(store.model, tenant=tenant)
         if card.digest != store.digest:
             raise InvalidRequest(
                 "The model that is served under this name is not the one that made the vectors of "
@@ -99,7 +99,9 @@ class StoreVectors:
     ) -> list[Hit]:
         """The hits by a model's scores for the first text; those without text are last."""
         try:
-            card = await self._lifecycle.models.find(model, task="rerank")
+            card = await self._lifecycle.models.find(
+                model, task="rerank", tenant=caller.context.tenant
+            )
         except NotFound as error:
             param = "ranking_options.ranker"
             raise NotFound(error.message, param=param, code=error.code) from None

@@ -1,0 +1,151 @@
+"""`vlm keys`: create, list, rotate and revoke the API keys of a fleet."""
+
+import re
+import sys
+from datetime import UTC, datetime  # noqa: TID251 (people see it)
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shared.gateway_url import URL, Url
+
+if TYPE_CHECKING:
+    from deploy.client import Client
+
+app = typer.Typer(help="Create, list, rotate and revoke API keys.", no_args_is_help=True)
+
+Key = Annotated[
+    str | None,
+    typer.Option(
+        "--api-key",
+        envvar="VLM_API_KEY",
+        help="VLM_GATEWAY__ROOT_KEY, or a key with the role admin.",
+    ),
+]
+Name = Annotated[str, typer.Argument(help="The key's name.")]
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_PATH = "/v1/admin/keys"
+
+
+def _seconds(text: str | None) -> str | None:
+    if text is not None and not re.fullmatch(r"[1-9]\d{0,8}[smhd]", text):
+        raise typer.BadParameter("give a number and s, m, h or d, such as 90d")
+    return text
+
+
+@app.command()
+def create(
+    name: Annotated[str, typer.Option(help="Who uses it.")],
+    roles: Annotated[
+        str, typer.Option(help="Comma-separated: use, adapters, deploy, admin.")
+    ] = "use",
+    models: Annotated[
+        str | None,
+        typer.Option(help="Comma-separated patterns of model names.", show_default="all"),
+    ] = None,
+    rpm: Annotated[int | None, typer.Option(min=1, help="Requests per minute.")] = None,
+    tpm: Annotated[int | None, typer.Option(min=1, help="Tokens per minute.")] = None,
+    open_: Annotated[
+        int | None, typer.Option("--open", min=1, help="Open requests at a time.")
+    ] = None,
+    expires: Annotated[
+        str | None,
+        typer.Option(help="Lifetime, such as 90d.", show_default="unlimited", callback=_seconds),
+    ] = None,
+    url: Url = URL,
+    api_key: Key = None,
+) -> None:
+    """Create a key. Its last line of output is the key, which is shown once."""
+    body: dict[str, Any] = {
+        "name": name, "roles": roles.split(","), "models": models.split(",") if models else None,
+        "requests_per_minute": rpm, "tokens_per_minute": tpm, "open_requests": open_,
+        "expires_in_s": int(expires[:-1]) * _UNITS[expires[-1]] if expires else None,
+    }  # fmt: skip
+    _show_new(lambda client: client.ask("POST", _PATH, body), url, api_key)
+
+
+@app.command("list")
+def list_keys(url: Url = URL, api_key: Key = None) -> None:
+    """List the keys."""
+
+    def run(client: "Client") -> None:
+        from deploy import commands
+
+        table = commands.new_table(
+            "name", "state", "roles", "models", "rpm", "tpm", "open", "expires"
+        )
+        for key in client.ask("GET", _PATH)["data"]:
+            limits = (
+                key[field]
+                for field in ("requests_per_minute", "tokens_per_minute", "open_requests")
+            )
+            table.add_row(
+                key["name"], key["state"], ", ".join(key["roles"]), ", ".join(key["models"] or ["all"]),
+                *("-" if limit is None else str(limit) for limit in limits), _date(key["expires_at"]),
+            )  # fmt: skip
+        commands.screen.print(table)
+
+    _run(run, url, api_key)
+
+
+@app.command()
+def show(name: Name, url: Url = URL, api_key: Key = None) -> None:
+    """Show a key as JSON."""
+
+    def run(client: "Client") -> None:
+        from deploy import commands
+
+        commands.show(client.ask("GET", f"{_PATH}/{_quoted(name)}"), "json")
+
+    _run(run, url, api_key)
+
+
+@app.command()
+def rotate(name: Name, url: Url = URL, api_key: Key = None) -> None:
+    """Replace a key by another one with the same name, data and limits; the old one ends within two seconds."""
+    _show_new(lambda client: client.ask("POST", f"{_PATH}/{_quoted(name)}:rotate"), url, api_key)
+
+
+@app.command()
+def revoke(name: Name, url: Url = URL, api_key: Key = None) -> None:
+    """Revoke a key, and end its requests, within two seconds."""
+
+    def run(client: "Client") -> None:
+        from deploy import commands
+
+        client.ask("DELETE", f"{_PATH}/{_quoted(name)}")
+        commands.console.print(f"{name}: revoked")
+
+    _run(run, url, api_key)
+
+
+def _show_new(ask: Any, url: str, api_key: str | None) -> None:
+    def run(client: "Client") -> None:
+        from deploy import commands
+
+        found = ask(client)
+        commands.console.print(f"{found['name']}: expires {_date(found['expires_at'])}")
+        sys.stdout.write(found["key"] + "\n")
+
+    _run(run, url, api_key)
+
+
+def _run(command: Any, url: str, api_key: str | None) -> None:
+    from deploy import commands
+    from deploy.client import Client
+
+    commands.finish(lambda: command(Client(url, api_key)))
+
+
+def _quoted(name: str) -> str:
+    from urllib.parse import quote
+
+    return quote(name, safe="")
+
+
+def _date(seconds: int | None) -> str:
+    return (
+        "never"
+        if seconds is None
+        else datetime.fromtimestamp(seconds, UTC).isoformat(" ", "minutes")
+    )

@@ -1,0 +1,183 @@
+"""`/v1/admin/keys`: create, list, rotate and revoke API keys. For the root key and keys with the role `admin`."""
+
+import secrets
+import time
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from gateway.api.fields import invalid
+from gateway.http.endpoint import Caller, Resource, operation
+from gateway.http.errors import InvalidRequest, NotFound, unavailable
+from gateway.keys.directory import MAX_KEYS, KeyDirectory, new_key, next_version
+from gateway.keys.records import Conflict, KeyRecord, Role
+from shared.packages.store import StoreError
+
+_PATH = "/v1/admin/keys"
+_MAX = 2**31
+_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$(?!\n)"
+
+Limit = Annotated[int, Meta(ge=1, le=_MAX)]
+Pattern = Annotated[str, Meta(min_length=1, max_length=256)]
+
+
+class CreateKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of `POST /v1/admin/keys`."""
+
+    name: Annotated[str, Meta(pattern=_NAME)]
+    roles: Annotated[tuple[Role, ...], Meta(min_length=1, max_length=4)] = ("use",)
+    #: Patterns of model names, such as `qwen*`; null: all models.
+    models: Annotated[tuple[Pattern, ...], Meta(min_length=1, max_length=64)] | None = None
+    requests_per_minute: Limit | None = None  #: of each model; null: as the fleet's settings
+    tokens_per_minute: Limit | None = None
+    open_requests: Limit | None = None
+    expires_in_s: Annotated[int, Meta(ge=1, le=_MAX)] | None = None
+
+
+class KeyObject(msgspec.Struct):
+    """A key, without the key itself. Times: epoch seconds."""
+
+    name: str
+    state: str  #: `active`, `expired` or `revoked`
+    roles: tuple[Role, ...]
+    models: tuple[str, ...] | None
+    requests_per_minute: int | None
+    tokens_per_minute: int | None
+    open_requests: int | None
+    created_at: int
+    changed_at: int
+    expires_at: int | None
+    object: str = "key"
+
+
+class NewKey(KeyObject):
+    """A key with the key itself, which is shown once."""
+
+    key: str = ""
+
+
+class KeyList(msgspec.Struct):
+    """All keys, by name."""
+
+    data: list[KeyObject]
+    object: str = "list"
+
+
+class Keys(Resource):
+    """API keys."""
+
+    tag = "keys"
+    access = "admin"
+
+    def __init__(self, keys: KeyDirectory | None) -> None:
+        self._keys = keys
+
+    def to_error(self, error: Exception) -> Exception:
+        if isinstance(error, Conflict):
+            message = "The key was changed at the same time: look at it, then retry."
+            return InvalidRequest(message, status=409, code="conflict")
+        return unavailable() if isinstance(error, StoreError | OSError) else error
+
+    @operation("POST", _PATH)
+    async def create_key(self, caller: Caller, body: CreateKey) -> NewKey:
+        """Create a key. The answer shows it once."""
+        keys = await self._fresh()
+        if body.name in keys.records:
+            raise InvalidRequest(
+                "There is a key of this name: take another, or rotate it.",
+                param="name",
+                status=409,
+                code="key_exists",
+            )
+        if len(keys.records) >= MAX_KEYS:
+            raise invalid("name", f"there are {MAX_KEYS} keys, revoked ones included")
+        key, digest = new_key()
+        now = time.time()  # noqa: TID251
+        record = KeyRecord(
+            body.name, 1, digest, secrets.token_hex(16), body.roles, body.models or (),
+            body.requests_per_minute or 0, body.tokens_per_minute or 0, body.open_requests or 0,
+            now, now, now + body.expires_in_s if body.expires_in_s else 0.0,
+        )  # fmt: skip
+        return await self._write(keys, record, key)
+
+    @operation("GET", _PATH)
+    async def list_keys(self, caller: Caller) -> KeyList:
+        """List the keys."""
+        keys = await self._fresh()
+        return KeyList([_to_object(keys.records[name]) for name in sorted(keys.records)])
+
+    @operation("GET", _PATH + "/{name}")
+    async def retrieve_key(self, caller: Caller) -> KeyObject:
+        """Show a key."""
+        return _to_object(_find(await self._fresh(), caller))
+
+    @operation("POST", _PATH + "/{name}:rotate")
+    async def rotate_key(self, caller: Caller) -> NewKey:
+        """Replace a key by another one with the same name, data and limits. The answer shows it once."""
+        keys = await self._fresh()
+        record = _find(keys, caller)
+        if record.is_revoked:
+            raise _revoked()
+        key, digest = new_key()
+        return await self._write(keys, next_version(record, digest=digest), key)
+
+    @operation("DELETE", _PATH + "/{name}")
+    async def revoke_key(self, caller: Caller) -> KeyObject:
+        """Revoke a key: its open requests end, and no gateway accepts it after two seconds."""
+        keys = await self._fresh()
+        record = _find(keys, caller)
+        if record.is_revoked:
+            return _to_object(record)
+        now = time.time()  # noqa: TID251
+        admins = [k for k in keys.records.values() if "admin" in k.roles and k.is_active(now)]
+        if admins == [record]:
+            raise InvalidRequest(
+                "This is the last key with the role admin: create another one first.",
+                param="name",
+                status=409,
+                code="last_admin_key",
+            )
+        record = next_version(record, is_revoked=True)
+        await keys.write(record)
+        return _to_object(record)
+
+    async def _fresh(self) -> KeyDirectory:
+        """The directory with all changes of other gateways. Raises: NotFound, RedisError, StoreError."""
+        if self._keys is None:
+            raise NotFound(
+                "Keys are off: set VLM_GATEWAY__ROOT_KEY for all gateways.", code="keys_off"
+            )
+        await self._keys.refresh()
+        return self._keys
+
+    async def _write(self, keys: KeyDirectory, record: KeyRecord, key: str) -> NewKey:
+        await keys.write(record)
+        shown = msgspec.structs.asdict(_to_object(record))
+        return NewKey(**shown, key=key)
+
+
+def _find(keys: KeyDirectory, caller: Caller) -> KeyRecord:
+    record = keys.records.get(caller.path["name"])
+    if record is None:
+        raise NotFound(
+            "There is no key of this name: GET /v1/admin/keys lists them.",
+            param="name",
+            code="key_not_found",
+        )
+    return record
+
+
+def _revoked() -> InvalidRequest:
+    return InvalidRequest(
+        "This key is revoked: create another one.", param="name", status=409, code="key_revoked"
+    )
+
+
+def _to_object(record: KeyRecord) -> KeyObject:
+    state = "active" if record.is_active(time.time()) else "expired"  # noqa: TID251
+    return KeyObject(
+        record.name, "revoked" if record.is_revoked else state, record.roles, record.models or None,
+        record.requests_per_minute or None, record.tokens_per_minute or None, record.open_requests or None,
+        int(record.created_at), int(record.changed_at), int(record.expires_at) or None,
+    )  # fmt: skip

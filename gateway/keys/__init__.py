@@ -1,0 +1,1 @@
+"""API keys that are created, limited and revoked while the gateways run."""

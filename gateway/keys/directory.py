@@ -1,0 +1,152 @@
+"""The API keys as one gateway knows them: all of them, in memory, at most two seconds old."""
+
+import asyncio
+import fnmatch
+import hashlib
+import logging
+import secrets
+import time
+from collections.abc import Callable, Collection
+
+from msgspec.structs import replace
+from redis.exceptions import RedisError
+
+from gateway.http.errors import unavailable
+from gateway.keys.records import Conflict, KeyRecord, KeyStore
+from shared.packages.store import StoreError
+from shared.redis.outage import OutageLog
+
+MAX_KEYS = 10_000  #: revoked ones count
+POLL_S = 0.5
+STALE_S = 2.0  #: after so long without Redis, stored keys are neither accepted nor refused
+_SYNC_S = 30.0  #: interval of comparing Redis with the package store
+_PREFIX = "vlm-"
+
+logger = logging.getLogger(__name__)
+
+
+class KeyDirectory:
+    """Finds stored keys and limits. `on_ended` is called with the tenants whose keys were revoked or have expired."""
+
+    def __init__(
+        self, store: KeyStore, redis_address: str, on_ended: Callable[[Collection[str]], None]
+    ) -> None:
+        self._store = store
+        self._outage = OutageLog(redis_address)
+        self._on_ended = on_ended
+        self.records: dict[str, KeyRecord] = {}  #: by name
+        self._by_digest: dict[str, KeyRecord] = {}
+        self._by_tenant: dict[str, KeyRecord] = {}
+        self._active: set[str] = set()  # tenants
+        self._state: bytes | None = None
+        self._read_at = self._synced_at = float("-inf")
+        self._lock = asyncio.Lock()
+
+    def find(self, key: bytes) -> KeyRecord | None:
+        """The record of an active key. Raises: Overloaded while it is unknown who has a key."""
+        if not key.startswith(_PREFIX.encode()):
+            return None
+        if time.monotonic() - self._read_at > STALE_S:
+            raise unavailable()
+        record = self._by_digest.get(_digest(key))
+        return record if record is not None and record.is_active(_now()) else None
+
+    def of(self, tenant: str) -> KeyRecord | None:
+        """The record of a tenant, whose key may have ended."""
+        return self._by_tenant.get(tenant)
+
+    def is_active(self, tenant: str) -> bool:
+        record = self._by_tenant.get(tenant)
+        return record is not None and record.is_active(_now())
+
+    def may_use(self, tenant: str, model: str) -> bool:
+        """Whether the tenant may use a model; tenants without a stored key may use all."""
+        record = self._by_tenant.get(tenant)
+        if record is None or not record.models:
+            return True
+        return any(fnmatch.fnmatchcase(model, pattern) for pattern in record.models)
+
+    async def keep_fresh(self) -> None:
+        """Read the records again whenever they have changed."""
+        while True:
+            try:
+                await self.refresh()
+            except (RedisError, OSError) as error:
+                self._outage.failed(error)
+            except StoreError as error:
+                logger.warning("cannot read the API keys: %s", error)
+            except Exception:
+                logger.exception("cannot read the API keys")
+            else:
+                self._outage.succeeded()
+            await asyncio.sleep(POLL_S)
+
+    async def refresh(self) -> None:
+        """Raises: RedisError, StoreError."""
+        async with self._lock:
+            began_at = time.monotonic()
+            state = await self._store.state()
+            is_due = began_at - self._synced_at > _SYNC_S
+            if state != self._state or is_due:
+                found = await self._store.read()
+                known = found | _later(self.records, found)
+                # Redis was emptied, or restored from an older copy.
+                if is_due or len(_later(known, found)) > 0:
+                    known |= await asyncio.to_thread(self._store.read_durable, known)
+                    self._synced_at = began_at
+                for record in _later(known, found).values():
+                    await self._store.put(record)
+                self._set(known)
+                self._state = state
+            self._read_at = began_at
+            self._end()
+
+    def _set(self, records: dict[str, KeyRecord]) -> None:
+        self.records = records
+        self._by_digest = {each.digest: each for each in records.values()}
+        self._by_tenant = {each.tenant: each for each in records.values()}
+
+    def _end(self) -> None:
+        now = _now()
+        active = {each.tenant for each in self.records.values() if each.is_active(now)}
+        ended, self._active = self._active - active, active
+        if ended:
+            self._on_ended(ended)
+
+    async def close(self) -> None:
+        await self._store.close()
+
+    async def write(self, record: KeyRecord) -> None:
+        """Write the next version of a record. Raises: Conflict, RedisError, StoreError."""
+        await asyncio.to_thread(self._store.put_durable, record)
+        if not await self._store.put(record):
+            raise Conflict
+        await self.refresh()
+
+
+def _later(records: dict[str, KeyRecord], than: dict[str, KeyRecord]) -> dict[str, KeyRecord]:
+    """The records that are later than those of the same names, or whose names are new."""
+    return {
+        name: record
+        for name, record in records.items()
+        if name not in than or than[name].version < record.version
+    }
+
+
+def new_key() -> tuple[str, str]:
+    """A key, and its digest."""
+    key = _PREFIX + secrets.token_urlsafe(32)
+    return key, _digest(key.encode())
+
+
+def next_version(record: KeyRecord, **changes: object) -> KeyRecord:
+    """The next state of a key."""
+    return replace(record, version=record.version + 1, changed_at=_now(), **changes)
+
+
+def _digest(key: bytes) -> str:
+    return hashlib.sha256(key).hexdigest()
+
+
+def _now() -> float:
+    return time.time()  # noqa: TID251 (expiry is a date)

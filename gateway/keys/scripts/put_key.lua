@@ -1,0 +1,12 @@
+-- Write the record of a key, unless there is one of this version or a later one.
+-- KEYS: api_keys    args: name, version, token, ttl_ms    ARGV[2]: the record, which begins with its version and a space
+-- Returns 1 if the record is there now, or 0.
+local args = cmsgpack.unpack(ARGV[1])
+local current = redis.call('HGET', KEYS[1], args.name)
+if current == ARGV[2] then return 1 end  -- a call whose reply was lost
+local version = current and tonumber(string.match(current, '^%d+')) or 0
+if version >= args.version then return 0 end
+redis.call('HSET', KEYS[1], args.name, ARGV[2])
+redis.call('HSET', KEYS[1], '', args.token)  -- tells gateways to read the records again
+redis.call('PEXPIRE', KEYS[1], args.ttl_ms)
+return 1

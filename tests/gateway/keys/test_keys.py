@@ -1,0 +1,337 @@
+"""API keys that are created and revoked while two gateways run, with a real Redis and a store."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from gateway.keys import directory
+from gateway.keys.records import KeyStore
+from shared.packages.store import open_store
+from shared.queue.keys import RedisKeys
+from shared.redis.embedded import EmbeddedRedis
+from shared.settings.tree import DeploySettings
+from tests.factories_gateway import (
+    MODEL,
+    RunningGateway,
+    ScriptedWorker,
+    make_body,
+    make_settings,
+    run_gateway_on_socket,
+    run_worker,
+    talk_on,
+)
+from tests.waiting import until
+
+ROOT = {"authorization": "Bearer the-root-key"}
+PATH = "/v1/admin/keys"
+KEYS = {"root_key": "the-root-key", "api_keys": ("of-the-settings",)}
+
+
+class Team:
+    """Two gateways and a worker."""
+
+    def __init__(self, gateways: list[RunningGateway], worker: ScriptedWorker) -> None:
+        self.gateways, self.worker = gateways, worker
+
+    async def admin(
+        self, method: str, path: str = "", number: int = 0, **body: Any
+    ) -> httpx.Response:
+        client = self.gateways[number].client
+        return await client.request(method, PATH + path, json=body or None, headers=ROOT)
+
+    async def create(self, name: str = "alice", number: int = 0, **body: Any) -> str:
+        answer = await self.admin("POST", number=number, name=name, **body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["key"]
+
+    async def chat(self, key: str, number: int = 0, **body: Any) -> httpx.Response:
+        return await self.gateways[number].chat(make_body(**body), headers=bearer(key))
+
+    async def status(self, key: str, number: int = 0) -> int:
+        return (await self.chat(key, number)).status_code
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+def code(answer: httpx.Response) -> tuple[int, str, str | None]:
+    error = answer.json()["error"]
+    return answer.status_code, error["code"], error["param"]
+
+
+@asynccontextmanager
+async def run_team(
+    redis_url: str, prefix: str, store: str, num_gateways: int = 2, **limits: int
+) -> AsyncIterator[Team]:
+    settings = make_settings(redis_url, prefix, gateway=KEYS, limits=limits)
+    settings = settings.model_copy(update={"deploy": DeploySettings(store=store)})
+    async with AsyncExitStack() as stack:
+        worker = await stack.enter_async_context(run_worker(redis_url, prefix))
+        gateways = [
+            await stack.enter_async_context(run_gateway_on_socket(settings))
+            for _ in range(num_gateways)
+        ]
+        yield Team(gateways, worker)
+
+
+@pytest.fixture
+async def team(redis_server, redis_prefix, tmp_path) -> AsyncIterator[Team]:
+    async with run_team(redis_server, redis_prefix, f"file://{tmp_path}/store") as team:
+        yield team
+
+
+async def test_a_key_works_on_every_gateway_until_it_is_revoked(team: Team):
+    key = await team.create()
+    assert await team.status(key) == 200
+    await until(lambda: is_status(team, key, 1, 200), 2.0)
+    listed = (await team.admin("GET")).json()["data"]
+    assert [(each["name"], each["state"]) for each in listed] == [("alice", "active")]
+    assert key not in str(listed)
+    revoked = await team.admin("DELETE", "/alice", number=1)
+    assert (revoked.status_code, revoked.json()["state"]) == (200, "revoked")
+    assert await team.status(key, 1) == 401
+    await until(lambda: is_status(team, key, 0, 401), 2.0)
+    assert (await team.admin("DELETE", "/alice")).json()["state"] == "revoked"  # again
+    assert await team.status("of-the-settings") == 200
+
+
+async def is_status(team: Team, key: str, number: int, status: int) -> bool:
+    return await team.status(key, number) == status
+
+
+async def test_revoking_a_key_ends_its_streams_on_every_gateway_and_no_others(team: Team):
+    """P16, for streams that run."""
+    team.worker.script = talk_on
+    alice, bob = await team.create("alice"), await team.create("bob")
+    await until(lambda: knows(team, 1, "bob"), 2.0)
+
+    async def stream(key: str, number: int) -> str:
+        body = make_body(stream=True, max_tokens=4096)
+        return (await team.gateways[number].chat(body, headers=bearer(key))).text
+
+    streams = [
+        asyncio.create_task(stream(key, number)) for key in (alice, bob) for number in (0, 1)
+    ]
+    await until(lambda: len(team.worker.answers) == 4)
+    began_at = time.monotonic()
+    await team.admin("DELETE", "/alice")
+    ended = await asyncio.gather(*streams[:2])
+    assert time.monotonic() - began_at < 2.0
+    assert all("The API key of this request has ended." in text for text in ended)
+    await until(lambda: sum(each.refused == "cancelled" for each in team.worker.answers) == 2)
+    assert not any(task.done() for task in streams[2:])
+    for task in streams[2:]:
+        task.cancel()
+    await asyncio.gather(*streams, return_exceptions=True)
+
+
+async def knows(team: Team, number: int, name: str) -> bool:
+    keys = team.gateways[number].services.keys
+    return keys is not None and name in keys.records
+
+
+async def test_a_rotated_key_keeps_its_data_and_the_old_one_ends(team: Team):
+    old = await team.create()
+    body = {"model": MODEL, "input": "hello"}
+    client = team.gateways[0].client
+    kept = (await client.post("/v1/responses", json=body, headers=bearer(old))).json()["id"]
+    rotated = await team.admin("POST", "/alice:rotate")
+    new = rotated.json()["key"]
+    assert new != old
+    assert await team.status(old) == 401
+    found = await client.get(f"/v1/responses/{kept}", headers=bearer(new))
+    assert found.status_code == 200
+    other = await team.create("bob")
+    assert (await client.get(f"/v1/responses/{kept}", headers=bearer(other))).status_code == 404
+
+
+async def test_limits_of_a_key_are_its_own(redis_server, redis_prefix, tmp_path):
+    store = f"file://{tmp_path}/store"
+    limits = {"max_key_requests_per_minute": 3}
+    async with run_team(redis_server, redis_prefix, store, 1, **limits) as team:
+        few = await team.create("few", requests_per_minute=2)
+        many = await team.create("many", requests_per_minute=5)
+        usual = await team.create("usual")
+        for key, expected in ((few, 2), (many, 5), (usual, 3)):
+            statuses = [await team.status(key) for _ in range(expected + 1)]
+            assert statuses == [200] * expected + [429]
+        refused = await team.chat(few)
+        assert "2 requests per minute" in refused.json()["error"]["message"]
+
+
+async def test_open_requests_of_a_key_are_limited(team: Team):
+    team.worker.script = talk_on
+    key = await team.create(open_requests=1)
+    stream = asyncio.create_task(team.chat(key, stream=True))
+    await until(lambda: len(team.worker.answers) == 1)
+    refused = await team.chat(key)
+    assert refused.status_code == 429
+    assert "1 open requests" in refused.json()["error"]["message"]
+    stream.cancel()
+    await asyncio.gather(stream, return_exceptions=True)
+
+
+async def test_a_key_may_use_only_its_models(team: Team):
+    client = team.gateways[0].client
+    other, own = (
+        await team.create("other", models=["qwen*"]),
+        await team.create(models=[MODEL[:2] + "*"]),
+    )
+    assert await team.status(own) == 200
+    assert code(await team.chat(other)) == (403, "model_not_allowed", "model")
+    for key, expected in ((own, [MODEL]), (other, [])):
+        listed = await client.get("/v1/models", headers=bearer(key))
+        assert [model["id"] for model in listed.json()["data"]] == expected
+        tags = await client.get("/api/tags", headers=bearer(key))
+        assert len(tags.json()["models"]) == len(expected)
+    shown = await client.get(f"/v1/models/{MODEL}", headers=bearer(other))
+    assert shown.status_code == 403
+    embedded = {"model": MODEL, "input": "x"}
+    refused = await client.post("/v1/embeddings", json=embedded, headers=bearer(other))
+    assert code(refused) == (403, "model_not_allowed", "model")
+
+
+async def test_roles_are_separate(team: Team):
+    client = team.gateways[0].client
+    keys = {
+        role: await team.create(role, roles=[role])
+        for role in ("use", "adapters", "deploy", "admin")
+    }
+    paths = {"use": "/v1/models", "deploy": "/v1/nodes", "admin": PATH}
+    for role, key in {**keys, "root": "the-root-key"}.items():
+        for needed, path in paths.items():
+            answer = await client.get(path, headers=bearer(key))
+            allowed = needed == role or (role, needed) == ("root", "admin")
+            assert answer.status_code == (200 if allowed else 403), (role, path)
+    lora = {"lora_name": "x"}
+    for role, status in (("use", 403), ("deploy", 403), ("adapters", 404)):
+        answer = await client.post("/v1/unload_lora_adapter", json=lora, headers=bearer(keys[role]))
+        assert answer.status_code == status
+
+
+async def test_a_key_expires(team: Team, monkeypatch: pytest.MonkeyPatch):
+    key = await team.create(expires_in_s=60)
+    assert await team.status(key) == 200
+    now = time.time()
+    monkeypatch.setattr(directory, "_now", lambda: now + 61)
+    assert await team.status(key) == 401
+
+
+async def test_a_redis_that_was_restored_or_emptied_revives_no_revoked_key(
+    redis_server, redis_prefix, tmp_path, redis
+):
+    store = f"file://{tmp_path}/store"
+    api_keys = RedisKeys(redis_prefix).api_keys
+    async with run_team(redis_server, redis_prefix, store, 1) as team:
+        lost, kept = await team.create("lost"), await team.create("kept")
+        copy = await redis.hgetall(api_keys)
+        await team.admin("DELETE", "/lost")
+    for restored in (copy, {}):
+        await redis.delete(api_keys)
+        if restored:
+            await redis.hset(api_keys, mapping=restored)
+        async with run_team(redis_server, redis_prefix, store, 1) as team:
+            assert (await team.status(lost), await team.status(kept)) == (401, 200)
+    async with run_team(redis_server, redis_prefix, store, 1) as team:  # while a gateway runs
+        await redis.delete(api_keys)
+        await redis.hset(api_keys, mapping=copy)
+        [gateway] = team.gateways
+        assert gateway.services.keys is not None
+        await gateway.services.keys.refresh()
+        assert (await team.status(lost), await team.status(kept)) == (401, 200)
+        assert (await redis.hget(api_keys, "lost")).startswith(b"2 ")
+
+
+async def test_without_redis_stored_keys_are_503_and_those_of_the_settings_are_known(
+    tmp_path, redis_prefix, monkeypatch
+):
+    monkeypatch.setattr(directory, "STALE_S", 0.3)
+    monkeypatch.setattr(directory, "POLL_S", 0.05)
+    server = EmbeddedRedis(tmp_path)
+    try:
+        settings = make_settings(server.start(), redis_prefix, gateway=KEYS)
+        async with run_gateway_on_socket(settings) as gateway:
+            client = gateway.client
+            key = (await client.post(PATH, json={"name": "a"}, headers=ROOT)).json()["key"]
+            server.stop()
+
+            async def is_refused() -> bool:
+                return (await client.get("/v1/models", headers=bearer(key))).status_code == 503
+
+            await until(is_refused, 5.0)
+            known = await client.get("/v1/models", headers=bearer("of-the-settings"))
+            assert known.status_code == 200
+            wrong = await client.get("/v1/models", headers=bearer("wrong"))
+            assert wrong.status_code == 401
+            assert (await client.get(PATH, headers=ROOT)).status_code == 503
+            server.restart()
+
+            async def is_accepted() -> bool:
+                return (await client.get("/v1/models", headers=bearer(key))).status_code == 200
+
+            await until(is_accepted, 10.0)
+    finally:
+        server.stop()
+
+
+async def test_bad_requests_name_the_field(team: Team):
+    await team.create("alice")
+    await team.create("boss", roles=["admin"])
+    assert code(await team.admin("POST", name="alice")) == (409, "key_exists", "name")
+    assert code(await team.admin("DELETE", "/boss")) == (409, "last_admin_key", "name")
+    assert code(await team.admin("GET", "/nobody")) == (404, "key_not_found", "name")
+    await team.admin("DELETE", "/alice")
+    assert code(await team.admin("POST", "/alice:rotate")) == (409, "key_revoked", "name")
+    assert code(await team.admin("POST", name="alice")) == (409, "key_exists", "name")
+    for wrong in (
+        {"name": "a b"}, {"roles": ["root"]}, {"roles": []}, {"models": []}, {"requests_per_minute": 0},
+        {"tokens_per_minute": -1}, {"open_requests": 0}, {"expires_in_s": 0}, {"budget": 5},
+    ):  # fmt: skip
+        answer = await team.admin("POST", **{"name": "new", **wrong})
+        [field] = wrong
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["param"].partition("[")[0].partition(".")[0] == field
+
+
+async def test_of_two_changes_at_once_one_is_told(team: Team):
+    await team.create()
+    answers = await asyncio.gather(
+        *(team.admin("POST", "/alice:rotate", number=number) for number in (0, 1))
+    )
+    statuses = sorted(answer.status_code for answer in answers)
+    assert statuses in ([200, 200], [200, 409])
+    keys = [answer.json()["key"] for answer in answers if answer.status_code == 200]
+
+    async def one_works() -> bool:
+        return [await team.status(key) for key in keys].count(200) == 1
+
+    await until(one_works, 2.0)
+
+
+async def test_without_a_root_key_there_are_no_stored_keys(redis_server, redis_prefix):
+    settings = make_settings(redis_server, redis_prefix, gateway={"api_keys": ("asks",)})
+    async with run_gateway_on_socket(settings, refresh=False) as gateway:
+        answer = await gateway.client.get(PATH, headers=bearer("asks"))
+        assert answer.status_code == 403
+        assert "VLM_GATEWAY__ROOT_KEY" in answer.text
+
+
+async def test_the_store_keeps_every_state_and_no_key(team: Team, tmp_path, redis, redis_prefix):
+    keys = [await team.create(), (await team.admin("POST", "/alice:rotate")).json()["key"]]
+    await team.admin("DELETE", "/alice")
+    store = open_store(f"file://{tmp_path}/store")
+    paths = sorted(store.list("keys"))
+    assert [path.rpartition("/")[2] for path in paths] == [f"{n:08d}.json" for n in (1, 2, 3)]
+    stored = b"".join(store.get(path) or b"" for path in paths)
+    stored += b"".join((await redis.hgetall(RedisKeys(redis_prefix).api_keys)).values())
+    assert not any(key.encode() in stored for key in keys)
+    records = KeyStore(redis, redis_prefix, store)
+    found = await records.read()
+    await records.close()
+    assert found["alice"].is_revoked
