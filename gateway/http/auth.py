@@ -104,11 +104,14 @@ class KeyRing:
         if role == "use" and self._is_open:
             return ""
         setting = _SETTINGS[role]
-        if self._stored is None and not self._roles[role]:
+        nobody_may = self._stored is None and not self._roles[role]
+        salt, has_role = (
+            ("", False) if self._is_open and nobody_may else self._identify(headers, role)
+        )
+        if nobody_may:
             raise Forbidden(
                 f"Nobody may do this: {setting} names no key.", code="insufficient_permissions"
             )
-        salt, has_role = self._identify(headers, role)
         if not has_role:
             raise Forbidden(
                 f"This API key may not do this: send one of {setting}, or one that has the role {role}.",

@@ -16,6 +16,7 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import AuthenticationError, NoPermissionError, ResponseError
 
+from gateway.keys.records import KeyStore
 from loadtest.fleet import ROOT
 from shared.blobs.redis_store import RedisBlobStore
 from shared.packages.deployment_state import DeploymentState
@@ -274,6 +275,7 @@ CALLED = {
             SessionStore,
             Leases,
             Confirmer,
+            KeyStore,
         ),
         *(Registry.workers, Registry.models, Registry.silence_s, Registry._members),
         *(Registry.adapters, Registry.put_adapter, Registry.remove_adapter),
