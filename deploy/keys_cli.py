@@ -119,6 +119,23 @@ def revoke(name: Name, url: Url = URL, api_key: Key = None) -> None:
     _run(run, url, api_key)
 
 
+def forget(
+    key: Annotated[str, typer.Option(help="The key's name.")], url: Url = URL, api_key: Key = None
+) -> None:
+    """Delete what is stored of a key: kept answers, sessions, batches, files, vector stores."""
+
+    def run(client: "Client") -> None:
+        from deploy import commands
+
+        found = client.ask("POST", f"{_PATH}/{_quoted(key)}:forget")
+        counts = ", ".join(
+            f"{count} {name.replace('_', ' ')}" for name, count in found.items() if name != "object"
+        )
+        commands.console.print(f"{key}: deleted {counts}")
+
+    _run(run, url, api_key)
+
+
 def _show_new(ask: Any, url: str, api_key: str | None) -> None:
     def run(client: "Client") -> None:
         from deploy import commands

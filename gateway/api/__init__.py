@@ -15,6 +15,7 @@ from gateway.api.chat import ChatCompletions
 from gateway.api.completions import Completions
 from gateway.api.embeddings import Embeddings
 from gateway.api.files import Files
+from gateway.api.forget import TenantData
 from gateway.api.keys import Keys
 from gateway.api.messages import CountTokens, Messages
 from gateway.api.models import Models
@@ -87,6 +88,9 @@ def _create_resources(services: Services, surfaces: Sequence[Surface]) -> list[R
     batches = services.batches
     stores = VectorStores(lifecycle, search, limits, settings.search.default_store)
     batchable = [surface.path for surface in surfaces if surface.batchable]
+    data = TenantData(
+        lifecycle.kept, services.sessions, services.queue, services.batches, services.search
+    )
     return [
         Models(models, limits),
         Files(search, batches and batches.files, lifecycle.kept, lifecycle.loader, limits),
@@ -99,7 +103,7 @@ def _create_resources(services: Services, surfaces: Sequence[Surface]) -> list[R
         Adapters(models, limits.max_loras),
         Applications(deploy, services.deployments, models),
         Nodes(services.deployments),
-        Keys(services.keys),
+        Keys(services.keys, data),
         Packages(deploy.store, settings.gateway.body_timeout_s),
         Probes(
             services.admission,

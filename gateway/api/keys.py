@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from gateway.api.fields import invalid
+from gateway.api.forget import Forgotten, TenantData
 from gateway.http.endpoint import Caller, Resource, operation
 from gateway.http.errors import InvalidRequest, NotFound, unavailable
 from gateway.keys.directory import MAX_KEYS, KeyDirectory, new_key, next_version
@@ -70,8 +71,9 @@ class Keys(Resource):
     tag = "keys"
     access = "admin"
 
-    def __init__(self, keys: KeyDirectory | None) -> None:
+    def __init__(self, keys: KeyDirectory | None, data: TenantData) -> None:
         self._keys = keys
+        self._data = data
 
     def to_error(self, error: Exception) -> Exception:
         if isinstance(error, Conflict):
@@ -141,6 +143,11 @@ class Keys(Resource):
         record = next_version(record, is_revoked=True)
         await keys.write(record)
         return _to_object(record)
+
+    @operation("POST", _PATH + "/{name}:forget")
+    async def forget_key(self, caller: Caller) -> Forgotten:
+        """Delete what is stored of a key: kept answers, sessions, batches, files, vector stores."""
+        return await self._data.forget(_find(await self._fresh(), caller).tenant)
 
     async def _fresh(self) -> KeyDirectory:
         """The directory with all changes of other gateways. Raises: NotFound, RedisError, StoreError."""

@@ -646,8 +646,12 @@ def _state_of(task: TaskRecord, found: RequestState | None) -> TaskState:
 
 
 def _owner(caller: Caller) -> str:
-    """The caller's tenant; not a secret."""
-    return hashlib.sha256(b"session " + caller.context.tenant.encode()).hexdigest()[:32]
+    return session_owner(caller.context.tenant)
+
+
+def session_owner(tenant: str) -> str:
+    """The owner of a tenant's sessions; not a secret."""
+    return hashlib.sha256(b"session " + tenant.encode()).hexdigest()[:32]
 
 
 def _request_id(session_id: str, task_id: str) -> str:

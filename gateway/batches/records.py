@@ -251,6 +251,20 @@ class Batches:
         if time_of(id_, BATCH_ID) < time.time() - _ORPHAN_S:  # noqa: TID251
             self._store.delete(f"{_OPEN}/{owner}/{id_}")
 
+    def forget(self, owner: str) -> int:
+        """Cancel an owner's batches, and delete them and their files. Returns the number of batches."""
+        ids = self.ids(owner)
+        for id_ in ids:
+            if (view := self.get(owner, id_)) is not None and view.ending is None:
+                self.cancel(view.record)  # a gateway may be running it
+        for prefix in (f"{_OPEN}/{owner}", f"{_BATCHES}/{owner}"):
+            for key in self._store.list(prefix):
+                self._store.delete(key)
+        for id_ in self.files.ids(owner):
+            if (file := self.files.get(owner, id_)) is not None:
+                self.files.delete(owner, file)
+        return len(ids)
+
     def sweep(self, before_s: float) -> None:
         """Delete older batches that are not open."""
         still_open = {id_ for _, id_ in self.open_ids()}

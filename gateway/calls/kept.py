@@ -92,6 +92,11 @@ class KeptAnswers:
         """The stored answer, if there is one."""
         return await self._records.get(_owner(tenant), name)
 
+    async def delete_all(self, tenant: str) -> int:
+        """Delete a tenant's answers and images; returns how many."""
+        names = await self._records.names(_owner(tenant))
+        return sum([await self.delete(tenant, name) for name in names])
+
     async def delete(self, tenant: str, name: str) -> bool:
         """Delete an answer. Returns whether it existed."""
         record = await self._records.delete(_owner(tenant), name)

@@ -327,7 +327,7 @@ class Resume:
             return state is not None
         if not _is_retryable(await self.queue.events(model, choice_id)):
             return True
-        await self.queue.forget_failed(model, choice_id)
+        await self.queue.forget(model, choice_id, failed_only=True)
         return False
 
     def when_ended(self, call: OpenCall, callback: Callable[[], object]) -> None:

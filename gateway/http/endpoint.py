@@ -92,6 +92,11 @@ class OperationServices:
     body_timeout_s: float
 
 
+def owner_of(tenant: str) -> str:
+    """The owner of a tenant's files and vector stores; not a secret."""
+    return hashlib.sha256(b"search " + tenant.encode()).hexdigest()[:32]
+
+
 class Caller(Struct, frozen=True):
     """One request of an operation."""
 
@@ -109,7 +114,7 @@ class Caller(Struct, frozen=True):
     @property
     def tenant(self) -> str:
         """Owner of the objects that the request creates and reads; not a secret."""
-        return hashlib.sha256(b"search " + self.context.tenant.encode()).hexdigest()[:32]
+        return owner_of(self.context.tenant)
 
 
 class Resource:

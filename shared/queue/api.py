@@ -207,8 +207,8 @@ class GatewayQueue(Protocol):
         """The state of a call; while it is open, this gateway's mailbox receives its events too."""
         ...
 
-    async def forget_failed(self, model: str, request_id: str) -> None:
-        """Delete a failed call and its log, which frees its id. Other calls are left alone."""
+    async def forget(self, model: str, request_id: str, *, failed_only: bool) -> None:
+        """Delete a call that has ended, or only a failed one, and its log, which frees its id."""
         ...
 
     async def confirm(self, model: str, request_ids: Sequence[str]) -> None:

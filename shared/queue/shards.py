@@ -281,9 +281,9 @@ class ShardedGatewayQueue:
         shard = self._shards.find(request_id)
         return await shard.ask(shard.queue.listen(model, request_id, gateway_id))
 
-    async def forget_failed(self, model: str, request_id: str) -> None:
+    async def forget(self, model: str, request_id: str, *, failed_only: bool) -> None:
         shard = self._shards.find(request_id)
-        await shard.ask(shard.queue.forget_failed(model, request_id))
+        await shard.ask(shard.queue.forget(model, request_id, failed_only=failed_only))
 
     async def confirm(self, model: str, request_ids: Sequence[str]) -> None:
         groups = self._shards.group(request_ids)

@@ -34,7 +34,7 @@ from shared.queue.keys import (
 from shared.queue.scripts import (
     CANCEL,
     CRASH_TENANTS,
-    FORGET_FAILED,
+    FORGET,
     FORGET_LOST,
     LISTEN,
     NOTE_SHARD,
@@ -225,8 +225,9 @@ class RedisGatewayQueue(RedisStore):
         return await self._ask("LRANGE", self._keys.log(model, request_id), 0, -1)
 
     @redis_errors_as(QueueUnavailable)
-    async def forget_failed(self, model: str, request_id: str) -> None:
-        await self._run(FORGET_FAILED, keys_of_calls(self._keys, model, [request_id]))
+    async def forget(self, model: str, request_id: str, *, failed_only: bool) -> None:
+        keys = keys_of_calls(self._keys, model, [request_id])
+        await self._run(FORGET, keys, failed_only=failed_only)
 
     @redis_errors_as(QueueUnavailable)
     async def listen(self, model: str, request_id: str, gateway_id: str) -> RequestState | None:

@@ -96,6 +96,13 @@ class RecordStore(RedisStore):
         await self._confirm(("EXISTS", keys[-1]))
         return _decoder.decode(data)
 
+    @redis_errors_as(RecordsUnavailable)
+    async def names(self, owner: str) -> list[str]:
+        """The names of an owner's records."""
+        return [
+            name.decode() for name in await self._ask("ZRANGE", self._keys.records(owner), 0, -1)
+        ]
+
     def _keys_of_call(self, owner: str) -> tuple[str, str, str]:
         keys = self._keys
         reply = keys.record_reply(owner, secrets.token_hex(8))

@@ -189,6 +189,14 @@ class SessionStore(RedisStore):
         await self._confirm()
 
     @redis_errors_as(QueueUnavailable)
+    async def forget(self, session: Session) -> None:
+        """Delete a session with the records of its tasks."""
+        await self.close_session(session)
+        for key in self._task_keys(session.id):
+            await self._ask("DEL", key)
+        await self._ask("ZREM", self._keys.sessions(session.owner), session.id)
+
+    @redis_errors_as(QueueUnavailable)
     async def add(
         self, session: Session, task: TaskRecord, max_tasks: int
     ) -> tuple[TaskRecord, str]:

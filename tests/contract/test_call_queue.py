@@ -699,7 +699,7 @@ async def test_only_what_has_failed_is_forgotten_and_its_id_is_free(opened):
     await worker.publish([failure, end(claims[1])])
 
     for envelope in (failed, finished, queued):
-        await opened.queue.forget_failed(MODEL, envelope.id)
+        await opened.queue.forget(MODEL, envelope.id, failed_only=True)
 
     assert await opened.queue.state(MODEL, failed.id) is None
     assert await opened.queue.events(MODEL, failed.id) == []

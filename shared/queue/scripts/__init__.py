@@ -17,7 +17,7 @@ def _load(name: str) -> Script:
 
 SUBMIT = _load("submit")
 SHARE = _load("share")
-FORGET_FAILED = _load("forget_failed")
+FORGET = _load("forget")
 FORGET_LOST = _load("forget_lost")
 TAKE = _load("take")
 CLAIM = _load("claim")

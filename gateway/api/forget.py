@@ -1,0 +1,85 @@
+"""Deletes what is stored of a tenant: kept answers and images, sessions, batches, files, vector stores."""
+
+import asyncio
+
+import msgspec
+
+from gateway.api.sessions import session_owner
+from gateway.batches.records import Batches
+from gateway.calls.kept import KeptAnswers
+from gateway.http.endpoint import owner_of
+from gateway.search import SearchClient
+from shared.queue.api import GatewayQueue
+from shared.search import DropFile, DropStore, FileRecord, ListFiles, ListStores, Page, StoreRecord
+from shared.sessions.store import SessionStore
+
+_PAGE = 100
+
+
+class Forgotten(msgspec.Struct):
+    """Numbers of what was deleted."""
+
+    answers: int = 0  #: of `/v1/responses`, and uploaded images
+    sessions: int = 0
+    batches: int = 0  #: with their files
+    vector_stores: int = 0
+    files: int = 0  #: for vector stores
+    object: str = "key.forgotten"
+
+
+class TenantData:
+    """The stores that have data of tenants."""
+
+    def __init__(
+        self,
+        kept: KeptAnswers,
+        sessions: SessionStore,
+        queue: GatewayQueue,
+        batches: Batches | None,
+        search: SearchClient,
+    ) -> None:
+        self._kept = kept
+        self._sessions = sessions
+        self._queue = queue
+        self._batches = batches
+        self._search = search
+
+    async def forget(self, tenant: str) -> Forgotten:
+        """Delete all data of a tenant; can be repeated. Raises: ApiError, QueueUnavailable, StoreError."""
+        found = Forgotten(await self._kept.delete_all(tenant))
+        found.sessions = await self._forget_sessions(session_owner(tenant))
+        owner = owner_of(tenant)
+        if self._batches is not None:
+            found.batches = await asyncio.to_thread(self._batches.forget, owner)
+        if self._search.is_on:
+            page = Page(limit=_PAGE)
+            while stores := await self._search.ask(
+                ListStores(tenant=owner, page=page), list[StoreRecord]
+            ):
+                for store in stores:
+                    await self._search.ask(DropStore(tenant=owner, store=store.id), bool)
+                found.vector_stores += len(stores)
+            while files := await self._search.ask(
+                ListFiles(tenant=owner, page=page), list[FileRecord]
+            ):
+                for file in files:
+                    await self._search.ask(DropFile(tenant=owner, file=file.id), bool)
+                found.files += len(files)
+        return found
+
+    async def _forget_sessions(self, owner: str) -> int:
+        num_forgotten = 0
+        while (page := await self._sessions.page(owner, "", _PAGE, 0)) is not None and page[0]:
+            for state in page[0]:
+                session = state.session
+                for task, _ in await self._sessions.tasks(session.id):
+                    await self._queue.cancel(task.model, [task.request_id])
+                    known = await self._queue.state(task.model, task.request_id)
+                    if known is not None and known.attempt:
+                        await self._queue.result(
+                            task.model, task.request_id, known.attempt, is_last=True
+                        )
+                    await self._queue.forget(task.model, task.request_id, failed_only=False)
+                await self._sessions.forget(session)
+            num_forgotten += len(page[0])
+        return num_forgotten

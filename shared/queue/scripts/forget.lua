@@ -1,0 +1,9 @@
+-- Delete a call that has ended, or only a failed one; any other stays.
+-- KEYS: call, log    args: failed_only
+-- Returns 1 if there is no call of this id now, else 0.
+local args = cmsgpack.unpack(ARGV[1])
+local state = redis.call('HGET', KEYS[1], 'state')
+if state == 'queued' or state == 'running' then return 0 end
+if args.failed_only and state and state ~= 'failed' then return 0 end
+redis.call('DEL', KEYS[1], KEYS[2])
+return 1

@@ -1,0 +1,185 @@
+"""`vlm keys` and `vlm forget` as programs: what one key has stored is deleted, what another has stays."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from typer.testing import CliRunner, Result
+
+import vlm
+from tests.factories_gateway import (
+    CARD,
+    MODEL,
+    Answer,
+    RunningGateway,
+    make_settings,
+    run_gateway_on_socket,
+    run_worker,
+)
+from tests.factories_images import encoded
+from tests.factories_numbers import run_fleet
+from tests.factories_search import serve_search
+
+PATHS = ("/v1/files", "/v1/batches", "/v1/vector_stores", "/v1/sessions")
+
+
+@pytest.fixture
+async def gateway(redis_server, redis_prefix, tmp_path) -> AsyncIterator[RunningGateway]:
+    async with serve_search(tmp_path / "search") as search:
+        settings = make_settings(
+            redis_server, redis_prefix, search=dict(search),
+            gateway={"root_key": "the-root-key", "files": f"file://{tmp_path}/files"},
+        )  # fmt: skip
+        async with run_gateway_on_socket(settings) as gateway:
+            yield gateway
+
+
+async def run(gateway: RunningGateway, *arguments: str, key: str = "the-root-key") -> Result:
+    env = {"VLM_URL": gateway.url, "VLM_API_KEY": key, "COLUMNS": "200"}
+    return await asyncio.to_thread(CliRunner().invoke, vlm.app, arguments, env=env)
+
+
+async def create(gateway: RunningGateway, *arguments: str) -> str:
+    done = await run(gateway, "keys", "create", *arguments)
+    assert done.exit_code == 0, done.output
+    return done.stdout.splitlines()[-1]
+
+
+class User:
+    """Stores something of each kind with a key."""
+
+    def __init__(self, gateway: RunningGateway, key: str) -> None:
+        self.client = gateway.client
+        self.headers = {"authorization": f"Bearer {key}"}
+
+    async def ask(self, method: str, path: str, **content: Any) -> Any:
+        answer = await self.client.request(method, path, headers=self.headers, **content)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    async def status(self, path: str) -> int:
+        return (await self.client.get(path, headers=self.headers)).status_code
+
+    async def store(self) -> list[str]:
+        """Returns the paths of what was stored."""
+        line = {
+            "custom_id": "a",
+            "method": "POST",
+            "url": "/v1/chat/completions",
+            "body": {"model": MODEL},
+        }
+        image = await self.upload("vision", encoded())
+        batch_file = await self.upload("batch", json.dumps(line).encode())
+        text = await self.upload("assistants", b"some text")
+        batch = await self.ask("POST", "/v1/batches", json={
+            "input_file_id": batch_file, "endpoint": "/v1/chat/completions", "completion_window": "24h",
+        })  # fmt: skip
+        session = await self.ask("POST", f"/v1/applications/{MODEL}/sessions", json={})
+        task = {"id": "one", "input": 1}
+        session_path = f"/v1/sessions/{session['id']}"
+        await self.ask("POST", f"{session_path}/tasks", json={"tasks": [task]})
+        await self.ask("GET", f"{session_path}/tasks/one?wait=20")
+        files = [f"/v1/files/{name}" for name in (image, batch_file, text)]
+        return [*files, f"/v1/batches/{batch['id']}", session_path]
+
+    async def upload(self, purpose: str, data: bytes) -> str:
+        files = {"file": ("name.png" if purpose == "vision" else "name.txt", data)}
+        return (await self.ask("POST", "/v1/files", data={"purpose": purpose}, files=files))["id"]
+
+
+async def say_done(answer: Answer) -> None:
+    await answer.finish(json.dumps({"output": ["done"]}) + "\n")
+
+
+async def test_what_a_key_has_stored_is_deleted_and_what_another_has_stays(
+    gateway: RunningGateway, redis_server, redis_prefix, redis
+):
+    card = replace(CARD, tasks=("run",), package=f"{MODEL}@sha256:0")
+    async with run_worker(redis_server, redis_prefix, card) as worker:
+        worker.script = say_done
+        await gateway.services.models.refresh()
+        users = [User(gateway, await create(gateway, "--name", name)) for name in ("alice", "bob")]
+        alice, bob = users
+        stored = {user: await user.store() for user in users}
+        assert {await user.status(path) for user in users for path in stored[user]} == {200}
+        task_ids = [request.id for request in worker.requests]
+        done = await run(gateway, "forget", "--key", "alice")
+        assert done.exit_code == 0, done.output
+        assert "deleted 1 answers, 1 sessions, 1 batches, 0 vector stores, 1 files" in done.stderr
+        assert {await alice.status(path) for path in stored[alice]} == {404}
+        assert {await bob.status(path) for path in stored[bob]} == {200}
+        for path in PATHS:
+            assert (await alice.ask("GET", path))["data"] == []
+        left = [key.decode() async for key in redis.scan_iter(f"{redis_prefix}:*")]
+        assert not any(task_ids[0] in key for key in left)
+        assert any(task_ids[1] in key for key in left)
+        again = await run(gateway, "forget", "--key", "alice")
+        assert "deleted 0 answers, 0 sessions, 0 batches" in again.stderr
+
+
+async def test_vector_stores_are_deleted(ends, redis_server, tmp_path):
+    async with serve_search(tmp_path / "search") as search:
+        changes = {"gateway": {"root_key": "the-root-key"}, "search": dict(search)}
+        async with run_fleet(ends, redis_server, **changes) as (gateway, _):
+            users = [
+                User(gateway, await create(gateway, "--name", name)) for name in ("alice", "bob")
+            ]
+            for user in users:
+                await user.ask("POST", "/v1/vector_stores", json={"name": "mine"})
+            done = await run(gateway, "forget", "--key", "alice")
+            assert "1 vector stores" in done.stderr
+            listed = [(await user.ask("GET", "/v1/vector_stores"))["data"] for user in users]
+            assert [len(stores) for stores in listed] == [0, 1]
+
+
+async def test_keys_by_the_command_line(gateway: RunningGateway):
+    key = await create(
+        gateway, "--name", "alice", "--roles", "use,admin", "--models", "qwen*,shapes", "--rpm", "60",
+        "--tpm", "1000", "--open", "8", "--expires", "90d",
+    )  # fmt: skip
+    shown = json.loads((await run(gateway, "keys", "show", "alice", key=key)).stdout)
+    assert shown["expires_at"] - shown["created_at"] == 90 * 86400
+    expected = {
+        "name": "alice", "state": "active", "roles": ["use", "admin"], "models": ["qwen*", "shapes"],
+        "requests_per_minute": 60, "tokens_per_minute": 1000, "open_requests": 8,
+    }  # fmt: skip
+    assert {name: shown[name] for name in expected} == expected
+    await create(gateway, "--name", "boss", "--roles", "admin")
+    new = (await run(gateway, "keys", "rotate", "alice")).stdout.splitlines()[-1]
+    assert (await run(gateway, "keys", "list", key=key)).exit_code == 4
+    table = (await run(gateway, "keys", "list", key=new)).stdout
+    assert [line.split()[:2] for line in table.splitlines()[2:] if line.strip()] == [
+        ["alice", "active"],
+        ["boss", "active"],
+    ]
+    assert (await run(gateway, "keys", "revoke", "alice")).exit_code == 0
+    refused = await run(gateway, "keys", "list", key=new)
+    assert refused.exit_code == 4
+    assert "Incorrect API key" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["keys", "create"], 2, "--name"),
+        (["keys", "create", "--name", "a", "--expires", "soon"], 2, "90d"),
+        (["keys", "create", "--name", "a", "--rpm", "0"], 2, "--rpm"),
+        (["keys", "create", "--name", "a", "--roles", "root"], 4, "roles"),
+        (["keys", "create", "--name", "a/b"], 4, "name"),
+        (["keys", "revoke", "nobody"], 4, "no key of this name"),
+        (["forget", "--key", "nobody"], 4, "no key of this name"),
+    ],
+)
+async def test_wrong_arguments(gateway: RunningGateway, arguments: list[str], code: int, says: str):
+    done = await run(gateway, *arguments)
+    assert done.exit_code == code, done.output
+    assert says in " ".join(done.stderr.split())
+
+
+def test_a_gateway_that_is_away():
+    done = CliRunner().invoke(vlm.app, ["keys", "list"], env={"VLM_URL": "http://127.0.0.1:9"})
+    assert done.exit_code == 4
+    assert "does not answer" in done.stderr
