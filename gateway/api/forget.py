@@ -1,6 +1,8 @@
 """Deletes what is stored of a tenant: kept answers and images, sessions, batches, files, vector stores."""
 
 import asyncio
+import time
+from collections.abc import Callable
 
 import msgspec
 
@@ -8,12 +10,15 @@ from gateway.api.sessions import session_owner
 from gateway.batches.records import Batches
 from gateway.calls.kept import KeptAnswers
 from gateway.http.endpoint import owner_of
+from gateway.http.errors import unavailable
 from gateway.search import SearchClient
 from shared.queue.api import GatewayQueue
 from shared.search import DropFile, DropStore, FileRecord, ListFiles, ListStores, Page, StoreRecord
 from shared.sessions.store import SessionStore
 
 _PAGE = 100
+_ENDS_WITHIN_S = 20.0  #: a batch that is cancelled
+_POLL_S = 0.2
 
 
 class Forgotten(msgspec.Struct):
@@ -36,8 +41,10 @@ class TenantData:
         sessions: SessionStore,
         queue: GatewayQueue,
         batches: Batches | None,
+        look_for_batches: Callable[[], None],
         search: SearchClient,
     ) -> None:
+        self._look_for_batches = look_for_batches
         self._kept = kept
         self._sessions = sessions
         self._queue = queue
@@ -50,7 +57,7 @@ class TenantData:
         found.sessions = await self._forget_sessions(session_owner(tenant))
         owner = owner_of(tenant)
         if self._batches is not None:
-            found.batches = await asyncio.to_thread(self._batches.forget, owner)
+            found.batches = await self._forget_batches(self._batches, owner)
         if self._search.is_on:
             page = Page(limit=_PAGE)
             while stores := await self._search.ask(
@@ -66,6 +73,16 @@ class TenantData:
                     await self._search.ask(DropFile(tenant=owner, file=file.id), bool)
                 found.files += len(files)
         return found
+
+    async def _forget_batches(self, batches: Batches, owner: str) -> int:
+        """Raises: Overloaded if a batch does not end in time."""
+        until = time.monotonic() + _ENDS_WITHIN_S
+        while await asyncio.to_thread(batches.cancel_all, owner):
+            if time.monotonic() > until:
+                raise unavailable()
+            self._look_for_batches()
+            await asyncio.sleep(_POLL_S)
+        return await asyncio.to_thread(batches.forget, owner)
 
     async def _forget_sessions(self, owner: str) -> int:
         num_forgotten = 0

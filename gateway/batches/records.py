@@ -251,15 +251,19 @@ class Batches:
         if time_of(id_, BATCH_ID) < time.time() - _ORPHAN_S:  # noqa: TID251
             self._store.delete(f"{_OPEN}/{owner}/{id_}")
 
+    def cancel_all(self, owner: str) -> int:
+        """Cancel an owner's open batches; returns their number, until they have ended."""
+        open_ids = self.open_ids(owner)
+        for _, id_ in open_ids:
+            if (view := self.get(owner, id_)) is not None:
+                self.cancel(view.record)
+        return len(open_ids)
+
     def forget(self, owner: str) -> int:
-        """Cancel an owner's batches, and delete them and their files. Returns the number of batches."""
+        """Delete an owner's batches and files. Returns the number of batches."""
         ids = self.ids(owner)
-        for id_ in ids:
-            if (view := self.get(owner, id_)) is not None and view.ending is None:
-                self.cancel(view.record)  # a gateway may be running it
-        for prefix in (f"{_OPEN}/{owner}", f"{_BATCHES}/{owner}"):
-            for key in self._store.list(prefix):
-                self._store.delete(key)
+        for key in self._store.list(f"{_BATCHES}/{owner}"):
+            self._store.delete(key)
         for id_ in self.files.ids(owner):
             if (file := self.files.get(owner, id_)) is not None:
                 self.files.delete(owner, file)
