@@ -91,8 +91,8 @@ class KeyDirectory:
                 found = await self._store.read()
                 known = found | _later(self.records, found)
                 # Redis was emptied, or restored from an older copy.
-                if is_due or len(_later(known, found)) > 0:
-                    known |= await asyncio.to_thread(self._store.read_durable, known)
+                if is_due or _later(known, found):
+                    known |= await self._read_durable(known)
                     self._synced_at = began_at
                 for record in _later(known, found).values():
                     await self._store.put(record)
@@ -100,6 +100,16 @@ class KeyDirectory:
                 self._state = state
             self._read_at = began_at
             self._end()
+
+    async def _read_durable(self, known: dict[str, KeyRecord]) -> dict[str, KeyRecord]:
+        """Later records of the package store. Raises: StoreError before it was read once."""
+        try:
+            return await asyncio.to_thread(self._store.read_durable, known)
+        except StoreError as error:
+            if self._synced_at == float("-inf"):
+                raise
+            logger.warning("cannot read the API keys of the package store: %s", error)
+            return {}
 
     def _set(self, records: dict[str, KeyRecord]) -> None:
         self.records = records

@@ -92,7 +92,7 @@ class GatewaySettings(Group):
         default=(),
         description="API keys that may also deploy, comma separated. None: nobody may.",
     )
-    root_key: SecretStr | None = Field(
+    root_key: Annotated[SecretStr | None, BeforeValidator(lambda key: key or None)] = Field(
         default=None,
         description="The key that manages API keys (`vlm keys`). Without it there are only those of these settings.",
     )

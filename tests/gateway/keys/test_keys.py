@@ -11,7 +11,7 @@ import pytest
 
 from gateway.keys import directory
 from gateway.keys.records import KeyStore
-from shared.packages.store import open_store
+from shared.packages.store import StoreError, open_store
 from shared.queue.keys import RedisKeys
 from shared.redis.embedded import EmbeddedRedis
 from shared.settings.tree import DeploySettings
@@ -246,6 +246,27 @@ async def test_a_redis_that_was_restored_or_emptied_revives_no_revoked_key(
         await gateway.services.keys.refresh()
         assert (await team.status(lost), await team.status(kept)) == (401, 200)
         assert (await redis.hget(api_keys, "lost")).startswith(b"2 ")
+
+
+async def test_a_package_store_that_fails_later_ends_no_key(team: Team, monkeypatch):
+    def fail(*_: object) -> None:
+        raise StoreError("it is away")
+
+    monkeypatch.setattr(directory, "_SYNC_S", 0.0)
+    monkeypatch.setattr(directory, "STALE_S", 0.3)
+    key = await team.create()
+    monkeypatch.setattr(KeyStore, "read_durable", fail)
+    keys = team.gateways[0].services.keys
+    assert keys is not None
+    await keys.refresh()
+    assert await team.status(key) == 200
+    monkeypatch.setattr(KeyStore, "put_durable", fail)
+    assert (await team.admin("DELETE", "/alice")).status_code == 503  # it would not last
+    assert await team.status(key) == 200
+
+
+async def test_an_empty_root_key_is_none():
+    assert make_settings("redis://x", "x", gateway={"root_key": ""}).gateway.root_key is None
 
 
 async def test_without_redis_stored_keys_are_503_and_those_of_the_settings_are_known(
