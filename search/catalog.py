@@ -1,4 +1,4 @@
-"""Records of stores, files and their tenants in a SQLite file.
+"""Records of stores, files and their tenants, in a SQLite file or in PostgreSQL.
 
 Each change is one transaction, durable on return. Readers do not wait for writers.
 """
@@ -6,9 +6,9 @@ Each change is one transaction, durable on return. Readers do not wait for write
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -16,33 +16,56 @@ from shared.search import FileBatch, FileRecord, Page, StoreFile, StoreRecord
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS stores (
-    number INTEGER PRIMARY KEY, id TEXT UNIQUE NOT NULL, tenant TEXT NOT NULL, record BLOB NOT NULL);
+    number {number}, id TEXT UNIQUE NOT NULL, tenant TEXT NOT NULL, record {blob} NOT NULL);
 CREATE INDEX IF NOT EXISTS stores_of_tenant ON stores (tenant);
 CREATE TABLE IF NOT EXISTS files (
-    number INTEGER PRIMARY KEY, id TEXT UNIQUE NOT NULL, tenant TEXT NOT NULL, purpose TEXT NOT NULL,
-    num_bytes INTEGER NOT NULL, record BLOB NOT NULL, data BLOB NOT NULL);
+    number {number}, id TEXT UNIQUE NOT NULL, tenant TEXT NOT NULL, purpose TEXT NOT NULL,
+    num_bytes INTEGER NOT NULL, record {blob} NOT NULL, data {blob} NOT NULL);
 CREATE INDEX IF NOT EXISTS files_of_tenant ON files (tenant);
 CREATE TABLE IF NOT EXISTS store_files (
-    number INTEGER PRIMARY KEY, store TEXT NOT NULL, id TEXT NOT NULL, record BLOB NOT NULL,
+    number {number}, store TEXT NOT NULL, id TEXT NOT NULL, record {blob} NOT NULL,
     UNIQUE (store, id));
 CREATE TABLE IF NOT EXISTS file_batches (
-    number INTEGER PRIMARY KEY, store TEXT NOT NULL, id TEXT NOT NULL, record BLOB NOT NULL,
+    number {number}, store TEXT NOT NULL, id TEXT NOT NULL, record {blob} NOT NULL,
     UNIQUE (store, id));
 CREATE TABLE IF NOT EXISTS orphans (id TEXT PRIMARY KEY);
 """
 Record = TypeVar("Record", StoreRecord, FileRecord, StoreFile, FileBatch)
 
 
-class Catalog:
-    """One connection per thread; one writer at a time."""
+class Database(Protocol):
+    """Runs SQL with `?` for values. Thread-safe."""
+
+    #: Other processes use it too, and it holds the vectors.
+    is_shared: bool
+    #: Types of columns: counts rows and is the primary key; bytes.
+    number: str
+    blob: str
+
+    def create(self, tables: str) -> None:
+        """Create tables, if they do not exist."""
+        ...
+
+    def rows(self, sql: str, *values: Any) -> list[tuple[Any, ...]]: ...
+
+    def change(self, owner: str = "") -> AbstractContextManager[None]:
+        """One transaction of this thread; one at a time for an owner (a store or tenant)."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Sqlite:
+    """A file of one process: a connection per thread, one writer at a time."""
+
+    is_shared = False
+    number, blob = "INTEGER PRIMARY KEY", "BLOB"
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._local = threading.local()
         self._connections: list[sqlite3.Connection] = []
         self._writing = threading.RLock()
-        self._connection.execute("PRAGMA journal_mode = WAL")
-        self._connection.executescript(_SCHEMA)
 
     @property
     def _connection(self) -> sqlite3.Connection:
@@ -53,9 +76,15 @@ class Catalog:
             self._connections.append(connection)
         return connection
 
+    def create(self, tables: str) -> None:
+        self._connection.execute("PRAGMA journal_mode = WAL")
+        self._connection.executescript(tables)
+
+    def rows(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
+        return self._connection.execute(sql, values).fetchall()
+
     @contextmanager
-    def _change(self) -> Iterator[None]:
-        """One transaction."""
+    def change(self, owner: str = "") -> Iterator[None]:
         with self._writing:
             self._connection.execute("BEGIN IMMEDIATE")
             try:
@@ -65,12 +94,29 @@ class Catalog:
                 raise
             self._connection.execute("COMMIT")
 
-    def _write(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
+    def close(self) -> None:
         with self._writing:
+            for connection in self._connections:
+                connection.close()
+
+
+class Catalog:
+    """The records in a database."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._rows = database.rows
+        self._change = database.change
+        self.is_shared = database.is_shared
+        database.create(_SCHEMA.format(number=database.number, blob=database.blob))
+
+    def _write(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
+        with self._change():
             return self._rows(sql, *values)
 
-    def _rows(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
-        return self._connection.execute(sql, values).fetchall()
+    def change_all(self, owner: str) -> AbstractContextManager[None]:
+        """One transaction of records and vectors, if the database holds both."""
+        return self._change(owner) if self.is_shared else nullcontext()
 
     # Stores
 
@@ -87,7 +133,7 @@ class Catalog:
 
     def add_store(self, tenant: str, record: StoreRecord, max_stores: int) -> bool:
         """Add a store, whose index is no orphan any more; returns False if the tenant has `max_stores`."""
-        with self._change():
+        with self._change(tenant):
             [(count,)] = self._rows("SELECT count(*) FROM stores WHERE tenant = ?", tenant)
             if count >= max_stores:
                 return False
@@ -100,7 +146,7 @@ class Catalog:
         self, name: str, change: Callable[[StoreRecord], StoreRecord]
     ) -> StoreRecord | None:
         """Replace a store's record. Returns the new one; None if the store does not exist."""
-        with self._change():
+        with self._change(name):
             rows = self._rows("SELECT record FROM stores WHERE id = ?", name)
             if not rows:
                 return None
@@ -113,7 +159,8 @@ class Catalog:
         return _decode(rows[0][0], StoreRecord) if rows else None
 
     def stores(self, tenant: str) -> list[StoreRecord]:
-        rows = self._rows("SELECT record FROM stores WHERE tenant = ?", tenant)
+        sql = "SELECT record FROM stores WHERE tenant = ? ORDER BY number"
+        rows = self._rows(sql, tenant)
         return [_decode(row[0], StoreRecord) for row in rows]
 
     def all_stores(self) -> list[tuple[str, StoreRecord]]:
@@ -130,7 +177,7 @@ class Catalog:
 
     def drop_store(self, name: str) -> bool:
         """Delete a store and its records of files; its index becomes an orphan."""
-        with self._change():
+        with self._change(name):
             if not self._rows("DELETE FROM stores WHERE id = ? RETURNING id", name):
                 return False
             self._rows("DELETE FROM store_files WHERE store = ?", name)
@@ -142,7 +189,7 @@ class Catalog:
 
     def add_file(self, tenant: str, record: FileRecord, data: bytes, max_files: int) -> bool:
         """Add a file; returns False if the tenant has `max_files`."""
-        with self._change():
+        with self._change(tenant):
             if self.files_of(tenant)[0] >= max_files:
                 return False
             sql = (
@@ -154,12 +201,11 @@ class Catalog:
         return True
 
     def file(self, tenant: str, name: str, *, with_data: bool = False) -> FileRecord | None:
-        data = "data" if with_data else "x''"
-        sql = f"SELECT record, {data} FROM files WHERE tenant = ? AND id = ?"
-        rows = self._rows(sql, tenant, name)
-        if not rows:
-            return None
-        return msgspec.structs.replace(_decode(rows[0][0], FileRecord), data=rows[0][1])
+        columns = "record, data" if with_data else "record"
+        sql = f"SELECT {columns} FROM files WHERE tenant = ? AND id = ?"
+        for record, *data in self._rows(sql, tenant, name):
+            return msgspec.structs.replace(_decode(record, FileRecord), data=b"".join(data))
+        return None
 
     def list_files(self, tenant: str, page: Page, purpose: str) -> list[FileRecord]:
         return self._page("files", "tenant", tenant, page, FileRecord, purpose)
@@ -205,7 +251,7 @@ class Catalog:
 
     def add_file_batch(self, batch: FileBatch, max_batches: int) -> None:
         """Add a batch; the latest `max_batches` of the store are kept."""
-        with self._change():
+        with self._change(batch.store_id):
             sql = "INSERT INTO file_batches (store, id, record) VALUES (?, ?, ?)"
             self._rows(sql, batch.store_id, batch.id, _encode(batch))
             kept = "SELECT number FROM file_batches WHERE store = ? ORDER BY number DESC LIMIT ?"
@@ -228,22 +274,21 @@ class Catalog:
         """A page in the order of creation, one more than the limit if there are more."""
         edge = page.after or page.before
         order, sign = ("ASC", ">") if page.is_ascending != bool(page.before) else ("DESC", "<")
-        condition = f"{column} = :owner"
+        condition, values = f"{column} = ?", [owner]
         if purpose:
-            condition += " AND purpose = :purpose"
+            condition += " AND purpose = ?"
+            values.append(purpose)
         if edge:
-            at = f"SELECT number FROM {table} WHERE {column} = :owner AND id = :edge"
+            at = f"SELECT number FROM {table} WHERE {column} = ? AND id = ?"
             condition += f" AND number {sign} ({at})"
-        sql = f"SELECT record FROM {table} WHERE {condition} ORDER BY number {order} LIMIT :limit"
-        values = {"owner": owner, "edge": edge, "limit": page.limit + 1, "purpose": purpose}
-        rows = self._connection.execute(sql, values).fetchall()
+            values += [owner, edge]
+        sql = f"SELECT record FROM {table} WHERE {condition} ORDER BY number {order} LIMIT ?"
+        rows = self._rows(sql, *values, page.limit + 1)
         records = [_decode(row[0], type_) for row in rows]
         return records[::-1] if page.before else records
 
     def close(self) -> None:
-        with self._writing:
-            for connection in self._connections:
-                connection.close()
+        self._database.close()
 
 
 def _encode(record: msgspec.Struct) -> bytes:

@@ -1,4 +1,4 @@
-"""Filters on attributes in three languages: Python (the oracle), SQL of Lance, and Qdrant's filters.
+"""Filters on attributes in four languages: Python (the oracle), SQL of Lance and of PostgreSQL, and Qdrant's filters.
 
 A comparison with a missing attribute, or one of another type, is false: `ne` and `nin` match it.
 """
@@ -71,6 +71,14 @@ def to_columns(attributes: Attributes) -> dict[str, Value]:
     return {_name(key, value): value for key, value in attributes.items()}
 
 
+#: How SQL joins conditions.
+_SQL: dict[str, Callable[[Any], str]] = {
+    "every": lambda parts: "(" + " AND ".join(parts) + ")",
+    "some": lambda parts: "(" + " OR ".join(parts or ["false"]) + ")",
+    "negate": lambda part: f"(NOT {part})",
+}
+
+
 # Lance
 
 
@@ -82,13 +90,7 @@ def to_sql(where: Filter, column: str = "filterable") -> str:
         found = f"json_get_{getter}({column}, '{_name(key, value)}')"
         return f"coalesce({found} {_SIGNS[sign]} {_literal(value)}, false)"
 
-    return _translate(
-        where,
-        compare,
-        every=lambda parts: "(" + " AND ".join(parts) + ")",
-        some=lambda parts: "(" + " OR ".join(parts or ["false"]) + ")",
-        negate=lambda part: f"(NOT {part})",
-    )
+    return _translate(where, compare, **_SQL)
 
 
 def _literal(value: Value) -> str:
@@ -108,6 +110,22 @@ def to_json(attributes: Attributes) -> str:
     return json.dumps(
         {n: float(v) if n[0] == "n" else v for n, v in columns.items()}, allow_nan=False
     )
+
+
+# PostgreSQL
+
+
+def to_postgres(where: Filter, values: list[Any], column: str = "filterable") -> str:
+    """The filter as SQL over a JSONB column of `to_columns`, whose texts are hexadecimal; appends to `values`."""
+
+    def compare(sign: str, key: str, value: Any) -> str:
+        kind = _kind(value)
+        type_ = {"s": 'text COLLATE "C"', "n": "float8", "b": "boolean"}[kind]
+        shown = {"s": lambda: value.encode().hex(), "n": lambda: float(value), "b": lambda: value}
+        values.extend((_name(key, value), shown[kind]()))
+        return f"coalesce(({column} ->> ?)::{type_} {_SIGNS[sign]} ?, false)"
+
+    return _translate(where, compare, **_SQL)
 
 
 # Qdrant

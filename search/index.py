@@ -20,6 +20,8 @@ from shared.settings import SettingsError
 if TYPE_CHECKING:
     import numpy as np
 
+    from search.catalog import Database
+
 
 #: Ids that `OrderedIds` reads at once, and windows that it caches.
 WINDOW = 65_536
@@ -76,6 +78,11 @@ class IndexKind(Protocol):
 
     def open(self, name: str, dimensions: int) -> VectorIndex:
         """The index of a store; it is created if it does not exist."""
+        ...
+
+    @property
+    def database(self) -> "Database | None":
+        """The database of the vectors, which then holds the records too."""
         ...
 
     def drop(self, name: str) -> None:
@@ -191,12 +198,16 @@ INDEXES = {
     "lance": "search.lance:open_lance",
     "qdrant": "search.qdrant:open_qdrant",
     "qdrants": "search.qdrant:open_qdrant",
+    "postgresql": "search.postgres:open_postgres",
 }
 INSTALL = "pip install 'vlm-fleet[search]'"
 
 
 def open_indexes(url: str) -> IndexKind:
-    """The indexes behind a URL: `lance:///DIRECTORY`, `qdrant://HOST:6333`. Raises: SearchUnavailable."""
+    """The indexes behind a URL: `lance:///DIRECTORY`, `qdrant://HOST:6333`, `postgresql://HOST/NAME`.
+
+    Raises: SearchUnavailable.
+    """
     scheme = url.partition(":")[0]
     if scheme not in INDEXES:
         known = ", ".join(f"{name}://" for name in INDEXES)

@@ -60,6 +60,8 @@ def open_lance(url: str) -> "LanceIndexes":
 class LanceIndexes:
     """A table per store."""
 
+    database = None
+
     def __init__(self, directory: Path) -> None:
         os.environ.setdefault("LANCE_LOG", "error")
         self._directory = directory

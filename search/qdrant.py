@@ -49,6 +49,8 @@ def open_qdrant(url: str) -> "QdrantIndexes":
 class QdrantIndexes:
     """A collection per store."""
 
+    database = None
+
     def __init__(self, client: QdrantClient) -> None:
         self._client = client
 

@@ -12,7 +12,7 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO
 from urllib.parse import urlsplit
@@ -22,7 +22,7 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 
 import shared.search as wire
-from search.catalog import Catalog
+from search.catalog import Catalog, Sqlite
 from search.collection import BadCollection
 from search.index import IndexKind, SearchUnavailable, open_indexes, require
 from search.stores import Stores
@@ -133,11 +133,22 @@ def run_search(settings: Settings) -> int:
     search = settings.search
     _check(search)
     directory = data_directory(search)
-    lock = _lock(directory)
+    with ExitStack() as stack:
+        is_shared = urlsplit(search.index).scheme == "postgresql"
+        if not is_shared:
+            stack.enter_context(_lock(directory))
+        _serve(settings, directory)
+    return 0
+
+
+def _serve(settings: Settings, directory: Path) -> None:
+    search = settings.search
+    indexes = _open_indexes(search, directory)
+    database = indexes.database if indexes is not None else None
     try:
         stores = Stores(
-            Catalog(directory / _CATALOG),
-            _open_indexes(search, directory),
+            Catalog(database or Sqlite(directory / _CATALOG)),
+            indexes,
             settings.limits,
             [Path(path).expanduser() for path in search.collections],
         )
@@ -153,8 +164,6 @@ def run_search(settings: Settings) -> int:
     finally:
         app.close()
         stores.close()
-        lock.close()
-    return 0
 
 
 def _open_indexes(search: SearchSettings, directory: Path) -> IndexKind | None:

@@ -13,7 +13,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -91,6 +91,8 @@ class Stores:
         """`indexes` None: only collections. Raises: BadCollection."""
         self._catalog = catalog
         self._indexes = indexes
+        #: Whether no other process writes, so that what is unfinished at the start is left over.
+        self._owns_all = indexes is not None and not catalog.is_shared
         self._limits = limits
         self._open: OrderedDict[str, OpenStore] = OrderedDict()
         self._lock = threading.Lock()
@@ -99,7 +101,7 @@ class Stores:
         self._due: set[str] = set()
         self._being_written: Counter[str] = Counter()  #: bytes, by tenant
         self._searched_at: dict[str, int] = {}  #: by store, until it is written
-        self._orphans = set(catalog.orphans()) if indexes is not None else set()
+        self._orphans = set(catalog.orphans()) if self._owns_all else set()
         self._is_closing = threading.Event()
         self._sweeper = threading.Thread(target=self._sweep_on, name="sweep", daemon=True)
         self._answers: Mapping[type[wire.Request], Callable[[Any], Any]] = {
@@ -124,7 +126,7 @@ class Stores:
             wire.PutFileBatch: self._put_file_batch,
             wire.ReadFileBatch: self._read_file_batch,
         }
-        for record in catalog.unfinished() if indexes is not None else ():
+        for record in catalog.unfinished() if self._owns_all else ():
             self._forget_chunks(record)
         self._sweeper.start()
 
@@ -165,7 +167,8 @@ class Stores:
         for tenant, record in self._catalog.all_stores():
             if record.expires_at is not None and record.expires_at <= _now():
                 logger.info("store %s has expired", record.id)
-                self._drop_store(wire.DropStore(tenant=tenant, store=record.id))
+                with suppress(SearchError):  # another process was first
+                    self._drop_store(wire.DropStore(tenant=tenant, store=record.id))
         for name in orphans:
             self._drop_index(name)
 
@@ -203,6 +206,12 @@ class Stores:
                 if name != "tenant"
             },
         )
+        if self._catalog.is_shared:
+            with self._catalog.change_all(record.id):
+                kind.open(record.id, record.dimensions)
+                if not self._catalog.add_store(asked.tenant, record, most):
+                    raise full
+            return record
         self._catalog.add_orphan(record.id)
         try:
             kind.open(record.id, record.dimensions)
@@ -269,7 +278,11 @@ class Stores:
             store.drop(partial(self._catalog.drop_store, record.id))
             with self._lock:
                 del self._open[record.id]
-        self._drop_index(record.id)
+            if self._catalog.is_shared:  # in the same transaction
+                self._kind().drop(record.id)
+                self._catalog.drop_orphan(record.id)
+        if not self._catalog.is_shared:
+            self._drop_index(record.id)
         return True
 
     # Items
@@ -521,12 +534,13 @@ class Stores:
 
     @contextmanager
     def _writing(self, record: wire.StoreRecord) -> Iterator[OpenStore]:
-        """Lock the store for writing."""
+        """Lock the store for writing; in a shared database, in one transaction."""
         while True:
             store = self._store(record)
             with store.writing:
                 if self._store(record) is store:  # else it was closed, and opened again
-                    yield store
+                    with self._catalog.change_all(record.id):
+                        yield store
                     return
 
     def _note_change(self, record: wire.StoreRecord, index: VectorIndex) -> wire.StoreRecord:

@@ -17,7 +17,7 @@ import httpx
 import msgspec
 import numpy as np
 
-from search.catalog import Catalog
+from search.catalog import Catalog, Sqlite
 from search.index import open_indexes
 from search.server import SearchApp, create_server, listen
 from search.stores import Stores
@@ -141,7 +141,7 @@ async def serve_search(folder: Path, **settings: Any) -> AsyncIterator[SearchSet
         search = SearchSettings(url=f"unix://{sockets}/s", data_dir=str(folder), **settings)
         folder.mkdir(exist_ok=True)
         stores = Stores(
-            Catalog(folder / "catalog.sqlite"),
+            Catalog(Sqlite(folder / "catalog.sqlite")),
             open_indexes(f"lance://{folder}/stores"),
             limits,
             [Path(path) for path in search.collections],

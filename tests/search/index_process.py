@@ -19,10 +19,12 @@ from search.collection import FlatIndex, Manifest, write_manifest, write_part, w
 from search.filters import matches
 from search.index import VectorIndex
 from search.lance import LanceIndexes
+from search.postgres import open_postgres
 from search.qdrant import QdrantIndexes
 from shared.search import Filter, Hit, Item
+from tests.search.postgres_server import postgres
 
-KINDS = ("flat", "lance", "qdrant")
+KINDS = ("flat", "lance", "qdrant", "postgres")
 DIMENSIONS = 4
 
 
@@ -80,11 +82,24 @@ class Rewritten:
         return getattr(self.index, name)
 
 
+def prepare(kind: str, directory: Path) -> None:
+    """Make what `open_index` finds there."""
+    if kind == "postgres":
+        directory.mkdir()
+        (directory / "url").write_text(postgres().new_database())
+
+
 def open_index(kind: str, directory: Path) -> VectorIndex:
     if kind == "flat":
         return Rewritten(directory)  # type: ignore[return-value]
     if kind == "lance":
         return LanceIndexes(directory).open("store", DIMENSIONS)
+    if kind == "postgres":
+        url = (directory / "url").read_text()
+        indexes = open_postgres(url)
+        index = indexes.open("store", DIMENSIONS)
+        index.close = indexes.close  # type: ignore[method-assign]
+        return index
     # Qdrant's local mode: no server comes in a package.
     return QdrantIndexes(QdrantClient(path=str(directory))).open("store", DIMENSIONS)
 
@@ -139,6 +154,7 @@ class IndexProcess:
 
     def __init__(self, kind: str, directory: Path) -> None:
         self.kind, self.directory = kind, directory
+        prepare(kind, directory)
         self.start()
 
     def start(self) -> None:

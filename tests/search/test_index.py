@@ -21,7 +21,7 @@ from search.lance import LanceIndexes, Readers
 from search.qdrant import QdrantIndexes
 from shared.search import Filter, Item
 from tests.fuzzing import IS_LONG
-from tests.search.index_process import DIMENSIONS, KINDS, IndexProcess, open_index
+from tests.search.index_process import DIMENSIONS, KINDS, IndexProcess, open_index, prepare
 
 IDS = [f"id {number}'\"" for number in range(12)]
 KEYS = ("color", 'it\'s "n"')
@@ -305,9 +305,10 @@ def test_pages_lack_nothing_that_was_written_and_hold_nothing_that_was_deleted(m
 
 
 @pytest.mark.filterwarnings("ignore:Payload indexes")
-@pytest.mark.parametrize("kind", ["lance", "qdrant"])
+@pytest.mark.parametrize("kind", ["lance", "qdrant", "postgres"])
 def test_pages_are_kept_up_to_date(tmp_path, kind):
-    index = open_index(kind, tmp_path)
+    prepare(kind, tmp_path / "index")
+    index = open_index(kind, tmp_path / "index")
     items = [
         msgspec.structs.replace(item, id=f"{number:03}", attributes={"n": float(number)})
         for number, item in enumerate(make_items(make_vectors(100, DIMENSIONS, 0)))

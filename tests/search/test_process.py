@@ -35,13 +35,15 @@ from shared.settings.tree import Settings
 from tests.factories_search import make_items, run_search, serve_search
 from tests.fuzzing import IS_LONG
 from tests.rounds import NUM_ROUNDS
+from tests.search.postgres_server import postgres
 
 CREATE = CreateStore(tenant="t", name="store", model="m", digest="d", dimensions=8)
 
 
-@pytest.fixture(scope="module")
-def process(tmp_path_factory):
-    with run_search(tmp_path_factory.mktemp("search") / "data") as process:
+@pytest.fixture(scope="module", params=["lance", "postgres"])
+def process(tmp_path_factory, request):
+    settings = {"index": postgres().new_database()} if request.param == "postgres" else {}
+    with run_search(tmp_path_factory.mktemp("search") / "data", **settings) as process:
         yield process
 
 
@@ -153,9 +155,12 @@ async def test_a_gateway_that_leaves_in_the_middle_of_a_request_is_no_fault(tmp_
     assert [record for record in caplog.records if record.levelno > logging.INFO] == []
 
 
-def test_a_second_process_on_a_directory_is_refused(process):
-    search = {"url": "unix:///nowhere/s", "data_dir": str(process.folder)}
-    with pytest.raises(SettingsError, match="another search process uses"):
+def test_a_second_process_on_a_directory_is_refused(tmp_path):
+    search = {"url": "unix:///nowhere/s", "data_dir": str(tmp_path / "data")}
+    with (
+        run_search(tmp_path / "data"),
+        pytest.raises(SettingsError, match="another search process uses"),
+    ):
         run_server(Settings(search=search))  # type: ignore[arg-type]
 
 

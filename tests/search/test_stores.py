@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 import pytest
 
-from search.catalog import Catalog
+from search.catalog import Catalog, Sqlite
 from search.lance import LanceIndex, LanceIndexes
 from search.stores import Stores
 from shared.search import (
@@ -36,7 +36,9 @@ MOST = 3 * SIZE + SIZE // 2
 @pytest.fixture
 def stores(tmp_path):
     limits = LimitSettings(max_key_search_bytes=MOST)
-    stores = Stores(Catalog(tmp_path / "catalog"), LanceIndexes(tmp_path / "stores"), limits)
+    stores = Stores(
+        Catalog(Sqlite(tmp_path / "catalog")), LanceIndexes(tmp_path / "stores"), limits
+    )
     yield stores
     stores.close()
 
@@ -190,7 +192,7 @@ def test_readers_wait_for_no_writer(stores, monkeypatch, owner, name, writes):
 
 def reopened(tmp_path):
     """Another process on the same files."""
-    catalog, indexes = Catalog(tmp_path / "catalog"), LanceIndexes(tmp_path / "stores")
+    catalog, indexes = Catalog(Sqlite(tmp_path / "catalog")), LanceIndexes(tmp_path / "stores")
     return Stores(catalog, indexes, LimitSettings())
 
 

@@ -1,0 +1,66 @@
+"""A real PostgreSQL with pgvector, from the wheel `pgserver`, on a unix socket. Root runs it as a user of its own."""
+
+import os
+import signal
+import subprocess
+import tempfile
+import warnings
+from contextlib import suppress
+from functools import cache
+from itertools import count
+from pathlib import Path
+
+import psutil
+import psycopg
+
+from tests.waiting import wait_for
+
+_numbers = count()
+_TRIES = 5
+
+
+class Postgres:
+    """The server of this run. It ends with the interpreter."""
+
+    def __init__(self) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            import pgserver  # noqa: PLC0415 - it makes folders
+
+            folder = Path(tempfile.mkdtemp(prefix="vlm-pg-"))
+            folder.chmod(0o755)
+            self._server = pgserver.get_server(folder / "data", cleanup_mode="delete")
+        self.url = self._server.get_uri()
+
+    def new_database(self) -> str:
+        """The URL of an empty database."""
+        name = f"db{os.getpid()}_{next(_numbers)}"
+        with psycopg.connect(self.url, autocommit=True) as connection:
+            connection.execute(f"CREATE DATABASE {name}".encode())
+        return self.url.replace("/postgres?", f"/{name}?")
+
+    def kill(self) -> None:
+        """kill -9, of all its processes."""
+        process = psutil.Process(self._server.get_pid())
+        family = [process, *process.children(recursive=True)]
+        for each in family:
+            with suppress(psutil.NoSuchProcess):
+                each.send_signal(signal.SIGKILL)
+        wait_for(lambda: not any(each.is_running() for each in family if each.pid != process.pid))
+        wait_for(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)
+
+    def start(self) -> None:
+        """Start it again after `kill`."""
+        for number in range(_TRIES):
+            try:
+                self._server.ensure_postgres_running()
+                return
+            except subprocess.CalledProcessError:  # memory of the killed one is still there
+                if number == _TRIES - 1:
+                    raise
+
+
+@cache
+def postgres() -> Postgres:
+    """The server, started at its first use."""
+    return Postgres()

@@ -1,0 +1,218 @@
+"""Vector stores in PostgreSQL: two search processes on one database, a server that is killed, an index of many items."""
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import msgspec
+import numpy as np
+import psycopg
+import pytest
+
+from benchmarks.search.run import make_items, make_vectors
+from search.catalog import Catalog
+from search.index import SearchUnavailable, open_indexes
+from search.postgres import PostgresIndexes, open_postgres
+from search.stores import Stores
+from shared.search import (
+    AttachFile,
+    CreateStore,
+    DropItems,
+    DropStore,
+    FileRecord,
+    Filter,
+    Item,
+    ListStores,
+    Page,
+    PutFile,
+    PutItems,
+    ReadItems,
+    ReadStore,
+    SearchError,
+    StoreFile,
+    StoreRecord,
+)
+from shared.settings.limits import LimitSettings
+from tests.factories_search import SearchProcess, run_search
+from tests.factories_search import make_items as make_few
+from tests.search.postgres_server import postgres
+from tests.waiting import wait_for
+
+CREATE = CreateStore(tenant="t", name="store", model="m", digest="d", dimensions=8)
+
+
+@pytest.fixture
+def url() -> str:
+    return postgres().new_database()
+
+
+@pytest.fixture
+def pair(tmp_path, url) -> Iterator[tuple[SearchProcess, SearchProcess]]:
+    with ExitStack() as stack:
+        one, two = (
+            stack.enter_context(run_search(tmp_path / name, index=url)) for name in ("one", "two")
+        )
+        yield one, two
+
+
+def put(store: str, items: list[Item]) -> PutItems:
+    return PutItems(tenant="t", store=store, digest="d", items=items)
+
+
+def tables(url: str) -> set[str]:
+    with psycopg.connect(url) as connection:
+        sql = "SELECT tablename FROM pg_tables WHERE schemaname = 'public'"
+        return {name for (name,) in connection.execute(sql)}
+
+
+def test_what_one_process_writes_the_other_finds_and_counts(pair):
+    one, two = pair
+    store = one.ask(CREATE, StoreRecord).id
+    one.ask(put(store, make_few(10)), StoreRecord)
+    two.ask(put(store, make_few(10, seed=1)[:4]), StoreRecord)  # the same ids
+    assert one.ask(ReadStore(tenant="t", store=store), StoreRecord).num_items == 10
+    gone = [item.id for item in make_few(2)]
+    assert two.ask(DropItems(tenant="t", store=store, ids=[*gone, "none"]), int) == 2
+    found = one.ask(ReadItems(tenant="t", store=store, page=Page(limit=100)), list[Item])
+    assert [item.id for item in found] == sorted(item.id for item in make_few(10)[2:])
+    two.ask(DropStore(tenant="t", store=store), bool)
+    with pytest.raises(SearchError, match="no such vector store"):
+        one.ask(put(store, make_few(1)), StoreRecord)
+
+
+def test_writers_of_two_processes_lose_nothing(pair, url):
+    """Upserts of the same ids, files, and stores at once."""
+    store = pair[0].ask(CREATE, StoreRecord).id
+
+    def write(number: int) -> None:
+        process = pair[number % 2]
+        items = [msgspec.structs.replace(i, id=f"{number} {i.id}") for i in make_few(20)]
+        process.ask(put(store, [*items, *make_few(5)]), StoreRecord)
+        file = PutFile(tenant="t", filename="f", purpose="assistants", data=b"text")
+        name = process.ask(file, FileRecord).id
+        chunk = msgspec.structs.replace(items[0], id=f"{name}:0", file_id=name)
+        attach = AttachFile(
+            tenant="t", store=store, file=name, digest="d", items=[chunk], max_chunk_tokens=1,
+            chunk_overlap_tokens=0,
+        )  # fmt: skip
+        assert process.ask(attach, StoreFile).status == "completed"
+        process.ask(CREATE, StoreRecord)
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(write, range(16)))
+    record = pair[1].ask(ReadStore(tenant="t", store=store), StoreRecord)
+    assert (record.num_items, record.num_files) == (16 * 21 + 5, 16)
+    listed = pair[0].ask(ListStores(tenant="t", page=Page(limit=100)), list[StoreRecord])
+    assert len(listed) == 17
+    assert sum(name.startswith("vs_") for name in tables(url)) == 17
+
+
+def test_a_store_and_its_vectors_are_deleted_in_one_transaction(url, monkeypatch):
+    indexes = open_postgres(url)
+    stores = Stores(Catalog(indexes.database), indexes, LimitSettings())
+    try:
+        store = stores.answer(CREATE).id
+        stores.answer(put(store, make_few(3)))
+        with monkeypatch.context() as patch:
+
+            def fail(*_: object) -> None:
+                raise OSError("told to")
+
+            patch.setattr(PostgresIndexes, "drop", fail)
+            with pytest.raises(OSError, match="told to"):
+                stores.answer(DropStore(tenant="t", store=store))
+        read = ReadItems(tenant="t", store=store, page=Page())
+        assert len(stores.answer(read)) == 3
+        assert stores.answer(DropStore(tenant="t", store=store))
+        assert not any(name.startswith("vs_") for name in tables(url))
+        with monkeypatch.context() as patch:
+            patch.setattr(PostgresIndexes, "open", fail)
+            with pytest.raises(OSError, match="told to"):
+                stores.answer(CREATE)
+        assert stores.answer(ListStores(tenant="t", page=Page())) == []
+    finally:
+        stores.close()
+
+
+def test_a_killed_database_loses_nothing_that_was_acknowledged(tmp_path, url):
+    acknowledged: list[int] = []
+    begun, refusals = threading.Event(), list[str]()
+    with run_search(tmp_path / "data", index=url) as process:
+        store = process.ask(CREATE, StoreRecord).id
+
+        def write() -> None:
+            for number in range(10_000):
+                items = [msgspec.structs.replace(i, id=f"{number} {i.id}") for i in make_few(20)]
+                try:
+                    process.ask(put(store, items), StoreRecord)
+                except SearchError as error:
+                    refusals.append(error.fault.code)
+                    return
+                acknowledged.append(number)
+                if number == 3:
+                    begun.set()
+
+        writer = threading.Thread(target=write)
+        writer.start()
+        assert begun.wait(30)
+        postgres().kill()
+        writer.join(30)
+        assert refusals == ["unavailable"]
+        with pytest.raises(SearchError, match="does not answer"):
+            process.ask(ReadStore(tenant="t", store=store), StoreRecord)
+        postgres().start()
+
+        def stored() -> list[Item] | None:
+            try:
+                read = ReadItems(tenant="t", store=store, page=Page(limit=100_000))
+                return process.ask(read, list[Item])
+            except SearchError:  # it recovers
+                return None
+
+        wait_for(lambda: stored() is not None, 30)
+        batches = [int(item.id.partition(" ")[0]) for item in stored() or ()]
+        assert set(acknowledged) <= set(batches)
+        assert len(batches) == 20 * len(set(batches))
+        process.ask(put(store, make_few(1)), StoreRecord)
+
+
+@pytest.mark.parametrize("compacted", [False, True])
+def test_the_nearest_of_twelve_thousand_with_and_without_the_index(url, compacted):
+    vectors = make_vectors(12_000, 16, 1)
+    indexes = open_postgres(url)
+    try:
+        index = indexes.open("store", 16)
+        items = make_items(vectors)
+        for at in range(0, len(items), 3000):
+            index.upsert(items[at : at + 3000])
+        if compacted:
+            index.compact()
+            index.compact()  # nothing is left to do
+        queries = make_vectors(30, 16, 2)
+        nearest = np.argsort(-(queries @ vectors.T), axis=1)[:, :10]
+        found = index.search(queries, 10)
+        shares = [
+            len({hit.item.id for hit in hits} & {str(n) for n in row})
+            for hits, row in zip(found, nearest, strict=True)
+        ]
+        assert sum(shares) / 300 >= (0.95 if compacted else 1.0)
+        assert all(len(hits) == 2000 for hits in index.search(queries[:1], 2000))
+        [hits] = index.search(queries[:1], 10, Filter("in", "none", ["x"]))
+        assert hits == []
+    finally:
+        indexes.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (("host=", "host=/nowhere&x="), "unknown|invalid"),
+        (("?host=", "?host=/nowhere/"), "start it, or correct the URL"),
+        (("/db", "/no_such_db"), "does not exist"),
+    ],
+)
+def test_a_database_that_cannot_be_used_is_one_sentence(url, change, says):
+    with pytest.raises(SearchUnavailable, match=says) as refused:
+        open_indexes(url.replace(*change))
+    assert "\n" not in str(refused.value)
