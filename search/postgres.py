@@ -25,7 +25,7 @@ SCAN_ROWS = 10_000
 #: Of pgvector's indexes, for vectors of 32 bits.
 MAX_INDEXED_DIMENSIONS = 2000
 #: Candidates of a search in the index; pgvector allows 1,000.
-_EF_SEARCH, _MAX_EF_SEARCH = 100, 1000
+_EF_SEARCH, _MAX_EF_SEARCH = 400, 1000
 _CONNECT_S = 10
 _COUNTS = """
 CREATE TABLE IF NOT EXISTS indexes (name TEXT PRIMARY KEY, num_items BIGINT NOT NULL DEFAULT 0);

@@ -60,7 +60,9 @@ def build(kind: str, items: Sequence[Item], folder: Path) -> VectorIndex:
             ),
         )  # fmt: skip
         return FlatIndex(folder)
-    index = open_indexes(f"{kind}://{folder}").open("s", dimensions)
+    indexes = open_indexes(kind if "://" in kind else f"{kind}://{folder}")
+    indexes.drop("s")
+    index = indexes.open("s", dimensions)
     for some in _batches(items, _BATCH):
         index.upsert(some)
     index.compact()
@@ -103,7 +105,7 @@ def run(sizes: Sequence[int], dimensions: int, kinds: Sequence[str], num_queries
                 plain = _measure(index, queries, truth, None)
                 rarely = _measure(index, queries, rare_truth, _RARE)
                 table.add_row(
-                    str(size), kind, f"{build_s:.1f}", f"{plain[0]:.2f}", f"{plain[1]:.2f}",
+                    str(size), kind.partition(":")[0], f"{build_s:.1f}", f"{plain[0]:.2f}", f"{plain[1]:.2f}",
                     f"{plain[2]:.3f}", f"{rarely[0]:.2f}", f"{rarely[2]:.3f}",
                     f"{index.stats().num_bytes / 1e6:.0f}",
                 )  # fmt: skip
