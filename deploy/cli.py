@@ -154,8 +154,9 @@ def deploy(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done.")] = False,
     target: Annotated[
         Literal["fleet", "kubernetes"],
-        typer.Option(help="kubernetes: only print manifests of nodes for this version."),
+        typer.Option(help="kubernetes: upload, and print manifests of workers of this version."),
     ] = "fleet",
+    image: Annotated[str, typer.Option(help="Of these workers.")] = "vlm-fleet-worker",
     output: Annotated[
         Literal["yaml", "json"], typer.Option("-o", help="Format of --dry-run and --target.")
     ] = "yaml",
@@ -168,9 +169,8 @@ def deploy(
     commands.finish(
         lambda: commands.run_deploy(
             _client(url, api_key), name, application, commands.make_spec(**spec), package,
-            store_url=store, signing_key=sign, target=target,
-            dry_run=output if dry_run or target == "kubernetes" else None,
-            wait_s=0 if no_wait else wait,
+            store_url=store, signing_key=sign, is_dry=dry_run, form=output,
+            image=image if target == "kubernetes" else None, wait_s=0 if no_wait else wait,
         )
     )  # fmt: skip
 

@@ -1,24 +1,27 @@
-"""Kubernetes manifests of one version of a deployment.
+"""Kubernetes manifests of one version of a deployment: workers of its package, scaled by KEDA.
 
-Its pods are nodes (`vlm node`) with resources for one instance, which claim slots of this version only. KEDA scales
-them by the slots in the gateways' metrics; rollouts and canaries work as on other nodes.
+Gateways send requests to it by weight (`vlm route`). Its queue, and with it the served name, is `NAME@DIGEST`.
 """
 
+import math
 import re
-from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
+import msgspec
+
 from shared.packages.deployments import Spec, version_name
-from shared.packages.environment import Environment, version_digest, why_reserved
+from shared.packages.environment import Environment, version_digest
+from shared.packages.manifest import Manifest
+from shared.queue.keys import GROUP, RedisKeys
 
 PROMETHEUS = "http://prometheus.monitoring:9090"
-IMAGE = "vlm-fleet-worker"
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,48}[a-z0-9])?")
 _DRAIN_S = 30
-_KEEPER = "deployments"
-_PASSWORD = "REDIS_PASSWORD"
-_WORKER_PASSWORD = "REDIS_WORKER_PASSWORD"
+_TMP = "1Gi"
+_SECRETS = "/secrets"
+_PORT = 8001
+_PROBE_S = 2
 
 
 class CannotRender(ValueError):
@@ -27,11 +30,11 @@ class CannotRender(ValueError):
 
 def render(
     name: str,
-    package: str,
+    manifest: Manifest,
     spec: Spec,
     store: str,
-    environment: Environment = Environment(),
-    image: str = IMAGE,
+    environment: Environment,
+    image: str,
 ) -> list[dict[str, Any]]:
     """Render the manifests, in the style of `config/kubernetes`. Raises: CannotRender."""
     if not _NAME.fullmatch(name):
@@ -40,70 +43,126 @@ def render(
         )
     if urlsplit(store).scheme == "file":
         raise CannotRender(f"{store}: pods cannot reach it; give --store s3://, gs:// or az://")
-    digest = version_digest(package, environment)
-    short = version_name("", digest).removeprefix("@")
-    unique = f"{name}-{short}"
+    if manifest.config.kind == "model" and environment != Environment():
+        raise CannotRender("--env, --secret: a model has no variables; give its engine's by --set")
+    model = version_name(name, version_digest(manifest.digest, environment))
+    unique = model.replace("@", "-")
+    return [
+        _deployment(unique, name, image, _pod_settings(name, manifest, spec, store, environment), spec, environment),
+        {
+            "apiVersion": "policy/v1",
+            "kind": "PodDisruptionBudget",
+            "metadata": {"name": unique},
+            "spec": {"maxUnavailable": 1, "selector": {"matchLabels": _labels(unique)}},
+        },
+        _scaled(unique, model, _seats(manifest), spec),
+        {
+            "apiVersion": "keda.sh/v1alpha1",
+            "kind": "TriggerAuthentication",
+            "metadata": {"name": unique},
+            "spec": {"secretTargetRef": [{"parameter": "password", **_secret("redis-keda-password")}]},
+        },
+    ]  # fmt: skip
+
+
+def _labels(unique: str) -> dict[str, str]:
+    return {"app": "version", "version": unique}
+
+
+def _secret(key: str) -> dict[str, str]:
+    return {"name": "vlm-fleet", "key": key}
+
+
+def _seats(manifest: Manifest) -> int:
+    """The concurrent requests of a worker."""
+    config = manifest.config
+    return int(config.engine.get("max_num_seqs", 32)) if config.kind == "model" else 1
+
+
+def _pod_settings(
+    name: str, manifest: Manifest, spec: Spec, store: str, environment: Environment
+) -> dict[str, str]:
     needed = spec.resources
+    settings = {
+        "VLM_REDIS_URL": "redis://worker:$(REDIS_PASSWORD)@redis:6379/0",
+        "VLM_DEPLOY__PACKAGE": f"{name}@{manifest.digest}",
+        "VLM_DEPLOY__STORE": store,
+        "VLM_DEPLOY__CACHE_DIR": "/models/packages",
+        "VLM_DEPLOY__CPU": f"{max(needed.cpu, 0.001):g}",
+        "VLM_WORKER__HEALTH_HOST": "0.0.0.0",
+        "VLM_WORKER__HEALTH_PORT": str(_PORT),
+        "VLM_WORKER__DRAIN_S": str(_DRAIN_S),
+        "VLM_LOGS__FORMAT": "json",
+    }
+    if needed.memory_bytes:
+        settings["VLM_DEPLOY__MEMORY_BYTES"] = str(needed.memory_bytes)
+    if manifest.config.kind != "model":
+        settings["VLM_ENGINE__START_S"] = f"{spec.start_s:g}"
+    if environment != Environment():
+        text = msgspec.json.encode(environment, order="sorted").decode()
+        settings["VLM_DEPLOY__ENVIRONMENT"] = text.replace("$", "$$")  # Kubernetes expands it
+    if environment.secrets:
+        settings["VLM_NODE__SECRETS_DIR"] = _SECRETS
+    return settings
+
+
+def _deployment(
+    unique: str,
+    name: str,
+    image: str,
+    settings: dict[str, str],
+    spec: Spec,
+    environment: Environment,
+) -> dict[str, Any]:
+    needed, labels = spec.resources, _labels(unique)
     requests: dict[str, Any] = {"cpu": f"{needed.cpu:g}"}
     limits: dict[str, Any] = {}
     if needed.memory_bytes:
         requests["memory"] = limits["memory"] = str(needed.memory_bytes)
     if needed.gpu:
         limits["nvidia.com/gpu"] = needed.gpu
-    room = {
-        "VLM_DEPLOY__TAKES": version_name(name, digest),
-        "VLM_DEPLOY__CPU": f"{max(needed.cpu, 0.001):g}",
-        **({"VLM_DEPLOY__MEMORY_BYTES": str(needed.memory_bytes)} if needed.memory_bytes else {}),
-    }
-    resources = {"requests": requests, "limits": limits}
-    secrets = sorted(set(environment.secrets.values()))
-    for each in secrets:
-        reason = "the node sets it" if each in (_PASSWORD, _WORKER_PASSWORD) else why_reserved(each)
-        if each[0].isdigit():
-            reason = "it begins with a digit"
-        if reason:
-            raise CannotRender(
-                f"--secret {each}: pods get secrets as variables of these names, and {reason}; use "
-                "another name"
-            )
-    pods = _deployment(unique, image, store, room, resources, f"{name}-secrets", secrets)
-    keeper = _deployment(
-        _KEEPER, image, store, {"VLM_DEPLOY__TAKES": "none"},
-        {"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"memory": "512Mi"}},
-    )  # fmt: skip
-    keeper["spec"]["replicas"] = 1
-    return [keeper, pods, _scaled(unique, name, short, spec)]
-
-
-def _deployment(
-    name: str,
-    image: str,
-    store: str,
-    settings: dict[str, str],
-    resources: dict[str, Any],
-    secret: str = "",
-    keys: Sequence[str] = (),
-) -> dict[str, Any]:
-    """A Deployment of nodes. `keys`: of the Kubernetes secret `secret`, for the applications."""
-    labels = {"app": "node", "version": name}
+    password = {"secretKeyRef": _secret("redis-worker-password")}
+    ready = {"httpGet": {"path": "/readyz", "port": "health"}}
+    mounts = {"tmp": "/tmp", "models": "/models", "cache": "/cache"}
+    volumes: list[dict[str, Any]] = [
+        {"name": "tmp", "emptyDir": {"medium": "Memory", "sizeLimit": _TMP}},
+        {"name": "models", "emptyDir": {}},
+        {"name": "cache", "emptyDir": {"sizeLimit": "1Gi"}},
+    ]
+    if environment.secrets:
+        mounts["secrets"] = _SECRETS
+        items = [{"key": key, "path": key} for key in sorted(set(environment.secrets.values()))]
+        secret = {"secretName": f"{name}-secrets", "items": items, "defaultMode": 0o440}
+        volumes.append({"name": "secrets", "secret": secret})
     container = {
-        "name": "node",
+        "name": "worker",
         "image": image,
-        "args": ["node"],
-        "env": _environment(store, settings, secret, keys),
+        "args": ["worker"],
+        "env": [
+            {"name": "REDIS_PASSWORD", "valueFrom": password},
+            *({"name": key, "value": value} for key, value in settings.items()),
+        ],
         # Credentials of the store.
         "envFrom": [{"secretRef": {"name": "vlm-fleet-store", "optional": True}}],
-        "resources": resources,
+        "ports": [{"name": "health", "containerPort": _PORT}],
+        "startupProbe": {
+            **ready,
+            "periodSeconds": _PROBE_S,
+            "failureThreshold": math.ceil(spec.start_s / _PROBE_S),
+        },
+        "readinessProbe": {**ready, "periodSeconds": 5},
+        "livenessProbe": {
+            "httpGet": {"path": "/healthz", "port": "health"},
+            "periodSeconds": 10,
+            "timeoutSeconds": 5,
+        },
+        "resources": {"requests": requests, "limits": limits},
         "securityContext": {
             "allowPrivilegeEscalation": False,
             "readOnlyRootFilesystem": True,
             "capabilities": {"drop": ["ALL"]},
         },
-        "volumeMounts": [
-            {"name": "tmp", "mountPath": "/tmp"},
-            {"name": "models", "mountPath": "/models"},
-            {"name": "cache", "mountPath": "/cache"},
-        ],
+        "volumeMounts": [{"name": key, "mountPath": path} for key, path in mounts.items()],
     }
     pod = {
         "automountServiceAccountToken": False,
@@ -117,13 +176,13 @@ def _deployment(
             "seccompProfile": {"type": "RuntimeDefault"},
         },
         "containers": [container],
-        "volumes": [{"name": each, "emptyDir": {}} for each in ("tmp", "models", "cache")],
+        "volumes": volumes,
     }
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
-        "metadata": {"name": name, "labels": labels},
-        "spec": {
+        "metadata": {"name": unique, "labels": labels},
+        "spec": {  # no `replicas`: KEDA sets them
             "selector": {"matchLabels": labels},
             "strategy": {"rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
             "template": {"metadata": {"labels": labels}, "spec": pod},
@@ -131,71 +190,69 @@ def _deployment(
     }
 
 
-def _environment(
-    store: str, settings: dict[str, str], secret: str, keys: Sequence[str]
-) -> list[dict[str, Any]]:
-    passwords = {_PASSWORD: "redis-node-password", _WORKER_PASSWORD: "redis-worker-password"}
-    values = {
-        "VLM_REDIS_URL": "redis://node:$(REDIS_PASSWORD)@redis:6379/0",
-        "VLM_NODE__WORKER_REDIS_URL": f"redis://worker:$({_WORKER_PASSWORD})@redis:6379/0",
-        # The default seccomp profile forbids bubblewrap's namespaces; a pod runs only one version.
-        "VLM_NODE__ISOLATION": "auto",
-        "VLM_DEPLOY__STORE": store,
-        "VLM_DEPLOY__CACHE_DIR": "/models/packages",
-        "VLM_WORKER__DRAIN_S": str(_DRAIN_S),
-        "VLM_LOGS__FORMAT": "json",
-        **settings,
-        **({"VLM_NODE__SECRETS": ",".join(keys)} if keys else {}),
+def _scaled(unique: str, model: str, seats: int, spec: Spec) -> dict[str, Any]:
+    most = str(max(1, seats * 3 // 4))
+
+    def prometheus(name: str, metric: str, kind: str, threshold: str) -> dict[str, Any]:
+        return {
+            "type": "prometheus",
+            "name": name,
+            "metricType": kind,
+            "metadata": {
+                "serverAddress": PROMETHEUS,
+                "query": f'max({metric}{{model="{model}"}})',  # all gateways report the same
+                "threshold": threshold,
+                "ignoreNullValues": "true",  # gateways do not list it before it is routed
+            },
+        }
+
+    waiting = {
+        "type": "redis-streams",
+        "name": "waiting",
+        "metricType": "AverageValue",
+        "metadata": {
+            "address": "redis:6379",
+            "username": "keda",
+            "stream": RedisKeys().queue(model),
+            "consumerGroup": GROUP,
+            "lagCount": most,
+            "activationLagCount": "0",
+        },
+        "authenticationRef": {"name": unique},
     }
-    return [
-        *(
-            {"name": name, "valueFrom": {"secretKeyRef": {"name": "vlm-fleet", "key": key}}}
-            for name, key in passwords.items()
-        ),
-        *({"name": key, "value": value} for key, value in values.items()),
-        *(
-            {"name": key, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}
-            for key in keys
-        ),
-    ]
-
-
-def _scaled(unique: str, name: str, short: str, spec: Spec) -> dict[str, Any]:
-    chosen = f'application="{name}",digest="{short}",state!="draining"'
     return {
         "apiVersion": "keda.sh/v1alpha1",
         "kind": "ScaledObject",
         "metadata": {"name": unique},
         "spec": {
             "scaleTargetRef": {"name": unique},
-            "minReplicaCount": 0,
+            "minReplicaCount": spec.min_instances,
             "maxReplicaCount": spec.max_instances,
             "pollingInterval": 2,
-            "cooldownPeriod": 30,
+            # The first pod stays until it is routed: gateways know a version by its workers.
+            "initialCooldownPeriod": math.ceil(spec.start_s + spec.idle_s),
+            "cooldownPeriod": math.ceil(spec.idle_s),
+            "fallback": {  # while Prometheus or Redis does not answer
+                "failureThreshold": 6,
+                "replicas": max(1, spec.min_instances),
+                "behavior": "currentReplicasIfHigher",
+            },
             "advanced": {
                 "horizontalPodAutoscalerConfig": {
                     "behavior": {
                         "scaleUp": {"stabilizationWindowSeconds": 0},
                         "scaleDown": {
-                            "stabilizationWindowSeconds": _DRAIN_S + 15,
-                            "policies": [{"type": "Pods", "value": 1, "periodSeconds": 15}],
+                            "stabilizationWindowSeconds": min(3600, math.ceil(spec.idle_s)),
+                            "policies": [{"type": "Pods", "value": 1, "periodSeconds": 60}],
                         },
                     }
                 }
             },
             "triggers": [
-                {
-                    "type": "prometheus",
-                    "name": "slots",
-                    "metricType": "AverageValue",
-                    "metadata": {
-                        "serverAddress": PROMETHEUS,
-                        # All gateways report the same.
-                        "query": f"max(sum by (instance) (vlm_deployment_instances{{{chosen}}}))",
-                        "threshold": "1",
-                        "ignoreNullValues": "true",  # no slots: no pods
-                    },
-                }
+                waiting,
+                prometheus("age", "vlm_queue_age_seconds", "Value", f"{spec.target_age_s:g}"),
+                # What runs does not wait, and must not be stopped.
+                prometheus("open", "vlm_queue_depth", "AverageValue", most),
             ],
         },
     }

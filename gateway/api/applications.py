@@ -295,10 +295,9 @@ class Applications(Resource):
     async def _check_room(self, generation: Generation) -> None:
         """Check changed resources of the active version, which apply at once. Raises: ApiError, RedisError."""
         nodes = await self._deployments.nodes()
-        may_grow = not nodes or any(node.takes for node in nodes.values())
         revision = rollout.to_revision(generation, 0.0)
-        obstacle = rollout.find_obstacle(App(generation.name), revision, nodes)
-        if obstacle and not may_grow:
+        obstacle = rollout.find_obstacle(revision, nodes)
+        if obstacle and nodes:
             raise _conflict(f"The resources stay as they are: {obstacle}.")
 
     @operation("POST", _PATH + ":rollback", status=202)

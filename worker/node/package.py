@@ -1,0 +1,141 @@
+"""A package as a worker: nodes start one as a process, and `vlm worker` becomes one by `VLM_DEPLOY__PACKAGE`."""
+
+import atexit
+import json
+import os
+import re
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from engines.application.sandbox import check_isolation
+from engines.base import EngineStartError
+from engines.registry import APPLICATION_KIND, find_kind, kind_of
+from shared.packages.deployments import NAME, Resources, Spec, version_name
+from shared.packages.environment import BadEnvironment, Environment, version_digest
+from shared.packages.manifest import Manifest, is_digest
+from shared.packages.store import StoreError, open_store
+from shared.settings.load import load_settings
+from shared.settings.tree import EngineValues, Settings, SettingsError
+from worker.node.cache import Uses, open_cache
+from worker.node.environment import HUB_SECRETS, WORKER_GROUPS, child_environment
+from worker.node.install import InstallError, install, make_packages
+from worker.node.resources import find_gpus
+from worker.node.secrets import SecretMissing, Secrets, hand_over
+
+VARIABLES_FD = "VLM_ENGINE__VARIABLES_FD"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackagedWorker:
+    """How to run an installed package. `version`: the digest of the package in its environment."""
+
+    name: str
+    package: str
+    version: str
+    manifest: Manifest
+    folder: Path
+    packages: Path | None
+    resources: Resources
+    start_s: object
+
+    @property
+    def kind(self) -> str:
+        """The engine's kind."""
+        return kind_of(self._engine(""))
+
+    @property
+    def runs_code(self) -> bool:
+        """Whether the engine runs code of the package. Raises: EngineStartError."""
+        kind = find_kind(self.kind)
+        if kind is None:
+            raise EngineStartError(f"there is no engine {self.kind!r}")
+        return kind.runs_code
+
+    def environment(self, settings: Settings, **worker: Any) -> dict[str, str]:
+        """The environment of the worker. `worker`: settings of its group. Raises: EngineStartError."""
+        hidden = HUB_SECRETS if self.runs_code else frozenset()
+        values = self._engine(settings.node.isolation)
+        kind = find_kind(self.kind)
+        taken = kind.load_settings().model_fields if kind else {}
+        if "num_threads" in taken:
+            values.setdefault("num_threads", str(max(1, round(self.resources.cpu))))
+        if "memory_bytes" in taken:
+            values["memory_bytes"] = str(self.resources.memory_bytes)
+        settings = settings.model_copy(update={"engine": EngineValues.model_validate(values)})
+        settings = settings.changed(worker={"package": self._full_name(), "lora": (), **worker})
+        return child_environment(settings, WORKER_GROUPS, hidden)
+
+    def _full_name(self) -> str:
+        """The package, and its version if the environment makes another one."""
+        name = f"{self.name}@{self.package}"
+        short = version_name("", self.version)[1:]
+        return name if self.version == self.package else f"{name}+{short}"
+
+    def _engine(self, isolation: str) -> dict[str, str]:
+        """The engine settings of the package."""
+        config = self.manifest.config
+        own: Mapping[str, str] = config.engine
+        if config.kind != "model":
+            own = {
+                "kind": APPLICATION_KIND,
+                "entry": config.entry,
+                "command": json.dumps(config.command),
+                "network": str(config.network),
+                "packages": str(self.packages or ""),
+                "start_s": str(self.start_s),
+                "uses_gpu": str(self.resources.gpu > 0),
+                "isolation": isolation,
+            }
+        served_name = version_name(self.name, self.version)
+        return {**own, "model": str(self.folder), "served_name": served_name}
+
+
+def become_package(settings: Settings) -> Settings:
+    """Install the package of `settings.deploy`, and make this process its worker. Blocks.
+
+    Returns the worker's settings. They replace the variables of this process, among them credentials of the store.
+    Raises: EngineStartError, SettingsError.
+    """
+    deploy = settings.deploy
+    name, _, package = deploy.package.partition("@")
+    if not re.match(NAME, name) or not is_digest(package):
+        raise SettingsError("VLM_DEPLOY__PACKAGE: write NAME@sha256:..., the digest in 64 digits")
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # the first process of a container has no defaults
+        signal.signal(number, lambda *_: os._exit(0))
+    try:
+        environment = msgspec.json.decode(deploy.environment or "{}", type=Environment)
+        variables = Secrets(settings.node).read(environment)
+        check_isolation(settings.node.isolation)
+        store, cache, uses = open_store(deploy.store), open_cache(deploy), Uses()
+        atexit.register(uses.close)
+        manifest, folder = install(store, package, cache, signers=deploy.signers, uses=uses)
+        hidden = frozenset(settings.node.secrets)
+        packages = make_packages(manifest, folder, uses, cache=cache, hidden=hidden)
+    except msgspec.MsgspecError as error:
+        raise SettingsError(f"VLM_DEPLOY__ENVIRONMENT: {error}") from None
+    except StoreError as error:
+        raise SettingsError(f"VLM_DEPLOY__STORE: {error}") from None
+    except (BadEnvironment, InstallError, SecretMissing) as error:
+        raise EngineStartError(f"{deploy.package}: {error}") from None
+    cpu = deploy.cpu or float(os.cpu_count() or 1)
+    worker = PackagedWorker(
+        name=name, package=package, version=version_digest(package, environment),
+        manifest=manifest, folder=folder, packages=packages,
+        resources=Resources(cpu, deploy.memory_bytes, len(find_gpus(os.environ))),
+        start_s=settings.engine.values().get("start_s", Spec().start_s),
+    )  # fmt: skip
+    own = worker.environment(settings)
+    if worker.runs_code and variables.all:
+        own[VARIABLES_FD] = str(hand_over(variables))
+    os.environ.clear()
+    os.environ.update(own)
+    overrides: dict[str, Any] = {"_env_file": None}
+    return load_settings(**overrides)
