@@ -57,10 +57,6 @@ def run_worker(settings: Settings) -> int:
     if not hide_process():
         logger.warning("this system cannot hide the worker's environment from its user's processes")
     try:
-        if settings.deploy.package:
-            from worker.node.package import become_package  # noqa: PLC0415 (most workers need it not)
-
-            settings = become_package(settings)
         prepare_process(settings.engine.values())
         uvloop.run(WorkerProcess(settings).run())
     except (EngineStartError, SettingsError) as error:

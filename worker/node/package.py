@@ -2,6 +2,7 @@
 
 import atexit
 import json
+import logging
 import os
 import re
 import signal
@@ -14,6 +15,7 @@ import msgspec
 
 from engines.application.sandbox import check_isolation
 from engines.base import EngineStartError
+from engines.child_process import hide_process
 from engines.registry import APPLICATION_KIND, find_kind, kind_of
 from shared.packages.deployments import NAME, Resources, Spec, version_name
 from shared.packages.environment import BadEnvironment, Environment, version_digest
@@ -26,6 +28,8 @@ from worker.node.environment import HUB_SECRETS, WORKER_GROUPS, child_environmen
 from worker.node.install import InstallError, install, make_packages
 from worker.node.resources import find_gpus
 from worker.node.secrets import SecretMissing, Secrets, hand_over
+
+logger = logging.getLogger(__name__)
 
 VARIABLES_FD = "VLM_ENGINE__VARIABLES_FD"
 
@@ -95,8 +99,21 @@ class PackagedWorker:
         return {**own, "model": str(self.folder), "served_name": served_name}
 
 
-def become_package(settings: Settings) -> Settings:
-    """Install the package of `settings.deploy`, and make this process its worker. Blocks.
+def run_package(settings: Settings) -> int:
+    """Run a worker of the package of `settings.deploy` until a signal. Returns the exit code."""
+    from worker.main import run_worker  # noqa: PLC0415 - nodes need it not
+
+    hide_process()
+    try:
+        settings = _become(settings)
+    except (EngineStartError, SettingsError) as error:
+        logger.critical("%s", error)
+        return os.EX_CONFIG
+    return run_worker(settings)
+
+
+def _become(settings: Settings) -> Settings:
+    """Install the package, and make this process its worker. Blocks.
 
     Returns the worker's settings. They replace the variables of this process, among them credentials of the store.
     Raises: EngineStartError, SettingsError.
