@@ -1,4 +1,4 @@
-"""Deployment commands: `vlm deploy`, `apps`, `app`, `logs`, `promote`, `rollback`, `scale`, `undeploy`, `gc`.
+"""Deployment commands: `vlm deploy`, `apps`, `app`, `logs`, `promote`, `rollback`, `scale`, `route`, `undeploy`, `gc`.
 
 Exit codes: 0, 1: wrong arguments, 2: packaging failed, 3: the upload failed, 4: the gateway refused, 5: the rollout
 failed.
@@ -262,6 +262,30 @@ def scale(
     _change(url, api_key, "POST", f"/{name}:scale", body)
 
 
+def route(
+    name: Name,
+    weights: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="VERSION=WEIGHT...",
+            help="Versions as `vlm apps` shows them.",
+            show_default=False,
+        ),
+    ] = None,
+    delete: Annotated[bool, typer.Option("--delete", help="Remove the route.")] = False,
+    url: Url = URL,
+    api_key: DeployKey = None,
+) -> None:
+    """Split a name's requests between versions by weight, such as those on Kubernetes."""
+    from deploy import commands
+
+    if delete == bool(weights):
+        error = typer.BadParameter("give VERSION=WEIGHT, or --delete")
+        error.exit_code = ARGUMENTS
+        raise error
+    commands.finish(lambda: commands.run_route(_client(url, api_key), name, weights or []))
+
+
 def undeploy(name: Name, url: Url = URL, api_key: DeployKey = None) -> None:
     """Remove a deployment; waiting requests are still answered."""
     _change(url, api_key, "DELETE", f"/{name}", None)
@@ -293,5 +317,5 @@ def gc(
 
 
 def add_to(root: typer.Typer) -> None:
-    for command in (deploy, apps, app, logs, promote, rollback, scale, undeploy, gc):
+    for command in (deploy, apps, app, logs, promote, rollback, scale, route, undeploy, gc):
         root.command(cls=Command)(command)

@@ -390,6 +390,22 @@ def run_change(
         wait(client, name, generation, wait_s)
 
 
+def run_route(client: Client, name: str, weights: list[str]) -> None:
+    """Set the weights of versions such as `3f2a91b0c4d5=90`; without any, remove the route. Raises: CommandFailed."""
+    parts = [each.partition("=") for each in weights]
+    if wrong := next((each for each in parts if not each[2].isdecimal()), None):
+        raise CommandFailed(
+            f"{''.join(wrong)}: write VERSION=WEIGHT, as 3f2a91b0c4d5=90", ARGUMENTS
+        )
+    body = {"weights": {version: int(weight) for version, _, weight in parts}}
+    found = client.call("POST", f"/{name}:route", body)
+    console.print(f"{name}: {_split(found) or 'the route is removed'}")
+
+
+def _split(route: dict[str, Any]) -> str:
+    return ", ".join(f"{version}={weight}" for version, weight in route["weights"].items())
+
+
 def run_gc(store: Callable[[], str], older_than_s: float, num_kept: int, *, is_dry: bool) -> None:
     """Remove unreferenced packages. Raises: CommandFailed."""
     url = store()
@@ -421,6 +437,11 @@ def run_apps(client: Client, form: str | None) -> None:
             str(app["generation"]), app["message"],
         )  # fmt: skip
     screen.print(table)
+    if routes := found.get("routes"):  # an older gateway has none
+        table = _new_table("route", "weights")
+        for route in routes:
+            table.add_row(route["name"], _split(route))
+        screen.print(table)
 
 
 def run_app(client: Client, name: str, form: str | None, pause_s: float | None) -> None:

@@ -78,6 +78,7 @@ class Services:
             settings.redis.address,
             self.deployments if settings.deploy.store else None,
             self.metrics.deployments.observe,
+            settings.deploy.store,
         )
         self.dispatcher = Dispatcher(
             self.queue,
