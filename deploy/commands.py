@@ -393,10 +393,9 @@ def run_change(
 def run_route(client: Client, name: str, weights: list[str]) -> None:
     """Set the weights of versions such as `3f2a91b0c4d5=90`; without any, remove the route. Raises: CommandFailed."""
     parts = [each.partition("=") for each in weights]
-    if wrong := next((each for each in parts if not each[2].isdecimal()), None):
-        raise CommandFailed(
-            f"{''.join(wrong)}: write VERSION=WEIGHT, as 3f2a91b0c4d5=90", ARGUMENTS
-        )
+    if len({version for version, _, weight in parts if weight.isdecimal()}) < len(parts):
+        text = f"{' '.join(weights)}: write VERSION=WEIGHT once a version, as 3f2a91b0c4d5=90"
+        raise CommandFailed(text, ARGUMENTS)
     body = {"weights": {version: int(weight) for version, _, weight in parts}}
     found = client.call("POST", f"/{name}:route", body)
     console.print(f"{name}: {_split(found) or 'the route is removed'}")

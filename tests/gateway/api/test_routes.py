@@ -1,5 +1,6 @@
 """Routes: which versions have a name's requests, by weight, and what is refused so that no name is unserved."""
 
+import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
 
@@ -7,6 +8,8 @@ import httpx
 import pytest
 from msgspec.structs import replace
 
+from deploy.client import ApiFailed, Client
+from deploy.commands import CommandFailed, run_apps, run_route
 from gateway.calls import route_table
 from gateway.http.errors import ApiError
 from shared.packages import routes
@@ -155,6 +158,23 @@ async def test_a_route_waits_for_a_rollout(deployments):
     assert (await deployments.put(deployments.add_package("[]"))).status_code == 202
     answer = await route(deployments, {pods: 1})
     assert (answer.status_code, "on its way" in message(answer)) == (409, True)
+
+
+async def test_commands_set_show_and_remove_a_route(deployments, capsys):
+    [pods] = await serving(deployments, "{}")
+    client = Client(deployments.gateway.url, "may-deploy")
+    await asyncio.to_thread(run_route, client, "n", [f"{version(pods)}=90"])
+    await asyncio.to_thread(run_apps, client, None)
+    assert f"{version(pods)}=90" in capsys.readouterr().out
+    for wrong in (["x=1"], ["000000000000=1"]):
+        with pytest.raises(ApiFailed):
+            await asyncio.to_thread(run_route, client, "n", wrong)
+    for wrong in (["x"], ["x="], ["x=1.5"], ["x=-1"], ["x=1", "x=2"]):
+        with pytest.raises(CommandFailed, match="VERSION=WEIGHT") as failed:
+            run_route(client, "n", wrong)
+        assert failed.value.code == 1
+    await asyncio.to_thread(run_route, client, "n", [])
+    assert not routes.read_routes(deployments.store)["n"].versions
 
 
 @pytest.mark.parametrize(
