@@ -398,11 +398,11 @@ def run_route(client: Client, name: str, weights: list[str]) -> None:
         raise CommandFailed(text, ARGUMENTS)
     body = {"weights": {version: int(weight) for version, _, weight in parts}}
     found = client.call("POST", f"/{name}:route", body)
-    console.print(f"{name}: {_split(found) or 'the route is removed'}")
+    console.print(f"{name}: {_split(found['weights']) or 'the route is removed'}")
 
 
-def _split(route: dict[str, Any]) -> str:
-    return ", ".join(f"{version}={weight}" for version, weight in route["weights"].items())
+def _split(weights: dict[str, int]) -> str:
+    return " ".join(f"{version}={weight}" for version, weight in weights.items())
 
 
 def run_gc(store: Callable[[], str], older_than_s: float, num_kept: int, *, is_dry: bool) -> None:
@@ -438,8 +438,8 @@ def run_apps(client: Client, form: str | None) -> None:
     screen.print(table)
     if routes := found.get("routes"):  # an older gateway has none
         table = _new_table("route", "weights")
-        for route in routes:
-            table.add_row(route["name"], _split(route))
+        for name, weights in routes.items():
+            table.add_row(name, _split(weights))
         screen.print(table)
 
 

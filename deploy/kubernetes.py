@@ -18,7 +18,6 @@ from shared.queue.keys import GROUP, RedisKeys
 PROMETHEUS = "http://prometheus.monitoring:9090"
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,48}[a-z0-9])?")
 _DRAIN_S = 30
-_TMP = "1Gi"
 _SECRETS = "/secrets"
 _PORT = 8001
 _PROBE_S = 2
@@ -47,15 +46,31 @@ def render(
         raise CannotRender("--env, --secret: a model has no variables; give its engine's by --set")
     model = version_name(name, version_digest(manifest.digest, environment))
     unique = model.replace("@", "-")
+    labels = {"app": "version", "version": unique}
+    pod = _pod(name, manifest, spec, store, environment, image)
     return [
-        _deployment(unique, name, image, _pod_settings(name, manifest, spec, store, environment), spec, environment),
+        {
+            "apiVersion": "apps/v1",
+            "kind": "Deployment",
+            "metadata": {"name": unique, "labels": labels},
+            "spec": {  # no `replicas`: KEDA sets them
+                "selector": {"matchLabels": labels},
+                "strategy": {"rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
+                "template": {"metadata": {"labels": labels}, "spec": pod},
+            },
+        },
         {
             "apiVersion": "policy/v1",
             "kind": "PodDisruptionBudget",
             "metadata": {"name": unique},
-            "spec": {"maxUnavailable": 1, "selector": {"matchLabels": _labels(unique)}},
+            "spec": {"maxUnavailable": 1, "selector": {"matchLabels": labels}},
         },
-        _scaled(unique, model, _seats(manifest), spec),
+        {
+            "apiVersion": "keda.sh/v1alpha1",
+            "kind": "ScaledObject",
+            "metadata": {"name": unique},
+            "spec": _scaling(unique, model, manifest, spec),
+        },
         {
             "apiVersion": "keda.sh/v1alpha1",
             "kind": "TriggerAuthentication",
@@ -65,21 +80,11 @@ def render(
     ]  # fmt: skip
 
 
-def _labels(unique: str) -> dict[str, str]:
-    return {"app": "version", "version": unique}
-
-
 def _secret(key: str) -> dict[str, str]:
     return {"name": "vlm-fleet", "key": key}
 
 
-def _seats(manifest: Manifest) -> int:
-    """The concurrent requests of a worker."""
-    config = manifest.config
-    return int(config.engine.get("max_num_seqs", 32)) if config.kind == "model" else 1
-
-
-def _pod_settings(
+def _settings(
     name: str, manifest: Manifest, spec: Spec, store: str, environment: Environment
 ) -> dict[str, str]:
     needed = spec.resources
@@ -101,39 +106,36 @@ def _pod_settings(
     if environment != Environment():
         text = msgspec.json.encode(environment, order="sorted").decode()
         settings["VLM_DEPLOY__ENVIRONMENT"] = text.replace("$", "$$")  # Kubernetes expands it
-    if environment.secrets:
         settings["VLM_NODE__SECRETS_DIR"] = _SECRETS
     return settings
 
 
-def _deployment(
-    unique: str,
+def _pod(
     name: str,
-    image: str,
-    settings: dict[str, str],
+    manifest: Manifest,
     spec: Spec,
+    store: str,
     environment: Environment,
+    image: str,
 ) -> dict[str, Any]:
-    needed, labels = spec.resources, _labels(unique)
+    needed, secrets = spec.resources, sorted(set(environment.secrets.values()))
     requests: dict[str, Any] = {"cpu": f"{needed.cpu:g}"}
-    limits: dict[str, Any] = {}
+    limits: dict[str, Any] = {"nvidia.com/gpu": needed.gpu} if needed.gpu else {}
     if needed.memory_bytes:
         requests["memory"] = limits["memory"] = str(needed.memory_bytes)
-    if needed.gpu:
-        limits["nvidia.com/gpu"] = needed.gpu
     password = {"secretKeyRef": _secret("redis-worker-password")}
+    settings = _settings(name, manifest, spec, store, environment)
     ready = {"httpGet": {"path": "/readyz", "port": "health"}}
-    mounts = {"tmp": "/tmp", "models": "/models", "cache": "/cache"}
-    volumes: list[dict[str, Any]] = [
-        {"name": "tmp", "emptyDir": {"medium": "Memory", "sizeLimit": _TMP}},
-        {"name": "models", "emptyDir": {}},
-        {"name": "cache", "emptyDir": {"sizeLimit": "1Gi"}},
-    ]
-    if environment.secrets:
-        mounts["secrets"] = _SECRETS
-        items = [{"key": key, "path": key} for key in sorted(set(environment.secrets.values()))]
-        secret = {"secretName": f"{name}-secrets", "items": items, "defaultMode": 0o440}
-        volumes.append({"name": "secrets", "secret": secret})
+    alive = {"httpGet": {"path": "/healthz", "port": "health"}}
+    num_probes = math.ceil(spec.start_s / _PROBE_S)
+    items = [{"key": key, "path": key} for key in secrets]
+    mounted = {"secretName": f"{name}-secrets", "items": items, "defaultMode": 0o440}
+    volumes: dict[str, tuple[str, dict[str, Any]]] = {
+        "tmp": ("/tmp", {"emptyDir": {"medium": "Memory", "sizeLimit": "1Gi"}}),
+        "models": ("/models", {"emptyDir": {}}),
+        "cache": ("/cache", {"emptyDir": {"sizeLimit": "1Gi"}}),
+        "secrets": (_SECRETS, {"secret": mounted} if secrets else {"emptyDir": {}}),
+    }
     container = {
         "name": "worker",
         "image": image,
@@ -145,66 +147,42 @@ def _deployment(
         # Credentials of the store.
         "envFrom": [{"secretRef": {"name": "vlm-fleet-store", "optional": True}}],
         "ports": [{"name": "health", "containerPort": _PORT}],
-        "startupProbe": {
-            **ready,
-            "periodSeconds": _PROBE_S,
-            "failureThreshold": math.ceil(spec.start_s / _PROBE_S),
-        },
+        "startupProbe": {**ready, "periodSeconds": _PROBE_S, "failureThreshold": num_probes},
         "readinessProbe": {**ready, "periodSeconds": 5},
-        "livenessProbe": {
-            "httpGet": {"path": "/healthz", "port": "health"},
-            "periodSeconds": 10,
-            "timeoutSeconds": 5,
-        },
+        "livenessProbe": {**alive, "periodSeconds": 10, "timeoutSeconds": 5},
         "resources": {"requests": requests, "limits": limits},
         "securityContext": {
             "allowPrivilegeEscalation": False,
             "readOnlyRootFilesystem": True,
             "capabilities": {"drop": ["ALL"]},
         },
-        "volumeMounts": [{"name": key, "mountPath": path} for key, path in mounts.items()],
+        "volumeMounts": [{"name": key, "mountPath": path} for key, (path, _) in volumes.items()],
     }
-    pod = {
+    return {
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": _DRAIN_S + 15,
         "securityContext": {
             "runAsNonRoot": True,
-            "runAsUser": 10001,
-            "runAsGroup": 10001,
-            "fsGroup": 10001,
+            **dict.fromkeys(("runAsUser", "runAsGroup", "fsGroup"), 10001),
             "seccompProfile": {"type": "RuntimeDefault"},
         },
         "containers": [container],
-        "volumes": volumes,
-    }
-    return {
-        "apiVersion": "apps/v1",
-        "kind": "Deployment",
-        "metadata": {"name": unique, "labels": labels},
-        "spec": {  # no `replicas`: KEDA sets them
-            "selector": {"matchLabels": labels},
-            "strategy": {"rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
-            "template": {"metadata": {"labels": labels}, "spec": pod},
-        },
+        "volumes": [{"name": key, **kind} for key, (_, kind) in volumes.items()],
     }
 
 
-def _scaled(unique: str, model: str, seats: int, spec: Spec) -> dict[str, Any]:
+def _scaling(unique: str, model: str, manifest: Manifest, spec: Spec) -> dict[str, Any]:
+    config = manifest.config
+    seats = int(config.engine.get("max_num_seqs", 32)) if config.kind == "model" else 1
     most = str(max(1, seats * 3 // 4))
 
     def prometheus(name: str, metric: str, kind: str, threshold: str) -> dict[str, Any]:
-        return {
-            "type": "prometheus",
-            "name": name,
-            "metricType": kind,
-            "metadata": {
-                "serverAddress": PROMETHEUS,
-                "query": f'max({metric}{{model="{model}"}})',  # all gateways report the same
-                "threshold": threshold,
-                "ignoreNullValues": "true",  # gateways do not list it before it is routed
-            },
-        }
+        query = f'max({metric}{{model="{model}"}})'  # all gateways report the same
+        # Gateways do not list a version before it is routed.
+        rest = {"threshold": threshold, "ignoreNullValues": "true"}
+        metadata = {"serverAddress": PROMETHEUS, "query": query, **rest}
+        return {"type": "prometheus", "name": name, "metricType": kind, "metadata": metadata}
 
     waiting = {
         "type": "redis-streams",
@@ -220,39 +198,30 @@ def _scaled(unique: str, model: str, seats: int, spec: Spec) -> dict[str, Any]:
         },
         "authenticationRef": {"name": unique},
     }
+    idle_s = math.ceil(spec.idle_s)
+    one_by_one = [{"type": "Pods", "value": 1, "periodSeconds": 60}]
+    behavior = {
+        "scaleUp": {"stabilizationWindowSeconds": 0},
+        "scaleDown": {"stabilizationWindowSeconds": min(3600, idle_s), "policies": one_by_one},
+    }
     return {
-        "apiVersion": "keda.sh/v1alpha1",
-        "kind": "ScaledObject",
-        "metadata": {"name": unique},
-        "spec": {
-            "scaleTargetRef": {"name": unique},
-            "minReplicaCount": spec.min_instances,
-            "maxReplicaCount": spec.max_instances,
-            "pollingInterval": 2,
-            # The first pod stays until it is routed: gateways know a version by its workers.
-            "initialCooldownPeriod": math.ceil(spec.start_s + spec.idle_s),
-            "cooldownPeriod": math.ceil(spec.idle_s),
-            "fallback": {  # while Prometheus or Redis does not answer
-                "failureThreshold": 6,
-                "replicas": max(1, spec.min_instances),
-                "behavior": "currentReplicasIfHigher",
-            },
-            "advanced": {
-                "horizontalPodAutoscalerConfig": {
-                    "behavior": {
-                        "scaleUp": {"stabilizationWindowSeconds": 0},
-                        "scaleDown": {
-                            "stabilizationWindowSeconds": min(3600, math.ceil(spec.idle_s)),
-                            "policies": [{"type": "Pods", "value": 1, "periodSeconds": 60}],
-                        },
-                    }
-                }
-            },
-            "triggers": [
-                waiting,
-                prometheus("age", "vlm_queue_age_seconds", "Value", f"{spec.target_age_s:g}"),
-                # What runs does not wait, and must not be stopped.
-                prometheus("open", "vlm_queue_depth", "AverageValue", most),
-            ],
+        "scaleTargetRef": {"name": unique},
+        "minReplicaCount": spec.min_instances,
+        "maxReplicaCount": spec.max_instances,
+        "pollingInterval": 2,
+        # The first pod stays until it is routed: gateways know a version by its workers.
+        "initialCooldownPeriod": math.ceil(spec.start_s) + idle_s,
+        "cooldownPeriod": idle_s,
+        "fallback": {  # while Prometheus or Redis does not answer
+            "failureThreshold": 6,
+            "replicas": max(1, spec.min_instances),
+            "behavior": "currentReplicasIfHigher",
         },
+        "advanced": {"horizontalPodAutoscalerConfig": {"behavior": behavior}},
+        "triggers": [
+            waiting,
+            prometheus("age", "vlm_queue_age_seconds", "Value", f"{spec.target_age_s:g}"),
+            # What runs does not wait, and must not be stopped.
+            prometheus("open", "vlm_queue_depth", "AverageValue", most),
+        ],
     }

@@ -98,9 +98,9 @@ class Scale(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Weights(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The body of `POST /v1/applications/{name}:route`."""
+    """The body of `POST /v1/applications/{name}:route`, and its answer."""
 
-    #: By version, the first 12 digits of its digest. The first version keeps the rest. Empty: no route.
+    #: By version, the first 12 digits of its digest. Empty: no route.
     weights: Annotated[
         dict[Annotated[str, Meta(pattern=VERSION)], Annotated[int, Meta(ge=0, le=10**6)]],
         Meta(max_length=16),
@@ -197,18 +197,11 @@ class Application(msgspec.Struct):
     generations: list[GenerationObject] | UnsetType = msgspec.UNSET
 
 
-class RouteObject(msgspec.Struct):
-    """The weights of a name's versions."""
-
-    name: str
-    weights: dict[str, int]
-
-
 class ApplicationList(msgspec.Struct):
     """All deployments, routes, and the package store."""
 
     data: list[Application]
-    routes: list[RouteObject]
+    routes: dict[str, dict[str, int]]  #: weights of versions by name
     store: str
     object: str = "list"
 
@@ -240,8 +233,8 @@ class Applications(Resource):
         found = [self._to_object(app) for app in apps.values()]
         found += [self._to_unreadable(name) for name in self._deployments.unreadable]
         found.sort(key=lambda each: each.name)
-        shown = [_to_route(each) for _, each in sorted(routes.items()) if each.versions]
-        return ApplicationList(found, shown, self._store.url)
+        weights = {name: routes[name].weights for name in sorted(routes) if routes[name].versions}
+        return ApplicationList(found, weights, self._store.url)
 
     @operation("GET", _PATH)
     async def retrieve_application(self, caller: Caller) -> Application:
@@ -395,7 +388,7 @@ class Applications(Resource):
         return await self._get(name)
 
     @operation("POST", _PATH + ":route")
-    async def route_application(self, caller: Caller, body: Weights) -> RouteObject:
+    async def route_application(self, caller: Caller, body: Weights) -> Weights:
         """Split a name's requests between versions by weight, whoever runs them. Replaces the deployment's own split."""
         name, store = _check_name(caller), await self._store.open()
         history = await self._history(name)
@@ -420,7 +413,7 @@ class Applications(Resource):
         logger.info("route %s: %s", name, body.weights or "removed")
         self._models.table.put(route)
         await self._models.refresh()
-        return _to_route(route)
+        return body
 
     def _card(self, name: str, version: str, before: RouteRecord, app: App | None) -> ModelCard:
         """The card of a version that can serve. Raises: ApiError."""
@@ -595,10 +588,6 @@ def _to_generation(generation: Generation, history: History) -> GenerationObject
         generation.created_at,
         outcome.verdict if outcome else None, outcome.message if outcome else "",
     )  # fmt: skip
-
-
-def _to_route(route: RouteRecord) -> RouteObject:
-    return RouteObject(route.name, {key: each.weight for key, each in route.versions.items()})
 
 
 def _unknown(name: str, what: str = "deployment") -> NotFound:

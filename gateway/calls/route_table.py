@@ -41,17 +41,15 @@ class RouteTable:
             await asyncio.wait({self._reading}, timeout=_FIRST_READ_S)
 
     async def _read(self) -> None:
-        before = self.records
         try:
             store = await asyncio.to_thread(open_store, self._url)
-            found = await asyncio.to_thread(read_routes, store, before)
+            found = await asyncio.to_thread(read_routes, store, self.records)
         except StoreError as error:
             logger.warning("cannot read the routes: %s", error)
             return
-        newer = [each for each in self.records.values() if each.number > _number(found, each.name)]
-        self.records = found | {each.name: each for each in newer}
+        newer = {
+            name: each for name, each in self.records.items()
+            if name not in found or each.number > found[name].number
+        }  # fmt: skip
+        self.records = found | newer
         self.is_known = True
-
-
-def _number(records: Mapping[str, RouteRecord], name: str) -> int:
-    return records[name].number if name in records else 0

@@ -37,6 +37,10 @@ class RouteRecord(msgspec.Struct, frozen=True):
     number: int
     versions: dict[str, RoutedVersion] = {}
 
+    @property
+    def weights(self) -> dict[str, int]:
+        return {version: each.weight for version, each in self.versions.items()}
+
 
 def record_route(store: PackageStore, route: RouteRecord) -> None:
     """Raises: Conflict if its number exists; StoreError."""
@@ -47,17 +51,17 @@ def record_route(store: PackageStore, route: RouteRecord) -> None:
 def read_routes(
     store: PackageStore, known: Mapping[str, RouteRecord] = {}
 ) -> dict[str, RouteRecord]:
-    """The latest routes by name, also removed ones. Unreadable ones stay as `known`. Raises: StoreError."""
+    """The latest routes by name, also removed ones, without unreadable ones. Raises: StoreError.
+
+    Those that are `known` are not read again.
+    """
     found: dict[str, RouteRecord] = {}
     for name, numbers in _numbers(store).items():
-        route = known.get(name)
-        if route is None or route.number != numbers[-1]:
-            try:
-                route = _read(store, name, numbers[-1])
-            except Unreadable as error:
-                logger.error("%s", error)
-        if route is not None:
-            found[name] = route
+        try:
+            last, route = numbers[-1], known.get(name)
+            found[name] = route if route and route.number == last else _read(store, name, last)
+        except Unreadable as error:
+            logger.error("%s", error)
     return found
 
 

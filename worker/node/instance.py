@@ -249,7 +249,7 @@ class Instance:
             manifest=manifest, folder=folder, packages=packages,
             resources=self.spec.resources, start_s=self.spec.start_s,
         )  # fmt: skip
-        self.engine, self._runs_code = worker.kind, worker.runs_code
+        self.engine, self._runs_code = worker.engine, worker.runs_code
         url = self.settings.node.worker_redis_url or self.settings.redis.url
         settings = self.settings.changed(redis={"url": url})
         own = {"id": self.worker_id, "health_host": self.health_socket}

@@ -6,7 +6,6 @@ import logging
 import os
 import re
 import signal
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import msgspec
 from engines.application.sandbox import check_isolation
 from engines.base import EngineStartError
 from engines.child_process import hide_process
-from engines.registry import APPLICATION_KIND, find_kind, kind_of
+from engines.registry import APPLICATION_KIND, EngineKind, find_kind, kind_of
 from shared.packages.deployments import NAME, Resources, Spec, version_name
 from shared.packages.environment import BadEnvironment, Environment, version_digest
 from shared.packages.manifest import Manifest, is_digest
@@ -48,55 +47,55 @@ class PackagedWorker:
     start_s: object
 
     @property
-    def kind(self) -> str:
-        """The engine's kind."""
-        return kind_of(self._engine(""))
+    def engine(self) -> str:
+        """The kind of the engine."""
+        config = self.manifest.config
+        if config.kind != "model":
+            return APPLICATION_KIND
+        return kind_of({**config.engine, "model": str(self.folder)})
 
     @property
     def runs_code(self) -> bool:
-        """Whether the engine runs code of the package. Raises: EngineStartError."""
-        kind = find_kind(self.kind)
-        if kind is None:
-            raise EngineStartError(f"there is no engine {self.kind!r}")
-        return kind.runs_code
+        return self._kind.runs_code
+
+    @property
+    def _kind(self) -> EngineKind:
+        if (kind := find_kind(self.engine)) is None:
+            raise EngineStartError(f"there is no engine {self.engine!r}")
+        return kind
 
     def environment(self, settings: Settings, **worker: Any) -> dict[str, str]:
         """The environment of the worker. `worker`: settings of its group. Raises: EngineStartError."""
-        hidden = HUB_SECRETS if self.runs_code else frozenset()
-        values = self._engine(settings.node.isolation)
-        kind = find_kind(self.kind)
-        taken = kind.load_settings().model_fields if kind else {}
+        values = dict(self.manifest.config.engine)
+        if self.manifest.config.kind != "model":
+            values = self._application(settings.node.isolation)
+        short = version_name("", self.version)
+        values |= {"model": str(self.folder), "served_name": self.name + short}
+        taken = self._kind.load_settings().model_fields
         if "num_threads" in taken:
             values.setdefault("num_threads", str(max(1, round(self.resources.cpu))))
         if "memory_bytes" in taken:
             values["memory_bytes"] = str(self.resources.memory_bytes)
+        package = f"{self.name}@{self.package}"
+        if self.version != self.package:  # the environment makes another version
+            package += f"+{short[1:]}"
         settings = settings.model_copy(update={"engine": EngineValues.model_validate(values)})
-        settings = settings.changed(worker={"package": self._full_name(), "lora": (), **worker})
+        settings = settings.changed(worker={"package": package, "lora": (), **worker})
+        hidden = HUB_SECRETS if self.runs_code else frozenset()
         return child_environment(settings, WORKER_GROUPS, hidden)
 
-    def _full_name(self) -> str:
-        """The package, and its version if the environment makes another one."""
-        name = f"{self.name}@{self.package}"
-        short = version_name("", self.version)[1:]
-        return name if self.version == self.package else f"{name}+{short}"
-
-    def _engine(self, isolation: str) -> dict[str, str]:
-        """The engine settings of the package."""
+    def _application(self, isolation: str) -> dict[str, str]:
         config = self.manifest.config
-        own: Mapping[str, str] = config.engine
-        if config.kind != "model":
-            own = {
-                "kind": APPLICATION_KIND,
-                "entry": config.entry,
-                "command": json.dumps(config.command),
-                "network": str(config.network),
-                "packages": str(self.packages or ""),
-                "start_s": str(self.start_s),
-                "uses_gpu": str(self.resources.gpu > 0),
-                "isolation": isolation,
-            }
-        served_name = version_name(self.name, self.version)
-        return {**own, "model": str(self.folder), "served_name": served_name}
+        return {
+            "kind": APPLICATION_KIND,
+            "entry": config.entry,
+            "command": json.dumps(config.command),
+            "network": str(config.network),
+            "packages": str(self.packages or ""),
+            "start_s": str(self.start_s),
+            "uses_gpu": str(self.resources.gpu > 0),
+            "isolation": isolation,
+        }
 
 
 def run_package(settings: Settings) -> int:

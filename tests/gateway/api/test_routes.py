@@ -83,7 +83,7 @@ async def test_each_version_has_its_weight_and_few_clients_move_as_it_changes(de
     listed = (await deployments.client.get("/v1/models")).json()["data"]
     assert "n" in [model["id"] for model in listed]
     listed = (await deployments.client.get("/v1/applications", headers=DEPLOY)).json()
-    assert listed["routes"] == [{"name": "n", "weights": {version(old): 0, version(new): 100}}]
+    assert listed["routes"] == {"n": {version(old): 0, version(new): 100}}
 
 
 async def test_a_route_survives_an_emptied_redis_and_reaches_other_gateways(
