@@ -391,14 +391,13 @@ class Applications(Resource):
     async def route_application(self, caller: Caller, body: Weights) -> Weights:
         """Split a name's requests between versions by weight, whoever runs them. Replaces the deployment's own split."""
         name, store = _check_name(caller), await self._store.open()
-        history = await self._history(name)
-        if history is not None and history.candidate is not None:
-            raise _conflict("A new version is on its way; set the route when it is active.")
-        before = await self._route(name)
+        history, before = await self._history(name), await self._route(name)
+        await self._models.refresh()
         if not (body.weights or before.versions):
             raise _unknown(name, "route")
-        await self._models.refresh()
-        if name in self._models.cards:
+        if body.weights and history is not None and history.candidate is not None:
+            raise _conflict("A new version is on its way; set the route when it is active.")
+        if body.weights and name in self._models.cards:
             raise _invalid("name", "a worker serves a model of this name; take another")
         app = await self._find(name)
         versions = {
@@ -437,7 +436,8 @@ class Applications(Resource):
             return
         app = await self._find(name)
         await self._models.refresh()
-        num_slots = len(app.of(active.version)) if app is not None else 0
+        started = ("starting", "ready", "draining")
+        num_slots = len(app.of(active.version, *started)) if app is not None else 0
         if self._models.num_workers[model] <= num_slots:
             raise _conflict(
                 f"The route of {name} sends requests to {model}, and only nodes serve it: start workers "
