@@ -158,6 +158,8 @@ def run_deploy(
             documents = render(name, packed.manifest, spec, url, environment, image)
             with nullcontext() if is_dry else _uploaded(packed, client, store_url):
                 show(documents, form)
+            _, _, version = documents[0]["metadata"]["name"].rpartition("-")
+            console.print(f"when its workers are ready: vlm route {name} {version}=100")
             return
         if is_dry:
             show(_plan(name, packed, spec, environment, store_url or client.url), form)

@@ -24,7 +24,9 @@ from deploy.pack import pack
 from shared.packages.deployments import Spec
 from shared.packages.store import FileStore
 from tests.gateway.api.test_applications import DEPLOY, Deployments, run
-from tests.integration.fleet_process import ROOT
+from tests.integration.deployer import Deployer, load
+from tests.integration.fleet_process import ROOT, start_fleet
+from tests.processes import environment_of
 from tests.waiting import wait_for
 from worker.node.serve import find_port
 
@@ -44,8 +46,9 @@ WITHIN_S = 60.0
 class Cluster:
     """What runs pods here."""
 
-    def __init__(self, folder: Path, capsys: Any, **variables: str) -> None:
+    def __init__(self, folder: Path, capsys: Any, store: str = "", **variables: str) -> None:
         self.folder = folder
+        self.store = Path(store or folder / "store")
         self.variables = variables
         self._capsys = capsys
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -66,7 +69,7 @@ class Cluster:
         )  # fmt: skip
         documents = list(yaml.safe_load_all(self._capsys.readouterr().out))
         values = dict(each.split("=") for each in engine)
-        upload(pack(str(package), engine=values), FileStore(self.folder / "store"))
+        upload(pack(str(package), engine=values), FileStore(self.store))
         return documents
 
     def start(self, deployment: dict[str, Any]) -> "subprocess.Popen[bytes]":
@@ -76,7 +79,7 @@ class Cluster:
         given = {name: expand(value, given) for name, value in given.items()}
         port = find_port("127.0.0.1", 0)
         replaced = {
-            "VLM_DEPLOY__STORE": f"file://{self.folder}/store",
+            "VLM_DEPLOY__STORE": f"file://{self.store}",
             "VLM_DEPLOY__CACHE_DIR": f"{self.folder}/cache-{port}",
             "VLM_WORKER__HEALTH_HOST": "127.0.0.1",
             "VLM_WORKER__HEALTH_PORT": str(port),
@@ -207,3 +210,33 @@ async def test_an_application_in_a_pod_has_its_variables_and_secrets(
     assert await ask("KEY") == "of-the-secret"
     assert await ask("REDIS_PASSWORD") is None
     assert await ask("VLM_DEPLOY__STORE") is None
+
+
+def test_a_name_moves_from_nodes_to_kubernetes_under_load(tmp_path, capsys):
+    fleet = start_fleet(tmp_path, VLM_ENGINE__MOCK__DECODE_S="0.02")
+    deployer = Deployer(fleet, tmp_path)
+    gateway = environment_of(fleet.child("gateway"))
+    cluster = Cluster(
+        tmp_path, capsys, gateway["VLM_DEPLOY__STORE"].removeprefix("file://"),
+        VLM_REDIS_URL=gateway["VLM_REDIS__URL"],
+    )  # fmt: skip
+    try:
+        assert deployer.deploy(1, "--resources", "cpu=0.5").returncode == 0
+        old, [deployment, *_] = deployer.active(), cluster.render({"config.json": "2"}, "kind=mock")
+        short, new = old.removeprefix("sha256:")[:12], version(deployment)
+        cluster.start(deployment)
+        with load(deployer) as running:
+            routed = deployer.vlm("route", "cap", f"{short}=50", f"{new}=50")
+            assert routed.returncode == 0, routed.stderr
+            wait_for(lambda: len(set(running.packages[-50:])) == 2, WITHIN_S)
+            refused = deployer.vlm("undeploy", "cap")
+            assert (refused.returncode, "only nodes serve it" in refused.stderr) == (4, True)
+            assert deployer.vlm("route", "cap", f"{short}=0", f"{new}=1").returncode == 0
+            assert deployer.vlm("undeploy", "cap").returncode == 0
+            wait_for(lambda: not deployer.instances(), WITHIN_S)
+            running.packages.clear()
+            wait_for(lambda: len(running.packages) > 10, WITHIN_S)
+        assert {name.partition(":")[2][:12] for name in running.packages} == {new}
+    finally:
+        cluster.end()
+        fleet.end()

@@ -54,7 +54,7 @@ from shared.settings.tree import Settings, SettingsError
 from worker.health import HealthServer
 from worker.node.cache import Uses, open_cache
 from worker.node.install import install, make_packages
-from worker.node.instance import Instance
+from worker.node.instance import Instance, is_of_node
 from worker.node.metrics import collect_metrics
 from worker.node.resources import find_gpus, room_bytes
 from worker.node.secrets import Secrets
@@ -321,10 +321,10 @@ class NodeAgent:
             after = await self._go_back(after, now)
         gone = [r.digest for r in app.retiring if after.revision(r.digest) is None]
         lost = rollout.find_lost(after, nodes, now) if trusts else ()
-        served = {worker.card.name for worker in self._workers if worker.state == "ready"}
+        others = [each for each in self._workers if not is_of_node(app.name, each.worker_id)]
         for digest in {*gone, *lost}:
             model = version_name(app.name, digest)
-            if model in served:  # by workers that no node has started
+            if any(each.card.name == model for each in others):  # as on Kubernetes
                 continue
             if num := await self._queue.fail_all(model, ErrorCode.WORKER_LOST, _LOST_MESSAGE):
                 logger.warning("%s: %d requests failed: no instance is left", model, num)

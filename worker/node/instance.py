@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import re
 import signal
 import sys
 from collections import deque
@@ -41,6 +42,11 @@ MakePackages = Callable[[Manifest, Path, Uses], Path | None]
 FindCard = Callable[[str], Awaitable[ModelCard | None]]
 #: Finds the tenants whose requests a worker was running when it ended, by its model and id.
 FindTenants = Callable[[str, str], Awaitable[frozenset[str]]]
+
+
+def is_of_node(app: str, worker_id: str) -> bool:
+    """Whether a node has started this worker of an application."""
+    return re.fullmatch(rf"{re.escape(app)}-\d+-\d+", worker_id) is not None
 
 
 @dataclass(kw_only=True, eq=False)
