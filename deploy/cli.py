@@ -1,4 +1,4 @@
-"""Deployment commands: `vlm deploy`, `apps`, `app`, `logs`, `promote`, `rollback`, `scale`, `undeploy`, `gc`.
+"""Deployment commands: `vlm deploy`, `apps`, `app`, `logs`, `promote`, `rollback`, `scale`, `route`, `undeploy`, `gc`.
 
 Exit codes: 0, 1: wrong arguments, 2: packaging failed, 3: the upload failed, 4: the gateway refused, 5: the rollout
 failed.
@@ -154,8 +154,9 @@ def deploy(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done.")] = False,
     target: Annotated[
         Literal["fleet", "kubernetes"],
-        typer.Option(help="kubernetes: only print manifests of nodes for this version."),
+        typer.Option(help="kubernetes: upload, and print manifests of workers of this version."),
     ] = "fleet",
+    image: Annotated[str, typer.Option(help="Of these workers.")] = "vlm-fleet-worker",
     output: Annotated[
         Literal["yaml", "json"], typer.Option("-o", help="Format of --dry-run and --target.")
     ] = "yaml",
@@ -168,9 +169,8 @@ def deploy(
     commands.finish(
         lambda: commands.run_deploy(
             _client(url, api_key), name, application, commands.make_spec(**spec), package,
-            store_url=store, signing_key=sign, target=target,
-            dry_run=output if dry_run or target == "kubernetes" else None,
-            wait_s=0 if no_wait else wait,
+            store_url=store, signing_key=sign, is_dry=dry_run, form=output,
+            image=image if target == "kubernetes" else None, wait_s=0 if no_wait else wait,
         )
     )  # fmt: skip
 
@@ -260,6 +260,30 @@ def scale(
         error.exit_code = ARGUMENTS
         raise error
     _change(url, api_key, "POST", f"/{name}:scale", body)
+
+
+def route(
+    name: Name,
+    weights: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="VERSION=WEIGHT...",
+            help="Versions as `vlm apps` shows them.",
+            show_default=False,
+        ),
+    ] = None,
+    delete: Annotated[bool, typer.Option("--delete", help="Remove the route.")] = False,
+    url: Url = URL,
+    api_key: DeployKey = None,
+) -> None:
+    """Split a name's requests between versions by weight, such as those on Kubernetes."""
+    from deploy import commands
+
+    if delete == bool(weights):
+        error = typer.BadParameter("give VERSION=WEIGHT, or --delete")
+        error.exit_code = ARGUMENTS
+        raise error
+    commands.finish(lambda: commands.run_route(_client(url, api_key), name, weights or []))
 
 
 def undeploy(name: Name, url: Url = URL, api_key: DeployKey = None) -> None:
@@ -354,6 +378,7 @@ def add_to(root: typer.Typer) -> None:
         promote,
         rollback,
         scale,
+        route,
         undeploy,
         nodes,
         drain,

@@ -138,37 +138,32 @@ def run_deploy(
     *,
     store_url: str | None,
     signing_key: Path | None,
-    dry_run: str | None,
-    target: str,
+    is_dry: bool,
+    form: str,
+    image: str | None,
     wait_s: float,
 ) -> None:
-    """Pack, upload, deploy, wait. `package`: options of the command line. Raises: CommandFailed."""
-    is_installed = package["installed"]
-    engine = dict(_assignment("--set", each) for each in package["engine"] or ())
+    """Pack, upload, deploy, wait. `package`: options of the command line. Raises: CommandFailed.
+
+    `image`: of the workers on Kubernetes, whose manifests are printed; None: nodes run them.
+    """
     environment = make_environment(package["env"], package["secret"])
-    command = shlex.split(package["command"])
     if not re.match(NAME, name):
         raise CommandFailed(f"--name {name}: {NAME_RULE}", ARGUMENTS)
-    if bool(application) == is_installed:
-        raise CommandFailed("give --application, or --command with --installed", ARGUMENTS)
+    packed = _pack(application or name, package, is_named=bool(application))
     try:
-        with _Bar("hashing") as bar:
-            if is_installed:
-                packed = pack_installed(command)
-            else:
-                packed = pack(
-                    application, engine=engine, entry=package["entry"], command=command, report=bar
-                )
-    except (BadPackage, OSError) as error:
-        raise CommandFailed(f"{application or name}: {error}", PACKAGING) from None
-    try:
-        if target == "kubernetes":
+        if image is not None:
+            if signing_key is not None:
+                raise CannotRender("--sign: manifests name the package by its digest; leave it out")
             url = store_url or find_store(client)
-            documents = render(name, packed.manifest.digest, spec, url, environment)
-            show(documents, dry_run or "yaml")
+            documents = render(name, packed.manifest, spec, url, environment, image)
+            with nullcontext() if is_dry else _uploaded(packed, client, store_url):
+                show(documents, form)
+            _, _, version = documents[0]["metadata"]["name"].rpartition("-")
+            console.print(f"when its workers are ready: vlm route {name} {version}=100")
             return
-        if dry_run is not None:
-            show(_plan(name, packed, spec, environment, store_url or client.url), dry_run)
+        if is_dry:
+            show(_plan(name, packed, spec, environment, store_url or client.url), form)
             return
         digest = packed.manifest.digest
         body: dict[str, Any] = {"digest": digest, "spec": msgspec.to_builtins(spec)}
@@ -187,6 +182,23 @@ def run_deploy(
     console.print(f"{name}: generation {found['generation']}, {digest}", soft_wrap=True)
     if wait_s:
         wait(client, name, found["generation"], wait_s)
+
+
+def _pack(application: str, package: dict[str, Any], *, is_named: bool) -> Packed:
+    """Raises: CommandFailed."""
+    engine = dict(_assignment("--set", each) for each in package["engine"] or ())
+    command = shlex.split(package["command"])
+    if is_named == package["installed"]:
+        raise CommandFailed("give --application, or --command with --installed", ARGUMENTS)
+    try:
+        with _Bar("hashing") as bar:
+            if package["installed"]:
+                return pack_installed(command)
+            return pack(
+                application, engine=engine, entry=package["entry"], command=command, report=bar
+            )
+    except (BadPackage, OSError) as error:
+        raise CommandFailed(f"{application}: {error}", PACKAGING) from None
 
 
 def run_logs(client: Client, name: str, slot: int | None, num_lines: int) -> None:
@@ -381,6 +393,21 @@ def run_change(
         wait(client, name, generation, wait_s)
 
 
+def run_route(client: Client, name: str, weights: list[str]) -> None:
+    """Set the weights of versions such as `3f2a91b0c4d5=90`; without any, remove the route. Raises: CommandFailed."""
+    parts = [each.partition("=") for each in weights]
+    if len({version for version, _, weight in parts if weight.isdecimal()}) < len(parts):
+        text = f"{' '.join(weights)}: write VERSION=WEIGHT once a version, as 3f2a91b0c4d5=90"
+        raise CommandFailed(text, ARGUMENTS)
+    body = {"weights": {version: int(weight) for version, _, weight in parts}}
+    found = client.call("POST", f"/{name}:route", body)
+    console.print(f"{name}: {_split(found['weights']) or 'the route is removed'}")
+
+
+def _split(weights: dict[str, int]) -> str:
+    return " ".join(f"{version}={weight}" for version, weight in weights.items())
+
+
 def run_gc(store: Callable[[], str], older_than_s: float, num_kept: int, *, is_dry: bool) -> None:
     """Remove unreferenced packages. Raises: CommandFailed."""
     url = store()
@@ -412,6 +439,11 @@ def run_apps(client: Client, form: str | None) -> None:
             str(app["generation"]), app["message"],
         )  # fmt: skip
     screen.print(table)
+    if routes := found.get("routes"):  # an older gateway has none
+        table = new_table("route", "weights")
+        for name, weights in routes.items():
+            table.add_row(name, _split(weights))
+        screen.print(table)
 
 
 def run_nodes(client: Client, form: str | None) -> None:

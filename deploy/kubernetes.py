@@ -1,24 +1,26 @@
-"""Kubernetes manifests of one version of a deployment.
+"""Kubernetes manifests of one version of a deployment: workers of its package, scaled by KEDA.
 
-Its pods are nodes (`vlm node`) with resources for one instance, which claim slots of this version only. KEDA scales
-them by the slots in the gateways' metrics; rollouts and canaries work as on other nodes.
+Gateways send requests to it by weight (`vlm route`). Its queue, and with it the served name, is `NAME@DIGEST`.
 """
 
+import math
 import re
-from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
+import msgspec
+
 from shared.packages.deployments import Spec, version_name
-from shared.packages.environment import Environment, version_digest, why_reserved
+from shared.packages.environment import Environment, version_digest
+from shared.packages.manifest import Manifest
+from shared.queue.keys import GROUP, RedisKeys
 
 PROMETHEUS = "http://prometheus.monitoring:9090"
-IMAGE = "vlm-fleet-worker"
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,48}[a-z0-9])?")
 _DRAIN_S = 30
-_KEEPER = "deployments"
-_PASSWORD = "REDIS_PASSWORD"
-_WORKER_PASSWORD = "REDIS_WORKER_PASSWORD"
+_SECRETS = "/secrets"
+_PORT = 8001
+_PROBE_S = 2
 
 
 class CannotRender(ValueError):
@@ -27,11 +29,11 @@ class CannotRender(ValueError):
 
 def render(
     name: str,
-    package: str,
+    manifest: Manifest,
     spec: Spec,
     store: str,
-    environment: Environment = Environment(),
-    image: str = IMAGE,
+    environment: Environment,
+    image: str,
 ) -> list[dict[str, Any]]:
     """Render the manifests, in the style of `config/kubernetes`. Raises: CannotRender."""
     if not _NAME.fullmatch(name):
@@ -40,162 +42,186 @@ def render(
         )
     if urlsplit(store).scheme == "file":
         raise CannotRender(f"{store}: pods cannot reach it; give --store s3://, gs:// or az://")
-    digest = version_digest(package, environment)
-    short = version_name("", digest).removeprefix("@")
-    unique = f"{name}-{short}"
+    if manifest.config.kind == "model" and environment != Environment():
+        raise CannotRender("--env, --secret: a model has no variables; give its engine's by --set")
+    model = version_name(name, version_digest(manifest.digest, environment))
+    unique = model.replace("@", "-")
+    labels = {"app": "version", "version": unique}
+    pod = _pod(name, manifest, spec, store, environment, image)
+    return [
+        {
+            "apiVersion": "apps/v1",
+            "kind": "Deployment",
+            "metadata": {"name": unique, "labels": labels},
+            "spec": {  # no `replicas`: KEDA sets them
+                "selector": {"matchLabels": labels},
+                "strategy": {"rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
+                "template": {"metadata": {"labels": labels}, "spec": pod},
+            },
+        },
+        {
+            "apiVersion": "policy/v1",
+            "kind": "PodDisruptionBudget",
+            "metadata": {"name": unique},
+            "spec": {"maxUnavailable": 1, "selector": {"matchLabels": labels}},
+        },
+        {
+            "apiVersion": "keda.sh/v1alpha1",
+            "kind": "ScaledObject",
+            "metadata": {"name": unique},
+            "spec": _scaling(unique, model, manifest, spec),
+        },
+        {
+            "apiVersion": "keda.sh/v1alpha1",
+            "kind": "TriggerAuthentication",
+            "metadata": {"name": unique},
+            "spec": {"secretTargetRef": [{"parameter": "password", **_secret("redis-keda-password")}]},
+        },
+    ]  # fmt: skip
+
+
+def _secret(key: str) -> dict[str, str]:
+    return {"name": "vlm-fleet", "key": key}
+
+
+def _settings(
+    name: str, manifest: Manifest, spec: Spec, store: str, environment: Environment
+) -> dict[str, str]:
     needed = spec.resources
+    settings = {
+        "VLM_REDIS_URL": "redis://worker:$(REDIS_PASSWORD)@redis:6379/0",
+        "VLM_DEPLOY__PACKAGE": f"{name}@{manifest.digest}",
+        "VLM_DEPLOY__STORE": store,
+        "VLM_DEPLOY__CACHE_DIR": "/models/packages",
+        "VLM_DEPLOY__CPU": f"{max(needed.cpu, 0.001):g}",
+        "VLM_WORKER__HEALTH_HOST": "0.0.0.0",
+        "VLM_WORKER__HEALTH_PORT": str(_PORT),
+        "VLM_WORKER__DRAIN_S": str(_DRAIN_S),
+        "VLM_LOGS__FORMAT": "json",
+    }
+    if needed.memory_bytes:
+        settings["VLM_DEPLOY__MEMORY_BYTES"] = str(needed.memory_bytes)
+    if manifest.config.kind != "model":
+        settings["VLM_ENGINE__START_S"] = f"{spec.start_s:g}"
+    if environment != Environment():
+        text = msgspec.json.encode(environment, order="sorted").decode()
+        settings["VLM_DEPLOY__ENVIRONMENT"] = text.replace("$", "$$")  # Kubernetes expands it
+        settings["VLM_NODE__SECRETS_DIR"] = _SECRETS
+    return settings
+
+
+def _pod(
+    name: str,
+    manifest: Manifest,
+    spec: Spec,
+    store: str,
+    environment: Environment,
+    image: str,
+) -> dict[str, Any]:
+    needed, secrets = spec.resources, sorted(set(environment.secrets.values()))
     requests: dict[str, Any] = {"cpu": f"{needed.cpu:g}"}
-    limits: dict[str, Any] = {}
+    limits: dict[str, Any] = {"nvidia.com/gpu": needed.gpu} if needed.gpu else {}
     if needed.memory_bytes:
         requests["memory"] = limits["memory"] = str(needed.memory_bytes)
-    if needed.gpu:
-        limits["nvidia.com/gpu"] = needed.gpu
-    room = {
-        "VLM_DEPLOY__TAKES": version_name(name, digest),
-        "VLM_DEPLOY__CPU": f"{max(needed.cpu, 0.001):g}",
-        **({"VLM_DEPLOY__MEMORY_BYTES": str(needed.memory_bytes)} if needed.memory_bytes else {}),
+    password = {"secretKeyRef": _secret("redis-worker-password")}
+    settings = _settings(name, manifest, spec, store, environment)
+    ready = {"httpGet": {"path": "/readyz", "port": "health"}}
+    alive = {"httpGet": {"path": "/healthz", "port": "health"}}
+    num_probes = math.ceil(spec.start_s / _PROBE_S)
+    items = [{"key": key, "path": key} for key in secrets]
+    mounted = {"secretName": f"{name}-secrets", "items": items, "defaultMode": 0o440}
+    volumes: dict[str, tuple[str, dict[str, Any]]] = {
+        "tmp": ("/tmp", {"emptyDir": {"medium": "Memory", "sizeLimit": "1Gi"}}),
+        "models": ("/models", {"emptyDir": {}}),
+        "cache": ("/cache", {"emptyDir": {"sizeLimit": "1Gi"}}),
+        "secrets": (_SECRETS, {"secret": mounted} if secrets else {"emptyDir": {}}),
     }
-    resources = {"requests": requests, "limits": limits}
-    secrets = sorted(set(environment.secrets.values()))
-    for each in secrets:
-        reason = "the node sets it" if each in (_PASSWORD, _WORKER_PASSWORD) else why_reserved(each)
-        if each[0].isdigit():
-            reason = "it begins with a digit"
-        if reason:
-            raise CannotRender(
-                f"--secret {each}: pods get secrets as variables of these names, and {reason}; use "
-                "another name"
-            )
-    pods = _deployment(unique, image, store, room, resources, f"{name}-secrets", secrets)
-    keeper = _deployment(
-        _KEEPER, image, store, {"VLM_DEPLOY__TAKES": "none"},
-        {"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"memory": "512Mi"}},
-    )  # fmt: skip
-    keeper["spec"]["replicas"] = 1
-    return [keeper, pods, _scaled(unique, name, short, spec)]
-
-
-def _deployment(
-    name: str,
-    image: str,
-    store: str,
-    settings: dict[str, str],
-    resources: dict[str, Any],
-    secret: str = "",
-    keys: Sequence[str] = (),
-) -> dict[str, Any]:
-    """A Deployment of nodes. `keys`: of the Kubernetes secret `secret`, for the applications."""
-    labels = {"app": "node", "version": name}
     container = {
-        "name": "node",
+        "name": "worker",
         "image": image,
-        "args": ["node"],
-        "env": _environment(store, settings, secret, keys),
+        "args": ["worker"],
+        "env": [
+            {"name": "REDIS_PASSWORD", "valueFrom": password},
+            *({"name": key, "value": value} for key, value in settings.items()),
+        ],
         # Credentials of the store.
         "envFrom": [{"secretRef": {"name": "vlm-fleet-store", "optional": True}}],
-        "resources": resources,
+        "ports": [{"name": "health", "containerPort": _PORT}],
+        "startupProbe": {**ready, "periodSeconds": _PROBE_S, "failureThreshold": num_probes},
+        "readinessProbe": {**ready, "periodSeconds": 5},
+        "livenessProbe": {**alive, "periodSeconds": 10, "timeoutSeconds": 5},
+        "resources": {"requests": requests, "limits": limits},
         "securityContext": {
             "allowPrivilegeEscalation": False,
             "readOnlyRootFilesystem": True,
             "capabilities": {"drop": ["ALL"]},
         },
-        "volumeMounts": [
-            {"name": "tmp", "mountPath": "/tmp"},
-            {"name": "models", "mountPath": "/models"},
-            {"name": "cache", "mountPath": "/cache"},
-        ],
+        "volumeMounts": [{"name": key, "mountPath": path} for key, (path, _) in volumes.items()],
     }
-    pod = {
+    return {
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": _DRAIN_S + 15,
         "securityContext": {
             "runAsNonRoot": True,
-            "runAsUser": 10001,
-            "runAsGroup": 10001,
-            "fsGroup": 10001,
+            **dict.fromkeys(("runAsUser", "runAsGroup", "fsGroup"), 10001),
             "seccompProfile": {"type": "RuntimeDefault"},
         },
         "containers": [container],
-        "volumes": [{"name": each, "emptyDir": {}} for each in ("tmp", "models", "cache")],
+        "volumes": [{"name": key, **kind} for key, (_, kind) in volumes.items()],
+    }
+
+
+def _scaling(unique: str, model: str, manifest: Manifest, spec: Spec) -> dict[str, Any]:
+    config = manifest.config
+    seats = int(config.engine.get("max_num_seqs", 32)) if config.kind == "model" else 1
+    most = str(max(1, seats * 3 // 4))
+
+    def prometheus(name: str, metric: str, kind: str, threshold: str) -> dict[str, Any]:
+        query = f'max({metric}{{model="{model}"}})'  # all gateways report the same
+        # Gateways do not list a version before it is routed.
+        rest = {"threshold": threshold, "ignoreNullValues": "true"}
+        metadata = {"serverAddress": PROMETHEUS, "query": query, **rest}
+        return {"type": "prometheus", "name": name, "metricType": kind, "metadata": metadata}
+
+    waiting = {
+        "type": "redis-streams",
+        "name": "waiting",
+        "metricType": "AverageValue",
+        "metadata": {
+            "address": "redis:6379",
+            "username": "keda",
+            "stream": RedisKeys().queue(model),
+            "consumerGroup": GROUP,
+            "lagCount": most,
+            "activationLagCount": "0",
+        },
+        "authenticationRef": {"name": unique},
+    }
+    idle_s = math.ceil(spec.idle_s)
+    one_by_one = [{"type": "Pods", "value": 1, "periodSeconds": 60}]
+    behavior = {
+        "scaleUp": {"stabilizationWindowSeconds": 0},
+        "scaleDown": {"stabilizationWindowSeconds": min(3600, idle_s), "policies": one_by_one},
     }
     return {
-        "apiVersion": "apps/v1",
-        "kind": "Deployment",
-        "metadata": {"name": name, "labels": labels},
-        "spec": {
-            "selector": {"matchLabels": labels},
-            "strategy": {"rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
-            "template": {"metadata": {"labels": labels}, "spec": pod},
+        "scaleTargetRef": {"name": unique},
+        "minReplicaCount": spec.min_instances,
+        "maxReplicaCount": spec.max_instances,
+        "pollingInterval": 2,
+        # The first pod stays until it is routed: gateways know a version by its workers.
+        "initialCooldownPeriod": math.ceil(spec.start_s) + idle_s,
+        "cooldownPeriod": idle_s,
+        "fallback": {  # while Prometheus or Redis does not answer
+            "failureThreshold": 6,
+            "replicas": max(1, spec.min_instances),
+            "behavior": "currentReplicasIfHigher",
         },
-    }
-
-
-def _environment(
-    store: str, settings: dict[str, str], secret: str, keys: Sequence[str]
-) -> list[dict[str, Any]]:
-    passwords = {_PASSWORD: "redis-node-password", _WORKER_PASSWORD: "redis-worker-password"}
-    values = {
-        "VLM_REDIS_URL": "redis://node:$(REDIS_PASSWORD)@redis:6379/0",
-        "VLM_NODE__WORKER_REDIS_URL": f"redis://worker:$({_WORKER_PASSWORD})@redis:6379/0",
-        # The default seccomp profile forbids bubblewrap's namespaces; a pod runs only one version.
-        "VLM_NODE__ISOLATION": "auto",
-        "VLM_DEPLOY__STORE": store,
-        "VLM_DEPLOY__CACHE_DIR": "/models/packages",
-        "VLM_WORKER__DRAIN_S": str(_DRAIN_S),
-        "VLM_LOGS__FORMAT": "json",
-        **settings,
-        **({"VLM_NODE__SECRETS": ",".join(keys)} if keys else {}),
-    }
-    return [
-        *(
-            {"name": name, "valueFrom": {"secretKeyRef": {"name": "vlm-fleet", "key": key}}}
-            for name, key in passwords.items()
-        ),
-        *({"name": key, "value": value} for key, value in values.items()),
-        *(
-            {"name": key, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}
-            for key in keys
-        ),
-    ]
-
-
-def _scaled(unique: str, name: str, short: str, spec: Spec) -> dict[str, Any]:
-    chosen = f'application="{name}",digest="{short}",state!="draining"'
-    return {
-        "apiVersion": "keda.sh/v1alpha1",
-        "kind": "ScaledObject",
-        "metadata": {"name": unique},
-        "spec": {
-            "scaleTargetRef": {"name": unique},
-            "minReplicaCount": 0,
-            "maxReplicaCount": spec.max_instances,
-            "pollingInterval": 2,
-            "cooldownPeriod": 30,
-            "advanced": {
-                "horizontalPodAutoscalerConfig": {
-                    "behavior": {
-                        "scaleUp": {"stabilizationWindowSeconds": 0},
-                        "scaleDown": {
-                            "stabilizationWindowSeconds": _DRAIN_S + 15,
-                            "policies": [{"type": "Pods", "value": 1, "periodSeconds": 15}],
-                        },
-                    }
-                }
-            },
-            "triggers": [
-                {
-                    "type": "prometheus",
-                    "name": "slots",
-                    "metricType": "AverageValue",
-                    "metadata": {
-                        "serverAddress": PROMETHEUS,
-                        # All gateways report the same.
-                        "query": f"max(sum by (instance) (vlm_deployment_instances{{{chosen}}}))",
-                        "threshold": "1",
-                        "ignoreNullValues": "true",  # no slots: no pods
-                    },
-                }
-            ],
-        },
+        "advanced": {"horizontalPodAutoscalerConfig": {"behavior": behavior}},
+        "triggers": [
+            waiting,
+            prometheus("age", "vlm_queue_age_seconds", "Value", f"{spec.target_age_s:g}"),
+            # What runs does not wait, and must not be stopped.
+            prometheus("open", "vlm_queue_depth", "AverageValue", most),
+        ],
     }

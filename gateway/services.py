@@ -87,6 +87,7 @@ class Services:
             settings.redis.address,
             self.deployments if settings.deploy.store else None,
             self.metrics.deployments.observe,
+            settings.deploy.store,
             self.keys.may_use if self.keys is not None else lambda _tenant, _name: True,
         )
         self.dispatcher = Dispatcher(

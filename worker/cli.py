@@ -161,9 +161,12 @@ def ray_workers(
 @takes_settings(ENGINE, process="worker")
 def worker(settings: "Settings") -> None:
     """Run one worker process. Redis is the one that VLM_REDIS_URL names."""
-    from worker.main import run_worker
+    if settings.deploy.package:
+        from worker.node.package import run_package as run
+    else:
+        from worker.main import run_worker as run
 
-    sys.exit(run_worker(settings))
+    sys.exit(run(settings))
 
 
 @takes_settings(DEPLOY, process="node")

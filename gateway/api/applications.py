@@ -8,7 +8,7 @@ import logging
 import re
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -33,6 +33,7 @@ from shared.packages.deployments import (
     MAX_INSTANCES,
     NAME,
     NAME_RULE,
+    VERSION,
     Cause,
     Conflict,
     Generation,
@@ -51,6 +52,7 @@ from shared.packages.garbage import write_hold
 from shared.packages.latency import add_up, quantile
 from shared.packages.manifest import BadPackage, Digest, Manifest
 from shared.packages.rollout import App, LogLine
+from shared.packages.routes import RoutedVersion, RouteRecord, read_routes, record_route
 from shared.packages.signature import (
     MAX_SIGNATURE_CHARS,
     BadSignature,
@@ -58,6 +60,7 @@ from shared.packages.signature import (
     keep_signature,
 )
 from shared.packages.store import PackageStore, StoreError, read_manifest
+from shared.protocol import ModelCard
 from shared.settings.tree import DeploySettings
 
 _PATH = "/v1/applications/{name}"
@@ -92,6 +95,21 @@ class Scale(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     min_instances: Annotated[int, Meta(ge=0, le=MAX_INSTANCES)] | None = None
     max_instances: Annotated[int, Meta(ge=1, le=MAX_INSTANCES)] | None = None
+
+
+class Weights(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of `POST /v1/applications/{name}:route`, and its answer."""
+
+    #: By version, the first 12 digits of its digest. Empty: no route.
+    weights: Annotated[
+        dict[Annotated[str, Meta(pattern=VERSION)], Annotated[int, Meta(ge=0, le=10**6)]],
+        Meta(max_length=16),
+    ]
+
+    def __post_init__(self) -> None:
+        """Raises: ValueError."""
+        if self.weights and not any(self.weights.values()):
+            raise ValueError("weights: give one version more than 0")
 
 
 class Nothing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -180,9 +198,10 @@ class Application(msgspec.Struct):
 
 
 class ApplicationList(msgspec.Struct):
-    """All deployments, and the package store."""
+    """All deployments, routes, and the package store."""
 
     data: list[Application]
+    routes: dict[str, dict[str, int]]  #: weights of versions by name
     store: str
     object: str = "list"
 
@@ -210,10 +229,12 @@ class Applications(Resource):
     async def list_applications(self, caller: Caller) -> ApplicationList:
         """List deployments."""
         apps = await self._deployments.apps()
-        await self._store.open()
+        routes = await asyncio.to_thread(read_routes, await self._store.open())
         found = [self._to_object(app) for app in apps.values()]
         found += [self._to_unreadable(name) for name in self._deployments.unreadable]
-        return ApplicationList(sorted(found, key=lambda each: each.name), self._store.url)
+        found.sort(key=lambda each: each.name)
+        weights = {name: routes[name].weights for name in sorted(routes) if routes[name].versions}
+        return ApplicationList(found, weights, self._store.url)
 
     @operation("GET", _PATH)
     async def retrieve_application(self, caller: Caller) -> Application:
@@ -295,10 +316,9 @@ class Applications(Resource):
     async def _check_room(self, generation: Generation) -> None:
         """Check changed resources of the active version, which apply at once. Raises: ApiError, RedisError."""
         nodes = await self._deployments.nodes()
-        may_grow = not nodes or any(node.takes for node in nodes.values())
         revision = rollout.to_revision(generation, 0.0)
-        obstacle = rollout.find_obstacle(App(generation.name), revision, nodes)
-        if obstacle and not may_grow:
+        obstacle = rollout.find_obstacle(revision, nodes)
+        if obstacle and nodes:
             raise _conflict(f"The resources stay as they are: {obstacle}.")
 
     @operation("POST", _PATH + ":rollback", status=202)
@@ -332,6 +352,7 @@ class Applications(Resource):
         is_ready = app is not None and candidate and app.of(candidate.version, "ready")
         if candidate is None or not is_ready:
             raise _conflict("There is no candidate that is ready.")
+        await self._check_retired(name, history.active)
         await self._settle(name, candidate.number, Outcome("active"))
         return await self._get(name)
 
@@ -365,6 +386,67 @@ class Applications(Resource):
             last = history.last
             await self._add(Generation(name, last.number + 1, "", last.spec, "undeploy"), history)
         return await self._get(name)
+
+    @operation("POST", _PATH + ":route")
+    async def route_application(self, caller: Caller, body: Weights) -> Weights:
+        """Split a name's requests between versions by weight, whoever runs them. Replaces the deployment's own split."""
+        name, store = _check_name(caller), await self._store.open()
+        history, before = await self._history(name), await self._route(name)
+        await self._models.refresh()
+        if not (body.weights or before.versions):
+            raise _unknown(name, "route")
+        if body.weights and history is not None and history.candidate is not None:
+            raise _conflict("A new version is on its way; set the route when it is active.")
+        if body.weights and name in self._models.cards:
+            raise _invalid("name", "a worker serves a model of this name; take another")
+        app = await self._find(name)
+        versions = {
+            version: RoutedVersion(weight, self._card(name, version, before, app))
+            for version, weight in body.weights.items()
+        }
+        async with AsyncExitStack() as stack:
+            for package in {each.package for each in versions.values()} - {""}:
+                await stack.enter_async_context(self._held(package))
+            route = RouteRecord(name, before.number + 1, versions)
+            await asyncio.to_thread(record_route, store, route)
+        logger.info("route %s: %s", name, body.weights or "removed")
+        self._models.table.put(route)
+        await self._models.refresh()
+        return body
+
+    def _card(self, name: str, version: str, before: RouteRecord, app: App | None) -> ModelCard:
+        """The card of a version that can serve. Raises: ApiError."""
+        model = version_name(name, version)
+        retiring = app.retiring if app is not None else ()
+        if any(version_name(name, each.digest) == model for each in retiring):
+            raise _conflict(
+                f"Nodes are stopping {model}; deploy it again, or send another version."
+            )
+        known = before.versions.get(version)
+        card = self._models.cards.get(model) or (known.card if known else None)
+        if card is None:
+            raise _conflict(f"No worker serves {model} now; start one, then set the route.")
+        return card
+
+    async def _check_retired(self, name: str, active: Generation | None) -> None:
+        """Refuse to retire a version that a route names and only nodes serve. Raises: ApiError."""
+        model = version_name(name, active.version) if active is not None else ""
+        routed = (await self._route(name)).versions.get(model.rpartition("@")[2])
+        if active is None or routed is None or not routed.weight:
+            return
+        app = await self._find(name)
+        await self._models.refresh()
+        started = ("starting", "ready", "draining")
+        num_slots = len(app.of(active.version, *started)) if app is not None else 0
+        if self._models.num_workers[model] <= num_slots:
+            raise _conflict(
+                f"The route of {name} sends requests to {model}, and only nodes serve it: start workers "
+                "of it elsewhere, or set its weight to 0."
+            )
+
+    async def _route(self, name: str) -> RouteRecord:
+        found = await asyncio.to_thread(read_routes, await self._store.open())
+        return found.get(name, RouteRecord(name, 0))
 
     # What they share
 
@@ -425,13 +507,15 @@ class Applications(Resource):
         """Record a generation and the outcome of the previous one. Raises: ApiError, StoreError."""
         store = await self._store.open()
         name, number = generation.name, generation.number
+        active = history.active if history else None
+        if active is not None and active.version != generation.version:
+            await self._check_retired(name, active)
         generation = replace(generation, created_at=time.time())  # noqa: TID251
         await asyncio.to_thread(record_generation, store, generation)
         logger.info("deployment %s: generation %d (%s)", name, number, generation.cause)
         if history is not None and history.candidate is not None:
             outcome = Outcome("rolled_back", f"generation {number} came after it")
             await asyncio.to_thread(settle, store, name, history.candidate.number, outcome)
-        active = history.active if history else None
         if not generation.digest or (active is not None and active.version == generation.version):
             await asyncio.to_thread(settle, store, name, number, Outcome("active"))
         if history is not None and history.last.digest:
@@ -506,9 +590,9 @@ def _to_generation(generation: Generation, history: History) -> GenerationObject
     )  # fmt: skip
 
 
-def _unknown(name: str) -> NotFound:
+def _unknown(name: str, what: str = "deployment") -> NotFound:
     return NotFound(
-        "There is no deployment of this name: GET /v1/applications lists them.",
+        f"There is no {what} of this name: GET /v1/applications lists them.",
         param="name",
         code="application_not_found",
     )

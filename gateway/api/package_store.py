@@ -3,7 +3,7 @@
 import asyncio
 import logging
 
-from gateway.http.errors import NotFound, ServerError, record_unreadable
+from gateway.http.errors import NotFound, record_unreadable, store_unavailable
 from shared.packages.deployments import Unreadable
 from shared.packages.store import PackageStore, StoreError, open_store
 
@@ -37,9 +37,4 @@ def store_error(error: Exception) -> Exception:
     logger.error("%s", error)
     if isinstance(error, Unreadable):
         return record_unreadable()
-    return ServerError(
-        "The store of packages does not answer; the gateway's log says why.",
-        status=503,
-        code="store_unavailable",
-        retry_after_s=5,
-    )
+    return store_unavailable()

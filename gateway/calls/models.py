@@ -17,10 +17,19 @@ from typing import Any
 from msgspec.structs import replace
 from redis.exceptions import RedisError
 
-from gateway.http.errors import ApiError, Forbidden, NotFound, Overloaded, record_unreadable
+from gateway.calls.route_table import RouteTable
+from gateway.http.errors import (
+    ApiError,
+    Forbidden,
+    NotFound,
+    Overloaded,
+    record_unreadable,
+    store_unavailable,
+)
 from shared.packages.deployment_state import DeploymentState
 from shared.packages.deployments import in_full
 from shared.packages.rollout import App
+from shared.packages.routes import RouteRecord
 from shared.protocol import PROTOCOL_VERSION, AdapterCard, ModelCard, explain_versions
 from shared.queue.api import QueueUnavailable
 from shared.queue.registry import Registry, WorkerRecord
@@ -45,26 +54,27 @@ OnDeployments = Callable[[Mapping[str, App], Sequence[WorkerRecord]], None]
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The version of a deployment that serves a request: the active one, or the canary for its share."""
+    """The versions of a name: the others serve a share of its requests, the first one the rest."""
 
     card: ModelCard
-    canary: ModelCard | None = None
-    share: float = 0.0
+    others: tuple[tuple[ModelCard, float], ...] = ()
 
     def pick(self, side: str) -> ModelCard:
         """The version for a client or a request; stable."""
-        if self.canary is None:
-            return self.card
         digest = hashlib.blake2b(f"{self.card.name}\0{side}".encode(), digest_size=8).digest()
-        is_canary = int.from_bytes(digest, "big") < self.share * 2**64
-        return self.canary if is_canary else self.card
+        point = int.from_bytes(digest, "big") / 2**64
+        for card, share in self.others:
+            if point < share:
+                return card
+            point -= share
+        return self.card
 
 
 class ModelDirectory:
     """The model cards of the fleet.
 
     `on_models` is called before requests to a new model are accepted. `deployments` is their state, if the fleet
-    has any; `on_deployments` is called with every refresh.
+    has any, and `store_url` the store of packages; `on_deployments` is called with every refresh.
     """
 
     def __init__(
@@ -74,6 +84,7 @@ class ModelDirectory:
         redis_address: str,
         deployments: DeploymentState | None = None,
         on_deployments: OnDeployments | None = None,
+        store_url: str = "",
         may_use: Callable[[str, str], bool] = lambda _tenant, _name: True,
     ) -> None:
         self.may_use = may_use
@@ -82,8 +93,10 @@ class ModelDirectory:
         self._on_deployments = on_deployments
         self._deployments = deployments
         self.routes: dict[str, Route] = {}  #: by name
+        self._deployed: dict[str, Route] = {}  # those of deployments
         self._routes_seen_at = float("-inf")
         self._apps: Mapping[str, App] = {}
+        self.table = RouteTable(store_url)
         self._outage = OutageLog(redis_address)
         self.cards: dict[str, ModelCard] = {}
         self.adapters: dict[str, ModelCard] = {}  #: by `model:adapter`
@@ -129,7 +142,10 @@ class ModelDirectory:
             known = await self.registry.models()
             workers = await self.registry.workers()  # second: a worker registers before its model
             known += sorted((worker.card for worker in workers), key=lambda card: card.created_at)
-            routes, versions = await self._read_routes({card.name for card in known})
+            deployed, versions = await self._read_routes({card.name for card in known})
+            await self.table.refresh()
+            routed = [each for each in self.table.records.values() if each.versions]
+            versions += [v.card for each in routed for v in each.versions.values() if v.weight]
             served = {card.name for card in versions} | {worker.card.name for worker in workers}
             silent = await self.registry.silence_s({card.name for card in known} - served)
             self._gone = frozenset(n for n, silent_s in silent.items() if silent_s > _GONE_AFTER_S)
@@ -142,7 +158,8 @@ class ModelDirectory:
             if new := cards.keys() - self.cards.keys():
                 await self._open(sorted(new))
             self.cards = cards
-            self.routes = routes
+            self._deployed = deployed
+            self.routes = deployed | dict(_weighted(routed, cards))
             self.workers = workers
             if self._on_deployments is not None:
                 self._on_deployments(self._apps, workers)
@@ -169,10 +186,10 @@ class ModelDirectory:
         if apps or unreadable:
             self._routes_seen_at = time.monotonic()
         elif time.monotonic() - self._routes_seen_at < _ROUTES_KEPT_S:
-            return self.routes, []  # Redis has lost them; nodes restore them from the store
+            return self._deployed, []  # Redis has lost them; nodes restore them from the store
         routes = {name: route for name, app in apps.items() if (route := _to_route(app))}
-        for name in unreadable & self.routes.keys():
-            if kept := _what_is_left(self.routes[name], known):
+        for name in unreadable & self._deployed.keys():
+            if kept := _what_is_left(self._deployed[name], known):
                 routes[name] = kept
         revisions = [r for app in apps.values() for r in (app.active, app.candidate, *app.retiring)]
         return routes, [r.card for r in revisions if r is not None and r.card is not None]
@@ -237,7 +254,7 @@ class ModelDirectory:
             return Overloaded("no_worker", message, code="no_worker", retry_after_s=10)
         other = self._other_versions.get(name)
         if other is None:
-            return self._not_found(task)
+            return self._not_found(task) if self.table.is_known else store_unavailable()
         versions = explain_versions(PROTOCOL_VERSION, other.version)
         message = f"No worker of this model speaks this gateway's protocol: {versions}."
         return Overloaded("version", message, code="unsupported_version", retry_after_s=10)
@@ -313,14 +330,30 @@ def _to_route(app: App) -> Route | None:
     card = _as_deployed(app.name, active.card)
     if candidate is None or not candidate.is_canary or candidate.card is None:
         return Route(card)
-    return Route(card, _as_deployed(app.name, candidate.card), candidate.spec.canary)
+    return Route(card, ((_as_deployed(app.name, candidate.card), candidate.spec.canary),))
+
+
+def _weighted(
+    records: Iterable[RouteRecord], cards: Mapping[str, ModelCard]
+) -> Iterator[tuple[str, Route]]:
+    """Routes by weight. Their order is that of the record, so that few clients move as weights do."""
+    for record in records:
+        found = [
+            (_as_deployed(record.name, cards[each.card.name]), each.weight)
+            for each in record.versions.values()
+            if each.weight and each.card.name in cards
+        ]
+        total = sum(weight for _, weight in found)
+        if found:
+            others = tuple((card, weight / total) for card, weight in found[1:])
+            yield record.name, Route(found[0][0], others)
 
 
 def _what_is_left(route: Route, known: Collection[str]) -> Route | None:
     """A route without the versions that nodes have removed."""
     if route.card.parent not in known:
         return None
-    return route if route.canary is None or route.canary.parent in known else Route(route.card)
+    return Route(route.card, tuple(each for each in route.others if each[0].parent in known))
 
 
 def _as_deployed(name: str, card: ModelCard) -> ModelCard:

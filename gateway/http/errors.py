@@ -244,6 +244,16 @@ def record_unreadable() -> ApiError:
     )
 
 
+def store_unavailable() -> ApiError:
+    """The error while the store of packages does not answer."""
+    return ServerError(
+        "The store of packages does not answer; the gateway's log says why.",
+        status=503,
+        code="store_unavailable",
+        retry_after_s=5,
+    )
+
+
 def to_api_error(error: Exception) -> ApiError | None:
     """The error for an exception. None if the client has disconnected.
 

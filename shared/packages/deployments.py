@@ -16,6 +16,8 @@ from shared.packages.store import PackageStore, StoreError
 #: In Python `$` also matches before a final newline.
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$(?!\n)"
 NAME_RULE = "send 1 to 63 letters, digits, dots, dashes and underscores, a letter or digit first"
+#: As in `version_name`.
+VERSION = r"^[0-9a-f]{12}$(?!\n)"
 _KEY = re.compile(r"deployments/([^/]+)/(\d{8})(\.outcome)?\.json")
 MAX_INSTANCES = 256
 #: Times have a resolution of a tenth.
@@ -183,7 +185,7 @@ def settle(store: PackageStore, name: str, number: int, outcome: Outcome) -> Out
     key = _key(name, number, "outcome")
     if store.put_if_absent(key, msgspec.json.encode(outcome)):
         return outcome
-    return _decode(store, key, Outcome)
+    return decode_record(store, key, Outcome)
 
 
 def read_history(store: PackageStore, name: str) -> History | None:
@@ -195,9 +197,9 @@ def read_history(store: PackageStore, name: str) -> History | None:
             continue
         number = int(match[2])
         if match[3]:
-            history.outcomes[number] = _decode(store, key, Outcome)
+            history.outcomes[number] = decode_record(store, key, Outcome)
         else:
-            history.generations[number] = _decode(store, key, Generation)
+            history.generations[number] = decode_record(store, key, Generation)
     return history if history.generations else None
 
 
@@ -215,7 +217,8 @@ def _key(name: str, number: int, kind: str = "") -> str:
     return f"deployments/{name}/{number:08d}{kind and '.' + kind}.json"
 
 
-def _decode(store: PackageStore, key: str, kind: type[Record]) -> Record:
+def decode_record(store: PackageStore, key: str, kind: type[Record]) -> Record:
+    """Raises: StoreError, such as Unreadable."""
     data = store.get(key)
     try:
         return msgspec.json.decode(data or b"", type=kind)

@@ -23,6 +23,7 @@ from shared.packages.manifest import (
     decode_manifest,
     is_digest,
 )
+from shared.packages.routes import read_packages
 from shared.packages.store import Entry, PackageStore, StoreError, blob_key
 
 GRACE_S = 24 * 3600.0  #: younger blobs are kept
@@ -184,6 +185,8 @@ class _Roots:
             history = read_history(self._store, name)
             for digest in self._kept(history) if history is not None else ():
                 named |= self._package(digest)
+        for digest in read_packages(self._store, self._num_kept):
+            named |= self._package(digest)
         return {blob_key(digest) for digest in named}
 
     def _kept(self, history: History) -> set[str]:

@@ -21,7 +21,6 @@ from shared.packages.deployments import (
     Outcome,
     Resources,
     Spec,
-    version_name,
 )
 from shared.packages.environment import Environment, is_secret_name
 from shared.packages.latency import quantile
@@ -173,7 +172,6 @@ class NodeRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     is_stopping: bool = False
     slots: tuple[SlotReport, ...] = ()
     secrets: tuple[str, ...] = ()  #: names of its secrets
-    takes: str = ""  #: the only version that it claims; `none`; empty: any
 
 
 class Load(msgspec.Struct, frozen=True):
@@ -323,10 +321,9 @@ def find_claimable(
     node: NodeRecord,
     free: Resources,
     now: float,
-    digests: Collection[str] | None = None,
     others: Collection[NodeRecord] = (),
 ) -> list[Slot]:
-    """Wanted slots that fit on the node, of these versions if given, without slots that nodes report."""
+    """Wanted slots that fit on the node, without slots that nodes report."""
     if node.is_stopping:
         return []
     found: list[Slot] = []
@@ -334,9 +331,7 @@ def find_claimable(
         if slot.state != "wanted" or slot.not_before > now:
             continue
         revision = app.revision(slot.digest)
-        if revision is None or (digests is not None and slot.digest not in digests):
-            continue
-        if fits(revision.needs, free) and not find_missing(revision, node):
+        if revision is not None and fits(revision.needs, free) and not find_missing(revision, node):
             found.append(slot)
     if not found:
         return []
@@ -480,7 +475,7 @@ def _pause(app: App, nodes: Mapping[str, NodeRecord], now: float) -> App:
         return app
     if app.of(candidate.digest, "starting", "ready"):
         return app
-    lack = _find_lack(app, candidate, nodes)
+    lack = _find_lack(candidate, nodes)
     if not lack:
         return app
     app = replace(app, candidate=replace(candidate, started_at=0.0, is_canary=False))
@@ -668,11 +663,9 @@ def find_lost(app: App, nodes: Mapping[str, NodeRecord], now: float) -> list[str
     active = app.active
     if active is None or app.of(active.digest, "ready", "draining"):
         return lost
-    may_grow = any(node.takes for node in nodes.values())  # Kubernetes adds nodes under load
-    is_coming = may_grow or app.of(active.digest, "starting")
-    waiting = app.of(active.digest, "wanted")
-    is_stuck = not is_coming and any(now - slot.since > SETTLE_S for slot in waiting)
-    is_blocked = is_stuck and bool(find_obstacle(app, active, nodes))
+    waiting = () if app.of(active.digest, "starting") else app.of(active.digest, "wanted")
+    is_stuck = any(now - slot.since > SETTLE_S for slot in waiting)
+    is_blocked = is_stuck and bool(find_obstacle(active, nodes))
     if is_blocked or active.num_failed_starts >= MAX_FAILED_STARTS:
         lost.append(active.digest)
     return lost
@@ -689,7 +682,7 @@ def _explain(app: App, nodes: Mapping[str, NodeRecord], now: float) -> App:
         if slot.state != "wanted" or revision is None:
             continue
         needed = revision.needs
-        text = find_obstacle(app, revision, nodes)
+        text = find_obstacle(revision, nodes)
         is_late = slot.since and now - slot.since > SETTLE_S
         if not text and revision is app.candidate and is_late:
             text = (
@@ -707,9 +700,9 @@ def _write(needed: Resources) -> str:
     return ",".join(f"{n}={v:g}" if n == "cpu" else f"{n}={v}" for n, v in given if v)
 
 
-def find_obstacle(app: App, revision: Revision, nodes: Mapping[str, NodeRecord]) -> str:
+def find_obstacle(revision: Revision, nodes: Mapping[str, NodeRecord]) -> str:
     """Why no node can run an instance, even if idle; empty: one can."""
-    if lack := _find_lack(app, revision, nodes):
+    if lack := _find_lack(revision, nodes):
         return lack
     rooms = [Resources(node.cpu, node.memory_bytes, node.gpu) for node in nodes.values()]
     if any(fits(revision.needs, room) for room in rooms):
@@ -721,10 +714,9 @@ def find_obstacle(app: App, revision: Revision, nodes: Mapping[str, NodeRecord])
     )
 
 
-def _find_lack(app: App, revision: Revision, nodes: Mapping[str, NodeRecord]) -> str:
+def _find_lack(revision: Revision, nodes: Mapping[str, NodeRecord]) -> str:
     """The error if no node has the secrets of a version; empty: one has."""
-    takers = ("", version_name(app.name, revision.digest))
-    lacks = [find_missing(revision, node) for node in nodes.values() if node.takes in takers]
+    lacks = [find_missing(revision, node) for node in nodes.values()]
     least = min(lacks, key=len, default=[])
     if not least:
         return ""

@@ -93,4 +93,6 @@ NODE = Rights(
     keys=(*WORKER.keys, *_DEPLOY_KEYS, _KEYS.claims("*"), _KEYS.session_limits("*")),
     commands=(*WORKER.commands, "mget", "smembers", "ltrim", "zrangebyscore"),
 )
-USERS = {"gateway": GATEWAY, "worker": WORKER, "node": NODE}
+#: Counts waiting requests.
+KEDA = Rights(keys=(_KEYS.queue("*"),), commands=("ping", "info", "xlen", "xinfo|groups"))
+USERS = {"gateway": GATEWAY, "worker": WORKER, "node": NODE, "keda": KEDA}

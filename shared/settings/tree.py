@@ -413,10 +413,12 @@ class DeploySettings(Group):
         default=True,
         description="Keep a process with the engine imported while a model rests that has run here: it starts sooner.",
     )
-    takes: str = Field(
+    package: str = Field(
         default="",
-        pattern=r"^(none|[A-Za-z0-9][A-Za-z0-9._-]{0,62}@[0-9a-f]{12})?$",
-        description="The only version of which a node takes instances, `name@3f2a...` (12 digits), or `none`; empty: all.",
+        description="Package that `vlm worker` fetches from the store and serves, `name@sha256:...`; empty: none.",
+    )
+    environment: str = Field(
+        default="", description="Variables and names of secrets of this package, as JSON."
     )
     allowed_signers: str = Field(
         default="",

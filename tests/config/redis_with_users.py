@@ -17,7 +17,12 @@ from loadtest.fleet import ROOT
 from tests.waiting import wait_for
 
 FOLDER = ROOT / "config" / "redis"
-PASSWORDS = {"gateway": "opens-the-gate", "worker": "does-the-work", "node": "starts-workers"}
+PASSWORDS = {
+    "gateway": "opens-the-gate",
+    "worker": "does-the-work",
+    "node": "starts-workers",
+    "keda": "counts-requests",
+}
 WITHIN_S = 30.0
 
 

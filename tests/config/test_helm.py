@@ -17,7 +17,7 @@ from shared.settings.load import load_settings
 from shared.settings.redis_url import SentinelUrl
 from shared.settings.table import rows
 from tests.config import test_kubernetes as example
-from tests.config.scaled_object import SCALED_OBJECT
+from tests.config.keda_schemas import check_keda
 
 helm = pytest.importorskip("helm_python", reason="helm-python-sdk is not installed: make helm-test")
 validator = pytest.importorskip("kubernetes_validate")
@@ -114,7 +114,7 @@ def test_every_object_keeps_to_its_schema(document):
     if document["kind"] in ("PodMonitor", "PrometheusRule"):
         return  # below
     if document["kind"] == "ScaledObject":
-        jsonschema.validate(document, SCALED_OBJECT)
+        check_keda(document)
         document = example.as_autoscaler(document)
     validator.validate(document, example.VERSION, strict=True)
 

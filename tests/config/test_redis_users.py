@@ -24,6 +24,7 @@ from shared.packages.rollout import NodeRecord
 from shared.protocol import ModelCard, Tokens
 from shared.queue.claims import ClaimScript, RedisWorkerQueue
 from shared.queue.entries import QueueEntries
+from shared.queue.keys import GROUP, RedisKeys
 from shared.queue.mailbox import RedisMailbox
 from shared.queue.publish import Publisher
 from shared.queue.registry import AdapterSource, Registry, WorkerRecord
@@ -229,6 +230,25 @@ def test_other_commands_and_keys_are_denied(server, user):
         assert allowed == []
 
 
+def test_keda_counts_what_waits_and_may_do_nothing_else(server):
+    """The commands of its scaler of streams by lag."""
+    queue = RedisKeys().queue("n@3f2a")
+    with server.client("admin") as admin:
+        admin.xgroup_create(queue, GROUP, id="0", mkstream=True)
+        admin.xadd(queue, {"id": "r"})
+    with server.client("keda") as keda:
+        version = keda.info()["redis_version"]
+        assert keda.ping()
+        assert keda.xlen(queue) == 1
+        [group] = keda.xinfo_groups(queue)
+        assert group["name"] == GROUP.encode()
+        assert group.get("lag", 1) == 1, version  # Redis 6 has none
+        denied = (("XINFO", "STREAM", queue), ("XRANGE", queue, "-", "+"), ("DEL", queue))
+        for command in (*denied, ("XLEN", "other"), *DENIED_TO_ALL[:-1]):
+            with pytest.raises(NoPermissionError):
+                keda.execute_command(*command)
+
+
 @pytest.mark.parametrize("user", ["gateway", "worker"])
 @pytest.mark.parametrize("script", SCRIPTED)
 def test_a_script_may_do_no_more_than_its_caller(server, user, script):
@@ -326,7 +346,7 @@ def commands_of(code) -> set[str]:
     return commands_in(source).union(*map(commands_of_script, scripts))
 
 
-@pytest.mark.parametrize("user", ["gateway", "worker", "node"])
+@pytest.mark.parametrize("user", ["gateway", "worker", "node", "keda"])
 def test_users_have_the_rights_that_the_code_lists(user):
     [line] = re.findall(rf"^user {user} .*", USERS, re.MULTILINE)
     assert set(re.findall(r" \+(\S+)", line)) == set(RIGHTS[user].commands)

@@ -1,5 +1,6 @@
 """What `--target kubernetes` prints: manifests that keep to their schemas, with settings that are ours."""
 
+import json
 from pathlib import Path
 from typing import Any, cast
 
@@ -9,81 +10,157 @@ import yaml
 from deploy.client import Client
 from deploy.commands import CommandFailed, run_deploy
 from shared.packages.deployments import Resources, Spec
+from shared.queue.keys import GROUP, RedisKeys
 from shared.settings.load import load_settings
 from shared.telemetry.metrics import METRICS
-from tests.config.scaled_object import SCALED_OBJECT
-from tests.config.test_kubernetes import VERSION, as_autoscaler
+from tests.config.keda_schemas import check_keda
+from tests.config.test_kubernetes import FILES, VERSION, as_autoscaler, container
 
-SPEC = Spec(max_instances=3, resources=Resources(2.5, 4 * 10**9, 1))
+SPEC = Spec(max_instances=3, resources=Resources(2.5, 4 * 10**9, 1), start_s=601.0)
+APPLICATION = "from vlm_app import Application\n\n\nclass A(Application):\n    pass\n"
 
 
 def printed(
     folder: Path, capsys, name: str = "captioner", store: str = "s3://b/p", **more: Any
 ) -> list[Any]:
-    (folder / "config.json").write_text("{}")
-    package = {"engine": ["kind=mock"], "entry": "", "command": "", "installed": False}
+    """Documents of a model, or of an application with these variables and secrets."""
+    engine = ["kind=mock", "max_num_seqs=16"]
+    if more:
+        (folder / "app.py").write_text(APPLICATION)
+        engine = []
+    else:
+        (folder / "config.json").write_text("{}")
+    package = {"engine": engine, "entry": "", "command": "", "installed": False}
+    key = more.pop("signing_key", None)
     run_deploy(
         cast(Client, None), name, str(folder), SPEC, {**package, "env": (), "secret": (), **more},
-        store_url=store, signing_key=None, dry_run="yaml", target="kubernetes", wait_s=0,
+        store_url=store, signing_key=key, is_dry=True, form="yaml", image="image:tag", wait_s=0,
     )  # fmt: skip
     return list(yaml.safe_load_all(capsys.readouterr().out))
 
 
-def test_the_manifests_keep_to_their_schemas(tmp_path, capsys):
+def check(document: dict[str, Any]) -> None:
+    """Raises: jsonschema.ValidationError, kubernetes_validate.ValidationError."""
     validator = pytest.importorskip("kubernetes_validate", reason="it is not installed")
-    schema = pytest.importorskip("jsonschema")
+    if document["apiVersion"].startswith("keda.sh/"):
+        check_keda(document)
+        if document["kind"] != "ScaledObject":
+            return
+        document = json.loads(json.dumps(document))
+        # An autoscaler begins at 1; KEDA itself goes from 0 to 1 and back.
+        document["spec"]["minReplicaCount"] = 1
+        document = as_autoscaler(document)
+    validator.validate(document, VERSION, strict=True)
+
+
+KINDS = ["Deployment", "PodDisruptionBudget", "ScaledObject", "TriggerAuthentication"]
+
+
+def test_the_manifests_keep_to_their_schemas(tmp_path, capsys):
     documents = printed(tmp_path, capsys, env=["X=1"], secret=["TOKEN=token"])
-    assert [each["kind"] for each in documents] == ["Deployment", "Deployment", "ScaledObject"]
+    assert [each["kind"] for each in documents] == KINDS
     for document in documents:
-        if document["kind"] == "ScaledObject":
-            schema.validate(document, SCALED_OBJECT)
-            # An autoscaler begins at 1; KEDA itself goes from 0 to 1 and back.
-            document["spec"]["minReplicaCount"] = 1
-            document = as_autoscaler(document)
-        validator.validate(document, VERSION, strict=True)
+        check(document)
+    assert len({document["metadata"]["name"] for document in documents}) == 1
 
 
-def test_pods_are_nodes_of_one_version_and_as_many_as_it_should_have_instances(
+@pytest.mark.parametrize(
+    ("kind", "path"),
+    [
+        ("Deployment", ("spec", "template", "spec", "containers", 0, "livenesProbe")),
+        ("Deployment", ("spec", "template", "spec", "terminationGracePeriod")),
+        ("PodDisruptionBudget", ("spec", "maxUnavailble")),
+        ("ScaledObject", ("spec", "triggers", 0, "metricTyp")),
+        ("ScaledObject", ("spec", "advanced", "horizontalPodAutoscalerConfig", "behaviour")),
+        ("TriggerAuthentication", ("spec", "secretTargetRef", 0, "secret")),
+    ],
+)
+def test_a_misspelt_field_is_found(tmp_path, capsys, kind, path):
+    [document] = [each for each in printed(tmp_path, capsys) if each["kind"] == kind]
+    at = document
+    for name in path[:-1]:
+        at = at[name]
+    at[path[-1]] = "x"
+    with pytest.raises(Exception, match=r"(?i)additional properties"):
+        check(document)
+
+
+def test_pods_are_workers_of_one_version_that_are_probed_drained_and_limited(
     tmp_path, capsys, monkeypatch
 ):
-    keeper, pods, scaled = printed(tmp_path, capsys)
-    rooms = []
-    for document in (keeper, pods):
-        [container] = document["spec"]["template"]["spec"]["containers"]
-        assert container["args"] == ["node"]
-        for item in container["env"]:
-            monkeypatch.setenv(item["name"], item.get("value", "from-a-secret"))
-        rooms.append(load_settings().deploy)
-        grace_s = document["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
-        assert grace_s > load_settings().worker.drain_s
-    assert rooms[0].takes == "none"
-    name, _, digest = rooms[1].takes.partition("@")
-    assert (name, len(digest)) == ("captioner", 12)
-    assert (rooms[1].cpu, rooms[1].memory_bytes) == (2.5, 4 * 10**9)
-    resources = pods["spec"]["template"]["spec"]["containers"][0]["resources"]
-    assert resources["limits"] == {"memory": "4000000000", "nvidia.com/gpu": 1}
-    assert scaled["spec"]["scaleTargetRef"]["name"] == pods["metadata"]["name"]
-    assert (scaled["spec"]["minReplicaCount"], scaled["spec"]["maxReplicaCount"]) == (0, 3)
-    [trigger] = scaled["spec"]["triggers"]
-    [metric] = [each for each in METRICS if each.name in trigger["metadata"]["query"]]
-    for label in ("application", "digest", "state"):
-        assert label in metric.labels
-    assert f'application="captioner",digest="{digest}"' in trigger["metadata"]["query"]
+    deployment, budget, scaled, _ = printed(tmp_path, capsys)
+    pod = deployment["spec"]["template"]["spec"]
+    [worker] = pod["containers"]
+    assert (worker["image"], worker["args"]) == ("image:tag", ["worker"])
+    for item in worker["env"]:
+        monkeypatch.setenv(item["name"], item.get("value", "from-a-secret"))
+    settings = load_settings()
+    name, _, digest = settings.deploy.package.partition("@")
+    assert (name, len(digest)) == ("captioner", 71)
+    assert (settings.deploy.cpu, settings.deploy.memory_bytes) == (2.5, 4 * 10**9)
+    assert pod["terminationGracePeriodSeconds"] == settings.worker.drain_s + 15
+    [port] = worker["ports"]
+    listening = (settings.worker.health_host, settings.worker.health_port)
+    assert listening == ("0.0.0.0", port["containerPort"])
+    probe = worker["startupProbe"]
+    assert probe["periodSeconds"] * probe["failureThreshold"] >= SPEC.start_s
+    paths = {key: worker[key]["httpGet"]["path"] for key in ("readinessProbe", "livenessProbe")}
+    assert paths == {"readinessProbe": "/readyz", "livenessProbe": "/healthz"}
+    assert worker["resources"]["limits"] == {"memory": "4000000000", "nvidia.com/gpu": 1}
+    [tmp] = [each["emptyDir"] for each in pod["volumes"] if each["name"] == "tmp"]
+    assert (tmp["medium"], tmp["sizeLimit"]) == ("Memory", "1Gi")
+    assert worker["securityContext"] == container("worker")["securityContext"]
+    assert {each["name"] for each in pod["volumes"]} == {
+        mount["name"] for mount in worker["volumeMounts"]
+    }
+    labels = deployment["spec"]["template"]["metadata"]["labels"]
+    assert budget["spec"]["selector"]["matchLabels"] == labels
+    policies = next(path for path in FILES if path.name == "network.yaml").read_text()
+    assert policies.count(f", {labels['app']}]") == 2  # to Redis, and to the store
+    assert scaled["spec"]["scaleTargetRef"]["name"] == deployment["metadata"]["name"]
+    assert "replicas" not in deployment["spec"]
 
 
-def test_pods_have_the_secrets_that_are_named_and_no_other_version(tmp_path, capsys, monkeypatch):
-    secrets = ["A=token", "B=token", "C=key"]
-    keeper, plain, _ = printed(tmp_path, capsys)
-    keeper, pods, _ = printed(tmp_path, capsys, secret=secrets)
+def test_they_are_scaled_by_their_queue_and_its_age_down_to_zero(tmp_path, capsys):
+    deployment, _, scaled, login = printed(tmp_path, capsys)
+    spec = scaled["spec"]
+    assert (spec["minReplicaCount"], spec["maxReplicaCount"]) == (0, 3)
+    assert spec["initialCooldownPeriod"] > SPEC.start_s
+    waiting, *others = spec["triggers"]
+    model = "@".join(deployment["metadata"]["name"].rsplit("-", 1))
+    assert waiting["type"] == "redis-streams"
+    assert waiting["metadata"] == {
+        "address": "redis:6379", "username": "keda", "stream": RedisKeys().queue(model),
+        "consumerGroup": GROUP, "lagCount": "12", "activationLagCount": "0",
+    }  # fmt: skip
+    assert waiting["authenticationRef"]["name"] == login["metadata"]["name"]
+    known = {metric.name: metric.labels for metric in METRICS}
+    for trigger in others:
+        metric, _, label = trigger["metadata"]["query"].removeprefix("max(").partition("{")
+        assert "model" in known[metric]
+        assert label == f'model="{model}"}})'
+
+
+def test_an_application_has_its_variables_and_the_files_of_its_secrets(
+    tmp_path, capsys, monkeypatch
+):
+    plain, *_ = printed(tmp_path, capsys, env=["X=$(REDIS_PASSWORD)"])
+    pods, *_ = printed(tmp_path, capsys, secret=["A=token", "B=token", "C=LD_PRELOAD"])
     assert pods["metadata"]["name"] != plain["metadata"]["name"]
-    [container] = pods["spec"]["template"]["spec"]["containers"]
-    given = {item["name"]: item for item in container["env"]}
-    for name in ("key", "token"):
-        reference = {"secretKeyRef": {"name": "captioner-secrets", "key": name}}
-        assert given[name]["valueFrom"] == reference
-    monkeypatch.setenv("VLM_NODE__SECRETS", given["VLM_NODE__SECRETS"]["value"])
-    assert load_settings().node.secrets == ("key", "token")
-    assert "captioner-secrets" not in str(keeper)
+    [given] = [each for each in variables_of(plain) if each["name"] == "VLM_DEPLOY__ENVIRONMENT"]
+    assert given["value"] == '{"variables":{"X":"$$(REDIS_PASSWORD)"}}'
+    pod = pods["spec"]["template"]["spec"]
+    [volume] = [each["secret"] for each in pod["volumes"] if each["name"] == "secrets"]
+    assert volume["secretName"] == "captioner-secrets"
+    assert [item["key"] for item in volume["items"]] == ["LD_PRELOAD", "token"]
+    settings = {each["name"]: each.get("value") for each in variables_of(pods)}
+    assert settings["VLM_ENGINE__START_S"] == "601"
+    mounts = {mount["name"]: mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]}
+    assert settings["VLM_NODE__SECRETS_DIR"] == mounts["secrets"]
+
+
+def variables_of(deployment: dict[str, Any]) -> list[dict[str, Any]]:
+    return deployment["spec"]["template"]["spec"]["containers"][0]["env"]
 
 
 @pytest.mark.parametrize(
@@ -91,20 +168,16 @@ def test_pods_have_the_secrets_that_are_named_and_no_other_version(tmp_path, cap
     [
         ({"name": "Captioner_2"}, "--name"),
         ({"store": "file:///srv/packages"}, "--store s3://"),
-        *(
-            ({"secret": [f"A={secret}"]}, f"--secret {secret}")
-            for secret in (
-                "REDIS_PASSWORD",
-                "REDIS_WORKER_PASSWORD",
-                "VLM_WORKER__DRAIN_S",
-                "LD_PRELOAD",
-                "PATH",
-                "1st",
-            )
-        ),
+        ({"signing_key": Path("key")}, "--sign"),
     ],
 )
 def test_what_pods_cannot_have_is_refused(tmp_path, capsys, change, says):
     with pytest.raises(CommandFailed, match=says) as failed:
         printed(tmp_path, capsys, **change)
     assert failed.value.code == 1
+
+
+def test_a_model_has_no_variables(tmp_path, capsys):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CommandFailed, match="--env"):
+        printed(tmp_path, capsys, env=["X=1"], engine=["kind=mock"])

@@ -52,9 +52,9 @@ from shared.redis.client import create_redis
 from shared.redis.outage import OutageLog
 from shared.settings.tree import Settings, SettingsError
 from worker.health import HealthServer
-from worker.node.cache import Cache, Uses
+from worker.node.cache import Uses, open_cache
 from worker.node.install import install, make_packages
-from worker.node.instance import Instance
+from worker.node.instance import Instance, is_of_node
 from worker.node.metrics import collect_metrics
 from worker.node.resources import find_gpus, room_bytes
 from worker.node.secrets import Secrets
@@ -100,16 +100,13 @@ class NodeAgent:
         self._settings = settings
         self._tick_s = tick_s
         self.id = deploy.node_id or f"{socket.gethostname()}-{os.getpid()}-{token_hex(3)}"
-        folder = Path(deploy.cache_dir).expanduser() if deploy.cache_dir else default_cache()
-        self._cache = Cache(folder, deploy.max_cache_bytes)
+        self._cache = open_cache(deploy)
         self._gpus = find_gpus(os.environ)
         self._room = Resources(
             deploy.cpu or float(os.cpu_count() or 1),
             deploy.memory_bytes or room_bytes(),
             len(self._gpus),
         )
-        if deploy.takes == "none":
-            self._room = Resources(0.0, 0, 0)
         self._redis: Redis = create_redis(settings.redis)
         prefix = settings.redis.key_prefix
         self._deployments = DeploymentState(self._redis, prefix)
@@ -248,7 +245,7 @@ class NodeAgent:
         return NodeRecord(
             self.id, self._room.cpu, self._room.memory_bytes, self._room.gpu,
             self._stopping.is_set(), tuple(each.report for each in self._instances.values()),
-            self._secrets.names, self._settings.deploy.takes,
+            self._secrets.names,
         )  # fmt: skip
 
     def _is_on_duty(self, name: str, nodes: Mapping[str, NodeRecord], now: float) -> bool:
@@ -329,8 +326,11 @@ class NodeAgent:
             after = await self._go_back(after, now)
         gone = [r.digest for r in app.retiring if after.revision(r.digest) is None]
         lost = rollout.find_lost(after, nodes, now) if trusts else ()
+        others = [each for each in self._workers if not is_of_node(app.name, each.worker_id)]
         for digest in {*gone, *lost}:
             model = version_name(app.name, digest)
+            if any(each.card.name == model for each in others):  # as on Kubernetes
+                continue
             if num := await self._queue.fail_all(model, ErrorCode.WORKER_LOST, _LOST_MESSAGE):
                 logger.warning("%s: %d requests failed: no instance is left", model, num)
             if digest in gone:
@@ -381,11 +381,7 @@ class NodeAgent:
         )  # fmt: skip
 
     async def _claim(self, app: App, nodes: Mapping[str, NodeRecord], now: float) -> None:
-        takes = self._settings.deploy.takes
-        digests = {d for d in _digests(app) if takes in ("", version_name(app.name, d))}
-        found = rollout.find_claimable(
-            app, self._record(), self._free(), now, digests, nodes.values()
-        )
+        found = rollout.find_claimable(app, self._record(), self._free(), now, nodes.values())
         if not found:
             return
         claimed = await self._deployments.claim(app.name, [slot.id for slot in found], self.id)
@@ -450,12 +446,6 @@ class NodeAgent:
 def _digests(app: App) -> list[str]:
     known = (app.active, app.candidate, *app.retiring)
     return [revision.digest for revision in known if revision is not None]
-
-
-def default_cache() -> Path:
-    """Below XDG_CACHE_HOME."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "vlm-fleet" / "packages"
 
 
 def run_agent(settings: Settings) -> int:

@@ -17,6 +17,7 @@ from pathlib import Path
 from threading import Lock
 
 from shared.packages.resumable_file import SUFFIX
+from shared.settings.tree import DeploySettings
 
 #: Disk that is left to others.
 RESERVE_BYTES = 256 * 1024 * 1024
@@ -191,3 +192,10 @@ def _lock(path: Path, how: int) -> int:
             os.close(file)
             raise
         os.close(file)
+
+
+def open_cache(settings: DeploySettings) -> Cache:
+    """The configured cache; by default below XDG_CACHE_HOME."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = Path(settings.cache_dir or base / "vlm-fleet" / "packages").expanduser()
+    return Cache(folder, settings.max_cache_bytes)

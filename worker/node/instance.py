@@ -1,9 +1,9 @@
 """One instance of a deployment on this node: installs the package, starts, watches and drains the worker."""
 
 import asyncio
-import json
 import logging
 import os
+import re
 import signal
 import sys
 from collections import deque
@@ -14,16 +14,15 @@ from pathlib import Path
 
 from engines.application.child import Variables
 from engines.base import EngineStartError
-from engines.registry import APPLICATION_KIND, find_kind, kind_of
 from shared.packages.deployments import Resources, Spec, version_name
 from shared.packages.environment import BadEnvironment
 from shared.packages.manifest import Manifest
 from shared.packages.rollout import ReportState, SlotReport
 from shared.protocol import ModelCard
-from shared.settings.tree import EngineValues, Settings
+from shared.settings.tree import Settings
 from worker.node.cache import Uses
-from worker.node.environment import HUB_SECRETS, WORKER_GROUPS, child_environment
 from worker.node.install import InstallError
+from worker.node.package import VARIABLES_FD, PackagedWorker
 from worker.node.resources import VARIABLE, too_much, used_bytes
 from worker.node.secrets import SecretMissing, hand_over
 from worker.node.standby import WarmProcess
@@ -33,7 +32,6 @@ GRACE_S = 5.0
 POLL_S = 0.2
 MEMORY_POLL_S = 0.5
 _LAST_LINES = 5
-VARIABLES_FD = "VLM_ENGINE__VARIABLES_FD"
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +42,11 @@ MakePackages = Callable[[Manifest, Path, Uses], Path | None]
 FindCard = Callable[[str], Awaitable[ModelCard | None]]
 #: Finds the tenants whose requests a worker was running when it ended, by its model and id.
 FindTenants = Callable[[str, str], Awaitable[frozenset[str]]]
+
+
+def is_of_node(app: str, worker_id: str) -> bool:
+    """Whether a node has started this worker of an application."""
+    return re.fullmatch(rf"{re.escape(app)}-\d+-\d+", worker_id) is not None
 
 
 @dataclass(kw_only=True, eq=False)
@@ -247,54 +250,18 @@ class Instance:
         self, manifest: Manifest, folder: Path, packages: Path | None
     ) -> dict[str, str]:
         """The environment of the worker. Raises: EngineStartError."""
-        values: dict[str, str] = {
-            **self._engine(manifest, packages),
-            "model": str(folder),
-            "served_name": version_name(self.app, self.digest),
-        }
-        self.engine = kind_of(values)
-        kind = find_kind(self.engine)
-        if kind is None:
-            raise EngineStartError(f"there is no engine {self.engine!r}")
-        self._runs_code = kind.runs_code
-        taken, resources = kind.load_settings().model_fields, self.spec.resources
-        if "num_threads" in taken:
-            values.setdefault("num_threads", str(max(1, round(resources.cpu))))
-        if "memory_bytes" in taken:
-            values["memory_bytes"] = str(resources.memory_bytes)
-        settings = self.settings.model_copy(update={"engine": EngineValues.model_validate(values)})
-        worker = {
-            "id": self.worker_id, "package": self._full_name(), "lora": (), "health_host": self.health_socket,
-        }  # fmt: skip
-        url = settings.node.worker_redis_url or settings.redis.url
-        settings = settings.changed(worker=worker, redis={"url": url})
-        hidden = HUB_SECRETS if kind.runs_code else frozenset()
-        environment = child_environment(settings, WORKER_GROUPS, hidden)
+        worker = PackagedWorker(
+            name=self.app, package=self.package, version=self.digest,
+            manifest=manifest, folder=folder, packages=packages,
+            resources=self.spec.resources, start_s=self.spec.start_s,
+        )  # fmt: skip
+        self.engine, self._runs_code = worker.engine, worker.runs_code
+        url = self.settings.node.worker_redis_url or self.settings.redis.url
+        settings = self.settings.changed(redis={"url": url})
+        own = {"id": self.worker_id, "health_host": self.health_socket}
+        environment = worker.environment(settings, **own)
         if self.gpus:
             environment[VARIABLE] = ",".join(self.gpus)
         elif self.spec.resources.gpu == 0:
             environment[VARIABLE] = ""
         return environment
-
-    def _full_name(self) -> str:
-        """The package, and its version if the environment makes another one."""
-        name = f"{self.app}@{self.package}"
-        return (
-            name if self.digest == self.package else f"{name}+{version_name('', self.digest)[1:]}"
-        )
-
-    def _engine(self, manifest: Manifest, packages: Path | None) -> dict[str, str]:
-        """The engine settings of the package."""
-        config, resources = manifest.config, self.spec.resources
-        if config.kind == "model":
-            return config.engine
-        return {
-            "kind": APPLICATION_KIND,
-            "entry": config.entry,
-            "command": json.dumps(config.command),
-            "network": str(config.network),
-            "packages": str(packages or ""),
-            "start_s": str(self.spec.start_s),
-            "uses_gpu": str(resources.gpu > 0),
-            "isolation": self.settings.node.isolation,
-        }

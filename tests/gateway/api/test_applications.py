@@ -341,7 +341,7 @@ async def test_a_deployment_is_listed_after_models_of_workers_and_before_its_ver
 
 def test_a_canary_has_its_share_of_ten_thousand_and_each_client_one_side():
     old, new = ModelCard("n", 1, 1, 1, parent="n@old"), ModelCard("n", 1, 1, 1, parent="n@new")
-    route = Route(old, new, 0.1)
+    route = Route(old, ((new, 0.1),))
     picked = [route.pick(f"{number:032x}") for number in range(10_000)]
     assert 900 <= picked.count(new) <= 1100
     assert picked == [route.pick(f"{number:032x}") for number in range(10_000)]

@@ -92,7 +92,7 @@ class World:
         for name in self.rooms:
             node, others = self.nodes()[name], self.nodes().values()
             free = self.free(name)
-            for slot in rollout.find_claimable(self.app, node, free, self.now, None, others)[:1]:
+            for slot in rollout.find_claimable(self.app, node, free, self.now, others)[:1]:
                 self.running[slot.id] = (name, SlotReport("n", slot.id, slot.digest, "starting"))
 
     def run(self, seconds: int) -> None:
@@ -524,16 +524,14 @@ def test_a_candidate_whose_one_tenant_crashes_it_goes_on(world: World):
     assert len(world.outcomes) == 1  # of the version before
 
 
-def test_a_node_of_one_version_takes_no_other(world: World):
+def test_a_slot_that_another_node_reports_is_not_claimed(world: World):
     world.app = rollout.admit(world.app, Generation("n", 2, B, SPEC), world.now)
     world.app, _ = rollout.advance(world.app, world.nodes(), {}, world.now)
     node, free = world.nodes()["one"], Resources(8)
-    assert not rollout.find_claimable(world.app, node, free, world.now, {A})
-    assert not rollout.find_claimable(world.app, node, free, world.now, set())
-    [slot] = rollout.find_claimable(world.app, node, free, world.now, {B})
+    [slot] = rollout.find_claimable(world.app, node, free, world.now)
     assert slot.digest == B
     other = replace(node, id="two", slots=(SlotReport("n", slot.id, B, "starting"),))
-    assert not rollout.find_claimable(world.app, node, free, world.now, {B}, [other])
+    assert not rollout.find_claimable(world.app, node, free, world.now, [other])
 
 
 def test_another_environment_of_the_same_package_is_rolled_out_as_another_package_is(world: World):

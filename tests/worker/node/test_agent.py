@@ -23,6 +23,7 @@ from shared.packages.rollout import App, SlotReport
 from shared.packages.store import FileStore
 from shared.protocol import ModelCard
 from shared.queue.keys import RedisKeys
+from shared.queue.registry import Registry, WorkerRecord
 from shared.queue.submit import RedisGatewayQueue
 from shared.redis.client import create_redis
 from shared.settings.tree import DeploySettings, RedisSettings, Settings
@@ -240,6 +241,30 @@ async def test_a_request_to_a_version_that_cannot_start_fails(machines, redis, r
 
     await until(has_failed)
     await queue.close()
+
+
+async def test_requests_that_other_workers_run_do_not_fail_as_nodes_retire(
+    machines, redis, redis_prefix
+):
+    machines.start("one")
+    old, new = machines.add_package("{}"), machines.add_package("[]")
+    machines.deploy(old, min_instances=1)
+    await machines.wait(lambda app: app.active is not None)
+    registry, queue = Registry(redis, redis_prefix), RedisGatewayQueue(redis, redis_prefix)
+    card = ModelCard(version_name("n", old), 1, 10, 10)
+    await registry.announce(WorkerRecord("n-3f2a-pod-1-abcdef", card, "mock"), ttl_s=60)
+    FakeInstance.failing.add(old)
+    for instance in FakeInstance.all:
+        instance.state = "failed"
+    request = make_request(model=card.name)
+    await enqueue(queue, request)
+    machines.deploy(new, 2, min_instances=1)
+    await machines.wait(lambda app: app.active.digest == new and not app.retiring)
+    state = await queue.state(request.model, request.id)
+    assert state is not None
+    assert state.state != "failed"
+    for part in (registry, queue):
+        await part.close()
 
 
 async def test_a_version_that_keeps_failing_is_taken_back_in_the_store(machines):

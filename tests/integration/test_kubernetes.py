@@ -1,0 +1,242 @@
+"""Versions as Kubernetes would run them: workers with the arguments and variables of the manifests, as processes.
+
+Paths, ports and the address of Redis are replaced. A gateway splits requests between them by weight.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import yaml
+from redis.asyncio import Redis
+
+from deploy.client import Client
+from deploy.commands import run_deploy, upload
+from deploy.pack import pack
+from shared.packages.deployments import Spec
+from shared.packages.store import FileStore
+from tests.gateway.api.test_applications import DEPLOY, Deployments, run
+from tests.integration.deployer import Deployer, load
+from tests.integration.fleet_process import ROOT, start_fleet
+from tests.processes import environment_of
+from tests.waiting import wait_for
+from worker.node.serve import find_port
+
+APPLICATION = """
+import os
+
+from vlm_app import Application
+
+
+class A(Application):
+    def run(self, name):
+        return os.environ.get(name)
+"""
+WITHIN_S = 60.0
+
+
+class Cluster:
+    """What runs pods here."""
+
+    def __init__(self, folder: Path, capsys: Any, store: str = "", **variables: str) -> None:
+        self.folder = folder
+        self.store = Path(store or folder / "store")
+        self.variables = variables
+        self._capsys = capsys
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def render(self, files: dict[str, str], *engine: str, **more: Any) -> list[dict[str, Any]]:
+        """The manifests of a version of `cap`, whose package is put into the store."""
+        package = self.folder / f"package-{len(list(self.folder.glob('package-*')))}"
+        package.mkdir()
+        for name, text in files.items():
+            (package / name).write_text(text)
+        options = {"engine": engine, "entry": "", "command": "", "installed": False}
+        self._capsys.readouterr()
+        run_deploy(
+            cast(Client, None), "cap", str(package), Spec(),
+            {**options, "env": (), "secret": (), **more},
+            store_url="s3://models/vlm", signing_key=None, is_dry=True, form="yaml", image="i",
+            wait_s=0,
+        )  # fmt: skip
+        documents = list(yaml.safe_load_all(self._capsys.readouterr().out))
+        values = dict(each.split("=") for each in engine)
+        upload(pack(str(package), engine=values), FileStore(self.store))
+        return documents
+
+    def start(self, deployment: dict[str, Any]) -> "subprocess.Popen[bytes]":
+        """A pod of a Deployment, once its probe succeeds."""
+        [container] = deployment["spec"]["template"]["spec"]["containers"]
+        given = {item["name"]: item.get("value", "from-a-secret") for item in container["env"]}
+        given = {name: expand(value, given) for name, value in given.items()}
+        port = find_port("127.0.0.1", 0)
+        replaced = {
+            "VLM_DEPLOY__STORE": f"file://{self.store}",
+            "VLM_DEPLOY__CACHE_DIR": f"{self.folder}/cache-{port}",
+            "VLM_WORKER__HEALTH_HOST": "127.0.0.1",
+            "VLM_WORKER__HEALTH_PORT": str(port),
+            **self.variables,
+        }
+        given = {name: replaced.get(name, value) for name, value in given.items()}
+        system = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+        process = subprocess.Popen(
+            [sys.executable, "-m", "vlm", *container["args"]], cwd=self.folder,
+            env={**system, "PYTHONPATH": str(ROOT), **given, **self.only(replaced)},
+        )  # fmt: skip
+        self._processes.append(process)
+        path = container["startupProbe"]["httpGet"]["path"]
+
+        def is_ready() -> bool:
+            assert process.poll() is None
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}") as answer:
+                    return answer.status == 200
+            except OSError:
+                return False
+
+        wait_for(is_ready, WITHIN_S)
+        return process
+
+    @staticmethod
+    def only(replaced: dict[str, str]) -> dict[str, str]:
+        """What the tests' Redis needs besides."""
+        return {k: v for k, v in replaced.items() if k == "VLM_REDIS__KEY_PREFIX"}
+
+    def end(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+
+
+def expand(value: str, variables: dict[str, str]) -> str:
+    """As Kubernetes does."""
+    found = re.compile(r"\$\$|\$\((\w+)\)")
+    return found.sub(lambda m: variables.get(m[1], m[0]) if m[1] else "$", value)
+
+
+def version(deployment: dict[str, Any]) -> str:
+    return deployment["metadata"]["name"].rpartition("-")[2]
+
+
+@pytest.fixture
+def cluster(tmp_path, capsys, redis_server, redis_prefix) -> Iterator[Cluster]:
+    where = {"VLM_REDIS_URL": redis_server, "VLM_REDIS__KEY_PREFIX": redis_prefix}
+    cluster = Cluster(tmp_path, capsys, **where)
+    yield cluster
+    cluster.end()
+
+
+@pytest.fixture
+async def gateway(redis_server, redis_prefix, tmp_path) -> AsyncIterator[Deployments]:
+    async with run(redis_server, redis_prefix, tmp_path) as gateway:
+        yield gateway
+
+
+async def route(gateway: Deployments, weights: dict[str, int]) -> None:
+    answer = await gateway.client.post(
+        "/v1/applications/cap:route", json={"weights": weights}, headers=DEPLOY
+    )
+    assert answer.status_code == 200, answer.text
+
+
+async def answered(gateway: Deployments, count: int) -> Counter[str]:
+    """By which version so many clients' requests are answered."""
+    versions: Counter[str] = Counter()
+    for number in range(count):
+        body = {
+            "model": "cap", "user": f"{number}", "max_tokens": 1,
+            "messages": [{"role": "user", "content": "hi"}],
+        }  # fmt: skip
+        answer = await gateway.client.post("/v1/chat/completions", json=body, headers=DEPLOY)
+        assert answer.status_code == 200, answer.text
+        versions[answer.headers["x-vlm-package"].removeprefix("cap@sha256:")[:12]] += 1
+    return versions
+
+
+async def test_requests_go_to_the_workers_of_the_manifests_by_weight(
+    cluster: Cluster, gateway: Deployments, redis: Redis, redis_prefix
+):
+    rendered = [cluster.render({"config.json": f"[{n}]"}, "kind=mock") for n in range(2)]
+    old, new = (version(documents[0]) for documents in rendered)
+    pods = [cluster.start(documents[0]) for documents in rendered]
+    await route(gateway, {old: 90, new: 10})
+    first = await answered(gateway, 200)
+    assert set(first) == {old, new}
+    assert 5 <= first[new] <= 40
+    await route(gateway, {old: 0, new: 100})
+    assert await answered(gateway, 20) == {new: 20}
+
+    # What KEDA reads is there.
+    trigger = rendered[1][2]["spec"]["triggers"][0]["metadata"]
+    stream = trigger["stream"].replace("vlm:", f"{redis_prefix}:", 1)
+    groups = await redis.execute_command("XINFO", "GROUPS", stream)
+    assert trigger["consumerGroup"].encode() in groups[0]
+
+    # The old version is removed, the new one moves to another pod.
+    for pod in pods:
+        pod.send_signal(signal.SIGTERM)
+        assert pod.wait(WITHIN_S) == 0
+    cluster.start(rendered[1][0])
+    assert await answered(gateway, 5) == {new: 5}
+
+
+async def test_an_application_in_a_pod_has_its_variables_and_secrets(
+    cluster: Cluster, gateway: Deployments, tmp_path
+):
+    (tmp_path / "secrets").mkdir()
+    (tmp_path / "secrets" / "token").write_text("of-the-secret\n")
+    cluster.variables |= {"VLM_NODE__SECRETS_DIR": f"{tmp_path}/secrets"}
+    given = {"env": ["PLAIN=$(REDIS_PASSWORD)$$"], "secret": ["KEY=token"]}
+    documents = cluster.render({"app.py": APPLICATION}, **given)
+    cluster.start(documents[0])
+    await route(gateway, {version(documents[0]): 1})
+
+    async def ask(name: str) -> Any:
+        answer = await gateway.client.post(
+            "/v1/applications/cap/run", json={"input": name}, headers=DEPLOY
+        )
+        assert answer.status_code == 200, answer.text
+        return answer.json()["output"]
+
+    assert await ask("PLAIN") == "$(REDIS_PASSWORD)$$"
+    assert await ask("KEY") == "of-the-secret"
+    assert await ask("REDIS_PASSWORD") is None
+    assert await ask("VLM_DEPLOY__STORE") is None
+
+
+def test_a_name_moves_from_nodes_to_kubernetes_under_load(tmp_path, capsys):
+    fleet = start_fleet(tmp_path, VLM_ENGINE__MOCK__DECODE_S="0.02")
+    deployer = Deployer(fleet, tmp_path)
+    gateway = environment_of(fleet.child("gateway"))
+    cluster = Cluster(
+        tmp_path, capsys, gateway["VLM_DEPLOY__STORE"].removeprefix("file://"),
+        VLM_REDIS_URL=gateway["VLM_REDIS__URL"],
+    )  # fmt: skip
+    try:
+        assert deployer.deploy(1, "--resources", "cpu=0.5").returncode == 0
+        old, [deployment, *_] = deployer.active(), cluster.render({"config.json": "2"}, "kind=mock")
+        short, new = old.removeprefix("sha256:")[:12], version(deployment)
+        cluster.start(deployment)
+        with load(deployer) as running:
+            routed = deployer.vlm("route", "cap", f"{short}=50", f"{new}=50")
+            assert routed.returncode == 0, routed.stderr
+            wait_for(lambda: len(set(running.packages[-50:])) == 2, WITHIN_S)
+            refused = deployer.vlm("undeploy", "cap")
+            assert (refused.returncode, "only nodes serve it" in refused.stderr) == (4, True)
+            assert deployer.vlm("route", "cap", f"{short}=0", f"{new}=1").returncode == 0
+            assert deployer.vlm("undeploy", "cap").returncode == 0
+            wait_for(lambda: not deployer.instances(), WITHIN_S)
+            running.packages.clear()
+            wait_for(lambda: len(running.packages) > 10, WITHIN_S)
+        assert {name.partition(":")[2][:12] for name in running.packages} == {new}
+    finally:
+        cluster.end()
+        fleet.end()
