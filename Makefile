@@ -9,8 +9,8 @@ STAMP  := $(VENV)/.installed
 ARGS   ?=
 # Helm's library, by which the chart is tested.
 HELM   := .cache/helm
-# Of the compose stack: of its Redis, its search process and its Qdrant.
-PASSWORDS := REDIS_GATEWAY_PASSWORD REDIS_WORKER_PASSWORD VLM_SEARCH__TOKEN QDRANT_API_KEY
+# Of the compose stack: of its Redis, its search process and its PostgreSQL.
+PASSWORDS := REDIS_GATEWAY_PASSWORD REDIS_WORKER_PASSWORD VLM_SEARCH__TOKEN POSTGRES_PASSWORD
 # Tests start hundreds of processes: each reads compiled modules, whatever the shell around says.
 unexport PYTHONDONTWRITEBYTECODE
 # Where torch comes from, as pip's options: an index of CPU builds spares a laptop some GB of CUDA.

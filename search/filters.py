@@ -1,4 +1,4 @@
-"""Filters on attributes in four languages: Python (the oracle), SQL of Lance and of PostgreSQL, and Qdrant's filters.
+"""Filters on attributes in three languages: Python (the oracle), and SQL of Lance and of PostgreSQL.
 
 A comparison with a missing attribute, or one of another type, is false: `ne` and `nin` match it.
 """
@@ -6,12 +6,9 @@ A comparison with a missing attribute, or one of another type, is false: `ne` an
 import json
 from collections.abc import Callable
 from operator import eq, ge, gt, le, lt, not_
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shared.search import Attributes, Filter, Value
-
-if TYPE_CHECKING:
-    from qdrant_client.models import Filter as QdrantFilter
 
 _COMPARE: dict[str, Callable[[Any, Any], bool]] = {
     "eq": eq,
@@ -67,7 +64,7 @@ def _name(key: str, value: Value) -> str:
 
 
 def to_columns(attributes: Attributes) -> dict[str, Value]:
-    """Attributes as Lance and Qdrant store them for filters."""
+    """Attributes as the indexes store them for filters."""
     return {_name(key, value): value for key, value in attributes.items()}
 
 
@@ -126,29 +123,3 @@ def to_postgres(where: Filter, values: list[Any], column: str = "filterable") ->
         return f"coalesce(({column} ->> ?)::{type_} {_SIGNS[sign]} ?, false)"
 
     return _translate(where, compare, **_SQL)
-
-
-# Qdrant
-
-
-def to_qdrant(where: Filter) -> "QdrantFilter":
-    """The filter of Qdrant, over a payload with `to_columns` as `filterable`."""
-    from qdrant_client import models  # noqa: PLC0415 (an extra)
-
-    def compare(sign: str, key: str, value: Any) -> "QdrantFilter":
-        path = f"filterable.{_name(key, value)}"
-        if _kind(value) == "n":
-            number = float(value)
-            bounds = {"gte": number, "lte": number} if sign == "eq" else {sign: number}
-            condition = models.FieldCondition(key=path, range=models.Range(**bounds))
-        else:
-            condition = models.FieldCondition(key=path, match=models.MatchValue(value=value))
-        return models.Filter(must=[condition])
-
-    return _translate(
-        where,
-        compare,
-        every=lambda parts: models.Filter(must=parts),
-        some=lambda parts: models.Filter(should=parts or [models.HasIdCondition(has_id=[])]),
-        negate=lambda part: models.Filter(must_not=[part]),
-    )

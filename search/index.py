@@ -196,18 +196,13 @@ class SearchUnavailable(SettingsError):
 #: Functions that open the indexes of a URL, by its scheme.
 INDEXES = {
     "lance": "search.lance:open_lance",
-    "qdrant": "search.qdrant:open_qdrant",
-    "qdrants": "search.qdrant:open_qdrant",
     "postgresql": "search.postgres:open_postgres",
 }
 INSTALL = "pip install 'vlm-fleet[search]'"
 
 
 def open_indexes(url: str) -> IndexKind:
-    """The indexes behind a URL: `lance:///DIRECTORY`, `qdrant://HOST:6333`, `postgresql://HOST/NAME`.
-
-    Raises: SearchUnavailable.
-    """
+    """The indexes behind a URL: `lance:///DIRECTORY`, `postgresql://HOST/NAME`. Raises: SearchUnavailable."""
     scheme = url.partition(":")[0]
     if scheme not in INDEXES:
         known = ", ".join(f"{name}://" for name in INDEXES)

@@ -358,7 +358,7 @@ class SearchSettings(Group):
     )
     index: str = Field(
         default="",
-        description="lance:///DIRECTORY, qdrant://HOST:PORT (qdrants for TLS), or postgresql://USER@HOST/DATABASE; empty: lance in the data directory.",
+        description="lance:///DIRECTORY or postgresql://USER@HOST/DATABASE; empty: lance in the data directory.",
     )
     collections: Names = Field(
         default=(),

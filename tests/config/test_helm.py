@@ -52,7 +52,7 @@ ALL: dict[str, Any] = {
     "monitoring": {"podMonitors": True, "rules": True, "labels": {"release": "prometheus"}},
     "networkPolicy": {
         "gatewayEgress": [{"ports": [{"protocol": "TCP", "port": 443}]}],
-        "searchEgress": [{"ports": [{"protocol": "TCP", "port": 6333}]}],
+        "searchEgress": [{"ports": [{"protocol": "TCP", "port": 5432}]}],
     },
 }  # fmt: skip
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -191,7 +191,7 @@ def test_settings_are_known_and_leave_time_to_drain(variant, name, pod, monkeypa
         row.variable for row in rows(settings_classes())
     }
     if "VLM_SEARCH__INDEX" in texts:
-        texts["VLM_SEARCH__INDEX"] = "qdrant://qdrant:6333"
+        texts["VLM_SEARCH__INDEX"] = "postgresql://postgres/vlm"
     for key, value in texts.items():
         # Kubernetes expands these.
         for each, put in (("$(REDIS_USER)", "gateway"), ("$(REDIS_PASSWORD)", "secret")):

@@ -25,7 +25,7 @@ PASSWORDS = dict.fromkeys(
         "REDIS_GATEWAY_PASSWORD",
         "REDIS_WORKER_PASSWORD",
         "VLM_SEARCH__TOKEN",
-        "QDRANT_API_KEY",
+        "POSTGRES_PASSWORD",
     ),
     "0f1e2d3c4b5a6978",
 )

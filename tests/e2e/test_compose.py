@@ -78,8 +78,8 @@ def test_workers_do_not_reach_the_vector_stores():
         return set(SERVICES[name].get("networks", ["default"]))
 
     inside = {name for name in SERVICES if "stores" in networks(name)}
-    assert inside == {"gateway", "search", "qdrant"}
-    assert all("default" not in networks(name) for name in ("search", "qdrant"))
+    assert inside == {"gateway", "search", "postgres"}
+    assert all("default" not in networks(name) for name in ("search", "postgres"))
 
 
 def test_ports_are_published_on_this_machine_only():

@@ -13,18 +13,16 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from qdrant_client import QdrantClient
 
 from search.collection import FlatIndex, Manifest, write_manifest, write_part, write_whole
 from search.filters import matches
 from search.index import VectorIndex
 from search.lance import LanceIndexes
 from search.postgres import open_postgres
-from search.qdrant import QdrantIndexes
 from shared.search import Filter, Hit, Item
 from tests.search.postgres_server import postgres
 
-KINDS = ("flat", "lance", "qdrant", "postgres")
+KINDS = ("flat", "lance", "postgres")
 DIMENSIONS = 4
 
 
@@ -94,14 +92,10 @@ def open_index(kind: str, directory: Path) -> VectorIndex:
         return Rewritten(directory)  # type: ignore[return-value]
     if kind == "lance":
         return LanceIndexes(directory).open("store", DIMENSIONS)
-    if kind == "postgres":
-        url = (directory / "url").read_text()
-        indexes = open_postgres(url)
-        index = indexes.open("store", DIMENSIONS)
-        index.close = indexes.close  # type: ignore[method-assign]
-        return index
-    # Qdrant's local mode: no server comes in a package.
-    return QdrantIndexes(QdrantClient(path=str(directory))).open("store", DIMENSIONS)
+    indexes = open_postgres((directory / "url").read_text())
+    index = indexes.open("store", DIMENSIONS)
+    index.close = indexes.close  # type: ignore[method-assign]
+    return index
 
 
 class _Asked(msgspec.Struct):

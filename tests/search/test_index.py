@@ -12,13 +12,11 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
-from qdrant_client import QdrantClient
 
 from benchmarks.search.run import make_items, make_vectors
 from search.filters import matches
-from search.index import IndexStats, OrderedIds, SearchUnavailable, open_indexes
+from search.index import OrderedIds, SearchUnavailable, open_indexes
 from search.lance import LanceIndexes, Readers
-from search.qdrant import QdrantIndexes
 from shared.search import Filter, Item
 from tests.fuzzing import IS_LONG
 from tests.search.index_process import DIMENSIONS, KINDS, IndexProcess, open_index, prepare
@@ -204,21 +202,6 @@ def _recall(index, vectors, queries, names=None) -> float:
     return sum(shares) / len(shares) / 10
 
 
-@pytest.mark.filterwarnings("ignore:Payload indexes")
-def test_qdrant_counts_the_bytes_of_all_fields():
-    """In local mode: against a server it is not tested."""
-    index = QdrantIndexes(QdrantClient(":memory:")).open("store", 8)
-    small, large = make_items(make_vectors(2, 8, 0))
-    large = msgspec.structs.replace(large, text="x" * 100_000)
-    index.upsert([small, large])
-    assert index.stats().num_items == 2
-    assert 100_000 < index.stats().num_bytes < 101_000
-    index.upsert([msgspec.structs.replace(large, text="")])
-    assert 0 < index.stats().num_bytes < 1000
-    index.delete([small.id, large.id])
-    assert index.stats() == IndexStats(0, 0)
-
-
 def test_single_writes_leave_few_files(tmp_path):
     """A hundred commits within seconds, beside searches."""
     index = LanceIndexes(tmp_path).open("store", 8)
@@ -304,8 +287,7 @@ def test_pages_lack_nothing_that_was_written_and_hold_nothing_that_was_deleted(m
     assert index.walk(7) == sorted(index.ids)
 
 
-@pytest.mark.filterwarnings("ignore:Payload indexes")
-@pytest.mark.parametrize("kind", ["lance", "qdrant", "postgres"])
+@pytest.mark.parametrize("kind", ["lance", "postgres"])
 def test_pages_are_kept_up_to_date(tmp_path, kind):
     prepare(kind, tmp_path / "index")
     index = open_index(kind, tmp_path / "index")
@@ -331,8 +313,6 @@ def test_pages_are_kept_up_to_date(tmp_path, kind):
 def test_an_index_that_is_not_there_is_told_in_a_sentence():
     with pytest.raises(SearchUnavailable, match=r"lance://"):
         open_indexes("mysql://somewhere")
-    with pytest.raises(SearchUnavailable, match="no Qdrant answers at"):
-        open_indexes("qdrant://127.0.0.1:9")
 
 
 def test_the_oracle_itself():
