@@ -23,7 +23,7 @@ def _names(*known: str) -> Callable[[str], str]:
 
     def check(text: str) -> str:
         for each in text.split(","):
-            if each not in known:
+            if each.partition("://")[0] not in known:
                 raise typer.BadParameter(f"{each!r} is not one of {', '.join(known)}")
         return text
 
@@ -263,7 +263,8 @@ def bench_search(
     kinds: Annotated[
         str,
         typer.Option(
-            help="Comma-separated: flat, lance, or the postgresql:// URL of an empty database, whose CPU is not counted."
+            help="Comma-separated: flat, lance, or the postgresql:// URL of an empty database, whose CPU is not counted.",
+            callback=_names("flat", "lance", "postgresql"),
         ),
     ] = "flat,lance",
     queries: Annotated[int, typer.Option(min=1, help="Of each measurement.")] = 100,

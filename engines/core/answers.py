@@ -12,9 +12,10 @@ from msgspec import Struct, field
 
 from engines.base import EngineOutput
 from engines.core.request import EngineRequest
-from engines.core.runner import Processor, PromptScore, TokenChoice, Tokenizer
+from engines.core.runner import Processor, PromptScore, TokenChoice
 from engines.text.detokenizer import Detokenizer
 from engines.text.reasoning import ReasoningDetokenizer
+from engines.text.tokens import Tokenizer
 from engines.text.tools import CallReader
 from shared.protocol import (
     ErrorCode,

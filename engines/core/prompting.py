@@ -13,8 +13,8 @@ from engines.base import (
     PromptTooLong,
     Tokenization,
 )
-from engines.core.request import EngineRequest
-from engines.core.runner import PixelLimits, Processor, Prompt
+from engines.core.request import EngineRequest, Prompt
+from engines.core.runner import PixelLimits, Processor
 from engines.text.detokenizer import decode
 from shared.protocol import Generate, ImageRef, SamplingParams, TextPart, Tokenize, Tools
 

@@ -1,15 +1,20 @@
 """The input of a token-based engine: token ids and images."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from msgspec import Struct
+
 from engines.base import Adapter
 from engines.core.constraint import Constraint
-from shared.protocol import Priority, SamplingParams
+from shared.protocol import Priority, SamplingParams, TemplateOption
 
 if TYPE_CHECKING:
     from engines.text.tools import ToolFormat
+
+
+NO_OPTIONS: Mapping[str, TemplateOption] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,3 +68,12 @@ class EngineRequest:
     adapter: Adapter | None = None
     tool_format: "ToolFormat | None" = None  #: set if the answer may call functions
     constraint: Constraint | None = None  #: grammar of the answer, at its start
+
+
+class Prompt(Struct, frozen=True):
+    """Token ids with one run of tokens per image, in the order of the message parts."""
+
+    token_ids: list[int]
+    images: tuple[ImageInput, ...] = ()
+    positions: Positions = ()
+    is_thinking: bool = False  #: whether it ends within the reasoning

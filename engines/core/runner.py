@@ -13,9 +13,10 @@ from msgspec import Struct, field
 
 from engines.base import Adapter, AdapterLimits, Decode
 from engines.core.constraint import ConstraintFailure
-from engines.core.request import ImageInput, Positions
+from engines.core.request import NO_OPTIONS, Prompt
 from engines.core.sequence import Batch, Sequence
 from engines.image_decoder import decode_image
+from engines.text.tokens import Tokenizer
 from shared.protocol import ChatMessage, Ending, ErrorCode, TemplateOption, Tools
 
 if TYPE_CHECKING:
@@ -31,7 +32,6 @@ class PixelLimits(NamedTuple):
 
 
 NO_LIMITS = PixelLimits()
-NO_OPTIONS: Mapping[str, TemplateOption] = {}
 
 
 class SequenceFailure(Exception):
@@ -160,35 +160,6 @@ class ModelRunner(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-class Tokenizer(Protocol):
-    """Token ids and their bytes."""
-
-    vocab_size: int
-    eos_token_ids: frozenset[int]
-    drops_leading_space: bool  #: sentencepiece: decoding drops one space at the start
-
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text. Special tokens spelled in it stay text."""
-        ...
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """Bytes of a token; empty for special tokens."""
-        ...
-
-    def token_string(self, token_id: int) -> str:
-        """Spelling in the vocabulary; empty for an unknown id."""
-        ...
-
-
-class Prompt(Struct, frozen=True):
-    """Token ids with one run of tokens per image, in the order of the message parts."""
-
-    token_ids: list[int]
-    images: tuple[ImageInput, ...] = ()
-    positions: Positions = ()
-    is_thinking: bool = False  #: whether it ends within the reasoning
 
 
 class Processor(Protocol):

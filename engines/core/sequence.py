@@ -12,7 +12,7 @@ from engines.core.request import EngineRequest, ImageInput, Positions
 from shared.protocol import FinishReason, Priority, SamplingParams
 
 if TYPE_CHECKING:
-    from engines.core.speculation import History
+    pass
 
 NOT_SCORED = 1 << 62  #: `num_scored_tokens` where no prompt logprobs are requested
 #: Newer requests that may overtake a batch sequence before it is treated as interactive.
@@ -56,7 +56,7 @@ class Sequence(Struct, eq=False):
     num_preemptions: int = 0
     num_overtakes: int = 0  #: how often a newer request was started before it
     finish_reason: FinishReason | None = None
-    history: "History | None" = None  #: n-gram index for drafts; None without speculation
+    history: Any = None  #: the speculator's n-gram index; None without speculation
     token_counts: Any = None  #: the sampler's, for penalties
     _shift: int = 0  #: rotary position minus index of output tokens
 

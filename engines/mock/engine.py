@@ -30,16 +30,13 @@ from engines.base import (
     Progress,
 )
 from engines.core.engine import BatchingEngine
-from engines.core.request import EngineRequest, ImageInput
+from engines.core.request import NO_OPTIONS, EngineRequest, ImageInput, Prompt
 from engines.core.runner import (
     NO_LIMITS,
-    NO_OPTIONS,
     PixelLimits,
-    Prompt,
     PromptScore,
     StepResult,
     TokenChoice,
-    Tokenizer,
     token_mask,
 )
 from engines.core.sequence import Batch, ScheduledSequence, Sequence
@@ -47,6 +44,7 @@ from engines.core.speculation import sample_drafts
 from engines.image_decoder import FORMATS, decode_image
 from engines.mock.settings import MockEngineSettings
 from engines.text.reasoning import REASONING_FORMATS, Reasoning
+from engines.text.tokens import Tokenizer
 from engines.text.tools import HERMES, describe_in_text
 from shared.protocol import (
     ChatMessage,

@@ -6,7 +6,7 @@ One object per answer. Incomplete characters and text that may be part of a stop
 from codecs import utf_8_decode
 from collections.abc import Callable, Iterable, Mapping
 
-from engines.core.runner import Tokenizer
+from engines.text.tokens import Tokenizer
 
 NOTHING_SPELLED: Mapping[int, str] = {}
 

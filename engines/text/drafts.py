@@ -5,7 +5,7 @@ answer so far shows whether the model writes spaces.
 """
 
 from engines.core.constraint import Matcher
-from engines.core.runner import Tokenizer
+from engines.text.tokens import Tokenizer
 
 _MAX_BYTES = 96
 _CONTEXT_TOKENS = 8

@@ -20,7 +20,6 @@ import msgspec
 from engines.base import BadGrammar, GrammarTooComplex
 from engines.child_process import ChildProcess, receive_message, send_message
 from engines.core.constraint import Constraint
-from engines.core.runner import Tokenizer
 from engines.text import grammar_child
 from engines.text.detokenizer import NOTHING_SPELLED
 from engines.text.drafts import Drafter
@@ -33,6 +32,7 @@ from engines.text.grammar_child import (
 )
 from engines.text.reasoning import Reasoning
 from engines.text.schemas import UnsupportedSchema, prepare
+from engines.text.tokens import Tokenizer
 from engines.text.tools import ToolFormat, to_rules
 from shared.protocol import UNSUPPORTED_KEYWORDS, Grammar, Tools
 

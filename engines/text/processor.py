@@ -19,13 +19,14 @@ from engines.base import (
     RequestError,
     UnsupportedCheckpoint,
 )
-from engines.core.request import Positions
-from engines.core.runner import NO_LIMITS, NO_OPTIONS, PixelLimits, Prompt, Tokenizer
+from engines.core.request import NO_OPTIONS, Positions, Prompt
+from engines.core.runner import NO_LIMITS, PixelLimits
 from engines.image_decoder import decode_image
 from engines.text.chat_template import ChatTemplate, UnusableTemplate, read_chat_template
 from engines.text.prompt import Item, PromptBuilder
 from engines.text.reasoning import Reasoning, find_reasoning
 from engines.text.tokenizer import HfTokenizer
+from engines.text.tokens import Tokenizer
 from engines.text.tools import TOLD
 from shared.protocol import (
     THINKING_SWITCHES,

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from engines.base import InvalidRequest
-from engines.core.request import ImageInput
-from engines.core.runner import NO_OPTIONS, Prompt
+from engines.core.request import NO_OPTIONS, ImageInput, Prompt
 from engines.text.chat_template import ChatTemplate
+from engines.text.tokens import ControlToken
 from engines.text.tools import describe_in_text, move_images, to_openai, to_shown
 from shared.protocol import ChatMessage, Ending, ImagePart, TemplateOption, TextPart, Tools
 
@@ -25,16 +25,6 @@ if TYPE_CHECKING:
     from engines.text.reasoning import Reasoning
 
 _GUARD_ALPHABET = [chr(code) for code in range(0xE000, 0xE400)]  # private use: no case, no space
-
-
-@dataclass(frozen=True, slots=True)
-class ControlToken:
-    """A special token. `lstrip`, `rstrip`: white space before or after it is removed."""
-
-    id: int
-    text: str
-    lstrip: bool = False
-    rstrip: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, Protocol
 
-from engines.core.runner import Tokenizer
 from engines.text.detokenizer import Detokenizer
-from engines.text.prompt import ControlToken
+from engines.text.tokens import ControlToken, Tokenizer
 
 _MAX_HEAD_CHARS = 200  #: length without a marker after which an answer has none
 

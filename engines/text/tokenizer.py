@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as Backend
 
 from engines.base import UnsupportedCheckpoint
 from engines.packages.checkpoint_json import Fields, read_json, shown
-from engines.text.prompt import ControlToken
+from engines.text.tokens import ControlToken
 
 MAX_VOCAB_SIZE = 2**21
 #: Largest growth factor of a normalizer or decoder.

@@ -14,8 +14,8 @@ from typing import Any
 from PIL import Image
 
 from engines.base import Decode, InvalidImage
-from engines.core.request import Positions
-from engines.core.runner import NO_LIMITS, PixelLimits, Prompt
+from engines.core.request import Positions, Prompt
+from engines.core.runner import NO_LIMITS, PixelLimits
 from engines.packages.checkpoint_json import read_json
 from engines.text.prompt import Item
 

@@ -19,8 +19,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlavaForConditionalGeneration, Qwen2ForCausalLM
 
 from engines.core.engine import BatchingEngine
-from engines.core.request import EngineRequest
-from engines.core.runner import Prompt
+from engines.core.request import EngineRequest, Prompt
 from engines.text.processor import ChatProcessor, create_processor
 from engines.torch_backend.layers.linear import METHODS
 from engines.torch_backend.loading.make_checkpoint import make_checkpoint

@@ -22,8 +22,8 @@ from transformers import AutoProcessor, PreTrainedConfig, PreTrainedModel, Proce
 from transformers.models.smolvlm import processing_smolvlm
 
 from engines.base import Decode, InvalidImage, UnsupportedCheckpoint
-from engines.core.request import Positions
-from engines.core.runner import NO_LIMITS, PixelLimits, Prompt
+from engines.core.request import Positions, Prompt
+from engines.core.runner import NO_LIMITS, PixelLimits
 from engines.image_decoder import decode_image
 from engines.text.prompt import Item
 from engines.torch_backend.multimodal.image_masks import INSTEAD, bidirectional_layers
