@@ -16,8 +16,9 @@ from shared.redis.embedded import find_redis_server
 from shared.redis.link import RedisLink
 from shared.redis.outage import wait_for_redis
 from shared.settings.tree import RedisSettings
+from tests.faults.clients import Clients
 from tests.faults.fleet import Fleet, playing, run_fleet_at, tokens_seen
-from tests.faults.history import FINISHED
+from tests.faults.history import FAILED, FINISHED
 from tests.faults.sentinels import Sentinels, has_tls, run_sentinels
 from tests.long import IS_LONG
 from tests.waiting import until
@@ -57,6 +58,29 @@ async def test_a_primary_killed_in_mid_stream_loses_nothing(fleet: Fleet, sentin
         sentinels.kill(primary)
     assert clients.history.outcomes() == {FINISHED: NUM_STREAMS}
     assert sentinels.primary() != primary
+
+
+async def test_a_primary_killed_with_its_gateway_breaks_streams_and_leaves_no_request(
+    fleet: Fleet, sentinels: Sentinels
+):
+    """Nobody submits the requests again, and their clients know: the connections break."""
+    await fleet.worker()
+    primary = sentinels.primary()
+    texts = [fleet.name() for _ in range(NUM_STREAMS)]
+    clients = Clients()
+    async with asyncio.TaskGroup() as tasks:
+        for text in texts:
+            tasks.create_task(clients.ask(fleet.url, text, num_tokens=100))
+        await tokens_seen(fleet, clients, texts, 10)
+        fleet.gateway.process.kill()
+        sentinels.kill(primary)
+    assert clients.history.outcomes() == {FAILED: NUM_STREAMS}
+    fleet.gateway, fleet.url = await fleet.processes.gateway()
+    await until(lambda: sentinels.primary() != primary, within_s=30.0)
+    async with playing(fleet, [fleet.name() for _ in range(4)], num_tokens=5) as clients:
+        pass
+    assert clients.history.outcomes() == {FINISHED: 4}
+    await fleet.at_rest()
 
 
 async def test_a_connection_to_a_server_that_is_a_replica_now_is_replaced(sentinels: Sentinels):

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import httpx
 import pytest
 
 from shared.queue.api import shard_of
@@ -104,6 +105,28 @@ async def test_streams_of_a_shard_that_is_killed_for_good_go_on_at_another(fleet
     async with playing(fleet, [fleet.name() for _ in range(20)], num_tokens=5) as clients:
         pass
     assert clients.history.outcomes() == {FINISHED: 20}
+
+
+async def test_streams_go_on_without_the_first_shard_and_what_only_it_has_is_503(
+    fleet: ShardedFleet,
+):
+    texts = [fleet.name() for _ in range(NUM_STREAMS)]
+    async with playing(fleet, texts, num_tokens=150) as clients:
+        await tokens_seen(fleet, clients, texts, 10)
+        num_there = len(await fleet.placed(fleet.servers[0]))
+        kill(fleet.servers[0])
+    assert clients.history.outcomes() == {FINISHED: NUM_STREAMS}
+    paused = [text for text in texts if clients.history.longest_pause_s(text) > SHORT_S]
+    assert len(paused) <= num_there
+    # Gateways know the workers, and serve new requests from the others.
+    async with playing(fleet, [fleet.name() for _ in range(20)], num_tokens=5) as clients:
+        pass
+    assert clients.history.outcomes() == {FINISHED: 20}
+    async with httpx.AsyncClient(trust_env=False, timeout=30) as client:
+        kept = {"model": MODEL, "input": "hello"}
+        answer = await client.post(f"{fleet.url}/v1/responses", json=kept)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "service_unavailable")
+        assert "retry-after" in answer.headers
 
 
 @pytest.mark.parametrize("variables", [{"VLM_LIMITS__MAX_KEY_OPEN_REQUESTS": "40"}])
