@@ -72,8 +72,9 @@ class Postgres:
         is_lost = connection is None or connection.closed
         if connection is None or (is_lost and not self._local.is_changing):
             connection = psycopg.connect(
-                self._url, autocommit=True, connect_timeout=_CONNECT_S, application_name="vlm-fleet"
-            )
+                self._url, autocommit=True, connect_timeout=_CONNECT_S, application_name="vlm-fleet",
+                client_encoding="utf8",
+            )  # fmt: skip
             self._local.connection, self._local.is_changing = connection, False
             with self._lock:
                 self._connections = [each for each in self._connections if not each.closed]

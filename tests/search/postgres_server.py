@@ -32,11 +32,11 @@ class Postgres:
             self._server = pgserver.get_server(folder / "data", cleanup_mode="delete")
         self.url = self._server.get_uri()
 
-    def new_database(self) -> str:
-        """The URL of an empty database."""
+    def new_database(self, options: str = "") -> str:
+        """The URL of an empty database. `options`: of `CREATE DATABASE`."""
         name = f"db{os.getpid()}_{next(_numbers)}"
         with psycopg.connect(self.url, autocommit=True) as connection:
-            connection.execute(f"CREATE DATABASE {name}".encode())
+            connection.execute(f"CREATE DATABASE {name} {options}".encode())
         return self.url.replace("/postgres?", f"/{name}?")
 
     def kill(self) -> None:

@@ -204,6 +204,23 @@ def test_the_nearest_of_twelve_thousand_with_and_without_the_index(url, compacte
         indexes.close()
 
 
+def test_a_database_without_an_encoding_keeps_any_text():
+    indexes = open_postgres(postgres().new_database("ENCODING 'SQL_ASCII' TEMPLATE template0"))
+    try:
+        index = indexes.open("store", 8)
+        item = msgspec.structs.replace(
+            make_few(1)[0], id="Köln\0", text="näh\0", attributes={"ä?%s": "ü\0", "b": True}
+        )
+        index.upsert([item])
+        where = Filter("and", filters=(Filter("eq", "ä?%s", "ü\0"), Filter("ne", "b", False)))
+        vector = np.frombuffer(item.vector, "<f4")[None]
+        [[hit]] = index.search(vector, 1, where)
+        assert msgspec.structs.replace(hit.item, vector=item.vector) == item
+        assert [each.id for each in index.page("", 1)] == ["Köln\0"]
+    finally:
+        indexes.close()
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
