@@ -8,6 +8,7 @@ import json
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from select import select
 from typing import Any
 
 import msgspec
@@ -27,6 +28,7 @@ MAX_INDEXED_DIMENSIONS = 2000
 #: Candidates of a search in the index; pgvector allows 1,000.
 _EF_SEARCH, _MAX_EF_SEARCH = 400, 1000
 _CONNECT_S = 10
+_SILENT_MS = 20_000  #: until a server that acknowledges nothing counts as lost
 _COUNTS = """
 CREATE TABLE IF NOT EXISTS indexes (name TEXT PRIMARY KEY, num_items BIGINT NOT NULL DEFAULT 0);
 """
@@ -69,11 +71,10 @@ class Postgres:
     def connection(self) -> psycopg.Connection[Any]:
         """That of this thread; a new one if it was lost, but not within a transaction."""
         connection = getattr(self._local, "connection", None)
-        is_lost = connection is None or connection.closed
-        if connection is None or (is_lost and not self._local.is_changing):
+        if connection is None or (not self._local.is_changing and _is_lost(connection)):
             connection = psycopg.connect(
                 self._url, autocommit=True, connect_timeout=_CONNECT_S, application_name="vlm-fleet",
-                client_encoding="utf8",
+                client_encoding="utf8", tcp_user_timeout=_SILENT_MS,
             )  # fmt: skip
             self._local.connection, self._local.is_changing = connection, False
             with self._lock:
@@ -108,6 +109,11 @@ class Postgres:
         with self._lock:
             for connection in self._connections:
                 connection.close()
+
+
+def _is_lost(connection: psycopg.Connection[Any]) -> bool:
+    """Whether an idle connection was closed; the server may have said so since its last use."""
+    return connection.closed or bool(select([connection], [], [], 0)[0])
 
 
 @contextmanager

@@ -156,6 +156,8 @@ def test_a_killed_database_loses_nothing_that_was_acknowledged(tmp_path, url):
         writer = threading.Thread(target=write)
         writer.start()
         assert begun.wait(30)
+        for _ in range(8):  # each thread of the process has a connection
+            process.ask(ReadStore(tenant="t", store=store), StoreRecord)
         postgres().kill()
         writer.join(30)
         assert refusals == ["unavailable"]
