@@ -3,8 +3,10 @@
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -18,6 +20,10 @@ ROLES = ("gateway", "worker", "redis-server")
 BUILT_IN = Path(__file__).parent / "capacity.json"
 
 
+Positive = Annotated[int, Meta(ge=1)]
+PositiveTime = Annotated[float, Meta(gt=0)]
+
+
 class FleetFigures(msgspec.Struct):
     """CPU seconds of each process by role; the engine takes none."""
 
@@ -25,7 +31,7 @@ class FleetFigures(msgspec.Struct):
     request_s: dict[str, float]
     token_s: dict[str, float]  #: of a streamed token
     image_s: dict[str, float]  #: of a new image of `image_bytes`
-    image_bytes: int
+    image_bytes: Positive
 
 
 class EngineFigures(msgspec.Struct):
@@ -34,9 +40,9 @@ class EngineFigures(msgspec.Struct):
     machine: str
     model: str
     batch_size: int
-    output_token_s: float
-    prompt_token_s: float
-    image_s: float | None = None  #: with its tokens; None: the model takes no images
+    output_token_s: PositiveTime
+    prompt_token_s: PositiveTime
+    image_s: PositiveTime | None = None  #: with its tokens; None: the model takes no images
 
 
 class Figures(msgspec.Struct, omit_defaults=True):

@@ -16,6 +16,7 @@ import numpy as np
 import psycopg
 from msgspec.structs import replace
 from psycopg import errors
+from psycopg.conninfo import conninfo_to_dict
 
 from search.filters import to_columns, to_postgres
 from search.index import IndexStats, SearchUnavailable
@@ -30,29 +31,46 @@ _EF_SEARCH, _MAX_EF_SEARCH = 400, 1000
 _CONNECT_S = 10
 _SILENT_MS = 20_000  #: until a server that acknowledges nothing counts as lost
 _COUNTS = """
-CREATE TABLE IF NOT EXISTS indexes (name TEXT PRIMARY KEY, num_items BIGINT NOT NULL DEFAULT 0);
+CREATE TABLE IF NOT EXISTS indexes (
+    name TEXT PRIMARY KEY, num_items BIGINT NOT NULL DEFAULT 0, item_bytes BIGINT NOT NULL DEFAULT 0);
 """
 
 
 def open_postgres(url: str) -> "PostgresIndexes":
     """The stores in the database of a `postgresql://` URL. Raises: SearchUnavailable."""
-    database = Postgres(url)
     try:
-        return PostgresIndexes(database)
+        conninfo_to_dict(url)
+    except psycopg.ProgrammingError:  # whose text may have the password
+        raise SearchUnavailable(
+            "VLM_SEARCH__INDEX: the URL cannot be read; write postgresql://USER@HOST:PORT/DATABASE, and other "
+            "characters as %XX"
+        ) from None
+    with _unavailable():
+        return PostgresIndexes(Postgres(url))
+
+
+@contextmanager
+def _unavailable() -> Iterator[None]:
+    """Raises: SearchUnavailable for errors at the start."""
+    try:
+        yield
     except (errors.FeatureNotSupported, errors.UndefinedFile):
         raise SearchUnavailable(
             "VLM_SEARCH__INDEX: this PostgreSQL has no pgvector; install it, such as Debian's postgresql-17-pgvector"
         ) from None
     except errors.InsufficientPrivilege as error:
         raise SearchUnavailable(
-            f"VLM_SEARCH__INDEX: {str(error).strip()}; have an administrator run CREATE EXTENSION vector, and "
-            "GRANT CREATE ON SCHEMA public"
+            f"VLM_SEARCH__INDEX: {_first_line(error)}; have an administrator run CREATE EXTENSION vector, and let the "
+            "user own the tables"
         ) from None
-    except (psycopg.OperationalError, psycopg.ProgrammingError) as error:
-        reason = str(error).strip().rpartition("\n")[2]
+    except psycopg.Error as error:
         raise SearchUnavailable(
-            f"VLM_SEARCH__INDEX: PostgreSQL cannot be used ({reason}); start it, or correct the URL"
+            f"VLM_SEARCH__INDEX: PostgreSQL cannot be used ({_first_line(error)}); start it, or correct the URL"
         ) from None
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 class Postgres:
@@ -66,6 +84,11 @@ class Postgres:
         self._local = threading.local()
         self._connections: list[psycopg.Connection[Any]] = []
         self._lock = threading.Lock()
+
+    @property
+    def is_changing(self) -> bool:
+        """Whether this thread is in a transaction."""
+        return getattr(self._local, "is_changing", False)
 
     @property
     def connection(self) -> psycopg.Connection[Any]:
@@ -83,7 +106,8 @@ class Postgres:
         return connection
 
     def create(self, tables: str) -> None:
-        with self.change("catalog"):
+        with _unavailable(), self.connection.transaction():
+            self.connection.execute("SELECT pg_advisory_xact_lock(hashtextextended('catalog', 0))")
             self.connection.execute(tables.encode())
 
     def rows(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
@@ -123,7 +147,14 @@ def _refused() -> Iterator[None]:
         yield
     except errors.UndefinedTable:
         raise refuse("not_found", "There is no such vector store.", "vector_store_id") from None
-    except (psycopg.OperationalError, psycopg.InterfaceError) as error:
+    except psycopg.DataError:
+        message = "A text has a character that PostgreSQL does not store, such as NUL: remove it."
+        raise refuse("invalid", message) from None
+    except (
+        psycopg.OperationalError,
+        psycopg.InterfaceError,
+        errors.ReadOnlySqlTransaction,
+    ) as error:
         message = "The database of the vector stores does not answer; retry."
         raise refuse("unavailable", message) from error
 
@@ -145,20 +176,22 @@ class PostgresIndexes:
         self._scans_on = (major, minor) >= (0, 8)
 
     def open(self, name: str, dimensions: int) -> "PostgresIndex":
-        table = _quoted(name)
-        if self.database.rows("SELECT to_regclass(?)", table) == [(None,)]:
-            with self.database.change(name):
-                self.database.rows(
-                    f"CREATE TABLE IF NOT EXISTS {table} (id BYTEA PRIMARY KEY, vector vector({dimensions:d}), "
-                    "filterable JSONB NOT NULL, item BYTEA NOT NULL)"
-                )
-                self.database.rows(
-                    "INSERT INTO indexes (name) VALUES (?) ON CONFLICT DO NOTHING", name
-                )
+        """The index of a store; it is created within a transaction only, so that no reader revives a deleted one."""
+        if self.database.is_changing:
+            self.database.rows(
+                f"CREATE TABLE IF NOT EXISTS {_quoted(name)} (id BYTEA PRIMARY KEY, vector vector({dimensions:d}), "
+                "filterable JSONB NOT NULL, item BYTEA NOT NULL)"
+            )
+            self.database.rows("INSERT INTO indexes (name) VALUES (?) ON CONFLICT DO NOTHING", name)
         return PostgresIndex(self.database, name, dimensions, self._scans_on)
 
     def drop(self, name: str) -> None:
         with self.database.change(name):
+            self.database.rows(  # which would hold the table until it is built
+                "SELECT pg_cancel_backend(pid) FROM pg_stat_progress_create_index "
+                "WHERE datname = current_database() AND relid = to_regclass(?)",
+                _quoted(name),
+            )
             self.database.rows(f"DROP TABLE IF EXISTS {_quoted(name)}")
             self.database.rows("DELETE FROM indexes WHERE name = ?", name)
 
@@ -178,19 +211,22 @@ class PostgresIndex:
         self._rows = database.rows
 
     def upsert(self, items: Sequence[Item]) -> None:
-        rows = self._rows
+        ids = [item.id.encode() for item in items]
+        contents = [msgspec.msgpack.encode(replace(item, vector=b"")) for item in items]
         with self._database.change(self._name):
-            found = rows(
+            known = f"SELECT count(*), coalesce(sum(length(item)), 0) FROM {self._table} WHERE id = ANY(?)"
+            [(num_known, known_bytes)] = self._rows(known, ids)
+            self._rows(
                 f"INSERT INTO {self._table} SELECT id, vector::vector, filterable::jsonb, item "
                 "FROM unnest(?::bytea[], ?::text[], ?::text[], ?::bytea[]) AS new (id, vector, filterable, item) "
                 "ON CONFLICT (id) DO UPDATE SET vector = excluded.vector, filterable = excluded.filterable, "
-                "item = excluded.item RETURNING xmax = 0",
-                [item.id.encode() for item in items],
+                "item = excluded.item",
+                ids,
                 [_text(np.frombuffer(item.vector, "<f4")) for item in items],
                 [_filterable(item) for item in items],
-                [msgspec.msgpack.encode(replace(item, vector=b"")) for item in items],
+                contents,
             )
-            self._count(sum(is_new for (is_new,) in found))
+            self._count(len(items) - num_known, sum(map(len, contents)) - known_bytes)
 
     def delete(self, ids: Sequence[str] | None = None, where: Filter | None = None) -> int:
         if ids is None and where is None:
@@ -201,16 +237,16 @@ class PostgresIndex:
             values.append([key.encode() for key in ids])
         else:
             condition = to_postgres(where, values) if where is not None else "false"
+        deleted = f"DELETE FROM {self._table} WHERE {condition} RETURNING length(item) AS size"
+        sql = f"WITH gone AS ({deleted}) SELECT count(*), coalesce(sum(size), 0) FROM gone"
         with self._database.change(self._name):
-            deleted = f"DELETE FROM {self._table} WHERE {condition} RETURNING 1"
-            [(count,)] = self._rows(f"WITH gone AS ({deleted}) SELECT count(*) FROM gone", *values)
-            self._count(-count)
+            [(count, num_bytes)] = self._rows(sql, *values)
+            self._count(-count, -num_bytes)
         return count
 
-    def _count(self, change: int) -> None:
-        if change:
-            sql = "UPDATE indexes SET num_items = num_items + ? WHERE name = ?"
-            self._rows(sql, change, self._name)
+    def _count(self, num_items: int, num_bytes: int) -> None:
+        sql = "UPDATE indexes SET num_items = num_items + ?, item_bytes = item_bytes + ? WHERE name = ?"
+        self._rows(sql, num_items, num_bytes, self._name)
 
     def search(self, vectors: np.ndarray, k: int, where: Filter | None = None) -> list[list[Hit]]:
         values: list[Any] = []
@@ -219,16 +255,22 @@ class PostgresIndex:
             f"SELECT item, 1 - (vector <=> ?::vector) FROM {self._table} {condition} "
             "ORDER BY vector <=> ?::vector LIMIT ?"
         )
+        texts, answers = [_text(vector) for vector in vectors], list[list[tuple[Any, ...]]]()
         is_exact = k > _MAX_EF_SEARCH or (where is not None and not self._scans_on)
         with self._database.change():
-            if is_exact:
-                self._rows("SET LOCAL enable_indexscan = off")
-            else:
+            if not is_exact:
                 self._rows(f"SET LOCAL hnsw.ef_search = {max(k, _EF_SEARCH):d}")
                 if self._scans_on:
                     self._rows("SET LOCAL hnsw.iterative_scan = relaxed_order")
-            texts = map(_text, vectors)
-            answers = [self._rows(sql, text, *values, text, k) for text in texts]
+                answers = [self._rows(sql, text, *values, text, k) for text in texts]
+                # Rows that were deleted lately, and rare ones of a filter, end a search in the index too early.
+                is_exact = any(len(rows) < k for rows in answers)
+            if is_exact:
+                self._rows("SET LOCAL enable_indexscan = off")
+                self._rows(
+                    "SET LOCAL plan_cache_mode = force_custom_plan"
+                )  # not one with the index
+                answers = [self._rows(sql, text, *values, text, k) for text in texts]
         return [
             sorted(
                 (Hit(item=_decode(item), score=score) for item, score in rows),
@@ -248,9 +290,10 @@ class PostgresIndex:
         return [_decode(*row) for row in self._rows(sql, after.encode(), limit)]
 
     def stats(self) -> IndexStats:
-        sql = "SELECT num_items, pg_total_relation_size(?::regclass) FROM indexes WHERE name = ?"
-        rows = self._rows(sql, self._table, self._name)
-        return IndexStats(*rows[0]) if rows else IndexStats(0, 0)
+        """`num_bytes` is the size of the items, without the index."""
+        rows = self._rows("SELECT num_items, item_bytes FROM indexes WHERE name = ?", self._name)
+        num_items, num_bytes = map(int, rows[0]) if rows else (0, 0)
+        return IndexStats(num_items, num_bytes + num_items * 4 * self._dimensions)
 
     def compact(self) -> None:
         """Build the HNSW index of a large store beside writes and searches, unless another process does."""

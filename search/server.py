@@ -4,6 +4,7 @@ A fleet has one; a lock on the data directory prevents a second. Acknowledged wr
 """
 
 import asyncio
+import errno
 import fcntl
 import hmac
 import logging
@@ -251,8 +252,11 @@ def listen(url: str) -> socket.socket:
 
 
 def _listen_on_path(path: Path) -> socket.socket:
-    if path.is_socket():  # of a killed process: we hold the lock
-        path.unlink()
+    if path.is_socket():
+        with socket.socket(socket.AF_UNIX) as probe:
+            if probe.connect_ex(str(path)) == 0:
+                raise OSError(errno.EADDRINUSE, "another process listens there")
+        path.unlink()  # of a killed process
     listener = socket.socket(socket.AF_UNIX)
     others = os.umask(0o117)
     try:

@@ -168,7 +168,9 @@ class Stores:
             if record.expires_at is not None and record.expires_at <= _now():
                 logger.info("store %s has expired", record.id)
                 with suppress(SearchError):  # another process was first
-                    self._drop_store(wire.DropStore(tenant=tenant, store=record.id))
+                    self._drop_store(
+                        wire.DropStore(tenant=tenant, store=record.id), only_expired=True
+                    )
         for name in orphans:
             self._drop_index(name)
 
@@ -272,9 +274,13 @@ class Stores:
             raise _no_store()
         return changed
 
-    def _drop_store(self, asked: wire.DropStore) -> bool:
+    def _drop_store(self, asked: wire.DropStore, *, only_expired: bool = False) -> bool:
         record = self._find_writable(asked.tenant, asked.store)
         with self._writing(record) as store:
+            if only_expired:  # it may have been written while this waited for its lock
+                current = self._find_writable(asked.tenant, record.id)
+                if current.expires_at is None or current.expires_at > _now():
+                    return False
             store.drop(partial(self._catalog.drop_store, record.id))
             with self._lock:
                 del self._open[record.id]
@@ -413,6 +419,8 @@ class Stores:
             try:
                 self._upsert(store, index, items)
             except BaseException:
+                if self._catalog.is_shared:  # the transaction is rolled back
+                    raise
                 if before is None:
                     self._catalog.drop_store_file(store.id, file.id)
                 else:
@@ -459,7 +467,9 @@ class Stores:
             created_at=_now(),
             files=asked.files,
         )
-        self._catalog.add_file_batch(batch, MAX_FILE_BATCHES)
+        with self._writing(store):
+            self._find_writable(asked.tenant, store.id)
+            self._catalog.add_file_batch(batch, MAX_FILE_BATCHES)
         return batch
 
     def _read_file_batch(self, asked: wire.ReadFileBatch) -> wire.FileBatch:
@@ -475,8 +485,8 @@ class Stores:
 
     def _detach_file(self, asked: wire.DetachFile) -> bool:
         store = self._find_writable(asked.tenant, asked.store)
-        record = self._read_store_file(asked)
         with self._writing(store) as opened:
+            record = self._read_store_file(asked)
             self._catalog.put_store_file(replace(record, status="in_progress"))
             opened.index.delete(chunk_ids(record.id, 0, record.num_chunks))
             self._catalog.drop_store_file(store.id, record.id)

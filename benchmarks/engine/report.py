@@ -143,7 +143,7 @@ def to_figures(machine: Machine, model: str, rows: list[Row]) -> EngineFigures:
         ].median
     return EngineFigures(
         f"{machine.device}, {machine.num_threads} threads", model, batch_size, output_token_s,
-        1 / of["prefill"]["total_tokens_per_s"].median, image_s and max(image_s, 0.0),
+        1 / of["prefill"]["total_tokens_per_s"].median, image_s and max(image_s, 1e-9),
     )  # fmt: skip
 
 

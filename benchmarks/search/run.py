@@ -6,6 +6,7 @@ Vectors are random in half of their dimensions and a little in all, as those of 
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -62,7 +63,8 @@ def build(kind: str, items: Sequence[Item], folder: Path) -> VectorIndex:
         return FlatIndex(folder)
     indexes = open_indexes(kind if "://" in kind else f"{kind}://{folder}")
     indexes.drop("s")
-    index = indexes.open("s", dimensions)
+    with indexes.database.change() if indexes.database is not None else nullcontext():
+        index = indexes.open("s", dimensions)
     for some in _batches(items, _BATCH):
         index.upsert(some)
     index.compact()

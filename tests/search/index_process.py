@@ -93,7 +93,8 @@ def open_index(kind: str, directory: Path) -> VectorIndex:
     if kind == "lance":
         return LanceIndexes(directory).open("store", DIMENSIONS)
     indexes = open_postgres((directory / "url").read_text())
-    index = indexes.open("store", DIMENSIONS)
+    with indexes.database.change():
+        index = indexes.open("store", DIMENSIONS)
     index.close = indexes.close  # type: ignore[method-assign]
     return index
 

@@ -124,12 +124,14 @@ class NodeAgent:
         self._beaten_at = time.monotonic()
         self._trusts_at = 0.0  # from then on, a record that is absent means that its node is gone
         self._stopping = asyncio.Event()
+        self._is_told_to_stop = False  # by `stop`
         self._sockets = TemporaryDirectory(prefix="vlm-node-")
 
     def stop(self) -> None:
         """Claim no more slots, drain the instances, end; a second call ends at once."""
-        if self._stopping.is_set():
+        if self._is_told_to_stop:
             self.kill()
+        self._is_told_to_stop = True
         self._stopping.set()
 
     def kill(self) -> None:
@@ -141,6 +143,8 @@ class NodeAgent:
     async def run(self) -> None:
         """Serve until `stop`."""
         logger.info("node %s: packages from %s", self.id, self._store.url)
+        with contextlib.suppress(RedisError, OSError):  # of an earlier process of this name
+            await self._deployments.withdraw(self.id)
         beating = asyncio.create_task(self._keep_beating(), name="heartbeat")
         try:
             while not self._stopping.is_set():
@@ -194,7 +198,7 @@ class NodeAgent:
                     self.id
                 ):
                     logger.info("node %s: told to drain", self.id)
-                    self.stop()
+                    self._stopping.set()
             except (RedisError, OSError) as error:
                 self._outage.failed(error)
             else:
