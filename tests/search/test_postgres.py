@@ -14,6 +14,7 @@ from benchmarks.search.run import make_items, make_vectors
 from search.catalog import Catalog
 from search.index import SearchUnavailable, open_indexes
 from search.postgres import PostgresIndexes, open_postgres
+from search.server import run_search as run_server
 from search.stores import Stores
 from shared.search import (
     AttachFile,
@@ -33,7 +34,9 @@ from shared.search import (
     StoreFile,
     StoreRecord,
 )
+from shared.settings import SettingsError
 from shared.settings.limits import LimitSettings
+from shared.settings.tree import Settings
 from tests.factories_search import SearchProcess, run_search
 from tests.factories_search import make_items as make_few
 from tests.search.postgres_server import postgres
@@ -135,6 +138,30 @@ def test_a_store_and_its_vectors_are_deleted_in_one_transaction(url, monkeypatch
         stores.close()
 
 
+def test_a_store_that_is_written_while_its_expiry_waits_is_kept(url, monkeypatch):
+    indexes = open_postgres(url)
+    stores = Stores(Catalog(indexes.database), indexes, LimitSettings())
+    try:
+        asked = msgspec.structs.replace(CREATE, expires_after_days=1)
+        store = stores.answer(asked)
+        stale = msgspec.structs.replace(store, last_active_at=0)
+        monkeypatch.setattr(Catalog, "all_stores", lambda _: [("t", stale)])
+        stores.sweep()
+        assert stores.answer(ReadStore(tenant="t", store=store.id)).id == store.id
+        with pytest.raises(SearchError, match="NUL"):
+            stores.answer(ReadStore(tenant="t", store="vs_\0"))
+    finally:
+        stores.close()
+
+
+def test_a_second_process_does_not_take_the_socket_of_the_first(tmp_path, url):
+    with run_search(tmp_path / "data", index=url) as process:
+        search = {"url": process.url, "index": url}
+        with pytest.raises(SettingsError, match="another process listens there"):
+            run_server(Settings(search=search))  # type: ignore[arg-type]
+        assert process.ask(ListStores(tenant="t", page=Page()), list[StoreRecord]) == []
+
+
 def test_a_killed_database_loses_nothing_that_was_acknowledged(tmp_path, url):
     acknowledged: list[int] = []
     begun, refusals = threading.Event(), list[str]()
@@ -201,6 +228,12 @@ def test_the_nearest_of_twelve_thousand_with_and_without_the_index(url, compacte
         ]
         assert sum(shares) / 300 >= (0.95 if compacted else 1.0)
         assert all(len(hits) == 2000 for hits in index.search(queries[:1], 2000))
+        before = index.stats().num_bytes
+        gone = np.argsort(-(queries[0] @ vectors.T))[:1000]  # all that the index would look at
+        assert index.delete([str(n) for n in gone]) == 1000
+        [hits] = index.search(queries[:1], 10)
+        assert len(hits) == 10
+        assert index.stats().num_bytes == pytest.approx(before * 11 / 12, rel=0.01)
         [hits] = index.search(queries[:1], 10, Filter("in", "none", ["x"]))
         assert hits == []
     finally:
@@ -231,9 +264,12 @@ def test_a_database_without_an_encoding_keeps_any_text():
         (("host=", "host=/nowhere&x="), "cannot be read"),
         (("?host=", "?host=/nowhere/"), "start it, or correct the URL"),
         (("/db", "/no_such_db"), "does not exist"),
+        (("postgres:@", "u:se%cret@"), "cannot be read"),
+        (("postgres:@", "u:se cret@"), "cannot be read"),
     ],
 )
 def test_a_database_that_cannot_be_used_is_one_sentence(url, change, says):
     with pytest.raises(SearchUnavailable, match=says) as refused:
         open_indexes(url.replace(*change))
     assert "\n" not in str(refused.value)
+    assert "cret" not in str(refused.value)
