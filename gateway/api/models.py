@@ -143,7 +143,7 @@ class Models(Resource):
         if card is None and name in models.routes:
             card = models.routes[name].card
         if card is None:
-            raise models.missing(name)
+            raise models.missing(name, tenant=caller.context.tenant)
         found = self._to_object(card)
         return _to_anthropic(found) if _is_anthropic(caller) else found
 

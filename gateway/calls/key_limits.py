@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from gateway.http.errors import Overloaded
+from gateway.http.errors import AuthenticationError, Overloaded
 from gateway.keys.records import KeyRecord
 from shared.protocol import (
     Call,
@@ -91,9 +91,14 @@ class KeyLimits:
         return self._limits.max_batch_queue_depth if is_batch else self._limits.max_queue_depth
 
     def limits(self, priority: Priority, tenant: str) -> Limits | None:
-        """The limits of a tenant's requests. None if nothing is limited."""
+        """The limits of a tenant's requests. None if nothing is limited.
+
+        Raises: AuthenticationError if its key has ended since the request was received.
+        """
         quota = self._quotas[priority]
         if (key := self._find_key(tenant)) is not None:
+            if not key.is_active(time.time()):  # noqa: TID251
+                raise AuthenticationError("This API key has ended.", code="invalid_api_key")
             quota = replace(
                 quota,
                 max_tenant_requests=key.open_requests or quota.max_tenant_requests,

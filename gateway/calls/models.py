@@ -227,7 +227,7 @@ class ModelDirectory:
                 await self._look_again()
             card = self._known(name, side)
         if card is None:
-            raise self.missing(name, task)
+            raise self.missing(name, task, tenant)
         return card
 
     def check_use(self, tenant: str, name: str) -> None:
@@ -245,8 +245,11 @@ class ModelDirectory:
             card = route.pick(side)
         return card
 
-    def missing(self, name: str, task: str = "") -> ApiError:
-        """The error for a model without a usable worker or deployment. It lists the models that offer the task."""
+    def missing(self, name: str, task: str = "", tenant: str = "") -> ApiError:
+        """The error for a model without a usable worker or deployment.
+
+        It lists the models that offer the task, and that the tenant may use.
+        """
         if self._deployments is not None and name in self._deployments.unreadable:
             return record_unreadable()
         if self._gone.intersection((name, name.rpartition(":")[0])):
@@ -254,14 +257,18 @@ class ModelDirectory:
             return Overloaded("no_worker", message, code="no_worker", retry_after_s=10)
         other = self._other_versions.get(name)
         if other is None:
-            return self._not_found(task) if self.table.is_known else store_unavailable()
+            return self._not_found(task, tenant) if self.table.is_known else store_unavailable()
         versions = explain_versions(PROTOCOL_VERSION, other.version)
         message = f"No worker of this model speaks this gateway's protocol: {versions}."
         return Overloaded("version", message, code="unsupported_version", retry_after_s=10)
 
-    def _not_found(self, task: str) -> NotFound:
+    def _not_found(self, task: str, tenant: str) -> NotFound:
         known = self.cards | {name: route.card for name, route in self.routes.items()}
-        offering = [name for name, card in known.items() if not task or task in card.tasks]
+        offering = [
+            name
+            for name, card in known.items()
+            if (not task or task in card.tasks) and self.may_use(tenant, name)
+        ]
         live = sorted(offering, key=lambda name: (self.num_workers[name] == 0, name))
         names = ", ".join(live[:_MAX_NAMES])
         more = " and others, which GET /v1/models lists" if len(live) > _MAX_NAMES else ""

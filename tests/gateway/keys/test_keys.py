@@ -1,6 +1,7 @@
 """API keys that are created and revoked while two gateways run, with a real Redis and a store."""
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -136,6 +137,32 @@ async def knows(team: Team, number: int, name: str) -> bool:
     return keys is not None and name in keys.records
 
 
+async def test_a_request_whose_body_arrives_after_the_key_was_revoked_is_refused(team: Team):
+    key, sent = await team.create(), asyncio.Event()
+
+    async def body() -> AsyncIterator[bytes]:
+        data = json.dumps(make_body()).encode()
+        yield data[:10]
+        sent.set()
+        await until(lambda: has_ended(team))
+        yield data[10:]
+
+    client = team.gateways[0].client
+    headers = {**bearer(key), "content-type": "application/json"}
+    request = asyncio.create_task(
+        client.post("/v1/chat/completions", content=body(), headers=headers)
+    )
+    await sent.wait()
+    await team.admin("DELETE", "/alice")
+    assert (await request).status_code == 401
+    assert team.worker.answers == []
+
+
+async def has_ended(team: Team) -> bool:
+    keys = team.gateways[0].services.keys
+    return keys is not None and keys.records["alice"].is_revoked
+
+
 async def test_a_rotated_key_keeps_its_data_and_the_old_one_ends(team: Team):
     old = await team.create()
     body = {"model": MODEL, "input": "hello"}
@@ -192,6 +219,9 @@ async def test_a_key_may_use_only_its_models(team: Team):
         assert len(tags.json()["models"]) == len(expected)
     shown = await client.get(f"/v1/models/{MODEL}", headers=bearer(other))
     assert shown.status_code == 403
+    unknown = await team.gateways[0].chat(make_body(model="qwen-none"), headers=bearer(other))
+    assert unknown.status_code == 404
+    assert MODEL not in unknown.text
     embedded = {"model": MODEL, "input": "x"}
     refused = await client.post("/v1/embeddings", json=embedded, headers=bearer(other))
     assert code(refused) == (403, "model_not_allowed", "model")
