@@ -1,6 +1,8 @@
 """A real PostgreSQL with pgvector, from the wheel `pgserver`, on a unix socket. Root runs it as a user of its own."""
 
+import atexit
 import os
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -29,6 +31,7 @@ class Postgres:
 
             folder = Path(tempfile.mkdtemp(prefix="vlm-pg-"))
             folder.chmod(0o755)
+            atexit.register(shutil.rmtree, folder, ignore_errors=True)  # after the server has ended
             self._server = pgserver.get_server(folder / "data", cleanup_mode="delete")
         self.url = self._server.get_uri()
 
