@@ -32,7 +32,14 @@ class Postgres:
             folder = Path(tempfile.mkdtemp(prefix="vlm-pg-"))
             folder.chmod(0o755)
             atexit.register(shutil.rmtree, folder, ignore_errors=True)  # after the server has ended
-            self._server = pgserver.get_server(folder / "data", cleanup_mode="delete")
+            for is_last in (*[False] * (_TRIES - 1), True):
+                try:
+                    self._server = pgserver.get_server(folder / "data", cleanup_mode="delete")
+                    self._server.ensure_postgres_running()
+                    break
+                except subprocess.SubprocessError:  # a busy machine: it waits for ten seconds
+                    if is_last:
+                        raise
         self.url = self._server.get_uri()
 
     def new_database(self, options: str = "") -> str:
@@ -58,7 +65,7 @@ class Postgres:
             try:
                 self._server.ensure_postgres_running()
                 return
-            except subprocess.CalledProcessError:  # memory of the killed one is still there
+            except subprocess.SubprocessError:  # memory of the killed one is still there
                 if number == _TRIES - 1:
                     raise
 
