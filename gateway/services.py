@@ -207,8 +207,6 @@ class Services:
         )
         self.dispatcher.start()
         self.refunds.start()
-        if self.runner is not None:
-            self.runner.start()
         self._refreshing = [asyncio.create_task(self.models.keep_fresh(), name="refresh models")]
         if self.keys is not None:
             with suppress(
@@ -218,6 +216,17 @@ class Services:
             self._refreshing.append(
                 asyncio.create_task(self.keys.keep_fresh(), name="refresh keys")
             )
+            self._refreshing.append(
+                asyncio.create_task(self.keys.keep_synced(), name="compare keys")
+            )
+        self._refreshing.append(asyncio.create_task(self._start_runner(), name="start batches"))
+
+    async def _start_runner(self) -> None:
+        """Run batches once it is known who has a key: without one, a batch fails."""
+        if self.keys is not None:
+            await self.keys.is_known.wait()
+        if self.runner is not None:
+            self.runner.start()
 
     async def stop(self) -> None:
         """Cancel open requests and close all connections."""

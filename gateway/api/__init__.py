@@ -89,7 +89,7 @@ def _create_resources(services: Services, surfaces: Sequence[Surface]) -> list[R
     stores = VectorStores(lifecycle, search, limits, settings.search.default_store)
     batchable = [surface.path for surface in surfaces if surface.batchable]
     data = TenantData(
-        lifecycle.kept, services.sessions, services.queue, services.batches, services.look_for_batches,
+        lifecycle.kept, services.sessions, services.queue, services.blobs, services.batches, services.look_for_batches,
         services.search,
     )  # fmt: skip
     return [

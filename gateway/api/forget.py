@@ -12,6 +12,7 @@ from gateway.calls.kept import KeptAnswers
 from gateway.http.endpoint import owner_of
 from gateway.http.errors import unavailable
 from gateway.search import SearchClient
+from shared.blobs.api import BlobStore
 from shared.queue.api import GatewayQueue
 from shared.search import DropFile, DropStore, FileRecord, ListFiles, ListStores, Page, StoreRecord
 from shared.sessions.store import SessionStore
@@ -40,11 +41,13 @@ class TenantData:
         kept: KeptAnswers,
         sessions: SessionStore,
         queue: GatewayQueue,
+        blobs: BlobStore,
         batches: Batches | None,
         look_for_batches: Callable[[], None],
         search: SearchClient,
     ) -> None:
         self._look_for_batches = look_for_batches
+        self._blobs = blobs
         self._kept = kept
         self._sessions = sessions
         self._queue = queue
@@ -60,9 +63,13 @@ class TenantData:
             found.batches = await self._forget_batches(self._batches, owner)
         if self._search.is_on:
             page = Page(limit=_PAGE)
-            while stores := await self._search.ask(
-                ListStores(tenant=owner, page=page), list[StoreRecord]
-            ):
+            while stores := [
+                each
+                for each in await self._search.ask(
+                    ListStores(tenant=owner, page=page), list[StoreRecord]
+                )
+                if not each.is_read_only  # collections are of no tenant
+            ]:
                 for store in stores:
                     await self._search.ask(DropStore(tenant=owner, store=store.id), bool)
                 found.vector_stores += len(stores)
@@ -97,6 +104,8 @@ class TenantData:
                             task.model, task.request_id, known.attempt, is_last=True
                         )
                     await self._queue.forget(task.model, task.request_id, failed_only=False)
+                if session.common is not None:
+                    self._blobs.release(session.id, [session.common])
                 await self._sessions.forget(session)
             num_forgotten += len(page[0])
         return num_forgotten

@@ -493,6 +493,7 @@ class Sessions(Resource):
         session = (await self._find(caller)).session
         task, _ = await self._find_task(session, caller.path["task_id"])
         call = await self._follow(task, session.timeout_s)
+        call.tenant = caller.context.tenant
         head = AnswerHead(task.id, int(task.created_at), session.application, task.package)
         headers = {name.decode(): value.decode() for name, value in SSE_HEADERS}
         headers |= {"x-vlm-package": task.package} if task.package else {}

@@ -7,6 +7,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Collection
+from contextlib import suppress
 
 from msgspec.structs import replace
 from redis.exceptions import RedisError
@@ -39,8 +40,10 @@ class KeyDirectory:
         self._by_tenant: dict[str, KeyRecord] = {}
         self._active: set[str] = set()  # tenants
         self._state: bytes | None = None
-        self._read_at = self._synced_at = float("-inf")
+        self._read_at = float("-inf")
         self._lock = asyncio.Lock()
+        self._must_sync = asyncio.Event()
+        self.is_known = asyncio.Event()  #: set once the keys were read
 
     def find(self, key: bytes) -> KeyRecord | None:
         """The record of an active key. Raises: Overloaded while it is unknown who has a key."""
@@ -86,30 +89,38 @@ class KeyDirectory:
         async with self._lock:
             began_at = time.monotonic()
             state = await self._store.state()
-            is_due = began_at - self._synced_at > _SYNC_S
-            if state != self._state or is_due:
+            if state != self._state:
                 found = await self._store.read()
                 known = found | _later(self.records, found)
-                # Redis was emptied, or restored from an older copy.
-                if is_due or _later(known, found):
-                    known |= await self._read_durable(known)
-                    self._synced_at = began_at
+                if not self.is_known.is_set():
+                    known |= await asyncio.to_thread(self._store.read_durable, known)
+                elif _later(known, found):  # Redis was emptied, or restored from an older copy
+                    self._must_sync.set()
                 for record in _later(known, found).values():
                     await self._store.put(record)
                 self._set(known)
                 self._state = state
             self._read_at = began_at
+            self.is_known.set()
             self._end()
 
-    async def _read_durable(self, known: dict[str, KeyRecord]) -> dict[str, KeyRecord]:
-        """Later records of the package store. Raises: StoreError before it was read once."""
-        try:
-            return await asyncio.to_thread(self._store.read_durable, known)
-        except StoreError as error:
-            if self._synced_at == float("-inf"):
-                raise
-            logger.warning("cannot read the API keys of the package store: %s", error)
-            return {}
+    async def keep_synced(self) -> None:
+        """Write to Redis what only the package store has. It may be slow: stored keys work meanwhile."""
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_SYNC_S):
+                    await self._must_sync.wait()
+            self._must_sync.clear()
+            try:
+                await self.sync()
+            except (RedisError, StoreError, OSError) as error:
+                logger.warning("cannot compare the API keys with the package store: %s", error)
+
+    async def sync(self) -> None:
+        """Raises: RedisError, StoreError."""
+        found = await asyncio.to_thread(self._store.read_durable, dict(self.records))
+        for record in found.values():
+            await self._store.put(record)
 
     def _set(self, records: dict[str, KeyRecord]) -> None:
         self.records = records
@@ -128,7 +139,12 @@ class KeyDirectory:
 
     async def write(self, record: KeyRecord) -> None:
         """Write the next version of a record. Raises: Conflict, RedisError, StoreError."""
-        await asyncio.to_thread(self._store.put_durable, record)
+        try:
+            await asyncio.to_thread(self._store.put_durable, record)
+        except Conflict:  # perhaps one whose write to Redis failed
+            await self.sync()
+            await self.refresh()
+            raise
         if not await self._store.put(record):
             raise Conflict
         await self.refresh()

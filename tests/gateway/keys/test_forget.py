@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -10,6 +11,11 @@ from msgspec.structs import replace
 from typer.testing import CliRunner, Result
 
 import vlm
+from gateway.keys.records import KeyStore
+from search.embed import embed
+from search.embedders import LocalEmbedder
+from shared.packages.store import StoreError
+from shared.settings.tree import DeploySettings
 from tests.factories_gateway import (
     CARD,
     MODEL,
@@ -18,10 +24,13 @@ from tests.factories_gateway import (
     make_settings,
     run_gateway_on_socket,
     run_worker,
+    say_hello,
+    talk_on,
 )
 from tests.factories_images import encoded
 from tests.factories_numbers import run_fleet
 from tests.factories_search import serve_search
+from tests.waiting import until
 
 PATHS = ("/v1/files", "/v1/batches", "/v1/vector_stores", "/v1/sessions")
 
@@ -118,6 +127,85 @@ async def test_what_a_key_has_stored_is_deleted_and_what_another_has_stays(
         assert any(task_ids[1] in key for key in left)
         again = await run(gateway, "forget", "--key", "alice")
         assert "deleted 0 answers, 0 sessions, 0 batches" in again.stderr
+
+
+async def test_collections_stay_and_the_common_data_of_sessions_goes(
+    redis_server, redis_prefix, tmp_path, redis
+):
+    (tmp_path / "inputs.jsonl").write_text('{"text": "a"}\n')
+    embedder = LocalEmbedder("mock_pooling", "")
+    embed([tmp_path / "inputs.jsonl"], tmp_path / "collection", embedder)
+    embedder.close()
+    collections = (str(tmp_path / "collection"),)
+    card = replace(CARD, tasks=("run",), package=f"{MODEL}@sha256:0")
+    async with (
+        serve_search(tmp_path / "search", collections=collections) as search,
+        run_worker(redis_server, redis_prefix, card),
+    ):
+        keys = {"root_key": "the-root-key"}
+        settings = make_settings(redis_server, redis_prefix, search=dict(search), gateway=keys)
+        async with run_gateway_on_socket(settings) as gateway:
+            user = User(gateway, await create(gateway, "--name", "alice"))
+            await user.upload("assistants", b"private")
+            path = f"/v1/applications/{MODEL}/sessions"
+            await user.ask("POST", path, json={"common_data": "a secret"})
+            blobs = f"{redis_prefix}:blob:*:holders"
+            assert [key async for key in redis.scan_iter(blobs)]
+            done = await run(gateway, "forget", "--key", "alice")
+            assert "1 sessions, 0 batches, 0 vector stores, 1 files" in done.stderr
+            listed = (await user.ask("GET", "/v1/vector_stores"))["data"]
+            assert len(listed) == 1
+
+            async def has_no_holder() -> bool:
+                found = [key async for key in redis.scan_iter(blobs)]
+                return not found or not any([await redis.exists(key) for key in found])
+
+            await until(has_no_holder)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_batches_wait_until_a_gateway_knows_the_keys(
+    redis_server, redis_prefix, tmp_path, monkeypatch, fails
+):
+    settings = make_settings(
+        redis_server, redis_prefix,
+        gateway={"root_key": "the-root-key", "files": f"file://{tmp_path}/files"},
+    )  # fmt: skip
+    settings = settings.model_copy(
+        update={"deploy": DeploySettings(store=f"file://{tmp_path}/store")}
+    )
+    read, calls = KeyStore.read_durable, []
+
+    def slow(store: KeyStore, known: Any) -> Any:
+        calls.append(1)
+        time.sleep(0.3)  # the fault's length
+        if fails and len(calls) == 1:
+            raise StoreError("it is away")
+        return read(store, known)
+
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "max_tokens": 4096}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    async with run_worker(redis_server, redis_prefix) as worker:
+        worker.script = talk_on
+        async with run_gateway_on_socket(settings) as gateway:
+            key = await create(gateway, "--name", "alice")
+            user = User(gateway, key)
+            file = await user.upload("batch", json.dumps(line).encode())
+            batch = await user.ask("POST", "/v1/batches", json={
+                "input_file_id": file, "endpoint": "/v1/chat/completions", "completion_window": "24h",
+            })  # fmt: skip
+            await until(lambda: worker.answers)
+        worker.script = say_hello
+        monkeypatch.setattr(KeyStore, "read_durable", slow)
+        async with run_gateway_on_socket(settings) as gateway:
+            user = User(gateway, key)
+
+            async def has_ended() -> str | None:
+                answer = await user.client.get(f"/v1/batches/{batch['id']}", headers=user.headers)
+                status = answer.json().get("status")  # 503 until the keys are known
+                return status if status in ("completed", "failed") else None
+
+            assert await until(has_ended, 30.0) == "completed"
 
 
 async def test_vector_stores_are_deleted(ends, redis_server, tmp_path):

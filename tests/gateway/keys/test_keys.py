@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -9,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+from redis.exceptions import RedisError
 
 from gateway.keys import directory
 from gateway.keys.records import KeyStore
@@ -293,6 +295,43 @@ async def test_a_package_store_that_fails_later_ends_no_key(team: Team, monkeypa
     monkeypatch.setattr(KeyStore, "put_durable", fail)
     assert (await team.admin("DELETE", "/alice")).status_code == 503  # it would not last
     assert await team.status(key) == 200
+
+
+async def test_a_slow_package_store_delays_no_request(team: Team, monkeypatch):
+    key, gate = await team.create(), threading.Event()
+
+    def hang(*_: object) -> dict[str, Any]:
+        assert gate.wait(30)
+        return {}
+
+    monkeypatch.setattr(KeyStore, "read_durable", hang)
+    monkeypatch.setattr(directory, "STALE_S", 0.8)
+    keys = team.gateways[0].services.keys
+    assert keys is not None
+    syncing = asyncio.create_task(keys.sync())
+    try:
+        ends_at = time.monotonic() + 2.0
+        while time.monotonic() < ends_at:
+            assert await team.status(key) == 200
+    finally:
+        gate.set()
+        await syncing
+
+
+async def test_a_revocation_that_reached_the_store_alone_takes_effect_when_it_is_retried(
+    team: Team, monkeypatch
+):
+    key = await team.create()
+
+    async def lose(*_: object) -> bool:
+        raise RedisError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(KeyStore, "put", lose)
+        assert (await team.admin("DELETE", "/alice")).status_code == 503
+    await team.admin("DELETE", "/alice")
+    assert await team.status(key) == 401
+    assert (await team.admin("DELETE", "/alice")).json()["state"] == "revoked"
 
 
 async def test_an_empty_root_key_is_none():
