@@ -46,13 +46,18 @@ def run(
         "VLM_ENGINE__MAX_NUM_SEQS": str(streams),
     }  # fmt: skip
     costs: dict[str, list[dict[str, float]]] = {}
+    rates: dict[str, list[float]] = {}
     with run_vlm_fleet(settings) as fleet:
         front = _find_front(url)
         for number in range(rounds):
             for target in (front, fleet) if number % 2 == 0 else (fleet, front):
-                found = _measure(target, streams, tokens, seconds)
+                found, rate = _measure(target, streams, tokens, seconds)
                 costs.setdefault(target.name, []).append(found)
-    show([_to_table(costs, front.name, fleet.name, streams)])
+                rates.setdefault(target.name, []).append(rate)
+    show([
+        _to_table(costs, front.name, fleet.name, streams),
+        _to_rate_table(rates, front.name, fleet.name, streams),
+    ])  # fmt: skip
 
 
 def run_tokens(streams: int, seconds: float, rounds: int, against: Path | None) -> Table:
@@ -83,7 +88,7 @@ def _token_costs(
         ]
         for number in range(rounds):
             for fleet in fleets if number % 2 == 0 else fleets[::-1]:
-                costs[fleet.name].append(_measure(fleet, streams, NUM_TOKENS, seconds))
+                costs[fleet.name].append(_measure(fleet, streams, NUM_TOKENS, seconds)[0])
     return {
         name: {role: median(each[role] for each in found) for role in ROLES}
         for name, found in costs.items()
@@ -127,8 +132,10 @@ def _find_front(url: str) -> Target:
     return Target(FRONT, port, listed["data"][0]["id"], {FRONT: psutil.Process(pids.pop())})
 
 
-def _measure(target: Target, streams: int, tokens: int, seconds: float) -> dict[str, float]:
-    """CPU seconds per token of each process. Raises: BenchError."""
+def _measure(
+    target: Target, streams: int, tokens: int, seconds: float
+) -> tuple[dict[str, float], float]:
+    """CPU seconds per token of each process, and tokens per second of all streams. Raises: BenchError."""
     body = {
         "model": target.model, "messages": [{"role": "user", "content": PROMPT}], "max_tokens": tokens,
         "temperature": 0, "ignore_eos": True, "stream": True,
@@ -136,7 +143,8 @@ def _measure(target: Target, streams: int, tokens: int, seconds: float) -> dict[
     before = target.cpu_s()
     result = run_checked(Job(target.port, json.dumps(body), streams, seconds, stream=True))
     after = target.cpu_s()
-    return {role: (after[role] - before[role]) / (result.num_all * tokens) for role in after}
+    costs = {role: (after[role] - before[role]) / (result.num_all * tokens) for role in after}
+    return costs, result.num_requests * tokens / result.seconds
 
 
 def _to_table(
@@ -154,4 +162,15 @@ def _to_table(
         for ours, theirs in zip(costs[fleet], costs[front], strict=True)
     ]
     table.add_row("fleet : front", f"{median(ratios):.2f}", end_section=True)
+    return table
+
+
+def _to_rate_table(rates: dict[str, list[float]], front: str, fleet: str, streams: int) -> Table:
+    table = Table(title=f"Tokens per second, {streams} streams", title_justify="left")
+    table.add_column("target")
+    table.add_column("tokens/s", justify="right")
+    for name in (front, fleet):
+        table.add_row(name, f"{median(rates[name]):,.0f}")
+    ratios = [ours / theirs for ours, theirs in zip(rates[fleet], rates[front], strict=True)]
+    table.add_row("fleet : front", f"{median(ratios):.3f}", end_section=True)
     return table
