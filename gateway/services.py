@@ -89,6 +89,7 @@ class Services:
             self.metrics.deployments.observe,
             settings.deploy.store,
             self.keys.may_use if self.keys is not None else lambda _tenant, _name: True,
+            settings.gateway.aliases,
         )
         self.dispatcher = Dispatcher(
             self.queue,

@@ -74,7 +74,8 @@ class ModelDirectory:
     """The model cards of the fleet.
 
     `on_models` is called before requests to a new model are accepted. `deployments` is their state, if the fleet
-    has any, and `store_url` the store of packages; `on_deployments` is called with every refresh.
+    has any, and `store_url` the store of packages; `on_deployments` is called with every refresh. `aliases` are
+    other names of models; a served model of the same name goes first.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class ModelDirectory:
         on_deployments: OnDeployments | None = None,
         store_url: str = "",
         may_use: Callable[[str, str], bool] = lambda _tenant, _name: True,
+        aliases: Mapping[str, str] = {},
     ) -> None:
         self.may_use = may_use
         self.registry = registry
@@ -94,6 +96,8 @@ class ModelDirectory:
         self._deployments = deployments
         self.routes: dict[str, Route] = {}  #: by name
         self._deployed: dict[str, Route] = {}  # those of deployments
+        self._aliases = aliases
+        self.aliases: dict[str, str] = {}  #: those of known models
         self._routes_seen_at = float("-inf")
         self._apps: Mapping[str, App] = {}
         self.table = RouteTable(store_url)
@@ -122,8 +126,8 @@ class ModelDirectory:
         return time.monotonic() - self._refreshed_at < _STALE_AFTER_S
 
     def served(self) -> list[ModelCard]:
-        """Models by their names for clients: a deployment's name stands for its versions."""
-        deployed = [route.card for route in self.routes.values()]
+        """Models by their names for clients, without aliases: a deployment's name stands for its versions."""
+        deployed = [route.card for name, route in self.routes.items() if name not in self.aliases]
         own = [
             card
             for card in self.cards.values()
@@ -133,7 +137,7 @@ class ModelDirectory:
 
     def resources(self, name: str) -> dict[str, Any] | None:
         """Resources of an instance of a deployment. None if unknown."""
-        app = self._apps.get(name)
+        app = self._apps.get(self.aliases.get(name, name))
         return in_full(app.active.needs) if app is not None and app.active is not None else None
 
     async def refresh(self) -> None:
@@ -165,12 +169,24 @@ class ModelDirectory:
                 self._on_deployments(self._apps, workers)
             live = [w.card for w in workers if w.card.adapters and _is_spoken(w.card)]
             self.adapters = {card.name: card for card in _adapters(cards, live)}
+            self._add_aliases()
             self._other_versions = others
             ready = [w for w in workers if w.state == "ready" and _is_spoken(w.card)]
             self.num_workers = Counter(w.card.name for w in ready)
             ready.sort(key=lambda worker: worker.max_num_seqs, reverse=True)
             self.num_seats = {w.card.name: w.max_num_seqs for w in ready}
             self._refreshed_at = time.monotonic()
+
+    def _add_aliases(self) -> None:
+        """Add a route for each alias of a known model."""
+        self.aliases = {}
+        for name, target in self._aliases.items():
+            card = self.cards.get(target) or self.adapters.get(target)
+            route = Route(card) if card is not None else self.routes.get(target)
+            if route is not None and self._known(name, "") is None:
+                self.aliases[name] = target
+                others = tuple((_as_alias(name, card), share) for card, share in route.others)
+                self.routes[name] = Route(_as_alias(name, route.card), others)
 
     async def _read_routes(
         self, known: Collection[str]
@@ -250,6 +266,7 @@ class ModelDirectory:
 
         It lists the models that offer the task, and that the tenant may use.
         """
+        name = self._aliases.get(name, name)
         if self._deployments is not None and name in self._deployments.unreadable:
             return record_unreadable()
         if self._gone.intersection((name, name.rpartition(":")[0])):
@@ -293,7 +310,8 @@ class ModelDirectory:
         self._looking = None
 
     def label(self, name: str) -> str:
-        """The name of a known model, else `other`: labels of metrics must be few."""
+        """The name of a known model, else `other`: labels of metrics must be few. An alias counts as its model."""
+        name = self.aliases.get(name, name)
         if name in self.cards or name in self.routes:
             return name
         adapter = self.adapters.get(name)
@@ -366,6 +384,11 @@ def _what_is_left(route: Route, known: Collection[str]) -> Route | None:
 def _as_deployed(name: str, card: ModelCard) -> ModelCard:
     """A version's card under the deployment's name. Its calls use the version's queue."""
     return replace(card, name=name, parent=card.name)
+
+
+def _as_alias(name: str, card: ModelCard) -> ModelCard:
+    """A card under another name. Its calls use the same queue and adapter."""
+    return replace(card, name=name, parent=card.queue)
 
 
 def _with_smaller_images(card: ModelCard, other: ModelCard) -> ModelCard:

@@ -57,6 +57,11 @@ Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_items)]
 Secrets = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_split_items)]
 
 
+def _is_name(name: str) -> bool:
+    """Whether it may be the name of a model: in headers and logs too."""
+    return bool(name.strip()) and name.isprintable()
+
+
 class GatewaySettings(Group):
     """The gateway."""
 
@@ -146,6 +151,10 @@ class GatewaySettings(Group):
         "`any-public`. None: no fetching.",
     )
 
+    aliases: dict[str, str] = Field(
+        default={},
+        description='Other names of models, as JSON, such as `{"gpt-4o": "qwen2.5-vl"}`.',
+    )
     unknown_fields: Literal["ignore", "refuse"] = Field(
         default="ignore",
         description="Unknown fields of a request: `ignore` and list them in `x-vlm-ignored`, or `refuse` with a 400.",
@@ -155,6 +164,19 @@ class GatewaySettings(Group):
         description="Origins whose web pages may call the APIs, comma separated, such as "
         "`https://app.example.com`, or `*`. None: no page of another origin.",
     )
+
+    @field_validator("aliases")
+    @classmethod
+    def check_aliases(cls, aliases: dict[str, str]) -> dict[str, str]:
+        """Accept names of models that are no aliases themselves. Raises: ValueError."""
+        if any(
+            target in aliases or not (_is_name(n) and _is_name(target))
+            for n, target in aliases.items()
+        ):
+            raise ValueError(
+                "name for each alias a model that is not an alias, and leave no name empty"
+            )
+        return aliases
 
     @field_validator("hosts")
     @classmethod
