@@ -90,6 +90,7 @@ class Services:
             settings.deploy.store,
             self.keys.may_use if self.keys is not None else lambda _tenant, _name: True,
             settings.gateway.aliases,
+            settings.gateway.model_defaults,
         )
         self.dispatcher = Dispatcher(
             self.queue,

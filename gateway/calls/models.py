@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextvars import Context
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from msgspec.structs import replace
@@ -34,6 +35,7 @@ from shared.protocol import PROTOCOL_VERSION, AdapterCard, ModelCard, explain_ve
 from shared.queue.api import QueueUnavailable
 from shared.queue.registry import Registry, WorkerRecord
 from shared.redis.outage import OutageLog
+from shared.settings.tree import ModelDefaults
 
 _REFRESH_PAUSE_S = 1.0
 _STALE_AFTER_S = 5.0
@@ -59,6 +61,11 @@ class Route:
     card: ModelCard
     others: tuple[tuple[ModelCard, float], ...] = ()
 
+    def changed(self, change: Callable[[ModelCard], ModelCard]) -> "Route":
+        """The same route with other cards."""
+        others = tuple((change(card), share) for card, share in self.others)
+        return Route(change(self.card), others)
+
     def pick(self, side: str) -> ModelCard:
         """The version for a client or a request; stable."""
         digest = hashlib.blake2b(f"{self.card.name}\0{side}".encode(), digest_size=8).digest()
@@ -75,7 +82,7 @@ class ModelDirectory:
 
     `on_models` is called before requests to a new model are accepted. `deployments` is their state, if the fleet
     has any, and `store_url` the store of packages; `on_deployments` is called with every refresh. `aliases` are
-    other names of models; a served model of the same name goes first.
+    other names of models; a served model of the same name goes first. `defaults`: of sampling fields, by name.
     """
 
     def __init__(
@@ -88,6 +95,7 @@ class ModelDirectory:
         store_url: str = "",
         may_use: Callable[[str, str], bool] = lambda _tenant, _name: True,
         aliases: Mapping[str, str] = {},
+        defaults: Mapping[str, ModelDefaults] = {},
     ) -> None:
         self.may_use = may_use
         self.registry = registry
@@ -97,6 +105,7 @@ class ModelDirectory:
         self.routes: dict[str, Route] = {}  #: by name
         self._deployed: dict[str, Route] = {}  # those of deployments
         self._aliases = aliases
+        self._defaults = {name: d.model_dump(exclude_none=True) for name, d in defaults.items()}
         self.aliases: dict[str, str] = {}  #: those of known models
         self._routes_seen_at = float("-inf")
         self._apps: Mapping[str, App] = {}
@@ -154,7 +163,11 @@ class ModelDirectory:
             silent = await self.registry.silence_s({card.name for card in known} - served)
             self._gone = frozenset(n for n, silent_s in silent.items() if silent_s > _GONE_AFTER_S)
             known = [card for card in known if card.name not in self._gone]
-            cards = {card.name: card for card in (*versions, *known) if _is_spoken(card)}
+            cards = {
+                card.name: self._with_defaults(card)
+                for card in (*versions, *known)
+                if _is_spoken(card)
+            }
             others = {card.name: card for card in known if not _is_spoken(card)}
             for worker in workers:
                 if (card := cards.get(worker.card.name)) is not None:
@@ -163,12 +176,15 @@ class ModelDirectory:
                 await self._open(sorted(new))
             self.cards = cards
             self._deployed = deployed
-            self.routes = deployed | dict(_weighted(routed, cards))
+            routes = deployed | dict(_weighted(routed, cards))
+            self.routes = {name: r.changed(self._with_defaults) for name, r in routes.items()}
             self.workers = workers
             if self._on_deployments is not None:
                 self._on_deployments(self._apps, workers)
             live = [w.card for w in workers if w.card.adapters and _is_spoken(w.card)]
-            self.adapters = {card.name: card for card in _adapters(cards, live)}
+            self.adapters = {
+                card.name: self._with_defaults(card) for card in _adapters(cards, live)
+            }
             self._add_aliases()
             self._other_versions = others
             ready = [w for w in workers if w.state == "ready" and _is_spoken(w.card)]
@@ -185,8 +201,13 @@ class ModelDirectory:
             route = Route(card) if card is not None else self.routes.get(target)
             if route is not None and self._known(name, "") is None:
                 self.aliases[name] = target
-                others = tuple((_as_alias(name, card), share) for card, share in route.others)
-                self.routes[name] = Route(_as_alias(name, route.card), others)
+                route = route.changed(partial(_as_alias, name))
+                self.routes[name] = route.changed(self._with_defaults)
+
+    def _with_defaults(self, card: ModelCard) -> ModelCard:
+        """A card with the operator's defaults of its name."""
+        values = self._defaults.get(card.name)
+        return replace(card, sampling=replace(card.sampling, **values)) if values else card
 
     async def _read_routes(
         self, known: Collection[str]

@@ -62,6 +62,17 @@ def _is_name(name: str) -> bool:
     return bool(name.strip()) and name.isprintable()
 
 
+class ModelDefaults(Group):
+    """Sampling fields of a model that requests leave out."""
+
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, ge=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1, lt=2**31)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    repetition_penalty: float | None = Field(default=None, ge=0.1, le=10)
+    max_tokens: int | None = Field(default=None, ge=1)
+
+
 class GatewaySettings(Group):
     """The gateway."""
 
@@ -154,6 +165,11 @@ class GatewaySettings(Group):
     aliases: dict[str, str] = Field(
         default={},
         description='Other names of models, as JSON, such as `{"gpt-4o": "qwen2.5-vl"}`.',
+    )
+    model_defaults: dict[str, ModelDefaults] = Field(
+        default={},
+        description="Sampling fields that requests to a model may leave out, as JSON, such as "
+        '`{"qwen2.5-vl": {"temperature": 0.2, "max_tokens": 512}}`. They go before those of the checkpoint.',
     )
     unknown_fields: Literal["ignore", "refuse"] = Field(
         default="ignore",

@@ -143,3 +143,51 @@ def test_aliases_reach_child_processes(monkeypatch):
     variables = to_environment(settings)
     monkeypatch.setenv("VLM_GATEWAY__ALIASES", variables["VLM_GATEWAY__ALIASES"])
     assert load_settings() == settings
+
+
+DEFAULTS = {
+    MODEL: {"temperature": 0.25, "max_tokens": 9},
+    ALIAS: {"temperature": 0.75, "top_p": 0.5},
+}
+
+
+@pytest.mark.parametrize(
+    "changes", [{"gateway": {"aliases": {ALIAS: MODEL}, "model_defaults": DEFAULTS}}]
+)
+async def test_defaults_of_a_model_apply_to_fields_that_a_request_leaves_out(gateway, worker):
+    message = {"messages": MESSAGES, "model": MODEL}
+    for path, body in (
+        ("/v1/chat/completions", message),
+        ("/v1/chat/completions", message | {"temperature": 1, "max_tokens": 3}),
+        ("/v1/chat/completions", message | {"model": ALIAS}),
+        ("/v1/completions", {"prompt": "hi", "model": MODEL}),
+        ("/v1/responses", {"input": "hi", "model": MODEL}),
+        ("/v1/messages", message | {"max_tokens": 3}),
+        ("/api/chat", message | {"stream": False}),
+    ):
+        answer = await gateway.client.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+    sampled = [request.task.sampling for request in worker.requests]
+    assert [(s.temperature, s.top_p, s.max_tokens) for s in sampled] == [
+        (0.25, 1.0, 9), (1.0, 1.0, 3), (0.75, 0.5, 9), (0.25, 1.0, 16), (0.25, 1.0, 9),
+        (0.25, 1.0, 3), (0.25, 1.0, 9),
+    ]  # fmt: skip
+    model, alias = (await gateway.client.get("/v1/models")).json()["data"]
+    assert model["default_sampling"] == DEFAULTS[MODEL]
+    assert alias["default_sampling"] == {"temperature": 0.75, "top_p": 0.5, "max_tokens": 9}
+
+
+@pytest.mark.parametrize("fields", [{"temprature": 1}, {"temperature": 3}, {"max_tokens": 0}])
+def test_unknown_and_impossible_defaults_are_refused_at_the_start(monkeypatch, fields):
+    monkeypatch.setenv("VLM_GATEWAY__MODEL_DEFAULTS", json.dumps({MODEL: fields}))
+    name = f"VLM_GATEWAY__MODEL_DEFAULTS__TINY__{next(iter(fields)).upper()}: "
+    with pytest.raises(SettingsError, match=name):
+        load_settings()
+
+
+def test_defaults_reach_child_processes(monkeypatch):
+    monkeypatch.setenv("VLM_GATEWAY__MODEL_DEFAULTS", json.dumps(DEFAULTS))
+    settings = load_settings()
+    for name, value in to_environment(settings).items():
+        monkeypatch.setenv(name, value)
+    assert load_settings() == settings
