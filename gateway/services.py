@@ -15,6 +15,7 @@ from gateway.batches.records import Batches
 from gateway.batches.runner import MAX_OPEN_LINES, BatchRunner
 from gateway.calls.affinity import PrefixAffinity
 from gateway.calls.dispatcher import Dispatcher
+from gateway.calls.fallbacks import Fallbacks
 from gateway.calls.kept import KeptAnswers
 from gateway.calls.key_limits import KeyLimits, Refunds
 from gateway.calls.lifecycle import Lifecycle
@@ -154,6 +155,7 @@ class Services:
             dispatcher=self.dispatcher,
             resume=Resume(self.queue, self.records, self.dispatcher, timeout_s),
             refunds=self.refunds,
+            fallbacks=Fallbacks(self.settings.gateway.fallbacks, self.models, self.metrics),
             kept=KeptAnswers(self.answers, self.blobs, self.settings.gateway.response_ttl_s),
             metrics=self.metrics,
             tracer=self.tracer,

@@ -20,6 +20,7 @@ from msgspec.structs import replace
 
 from gateway.calls.affinity import PrefixAffinity
 from gateway.calls.dispatcher import Dispatcher
+from gateway.calls.fallbacks import Fallbacks
 from gateway.calls.kept import KeptAnswers
 from gateway.calls.key_limits import KeyLimits, Refunds
 from gateway.calls.models import ModelDirectory
@@ -70,6 +71,7 @@ class Lifecycle:
     dispatcher: Dispatcher
     resume: Resume
     refunds: Refunds
+    fallbacks: Fallbacks
     kept: KeptAnswers
     metrics: GatewayMetrics
     tracer: "Tracer | None"
@@ -166,46 +168,61 @@ class Lifecycle:
             recorder.user = request.user
             if recorder.is_traced:
                 recorder.describe(surface.describe(request))
-            side = request.user or context.id
-            card = await self.models.find(request.model, side, surface.task, context.tenant)
-            recorder.model = self.models.label(card.name)
-            if surface.task not in card.tasks:
-                raise _wrong_task(surface, card)
-            created = int(time.time())  # noqa: TID251
-            head = AnswerHead(surface.id_prefix + context.id, created, card.name, card.package)
-            if (body := surface.without_worker(request, head)) is not None:
-                await exchange.answer(200, JSON_HEADERS, body)
-                return None
-            if surface.keeps_answers:
-                request = await self._recall(surface, request, context)
-            plan = surface.plan(request, context, card)
-            check_images(plan.images, surface.task, card, self.limits)
-            recorder.priority, recorder.num_prompts = plan.priority, plan.num_prompts
-            may_resume = not RESUME_HEADERS.isdisjoint(context.headers)
-            resumes = may_resume and is_resumable(context, plan)
-            if resumes:  # an Idempotency-Key identifies the answer
-                head = replace(head, id=surface.id_prefix + context.id)
-            submit = partial(self._submit, plan, card, context, recorder.clock, held)
-            if resumes:
-                limits = self.key_limits.limits(plan.priority, context.tenant)
-                shard = self.dispatcher.queue.place(context.id, context.tenant, limits, None)
-                reply = await self.resume.open(
-                    surface, request, plan, head, card.queue, context, shard, submit
-                )
-                if surface.keeps_answers and reply.call.images:
-                    await self.kept.hold(reply.id, reply.call.images, self.resume.keep_s)
-                    await self.resume.note_images(context.id, reply.call.images)
-                return reply
-            answer = surface.answer(plan.options, head)
-            return Reply(
-                surface,
-                await submit(),
-                answer,
-                plan.is_streamed,
-                plan.shows_timings,
-                id=head.id,
-                package=head.package,
+            ask = partial(self._ask, surface, request, exchange, recorder, held)
+            return await self.fallbacks.ask(ask, request.model, surface, context, recorder)
+
+    async def _ask(
+        self,
+        surface: Surface,
+        request: Request,
+        exchange: Exchange,
+        recorder: Recorder,
+        held: HeldBody,
+        model: str,
+    ) -> Reply | None:
+        """Queue a request to a model. Returns None if it is already answered."""
+        context = exchange.context
+        card = await self.models.find(
+            model, request.user or context.id, surface.task, context.tenant
+        )
+        recorder.model = self.models.label(card.name)
+        if surface.task not in card.tasks:
+            raise _wrong_task(surface, card)
+        created = int(time.time())  # noqa: TID251
+        head = AnswerHead(surface.id_prefix + context.id, created, card.name, card.package)
+        if (body := surface.without_worker(request, head)) is not None:
+            await exchange.answer(200, JSON_HEADERS, body)
+            return None
+        if surface.keeps_answers:
+            request = await self._recall(surface, request, context)
+        plan = surface.plan(request, context, card)
+        check_images(plan.images, surface.task, card, self.limits)
+        recorder.priority, recorder.num_prompts = plan.priority, plan.num_prompts
+        may_resume = not RESUME_HEADERS.isdisjoint(context.headers)
+        resumes = may_resume and is_resumable(context, plan)
+        if resumes:  # an Idempotency-Key identifies the answer
+            head = replace(head, id=surface.id_prefix + context.id)
+        submit = partial(self._submit, plan, card, context, recorder.clock, held)
+        if resumes:
+            limits = self.key_limits.limits(plan.priority, context.tenant)
+            shard = self.dispatcher.queue.place(context.id, context.tenant, limits, None)
+            reply = await self.resume.open(
+                surface, request, plan, head, card.queue, context, shard, submit
             )
+            if surface.keeps_answers and reply.call.images:
+                await self.kept.hold(reply.id, reply.call.images, self.resume.keep_s)
+                await self.resume.note_images(context.id, reply.call.images)
+            return reply
+        answer = surface.answer(plan.options, head)
+        return Reply(
+            surface,
+            await submit(),
+            answer,
+            plan.is_streamed,
+            plan.shows_timings,
+            id=head.id,
+            package=head.package,
+        )
 
     async def _recall(self, surface: Surface, request: Request, context: RequestContext) -> Request:
         """Add the previous answer to a request that continues it. Raises: NotFound, RecordsUnavailable."""

@@ -149,6 +149,16 @@ class ModelDirectory:
         app = self._apps.get(self.aliases.get(name, name))
         return in_full(app.active.needs) if app is not None and app.active is not None else None
 
+    def num_ready(self, name: str) -> int:
+        """Workers that take requests to a name now."""
+        card = self._known(name, "")
+        return 0 if card is None else self.num_workers[card.queue]
+
+    def is_at_rest(self, name: str) -> bool:
+        """Whether it is a deployment without instances, which a request starts."""
+        app = self._apps.get(self.aliases.get(name, name))
+        return app is not None and app.active is not None and app.desired == 0
+
     async def refresh(self) -> None:
         """Read the registry. Raises: QueueUnavailable, RedisError, OSError."""
         async with self._lock:

@@ -171,6 +171,11 @@ class GatewaySettings(Group):
         description="Sampling fields that requests to a model may leave out, as JSON, such as "
         '`{"qwen2.5-vl": {"temperature": 0.2, "max_tokens": 512}}`. They go before those of the checkpoint.',
     )
+    fallbacks: dict[str, str] = Field(
+        default={},
+        description="Models that answer while another one's queue is full or it has no worker, as JSON, such as "
+        '`{"qwen2.5-vl": "smolvlm2"}`. Empty: none.',
+    )
     unknown_fields: Literal["ignore", "refuse"] = Field(
         default="ignore",
         description="Unknown fields of a request: `ignore` and list them in `x-vlm-ignored`, or `refuse` with a 400.",
@@ -193,6 +198,16 @@ class GatewaySettings(Group):
                 "name for each alias a model that is not an alias, and leave no name empty"
             )
         return aliases
+
+    @field_validator("fallbacks")
+    @classmethod
+    def check_fallbacks(cls, fallbacks: dict[str, str]) -> dict[str, str]:
+        """Accept two different names each. Raises: ValueError."""
+        if any(
+            n == other or not (_is_name(n) and _is_name(other)) for n, other in fallbacks.items()
+        ):
+            raise ValueError("name for each model another one, and leave no name empty")
+        return fallbacks
 
     @field_validator("hosts")
     @classmethod

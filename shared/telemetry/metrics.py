@@ -101,6 +101,9 @@ GATEWAY_METRICS = (
     Metric("vlm_ready_workers", "gauge", "Workers that take requests. Every gateway shows the same.", ("model",)),
     Metric("vlm_admission_rejections_total", "counter",
            "Requests refused before they were queued.", ("reason",)),
+    Metric("vlm_fallbacks_total", "counter",
+           "Requests to a model whose queue was full, or that had no worker, which its fallback took.",
+           ("model", "fallback")),
     Metric("vlm_images_total", "counter", "Images in requests: accepted or refused.", ("outcome",)),
     Metric("vlm_home_requests_total", "counter",
            "Requests with prefix affinity: reserved for the preferred worker (home), and of these, returned to the queue "
@@ -281,6 +284,10 @@ class GatewayMetrics:
     def record_rejection(self, reason: str) -> None:
         """Count a request that was refused before it was queued."""
         self._set.counters["vlm_admission_rejections_total"].labels(reason).inc()
+
+    def record_fallback(self, model: str, fallback: str) -> None:
+        """Count a request to a model that its fallback took."""
+        self._set.counters["vlm_fallbacks_total"].labels(model, fallback).inc()
 
     def record_image(self, outcome: str) -> None:
         """Count an image of a request: `accepted` or `refused`."""
