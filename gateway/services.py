@@ -16,6 +16,7 @@ from gateway.batches.runner import MAX_OPEN_LINES, BatchRunner
 from gateway.calls.affinity import PrefixAffinity
 from gateway.calls.dispatcher import Dispatcher
 from gateway.calls.fallbacks import Fallbacks
+from gateway.calls.hooks import Hooks, load_hooks
 from gateway.calls.kept import KeptAnswers
 from gateway.calls.key_limits import KeyLimits, Refunds
 from gateway.calls.lifecycle import Lifecycle
@@ -140,6 +141,13 @@ class Services:
     def _on_keys_ended(self, tenants: Collection[str]) -> None:
         self.dispatcher.fail_tenants(tenants, "The API key of this request has ended.")
 
+    def _create_hooks(self) -> Hooks | None:
+        """The hooks of the operator, if there are any. Raises: SettingsError."""
+        settings = self.settings.gateway
+        is_open = settings.hook_failure == "open"
+        found = load_hooks(settings.hooks)
+        return Hooks(found, settings.hook_timeout_s, is_open, self.metrics) if found else None
+
     def _create_lifecycle(self) -> Lifecycle:
         timeout_s = self.settings.gateway.request_timeout_s
         return Lifecycle(
@@ -156,6 +164,7 @@ class Services:
             resume=Resume(self.queue, self.records, self.dispatcher, timeout_s),
             refunds=self.refunds,
             fallbacks=Fallbacks(self.settings.gateway.fallbacks, self.models, self.metrics),
+            hooks=self._create_hooks(),
             kept=KeptAnswers(self.answers, self.blobs, self.settings.gateway.response_ttl_s),
             metrics=self.metrics,
             tracer=self.tracer,

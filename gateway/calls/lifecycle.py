@@ -21,6 +21,7 @@ from msgspec.structs import replace
 from gateway.calls.affinity import PrefixAffinity
 from gateway.calls.dispatcher import Dispatcher
 from gateway.calls.fallbacks import Fallbacks
+from gateway.calls.hooks import Hooks
 from gateway.calls.kept import KeptAnswers
 from gateway.calls.key_limits import KeyLimits, Refunds
 from gateway.calls.models import ModelDirectory
@@ -72,6 +73,7 @@ class Lifecycle:
     resume: Resume
     refunds: Refunds
     fallbacks: Fallbacks
+    hooks: Hooks | None
     kept: KeptAnswers
     metrics: GatewayMetrics
     tracer: "Tracer | None"
@@ -197,6 +199,9 @@ class Lifecycle:
             request = await self._recall(surface, request, context)
         plan = surface.plan(request, context, card)
         check_images(plan.images, surface.task, card, self.limits)
+        if self.hooks is not None:
+            self.key_limits.check(card.queue, context.tenant)
+            plan = await self.hooks.before(plan, surface, card.name, context)
         recorder.priority, recorder.num_prompts = plan.priority, plan.num_prompts
         may_resume = not RESUME_HEADERS.isdisjoint(context.headers)
         resumes = may_resume and is_resumable(context, plan)
@@ -222,6 +227,7 @@ class Lifecycle:
             plan.shows_timings,
             id=head.id,
             package=head.package,
+            model=head.model,
         )
 
     async def _recall(self, surface: Surface, request: Request, context: RequestContext) -> Request:
@@ -396,6 +402,8 @@ class Lifecycle:
 
     async def _send_whole(self, exchange: Exchange, reply: Reply, recorder: Recorder) -> None:
         events = await self._collect(reply.call, recorder)
+        if self.hooks is not None:
+            events = await self.hooks.after(events, reply, exchange.context)
         e2e_s = recorder.clock.elapsed_s()
         stages = recorder.stages(e2e_s)
         if reply.shows_timings:
@@ -443,6 +451,7 @@ class Lifecycle:
         if reply.package:
             headers.append((_PACKAGE, reply.package.encode()))
         await exchange.start(200, headers)
+        seen = list(events)
         while not recorder.is_complete:
             if not events:
                 await exchange.write(surface.keep_alive)
@@ -450,6 +459,10 @@ class Lifecycle:
                 await exchange.write(b"".join([data for _, data in frames]))
             events = await call.receive(self.settings.keep_alive_s)
             recorder.note(events)
+            if self.hooks is not None:
+                seen += events
+        if self.hooks is not None:
+            await self.hooks.after(seen, reply, exchange.context)
         if reply.shows_timings:
             e2e_s = recorder.clock.elapsed_s()
             recorder.totals.timings = body_timings(recorder.stages(e2e_s), e2e_s)

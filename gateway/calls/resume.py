@@ -460,4 +460,14 @@ def _numbered_reply(
 ) -> Reply:
     where = [(b"x-vlm-stream", (STREAM_PATH + head.id).encode())]
     numbered = NumberedAnswer(surface, answer, last_id)
-    return Reply(surface, call, numbered, is_streamed, shows_timings, where, head.id, head.package)
+    return Reply(
+        surface,
+        call,
+        numbered,
+        is_streamed,
+        shows_timings,
+        where,
+        head.id,
+        head.package,
+        head.model,
+    )

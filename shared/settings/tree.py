@@ -176,6 +176,16 @@ class GatewaySettings(Group):
         description="Models that answer while another one's queue is full or it has no worker, as JSON, such as "
         '`{"qwen2.5-vl": "smolvlm2"}`. Empty: none.',
     )
+    hooks: Names = Field(
+        default=(),
+        description="Code that sees prompts and answers, comma separated: `module:object`, or names of the entry points "
+        "`vlm_fleet.hooks` of installed packages. They run in this order.",
+    )
+    hook_timeout_s: float = Field(default=5.0, gt=0, description="Time limit of each hook.")
+    hook_failure: Literal["closed", "open"] = Field(
+        default="closed",
+        description="If a hook fails or takes too long: `closed` answers 503, `open` goes on without it.",
+    )
     unknown_fields: Literal["ignore", "refuse"] = Field(
         default="ignore",
         description="Unknown fields of a request: `ignore` and list them in `x-vlm-ignored`, or `refuse` with a 400.",

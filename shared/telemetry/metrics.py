@@ -104,6 +104,7 @@ GATEWAY_METRICS = (
     Metric("vlm_fallbacks_total", "counter",
            "Requests to a model whose queue was full, or that had no worker, which its fallback took.",
            ("model", "fallback")),
+    Metric("vlm_hook_failures_total", "counter", "Hooks that failed or took too long.", ("hook",)),
     Metric("vlm_images_total", "counter", "Images in requests: accepted or refused.", ("outcome",)),
     Metric("vlm_home_requests_total", "counter",
            "Requests with prefix affinity: reserved for the preferred worker (home), and of these, returned to the queue "
@@ -288,6 +289,10 @@ class GatewayMetrics:
     def record_fallback(self, model: str, fallback: str) -> None:
         """Count a request to a model that its fallback took."""
         self._set.counters["vlm_fallbacks_total"].labels(model, fallback).inc()
+
+    def record_hook_failure(self, hook: str) -> None:
+        """Count a hook that failed or took too long."""
+        self._set.counters["vlm_hook_failures_total"].labels(hook).inc()
 
     def record_image(self, outcome: str) -> None:
         """Count an image of a request: `accepted` or `refused`."""
