@@ -178,8 +178,8 @@ class GatewaySettings(Group):
     )
     hooks: Names = Field(
         default=(),
-        description="Code that sees prompts and answers, comma separated: `module:object`, or names of the entry points "
-        "`vlm_fleet.hooks` of installed packages. They run in this order.",
+        description="Code that sees prompts and answers, comma separated: `module:object`, or names of entry points of "
+        "installed packages. They run in this order.",
     )
     hook_timeout_s: float = Field(default=5.0, gt=0, description="Time limit of each hook.")
     hook_failure: Literal["closed", "open"] = Field(
