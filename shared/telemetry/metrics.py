@@ -245,6 +245,14 @@ class RequestRecord:
     num_choices: int = 1
     priority: str = "interactive"
 
+    @property
+    def per_token_s(self) -> float | None:
+        """Mean time per output token after the first."""
+        num_gaps = self.num_output_tokens - self.num_choices
+        if self.ttft_s is None or num_gaps <= 0:
+            return None
+        return (self.e2e_s - self.ttft_s) * self.num_choices / num_gaps
+
 
 class GatewayMetrics:
     """The gateway's metrics, in a registry of their own."""
@@ -447,10 +455,8 @@ class _ModelMetrics:
         self.duration.observe(record.e2e_s)
         if record.ttft_s is not None:
             self.first_token.observe(record.ttft_s)
-            num_gaps = record.num_output_tokens - record.num_choices
-            if num_gaps > 0:
-                decode_s = record.e2e_s - record.ttft_s
-                self.per_token.observe(decode_s * record.num_choices / num_gaps)
+        if (per_token_s := record.per_token_s) is not None:
+            self.per_token.observe(per_token_s)
         self.prompt.inc(record.num_prompt_tokens)
         self.generation.inc(record.num_output_tokens)
         if record.num_image_tokens:
