@@ -150,6 +150,7 @@ class Services:
 
     def _create_lifecycle(self) -> Lifecycle:
         timeout_s = self.settings.gateway.request_timeout_s
+        names = self.settings.gateway.fallbacks
         return Lifecycle(
             gateway_id=self.gateway_id,
             settings=self.settings.gateway,
@@ -163,7 +164,7 @@ class Services:
             dispatcher=self.dispatcher,
             resume=Resume(self.queue, self.records, self.dispatcher, timeout_s),
             refunds=self.refunds,
-            fallbacks=Fallbacks(self.settings.gateway.fallbacks, self.models, self.metrics),
+            fallbacks=Fallbacks(names, self.models, self.metrics) if names else None,
             hooks=self._create_hooks(),
             kept=KeptAnswers(self.answers, self.blobs, self.settings.gateway.response_ttl_s),
             metrics=self.metrics,

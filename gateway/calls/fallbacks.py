@@ -34,7 +34,8 @@ class Fallbacks:
         fallback refuses the request, the outcome is the model's own. Raises: as `ask`.
         """
         models, tenant = self._models, context.tenant
-        other = self._names.get(asked) or self._names.get(models.aliases.get(asked, ""), "")
+        name = asked if asked in self._names else models.target(asked)
+        other = self._names.get(name, "")
         is_possible = (
             other
             and surface.task == "generate"
@@ -62,5 +63,5 @@ class Fallbacks:
             if refused is not None:
                 raise refused from None
             return await ask(asked)
-        self._metrics.record_fallback(models.label(asked), models.label(other))
+        self._metrics.record_fallback(name, other)
         return reply

@@ -72,7 +72,7 @@ class Lifecycle:
     dispatcher: Dispatcher
     resume: Resume
     refunds: Refunds
-    fallbacks: Fallbacks
+    fallbacks: Fallbacks | None
     hooks: Hooks | None
     kept: KeptAnswers
     metrics: GatewayMetrics
@@ -171,6 +171,8 @@ class Lifecycle:
             if recorder.is_traced:
                 recorder.describe(surface.describe(request))
             ask = partial(self._ask, surface, request, exchange, recorder, held)
+            if self.fallbacks is None:
+                return await ask(request.model)
             return await self.fallbacks.ask(ask, request.model, surface, context, recorder)
 
     async def _ask(

@@ -149,6 +149,10 @@ class ModelDirectory:
         app = self._apps.get(self.aliases.get(name, name))
         return in_full(app.active.needs) if app is not None and app.active is not None else None
 
+    def target(self, name: str) -> str:
+        """The model of an alias, whether it is known or not; the name itself, if it is no alias."""
+        return self._aliases.get(name, name)
+
     def num_ready(self, name: str) -> int:
         """Workers that take requests to a name now."""
         card = self._known(name, "")
@@ -297,7 +301,7 @@ class ModelDirectory:
 
         It lists the models that offer the task, and that the tenant may use.
         """
-        name = self._aliases.get(name, name)
+        name = self.target(name)
         if self._deployments is not None and name in self._deployments.unreadable:
             return record_unreadable()
         if self._gone.intersection((name, name.rpartition(":")[0])):

@@ -33,7 +33,10 @@ def card():
 
 @pytest.fixture
 def changes():
-    return {"gateway": {"fallbacks": FALLBACKS}, "limits": {"max_queue_depth": 1}}
+    return {
+        "gateway": {"fallbacks": FALLBACKS, "aliases": {"alias": "absent"}},
+        "limits": {"max_queue_depth": 1},
+    }
 
 
 @pytest.fixture
@@ -121,6 +124,9 @@ async def test_the_fallback_answers_for_a_model_without_a_worker(gateway, other,
     await gateway.services.models.refresh()
     answer = await gateway.chat(make_body(model="absent"))
     assert (answer.json()["model"], answer.headers[FROM]) == (OTHER, "absent")
+    answer = await gateway.chat(make_body(model="alias"))
+    assert (answer.json()["model"], answer.headers[FROM]) == (OTHER, "alias")
+    assert await counted(gateway) == ['vlm_fallbacks_total{fallback="other",model="absent"} 2.0']
     assert FROM not in (await gateway.chat()).headers
     for name in ("scripted", MODEL):
         await worker.registry.withdraw(name)
