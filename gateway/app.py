@@ -26,6 +26,7 @@ _SHOWN_TO_PAGES = (
     "server-timing",
     "x-request-id",
     "x-should-retry",
+    "x-vlm-fallback-from",
     "x-vlm-ignored",
     "x-vlm-package",
     "x-vlm-stream",

@@ -15,6 +15,8 @@ from gateway.batches.records import Batches
 from gateway.batches.runner import MAX_OPEN_LINES, BatchRunner
 from gateway.calls.affinity import PrefixAffinity
 from gateway.calls.dispatcher import Dispatcher
+from gateway.calls.fallbacks import Fallbacks
+from gateway.calls.hooks import Hooks, load_hooks
 from gateway.calls.kept import KeptAnswers
 from gateway.calls.key_limits import KeyLimits, Refunds
 from gateway.calls.lifecycle import Lifecycle
@@ -89,6 +91,8 @@ class Services:
             self.metrics.deployments.observe,
             settings.deploy.store,
             self.keys.may_use if self.keys is not None else lambda _tenant, _name: True,
+            settings.gateway.aliases,
+            settings.gateway.model_defaults,
         )
         self.dispatcher = Dispatcher(
             self.queue,
@@ -137,8 +141,16 @@ class Services:
     def _on_keys_ended(self, tenants: Collection[str]) -> None:
         self.dispatcher.fail_tenants(tenants, "The API key of this request has ended.")
 
+    def _create_hooks(self) -> Hooks | None:
+        """The hooks of the operator, if there are any. Raises: SettingsError."""
+        settings = self.settings.gateway
+        is_open = settings.hook_failure == "open"
+        found = load_hooks(settings.hooks)
+        return Hooks(found, settings.hook_timeout_s, is_open, self.metrics) if found else None
+
     def _create_lifecycle(self) -> Lifecycle:
         timeout_s = self.settings.gateway.request_timeout_s
+        names = self.settings.gateway.fallbacks
         return Lifecycle(
             gateway_id=self.gateway_id,
             settings=self.settings.gateway,
@@ -152,6 +164,8 @@ class Services:
             dispatcher=self.dispatcher,
             resume=Resume(self.queue, self.records, self.dispatcher, timeout_s),
             refunds=self.refunds,
+            fallbacks=Fallbacks(names, self.models, self.metrics) if names else None,
+            hooks=self._create_hooks(),
             kept=KeptAnswers(self.answers, self.blobs, self.settings.gateway.response_ttl_s),
             metrics=self.metrics,
             tracer=self.tracer,

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
+    ExportMetricsServiceRequest,
+)
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span as SentSpan
@@ -38,16 +41,29 @@ class Collector:
     def __init__(self) -> None:
         self.url = ""
         self.bodies: list[bytes] = []
+        self.metric_bodies: list[bytes] = []
         self._changed = threading.Condition()
 
-    def take(self, body: bytes) -> None:
+    def take(self, path: str, body: bytes) -> None:
         with self._changed:
-            self.bodies.append(body)
+            (self.metric_bodies if path.endswith("metrics") else self.bodies).append(body)
             self._changed.notify_all()
 
     @property
     def spans(self) -> list[Span]:
         return [span for body in self.bodies for span in _read(body)]
+
+    @property
+    def measured(self) -> list[tuple[str, dict[str, Any], int, float]]:
+        """Name, attributes, count and sum of each histogram in the last export."""
+        last = ExportMetricsServiceRequest.FromString(self.metric_bodies[-1])
+        return [
+            (metric.name, _values(point.attributes), point.count, point.sum)
+            for resource in last.resource_metrics
+            for scope in resource.scope_metrics
+            for metric in scope.metrics
+            for point in metric.histogram.data_points
+        ]
 
     def wait_for(self, count: int) -> list[Span]:
         """All spans, once there are so many."""
@@ -97,7 +113,7 @@ def run_collector() -> Iterator[Collector]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            collector.take(self.rfile.read(int(self.headers["content-length"])))
+            collector.take(self.path, self.rfile.read(int(self.headers["content-length"])))
             self.send_response(200)
             self.send_header("content-length", "0")
             self.end_headers()

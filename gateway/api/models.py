@@ -60,7 +60,7 @@ class ModelObject(msgspec.Struct):
     #: Dimensions of its vectors, and shorter ones that are supported; absent without vectors.
     dimensions: int | msgspec.UnsetType = msgspec.UNSET
     shorter_dimensions: tuple[int, ...] | msgspec.UnsetType = msgspec.UNSET
-    #: The base model of an adapter.
+    #: The base model of an adapter, or the model of an alias.
     parent: str | None = None
     root: str | None = None
     #: Deployment and digest of its package, `name@sha256:...`.
@@ -75,7 +75,7 @@ class ModelObject(msgspec.Struct):
 class ModelList(msgspec.Struct):
     """Models with workers first.
 
-    Within these, models of workers, then deployments, their versions, and adapters, each newest first.
+    Within these, models of workers, then deployments, their versions, adapters, and aliases, each newest first.
     """
 
     data: list[ModelObject]
@@ -125,7 +125,13 @@ class Models(Resource):
         known = {**models.cards, **models.adapters, **deployed}
         tenant = caller.context.tenant
         found = [card for name, card in known.items() if models.may_use(tenant, name)]
-        found.sort(key=lambda card: (models.num_workers[card.queue] == 0, *_order(card)))
+        found.sort(
+            key=lambda card: (
+                models.num_workers[card.queue] == 0,
+                card.name in models.aliases,
+                *_order(card),
+            )
+        )
         objects = [self._to_object(card) for card in found]
         if _is_anthropic(caller):
             names = [each.id for each in objects] or [None]
@@ -169,8 +175,8 @@ class Models(Resource):
             format=card.format or None,
             dimensions=card.dimensions or msgspec.UNSET,
             shorter_dimensions=card.shorter_dimensions if card.dimensions else msgspec.UNSET,
-            parent=card.parent or None,
-            root=card.queue,
+            parent=models.aliases.get(card.name) or card.parent or None,
+            root=models.aliases.get(card.name) or card.queue,
             package=card.package or msgspec.UNSET,
             digest=card.digest or msgspec.UNSET,
             prompts=card.prompts or msgspec.UNSET,

@@ -20,6 +20,8 @@ from msgspec.structs import replace
 
 from gateway.calls.affinity import PrefixAffinity
 from gateway.calls.dispatcher import Dispatcher
+from gateway.calls.fallbacks import Fallbacks
+from gateway.calls.hooks import Hooks
 from gateway.calls.kept import KeptAnswers
 from gateway.calls.key_limits import KeyLimits, Refunds
 from gateway.calls.models import ModelDirectory
@@ -70,6 +72,8 @@ class Lifecycle:
     dispatcher: Dispatcher
     resume: Resume
     refunds: Refunds
+    fallbacks: Fallbacks | None
+    hooks: Hooks | None
     kept: KeptAnswers
     metrics: GatewayMetrics
     tracer: "Tracer | None"
@@ -166,46 +170,67 @@ class Lifecycle:
             recorder.user = request.user
             if recorder.is_traced:
                 recorder.describe(surface.describe(request))
-            side = request.user or context.id
-            card = await self.models.find(request.model, side, surface.task, context.tenant)
-            recorder.model = self.models.label(card.name)
-            if surface.task not in card.tasks:
-                raise _wrong_task(surface, card)
-            created = int(time.time())  # noqa: TID251
-            head = AnswerHead(surface.id_prefix + context.id, created, card.name, card.package)
-            if (body := surface.without_worker(request, head)) is not None:
-                await exchange.answer(200, JSON_HEADERS, body)
-                return None
-            if surface.keeps_answers:
-                request = await self._recall(surface, request, context)
-            plan = surface.plan(request, context, card)
-            check_images(plan.images, surface.task, card, self.limits)
-            recorder.priority, recorder.num_prompts = plan.priority, plan.num_prompts
-            may_resume = not RESUME_HEADERS.isdisjoint(context.headers)
-            resumes = may_resume and is_resumable(context, plan)
-            if resumes:  # an Idempotency-Key identifies the answer
-                head = replace(head, id=surface.id_prefix + context.id)
-            submit = partial(self._submit, plan, card, context, recorder.clock, held)
-            if resumes:
-                limits = self.key_limits.limits(plan.priority, context.tenant)
-                shard = self.dispatcher.queue.place(context.id, context.tenant, limits, None)
-                reply = await self.resume.open(
-                    surface, request, plan, head, card.queue, context, shard, submit
-                )
-                if surface.keeps_answers and reply.call.images:
-                    await self.kept.hold(reply.id, reply.call.images, self.resume.keep_s)
-                    await self.resume.note_images(context.id, reply.call.images)
-                return reply
-            answer = surface.answer(plan.options, head)
-            return Reply(
-                surface,
-                await submit(),
-                answer,
-                plan.is_streamed,
-                plan.shows_timings,
-                id=head.id,
-                package=head.package,
+            ask = partial(self._ask, surface, request, exchange, recorder, held)
+            if self.fallbacks is None:
+                return await ask(request.model)
+            return await self.fallbacks.ask(ask, request.model, surface, context, recorder)
+
+    async def _ask(
+        self,
+        surface: Surface,
+        request: Request,
+        exchange: Exchange,
+        recorder: Recorder,
+        held: HeldBody,
+        model: str,
+    ) -> Reply | None:
+        """Queue a request to a model. Returns None if it is already answered."""
+        context = exchange.context
+        card = await self.models.find(
+            model, request.user or context.id, surface.task, context.tenant
+        )
+        recorder.model = self.models.label(card.name)
+        if surface.task not in card.tasks:
+            raise _wrong_task(surface, card)
+        created = int(time.time())  # noqa: TID251
+        head = AnswerHead(surface.id_prefix + context.id, created, card.name, card.package)
+        if (body := surface.without_worker(request, head)) is not None:
+            await exchange.answer(200, JSON_HEADERS, body)
+            return None
+        if surface.keeps_answers:
+            request = await self._recall(surface, request, context)
+        plan = surface.plan(request, context, card)
+        check_images(plan.images, surface.task, card, self.limits)
+        if self.hooks is not None:
+            self.key_limits.check(card.queue, context.tenant)
+            plan = await self.hooks.before(plan, surface, card.name, context)
+        recorder.priority, recorder.num_prompts = plan.priority, plan.num_prompts
+        may_resume = not RESUME_HEADERS.isdisjoint(context.headers)
+        resumes = may_resume and is_resumable(context, plan)
+        if resumes:  # an Idempotency-Key identifies the answer
+            head = replace(head, id=surface.id_prefix + context.id)
+        submit = partial(self._submit, plan, card, context, recorder.clock, held)
+        if resumes:
+            limits = self.key_limits.limits(plan.priority, context.tenant)
+            shard = self.dispatcher.queue.place(context.id, context.tenant, limits, None)
+            reply = await self.resume.open(
+                surface, request, plan, head, card.queue, context, shard, submit
             )
+            if surface.keeps_answers and reply.call.images:
+                await self.kept.hold(reply.id, reply.call.images, self.resume.keep_s)
+                await self.resume.note_images(context.id, reply.call.images)
+            return reply
+        answer = surface.answer(plan.options, head)
+        return Reply(
+            surface,
+            await submit(),
+            answer,
+            plan.is_streamed,
+            plan.shows_timings,
+            id=head.id,
+            package=head.package,
+            model=head.model,
+        )
 
     async def _recall(self, surface: Surface, request: Request, context: RequestContext) -> Request:
         """Add the previous answer to a request that continues it. Raises: NotFound, RecordsUnavailable."""
@@ -379,6 +404,8 @@ class Lifecycle:
 
     async def _send_whole(self, exchange: Exchange, reply: Reply, recorder: Recorder) -> None:
         events = await self._collect(reply.call, recorder)
+        if self.hooks is not None:
+            events = await self.hooks.after(events, reply, exchange.context)
         e2e_s = recorder.clock.elapsed_s()
         stages = recorder.stages(e2e_s)
         if reply.shows_timings:
@@ -426,6 +453,7 @@ class Lifecycle:
         if reply.package:
             headers.append((_PACKAGE, reply.package.encode()))
         await exchange.start(200, headers)
+        seen = list(events)
         while not recorder.is_complete:
             if not events:
                 await exchange.write(surface.keep_alive)
@@ -433,6 +461,10 @@ class Lifecycle:
                 await exchange.write(b"".join([data for _, data in frames]))
             events = await call.receive(self.settings.keep_alive_s)
             recorder.note(events)
+            if self.hooks is not None:
+                seen += events
+        if self.hooks is not None:
+            await self.hooks.after(seen, reply, exchange.context)
         if reply.shows_timings:
             e2e_s = recorder.clock.elapsed_s()
             recorder.totals.timings = body_timings(recorder.stages(e2e_s), e2e_s)

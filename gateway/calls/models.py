@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextvars import Context
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from msgspec.structs import replace
@@ -34,6 +35,7 @@ from shared.protocol import PROTOCOL_VERSION, AdapterCard, ModelCard, explain_ve
 from shared.queue.api import QueueUnavailable
 from shared.queue.registry import Registry, WorkerRecord
 from shared.redis.outage import OutageLog
+from shared.settings.tree import ModelDefaults
 
 _REFRESH_PAUSE_S = 1.0
 _STALE_AFTER_S = 5.0
@@ -59,6 +61,11 @@ class Route:
     card: ModelCard
     others: tuple[tuple[ModelCard, float], ...] = ()
 
+    def changed(self, change: Callable[[ModelCard], ModelCard]) -> "Route":
+        """The same route with other cards."""
+        others = tuple((change(card), share) for card, share in self.others)
+        return Route(change(self.card), others)
+
     def pick(self, side: str) -> ModelCard:
         """The version for a client or a request; stable."""
         digest = hashlib.blake2b(f"{self.card.name}\0{side}".encode(), digest_size=8).digest()
@@ -74,7 +81,8 @@ class ModelDirectory:
     """The model cards of the fleet.
 
     `on_models` is called before requests to a new model are accepted. `deployments` is their state, if the fleet
-    has any, and `store_url` the store of packages; `on_deployments` is called with every refresh.
+    has any, and `store_url` the store of packages; `on_deployments` is called with every refresh. `aliases` are
+    other names of models; a served model of the same name goes first. `defaults`: of sampling fields, by name.
     """
 
     def __init__(
@@ -86,6 +94,8 @@ class ModelDirectory:
         on_deployments: OnDeployments | None = None,
         store_url: str = "",
         may_use: Callable[[str, str], bool] = lambda _tenant, _name: True,
+        aliases: Mapping[str, str] = {},
+        defaults: Mapping[str, ModelDefaults] = {},
     ) -> None:
         self.may_use = may_use
         self.registry = registry
@@ -94,6 +104,9 @@ class ModelDirectory:
         self._deployments = deployments
         self.routes: dict[str, Route] = {}  #: by name
         self._deployed: dict[str, Route] = {}  # those of deployments
+        self._aliases = aliases
+        self._defaults = {name: d.model_dump(exclude_none=True) for name, d in defaults.items()}
+        self.aliases: dict[str, str] = {}  #: those of known models
         self._routes_seen_at = float("-inf")
         self._apps: Mapping[str, App] = {}
         self.table = RouteTable(store_url)
@@ -122,8 +135,8 @@ class ModelDirectory:
         return time.monotonic() - self._refreshed_at < _STALE_AFTER_S
 
     def served(self) -> list[ModelCard]:
-        """Models by their names for clients: a deployment's name stands for its versions."""
-        deployed = [route.card for route in self.routes.values()]
+        """Models by their names for clients, without aliases: a deployment's name stands for its versions."""
+        deployed = [route.card for name, route in self.routes.items() if name not in self.aliases]
         own = [
             card
             for card in self.cards.values()
@@ -133,8 +146,22 @@ class ModelDirectory:
 
     def resources(self, name: str) -> dict[str, Any] | None:
         """Resources of an instance of a deployment. None if unknown."""
-        app = self._apps.get(name)
+        app = self._apps.get(self.aliases.get(name, name))
         return in_full(app.active.needs) if app is not None and app.active is not None else None
+
+    def target(self, name: str) -> str:
+        """The model of an alias, whether it is known or not; the name itself, if it is no alias."""
+        return self._aliases.get(name, name)
+
+    def num_ready(self, name: str) -> int:
+        """Workers that take requests to a name now."""
+        card = self._known(name, "")
+        return 0 if card is None else self.num_workers[card.queue]
+
+    def is_at_rest(self, name: str) -> bool:
+        """Whether it is a deployment without instances, which a request starts."""
+        app = self._apps.get(self.aliases.get(name, name))
+        return app is not None and app.active is not None and app.desired == 0
 
     async def refresh(self) -> None:
         """Read the registry. Raises: QueueUnavailable, RedisError, OSError."""
@@ -150,7 +177,11 @@ class ModelDirectory:
             silent = await self.registry.silence_s({card.name for card in known} - served)
             self._gone = frozenset(n for n, silent_s in silent.items() if silent_s > _GONE_AFTER_S)
             known = [card for card in known if card.name not in self._gone]
-            cards = {card.name: card for card in (*versions, *known) if _is_spoken(card)}
+            cards = {
+                card.name: self._with_defaults(card)
+                for card in (*versions, *known)
+                if _is_spoken(card)
+            }
             others = {card.name: card for card in known if not _is_spoken(card)}
             for worker in workers:
                 if (card := cards.get(worker.card.name)) is not None:
@@ -159,18 +190,38 @@ class ModelDirectory:
                 await self._open(sorted(new))
             self.cards = cards
             self._deployed = deployed
-            self.routes = deployed | dict(_weighted(routed, cards))
+            routes = deployed | dict(_weighted(routed, cards))
+            self.routes = {name: r.changed(self._with_defaults) for name, r in routes.items()}
             self.workers = workers
             if self._on_deployments is not None:
                 self._on_deployments(self._apps, workers)
             live = [w.card for w in workers if w.card.adapters and _is_spoken(w.card)]
-            self.adapters = {card.name: card for card in _adapters(cards, live)}
+            self.adapters = {
+                card.name: self._with_defaults(card) for card in _adapters(cards, live)
+            }
+            self._add_aliases()
             self._other_versions = others
             ready = [w for w in workers if w.state == "ready" and _is_spoken(w.card)]
             self.num_workers = Counter(w.card.name for w in ready)
             ready.sort(key=lambda worker: worker.max_num_seqs, reverse=True)
             self.num_seats = {w.card.name: w.max_num_seqs for w in ready}
             self._refreshed_at = time.monotonic()
+
+    def _add_aliases(self) -> None:
+        """Add a route for each alias of a known model."""
+        self.aliases = {}
+        for name, target in self._aliases.items():
+            card = self.cards.get(target) or self.adapters.get(target)
+            route = Route(card) if card is not None else self.routes.get(target)
+            if route is not None and self._known(name, "") is None:
+                self.aliases[name] = target
+                route = route.changed(partial(_as_alias, name))
+                self.routes[name] = route.changed(self._with_defaults)
+
+    def _with_defaults(self, card: ModelCard) -> ModelCard:
+        """A card with the operator's defaults of its name."""
+        values = self._defaults.get(card.name)
+        return replace(card, sampling=replace(card.sampling, **values)) if values else card
 
     async def _read_routes(
         self, known: Collection[str]
@@ -250,6 +301,7 @@ class ModelDirectory:
 
         It lists the models that offer the task, and that the tenant may use.
         """
+        name = self.target(name)
         if self._deployments is not None and name in self._deployments.unreadable:
             return record_unreadable()
         if self._gone.intersection((name, name.rpartition(":")[0])):
@@ -293,7 +345,8 @@ class ModelDirectory:
         self._looking = None
 
     def label(self, name: str) -> str:
-        """The name of a known model, else `other`: labels of metrics must be few."""
+        """The name of a known model, else `other`: labels of metrics must be few. An alias counts as its model."""
+        name = self.aliases.get(name, name)
         if name in self.cards or name in self.routes:
             return name
         adapter = self.adapters.get(name)
@@ -366,6 +419,11 @@ def _what_is_left(route: Route, known: Collection[str]) -> Route | None:
 def _as_deployed(name: str, card: ModelCard) -> ModelCard:
     """A version's card under the deployment's name. Its calls use the version's queue."""
     return replace(card, name=name, parent=card.name)
+
+
+def _as_alias(name: str, card: ModelCard) -> ModelCard:
+    """A card under another name. Its calls use the same queue and adapter."""
+    return replace(card, name=name, parent=card.queue)
 
 
 def _with_smaller_images(card: ModelCard, other: ModelCard) -> ModelCard:

@@ -94,6 +94,7 @@ class Recorder:
         self._num_choices = 0
         self._last_token_at: dict[int, float] = {}
         self._span: RequestSpan | None = None
+        self._tracer: Tracer | None = None
 
     # On the way in
 
@@ -101,6 +102,7 @@ class Recorder:
         """Open the span. Later spans are its children."""
         begin_ns = epoch_ns(time.perf_counter() - self.clock.received_at)
         name = self.surface.name
+        self._tracer = tracer
         self._span = tracer.begin(name, "server", self.context.trace_parent, begin_ns)
         self.context.trace_parent = self._span.trace_parent
 
@@ -201,29 +203,54 @@ class Recorder:
         stages = self.stages(e2e_s) if self.is_complete else {}
         if logger.isEnabledFor(logging.INFO):
             self._log(status, stages, e2e_s)
-        if self.outcome == "ok":
-            self._observe(stages, e2e_s)
+        record = self._observe(stages, e2e_s) if self.outcome == "ok" else None
+        if self._tracer is not None and self._tracer.is_metered:
+            self._measure(self._tracer, record, e2e_s)
 
-    def _observe(self, stages: dict[str, float], e2e_s: float) -> None:
+    def _measure(self, tracer: "Tracer", record: RequestRecord | None, e2e_s: float) -> None:
+        """Record OpenTelemetry's GenAI metrics."""
+        attributes = {
+            "gen_ai.operation.name": self.surface.operation or self.surface.name,
+            "gen_ai.provider.name": "vlm-fleet",
+            "gen_ai.request.model": self.model,
+        }
+        error = {} if self.outcome in NOT_FAILURES else {"error.type": self.outcome}
+        tracer.measure("gen_ai.server.request.duration", e2e_s, attributes | error)
+        if record is None:
+            return
+        for kind, count in (
+            ("input", record.num_prompt_tokens),
+            ("output", record.num_output_tokens),
+        ):
+            typed = attributes | {"gen_ai.token.type": kind}
+            tracer.measure("gen_ai.client.token.usage", count, typed)
+        for name, seconds in (
+            ("time_to_first_token", record.ttft_s),
+            ("time_per_output_token", record.per_token_s),
+        ):
+            if seconds is not None:
+                tracer.measure(f"gen_ai.server.{name}", seconds, attributes)
+
+    def _observe(self, stages: dict[str, float], e2e_s: float) -> RequestRecord:
         ttft_s = self.clock.ttft_s
         if ttft_s is not None and not self._is_streamed:
             # Tokens of a whole answer arrive together; the worker measured the first one.
             ttft_s = _ttft_of(stages)
         prompt = self.totals.prompt
-        self.metrics.record_finished(
-            RequestRecord(
-                model=self.model,
-                priority=self.priority.value,
-                stages=stages,
-                e2e_s=e2e_s,
-                ttft_s=ttft_s,
-                num_prompt_tokens=prompt.num_prompt_tokens,
-                num_image_tokens=prompt.num_image_tokens,
-                num_cached_tokens=prompt.num_cached_tokens,
-                num_output_tokens=self.totals.num_output_tokens,
-                num_choices=self._num_choices,
-            )
+        record = RequestRecord(
+            model=self.model,
+            priority=self.priority.value,
+            stages=stages,
+            e2e_s=e2e_s,
+            ttft_s=ttft_s,
+            num_prompt_tokens=prompt.num_prompt_tokens,
+            num_image_tokens=prompt.num_image_tokens,
+            num_cached_tokens=prompt.num_cached_tokens,
+            num_output_tokens=self.totals.num_output_tokens,
+            num_choices=self._num_choices,
         )
+        self.metrics.record_finished(record)
+        return record
 
     def _log(self, status: int | None, stages: dict[str, float], e2e_s: float) -> None:
         context = self.context

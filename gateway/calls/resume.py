@@ -261,7 +261,9 @@ class Resume:
                 if await self._has_answer(known.queue_model, call_id):
                     call = await self._follow(call_id, known.queue_model)
                 if call is not None:
-                    head = msgspec.structs.replace(head, package=known.package)
+                    if known.model != head.model and not context.fallback_from:
+                        context.fallback_from = head.model
+                    head = msgspec.structs.replace(head, package=known.package, model=known.model)
             if call is None:
                 call = await self._submit(call_id, queue, submit, known is None)
             call.tenant = context.tenant
@@ -458,4 +460,14 @@ def _numbered_reply(
 ) -> Reply:
     where = [(b"x-vlm-stream", (STREAM_PATH + head.id).encode())]
     numbered = NumberedAnswer(surface, answer, last_id)
-    return Reply(surface, call, numbered, is_streamed, shows_timings, where, head.id, head.package)
+    return Reply(
+        surface,
+        call,
+        numbered,
+        is_streamed,
+        shows_timings,
+        where,
+        head.id,
+        head.package,
+        head.model,
+    )

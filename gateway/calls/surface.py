@@ -191,3 +191,5 @@ class Reply(Struct, frozen=True):
     id: str = ""
     #: Package of a deployed model.
     package: str = ""
+    #: The model's name, for hooks.
+    model: str = ""

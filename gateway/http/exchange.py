@@ -42,6 +42,7 @@ class RequestContext(Struct):
     trace_parent: str | None = None  #: W3C trace context: the caller's span, later our own
     #: Whether an unknown field of the body is an error (`VLM_GATEWAY__UNKNOWN_FIELDS`).
     refuses_unknown_fields: bool = False
+    fallback_from: str = ""  #: the model that was asked for, where its fallback answers
     #: Ignored fields of the request, for `x-vlm-ignored`.
     ignored: list[str] = field(default_factory=list)
 
@@ -104,6 +105,9 @@ class Exchange:
         if context.ignored:
             names = dict.fromkeys(map(clean_name, context.ignored))
             headers.append((b"x-vlm-ignored", ", ".join(names).encode()))
+        if context.fallback_from:
+            name = context.fallback_from.encode("ascii", "backslashreplace")
+            headers.append((b"x-vlm-fallback-from", name))
         if context.trace_parent is not None:
             headers.append((b"traceparent", context.trace_parent.encode()))
         return headers

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, SecretStr, ValidationError
+from pydantic_core import to_json
 from pydantic_settings import SettingsError as UnparsedValue
 
 from shared.settings import KEY_VARIABLE, URL_VARIABLE
@@ -123,4 +124,6 @@ def _to_variables(values: Mapping[str, Any], prefix: str) -> dict[str, str]:
 def _to_text(value: Any) -> str:
     if isinstance(value, tuple | list):
         return ",".join(_to_text(item) for item in value)
+    if isinstance(value, dict):
+        return to_json(value, exclude_none=True).decode()
     return value.get_secret_value() if isinstance(value, SecretStr) else str(value)

@@ -40,7 +40,7 @@ def _rows(group: type[BaseModel], prefix: str) -> Iterator[Row]:
         elif field.json_schema_extra != {
             "is_listed": False
         }:  # unlisted settings are for tests and nodes
-            default = "" if field.default in (None, (), "") else str(field.default)
+            default = "" if field.default in (None, (), "", {}) else str(field.default)
             yield Row(variable, default, field.description or "")
 
 

@@ -57,6 +57,22 @@ Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_items)]
 Secrets = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_split_items)]
 
 
+def _is_name(name: str) -> bool:
+    """Whether it may be the name of a model: in headers and logs too."""
+    return bool(name.strip()) and name.isprintable()
+
+
+class ModelDefaults(Group):
+    """Sampling fields of a model that requests leave out."""
+
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, ge=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1, lt=2**31)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    repetition_penalty: float | None = Field(default=None, ge=0.1, le=10)
+    max_tokens: int | None = Field(default=None, ge=1)
+
+
 class GatewaySettings(Group):
     """The gateway."""
 
@@ -146,6 +162,30 @@ class GatewaySettings(Group):
         "`any-public`. None: no fetching.",
     )
 
+    aliases: dict[str, str] = Field(
+        default={},
+        description='Other names of models, as JSON, such as `{"gpt-4o": "qwen2.5-vl"}`.',
+    )
+    model_defaults: dict[str, ModelDefaults] = Field(
+        default={},
+        description="Sampling fields that requests to a model may leave out, as JSON, such as "
+        '`{"qwen2.5-vl": {"temperature": 0.2, "max_tokens": 512}}`. They go before those of the checkpoint.',
+    )
+    fallbacks: dict[str, str] = Field(
+        default={},
+        description="Models that answer while another one's queue is full or it has no worker, as JSON, such as "
+        '`{"qwen2.5-vl": "smolvlm2"}`. Empty: none.',
+    )
+    hooks: Names = Field(
+        default=(),
+        description="Code that sees prompts and answers, comma separated: `module:object`, or names of entry points of "
+        "installed packages. They run in this order.",
+    )
+    hook_timeout_s: float = Field(default=5.0, gt=0, description="Time limit of each hook.")
+    hook_failure: Literal["closed", "open"] = Field(
+        default="closed",
+        description="If a hook fails or takes too long: `closed` answers 503, `open` goes on without it.",
+    )
     unknown_fields: Literal["ignore", "refuse"] = Field(
         default="ignore",
         description="Unknown fields of a request: `ignore` and list them in `x-vlm-ignored`, or `refuse` with a 400.",
@@ -155,6 +195,29 @@ class GatewaySettings(Group):
         description="Origins whose web pages may call the APIs, comma separated, such as "
         "`https://app.example.com`, or `*`. None: no page of another origin.",
     )
+
+    @field_validator("aliases")
+    @classmethod
+    def check_aliases(cls, aliases: dict[str, str]) -> dict[str, str]:
+        """Accept names of models that are no aliases themselves. Raises: ValueError."""
+        if any(
+            target in aliases or not (_is_name(n) and _is_name(target))
+            for n, target in aliases.items()
+        ):
+            raise ValueError(
+                "name for each alias a model that is not an alias, and leave no name empty"
+            )
+        return aliases
+
+    @field_validator("fallbacks")
+    @classmethod
+    def check_fallbacks(cls, fallbacks: dict[str, str]) -> dict[str, str]:
+        """Accept two different names each. Raises: ValueError."""
+        if any(
+            n == other or not (_is_name(n) and _is_name(other)) for n, other in fallbacks.items()
+        ):
+            raise ValueError("name for each model another one, and leave no name empty")
+        return fallbacks
 
     @field_validator("hosts")
     @classmethod

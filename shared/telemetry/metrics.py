@@ -101,6 +101,10 @@ GATEWAY_METRICS = (
     Metric("vlm_ready_workers", "gauge", "Workers that take requests. Every gateway shows the same.", ("model",)),
     Metric("vlm_admission_rejections_total", "counter",
            "Requests refused before they were queued.", ("reason",)),
+    Metric("vlm_fallbacks_total", "counter",
+           "Requests to a model whose queue was full, or that had no worker, which its fallback took.",
+           ("model", "fallback")),
+    Metric("vlm_hook_failures_total", "counter", "Hooks that failed or took too long.", ("hook",)),
     Metric("vlm_images_total", "counter", "Images in requests: accepted or refused.", ("outcome",)),
     Metric("vlm_home_requests_total", "counter",
            "Requests with prefix affinity: reserved for the preferred worker (home), and of these, returned to the queue "
@@ -241,6 +245,14 @@ class RequestRecord:
     num_choices: int = 1
     priority: str = "interactive"
 
+    @property
+    def per_token_s(self) -> float | None:
+        """Mean time per output token after the first."""
+        num_gaps = self.num_output_tokens - self.num_choices
+        if self.ttft_s is None or num_gaps <= 0:
+            return None
+        return (self.e2e_s - self.ttft_s) * self.num_choices / num_gaps
+
 
 class GatewayMetrics:
     """The gateway's metrics, in a registry of their own."""
@@ -281,6 +293,14 @@ class GatewayMetrics:
     def record_rejection(self, reason: str) -> None:
         """Count a request that was refused before it was queued."""
         self._set.counters["vlm_admission_rejections_total"].labels(reason).inc()
+
+    def record_fallback(self, model: str, fallback: str) -> None:
+        """Count a request to a model that its fallback took."""
+        self._set.counters["vlm_fallbacks_total"].labels(model, fallback).inc()
+
+    def record_hook_failure(self, hook: str) -> None:
+        """Count a hook that failed or took too long."""
+        self._set.counters["vlm_hook_failures_total"].labels(hook).inc()
 
     def record_image(self, outcome: str) -> None:
         """Count an image of a request: `accepted` or `refused`."""
@@ -435,10 +455,8 @@ class _ModelMetrics:
         self.duration.observe(record.e2e_s)
         if record.ttft_s is not None:
             self.first_token.observe(record.ttft_s)
-            num_gaps = record.num_output_tokens - record.num_choices
-            if num_gaps > 0:
-                decode_s = record.e2e_s - record.ttft_s
-                self.per_token.observe(decode_s * record.num_choices / num_gaps)
+        if (per_token_s := record.per_token_s) is not None:
+            self.per_token.observe(per_token_s)
         self.prompt.inc(record.num_prompt_tokens)
         self.generation.inc(record.num_output_tokens)
         if record.num_image_tokens:

@@ -4,12 +4,16 @@ The only module that knows OpenTelemetry; `shared.telemetry.tracing` loads it wh
 a request runs but the one span whose name travels with it. Units: instants are epoch nanoseconds, durations seconds.
 """
 
+import os
 import threading
 from collections.abc import Sequence
 from typing import Literal
 
 from opentelemetry.context import Context
+from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -32,6 +36,18 @@ from shared.telemetry.tracing import NS, Attributes, Stage
 #: A collector that does not respond delays the end of a process by at most this time.
 CLOSE_WITHIN_S = 3.0
 
+#: Units and buckets by metric. Source: OpenTelemetry's GenAI conventions, "Metrics".
+_METRICS = {
+    "gen_ai.client.token.usage": ("{token}", [4.0**power for power in range(14)]),
+    "gen_ai.server.request.duration": ("s", [0.01 * 2**power for power in range(14)]),
+    "gen_ai.server.time_to_first_token": (
+        "s", [0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10],
+    ),
+    "gen_ai.server.time_per_output_token": (
+        "s", [0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5],
+    ),
+}  # fmt: skip
+
 Kind = Literal["server", "consumer"]
 _KINDS = {"server": SpanKind.SERVER, "consumer": SpanKind.CONSUMER}
 
@@ -52,6 +68,18 @@ class Tracer:
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
         self._tracer = self._provider.get_tracer("vlm-fleet", version)
+        self._meters: MeterProvider | None = None
+        self._histograms = {}
+        if process == "gateway" and os.environ.get("OTEL_METRICS_EXPORTER", "") == "otlp":
+            reader = PeriodicExportingMetricReader(OTLPMetricExporter())
+            self._meters = MeterProvider([reader], resource, shutdown_on_exit=False)
+            meter = self._meters.get_meter("vlm-fleet", version)
+            self._histograms = {
+                name: meter.create_histogram(
+                    name, unit, explicit_bucket_boundaries_advisory=buckets
+                )
+                for name, (unit, buckets) in _METRICS.items()
+            }
 
     def begin(
         self, name: str, kind: Kind, trace_parent: str | None, begin_ns: int
@@ -61,11 +89,23 @@ class Tracer:
         span = self._tracer.start_span(name, context, _KINDS[kind], start_time=begin_ns)
         return RequestSpan(self._tracer, span, begin_ns)
 
+    @property
+    def is_metered(self) -> bool:
+        """Whether `OTEL_METRICS_EXPORTER` asks for metrics."""
+        return self._meters is not None
+
+    def measure(self, name: str, value: float, attributes: Attributes) -> None:
+        """Record a value of one of the GenAI metrics."""
+        self._histograms[name].record(value, attributes)
+
     def close(self) -> None:
         """Export the remaining spans, for a limited time."""
-        thread = threading.Thread(target=self._provider.shutdown, daemon=True)
-        thread.start()
-        thread.join(CLOSE_WITHIN_S)
+        providers = [each for each in (self._provider, self._meters) if each is not None]
+        threads = [threading.Thread(target=each.shutdown, daemon=True) for each in providers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(CLOSE_WITHIN_S)
 
 
 class RequestSpan:

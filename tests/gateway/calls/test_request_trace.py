@@ -191,3 +191,30 @@ async def test_clients_do_not_decide_where_the_operator_does(traced, collector, 
     async with traced as gateway:
         await gateway.chat(headers={"traceparent": CALLER})
     assert collector.spans == []
+
+
+async def test_metrics_of_the_conventions_are_sent_where_they_are_asked_for(
+    monkeypatch, collector, traced
+):
+    monkeypatch.setenv("OTEL_METRICS_EXPORTER", "otlp")
+    async with traced as gateway:
+        assert (await gateway.chat()).status_code == 200
+        assert (await gateway.chat(make_body(model="unknown"))).status_code == 404
+    measured = {
+        (name, attributes.get("gen_ai.token.type"), attributes.get("error.type")): (count, total)
+        for name, attributes, count, total in collector.measured
+    }
+    duration = "gen_ai.server.request.duration"
+    assert set(measured) == {
+        (duration, None, None),
+        (duration, None, "model_not_found"),
+        ("gen_ai.server.time_to_first_token", None, None),
+        ("gen_ai.server.time_per_output_token", None, None),
+        ("gen_ai.client.token.usage", "input", None),
+        ("gen_ai.client.token.usage", "output", None),
+    }
+    assert measured["gen_ai.client.token.usage", "output", None] == (1, 3)
+    assert measured["gen_ai.client.token.usage", "input", None] == (1, 7)
+    assert {count for count, _ in measured.values()} == {1}
+    attributes = next(found for name, found, _, _ in collector.measured if name == duration)
+    assert attributes["gen_ai.operation.name"] == "chat"

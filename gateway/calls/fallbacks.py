@@ -1,0 +1,67 @@
+"""Fallbacks: another model answers while a model's queue is full or no worker serves it."""
+
+from collections.abc import Awaitable, Callable, Mapping
+
+from gateway.calls.models import ModelDirectory
+from gateway.calls.recorder import Recorder
+from gateway.calls.surface import Reply, Surface
+from gateway.http.errors import ApiError, Overloaded
+from gateway.http.exchange import RequestContext
+from shared.telemetry.metrics import GatewayMetrics
+
+_FULL = ("queue_full", "open_tokens")  #: reasons for which a model's queue refuses a request
+
+#: Opens the request with a model. None: it is answered.
+Ask = Callable[[str], Awaitable[Reply | None]]
+
+
+class Fallbacks:
+    """The fallback of each model. The fallback's own one is not used."""
+
+    def __init__(
+        self, names: Mapping[str, str], models: ModelDirectory, metrics: GatewayMetrics
+    ) -> None:
+        self._names = names
+        self._models = models
+        self._metrics = metrics
+
+    async def ask(
+        self, ask: Ask, asked: str, surface: Surface, context: RequestContext, recorder: Recorder
+    ) -> Reply | None:
+        """Ask a model, or its fallback.
+
+        Vectors, scores and token counts of another model would be wrong, so only generated text falls back. If the
+        fallback refuses the request, the outcome is the model's own. Raises: as `ask`.
+        """
+        models, tenant = self._models, context.tenant
+        name = asked if asked in self._names else models.target(asked)
+        other = self._names.get(name, "")
+        is_possible = (
+            other
+            and surface.task == "generate"
+            and context.route  # lines of a batch wait
+            and models.may_use(tenant, other)
+            and models.num_ready(other) > 0
+        )
+        if not is_possible:
+            return await ask(asked)
+        models.check_use(tenant, asked)
+        refused = None
+        if models.num_ready(asked) or models.is_at_rest(asked):
+            try:
+                return await ask(asked)
+            except Overloaded as error:
+                if error.reason not in _FULL:
+                    raise
+                refused = error.with_traceback(None)  # whose frames retain the body
+        model = recorder.model
+        context.fallback_from = asked
+        try:
+            reply = await ask(other)
+        except ApiError:
+            recorder.model, context.fallback_from = model, ""
+            if refused is not None:
+                raise refused from None
+            return await ask(asked)
+        self._metrics.record_fallback(name, other)
+        return reply

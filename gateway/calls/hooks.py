@@ -1,0 +1,249 @@
+"""Hooks: code of the operator that sees prompts before they are queued, and answers before they are sent.
+
+A hook has an async method `before`, `after`, or both; each gets a `HookCall`.
+"""
+
+import asyncio
+import inspect
+import logging
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Literal
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from gateway.calls.open_call import ChoiceEvent
+from gateway.calls.surface import Plan, Reply, Surface
+from gateway.http.errors import ApiError, InvalidRequest, ServerError
+from gateway.http.exchange import RequestContext, short_hash
+from shared.protocol import ChatMessage, Embed, Generate, Rerank, Task, TextPart, Tokens
+from shared.settings import SettingsError
+from shared.telemetry.metrics import GatewayMetrics
+
+ENTRY_POINTS = "vlm_fleet.hooks"
+#: `reasoning` and `call` (the arguments of a function call) belong to the assistant.
+Role = Literal["system", "user", "assistant", "tool", "reasoning", "call"]
+Change = Callable[[Role, str], str]
+
+logger = logging.getLogger(__name__)
+
+
+class HookMessage(Struct):
+    """A text of the prompt or of the answer. `text` may be changed, except for streamed answers."""
+
+    role: Role
+    text: str
+
+
+class HookCall(Struct):
+    """What a hook sees: of `before` the texts of the prompt, of `after` those of each choice."""
+
+    request_id: str
+    api: str  #: name of the API, such as `chat`
+    model: str
+    tenant: str  #: hash of the API key, as in the log
+    messages: tuple[HookMessage, ...]
+    num_images: int = 0
+    is_streamed: bool = False
+
+    def refuse(self, message: str, code: str = "request_refused", status: int = 400) -> ApiError:
+        """The error to raise for a refusal. Raises: ValueError unless the status is 4xx."""
+        if not 400 <= status < 500:
+            raise ValueError(f"the status of a refusal is 4xx, not {status}")
+        return InvalidRequest(message, code=code, status=status)
+
+
+class Hooks:
+    """Runs the hooks in order, each within `timeout_s`."""
+
+    def __init__(
+        self, hooks: Mapping[str, Any], timeout_s: float, is_open: bool, metrics: GatewayMetrics
+    ) -> None:
+        """`is_open`: requests go on without a hook that fails."""
+        self._hooks = hooks
+        self._timeout_s = timeout_s
+        self._is_open = is_open
+        self._metrics = metrics
+
+    async def before(
+        self, plan: Plan, surface: Surface, model: str, context: RequestContext
+    ) -> Plan:
+        """The plan with the texts that the hooks changed. Raises: ApiError."""
+        prompts: dict[int, list[HookMessage]] = {}  # choices share their prompt
+        for task in plan.tasks:
+            if (name := id(_prompt_of(task))) not in prompts:
+                texts = prompts[name] = []
+                _change(
+                    task, lambda role, text, to=texts: to.append(HookMessage(role, text)) or text
+                )
+        messages = tuple(message for texts in prompts.values() for message in texts)
+        if not messages and not plan.images:
+            return plan
+        known = [message.text for message in messages]
+        call = _to_call(surface, model, context, messages, plan.is_streamed)
+        call.num_images = len(plan.images)
+        await self._run("before", call, self._timeout_s)
+        if [message.text for message in messages] == known:
+            return plan
+        tasks: list[Task] = []
+        for task in plan.tasks:
+            found = iter(prompts[id(_prompt_of(task))])
+            tasks.append(_change(task, lambda _role, _text, found=found: next(found).text))
+        return replace(plan, tasks=tasks)
+
+    async def after(
+        self, events: Sequence[ChoiceEvent], reply: Reply, context: RequestContext
+    ) -> Sequence[ChoiceEvent]:
+        """The events of a complete answer with the texts that the hooks changed. Raises: ApiError."""
+        if reply.surface.task != "generate":
+            return events
+        pieces: dict[int, tuple[list[str], list[str]]] = {}
+        for index, event in events:
+            if isinstance(event, Tokens):
+                reasoning, text = pieces.setdefault(index, ([], []))
+                reasoning.append(event.reasoning)
+                text.append(event.text)
+        choices = {
+            index: (HookMessage("reasoning", "".join(thoughts)), HookMessage("assistant", "".join(text)))
+            for index, (thoughts, text) in sorted(pieces.items())
+        }  # fmt: skip
+        known = {index: (r.text, a.text) for index, (r, a) in choices.items()}
+        messages = tuple(
+            m for both in choices.values() for m in both if m.role == "assistant" or m.text
+        )
+        call = _to_call(reply.surface, reply.model, context, messages, reply.is_streamed)
+        left_s = max(0.1, reply.call.deadline_at - time.monotonic())
+        await self._run("after", call, min(self._timeout_s, left_s))
+        changed = {
+            i: (r.text, a.text) for i, (r, a) in choices.items() if (r.text, a.text) != known[i]
+        }
+        return _with_texts(events, changed) if changed and not reply.is_streamed else events
+
+    async def _run(self, stage: str, call: HookCall, timeout_s: float) -> None:
+        for name, hook in self._hooks.items():
+            if (method := getattr(hook, stage, None)) is None:
+                continue
+            texts = [message.text for message in call.messages]
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await method(call)
+                if not all(isinstance(message.text, str) for message in call.messages):
+                    raise TypeError("a text is no string")
+            except ApiError:
+                raise
+            except Exception as error:
+                self._metrics.record_hook_failure(name)
+                at = traceback.extract_tb(error.__traceback__)[-1]  # the message may quote a prompt
+                logger.error(
+                    "the hook %s failed: %s in %s, line %s",
+                    name, type(error).__name__, at.filename, at.lineno,
+                )  # fmt: skip
+                if not self._is_open:
+                    raise _failed() from None
+                for message, text in zip(call.messages, texts, strict=True):
+                    message.text = text
+
+
+def load_hooks(names: Iterable[str]) -> dict[str, Any]:
+    """Hooks by name: `module:object`, or an entry point of a package. Raises: SettingsError."""
+    found: dict[str, Any] = {}
+    for name in names:
+        try:
+            hook = _find(name)
+            hook = hook() if isinstance(hook, type) else hook
+        except Exception as error:
+            problem = f"{name} cannot be loaded: {type(error).__name__}: {error}"
+            raise SettingsError(f"VLM_GATEWAY__HOOKS: {problem}") from None
+        methods = [
+            m for m in (getattr(hook, n, None) for n in ("before", "after")) if m is not None
+        ]
+        if not methods or not all(map(inspect.iscoroutinefunction, methods)):
+            raise SettingsError(f"VLM_GATEWAY__HOOKS: {name} needs an async `before` or `after`")
+        found[name] = hook
+    return found
+
+
+def _find(name: str) -> Any:
+    if ":" in name:
+        return EntryPoint(name, name, ENTRY_POINTS).load()
+    for entry in entry_points(group=ENTRY_POINTS, name=name):
+        return entry.load()
+    raise LookupError(f"write module:object, or a name of the entry points {ENTRY_POINTS}")
+
+
+def _to_call(
+    surface: Surface,
+    model: str,
+    context: RequestContext,
+    messages: tuple[HookMessage, ...],
+    is_streamed: bool,
+) -> HookCall:
+    tenant = short_hash(context.tenant) if context.tenant else ""
+    return HookCall(context.id, surface.name, model, tenant, messages, is_streamed=is_streamed)
+
+
+def _failed() -> ApiError:
+    return ServerError(
+        "A hook of this server failed; retry.", status=503, code="hook_failed", retry_after_s=1
+    )
+
+
+def _prompt_of(task: Task) -> object:
+    """What the choices of one prompt have in common."""
+    return (task.messages or task.prompt) if isinstance(task, Generate) else task
+
+
+def _change(task: Task, change: Change) -> Task:
+    """The task with other texts. Token ids, tools and tasks of applications stay as they are."""
+    match task:
+        case Generate():
+            prompt = task.prompt
+            if isinstance(prompt, TextPart):
+                prompt = TextPart(change("user", prompt.text))
+            messages = tuple([_change_message(message, change) for message in task.messages])
+            return replace(task, prompt=prompt, messages=messages)
+        case Embed():
+            return replace(
+                task, inputs=tuple([_change_part(p, "user", change) for p in task.inputs])
+            )
+        case Rerank():
+            queries = tuple([change("user", text) for text in task.queries])
+            documents = tuple([change("user", text) for text in task.documents])
+            return replace(task, queries=queries, documents=documents)
+        case _:
+            return task
+
+
+def _change_message(message: ChatMessage, change: Change) -> ChatMessage:
+    return replace(
+        message,
+        reasoning=change("reasoning", message.reasoning) if message.reasoning else "",
+        parts=tuple([_change_part(part, message.role, change) for part in message.parts]),
+        tool_calls=tuple(
+            [replace(call, arguments=change("call", call.arguments)) for call in message.tool_calls]
+        ),
+    )
+
+
+def _change_part(part: Any, role: Role, change: Change) -> Any:
+    return TextPart(change(role, part.text)) if isinstance(part, TextPart) else part
+
+
+def _with_texts(
+    events: Sequence[ChoiceEvent], changed: Mapping[int, tuple[str, str]]
+) -> list[ChoiceEvent]:
+    """Events with other texts of these choices, without token ids and logprobs, which spell the old ones."""
+    found: list[ChoiceEvent] = []
+    left = dict(changed)
+    for index, event in events:
+        if index in changed and isinstance(event, Tokens):
+            reasoning, text = left.pop(index, ("", ""))
+            event = replace(
+                event, reasoning=reasoning, text=text, logprobs=(), token_ids=(),
+                num_without_id=event.num_tokens,
+            )  # fmt: skip
+        found.append((index, event))
+    return found

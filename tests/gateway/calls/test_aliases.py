@@ -1,0 +1,193 @@
+"""Aliases: a model under another name on every API, and defaults of sampling fields by model."""
+
+import json
+from array import array
+
+import pytest
+from msgspec.structs import replace
+
+from shared.protocol import Embed, Rerank, Run, Scores, Vectors
+from shared.settings.load import load_settings, to_environment
+from shared.settings.tree import SettingsError
+from tests.factories_gateway import (
+    CARD,
+    MODEL,
+    make_body,
+    make_settings,
+    run_gateway_on_socket,
+    say_hello,
+)
+from tests.gateway.api.test_batches import begin, read, to_line, until_ended
+from tests.gateway.keys.test_keys import bearer
+
+ALIAS = "gpt-4o"
+TASKS = ("generate", "embed", "rerank", "tokenize", "run")
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture
+def card():
+    return replace(CARD, tasks=TASKS)
+
+
+@pytest.fixture
+def changes(tmp_path):
+    return {
+        "gateway": {"aliases": {ALIAS: MODEL, "lost": "nowhere"}, "files": f"file://{tmp_path}"}
+    }
+
+
+async def answer_any(answer):
+    task, event = answer.request.task, (answer.request.id, answer.claim.attempt)
+    if isinstance(task, Run):
+        await answer.finish(json.dumps({"output": 1}) + "\n")
+    elif isinstance(task, Embed):
+        await answer.publish(Vectors(*event, 1, array("f", [0.6, 0.8]).tobytes()))
+        await answer.finish()
+    elif isinstance(task, Rerank):
+        await answer.publish(Scores(*event, array("f", [0.5]).tobytes()))
+        await answer.finish()
+    else:
+        await say_hello(answer)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": MESSAGES}),
+        ("/v1/completions", {"prompt": "hi"}),
+        ("/v1/messages", {"messages": MESSAGES, "max_tokens": 9}),
+        ("/v1/responses", {"input": "hi"}),
+        ("/api/chat", {"messages": MESSAGES, "stream": False}),
+        ("/api/generate", {"prompt": "hi", "stream": False}),
+        ("/v1/embeddings", {"input": "hi"}),
+        ("/v1/rerank", {"query": "q", "documents": ["d"]}),
+        (f"/v1/applications/{ALIAS}/run", {"input": 1}),
+    ],
+)
+async def test_an_alias_is_served_by_its_model_under_its_own_name(gateway, worker, path, body):
+    worker.script = answer_any
+    answer = await gateway.client.post(path, json={"model": ALIAS, **body})
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["model" if "run" not in path else "application"] == ALIAS
+    assert [request.model for request in worker.requests] == [MODEL]
+    metrics = (await gateway.client.get("/metrics")).text
+    assert f'vlm_requests_total{{model="{MODEL}",outcome="ok"}} 1.0' in metrics
+    assert ALIAS not in metrics
+
+
+async def test_streams_batches_and_sessions_take_aliases(gateway, worker, client):
+    worker.script = answer_any
+    assert f'"model":"{ALIAS}"' in await gateway.stream(make_body(model=ALIAS))
+    batch = await until_ended(client, await begin(client, [to_line("a", model=ALIAS)]))
+    [line] = (await read(client, batch.output_file_id)).values()
+    assert line["response"]["body"]["model"] == ALIAS
+    made = await gateway.client.post(f"/v1/applications/{ALIAS}/sessions", json={})
+    assert made.status_code == 200, made.text
+    path = f"/v1/sessions/{made.json()['id']}/tasks"
+    sent = await gateway.client.post(path, json={"tasks": [{"input": 1}]})
+    assert sent.status_code == 200, sent.text
+
+
+async def test_the_list_names_the_model_of_an_alias_and_has_it_last(gateway):
+    models = (await gateway.client.get("/v1/models")).json()["data"]
+    assert [(model["id"], model["root"], model["parent"]) for model in models] == [
+        (MODEL, MODEL, None),
+        (ALIAS, MODEL, MODEL),
+    ]
+    assert (await gateway.client.get(f"/v1/models/{ALIAS}")).json() == models[1]
+    tags = (await gateway.client.get("/api/tags")).json()["models"]
+    assert {ALIAS, f"{ALIAS}:latest"} & {model["name"] for model in tags}
+
+
+async def test_an_alias_of_an_unknown_model_is_unknown(gateway):
+    answer = await gateway.chat(make_body(model="lost"))
+    assert answer.json()["error"]["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize("changes", [{"gateway": {"aliases": {MODEL: "other"}}}])
+async def test_a_served_model_goes_before_an_alias_of_its_name(gateway, worker):
+    assert (await gateway.chat()).json()["model"] == MODEL
+
+
+async def test_a_key_needs_the_name_that_it_asks_for(redis_server, redis_prefix, worker):
+    """Not the name of the model behind it: the operator chose what the alias stands for."""
+    gateway = {"root_key": "root", "aliases": {ALIAS: MODEL}}
+    async with run_gateway_on_socket(
+        make_settings(redis_server, redis_prefix, gateway=gateway)
+    ) as g:
+        found = {}
+        for pattern in ("gpt-*", MODEL):
+            body = {"name": pattern.strip("-*"), "models": [pattern]}
+            made = await g.client.post("/v1/admin/keys", json=body, headers=bearer("root"))
+            headers = bearer(made.json()["key"])
+            asked = [await g.chat(make_body(model=n), headers=headers) for n in (ALIAS, MODEL)]
+            listed = (await g.client.get("/v1/models", headers=headers)).json()["data"]
+            found[pattern] = [a.status_code for a in asked], [each["id"] for each in listed]
+    assert found == {"gpt-*": ([200, 403], [ALIAS]), MODEL: ([403, 200], [MODEL])}
+
+
+@pytest.mark.parametrize(
+    "aliases",
+    [{"a": "a"}, {"a": "b", "b": "c"}, {"a": ""}, {"": "a"}, {"a\n": "b"}],
+)
+def test_aliases_of_aliases_and_empty_names_are_refused_at_the_start(monkeypatch, aliases):
+    monkeypatch.setenv("VLM_GATEWAY__ALIASES", json.dumps(aliases))
+    with pytest.raises(SettingsError, match="VLM_GATEWAY__ALIASES: name for each alias a model"):
+        load_settings()
+
+
+def test_aliases_reach_child_processes(monkeypatch):
+    monkeypatch.setenv("VLM_GATEWAY__ALIASES", json.dumps({ALIAS: MODEL}))
+    settings = load_settings()
+    variables = to_environment(settings)
+    monkeypatch.setenv("VLM_GATEWAY__ALIASES", variables["VLM_GATEWAY__ALIASES"])
+    assert load_settings() == settings
+
+
+DEFAULTS = {
+    MODEL: {"temperature": 0.25, "max_tokens": 9},
+    ALIAS: {"temperature": 0.75, "top_p": 0.5},
+}
+
+
+@pytest.mark.parametrize(
+    "changes", [{"gateway": {"aliases": {ALIAS: MODEL}, "model_defaults": DEFAULTS}}]
+)
+async def test_defaults_of_a_model_apply_to_fields_that_a_request_leaves_out(gateway, worker):
+    message = {"messages": MESSAGES, "model": MODEL}
+    for path, body in (
+        ("/v1/chat/completions", message),
+        ("/v1/chat/completions", message | {"temperature": 1, "max_tokens": 3}),
+        ("/v1/chat/completions", message | {"model": ALIAS}),
+        ("/v1/completions", {"prompt": "hi", "model": MODEL}),
+        ("/v1/responses", {"input": "hi", "model": MODEL}),
+        ("/v1/messages", message | {"max_tokens": 3}),
+        ("/api/chat", message | {"stream": False}),
+    ):
+        answer = await gateway.client.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+    sampled = [request.task.sampling for request in worker.requests]
+    assert [(s.temperature, s.top_p, s.max_tokens) for s in sampled] == [
+        (0.25, 1.0, 9), (1.0, 1.0, 3), (0.75, 0.5, 9), (0.25, 1.0, 16), (0.25, 1.0, 9),
+        (0.25, 1.0, 3), (0.25, 1.0, 9),
+    ]  # fmt: skip
+    model, alias = (await gateway.client.get("/v1/models")).json()["data"]
+    assert model["default_sampling"] == DEFAULTS[MODEL]
+    assert alias["default_sampling"] == {"temperature": 0.75, "top_p": 0.5, "max_tokens": 9}
+
+
+@pytest.mark.parametrize("fields", [{"temprature": 1}, {"temperature": 3}, {"max_tokens": 0}])
+def test_unknown_and_impossible_defaults_are_refused_at_the_start(monkeypatch, fields):
+    monkeypatch.setenv("VLM_GATEWAY__MODEL_DEFAULTS", json.dumps({MODEL: fields}))
+    name = f"VLM_GATEWAY__MODEL_DEFAULTS__TINY__{next(iter(fields)).upper()}: "
+    with pytest.raises(SettingsError, match=name):
+        load_settings()
+
+
+def test_defaults_reach_child_processes(monkeypatch):
+    monkeypatch.setenv("VLM_GATEWAY__MODEL_DEFAULTS", json.dumps(DEFAULTS))
+    settings = load_settings()
+    for name, value in to_environment(settings).items():
+        monkeypatch.setenv(name, value)
+    assert load_settings() == settings

@@ -1,0 +1,159 @@
+"""Fallbacks: who answers while a model is full or has no worker, and that the answer names it."""
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+
+import pytest
+from msgspec.structs import replace
+
+from shared.queue.registry import WorkerRecord
+from shared.settings.load import load_settings
+from shared.settings.tree import SettingsError
+from tests.factories_gateway import (
+    CARD,
+    MODEL,
+    make_body,
+    make_settings,
+    run_gateway_on_socket,
+    run_worker,
+)
+from tests.gateway.keys.test_keys import bearer
+from tests.waiting import until, until_equal
+
+OTHER = "other"
+FROM = "x-vlm-fallback-from"
+FALLBACKS = {MODEL: OTHER, OTHER: "third", "absent": OTHER, "gone": "absent"}
+
+
+@pytest.fixture
+def card():
+    return replace(CARD, tasks=("generate", "tokenize"))
+
+
+@pytest.fixture
+def changes():
+    return {
+        "gateway": {"fallbacks": FALLBACKS, "aliases": {"alias": "absent"}},
+        "limits": {"max_queue_depth": 1},
+    }
+
+
+@pytest.fixture
+async def other(redis_server, redis_prefix, worker):
+    card = replace(CARD, name=OTHER, vocab_size=500)
+    async with run_worker(redis_server, redis_prefix, card) as other:
+        for each in (worker, other):
+            await other.registry.announce(WorkerRecord(each.card.name, each.card, "m"), ttl_s=600)
+        yield other
+
+
+async def num_open(gateway, model):
+    return (await gateway.services.queue.stats(model)).num_open
+
+
+@asynccontextmanager
+async def filled(gateway, worker, headers=None):
+    """The queue of the worker's model is full, and does not move."""
+    model = worker.card.name
+    worker.stop_claiming()
+    await until(lambda: worker.has_ended)
+    waiting = asyncio.create_task(gateway.chat(make_body(model=model), headers=headers))
+    try:
+        await until_equal(lambda: num_open(gateway, model), 1)
+        yield
+    finally:
+        waiting.cancel()
+        await asyncio.wait([waiting])
+
+
+@pytest.fixture
+async def full(other, worker, gateway):
+    await gateway.services.models.refresh()
+    async with filled(gateway, worker):
+        yield gateway
+
+
+async def counted(gateway) -> list[str]:
+    text = (await gateway.client.get("/metrics")).text
+    return [line for line in text.splitlines() if line.startswith("vlm_fallbacks_total{")]
+
+
+async def test_the_fallback_of_a_full_model_answers_and_is_named(full, other):
+    answer = await full.chat()
+    assert answer.status_code == 200, answer.text
+    assert (answer.json()["model"], answer.headers[FROM]) == (OTHER, MODEL)
+    stream = await full.chat(make_body(stream=True))
+    assert stream.headers[FROM] == MODEL
+    assert f'"model":"{OTHER}"' in stream.text
+    assert [request.model for request in other.requests] == [OTHER, OTHER]
+    assert await counted(full) == [f'vlm_fallbacks_total{{fallback="{OTHER}",model="{MODEL}"}} 2.0']
+    metrics = (await full.client.get("/metrics")).text
+    assert f'vlm_requests_total{{model="{OTHER}",outcome="ok"}} 2.0' in metrics
+
+
+async def test_a_resumable_stream_falls_back_and_a_retry_follows_it(full, other):
+    headers = {"idempotency-key": "one"}
+    first, again = [await full.chat(headers=headers) for _ in range(2)]
+    assert first.json() == again.json()
+    assert (again.json()["model"], again.headers[FROM]) == (OTHER, MODEL)
+    assert len(other.requests) == 1
+
+
+async def test_only_one_step_is_taken(full, other):
+    async with filled(full, other):
+        answer = await full.chat()
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "server_overloaded")
+    assert FROM not in answer.headers
+    assert not await counted(full)
+
+
+async def test_a_fallback_that_refuses_the_request_leaves_the_models_own_error(full):
+    answer = await full.chat(make_body(logit_bias={"900": 1}))
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "server_overloaded")
+    metrics = (await full.client.get("/metrics")).text
+    assert f'vlm_requests_total{{model="{MODEL}",outcome="rejected"}} 1.0' in metrics
+
+
+async def test_only_generated_text_falls_back(full):
+    answer = await full.client.post("/tokenize", json={"model": MODEL, "prompt": "hi"})
+    assert answer.json()["error"]["code"] == "server_overloaded"
+
+
+async def test_the_fallback_answers_for_a_model_without_a_worker(gateway, other, worker):
+    await gateway.services.models.refresh()
+    answer = await gateway.chat(make_body(model="absent"))
+    assert (answer.json()["model"], answer.headers[FROM]) == (OTHER, "absent")
+    answer = await gateway.chat(make_body(model="alias"))
+    assert (answer.json()["model"], answer.headers[FROM]) == (OTHER, "alias")
+    assert await counted(gateway) == ['vlm_fallbacks_total{fallback="other",model="absent"} 2.0']
+    assert FROM not in (await gateway.chat()).headers
+    for name in ("scripted", MODEL):
+        await worker.registry.withdraw(name)
+    await gateway.services.models.refresh()
+    answer = await gateway.chat()
+    assert (answer.json()["model"], answer.headers[FROM]) == (OTHER, MODEL)
+    answer = await gateway.chat(make_body(model="gone"))
+    assert answer.json()["error"]["code"] == "model_not_found"
+
+
+async def test_a_key_needs_both_models(redis_server, redis_prefix, changes, other, worker):
+    changes["gateway"] |= {"root_key": "root"}
+    settings = make_settings(redis_server, redis_prefix, **changes)
+    async with run_gateway_on_socket(settings) as gateway:
+        keys = []
+        for number, models in enumerate(([MODEL], [OTHER], [MODEL, OTHER])):
+            body = {"name": f"key{number}", "models": models}
+            made = await gateway.client.post("/v1/admin/keys", json=body, headers=bearer("root"))
+            keys.append(bearer(made.json()["key"]))
+        async with filled(gateway, worker, keys[2]):
+            answers = [await gateway.chat(headers=key) for key in keys]
+    assert [answer.status_code for answer in answers] == [503, 403, 200]
+
+
+@pytest.mark.parametrize("fallbacks", [{"a": "a"}, {"a": ""}, {"": "a"}])
+def test_impossible_fallbacks_are_refused_at_the_start(monkeypatch, tmp_path, fallbacks):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("VLM_GATEWAY__FALLBACKS", json.dumps(fallbacks))
+    with pytest.raises(SettingsError, match="VLM_GATEWAY__FALLBACKS: name for each model another"):
+        load_settings()

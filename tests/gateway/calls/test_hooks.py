@@ -1,0 +1,307 @@
+"""Hooks: what they see and change on each API, that they refuse, and what happens when they fail."""
+
+import asyncio
+import json
+import logging
+import sys
+from importlib.metadata import EntryPoint, EntryPoints
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from gateway.calls import hooks
+from shared.protocol import Embed, OutputLogprob, TokenLogprob
+from shared.settings import SettingsError
+from tests.factories_gateway import CARD, MODEL, make_body
+from tests.factories_images import data_url, encoded
+from tests.gateway.calls.test_aliases import answer_any
+
+EXAMPLES = Path(__file__).parents[3] / "examples" / "hooks"
+MESSAGES = [{"role": "user", "content": "write to ann@example.com"}]
+
+
+class Scripted:
+    """A hook that a test fills in."""
+
+    def __init__(self):
+        self.calls, self.answers = [], []
+        self.on_call = self.on_answer = lambda call: None
+
+    async def before(self, call):
+        self.calls.append(call)
+        await self.result(self.on_call(call))
+
+    async def after(self, answer):
+        self.answers.append(answer)
+        await self.result(self.on_answer(answer))
+
+    async def result(self, value):
+        if asyncio.iscoroutine(value):
+            await value
+
+
+@pytest.fixture(autouse=True)
+def examples(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+
+
+@pytest.fixture
+def hook(monkeypatch):
+    scripted = Scripted()
+    monkeypatch.setattr(sys.modules[__name__], "scripted", scripted, raising=False)
+    return scripted
+
+
+@pytest.fixture
+def card():
+    return replace(CARD, tasks=("generate", "embed", "rerank", "tokenize", "run"))
+
+
+@pytest.fixture
+def options():
+    return {}
+
+
+@pytest.fixture
+def changes(hook, options):
+    return {"gateway": {"hooks": (f"{__name__}:scripted",), "hook_timeout_s": 0.2, **options}}
+
+
+def upper(call):
+    for message in call.messages:
+        message.text = message.text.upper()
+
+
+def error_of(answer):
+    return answer.status_code, answer.json()["error"]["code"]
+
+
+def set_all(text):
+    def change(call):
+        for message in call.messages:
+            message.text = text
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "roles"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "system", "content": "be"}, *MESSAGES], "n": 2}, ["system", "user"]),
+        ("/v1/completions", {"prompt": ["one", "two"], "n": 2}, ["user", "user"]),
+        ("/v1/messages", {"messages": MESSAGES, "max_tokens": 9}, ["user"]),
+        ("/v1/responses", {"input": "hi"}, ["user"]),
+        ("/api/chat", {"messages": MESSAGES, "stream": False}, ["user"]),
+        ("/v1/embeddings", {"input": ["hi"]}, ["user"]),
+        ("/v1/rerank", {"query": "q", "documents": ["d"]}, ["user", "user"]),
+    ],
+)  # fmt: skip
+async def test_hooks_change_the_texts_of_prompts_on_every_api(
+    gateway, worker, hook, path, body, roles
+):
+    worker.script, hook.on_call = answer_any, upper
+    answer = await gateway.client.post(path, json={"model": MODEL, **body})
+    assert answer.status_code == 200, answer.text
+    [call] = hook.calls
+    assert ([message.role for message in call.messages], call.model) == (roles, MODEL)
+    asked = [text for request in worker.requests for text in request.task.texts()]
+    assert asked
+    assert all(text == text.upper() for text in asked)
+    generates = not path.endswith(("embeddings", "rerank"))
+    assert len(hook.answers) == generates
+
+
+async def test_reasoning_and_arguments_of_calls_are_shown_and_images_counted(gateway, worker, hook):
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a":"b"}'}}
+    image = {"type": "image_url", "image_url": {"url": data_url(encoded())}}
+    history = [
+        {"role": "user", "content": [image, {"type": "text", "text": "look"}]},
+        {"role": "assistant", "content": "ok", "reasoning_content": "hm", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "7"},
+    ]
+    hook.on_call = upper
+    answer = await gateway.chat(make_body(messages=history))
+    assert answer.status_code == 200, answer.text
+    [seen] = hook.calls
+    assert seen.num_images == 1
+    assert {(m.role, m.text) for m in seen.messages} == {
+        ("user", "LOOK"), ("reasoning", "HM"), ("assistant", "OK"), ("call", '{"A":"B"}'), ("tool", "7"),
+    }  # fmt: skip
+    [request] = worker.requests
+    assert len(request.task.images) == 1
+    assert list(request.task.texts()) == ["LOOK", "HM", '{"A":"B"}', "OK", "7"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": MESSAGES, "n": 2}),
+        ("/v1/completions", {"prompt": "hi"}),
+        ("/v1/messages", {"messages": MESSAGES, "max_tokens": 9}),
+        ("/v1/responses", {"input": "hi"}),
+        ("/api/generate", {"prompt": "hi", "stream": False}),
+    ],
+)
+async def test_hooks_change_the_text_of_whole_answers(gateway, hook, path, body):
+    hook.on_answer = set_all("changed")
+    answer = await gateway.client.post(path, json={"model": MODEL, **body})
+    assert answer.status_code == 200, answer.text
+    assert answer.text.count("changed") == body.get("n", 1)
+    assert "Hello" not in answer.text
+    assert [message.role for message in hook.answers[0].messages] == ["assistant"] * body.get(
+        "n", 1
+    )
+
+
+async def test_a_changed_answer_has_no_logprobs_of_the_old_one(gateway, worker, hook):
+    async def say(answer):
+        entry = OutputLogprob(TokenLogprob.of(b"secret", -1.0))
+        await answer.publish(*answer.deltas("secret", logprobs=(entry,)), answer.finished())
+
+    worker.script = say
+    body = make_body(logprobs=True, return_token_ids=True)
+    assert '"token":"secret"' in (await gateway.chat(body)).text
+    hook.on_answer = set_all("masked")
+    answer = await gateway.chat(body)
+    assert answer.json()["choices"][0]["message"]["content"] == "masked"
+    assert "secret" not in answer.text
+    assert answer.json()["usage"]["completion_tokens"] == 1
+
+
+async def test_hooks_see_a_streamed_answer_at_its_end_and_may_end_it_with_an_error(gateway, hook):
+    hook.on_answer = set_all("changed")
+    text = await gateway.stream()
+    assert "changed" not in text
+    assert text.endswith("data: [DONE]\n\n")
+
+    def refuse(answer):
+        assert [message.text for message in answer.messages] == ["Hello you"]
+        raise answer.refuse("No.", code="too_rude")
+
+    hook.on_answer = refuse
+    text = await gateway.stream()
+    assert hook.answers[-1].is_streamed
+    assert '"code":"too_rude"' in text
+    assert "[DONE]" not in text
+
+
+async def test_a_refusal_is_a_4xx_with_its_code_and_nothing_is_queued(gateway, worker, hook):
+    def refuse(call):
+        raise call.refuse("Not about that.", code="off_topic", status=403)
+
+    hook.on_call = refuse
+    assert error_of(await gateway.chat()) == (403, "off_topic")
+    assert not worker.requests
+    hook.on_call, hook.on_answer = lambda _: None, lambda call: _raise(call.refuse("No."))
+    assert error_of(await gateway.chat()) == (400, "request_refused")
+
+
+def _raise(error):
+    raise error
+
+
+FAILURES = {
+    "raises": lambda call: (upper(call), 1 / 0),
+    "wrong type": set_all(7),
+    "too slow": lambda call: asyncio.sleep(20),
+    "no refusal": lambda call: _raise(call.refuse("x", status=500)),
+}
+
+
+@pytest.mark.parametrize("options", [{"hook_failure": "closed"}, {"hook_failure": "open"}])
+@pytest.mark.parametrize("failure", FAILURES.values(), ids=FAILURES)
+async def test_a_hook_that_fails_refuses_or_is_left_out(
+    gateway, worker, hook, options, failure, caplog
+):
+    hook.on_call = failure
+    with caplog.at_level(logging.ERROR):
+        answer = await gateway.chat()
+    if options["hook_failure"] == "open":
+        assert answer.status_code == 200, answer.text
+        assert list(worker.requests[0].task.texts()) == ["hello"]
+    else:
+        assert error_of(answer) == (503, "hook_failed")
+        assert answer.headers["retry-after"]
+        assert not worker.requests
+    assert "hello" not in caplog.text.lower()
+    name = f"{__name__}:scripted"
+    metrics = (await gateway.client.get("/metrics")).text
+    assert f'vlm_hook_failures_total{{hook="{name}"}} 1.0' in metrics
+
+
+@pytest.mark.parametrize("options", [{"hooks": ("mask_email:MaskEmail",)}])
+async def test_the_example_masks_addresses(gateway, worker, options):
+    await gateway.chat(make_body(messages=MESSAGES))
+    await gateway.client.post("/v1/embeddings", json={"model": MODEL, "input": [1, 2]})
+    first, second = worker.requests
+    assert list(first.task.texts()) == ["write to [email]"]
+    assert isinstance(second.task, Embed)
+
+
+@pytest.fixture
+async def moderation(monkeypatch):
+    """A server that flags `bad`; returns what it was asked."""
+    asked = []
+
+    async def serve(reader, writer):
+        head = await reader.readuntil(b"\r\n\r\n")
+        size = int(head.lower().partition(b"content-length:")[2].split()[0])
+        texts = json.loads(await reader.readexactly(size))["input"]
+        asked.append(texts)
+        body = json.dumps({"results": [{"flagged": "bad" in text} for text in texts]})
+        writer.write(f"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n{body}".encode())
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    monkeypatch.setenv("MODERATION_URL", f"http://127.0.0.1:{port}/v1/moderations")
+    yield asked
+    server.close()
+
+
+class TestModeration:
+    """The other example, with a real server."""
+
+    @pytest.fixture
+    def changes(self, moderation):
+        hooks = ("mask_email:MaskEmail", "moderation:Moderation")
+        return {"gateway": {"hooks": hooks}}
+
+    async def test_what_is_flagged_is_refused(self, gateway, worker, moderation):
+        assert (await gateway.chat()).status_code == 200
+        assert error_of(await gateway.chat(make_body("bad"))) == (400, "content_refused")
+        assert (await gateway.chat(make_body("a@b.de"))).status_code == 200
+        assert len(worker.requests) == 2
+        assert moderation == [["hello"], ["Hello you"], ["bad"], ["[email]"], ["Hello you"]]
+
+        async def say_bad(answer):
+            await answer.finish("so ", "bad")
+
+        worker.script = say_bad
+        assert error_of(await gateway.chat()) == (400, "content_refused")
+
+
+class Nothing:
+    pass
+
+
+class NotAsync:
+    def before(self, call):
+        pass
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["nowhere:Hook", "mask_email:Absent", "absent", f"{__name__}:Nothing", f"{__name__}:NotAsync"],
+)
+def test_what_is_no_hook_is_refused_at_the_start(name):
+    with pytest.raises(SettingsError, match=f"VLM_GATEWAY__HOOKS: {name} "):
+        hooks.load_hooks([name])
+
+
+def test_a_hook_of_a_package_is_found_by_its_entry_point(monkeypatch):
+    entry = EntryPoint("mask", "mask_email:MaskEmail", hooks.ENTRY_POINTS)
+    found = EntryPoints([entry])
+    monkeypatch.setattr(hooks, "entry_points", lambda **names: found.select(**names))
+    assert type(hooks.load_hooks(["mask"])["mask"]).__name__ == "MaskEmail"
