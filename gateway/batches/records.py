@@ -33,7 +33,7 @@ from shared.packages.store import PIECE_BYTES, PackageStore, StoreError
 
 BATCH_ID = "batch_"
 WINDOW_S = 24 * 3600.0
-_BATCHES, _OPEN = "batches", "open"
+_BATCHES, _OPEN, _CANCELLED = "batches", "open", "cancelled"
 #: The marker of an open batch is written before its record.
 _ORPHAN_S = 600.0
 _EXPIRED = "This request could not be executed before the completion window expired."
@@ -194,10 +194,15 @@ class Batches:
     def cancel(self, record: BatchRecord) -> None:
         """Cancel a batch."""
         self._write(record, "cancel", Cancel(_now()))
+        self._store.put_if_absent(f"{_CANCELLED}/{record.owner}/{record.id}", b"")
 
     def is_cancelled(self, record: BatchRecord) -> bool:
         """Whether its client has cancelled it."""
         return self._store.get(f"{_folder(record.owner, record.id)}/cancel") is not None
+
+    def cancelled_ids(self) -> set[str]:
+        """The ids of cancelled batches that have not ended."""
+        return {key.rpartition("/")[2] for key in self._store.list(_CANCELLED)}
 
     def begin(self, record: BatchRecord, total: int) -> None:
         """Record that its file is valid."""
@@ -244,6 +249,7 @@ class Batches:
         if view is None or view.ending is not None:
             for name in () if view is None else view.parts:
                 self._store.delete(f"{_folder(record.owner, record.id)}/parts/{name}")
+            self._store.delete(f"{_CANCELLED}/{record.owner}/{record.id}")
             self._store.delete(f"{_OPEN}/{record.owner}/{record.id}")
 
     def forget_orphan(self, owner: str, id_: str) -> None:
@@ -272,7 +278,7 @@ class Batches:
     def sweep(self, before_s: float) -> None:
         """Delete older batches that are not open."""
         still_open = {id_ for _, id_ in self.open_ids()}
-        for key in self._store.list(_BATCHES):
+        for key in (*self._store.list(_BATCHES), *self._store.list(_CANCELLED)):
             id_ = key.split("/")[2]
             if id_ not in still_open and time_of(id_, BATCH_ID) < before_s:
                 self._store.delete(key)

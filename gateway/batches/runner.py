@@ -145,14 +145,22 @@ class BatchRunner:
             await asyncio.to_thread(self._batches.sweep, before_s)
         waiting = await asyncio.to_thread(self._batches.open_ids)
         waiting = [each for each in waiting if each[1] not in self._running]
+        cancelled = await asyncio.to_thread(self._batches.cancelled_ids) if waiting else set()
+        for owner, id_ in [each for each in waiting if each[1] in cancelled]:
+            waiting.remove((owner, id_))  # it only has to be finished: it needs no place
+            await self._take(owner, id_)
         while waiting and len(self._running) < MAX_RUNNING:
             # The oldest batch of the owner with the fewest running ones.
             num_running = Counter(owner for owner, _ in self._running.values())
             owner, id_ = min(waiting, key=lambda each: (num_running[each[0]], each[1]))
             waiting.remove((owner, id_))
-            if await self._leases.hold(id_, self.holder, self._lease_s):
-                task = asyncio.create_task(self._run(owner, id_), name=id_)
-                self._running[id_] = owner, task
+            await self._take(owner, id_)
+
+    async def _take(self, owner: str, id_: str) -> None:
+        """Run a batch, unless another gateway does."""
+        if await self._leases.hold(id_, self.holder, self._lease_s):
+            task = asyncio.create_task(self._run(owner, id_), name=id_)
+            self._running[id_] = owner, task
 
     async def _run(self, owner: str, id_: str) -> None:
         """Run a batch while the lease is ours."""
@@ -197,6 +205,9 @@ class BatchRunner:
 
     async def _compute(self, view: BatchView) -> None:
         record, batches = view.record, self._batches
+        if view.cancel is not None:
+            await asyncio.to_thread(batches.finalize, record, "cancelled")
+            return
         if not self._may_ask(record.tenant):
             removed = LineError("invalid_api_key", "The API key of this batch was removed.")
             await asyncio.to_thread(batches.finalize, record, "failed", [removed])

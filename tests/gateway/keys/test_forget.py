@@ -11,6 +11,8 @@ from msgspec.structs import replace
 from typer.testing import CliRunner, Result
 
 import vlm
+from gateway.api import forget
+from gateway.batches.runner import MAX_RUNNING
 from gateway.keys.records import KeyStore
 from search.embed import embed
 from search.embedders import LocalEmbedder
@@ -206,6 +208,32 @@ async def test_batches_wait_until_a_gateway_knows_the_keys(
                 return status if status in ("completed", "failed") else None
 
             assert await until(has_ended, 30.0) == "completed"
+
+
+async def test_more_batches_than_a_gateway_runs_are_forgotten_while_others_run(
+    gateway: RunningGateway, redis_server, redis_prefix, monkeypatch
+):
+    monkeypatch.setattr(forget, "_ENDS_WITHIN_S", 5.0)
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "max_tokens": 4096}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    users = [User(gateway, await create(gateway, "--name", name)) for name in ("bob", "alice")]
+
+    async def begin(user: User, count: int) -> None:
+        file = await user.upload("batch", json.dumps(line).encode())
+        for _ in range(count):
+            await user.ask("POST", "/v1/batches", json={
+                "input_file_id": file, "endpoint": "/v1/chat/completions", "completion_window": "24h",
+            })  # fmt: skip
+
+    async with run_worker(redis_server, redis_prefix) as worker:
+        worker.script = talk_on
+        await begin(users[0], MAX_RUNNING)
+        await until(lambda: len(worker.answers) == MAX_RUNNING)
+        await begin(users[1], 3)
+        done = await run(gateway, "forget", "--key", "alice")
+        assert "3 batches" in done.stderr, done.output
+        states = [each["status"] for each in (await users[0].ask("GET", "/v1/batches"))["data"]]
+        assert states == ["in_progress"] * MAX_RUNNING
 
 
 async def test_vector_stores_are_deleted(ends, redis_server, tmp_path):
