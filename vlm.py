@@ -79,6 +79,7 @@ deploy.cli.add_to(app)
 deploy.session_cli.add_to(app)
 app.add_typer(deploy.keys_cli.app, name="keys")
 app.command()(deploy.keys_cli.forget)
+app.command()(deploy.keys_cli.audit)
 if find_spec("benchmarks") is not None:  # in the repository, not in the wheel
     from benchmarks.cli import app as bench
 

@@ -136,6 +136,25 @@ def forget(
     _run(run, url, api_key)
 
 
+def audit(
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="Number of entries.")] = 50,
+    url: Url = URL,
+    api_key: Key = None,
+) -> None:
+    """List who asked to change keys, deployments, nodes and adapters, newest first."""
+
+    def run(client: "Client") -> None:
+        from deploy import commands
+
+        table = commands.new_table("time", "key", "address", "action", "name")
+        for each in client.ask("GET", f"/v1/admin/audit?limit={limit}")["data"]:
+            at = datetime.fromtimestamp(each["at"], UTC).isoformat(" ", "seconds")
+            table.add_row(at, each["key"], each["address"], each["action"], each["name"])
+        commands.screen.print(table)
+
+    _run(run, url, api_key)
+
+
 def _show_new(ask: Any, url: str, api_key: str | None) -> None:
     def run(client: "Client") -> None:
         from deploy import commands

@@ -27,6 +27,7 @@ from gateway.http.admission import Admission
 from gateway.http.server import DrainingServer, create_server
 from gateway.images.fetch import ImageFetcher
 from gateway.images.loader import ImageLoader
+from gateway.keys.audit import AuditLog
 from gateway.keys.directory import KeyDirectory
 from gateway.keys.records import KeyStore
 from gateway.search import SearchClient
@@ -64,7 +65,7 @@ class Services:
         self.admission = Admission(
             settings.limits.max_open_requests, settings.limits.max_open_body_bytes
         )
-        self.keys = self._create_keys()
+        self.keys, self.audit = self._create_keys()
         self.key_limits = KeyLimits(
             settings.limits,
             self.admission.overloaded,
@@ -127,16 +128,18 @@ class Services:
             RedisBlobStore(self._redis, redis.key_prefix),
         )
 
-    def _create_keys(self) -> KeyDirectory | None:
-        """The stored API keys. Raises: SettingsError."""
+    def _create_keys(self) -> tuple[KeyDirectory | None, AuditLog | None]:
+        """The stored API keys, and the log of changes. Raises: SettingsError."""
         if self.settings.gateway.root_key is None:
-            return None
+            return None, None
         try:
             durable = open_store(url) if (url := self.settings.deploy.store) else None
         except StoreError as error:
             raise SettingsError(f"VLM_DEPLOY__STORE: {error}") from None
-        store = KeyStore(self._redis, self.settings.redis.key_prefix, durable)
-        return KeyDirectory(store, self.settings.redis.address, self._on_keys_ended)
+        prefix = self.settings.redis.key_prefix
+        store = KeyStore(self._redis, prefix, durable)
+        keys = KeyDirectory(store, self.settings.redis.address, self._on_keys_ended)
+        return keys, AuditLog(self._redis, prefix, durable, keys.of)
 
     def _on_keys_ended(self, tenants: Collection[str]) -> None:
         self.dispatcher.fail_tenants(tenants, "The API key of this request has ended.")
@@ -251,6 +254,8 @@ class Services:
         await asyncio.gather(*self._refreshing, return_exceptions=True)
         if self.keys is not None:
             await self.keys.close()
+        if self.audit is not None:
+            await self.audit.close()
         await self.dispatcher.stop()
         await self.lifecycle.resume.stop()
         await self.refunds.stop()

@@ -10,6 +10,7 @@ from functools import partial
 
 from gateway.api.adapters import Adapters
 from gateway.api.applications import Applications
+from gateway.api.audit import Audit
 from gateway.api.batches import BatchResource
 from gateway.api.chat import ChatCompletions
 from gateway.api.completions import Completions
@@ -68,7 +69,12 @@ def create_endpoints(
 ) -> Iterator[tuple[Endpoint, Serve]]:
     """All endpoints, each with the function that serves it."""
     settings = services.settings
-    needed = OperationServices(services.admission, settings.limits, settings.gateway.body_timeout_s)
+    needed = OperationServices(
+        services.admission,
+        settings.limits,
+        settings.gateway.body_timeout_s,
+        services.audit and services.audit.append,
+    )
     streams = Streams(services.lifecycle, {surface.name: surface for surface in surfaces})
     found: list[Endpoint] = [*surfaces, streams]
     for surface in surfaces:
@@ -105,6 +111,7 @@ def _create_resources(services: Services, surfaces: Sequence[Surface]) -> list[R
         Applications(deploy, services.deployments, models),
         Nodes(services.deployments),
         Keys(services.keys, data),
+        *([] if services.audit is None else [Audit(services.audit)]),
         Packages(deploy.store, settings.gateway.body_timeout_s),
         Probes(
             services.admission,

@@ -90,6 +90,8 @@ class OperationServices:
     admission: Admission
     limits: LimitSettings
     body_timeout_s: float
+    #: Records who asks for a change: the operation, the name of what it changes, and the request.
+    audit: Callable[[str, str, RequestContext], Awaitable[None]] | None
 
 
 def owner_of(tenant: str) -> str:
@@ -182,6 +184,11 @@ class Operation(Endpoint):
         self._body: JsonBody[Any] | None = None
         if body is not None and self.request_type is not None:
             self._body = JsonBody(self.request_type, self.hints, self.unsupported)
+        self._is_audited = (
+            self.access in ("adapters", "deploy", "admin")
+            and self.method not in ("GET", "HEAD")
+            and self.media_type == JSON.decode()
+        )
         self._has_body = not is_upload and (
             self.request_type is not None or self.media_type != JSON.decode()
         )
@@ -220,8 +227,15 @@ class Operation(Endpoint):
             arguments["body"] = self._body.decode(body, None if is_strict else context)
         if self.query_type is not None:
             arguments["query"] = _read_query(context.query, self.query_type)
+        if self._is_audited and services.audit is not None:
+            name = "/".join(context.path.values()) or _name_in(arguments.get("body"))
+            await services.audit(self.name, name, context)
         work = self._handler(Caller(context, held, body, exchange.receive), **arguments)
         return await (work if self._is_upload else _while_connected(work, exchange))
+
+
+def _name_in(body: object) -> str:
+    return getattr(body, "name", "") or getattr(body, "lora_name", "")
 
 
 def _read_query(query: bytes, type_: type[Struct]) -> Struct:

@@ -35,6 +35,7 @@ class RequestContext(Struct):
     received_at: float
     client_id: str | None = None  #: the client's `x-request-id`, if it is well formed
     tenant: str = ""
+    address: str = ""  #: of the client; empty on a unix socket
     method: str = "POST"
     route: str = ""  #: template of the path; empty for a line of a batch
     path: dict[str, str] = field(default_factory=dict)  #: parameters of the path

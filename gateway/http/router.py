@@ -223,6 +223,7 @@ def _note(scope: Scope) -> RequestContext:
         time.perf_counter(),
         method=scope["method"],
         query=scope["query_string"],
+        address=(scope.get("client") or ("",))[0],
     )
     request_id.set(context.id)  # each request is a task with a context of its own
     if (caller := headers.get(b"traceparent")) is not None:

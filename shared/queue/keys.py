@@ -213,6 +213,11 @@ class RedisKeys:
         return f"{self.prefix}:api-keys"
 
     @property
+    def audit(self) -> str:
+        """Stream of who asked to change keys, deployments, nodes and adapters."""
+        return f"{self.prefix}:audit"
+
+    @property
     def nodes(self) -> str:
         """Set of node ids whose records may exist."""
         return f"{self.prefix}:nodes"

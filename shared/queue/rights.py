@@ -48,6 +48,7 @@ GATEWAY = Rights(
         _KEYS.stream("*"),
         _KEYS.confirmation,
         _KEYS.api_keys,
+        _KEYS.audit,
         _KEYS.blob_holders("*"),
         _KEYS.lease("*"),
         _KEYS.record("*", "*"),
@@ -75,7 +76,18 @@ GATEWAY = Rights(
             "zrevrank",
             "zrangebyscore",
         ),
-        *("xadd", "xlen", "xread", "xrange", "xtrim", "xack", "xdel", "xclaim", "xpending"),
+        *(
+            "xadd",
+            "xlen",
+            "xread",
+            "xrange",
+            "xrevrange",
+            "xtrim",
+            "xack",
+            "xdel",
+            "xclaim",
+            "xpending",
+        ),
     ),
 )
 WORKER = Rights(

@@ -16,6 +16,7 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import AuthenticationError, NoPermissionError, ResponseError
 
+from gateway.keys.audit import AuditLog
 from gateway.keys.records import KeyStore
 from loadtest.fleet import ROOT
 from shared.blobs.redis_store import RedisBlobStore
@@ -296,6 +297,7 @@ CALLED = {
             Leases,
             Confirmer,
             KeyStore,
+            AuditLog,
         ),
         *(Registry.workers, Registry.models, Registry.silence_s, Registry._members),
         *(Registry.adapters, Registry.put_adapter, Registry.remove_adapter),

@@ -1,0 +1,72 @@
+"""The audit log: who asked to change keys, deployments, nodes and adapters, and when."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime  # noqa: TID251 (a date in a path)
+
+import msgspec
+from redis.asyncio import Redis
+
+from gateway.http.errors import unavailable
+from gateway.http.exchange import RequestContext, short_hash
+from gateway.keys.records import KeyRecord
+from shared.packages.store import PackageStore, StoreError
+from shared.queue.keys import to_ms
+from shared.queue.store import RedisStore
+
+_MAX_ENTRIES = 100_000  #: in Redis
+_TTL_S = 366 * 86400.0  #: in Redis, after the last entry
+
+
+class AuditEntry(msgspec.Struct, frozen=True):
+    """One request for a change."""
+
+    at: float  #: epoch seconds
+    key: str  #: name of the key; the hash of one of the settings
+    address: str
+    action: str  #: name of the operation
+    name: str  #: of what was changed
+    id: str  #: of the request, as in the log
+    object: str = "audit.entry"
+
+
+_decoder = msgspec.json.Decoder(AuditEntry)
+
+
+class AuditLog(RedisStore):
+    """Entries in Redis, and in the package store if there is one, which is written first and keeps all."""
+
+    def __init__(
+        self,
+        redis: Redis,
+        prefix: str,
+        durable: PackageStore | None,
+        find_key: Callable[[str], KeyRecord | None],
+    ) -> None:
+        """`find_key`: the stored key of a tenant."""
+        super().__init__(redis, prefix)
+        self._durable = durable
+        self._find_key = find_key
+
+    async def append(self, action: str, name: str, context: RequestContext) -> None:
+        """Raises: ApiError, RedisError: the change must not be made then."""
+        found, now = self._find_key(context.tenant), time.time()  # noqa: TID251
+        key = found.name if found is not None else context.tenant and short_hash(context.tenant)
+        entry = AuditEntry(now, key, context.address, action, name, context.id)
+        data = msgspec.json.encode(entry)
+        if self._durable is not None:
+            day = datetime.fromtimestamp(now, UTC).date().isoformat()
+            path = f"audit/{day}/{to_ms(now):013d}-{context.id}.json"
+            try:
+                await asyncio.to_thread(self._durable.put_if_absent, path, data)
+            except (StoreError, OSError):
+                raise unavailable() from None
+        log = self._keys.audit
+        await self._ask("XADD", log, "MAXLEN", "~", _MAX_ENTRIES, "*", "entry", data)
+        await self._ask("PEXPIRE", log, to_ms(_TTL_S))
+
+    async def read(self, limit: int) -> list[AuditEntry]:
+        """The latest entries, newest first. Raises: RedisError."""
+        found = await self._ask("XREVRANGE", self._keys.audit, "+", "-", "COUNT", limit)
+        return [_decoder.decode(fields[1]) for _, fields in found]
