@@ -135,7 +135,7 @@ class Dispatcher:
         call.begins_by = math.inf
         self._add(call)
         try:
-            outcome = await self.queue.submit(
+            submitted = await self.queue.submit(
                 [seal(each) for each in calls],
                 timeout_s=timeout_s,
                 max_waiting=max_waiting,
@@ -151,9 +151,10 @@ class Dispatcher:
             raise
         call.begins_by = 0.0
         call.submitted = calls
-        if outcome:
-            self.metrics.record_affinity(outcome)
-        if outcome == "home":
+        call.full_in_s = submitted.full_in_s
+        if submitted.affinity:
+            self.metrics.record_affinity(submitted.affinity)
+        if submitted.affinity == "home":
             asyncio.get_running_loop().call_later(grace_s, self._end_grace, call)
         return call
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from gateway.http.errors import AuthenticationError, Overloaded
+from gateway.http.exchange import Rate
 from gateway.keys.records import KeyRecord
 from shared.protocol import (
     Call,
@@ -178,6 +179,19 @@ def to_quota(limits: LimitSettings, priority: Priority) -> Limits:
         max_tenant_requests_per_minute=limits.max_key_requests_per_minute,
         max_tenant_tokens_per_minute=limits.max_key_tokens_per_minute,
     )
+
+
+def to_rates(limits: Limits, full_in_s: tuple[float, float]) -> list[Rate]:
+    """The limits per minute, for headers. `full_in_s` is as in `Submitted`."""
+    named = (
+        ("requests", limits.max_tenant_requests_per_minute),
+        ("tokens", limits.max_tenant_tokens_per_minute),
+    )
+    return [
+        Rate(name, most, max(0, int(most * (1 - s / 60))), s)
+        for (name, most), s in zip(named, full_in_s, strict=True)
+        if most > 0
+    ]
 
 
 @dataclass(frozen=True, slots=True)

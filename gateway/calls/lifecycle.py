@@ -23,7 +23,7 @@ from gateway.calls.dispatcher import Dispatcher
 from gateway.calls.fallbacks import Fallbacks
 from gateway.calls.hooks import Hooks
 from gateway.calls.kept import KeptAnswers
-from gateway.calls.key_limits import KeyLimits, Refunds
+from gateway.calls.key_limits import KeyLimits, Refunds, to_rates
 from gateway.calls.models import ModelDirectory
 from gateway.calls.open_call import ChoiceEvent, OpenCall
 from gateway.calls.recorder import Recorder, StageClock, body_timings, timing_headers
@@ -383,6 +383,8 @@ class Lifecycle:
             )
         except QueueRefused as refused:
             raise self.key_limits.to_error(refused, card.queue, context.tenant) from None
+        if reservation is not None and call.full_in_s is not None:
+            context.rates = to_rates(reservation.limits, call.full_in_s)
         if reservation is not None and reservation.is_refundable:
             call.when_closed(lambda _: self.refunds.add(reservation))
         return call

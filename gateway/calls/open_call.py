@@ -163,6 +163,7 @@ class OpenCall:
         self.images: tuple[ImageRef, ...] = ()  #: of the request that it submitted
         self.submitted: Sequence[Call] = ()  #: one for each choice
         self.num_resubmits = 0
+        self.full_in_s: tuple[float, float] | None = None  #: as in `Submitted`
         self.begins_by = 0.0  #: until then Redis may not know the request
         self._on_close: list[Callable[[OpenCall], object]] = [on_close]
         self._pending: list[ChoiceEvent] = []

@@ -6,6 +6,8 @@ Source: WHATWG HTML, "Server-sent events".
 
 import hashlib
 import re
+import time
+from datetime import UTC, datetime  # noqa: TID251 (a date in a header)
 
 from msgspec import Struct, field
 from starlette.types import Message, Receive, Send
@@ -27,6 +29,15 @@ SSE_KEEP_ALIVE = b": keep-alive\n\n"
 SSE_DONE = b"data: [DONE]\n\n"
 
 
+class Rate(Struct, frozen=True):
+    """A limit per minute of the request's key."""
+
+    name: str  #: `requests` or `tokens`
+    limit: int
+    remaining: int
+    full_in_s: float  #: until all of it is available again
+
+
 class RequestContext(Struct):
     """Properties of one request. Units: `received_at` is a reading of `time.perf_counter`."""
 
@@ -44,6 +55,7 @@ class RequestContext(Struct):
     #: Whether an unknown field of the body is an error (`VLM_GATEWAY__UNKNOWN_FIELDS`).
     refuses_unknown_fields: bool = False
     fallback_from: str = ""  #: the model that was asked for, where its fallback answers
+    rates: list[Rate] = []
     #: Ignored fields of the request, for `x-vlm-ignored`.
     ignored: list[str] = field(default_factory=list)
 
@@ -103,6 +115,8 @@ class Exchange:
         headers = [(b"x-request-id", request_id)]
         if b"anthropic-version" in context.headers:  # header name of Anthropic's clients
             headers.append((b"request-id", request_id))
+        for rate in context.rates:
+            headers += _rate_headers(rate, b"anthropic-version" in context.headers)
         if context.ignored:
             names = dict.fromkeys(map(clean_name, context.ignored))
             headers.append((b"x-vlm-ignored", ", ".join(names).encode()))
@@ -112,6 +126,18 @@ class Exchange:
         if context.trace_parent is not None:
             headers.append((b"traceparent", context.trace_parent.encode()))
         return headers
+
+
+def _rate_headers(rate: Rate, is_anthropic: bool) -> Headers:
+    """OpenAI's headers, or Anthropic's."""
+    if is_anthropic:
+        full_at = time.time() + rate.full_in_s  # noqa: TID251
+        reset = datetime.fromtimestamp(full_at, UTC).isoformat(timespec="seconds")
+        form, end = f"anthropic-ratelimit-{rate.name}-{{}}", reset.replace("+00:00", "Z")
+    else:
+        form, end = f"x-ratelimit-{{}}-{rate.name}", f"{rate.full_in_s:.3f}s"
+    values = {"limit": str(rate.limit), "remaining": str(rate.remaining), "reset": end}
+    return [(form.format(name).encode(), value.encode()) for name, value in values.items()]
 
 
 def clean_name(name: str) -> str:

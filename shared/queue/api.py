@@ -144,6 +144,14 @@ class Reservation(Struct, frozen=True):
         return self.limits.max_tenant_tokens_per_minute > 0
 
 
+class Submitted(Struct, frozen=True):
+    """What the queue tells about calls that it has taken."""
+
+    affinity: AffinityOutcome = ""
+    #: Seconds until the limits of requests and of tokens per minute are whole again; None: unlimited, or unknown.
+    full_in_s: tuple[float, float] | None = None
+
+
 class GatewayQueue(Protocol):
     """The gateway's side of the queues of all models."""
 
@@ -166,7 +174,7 @@ class GatewayQueue(Protocol):
         reservation: Reservation | None = None,
         affinity: Affinity | None = None,
         earlier: Sequence[int] = (),
-    ) -> AffinityOutcome:
+    ) -> Submitted:
         """Queue the calls of one request, all or none; their deadline is `timeout_s` from now by the queue's clock.
 
         At most `max_waiting` calls of a priority wait, or the calls of one request. `reservation`: what they reserve

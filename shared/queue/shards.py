@@ -19,13 +19,13 @@ from redis.exceptions import RedisError
 from shared.protocol import Envelope, ErrorCode
 from shared.queue.api import (
     Affinity,
-    AffinityOutcome,
     GatewayQueue,
     Limits,
     QueueStats,
     QueueUnavailable,
     RequestState,
     Reservation,
+    Submitted,
     shard_of,
 )
 from shared.queue.keys import AFTER_DEADLINE_S, RedisKeys
@@ -224,7 +224,7 @@ class ShardedGatewayQueue:
         reservation: Reservation | None = None,
         affinity: Affinity | None = None,
         earlier: Sequence[int] = (),
-    ) -> AffinityOutcome:
+    ) -> Submitted:
         shard = self._shards.find(choices[0].id)
         await self._note(shard, timeout_s + AFTER_DEADLINE_S)
         return await shard.ask(

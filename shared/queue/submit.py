@@ -11,7 +11,6 @@ from redis.exceptions import RedisError, ResponseError
 from shared.protocol import Envelope, ErrorCode, Priority, Tokens, encode_events
 from shared.queue.api import (
     Affinity,
-    AffinityOutcome,
     DuplicateRequest,
     Limits,
     QueueRefused,
@@ -19,6 +18,7 @@ from shared.queue.api import (
     QueueUnavailable,
     RequestState,
     Reservation,
+    Submitted,
 )
 from shared.queue.keys import (
     AFTER_DEADLINE_S,
@@ -73,7 +73,7 @@ class RedisGatewayQueue(RedisStore):
         reservation: Reservation | None = None,
         affinity: Affinity | None = None,
         earlier: Sequence[int] = (),
-    ) -> AffinityOutcome:
+    ) -> Submitted:
         call = self._to_call(choices, timeout_s, max_waiting, reservation, affinity, earlier)
         keys, arguments = call
         verdict = await retry_idempotent(lambda: self._sender.run(SUBMIT, keys, arguments))
@@ -83,7 +83,10 @@ class RedisGatewayQueue(RedisStore):
             raise DuplicateRequest(f"request {choices[0].id} exists already")
         if verdict[0] != b"ok":
             raise QueueRefused(verdict[0].decode(), verdict[1] / 1000)
-        return "" if affinity is None else verdict[1].decode()
+        return Submitted(
+            "" if affinity is None else verdict[1].decode(),
+            (verdict[2] / 1000, verdict[3] / 1000) if len(verdict) > 2 else None,
+        )
 
     @redis_errors_as(QueueUnavailable)
     async def share(self, model: str, request_ids: Sequence[str]) -> int:

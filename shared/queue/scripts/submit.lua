@@ -8,6 +8,7 @@
 --   num_earlier: absent, or the number of tokens that the only choice has published before Redis lost it
 -- raw: the payload of each choice, then with num_earlier: the event of those tokens
 -- Returns {duplicate}, {reason, wait_ms} or {ok}; with an affinity {ok, home | new | busy | gone}. wait_ms is 0 if unknown.
+-- With limits per minute, {ok, affinity or '', ms until the requests' bucket is full again, and the tokens'}.
 -- A call with the same nonce is a repeated call: ok.
 -- reservations: sorted set of "tokens tenant id", by expiry of the call (ms); 0 once it has ended
 -- usage: hash of their sums: tokens, and for each tenant with a reservation tokens:{tenant} and requests:{tenant}
@@ -57,13 +58,16 @@ local function find_pause_ms(rate)
 end
 
 local function spend(rate)
-  if rate.most == 0 then return end
+  if rate.most == 0 then return 0 end
   local until_ms = now_ms + math.max(0, debt_ms(rate) + rate.amount * MINUTE_MS / rate.most)
   redis.call('HSET', rates, rate.field, string.format('%.3f', until_ms))
   if redis.call('PTTL', rates) < until_ms - now_ms then
     redis.call('PEXPIRE', rates, math.ceil(until_ms - now_ms))
   end
+  return math.ceil(until_ms - now_ms)
 end
+
+local debts -- ms until each bucket is full again
 
 -- Refusal by a token bucket, or nil after both are charged.
 local function find_debt()
@@ -74,7 +78,7 @@ local function find_debt()
     local pause_ms = find_pause_ms(rate)
     if pause_ms > 0 then return {'key_' .. rate.field, math.ceil(pause_ms)} end
   end
-  for _, rate in ipairs(rated) do spend(rate) end
+  debts = {spend(rated[1]), spend(rated[2])}
   return nil
 end
 
@@ -198,4 +202,5 @@ if is_batch or redis.call('PTTL', queue) < args.queue_ttl_ms / 2 then
   redis.call('PEXPIRE', queue, args.queue_ttl_ms)
   redis.call('PEXPIRE', backlog, args.queue_ttl_ms)
 end
+if debts then return {'ok', outcome or '', debts[1], debts[2]} end
 return {'ok', outcome}

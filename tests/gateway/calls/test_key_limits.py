@@ -1,6 +1,7 @@
 """Limits of a key and of the fleet: who is refused, with which status, and until when. Redis's part: `test_bounds`."""
 
 import asyncio
+from datetime import datetime
 
 import pytest
 from msgspec.structs import replace
@@ -21,6 +22,7 @@ from shared.settings.limits import LimitSettings
 from tests.factories_gateway import (
     CARD,
     CHAT,
+    MODEL,
     Answer,
     RunningGateway,
     make_body,
@@ -248,3 +250,33 @@ async def test_a_key_pays_for_an_answer_that_goes_on_without_its_client(limited,
     is_left.set()
     await refunded(limited)
     assert (await limited.chat()).status_code == 429
+
+
+RATES = {"limits": {"max_key_requests_per_minute": 4, "max_key_tokens_per_minute": 10_000}}
+
+
+@pytest.mark.parametrize("changes", [RATES])
+async def test_headers_tell_what_is_left_of_the_limits_per_minute(gateway, worker):
+    first, second = [await gateway.chat(make_body(max_tokens=100)) for _ in range(2)]
+    left = [int(each.headers["x-ratelimit-remaining-requests"]) for each in (first, second)]
+    assert left == [3, 2]
+    assert first.headers["x-ratelimit-limit-requests"] == "4"
+    assert first.headers["x-ratelimit-limit-tokens"] == "10000"
+    assert 9_000 < int(first.headers["x-ratelimit-remaining-tokens"]) < 10_000
+    assert 14.0 < float(first.headers["x-ratelimit-reset-requests"].removesuffix("s")) <= 15.0
+
+
+@pytest.mark.parametrize("changes", [RATES])
+async def test_headers_of_limits_have_anthropics_names_for_its_clients(gateway, worker):
+    body = {"model": MODEL, "max_tokens": 8, "messages": [{"role": "user", "content": "Hi"}]}
+    headers = {"anthropic-version": "2023-06-01"}
+    answer = await gateway.client.post("/v1/messages", json=body, headers=headers)
+    assert answer.headers["anthropic-ratelimit-requests-limit"] == "4"
+    assert answer.headers["anthropic-ratelimit-requests-remaining"] == "3"
+    reset = datetime.fromisoformat(answer.headers["anthropic-ratelimit-tokens-reset"])
+    assert reset.tzinfo is not None
+
+
+async def test_without_limits_per_minute_there_are_no_headers_of_them(gateway, worker):
+    answer = await gateway.chat(make_body())
+    assert not [name for name in answer.headers if "ratelimit" in name]

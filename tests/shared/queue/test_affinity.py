@@ -24,9 +24,10 @@ async def workers(ends) -> tuple[RedisWorkerQueue, RedisWorkerQueue]:
 
 async def submit(ends: Ends, *names: str, affinity: Affinity | None = AFFINITY, **options) -> str:
     choices = [seal(make_request(id=name)) for name in names]
-    return await ends.queue.submit(
+    submitted = await ends.queue.submit(
         choices, affinity=affinity, **{"timeout_s": 60.0, "max_waiting": 100, **options}
     )
+    return submitted.affinity
 
 
 async def end(worker: RedisWorkerQueue, claim: Claim) -> None:
