@@ -197,17 +197,21 @@ class Services:
             settings=settings.model_copy(update={"request_timeout_s": timeout_s}),
             admission=Admission(limits.max_open_requests, limits.max_open_body_bytes),
         )
-        most = limits.max_key_open_requests
         self.runner = BatchRunner(
             self.batches,
             self.leases,
             LineAsker(lifecycle, surfaces).ask,
             may_ask,
             max_lines=limits.max_batch_lines,
-            # The other half of the key's limit is for interactive requests.
-            max_open_lines=min(MAX_OPEN_LINES, max(1, most // 2)) if most else MAX_OPEN_LINES,
+            max_open_lines=self._max_open_lines,
             keep_s=settings.file_ttl_s,
         )
+
+    def _max_open_lines(self, tenant: str) -> int:
+        """Lines of a batch at once. The other half of the key's limit is for interactive requests."""
+        key = None if self.keys is None else self.keys.of(tenant)
+        most = (key and key.open_requests) or self.settings.limits.max_key_open_requests
+        return min(MAX_OPEN_LINES, max(1, most // 2)) if most else MAX_OPEN_LINES
 
     def look_for_batches(self) -> None:
         """Check for new and cancelled batches."""

@@ -118,7 +118,7 @@ def _create_resources(services: Services, surfaces: Sequence[Surface]) -> list[R
             models,
             services.queue,
             services.metrics,
-            "adapters" if settings.gateway.admin_keys else "use",
+            "adapters" if settings.gateway.admin_keys or settings.gateway.root_key else "use",
             settings.redis.shards,
         ),
     ]

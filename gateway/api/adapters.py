@@ -61,11 +61,11 @@ class FleetAdapters:
         self._timeout_s = timeout_s
         self._lock = asyncio.Lock()
 
-    async def load(self, wanted: LoadAdapter) -> None:
+    async def load(self, wanted: LoadAdapter, tenant: str) -> None:
         """Raises: ApiError, RedisError."""
         name = wanted.lora_name
         async with self._lock:
-            model = await self._base_model(wanted.base_model_name)
+            model = await self._base_model(wanted.base_model_name, tenant)
             listed = await self._listed(model, name)
             before = listed.get(name)
             if before is not None and not wanted.load_inplace:
@@ -81,11 +81,11 @@ class FleetAdapters:
                 raise
         logger.info("the adapter %s:%s is loaded", model, name)
 
-    async def unload(self, wanted: UnloadAdapter) -> None:
+    async def unload(self, wanted: UnloadAdapter, tenant: str) -> None:
         """Raises: ApiError, RedisError."""
         name = wanted.lora_name
         async with self._lock:
-            model = await self._base_model(wanted.base_model_name)
+            model = await self._base_model(wanted.base_model_name, tenant)
             if name not in await self._listed(model, name):
                 raise NotFound(
                     "The adapter is not loaded: GET /v1/models lists those that are.",
@@ -96,8 +96,13 @@ class FleetAdapters:
             await self._wait(model, lambda held: name not in held)
         logger.info("the adapter %s:%s is unloaded", model, name)
 
-    async def _base_model(self, name: str | None) -> str:
-        """The model of the request. Raises: InvalidRequest, and as `ModelDirectory.find`."""
+    async def _base_model(self, name: str | None, tenant: str) -> str:
+        """The model of the request. Raises: Forbidden, InvalidRequest, and as `ModelDirectory.find`."""
+        model = await self._find_model(name)
+        self._models.check_use(tenant, model)
+        return model
+
+    async def _find_model(self, name: str | None) -> str:
         if name is not None:
             try:
                 return (await self._models.find(name)).queue
@@ -175,13 +180,13 @@ class Adapters(Resource):
     @operation("POST", "/v1/load_lora_adapter")
     async def load_lora_adapter(self, caller: Caller, body: LoadAdapter) -> Response:
         """Load a LoRA adapter on every worker of a model; it is served as `model:lora_name`."""
-        await self._adapters.load(body)
+        await self._adapters.load(body, caller.context.tenant)
         return _confirm(body.lora_name, "added")
 
     @operation("POST", "/v1/unload_lora_adapter")
     async def unload_lora_adapter(self, caller: Caller, body: UnloadAdapter) -> Response:
         """Unload a LoRA adapter; running answers keep it."""
-        await self._adapters.unload(body)
+        await self._adapters.unload(body, caller.context.tenant)
         return _confirm(body.lora_name, "removed")
 
 

@@ -119,8 +119,8 @@ class Keys(Resource):
         """Replace a key by another one with the same name, data and limits. The answer shows it once."""
         keys = await self._fresh()
         record = _find(keys, caller)
-        if record.is_revoked:
-            raise _revoked()
+        if not record.is_active(time.time()):  # noqa: TID251
+            raise _ended("revoked" if record.is_revoked else "expired")
         key, digest = new_key()
         return await self._write(keys, next_version(record, digest=digest), key)
 
@@ -175,10 +175,9 @@ def _find(keys: KeyDirectory, caller: Caller) -> KeyRecord:
     return record
 
 
-def _revoked() -> InvalidRequest:
-    return InvalidRequest(
-        "This key is revoked: create another one.", param="name", status=409, code="key_revoked"
-    )
+def _ended(how: str) -> InvalidRequest:
+    message = f"This key is {how}: create another one."
+    return InvalidRequest(message, param="name", status=409, code=f"key_{how}")
 
 
 def _to_object(record: KeyRecord) -> KeyObject:

@@ -82,7 +82,7 @@ class BatchRunner:
         may_ask: Callable[[str], bool],
         *,
         max_lines: int,
-        max_open_lines: int,
+        max_open_lines: Callable[[str], int],
         keep_s: float,
         look_s: float = 3.0,
         flush_s: float = 2.0,
@@ -95,7 +95,7 @@ class BatchRunner:
         self._ask = ask
         self._may_ask = may_ask
         self._max_lines = max_lines
-        self._max_open_lines = max_open_lines
+        self.max_open_lines = max_open_lines  #: of a batch, by tenant
         self._keep_s = keep_s
         self._look_s = look_s
         self._flush_s = flush_s
@@ -276,10 +276,6 @@ class BatchRunner:
         )
 
     @property
-    def max_open_lines(self) -> int:
-        return self._max_open_lines
-
-    @property
     def flush_s(self) -> float:
         """Seconds until a result is stored."""
         return self._flush_s
@@ -307,7 +303,7 @@ class _Computing:
 
     async def run(self) -> bool:
         """Run all lines, unless the batch is cancelled; returns whether all are complete."""
-        count = self._runner.max_open_lines
+        count = self._runner.max_open_lines(self._record.tenant)
         answering = [asyncio.create_task(self._answer_lines()) for _ in range(count)]
         keeping = asyncio.create_task(self._keep_results())
         all_answered = asyncio.create_task(_await_all(answering))

@@ -55,6 +55,7 @@ ERROR_CODES: dict[str, tuple[int, str]] = {
     "conflict": (409, "Another change of the deployment came first, or nothing would change."),
     "key_exists": (409, "There is an API key of this name."),
     "key_revoked": (409, "The API key is revoked; it can only be replaced by another one."),
+    "key_expired": (409, "The API key has expired; it can only be replaced by another one."),
     "last_admin_key": (409, "The last key with the role `admin` cannot be revoked."),
     "model_changed": (409, "The model of the vector store is served in another version."),
     "store_read_only": (409, "The vector store is a collection of files."),

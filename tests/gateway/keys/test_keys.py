@@ -425,3 +425,29 @@ async def test_the_store_keeps_every_state_and_no_key(team: Team, tmp_path, redi
     found = await records.read()
     await records.close()
     assert found["alice"].is_revoked
+
+
+async def test_an_expired_key_cannot_be_rotated(team: Team):
+    key = await team.create("bob", expires_in_s=1)
+    await until(lambda: is_status(team, key, 0, 401), 5.0)
+    assert code(await team.admin("POST", "/bob:rotate")) == (409, "key_expired", "name")
+
+
+async def test_a_key_manages_adapters_of_its_models_only(team: Team):
+    key = await team.create(roles=["adapters"], models=["other-*"])
+    client = team.gateways[0].client
+    load = {"lora_name": "poems", "lora_path": "poems"}
+    answers = [
+        await client.post("/v1/load_lora_adapter", json=load, headers=bearer(key)),
+        await client.post("/v1/unload_lora_adapter", json={"lora_name": "a"}, headers=bearer(key)),
+    ]
+    assert [code(each)[:2] for each in answers] == [(403, "model_not_allowed")] * 2
+
+
+async def test_metrics_need_the_role_adapters_where_keys_are_created(team: Team):
+    client = team.gateways[0].client
+    user, monitor = await team.create("user"), await team.create("monitor", roles=["adapters"])
+    found = [
+        (await client.get("/metrics", headers=bearer(key))).status_code for key in (user, monitor)
+    ]
+    assert found == [403, 200]
