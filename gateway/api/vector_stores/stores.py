@@ -451,14 +451,14 @@ class VectorStores(Resource):
     ) -> list[StoreFile]:
         """Attach files one by one; a failure does not stop the others.
 
-        Raises: ApiError if the fleet or the search process is unavailable, QueueUnavailable.
+        Raises: ApiError if the fleet or the search process is unavailable or the key has ended, QueueUnavailable.
         """
         files = []
         for request in requests:
             try:
                 files.append(await self._attach(request, store, caller))
             except ApiError as error:
-                if error.status >= 500 or error.status == 429:
+                if error.status >= 500 or error.status in (401, 403, 429):
                     raise
                 failed = StoreFile(
                     id=request.file_id, store_id=store.id, filename="", status="failed",

@@ -322,3 +322,21 @@ async def test_a_batch_leaves_half_of_the_open_requests_of_its_key(
         worker.script = say_hello
         for _ in range(3):
             await user.ask("POST", "/v1/chat/completions", json=body)
+
+
+async def test_a_key_that_is_revoked_attaches_no_more_files(
+    gateway: RunningGateway, redis_server, redis_prefix
+):
+    card = replace(CARD, tasks=("embed",), dimensions=4, digest="d")
+    user = User(gateway, await create(gateway, "--name", "alice"))
+
+    async def revoke(_answer: Answer) -> None:
+        await run(gateway, "keys", "revoke", "alice")
+
+    async with run_worker(redis_server, redis_prefix, card) as worker:
+        worker.script = revoke
+        await gateway.services.models.refresh()
+        body = {"name": "notes", "file_ids": [await user.upload("assistants", b"a") for _ in "ab"]}
+        answer = await user.client.post("/v1/vector_stores", headers=user.headers, json=body)
+        assert answer.status_code in (401, 503), answer.text  # its request was open
+        assert len(worker.answers) == 1
