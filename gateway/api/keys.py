@@ -119,8 +119,12 @@ class Keys(Resource):
         """Replace a key by another one with the same name, data and limits. The answer shows it once."""
         keys = await self._fresh()
         record = _find(keys, caller)
+        if record.is_revoked:
+            message = "This key is revoked: create another one."
+            raise InvalidRequest(message, param="name", status=409, code="key_revoked")
         if not record.is_active(time.time()):  # noqa: TID251
-            raise _ended("revoked" if record.is_revoked else "expired")
+            message = "This key has expired: create another one."
+            raise InvalidRequest(message, param="name", status=409, code="key_expired")
         key, digest = new_key()
         return await self._write(keys, next_version(record, digest=digest), key)
 
@@ -173,11 +177,6 @@ def _find(keys: KeyDirectory, caller: Caller) -> KeyRecord:
             code="key_not_found",
         )
     return record
-
-
-def _ended(how: str) -> InvalidRequest:
-    message = f"This key is {how}: create another one."
-    return InvalidRequest(message, param="name", status=409, code=f"key_{how}")
 
 
 def _to_object(record: KeyRecord) -> KeyObject:
