@@ -86,6 +86,21 @@ if find_spec("benchmarks") is not None:  # in the repository, not in the wheel
     app.add_typer(bench, name="bench")
 app.add_typer(loadtest.cli.app, name="loadtest")
 
+#: Headings of `vlm --help`, in their order.
+_GROUPS = {
+    "Serve": "serve gateway worker node search-node settings",
+    "Ask": "chat embed search store run session",
+    "Models": "models pull rm quantize convert-gguf make-checkpoint",
+    "Deploy": "deploy apps app logs promote rollback scale route undeploy gc",
+    "Operate": "nodes drain keys forget audit plan",
+    "Measure": "bench loadtest",
+}
+for registered in (*app.registered_commands, *app.registered_groups):
+    name = registered.name or getattr(registered.callback, "__name__", "").replace("_", "-")
+    registered.rich_help_panel = next(
+        (title for title, names in _GROUPS.items() if name in names.split()), None
+    )
+
 
 def main() -> None:
     """Run the command; a wrong setting is one clear line and exit code 78."""

@@ -19,6 +19,8 @@ def read_url(text: str | None) -> str | None:
     """An address without the version that clients are told to put behind it. Raises: BadParameter."""
     if text is None:
         return None
+    if text and "://" not in text:
+        text = f"http://{text}"
     try:
         parts = urlsplit(text)
         is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0

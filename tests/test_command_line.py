@@ -103,7 +103,7 @@ CALLS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:8000", "http://[::1", "http://", "http://a:b", "a\nb"])
+@pytest.mark.parametrize("url", ["127.0.0.1:99999", "http://[::1", "http://", "http://a:b", "a\nb"])
 @pytest.mark.parametrize("command", CALLS, ids=" ".join)
 def test_what_is_no_address_of_a_gateway_is_a_wrong_option(command, url):
     result = CliRunner().invoke(vlm.app, [*command, "--url", url])
@@ -136,6 +136,19 @@ def test_the_address_that_clients_are_given_is_one_of_a_gateway(end, monkeypatch
     monkeypatch.setattr("gateway.client.chat.run_chat", lambda url, *rest: urls.append(url))
     run("chat", "hi", "--url", f"http://127.0.0.1:8000{end}")
     assert urls == ["http://127.0.0.1:8000"]
+
+
+def test_an_address_needs_no_scheme(monkeypatch):
+    urls: list[str] = []
+    monkeypatch.setattr("gateway.client.chat.run_chat", lambda url, *rest: urls.append(url))
+    run("chat", "hi", "--url", "gateway.example:8000")
+    assert urls == ["http://gateway.example:8000"]
+
+
+def test_every_command_is_in_a_group_of_the_help():
+    commands = [*vlm.app.registered_commands, *vlm.app.registered_groups]
+    ungrouped = [each for each in commands if not (each.rich_help_panel or each.hidden)]
+    assert ungrouped == []
 
 
 @pytest.mark.parametrize(

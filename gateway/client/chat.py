@@ -14,6 +14,12 @@ from typing import Any
 import httpx
 from rich.console import Console
 
+_HELP = """\
+/image PATH  add an image to the next question
+/json        answer in JSON, or in text again
+/clear       begin a new conversation
+/help        show this
+Ctrl-C stops an answer; an empty line or Ctrl-D ends."""
 _CONTROLS = dict.fromkeys({*range(0x20), *range(0x7F, 0xA0)} - {ord("\n"), ord("\t")})
 
 
@@ -29,18 +35,27 @@ class Conversation:
     model: str
     max_tokens: int | None = None
     temperature: float = 0.0
+    is_json: bool = False  #: whether answers are JSON
     messages: list[dict[str, Any]] = field(default_factory=list)
     timings: dict[str, float] = field(default_factory=dict)
     usage: dict[str, Any] = field(default_factory=dict)
 
     def ask(self, question: str, images: list[Path]) -> Iterator[str]:
-        """Ask a question with images; yields the text of the answer. Raises: ChatError."""
+        """Ask a question with images; yields the text of the answer. Raises: ChatError.
+
+        An answer that is cut stays in the conversation; a question without an answer does not.
+        """
         self.messages.append({"role": "user", "content": to_content(question, images)})
         pieces: list[str] = []
-        for piece in self._stream():
-            pieces.append(piece)
-            yield piece
-        self.messages.append({"role": "assistant", "content": "".join(pieces)})
+        try:
+            for piece in self._stream():
+                pieces.append(piece)
+                yield piece
+        finally:
+            if pieces:
+                self.messages.append({"role": "assistant", "content": "".join(pieces)})
+            else:
+                self.messages.pop()
 
     def _stream(self) -> Iterator[str]:
         body = {
@@ -51,6 +66,8 @@ class Conversation:
             "stream_options": {"include_usage": True},
             "timings": True,
         }
+        if self.is_json:
+            body["response_format"] = {"type": "json_object"}
         if self.max_tokens is not None:
             body["max_tokens"] = self.max_tokens
         done = False
@@ -163,26 +180,78 @@ def run_chat(
         try:
             chosen = model or first_model(client)
             conversation = Conversation(client, chosen, max_tokens, temperature)
-            for text in [question] if question else _typed_questions(console):
-                for piece in conversation.ask(text, images):
-                    console.print(printable(piece), end="", markup=False, soft_wrap=True)
-                console.print()
-                line = format_timings(conversation.timings, conversation.usage)
-                timings.print(line, style="dim", markup=False, soft_wrap=True)
-                images = []  # sent once: the conversation contains them
+            terminal = _Terminal(conversation, console, timings)
+            if question:
+                terminal.answer(question, images)
+            else:
+                terminal.converse(images)
         except httpx.ConnectError:
             raise ChatError(f"nothing answers at {url}; start a server with `vlm serve`") from None
         except httpx.HTTPError as error:
             raise ChatError(f"the connection to {url} failed: {error}") from None
 
 
-def _typed_questions(console: Console) -> Iterator[str]:
-    console.print("Ask; an empty line ends.", style="dim")
-    while True:
+class _Terminal:
+    """Shows a conversation: the answers on `console`, everything else on `notes`."""
+
+    def __init__(self, conversation: Conversation, console: Console, notes: Console) -> None:
+        self._conversation = conversation
+        self._console = console
+        self._notes = notes
+
+    def answer(self, question: str, images: list[Path]) -> None:
+        """Raises: ChatError."""
+        conversation = self._conversation
+        for piece in conversation.ask(question, images):
+            self._console.print(printable(piece), end="", markup=False, soft_wrap=True)
+        self._console.print()
+        self._note(format_timings(conversation.timings, conversation.usage))
+
+    def converse(self, images: list[Path]) -> None:
+        """Answer what is typed, until an empty line or the end of the input. Ctrl-C stops an answer."""
+        self._note("Ask; /help lists the commands, an empty line ends.")
+        while line := self._read():
+            try:
+                if line.startswith("/"):
+                    images = self._obey(line, images)
+                    continue
+                self.answer(line, images)
+                images = []  # sent once: the conversation contains them
+            except KeyboardInterrupt:
+                self._console.print()
+                images = []
+            except ChatError as error:
+                self._notes.print(str(error), style="red", markup=False, soft_wrap=True)
+
+    def _read(self) -> str:
         try:
-            line = console.input("> ").strip()
+            return self._console.input("> ").strip()
         except (EOFError, KeyboardInterrupt):
-            return
-        if not line:
-            return
-        yield line
+            return ""
+
+    def _obey(self, line: str, images: list[Path]) -> list[Path]:
+        """Do a command; returns the images of the next question. Raises: ChatError."""
+        conversation = self._conversation
+        command, _, argument = line.partition(" ")
+        match command:
+            case "/image":
+                path = Path(argument.strip().strip("'\"")).expanduser()
+                if not path.is_file():
+                    raise ChatError(f"there is no file {path}; write /image PATH")
+                self._note(f"The next question is about {path.name}.")
+                return [*images, path]
+            case "/json":
+                conversation.is_json = not conversation.is_json
+                self._note(f"Answers are {'JSON' if conversation.is_json else 'text'} now.")
+            case "/clear":
+                conversation.messages.clear()
+                self._note("The conversation is empty.")
+                return []
+            case "/help":
+                self._note(_HELP)
+            case _:
+                raise ChatError(f"there is no command {command}; /help lists them")
+        return images
+
+    def _note(self, text: str) -> None:
+        self._notes.print(text, style="dim", markup=False, soft_wrap=True)

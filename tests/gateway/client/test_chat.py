@@ -1,10 +1,16 @@
 """The terminal's chat client: which model it asks, and what it lets through to the terminal."""
 
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
 import httpx
 import pytest
 
 from gateway.client.chat import ChatError, Conversation, first_model, printable, run_chat
-from tests.loadtest.fake_server import FakeServer, chunk, event
+from tests.loadtest.fake_server import FakeServer, chunk, event, stream
 
 
 def make_client(*models: dict[str, object]) -> httpx.Client:
@@ -77,3 +83,95 @@ def test_an_error_of_the_server_is_shown_without_its_controls(fake: FakeServer):
     with client, pytest.raises(ChatError) as raised:
         list(Conversation(client, "fake").ask("question", []))
     assert str(raised.value) == "no [31mred"
+
+
+ROOT = Path(__file__).parents[3]
+
+
+class Terminal:
+    """`vlm chat` on a terminal of its own."""
+
+    def __init__(self, url: str) -> None:
+        self._master, slave = pty.openpty()
+        self.process = subprocess.Popen(
+            [sys.executable, "vlm.py", "chat", "--url", url], cwd=ROOT, stdin=slave, stdout=slave, stderr=slave,
+            start_new_session=True, preexec_fn=_control_terminal,
+        )  # fmt: skip
+        os.close(slave)
+        self.text = ""
+
+    def type(self, text: str) -> None:
+        os.write(self._master, text.encode())
+
+    def read_until(self, expected: str) -> None:
+        """Read until a text has been shown since the last call."""
+        while expected not in self.text:
+            self.text += os.read(self._master, 4096).decode()
+        self.text = self.text.partition(expected)[2]
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._master)
+
+
+def _control_terminal() -> None:
+    import fcntl  # noqa: PLC0415
+    import termios  # noqa: PLC0415
+
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+@pytest.fixture
+def terminal(fake: FakeServer):
+    terminal = Terminal(fake.url)
+    terminal.read_until("> ")
+    yield terminal
+    terminal.close()
+
+
+@pytest.mark.timeout(60)
+def test_ctrl_c_stops_an_answer_and_keeps_the_conversation(fake: FakeServer, terminal: Terminal):
+    fake.pieces = [chunk("half an "), 30.0, chunk("answer"), event(b"[DONE]")]
+    terminal.type("first\n")
+    terminal.read_until("half an")
+    fake.pieces = stream()
+    terminal.type("\x03")
+    terminal.read_until("> ")
+    terminal.type("second\n")
+    terminal.read_until("three")
+    said = [(each["role"], each["content"]) for each in fake.bodies[-1]["messages"]]
+    assert [role for role, _ in said] == ["user", "assistant", "user"]
+    assert said[1] == ("assistant", "half an ")
+    terminal.read_until("> ")
+    terminal.type("\x04")
+    assert terminal.process.wait(20) == 0
+
+
+@pytest.mark.timeout(60)
+def test_commands_of_a_conversation(fake: FakeServer, terminal: Terminal, tmp_path: Path):
+    (tmp_path / "a photo.png").write_bytes(b"pixels")
+    fake.pieces = stream()
+    for line, shown in (
+        ("/help", "/image PATH"), ("/nonsense", "there is no command /nonsense"), ("/image nowhere.png", "there is no file"),
+        (f"/image '{tmp_path}/a photo.png'", "a photo.png."), ("/json", "JSON now"), ("What?", "three"),
+        ("/clear", "is empty"), ("/json", "text now"), ("And now?", "three"),
+    ):  # fmt: skip
+        terminal.type(line + "\n")
+        terminal.read_until(line[-8:])  # as typed
+        terminal.read_until(shown)
+        terminal.read_until("> ")
+    first, second = fake.bodies
+    assert [part["type"] for part in first["messages"][0]["content"]] == ["image_url", "text"]
+    assert first["response_format"] == {"type": "json_object"}
+    assert "response_format" not in second
+    assert len(second["messages"]) == 1
+
+
+def test_a_question_that_fails_does_not_end_a_conversation(fake: FakeServer):
+    fake.pieces = [event({"error": {"message": "no"}})]
+    with httpx.Client(base_url=fake.url, trust_env=False) as client:
+        conversation = Conversation(client, "fake")
+        with pytest.raises(ChatError):
+            list(conversation.ask("question", []))
+        assert conversation.messages == []
