@@ -9,7 +9,7 @@ import pytest
 
 from gateway.calls.resume import BEGINS_WITHIN_S
 from shared.protocol import ErrorCode
-from shared.queue.api import QueueRefused, QueueUnavailable
+from shared.queue.api import QueueRefused, QueueUnavailable, Submitted
 from shared.queue.keys import BLOB_LINGER_S, RedisKeys
 from shared.queue.submit import RedisGatewayQueue
 from tests.factories_gateway import (
@@ -357,11 +357,11 @@ async def test_a_retry_before_the_first_is_queued_does_not_disturb_it(gateway, w
     queue = gateway.services.queue
     submit, may_queue, num_waiting = queue.submit, asyncio.Event(), 0
 
-    async def wait_and_submit(*arguments, **options) -> None:
+    async def wait_and_submit(*arguments, **options) -> Submitted:
         nonlocal num_waiting
         num_waiting += 1
         await may_queue.wait()
-        await submit(*arguments, **options)
+        return await submit(*arguments, **options)
 
     queue.submit = wait_and_submit
     key = {"idempotency-key": "order-74"}

@@ -117,8 +117,10 @@ class Terminal:
 
 def _control_terminal() -> None:
     import fcntl  # noqa: PLC0415
+    import signal  # noqa: PLC0415
     import termios  # noqa: PLC0415
 
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 

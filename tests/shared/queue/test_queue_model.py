@@ -227,7 +227,7 @@ class QueueMachine(RuleBasedStateMachine):
         )
         unread = self._unread()
         with losing_first_reply(RedisSender, "run") if repeats > 1 else nullcontext([]) as lost:
-            outcome = self.run(submitting)
+            outcome = self.run(submitting).affinity
         assert len(lost) == repeats - 1
         assert bool(outcome) == shares
         is_reserved = outcome == "home"
