@@ -58,8 +58,6 @@ _TEXT: Unsupported = {
 _MESSAGES: Unsupported = {"container": (), "mcp_servers": ([],), "thread": ()}
 _RESPONSES: Unsupported = {"conversation": (), "moderation": (), "prompt": ()}
 _OLLAMA: Unsupported = {
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     "options.mirostat": (0,),
     "options.tfs_z": (1,),
     "options.typical_p": (1,),

@@ -13,6 +13,8 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from gateway.api.answers import Block, Blocks, encode
+from gateway.api.chat import to_logprobs
+from gateway.api.chat.schemas import ChatLogprob
 from gateway.api.conversation import Conversation, Part, Role, find_effort, switch_thinking
 from gateway.api.embeddings import (
     EmbeddingAnswer,
@@ -37,6 +39,7 @@ from gateway.api.sampling import (
     RepetitionPenalty,
     SamplingFields,
     check_max_tokens,
+    find_num_logprobs,
     seed_of,
     translate_sampling,
 )
@@ -129,6 +132,8 @@ class OllamaRequest(RequestStruct, frozen=True, kw_only=True):
     truncate: Ignored = UNSET
     shift: Ignored = UNSET
     format: Annotated[msgspec.Raw | UnsetType, doc("`json`, or a JSON Schema.")] = UNSET
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0)] | None = None
     user: User = None
 
 
@@ -214,6 +219,7 @@ class OllamaLine(msgspec.Struct, kw_only=True):
     message: OllamaSaid | UnsetType = UNSET  #: of a chat
     response: str | UnsetType = UNSET  #: of a prompt
     thinking: str | UnsetType = UNSET
+    logprobs: list[ChatLogprob] | UnsetType = UNSET
     done: bool = False
     done_reason: str | UnsetType = UNSET
     total_duration: int | UnsetType = UNSET
@@ -236,6 +242,7 @@ class OllamaAnswerOptions(msgspec.Struct, frozen=True):
     """Options of the answer."""
 
     with_thinking: bool = False
+    with_logprobs: bool = False
 
 
 class _Ollama(Surface):
@@ -263,7 +270,7 @@ class _Ollama(Surface):
     ) -> Plan:
         last = f"messages.[{len(conversation.messages) - 1}].role"
         conversation.check("messages", self.limits, last)
-        sampling = self._sampling(request.options or OllamaOptions(), context, card)
+        sampling = self._sampling(request, context, card)
         messages, prompt = tuple(conversation.messages), None
         if is_raw:
             [prompt], messages = messages[-1].parts, ()
@@ -279,7 +286,7 @@ class _Ollama(Surface):
         )
         return Plan(
             [task],
-            OllamaAnswerOptions(request.think is not False),
+            OllamaAnswerOptions(request.think is not False, bool(request.logprobs)),
             conversation.sources,
             is_streamed=request.stream is not False,
             shows_timings=True,
@@ -287,13 +294,19 @@ class _Ollama(Surface):
         )
 
     def _sampling(
-        self, options: OllamaOptions, context: RequestContext, card: ModelCard
+        self, request: OllamaRequest, context: RequestContext, card: ModelCard
     ) -> SamplingParams:
         """Raises: InvalidRequest."""
+        options = request.options or OllamaOptions()
         most = options.num_predict if (options.num_predict or 0) > 0 else None
         max_tokens = check_max_tokens(most, "options.num_predict", self.limits)
         return translate_sampling(
-            options, self.limits, seed_of(context), card.sampling, max_tokens=max_tokens
+            options,
+            self.limits,
+            seed_of(context),
+            card.sampling,
+            max_tokens=max_tokens,
+            num_logprobs=find_num_logprobs(request.logprobs, request.top_logprobs, self.limits),
         )
 
     def without_worker(self, request: OllamaRequest, head: AnswerHead) -> bytes | None:
@@ -366,10 +379,15 @@ def _parts(
 ) -> tuple[Part, ...]:
     """Images before the text, as in Ollama's templates."""
     shown = [
-        conversation.image(f"data:image;base64,{image}", f"{param}images.[{index}]", role)
+        conversation.image(_to_url(image), f"{param}images.[{index}]", role)
         for index, image in enumerate(images or ())
     ]
     return (*shown, conversation.text(text))
+
+
+def _to_url(image: str) -> str:
+    """A data: URL; some clients send one."""
+    return image if image.startswith("data:") else f"data:image;base64,{image}"
 
 
 def _read_calls(message: OllamaMessage) -> list[ToolCall]:
@@ -552,7 +570,9 @@ class OllamaAnswer:
     def whole(self, events: Sequence[ChoiceEvent], totals: Totals) -> bytes:
         self._blocks.add_all(events)
         blocks = self._blocks
-        return encode(self._end(totals, blocks.text, blocks.thought, blocks.calls))
+        line = self._end(totals, blocks.text, blocks.thought, blocks.calls)
+        line.logprobs = self._logprobs([event for _, event in events if isinstance(event, Tokens)])
+        return encode(line)
 
     def frames(self, events: Sequence[ChoiceEvent], totals: Totals | None) -> list[Frame]:
         """One line for events that arrived together; calls are complete."""
@@ -568,12 +588,19 @@ class OllamaAnswer:
         calls = self._blocks.calls
         complete = calls[self._num_sent : len(calls) - 1 if totals is None else len(calls)]
         self._num_sent += len(complete)
-        if text or thought or complete:
-            frames.append((self._num_tokens, encode(self._line(text, thought, complete)) + b"\n"))
+        logprobs = self._logprobs(pieces)
+        if text or thought or complete or logprobs:
+            line = self._line(text, thought, complete)
+            line.logprobs = logprobs
+            frames.append((self._num_tokens, encode(line) + b"\n"))
         if totals is not None:
             end = encode(self._end(totals, "", "", ())) + b"\n"
             frames.append((totals.num_output_tokens + 1, end))
         return frames
+
+    def _logprobs(self, pieces: Sequence[Tokens]) -> list[ChatLogprob] | UnsetType:
+        entries = [entry for piece in pieces for entry in piece.logprobs]
+        return to_logprobs(entries) if self.options.with_logprobs and entries else UNSET
 
     def _line(self, text: str, thought: str, calls: Sequence[Block]) -> OllamaLine:
         line = OllamaLine(model=self.head.model, created_at=_time(self.head.created))

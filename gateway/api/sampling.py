@@ -157,6 +157,17 @@ def check_max_tokens(value: int | None, name: str, limits: LimitSettings) -> int
     return value
 
 
+def find_num_logprobs(wanted: bool | None, top: int | None, limits: LimitSettings) -> int | None:
+    """The number of alternatives of each token. None: no logprobs. Raises: InvalidRequest."""
+    if not wanted:
+        if top:
+            raise invalid("top_logprobs", "it needs logprobs: send logprobs as true")
+        return None
+    if (top or 0) > limits.max_top_logprobs:
+        raise invalid("top_logprobs", f"send at most {limits.max_top_logprobs}")
+    return top or 0
+
+
 def _min_tokens(fields: SamplingFields, max_tokens: int | None, limits: LimitSettings) -> int:
     value = fields.min_tokens or 0
     most = limits.max_output_tokens if max_tokens is None else max_tokens

@@ -30,8 +30,8 @@ class FunctionField(EchoedStruct, frozen=True):
     strict: bool | None = None
 
 
-class ToolField(EchoedStruct, frozen=True):
-    """A tool; types other than functions are ignored."""
+class ToolField(FunctionField, frozen=True):
+    """A tool; types other than functions are ignored. Some clients send a function's fields here."""
 
     type: str = "function"
     function: FunctionField | None = None
@@ -68,11 +68,14 @@ class ChoiceField(EchoedStruct, frozen=True):
 ToolChoice = Literal["none", "auto", "required"] | ChoiceField
 
 
+Arguments = str | dict[str, Raw]  #: an object is taken too
+
+
 class CalledFunction(EchoedStruct, frozen=True):
     """A called function."""
 
     name: Annotated[str, Meta(max_length=MAX_TOOL_NAME_CHARS)]
-    arguments: str = "{}"
+    arguments: Arguments = "{}"
 
 
 class CallField(EchoedStruct, frozen=True):
@@ -127,9 +130,12 @@ def read_offer(
     for index, tool in enumerate(tools or ()):
         if tool.type != "function":
             continue
-        if tool.function is None:
+        if tool.function is not None:
+            functions.append((f"tools.[{index}].function", tool.function))
+        elif tool.name:
+            functions.append((f"tools.[{index}]", tool))
+        else:
             raise missing(f"tools.[{index}].function")
-        functions.append((f"tools.[{index}].function", tool.function))
     names, must_call = _read_choice(choice)
     return Offer(
         functions=functions,
@@ -194,8 +200,10 @@ def read_call(call: CallField, place: int, param: str) -> ToolCall:
     return ToolCall(call.id or f"call_{place}", call.function.name, arguments)
 
 
-def check_arguments(arguments: str, param: str) -> str:
-    """The arguments of a call. Raises: InvalidRequest for JSON that nests too deeply."""
+def check_arguments(arguments: Arguments, param: str) -> str:
+    """The arguments of a call as text. Raises: InvalidRequest for JSON that nests too deeply."""
+    if not isinstance(arguments, str):
+        arguments = msgspec.json.encode(arguments).decode()
     if is_deeper(arguments.encode(), most := LimitSettings.max_json_depth):
         raise invalid(param, f"send JSON of at most {most} levels of arrays and objects")
     return arguments

@@ -31,6 +31,7 @@ from gateway.api.chat.schemas import (
     ImageContent,
     InputImageContent,
     PixelFields,
+    RefusalContent,
     ThinkingContent,
     ThinkingType,
     TopLogprob,
@@ -58,6 +59,7 @@ from gateway.api.sampling import (
     check_max_tokens,
     check_model,
     check_prompt_logprobs,
+    find_num_logprobs,
     num_choices,
     seed_of,
     split_choices,
@@ -171,7 +173,7 @@ def translate(
         seed_of(context),
         card.sampling,
         max_tokens=_max_tokens(request, limits),
-        num_logprobs=_num_logprobs(request, limits),
+        num_logprobs=find_num_logprobs(request.logprobs, request.top_logprobs, limits),
     )
     conversation = translate_messages(
         request.messages, limits, request.mm_processor_kwargs or PixelFields()
@@ -332,6 +334,8 @@ def _add_part(
     assert not isinstance(part, ThinkingContent)
     if isinstance(part, FileContent):
         return _add_file(conversation, part.file, role, f"{param}.file")
+    if isinstance(part, RefusalContent):
+        return conversation.text(part.refusal)
     if not isinstance(part, ImageContent | InputImageContent):
         return conversation.text(part.text)
     url = part.image_url if isinstance(part.image_url, str) else part.image_url.url
@@ -350,16 +354,6 @@ def _max_tokens(request: ChatCompletionRequest, limits: LimitSettings) -> int | 
         raise invalid("max_tokens", "it differs from max_completion_tokens; send one of the two")
     value, name = (old, "max_tokens") if new is None else (new, "max_completion_tokens")
     return check_max_tokens(value, name, limits)
-
-
-def _num_logprobs(request: ChatCompletionRequest, limits: LimitSettings) -> int | None:
-    if not request.logprobs:
-        if request.top_logprobs:
-            raise invalid("top_logprobs", "it needs logprobs: send logprobs as true")
-        return None
-    if (request.top_logprobs or 0) > limits.max_top_logprobs:
-        raise invalid("top_logprobs", f"send at most {limits.max_top_logprobs}")
-    return request.top_logprobs or 0
 
 
 class ChatAnswer(ChunkStream):
@@ -412,7 +406,7 @@ class ChatAnswer(ChunkStream):
         )
         if not has_content:
             return None
-        logprobs = to_choice_logprobs(event.logprobs) if options.with_logprobs else None
+        logprobs = ChoiceLogprobs(to_logprobs(event.logprobs)) if options.with_logprobs else None
         delta = ChoiceDelta(content=event.text)
         if event.reasoning and options.with_reasoning:
             delta.reasoning_content = event.reasoning
@@ -452,7 +446,9 @@ class _GatheredChoice:
 
     def to_choice(self, index: int) -> Choice:
         """The present choice."""
-        logprobs = to_choice_logprobs(self._logprobs) if self._options.with_logprobs else None
+        logprobs = None
+        if self._options.with_logprobs:
+            logprobs = ChoiceLogprobs(to_logprobs(self._logprobs))
         message = AnswerMessage(self._blocks.text)
         if thought := self._blocks.thought:
             message.reasoning_content = thought
@@ -466,9 +462,9 @@ class _GatheredChoice:
         return Choice(index, message, self._finish_reason, logprobs, token_ids)
 
 
-def to_choice_logprobs(logprobs: Sequence[OutputLogprob]) -> ChoiceLogprobs:
-    """The `logprobs` of a choice."""
-    return ChoiceLogprobs([_to_logprob(entry) for entry in logprobs])
+def to_logprobs(logprobs: Sequence[OutputLogprob]) -> list[ChatLogprob]:
+    """An entry of each token."""
+    return [_to_logprob(entry) for entry in logprobs]
 
 
 def _to_logprob(entry: OutputLogprob) -> ChatLogprob:

@@ -120,6 +120,12 @@ class ThinkingContent(EchoedStruct, frozen=True, kw_only=True, tag_field="type",
     thinking: str
 
 
+class RefusalContent(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="refusal"):
+    """A refusal of the assistant, from another server."""
+
+    refusal: str
+
+
 ContentPart = (
     TextContent
     | ImageContent
@@ -127,6 +133,7 @@ ContentPart = (
     | InputImageContent
     | FileContent
     | ThinkingContent
+    | RefusalContent
 )
 
 

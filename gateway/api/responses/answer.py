@@ -18,7 +18,7 @@ import msgspec
 from msgspec.structs import replace
 
 from gateway.api.answers import Addition, Block, BlockStream, encode, num_reasoning_tokens
-from gateway.api.chat import to_choice_logprobs
+from gateway.api.chat import to_logprobs
 from gateway.api.chat.schemas import ChatLogprob
 from gateway.api.fields import timings_of
 from gateway.api.responses.schemas import (
@@ -183,7 +183,7 @@ class ResponseAnswer(BlockStream):
         return ResponseText(text, () if is_empty else self._logprobs(block.logprobs))
 
     def _logprobs(self, logprobs: Sequence[OutputLogprob]) -> list[ChatLogprob]:
-        return to_choice_logprobs(logprobs).content if self.options.with_logprobs else []
+        return to_logprobs(logprobs) if self.options.with_logprobs else []
 
     def _response(self, status: str, totals: Totals | None) -> ResponseObject:
         """The present response."""

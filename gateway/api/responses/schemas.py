@@ -32,6 +32,7 @@ from gateway.api.fields import (
 )
 from gateway.api.sampling import SamplingFields
 from gateway.api.structured import JsonObjectFormat, TextFormat
+from gateway.api.tools import Arguments
 from shared.settings.limits import (
     MAX_FORMAT_DESCRIPTION_CHARS,
     MAX_FORMAT_NAME_CHARS,
@@ -102,13 +103,17 @@ InputItemType = Literal[
     "item_reference",
     "code_interpreter_call",
     "compaction",
+    "compaction_summary",
+    "context_compaction",
     "computer_call",
     "file_search_call",
+    "ghost_snapshot",
     "image_generation_call",
     "mcp_approval_request",
     "mcp_call",
     "mcp_list_tools",
     "tool_search_call",
+    "tool_search_output",
     "web_search_call",
 ]
 CALL_ITEMS = frozenset(("function_call", "custom_tool_call", "local_shell_call"))
@@ -120,13 +125,13 @@ class InputItem(EchoedStruct, frozen=True, kw_only=True):
     """A message, with or without `type`; reasoning; a call, or its output."""
 
     type: InputItemType = "message"
-    id: Ignored = UNSET
+    id: str | None = None  #: of a local shell call, in its output
     status: Ignored = UNSET
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: str | list[InputPart] | None = None
     call_id: CallName | None = None  #: of a call and of its output
     name: Annotated[str, Meta(max_length=MAX_TOOL_NAME_CHARS)] | None = None  #: of a call
-    arguments: str | None = None  #: of a function's call
+    arguments: Arguments | None = None  #: of a function's call
     input: str | None = None  #: of a custom tool's call
     action: msgspec.Raw | UnsetType = UNSET  #: of a shell call
     output: str | list[InputPart] | None = None  #: of a call

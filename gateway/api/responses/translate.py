@@ -330,12 +330,14 @@ class _Items:
             )
         elif item.type != "message":
             self._end_turn()
-            if item.call_id is None:
+            is_shell = item.type == "local_shell_call_output"  # whose id is that of the call
+            call_id = item.call_id or (item.id if is_shell else None)
+            if call_id is None:
                 raise missing(f"{param}.call_id")
             if item.output is None:
                 raise missing(f"{param}.output")
             parts = self._parts(item.output, "tool", f"{param}.output")
-            self._conversation.add("tool", parts, call_id=item.call_id)
+            self._conversation.add("tool", parts, call_id=call_id)
         elif item.role is None:
             raise invalid(f"{param}.role", "send system, developer, user or assistant")
         else:
