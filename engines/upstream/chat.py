@@ -231,7 +231,12 @@ class _ChatRequest(OpenRequest):
     def _end(self) -> list[EngineOutput]:
         if self._finish is None:
             raise StreamBroken("the stream has no finish_reason")
-        output = EngineOutput(self.request_id, self.num_tokens, finish_reason=self._finish)
+        # A delta may stand for several tokens, and the last ones have no text: the positions are those of the usage.
+        num_more = max(0, self._usage.num_output_tokens - self.num_tokens)
+        output = EngineOutput(
+            self.request_id, self.num_tokens, finish_reason=self._finish, num_without_id=num_more
+        )
+        self.num_tokens += num_more
         output.usage, output.timings = self._usage, self._times.timings()
         return [output]
 

@@ -67,6 +67,13 @@ def test_the_text_of_the_server_is_the_answer(loaded: LoadedEngine, server: Stan
     assert (body["model"], body["temperature"], body["max_tokens"]) == ("model", 0.0, 8)
 
 
+def test_the_tokens_are_as_many_as_the_server_counts(loaded: LoadedEngine):
+    """Its deltas are fewer: one call here, of eight tokens."""
+    outputs = answer(loaded, make_call(tools=TOOLS))
+    assert outputs[-1].usage.num_output_tokens == 8
+    assert sum(output.num_without_id for output in outputs) == 8
+
+
 def test_an_image_is_sent_as_a_file_of_our_own(loaded: LoadedEngine, server: StandIn):
     data = encoded(1, size=(64, 48))
     ref = ImageRef("sha", len(data), "image/png", 64, 48)

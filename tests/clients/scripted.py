@@ -1,0 +1,86 @@
+"""A server of chat completions whose model is a script: it calls the tools that it is offered.
+
+With `--engine openai` a fleet is put before it, and programs that act by tools are tried whole.
+"""
+
+import json
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+MODEL = "scripted"
+#: What a program is asked for: the script edits the file that the prompt names.
+TASK = "Replace the word hello by goodbye in {}"
+_FILE = re.compile(r"/[\w./-]+/note\.txt")
+_EDIT = "sed -i s/hello/goodbye/ {}"
+
+Call = tuple[str, dict[str, Any]]
+
+
+def _steps(names: set[str], file: str) -> list[Call]:
+    """The calls that do what was asked, with the tools of a program."""
+    if {"Read", "Edit"} <= names:
+        edit = {"file_path": file, "old_string": "hello", "new_string": "goodbye"}
+        return [("Read", {"file_path": file}), ("Edit", edit)]
+    if "exec_command" in names:
+        return [("exec_command", {"cmd": _EDIT.format(file)})]
+    if "look" in names:
+        return [("look", {"kind": "star"})]
+    return []
+
+
+def _answer(body: dict[str, Any]) -> Call | str:
+    messages = body["messages"]
+    names = {tool["function"]["name"] for tool in body.get("tools", ())}
+    files = _FILE.findall(json.dumps(messages))
+    steps = _steps(names, files[-1] if files else "")
+    done = [message for message in messages if message["role"] == "tool"]
+    if len(done) < len(steps):
+        return steps[len(done)]
+    return f"The tools said: {done[-1]['content']}" if done else "I see a star."
+
+
+class _Handler(BaseHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+    def do_GET(self) -> None:
+        self._send(json.dumps({"data": [{"id": MODEL}]}).encode(), "application/json")
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        told, reason = _answer(body), "stop"
+        delta: dict[str, Any] = {"content": told}
+        if not isinstance(told, str):
+            function = {"name": told[0], "arguments": json.dumps(told[1])}
+            delta, reason = {"tool_calls": [{"index": 0, "function": function}]}, "tool_calls"
+        usage = {"prompt_tokens": 9, "completion_tokens": 9}
+        events = [
+            {"choices": [{"delta": delta}]},
+            {"choices": [{"delta": {}, "finish_reason": reason}], "usage": usage},
+        ]
+        data = b"".join(b"data: %s\n\n" % json.dumps(event).encode() for event in events)
+        self._send(data + b"data: [DONE]\n\n", "text/event-stream")
+
+    def _send(self, data: bytes, kind: str) -> None:
+        self.send_response(200)
+        self.send_header("content-type", kind)
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
+@contextmanager
+def run_scripted() -> Iterator[str]:
+    """The URL of a running server."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
