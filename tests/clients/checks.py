@@ -257,6 +257,41 @@ def ollama_checks() -> dict[str, Check]:
     }
 
 
+def ollama_run_checks() -> dict[str, Check]:
+    """The requests of `ollama run MODEL` with one question, and of `ollama stop`, as its program writes them."""
+
+    def send(method: str, path: str, body: object = None) -> list[dict[str, object]]:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(URL + path, data, method=method)
+        request.add_header("content-type", "application/json")
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return [json.loads(line) for line in answer if method == "POST"]
+
+    def load() -> None:
+        send("HEAD", "/")
+        [shown] = send("POST", "/api/show", {"model": MODEL, "system": "", "template": "",
+                                             "verbose": False, "options": None})  # fmt: skip
+        assert {"completion", "vision"} <= {*shown["capabilities"]}
+        empty = {"model": MODEL, "prompt": "", "suffix": "", "system": "", "template": ""}
+        [told] = send("POST", "/api/generate", {**empty, "options": None})
+        assert (told["done"], told["done_reason"]) == (True, "load")
+
+    def ask() -> None:
+        turn = {"role": "user", "content": QUESTION, "images": [DATA]}
+        body = {"model": MODEL, "messages": [turn], "format": "", "options": {"temperature": 0}}
+        lines = send("POST", "/api/chat", body)
+        right("".join(line["message"]["content"] for line in lines))
+        assert lines[-1]["done"]
+        assert lines[-1]["eval_count"]
+
+    def unload() -> None:
+        body = {"model": MODEL, "prompt": "", "keep_alive": 0, "options": None}
+        [told] = send("POST", "/api/generate", body)
+        assert told["done_reason"] == "unload"
+
+    return {"load": load, "images": ask, "unload": unload}
+
+
 def litellm_checks() -> dict[str, Check]:
 
     litellm.suppress_debug_info = True
@@ -413,6 +448,7 @@ CLIENTS: dict[str, Callable[[], dict[str, Check]]] = {
     "openai": openai_checks,
     "anthropic": anthropic_checks,
     "ollama": ollama_checks,
+    "ollama run": ollama_run_checks,
     "litellm": litellm_checks,
     "litellm proxy": proxy_checks,
     "langchain-openai": langchain_checks,
@@ -426,7 +462,8 @@ def main() -> None:
     told: dict[str, dict[str, str]] = {}
     for name, checks in CLIENTS.items():
         package, _, what = name.partition(" ")
-        results = told[f"{package} {version(package)} {what}".rstrip()] = {}
+        title = name if name == "ollama run" else f"{package} {version(package)} {what}"
+        results = told[title.rstrip()] = {}
         for feature, check in checks().items():
             try:
                 check()

@@ -3,7 +3,8 @@
     python -m tests.clients.run [--write]
 
 Each client runs in an environment of its own, `.cache/clients`, with the versions of
-`requirements.txt` and `node/package.json`. Ends with 1 if one of them fails.
+`requirements.txt` and `node/package.json`; those of `programs` have one each. What a registry does not have is
+skipped. Ends with 1 if one of them fails.
 """
 
 import json
@@ -17,14 +18,15 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
+from tests.clients.programs import HOME, SKIPPED, ask_programs, ask_runner
 from tests.integration.fleet_process import ROOT, SAMPLE, start_fleet
 
 HERE = Path(__file__).parent
-HOME = ROOT / ".cache" / "clients"
 PAGE = ROOT / "docs" / "clients.md"
 BEGIN, END = "<!-- made by make clients -->\n", "<!-- until here -->\n"
 TIMEOUT_S = 1800
 REQUIREMENTS = (HERE / "requirements.txt").read_text()
+MINERU = "mineru-vl-utils==2.0.7"
 #: Whose sources bring tests that can be run against a server.
 SDKS = ("openai", "anthropic")
 VARIABLES = {
@@ -83,9 +85,11 @@ def ask(python: Path, node: Path | None, sources: Path) -> dict[str, dict[str, s
                 told["clients of Node"] = {"all": "not run: there is no npm"}
             else:
                 told |= run("Node", ["node", node / "checks.mjs", *wish, SAMPLE])
-            return told | run("SDKs' tests", [python, HERE / "sdk.py", *wish, sources])
+            told[MINERU.replace("==", " ")] = ask_runner(MINERU, *wish, SAMPLE)
+            told |= run("SDKs' tests", [python, HERE / "sdk.py", *wish, sources])
         finally:
             served.end()
+    return told
 
 
 def run(part: str, command: Sequence[str | Path]) -> dict[str, dict[str, str]]:
@@ -107,12 +111,17 @@ def run(part: str, command: Sequence[str | Path]) -> dict[str, dict[str, str]]:
         return {part: {"all": f"not run: {error.stderr[-2000:]}"}}
 
 
+def is_failure(result: str) -> bool:
+    return result != "yes" and not result.startswith(SKIPPED)
+
+
 def to_table(told: dict[str, dict[str, str]]) -> str:
     """Clients by feature, in Markdown, and when it was so."""
     lines = ["| client | works |", "|---|---|"]
     for name, features in told.items():
         works = [feature for feature, result in features.items() if result == "yes"]
-        fails = [feature for feature, result in features.items() if result != "yes"]
+        fails = [feature for feature, result in features.items() if is_failure(result)]
+        works += [f"{each} (skipped)" for each in features if features[each].startswith(SKIPPED)]
         cell = ", ".join(works) + ("; " if works and fails else "")
         lines.append(
             f"| {name} | {cell}{'**fails or was not run**: ' * bool(fails)}{', '.join(fails)} |"
@@ -123,11 +132,13 @@ def to_table(told: dict[str, dict[str, str]]) -> str:
 def main() -> int:
     python = prepare()
     told = ask(python, prepare_node(), prepare_sources(python))
+    print("programs ...", file=sys.stderr, flush=True)
+    told |= ask_programs()
     failed = [
         f"{client}: {feature}: {result}"
         for client, features in told.items()
         for feature, result in features.items()
-        if result != "yes"
+        if is_failure(result)
     ]
     table = to_table(told)
     print(table, *failed, sep="\n")

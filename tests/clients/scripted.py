@@ -44,7 +44,7 @@ def _answer(body: dict[str, Any]) -> Call | str:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    def log_message(self, *_: object) -> None:
+    def log_message(self, format: str, *args: object) -> None:
         """Say nothing."""
 
     def do_GET(self) -> None:

@@ -4,10 +4,12 @@
 
 import assert from "node:assert";
 import { readFileSync } from "node:fs";
+import { createAnthropic } from "@ai-sdk/anthropic";
 import { createOpenAI } from "@ai-sdk/openai";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
 import Anthropic from "@anthropic-ai/sdk";
 import { generateObject, generateText, streamText, tool } from "ai";
+import { createOllama } from "ollama-ai-provider-v2";
 import OpenAI from "openai";
 import { zodResponseFormat } from "openai/helpers/zod";
 import { z } from "zod";
@@ -83,12 +85,12 @@ function anthropicChecks() {
   };
 }
 
-function vercelChecks(create) {
+function vercelChecks(create, picture = image) {
   const messages = [
     {
       role: "user",
       content: [
-        { type: "image", image, mediaType: "image/png" },
+        { type: "image", image: picture, mediaType: "image/png" },
         { type: "text", text: question },
       ],
     },
@@ -113,11 +115,17 @@ const compatible = createOpenAICompatible({
   supportsStructuredOutputs: true,
 });
 const official = createOpenAI({ baseURL: `${url}/v1`, apiKey: "none" });
+const claude = createAnthropic({ baseURL: `${url}/v1`, apiKey: "none" });
+const ollama = createOllama({ baseURL: `${url}/api` });
+// It sends the bytes of an image as an object, which Ollama refuses too; and Ollama has no tool_choice.
+const { tools: _, ...ollamaChecks } = vercelChecks(ollama, data);
 const clients = {
   openai: openaiChecks(),
   "@anthropic-ai/sdk": anthropicChecks(),
   "@ai-sdk/openai-compatible": vercelChecks(compatible),
   "@ai-sdk/openai": vercelChecks(official),
+  "@ai-sdk/anthropic": vercelChecks(claude),
+  "ollama-ai-provider-v2": ollamaChecks,
 };
 const told = {};
 for (const [name, checks] of Object.entries(clients)) {

@@ -1,0 +1,155 @@
+"""Programs that act by tools, each installed by itself and started for real before a fleet.
+
+Their model is a script (`scripted`) that calls the tools they offer, so that a whole session is played.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+import venv
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.clients.scripted import MODEL, TASK, run_scripted
+from tests.integration.fleet_process import ROOT, start_fleet
+
+HERE = Path(__file__).parent
+HOME = ROOT / ".cache" / "clients"
+SKIPPED = "skipped: "
+TIMEOUT_S = 180
+Told = dict[str, dict[str, str]]
+
+
+class NotHad(Exception):
+    """The registry has it not."""
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """A coding assistant of npm that edits a file. `{url}` is the fleet, `{model}` its model."""
+
+    package: str
+    version: str
+    command: tuple[str, ...]
+    variables: Mapping[str, str]
+
+
+COMMAND_LINES = (
+    CommandLine(
+        "@anthropic-ai/claude-code",
+        "2.1.197",
+        ("claude", "--model", "{model}", "--allowedTools", "Read,Edit", "--print"),
+        {
+            "ANTHROPIC_BASE_URL": "{url}",
+            "ANTHROPIC_API_KEY": "none",
+            "ANTHROPIC_SMALL_FAST_MODEL": "{model}",
+            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        },
+    ),
+    CommandLine(
+        "@openai/codex",
+        "0.171.0",
+        (
+            "codex", "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox",
+            "--model", "{model}", "-c", "model_provider=fleet", "-c",
+            'model_providers.fleet={{name="fleet",base_url="{url}/v1",wire_api="responses",env_key="KEY"}}',
+        ),
+        {"KEY": "none"},
+    ),
+)  # fmt: skip
+#: Packages of PyPI with a check in `runners.py`.
+RUNNERS = ("openai-agents==0.24.0", "anthropic==2.12.0")
+
+
+def install_npm(spec: str) -> Path:
+    """The folder of a package's programs. Raises: NotHad."""
+    if shutil.which("npm") is None:
+        raise NotHad("there is no npm")
+    folder = HOME / spec.replace("/", "-")
+    if not (folder / "done").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        _install(
+            ["npm", "install", "--no-audit", "--no-fund", "--silent", "--prefix", folder, spec]
+        )
+        (folder / "done").touch()
+    return folder / "node_modules" / ".bin"
+
+
+def install_pip(spec: str) -> Path:
+    """The interpreter of a package's environment. Raises: NotHad."""
+    folder = HOME / spec
+    if not (folder / "done").exists():
+        venv.create(folder, with_pip=True)
+        _install([folder / "bin" / "python", "-m", "pip", "install", "--quiet", spec])
+        (folder / "done").touch()
+    return folder / "bin" / "python"
+
+
+def _install(command: list[str | Path]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise NotHad((done.stderr or done.stdout or "it cannot be installed")[-200:].strip())
+
+
+def ask_programs() -> Told:
+    """What each program does."""
+    told: Told = {}
+    with tempfile.TemporaryDirectory() as folder, run_scripted() as upstream:
+        served = start_fleet(Path(folder), "--url", upstream, engine="openai")
+        try:
+            for each in COMMAND_LINES:
+                told[f"{each.package} {each.version}"] = _edit(each, served.url)
+            for spec in RUNNERS:
+                told[f"{spec.replace('==', ' ')} tools"] = ask_runner(spec, served.url, MODEL)
+        finally:
+            served.end()
+    return told
+
+
+def ask_runner(spec: str, *arguments: str | Path) -> dict[str, str]:
+    """What `runners.py` says of a package, in an environment of its own."""
+    try:
+        python = install_pip(spec)
+    except NotHad as error:
+        return {"all": f"{SKIPPED}{error}"}
+    done = subprocess.run(
+        [python, HERE / "runners.py", spec.partition("==")[0], *arguments],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    if done.returncode:
+        return {"all": done.stderr[-500:]}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _edit(program: CommandLine, url: str) -> dict[str, str]:
+    """Whether it edits a file, in a home of its own."""
+    try:
+        programs = install_npm(f"{program.package}@{program.version}")
+    except NotHad as error:
+        return {"edits a file": f"{SKIPPED}{error}"}
+    with tempfile.TemporaryDirectory() as home:
+        file = Path(home) / "work" / "note.txt"
+        file.parent.mkdir()
+        file.write_text("say hello\n")
+        name, *rest = (each.format(url=url, model=MODEL) for each in program.command)
+        variables = {
+            key: each.format(url=url, model=MODEL) for key, each in program.variables.items()
+        }
+        done = subprocess.run(
+            [programs / name, *rest, TASK.format(file)],
+            cwd=file.parent,
+            env={"PATH": os.environ["PATH"], "HOME": home, **variables},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+        is_done = file.read_text() == "say goodbye\n" and "The tools said" in done.stdout
+        return {"edits a file": "yes" if is_done else (done.stdout + done.stderr)[-500:]}
