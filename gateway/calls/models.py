@@ -317,7 +317,7 @@ class ModelDirectory:
 
     def only(self, task: str, tenant: str) -> str:
         """The model of a request that names none; empty without any. Raises: InvalidRequest if there are several."""
-        offering = self._offering(task, tenant)
+        offering = [name for name in self._offering(task, tenant) if name not in self.aliases]
         if len(offering) > 1:
             message = "Missing required field: model."
             raise InvalidRequest(message, param="model", code="missing_field")

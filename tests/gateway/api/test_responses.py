@@ -63,6 +63,7 @@ async def test_a_text_and_instructions_make_a_conversation(client, worker):
     assert (request.task.sampling.max_tokens, request.task.sampling.temperature) == (9, 0)
 
 
+@pytest.mark.parametrize("changes", [{"gateway": {"aliases": {"gpt-4o": MODEL}}}])
 async def test_the_model_may_be_left_out_where_there_is_one(
     client, gateway, worker, redis_server, redis_prefix
 ):
