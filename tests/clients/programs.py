@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import tempfile
 import venv
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,9 +71,7 @@ def install_npm(spec: str) -> Path:
     folder = HOME / spec.replace("/", "-")
     if not (folder / "done").exists():
         folder.mkdir(parents=True, exist_ok=True)
-        _install(
-            ["npm", "install", "--no-audit", "--no-fund", "--silent", "--prefix", folder, spec]
-        )
+        install(["npm", "install", "--no-audit", "--no-fund", "--silent", "--prefix", folder, spec])
         (folder / "done").touch()
     return folder / "node_modules" / ".bin"
 
@@ -83,15 +81,18 @@ def install_pip(spec: str) -> Path:
     folder = HOME / spec
     if not (folder / "done").exists():
         venv.create(folder, with_pip=True)
-        _install([folder / "bin" / "python", "-m", "pip", "install", "--quiet", spec])
+        install([folder / "bin" / "python", "-m", "pip", "install", "--quiet", spec])
         (folder / "done").touch()
     return folder / "bin" / "python"
 
 
-def _install(command: list[str | Path]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def install(command: Sequence[str | Path], **variables: str) -> None:
+    """Run a command of pip or npm. Raises: NotHad."""
+    environment = {**os.environ, **variables}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
-        raise NotHad((done.stderr or done.stdout or "it cannot be installed")[-200:].strip())
+        said = (done.stderr or done.stdout or "it cannot be installed").strip()
+        raise NotHad(said.splitlines()[-1][:200])
 
 
 def ask_programs() -> Told:

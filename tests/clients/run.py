@@ -19,6 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from tests.clients.programs import HOME, SKIPPED, ask_programs, ask_runner
+from tests.clients.vllm_suite import ask_suite
 from tests.integration.fleet_process import ROOT, SAMPLE, start_fleet
 
 HERE = Path(__file__).parent
@@ -133,7 +134,7 @@ def main() -> int:
     python = prepare()
     told = ask(python, prepare_node(), prepare_sources(python))
     print("programs ...", file=sys.stderr, flush=True)
-    told |= ask_programs()
+    told |= ask_programs() | ask_suite(python)
     failed = [
         f"{client}: {feature}: {result}"
         for client, features in told.items()

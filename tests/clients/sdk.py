@@ -50,13 +50,13 @@ EXPECTED: Mapping[str, Mapping[str, Mapping[str, tuple[str, ...]]]] = {
         "test_completions.py": {EVERY_PARAMETER: ("create_with_all_params_*",)},
         "test_responses.py": {
             EVERY_PARAMETER: ("create_with_all_params_*",),
-            "asks without a model": ("create_overload_*",),
+            "asks without an input": ("create_overload_*",),
             "responses are not cancelled by id, nor compacted": ("cancel", "compact*"),
         },
         "responses/test_input_items.py": {EVERY_PARAMETER: ("list_with_all_params",)},
         "responses/test_input_tokens.py": {
             EVERY_PARAMETER: ("count_with_all_params",),
-            "asks without a model": ("count",),
+            "asks without an input": ("count",),
         },
         "test_models.py": {"models are not deleted here": ("delete",)},
         "test_files.py": {
