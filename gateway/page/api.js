@@ -1,4 +1,4 @@
-// The gateway's API as the page uses it. The key lives in this module's memory and nowhere else.
+// The gateway's API as the pages use it. The key lives in this module's memory; some pages remember it in the tab.
 
 import { readEvents } from "./events.js";
 
@@ -28,6 +28,26 @@ export async function listModels() {
 export async function listApplications() {
   const response = await call("v1/applications");
   return (await response.json()).data;
+}
+
+/** A JSON answer. Throws ApiError. */
+export async function read(path) {
+  return (await call(path)).json();
+}
+
+/** The new key, with the key itself. Throws ApiError. */
+export async function createKey(body) {
+  return (await post("v1/admin/keys", body)).json();
+}
+
+/** Throws ApiError. */
+export async function rotateKey(name) {
+  return (await call(`v1/admin/keys/${encodeURIComponent(name)}:rotate`, { method: "POST" })).json();
+}
+
+/** Throws ApiError. */
+export async function revokeKey(name) {
+  return (await call(`v1/admin/keys/${encodeURIComponent(name)}`, { method: "DELETE" })).json();
 }
 
 /** The OpenAPI document. Throws ApiError. */
