@@ -30,13 +30,14 @@ from gateway.images.loader import ImageLoader
 from gateway.keys.audit import AuditLog
 from gateway.keys.directory import KeyDirectory
 from gateway.keys.records import KeyStore
+from gateway.keys.usage import UsageLog
 from gateway.search import SearchClient
 from shared.blobs.api import BlobStore
 from shared.blobs.object_store import ObjectBlobStore
 from shared.blobs.redis_store import RedisBlobStore
 from shared.blobs.sharded import ShardedBlobs
 from shared.packages.deployment_state import DeploymentState
-from shared.packages.store import StoreError, open_store
+from shared.packages.store import PackageStore, StoreError, open_store
 from shared.queue.api import GatewayQueue, Mailbox
 from shared.queue.mailbox import RedisMailbox
 from shared.queue.registry import Registry
@@ -65,13 +66,16 @@ class Services:
         self.admission = Admission(
             settings.limits.max_open_requests, settings.limits.max_open_body_bytes
         )
+        self._durable = self._open_store()
         self.keys, self.audit = self._create_keys()
         self.key_limits = KeyLimits(
             settings.limits,
             self.admission.overloaded,
             find_key=self.keys.of if self.keys is not None else lambda _: None,
+            prices=settings.gateway.prices,
         )
         self.queue, self.mailbox, small = self._connect()
+        self.usage = UsageLog(self.queue, self._durable)
         self.records = ResumableCalls(self._redis, prefix)
         self.blobs = create_blobs(small, settings.blobs)
         self.answers = RecordStore(
@@ -100,6 +104,7 @@ class Services:
             self.mailbox,
             self.metrics,
             silence_timeout_s=settings.gateway.silence_timeout_s,
+            restore_budget=self.usage.restore_budget,
         )
         self.refunds = Refunds(self.queue)
         self.fetcher = create_fetcher(settings)
@@ -128,18 +133,21 @@ class Services:
             RedisBlobStore(self._redis, redis.key_prefix),
         )
 
-    def _create_keys(self) -> tuple[KeyDirectory | None, AuditLog | None]:
-        """The stored API keys, and the log of changes. Raises: SettingsError."""
-        if self.settings.gateway.root_key is None:
-            return None, None
+    def _open_store(self) -> PackageStore | None:
+        """The package store, if there is one. Raises: SettingsError."""
         try:
-            durable = open_store(url) if (url := self.settings.deploy.store) else None
+            return open_store(url) if (url := self.settings.deploy.store) else None
         except StoreError as error:
             raise SettingsError(f"VLM_DEPLOY__STORE: {error}") from None
+
+    def _create_keys(self) -> tuple[KeyDirectory | None, AuditLog | None]:
+        """The stored API keys, and the log of changes."""
+        if self.settings.gateway.root_key is None:
+            return None, None
         prefix = self.settings.redis.key_prefix
-        store = KeyStore(self._redis, prefix, durable)
+        store = KeyStore(self._redis, prefix, self._durable)
         keys = KeyDirectory(store, self.settings.redis.address, self._on_keys_ended)
-        return keys, AuditLog(self._redis, prefix, durable, keys.of)
+        return keys, AuditLog(self._redis, prefix, self._durable, keys.of)
 
     def _on_keys_ended(self, tenants: Collection[str]) -> None:
         self.dispatcher.fail_tenants(tenants, "The API key of this request has ended.")
@@ -228,7 +236,10 @@ class Services:
         )
         self.dispatcher.start()
         self.refunds.start()
-        self._refreshing = [asyncio.create_task(self.models.keep_fresh(), name="refresh models")]
+        self._refreshing = [
+            asyncio.create_task(self.models.keep_fresh(), name="refresh models"),
+            asyncio.create_task(self.usage.keep_saved(), name="save usage"),
+        ]
         if self.keys is not None:
             with suppress(
                 RedisError, StoreError, OSError

@@ -26,8 +26,9 @@ _IPV6_PREFIX = 64  #: prefix of an address: one customer has at least a /64 netw
 logger = logging.getLogger(__name__)
 
 
-Role = Literal["use", "adapters", "deploy", "admin"]
+Role = Literal["any", "use", "adapters", "deploy", "admin"]
 _SETTINGS = {
+    "any": "VLM_GATEWAY__API_KEYS",
     "use": "VLM_GATEWAY__API_KEYS",
     "adapters": "VLM_GATEWAY__ADMIN_KEYS",
     "deploy": "VLM_GATEWAY__DEPLOY_KEYS",
@@ -71,16 +72,17 @@ class KeyRing:
         """`admin_keys` and `deploy_keys` have the rights of other keys too."""
         roots = () if root_key is None else (root_key,)
         self._roles: dict[str, frozenset[str]] = {  # tenants
-            role: frozenset(_tenant(_bytes(key)) for key in keys)
+            role: frozenset(tenant_of(key) for key in keys)
             for role, keys in (
+                ("any", (*api_keys, *admin_keys, *deploy_keys, *roots)),
                 ("use", (*api_keys, *admin_keys, *deploy_keys)),
                 ("adapters", admin_keys),
                 ("deploy", deploy_keys),
                 ("admin", roots),
             )
         }
-        keys = [_bytes(key) for key in (*api_keys, *admin_keys, *deploy_keys, *roots)]
-        self._salts = {_digest(key): _tenant(key) for key in keys}
+        keys = [*api_keys, *admin_keys, *deploy_keys, *roots]
+        self._salts = {_digest(_bytes(key)): tenant_of(key) for key in keys}
         self._is_open = not api_keys and root_key is None
         self._stored = stored
 
@@ -101,7 +103,7 @@ class KeyRing:
         Raises: AuthenticationError without a key, WrongKey for an unknown one, Forbidden without the role,
         Overloaded while stored keys cannot be read.
         """
-        if role == "use" and self._is_open:
+        if role in ("any", "use") and self._is_open:
             return ""
         setting = _SETTINGS[role]
         nobody_may = self._stored is None and not self._roles[role]
@@ -133,7 +135,7 @@ class KeyRing:
             if (salt := self._find(keys[0])) is not None:
                 return salt, salt in self._roles[role]
             if self._stored is not None and (found := self._stored.find(keys[0])) is not None:
-                return found.tenant, role in found.roles
+                return found.tenant, role == "any" or role in found.roles
         raise WrongKey(
             "Incorrect API key: send one that this server knows.", code="invalid_api_key"
         )
@@ -162,8 +164,9 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-def _tenant(key: bytes) -> str:
-    return hmac.new(key, b"vlm-fleet cache salt", hashlib.sha256).hexdigest()[:32]
+def tenant_of(key: SecretStr) -> str:
+    """The cache salt of a key of the settings."""
+    return hmac.new(_bytes(key), b"vlm-fleet cache salt", hashlib.sha256).hexdigest()[:32]
 
 
 class TooManyWrongKeys(ApiError):

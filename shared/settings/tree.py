@@ -73,6 +73,20 @@ class ModelDefaults(Group):
     max_tokens: int | None = Field(default=None, ge=1)
 
 
+class Prices(Group):
+    """What a model costs. Units: dollars for a million tokens, and for an image."""
+
+    input: float = Field(default=0.0, ge=0, le=1e6)
+    cached_input: float | None = Field(default=None, ge=0, le=1e6)
+    output: float = Field(default=0.0, ge=0, le=1e6)
+    image: float = Field(default=0.0, ge=0, le=1e6)
+
+    def in_nano_dollars(self) -> tuple[float, float, float, float]:
+        """Of an input, cached and output token, and of an image."""
+        cached = self.input if self.cached_input is None else self.cached_input
+        return self.input * 1e3, cached * 1e3, self.output * 1e3, self.image * 1e9
+
+
 class GatewaySettings(Group):
     """The gateway."""
 
@@ -170,6 +184,11 @@ class GatewaySettings(Group):
         default={},
         description="Sampling fields that requests to a model may leave out, as JSON, such as "
         '`{"qwen2.5-vl": {"temperature": 0.2, "max_tokens": 512}}`. They go before those of the checkpoint.',
+    )
+    prices: dict[str, Prices] = Field(
+        default={},
+        description="Dollars for a million tokens, and for an image, by patterns of model names, as JSON, such as "
+        '`{"qwen*": {"input": 0.3, "cached_input": 0.1, "output": 1.2, "image": 0.001}}`. The first match counts.',
     )
     fallbacks: dict[str, str] = Field(
         default={},
