@@ -99,7 +99,8 @@ function post(path, body, signal) {
 }
 
 async function call(path, options = {}) {
-  const headers = { ...options.headers, ...(apiKey && { authorization: `Bearer ${apiKey}` }) };
+  const key = apiKey;
+  const headers = { ...options.headers, ...(key && { authorization: `Bearer ${key}` }) };
   let response;
   try {
     response = await fetch(path, { ...options, headers, credentials: "omit", cache: "no-store" });
@@ -107,6 +108,7 @@ async function call(path, options = {}) {
     options.signal?.throwIfAborted();
     throw new ApiError("The gateway cannot be reached. Is it still running?");
   }
+  if (response.status === 401 && key !== apiKey) return call(path, options); // the user has given another key meanwhile
   if (!response.ok) throw await toError(response);
   return response;
 }

@@ -62,8 +62,7 @@ def item(page: ChatPage, name: str) -> WebElement:
 
 def status(fleet: Served, key: str) -> int:
     with fleet.client() as client:
-        headers = {"authorization": f"Bearer {key}"}
-        return client.get("/v1/models", headers=headers).status_code
+        return client.get("/v1/models", headers=bearer(key)).status_code
 
 
 def test_a_key_is_created_rotated_and_revoked(page: ChatPage, managed: Served):
@@ -104,7 +103,191 @@ def test_a_key_is_created_rotated_and_revoked(page: ChatPage, managed: Served):
     page.find("#confirm-dialog .primary").click()
     page.wait_for(lambda: page.find("#ended summary").text == "Revoked and expired: 1")
     assert status(managed, rotated) == 401
-    page.wait_for(lambda: page.find_all("#audit tr"))
-    operations = [row.text.split(" alice")[0] for row in page.find_all("#audit tr")]
-    page.wait_for(lambda: "revoke_key" in page.find("#audit tr").text)
-    assert operations
+    page.wait_for(lambda: cells(page, "#audit") and cells(page, "#audit")[0][1] == "revoke_key")
+    assert [row[1:3] for row in cells(page, "#audit")] == [
+        ["revoke_key", "alice"], ["rotate_key", "alice"], ["create_key", "alice"], ["create_key", "alice"],
+    ]  # fmt: skip
+
+
+@long("browser-test")
+def test_the_key_stays_in_the_tab_and_refusals_are_sentences(page: ChatPage, managed: Served):
+    page.wait_for(lambda: page.find("#key-dialog").is_displayed())
+    page.find("#key").send_keys("wrong", Keys.ENTER)
+    page.wait_for(lambda: "did not take" in page.find("#key-error").text)
+    enter(page)
+    user, last = create(page, "user"), None
+    page.find("#new-dialog .primary").click()
+    page.browser.refresh()
+    page.wait_for(lambda: page.find_all("#models tr"))
+    assert not page.find("#key-dialog").is_displayed()
+    page.find("#create").click()
+    page.find("#create-dialog [value=admin]").click()
+    page.find("#create-dialog [name=name]").send_keys("last", Keys.ENTER)
+    page.wait_for(lambda: page.find("#new-dialog").is_displayed())
+    page.find("#new-dialog .primary").click()
+    item(page, "last")
+    page.find('[aria-label="Revoke last"]').click()
+    page.find("#confirm-dialog .primary").click()
+    last = page.wait_for(lambda: page.find("#confirm-dialog .hint").text)
+    assert last == "This is the last key with the role admin: create another one first."
+    page.find("#confirm-dialog .cancel").click()
+    page.find("#forget-key").click()
+    page.wait_for(lambda: page.find("#key-dialog").is_displayed())
+    page.find("#key").send_keys(user, Keys.ENTER)
+    told = page.wait_for(lambda: page.find("#problem").text)
+    assert told.startswith("This API key may not do this")
+    assert told.count("This API key") == 1
+    page.find("#forget-key").click()
+    enter(page)
+    managed.redis().suspend()
+    try:
+        page.wait_for(lambda: page.find("#problem").text)
+        assert "{" not in page.find("#problem").text
+    finally:
+        managed.redis().resume()
+    page.wait_for(lambda: page.find("#problem").text == "")
+
+
+def test_usage_is_drawn_by_day_and_can_be_read_as_a_table(page: ChatPage, managed: Served):
+    enter(page)
+    page.wait_for(lambda: page.find("#no-usage").text == "No usage in these days.")
+    for name, count in (("carol", 2), ("dave", 1)):
+        key = create(page, name, tag=f"team-{name}")
+        page.find("#new-dialog .primary").click()
+        ask(managed, key, count)
+    day = today()
+    page.browser.refresh()
+    page.wait_for(lambda: page.find_all("#chart rect"))
+    choose(page, "by", "key")
+    page.wait_for(lambda: legend(page) == [["carol", "2"], ["dave", "1"]])
+    assert [bar.accessible_name for bar in page.find_all("#chart rect")] == [
+        f"{day}, carol: 2", f"{day}, dave: 1",
+    ]  # fmt: skip
+    assert "carol 2, dave 1" in page.find("#chart").accessible_name
+    assert cells(page, "#usage tbody")[-1] == [str(day), "2", "1", "3"]
+    assert len(cells(page, "#usage tbody")) == 28
+    stacked = heights(page)
+    assert stacked["carol"] == pytest.approx(2 * stacked["dave"], rel=0.01)
+
+    page.find("#legend button").send_keys(Keys.ENTER)
+    assert list(heights(page)) == ["carol"]
+    assert page.browser.switch_to.active_element.get_attribute("aria-pressed") == "true"
+    page.browser.switch_to.active_element.send_keys(Keys.ENTER)
+    assert len(heights(page)) == 2
+
+    choose(page, "measure", "output tokens")
+    assert all(int(total) > 1 for _, total in legend(page))
+    choose(page, "measure", "cost")
+    assert page.find("#no-usage").text == "No cost in these days: no prices are set."
+    choose(page, "measure", "requests")
+    choose(page, "by", "tag")
+    page.wait_for(lambda: [name for name, _ in legend(page)] == ["team-carol", "team-dave"])
+    page.browser.execute_script(SET_DAY, "from", str(day - timedelta(days=2)))
+    page.wait_for(lambda: len(cells(page, "#usage tbody")) == 3)
+    page.browser.execute_script(SET_DAY, "to", str(day - timedelta(days=1)))
+    page.wait_for(lambda: page.find("#no-usage").is_displayed())
+
+
+def test_the_fleet_is_shown_with_its_requests(page: ChatPage, managed: Served):
+    enter(page)
+    [model] = cells(page, "#models")
+    assert model[:2] == ["mock", "1"]
+    [worker] = cells(page, "#workers")
+    assert worker[1:4] == ["mock", "mock", "ready"]
+    assert "ready. This gateway has" in page.find("#gateway").text
+    worker = managed.child("worker")
+    worker.suspend()
+    try:
+        key = create(page, "erin")
+        page.find("#new-dialog .primary").click()
+        with managed.client() as client, client.stream("POST", CHAT, json=body(), headers=bearer(key)):
+            page.wait_for(lambda: cells(page, "#models")[0][2] == "1")
+    finally:
+        worker.resume()
+
+
+@long("browser-test")
+def test_it_is_used_by_keyboard_on_small_screens_in_both_schemes_without_barriers(
+    page: ChatPage, managed: Served
+):
+    enter(page)
+    ask(managed, create(page, "frank", models="*", requests_per_minute="60", tag="blue"), 1)
+    barriers = page.barriers()
+    page.keep("admin-new-key")
+    page.find("#new-dialog .primary").click()
+    for name, size, scheme in (("desk", DESK, "light"), ("dark", DESK, "dark"), ("phone", PHONE, "dark"), ("small", SMALL, "light")):
+        page.open(size, scheme)
+        page.wait_for(lambda: page.find_all("#chart rect"))
+        item(page, "frank")
+        assert page.browser.execute_script("return document.documentElement.scrollWidth") <= size[0]
+        barriers += page.barriers()
+        page.keep(f"admin-{name}")
+        for heading in ("keys", "usage", "audit"):
+            page.browser.execute_script(f"document.querySelector('#{heading}-title').scrollIntoView()")
+            page.keep(f"admin-{heading}-{name}")
+        page.find("#create").send_keys(Keys.ENTER)
+        barriers += page.barriers()
+        page.keep(f"admin-create-{name}")
+        page.browser.switch_to.active_element.send_keys(Keys.ESCAPE)
+        page.find('[aria-label="Revoke frank"]').send_keys(Keys.ENTER)
+        barriers += page.barriers()
+        page.keep(f"admin-revoke-{name}")
+        page.browser.switch_to.active_element.send_keys(Keys.ESCAPE)
+        assert page.browser.switch_to.active_element.accessible_name == "Revoke frank"
+    assert barriers == []
+    names = []
+    page.browser.execute_script("document.querySelector('#forget-key').focus()")
+    while (element := page.browser.switch_to.active_element).tag_name != "body":
+        names.append(element.accessible_name)
+        ActionChains(page.browser).send_keys(Keys.TAB).perform()
+        assert len(names) < 60
+    assert all(names), names
+    assert {"Create a key", "Rotate frank", "Revoke frank", "Changes, the latest first"} <= set(names)
+
+
+CHAT = "/v1/chat/completions"
+SET_DAY = """
+const field = document.querySelector(`#usage-form [name=${arguments[0]}]`);
+field.value = arguments[1];
+field.dispatchEvent(new Event("change", {bubbles: true}));
+"""
+READ_CELLS = """return [...document.querySelectorAll(`${arguments[0]} tr`)].map(
+    (row) => [...row.cells].map((cell) => cell.textContent))"""
+
+
+def cells(page: ChatPage, body: str) -> list[list[str]]:
+    return page.browser.execute_script(READ_CELLS, body)  # at one moment
+
+
+def legend(page: ChatPage) -> list[list[str]]:
+    return [button.text.split() for button in page.find_all("#legend button")]
+
+
+def heights(page: ChatPage) -> dict[str, float]:
+    """Of the bars of the last day, by series."""
+    return {
+        bar.accessible_name.partition(", ")[2].partition(":")[0]: float(bar.get_attribute("height"))
+        for bar in page.find_all("#chart rect")
+    }
+
+
+def choose(page: ChatPage, name: str, text: str) -> None:
+    Select(page.find(f"#usage-form [name={name}]")).select_by_visible_text(text)
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+def body() -> dict[str, object]:
+    return {"model": "mock", "messages": [{"role": "user", "content": "What is it?"}], "stream": True}
+
+
+def ask(fleet: Served, key: str, num_requests: int) -> None:
+    with fleet.client() as client:
+        for _ in range(num_requests):
+            assert client.post(CHAT, json=body(), headers=bearer(key)).status_code == 200
+
+
+def today() -> date:
+    return datetime.now(UTC).date()
