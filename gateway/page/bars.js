@@ -17,7 +17,8 @@ export function drawBars(svg, { days, series }) {
   const step = innerWidth / days.length;
   const toX = (place) => MARGIN.left + step * place;
   svg.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
-  const marks = [0, top / 2, top].flatMap((value) => [
+  const ticks = top % 2 === 1 ? [0, top] : [0, top / 2, top]; // no half requests
+  const marks = ticks.flatMap((value) => [
     make("line", { x1: MARGIN.left, x2: width - MARGIN.right, y1: toY(value), y2: toY(value) }),
     make("text", { x: MARGIN.left - 6, y: toY(value) + 4, "text-anchor": "end" }, compact.format(value)),
   ]);
@@ -42,11 +43,11 @@ export function drawBars(svg, { days, series }) {
   svg.replaceChildren(...marks, ...names, ...bars);
 }
 
-/** The next of 1, 2, 5, 10, 20 ... */
+/** The next of 1, 2, 4, 6, 8, 10, 20 ... */
 function roundUp(value) {
   if (value <= 0) return 1;
   const power = 10 ** Math.floor(Math.log10(value));
-  return [1, 2, 5, 10].map((factor) => factor * power).find((each) => each >= value);
+  return [1, 2, 4, 6, 8, 10].map((factor) => factor * power).find((each) => each >= value);
 }
 
 function make(name, attributes, text = "") {

@@ -84,7 +84,7 @@ export class KeysView {
     if (key.state === "active") {
       head.append(...Object.keys(ACTIONS).map((name) => toButton(name, `${name} ${key.name}`, () => this.confirm(name, key.name))));
     }
-    const hidden = [...SHOWN_ELSEWHERE, ...(key.budget ? [] : ["period"])];
+    const hidden = [...SHOWN_ELSEWHERE, ...(key.budget ? [] : ["period"]), ...(key.changed_at === key.created_at ? ["changed_at"] : [])];
     const facts = Object.entries(key).filter(([field, value]) => value !== null && value !== "" && !hidden.includes(field));
     const list = element("dl", ...facts.map(([field, value]) => element("div", element("dt", toLabel(field)), element("dd", toText(field, value)))));
     return element("li", head, list);
