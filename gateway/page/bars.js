@@ -1,8 +1,8 @@
 // Stacked bars, a stack for each day.
 
 const HEIGHT = 220;
-const MARGIN = { left: 44, right: 6, top: 12, bottom: 26 };
-const LABEL_WIDTH = 76; // of a day
+const MARGIN = { left: 44, right: 14, top: 12, bottom: 26 };
+const LABEL_WIDTH = 48; // of a day
 const SPACE = "http://www.w3.org/2000/svg";
 const compact = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 });
 
@@ -24,9 +24,7 @@ export function drawBars(svg, { days, series }) {
   ]);
   const every = Math.ceil(LABEL_WIDTH / step);
   const names = days.flatMap((day, place) =>
-    (days.length - 1 - place) % every || toX(place) + step / 2 < MARGIN.left + LABEL_WIDTH / 2 - 12
-      ? []
-      : [make("text", { x: Math.min(toX(place) + step / 2, width - LABEL_WIDTH / 2), y: HEIGHT - 6, "text-anchor": "middle" }, day)],
+    (days.length - 1 - place) % every ? [] : [make("text", { x: toX(place) + step / 2, y: HEIGHT - 6, "text-anchor": "middle" }, day.slice(5))],
   );
   const gap = step > 4 ? 1 : 0;
   const below = days.map(() => 0);

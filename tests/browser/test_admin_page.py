@@ -1,7 +1,7 @@
 """The page of the admin, on a fleet with a root key."""
 
 from collections.abc import Iterator
-from datetime import UTC, date, datetime, timedelta  # noqa: TID251 (days of the usage)
+from datetime import UTC, date, datetime, timedelta
 
 import pytest
 from selenium.webdriver import ActionChains
@@ -50,13 +50,15 @@ def create(page: ChatPage, name: str, **fields: str) -> str:
         page.find(f"#create-dialog [name={field}]").send_keys(value)
     page.find("#create-dialog [name=name]").send_keys(Keys.ENTER)
     page.wait_for(lambda: page.find("#new-dialog").is_displayed())
-    return page.find("#new-key").get_property("value")
+    return str(page.find("#new-key").get_property("value"))
 
 
 def item(page: ChatPage, name: str) -> WebElement:
     """The key in the list."""
     return page.wait_for(
-        lambda: next((i for i in page.find_all(".keys > li") if i.text.startswith(name + "\n")), None)
+        lambda: next(
+            (i for i in page.find_all(".keys > li") if i.text.startswith(name + "\n")), None
+        )
     )
 
 
@@ -90,7 +92,7 @@ def test_a_key_is_created_rotated_and_revoked(page: ChatPage, managed: Served):
     page.find('[aria-label="Rotate alice"]').click()
     page.find("#confirm-dialog .primary").click()
     page.wait_for(lambda: page.find("#new-dialog").is_displayed())
-    rotated = page.find("#new-key").get_property("value")
+    rotated = str(page.find("#new-key").get_property("value"))
     page.find("#new-dialog .primary").click()
     assert (status(managed, key), status(managed, rotated)) == (401, 200)
 
@@ -115,7 +117,7 @@ def test_the_key_stays_in_the_tab_and_refusals_are_sentences(page: ChatPage, man
     page.find("#key").send_keys("wrong", Keys.ENTER)
     page.wait_for(lambda: "did not take" in page.find("#key-error").text)
     enter(page)
-    user, last = create(page, "user"), None
+    user = create(page, "user")
     page.find("#new-dialog .primary").click()
     page.browser.refresh()
     page.wait_for(lambda: page.find_all("#models tr"))
@@ -200,7 +202,10 @@ def test_the_fleet_is_shown_with_its_requests(page: ChatPage, managed: Served):
     try:
         key = create(page, "erin")
         page.find("#new-dialog .primary").click()
-        with managed.client() as client, client.stream("POST", CHAT, json=body(), headers=bearer(key)):
+        with (
+            managed.client() as client,
+            client.stream("POST", CHAT, json=body(), headers=bearer(key)),
+        ):
             page.wait_for(lambda: cells(page, "#models")[0][2] == "1")
     finally:
         worker.resume()
@@ -215,7 +220,12 @@ def test_it_is_used_by_keyboard_on_small_screens_in_both_schemes_without_barrier
     barriers = page.barriers()
     page.keep("admin-new-key")
     page.find("#new-dialog .primary").click()
-    for name, size, scheme in (("desk", DESK, "light"), ("dark", DESK, "dark"), ("phone", PHONE, "dark"), ("small", SMALL, "light")):
+    for name, size, scheme in (
+        ("desk", DESK, "light"),
+        ("dark", DESK, "dark"),
+        ("phone", PHONE, "dark"),
+        ("small", SMALL, "light"),
+    ):
         page.open(size, scheme)
         page.wait_for(lambda: page.find_all("#chart rect"))
         item(page, "frank")
@@ -223,7 +233,9 @@ def test_it_is_used_by_keyboard_on_small_screens_in_both_schemes_without_barrier
         barriers += page.barriers()
         page.keep(f"admin-{name}")
         for heading in ("keys", "usage", "audit"):
-            page.browser.execute_script(f"document.querySelector('#{heading}-title').scrollIntoView()")
+            page.browser.execute_script(
+                f"document.querySelector('#{heading}-title').scrollIntoView()"
+            )
             page.keep(f"admin-{heading}-{name}")
         page.find("#create").send_keys(Keys.ENTER)
         barriers += page.barriers()
@@ -242,7 +254,9 @@ def test_it_is_used_by_keyboard_on_small_screens_in_both_schemes_without_barrier
         ActionChains(page.browser).send_keys(Keys.TAB).perform()
         assert len(names) < 60
     assert all(names), names
-    assert {"Create a key", "Rotate frank", "Revoke frank", "Changes, the latest first"} <= set(names)
+    assert {"Create a key", "Rotate frank", "Revoke frank", "Changes, the latest first"} <= set(
+        names
+    )
 
 
 CHAT = "/v1/chat/completions"
@@ -266,7 +280,7 @@ def legend(page: ChatPage) -> list[list[str]]:
 def heights(page: ChatPage) -> dict[str, float]:
     """Of the bars of the last day, by series."""
     return {
-        bar.accessible_name.partition(", ")[2].partition(":")[0]: float(bar.get_attribute("height"))
+        bar.accessible_name.partition(", ")[2].partition(":")[0]: float(bar.get_attribute("height") or 0)
         for bar in page.find_all("#chart rect")
     }
 
@@ -280,7 +294,11 @@ def bearer(key: str) -> dict[str, str]:
 
 
 def body() -> dict[str, object]:
-    return {"model": "mock", "messages": [{"role": "user", "content": "What is it?"}], "stream": True}
+    return {
+        "model": "mock",
+        "messages": [{"role": "user", "content": "What is it?"}],
+        "stream": True,
+    }
 
 
 def ask(fleet: Served, key: str, num_requests: int) -> None:
