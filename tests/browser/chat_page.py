@@ -138,6 +138,14 @@ class ChatPage:
     def note(self) -> str:
         return self.answer.find_element(By.CSS_SELECTOR, ".note").text
 
+    @property
+    def facts(self) -> str:
+        """The line of the latest answer's times, and what is behind it."""
+        details = self.answer.find_element(By.CSS_SELECTOR, "footer details")
+        if not details.get_attribute("open"):
+            details.find_element(By.CSS_SELECTOR, "summary").click()
+        return details.text
+
     def wait_for_end(self) -> str:
         """The latest answer's text, once it is complete, stopped or failed."""
         self.wait_for(lambda: self.answer.get_attribute("aria-busy") == "false")
