@@ -225,6 +225,7 @@ async function loadModels() {
     if (error.status === 401) return askForKey().then(loadModels);
     isAway = error.status === 0;
     find("#fleet").textContent = error.status === 0 ? "gateway away" : "not ready";
+    find("#fleet").classList.add("told");
   }
 }
 
@@ -235,6 +236,7 @@ function chosenModel() {
 function showModel() {
   const model = chosenModel();
   find("#fleet").textContent = describeModel(model);
+  find("#fleet").classList.toggle("told", !model?.num_workers); // where there is little room too
   settings.elements.max_tokens.max = model?.limits?.max_output_tokens ?? "";
 }
 
@@ -311,7 +313,7 @@ document.addEventListener("drop", (event) => {
   else addFiles([...event.dataTransfer.files]);
 });
 document.addEventListener("keydown", (event) => {
-  if (event.key !== "Escape" || find("dialog[open]")) return;
+  if (event.key !== "Escape" || find("dialog[open], :popover-open")) return;
   if (shownView() === "search") search.stop();
   else running?.abort();
 });

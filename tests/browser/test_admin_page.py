@@ -280,7 +280,9 @@ def legend(page: ChatPage) -> list[list[str]]:
 def heights(page: ChatPage) -> dict[str, float]:
     """Of the bars of the last day, by series."""
     return {
-        bar.accessible_name.partition(", ")[2].partition(":")[0]: float(bar.get_attribute("height") or 0)
+        bar.accessible_name.partition(", ")[2].partition(":")[0]: float(
+            bar.get_attribute("height") or 0
+        )
         for bar in page.find_all("#chart rect")
     }
 

@@ -593,6 +593,31 @@ def test_everything_is_reached_by_keyboard_and_named(page: ChatPage):
     assert {"Add images", "Remove Sample: star, circle and square on white", "Send"} <= set(names)
 
 
+@pytest.mark.parametrize("width", [320, 700, 900, 1180])
+def test_the_header_is_one_row(page: ChatPage, width: int):
+    page.open((width, 700))
+    page.wait_for_model()
+    page.browser.execute_script("document.querySelector('#model').options[0].text = 'm'.repeat(60)")
+    parts = [part.rect for part in page.find_all("header > *, #model") if part.is_displayed()]
+    parts = [rect for rect in parts if rect["width"] > 1]
+    assert len({round(rect["y"] + rect["height"] / 2) for rect in parts}) <= 2  # half a pixel
+    assert max(rect["height"] for rect in parts) < 50
+    select, buttons = page.find("#model").rect, page.find("#new").rect
+    assert select["x"] + select["width"] < buttons["x"]
+    assert page.find("html").get_property("scrollWidth") <= width
+    assert page.find("#new").accessible_name == "New chat"
+    assert page.barriers() == []
+    page.find("#show-settings").click()
+    assert page.barriers() == []
+    if width == 320:
+        page.find(".menu").send_keys(Keys.ENTER)
+        assert page.barriers() == []
+        page.find("#views a[href='#search']").send_keys(Keys.ENTER)
+        page.wait_for(lambda: page.find("#search-main").is_displayed())
+        assert not page.find("#views").is_displayed()
+        assert page.barriers() == []
+
+
 @long("browser-test")
 def test_it_fits_a_phone_and_the_dark(page: ChatPage):
     screens = (("small", SMALL, "light"), ("phone-dark", PHONE, "dark"), ("dark", DESK, "dark"))
