@@ -130,7 +130,7 @@ class KeyLimits:
                 raise AuthenticationError("This API key has ended.", code="invalid_api_key")
             quota = replace(
                 quota,
-                max_tenant_requests=key.open_requests or quota.max_tenant_requests,
+                max_tenant_requests=_part(priority, key.open_requests) or quota.max_tenant_requests,
                 max_tenant_requests_per_minute=(
                     key.requests_per_minute or quota.max_tenant_requests_per_minute
                 ),
@@ -212,6 +212,7 @@ class KeyLimits:
             "key_open": f"{limits.max_tenant_requests} open requests",
             "key_share": "its share of the tokens in use",
             "key_requests": f"{limits.max_tenant_requests_per_minute} requests per minute",
+            "key_budget": "its budget",
             "key_tokens": f"{limits.max_tenant_tokens_per_minute} tokens per minute",
         }[reason]
         retry_after_s = math.ceil(wait_s) or self._overloaded(reason).retry_after_s or 1
@@ -219,16 +220,18 @@ class KeyLimits:
 
 
 def to_quota(limits: LimitSettings, priority: Priority) -> Limits:
-    """Limits of open calls; batch calls leave half of the tokens to interactive ones."""
-    max_tokens = limits.max_open_tokens
-    if priority is Priority.BATCH and max_tokens > 0:
-        max_tokens = max(1, max_tokens // 2)
+    """Limits of open calls; batch calls leave half of the tokens and requests to interactive ones."""
     return Limits(
-        max_tokens=max_tokens,
-        max_tenant_requests=limits.max_key_open_requests,
+        max_tokens=_part(priority, limits.max_open_tokens),
+        max_tenant_requests=_part(priority, limits.max_key_open_requests),
         max_tenant_requests_per_minute=limits.max_key_requests_per_minute,
         max_tenant_tokens_per_minute=limits.max_key_tokens_per_minute,
     )
+
+
+def _part(priority: Priority, most: int) -> int:
+    """What the calls of a priority may take of a limit."""
+    return max(1, most // 2) if priority is Priority.BATCH and most > 0 else most
 
 
 def to_rates(limits: Limits, full_in_s: tuple[float, float]) -> list[Rate]:

@@ -3,6 +3,7 @@
 import asyncio
 import csv
 import io
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import httpx
 import pytest
 
 from shared.queue.keys import RedisKeys
-from tests.factories_gateway import MODEL, Answer, talk_on
+from tests.factories_gateway import MODEL, Answer, make_body, talk_on
 from tests.gateway.keys.test_keys import ROOT, Team, bearer, code, run_team
 from tests.waiting import until
 
@@ -104,6 +105,32 @@ async def test_a_spent_budget_refuses_until_the_next_month(team: Team):
     assert 0 < int(refused.headers["retry-after"]) <= 31 * 86400
     shown = (await team.admin("GET", "/alice")).json()
     assert (shown["budget"], shown["period"]) == (2.5 * COST, "month")
+
+
+async def test_lines_of_a_batch_fail_once_the_budget_is_spent(
+    redis_server, redis_prefix, store, tmp_path
+):
+    line = {"method": "POST", "url": "/v1/chat/completions", "body": make_body()}
+    lines = [json.dumps({**line, "custom_id": str(number)}) for number in range(20)]
+    files = {"prices": PRICES, "files": f"file://{tmp_path}/files"}
+    async with run_team(redis_server, redis_prefix, store, 1, **files) as team:
+        client = team.gateways[0].client
+        headers = bearer(await team.create(budget=1.5 * COST))
+        form = {"file": ("lines", "\n".join(lines)), "purpose": (None, "batch")}
+        file = (await client.post("/v1/files", files=form, headers=headers)).json()["id"]
+        body = {
+            "input_file_id": file, "endpoint": "/v1/chat/completions", "completion_window": "24h",
+        }  # fmt: skip
+        batch = (await client.post("/v1/batches", json=body, headers=headers)).json()["id"]
+
+        async def counts() -> dict[str, int]:
+            shown = (await client.get(f"/v1/batches/{batch}", headers=headers)).json()
+            return shown["request_counts"] if shown["status"] == "completed" else {}
+
+        await until(lambda: counts(), 20.0)
+        found = await counts()
+    assert found["completed"] + found["failed"] == found["total"] == 20
+    assert 0 < found["failed"] < 20
 
 
 async def test_requests_at_once_overspend_by_at_most_one(team: Team):
