@@ -80,7 +80,7 @@ class BudgetExceeded(Overloaded):
     type = "insufficient_quota"
 
     def __init__(self, budget: float, period: Period) -> None:
-        _, _, ends_at = period_of(period, now := time.time())  # noqa: TID251
+        _, ends_at = period_of(period, now := time.time())  # noqa: TID251
         message = f"This key has spent its budget of ${budget:g} per {period}. Ask for a larger one, or wait."
         super().__init__(
             "key_budget", message, code="insufficient_quota", retry_after_s=math.ceil(ends_at - now)
@@ -163,8 +163,9 @@ class KeyLimits:
     def charge(self, calls: Sequence[Call], card: ModelCard) -> Charge:
         """How a request is counted when it ends."""
         first, prices = calls[0], (0.0, 0.0, 0.0, 0.0)
+        name, _, _ = first.model.partition("@")  # without the version of a deployment
         for pattern, found in self._prices.items():
-            if fnmatch.fnmatchcase(first.model, pattern):
+            if fnmatch.fnmatchcase(name, pattern):
                 prices = found.in_nano_dollars()
                 break
         budget, key = None, self._find_key(first.tenant)
@@ -173,10 +174,9 @@ class KeyLimits:
             price_in, _, price_out, price_image = prices
             cost = possible.num_prompt_tokens * price_in + possible.num_answer_tokens * price_out
             cost += len(first.task.images) * price_image
-            name, _, ends_at = period_of(key.period, time.time())  # noqa: TID251
-            ttl_s = ends_at - time.time() + _BUDGET_GRACE_S  # noqa: TID251
-            most = round(key.budget * NANO)
-            budget = Budget(name, most, max(1, math.ceil(cost)), ttl_s)
+            period, ends_at = period_of(key.period, now := time.time())  # noqa: TID251
+            most, ttl_s = round(key.budget * NANO), ends_at - now + _BUDGET_GRACE_S
+            budget = Budget(period, most, max(1, math.ceil(cost)), ttl_s)
         return Charge(len(first.task.images), prices, budget)
 
     def check(self, model: str, tenant: str) -> None:

@@ -10,9 +10,10 @@ from typing import Any
 
 import httpx
 import pytest
+from msgspec.structs import replace
 
 from shared.queue.keys import RedisKeys
-from tests.factories_gateway import MODEL, Answer, make_body, talk_on
+from tests.factories_gateway import CARD, MODEL, Answer, make_body, run_worker, talk_on
 from tests.gateway.keys.test_keys import ROOT, Team, bearer, code, run_team
 from tests.waiting import until
 
@@ -59,6 +60,19 @@ async def test_usage_is_listed_by_day_key_and_model(team: Team):
     assert [each["key"] for each in await rows(team, "?by=key", bob)] == ["bob"]
     other_days = await rows(team, "?from=2020-01-01&to=2020-02-01")
     assert other_days == []
+
+
+async def test_versions_of_a_deployment_are_one_model_with_one_price(
+    team: Team, redis_server, redis_prefix
+):
+    key = await team.create()
+    for version in ("a", "b"):
+        card = replace(CARD, name=f"{MODEL}@{version}")
+        async with run_worker(redis_server, redis_prefix, card):
+            await team.gateways[0].services.models.refresh()
+            assert (await team.chat(key, model=card.name)).status_code == 200
+    [row] = await rows(team)
+    assert (row["model"], row["requests"], row["cost"]) == (MODEL, 2, pytest.approx(2 * COST))
 
 
 async def test_usage_as_csv(team: Team):
