@@ -162,20 +162,17 @@ def test_usage_is_drawn_by_day_and_can_be_read_as_a_table(page: ChatPage, manage
     page.wait_for(lambda: page.find_all("#chart rect"))
     choose(page, "by", "key")
     page.wait_for(lambda: legend(page) == [["carol", "2"], ["dave", "1"]])
-    assert [bar.accessible_name for bar in page.find_all("#chart rect")] == [
-        f"{day}, carol: 2", f"{day}, dave: 1",
-    ]  # fmt: skip
+    stacked = bars(page)
+    assert list(stacked) == [f"{day}, carol: 2", f"{day}, dave: 1"]
+    assert stacked[f"{day}, carol: 2"] == pytest.approx(2 * stacked[f"{day}, dave: 1"], rel=0.01)
     assert "carol 2, dave 1" in page.find("#chart").accessible_name
     assert cells(page, "#usage tbody")[-1] == [str(day), "2", "1", "3"]
     assert len(cells(page, "#usage tbody")) == 28
-    stacked = heights(page)
-    assert stacked["carol"] == pytest.approx(2 * stacked["dave"], rel=0.01)
-
     page.find("#legend button").send_keys(Keys.ENTER)
-    assert list(heights(page)) == ["carol"]
+    assert list(bars(page)) == [f"{day}, carol: 2"]
     assert page.browser.switch_to.active_element.get_attribute("aria-pressed") == "true"
     page.browser.switch_to.active_element.send_keys(Keys.ENTER)
-    assert len(heights(page)) == 2
+    assert len(bars(page)) == 2
 
     choose(page, "measure", "output tokens")
     assert all(int(total) > 1 for _, total in legend(page))
@@ -273,18 +270,19 @@ def cells(page: ChatPage, body: str) -> list[list[str]]:
     return page.browser.execute_script(READ_CELLS, body)  # at one moment
 
 
+READ_LEGEND = """return [...document.querySelectorAll("#legend button")].map(
+    (button) => [...button.childNodes].map((node) => node.textContent.trim()).filter(Boolean))"""
+READ_BARS = """return [...document.querySelectorAll("#chart rect")].map(
+    (bar) => [bar.textContent, bar.height.baseVal.value])"""
+
+
 def legend(page: ChatPage) -> list[list[str]]:
-    return [button.text.split() for button in page.find_all("#legend button")]
+    return page.browser.execute_script(READ_LEGEND)
 
 
-def heights(page: ChatPage) -> dict[str, float]:
-    """Of the bars of the last day, by series."""
-    return {
-        bar.accessible_name.partition(", ")[2].partition(":")[0]: float(
-            bar.get_attribute("height") or 0
-        )
-        for bar in page.find_all("#chart rect")
-    }
+def bars(page: ChatPage) -> dict[str, float]:
+    """The height of each bar by its title."""
+    return dict(page.browser.execute_script(READ_BARS))
 
 
 def choose(page: ChatPage, name: str, text: str) -> None:
