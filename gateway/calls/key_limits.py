@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from gateway.http.errors import AuthenticationError, Overloaded
-from gateway.http.exchange import Rate
+from gateway.http.exchange import Rate, RequestContext
 from gateway.keys.records import KeyRecord
 from shared.protocol import (
     Call,
@@ -90,6 +90,14 @@ class KeyLimits:
         """Maximum number of waiting calls that no worker has claimed."""
         is_batch = priority is Priority.BATCH
         return self._limits.max_batch_queue_depth if is_batch else self._limits.max_queue_depth
+
+    def restrict(self, context: RequestContext) -> None:
+        """Note what the key allows each request."""
+        if (key := self._find_key(context.tenant)) is not None:
+            context.max_output_tokens, context.max_priority = (
+                key.max_output_tokens,
+                key.max_priority,
+            )
 
     def limits(self, priority: Priority, tenant: str) -> Limits | None:
         """The limits of a tenant's requests. None if nothing is limited.

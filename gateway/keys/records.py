@@ -13,6 +13,7 @@ import msgspec
 from redis.asyncio import Redis
 
 from shared.packages.store import PackageStore
+from shared.protocol import Priority
 from shared.queue.keys import to_ms
 from shared.queue.store import RedisStore
 from shared.redis.script import load_script
@@ -40,6 +41,8 @@ class KeyRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     changed_at: float = 0.0
     expires_at: float = 0.0
     is_revoked: bool = False
+    max_output_tokens: int = 0  #: of each answer
+    max_priority: Priority = Priority.INTERACTIVE
 
     def is_active(self, now: float) -> bool:
         return not self.is_revoked and (not self.expires_at or now < self.expires_at)
