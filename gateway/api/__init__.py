@@ -91,7 +91,8 @@ def create_endpoints(
 def _create_resources(services: Services, surfaces: Sequence[Surface]) -> list[Resource]:
     settings, lifecycle, models = services.settings, services.lifecycle, services.models
     limits, deploy, search = settings.limits, settings.deploy, services.search
-    batches = services.batches
+    batches, keys = services.batches, services.keys
+    find_guest = keys.guest if keys is not None else lambda _: ""
     stores = VectorStores(lifecycle, search, limits, settings.search.default_store)
     batchable = [surface.path for surface in surfaces if surface.batchable]
     data = TenantData(
@@ -101,7 +102,7 @@ def _create_resources(services: Services, surfaces: Sequence[Surface]) -> list[R
     return [
         Models(models, limits),
         Files(search, batches and batches.files, lifecycle.kept, lifecycle.loader, limits),
-        BatchResource(batches, services.look_for_batches, limits, batchable),
+        BatchResource(batches, services.look_for_batches, limits, batchable, find_guest),
         StoredResponses(lifecycle.kept),
         stores,
         Similar(stores),

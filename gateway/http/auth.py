@@ -54,7 +54,13 @@ class StoredKeys(Protocol):
 
     def find(self, key: bytes) -> StoredKey | None: ...
 
-    def is_active(self, tenant: str) -> bool: ...
+    def is_active(self, tenant: str, guest: str = "") -> bool: ...
+
+
+class Tokens(Protocol):
+    """Finds callers by tokens of an identity provider."""
+
+    async def find(self, token: bytes) -> StoredKey: ...
 
 
 class KeyRing:
@@ -67,6 +73,7 @@ class KeyRing:
         deploy_keys: Sequence[SecretStr] = (),
         root_key: SecretStr | None = None,
         stored: StoredKeys | None = None,
+        tokens: Tokens | None = None,
     ) -> None:
         """`admin_keys` and `deploy_keys` have the rights of other keys too."""
         roots = () if root_key is None else (root_key,)
@@ -83,19 +90,20 @@ class KeyRing:
         self._salts = {_digest(key): _tenant(key) for key in keys}
         self._is_open = not api_keys and root_key is None
         self._stored = stored
+        self._tokens = tokens
 
     @property
     def is_open(self) -> bool:
         """Whether requests need no key."""
         return self._is_open
 
-    def knows(self, salt: str) -> bool:
-        """Whether the tenant with this cache salt still has a key."""
+    def knows(self, salt: str, guest: str = "") -> bool:
+        """Whether the tenant with this cache salt still has a key. `guest`: see `KeyDirectory`."""
         if self._is_open or salt in self._salts.values():
             return True
-        return self._stored is not None and self._stored.is_active(salt)
+        return self._stored is not None and self._stored.is_active(salt, guest)
 
-    def authenticate(self, headers: Sequence[tuple[bytes, bytes]], role: Role = "use") -> str:
+    async def authenticate(self, headers: Sequence[tuple[bytes, bytes]], role: Role = "use") -> str:
         """The cache salt of a caller with a role.
 
         Raises: AuthenticationError without a key, WrongKey for an unknown one, Forbidden without the role,
@@ -106,7 +114,7 @@ class KeyRing:
         setting = _SETTINGS[role]
         nobody_may = self._stored is None and not self._roles[role]
         salt, has_role = (
-            ("", False) if self._is_open and nobody_may else self._identify(headers, role)
+            ("", False) if self._is_open and nobody_may else await self._identify(headers, role)
         )
         if nobody_may:
             raise Forbidden(
@@ -119,7 +127,9 @@ class KeyRing:
             )
         return salt
 
-    def _identify(self, headers: Sequence[tuple[bytes, bytes]], role: Role) -> tuple[str, bool]:
+    async def _identify(
+        self, headers: Sequence[tuple[bytes, bytes]], role: Role
+    ) -> tuple[str, bool]:
         """The cache salt of the caller, and whether it has the role."""
         keys = [_bearer(value) for name, value in headers if name == b"authorization"]
         if not keys:  # Anthropic's clients send this header
@@ -133,6 +143,9 @@ class KeyRing:
             if (salt := self._find(keys[0])) is not None:
                 return salt, salt in self._roles[role]
             if self._stored is not None and (found := self._stored.find(keys[0])) is not None:
+                return found.tenant, role in found.roles
+            if self._tokens is not None and keys[0].count(b".") == 2:
+                found = await self._tokens.find(keys[0])
                 return found.tenant, role in found.roles
         raise WrongKey(
             "Incorrect API key: send one that this server knows.", code="invalid_api_key"

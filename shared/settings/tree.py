@@ -73,6 +73,32 @@ class ModelDefaults(Group):
     max_tokens: int | None = Field(default=None, ge=1)
 
 
+class OidcSettings(Group):
+    """Callers with tokens of an OpenID Connect issuer."""
+
+    issuer: str = Field(
+        default="",
+        description="Tokens (JWT) of this issuer are accepted as API keys: its https:// URL, exactly as in their claim "
+        "`iss`; empty: none are.",
+    )
+    audience: str = Field(default="", description="Required in their claim `aud`.")
+    jwks_url: str = Field(
+        default="",
+        description="Where the issuer's public keys are; empty: where its discovery document says.",
+    )
+    name_claim: str = Field(
+        default="sub", description="The claim that names a caller in `vlm audit`."
+    )
+    key_claim: str = Field(
+        default="vlm_key",
+        description="The claim that names the stored key whose roles, models and limits a caller has.",
+    )
+    default_key: str = Field(
+        default="",
+        description="The stored key for tokens without this claim; empty: they are refused.",
+    )
+
+
 class GatewaySettings(Group):
     """The gateway."""
 
@@ -112,6 +138,7 @@ class GatewaySettings(Group):
         default=None,
         description="The key that manages API keys (`vlm keys`). Without it there are only those of these settings.",
     )
+    oidc: OidcSettings = OidcSettings()
     allow_open: bool = Field(
         default=False, description="Serve without API keys on addresses other than loopback."
     )
