@@ -184,14 +184,9 @@ class BatchResource(Resource):
         def create() -> BatchView | None:
             tenant, file_id = caller.context.tenant, body.input_file_id
             record = batches.create(
-                caller.tenant,
-                tenant,
-                body.endpoint,
-                file_id,
-                body.metadata,
-                most,
+                caller.tenant, tenant, body.endpoint, file_id, body.metadata, most,
                 self._find_guest(tenant),
-            )
+            )  # fmt: skip
             if record is None:
                 raise TooManyBatches(most)
             return batches.get(caller.tenant, record.id)

@@ -12,7 +12,7 @@ from gateway.api.forget import Forgotten, TenantData
 from gateway.http.endpoint import Caller, Resource, operation
 from gateway.http.errors import InvalidRequest, NotFound, unavailable
 from gateway.keys.directory import MAX_KEYS, KeyDirectory, new_key, next_version
-from gateway.keys.records import Conflict, KeyRecord, Role
+from gateway.keys.records import Conflict, KeyRecord, Period, Role
 from shared.packages.store import StoreError
 from shared.protocol import Priority
 
@@ -37,6 +37,9 @@ class CreateKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     expires_in_s: Annotated[int, Meta(ge=1, le=_MAX)] | None = None
     max_output_tokens: Limit | None = None  #: of each answer
     max_priority: Priority = Priority.INTERACTIVE
+    budget: Annotated[float, Meta(gt=0, le=1e6)] | None = None  #: dollars
+    period: Period = "month"  #: of the budget, in UTC
+    tag: Annotated[str, Meta(max_length=64)] = ""  #: of its usage, such as a team
 
 
 class KeyObject(msgspec.Struct):
@@ -54,6 +57,9 @@ class KeyObject(msgspec.Struct):
     expires_at: int | None
     max_output_tokens: int | None
     max_priority: Priority
+    budget: float | None
+    period: Period
+    tag: str
     object: str = "key"
 
 
@@ -76,9 +82,10 @@ class Keys(Resource):
     tag = "keys"
     access = "admin"
 
-    def __init__(self, keys: KeyDirectory | None, data: TenantData) -> None:
+    def __init__(self, keys: KeyDirectory | None, data: TenantData, has_prices: bool) -> None:
         self._keys = keys
         self._data = data
+        self._has_prices = has_prices
 
     def to_error(self, error: Exception) -> Exception:
         if isinstance(error, Conflict):
@@ -97,6 +104,10 @@ class Keys(Resource):
                 status=409,
                 code="key_exists",
             )
+        if body.budget is not None and not self._has_prices:
+            raise invalid(
+                "budget", "a budget needs prices: set VLM_GATEWAY__PRICES for all gateways"
+            )
         if len(keys.records) >= MAX_KEYS:
             raise invalid("name", f"there are {MAX_KEYS} keys, revoked ones included")
         key, digest = new_key()
@@ -106,6 +117,7 @@ class Keys(Resource):
             body.requests_per_minute or 0, body.tokens_per_minute or 0, body.open_requests or 0,
             now, now, now + body.expires_in_s if body.expires_in_s else 0.0,
             max_output_tokens=body.max_output_tokens or 0, max_priority=body.max_priority,
+            budget=body.budget or 0.0, period=body.period, tag=body.tag,
         )  # fmt: skip
         return await self._write(keys, record, key)
 
@@ -192,4 +204,5 @@ def _to_object(record: KeyRecord) -> KeyObject:
         record.requests_per_minute or None, record.tokens_per_minute or None, record.open_requests or None,
         int(record.created_at), int(record.changed_at), int(record.expires_at) or None,
         record.max_output_tokens or None, record.max_priority,
+        record.budget or None, record.period, record.tag,
     )  # fmt: skip

@@ -436,6 +436,7 @@ class Sessions(Resource):
                 timeout_s=timeout_s,
                 max_waiting=lifecycle.key_limits.max_waiting(session.priority),
                 reservation=lifecycle.key_limits.reservation([call], card),
+                charge=lifecycle.key_limits.charge([call], card),
             )
         except QueueRefused as refused:
             raise lifecycle.key_limits.to_error(refused, task.model, tenant) from None

@@ -6,17 +6,19 @@ Redis checks the limits in the call that queues the request, so that all gateway
 """
 
 import asyncio
+import fnmatch
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from msgspec.structs import replace
 
 from gateway.http.errors import AuthenticationError, Overloaded
 from gateway.http.exchange import Rate, RequestContext
-from gateway.keys.records import KeyRecord
+from gateway.keys.records import KeyRecord, Period
+from gateway.keys.usage import NANO, period_of
 from shared.protocol import (
     Call,
     Embed,
@@ -30,6 +32,8 @@ from shared.protocol import (
     TokensPart,
 )
 from shared.queue.api import (
+    Budget,
+    Charge,
     GatewayQueue,
     Limits,
     QueueRefused,
@@ -38,6 +42,7 @@ from shared.queue.api import (
     shard_of,
 )
 from shared.settings.limits import LimitSettings
+from shared.settings.tree import Prices
 
 CHARS_PER_TOKEN = 4
 TOKENS_PER_IMAGE = 576  #: LLaVA-1.5; for models with images of variable size
@@ -51,6 +56,8 @@ TOKENS_PER_VECTOR = 16
 MAX_REFUSED = 10_000
 NO_LIMITS = Limits()
 _REFUND_PAUSE_S = 0.25
+#: Redis keeps what was spent of a budget for so long after its month or day.
+_BUDGET_GRACE_S = 3 * 86400.0
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +73,20 @@ class KeyLimitExceeded(Overloaded):
         super().__init__(reason, message, code="rate_limit_exceeded", retry_after_s=retry_after_s)
 
 
+class BudgetExceeded(Overloaded):
+    """The key has spent its budget."""
+
+    status = 429
+    type = "insufficient_quota"
+
+    def __init__(self, budget: float, period: Period) -> None:
+        _, _, ends_at = period_of(period, now := time.time())  # noqa: TID251
+        message = f"This key has spent its budget of ${budget:g} per {period}. Ask for a larger one, or wait."
+        super().__init__(
+            "key_budget", message, code="insufficient_quota", retry_after_s=math.ceil(ends_at - now)
+        )
+
+
 class KeyLimits:
     """Limits of each queue. `overloaded` creates the error for a full fleet."""
 
@@ -75,8 +96,10 @@ class KeyLimits:
         overloaded: Callable[[str], Overloaded],
         clock: Callable[[], float] = time.monotonic,
         find_key: Callable[[str], KeyRecord | None] = lambda _: None,
+        prices: Mapping[str, Prices] | None = None,
     ) -> None:
-        """`find_key` returns the stored key of a tenant."""
+        """`find_key` returns the stored key of a tenant. `prices`: by patterns of model names, the first that matches."""
+        self._prices = prices or {}
         self._find_key = find_key
         self._limits = limits
         self._overloaded = overloaded
@@ -94,10 +117,8 @@ class KeyLimits:
     def restrict(self, context: RequestContext) -> None:
         """Note what the key allows each request."""
         if (key := self._find_key(context.tenant)) is not None:
-            context.max_output_tokens, context.max_priority = (
-                key.max_output_tokens,
-                key.max_priority,
-            )
+            context.max_output_tokens = key.max_output_tokens
+            context.max_priority = key.max_priority
 
     def limits(self, priority: Priority, tenant: str) -> Limits | None:
         """The limits of a tenant's requests. None if nothing is limited.
@@ -117,6 +138,7 @@ class KeyLimits:
                 max_tenant_tokens_per_minute=(
                     key.tokens_per_minute or quota.max_tenant_tokens_per_minute
                 ),
+                has_budget=key.budget > 0,
             )
         return None if quota == NO_LIMITS else quota
 
@@ -139,6 +161,25 @@ class KeyLimits:
             limits=quota,
         )
 
+    def charge(self, calls: Sequence[Call], card: ModelCard) -> Charge:
+        """How a request is counted when it ends."""
+        first, prices = calls[0], (0.0, 0.0, 0.0, 0.0)
+        for pattern, found in self._prices.items():
+            if fnmatch.fnmatchcase(first.model, pattern):
+                prices = found.in_nano_dollars()
+                break
+        budget, key = None, self._find_key(first.tenant)
+        if key is not None and key.budget:
+            possible = possible_tokens(first.task, card, card.max_model_len)
+            price_in, _, price_out, price_image = prices
+            cost = possible.num_prompt_tokens * price_in + possible.num_answer_tokens * price_out
+            cost += len(first.task.images) * price_image
+            name, _, ends_at = period_of(key.period, time.time())  # noqa: TID251
+            ttl_s = ends_at - time.time() + _BUDGET_GRACE_S  # noqa: TID251
+            most = round(key.budget * NANO)
+            budget = Budget(name, most, max(1, math.ceil(cost)), ttl_s)
+        return Charge(len(first.task.images), prices, budget)
+
     def check(self, model: str, tenant: str) -> None:
         """Refuse a key without asking Redis while its request limit cannot have recovered.
 
@@ -157,6 +198,8 @@ class KeyLimits:
         """The error for the client."""
         if not refused.reason.startswith("key_"):
             return self._overloaded(refused.reason)
+        if refused.reason == "key_budget" and (key := self._find_key(tenant)) is not None:
+            return BudgetExceeded(key.budget, key.period)
         # Tokens may be refunded at any moment.
         if refused.reason == "key_requests":
             if len(self._refused) >= MAX_REFUSED:
@@ -214,8 +257,10 @@ class PossibleTokens:
         return self.num_prompt_tokens + self.num_answer_tokens
 
 
-def possible_tokens(task: Task, card: ModelCard) -> PossibleTokens:
-    """Maximum prompt and output tokens, within the model's context."""
+def possible_tokens(
+    task: Task, card: ModelCard, open_answer: int = OPEN_ANSWER_TOKENS
+) -> PossibleTokens:
+    """Maximum prompt and output tokens, within the model's context; `open_answer`: of answers without a limit."""
     if isinstance(task, Tokenize):
         return PossibleTokens(1, 0)
     num_chars = sum([len(text) for text in task.texts()])
@@ -226,7 +271,7 @@ def possible_tokens(task: Task, card: ModelCard) -> PossibleTokens:
     if isinstance(task.prompt, TokensPart):
         num_prompt = len(task.prompt.token_ids)
     max_tokens = task.sampling.max_tokens
-    answer = OPEN_ANSWER_TOKENS if max_tokens is None else max_tokens
+    answer = open_answer if max_tokens is None else max_tokens
     num_prompt = min(num_prompt, card.max_model_len - 1)
     return PossibleTokens(num_prompt, min(answer, card.max_model_len - num_prompt))
 

@@ -382,6 +382,7 @@ class Lifecycle:
                 max_waiting=self.key_limits.max_waiting(plan.priority),
                 reservation=reservation,
                 affinity=affinity,
+                charge=self.key_limits.charge(calls, card),
                 grace_s=self.affinities.grace_s,
             )
         except QueueRefused as refused:

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from redis.exceptions import RedisError
 
 from gateway.http.errors import unavailable
+from gateway.http.exchange import short_hash
 from gateway.keys.records import Conflict, KeyRecord, KeyStore
 from shared.packages.store import StoreError
 from shared.redis.outage import OutageLog
@@ -50,7 +51,7 @@ class KeyDirectory:
         self._must_sync = asyncio.Event()
         self.is_known = asyncio.Event()  #: set once the keys were read
 
-    def find(self, key: bytes) -> KeyRecord | None:
+    async def find(self, key: bytes) -> KeyRecord | None:
         """The record of an active key. Raises: Overloaded while it is unknown who has a key."""
         if not key.startswith(_PREFIX.encode()):
             return None
@@ -86,7 +87,7 @@ class KeyDirectory:
             return self._by_tenant.get(tenant)
         name = self.guest(tenant)
         record = self.records.get(name.partition(":")[0], _NOBODY)
-        return replace(record, name=name, tenant=tenant)
+        return replace(record, name=name or short_hash(tenant), tenant=tenant)
 
     def is_active(self, tenant: str, guest: str = "") -> bool:
         """Whether the tenant has a key. `guest`: its name, if it is one."""

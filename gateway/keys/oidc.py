@@ -8,6 +8,7 @@ import asyncio
 import hashlib
 import logging
 import time
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -31,8 +32,9 @@ _MAX_DOCUMENT_BYTES = 256 * 1024
 _MAX_CLAIM_CHARS = 256
 _MAX_SEEN = 10_000
 _TIMEOUT_S = 5.0
+_EXPIRED = "it has expired"
 _FAULTS: dict[type[Exception], str] = {
-    jwt.ExpiredSignatureError: "it has expired",
+    jwt.ExpiredSignatureError: _EXPIRED,
     jwt.ImmatureSignatureError: "it is not valid yet",
     jwt.InvalidAudienceError: "it is for another audience",
     jwt.InvalidIssuerError: "it is of another issuer",
@@ -53,85 +55,73 @@ class _KeySet(msgspec.Struct):
     keys: list[dict[str, Any]]
 
 
-class _Seen(msgspec.Struct, frozen=True):
-    """What a token says that was verified."""
+class TokenKeys:
+    """Finds stored keys, by tokens too. The issuer's known keys stay while it is away."""
 
-    tenant: str
-    key: str  #: name of the stored key
-    name: str
-    ends_at: float  #: epoch seconds
-
-
-class TokenIssuer:
-    """Verifies tokens by the issuer's keys, which are read again from time to time. Known ones stay while it is away."""
-
-    def __init__(self, settings: OidcSettings, keys: KeyDirectory) -> None:
+    def __init__(self, settings: OidcSettings, stored: KeyDirectory) -> None:
         """Raises: SettingsError."""
         for name, url in (("ISSUER", settings.issuer), ("JWKS_URL", settings.jwks_url)):
             if url and not _is_safe(url):
-                raise SettingsError(
-                    f"VLM_GATEWAY__OIDC__{name}: write an https:// URL; http:// on loopback alone"
-                )
+                problem = "write an https:// URL; http:// on loopback alone"
+                raise SettingsError(f"VLM_GATEWAY__OIDC__{name}: {problem}")
         if not settings.audience:
-            raise SettingsError(
-                "VLM_GATEWAY__OIDC__AUDIENCE: say whom tokens are for, as their claim aud does"
-            )
+            raise SettingsError("VLM_GATEWAY__OIDC__AUDIENCE: say what tokens have as `aud`")
         self._settings = settings
-        self._stored = keys
+        self._stored = stored
+        self._documents: list[dict[str, Any]] = []
         self._keys: dict[str, jwt.PyJWK] = {}  # by kid
-        self._documents: list[dict[str, Any]] = []  # of the keys
-        self._seen: dict[bytes, _Seen] = {}  # by digest of the token
+        #: Tenant, stored key and name of verified tokens, and their end (epoch seconds), by digest.
+        self._seen: dict[bytes, tuple[tuple[str, str, str], float]] = {}
         self._lock = asyncio.Lock()
         self._read_at = float("-inf")
         self._is_away = False
         self._http = httpx.AsyncClient(timeout=_TIMEOUT_S)
 
-    async def find(self, token: bytes) -> KeyRecord:
-        """The record of a caller. Raises: WrongKey, Overloaded while a key of issuer or store cannot be read."""
-        digest = hashlib.sha256(token).digest()
-        seen = self._seen.get(digest)
-        if seen is None:
-            seen = await self._verify(token)
+    def is_active(self, tenant: str, guest: str = "") -> bool:
+        return self._stored.is_active(tenant, guest)
+
+    async def find(self, key: bytes) -> KeyRecord | None:
+        """The record of a key or token. Raises: WrongKey, Overloaded while it is unknown who has a key."""
+        if key.count(b".") != 2:
+            return await self._stored.find(key)
+        digest = hashlib.sha256(key).digest()
+        if digest not in self._seen:
+            verified = await self._verify(key)
             if len(self._seen) >= _MAX_SEEN:
                 del self._seen[next(iter(self._seen))]
-            self._seen[digest] = seen
-        if time.time() >= seen.ends_at:  # noqa: TID251 (expiry is a date)
-            raise _wrong(_FAULTS[jwt.ExpiredSignatureError])
-        record = self._stored.admit(seen.tenant, seen.key, seen.name)
-        if record is None:
+            self._seen[digest] = verified
+        caller, ends_at = self._seen[digest]
+        if time.time() >= ends_at:  # noqa: TID251 (expiry is a date)
+            raise _wrong(_EXPIRED)
+        if (record := self._stored.admit(*caller)) is None:
             raise _wrong("the stored key that it names is unknown, revoked or expired")
         return record
 
-    def tenant_of(self, subject: str) -> str:
-        """The tenant of a subject."""
-        name = msgspec.json.encode([self._settings.issuer, subject])
-        return GUEST + hashlib.sha256(name).hexdigest()[:32]
-
-    async def _verify(self, token: bytes) -> _Seen:
+    async def _verify(self, token: bytes) -> tuple[tuple[str, str, str], float]:
         if len(token) > MAX_TOKEN_BYTES:
             raise _wrong(f"it is longer than {MAX_TOKEN_BYTES} bytes")
-        settings = self._settings
-        required = ["exp", "iss", "aud", "sub", settings.name_claim]
+        own = self._settings
+        required = ["exp", "iss", "aud", "sub", own.name_claim]
         try:
             key = await self._find_key(jwt.get_unverified_header(token).get("kid"))
             claims = jwt.decode(
                 token, key, ALGORITHMS, {"require": required, "enforce_minimum_key_length": True},
-                audience=settings.audience, issuer=settings.issuer, leeway=LEEWAY_S,
+                audience=own.audience, issuer=own.issuer, leeway=LEEWAY_S,
             )  # fmt: skip
         except jwt.MissingRequiredClaimError as error:
             raise _wrong(f"it lacks the claim {error.claim}") from None
         except (jwt.PyJWTError, ValueError, TypeError, ArithmeticError, RecursionError) as error:
             raise _wrong(_FAULTS.get(type(error), "it is malformed")) from None
-        subject, name = claims["sub"], claims[settings.name_claim]
-        stored = claims.get(settings.key_claim, settings.default_key)
+        subject, name = claims["sub"], claims[own.name_claim]
+        stored = claims.get(own.key_claim, own.default_key)
         if stored == "":
-            raise _wrong(f"it lacks the claim {settings.key_claim}, which names a stored key")
-        for value in (subject, name, stored):
-            if not (isinstance(value, str) and 0 < len(value) <= _MAX_CLAIM_CHARS):
-                raise _wrong(f"a claim is no text of 1 to {_MAX_CLAIM_CHARS} characters")
-            if not value.isprintable():
-                raise _wrong("a claim has characters that cannot be shown")
-        return _Seen(self.tenant_of(subject), stored, name, float(claims["exp"]) + LEEWAY_S)
+            raise _wrong(f"it lacks the claim {own.key_claim}, which names a stored key")
+        for text in (subject, name, stored):
+            is_text = isinstance(text, str) and 0 < len(text) <= _MAX_CLAIM_CHARS
+            if not (is_text and text.isprintable()):
+                raise _wrong(f"a claim is no printable text of 1 to {_MAX_CLAIM_CHARS} characters")
+        digest = hashlib.sha256(msgspec.json.encode([own.issuer, subject])).hexdigest()
+        return (GUEST + digest[:32], stored, name), float(claims["exp"]) + LEEWAY_S
 
     async def _find_key(self, kid: str | None) -> jwt.PyJWK:
         """Raises: WrongKey, Overloaded."""
@@ -141,11 +131,9 @@ class TokenIssuer:
             async with self._lock:
                 if kid not in self._keys and time.monotonic() >= self._read_at + RETRY_S:
                     await self._read()
-        if (key := self._keys.get(kid)) is not None:
-            return key
-        if self._is_away:
-            raise unavailable()
-        raise _wrong("its kid is of no key of the issuer")
+        if kid not in self._keys:
+            raise unavailable() if self._is_away else _wrong("its kid is of no key of the issuer")
+        return self._keys[kid]
 
     async def keep_fresh(self) -> None:
         """Read the issuer's keys from time to time, so that withdrawn ones end."""
@@ -177,9 +165,7 @@ class TokenIssuer:
             path = issuer.removesuffix("/") + "/.well-known/openid-configuration"
             found = msgspec.json.decode(await self._get(path), type=_Discovery)
             if found.issuer != issuer or not _is_safe(found.jwks_uri):
-                raise ValueError(
-                    "its discovery document names another issuer, or no https:// jwks_uri"
-                )
+                raise ValueError("its discovery names another issuer, or no https:// jwks_uri")
             url = found.jwks_uri
         return msgspec.json.decode(await self._get(url), type=_KeySet).keys
 
@@ -203,28 +189,23 @@ def _to_keys(documents: list[dict[str, Any]]) -> dict[str, jwt.PyJWK]:
     keys = {}
     for document in documents:
         kid = document.get("kid")
-        if not isinstance(kid, str) or document.get("use", "sig") != "sig":
-            continue
-        try:
+        with suppress(jwt.PyJWTError, ValueError, TypeError):
             key = jwt.PyJWK(document)
-        except (jwt.PyJWTError, ValueError, TypeError) as error:
-            logger.warning("the issuer's key %r is left out: %s", kid, type(error).__name__)
-            continue
-        if key.algorithm_name in ALGORITHMS:
-            keys[kid] = key
+            is_ours = key.algorithm_name in ALGORITHMS and document.get("use", "sig") == "sig"
+            if isinstance(kid, str) and is_ours:
+                keys[kid] = key
     return keys
 
 
 def _is_safe(url: str) -> bool:
     """Whether nobody between can answer for a URL."""
-    try:
+    with suppress(ValueError):  # no address in its brackets
         parts = urlsplit(url)
         host = parts.hostname or ""
-    except ValueError:
-        return False
-    return bool(host) and (
-        parts.scheme == "https" or (parts.scheme == "http" and is_loopback(host))
-    )
+        return bool(host) and (
+            parts.scheme == "https" or (parts.scheme == "http" and is_loopback(host))
+        )
+    return False
 
 
 def _wrong(problem: str) -> WrongKey:

@@ -70,9 +70,15 @@ def code(answer: httpx.Response) -> tuple[int, str, str | None]:
 
 @asynccontextmanager
 async def run_team(
-    redis_url: str, prefix: str, store: str, num_gateways: int = 2, **limits: int
+    redis_url: str,
+    prefix: str,
+    store: str,
+    num_gateways: int = 2,
+    prices: dict[str, Any] | None = None,
+    **limits: int,
 ) -> AsyncIterator[Team]:
-    settings = make_settings(redis_url, prefix, gateway=KEYS, limits=limits)
+    gateway = KEYS | {"prices": prices or {}}
+    settings = make_settings(redis_url, prefix, gateway=gateway, limits=limits)
     settings = settings.model_copy(update={"deploy": DeploySettings(store=store)})
     async with AsyncExitStack() as stack:
         worker = await stack.enter_async_context(run_worker(redis_url, prefix))
