@@ -32,9 +32,8 @@ _MAX_DOCUMENT_BYTES = 256 * 1024
 _MAX_CLAIM_CHARS = 256
 _MAX_SEEN = 10_000
 _TIMEOUT_S = 5.0
-_EXPIRED = "it has expired"
 _FAULTS: dict[type[Exception], str] = {
-    jwt.ExpiredSignatureError: _EXPIRED,
+    jwt.ExpiredSignatureError: "it has expired",
     jwt.ImmatureSignatureError: "it is not valid yet",
     jwt.InvalidAudienceError: "it is for another audience",
     jwt.InvalidIssuerError: "it is of another issuer",
@@ -92,7 +91,7 @@ class TokenKeys:
             self._seen[digest] = verified
         caller, ends_at = self._seen[digest]
         if time.time() >= ends_at:  # noqa: TID251 (expiry is a date)
-            raise _wrong(_EXPIRED)
+            raise _wrong(_FAULTS[jwt.ExpiredSignatureError])
         if (record := self._stored.admit(*caller)) is None:
             raise _wrong("the stored key that it names is unknown, revoked or expired")
         return record

@@ -68,7 +68,7 @@ class Issuer:
                 issuer.paths.append(self.path)
                 (issuer.answer or issuer.serve)(self)
 
-            def log_message(self, *_: Any) -> None:
+            def log_message(self, format: str, *args: Any) -> None:
                 pass
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
@@ -300,7 +300,7 @@ async def test_wrong_tokens_are_refused_with_the_reason(redis_server, redis_pref
             token = make if isinstance(make, str) else make(issuer)
             header = f"Bearer {token}".encode("latin-1")
             [gateway] = team.gateways
-            answer = await gateway.client.get("/v1/models", headers={"authorization": header})
+            answer = await gateway.client.get("/v1/models", headers={b"authorization": header})
             assert answer.status_code == 401, (reason, answer.text)
             error = answer.json()["error"]
             assert error["code"] == "invalid_token", reason
