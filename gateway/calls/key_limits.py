@@ -109,6 +109,11 @@ class KeyLimits:
         ] = {}  # reason and end of the refusal
         self._quotas = {priority: to_quota(limits, priority) for priority in Priority}
 
+    def key_name(self, tenant: str) -> str:
+        """The name of a tenant's stored key, without that of a guest; empty without one."""
+        key = self._find_key(tenant)
+        return "" if key is None else key.name.partition(":")[0]
+
     def max_waiting(self, priority: Priority) -> int:
         """Maximum number of waiting calls that no worker has claimed."""
         is_batch = priority is Priority.BATCH

@@ -83,6 +83,7 @@ class Lifecycle:
         """Answer one request. Every exit path is recorded once."""
         context = exchange.context
         recorder = Recorder(surface, context, self.metrics)
+        recorder.key = self.key_limits.key_name(context.tenant)
         if self.tracer is not None:
             recorder.trace(self.tracer)
         error, is_answered, reply = None, False, None
@@ -128,6 +129,7 @@ class Lifecycle:
         """
         context = replace(context, id=secrets.token_hex(16), received_at=time.perf_counter())
         recorder = Recorder(surface, context, self.metrics)
+        recorder.key = self.key_limits.key_name(context.tenant)
         if self.tracer is not None:
             recorder.trace(self.tracer)
         self.key_limits.restrict(context)

@@ -78,6 +78,7 @@ ERROR_CODES: dict[str, tuple[int, str]] = {
     "task_failed": (422, "The application failed the task."),
     "idempotency_key_reused": (422, "The key belongs to another request."),
     "rate_limit_exceeded": (429, "The key is over its limits; `retry-after` tells until when."),
+    "insufficient_quota": (429, "The key has spent its budget; `retry-after` tells until when."),
     "too_many_wrong_keys": (429, "This address sent too many unknown keys within a minute."),
     "request_kills_workers": (500, "Every worker that ran the request alone died."),
     "engine_failure": (500, "The engine failed on the request."),

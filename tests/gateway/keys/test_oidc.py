@@ -208,6 +208,10 @@ async def test_each_subject_has_a_tenant_of_its_own_on_every_gateway(team: Team)
     for number in (0, 1):
         for token in tokens:
             assert (await team.chat(token, number)).status_code == 200
+    monitor = (await team.admin("POST", name="monitor", roles=["adapters"])).json()["key"]
+    metrics = (await team.get(monitor, "/metrics")).text
+    assert 'vlm_key_tokens_total{key="team",type="input"}' in metrics
+    assert "alice" not in metrics
     alice, again, bob, *others = (call.tenant for call in team.worker.requests)
     assert alice == again != bob
     assert others == [alice, again, bob]

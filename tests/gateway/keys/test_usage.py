@@ -67,6 +67,14 @@ async def test_usage_as_csv(team: Team):
     assert (row["key"], row["tag"], row["output_tokens"]) == ("alice", "'=1+1", "3")
 
 
+async def test_prometheus_counts_tokens_by_the_name_of_the_key(team: Team):
+    key, monitor = await team.create(), await team.create("monitor", roles=["adapters"])
+    await team.status(key)
+    text = (await team.gateways[0].client.get("/metrics", headers=bearer(monitor))).text
+    assert 'vlm_key_tokens_total{key="alice",type="input"} 7.0' in text
+    assert 'vlm_key_tokens_total{key="alice",type="output"} 3.0' in text
+
+
 async def test_choices_count_as_one_request_with_one_prompt(team: Team):
     await team.chat(await team.create(), n=3)
     [row] = await rows(team)
