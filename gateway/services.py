@@ -13,7 +13,7 @@ from starlette.types import ASGIApp
 from gateway.batches.asking import LineAsker
 from gateway.batches.files import BatchFiles
 from gateway.batches.records import Batches
-from gateway.batches.runner import MAX_OPEN_LINES, BatchRunner
+from gateway.batches.runner import BatchRunner
 from gateway.calls.affinity import PrefixAffinity
 from gateway.calls.dispatcher import Dispatcher
 from gateway.calls.fallbacks import Fallbacks
@@ -232,15 +232,8 @@ class Services:
             LineAsker(lifecycle, surfaces).ask,
             may_ask,
             max_lines=limits.max_batch_lines,
-            max_open_lines=self._max_open_lines,
             keep_s=settings.file_ttl_s,
         )
-
-    def _max_open_lines(self, tenant: str) -> int:
-        """Lines of a batch at once. The other half of the key's limit is for interactive requests."""
-        key = None if self.keys is None else self.keys.of(tenant)
-        most = (key and key.open_requests) or self.settings.limits.max_key_open_requests
-        return min(MAX_OPEN_LINES, max(1, most // 2)) if most else MAX_OPEN_LINES
 
     def look_for_batches(self) -> None:
         """Check for new and cancelled batches."""

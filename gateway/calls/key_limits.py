@@ -80,7 +80,7 @@ class BudgetExceeded(Overloaded):
     type = "insufficient_quota"
 
     def __init__(self, budget: float, period: Period) -> None:
-        _, _, ends_at = period_of(period, now := time.time())  # noqa: TID251
+        _, ends_at = period_of(period, now := time.time())  # noqa: TID251
         message = f"This key has spent its budget of ${budget:g} per {period}. Ask for a larger one, or wait."
         super().__init__(
             "key_budget", message, code="insufficient_quota", retry_after_s=math.ceil(ends_at - now)
@@ -136,7 +136,7 @@ class KeyLimits:
                 raise AuthenticationError("This API key has ended.", code="invalid_api_key")
             quota = replace(
                 quota,
-                max_tenant_requests=key.open_requests or quota.max_tenant_requests,
+                max_tenant_requests=_part(priority, key.open_requests) or quota.max_tenant_requests,
                 max_tenant_requests_per_minute=(
                     key.requests_per_minute or quota.max_tenant_requests_per_minute
                 ),
@@ -169,8 +169,9 @@ class KeyLimits:
     def charge(self, calls: Sequence[Call], card: ModelCard) -> Charge:
         """How a request is counted when it ends."""
         first, prices = calls[0], (0.0, 0.0, 0.0, 0.0)
+        name, _, _ = first.model.partition("@")  # without the version of a deployment
         for pattern, found in self._prices.items():
-            if fnmatch.fnmatchcase(first.model, pattern):
+            if fnmatch.fnmatchcase(name, pattern):
                 prices = found.in_nano_dollars()
                 break
         budget, key = None, self._find_key(first.tenant)
@@ -179,10 +180,9 @@ class KeyLimits:
             price_in, _, price_out, price_image = prices
             cost = possible.num_prompt_tokens * price_in + possible.num_answer_tokens * price_out
             cost += len(first.task.images) * price_image
-            name, _, ends_at = period_of(key.period, time.time())  # noqa: TID251
-            ttl_s = ends_at - time.time() + _BUDGET_GRACE_S  # noqa: TID251
-            most = round(key.budget * NANO)
-            budget = Budget(name, most, max(1, math.ceil(cost)), ttl_s)
+            period, ends_at = period_of(key.period, now := time.time())  # noqa: TID251
+            most, ttl_s = round(key.budget * NANO), ends_at - now + _BUDGET_GRACE_S
+            budget = Budget(period, most, max(1, math.ceil(cost)), ttl_s)
         return Charge(len(first.task.images), prices, budget)
 
     def check(self, model: str, tenant: str) -> None:
@@ -218,6 +218,7 @@ class KeyLimits:
             "key_open": f"{limits.max_tenant_requests} open requests",
             "key_share": "its share of the tokens in use",
             "key_requests": f"{limits.max_tenant_requests_per_minute} requests per minute",
+            "key_budget": "its budget",
             "key_tokens": f"{limits.max_tenant_tokens_per_minute} tokens per minute",
         }[reason]
         retry_after_s = math.ceil(wait_s) or self._overloaded(reason).retry_after_s or 1
@@ -225,16 +226,18 @@ class KeyLimits:
 
 
 def to_quota(limits: LimitSettings, priority: Priority) -> Limits:
-    """Limits of open calls; batch calls leave half of the tokens to interactive ones."""
-    max_tokens = limits.max_open_tokens
-    if priority is Priority.BATCH and max_tokens > 0:
-        max_tokens = max(1, max_tokens // 2)
+    """Limits of open calls; batch calls leave half of the tokens and requests to interactive ones."""
     return Limits(
-        max_tokens=max_tokens,
-        max_tenant_requests=limits.max_key_open_requests,
+        max_tokens=_part(priority, limits.max_open_tokens),
+        max_tenant_requests=_part(priority, limits.max_key_open_requests),
         max_tenant_requests_per_minute=limits.max_key_requests_per_minute,
         max_tenant_tokens_per_minute=limits.max_key_tokens_per_minute,
     )
+
+
+def _part(priority: Priority, most: int) -> int:
+    """What the calls of a priority may take of a limit."""
+    return max(1, most // 2) if priority is Priority.BATCH and most > 0 else most
 
 
 def to_rates(limits: Limits, full_in_s: tuple[float, float]) -> list[Rate]:

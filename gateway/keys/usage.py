@@ -42,10 +42,16 @@ class UsageLog:
         self._queue = queue
         self._durable = durable
         self._saved: dict[str, dict[str, int]] = {}  # by path
+        self._reading = asyncio.Lock()  # one at a time: a year is much to read
 
     async def read(self, first: date, last: date) -> list[Used]:
         """The usage of some days, the last one included. Raises: QueueUnavailable, StoreError."""
         days = [first + timedelta(n) for n in range((last - first).days + 1)]
+        async with self._reading:
+            sums = await self._sums(days)
+        return [used for path, each in sums.items() for used in _split(path, each)]
+
+    async def _sums(self, days: list[date]) -> dict[str, dict[str, int]]:
         found = await asyncio.gather(*map(self._queue.usage, map(_number, days)))
         sums = {
             _path(day, each): each for day, all_ in zip(days, found, strict=True) for each in all_
@@ -56,7 +62,7 @@ class UsageLog:
             saved = [path for path in paths if path.split("/")[1] in wanted]
             for path, data in zip(saved, await asyncio.gather(*map(self._get, saved)), strict=True):
                 sums[path] = _join(sums.get(path, {}), data)
-        return [used for path, each in sums.items() for used in _split(path, each)]
+        return sums
 
     async def _get(self, path: str) -> dict[str, int]:
         assert self._durable is not None
@@ -97,14 +103,13 @@ def today() -> date:
     return datetime.now(UTC).date()
 
 
-def period_of(period: Period, now: float) -> tuple[str, float, float]:
-    """Name, begin and end of the day or month of an instant."""
+def period_of(period: Period, now: float) -> tuple[str, float]:
+    """The name and the end of the day or month of an instant."""
     at = datetime.fromtimestamp(now, UTC).replace(hour=0, minute=0, second=0, microsecond=0)
     if period == "day":
-        return at.date().isoformat(), at.timestamp(), (at + timedelta(1)).timestamp()
-    at = at.replace(day=1)
-    end = (at + timedelta(32)).replace(day=1)
-    return at.strftime("%Y-%m"), at.timestamp(), end.timestamp()
+        return at.date().isoformat(), (at + timedelta(1)).timestamp()
+    end = (at.replace(day=1) + timedelta(32)).replace(day=1)
+    return at.strftime("%Y-%m"), end.timestamp()
 
 
 def _number(day: date) -> int:
@@ -127,5 +132,6 @@ def _split(path: str, sums: dict[str, int]) -> Iterable[Used]:
     for name, amount in sums.items():
         if name:
             kind, tenant, model = name.split(" ", 2)
-            found.setdefault((tenant, model), dict.fromkeys(KINDS, 0))[kind] = amount
+            model = model.partition("@")[0]  # without the version of a deployment
+            found.setdefault((tenant, model), dict.fromkeys(KINDS, 0))[kind] += amount
     return [Used(day, tenant, model, counts) for (tenant, model), counts in found.items()]

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from tests.faults.clients import Clients, body_of, held_answer_to
-from tests.faults.fleet import playing, tokens_seen
+from tests.faults.fleet import playing, tokens_seen, used
 from tests.faults.history import CANCELLED, FAILED, FINISHED
 from tests.faults.processes import WITHIN_S
 from tests.faults.rest import Resources, growth
@@ -113,14 +113,6 @@ async def test_usage_is_counted_once_when_workers_and_redis_are_killed(fleet):
     assert clients.history.outcomes() == {FINISHED: 4}
     seen = sum(len(clients.history.tokens(text)) for text in texts)
     assert await used(fleet) - before == Counter(requests=4, output_tokens=seen)
-
-
-async def used(fleet) -> Counter[str]:
-    """Requests and output tokens of all days."""
-    async with httpx.AsyncClient(trust_env=False) as client:
-        rows = (await client.get(f"{fleet.url}/v1/usage?by=model")).json()["data"]
-    kinds = ("requests", "output_tokens")
-    return Counter({kind: sum(row[kind] for row in rows) for kind in kinds})
 
 
 async def test_the_reply_lost_at_the_end_of_a_request_ends_it_once(fleet):

@@ -75,9 +75,10 @@ async def run_team(
     store: str,
     num_gateways: int = 2,
     prices: dict[str, Any] | None = None,
+    files: str | None = None,
     **limits: int,
 ) -> AsyncIterator[Team]:
-    gateway = KEYS | {"prices": prices or {}}
+    gateway = KEYS | {"prices": prices or {}} | ({"files": files} if files else {})
     settings = make_settings(redis_url, prefix, gateway=gateway, limits=limits)
     settings = settings.model_copy(update={"deploy": DeploySettings(store=store)})
     async with AsyncExitStack() as stack:

@@ -3,15 +3,17 @@
 import asyncio
 import csv
 import io
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from msgspec.structs import replace
 
 from shared.queue.keys import RedisKeys
-from tests.factories_gateway import MODEL, Answer, talk_on
+from tests.factories_gateway import CARD, MODEL, Answer, make_body, run_worker, talk_on
 from tests.gateway.keys.test_keys import ROOT, Team, bearer, code, run_team
 from tests.waiting import until
 
@@ -60,6 +62,19 @@ async def test_usage_is_listed_by_day_key_and_model(team: Team):
     assert other_days == []
 
 
+async def test_versions_of_a_deployment_are_one_model_with_one_price(
+    team: Team, redis_server, redis_prefix
+):
+    key = await team.create()
+    for version in ("a", "b"):
+        card = replace(CARD, name=f"{MODEL}@{version}")
+        async with run_worker(redis_server, redis_prefix, card):
+            await team.gateways[0].services.models.refresh()
+            assert (await team.chat(key, model=card.name)).status_code == 200
+    [row] = await rows(team)
+    assert (row["model"], row["requests"], row["cost"]) == (MODEL, 2, pytest.approx(2 * COST))
+
+
 async def test_usage_as_csv(team: Team):
     await team.status(await team.create("alice", tag="=1+1"))
     text = (await ask(team, "?by=key,tag&format=csv")).text
@@ -104,6 +119,32 @@ async def test_a_spent_budget_refuses_until_the_next_month(team: Team):
     assert 0 < int(refused.headers["retry-after"]) <= 31 * 86400
     shown = (await team.admin("GET", "/alice")).json()
     assert (shown["budget"], shown["period"]) == (2.5 * COST, "month")
+
+
+async def test_lines_of_a_batch_fail_once_the_budget_is_spent(
+    redis_server, redis_prefix, store, tmp_path
+):
+    line = {"method": "POST", "url": "/v1/chat/completions", "body": make_body()}
+    lines = [json.dumps({**line, "custom_id": str(number)}) for number in range(20)]
+    files = {"prices": PRICES, "files": f"file://{tmp_path}/files"}
+    async with run_team(redis_server, redis_prefix, store, 1, **files) as team:
+        client = team.gateways[0].client
+        headers = bearer(await team.create(budget=1.5 * COST))
+        form = {"file": ("lines", "\n".join(lines)), "purpose": (None, "batch")}
+        file = (await client.post("/v1/files", files=form, headers=headers)).json()["id"]
+        body = {
+            "input_file_id": file, "endpoint": "/v1/chat/completions", "completion_window": "24h",
+        }  # fmt: skip
+        batch = (await client.post("/v1/batches", json=body, headers=headers)).json()["id"]
+
+        async def counts() -> dict[str, int]:
+            shown = (await client.get(f"/v1/batches/{batch}", headers=headers)).json()
+            return shown["request_counts"] if shown["status"] == "completed" else {}
+
+        await until(lambda: counts(), 20.0)
+        found = await counts()
+    assert found["completed"] + found["failed"] == found["total"] == 20
+    assert 0 < found["failed"] < 20
 
 
 async def test_requests_at_once_overspend_by_at_most_one(team: Team):
