@@ -3,7 +3,7 @@
 import re
 import sys
 from datetime import UTC, datetime  # noqa: TID251 (people see it)
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -48,6 +48,12 @@ def create(
     open_: Annotated[
         int | None, typer.Option("--open", min=1, help="Open requests at a time.")
     ] = None,
+    max_output_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Longest answer, in tokens.")
+    ] = None,
+    max_priority: Annotated[
+        Literal["interactive", "batch"], typer.Option(help="Highest priority of its requests.")
+    ] = "interactive",
     expires: Annotated[
         str | None,
         typer.Option(help="Lifetime, such as 90d.", show_default="unlimited", callback=_seconds),
@@ -65,6 +71,7 @@ def create(
     body: dict[str, Any] = {
         "name": name, "roles": roles.split(","), "models": models.split(",") if models else None,
         "requests_per_minute": rpm, "tokens_per_minute": tpm, "open_requests": open_,
+        "max_output_tokens": max_output_tokens, "max_priority": max_priority,
         "expires_in_s": int(expires[:-1]) * _UNITS[expires[-1]] if expires else None,
         "budget": budget, "period": per, "tag": tag,
     }  # fmt: skip
@@ -153,12 +160,14 @@ def audit(
     """List who asked to change keys, deployments, nodes and adapters, newest first."""
 
     def run(client: "Client") -> None:
+        from rich.markup import escape
+
         from deploy import commands
 
         table = commands.new_table("time", "key", "address", "action", "name")
         for each in client.ask("GET", f"/v1/admin/audit?limit={limit}")["data"]:
             at = datetime.fromtimestamp(each["at"], UTC).isoformat(" ", "seconds")
-            table.add_row(at, each["key"], each["address"], each["action"], each["name"])
+            table.add_row(at, escape(each["key"]), each["address"], each["action"], each["name"])
         commands.screen.print(table)
 
     _run(run, url, api_key)

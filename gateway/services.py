@@ -5,6 +5,7 @@ import secrets
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from redis.exceptions import RedisError
 from starlette.types import ASGIApp
@@ -51,6 +52,9 @@ from shared.settings.tree import BlobSettings, Settings, SettingsError
 from shared.telemetry import create_tracer
 from shared.telemetry.metrics import GatewayMetrics
 
+if TYPE_CHECKING:
+    from gateway.keys.oidc import TokenKeys
+
 
 class Services:
     """Dependencies of the endpoints of one gateway."""
@@ -68,6 +72,7 @@ class Services:
         )
         self._durable = self._open_store()
         self.keys, self.audit = self._create_keys()
+        self.tokens = self._create_tokens()
         self.key_limits = KeyLimits(
             settings.limits,
             self.admission.overloaded,
@@ -149,6 +154,20 @@ class Services:
         keys = KeyDirectory(store, self.settings.redis.address, self._on_keys_ended)
         return keys, AuditLog(self._redis, prefix, self._durable, keys.of)
 
+    def _create_tokens(self) -> "TokenKeys | None":
+        """The stored API keys by tokens too, if there is an issuer. Raises: SettingsError."""
+        settings = self.settings.gateway.oidc
+        if not settings.issuer:
+            return None
+        if self.keys is None:
+            raise SettingsError("VLM_GATEWAY__OIDC__ISSUER: set VLM_GATEWAY__ROOT_KEY too")
+        try:
+            from gateway.keys.oidc import TokenKeys  # noqa: PLC0415 (an extra)
+        except ImportError:
+            problem = "install PyJWT and cryptography: pip install 'vlm-fleet[oidc]'"
+            raise SettingsError(f"VLM_GATEWAY__OIDC__ISSUER: {problem}") from None
+        return TokenKeys(settings, self.keys)
+
     def _on_keys_ended(self, tenants: Collection[str]) -> None:
         self.dispatcher.fail_tenants(tenants, "The API key of this request has ended.")
 
@@ -194,7 +213,9 @@ class Services:
         fail_open = self.dispatcher.fail_all
         return create_server(app, self.settings, self.admission, self.metrics, fail_open)
 
-    def run_batches(self, surfaces: Mapping[str, Surface], may_ask: Callable[[str], bool]) -> None:
+    def run_batches(
+        self, surfaces: Mapping[str, Surface], may_ask: Callable[[str, str], bool]
+    ) -> None:
         """Run batches for these surfaces, by path, of tenants that `may_ask`."""
         if self.batches is None:
             return
@@ -244,6 +265,9 @@ class Services:
             self._refreshing.append(
                 asyncio.create_task(self.keys.keep_synced(), name="compare keys")
             )
+        if self.tokens is not None:
+            task = asyncio.create_task(self.tokens.keep_fresh(), name="read the issuer's keys")
+            self._refreshing.append(task)
         self._refreshing.append(asyncio.create_task(self._start_runner(), name="start batches"))
 
     async def _start_runner(self) -> None:
@@ -264,6 +288,8 @@ class Services:
             await self.keys.close()
         if self.audit is not None:
             await self.audit.close()
+        if self.tokens is not None:
+            await self.tokens.close()
         await self.dispatcher.stop()
         await self.lifecycle.resume.stop()
         await self.refunds.stop()

@@ -94,6 +94,7 @@ def _create_resources(services: Services, surfaces: Sequence[Surface]) -> list[R
     settings, lifecycle, models = services.settings, services.lifecycle, services.models
     limits, deploy, search = settings.limits, settings.deploy, services.search
     batches, root = services.batches, settings.gateway.root_key
+    find_guest = services.keys.guest if services.keys is not None else lambda _: ""
     stores = VectorStores(lifecycle, search, limits, settings.search.default_store)
     batchable = [surface.path for surface in surfaces if surface.batchable]
     data = TenantData(
@@ -103,7 +104,7 @@ def _create_resources(services: Services, surfaces: Sequence[Surface]) -> list[R
     return [
         Models(models, limits),
         Files(search, batches and batches.files, lifecycle.kept, lifecycle.loader, limits),
-        BatchResource(batches, services.look_for_batches, limits, batchable),
+        BatchResource(batches, services.look_for_batches, limits, batchable, find_guest),
         StoredResponses(lifecycle.kept),
         stores,
         Similar(stores),

@@ -14,6 +14,7 @@ from gateway.http.errors import InvalidRequest, NotFound, unavailable
 from gateway.keys.directory import MAX_KEYS, KeyDirectory, new_key, next_version
 from gateway.keys.records import Conflict, KeyRecord, Period, Role
 from shared.packages.store import StoreError
+from shared.protocol import Priority
 
 _PATH = "/v1/admin/keys"
 _MAX = 2**31
@@ -34,6 +35,8 @@ class CreateKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tokens_per_minute: Limit | None = None
     open_requests: Limit | None = None
     expires_in_s: Annotated[int, Meta(ge=1, le=_MAX)] | None = None
+    max_output_tokens: Limit | None = None  #: of each answer
+    max_priority: Priority = Priority.INTERACTIVE
     budget: Annotated[float, Meta(gt=0, le=1e6)] | None = None  #: dollars
     period: Period = "month"  #: of the budget, in UTC
     tag: Annotated[str, Meta(max_length=64)] = ""  #: of its usage, such as a team
@@ -52,6 +55,8 @@ class KeyObject(msgspec.Struct):
     created_at: int
     changed_at: int
     expires_at: int | None
+    max_output_tokens: int | None
+    max_priority: Priority
     budget: float | None
     period: Period
     tag: str
@@ -111,6 +116,7 @@ class Keys(Resource):
             body.name, 1, digest, secrets.token_hex(16), body.roles, body.models or (),
             body.requests_per_minute or 0, body.tokens_per_minute or 0, body.open_requests or 0,
             now, now, now + body.expires_in_s if body.expires_in_s else 0.0,
+            max_output_tokens=body.max_output_tokens or 0, max_priority=body.max_priority,
             budget=body.budget or 0.0, period=body.period, tag=body.tag,
         )  # fmt: skip
         return await self._write(keys, record, key)
@@ -197,5 +203,6 @@ def _to_object(record: KeyRecord) -> KeyObject:
         record.name, "revoked" if record.is_revoked else state, record.roles, record.models or None,
         record.requests_per_minute or None, record.tokens_per_minute or None, record.open_requests or None,
         int(record.created_at), int(record.changed_at), int(record.expires_at) or None,
+        record.max_output_tokens or None, record.max_priority,
         record.budget or None, record.period, record.tag,
     )  # fmt: skip

@@ -79,7 +79,7 @@ class BatchRunner:
         batches: Batches,
         leases: Leases,
         ask: Ask,
-        may_ask: Callable[[str], bool],
+        may_ask: Callable[[str, str], bool],
         *,
         max_lines: int,
         max_open_lines: int = MAX_OPEN_LINES,
@@ -88,7 +88,7 @@ class BatchRunner:
         flush_s: float = 2.0,
         lease_s: float = LEASE_S,
     ) -> None:
-        """`may_ask`: whether a tenant still has a key. `keep_s`: older files and batches are deleted."""
+        """`may_ask`: whether a tenant, or guest of a key, still has one. `keep_s`: older files and batches are deleted."""
         self.holder = secrets.token_hex(8)
         self._batches = batches
         self._leases = leases
@@ -208,7 +208,7 @@ class BatchRunner:
         if view.cancel is not None:
             await asyncio.to_thread(batches.finalize, record, "cancelled")
             return
-        if not self._may_ask(record.tenant):
+        if not self._may_ask(record.tenant, record.guest):
             removed = LineError("invalid_api_key", "The API key of this batch was removed.")
             await asyncio.to_thread(batches.finalize, record, "failed", [removed])
             return
@@ -271,7 +271,7 @@ class BatchRunner:
 
     async def is_cancelled(self, record: BatchRecord) -> bool:
         """Whether the batch is cancelled, or its key revoked. Raises: StoreError."""
-        return not self._may_ask(record.tenant) or await asyncio.to_thread(
+        return not self._may_ask(record.tenant, record.guest) or await asyncio.to_thread(
             self._batches.is_cancelled, record
         )
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from gateway.http.errors import AuthenticationError, Overloaded
-from gateway.http.exchange import Rate
+from gateway.http.exchange import Rate, RequestContext
 from gateway.keys.records import KeyRecord, Period
 from gateway.keys.usage import NANO, period_of
 from shared.protocol import (
@@ -110,14 +110,20 @@ class KeyLimits:
         self._quotas = {priority: to_quota(limits, priority) for priority in Priority}
 
     def key_name(self, tenant: str) -> str:
-        """The name of a tenant's stored key; empty without one."""
+        """The name of a tenant's stored key, without that of a guest; empty without one."""
         key = self._find_key(tenant)
-        return "" if key is None else key.name
+        return "" if key is None else key.name.partition(":")[0]
 
     def max_waiting(self, priority: Priority) -> int:
         """Maximum number of waiting calls that no worker has claimed."""
         is_batch = priority is Priority.BATCH
         return self._limits.max_batch_queue_depth if is_batch else self._limits.max_queue_depth
+
+    def restrict(self, context: RequestContext) -> None:
+        """Note what the key allows each request."""
+        if (key := self._find_key(context.tenant)) is not None:
+            context.max_output_tokens = key.max_output_tokens
+            context.max_priority = key.max_priority
 
     def limits(self, priority: Priority, tenant: str) -> Limits | None:
         """The limits of a tenant's requests. None if nothing is limited.

@@ -132,6 +132,8 @@ class Lifecycle:
         recorder.key = self.key_limits.key_name(context.tenant)
         if self.tracer is not None:
             recorder.trace(self.tracer)
+        self.key_limits.restrict(context)
+        plan = replace(plan, priority=context.at_most(plan.priority))
         recorder.model, recorder.priority = card.name, plan.priority
         recorder.num_prompts = plan.num_prompts
         error, is_answered = None, False
@@ -201,6 +203,7 @@ class Lifecycle:
             return None
         if surface.keeps_answers:
             request = await self._recall(surface, request, context)
+        self.key_limits.restrict(context)
         plan = surface.plan(request, context, card)
         check_images(plan.images, surface.task, card, self.limits)
         if self.hooks is not None:

@@ -53,9 +53,9 @@ class StoredKey(Protocol):
 class StoredKeys(Protocol):
     """Finds stored keys."""
 
-    def find(self, key: bytes) -> StoredKey | None: ...
+    async def find(self, key: bytes) -> StoredKey | None: ...
 
-    def is_active(self, tenant: str) -> bool: ...
+    def is_active(self, tenant: str, guest: str = "") -> bool: ...
 
 
 class KeyRing:
@@ -91,13 +91,13 @@ class KeyRing:
         """Whether requests need no key."""
         return self._is_open
 
-    def knows(self, salt: str) -> bool:
-        """Whether the tenant with this cache salt still has a key."""
+    def knows(self, salt: str, guest: str = "") -> bool:
+        """Whether the tenant with this cache salt still has a key. `guest`: see `KeyDirectory`."""
         if self._is_open or salt in self._salts.values():
             return True
-        return self._stored is not None and self._stored.is_active(salt)
+        return self._stored is not None and self._stored.is_active(salt, guest)
 
-    def authenticate(self, headers: Sequence[tuple[bytes, bytes]], role: Role = "use") -> str:
+    async def authenticate(self, headers: Sequence[tuple[bytes, bytes]], role: Role = "use") -> str:
         """The cache salt of a caller with a role.
 
         Raises: AuthenticationError without a key, WrongKey for an unknown one, Forbidden without the role,
@@ -108,7 +108,7 @@ class KeyRing:
         setting = _SETTINGS[role]
         nobody_may = self._stored is None and not self._roles[role]
         salt, has_role = (
-            ("", False) if self._is_open and nobody_may else self._identify(headers, role)
+            ("", False) if self._is_open and nobody_may else await self._identify(headers, role)
         )
         if nobody_may:
             raise Forbidden(
@@ -121,7 +121,9 @@ class KeyRing:
             )
         return salt
 
-    def _identify(self, headers: Sequence[tuple[bytes, bytes]], role: Role) -> tuple[str, bool]:
+    async def _identify(
+        self, headers: Sequence[tuple[bytes, bytes]], role: Role
+    ) -> tuple[str, bool]:
         """The cache salt of the caller, and whether it has the role."""
         keys = [_bearer(value) for name, value in headers if name == b"authorization"]
         if not keys:  # Anthropic's clients send this header
@@ -134,7 +136,7 @@ class KeyRing:
         if len(keys) == 1:
             if (salt := self._find(keys[0])) is not None:
                 return salt, salt in self._roles[role]
-            if self._stored is not None and (found := self._stored.find(keys[0])) is not None:
+            if self._stored is not None and (found := await self._stored.find(keys[0])) is not None:
                 return found.tenant, role == "any" or role in found.roles
         raise WrongKey(
             "Incorrect API key: send one that this server knows.", code="invalid_api_key"

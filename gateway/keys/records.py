@@ -13,6 +13,7 @@ import msgspec
 from redis.asyncio import Redis
 
 from shared.packages.store import PackageStore
+from shared.protocol import Priority
 from shared.queue.keys import to_ms
 from shared.queue.store import RedisStore
 from shared.redis.script import load_script
@@ -41,6 +42,8 @@ class KeyRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     changed_at: float = 0.0
     expires_at: float = 0.0
     is_revoked: bool = False
+    max_output_tokens: int = 0  #: of each answer
+    max_priority: Priority = Priority.INTERACTIVE
     budget: float = 0.0  #: dollars
     period: Period = "month"  #: of the budget
     tag: str = ""  #: of its usage, such as a team

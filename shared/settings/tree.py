@@ -73,6 +73,25 @@ class ModelDefaults(Group):
     max_tokens: int | None = Field(default=None, ge=1)
 
 
+class OidcSettings(Group):
+    """Callers with tokens of an OpenID Connect issuer."""
+
+    issuer: str = Field(
+        default="",
+        description="https:// URL whose tokens (JWT) are accepted as API keys, as their `iss` has it; empty: none are.",
+    )
+    audience: str = Field(default="", description="Required in the `aud` of tokens.")
+    jwks_url: str = Field(default="", description="Of its public keys; empty: by its discovery.")
+    name_claim: str = Field(default="sub", description="Claim that names a caller in `vlm audit`.")
+    key_claim: str = Field(
+        default="vlm_key",
+        description="Claim that names the stored key whose roles, models and limits a caller has.",
+    )
+    default_key: str = Field(
+        default="", description="Stored key for tokens without this claim; empty: they are refused."
+    )
+
+
 class Prices(Group):
     """What a model costs. Units: dollars for a million tokens, and for an image."""
 
@@ -126,6 +145,7 @@ class GatewaySettings(Group):
         default=None,
         description="The key that manages API keys (`vlm keys`). Without it there are only those of these settings.",
     )
+    oidc: OidcSettings = OidcSettings()
     allow_open: bool = Field(
         default=False, description="Serve without API keys on addresses other than loopback."
     )

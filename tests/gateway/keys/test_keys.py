@@ -388,7 +388,8 @@ async def test_bad_requests_name_the_field(team: Team):
     assert code(await team.admin("POST", name="alice")) == (409, "key_exists", "name")
     for wrong in (
         {"name": "a b"}, {"roles": ["root"]}, {"roles": []}, {"models": []}, {"requests_per_minute": 0},
-        {"tokens_per_minute": -1}, {"open_requests": 0}, {"expires_in_s": 0}, {"budget": 5},
+        {"tokens_per_minute": -1}, {"open_requests": 0}, {"expires_in_s": 0}, {"max_output_tokens": 0},
+        {"max_priority": "high"}, {"budget": 5},
     ):  # fmt: skip
         answer = await team.admin("POST", **{"name": "new", **wrong})
         [field] = wrong
