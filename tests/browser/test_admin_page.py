@@ -69,7 +69,15 @@ def status(fleet: Served, key: str) -> int:
 
 def test_a_key_is_created_rotated_and_revoked(page: ChatPage, managed: Served):
     enter(page)
-    key = create(page, "alice", models="mo*, shapes", requests_per_minute="60", expires_in_days="2")
+    key = create(
+        page,
+        "alice",
+        models="mo*, shapes",
+        requests_per_minute="60",
+        expires_in_days="2",
+        max_output_tokens="900",
+        max_priority="batch",
+    )
     assert status(managed, key) == 200
     page.find('[aria-label="Copy the key"]').click()
     page.wait_for(lambda: page.find("#new-dialog .copy").text == "Copied")
@@ -80,6 +88,7 @@ def test_a_key_is_created_rotated_and_revoked(page: ChatPage, managed: Served):
     told = item(page, "alice").text.replace("\n", " ")
     assert "roles use models mo*, shapes requests per minute 60" in told
     assert "expires" in told
+    assert "max output tokens 900 max priority batch" in told
     assert key not in page.browser.page_source
 
     page.find("#create").click()  # a name that is taken
