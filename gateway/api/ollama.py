@@ -40,7 +40,6 @@ from gateway.api.sampling import (
     SamplingFields,
     check_max_tokens,
     find_num_logprobs,
-    seed_of,
     translate_sampling,
 )
 from gateway.api.structured import any_object, check_grammar, schema_grammar, unquoted
@@ -290,7 +289,7 @@ class _Ollama(Surface):
             conversation.sources,
             is_streamed=request.stream is not False,
             shows_timings=True,
-            priority=find_priority(None, context.headers),
+            priority=find_priority(None, context),
         )
 
     def _sampling(
@@ -299,11 +298,11 @@ class _Ollama(Surface):
         """Raises: InvalidRequest."""
         options = request.options or OllamaOptions()
         most = options.num_predict if (options.num_predict or 0) > 0 else None
-        max_tokens = check_max_tokens(most, "options.num_predict", self.limits)
+        max_tokens = check_max_tokens(most, "options.num_predict", self.limits, context)
         return translate_sampling(
             options,
             self.limits,
-            seed_of(context),
+            context,
             card.sampling,
             max_tokens=max_tokens,
             num_logprobs=find_num_logprobs(request.logprobs, request.top_logprobs, self.limits),

@@ -161,3 +161,15 @@ def text_of(lines: list[str]) -> str:
     chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
     return "".join(choice["delta"].get("content") or "" for choice in choices)
+
+
+def test_it_serves_with_a_root_key_alone(tmp_path):
+    fleet = start_fleet(tmp_path, VLM_GATEWAY__ROOT_KEY="the-root-key")
+    try:
+        assert f"{fleet.url}/admin" in fleet.screen
+        with fleet.client() as client:
+            headers = {"authorization": "Bearer the-root-key"}
+            status = client.get("/v1/admin/status", headers=headers).json()
+        assert [each["num_workers"] for each in status["models"]] == [1]
+    finally:
+        fleet.end()

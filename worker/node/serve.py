@@ -309,8 +309,8 @@ async def wait_until_served(settings: Settings, num_models: int) -> list[dict[st
     """Wait until so many models have workers; returns them, the newest first. Deployments and adapters do not count."""
     url = base_url(settings)
     await wait_until_ready(url)
-    keys = [key.get_secret_value() for key in settings.gateway.api_keys]
-    headers = {"authorization": f"Bearer {keys[0]}"} if keys else {}
+    keys = (*settings.gateway.api_keys, *settings.gateway.deploy_keys)
+    headers = {"authorization": f"Bearer {keys[0].get_secret_value()}"} if keys else {}
     async with httpx.AsyncClient(base_url=url, headers=headers, trust_env=False) as client:
         while True:
             with suppress(httpx.HTTPError):  # the gateway or Redis is busy
@@ -379,7 +379,8 @@ def show_screen(
 ) -> None:
     """Print what runs, and commands to try it."""
     url, name = base_url(settings), model["id"]
-    needs_key = bool(settings.gateway.api_keys)
+    is_managed = settings.gateway.root_key is not None
+    needs_key = bool(settings.gateway.api_keys) or is_managed
     console.print(
         Panel(
             f"[bold]{name}[/bold] on {num_workers} worker(s), engine {kind_of(settings.engine.values())}\n"
@@ -388,6 +389,7 @@ def show_screen(
             f"{url}/v1        base_url of any OpenAI client\n"
             f"{url}/metrics   Prometheus\n"
             + (f"{url}/v1/vector_stores\n" if settings.search.url else "")
+            + (f"{url}/admin     keys and usage\n" if is_managed else "")
             + f"{url}/docs      API reference",
             title="vlm-fleet is ready",
             expand=False,
