@@ -299,9 +299,10 @@ class MessageRequest(PromptFields, frozen=True, kw_only=True):
 
 
 class MessageText(msgspec.Struct, tag_field="type", tag="text"):
-    """Text of the answer."""
+    """Text of the answer. `citations` are required by Anthropic's schema; some clients refuse null."""
 
     text: str
+    citations: tuple[str, ...] = ()
 
 
 class MessageThinking(msgspec.Struct, tag_field="type", tag="thinking"):

@@ -175,10 +175,9 @@ class Lifecycle:
             if recorder.is_traced:
                 recorder.describe(surface.describe(request))
             ask = partial(self._ask, surface, request, exchange, recorder, held)
-            model = request.model or self.models.only(surface.task, context.tenant)
             if self.fallbacks is None:
-                return await ask(model)
-            return await self.fallbacks.ask(ask, model, surface, context, recorder)
+                return await ask(request.model)
+            return await self.fallbacks.ask(ask, request.model, surface, context, recorder)
 
     async def _ask(
         self,

@@ -22,7 +22,6 @@ from gateway.calls.route_table import RouteTable
 from gateway.http.errors import (
     ApiError,
     Forbidden,
-    InvalidRequest,
     NotFound,
     Overloaded,
     record_unreadable,
@@ -315,24 +314,13 @@ class ModelDirectory:
         message = f"No worker of this model speaks this gateway's protocol: {versions}."
         return Overloaded("version", message, code="unsupported_version", retry_after_s=10)
 
-    def only(self, task: str, tenant: str) -> str:
-        """The model of a request that names none; empty without any. Raises: InvalidRequest if there are several."""
-        offering = [name for name in self._offering(task, tenant) if name not in self.aliases]
-        if len(offering) > 1:
-            message = "Missing required field: model."
-            raise InvalidRequest(message, param="model", code="missing_field")
-        return offering[0] if offering else ""
-
-    def _offering(self, task: str, tenant: str) -> list[str]:
+    def _not_found(self, task: str, tenant: str) -> NotFound:
         known = self.cards | {name: route.card for name, route in self.routes.items()}
-        return [
+        offering = [
             name
             for name, card in known.items()
             if (not task or task in card.tasks) and self.may_use(tenant, name)
         ]
-
-    def _not_found(self, task: str, tenant: str) -> NotFound:
-        offering = self._offering(task, tenant)
         live = sorted(offering, key=lambda name: (self.num_workers[name] == 0, name))
         names = ", ".join(live[:_MAX_NAMES])
         more = " and others, which GET /v1/models lists" if len(live) > _MAX_NAMES else ""

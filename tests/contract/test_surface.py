@@ -616,8 +616,7 @@ async def test_a_field_of_a_wrong_type_is_named(speaker):
 
 
 async def test_a_missing_field_is_named(speaker):
-    optional = {"model"} if speaker.url().startswith("/v1/responses") else set()
-    for name in speaker.body().keys() - speaker.dialect.extra.keys() - optional:
+    for name in speaker.body().keys() - speaker.dialect.extra.keys():
         body = {key: value for key, value in speaker.body().items() if key != name}
         response = await speaker.client.post(speaker.url(), json=body)
         assert response.status_code == 400

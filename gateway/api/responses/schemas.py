@@ -22,6 +22,7 @@ from gateway.api.fields import (
     EchoedStruct,
     Ignored,
     IgnoredStreamFields,
+    ModelName,
     RequestStruct,
     ServiceTier,
     ShowsTimings,
@@ -36,7 +37,6 @@ from shared.settings.limits import (
     MAX_FORMAT_DESCRIPTION_CHARS,
     MAX_FORMAT_NAME_CHARS,
     MAX_METADATA_ENTRIES,
-    MAX_MODEL_CHARS,
     MAX_NAME_CHARS,
     MAX_RESPONSE_ID_CHARS,
     MAX_TOOL_NAME_CHARS,
@@ -196,11 +196,7 @@ class Reasoning(RequestStruct, frozen=True, kw_only=True):
 class ResponseFields(SamplingFields, frozen=True, kw_only=True):
     """Fields of both requests; sampling does not change a count."""
 
-    model: Annotated[
-        str,
-        Meta(max_length=MAX_MODEL_CHARS),
-        doc("May be left out where one model is served."),
-    ] = ""
+    model: ModelName
     input: str | Annotated[list[InputItem], Meta(min_length=1)]
     instructions: str | None = None
     previous_response_id: ResponseId | None = None

@@ -18,7 +18,7 @@ from shared.protocol import (
     Tokens,
     ToolCall,
 )
-from tests.factories_gateway import CARD, MODEL, Answer, run_worker
+from tests.factories_gateway import CARD, MODEL, Answer
 from tests.factories_images import data_url
 
 ITEMS = [
@@ -61,19 +61,6 @@ async def test_a_text_and_instructions_make_a_conversation(client, worker):
         ("user", "hello"),
     ]
     assert (request.task.sampling.max_tokens, request.task.sampling.temperature) == (9, 0)
-
-
-@pytest.mark.parametrize("changes", [{"gateway": {"aliases": {"gpt-4o": MODEL}}}])
-async def test_the_model_may_be_left_out_where_there_is_one(
-    client, gateway, worker, redis_server, redis_prefix
-):
-    answer = await client.responses.create(input="hello")
-    assert (answer.model, answer.output_text) == (MODEL, "Hello you")
-    async with run_worker(redis_server, redis_prefix, replace(CARD, name="other")):
-        await client.responses.create(model="other", input="hello")  # it is known now
-        with pytest.raises(openai.BadRequestError) as refused:
-            await client.responses.create(input="hello")
-    assert refused.value.param == "model"
 
 
 async def test_items_hold_images_and_the_answer_before(client, worker):
