@@ -49,7 +49,7 @@ families: $(STAMP)  ## run every family of models by every way, and write the ta
 		tests/engines/torch_backend/lora tests/engines/torch_backend/loading tests/engines/packages tests/contract \
 		tests/e2e/test_transformers_models.py tests/e2e/test_photos.py $(ARGS)
 
-clients: $(STAMP)  ## run published clients (openai, anthropic, ollama, litellm, langchain ...) and llm-comply; ARGS=--write: docs/clients.md
+clients: $(STAMP)  ## run published clients (SDKs, LiteLLM, Claude Code, Codex ...), llm-comply and the HTTP tests of vLLM; ARGS=--write: docs/clients.md
 	$(BIN)/python -m tests.clients.run $(ARGS)
 
 EMBEDDING_CLIENTS := .cache/embedding-clients
