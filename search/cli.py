@@ -9,6 +9,7 @@ import typer
 
 from shared.gateway_url import URL, ApiKey, AskUrl, read_url
 from shared.options import SettingOptions, takes_settings
+from shared.settings import URL_VARIABLE
 
 if TYPE_CHECKING:
     from search.embed import Embedder
@@ -50,7 +51,12 @@ def _require() -> None:
 Engine = Annotated[str, typer.Option(help="Engine of this process, without --url.")]
 LocalUrl = Annotated[
     str | None,
-    typer.Option("--url", help="Compute by a gateway, not in this process.", callback=read_url),
+    typer.Option(
+        "--url",
+        envvar=URL_VARIABLE,
+        help="Compute by a gateway, not in this process.",
+        callback=read_url,
+    ),
 ]
 
 
