@@ -1,7 +1,11 @@
 """Options of the command line reach the settings of what they start; a command loads no more than it needs."""
 
+import os
+import pty
+import re
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +186,37 @@ def test_tools_of_the_engine_get_what_was_asked_for(monkeypatch):
     assert calls[0] == ("org/name", Path("out"), "int4", "none")
     options, is_json, _ = calls[1]
     assert (options.batch_sizes, options.scenarios, is_json) == ((1, 8), ("decode",), True)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["--help"], ["serve", "--port", "zero"], ["serve", "--host", "203.0.113.1"], ["worker", "--set", "x.y=1"], ["apps", "--url", "127.0.0.1:9"],
+        ["chat", "--url", "127.0.0.1:9", "x"], ["search", "nowhere", "x", "--url", "127.0.0.1:9"], ["loadtest", "--host", "127.0.0.1:9"],
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_no_colours_are_printed_where_they_are_not_wanted(command):
+    def on_a_terminal(**variables: str) -> str:
+        master, slave = pty.openpty()
+        with open(master, "rb", buffering=0) as screen:
+            done = subprocess.Popen(
+                [sys.executable, "-m", "vlm", *command], cwd=ROOT, stdout=slave, stderr=slave,
+                env={**os.environ, "TERM": "xterm-256color", **variables},
+            )  # fmt: skip
+            os.close(slave)
+            text = b""
+            with suppress(OSError):  # of its end
+                while piece := screen.read(65536):
+                    text += piece
+            done.wait()
+        return text.decode()
+
+    colour = re.compile(r"\x1b\[(?:\d+;)*(?:3|4|9|10)[0-7](?:;\d+)*m")
+    assert colour.search(on_a_terminal())
+    plain = on_a_terminal(NO_COLOR="1")
+    assert plain.strip()
+    assert not colour.search(plain)
 
 
 @pytest.mark.parametrize(
