@@ -20,6 +20,7 @@ from tests.integration.fleet_process import ROOT, run_vlm
 
 ENGINE_OPTIONS = ["--engine", "mock", "--max-num-seqs", "7", "--dtype", "float16"]
 REDIS = ["--redis-url", "unix:///nowhere"]
+TENSORS = {"torch", "transformers"}
 
 
 @pytest.fixture
@@ -224,6 +225,13 @@ def test_no_colours_are_printed_where_they_are_not_wanted(command):
     [
         (["--help"], {"torch", "numpy", "pydantic", "starlette", "httpx", "locust", "shared.settings.tree"}),
         (["gateway", *REDIS, "--set", "nothing=1"], {"torch", "numpy", "engines.base", "worker.main", "locust"}),
+        (["models"], TENSORS),
+        (["models", "--nothing"], TENSORS),
+        (["quantize", "no such model", "new", "--scheme", "int8"], TENSORS),
+        (["convert-gguf", "nowhere.gguf", "new"], TENSORS),
+        (["make-checkpoint", "new", "--shape", "huge"], TENSORS),
+        (["search", "engines/packages/shapes_clip/samples", "x", "--model", "no such model"], TENSORS),
+        (["worker", *REDIS, "--model", "no such model"], TENSORS),
         (["chat", "--url", "http://127.0.0.1:9", "x"], {"torch", "starlette", "uvicorn", "shared.settings.tree"}),
     ],
 )  # fmt: skip

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.panel import Panel
 
 from engines.base import EngineStartError
-from engines.registry import check_settings, find_kind, kind_of
+from engines.registry import check_installed, check_settings, find_kind, kind_of
 from engines.settings import EngineSettings
 from shared.redis.embedded import EmbeddedRedis, EmbeddedRedisError
 from shared.settings import SettingsError
@@ -69,6 +69,12 @@ def run_node(
     """
     if ray:
         _check_reachable(settings)
+    here = [] if ray else [settings.engine.values()]
+    try:
+        for values in (*here, *({"model": model} for model in also)):
+            check_installed(values)
+    except EngineStartError as error:
+        raise SettingsError(str(error)) from None
     if "level" not in settings.logs.model_fields_set:  # the screen is for the user
         settings = settings.changed(logs={"level": "warning"})
     setup_logging(settings.logs, "serve")
