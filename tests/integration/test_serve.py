@@ -1,6 +1,5 @@
 """`vlm serve` as a newcomer meets it: real processes, the printed curl, Ctrl-C, and a hard death."""
 
-import asyncio
 import json
 import os
 import re
@@ -9,15 +8,18 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 from redis import Redis
 
 from tests.factories_queue import wait_until_written
 from tests.integration.fleet_process import ROOT, SAMPLE, Served, run_vlm, start_fleet
-from worker.node.serve import wait_until_ready
+from tests.waiting import wait_for
 
 REDIS_BYTES = 64 * 2**20
 
@@ -140,7 +142,7 @@ def test_a_killed_gateway_comes_back_at_its_port(fleet):
     gateway = fleet.child("gateway")
     gateway.kill()
     gateway.wait(timeout=30)
-    asyncio.run(wait_until_ready(fleet.url))
+    wait_for(lambda: is_ready(fleet.url))
     done = run_vlm("chat", "--url", fleet.url, "--model", "mock", "are you there?")
     assert done.returncode == 0, done.stderr
     assert fleet.child("gateway").pid != gateway.pid
@@ -153,6 +155,45 @@ def test_ctrl_c_stops_every_process(fleet):
     assert fleet.process.wait(timeout=30) == 0
     _, alive = psutil.wait_procs(family, timeout=10)
     assert not alive
+
+
+def test_the_start_is_shown_from_its_beginning_and_every_few_seconds(tmp_path):
+    """Without a terminal, while the worker waits for a server that is not there."""
+    command = [
+        "serve",
+        "--engine",
+        "openai",
+        "--url",
+        "http://127.0.0.1:9",
+        "--model",
+        "none",
+        "--port",
+        "0",
+    ]
+    with subprocess.Popen(
+        [sys.executable, "-m", "vlm", *command, "--data-dir", str(tmp_path)],
+        cwd=ROOT, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        assert process.stderr is not None
+        assert process.stderr.readline() == "starting the openai engine on 1 worker(s) ...\n"
+        shown = re.compile(r"starting for (\d+) s, 0 of 1 model\(s\) ready\n")
+        lines = (shown.fullmatch(line) for line in process.stderr)
+        first, second = islice((int(line[1]) for line in lines if line), 2)
+        process.send_signal(signal.SIGINT)
+        process.stderr.read()
+    assert 5 <= first < second
+
+
+def test_a_fleet_with_a_root_key_alone_shows_its_screen(tmp_path):
+    fleet = start_fleet(tmp_path, VLM_GATEWAY__ROOT_KEY="0123456789abcdef0123456789abcdef")
+    fleet.end()
+    assert "$API_KEY" in fleet.curl
+
+
+def is_ready(url: str) -> bool:
+    with suppress(httpx.HTTPError):
+        return httpx.get(f"{url}/readyz?workers=1", trust_env=False).is_success
+    return False
 
 
 def text_of(lines: list[str]) -> str:
