@@ -1,11 +1,8 @@
 """Options of the command line reach the settings of what they start; a command loads no more than it needs."""
 
-import os
-import pty
 import re
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +13,7 @@ import vlm
 from shared.settings.load import load_settings
 from shared.settings.tree import Settings
 from shared.version import package_version
-from tests.integration.fleet_process import ROOT, run_vlm
+from tests.integration.fleet_process import ROOT, run_vlm, run_vlm_on_terminal
 
 ENGINE_OPTIONS = ["--engine", "mock", "--max-num-seqs", "7", "--dtype", "float16"]
 REDIS = ["--redis-url", "unix:///nowhere"]
@@ -198,24 +195,9 @@ def test_tools_of_the_engine_get_what_was_asked_for(monkeypatch):
     ids=" ".join,
 )  # fmt: skip
 def test_no_colours_are_printed_where_they_are_not_wanted(command):
-    def on_a_terminal(**variables: str) -> str:
-        master, slave = pty.openpty()
-        with open(master, "rb", buffering=0) as screen:
-            done = subprocess.Popen(
-                [sys.executable, "-m", "vlm", *command], cwd=ROOT, stdout=slave, stderr=slave,
-                env={**os.environ, "TERM": "xterm-256color", **variables},
-            )  # fmt: skip
-            os.close(slave)
-            text = b""
-            with suppress(OSError):  # of its end
-                while piece := screen.read(65536):
-                    text += piece
-            done.wait()
-        return text.decode()
-
     colour = re.compile(r"\x1b\[(?:\d+;)*(?:3|4|9|10)[0-7](?:;\d+)*m")
-    assert colour.search(on_a_terminal())
-    plain = on_a_terminal(NO_COLOR="1")
+    assert colour.search(run_vlm_on_terminal(*command)[1])
+    plain = run_vlm_on_terminal(*command, NO_COLOR="1")[1]
     assert plain.strip()
     assert not colour.search(plain)
 
