@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.fleet_process import ROOT, Served
+from tests.integration.fleet_process import ROOT, Served, run_vlm_on_terminal
 
 README = (ROOT / "README.md").read_text()
 SEARCH = (ROOT / "docs" / "search.md").read_text()
