@@ -25,7 +25,7 @@ $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --upgrade "pip>=25.1"
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt $(TORCH_ARGS) torch torchvision
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --editable '.[torch,traces,search,store]' --group dev
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --editable '.[torch,traces,search,store,oidc]' --group dev
 	touch $(STAMP)
 
 install: $(STAMP)  ## set up .venv with everything

@@ -83,6 +83,7 @@ deploy.session_cli.add_to(app)
 app.add_typer(deploy.keys_cli.app, name="keys")
 app.command()(deploy.keys_cli.forget)
 app.command()(deploy.keys_cli.audit)
+app.command()(deploy.keys_cli.usage)
 if find_spec("benchmarks") is not None:  # in the repository, not in the wheel
     from benchmarks.cli import app as bench
 
@@ -95,7 +96,7 @@ _GROUPS = {
     "Ask": "chat embed search store run session",
     "Models": "models pull rm quantize convert-gguf make-checkpoint",
     "Deploy": "deploy apps app logs promote rollback scale route undeploy gc",
-    "Operate": "nodes drain keys forget audit plan",
+    "Operate": "nodes drain keys usage forget audit plan",
     "Measure": "bench loadtest",
 }
 for registered in (*app.registered_commands, *app.registered_groups):

@@ -46,6 +46,11 @@ class Client:
         """Raises: ApiFailed."""
         return _content(self.send(method, path, json=body))
 
+    def text(self, path: str) -> str:
+        """The text at a path. Raises: ApiFailed."""
+        answer = self.send("GET", path)
+        return answer.text if answer.is_success else _content(answer)
+
     def send(self, method: str, path: str, **more: Any) -> httpx.Response:
         """Send a request; returns any response. Raises: ApiFailed if there is none."""
         try:

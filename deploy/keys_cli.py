@@ -3,7 +3,7 @@
 import re
 import sys
 from datetime import UTC, datetime  # noqa: TID251 (people see it)
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -48,10 +48,22 @@ def create(
     open_: Annotated[
         int | None, typer.Option("--open", min=1, help="Open requests at a time.")
     ] = None,
+    max_output_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Longest answer, in tokens.")
+    ] = None,
+    max_priority: Annotated[
+        Literal["interactive", "batch"], typer.Option(help="Highest priority of its requests.")
+    ] = "interactive",
     expires: Annotated[
         str | None,
         typer.Option(help="Lifetime, such as 90d.", show_default="unlimited", callback=_seconds),
     ] = None,
+    budget: Annotated[
+        float | None,
+        typer.Option(min=0, help="Dollars that it may spend.", show_default="unlimited"),
+    ] = None,
+    per: Annotated[str, typer.Option(help="Period of the budget: month or day.")] = "month",
+    tag: Annotated[str, typer.Option(help="Label of its usage, such as a team.")] = "",
     url: Url = URL,
     api_key: Key = None,
 ) -> None:
@@ -59,7 +71,9 @@ def create(
     body: dict[str, Any] = {
         "name": name, "roles": roles.split(","), "models": models.split(",") if models else None,
         "requests_per_minute": rpm, "tokens_per_minute": tpm, "open_requests": open_,
+        "max_output_tokens": max_output_tokens, "max_priority": max_priority,
         "expires_in_s": int(expires[:-1]) * _UNITS[expires[-1]] if expires else None,
+        "budget": budget, "period": per, "tag": tag,
     }  # fmt: skip
     _show_new(lambda client: client.ask("POST", _PATH, body), url, api_key)
 
@@ -72,7 +86,7 @@ def list_keys(url: Url = URL, api_key: Key = None) -> None:
         from deploy import commands
 
         table = commands.new_table(
-            "name", "state", "roles", "models", "rpm", "tpm", "open", "expires"
+            "name", "state", "roles", "models", "rpm", "tpm", "open", "budget", "tag", "expires"
         )
         for key in client.ask("GET", _PATH)["data"]:
             limits = (
@@ -81,7 +95,9 @@ def list_keys(url: Url = URL, api_key: Key = None) -> None:
             )
             table.add_row(
                 key["name"], key["state"], ", ".join(key["roles"]), ", ".join(key["models"] or ["all"]),
-                *("-" if limit is None else str(limit) for limit in limits), _date(key["expires_at"]),
+                *("-" if limit is None else str(limit) for limit in limits),
+                f"{key['budget']:g} per {key['period']}" if key["budget"] else "-", key["tag"] or "-",
+                _date(key["expires_at"]),
             )  # fmt: skip
         commands.screen.print(table)
 
@@ -144,12 +160,51 @@ def audit(
     """List who asked to change keys, deployments, nodes and adapters, newest first."""
 
     def run(client: "Client") -> None:
+        from rich.markup import escape
+
         from deploy import commands
 
         table = commands.new_table("time", "key", "address", "action", "name")
         for each in client.ask("GET", f"/v1/admin/audit?limit={limit}")["data"]:
             at = datetime.fromtimestamp(each["at"], UTC).isoformat(" ", "seconds")
-            table.add_row(at, each["key"], each["address"], each["action"], each["name"])
+            table.add_row(at, escape(each["key"]), each["address"], each["action"], each["name"])
+        commands.screen.print(table)
+
+    _run(run, url, api_key)
+
+
+def usage(
+    begin: Annotated[
+        str | None, typer.Option("--from", help="First day, in UTC.", show_default="of this month")
+    ] = None,
+    end: Annotated[str | None, typer.Option("--to", help="Last day.", show_default="today")] = None,
+    by: Annotated[str, typer.Option(help="Comma-separated: day, key, tag, model.")] = "key,model",
+    csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
+    url: Url = URL,
+    api_key: Key = None,
+) -> None:
+    """Show what keys used: all with VLM_GATEWAY__ROOT_KEY or a key with the role admin, else your own."""
+
+    def run(client: "Client") -> None:
+        from urllib.parse import urlencode
+
+        from deploy import commands
+
+        asked = {"from": begin, "to": end, "by": by, "format": "csv" if csv else None}
+        query = urlencode({name: value for name, value in asked.items() if value})
+        if csv:
+            sys.stdout.write(client.text(f"/v1/usage?{query}"))
+            return
+        counts = ("requests", "input_tokens", "cached_input_tokens", "output_tokens", "images")
+        groups = by.split(",")
+        table = commands.new_table(
+            *groups, *(name.replace("_", " ") for name in counts), "cost ($)"
+        )
+        for row in client.ask("GET", f"/v1/usage?{query}")["data"]:
+            cost = "-" if row["cost"] is None else f"{row['cost']:.6f}"
+            table.add_row(
+                *(row[name] or "-" for name in groups), *(str(row[name]) for name in counts), cost
+            )
         commands.screen.print(table)
 
     _run(run, url, api_key)

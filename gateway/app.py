@@ -42,8 +42,9 @@ def create_app(
     gateway, limits = settings.gateway, settings.limits
     served = [create(limits) for create in surfaces]
     keys = KeyRing(
-        gateway.api_keys, gateway.admin_keys, gateway.deploy_keys, gateway.root_key, services.keys
-    )
+        gateway.api_keys, gateway.admin_keys, gateway.deploy_keys, gateway.root_key,
+        services.tokens or services.keys,
+    )  # fmt: skip
     services.run_batches({each.path: each for each in served if each.batchable}, keys.knows)
 
     @asynccontextmanager

@@ -5,6 +5,7 @@ import secrets
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from redis.exceptions import RedisError
 from starlette.types import ASGIApp
@@ -12,7 +13,7 @@ from starlette.types import ASGIApp
 from gateway.batches.asking import LineAsker
 from gateway.batches.files import BatchFiles
 from gateway.batches.records import Batches
-from gateway.batches.runner import MAX_OPEN_LINES, BatchRunner
+from gateway.batches.runner import BatchRunner
 from gateway.calls.affinity import PrefixAffinity
 from gateway.calls.dispatcher import Dispatcher
 from gateway.calls.fallbacks import Fallbacks
@@ -30,13 +31,14 @@ from gateway.images.loader import ImageLoader
 from gateway.keys.audit import AuditLog
 from gateway.keys.directory import KeyDirectory
 from gateway.keys.records import KeyStore
+from gateway.keys.usage import UsageLog
 from gateway.search import SearchClient
 from shared.blobs.api import BlobStore
 from shared.blobs.object_store import ObjectBlobStore
 from shared.blobs.redis_store import RedisBlobStore
 from shared.blobs.sharded import ShardedBlobs
 from shared.packages.deployment_state import DeploymentState
-from shared.packages.store import StoreError, open_store
+from shared.packages.store import PackageStore, StoreError, open_store
 from shared.queue.api import GatewayQueue, Mailbox
 from shared.queue.mailbox import RedisMailbox
 from shared.queue.registry import Registry
@@ -49,6 +51,9 @@ from shared.sessions.store import SessionStore
 from shared.settings.tree import BlobSettings, Settings, SettingsError
 from shared.telemetry import create_tracer
 from shared.telemetry.metrics import GatewayMetrics
+
+if TYPE_CHECKING:
+    from gateway.keys.oidc import TokenKeys
 
 
 class Services:
@@ -65,13 +70,17 @@ class Services:
         self.admission = Admission(
             settings.limits.max_open_requests, settings.limits.max_open_body_bytes
         )
+        self._durable = self._open_store()
         self.keys, self.audit = self._create_keys()
+        self.tokens = self._create_tokens()
         self.key_limits = KeyLimits(
             settings.limits,
             self.admission.overloaded,
             find_key=self.keys.of if self.keys is not None else lambda _: None,
+            prices=settings.gateway.prices,
         )
         self.queue, self.mailbox, small = self._connect()
+        self.usage = UsageLog(self.queue, self._durable)
         self.records = ResumableCalls(self._redis, prefix)
         self.blobs = create_blobs(small, settings.blobs)
         self.answers = RecordStore(
@@ -100,6 +109,7 @@ class Services:
             self.mailbox,
             self.metrics,
             silence_timeout_s=settings.gateway.silence_timeout_s,
+            restore_budget=self.usage.restore_budget,
         )
         self.refunds = Refunds(self.queue)
         self.fetcher = create_fetcher(settings)
@@ -128,18 +138,35 @@ class Services:
             RedisBlobStore(self._redis, redis.key_prefix),
         )
 
-    def _create_keys(self) -> tuple[KeyDirectory | None, AuditLog | None]:
-        """The stored API keys, and the log of changes. Raises: SettingsError."""
-        if self.settings.gateway.root_key is None:
-            return None, None
+    def _open_store(self) -> PackageStore | None:
+        """The package store, if there is one. Raises: SettingsError."""
         try:
-            durable = open_store(url) if (url := self.settings.deploy.store) else None
+            return open_store(url) if (url := self.settings.deploy.store) else None
         except StoreError as error:
             raise SettingsError(f"VLM_DEPLOY__STORE: {error}") from None
+
+    def _create_keys(self) -> tuple[KeyDirectory | None, AuditLog | None]:
+        """The stored API keys, and the log of changes."""
+        if self.settings.gateway.root_key is None:
+            return None, None
         prefix = self.settings.redis.key_prefix
-        store = KeyStore(self._redis, prefix, durable)
+        store = KeyStore(self._redis, prefix, self._durable)
         keys = KeyDirectory(store, self.settings.redis.address, self._on_keys_ended)
-        return keys, AuditLog(self._redis, prefix, durable, keys.of)
+        return keys, AuditLog(self._redis, prefix, self._durable, keys.of)
+
+    def _create_tokens(self) -> "TokenKeys | None":
+        """The stored API keys by tokens too, if there is an issuer. Raises: SettingsError."""
+        settings = self.settings.gateway.oidc
+        if not settings.issuer:
+            return None
+        if self.keys is None:
+            raise SettingsError("VLM_GATEWAY__OIDC__ISSUER: set VLM_GATEWAY__ROOT_KEY too")
+        try:
+            from gateway.keys.oidc import TokenKeys  # noqa: PLC0415 (an extra)
+        except ImportError:
+            problem = "install PyJWT and cryptography: pip install 'vlm-fleet[oidc]'"
+            raise SettingsError(f"VLM_GATEWAY__OIDC__ISSUER: {problem}") from None
+        return TokenKeys(settings, self.keys)
 
     def _on_keys_ended(self, tenants: Collection[str]) -> None:
         self.dispatcher.fail_tenants(tenants, "The API key of this request has ended.")
@@ -186,7 +213,9 @@ class Services:
         fail_open = self.dispatcher.fail_all
         return create_server(app, self.settings, self.admission, self.metrics, fail_open)
 
-    def run_batches(self, surfaces: Mapping[str, Surface], may_ask: Callable[[str], bool]) -> None:
+    def run_batches(
+        self, surfaces: Mapping[str, Surface], may_ask: Callable[[str, str], bool]
+    ) -> None:
         """Run batches for these surfaces, by path, of tenants that `may_ask`."""
         if self.batches is None:
             return
@@ -203,15 +232,8 @@ class Services:
             LineAsker(lifecycle, surfaces).ask,
             may_ask,
             max_lines=limits.max_batch_lines,
-            max_open_lines=self._max_open_lines,
             keep_s=settings.file_ttl_s,
         )
-
-    def _max_open_lines(self, tenant: str) -> int:
-        """Lines of a batch at once. The other half of the key's limit is for interactive requests."""
-        key = None if self.keys is None else self.keys.of(tenant)
-        most = (key and key.open_requests) or self.settings.limits.max_key_open_requests
-        return min(MAX_OPEN_LINES, max(1, most // 2)) if most else MAX_OPEN_LINES
 
     def look_for_batches(self) -> None:
         """Check for new and cancelled batches."""
@@ -228,7 +250,10 @@ class Services:
         )
         self.dispatcher.start()
         self.refunds.start()
-        self._refreshing = [asyncio.create_task(self.models.keep_fresh(), name="refresh models")]
+        self._refreshing = [
+            asyncio.create_task(self.models.keep_fresh(), name="refresh models"),
+            asyncio.create_task(self.usage.keep_saved(), name="save usage"),
+        ]
         if self.keys is not None:
             with suppress(
                 RedisError, StoreError, OSError
@@ -240,6 +265,9 @@ class Services:
             self._refreshing.append(
                 asyncio.create_task(self.keys.keep_synced(), name="compare keys")
             )
+        if self.tokens is not None:
+            task = asyncio.create_task(self.tokens.keep_fresh(), name="read the issuer's keys")
+            self._refreshing.append(task)
         self._refreshing.append(asyncio.create_task(self._start_runner(), name="start batches"))
 
     async def _start_runner(self) -> None:
@@ -260,6 +288,8 @@ class Services:
             await self.keys.close()
         if self.audit is not None:
             await self.audit.close()
+        if self.tokens is not None:
+            await self.tokens.close()
         await self.dispatcher.stop()
         await self.lifecycle.resume.stop()
         await self.refunds.stop()

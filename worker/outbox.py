@@ -201,10 +201,14 @@ def to_publication(
     if isinstance(last, Finished | Failed):
         ending = "finished" if isinstance(last, Finished) else "failed"
         events, result = _split_off_result(events)
+    usage = None
+    for event in events:
+        if isinstance(event, Started | Finished):
+            usage = (event.usage.num_prompt_tokens, event.usage.num_cached_tokens)
     num_new_tokens = sum([event.num_tokens for event in events if isinstance(event, Tokens)])
     encoded = encode_events(events)
     return Publication(
-        claim, number, num_tokens, num_new_tokens, encoded, ending, dead_reason, result
+        claim, number, num_tokens, num_new_tokens, encoded, ending, dead_reason, result, usage=usage
     )
 
 

@@ -38,8 +38,10 @@ from gateway.api.sessions import Sessions
 from gateway.api.similar import Similar
 from gateway.api.streams import Streams
 from gateway.api.tokenize import Detokenization, Tokenization
+from gateway.api.usage import UsageReport
 from gateway.api.vector_stores import VectorStores
 from gateway.calls.surface import Surface
+from gateway.http.auth import tenant_of
 from gateway.http.endpoint import Endpoint, OperationServices, Resource, Serve
 from gateway.services import Services
 from shared.settings.limits import LimitSettings
@@ -91,7 +93,8 @@ def create_endpoints(
 def _create_resources(services: Services, surfaces: Sequence[Surface]) -> list[Resource]:
     settings, lifecycle, models = services.settings, services.lifecycle, services.models
     limits, deploy, search = settings.limits, settings.deploy, services.search
-    batches = services.batches
+    batches, root = services.batches, settings.gateway.root_key
+    find_guest = services.keys.guest if services.keys is not None else lambda _: ""
     stores = VectorStores(lifecycle, search, limits, settings.search.default_store)
     batchable = [surface.path for surface in surfaces if surface.batchable]
     data = TenantData(
@@ -101,7 +104,7 @@ def _create_resources(services: Services, surfaces: Sequence[Surface]) -> list[R
     return [
         Models(models, limits),
         Files(search, batches and batches.files, lifecycle.kept, lifecycle.loader, limits),
-        BatchResource(batches, services.look_for_batches, limits, batchable),
+        BatchResource(batches, services.look_for_batches, limits, batchable, find_guest),
         StoredResponses(lifecycle.kept),
         stores,
         Similar(stores),
@@ -110,8 +113,14 @@ def _create_resources(services: Services, surfaces: Sequence[Surface]) -> list[R
         Adapters(models, limits.max_loras),
         Applications(deploy, services.deployments, models),
         Nodes(services.deployments),
-        Keys(services.keys, data),
+        Keys(services.keys, data, bool(settings.gateway.prices)),
         *([] if services.audit is None else [Audit(services.audit)]),
+        UsageReport(
+            services.usage,
+            services.keys,
+            None if root is None else tenant_of(root),
+            bool(settings.gateway.prices),
+        ),
         Packages(deploy.store, settings.gateway.body_timeout_s),
         Probes(
             services.admission,

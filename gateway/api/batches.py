@@ -145,8 +145,10 @@ class BatchResource(Resource):
         look: Callable[[], None],
         limits: LimitSettings,
         endpoints: Sequence[str],
+        find_guest: Callable[[str], str],
     ) -> None:
-        """`endpoints` are the surfaces that lines may use."""
+        """`endpoints` are the surfaces that lines may use. `find_guest`: see `KeyDirectory.guest`."""
+        self._find_guest = find_guest
         self._endpoints = endpoints
         self._taking = asyncio.Lock()  # guards the number of open batches
         self._batches = batches
@@ -182,8 +184,9 @@ class BatchResource(Resource):
         def create() -> BatchView | None:
             tenant, file_id = caller.context.tenant, body.input_file_id
             record = batches.create(
-                caller.tenant, tenant, body.endpoint, file_id, body.metadata, most
-            )
+                caller.tenant, tenant, body.endpoint, file_id, body.metadata, most,
+                self._find_guest(tenant),
+            )  # fmt: skip
             if record is None:
                 raise TooManyBatches(most)
             return batches.get(caller.tenant, record.id)

@@ -43,7 +43,6 @@ from gateway.api.sampling import (
     check_model,
     check_prompt_logprobs,
     num_choices,
-    seed_of,
     split_choices,
     translate_sampling,
 )
@@ -168,11 +167,11 @@ class Completions(Surface):
         prompts = _prompts(request)
         count = num_choices(request, self.limits)
         self._check(prompts, count, request)
-        max_tokens = check_max_tokens(request.max_tokens, "max_tokens", self.limits)
+        max_tokens = check_max_tokens(request.max_tokens, "max_tokens", self.limits, context)
         sampling = translate_sampling(
             request,
             self.limits,
-            seed_of(context),
+            context,
             card.sampling,
             max_tokens=DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens,
             num_logprobs=request.logprobs,
@@ -197,7 +196,7 @@ class Completions(Surface):
                 count,
             )
         ]
-        priority = find_priority(request.service_tier, context.headers)
+        priority = find_priority(request.service_tier, context)
         stream_options = request.stream_options or StreamOptions()
         echo = [prompt.text if isinstance(prompt, TextPart) else None for prompt in prompts]
         return Plan(

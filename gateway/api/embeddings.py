@@ -200,7 +200,7 @@ class Embeddings(Surface):
             images=inputs.images,
             num_prompts=len(tasks),
             shows_timings=wants_timings(request.timings, context.headers),
-            priority=find_priority(request.service_tier, context.headers),
+            priority=find_priority(request.service_tier, context),
         )
 
     def answer(self, options: EmbeddingOptions, head: AnswerHead) -> "EmbeddingAnswer":

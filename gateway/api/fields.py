@@ -8,6 +8,7 @@ from msgspec import UNSET, Meta, Raw, UnsetType
 
 from gateway.calls.surface import Totals
 from gateway.http.errors import InvalidRequest
+from gateway.http.exchange import RequestContext
 from gateway.http.unknown_fields import Unsupported
 from shared.protocol import Priority
 from shared.settings.limits import MAX_MODEL_CHARS, MAX_USER_CHARS
@@ -129,14 +130,15 @@ def check_stream_options(options: StreamOptions | None, is_streamed: bool | None
         raise invalid("stream_options", "it needs stream: send stream as true")
 
 
-def find_priority(service_tier: str | None, headers: Mapping[bytes, bytes]) -> Priority:
-    """The priority of the header, else of the service tier. Raises: InvalidRequest."""
-    name = headers.get(PRIORITY_HEADER)
+def find_priority(service_tier: str | None, context: RequestContext) -> Priority:
+    """The priority of the header, else of the service tier; at most the key's. Raises: InvalidRequest."""
+    name = context.headers.get(PRIORITY_HEADER)
     if name is None:
-        return Priority.BATCH if service_tier == "flex" else Priority.INTERACTIVE
+        asked = Priority.BATCH if service_tier == "flex" else Priority.INTERACTIVE
+        return context.at_most(asked)
     for priority in Priority:
         if name == priority.value.encode():
-            return priority
+            return context.at_most(priority)
     raise invalid(PRIORITY_HEADER.decode(), "send interactive or batch")
 
 

@@ -12,8 +12,9 @@ from gateway.api.forget import Forgotten, TenantData
 from gateway.http.endpoint import Caller, Resource, operation
 from gateway.http.errors import InvalidRequest, NotFound, unavailable
 from gateway.keys.directory import MAX_KEYS, KeyDirectory, new_key, next_version
-from gateway.keys.records import Conflict, KeyRecord, Role
+from gateway.keys.records import Conflict, KeyRecord, Period, Role
 from shared.packages.store import StoreError
+from shared.protocol import Priority
 
 _PATH = "/v1/admin/keys"
 _MAX = 2**31
@@ -34,6 +35,11 @@ class CreateKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tokens_per_minute: Limit | None = None
     open_requests: Limit | None = None
     expires_in_s: Annotated[int, Meta(ge=1, le=_MAX)] | None = None
+    max_output_tokens: Limit | None = None  #: of each answer
+    max_priority: Priority = Priority.INTERACTIVE
+    budget: Annotated[float, Meta(gt=0, le=1e6)] | None = None  #: dollars
+    period: Period = "month"  #: of the budget, in UTC
+    tag: Annotated[str, Meta(max_length=64)] = ""  #: of its usage, such as a team
 
 
 class KeyObject(msgspec.Struct):
@@ -49,6 +55,11 @@ class KeyObject(msgspec.Struct):
     created_at: int
     changed_at: int
     expires_at: int | None
+    max_output_tokens: int | None
+    max_priority: Priority
+    budget: float | None
+    period: Period
+    tag: str
     object: str = "key"
 
 
@@ -71,9 +82,10 @@ class Keys(Resource):
     tag = "keys"
     access = "admin"
 
-    def __init__(self, keys: KeyDirectory | None, data: TenantData) -> None:
+    def __init__(self, keys: KeyDirectory | None, data: TenantData, has_prices: bool) -> None:
         self._keys = keys
         self._data = data
+        self._has_prices = has_prices
 
     def to_error(self, error: Exception) -> Exception:
         if isinstance(error, Conflict):
@@ -92,6 +104,10 @@ class Keys(Resource):
                 status=409,
                 code="key_exists",
             )
+        if body.budget is not None and not self._has_prices:
+            raise invalid(
+                "budget", "a budget needs prices: set VLM_GATEWAY__PRICES for all gateways"
+            )
         if len(keys.records) >= MAX_KEYS:
             raise invalid("name", f"there are {MAX_KEYS} keys, revoked ones included")
         key, digest = new_key()
@@ -100,6 +116,8 @@ class Keys(Resource):
             body.name, 1, digest, secrets.token_hex(16), body.roles, body.models or (),
             body.requests_per_minute or 0, body.tokens_per_minute or 0, body.open_requests or 0,
             now, now, now + body.expires_in_s if body.expires_in_s else 0.0,
+            max_output_tokens=body.max_output_tokens or 0, max_priority=body.max_priority,
+            budget=body.budget or 0.0, period=body.period, tag=body.tag,
         )  # fmt: skip
         return await self._write(keys, record, key)
 
@@ -185,4 +203,6 @@ def _to_object(record: KeyRecord) -> KeyObject:
         record.name, "revoked" if record.is_revoked else state, record.roles, record.models or None,
         record.requests_per_minute or None, record.tokens_per_minute or None, record.open_requests or None,
         int(record.created_at), int(record.changed_at), int(record.expires_at) or None,
+        record.max_output_tokens or None, record.max_priority,
+        record.budget or None, record.period, record.tag,
     )  # fmt: skip

@@ -25,7 +25,7 @@ from gateway.api.fields import (
     wants_timings,
 )
 from gateway.api.openapi import branch
-from gateway.api.sampling import SamplingFields, check_max_tokens, seed_of, translate_sampling
+from gateway.api.sampling import SamplingFields, check_max_tokens, translate_sampling
 from gateway.api.structured import check_grammar, schema_grammar
 from gateway.api.tools import FunctionField, Offer, find_tools
 from gateway.calls.open_call import ChoiceEvent
@@ -489,9 +489,9 @@ class Messages(_Anthropic):
         sampling = translate_sampling(
             request,
             self.limits,
-            seed_of(context),
+            context,
             card.sampling,
-            max_tokens=check_max_tokens(request.max_tokens, "max_tokens", self.limits),
+            max_tokens=check_max_tokens(request.max_tokens, "max_tokens", self.limits, context),
         )
         task = Generate(
             tuple(conversation.messages),
@@ -507,7 +507,7 @@ class Messages(_Anthropic):
             conversation.sources,
             is_streamed=bool(request.stream),
             shows_timings=wants_timings(None, context.headers),
-            priority=find_priority(None, context.headers),
+            priority=find_priority(None, context),
         )
 
     def answer(self, options: MessageOptions, head: AnswerHead) -> Answer:

@@ -37,7 +37,6 @@ from gateway.api.sampling import (
     RepetitionPenalty,
     SamplingFields,
     check_max_tokens,
-    seed_of,
     translate_sampling,
 )
 from gateway.api.structured import any_object, check_grammar, schema_grammar, unquoted
@@ -283,7 +282,7 @@ class _Ollama(Surface):
             conversation.sources,
             is_streamed=request.stream is not False,
             shows_timings=True,
-            priority=find_priority(None, context.headers),
+            priority=find_priority(None, context),
         )
 
     def _sampling(
@@ -291,9 +290,9 @@ class _Ollama(Surface):
     ) -> SamplingParams:
         """Raises: InvalidRequest."""
         most = options.num_predict if (options.num_predict or 0) > 0 else None
-        max_tokens = check_max_tokens(most, "options.num_predict", self.limits)
+        max_tokens = check_max_tokens(most, "options.num_predict", self.limits, context)
         return translate_sampling(
-            options, self.limits, seed_of(context), card.sampling, max_tokens=max_tokens
+            options, self.limits, context, card.sampling, max_tokens=max_tokens
         )
 
     def without_worker(self, request: OllamaRequest, head: AnswerHead) -> bytes | None:

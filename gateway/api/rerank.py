@@ -170,7 +170,7 @@ class _Pairs(Surface):
             options,
             num_prompts=len(tasks),
             shows_timings=wants_timings(request.timings, context.headers),
-            priority=find_priority(request.service_tier, context.headers),
+            priority=find_priority(request.service_tier, context),
         )
 
 

@@ -88,7 +88,7 @@ class ApplicationRun(Surface):
             NoOptions(),
             is_streamed=is_streamed,
             shows_timings=wants_timings(body.timings, headers),
-            priority=find_priority(body.service_tier, headers),
+            priority=find_priority(body.service_tier, context),
         )
 
     def answer(self, options: NoOptions, head: AnswerHead) -> Answer:

@@ -88,30 +88,29 @@ class OpenAiSampling(SamplingFields, frozen=True, kw_only=True):
     )
 
 
-def seed_of(context: RequestContext) -> int:
-    """The seed of a request without one, from its random id."""
-    return int(context.id[:16], 16)
-
-
 def translate_sampling(
     fields: SamplingFields,
     limits: LimitSettings,
-    seed: int,
+    context: RequestContext,
     defaults: SamplingDefaults,
     *,
     max_tokens: int | None,
     num_logprobs: int | None = None,
 ) -> SamplingParams:
-    """The sampling parameters. `seed` and `defaults` apply to fields that the request omits.
+    """The sampling parameters. `defaults`, and the key's limit of an answer, apply to fields that the request omits.
 
     Raises: InvalidRequest.
     """
     openai = fields if isinstance(fields, OpenAiSampling) else OpenAiSampling()
     temperature = _first(fields.temperature, defaults.temperature, 1.0)
     top_p = _first(fields.top_p, defaults.top_p, 1.0)
-    min_tokens = _min_tokens(fields, max_tokens, limits)
-    if max_tokens is None and defaults.max_tokens is not None:
-        max_tokens = min(max(defaults.max_tokens, min_tokens), limits.max_output_tokens)
+    most = _most_tokens(limits, context)
+    max_tokens = None if max_tokens is None else min(max_tokens, most)
+    min_tokens = _min_tokens(fields, most if max_tokens is None else max_tokens)
+    default = defaults.max_tokens or (most if context.max_output_tokens else None)
+    if max_tokens is None and default is not None:
+        max_tokens = min(max(default, min_tokens), most)
+    seed = int(context.id[:16], 16) if fields.seed is None else fields.seed
     return SamplingParams(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
@@ -119,7 +118,7 @@ def translate_sampling(
         top_p=max(top_p, _LEAST_TOP_P),
         top_k=max(_first(fields.top_k, defaults.top_k, 0), 0),
         min_p=_first(fields.min_p, defaults.min_p, 0.0),
-        seed=(seed if fields.seed is None else fields.seed) & _SEED_MASK,
+        seed=seed & _SEED_MASK,
         stop=_stop(fields, limits),
         stop_token_ids=_token_ids(fields, "stop_token_ids", limits.max_stop_token_ids),
         keeps_stop=bool(fields.include_stop_str_in_output),
@@ -147,19 +146,26 @@ def _first(asked: Number | None, default: Number | None, no_op: N) -> Number | N
     return no_op if default is None else default
 
 
-def check_max_tokens(value: int | None, name: str, limits: LimitSettings) -> int | None:
+def check_max_tokens(
+    value: int | None, name: str, limits: LimitSettings, context: RequestContext
+) -> int | None:
     """The requested number; the engine limits it to the model's context.
 
     Raises: InvalidRequest.
     """
-    if value is not None and value > limits.max_output_tokens:
-        raise invalid(name, f"send at most {limits.max_output_tokens}")
+    most = _most_tokens(limits, context)
+    if value is not None and value > most:
+        whose = "" if most == limits.max_output_tokens else ", the limit of this key"
+        raise invalid(name, f"send at most {most}{whose}")
     return value
 
 
-def _min_tokens(fields: SamplingFields, max_tokens: int | None, limits: LimitSettings) -> int:
+def _most_tokens(limits: LimitSettings, context: RequestContext) -> int:
+    return min(limits.max_output_tokens, context.max_output_tokens or limits.max_output_tokens)
+
+
+def _min_tokens(fields: SamplingFields, most: int) -> int:
     value = fields.min_tokens or 0
-    most = limits.max_output_tokens if max_tokens is None else max_tokens
     if value > most:
         raise invalid("min_tokens", f"send at most {most}, as many as the answer may have")
     return value

@@ -236,6 +236,7 @@ class Sessions(Resource):
         """Open a session."""
         session_id = "sess_" + token_hex(16)
         name = caller.path["name"]
+        self._lifecycle.key_limits.restrict(caller.context)
         await self._find_card(name, session_id, caller.context.tenant)
         least, most = body.min_instances, body.max_instances or 0
         if most and least > most:
@@ -243,7 +244,7 @@ class Sessions(Resource):
         resources = body.resources and Resources(**msgspec.structs.asdict(body.resources))
         session = Session(
             session_id, _owner(caller), name, time.time(),  # noqa: TID251
-            body.idle_s, body.timeout_s, body.priority,
+            body.idle_s, body.timeout_s, caller.context.at_most(body.priority),
             min_instances=least, max_instances=most, resources=resources,
         )  # fmt: skip
         self._check_resources(session)
@@ -435,6 +436,7 @@ class Sessions(Resource):
                 timeout_s=timeout_s,
                 max_waiting=lifecycle.key_limits.max_waiting(session.priority),
                 reservation=lifecycle.key_limits.reservation([call], card),
+                charge=lifecycle.key_limits.charge([call], card),
             )
         except QueueRefused as refused:
             raise lifecycle.key_limits.to_error(refused, task.model, tenant) from None

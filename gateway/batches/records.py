@@ -53,6 +53,7 @@ class BatchRecord(msgspec.Struct, frozen=True):
     created_at: int
     expires_at: int
     metadata: dict[str, str] | None = None
+    guest: str = ""  #: see `KeyDirectory`
 
 
 class Beginning(msgspec.Struct, frozen=True):
@@ -133,6 +134,7 @@ class Batches:
         input_file_id: str,
         metadata: dict[str, str] | None,
         max_open: int,
+        guest: str = "",
     ) -> BatchRecord | None:
         """Create a batch, unless its owner has `max_open` open ones.
 
@@ -149,6 +151,7 @@ class Batches:
             int(now),
             int(now + WINDOW_S),
             metadata,
+            guest,
         )
         self._store.put_if_absent(f"{_OPEN}/{owner}/{record.id}", b"")
         if len(self.open_ids(owner)) > max_open:

@@ -79,23 +79,23 @@ class BatchRunner:
         batches: Batches,
         leases: Leases,
         ask: Ask,
-        may_ask: Callable[[str], bool],
+        may_ask: Callable[[str, str], bool],
         *,
         max_lines: int,
-        max_open_lines: Callable[[str], int],
+        max_open_lines: int = MAX_OPEN_LINES,
         keep_s: float,
         look_s: float = 3.0,
         flush_s: float = 2.0,
         lease_s: float = LEASE_S,
     ) -> None:
-        """`may_ask`: whether a tenant still has a key. `keep_s`: older files and batches are deleted."""
+        """`may_ask`: whether a tenant, or guest of a key, still has one. `keep_s`: older files and batches are deleted."""
         self.holder = secrets.token_hex(8)
         self._batches = batches
         self._leases = leases
         self._ask = ask
         self._may_ask = may_ask
         self._max_lines = max_lines
-        self.max_open_lines = max_open_lines  #: of a batch, by tenant
+        self.max_open_lines = max_open_lines  #: of a batch
         self._keep_s = keep_s
         self._look_s = look_s
         self._flush_s = flush_s
@@ -208,7 +208,7 @@ class BatchRunner:
         if view.cancel is not None:
             await asyncio.to_thread(batches.finalize, record, "cancelled")
             return
-        if not self._may_ask(record.tenant):
+        if not self._may_ask(record.tenant, record.guest):
             removed = LineError("invalid_api_key", "The API key of this batch was removed.")
             await asyncio.to_thread(batches.finalize, record, "failed", [removed])
             return
@@ -271,7 +271,7 @@ class BatchRunner:
 
     async def is_cancelled(self, record: BatchRecord) -> bool:
         """Whether the batch is cancelled, or its key revoked. Raises: StoreError."""
-        return not self._may_ask(record.tenant) or await asyncio.to_thread(
+        return not self._may_ask(record.tenant, record.guest) or await asyncio.to_thread(
             self._batches.is_cancelled, record
         )
 
@@ -303,7 +303,7 @@ class _Computing:
 
     async def run(self) -> bool:
         """Run all lines, unless the batch is cancelled; returns whether all are complete."""
-        count = self._runner.max_open_lines(self._record.tenant)
+        count = self._runner.max_open_lines
         answering = [asyncio.create_task(self._answer_lines()) for _ in range(count)]
         keeping = asyncio.create_task(self._keep_results())
         all_answered = asyncio.create_task(_await_all(answering))
@@ -371,6 +371,8 @@ def _find_pause(answer: LineAnswer) -> float | None:
     """The pause before a line is retried; None: its response is final."""
     if answer.status == 504:  # it waited too long
         return 1.0
+    if answer.status == 429 and b'"insufficient_quota"' in answer.body:
+        return None
     if answer.status != 429 and answer.headers.get(b"x-should-retry") != b"true":
         return None
     seconds = answer.headers.get(b"retry-after", b"1")

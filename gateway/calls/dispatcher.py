@@ -9,6 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
+from functools import partial
 from itertools import islice
 
 import msgspec
@@ -18,12 +19,15 @@ from gateway.calls.open_call import LookUp, OpenCall
 from shared.protocol import Call, CallEvent, ErrorCode, decode_events, decode_log, seal
 from shared.queue.api import (
     Affinity,
+    Budget,
+    Charge,
     DuplicateRequest,
     GatewayQueue,
     Mailbox,
     QueueRefused,
     QueueUnavailable,
     Reservation,
+    UnknownBudget,
     shard_of,
 )
 from shared.telemetry.metrics import GatewayMetrics
@@ -46,6 +50,8 @@ logger = logging.getLogger(__name__)
 
 Route = tuple[OpenCall, int]  #: the receiver of a request's events, and its choice
 
+RestoreBudget = Callable[[Call, Budget], Awaitable[None]]
+
 
 class Dispatcher:
     """Turns requests into `OpenCall`s and delivers their events."""
@@ -57,11 +63,14 @@ class Dispatcher:
         metrics: GatewayMetrics,
         *,
         silence_timeout_s: float,
+        restore_budget: RestoreBudget,
     ) -> None:
+        """`restore_budget` tells the queue what the tenant of a call has spent."""
         self.queue = queue
         self.mailbox = mailbox
         self.metrics = metrics
         self.silence_timeout_s = silence_timeout_s
+        self._restore_budget = restore_budget
         self._routes: dict[str, list[Route]] = {}  # several if the request is followed
         #: By model and shard: request ids, and when to stop trying.
         self._cancels: dict[tuple[str, str], dict[str, float]] = {}
@@ -112,6 +121,7 @@ class Dispatcher:
         max_waiting: int,
         reservation: Reservation | None = None,
         affinity: Affinity | None = None,
+        charge: Charge | None = None,
         grace_s: float = 0.0,
     ) -> OpenCall:
         """Queue the choices of one request if fewer than `max_waiting` requests wait.
@@ -134,14 +144,24 @@ class Dispatcher:
         call.is_resumable = calls[0].is_resumable
         call.begins_by = math.inf
         self._add(call)
+        call.charge = charge
+        submit = partial(
+            self.queue.submit,
+            [seal(each) for each in calls],
+            timeout_s=timeout_s,
+            max_waiting=max_waiting,
+            reservation=reservation,
+            affinity=affinity,
+            charge=charge,
+        )
         try:
-            submitted = await self.queue.submit(
-                [seal(each) for each in calls],
-                timeout_s=timeout_s,
-                max_waiting=max_waiting,
-                reservation=reservation,
-                affinity=affinity,
-            )
+            try:
+                submitted = await submit()
+            except UnknownBudget:
+                if charge is None or charge.budget is None:
+                    raise
+                await self._restore_budget(calls[0], charge.budget)
+                submitted = await submit()
         except QueueRefused:
             call.settle()
             call.close()
@@ -454,6 +474,7 @@ class Dispatcher:
             timeout_s=max(0.0, call.deadline_at - time.monotonic()),
             max_waiting=NO_LIMIT,
             earlier=progress.token_ids,
+            charge=call.charge and replace(call.charge, budget=None, is_first=choice == 0),
         )
         progress.has_gap = False
         if call.is_closed:

@@ -6,17 +6,19 @@ Redis checks the limits in the call that queues the request, so that all gateway
 """
 
 import asyncio
+import fnmatch
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from msgspec.structs import replace
 
 from gateway.http.errors import AuthenticationError, Overloaded
-from gateway.http.exchange import Rate
-from gateway.keys.records import KeyRecord
+from gateway.http.exchange import Rate, RequestContext
+from gateway.keys.records import KeyRecord, Period
+from gateway.keys.usage import NANO, period_of
 from shared.protocol import (
     Call,
     Embed,
@@ -30,6 +32,8 @@ from shared.protocol import (
     TokensPart,
 )
 from shared.queue.api import (
+    Budget,
+    Charge,
     GatewayQueue,
     Limits,
     QueueRefused,
@@ -38,6 +42,7 @@ from shared.queue.api import (
     shard_of,
 )
 from shared.settings.limits import LimitSettings
+from shared.settings.tree import Prices
 
 CHARS_PER_TOKEN = 4
 TOKENS_PER_IMAGE = 576  #: LLaVA-1.5; for models with images of variable size
@@ -51,6 +56,8 @@ TOKENS_PER_VECTOR = 16
 MAX_REFUSED = 10_000
 NO_LIMITS = Limits()
 _REFUND_PAUSE_S = 0.25
+#: Redis keeps what was spent of a budget for so long after its month or day.
+_BUDGET_GRACE_S = 3 * 86400.0
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +73,20 @@ class KeyLimitExceeded(Overloaded):
         super().__init__(reason, message, code="rate_limit_exceeded", retry_after_s=retry_after_s)
 
 
+class BudgetExceeded(Overloaded):
+    """The key has spent its budget."""
+
+    status = 429
+    type = "insufficient_quota"
+
+    def __init__(self, budget: float, period: Period) -> None:
+        _, ends_at = period_of(period, now := time.time())  # noqa: TID251
+        message = f"This key has spent its budget of ${budget:g} per {period}. Ask for a larger one, or wait."
+        super().__init__(
+            "key_budget", message, code="insufficient_quota", retry_after_s=math.ceil(ends_at - now)
+        )
+
+
 class KeyLimits:
     """Limits of each queue. `overloaded` creates the error for a full fleet."""
 
@@ -75,8 +96,10 @@ class KeyLimits:
         overloaded: Callable[[str], Overloaded],
         clock: Callable[[], float] = time.monotonic,
         find_key: Callable[[str], KeyRecord | None] = lambda _: None,
+        prices: Mapping[str, Prices] | None = None,
     ) -> None:
-        """`find_key` returns the stored key of a tenant."""
+        """`find_key` returns the stored key of a tenant. `prices`: by patterns of model names, the first that matches."""
+        self._prices = prices or {}
         self._find_key = find_key
         self._limits = limits
         self._overloaded = overloaded
@@ -86,10 +109,21 @@ class KeyLimits:
         ] = {}  # reason and end of the refusal
         self._quotas = {priority: to_quota(limits, priority) for priority in Priority}
 
+    def key_name(self, tenant: str) -> str:
+        """The name of a tenant's stored key, without that of a guest; empty without one."""
+        key = self._find_key(tenant)
+        return "" if key is None else key.name.partition(":")[0]
+
     def max_waiting(self, priority: Priority) -> int:
         """Maximum number of waiting calls that no worker has claimed."""
         is_batch = priority is Priority.BATCH
         return self._limits.max_batch_queue_depth if is_batch else self._limits.max_queue_depth
+
+    def restrict(self, context: RequestContext) -> None:
+        """Note what the key allows each request."""
+        if (key := self._find_key(context.tenant)) is not None:
+            context.max_output_tokens = key.max_output_tokens
+            context.max_priority = key.max_priority
 
     def limits(self, priority: Priority, tenant: str) -> Limits | None:
         """The limits of a tenant's requests. None if nothing is limited.
@@ -102,13 +136,14 @@ class KeyLimits:
                 raise AuthenticationError("This API key has ended.", code="invalid_api_key")
             quota = replace(
                 quota,
-                max_tenant_requests=key.open_requests or quota.max_tenant_requests,
+                max_tenant_requests=_part(priority, key.open_requests) or quota.max_tenant_requests,
                 max_tenant_requests_per_minute=(
                     key.requests_per_minute or quota.max_tenant_requests_per_minute
                 ),
                 max_tenant_tokens_per_minute=(
                     key.tokens_per_minute or quota.max_tenant_tokens_per_minute
                 ),
+                has_budget=key.budget > 0,
             )
         return None if quota == NO_LIMITS else quota
 
@@ -131,6 +166,25 @@ class KeyLimits:
             limits=quota,
         )
 
+    def charge(self, calls: Sequence[Call], card: ModelCard) -> Charge:
+        """How a request is counted when it ends."""
+        first, prices = calls[0], (0.0, 0.0, 0.0, 0.0)
+        name, _, _ = first.model.partition("@")  # without the version of a deployment
+        for pattern, found in self._prices.items():
+            if fnmatch.fnmatchcase(name, pattern):
+                prices = found.in_nano_dollars()
+                break
+        budget, key = None, self._find_key(first.tenant)
+        if key is not None and key.budget:
+            possible = possible_tokens(first.task, card, card.max_model_len)
+            price_in, _, price_out, price_image = prices
+            cost = possible.num_prompt_tokens * price_in + possible.num_answer_tokens * price_out
+            cost += len(first.task.images) * price_image
+            period, ends_at = period_of(key.period, now := time.time())  # noqa: TID251
+            most, ttl_s = round(key.budget * NANO), ends_at - now + _BUDGET_GRACE_S
+            budget = Budget(period, most, max(1, math.ceil(cost)), ttl_s)
+        return Charge(len(first.task.images), prices, budget)
+
     def check(self, model: str, tenant: str) -> None:
         """Refuse a key without asking Redis while its request limit cannot have recovered.
 
@@ -149,6 +203,8 @@ class KeyLimits:
         """The error for the client."""
         if not refused.reason.startswith("key_"):
             return self._overloaded(refused.reason)
+        if refused.reason == "key_budget" and (key := self._find_key(tenant)) is not None:
+            return BudgetExceeded(key.budget, key.period)
         # Tokens may be refunded at any moment.
         if refused.reason == "key_requests":
             if len(self._refused) >= MAX_REFUSED:
@@ -162,6 +218,7 @@ class KeyLimits:
             "key_open": f"{limits.max_tenant_requests} open requests",
             "key_share": "its share of the tokens in use",
             "key_requests": f"{limits.max_tenant_requests_per_minute} requests per minute",
+            "key_budget": "its budget",
             "key_tokens": f"{limits.max_tenant_tokens_per_minute} tokens per minute",
         }[reason]
         retry_after_s = math.ceil(wait_s) or self._overloaded(reason).retry_after_s or 1
@@ -169,16 +226,18 @@ class KeyLimits:
 
 
 def to_quota(limits: LimitSettings, priority: Priority) -> Limits:
-    """Limits of open calls; batch calls leave half of the tokens to interactive ones."""
-    max_tokens = limits.max_open_tokens
-    if priority is Priority.BATCH and max_tokens > 0:
-        max_tokens = max(1, max_tokens // 2)
+    """Limits of open calls; batch calls leave half of the tokens and requests to interactive ones."""
     return Limits(
-        max_tokens=max_tokens,
-        max_tenant_requests=limits.max_key_open_requests,
+        max_tokens=_part(priority, limits.max_open_tokens),
+        max_tenant_requests=_part(priority, limits.max_key_open_requests),
         max_tenant_requests_per_minute=limits.max_key_requests_per_minute,
         max_tenant_tokens_per_minute=limits.max_key_tokens_per_minute,
     )
+
+
+def _part(priority: Priority, most: int) -> int:
+    """What the calls of a priority may take of a limit."""
+    return max(1, most // 2) if priority is Priority.BATCH and most > 0 else most
 
 
 def to_rates(limits: Limits, full_in_s: tuple[float, float]) -> list[Rate]:
@@ -206,8 +265,10 @@ class PossibleTokens:
         return self.num_prompt_tokens + self.num_answer_tokens
 
 
-def possible_tokens(task: Task, card: ModelCard) -> PossibleTokens:
-    """Maximum prompt and output tokens, within the model's context."""
+def possible_tokens(
+    task: Task, card: ModelCard, open_answer: int = OPEN_ANSWER_TOKENS
+) -> PossibleTokens:
+    """Maximum prompt and output tokens, within the model's context; `open_answer`: of answers without a limit."""
     if isinstance(task, Tokenize):
         return PossibleTokens(1, 0)
     num_chars = sum([len(text) for text in task.texts()])
@@ -218,7 +279,7 @@ def possible_tokens(task: Task, card: ModelCard) -> PossibleTokens:
     if isinstance(task.prompt, TokensPart):
         num_prompt = len(task.prompt.token_ids)
     max_tokens = task.sampling.max_tokens
-    answer = OPEN_ANSWER_TOKENS if max_tokens is None else max_tokens
+    answer = open_answer if max_tokens is None else max_tokens
     num_prompt = min(num_prompt, card.max_model_len - 1)
     return PossibleTokens(num_prompt, min(answer, card.max_model_len - num_prompt))
 

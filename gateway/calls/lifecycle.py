@@ -83,6 +83,7 @@ class Lifecycle:
         """Answer one request. Every exit path is recorded once."""
         context = exchange.context
         recorder = Recorder(surface, context, self.metrics)
+        recorder.key = self.key_limits.key_name(context.tenant)
         if self.tracer is not None:
             recorder.trace(self.tracer)
         error, is_answered, reply = None, False, None
@@ -128,8 +129,11 @@ class Lifecycle:
         """
         context = replace(context, id=secrets.token_hex(16), received_at=time.perf_counter())
         recorder = Recorder(surface, context, self.metrics)
+        recorder.key = self.key_limits.key_name(context.tenant)
         if self.tracer is not None:
             recorder.trace(self.tracer)
+        self.key_limits.restrict(context)
+        plan = replace(plan, priority=context.at_most(plan.priority))
         recorder.model, recorder.priority = card.name, plan.priority
         recorder.num_prompts = plan.num_prompts
         error, is_answered = None, False
@@ -199,6 +203,7 @@ class Lifecycle:
             return None
         if surface.keeps_answers:
             request = await self._recall(surface, request, context)
+        self.key_limits.restrict(context)
         plan = surface.plan(request, context, card)
         check_images(plan.images, surface.task, card, self.limits)
         if self.hooks is not None:
@@ -379,6 +384,7 @@ class Lifecycle:
                 max_waiting=self.key_limits.max_waiting(plan.priority),
                 reservation=reservation,
                 affinity=affinity,
+                charge=self.key_limits.charge(calls, card),
                 grace_s=self.affinities.grace_s,
             )
         except QueueRefused as refused:

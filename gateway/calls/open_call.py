@@ -21,7 +21,7 @@ from shared.protocol import (
     Tokens,
     Vectors,
 )
-from shared.queue.api import RequestState
+from shared.queue.api import Charge, RequestState
 
 #: How often each choice is submitted again after Redis lost it.
 MAX_RESUBMITS = 3
@@ -162,6 +162,7 @@ class OpenCall:
         self.listen: LookUp | None = None  #: of a follower of another call's request
         self.images: tuple[ImageRef, ...] = ()  #: of the request that it submitted
         self.submitted: Sequence[Call] = ()  #: one for each choice
+        self.charge: Charge | None = None
         self.num_resubmits = 0
         self.full_in_s: tuple[float, float] | None = None  #: as in `Submitted`
         self.begins_by = 0.0  #: until then Redis may not know the request

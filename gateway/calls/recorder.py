@@ -85,6 +85,7 @@ class Recorder:
         self.totals = Totals()
         self.model = OTHER
         self.user: str | None = None
+        self.key = ""  #: name of the stored key
         self.priority = Priority.INTERACTIVE
         self.num_prompts = 1
         self.outcome = "cancelled"
@@ -248,6 +249,7 @@ class Recorder:
             num_cached_tokens=prompt.num_cached_tokens,
             num_output_tokens=self.totals.num_output_tokens,
             num_choices=self._num_choices,
+            key=self.key,
         )
         self.metrics.record_finished(record)
         return record

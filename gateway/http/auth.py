@@ -26,8 +26,9 @@ _IPV6_PREFIX = 64  #: prefix of an address: one customer has at least a /64 netw
 logger = logging.getLogger(__name__)
 
 
-Role = Literal["use", "adapters", "deploy", "admin"]
+Role = Literal["any", "use", "adapters", "deploy", "admin"]
 _SETTINGS = {
+    "any": "VLM_GATEWAY__API_KEYS",
     "use": "VLM_GATEWAY__API_KEYS",
     "adapters": "VLM_GATEWAY__ADMIN_KEYS",
     "deploy": "VLM_GATEWAY__DEPLOY_KEYS",
@@ -52,9 +53,9 @@ class StoredKey(Protocol):
 class StoredKeys(Protocol):
     """Finds stored keys."""
 
-    def find(self, key: bytes) -> StoredKey | None: ...
+    async def find(self, key: bytes) -> StoredKey | None: ...
 
-    def is_active(self, tenant: str) -> bool: ...
+    def is_active(self, tenant: str, guest: str = "") -> bool: ...
 
 
 class KeyRing:
@@ -71,16 +72,17 @@ class KeyRing:
         """`admin_keys` and `deploy_keys` have the rights of other keys too."""
         roots = () if root_key is None else (root_key,)
         self._roles: dict[str, frozenset[str]] = {  # tenants
-            role: frozenset(_tenant(_bytes(key)) for key in keys)
+            role: frozenset(tenant_of(key) for key in keys)
             for role, keys in (
+                ("any", (*api_keys, *admin_keys, *deploy_keys, *roots)),
                 ("use", (*api_keys, *admin_keys, *deploy_keys)),
                 ("adapters", admin_keys),
                 ("deploy", deploy_keys),
                 ("admin", roots),
             )
         }
-        keys = [_bytes(key) for key in (*api_keys, *admin_keys, *deploy_keys, *roots)]
-        self._salts = {_digest(key): _tenant(key) for key in keys}
+        keys = [*api_keys, *admin_keys, *deploy_keys, *roots]
+        self._salts = {_digest(_bytes(key)): tenant_of(key) for key in keys}
         self._is_open = not api_keys and root_key is None
         self._stored = stored
 
@@ -89,24 +91,24 @@ class KeyRing:
         """Whether requests need no key."""
         return self._is_open
 
-    def knows(self, salt: str) -> bool:
-        """Whether the tenant with this cache salt still has a key."""
+    def knows(self, salt: str, guest: str = "") -> bool:
+        """Whether the tenant with this cache salt still has a key. `guest`: see `KeyDirectory`."""
         if self._is_open or salt in self._salts.values():
             return True
-        return self._stored is not None and self._stored.is_active(salt)
+        return self._stored is not None and self._stored.is_active(salt, guest)
 
-    def authenticate(self, headers: Sequence[tuple[bytes, bytes]], role: Role = "use") -> str:
+    async def authenticate(self, headers: Sequence[tuple[bytes, bytes]], role: Role = "use") -> str:
         """The cache salt of a caller with a role.
 
         Raises: AuthenticationError without a key, WrongKey for an unknown one, Forbidden without the role,
         Overloaded while stored keys cannot be read.
         """
-        if role == "use" and self._is_open:
+        if role in ("any", "use") and self._is_open:
             return ""
         setting = _SETTINGS[role]
         nobody_may = self._stored is None and not self._roles[role]
         salt, has_role = (
-            ("", False) if self._is_open and nobody_may else self._identify(headers, role)
+            ("", False) if self._is_open and nobody_may else await self._identify(headers, role)
         )
         if nobody_may:
             raise Forbidden(
@@ -119,7 +121,9 @@ class KeyRing:
             )
         return salt
 
-    def _identify(self, headers: Sequence[tuple[bytes, bytes]], role: Role) -> tuple[str, bool]:
+    async def _identify(
+        self, headers: Sequence[tuple[bytes, bytes]], role: Role
+    ) -> tuple[str, bool]:
         """The cache salt of the caller, and whether it has the role."""
         keys = [_bearer(value) for name, value in headers if name == b"authorization"]
         if not keys:  # Anthropic's clients send this header
@@ -132,8 +136,8 @@ class KeyRing:
         if len(keys) == 1:
             if (salt := self._find(keys[0])) is not None:
                 return salt, salt in self._roles[role]
-            if self._stored is not None and (found := self._stored.find(keys[0])) is not None:
-                return found.tenant, role in found.roles
+            if self._stored is not None and (found := await self._stored.find(keys[0])) is not None:
+                return found.tenant, role == "any" or role in found.roles
         raise WrongKey(
             "Incorrect API key: send one that this server knows.", code="invalid_api_key"
         )
@@ -162,8 +166,9 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-def _tenant(key: bytes) -> str:
-    return hmac.new(key, b"vlm-fleet cache salt", hashlib.sha256).hexdigest()[:32]
+def tenant_of(key: SecretStr) -> str:
+    """The cache salt of a key of the settings."""
+    return hmac.new(_bytes(key), b"vlm-fleet cache salt", hashlib.sha256).hexdigest()[:32]
 
 
 class TooManyWrongKeys(ApiError):

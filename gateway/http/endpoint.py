@@ -26,7 +26,8 @@ from gateway.http.unknown_fields import Unsupported
 from shared.settings.limits import LimitSettings
 
 Serve = Callable[[Exchange], Awaitable[None]]
-Access = Literal["public", "use", "adapters", "deploy", "admin"]
+#: `any`: for keys with any role.
+Access = Literal["public", "any", "use", "adapters", "deploy", "admin"]
 Handler = Callable[..., Awaitable[Struct | Response]]
 H = TypeVar("H", bound=Handler)
 #: Hints for query parameters outside their closed set.

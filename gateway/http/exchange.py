@@ -13,6 +13,7 @@ from msgspec import Struct, field
 from starlette.types import Message, Receive, Send
 
 from gateway.http.errors import ApiError, Headers, Render
+from shared.protocol import Priority
 
 _MAX_IGNORED = 10
 _MAX_NAME_CHARS = 48
@@ -56,6 +57,8 @@ class RequestContext(Struct):
     refuses_unknown_fields: bool = False
     fallback_from: str = ""  #: the model that was asked for, where its fallback answers
     rates: list[Rate] = []
+    max_output_tokens: int = 0  #: of the key, for each answer; 0: no limit
+    max_priority: Priority = Priority.INTERACTIVE  #: of the key
     #: Ignored fields of the request, for `x-vlm-ignored`.
     ignored: list[str] = field(default_factory=list)
 
@@ -63,6 +66,10 @@ class RequestContext(Struct):
     def shown_id(self) -> str:
         """The request id for the client."""
         return self.client_id or "req_" + self.id
+
+    def at_most(self, priority: Priority) -> Priority:
+        """The priority, or the highest that the key allows."""
+        return max(priority, self.max_priority, key=list(Priority).index)
 
     def ignore(self, name: str) -> None:
         """Add an ignored field."""

@@ -109,7 +109,7 @@ class Router:
         try:
             route = self._find(scope["path"], context)
             endpoint = route and route.first
-            self._check_access(endpoint, scope, context)
+            await self._check_access(endpoint, scope, context)
             endpoint, serve = _choose(route, scope["path"], context.method, self._known)
             is_noted = not endpoint.is_recorded
             await serve(exchange)
@@ -138,7 +138,7 @@ class Router:
             context.route = route.template
         return route
 
-    def _check_access(
+    async def _check_access(
         self, endpoint: Endpoint | None, scope: Scope, context: RequestContext
     ) -> None:
         """Raises: AuthenticationError, TooManyWrongKeys, Forbidden."""
@@ -149,7 +149,7 @@ class Router:
             self._check_origin(context)
         try:
             if access != "public":
-                context.tenant = self._keys.authenticate(scope["headers"], access)
+                context.tenant = await self._keys.authenticate(scope["headers"], access)
         except WrongKey:
             host, _ = scope.get("client") or ("", 0)
             self._wrong_keys.count(host)

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from redis.exceptions import RedisError
 
 from gateway.http.errors import unavailable
+from gateway.http.exchange import short_hash
 from gateway.keys.records import Conflict, KeyRecord, KeyStore
 from shared.packages.store import StoreError
 from shared.redis.outage import OutageLog
@@ -22,6 +23,10 @@ POLL_S = 0.5
 STALE_S = 2.0  #: after so long without Redis, stored keys are neither accepted nor refused
 _SYNC_S = 30.0  #: interval of comparing Redis with the package store
 _PREFIX = "vlm-"
+GUEST = "oidc-"  #: begin of the tenants of callers with a token
+MAX_GUESTS = 100_000
+#: Of a guest that this gateway does not know any more.
+_NOBODY = KeyRecord("", 0, "", "", models=("",), is_revoked=True)
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +43,7 @@ class KeyDirectory:
         self.records: dict[str, KeyRecord] = {}  #: by name
         self._by_digest: dict[str, KeyRecord] = {}
         self._by_tenant: dict[str, KeyRecord] = {}
+        self._guests: dict[str, str] = {}  # the stored key's name and their own, by tenant
         self._active: set[str] = set()  # tenants
         self._state: bytes | None = None
         self._read_at = float("-inf")
@@ -45,26 +51,54 @@ class KeyDirectory:
         self._must_sync = asyncio.Event()
         self.is_known = asyncio.Event()  #: set once the keys were read
 
-    def find(self, key: bytes) -> KeyRecord | None:
+    async def find(self, key: bytes) -> KeyRecord | None:
         """The record of an active key. Raises: Overloaded while it is unknown who has a key."""
         if not key.startswith(_PREFIX.encode()):
             return None
-        if time.monotonic() - self._read_at > STALE_S:
-            raise unavailable()
+        self._check_fresh()
         record = self._by_digest.get(_digest(key))
         return record if record is not None and record.is_active(_now()) else None
 
-    def of(self, tenant: str) -> KeyRecord | None:
-        """The record of a tenant, whose key may have ended."""
-        return self._by_tenant.get(tenant)
+    def _check_fresh(self) -> None:
+        if time.monotonic() - self._read_at > STALE_S:
+            raise unavailable()
 
-    def is_active(self, tenant: str) -> bool:
-        record = self._by_tenant.get(tenant)
+    def admit(self, tenant: str, key: str, name: str) -> KeyRecord | None:
+        """The record of a guest: a caller with a token that names a stored key, which has to be active.
+
+        Raises: Overloaded as `find`.
+        """
+        self._check_fresh()
+        if (found := self.records.get(key)) is None or not found.is_active(_now()):
+            return None
+        self._guests.pop(tenant, None)
+        self._guests[tenant] = f"{key}:{name}"
+        if len(self._guests) > MAX_GUESTS:
+            del self._guests[next(iter(self._guests))]
+        return self.of(tenant)
+
+    def guest(self, tenant: str) -> str:
+        """The name of a guest, by which `is_active` knows it on other gateways; empty for others."""
+        return self._guests.get(tenant, "")
+
+    def of(self, tenant: str) -> KeyRecord | None:
+        """The record of a tenant, whose key may have ended. A guest has that of its stored key, as its own."""
+        if not tenant.startswith(GUEST):
+            return self._by_tenant.get(tenant)
+        name = self.guest(tenant)
+        record = self.records.get(name.partition(":")[0], _NOBODY)
+        return replace(record, name=name or short_hash(tenant), tenant=tenant)
+
+    def is_active(self, tenant: str, guest: str = "") -> bool:
+        """Whether the tenant has a key. `guest`: its name, if it is one."""
+        if guest:
+            self._guests.setdefault(tenant, guest)
+        record = self.of(tenant)
         return record is not None and record.is_active(_now())
 
     def may_use(self, tenant: str, model: str) -> bool:
         """Whether the tenant may use a model; tenants without a stored key may use all."""
-        record = self._by_tenant.get(tenant)
+        record = self.of(tenant)
         if record is None or not record.models:
             return True
         return any(fnmatch.fnmatchcase(model, pattern) for pattern in record.models)
@@ -132,6 +166,9 @@ class KeyDirectory:
         active = {each.tenant for each in self.records.values() if each.is_active(now)}
         ended, self._active = self._active - active, active
         if ended:
+            names = {each.name for each in self.records.values() if not each.is_active(now)}
+            guests = self._guests.items()
+            ended |= {each for each, name in guests if name.partition(":")[0] in names}
             self._on_ended(ended)
 
     async def close(self) -> None:

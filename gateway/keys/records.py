@@ -13,11 +13,13 @@ import msgspec
 from redis.asyncio import Redis
 
 from shared.packages.store import PackageStore
+from shared.protocol import Priority
 from shared.queue.keys import to_ms
 from shared.queue.store import RedisStore
 from shared.redis.script import load_script
 
 Role = Literal["use", "adapters", "deploy", "admin"]
+Period = Literal["day", "month"]
 ROLES: tuple[Role, ...] = get_args(Role)
 _TTL_S = 366 * 86400.0  #: in Redis, after the last change
 _FILE = re.compile(r"keys/([^/]+)/(\d{8})\.json")
@@ -40,6 +42,11 @@ class KeyRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     changed_at: float = 0.0
     expires_at: float = 0.0
     is_revoked: bool = False
+    max_output_tokens: int = 0  #: of each answer
+    max_priority: Priority = Priority.INTERACTIVE
+    budget: float = 0.0  #: dollars
+    period: Period = "month"  #: of the budget
+    tag: str = ""  #: of its usage, such as a team
 
     def is_active(self, now: float) -> bool:
         return not self.is_revoked and (not self.expires_at or now < self.expires_at)

@@ -38,11 +38,23 @@ class QueueRefused(QueueError):
 
 
 #: Reasons of a refusal: the limits of the fleet, then those of a tenant (`key_`).
-REASONS = ("queue_full", "open_tokens", "key_open", "key_share", "key_requests", "key_tokens")
+REASONS = (
+    "queue_full",
+    "open_tokens",
+    "key_open",
+    "key_share",
+    "key_requests",
+    "key_tokens",
+    "key_budget",
+)
 
 
 class DuplicateRequest(QueueError):
     """A call with this id is known already."""
+
+
+class UnknownBudget(QueueError):
+    """Redis does not know what the tenant has spent: `set_spent`, then submit again."""
 
 
 class QueueUnavailable(QueueError):
@@ -116,6 +128,9 @@ class Publication(Struct, frozen=True, eq=False):
     dead_reason: str = ""  #: reason of the entry in the dead-letter stream; empty: none
     result: bytes = b""  #: data too large for an event; read by `GatewayQueue.result`
     keep_s: float = 0.0  #: minimum time to keep the ended call
+    usage: tuple[int, int] | None = (
+        None  #: prompt tokens and the cached ones among them, if these events tell
+    )
 
 
 class Limits(Struct, frozen=True):
@@ -125,6 +140,7 @@ class Limits(Struct, frozen=True):
     max_tenant_requests: int = 0  #: open at once
     max_tenant_requests_per_minute: int = 0
     max_tenant_tokens_per_minute: int = 0
+    has_budget: bool = False  #: then all requests of the tenant are on one shard
 
 
 class Reservation(Struct, frozen=True):
@@ -142,6 +158,29 @@ class Reservation(Struct, frozen=True):
     def is_refundable(self) -> bool:
         """Whether tokens per minute were charged."""
         return self.limits.max_tenant_tokens_per_minute > 0
+
+
+class Budget(Struct, frozen=True):
+    """What a tenant may spend in a month or day. Units: nano-dollars, seconds."""
+
+    period: str  #: name of the month or day
+    most: int
+    reserved: int  #: by each call while it is open: its maximum cost
+    ttl_s: float
+
+
+class Charge(Struct, frozen=True):
+    """How the calls of one request are counted when they end. Units: nano-dollars."""
+
+    num_images: int = 0
+    prices: tuple[float, float, float, float] = (
+        0.0,
+        0.0,
+        0.0,
+        0.0,
+    )  #: of an input, cached, output token, image
+    budget: Budget | None = None
+    is_first: bool = True  #: whether the first call counts as the request, with its input
 
 
 class Submitted(Struct, frozen=True):
@@ -173,6 +212,7 @@ class GatewayQueue(Protocol):
         max_waiting: int,
         reservation: Reservation | None = None,
         affinity: Affinity | None = None,
+        charge: Charge | None = None,
         earlier: Sequence[int] = (),
     ) -> Submitted:
         """Queue the calls of one request, all or none; their deadline is `timeout_s` from now by the queue's clock.
@@ -201,6 +241,18 @@ class GatewayQueue(Protocol):
 
     async def state(self, model: str, request_id: str) -> RequestState | None:
         """The state of a call; None if it is unknown."""
+        ...
+
+    async def usage(self, day: int) -> list[dict[str, int]]:
+        """What ended calls used on a day since 1970 (UTC), of each server that has any.
+
+        Sums of requests, input, cached and output tokens, images and costs (nano-dollars), by `KIND TENANT MODEL`. Under
+        the empty name is when the server began to count.
+        """
+        ...
+
+    async def set_spent(self, call_id: str, tenant: str, budget: Budget, amount: int) -> None:
+        """Set what the tenant of a new call has spent of its budget, if no one has yet."""
         ...
 
     async def states(self, model: str, request_ids: Sequence[str]) -> list[RequestState | None]:

@@ -218,6 +218,15 @@ class RedisKeys:
         return f"{self.prefix}:audit"
 
     @property
+    def spent(self) -> str:
+        """Prefix of a hash for each day since 1970: sums of tokens and costs by tenant and model."""
+        return f"{self.prefix}:spent:"
+
+    def budget(self, tenant: str, period: str) -> str:
+        """Hash of what a tenant has spent and reserved of its budget in a month or day; a sorted set is beside it."""
+        return f"{self.prefix}:budget:{tenant}:{period}"
+
+    @property
     def nodes(self) -> str:
         """Set of node ids whose records may exist."""
         return f"{self.prefix}:nodes"
@@ -243,6 +252,8 @@ def cancel_arguments(keys: RedisKeys, model: str) -> dict[str, str | int]:
     """The arguments of `cancel.lua`, without a failure."""
     return {
         "group": GROUP,
+        "spent": keys.spent,
+        "model": model,
         "keep_ms": to_ms(AFTER_END_S),
         "left": keys.left(model, ""),
         "left_ttl_ms": to_ms(LEFT_TTL_S),

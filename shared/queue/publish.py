@@ -56,6 +56,8 @@ class Publisher:
             "keep_ms": to_ms(AFTER_END_S),
             "dead_ttl_ms": to_ms(DEAD_TTL_S),
             "max_dead": MAX_DEAD_ENTRIES,
+            "spent": keys.spent,
+            "model": model,
         }
         self._liveness = GatewayLiveness()
         self.num_fenced = 0  #: publications refused because another worker owns the request
@@ -116,6 +118,8 @@ def _to_item(publication: Publication) -> dict[str, Any]:
         "index": publication.num_tokens,
         "count": publication.num_new_tokens,
     }
+    if publication.usage is not None:
+        item["prompt"], item["cached"] = publication.usage
     if publication.ending is not None:
         item["entry"], item["state"] = claim.entry_id.decode(), publication.ending
         if publication.keep_s:

@@ -26,6 +26,8 @@ _QUEUE_KEYS = (
     _KEYS.preferred_worker("*", "*"),
     _KEYS.wakeups("*", "*"),
     _KEYS.left("*", "*"),
+    _KEYS.spent + "*",
+    _KEYS.budget("*", "*"),
 )
 _DEPLOY_KEYS = (_KEYS.apps, _KEYS.nodes, _KEYS.node("*"), _KEYS.app_log("*"))
 _FLEET_KEYS = (
@@ -64,7 +66,18 @@ GATEWAY = Rights(
     commands=(
         *("eval", "evalsha", "time", "info", "role", "wait"),
         *("get", "set", "mget", "del", "exists", "pexpire", "pttl"),
-        *("hexists", "hget", "hgetall", "hmget", "hset", "hdel", "hlen", "hvals", "hincrby"),
+        *(
+            "hexists",
+            "hget",
+            "hgetall",
+            "hmget",
+            "hset",
+            "hdel",
+            "hlen",
+            "hvals",
+            "hincrby",
+            "hsetnx",
+        ),
         *("lrange", "smembers", "srem"),
         *(
             "zadd",
@@ -95,7 +108,8 @@ WORKER = Rights(
     commands=(
         *("eval", "evalsha", "time"),
         *("get", "set", "del", "exists", "pexpire", "pttl"),
-        *("hget", "hgetall", "hmget", "hset", "hdel", "lrange", "rpush", "sadd", "srem", "zadd"),
+        *("hget", "hgetall", "hmget", "hset", "hdel", "hincrby", "hsetnx"),
+        *("lrange", "rpush", "sadd", "srem", "zadd", "zrem"),
         *("xadd", "xlen", "xrange", "xreadgroup", "xclaim", "xpending", "xack", "xdel"),
         *("xgroup|create", "xgroup|delconsumer", "xinfo|consumers"),
     ),

@@ -19,6 +19,8 @@ from redis.exceptions import RedisError
 from shared.protocol import Envelope, ErrorCode
 from shared.queue.api import (
     Affinity,
+    Budget,
+    Charge,
     GatewayQueue,
     Limits,
     QueueStats,
@@ -195,7 +197,7 @@ class ShardedGatewayQueue:
             limits.max_tenant_requests_per_minute,
             limits.max_tenant_tokens_per_minute,
         )
-        return any(0 < most < SMALL * len(self._shards) for most in of_tenant)
+        return limits.has_budget or any(0 < most < SMALL * len(self._shards) for most in of_tenant)
 
     def _share(self, reservation: Reservation) -> Reservation:
         """The part of the limits that one shard enforces."""
@@ -223,6 +225,7 @@ class ShardedGatewayQueue:
         max_waiting: int,
         reservation: Reservation | None = None,
         affinity: Affinity | None = None,
+        charge: Charge | None = None,
         earlier: Sequence[int] = (),
     ) -> Submitted:
         shard = self._shards.find(choices[0].id)
@@ -234,6 +237,7 @@ class ShardedGatewayQueue:
                 max_waiting=-(-max_waiting // len(self._shards)),
                 reservation=reservation and self._share(reservation),
                 affinity=affinity,
+                charge=charge,
                 earlier=earlier,
             )
         )
@@ -272,6 +276,16 @@ class ShardedGatewayQueue:
         for (_, ids), states in zip(groups, await asyncio.gather(*calls), strict=True):
             found |= zip(ids, states, strict=True)
         return [found.get(request_id) for request_id in request_ids]
+
+    async def usage(self, day: int) -> list[dict[str, int]]:
+        found = await asyncio.gather(
+            *(each.ask(each.queue.usage(day)) for each in self._shards.all)
+        )
+        return [sums for of_shard in found for sums in of_shard]
+
+    async def set_spent(self, call_id: str, tenant: str, budget: Budget, amount: int) -> None:
+        shard = self._shards.find(call_id)
+        await shard.ask(shard.queue.set_spent(call_id, tenant, budget, amount))
 
     async def events(self, model: str, request_id: str) -> list[bytes]:
         shard = self._shards.find(request_id)

@@ -11,6 +11,8 @@ from redis.exceptions import RedisError, ResponseError
 from shared.protocol import Envelope, ErrorCode, Priority, Tokens, encode_events
 from shared.queue.api import (
     Affinity,
+    Budget,
+    Charge,
     DuplicateRequest,
     Limits,
     QueueRefused,
@@ -19,6 +21,7 @@ from shared.queue.api import (
     RequestState,
     Reservation,
     Submitted,
+    UnknownBudget,
 )
 from shared.queue.keys import (
     AFTER_DEADLINE_S,
@@ -72,15 +75,20 @@ class RedisGatewayQueue(RedisStore):
         max_waiting: int,
         reservation: Reservation | None = None,
         affinity: Affinity | None = None,
+        charge: Charge | None = None,
         earlier: Sequence[int] = (),
     ) -> Submitted:
-        call = self._to_call(choices, timeout_s, max_waiting, reservation, affinity, earlier)
+        call = self._to_call(
+            choices, timeout_s, max_waiting, reservation, affinity, charge, earlier
+        )
         keys, arguments = call
         verdict = await retry_idempotent(lambda: self._sender.run(SUBMIT, keys, arguments))
         if verdict[0] == b"queue_full" and await self._forget_lost(choices[0]):
             verdict = await retry_idempotent(lambda: self._sender.run(SUBMIT, keys, arguments))
         if verdict[0] == b"duplicate":
             raise DuplicateRequest(f"request {choices[0].id} exists already")
+        if verdict[0] == b"no_budget":
+            raise UnknownBudget(choices[0].tenant)
         if verdict[0] != b"ok":
             raise QueueRefused(verdict[0].decode(), verdict[1] / 1000)
         return Submitted(
@@ -109,6 +117,7 @@ class RedisGatewayQueue(RedisStore):
         max_waiting: int,
         reservation: Reservation | None,
         affinity: Affinity | None,
+        charge: Charge | None,
         earlier: Sequence[int],
     ) -> tuple[list[str], tuple[bytes, ...]]:
         first, quota = choices[0], None
@@ -120,6 +129,8 @@ class RedisGatewayQueue(RedisStore):
             quota = _quota_arguments(reservation)
         if affinity is not None:
             optional["affinity"] = self._affinity(first.model, affinity)
+        if charge is not None:
+            optional |= _charge_arguments(self._keys, first.tenant, charge)
         if earlier:
             raw.append(encode_events([Tokens(first.id, 0, 0, tuple(earlier))]))
             optional["num_earlier"] = len(earlier)
@@ -224,6 +235,18 @@ class RedisGatewayQueue(RedisStore):
         return found
 
     @redis_errors_as(QueueUnavailable)
+    async def usage(self, day: int) -> list[dict[str, int]]:
+        found = await self._ask("HGETALL", f"{self._keys.spent}{day}")
+        sums = zip(found[::2], found[1::2], strict=True)
+        return [{name.decode(): int(value) for name, value in sums}] if found else []
+
+    @redis_errors_as(QueueUnavailable)
+    async def set_spent(self, call_id: str, tenant: str, budget: Budget, amount: int) -> None:
+        key = self._keys.budget(tenant, budget.period)
+        await self._ask("HSETNX", key, "spent", amount)
+        await self._ask("PEXPIRE", key, to_ms(budget.ttl_s))
+
+    @redis_errors_as(QueueUnavailable)
     async def events(self, model: str, request_id: str) -> list[bytes]:
         return await self._ask("LRANGE", self._keys.log(model, request_id), 0, -1)
 
@@ -303,6 +326,17 @@ def to_state(state: bytes, attempt: int, num_tokens: int, ttl_ms: int) -> Reques
     name = state.decode()
     after_s = AFTER_DEADLINE_S if name in ("queued", "running") else 0.0
     return RequestState(name, attempt, num_tokens, ttl_ms / 1000 - after_s)
+
+
+def _charge_arguments(keys: RedisKeys, tenant: str, charge: Charge) -> dict[str, Any]:
+    """The arguments of a charge, for the submit script."""
+    prices = " ".join(f"{price:.9g}" for price in charge.prices)
+    first = f"{'' if charge.is_first else '+'}{charge.num_images} {prices}"
+    if (budget := charge.budget) is None:
+        return {"charge": f"{first} 0 "}
+    key = keys.budget(tenant, budget.period)
+    held = {"most": budget.most, "reserved": budget.reserved, "ttl_ms": to_ms(budget.ttl_s)}
+    return {"charge": f"{first} {budget.reserved} {key}", "budget": {"key": key, **held}}
 
 
 def _quota_keys(keys: RedisKeys, reservation: Reservation) -> list[str]:

@@ -16,9 +16,9 @@ class Script:
     sha: str
 
 
-def load_script(path: Path) -> Script:
-    """Load the script of a file."""
-    source = path.read_text()
+def load_script(*paths: Path) -> Script:
+    """Load a script from one file after the other."""
+    source = "".join(path.read_text() for path in paths)
     return Script(source, sha1(source.encode(), usedforsecurity=False).hexdigest())
 
 

@@ -73,6 +73,39 @@ class ModelDefaults(Group):
     max_tokens: int | None = Field(default=None, ge=1)
 
 
+class OidcSettings(Group):
+    """Callers with tokens of an OpenID Connect issuer."""
+
+    issuer: str = Field(
+        default="",
+        description="https:// URL whose tokens (JWT) are accepted as API keys, as their `iss` has it; empty: none are.",
+    )
+    audience: str = Field(default="", description="Required in the `aud` of tokens.")
+    jwks_url: str = Field(default="", description="Of its public keys; empty: by its discovery.")
+    name_claim: str = Field(default="sub", description="Claim that names a caller in `vlm audit`.")
+    key_claim: str = Field(
+        default="vlm_key",
+        description="Claim that names the stored key whose roles, models and limits a caller has.",
+    )
+    default_key: str = Field(
+        default="", description="Stored key for tokens without this claim; empty: they are refused."
+    )
+
+
+class Prices(Group):
+    """What a model costs. Units: dollars for a million tokens, and for an image."""
+
+    input: float = Field(default=0.0, ge=0, le=1e6)
+    cached_input: float | None = Field(default=None, ge=0, le=1e6)
+    output: float = Field(default=0.0, ge=0, le=1e6)
+    image: float = Field(default=0.0, ge=0, le=1e6)
+
+    def in_nano_dollars(self) -> tuple[float, float, float, float]:
+        """Of an input, cached and output token, and of an image."""
+        cached = self.input if self.cached_input is None else self.cached_input
+        return self.input * 1e3, cached * 1e3, self.output * 1e3, self.image * 1e9
+
+
 class GatewaySettings(Group):
     """The gateway."""
 
@@ -112,6 +145,7 @@ class GatewaySettings(Group):
         default=None,
         description="The key that manages API keys (`vlm keys`). Without it there are only those of these settings.",
     )
+    oidc: OidcSettings = OidcSettings()
     allow_open: bool = Field(
         default=False, description="Serve without API keys on addresses other than loopback."
     )
@@ -170,6 +204,11 @@ class GatewaySettings(Group):
         default={},
         description="Sampling fields that requests to a model may leave out, as JSON, such as "
         '`{"qwen2.5-vl": {"temperature": 0.2, "max_tokens": 512}}`. They go before those of the checkpoint.',
+    )
+    prices: dict[str, Prices] = Field(
+        default={},
+        description="Dollars for a million tokens, and for an image, by patterns of model names, as JSON, such as "
+        '`{"qwen*": {"input": 0.3, "cached_input": 0.1, "output": 1.2, "image": 0.001}}`. The first match counts.',
     )
     fallbacks: dict[str, str] = Field(
         default={},

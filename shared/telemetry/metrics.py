@@ -93,6 +93,9 @@ GATEWAY_METRICS = (
     Metric("vlm_cached_tokens_total", "counter",
            "Prompt tokens that the prefix cache gave.", ("model",)),
     Metric("vlm_generation_tokens_total", "counter", "Output tokens.", ("model",)),
+    Metric("vlm_key_tokens_total", "counter",
+           "Tokens of complete answers by the name of a stored key, the first 1,000 of them; the others are `other`. `type`: "
+           "input, output.", ("key", "type")),
     Metric("vlm_queue_depth", "gauge", "Requests in a model's queue, running ones included.", ("model",)),
     Metric("vlm_queue_age_seconds", "gauge",
            "How long the oldest request waits that no worker has taken; 0 if none waits.", ("model",)),
@@ -244,6 +247,7 @@ class RequestRecord:
     num_output_tokens: int  #: of all choices
     num_choices: int = 1
     priority: str = "interactive"
+    key: str = ""  #: name of the stored key
 
     @property
     def per_token_s(self) -> float | None:
@@ -252,6 +256,9 @@ class RequestRecord:
         if self.ttft_s is None or num_gaps <= 0:
             return None
         return (self.e2e_s - self.ttft_s) * self.num_choices / num_gaps
+
+
+_MAX_KEYS = 1000
 
 
 class GatewayMetrics:
@@ -264,6 +271,7 @@ class GatewayMetrics:
         self._finished: dict[str, _ModelMetrics] = {}
         self._outcomes: dict[tuple[str, str], Counter] = {}
         self._http: dict[tuple[str, str, str], Counter] = {}
+        self._keys: set[str] = set()  # names of keys that are labels
 
     def record_outcome(self, model: str, outcome: str) -> None:
         """Count the end of a request. `outcome`: ok, followed, cancelled, rejected or an error code."""
@@ -285,6 +293,13 @@ class GatewayMetrics:
     def record_finished(self, record: RequestRecord) -> None:
         """Observe the latencies and tokens of a complete answer."""
         self._of_model(record.model).record(record)
+        if record.key:
+            if len(self._keys) < _MAX_KEYS:
+                self._keys.add(record.key)
+            name = record.key if record.key in self._keys else "other"
+            counter = self._set.counters["vlm_key_tokens_total"]
+            counter.labels(name, "input").inc(record.num_prompt_tokens)
+            counter.labels(name, "output").inc(record.num_output_tokens)
 
     def record_tokens(self, model: str, gap_s: float, num_tokens: int) -> None:
         """Observe the gap before an event, divided among its `num_tokens` tokens."""

@@ -18,6 +18,7 @@ from redis.exceptions import AuthenticationError, NoPermissionError, ResponseErr
 
 from gateway.keys.audit import AuditLog
 from gateway.keys.records import KeyStore
+from gateway.keys.usage import today
 from loadtest.fleet import ROOT
 from shared.blobs.redis_store import RedisBlobStore
 from shared.packages.deployment_state import DeploymentState
@@ -156,6 +157,7 @@ async def test_the_main_path_works_under_the_users(server, caplog):
         again = await gateway.client.get(streamed.headers["x-vlm-stream"])
         assert content_of(again.text) == content_of(streamed.text) != ""
         await leave_early(gateway)
+        assert await gateway.services.usage.read(today(), today())
         assert 'vlm_queue_depth{model="mock"}' in (await gateway.client.get("/metrics")).text
         await outlive(gateway, first)
         second.signal(signal.SIGTERM)

@@ -1,6 +1,7 @@
 """The fleet under test: what stands, who asks, and the promises that must hold at the end of each test."""
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from itertools import count
@@ -185,3 +186,11 @@ async def streaming(fleet: Fleet, num_requests: int, num_tokens: int) -> AsyncIt
     async with playing(fleet, texts, num_tokens=num_tokens) as clients:
         await tokens_seen(fleet, clients, texts, 5)
         yield clients
+
+
+async def used(fleet: Fleet) -> Counter[str]:
+    """Requests and output tokens of all days."""
+    async with httpx.AsyncClient(trust_env=False) as client:
+        rows = (await client.get(f"{fleet.url}/v1/usage?by=model")).json()["data"]
+    kinds = ("requests", "output_tokens")
+    return Counter({kind: sum(row[kind] for row in rows) for kind in kinds})

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from tests.faults.clients import Clients, body_of, held_answer_to
-from tests.faults.fleet import playing, tokens_seen
+from tests.faults.fleet import playing, tokens_seen, used
 from tests.faults.history import CANCELLED, FAILED, FINISHED
 from tests.faults.processes import WITHIN_S
 from tests.faults.rest import Resources, growth
@@ -97,6 +97,22 @@ async def test_streams_go_on_when_redis_has_lost_all_its_data(fleet):
         await tokens_seen(fleet, clients, texts, 10)
         await fleet.redis.flushall()
     assert clients.history.outcomes() == {FINISHED: 3}
+
+
+async def test_usage_is_counted_once_when_workers_and_redis_are_killed(fleet):
+    await fleet.retire_workers()
+    victim = await fleet.worker()
+    before = await used(fleet)
+    texts = [fleet.name("!kill-decode"), *(fleet.name() for _ in range(3))]
+    async with playing(fleet, texts, num_tokens=120) as clients:
+        assert await victim.ended() == -signal.SIGKILL
+        await fleet.worker()
+        await tokens_seen(fleet, clients, texts, 10)
+        fleet.processes.kill_redis()
+        await asyncio.to_thread(fleet.processes.server.start)
+    assert clients.history.outcomes() == {FINISHED: 4}
+    seen = sum(len(clients.history.tokens(text)) for text in texts)
+    assert await used(fleet) - before == Counter(requests=4, output_tokens=seen)
 
 
 async def test_the_reply_lost_at_the_end_of_a_request_ends_it_once(fleet):

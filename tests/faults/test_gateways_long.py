@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tests.faults.clients import Clients, answer_to, body_of
-from tests.faults.fleet import streaming, tokens_seen
+from tests.faults.fleet import streaming, tokens_seen, used
 from tests.faults.history import FAILED, FINISHED, REFUSED
 from tests.faults.processes import PREFIX, WITHIN_S
 from tests.long import long
@@ -26,8 +26,9 @@ pytestmark = [
 
 
 async def test_a_gateway_that_is_killed_takes_its_requests_with_it(fleet):
-    """Nobody waits for them any more: they are cancelled, and their slots are free."""
+    """Nobody waits for them any more: they are cancelled and counted, and their slots are free."""
     await fleet.some_worker()
+    before = await used(fleet)
     gateway, url = await fleet.processes.gateway()
     clients = Clients()
     texts = [fleet.name() for _ in range(3)]
@@ -41,7 +42,18 @@ async def test_a_gateway_that_is_killed_takes_its_requests_with_it(fleet):
 
     assert clients.history.violations() == []
     assert time.monotonic() - began < 60
+    counted = await used(fleet) - before
+    assert counted["requests"] == 3
+    assert counted["output_tokens"] == await _tokens_of_cancelled(fleet)
+    seen = sum(len(clients.history.tokens(text)) for text in texts)
+    assert counted["output_tokens"] >= seen > 0
     await fleet.at_rest()
+
+
+async def _tokens_of_cancelled(fleet) -> int:
+    keys = [key async for key in fleet.redis.scan_iter(f"{PREFIX}:*request:*", count=1000)]
+    found = [await fleet.redis.hmget(key, "state", "tokens") for key in keys]
+    return sum(int(tokens) for state, tokens in found if state == b"cancelled")
 
 
 async def _has_cancelled(fleet, count: int) -> bool:

@@ -59,7 +59,6 @@ from gateway.api.sampling import (
     check_model,
     check_prompt_logprobs,
     num_choices,
-    seed_of,
     split_choices,
     translate_sampling,
 )
@@ -163,14 +162,14 @@ def translate(
     request: ChatCompletionRequest, context: RequestContext, card: ModelCard, limits: LimitSettings
 ) -> Plan:
     """The tasks of a request, one per choice. Raises: InvalidRequest."""
-    priority = find_priority(request.service_tier, context.headers)
+    priority = find_priority(request.service_tier, context)
     count = num_choices(request, limits)
     sampling = translate_sampling(
         request,
         limits,
-        seed_of(context),
+        context,
         card.sampling,
-        max_tokens=_max_tokens(request, limits),
+        max_tokens=_max_tokens(request, limits, context),
         num_logprobs=_num_logprobs(request, limits),
     )
     conversation = translate_messages(
@@ -343,13 +342,15 @@ def _add_part(
     return conversation.image(url, f"{param}.image_url", role, (least or 0, most or 0))
 
 
-def _max_tokens(request: ChatCompletionRequest, limits: LimitSettings) -> int | None:
+def _max_tokens(
+    request: ChatCompletionRequest, limits: LimitSettings, context: RequestContext
+) -> int | None:
     """The requested maximum; the engine limits it to the rest of the context."""
     old, new = request.max_tokens, request.max_completion_tokens
     if old is not None and new is not None and old != new:
         raise invalid("max_tokens", "it differs from max_completion_tokens; send one of the two")
     value, name = (old, "max_tokens") if new is None else (new, "max_completion_tokens")
-    return check_max_tokens(value, name, limits)
+    return check_max_tokens(value, name, limits, context)
 
 
 def _num_logprobs(request: ChatCompletionRequest, limits: LimitSettings) -> int | None:

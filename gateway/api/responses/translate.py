@@ -34,7 +34,7 @@ from gateway.api.responses.schemas import (
     ShownText,
     ShownTool,
 )
-from gateway.api.sampling import check_max_tokens, seed_of, translate_sampling
+from gateway.api.sampling import check_max_tokens, translate_sampling
 from gateway.api.structured import JsonObjectFormat, any_object, check_grammar, schema_grammar
 from gateway.api.tools import FunctionField, Offer, check_arguments, find_tools
 from gateway.calls.surface import Plan
@@ -103,7 +103,7 @@ def translate(
 ) -> Plan:
     """The task of a request. Raises: InvalidRequest."""
     request, kept = (asked.request, asked) if isinstance(asked, Continued) else (asked, None)
-    priority = find_priority(request.service_tier, context.headers)
+    priority = find_priority(request.service_tier, context)
     conversation = translate_input(request, limits, kept)
     if request.truncation == "auto":
         context.ignore("truncation")
@@ -193,9 +193,11 @@ def _sampling(
     return translate_sampling(
         request,
         limits,
-        seed_of(context),
+        context,
         card.sampling,
-        max_tokens=check_max_tokens(request.max_output_tokens, "max_output_tokens", limits),
+        max_tokens=check_max_tokens(
+            request.max_output_tokens, "max_output_tokens", limits, context
+        ),
         num_logprobs=num_logprobs,
     )
 

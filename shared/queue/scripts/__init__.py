@@ -11,8 +11,8 @@ from shared.redis.script import Script, load_script, named
 __all__ = ["Script", "named"]
 
 
-def _load(name: str) -> Script:
-    return load_script(Path(__file__).parent / f"{name}.lua")
+def _load(*names: str) -> Script:
+    return load_script(*(Path(__file__).parent / f"{name}.lua" for name in names))
 
 
 SUBMIT = _load("submit")
@@ -22,10 +22,10 @@ FORGET_LOST = _load("forget_lost")
 TAKE = _load("take")
 CLAIM = _load("claim")
 BEGIN = _load("begin")
-PUBLISH = _load("publish")
+PUBLISH = _load("count_usage", "publish")
 LISTEN = _load("listen")
 NOTE_SHARD = _load("note_shard")
-CANCEL = _load("cancel")
+CANCEL = _load("count_usage", "cancel")
 STATES = _load("states")
 REFUND = _load("refund")
 RENEW = _load("renew")

@@ -1,9 +1,10 @@
 -- Append the events of many calls to their logs, end the calls that end, and post the accepted events as one entry for
 -- each gateway. An attempt is known by number and worker: after a failover that lost a claim, its number is given again.
 -- KEYS: mailbox, queue, dead, reservations (`submit.lua`), then call and log of each item
--- args: worker, max_entries, group, keep_ms, dead_ttl_ms, max_dead, items: list of
+-- args: worker, max_entries, group, keep_ms, dead_ttl_ms, max_dead, spent, model (`count_usage.lua`), items: list of
 --   attempt, number (ordinal of the item within the attempt, which makes a repeated call a no-op),
---   index, count (first output token of the item and their number), and if the call ends:
+--   index, count (first output token of the item and their number), prompt, cached (tokens, once they are known), and
+--   if the call ends:
 --   entry, state (finished | failed), keep_ms (optional), and for a dead letter: id, reason;
 --   without index it ends at any number of tokens. Items that end come first: see `remove`
 -- raw: the events of each item, JSON objects separated by commas
@@ -22,8 +23,15 @@ local function post(name, events)
   if noted then noted[#noted + 1] = events else posts[name] = {events} end
 end
 
+local function note_prompt(request, item)
+  if item.prompt then
+    redis.call('HSET', request, 'prompt', digits(item.prompt), 'cached', digits(item.cached))
+  end
+end
+
 local function append(request, log, item, events)
   redis.call('HSET', request, 'items', digits(item.number), 'tokens', digits(item.index + item.count))
+  note_prompt(request, item)
   if redis.call('RPUSH', log, events) == 1 then
     redis.call('PEXPIRE', log, redis.call('PTTL', request))
   end
@@ -39,6 +47,8 @@ local function finish(request, log, item, events, num_tokens, reservation)
   remove(item.entry)
   if reservation and reservation ~= '' then redis.call('ZADD', reservations, 'XX', '0', reservation) end
   redis.call('HSET', request, 'state', item.state, 'tokens', digits(num_tokens + item.count), 'payload', '')
+  note_prompt(request, item)
+  count_usage(args.spent, args.model, request)
   redis.call('RPUSH', log, events)
   local kept_ms = item.keep_ms and digits(item.keep_ms) or keep_ms
   redis.call('PEXPIRE', log, kept_ms)

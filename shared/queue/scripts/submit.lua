@@ -5,15 +5,19 @@
 --   quota: absent, or tenant, num_tokens (of each choice, charged to the tokens per minute), reserved_tokens (of each
 --   choice while it is open), max_tokens, max_tenant_requests, requests_per_minute, tokens_per_minute (0: unlimited);
 --   affinity: absent, or key, wakeups (prefix of the keys of their streams), num_workers, num_seats
+--   charge: absent, or that of the call (`count_usage.lua`); budget: absent, or key, most, reserved (of each choice), ttl_ms
 --   num_earlier: absent, or the number of tokens that the only choice has published before Redis lost it
 -- raw: the payload of each choice, then with num_earlier: the event of those tokens
--- Returns {duplicate}, {reason, wait_ms} or {ok}; with an affinity {ok, home | new | busy | gone}. wait_ms is 0 if unknown.
+-- Returns {duplicate}, {no_budget} if the budget's key is to be created, {reason, wait_ms} or {ok}; with an affinity {ok, home | new | busy | gone}. wait_ms is 0 if unknown.
 -- With limits per minute, {ok, affinity or '', ms until the requests' bucket is full again, and the tokens'}.
 -- A call with the same nonce is a repeated call: ok.
 -- reservations: sorted set of "tokens tenant id", by expiry of the call (ms); 0 once it has ended
 -- usage: hash of their sums: tokens, and for each tenant with a reservation tokens:{tenant} and requests:{tenant}
+-- budget: hash of nano-dollars, spent and reserved. Beside it is a sorted set `:open` of "reserved call", by expiry of the
+--   call (ms). The last request may overdraw it once.
 -- rates: token buckets of requests and tokens (GCRA): theoretical arrival time (ms) of each. A bucket holds a minute's
 --   worth; the last request may overdraw it once.
+local NO_CHARGE = '0 0 0 0 0 0 '
 local queue, backlog = KEYS[1], KEYS[2]
 local args = cmsgpack.unpack(ARGV[1])
 local ids, is_batch, quota = args.ids, args.is_batch, args.quota
@@ -41,6 +45,21 @@ local depth = redis.call('XLEN', is_batch and backlog or queue)
 local num_there = depth
 if not is_batch and depth + #ids > args.max_waiting then depth = num_waiting() end
 if depth > 0 and depth + #ids > args.max_waiting then return {'queue_full', 0} end
+
+-- The budget
+
+local budget, charge = args.budget, args.charge
+if budget then
+  local open = budget.key .. ':open'
+  local expired = redis.call('ZRANGEBYSCORE', open, '-inf', digits(now_ms))
+  for _, member in ipairs(expired) do
+    redis.call('HINCRBY', budget.key, 'reserved', '-' .. string.match(member, '^%d+'))
+  end
+  if #expired > 0 then redis.call('ZREMRANGEBYSCORE', open, '-inf', digits(now_ms)) end
+  local sums = redis.call('HMGET', budget.key, 'spent', 'reserved')
+  if not sums[1] then return {'no_budget'} end
+  if sums[1] + (sums[2] or 0) >= budget.most then return {'key_budget', 0} end
+end
 
 -- The quota
 
@@ -178,6 +197,11 @@ end
 local reserved = {}
 for i, id in ipairs(ids) do
   local request = KEYS[2 + i]
+  if i == 2 then charge = '+' .. (charge or NO_CHARGE) end
+  if budget then
+    redis.call('HINCRBY', budget.key, 'reserved', digits(budget.reserved))
+    redis.call('ZADD', budget.key .. ':open', forgotten_at_ms, digits(budget.reserved) .. ' ' .. request)
+  end
   local entry = redis.call('XADD', is_batch and backlog or queue, '*', 'id', id)
   if preferred then reserved[i] = entry end
   local others = preferred and {'aside', entry, 'aside_home', affinity.key} or affinity and {'home', affinity.key} or {}
@@ -187,6 +211,7 @@ for i, id in ipairs(ids) do
     'reservation', beginning and beginning .. id or '',
     'reply_to', args.reply_to, 'tenant', args.tenant, 'payload', ARGV[1 + i],
     'enqueued_ms', digits(now_ms), 'deadline_ms', digits(now_ms + args.timeout_ms), unpack(others))
+  if charge then redis.call('HSET', request, 'charge', charge) end
   redis.call('PEXPIRE', request, digits(lives_ms))
 end
 if args.num_earlier then
@@ -196,6 +221,10 @@ if preferred then -- as if it had read them
   local last = reserved[#reserved]
   for _, option in ipairs({'FORCE', 'JUSTID', 'LASTID', last}) do reserved[#reserved + 1] = option end
   redis.call('XCLAIM', queue, args.group, preferred, 0, unpack(reserved))
+end
+if budget then
+  redis.call('PEXPIRE', budget.key, digits(budget.ttl_ms))
+  redis.call('PEXPIRE', budget.key .. ':open', digits(budget.ttl_ms))
 end
 -- Renew the time to live when half of it is over.
 if is_batch or redis.call('PTTL', queue) < args.queue_ttl_ms / 2 then

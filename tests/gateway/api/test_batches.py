@@ -450,9 +450,9 @@ async def test_a_result_that_is_being_kept_as_the_last_line_ends_is_kept_once(tm
         batches,
         NoLeases(),
         ask,
-        lambda tenant: True,
+        lambda tenant, guest: True,
         max_lines=10,
-        max_open_lines=lambda tenant: 2,
+        max_open_lines=2,
         keep_s=3600,
         flush_s=0.001,
     )

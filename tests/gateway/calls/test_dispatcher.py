@@ -10,6 +10,7 @@ from redis.asyncio import Redis
 from gateway import services
 from gateway.calls.dispatcher import MAX_LOOKS, Dispatcher
 from gateway.calls.open_call import ChoiceProgress, Gone, OpenCall
+from gateway.keys.usage import UsageLog
 from shared.protocol import (
     ErrorCode,
     Failed,
@@ -353,7 +354,13 @@ async def dispatcher(redis, redis_blocking, redis_prefix):
     """A gateway's dispatcher without the rest; nobody works on what it queues."""
     queue = RedisGatewayQueue(redis, redis_prefix)
     mailbox = RedisMailbox(redis_blocking, redis_prefix, GATEWAY)
-    dispatcher = Dispatcher(queue, mailbox, GatewayMetrics(), silence_timeout_s=0.2)
+    dispatcher = Dispatcher(
+        queue,
+        mailbox,
+        GatewayMetrics(),
+        silence_timeout_s=0.2,
+        restore_budget=UsageLog(queue, None).restore_budget,
+    )
     dispatcher.start()
     yield dispatcher
     await dispatcher.stop()

@@ -95,11 +95,11 @@ async def test_an_open_gateway_needs_no_key(gateway, worker):
     assert worker.requests[0].tenant == ""
 
 
-def test_keys_are_not_kept_in_clear():
+async def test_keys_are_not_kept_in_clear():
     ring = KeyRing([SecretStr("sk-secret")])
     assert "sk-secret" not in repr(vars(ring))
     with pytest.raises(AuthenticationError):
-        ring.authenticate([])
+        await ring.authenticate([])
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.5", "example.com", "192.168.1.1"])

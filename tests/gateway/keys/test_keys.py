@@ -70,9 +70,16 @@ def code(answer: httpx.Response) -> tuple[int, str, str | None]:
 
 @asynccontextmanager
 async def run_team(
-    redis_url: str, prefix: str, store: str, num_gateways: int = 2, **limits: int
+    redis_url: str,
+    prefix: str,
+    store: str,
+    num_gateways: int = 2,
+    prices: dict[str, Any] | None = None,
+    files: str | None = None,
+    **limits: int,
 ) -> AsyncIterator[Team]:
-    settings = make_settings(redis_url, prefix, gateway=KEYS, limits=limits)
+    gateway = KEYS | {"prices": prices or {}} | ({"files": files} if files else {})
+    settings = make_settings(redis_url, prefix, gateway=gateway, limits=limits)
     settings = settings.model_copy(update={"deploy": DeploySettings(store=store)})
     async with AsyncExitStack() as stack:
         worker = await stack.enter_async_context(run_worker(redis_url, prefix))
@@ -381,7 +388,8 @@ async def test_bad_requests_name_the_field(team: Team):
     assert code(await team.admin("POST", name="alice")) == (409, "key_exists", "name")
     for wrong in (
         {"name": "a b"}, {"roles": ["root"]}, {"roles": []}, {"models": []}, {"requests_per_minute": 0},
-        {"tokens_per_minute": -1}, {"open_requests": 0}, {"expires_in_s": 0}, {"budget": 5},
+        {"tokens_per_minute": -1}, {"open_requests": 0}, {"expires_in_s": 0}, {"max_output_tokens": 0},
+        {"max_priority": "high"}, {"budget": 5},
     ):  # fmt: skip
         answer = await team.admin("POST", **{"name": "new", **wrong})
         [field] = wrong

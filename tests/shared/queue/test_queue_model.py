@@ -37,6 +37,8 @@ from shared.protocol import ErrorCode, Failed, Finished, Priority, Tokens, decod
 from shared.queue.api import (
     CLEARED_AFTER_TOKENS,
     Affinity,
+    Budget,
+    Charge,
     Claim,
     DuplicateRequest,
     QueueRefused,
@@ -67,6 +69,9 @@ from tests.long import IS_LONG
 MAX_ATTEMPTS = 3
 MAX_LOSSES = LOSSES_PER_ATTEMPT * MAX_ATTEMPTS
 WORKERS = ("a", "b")
+#: Of the tenant t: an output token costs 3, and an open call reserves 5.
+BUDGET = Budget("2026-11", most=10**12, reserved=5, ttl_s=600)
+CHARGES = {"": None, "t": Charge(prices=(1.0, 1.0, 3.0, 1.0), budget=BUDGET)}
 #: It may hold everything.
 AFFINITY = Affinity("an-image", num_workers=1, num_seats=1000)
 
@@ -93,6 +98,7 @@ class Modelled:
     num_tokens: int = 0
     is_late: bool = False
     sets_preferred: bool = False  #: of whoever claims it, for what it shares with others
+    is_first: bool = True  #: of its request's choices
     lost_by: RedisWorkerQueue | None = None  #: who claimed it by a read whose reply was lost
 
     @property
@@ -222,8 +228,14 @@ class QueueMachine(RuleBasedStateMachine):
         sealed = [seal(choice) for choice in choices]
         reservation = reserve(*choices, num_tokens=num_tokens, max_tokens=10_000)
         affinity = AFFINITY if shares else None
+        self.run(self.queue.set_spent(choices[0].id, "t", BUDGET, 0))
         submitting = self.queue.submit(
-            sealed, timeout_s=600, max_waiting=1000, reservation=reservation, affinity=affinity
+            sealed,
+            timeout_s=600,
+            max_waiting=1000,
+            reservation=reservation,
+            affinity=affinity,
+            charge=CHARGES[tenant],
         )
         unread = self._unread()
         with losing_first_reply(RedisSender, "run") if repeats > 1 else nullcontext([]) as lost:
@@ -237,7 +249,11 @@ class QueueMachine(RuleBasedStateMachine):
         for choice in choices:
             is_batch = priority is Priority.BATCH
             self.requests[choice.id] = Modelled(
-                is_batch, num_tokens, tenant, sets_preferred=shares and not is_reserved
+                is_batch,
+                num_tokens,
+                tenant,
+                sets_preferred=shares and not is_reserved,
+                is_first=choice is choices[0],
             )
             entry, aside = self.eye.hmget(self.keys.request(MODEL, choice.id), "entry", "aside")
             assert aside == (entry if is_reserved else None)
@@ -519,6 +535,30 @@ class QueueMachine(RuleBasedStateMachine):
         assert {name.decode(): int(value) for name, value in usage.items()} == sums
 
     @invariant()
+    def usage_is_that_of_ended_requests(self) -> None:
+        """Each is counted once, and what it had reserved of a budget is free again."""
+        counted: Counter[str] = Counter()
+        for key in self.eye.scan_iter(f"{self.keys.spent}*"):
+            sums = self.eye.hgetall(key)
+            counted.update({name.decode(): int(value) for name, value in sums.items() if name})
+        expected: Counter[str] = Counter()
+        for request in self.requests.values():
+            if not request.is_live:
+                owner = f"{request.tenant} {MODEL}"
+                expected[f"requests {owner}"] += request.is_first
+                expected[f"output {owner}"] += request.num_tokens
+                expected[f"cost {owner}"] += 3 * request.num_tokens * (request.tenant == "t")
+        for kind in ("requests", "output", "cost"):
+            for tenant in ("", "t"):
+                name = f"{kind} {tenant} {MODEL}"
+                if name.startswith("cost t"):
+                    expected[name] += counted[f"input t {MODEL}"]  # of those that have finished
+                assert counted[name] == expected[name], name
+        reserved = self.eye.hget(self.keys.budget("t", BUDGET.period), "reserved")
+        live = [r for r in self.requests.values() if r.is_live and r.tenant == "t"]
+        assert int(reserved or 0) == BUDGET.reserved * len(live)
+
+    @invariant()
     def redis_agrees(self) -> None:
         """State by state, and token by token: each is in the log, and arrived, once and in order."""
         records, logs, waits, mailbox, ttls = self._look()
@@ -605,6 +645,7 @@ class QueueMachine(RuleBasedStateMachine):
                 )
                 self.requests[hand.id].state = "finished"
         self.redis_agrees()
+        self.usage_is_that_of_ended_requests()
 
     async def _close(self) -> None:
         for close in self.closers:

@@ -1,0 +1,137 @@
+"""What each key used: counted in Redis when a call ends, and saved in the package store if there is one."""
+
+import asyncio
+import json
+import logging
+from collections.abc import Iterable
+from datetime import UTC, date, datetime, timedelta  # noqa: TID251 (people ask for days)
+
+import msgspec
+from msgspec import Struct
+
+from gateway.keys.records import Period
+from shared.packages.store import PackageStore, StoreError
+from shared.protocol import Call
+from shared.queue.api import Budget, GatewayQueue, QueueUnavailable
+
+NANO = 1_000_000_000
+KINDS = ("requests", "input", "cached", "output", "images", "cost")
+_SAVE_S = 60.0
+_EPOCH = date(1970, 1, 1)
+
+logger = logging.getLogger(__name__)
+
+
+class Used(Struct):
+    """What a tenant used of a model on a day. Cost in nano-dollars."""
+
+    day: date
+    tenant: str
+    model: str
+    counts: dict[str, int]  #: by kind
+
+
+class UsageLog:
+    """Reads and saves usage.
+
+    A Redis that lost a day begins it again under a new name, so that the day is the sum of what was saved by name and of
+    what Redis has.
+    """
+
+    def __init__(self, queue: GatewayQueue, durable: PackageStore | None) -> None:
+        self._queue = queue
+        self._durable = durable
+        self._saved: dict[str, dict[str, int]] = {}  # by path
+        self._reading = asyncio.Lock()  # one at a time: a year is much to read
+
+    async def read(self, first: date, last: date) -> list[Used]:
+        """The usage of some days, the last one included. Raises: QueueUnavailable, StoreError."""
+        days = [first + timedelta(n) for n in range((last - first).days + 1)]
+        async with self._reading:
+            sums = await self._sums(days)
+        return [used for path, each in sums.items() for used in _split(path, each)]
+
+    async def _sums(self, days: list[date]) -> dict[str, dict[str, int]]:
+        found = await asyncio.gather(*map(self._queue.usage, map(_number, days)))
+        sums = {
+            _path(day, each): each for day, all_ in zip(days, found, strict=True) for each in all_
+        }
+        if self._durable is not None:
+            wanted = {day.isoformat() for day in days}
+            paths = await asyncio.to_thread(self._durable.list, "usage")
+            saved = [path for path in paths if path.split("/")[1] in wanted]
+            for path, data in zip(saved, await asyncio.gather(*map(self._get, saved)), strict=True):
+                sums[path] = _join(sums.get(path, {}), data)
+        return sums
+
+    async def _get(self, path: str) -> dict[str, int]:
+        assert self._durable is not None
+        return json.loads(await asyncio.to_thread(self._durable.get, path) or b"{}")
+
+    async def restore_budget(self, call: Call, budget: Budget) -> None:
+        """Tell Redis what the tenant of a call has spent of a budget. Raises: QueueUnavailable."""
+        first = date.fromisoformat(f"{budget.period}-01"[:10])
+        last = max(first, today()) if len(budget.period) == 7 else first
+        try:
+            found = await self.read(first, last)
+        except StoreError as error:
+            raise QueueUnavailable(str(error)) from None
+        spent = sum(each.counts["cost"] for each in found if each.tenant == call.tenant)
+        await self._queue.set_spent(call.id, call.tenant, budget, spent)
+
+    async def keep_saved(self) -> None:
+        """Save today's and yesterday's usage every minute."""
+        while self._durable is not None:
+            try:
+                for day in (today() - timedelta(1), today()):
+                    for sums in await self._queue.usage(_number(day)):
+                        await self._save(self._durable, _path(day, sums), sums)
+            except (QueueUnavailable, StoreError, OSError) as error:
+                logger.warning("cannot save the usage of the API keys: %s", error)
+            await asyncio.sleep(_SAVE_S)
+
+    async def _save(self, durable: PackageStore, path: str, sums: dict[str, int]) -> None:
+        if self._saved.get(path) == sums:
+            return
+        # Redis may have been restored from an older copy.
+        joined = _join(sums, await self._get(path))
+        await asyncio.to_thread(durable.write, path, [msgspec.json.encode(joined)])
+        self._saved = {path: sums, **dict(list(self._saved.items())[:9])}
+
+
+def today() -> date:
+    return datetime.now(UTC).date()
+
+
+def period_of(period: Period, now: float) -> tuple[str, float]:
+    """The name and the end of the day or month of an instant."""
+    at = datetime.fromtimestamp(now, UTC).replace(hour=0, minute=0, second=0, microsecond=0)
+    if period == "day":
+        return at.date().isoformat(), (at + timedelta(1)).timestamp()
+    end = (at.replace(day=1) + timedelta(32)).replace(day=1)
+    return at.strftime("%Y-%m"), end.timestamp()
+
+
+def _number(day: date) -> int:
+    return (day - _EPOCH).days
+
+
+def _path(day: date, sums: dict[str, int]) -> str:
+    return f"usage/{day.isoformat()}/{sums.get('', 0)}.json"
+
+
+def _join(first: dict[str, int], second: dict[str, int]) -> dict[str, int]:
+    return {
+        name: max(first.get(name, 0), second.get(name, 0)) for name in first.keys() | second.keys()
+    }
+
+
+def _split(path: str, sums: dict[str, int]) -> Iterable[Used]:
+    """The sums of a day by tenant and model."""
+    day, found = date.fromisoformat(path.split("/")[1]), {}
+    for name, amount in sums.items():
+        if name:
+            kind, tenant, model = name.split(" ", 2)
+            model = model.partition("@")[0]  # without the version of a deployment
+            found.setdefault((tenant, model), dict.fromkeys(KINDS, 0))[kind] += amount
+    return [Used(day, tenant, model, counts) for (tenant, model), counts in found.items()]

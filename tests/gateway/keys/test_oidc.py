@@ -1,0 +1,547 @@
+"""Tokens of an OpenID Connect issuer on loopback, with real keys, a real Redis and two gateways."""
+
+import asyncio
+import base64
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import httpx
+import pytest
+
+jwt = pytest.importorskip("jwt")
+pytest.importorskip("cryptography")
+
+from cryptography.hazmat.primitives import serialization  # noqa: E402
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa  # noqa: E402
+from jwt.algorithms import ECAlgorithm, HMACAlgorithm, OKPAlgorithm, RSAAlgorithm  # noqa: E402
+
+from gateway.keys import oidc  # noqa: E402
+from shared.settings.tree import OidcSettings  # noqa: E402
+from tests.factories_gateway import (  # noqa: E402
+    MODEL,
+    RunningGateway,
+    ScriptedWorker,
+    make_body,
+    make_settings,
+    run_gateway_on_socket,
+    run_worker,
+    talk_on,
+)
+from tests.waiting import until  # noqa: E402
+
+ROOT = {"authorization": "Bearer the-root-key"}
+PATH = "/v1/admin/keys"
+RSA = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+WEAK = rsa.generate_private_key(public_exponent=65537, key_size=1024)
+EC = ec.generate_private_key(ec.SECP256R1())
+ED = ed25519.Ed25519PrivateKey.generate()
+STRANGER = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+KEYS = {"rsa": ("RS256", RSA), "ec": ("ES256", EC), "ed": ("EdDSA", ED), "weak": ("RS256", WEAK)}
+OWN = {"rsa": RSAAlgorithm, "ec": ECAlgorithm, "ed": OKPAlgorithm, "weak": RSAAlgorithm}
+
+
+def to_jwk(kid: str, key: Any = None) -> dict[str, Any]:
+    key = KEYS[kid][1] if key is None else key
+    found = OWN.get(kid, RSAAlgorithm).to_jwk(key.public_key(), as_dict=True)
+    return {**found, "kid": kid}
+
+
+class Issuer:
+    """Serves a discovery document and keys, and signs tokens."""
+
+    def __init__(self) -> None:
+        self.keys = [to_jwk(kid) for kid in KEYS]
+        self.paths: list[str] = []
+        self.answer: Callable[[BaseHTTPRequestHandler], None] | None = None  #: instead of ours
+        issuer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                issuer.paths.append(self.path)
+                (issuer.answer or issuer.serve)(self)
+
+            def log_message(self, format: str, *args: Any) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
+
+    def serve(self, request: BaseHTTPRequestHandler) -> None:
+        documents = {
+            "/.well-known/openid-configuration": {
+                "issuer": self.url,
+                "jwks_uri": f"{self.url}/keys",
+            },
+            "/keys": {"keys": self.keys},
+        }
+        send(request, 200, json.dumps(documents[request.path]).encode())
+
+    def stop(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+    def claims(self, **changes: Any) -> dict[str, Any]:
+        """Claims; those that are None are left out."""
+        usual = {
+            "iss": self.url, "aud": "vlm", "sub": "alice", "exp": time.time() + 300, "vlm_key": "team",
+        }  # fmt: skip
+        return {name: value for name, value in {**usual, **changes}.items() if value is not None}
+
+    def token(self, kid: str = "rsa", **changes: Any) -> str:
+        algorithm, key = KEYS[kid]
+        return jwt.encode(self.claims(**changes), key, algorithm, {"kid": kid})
+
+
+def part(data: bytes) -> bytes:
+    return base64.urlsafe_b64encode(data).rstrip(b"=")
+
+
+def sign(
+    payload: bytes, sign: Callable[[bytes], bytes] | None = None, alg: str = "RS256", **header: Any
+) -> str:
+    """A token of any payload, with any header; by the issuer's RSA key, if no other way is given."""
+    by_rsa = RSAAlgorithm(RSAAlgorithm.SHA256)
+    sign = sign or (lambda data: by_rsa.sign(data, RSA))
+    head = json.dumps({"alg": alg, "kid": "rsa", **header}).encode()
+    signed = part(head) + b"." + part(payload)
+    return (signed + b"." + part(sign(signed))).decode()
+
+
+def send(request: BaseHTTPRequestHandler, status: int, data: bytes, **headers: str) -> None:
+    request.send_response(status)
+    for name, value in headers.items():
+        request.send_header(name, value)
+    request.send_header("content-length", str(len(data)))
+    request.end_headers()
+    request.wfile.write(data)
+
+
+class Team:
+    """Gateways with the same issuer, and a worker."""
+
+    def __init__(
+        self, gateways: list[RunningGateway], worker: ScriptedWorker, issuer: Issuer
+    ) -> None:
+        self.gateways, self.worker, self.issuer = gateways, worker, issuer
+
+    async def admin(
+        self, method: str, path: str = "", number: int = 0, **body: Any
+    ) -> httpx.Response:
+        client = self.gateways[number].client
+        answer = await client.request(method, PATH + path, json=body or None, headers=ROOT)
+        assert answer.status_code == 200, answer.text
+        return answer
+
+    async def get(self, token: str, path: str = "/v1/models", number: int = 0) -> httpx.Response:
+        return await self.gateways[number].client.get(path, headers=bearer(token))
+
+    async def chat(self, token: str, number: int = 0, **body: Any) -> httpx.Response:
+        return await self.gateways[number].chat(make_body(**body), headers=bearer(token))
+
+
+def bearer(token: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {token}"}
+
+
+@pytest.fixture
+def issuer() -> Iterator[Issuer]:
+    issuer = Issuer()
+    try:
+        yield issuer
+    finally:
+        issuer.stop()
+
+
+@asynccontextmanager
+async def run_team(
+    redis_url: str, prefix: str, issuer: Issuer, num_gateways: int = 2, files: str = "", **oidc: str
+) -> AsyncIterator[Team]:
+    own = OidcSettings(**{"issuer": issuer.url, "audience": "vlm", **oidc})
+    keys = {"root_key": "the-root-key", "oidc": own, "files": files}
+    limits = {"max_wrong_keys_per_minute": 0}
+    settings = make_settings(redis_url, prefix, gateway=keys, limits=limits)
+    async with AsyncExitStack() as stack:
+        worker = await stack.enter_async_context(run_worker(redis_url, prefix))
+        gateways = [
+            await stack.enter_async_context(run_gateway_on_socket(settings))
+            for _ in range(num_gateways)
+        ]
+        team = Team(gateways, worker, issuer)
+        if not (await gateways[0].client.get(PATH, headers=ROOT)).json()["data"]:
+            await team.admin("POST", name="team")
+        for gateway in gateways:
+            assert gateway.services.keys is not None
+            await gateway.services.keys.refresh()
+        yield team
+
+
+@pytest.fixture
+async def team(redis_server, redis_prefix, issuer) -> AsyncIterator[Team]:
+    async with run_team(redis_server, redis_prefix, issuer) as team:
+        yield team
+
+
+@pytest.mark.parametrize("kid", ["rsa", "ec", "ed"])
+async def test_a_token_of_the_issuer_is_a_key(team: Team, kid: str):
+    answer = await team.chat(team.issuer.token(kid, aud=["other", "vlm"]))
+    assert answer.status_code == 200, answer.text
+    assert team.issuer.paths[:2] == ["/.well-known/openid-configuration", "/keys"]
+
+
+async def test_each_subject_has_a_tenant_of_its_own_on_every_gateway(team: Team):
+    issuer = team.issuer
+    tokens = [issuer.token(), issuer.token("ec", vlm_key="other"), issuer.token(sub="bob")]
+    await team.admin("POST", name="other")
+    for gateway in team.gateways:
+        assert gateway.services.keys is not None
+        await gateway.services.keys.refresh()
+    for number in (0, 1):
+        for token in tokens:
+            assert (await team.chat(token, number)).status_code == 200
+    monitor = (await team.admin("POST", name="monitor", roles=["adapters"])).json()["key"]
+    metrics = (await team.get(monitor, "/metrics")).text
+    assert 'vlm_key_tokens_total{key="team",type="input"}' in metrics
+    assert "alice" not in metrics
+    alice, again, bob, *others = (call.tenant for call in team.worker.requests)
+    assert alice == again != bob
+    assert others == [alice, again, bob]
+    client, body = team.gateways[0].client, {"model": MODEL, "input": "hello"}
+    kept = (await client.post("/v1/responses", json=body, headers=bearer(tokens[0]))).json()["id"]
+    found = [(await team.get(token, f"/v1/responses/{kept}")).status_code for token in tokens]
+    assert found == [200, 200, 404]
+
+
+def alg_none(issuer: Issuer) -> str:
+    return jwt.encode(issuer.claims(), None, "none", {"kid": "rsa"})
+
+
+def signed_with_the_public_key(issuer: Issuer) -> str:
+    """By HS256, as if the public key were a shared secret."""
+    public = RSA.public_key().public_bytes(
+        serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
+    )
+
+    hs256 = HMACAlgorithm(HMACAlgorithm.SHA256)
+    payload = json.dumps(issuer.claims()).encode()
+    return sign(payload, lambda data: hs256.sign(data, public), "HS256")
+
+
+def of_a_weak_key(issuer: Issuer) -> str:
+    rs256 = RSAAlgorithm(RSAAlgorithm.SHA256)
+    payload = json.dumps(issuer.claims()).encode()
+    return sign(payload, lambda data: rs256.sign(data, WEAK), kid="weak")
+
+
+def header_bomb(_: Issuer) -> str:
+    head = base64.urlsafe_b64encode(b'{"alg":"RS256","kid":' + b"[" * 6000).rstrip(b"=").decode()
+    return f"{head}.e30.e30"
+
+
+def payload_bomb(issuer: Issuer) -> str:
+    text = json.dumps(issuer.claims())[:-1] + ', "x": ' + "[" * 5000 + "]" * 5000 + "}"
+    return sign(text.encode())
+
+
+def of_infinite_life(issuer: Issuer) -> str:
+    return sign(json.dumps(issuer.claims(exp=float("inf"))).encode())
+
+
+BAD: list[tuple[str | Callable[[Issuer], str], str]] = [
+    (alg_none, "alg"),
+    (signed_with_the_public_key, "alg"),
+    (lambda i: jwt.encode(i.claims(), EC, "ES256", {"kid": "rsa"}), "alg"),
+    (lambda i: jwt.encode(i.claims(), RSA, "PS256", {"kid": "rsa"}), "alg"),
+    (lambda i: jwt.encode(i.claims(), STRANGER, "RS256", {"kid": "rsa"}), "signature"),
+    (lambda i: jwt.encode(i.claims(), RSA, "RS256", {"kid": "of-nobody"}), "kid"),
+    (lambda i: jwt.encode(i.claims(), RSA, "RS256"), "kid"),
+    (lambda i: sign(json.dumps(i.claims()).encode(), kid=["rsa"]), "malformed"),
+    (lambda i: sign(json.dumps(i.claims()).encode(), crit=["own"]), "malformed"),
+    (of_a_weak_key, "too short"),
+    (lambda i: i.token()[:-3] + "AAA", "signature"),
+    (lambda i: i.token(aud="other"), "another audience"),
+    (lambda i: i.token(aud=["other"]), "another audience"),
+    (lambda i: i.token(iss=i.url + "/"), "another issuer"),
+    (lambda i: i.token(exp=time.time() - oidc.LEEWAY_S - 1), "expired"),
+    (lambda i: i.token(nbf=time.time() + oidc.LEEWAY_S + 60), "not valid yet"),
+    (lambda i: i.token(exp=None), "the claim exp"),
+    (lambda i: i.token(iss=None), "the claim iss"),
+    (lambda i: i.token(aud=None), "the claim aud"),
+    (lambda i: i.token(sub=None), "the claim sub"),
+    (lambda i: i.token(vlm_key=None), "the claim vlm_key"),
+    (lambda i: i.token(vlm_key="nobody"), "the stored key"),
+    (lambda i: i.token(vlm_key=["team"]), "no printable text"),
+    (lambda i: i.token(sub=""), "no printable text"),
+    (lambda i: i.token(sub="a" * 257), "no printable text"),
+    (lambda i: i.token(sub="a\ud800"), "no printable text"),
+    (lambda i: i.token(sub="\x1b[31m"), "no printable text"),
+    (lambda i: sign(json.dumps(i.claims(sub=7)).encode()), "malformed"),
+    (lambda i: sign(json.dumps(i.claims(exp="soon")).encode()), "malformed"),
+    (of_infinite_life, "malformed"),
+    (lambda i: sign(b"[]"), "malformed"),
+    (lambda i: sign(b"\xff"), "malformed"),
+    (payload_bomb, "malformed"),
+    (header_bomb, "malformed"),
+    (lambda i: i.token(x="a" * 20_000), "longer than 16384 bytes"),
+    ("..", "malformed"),
+    ("a.b.c", "malformed"),
+    ("eyJ.\xe9.c", "malformed"),
+]  # fmt: skip
+
+
+async def test_wrong_tokens_are_refused_with_the_reason(redis_server, redis_prefix, issuer):
+    async with run_team(redis_server, redis_prefix, issuer, 1) as team:
+        for make, reason in BAD:
+            token = make if isinstance(make, str) else make(issuer)
+            header = f"Bearer {token}".encode("latin-1")
+            [gateway] = team.gateways
+            answer = await gateway.client.get("/v1/models", headers={b"authorization": header})
+            assert answer.status_code == 401, (reason, answer.text)
+            error = answer.json()["error"]
+            assert error["code"] == "invalid_token", reason
+            assert reason in error["message"], (reason, error)
+            assert len(error["message"]) < 120
+        assert (await team.get(issuer.token())).status_code == 200
+
+
+async def test_forged_key_ids_do_not_reach_the_issuer(team: Team):
+    assert (await team.get(team.issuer.token())).status_code == 200
+    num_before = len(team.issuer.paths)
+    forged = [
+        jwt.encode(team.issuer.claims(), STRANGER, "RS256", {"kid": str(number)})
+        for number in range(5)
+    ]
+    answers = await asyncio.gather(*(team.get(token) for token in forged * 4))
+    assert {answer.status_code for answer in answers} == {401}
+    assert len(team.issuer.paths) - num_before <= 2  # one reading
+
+
+async def test_a_new_key_of_the_issuer_is_read_once_it_is_used(team: Team, monkeypatch):
+    monkeypatch.setattr(oidc, "RETRY_S", 0.0)
+    assert (await team.get(team.issuer.token())).status_code == 200
+    team.issuer.keys = [to_jwk("new", STRANGER)]
+    new = jwt.encode(team.issuer.claims(), STRANGER, "RS256", {"kid": "new"})
+    assert (await team.get(new)).status_code == 200
+    withdrawn = await team.get(team.issuer.token())  # though it was verified before
+    assert withdrawn.status_code == 401
+
+
+async def test_known_keys_work_while_the_issuer_is_away_and_unknown_ones_are_503(
+    team: Team, monkeypatch
+):
+    monkeypatch.setattr(oidc, "RETRY_S", 0.0)
+    assert (await team.get(team.issuer.token())).status_code == 200
+    team.issuer.answer = lambda request: send(request, 500, b"")
+    unknown = jwt.encode(team.issuer.claims(), STRANGER, "RS256", {"kid": "new"})
+    refused = await team.get(unknown)
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+    assert (await team.get(team.issuer.token(sub="bob"))).status_code == 200
+
+
+def redirect(request: BaseHTTPRequestHandler) -> None:
+    send(request, 302, b"", location="http://127.0.0.1:9/keys")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        redirect,
+        lambda request: send(request, 200, b"x" * 300_000),
+        lambda request: send(request, 200, b"[" * 100_000),
+        lambda request: send(request, 200, b'{"keys": 1}'),
+        lambda request: send(request, 200, b'{"issuer": "https://other", "jwks_uri": "https://x"}'),
+    ],
+)
+async def test_an_issuer_that_answers_nonsense_at_the_start_is_asked_again(
+    redis_server, redis_prefix, issuer, answer, monkeypatch
+):
+    monkeypatch.setattr(oidc, "RETRY_S", 0.0)
+    issuer.answer = answer
+    async with run_team(redis_server, redis_prefix, issuer, 1) as team:
+        assert (await team.get(issuer.token())).status_code == 503
+        assert (await team.get("the-root-key", PATH)).status_code == 200
+        issuer.answer = None
+        assert (await team.get(issuer.token())).status_code == 200
+
+
+async def test_a_slow_issuer_delays_unknown_keys_alone(team: Team, monkeypatch):
+    monkeypatch.setattr(oidc, "RETRY_S", 0.0)
+    monkeypatch.setattr(oidc, "_TIMEOUT_S", 0.5)
+    assert (await team.get(team.issuer.token())).status_code == 200
+    gate = threading.Event()
+    team.issuer.answer = lambda _: assert_true(gate.wait(30))
+    unknown = jwt.encode(team.issuer.claims(), STRANGER, "RS256", {"kid": "new"})
+    waiting = asyncio.create_task(team.get(unknown))
+    try:
+        assert (await team.get(team.issuer.token(sub="bob"))).status_code == 200
+        assert not waiting.done()
+        assert (await waiting).status_code == 503
+    finally:
+        gate.set()
+
+
+def assert_true(value: bool) -> None:
+    assert value
+
+
+async def test_keys_for_other_uses_are_left_out(redis_server, redis_prefix, issuer):
+    secret = {"kty": "oct", "kid": "secret", "k": "A" * 44, "alg": "HS256"}
+    other = [{**to_jwk("rsa"), "use": "enc"}, {"kty": "RSA", "kid": "bad"}, secret, {"kty": "RSA"}]
+    issuer.keys = [*other, to_jwk("ec")]
+    async with run_team(redis_server, redis_prefix, issuer, 1) as team:
+        assert (await team.get(issuer.token())).status_code == 401
+        hmac = jwt.encode(issuer.claims(), bytes(33), "HS256", {"kid": "secret"})
+        assert (await team.get(hmac)).status_code == 401
+        assert (await team.get(issuer.token("ec"))).status_code == 200
+
+
+async def test_roles_models_and_limits_are_those_of_the_key_that_the_token_names(team: Team):
+    issuer, client = team.issuer, team.gateways[0].client
+    await team.admin("POST", name="boss", roles=["admin"])
+    await team.admin("POST", name="few", requests_per_minute=2, max_output_tokens=8)
+    await team.admin("POST", name="other", models=["qwen*"])
+    assert (await team.get(issuer.token(), PATH)).status_code == 403
+    boss = issuer.token(vlm_key="boss")
+    assert (await team.get(boss, PATH)).status_code == 200
+    assert (await team.get(boss)).status_code == 403
+    other = issuer.token(vlm_key="other")
+    assert (await team.get(other)).json()["data"] == []
+    assert (await team.chat(other)).json()["error"]["code"] == "model_not_allowed"
+    for subject in ("alice", "bob"):  # a limit for each
+        few = issuer.token(sub=subject, vlm_key="few")
+        assert (await team.chat(few, max_tokens=9)).status_code == 400
+        statuses = [(await team.chat(few)).status_code for _ in range(3)]
+        assert statuses == [200, 200, 429]
+    await client.request("DELETE", f"{PATH}/few", headers=bearer(boss))
+    entries = (await client.get("/v1/admin/audit", headers=ROOT)).json()["data"]
+    assert (entries[0]["key"], entries[0]["action"]) == ("boss:alice", "revoke_key")
+
+
+async def test_another_claim_names_the_caller_and_a_default_its_key(
+    redis_server, redis_prefix, issuer
+):
+    own = {"name_claim": "email", "default_key": "boss", "jwks_url": f"{issuer.url}/keys"}
+    async with run_team(redis_server, redis_prefix, issuer, 1, **own) as team:
+        await team.admin("POST", name="boss", roles=["admin"])
+        assert "email" in (await team.get(issuer.token())).text
+        token = issuer.token(vlm_key=None, email="[bold]a@example.com")
+        made = await team.gateways[0].client.post(PATH, json={"name": "x"}, headers=bearer(token))
+        assert made.status_code == 200, made.text
+        audit = (await team.get("the-root-key", "/v1/admin/audit")).json()["data"]
+        assert audit[0]["key"] == "boss:[bold]a@example.com"
+        assert issuer.paths[0] == "/keys"
+
+
+async def test_revoking_the_key_ends_the_streams_of_its_tokens_on_every_gateway(team: Team):
+    team.worker.script = talk_on
+    await team.admin("POST", name="other")
+    for gateway in team.gateways:
+        assert gateway.services.keys is not None
+        await gateway.services.keys.refresh()
+    tokens = [team.issuer.token(sub=name) for name in ("alice", "bob")]
+    lasting = team.issuer.token(sub="carol", vlm_key="other")
+    streams = [
+        asyncio.create_task(team.chat(token, number, stream=True, max_tokens=4096))
+        for number, token in enumerate([*tokens, lasting])
+        if number < 2
+    ]
+    streams.append(asyncio.create_task(team.chat(lasting, 0, stream=True, max_tokens=4096)))
+    await until(lambda: len(team.worker.answers) == 3)
+    began_at = time.monotonic()
+    await team.admin("DELETE", "/team")
+    ended = await asyncio.gather(*streams[:2])
+    assert time.monotonic() - began_at < 2.0
+    assert all("The API key of this request has ended." in each.text for each in ended)
+    assert not streams[2].done()
+    assert {(await team.get(token, number=n)).status_code for token in tokens for n in (0, 1)} == {
+        401
+    }
+    streams[2].cancel()
+    await asyncio.gather(*streams, return_exceptions=True)
+
+
+async def test_a_token_ends_and_its_stream_goes_on(team: Team, monkeypatch):
+    monkeypatch.setattr(oidc, "LEEWAY_S", 0.0)
+    team.worker.script = talk_on
+    token = team.issuer.token(exp=time.time() + 1)
+    stream = asyncio.create_task(team.chat(token, stream=True, max_tokens=4096))
+    await until(lambda: team.worker.answers)
+
+    async def is_expired() -> bool:
+        return "expired" in (await team.get(token)).text
+
+    await until(is_expired)
+    assert not stream.done()
+    assert team.worker.answers[0].refused is None
+    stream.cancel()
+    await asyncio.gather(stream, return_exceptions=True)
+
+
+async def test_a_batch_goes_on_at_another_gateway_and_until_the_key_ends(
+    redis_server, redis_prefix, issuer, tmp_path
+):
+    files = f"file://{tmp_path}/files"
+    headers, url = bearer(issuer.token()), "/v1/chat/completions"
+    line = {"custom_id": "a", "method": "POST", "url": url, "body": make_body()}
+    batch: dict[str, Any] = {"endpoint": url, "completion_window": "24h"}
+    async with run_team(redis_server, redis_prefix, issuer, 1, files) as team:
+        gate = asyncio.Event()
+
+        async def hold(_: Any) -> None:
+            await gate.wait()
+
+        team.worker.script = hold
+        client = team.gateways[0].client
+        upload = {"file": ("lines.jsonl", json.dumps(line).encode())}
+        sent = await client.post(
+            "/v1/files", data={"purpose": "batch"}, files=upload, headers=headers
+        )
+        batch["input_file_id"] = sent.json()["id"]
+        made = (await client.post("/v1/batches", json=batch, headers=headers)).json()["id"]
+        await until(lambda: team.worker.answers)
+    async with run_team(redis_server, redis_prefix, issuer, 1, files) as team:
+
+        async def has_ended() -> dict[str, Any] | None:
+            found = (await team.get(issuer.token("ec"), f"/v1/batches/{made}")).json()
+            return found if found["status"] in ("completed", "failed") else None
+
+        await until(lambda: team.worker.answers, 60.0)
+        found = await until(has_ended, 60.0)
+        assert found is not None
+        assert found["request_counts"] == {"total": 1, "completed": 1, "failed": 0}
+
+
+ISSUER = {"VLM_GATEWAY__OIDC__ISSUER": "https://id.example.com"}
+COMPLETE = {**ISSUER, "VLM_GATEWAY__ROOT_KEY": "root", "VLM_GATEWAY__OIDC__AUDIENCE": "vlm"}
+
+
+@pytest.mark.parametrize(
+    ("env", "says"),
+    [
+        ({**COMPLETE, "VLM_GATEWAY__ROOT_KEY": ""}, "VLM_GATEWAY__ROOT_KEY"),
+        ({**COMPLETE, "VLM_GATEWAY__OIDC__AUDIENCE": ""}, "VLM_GATEWAY__OIDC__AUDIENCE"),
+        ({**COMPLETE, "VLM_GATEWAY__OIDC__ISSUER": "http://id.example.com"}, "OIDC__ISSUER: write"),
+        ({**COMPLETE, "VLM_GATEWAY__OIDC__JWKS_URL": "file:///x"}, "OIDC__JWKS_URL: write"),
+        (COMPLETE, "pip install 'vlm-fleet[oidc]'"),
+    ],
+)
+def test_a_gateway_with_wrong_settings_does_not_start(redis_server, env: dict[str, str], says: str):
+    without = "import sys; sys.modules['jwt'] = None; " if "pip" in says else ""
+    program = f"{without}import vlm; vlm.main()"
+    done = subprocess.run(
+        [sys.executable, "-c", program, "gateway", "--port", "0"],
+        env={**os.environ, "VLM_REDIS_URL": redis_server, **env},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 78, done.stderr
+    assert says in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1

@@ -1,0 +1,242 @@
+"""Usage and budgets of keys on two gateways, with a real Redis and a store."""
+
+import asyncio
+import csv
+import io
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from msgspec.structs import replace
+
+from shared.queue.keys import RedisKeys
+from tests.factories_gateway import CARD, MODEL, Answer, make_body, run_worker, talk_on
+from tests.gateway.keys.test_keys import ROOT, Team, bearer, code, run_team
+from tests.waiting import until
+
+#: A request of the scripted worker has 7 prompt tokens, 2 of them cached, and 3 output tokens.
+PRICES = {MODEL: {"input": 10.0, "cached_input": 1.0, "output": 100.0, "image": 0.01}}
+COST = (5 * 10 + 2 * 1 + 3 * 100) / 1e6
+
+
+@pytest.fixture
+def store(tmp_path) -> str:
+    return f"file://{tmp_path}/store"
+
+
+@pytest.fixture
+async def team(redis_server, redis_prefix, store) -> AsyncIterator[Team]:
+    async with run_team(redis_server, redis_prefix, store, prices=PRICES) as team:
+        yield team
+
+
+async def ask(team: Team, query: str = "", key: str = "", number: int = 0) -> httpx.Response:
+    headers = bearer(key) if key else ROOT
+    return await team.gateways[number].client.get(f"/v1/usage{query}", headers=headers)
+
+
+async def rows(team: Team, query: str = "", key: str = "") -> list[dict[str, Any]]:
+    answer = await ask(team, query, key)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["data"]
+
+
+async def test_usage_is_listed_by_day_key_and_model(team: Team):
+    alice, bob = await team.create("alice", tag="blue"), await team.create("bob", tag="blue")
+    for key in (alice, alice, bob):
+        assert await team.status(key) == 200
+    found = await rows(team)
+    assert [(each["key"], each["model"], each["requests"]) for each in found] == [
+        ("alice", MODEL, 2), ("bob", MODEL, 1),
+    ]  # fmt: skip
+    [row] = await rows(team, "?by=tag")
+    assert row == {
+        "tag": "blue", "requests": 3, "input_tokens": 21, "cached_input_tokens": 6, "output_tokens": 9,
+        "images": 0, "cost": pytest.approx(3 * COST),
+    }  # fmt: skip
+    assert [each["key"] for each in await rows(team, "?by=key", bob)] == ["bob"]
+    other_days = await rows(team, "?from=2020-01-01&to=2020-02-01")
+    assert other_days == []
+
+
+async def test_versions_of_a_deployment_are_one_model_with_one_price(
+    team: Team, redis_server, redis_prefix
+):
+    key = await team.create()
+    for version in ("a", "b"):
+        card = replace(CARD, name=f"{MODEL}@{version}")
+        async with run_worker(redis_server, redis_prefix, card):
+            await team.gateways[0].services.models.refresh()
+            assert (await team.chat(key, model=card.name)).status_code == 200
+    [row] = await rows(team)
+    assert (row["model"], row["requests"], row["cost"]) == (MODEL, 2, pytest.approx(2 * COST))
+
+
+async def test_usage_as_csv(team: Team):
+    await team.status(await team.create("alice", tag="=1+1"))
+    text = (await ask(team, "?by=key,tag&format=csv")).text
+    [row] = csv.DictReader(io.StringIO(text))
+    assert (row["key"], row["tag"], row["output_tokens"]) == ("alice", "'=1+1", "3")
+
+
+async def test_prometheus_counts_tokens_by_the_name_of_the_key(team: Team):
+    key, monitor = await team.create(), await team.create("monitor", roles=["adapters"])
+    await team.status(key)
+    text = (await team.gateways[0].client.get("/metrics", headers=bearer(monitor))).text
+    assert 'vlm_key_tokens_total{key="alice",type="input"} 7.0' in text
+    assert 'vlm_key_tokens_total{key="alice",type="output"} 3.0' in text
+
+
+async def test_choices_count_as_one_request_with_one_prompt(team: Team):
+    await team.chat(await team.create(), n=3)
+    [row] = await rows(team)
+    assert (row["requests"], row["input_tokens"], row["output_tokens"]) == (1, 7, 9)
+
+
+async def test_a_stream_that_its_client_left_counts_what_was_published(team: Team):
+    team.worker.script = talk_on
+    key = await team.create()
+    task = asyncio.create_task(team.chat(key, stream=True, max_tokens=4096))
+    await until(lambda: any(each.num_tokens > 5 for each in team.worker.answers))
+    task.cancel()
+    [answer] = team.worker.answers
+    await until(lambda: answer.refused == "cancelled")
+    [row] = await rows(team)
+    published = answer.num_tokens - 1  # the last one was refused
+    assert (row["requests"], row["input_tokens"], row["output_tokens"]) == (1, 7, published)
+
+
+async def test_a_spent_budget_refuses_until_the_next_month(team: Team):
+    key = await team.create(budget=2.5 * COST)
+    await until(lambda: knows(team, "alice"))
+    for _ in range(3):  # the last one overdraws it
+        assert await team.status(key) == 200
+    refused = await team.chat(key, 1)
+    assert code(refused) == (429, "insufficient_quota", None)
+    assert 0 < int(refused.headers["retry-after"]) <= 31 * 86400
+    shown = (await team.admin("GET", "/alice")).json()
+    assert (shown["budget"], shown["period"]) == (2.5 * COST, "month")
+
+
+async def test_lines_of_a_batch_fail_once_the_budget_is_spent(
+    redis_server, redis_prefix, store, tmp_path
+):
+    line = {"method": "POST", "url": "/v1/chat/completions", "body": make_body()}
+    lines = [json.dumps({**line, "custom_id": str(number)}) for number in range(20)]
+    files = {"prices": PRICES, "files": f"file://{tmp_path}/files"}
+    async with run_team(redis_server, redis_prefix, store, 1, **files) as team:
+        client = team.gateways[0].client
+        headers = bearer(await team.create(budget=1.5 * COST))
+        form = {"file": ("lines", "\n".join(lines)), "purpose": (None, "batch")}
+        file = (await client.post("/v1/files", files=form, headers=headers)).json()["id"]
+        body = {
+            "input_file_id": file, "endpoint": "/v1/chat/completions", "completion_window": "24h",
+        }  # fmt: skip
+        batch = (await client.post("/v1/batches", json=body, headers=headers)).json()["id"]
+
+        async def counts() -> dict[str, int]:
+            shown = (await client.get(f"/v1/batches/{batch}", headers=headers)).json()
+            return shown["request_counts"] if shown["status"] == "completed" else {}
+
+        await until(lambda: counts(), 20.0)
+        found = await counts()
+    assert found["completed"] + found["failed"] == found["total"] == 20
+    assert 0 < found["failed"] < 20
+
+
+async def test_requests_at_once_overspend_by_at_most_one(team: Team):
+    """Each reserves what it may cost: 64 output tokens."""
+    most = (30 * 10 + 64 * 100) / 1e6
+    key = await team.create(budget=8 * most)
+    await until(lambda: knows(team, "alice"))
+
+    async def talk(answer: Answer) -> None:
+        await answer.start()
+        await answer.say(*["a"] * 63)
+        await answer.finish("b")
+
+    team.worker.script = talk
+    answers = await asyncio.gather(*(team.chat(key, n % 2, max_tokens=64) for n in range(64)))
+    assert {each.status_code for each in answers} == {200, 429}
+    [row] = await rows(team)
+    assert 0 < row["cost"] <= 9 * most
+
+
+async def knows(team: Team, name: str) -> bool:
+    keys = [gateway.services.keys for gateway in team.gateways]
+    return all(each is not None and name in each.records for each in keys)
+
+
+async def test_what_a_request_did_not_use_of_its_reservation_is_free_again(team: Team):
+    key = await team.create(budget=20 * COST)
+    for _ in range(15):  # each reserves more than a fifth of it
+        assert await team.status(key) == 200
+
+
+async def test_usage_and_budgets_outlive_redis(
+    team: Team, redis, redis_prefix, redis_server, store
+):
+    key = await team.create(budget=1.5 * COST)
+    for _ in range(2):
+        assert await team.status(key) == 200
+    before = await rows(team)
+    # A gateway that starts saves what Redis has.
+    async with run_team(redis_server, redis_prefix, store, 1, prices=PRICES) as other:
+        await until(lambda: is_saved(store))
+        names = RedisKeys(redis_prefix)
+        for pattern in (names.spent + "*", names.budget("*", "*")):
+            await redis.delete(*[each async for each in redis.scan_iter(pattern)])
+        assert await rows(other) == before
+        assert code(await other.chat(key)) == (429, "insufficient_quota", None)
+    bob = await team.create("bob")
+    assert await team.status(bob) == 200  # counted in a new hash
+    totals = await rows(team, "?by=day")
+    assert [each["requests"] for each in totals] == [3]
+
+
+async def is_saved(store: str) -> bool:
+    return any(Path(store.removeprefix("file://")).rglob("usage/*/*.json"))
+
+
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [
+        ("by=color", "by"),
+        ("by=", "by"),
+        ("from=yesterday", "from"),
+        ("from=2026-02-30", "from"),
+        ("from=2020-01-01&to=2024-01-01", "from"),
+        ("from=2024-01-02&to=2024-01-01", "from"),
+        ("to=2999-01-01", "to"),
+        ("format=xml", "format"),
+    ],
+)
+async def test_a_bad_query_names_its_field(team: Team, query: str, param: str):
+    answer = await ask(team, f"?{query}")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+
+
+@pytest.mark.parametrize(
+    "field", [{"budget": 0}, {"budget": -1}, {"budget": "5"}, {"period": "week"}, {"tag": "a" * 65}]
+)
+async def test_bad_budgets_name_their_field(team: Team, field: dict[str, Any]):
+    answer = await team.admin("POST", name="alice", **field)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, next(iter(field)))
+
+
+async def test_a_budget_needs_prices(redis_server, redis_prefix, store):
+    async with run_team(redis_server, redis_prefix, store, 1) as team:
+        answer = await team.admin("POST", name="alice", budget=5)
+        assert code(answer)[::2] == (400, "budget")
+        assert "VLM_GATEWAY__PRICES" in answer.json()["error"]["message"]
+        await team.status("of-the-settings")
+        [row] = await rows(team, key="of-the-settings")
+        assert (row["requests"], row["cost"]) == (1, None)
+
+
+async def test_nobody_without_a_key_sees_usage(team: Team):
+    answer = await team.gateways[0].client.get("/v1/usage")
+    assert answer.status_code == 401
