@@ -84,6 +84,7 @@ hostile: $(STAMP)  ## play every attack that a client can make against real proc
 	TESTS_LONG=1 $(BIN)/python -m pytest tests/hostile tests/engines/text/test_template_rendering.py $(ARGS)
 
 browser-test: $(STAMP)  ## use the chat page in a headless chromium; screenshots in .cache/screenshots
+	test -d .cache/axe || $(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target .cache/axe axe-playwright-python==0.1.8
 	TESTS_LONG=1 $(BIN)/python -m pytest tests/browser $(ARGS)
 
 faults: $(HELM)  ## play every fault of docs/reliability.md against real processes; takes minutes

@@ -21,6 +21,40 @@ class ReadyQuery(Struct):
     workers: str = "0"
 
 
+class ModelStatus(Struct):
+    """The queue of a model."""
+
+    id: str
+    num_workers: int
+    num_open: int  #: requests that wait or run
+    num_backlog: int  #: requests of batches among them that no worker has been given
+    oldest_wait_s: float  #: of the requests that no worker has read
+
+
+class WorkerStatus(Struct):
+    """A worker, by its last heartbeat."""
+
+    id: str
+    model: str
+    engine: str
+    state: str  #: `ready` or `draining`
+    num_running: int
+    num_waiting: int
+    max_num_seqs: int
+    num_finished: int  #: requests since its start
+    num_failed: int
+
+
+class FleetStatus(Struct):
+    """The fleet, as this gateway sees it."""
+
+    version: str
+    state: str  #: `ready`, or the reason of `/readyz`
+    num_open: int  #: requests of this gateway
+    models: list[ModelStatus]
+    workers: list[WorkerStatus]
+
+
 class Probes(Resource):
     """Operations for orchestrators and Prometheus."""
 
@@ -70,15 +104,40 @@ class Probes(Resource):
                 param="workers",
                 code="invalid_value",
             )
+        state = self._state(int(query.workers))
+        return JSONResponse({"status": state}, status_code=200 if state == "ready" else 503)
+
+    def _state(self, num_workers: int = 0) -> str:
         if self._admission.is_draining:
-            reason = "draining"
-        elif not self._models.is_fresh:
-            reason = "no redis"
-        elif self._models.num_live_workers < int(query.workers):
-            reason = "no worker"
-        else:
-            return JSONResponse({"status": "ready"})
-        return JSONResponse({"status": reason}, status_code=503)
+            return "draining"
+        if not self._models.is_fresh:
+            return "no redis"
+        return "no worker" if self._models.num_live_workers < num_workers else "ready"
+
+    @operation("GET", "/v1/admin/status", access="admin")
+    async def fleet_status(self, caller: Caller) -> FleetStatus:
+        """Show the queues and workers of the fleet."""
+        models = self._models
+        queues = []
+        for name in sorted(models.cards):
+            stats = await self._queue.stats(name)
+            queues.append(
+                ModelStatus(
+                    name, models.num_workers[name],
+                    stats.num_open, stats.num_backlog, round(stats.age_s, 3),
+                )
+            )  # fmt: skip
+        workers = [
+            WorkerStatus(
+                each.worker_id, each.card.name, each.engine, each.state,
+                each.num_running, each.num_waiting, each.max_num_seqs,
+                each.num_finished, each.num_failed,
+            )
+            for each in sorted(models.workers, key=lambda each: (each.card.name, each.worker_id))
+        ]  # fmt: skip
+        return FleetStatus(
+            package_version(), self._state(), self._admission.num_open, queues, workers
+        )
 
     def operations(self, services: OperationServices) -> list[Operation]:
         found = super().operations(services)

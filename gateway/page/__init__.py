@@ -1,4 +1,4 @@
-"""The chat page, that of deployments and the API reference: a handful of fixed files, read once, that a browser gets without a key.
+"""The chat page, those of deployments and of the admin, and the API reference: a handful of fixed files, read once, that a browser gets without a key.
 
 They hold nothing secret; the page asks its user for the key and sends it with each call of the API.
 Its policy lets it run its own scripts alone and talk to this gateway alone, so that no text of a
@@ -74,13 +74,13 @@ class PageEndpoint(Endpoint):
 
 
 def load_page(folder: Path = FOLDER) -> dict[str, PageFile]:
-    """Every file of the pages by its path: `/` is `index.html`, `/apps` and `/docs` are pages, the others lie under `/page/`."""
+    """Every file of the pages by its path: `/` is `index.html`, `/admin`, `/apps` and `/docs` are pages, the others lie under `/page/`."""
     files = {
         f"/page/{path.relative_to(folder).as_posix()}": _read(path)
         for path in sorted(folder.rglob("*"))
         if path.suffix in _TYPES
     }
-    pages = {"/": "index", "/apps": "apps", "/docs": "docs"}
+    pages = {"/": "index", "/admin": "admin", "/apps": "apps", "/docs": "docs"}
     return {path: files.pop(f"/page/{name}.html") for path, name in pages.items()} | files
 
 

@@ -1,4 +1,4 @@
-// The gateway's API as the page uses it. The key lives in this module's memory and nowhere else.
+// The gateway's API as the pages use it. The key lives in this module's memory; some pages remember it in the tab.
 
 import { readEvents } from "./events.js";
 
@@ -28,6 +28,26 @@ export async function listModels() {
 export async function listApplications() {
   const response = await call("v1/applications");
   return (await response.json()).data;
+}
+
+/** A JSON answer. Throws ApiError. */
+export async function read(path) {
+  return (await call(path)).json();
+}
+
+/** The new key, with the key itself. Throws ApiError. */
+export async function createKey(body) {
+  return (await post("v1/admin/keys", body)).json();
+}
+
+/** Throws ApiError. */
+export async function rotateKey(name) {
+  return (await call(`v1/admin/keys/${encodeURIComponent(name)}:rotate`, { method: "POST" })).json();
+}
+
+/** Throws ApiError. */
+export async function revokeKey(name) {
+  return (await call(`v1/admin/keys/${encodeURIComponent(name)}`, { method: "DELETE" })).json();
 }
 
 /** The OpenAPI document. Throws ApiError. */
@@ -79,7 +99,8 @@ function post(path, body, signal) {
 }
 
 async function call(path, options = {}) {
-  const headers = { ...options.headers, ...(apiKey && { authorization: `Bearer ${apiKey}` }) };
+  const key = apiKey;
+  const headers = { ...options.headers, ...(key && { authorization: `Bearer ${key}` }) };
   let response;
   try {
     response = await fetch(path, { ...options, headers, credentials: "omit", cache: "no-store" });
@@ -87,6 +108,7 @@ async function call(path, options = {}) {
     options.signal?.throwIfAborted();
     throw new ApiError("The gateway cannot be reached. Is it still running?");
   }
+  if (response.status === 401 && key !== apiKey) return call(path, options); // the user has given another key meanwhile
   if (!response.ok) throw await toError(response);
   return response;
 }

@@ -1,7 +1,8 @@
 // What is deployed: versions, instances, rates and events, asked for again and again.
 
 import { ApiError, listApplications } from "./api.js";
-import { askForKey } from "./key_dialog.js";
+import { element, fillRows, toTime } from "./elements.js";
+import { askForKey, rememberKey } from "./key_dialog.js";
 
 const PAUSE_MS = 2000;
 const MAX_EVENTS = 12;
@@ -76,24 +77,7 @@ function fill(article, app) {
   );
   const events = app.events.slice(-MAX_EVENTS).reverse();
   article.querySelector(".events").replaceChildren(
-    ...events.map(({ at, text }) => {
-      const item = document.createElement("li");
-      const time = document.createElement("time");
-      time.dateTime = new Date(at * 1000).toISOString();
-      time.textContent = new Date(at * 1000).toLocaleTimeString();
-      item.append(time, ` ${text}`);
-      return item;
-    }),
-  );
-}
-
-function fillRows(body, rows) {
-  body.replaceChildren(
-    ...rows.map((cells) => {
-      const row = document.createElement("tr");
-      for (const text of cells) row.insertCell().textContent = text;
-      return row;
-    }),
+    ...events.map(({ at, text }) => element("li", toTime(at, { timeStyle: "medium" }), ` ${text}`)),
   );
 }
 
@@ -111,4 +95,5 @@ function shorten(digest) {
   return digest.replace("sha256:", "").slice(0, 12);
 }
 
+rememberKey("apps");
 follow();

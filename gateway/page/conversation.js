@@ -61,3 +61,16 @@ function toMessages({ text, images, results }) {
   const parts = images.map(({ url }) => ({ type: "image_url", image_url: { url } }));
   return [{ role: "user", content: [...parts, { type: "text", text }] }];
 }
+
+/** The conversation as Markdown, with its images in it. */
+export function toMarkdown(exchanges) {
+  const parts = exchanges.flatMap(({ question, answer, calls }) => [
+    "## Question",
+    ...question.images.map(({ name, url }) => `![${name.replace(/[[\]]/g, "")}](${url})`),
+    textOf(question),
+    "## Answer",
+    answer,
+    ...calls.map((call) => `\`\`\`json ${call.function.name}\n${call.function.arguments}\n\`\`\``),
+  ]);
+  return `${parts.filter(Boolean).join("\n\n")}\n`;
+}

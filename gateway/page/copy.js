@@ -2,8 +2,8 @@
 
 const SHOWN_MS = 2000;
 
-/** A button that copies what `getText` returns, and says that it did. */
-export function toCopyButton(label, getText) {
+/** A button that copies what `getText` returns, and says that it did in `announcer`. */
+export function toCopyButton(label, getText, announcer = document.querySelector("#announcer")) {
   const button = document.createElement("button");
   button.type = "button";
   button.className = "quiet copy";
@@ -12,7 +12,7 @@ export function toCopyButton(label, getText) {
   button.addEventListener("click", async () => {
     const isCopied = await copy(getText());
     button.textContent = isCopied ? "Copied" : "Not copied";
-    document.querySelector("#announcer").textContent = isCopied ? "Copied." : "The browser does not let this page copy.";
+    announcer.textContent = isCopied ? "Copied." : "The browser does not let this page copy.";
     setTimeout(() => (button.textContent = "Copy"), SHOWN_MS);
   });
   return button;
@@ -32,10 +32,10 @@ function copyBySelection(text) {
   const focused = document.activeElement;
   holder.value = text;
   holder.className = "unseen";
-  document.body.append(holder);
+  (focused.closest("dialog") ?? document.body).append(holder); // what is outside of an open dialog takes no focus
   holder.select();
   const isCopied = document.execCommand("copy");
   holder.remove();
-  focused?.focus();
+  focused.focus();
   return isCopied;
 }

@@ -1,6 +1,7 @@
 // The API reference: every operation and schema of the gateway's OpenAPI document.
 
 import { ApiError, readDocument } from "./api.js";
+import { element } from "./elements.js";
 import { askForKey } from "./key_dialog.js";
 
 const BOUNDS = {
@@ -91,12 +92,6 @@ function toTable(caption, rows) {
 
 function toDetails(summary, parts) {
   return element("details", element("summary", ...summary), ...parts);
-}
-
-function element(name, ...content) {
-  const made = document.createElement(name);
-  made.append(...content);
-  return made;
 }
 
 /** Open the schema that the address names. */

@@ -1,10 +1,12 @@
 // Conversations that this browser keeps: where they lie, and the list that opens and removes them.
 
-import { isAnswered, textOf } from "./conversation.js";
+import { isAnswered, textOf, toMarkdown } from "./conversation.js";
+import { toButton } from "./elements.js";
 
 const MAX_CONVERSATIONS = 100;
 const MAX_CHARS = 64_000_000; // of all together; images are most of it
 const MAX_TITLE_CHARS = 120;
+const DOWNLOAD_MS = 60_000; // the browser has read the file by then
 
 /** Conversations in the browser's own database; the oldest go when there are too many. */
 export class KeptConversations {
@@ -146,10 +148,9 @@ export class HistoryView {
   toItem({ id, title, changedAt }) {
     const item = document.createElement("li");
     const open = document.createElement("button");
-    const remove = document.createElement("button");
     const name = document.createElement("span");
     const time = document.createElement("time");
-    open.type = remove.type = "button";
+    open.type = "button";
     open.className = "open";
     if (id === this.openId) open.setAttribute("aria-current", "true");
     name.textContent = title;
@@ -157,11 +158,11 @@ export class HistoryView {
     time.textContent = new Date(changedAt).toLocaleString(undefined, { dateStyle: "medium", timeStyle: "short" });
     open.append(name, time);
     open.addEventListener("click", () => this.open(id));
-    remove.className = "quiet";
-    remove.textContent = "\u00d7";
-    remove.ariaLabel = `Remove ${title}`;
-    remove.addEventListener("click", () => this.remove(id));
-    item.append(open, remove);
+    item.append(
+      open,
+      toButton("Save", `Save ${title} as a file`, () => this.download(id, title)),
+      toButton("\u00d7", `Remove ${title}`, () => this.remove(id)),
+    );
     return item;
   }
 
@@ -171,6 +172,15 @@ export class HistoryView {
     this.dialog.close();
     this.setOpen(id);
     this.onOpen({ id, exchanges });
+  }
+
+  async download(id, title) {
+    const exchanges = await this.kept.get(id);
+    if (!exchanges) return this.fill();
+    const href = URL.createObjectURL(new Blob([toMarkdown(exchanges)], { type: "text/markdown" }));
+    const name = title.replace(/[^\p{L}\p{N}]+/gu, "-").replace(/^-|-$/g, "") || "conversation";
+    Object.assign(document.createElement("a"), { href, download: `${name}.md` }).click();
+    setTimeout(() => URL.revokeObjectURL(href), DOWNLOAD_MS);
   }
 
   async remove(id) {

@@ -13,6 +13,7 @@ import { followAddress, shownView } from "./views.js";
 import { showWelcome } from "./welcome.js";
 
 const REFRESH_PAUSE_MS = 15000;
+const AWAY_PAUSE_MS = 2000; // while the gateway is away
 const BUILT_IN = "shapes";
 const find = (selector) => document.querySelector(selector);
 const main = find("#main");
@@ -28,6 +29,8 @@ let conversation = new Conversation();
 let models = [];
 let doubted = null; // the text that lacked an image when it was sent last
 let refreshing = null; // the promise of the models that are being asked for
+let isAway = false; // the gateway did not answer
+let timer = null; // of the next look at the models
 let running = null; // the AbortController of the answer that is coming
 
 // --- asking ---------------------------------------------------------------------------------------------------------
@@ -114,7 +117,7 @@ function fail(exchange, error) {
   const wait = error.retryAfter ? ` Try again in ${error.retryAfter} s.` : "";
   Object.assign(exchange, { note: error.message + wait, isError: true });
   announce(`It did not work: ${error.message}`);
-  if (error.status === 401) refreshModels();
+  if (error.status === 401 || error.status === 0) refreshModels();
 }
 
 /** Change the log; whoever reads at its end stays there. */
@@ -197,8 +200,16 @@ function askSuggested(text) {
 // --- the model and the settings -------------------------------------------------------------------------------------
 
 function refreshModels() {
-  refreshing ??= loadModels().finally(() => (refreshing = null));
+  refreshing ??= loadModels().finally(() => {
+    refreshing = null;
+    planRefresh();
+  });
   return refreshing;
+}
+
+function planRefresh() {
+  clearTimeout(timer);
+  timer = setTimeout(() => (document.hidden ? planRefresh() : refreshModels()), isAway ? AWAY_PAUSE_MS : REFRESH_PAUSE_MS);
 }
 
 async function loadModels() {
@@ -208,9 +219,13 @@ async function loadModels() {
     search.showModels(all);
     showModels(find("#model"), models);
     showModel();
+    if (isAway) announce("The gateway is back.");
+    isAway = false;
   } catch (error) {
     if (error.status === 401) return askForKey().then(loadModels);
+    isAway = error.status === 0;
     find("#fleet").textContent = error.status === 0 ? "gateway away" : "not ready";
+    find("#fleet").classList.add("told");
   }
 }
 
@@ -221,6 +236,7 @@ function chosenModel() {
 function showModel() {
   const model = chosenModel();
   find("#fleet").textContent = describeModel(model);
+  find("#fleet").classList.toggle("told", !model?.num_workers); // where there is little room too
   settings.elements.max_tokens.max = model?.limits?.max_output_tokens ?? "";
 }
 
@@ -297,7 +313,7 @@ document.addEventListener("drop", (event) => {
   else addFiles([...event.dataTransfer.files]);
 });
 document.addEventListener("keydown", (event) => {
-  if (event.key !== "Escape" || find("dialog[open]")) return;
+  if (event.key !== "Escape" || find("dialog[open], :popover-open")) return;
   if (shownView() === "search") search.stop();
   else running?.abort();
 });
@@ -308,7 +324,6 @@ showWelcome(
 );
 kept.restore();
 refreshModels();
-setInterval(() => document.hidden || refreshModels(), REFRESH_PAUSE_MS);
 followAddress((view) => {
   if (matchMedia("(pointer: fine)").matches) (view === "search" ? find("#words") : question).focus();
 });

@@ -1,4 +1,4 @@
-// Where an answer's time went: a bar of its stages, their numbers, and one line of facts.
+// Where an answer's time went: one line, and behind it a bar of the stages, their numbers, and more facts.
 
 const LABELS = {
   ingest: "ingest",
@@ -31,8 +31,9 @@ export function showTimings(footer, { timings, usage }) {
   bar.ariaLabel = `Time by stage: ${stages.map(({ name, seconds }) => `${LABELS[name]} ${formatTime(seconds)}`).join(", ")}`;
   bar.replaceChildren(...stages.map(toSegment));
   footer.querySelector(".stages").replaceChildren(...stages.map(toEntry));
-  const facts = toFacts(timings, usage, stages).map((fact) => fact.replaceAll(" ", "\u00a0"));
-  footer.querySelector(".facts").textContent = facts.join("\u00a0\u00b7 "); // lines break between facts alone
+  const { brief, more } = toFacts(timings, usage, stages);
+  footer.querySelector("summary").textContent = join(brief);
+  footer.querySelector(".facts").textContent = join(more);
   footer.hidden = false;
 }
 
@@ -58,10 +59,14 @@ function toEntry({ name, seconds }) {
 function toFacts(timings, usage, stages) {
   const { completion_tokens: tokens = 0, prompt_tokens: prompt = 0, prompt_tokens_details: details } = usage ?? {};
   const firstToken = stages.filter(({ name }) => name !== "decode" && name !== "relay").reduce((sum, { seconds }) => sum + seconds, 0);
-  const facts = [`${formatTime(timings.e2e_s)} in all`];
-  if (tokens) facts.push(`first token after ${formatTime(firstToken)}`);
-  facts.push(`${tokens} token${tokens === 1 ? "" : "s"}`);
-  if (tokens > 1 && timings.decode_s > 0) facts.push(`${Math.round((tokens - 1) / timings.decode_s)} tokens/s`);
-  facts.push(`${prompt} prompt tokens${details?.cached_tokens ? ` (${details.cached_tokens} cached)` : ""}`);
-  return facts;
+  const brief = [formatTime(timings.e2e_s), `${tokens} token${tokens === 1 ? "" : "s"}`];
+  if (tokens > 1 && timings.decode_s > 0) brief.push(`${Math.round((tokens - 1) / timings.decode_s)} tokens/s`);
+  const more = [`${prompt} prompt tokens${details?.cached_tokens ? ` (${details.cached_tokens} cached)` : ""}`];
+  if (tokens) more.unshift(`first token after ${formatTime(firstToken)}`);
+  return { brief, more };
+}
+
+/** Lines break between facts alone. */
+function join(facts) {
+  return facts.map((fact) => fact.replaceAll(" ", "\u00a0")).join("\u00a0\u00b7 ");
 }

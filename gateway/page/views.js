@@ -13,6 +13,7 @@ export function followAddress(onShow) {
     const isKnown = links.some(({ hash }) => hash === location.hash);
     const name = isKnown ? location.hash.slice(1) : DEFAULT;
     document.body.dataset.view = name;
+    links[0].parentElement.hidePopover();
     for (const link of links) {
       if (link.hash === `#${name}`) link.setAttribute("aria-current", "page");
       else link.removeAttribute("aria-current");

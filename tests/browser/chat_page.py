@@ -23,6 +23,12 @@ DESK = (1180, 800)
 PHONE = (390, 844)
 SMALL = (320, 640)
 
+AXE = ROOT / ".cache" / "axe" / "axe_playwright_python" / "axe.min.js"
+RUN_AXE = """
+const [done] = arguments;
+axe.run().then(({violations}) => done(violations.flatMap(({id, nodes}) => nodes.map(({html}) => `${id}: ${html}`))));
+"""
+
 #: Hands files to the page as a drop or a paste would: events cannot be made from outside of a browser.
 GIVE_FILES = """
 const [kind, name, type, base64] = arguments;
@@ -132,6 +138,14 @@ class ChatPage:
     def note(self) -> str:
         return self.answer.find_element(By.CSS_SELECTOR, ".note").text
 
+    @property
+    def facts(self) -> str:
+        """The line of the latest answer's times, and what is behind it."""
+        details = self.answer.find_element(By.CSS_SELECTOR, "footer details")
+        if not details.get_attribute("open"):
+            details.find_element(By.CSS_SELECTOR, "summary").click()
+        return details.text
+
     def wait_for_end(self) -> str:
         """The latest answer's text, once it is complete, stopped or failed."""
         self.wait_for(lambda: self.answer.get_attribute("aria-busy") == "false")
@@ -147,6 +161,13 @@ class ChatPage:
         events = [json.loads(entry["message"])["message"] for entry in log]
         requests = [e["params"]["request"] for e in events if e["method"] == WIRE_EVENT]
         return [json.loads(r["postData"]) for r in requests if r["url"].endswith("/completions")]
+
+    def barriers(self) -> list[str]:
+        """What axe finds; nothing where it is not installed (`make browser-test` does)."""
+        if not AXE.exists():
+            return []
+        self.browser.execute_script(AXE.read_text())
+        return self.browser.execute_async_script(RUN_AXE)
 
     def keep(self, name: str) -> None:
         """Keep a screenshot for people to look at."""

@@ -67,5 +67,8 @@ def test_versions_instances_and_events_are_shown_to_who_may_deploy(browser, depl
         wide = "return document.documentElement.scrollWidth > innerWidth"
         assert not browser.execute_script(wide)
         browser.save_screenshot(str(SCREENSHOTS / f"apps-{name}.png"))
+    browser.refresh()
+    page.wait_for(lambda: len(rows("versions")) == 2)
+    assert not page.find("#key-dialog").is_displayed()
     refused = ("401 (Unauthorized)", "403 (Forbidden)")  # no key yet, a wrong one
     assert [each for each in page.complaints() if not any(r in each for r in refused)] == []

@@ -31,11 +31,12 @@ def test_an_answer_about_an_image_streams_in_and_tells_where_its_time_went(page:
     answer = page.wait_for_end()
     assert answer.startswith(beginning)
     assert len(answer) > len(beginning)
-    facts = page.answer.find_element(By.CSS_SELECTOR, ".facts").text
-    assert "in all" in facts
+    assert not page.find(".bar").is_displayed()
+    facts = page.facts
     assert f"{NUM_TOKENS} tokens" in facts
     assert "tokens/s" in facts
-    whole, first = re.findall(r"([\d.]+)\s(ms|s)\b", facts)[:2]
+    whole = re.findall(r"([\d.]+)\s(ms|s)\b", facts)[0]
+    first = re.findall(r"first token after ([\d.]+)\s(ms|s)\b", facts.replace("\u00a0", " "))[0]
     assert in_milliseconds(*first) < in_milliseconds(*whole)
     times = {row.get_attribute("class"): milliseconds(row) for row in page.find_all(".stages div")}
     assert {f"stage-{name}" for name in STAGES} >= set(times) > {"stage-vision", "stage-decode"}
@@ -71,8 +72,7 @@ def test_a_follow_up_carries_the_conversation(page: ChatPage):
 
 
 def prompt_tokens(page: ChatPage) -> int:
-    facts = page.answer.find_element(By.CSS_SELECTOR, ".facts").text
-    return int(re.findall(r"(\d+) prompt tokens", facts)[0])
+    return int(re.findall(r"(\d+) prompt tokens", page.facts)[0])
 
 
 def test_an_answer_can_be_stopped_and_what_came_stays(page: ChatPage):
@@ -318,7 +318,7 @@ def test_markdown_of_answers_becomes_elements_and_never_code(page: ChatPage):
     assert width <= page.find("#main").get_property("clientWidth")
 
 
-def test_conversations_stay_in_the_browser_until_they_are_removed(page: ChatPage):
+def test_conversations_stay_in_the_browser_until_they_are_removed(page: ChatPage, tmp_path):
     page.forget()
     page.ask("What is it?", SAMPLE)
     answer = page.wait_for_end()
@@ -327,7 +327,7 @@ def test_conversations_stay_in_the_browser_until_they_are_removed(page: ChatPage
     page.wait_for_model()
     page.wait_for(lambda: page.find_all(".answer"))
     assert page.answer_text == answer
-    assert "in all" in page.answer.find_element(By.CSS_SELECTOR, ".facts").text
+    assert "prompt tokens" in page.facts
     page.sent()
     page.ask("And then?")
     page.wait_for(lambda: len(page.find_all(".answer")) == 2)
@@ -346,6 +346,14 @@ def test_conversations_stay_in_the_browser_until_they_are_removed(page: ChatPage
     assert len(page.find_all(".question img")) == 1
     page.find("#show-history").click()
     page.wait_for(lambda: page.find("#history").is_displayed())
+    downloads = {"behavior": "allow", "downloadPath": str(tmp_path)}
+    page.browser.execute_cdp_cmd("Browser.setDownloadBehavior", downloads)
+    page.find('[aria-label="Save What is it? as a file"]').click()
+    file = tmp_path / "What-is-it.md"
+    page.wait_for(file.exists)
+    text = file.read_text()
+    assert text.startswith("## Question\n\n![shapes.png](data:image/png;base64,")
+    assert f"\n\nWhat is it?\n\n## Answer\n\n{answer}\n\n## Question\n\nAnd then?" in text
     page.find('[aria-label="Remove What is it?"]').click()
     page.wait_for(lambda: len(page.find_all("#history .open")) == 1)
     assert page.find("#welcome").is_displayed()
@@ -585,6 +593,31 @@ def test_everything_is_reached_by_keyboard_and_named(page: ChatPage):
     assert {"Add images", "Remove Sample: star, circle and square on white", "Send"} <= set(names)
 
 
+@pytest.mark.parametrize("width", [320, 700, 900, 1180])
+def test_the_header_is_one_row(page: ChatPage, width: int):
+    page.open((width, 700))
+    page.wait_for_model()
+    page.browser.execute_script("document.querySelector('#model').options[0].text = 'm'.repeat(60)")
+    parts = [part.rect for part in page.find_all("header > *, #model") if part.is_displayed()]
+    parts = [rect for rect in parts if rect["width"] > 1]
+    assert len({round(rect["y"] + rect["height"] / 2) for rect in parts}) <= 2  # half a pixel
+    assert max(rect["height"] for rect in parts) < 50
+    select, buttons = page.find("#model").rect, page.find("#new").rect
+    assert select["x"] + select["width"] < buttons["x"]
+    assert page.find("html").get_property("scrollWidth") <= width
+    assert page.find("#new").accessible_name == "New chat"
+    assert page.barriers() == []
+    page.find("#show-settings").click()
+    assert page.barriers() == []
+    if width == 320:
+        page.find(".menu").send_keys(Keys.ENTER)
+        assert page.barriers() == []
+        page.find("#views a[href='#search']").send_keys(Keys.ENTER)
+        page.wait_for(lambda: page.find("#search-main").is_displayed())
+        assert not page.find("#views").is_displayed()
+        assert page.barriers() == []
+
+
 @long("browser-test")
 def test_it_fits_a_phone_and_the_dark(page: ChatPage):
     screens = (("small", SMALL, "light"), ("phone-dark", PHONE, "dark"), ("dark", DESK, "dark"))
@@ -650,6 +683,12 @@ def test_a_key_is_asked_for_and_a_gateway_that_goes_away_is_said_kindly(browser,
     assert page.note == "The connection was lost before the answer was complete."
     page.answer.find_element(By.CSS_SELECTOR, ".again").click()
     page.wait_for(lambda: "cannot be reached" in page.note)
+    back = "The gateway is back."  # it is started again
+    page.wait_for(lambda: page.find("#announcer").get_property("textContent") == back)
+    assert page.find("#fleet").text == "1 worker"
+    page.answer.find_element(By.CSS_SELECTOR, ".again").click()
+    page.wait_for(lambda: page.answer_text)
+    page.find("#stop").click()
     assert page.browser.execute_script("return localStorage.length + sessionStorage.length") == 0
     kept = page.browser.execute_async_script(DUMP_KEPT)
     assert "What is it?" in kept

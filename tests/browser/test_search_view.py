@@ -128,7 +128,8 @@ def test_it_is_used_by_keyboard_and_fits_the_smallest_screen(search: ChatPage):
         search.keep(f"search-{name}")
         assert search.find("html").get_property("scrollWidth") <= size[0]
     names = []
-    search.browser.execute_script("document.querySelector('#views a').focus()")
+    search.browser.execute_script("document.querySelector('.menu').focus()")
+    search.browser.switch_to.active_element.send_keys(Keys.ENTER)
     while (element := search.browser.switch_to.active_element) != search.find(
         "#search-form button"
     ):

@@ -69,7 +69,9 @@ class HostileFleet:
         self.labels = labels((await self.client.get("/metrics")).text)
         document = (await self.client.get("/openapi.json")).json()
         self.labels |= {("route", path) for path in document["paths"]}
-        self.labels |= {("route", path) for path in ("/openapi.json", "/docs", "/", "/apps")}
+        self.labels |= {
+            ("route", path) for path in ("/openapi.json", "/docs", "/", "/admin", "/apps")
+        }
 
     async def canary(self) -> None:
         """A greedy answer, whole and unchanged."""

@@ -193,12 +193,6 @@ def test_the_start_is_shown_from_its_beginning_and_every_few_seconds(tmp_path):
     assert 5 <= first < second
 
 
-def test_a_fleet_with_a_root_key_alone_shows_its_screen(tmp_path):
-    fleet = start_fleet(tmp_path, VLM_GATEWAY__ROOT_KEY="0123456789abcdef0123456789abcdef")
-    fleet.end()
-    assert "$API_KEY" in fleet.curl
-
-
 def is_ready(url: str) -> bool:
     with suppress(httpx.HTTPError):
         return httpx.get(f"{url}/readyz?workers=1", trust_env=False).is_success
@@ -211,3 +205,16 @@ def text_of(lines: list[str]) -> str:
     chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
     return "".join(choice["delta"].get("content") or "" for choice in choices)
+
+
+def test_it_serves_with_a_root_key_alone(tmp_path):
+    fleet = start_fleet(tmp_path, VLM_GATEWAY__ROOT_KEY="the-root-key")
+    try:
+        assert f"{fleet.url}/admin" in fleet.screen
+        assert "$API_KEY" in fleet.curl
+        with fleet.client() as client:
+            headers = {"authorization": "Bearer the-root-key"}
+            status = client.get("/v1/admin/status", headers=headers).json()
+        assert [each["num_workers"] for each in status["models"]] == [1]
+    finally:
+        fleet.end()

@@ -380,7 +380,8 @@ def show_screen(
 ) -> None:
     """Print what runs, and commands to try it."""
     url, name = base_url(settings), model["id"]
-    needs_key = bool(settings.gateway.api_keys or settings.gateway.root_key)
+    is_managed = settings.gateway.root_key is not None
+    needs_key = bool(settings.gateway.api_keys) or is_managed
     console.print(
         Panel(
             f"[bold]{name}[/bold] on {num_workers} worker(s), engine {kind_of(settings.engine.values())}\n"
@@ -389,6 +390,7 @@ def show_screen(
             f"{url}/v1        base_url of any OpenAI client\n"
             f"{url}/metrics   Prometheus\n"
             + (f"{url}/v1/vector_stores\n" if settings.search.url else "")
+            + (f"{url}/admin     keys and usage\n" if is_managed else "")
             + f"{url}/docs      API reference",
             title="vlm-fleet is ready",
             expand=False,

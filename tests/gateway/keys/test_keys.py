@@ -459,3 +459,25 @@ async def test_metrics_need_the_role_adapters_where_keys_are_created(team: Team)
         (await client.get("/metrics", headers=bearer(key))).status_code for key in (user, monitor)
     ]
     assert found == [403, 200]
+
+
+async def test_who_manages_keys_sees_the_queues_and_workers(team: Team):
+    team.worker.script = talk_on
+    user, admin = await team.create("user"), await team.create("admin", roles=["admin"])
+    client, path = team.gateways[0].client, "/v1/admin/status"
+    assert code(await client.get(path, headers=bearer(user)))[:2] == (
+        403,
+        "insufficient_permissions",
+    )
+    streaming = asyncio.create_task(team.chat(user, stream=True, max_tokens=4096))
+
+    async def has_request() -> bool:
+        answer = (await client.get(path, headers=bearer(admin))).json()
+        return answer["num_open"] == answer["models"][0]["num_open"] == 1
+
+    await until(has_request, 5.0)
+    found = (await client.get(path, headers=ROOT)).json()
+    [model], [worker] = found["models"], found["workers"]
+    assert (found["state"], model["id"], model["num_workers"]) == ("ready", MODEL, 1)
+    assert (worker["model"], worker["state"]) == (MODEL, "ready")
+    streaming.cancel()

@@ -1,0 +1,68 @@
+// The page of the admin: the fleet, keys, usage and changes, asked for again and again.
+
+import { ApiError, read } from "./api.js";
+import { fillRows, toTime } from "./elements.js";
+import { askForKey, forgetKey, rememberKey } from "./key_dialog.js";
+import { KeysView } from "./keys.js";
+import { UsageView } from "./usage.js";
+
+const PAUSE_MS = 2000;
+const ROUNDS = 8; // of the fleet for one of the rest
+const find = (selector) => document.querySelector(selector);
+const problems = new Map(); // by what could not be read
+const usage = new UsageView(find("#usage-form"), () => load("usage"));
+const keys = new KeysView(find("#keys"), () => Promise.all([load("keys"), load("audit")]));
+const PARTS = {
+  fleet: { path: () => "v1/admin/status", show: showFleet },
+  keys: { path: () => "v1/admin/keys", show: ({ data }) => keys.show(data) },
+  usage: { path: () => usage.path(), show: ({ data }) => usage.show(data) },
+  audit: { path: () => "v1/admin/audit?limit=50", show: showAudit },
+};
+
+async function follow() {
+  for (let round = 0; ; round++) {
+    if (!document.hidden) await Promise.all((round % ROUNDS ? ["fleet"] : Object.keys(PARTS)).map(load));
+    await new Promise((resolve) => setTimeout(resolve, PAUSE_MS));
+  }
+}
+
+async function load(part) {
+  const path = PARTS[part].path();
+  try {
+    const answer = await read(path);
+    if (path !== PARTS[part].path()) return; // something else was chosen meanwhile
+    PARTS[part].show(answer);
+    problems.delete(part);
+  } catch (error) {
+    if (!(error instanceof ApiError)) throw error;
+    if (error.status === 401) return askForKey().then(() => load(part));
+    problems.set(part, error.message);
+  }
+  const told = [...new Set(problems.values())].join(" ");
+  if (find("#problem").textContent !== told) find("#problem").textContent = told;
+}
+
+function showFleet({ version, state, num_open: numOpen, models, workers }) {
+  find("#gateway").textContent = `vlm-fleet ${version}, ${state}. This gateway has ${numOpen} open request${numOpen === 1 ? "" : "s"}.`;
+  fillRows(
+    find("#models"),
+    models.map((each) => [each.id, each.num_workers, each.num_open, each.num_backlog, each.oldest_wait_s ? `${each.oldest_wait_s.toFixed(1)} s` : "-"]),
+  );
+  fillRows(
+    find("#workers"),
+    workers.map((each) => [
+      each.id, each.model, each.engine, each.state, `${each.num_running} of ${each.max_num_seqs}`, each.num_waiting, each.num_finished, each.num_failed,
+    ]),
+  );
+}
+
+function showAudit({ data }) {
+  fillRows(find("#audit"), data.map(({ at, action, name, key, address }) => [toTime(at), action, name, key, address]));
+}
+
+find("#forget-key").addEventListener("click", () => {
+  forgetKey();
+  location.reload();
+});
+rememberKey("admin");
+follow();
