@@ -27,12 +27,15 @@ def settings() -> None:
     show(settings_classes())
 
 
+#: For what is not printed by rich, which has it. Source: https://no-color.org
+_COLOR = False if os.environ.get("NO_COLOR") else None
+
 app = typer.Typer(
     name="vlm",
     help="A gateway and a fleet of workers for vision-language models.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["-h", "--help"], "color": _COLOR},
 )
 
 
@@ -108,7 +111,7 @@ def main() -> None:
     try:
         app()
     except SettingsError as error:
-        typer.secho(str(error), err=True, fg="red")
+        typer.secho(str(error), err=True, fg="red", color=_COLOR)
         sys.exit(os.EX_CONFIG)
 
 

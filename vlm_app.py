@@ -128,7 +128,8 @@ class Session:
     def __init__(self, session_id: str, *, url: str = "", api_key: str = "") -> None:
         """An open session, by its id. Without `url` and `api_key`: VLM_URL and VLM_API_KEY."""
         self.id = session_id
-        self._url = (url or os.environ.get("VLM_URL") or "http://127.0.0.1:8000").rstrip("/")
+        url = (url or os.environ.get("VLM_URL") or "http://127.0.0.1:8000").rstrip("/")
+        self._url = url if "://" in url else f"http://{url}"
         self._api_key = api_key or os.environ.get("VLM_API_KEY", "")
         self._submitted: list[str] = []
 

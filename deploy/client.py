@@ -27,7 +27,7 @@ class ApiFailed(Exception):
 
 
 class Client:
-    """Client of one gateway. The key: the given one, `DEPLOY_KEY`, or that of `vlm serve` on this machine."""
+    """Client of one gateway. The key: the given one, else that of `vlm serve` on this machine."""
 
     def __init__(self, url: str, key: str | None) -> None:
         self.url = url.rstrip("/")
@@ -144,7 +144,7 @@ def _content(answer: httpx.Response) -> Any:
     message = error.get("message", "")
     if answer.status_code in (401, 403):
         message += (
-            " Give --api-key, DEPLOY_KEY where you deploy, VLM_API_KEY where you ask; "
+            " Give a key with --api-key, or set VLM_API_KEY, or DEPLOY_KEY for commands that deploy; "
             "`vlm serve` keeps one that may do both in deploy.key in its data folder, that of --data-dir "
             "or ~/.local/state/vlm-fleet/PORT."
         )

@@ -4,6 +4,7 @@ They import torch when they run.
 """
 
 import json
+import os
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,23 +19,34 @@ if TYPE_CHECKING:
     from engines.packages.cache import FindEngine
 
 
-_NO_TORCH = "unknown: torch is not installed (pip install 'vlm-fleet[torch]')"
+def _require_torch() -> None:
+    """End with one sentence without the extra `torch`."""
+    if find_spec("torch") is None:
+        typer.echo("this command needs torch: pip install 'vlm-fleet[torch]'", err=True)
+        sys.exit(os.EX_CONFIG)
+
+
+Shape = Literal[
+    "tiny",
+    "llava-1b",
+    "llava-1.5-7b",
+    "llama-125m",
+    "smolvlm2-500m",
+    "smolvlm2-2.2b",
+    "qwen2.5-vl-3b",
+]
 
 
 def make_checkpoint(
     directory: Annotated[Path, typer.Argument(help="Where to write it; new or empty.")],
-    shape: Annotated[
-        str,
-        typer.Option(
-            help="tiny, llava-1b, llava-1.5-7b, llama-125m, smolvlm2-500m, smolvlm2-2.2b or qwen2.5-vl-3b."
-        ),
-    ] = "tiny",
+    shape: Annotated[Shape, typer.Option(help="Architecture and size.")] = "tiny",
     seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
     layers: Annotated[
         int | None, typer.Option(min=1, help="Most layers of decoder and tower.")
     ] = None,
 ) -> None:
     """Write a checkpoint with random weights, for tests and benchmarks."""
+    _require_torch()
     from engines.torch_backend.loading.make_checkpoint import run
 
     run(shape, directory, seed, layers)
@@ -49,16 +61,27 @@ def quantize(
     ] = "none",
 ) -> None:
     """Save a checkpoint with a quantized decoder in the compressed-tensors format."""
+    from engines.base import EngineStartError
+    from engines.packages.resolve import check_reference
+
+    _require_torch()
+    try:
+        check_reference(source)
+    except EngineStartError as problem:
+        sys.exit(f"quantize: {problem}")
     from engines.torch_backend.loading.quantize_checkpoint import run
 
     run(source, target, scheme, head)
 
 
 def convert_gguf(
-    source: Annotated[Path, typer.Argument(metavar="FILE", help="A GGUF file.")],
+    source: Annotated[
+        Path, typer.Argument(metavar="FILE", help="A GGUF file.", exists=True, dir_okay=False)
+    ],
     target: Annotated[Path, typer.Argument(metavar="DST", help="Directory; new or empty.")],
 ) -> None:
     """Convert a GGUF file to a safetensors checkpoint: Q4_0 to int4, the rest to float16."""
+    _require_torch()
     from engines.torch_backend.loading.convert_gguf import run
 
     run(source, target)
@@ -66,42 +89,49 @@ def convert_gguf(
 
 def models(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Show what runs on this machine; loads torch.")
+    ] = False,
 ) -> None:
     """List built-in models and those in the hub's cache."""
     from engines.packages.cache import format_bytes, list_models
 
-    find_engine = _load_find_engine()
-    rows = []
-    for model in list_models():
-        runs, why = (None, _NO_TORCH) if find_engine is None else model.explain(find_engine)
-        rows.append((model, runs, why))
+    if check:
+        _require_torch()
+    find_engine = _load_find_engine() if check else None
+    rows = [(model, find_engine and model.explain(find_engine)) for model in list_models()]
     if as_json:
-        listed = [
-            {
+        listed = []
+        for model, found in rows:
+            entry: dict[str, object] = {
                 "name": model.name,
                 "revision": model.revision,
                 "size_bytes": model.num_bytes,
                 "format": model.format,
                 "source": model.source,
                 "directory": str(model.directory),
-                "runs": runs,
-                "engine": why if runs else None,
-                "problem": None if runs else why,
             }
-            for model, runs, why in rows
-        ]
+            if found:
+                runs, why = found
+                entry |= {"runs": runs, "engine": why if runs else None}
+                entry["problem"] = None if runs else why
+            listed.append(entry)
         typer.echo(json.dumps(listed, indent=2))
         return
     table = Table(box=box.SIMPLE_HEAD)
-    for name in ("name", "revision", "size", "format", "from", "runs here"):
-        is_last = name == "runs here"
+    for name in ("name", "revision", "size", "format", "from"):
         justify = "right" if name == "size" else "left"
-        table.add_column(name, overflow="fold", no_wrap=not is_last, justify=justify)
-    for model, runs, why in rows:
-        told = f"yes, engine {why}" if runs else f"no: {why}" if runs is False else why
+        table.add_column(name, overflow="fold", no_wrap=True, justify=justify)
+    if check:
+        table.add_column("runs here", overflow="fold")
+    for model, found in rows:
         size = format_bytes(model.num_bytes)
-        table.add_row(model.name, model.revision, size, model.format, model.source, told)
-    console = Console()
+        cells = [model.name, model.revision, size, model.format, model.source]
+        if found:
+            runs, why = found
+            cells.append(f"yes, engine {why}" if runs else f"no: {why}")
+        table.add_row(*cells)
+    console = Console(markup=False)
     console.print(table, width=None if console.is_terminal else 200)
 
 

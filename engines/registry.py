@@ -7,6 +7,7 @@ group `vlm_fleet.engines`, whose values are `EngineKind`s. Engines are imported 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pkgutil import resolve_name  # noqa: TID251 - names the modules of its own table
 from typing import Any
 
@@ -29,6 +30,7 @@ class EngineKind:
 
     settings: type[EngineSettings] | str
     create: Callable[[Any, Progress | None], LoadedEngine] | str
+    needs: str = ""  #: the module without which it cannot run
     install: str = ""  #: what to install if a package of `create` is missing
     #: Refuses an unknown model before anything is loaded. Raises: EngineStartError.
     check_model: Callable[[str], None] | str | None = None
@@ -67,6 +69,7 @@ kinds: dict[str, EngineKind] = {
     "torch": EngineKind(
         "engines.torch_backend.settings:TorchSettings",
         "engines.torch_backend.loading.load:load_engine",
+        needs="torch",
         install="vlm-fleet[torch]",
         check_model="engines.packages.resolve:check_reference",
         preload="engines.torch_backend.models.registry:import_families",
@@ -80,6 +83,7 @@ kinds: dict[str, EngineKind] = {
     "pooling": EngineKind(
         "engines.pooling.settings:EncoderSettings",
         "engines.pooling.load:load_pooling_engine",
+        needs="torch",
         install="vlm-fleet[torch]",
         check_model="engines.packages.resolve:check_reference",
         models=("shapes-clip",),
@@ -166,8 +170,25 @@ def check_package(values: Mapping[str, object], paths: Collection[str]) -> None:
         raise EngineStartError("config.json: a model needs it; it says what model it is")
 
 
+def check_installed(values: Mapping[str, object]) -> None:
+    """Raises: EngineStartError if the engine's packages are not installed."""
+    name, kind = _find(values)
+    if kind.needs and find_spec(kind.needs) is None:
+        raise _not_installed(name, kind, kind.needs)
+
+
+def _not_installed(name: str, kind: EngineKind, module: str | None) -> EngineStartError:
+    package = kind.install or f"the package of the {name} engine"
+    return EngineStartError(
+        f"the {name} engine needs the package {module!r}: pip install '{package}', or choose "
+        "another one with --engine"
+    )
+
+
 def prepare_process(values: Mapping[str, object]) -> None:
-    """Set up a worker process that has no threads yet. Raises: BadEngineSettings."""
+    """Check the settings and set up a worker process that has no threads yet. Raises: EngineStartError."""
+    check_installed(values)
+    check_settings(values)
     prepare = _find(values)[1].prepare_process
     if prepare is not None:
         _load(prepare)()
@@ -175,16 +196,12 @@ def prepare_process(values: Mapping[str, object]) -> None:
 
 def create_engine(values: Mapping[str, object], progress: Progress | None = None) -> LoadedEngine:
     """Create the engine of raw settings; blocks until it can serve. Raises: EngineStartError."""
-    settings = read_settings(values)
-    kind, found = _find(values)
+    settings = check_settings(values)
+    name, kind = _find(values)
     try:
-        create = found.load_create()
+        create = kind.load_create()
     except ModuleNotFoundError as error:
-        package = found.install or f"the package of the {kind} engine"
-        raise EngineStartError(
-            f"the {kind} engine needs the package {error.name!r}: pip install '{package}', or "
-            "take another with VLM_ENGINE__KIND"
-        ) from None
+        raise _not_installed(name, kind, error.name) from None
     return create(settings, progress)
 
 

@@ -40,7 +40,8 @@ def chat(
     from gateway.client.chat import ChatError, run_chat
 
     try:
-        run_chat(url, model, api_key, image or [], question, max_tokens, temperature)
+        code = run_chat(url, model, api_key, image or [], question, max_tokens, temperature)
     except ChatError as error:
         typer.secho(str(error), err=True, fg="red")
-        sys.exit(1)
+        code = 1
+    sys.exit(code)

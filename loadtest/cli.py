@@ -42,6 +42,10 @@ def _writable(path: Path | None) -> Path | None:
     return path
 
 
+def _with_scheme(host: str) -> str:
+    return f"http://{host}" if host and "://" not in host else host
+
+
 ApiKey = Annotated[
     str, typer.Option(envvar="VLM_API_KEY", help="API key, if the server wants one.")
 ]
@@ -56,7 +60,10 @@ def loadtest(
     duration: Annotated[float, typer.Option(min=0.5, help="Seconds, all steps together.")] = 30.0,
     warmup: Annotated[float, typer.Option(min=0.0, help="Seconds before them.")] = 1.0,
     host: Annotated[
-        str, typer.Option(help="The server's address.", show_default="a fleet of its own")
+        str,
+        typer.Option(
+            help="The server's address.", show_default="a fleet of its own", callback=_with_scheme
+        ),
     ] = "",
     engine: Annotated[str, typer.Option(help="Engine of that fleet.")] = "mock",
     model: Annotated[

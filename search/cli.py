@@ -9,6 +9,7 @@ import typer
 
 from shared.gateway_url import URL, ApiKey, AskUrl, read_url
 from shared.options import SettingOptions, takes_settings
+from shared.settings import URL_VARIABLE
 
 if TYPE_CHECKING:
     from search.embed import Embedder
@@ -33,24 +34,30 @@ SEARCH: SettingOptions = {
 @takes_settings(SEARCH, process="search")
 def search_node(settings: "Settings") -> None:
     """Run the search process, which has the vector stores of all gateways."""
+    _require("the search process")
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # requests run in parallel, not products
     from search.server import run_search
 
     sys.exit(run_search(settings))
 
 
-def _require() -> None:
+def _require(use: str = "this command") -> None:
     """Raises: SettingsError if the extra is not installed."""
     from search.index import require
 
-    require("numpy", "this command")
-    require("safetensors", "this command")
+    require("numpy", use)
+    require("safetensors", use)
 
 
 Engine = Annotated[str, typer.Option(help="Engine of this process, without --url.")]
 LocalUrl = Annotated[
     str | None,
-    typer.Option("--url", help="Compute by a gateway, not in this process.", callback=read_url),
+    typer.Option(
+        "--url",
+        envvar=URL_VARIABLE,
+        help="Compute by a gateway, not in this process.",
+        callback=read_url,
+    ),
 ]
 
 

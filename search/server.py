@@ -25,7 +25,7 @@ from starlette.types import Receive, Scope, Send
 import shared.search as wire
 from search.catalog import Catalog, Sqlite
 from search.collection import BadCollection
-from search.index import IndexKind, SearchUnavailable, open_indexes, require
+from search.index import IndexKind, SearchUnavailable, open_indexes
 from search.stores import Stores
 from shared.search import SearchError
 from shared.settings import SettingsError
@@ -189,8 +189,6 @@ def _check(search: SearchSettings) -> None:
             "VLM_SEARCH__TOKEN: required on an address that other machines can reach; set the same secret "
             "at the gateways"
         )
-    require("numpy", "the search process")
-    require("safetensors", "the search process")
 
 
 def _lock(directory: Path) -> IO[bytes]:

@@ -69,7 +69,7 @@ DeployKey = Annotated[
     str | None,
     typer.Option(
         "--api-key",
-        envvar="DEPLOY_KEY",
+        envvar=["DEPLOY_KEY", KEY_VARIABLE],
         help="A key that may deploy.",
         show_default="vlm serve's own",
     ),

@@ -1,5 +1,6 @@
 """Options of the command line reach the settings of what they start; a command loads no more than it needs."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,10 +13,11 @@ import vlm
 from shared.settings.load import load_settings
 from shared.settings.tree import Settings
 from shared.version import package_version
-from tests.integration.fleet_process import ROOT, run_vlm
+from tests.integration.fleet_process import ROOT, run_vlm, run_vlm_on_terminal
 
 ENGINE_OPTIONS = ["--engine", "mock", "--max-num-seqs", "7", "--dtype", "float16"]
 REDIS = ["--redis-url", "unix:///nowhere"]
+TENSORS = {"torch", "transformers"}
 
 
 @pytest.fixture
@@ -185,10 +187,33 @@ def test_tools_of_the_engine_get_what_was_asked_for(monkeypatch):
 
 
 @pytest.mark.parametrize(
+    "command",
+    [
+        ["--help"], ["serve", "--port", "zero"], ["serve", "--host", "203.0.113.1"], ["worker", "--set", "x.y=1"], ["apps", "--url", "127.0.0.1:9"],
+        ["chat", "--url", "127.0.0.1:9", "x"], ["search", "nowhere", "x", "--url", "127.0.0.1:9"], ["loadtest", "--host", "127.0.0.1:9"],
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_no_colours_are_printed_where_they_are_not_wanted(command):
+    colour = re.compile(r"\x1b\[(?:\d+;)*(?:3|4|9|10)[0-7](?:;\d+)*m")
+    assert colour.search(run_vlm_on_terminal(*command)[1])
+    plain = run_vlm_on_terminal(*command, NO_COLOR="1")[1]
+    assert plain.strip()
+    assert not colour.search(plain)
+
+
+@pytest.mark.parametrize(
     ("arguments", "unneeded"),
     [
         (["--help"], {"torch", "numpy", "pydantic", "starlette", "httpx", "locust", "shared.settings.tree"}),
         (["gateway", *REDIS, "--set", "nothing=1"], {"torch", "numpy", "engines.base", "worker.main", "locust"}),
+        (["models"], TENSORS),
+        (["models", "--nothing"], TENSORS),
+        (["quantize", "no such model", "new", "--scheme", "int8"], TENSORS),
+        (["convert-gguf", "nowhere.gguf", "new"], TENSORS),
+        (["make-checkpoint", "new", "--shape", "huge"], TENSORS),
+        (["search", "engines/packages/shapes_clip/samples", "x", "--model", "no such model"], TENSORS),
+        (["worker", *REDIS, "--model", "no such model"], TENSORS),
         (["chat", "--url", "http://127.0.0.1:9", "x"], {"torch", "starlette", "uvicorn", "shared.settings.tree"}),
     ],
 )  # fmt: skip

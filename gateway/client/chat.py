@@ -6,7 +6,9 @@ Called by `vlm chat`. It uses the public API only.
 import base64
 import json
 import mimetypes
-from collections.abc import Iterator
+import sys
+from collections.abc import Generator, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ _HELP = """\
 /json        answer in JSON, or in text again
 /clear       begin a new conversation
 /help        show this
-Ctrl-C stops an answer; an empty line or Ctrl-D ends."""
+Ctrl-C stops an answer; Ctrl-D ends the conversation."""
 _CONTROLS = dict.fromkeys({*range(0x20), *range(0x7F, 0xA0)} - {ord("\n"), ord("\t")})
 
 
@@ -40,7 +42,7 @@ class Conversation:
     timings: dict[str, float] = field(default_factory=dict)
     usage: dict[str, Any] = field(default_factory=dict)
 
-    def ask(self, question: str, images: list[Path]) -> Iterator[str]:
+    def ask(self, question: str, images: list[Path]) -> Generator[str]:
         """Ask a question with images; yields the text of the answer. Raises: ChatError.
 
         An answer that is cut stays in the conversation; a question without an answer does not.
@@ -71,7 +73,10 @@ class Conversation:
         if self.max_tokens is not None:
             body["max_tokens"] = self.max_tokens
         done = False
-        with self.client.stream("POST", "/v1/chat/completions", json=body) as response:
+        with (
+            _reaching(self.client),
+            self.client.stream("POST", "/v1/chat/completions", json=body) as response,
+        ):
             check_status(response)
             for event in read_events(response):
                 if event == "[DONE]":
@@ -111,6 +116,19 @@ def printable(text: str) -> str:
     return text.translate(_CONTROLS)
 
 
+@contextmanager
+def _reaching(client: httpx.Client) -> Iterator[None]:
+    """Raises: ChatError for errors of the connection."""
+    try:
+        yield
+    except httpx.ConnectError:
+        raise ChatError(
+            f"nothing answers at {client.base_url}; start a server with `vlm serve`"
+        ) from None
+    except httpx.HTTPError as error:
+        raise ChatError(f"the connection to {client.base_url} failed: {error}") from None
+
+
 def check_status(response: httpx.Response) -> None:
     """Raises: ChatError with the server's message if it refused."""
     if response.is_success:
@@ -135,7 +153,8 @@ def read_events(response: httpx.Response) -> Iterator[str]:
 
 def first_model(client: httpx.Client) -> str:
     """The first chat model that has workers. Raises: ChatError."""
-    response = client.get("/v1/models")
+    with _reaching(client):
+        response = client.get("/v1/models")
     check_status(response)
     models = response.json()["data"]
     # other servers do not list tasks
@@ -171,63 +190,73 @@ def run_chat(
     question: str | None,
     max_tokens: int | None,
     temperature: float,
-) -> None:
-    """Answer one question, or those that are typed if none is given. Raises: ChatError."""
-    console, timings = Console(highlight=False), Console(stderr=True, highlight=False)
+) -> int:
+    """Answer one question, or those that are typed if none is given. Returns the exit code. Raises: ChatError.
+
+    Answers alone are printed where the output, or the input of a conversation, is no terminal.
+    """
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     timeout = httpx.Timeout(300.0, connect=5.0)
     with httpx.Client(base_url=url, headers=headers, timeout=timeout, trust_env=False) as client:
-        try:
-            chosen = model or first_model(client)
-            conversation = Conversation(client, chosen, max_tokens, temperature)
-            terminal = _Terminal(conversation, console, timings)
-            if question:
-                terminal.answer(question, images)
-            else:
-                terminal.converse(images)
-        except httpx.ConnectError:
-            raise ChatError(f"nothing answers at {url}; start a server with `vlm serve`") from None
-        except httpx.HTTPError as error:
-            raise ChatError(f"the connection to {url} failed: {error}") from None
+        chosen = model or first_model(client)
+        conversation = Conversation(client, chosen, max_tokens, temperature)
+        is_on_terminal = sys.stdout.isatty() and bool(question or sys.stdin.isatty())
+        terminal = _Terminal(conversation, is_on_terminal)
+        if not question:
+            return terminal.converse(images)
+        terminal.answer(question, images)
+        return 0
 
 
 class _Terminal:
-    """Shows a conversation: the answers on `console`, everything else on `notes`."""
+    """Shows a conversation: the answers on stdout, everything else on stderr."""
 
-    def __init__(self, conversation: Conversation, console: Console, notes: Console) -> None:
+    def __init__(self, conversation: Conversation, is_on_terminal: bool) -> None:
         self._conversation = conversation
-        self._console = console
-        self._notes = notes
+        self._is_on_terminal = is_on_terminal
+        self._console = Console(highlight=False)
+        self._notes = Console(stderr=True, highlight=False)
 
     def answer(self, question: str, images: list[Path]) -> None:
         """Raises: ChatError."""
-        conversation = self._conversation
-        for piece in conversation.ask(question, images):
-            self._console.print(printable(piece), end="", markup=False, soft_wrap=True)
-        self._console.print()
+        conversation, is_begun = self._conversation, False
+        try:
+            with closing(conversation.ask(question, images)) as pieces:
+                for piece in pieces:
+                    is_begun = True
+                    self._console.print(printable(piece), end="", markup=False, soft_wrap=True)
+        finally:
+            if is_begun:
+                self._console.print()
         self._note(format_timings(conversation.timings, conversation.usage))
 
-    def converse(self, images: list[Path]) -> None:
-        """Answer what is typed, until an empty line or the end of the input. Ctrl-C stops an answer."""
-        self._note("Ask; /help lists the commands, an empty line ends.")
-        while line := self._read():
+    def converse(self, images: list[Path]) -> int:
+        """Answer what is typed until the end of the input; returns the exit code.
+
+        On a terminal, Ctrl-C stops an answer or clears the line.
+        """
+        self._note("Ask; /help lists the commands, Ctrl-D ends.")
+        messages, exit_code = self._conversation.messages, 0
+        while True:
+            num_before = len(messages)
             try:
+                line = self._console.input("> " if self._is_on_terminal else "").strip()
                 if line.startswith("/"):
                     images = self._obey(line, images)
-                    continue
-                self.answer(line, images)
-                images = []  # sent once: the conversation contains them
+                elif line:
+                    self.answer(line, images)
+            except EOFError:
+                self._note("")
+                return exit_code
             except KeyboardInterrupt:
-                self._console.print()
-                images = []
+                if not self._is_on_terminal:
+                    raise
+                self._note("")
             except ChatError as error:
                 self._notes.print(str(error), style="red", markup=False, soft_wrap=True)
-
-    def _read(self) -> str:
-        try:
-            return self._console.input("> ").strip()
-        except (EOFError, KeyboardInterrupt):
-            return ""
+                exit_code = 0 if self._is_on_terminal else 1
+            if len(messages) > num_before:
+                images = []  # sent once: the conversation contains them
 
     def _obey(self, line: str, images: list[Path]) -> list[Path]:
         """Do a command; returns the images of the next question. Raises: ChatError."""
@@ -254,4 +283,5 @@ class _Terminal:
         return images
 
     def _note(self, text: str) -> None:
-        self._notes.print(text, style="dim", markup=False, soft_wrap=True)
+        if self._is_on_terminal:
+            self._notes.print(text, style="dim", markup=False, soft_wrap=True)

@@ -9,8 +9,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, SecretStr, ValidationError
-from pydantic_core import to_json
+from pydantic import BaseModel, SecretStr, TypeAdapter, ValidationError
 from pydantic_settings import SettingsError as UnparsedValue
 
 from shared.settings import KEY_VARIABLE, URL_VARIABLE
@@ -125,5 +124,5 @@ def _to_text(value: Any) -> str:
     if isinstance(value, tuple | list):
         return ",".join(_to_text(item) for item in value)
     if isinstance(value, dict):
-        return to_json(value, exclude_none=True).decode()
+        return TypeAdapter(dict).dump_json(value, exclude_none=True).decode()
     return value.get_secret_value() if isinstance(value, SecretStr) else str(value)

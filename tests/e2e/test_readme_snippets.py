@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.fleet_process import ROOT, Served
+from tests.integration.fleet_process import ROOT, Served, run_vlm_on_terminal
 
 README = (ROOT / "README.md").read_text()
 SEARCH = (ROOT / "docs" / "search.md").read_text()
@@ -70,12 +70,11 @@ def test_the_chat_of_the_readme_prints_what_it_shows(shapes_fleet):
     [(command, shown)] = re.findall(
         r"```bash\n\.venv/bin/vlm (chat .*?)\n```\n+```\n(.*?)```", README, re.S
     )
-    done = subprocess.run(
-        [sys.executable, "-m", "vlm", *shlex.split(command), "--url", shapes_fleet.url],
-        cwd=ROOT, capture_output=True, text=True, timeout=60, check=True,
-    )  # fmt: skip
+    asked = [*shlex.split(command), "--url", shapes_fleet.url]
+    code, printed = run_vlm_on_terminal(*asked, TERM="dumb")
+    assert code == 0, printed
     number = re.compile(r"\d+(\.\d+)?")
-    answer, timing = done.stdout.strip(), done.stderr.strip()
+    answer, timing = printed.strip().splitlines()
     shown_answer, shown_timing = shown.strip().split("\n")
     assert answer == shown_answer
     assert number.sub("0", timing) == number.sub("0", shown_timing)

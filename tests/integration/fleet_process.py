@@ -1,6 +1,7 @@
 """A fleet as real processes, started by `vlm serve` and found by what its screen says."""
 
 import os
+import pty
 import re
 import subprocess
 import sys
@@ -89,6 +90,22 @@ def run_vlm(*arguments: str, timeout: float = 60, **options) -> subprocess.Compl
         [sys.executable, "-m", "vlm", *arguments],
         cwd=ROOT, capture_output=True, text=True, timeout=timeout, **options,
     )  # fmt: skip
+
+
+def run_vlm_on_terminal(*arguments: str, **variables: str) -> tuple[int, str]:
+    """Run one `vlm` command on a terminal; returns its exit code and what it shows."""
+    master, slave = pty.openpty()
+    with open(master, "rb", buffering=0) as screen:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "vlm", *arguments], cwd=ROOT, stdin=slave, stdout=slave, stderr=slave,
+            env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "200", **variables},
+        )  # fmt: skip
+        os.close(slave)
+        shown = b""
+        with suppress(OSError):  # of its end
+            while piece := screen.read(65536):
+                shown += piece
+    return process.wait(), shown.decode()
 
 
 def _command_line(process: psutil.Process) -> list[str]:

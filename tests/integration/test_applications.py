@@ -133,7 +133,7 @@ def test_a_session_is_walked_through_by_commands(deployer: Deployer):
 
 
 def test_a_program_uses_a_session_of_its_own(deployer: Deployer):
-    at = {"url": deployer.fleet.url, "api_key": deployer.key}
+    at = {"url": deployer.fleet.url.removeprefix("http://"), "api_key": deployer.key}
     with Session.open("greeter", common_data={"word": "dear"}, **at) as session:
         session.submit("you", "fail")
         [mine] = session.submit("me")

@@ -70,9 +70,9 @@ class _Server(ThreadingHTTPServer):
 
 
 @contextmanager
-def run_fake_server() -> Iterator[FakeServer]:
-    """Serve on a free port until the end."""
-    with _Server(("127.0.0.1", 0), _Handler) as httpd:
+def run_fake_server(port: int = 0) -> Iterator[FakeServer]:
+    """Serve on a port, 0: a free one, until the end."""
+    with _Server(("127.0.0.1", port), _Handler) as httpd:
         httpd.fake = FakeServer(httpd.server_port)  # type: ignore[attr-defined]
         thread = threading.Thread(target=httpd.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()

@@ -23,7 +23,8 @@ from tests.rounds import in_one_round
 
 def load(fake: FakeServer, *arguments: str) -> Done:
     short = ["--duration", "0.6", "--warmup", "0", "--max-tokens", "3", "--image-bytes", "2000"]
-    return CliRunner().invoke(vlm.app, ["loadtest", "--host", fake.url, *short, *arguments])
+    host = fake.url.removeprefix("http://")
+    return CliRunner().invoke(vlm.app, ["loadtest", "--host", host, *short, *arguments])
 
 
 def result_of(fake: FakeServer, tmp_path: Path, *arguments: str) -> tuple[Result, Done]:

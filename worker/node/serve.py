@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from errno import EACCES, EADDRNOTAVAIL, EAFNOSUPPORT
@@ -22,7 +23,7 @@ from rich.console import Console
 from rich.panel import Panel
 
 from engines.base import EngineStartError
-from engines.registry import check_settings, find_kind, kind_of
+from engines.registry import check_installed, check_settings, find_kind, kind_of
 from engines.settings import EngineSettings
 from shared.redis.embedded import EmbeddedRedis, EmbeddedRedisError
 from shared.settings import SettingsError
@@ -49,6 +50,7 @@ from worker.node.supervisor import (
 SAMPLE = Path(__file__).parents[2] / "engines" / "packages" / "shapes" / "samples" / "shapes.png"
 TEXT_QUESTION = "Write a sentence about the sea."
 GRACE_S = 5.0
+PROGRESS_S = 5.0  #: between lines of progress where there is no terminal
 
 console = Console(stderr=True, highlight=False)
 logger = logging.getLogger(__name__)
@@ -69,12 +71,20 @@ def run_node(
     """
     if ray:
         _check_reachable(settings)
+    here = [] if ray else [settings.engine.values()]
+    try:
+        for values in (*here, *({"model": model} for model in also)):
+            check_installed(values)
+    except EngineStartError as error:
+        raise SettingsError(str(error)) from None
     if "level" not in settings.logs.model_fields_set:  # the screen is for the user
         settings = settings.changed(logs={"level": "warning"})
     setup_logging(settings.logs, "serve")
     gateway = settings.gateway
     try:
         settings = settings.changed(gateway={"port": find_port(gateway.host, gateway.port)})
+        engine = kind_of(settings.engine.values())
+        console.print(f"starting the {engine} engine on {num_workers} worker(s) ...")
         with ExitStack() as stack:
             redis = None
             if search and not settings.search.url:
@@ -206,22 +216,11 @@ async def keep_running(redis: EmbeddedRedis, poll_s: float = 0.1) -> None:
 async def _serve(
     settings: Settings, num_workers: int, node: Node, also: Sequence[str] = ()
 ) -> None:
-    with console.status(
-        f"starting the {kind_of(settings.engine.values())} engine on {num_workers} worker(s) ..."
-    ):
-        started = asyncio.Event()
-        task = asyncio.ensure_future(node.run(started.set))
-        await asyncio.wait(
-            {task, asyncio.ensure_future(started.wait())}, return_when=asyncio.FIRST_COMPLETED
-        )
-    if started.is_set():
-        listing = asyncio.ensure_future(wait_until_served(settings, 1 + len(also)))
-        await asyncio.wait({task, listing}, return_when=asyncio.FIRST_COMPLETED)
-        if listing.done():
-            main, others = tell_apart(listing.result(), also)
-            show_screen(settings, main, num_workers, others)
-        listing.cancel()
-    await task
+    def show(models: Sequence[dict[str, Any]]) -> None:
+        main, others = tell_apart(models, also)
+        show_screen(settings, main, num_workers, others)
+
+    await node.run(show)
     console.print("stopped")
 
 
@@ -295,30 +294,32 @@ def read_engine_settings(settings: Settings) -> EngineSettings:
         raise SettingsError(str(error)) from None
 
 
-async def wait_until_ready(url: str, pause_s: float = 0.1) -> None:
-    """Wait until the gateway and a worker are ready."""
-    async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=2.0) as client:
-        while True:
-            with suppress(httpx.HTTPError):
-                if (await client.get("/readyz?workers=1")).is_success:
-                    return
-            await asyncio.sleep(pause_s)
-
-
 async def wait_until_served(settings: Settings, num_models: int) -> list[dict[str, Any]]:
-    """Wait until so many models have workers; returns them, the newest first. Deployments and adapters do not count."""
-    url = base_url(settings)
-    await wait_until_ready(url)
-    keys = (*settings.gateway.api_keys, *settings.gateway.deploy_keys)
+    """Wait until so many models have workers, and show the progress; returns them, the newest first.
+
+    Deployments and adapters do not count.
+    """
+    keys = [*settings.gateway.api_keys, *settings.gateway.deploy_keys]
     headers = {"authorization": f"Bearer {keys[0].get_secret_value()}"} if keys else {}
-    async with httpx.AsyncClient(base_url=url, headers=headers, trust_env=False) as client:
-        while True:
-            with suppress(httpx.HTTPError):  # the gateway or Redis is busy
-                listing = (await client.get("/v1/models")).raise_for_status()
-                models = [model for model in listing.json()["data"] if _is_own(model)]
+    started_at = shown_at = time.monotonic()
+    client = httpx.AsyncClient(base_url=base_url(settings), headers=headers, trust_env=False)
+    async with client:
+        with console.status("starting") as status:
+            while True:
+                models: list[dict[str, Any]] = []
+                with suppress(httpx.HTTPError):  # the gateway starts, or it or Redis is busy
+                    if (await client.get("/readyz?workers=1")).is_success:
+                        listing = (await client.get("/v1/models")).raise_for_status()
+                        models = [model for model in listing.json()["data"] if _is_own(model)]
                 if len(models) >= num_models:
                     return models
-            await asyncio.sleep(0.2)
+                if time.monotonic() - shown_at >= PROGRESS_S:
+                    shown_at = time.monotonic()
+                    text = f"starting for {shown_at - started_at:.0f} s, {len(models)} of {num_models} model(s) ready"
+                    status.update(text)
+                    if not console.is_terminal:
+                        console.print(text)
+                await asyncio.sleep(0.1)
 
 
 def tell_apart(

@@ -13,6 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
@@ -111,16 +112,16 @@ class Child:
 class Node:
     """Processes in the order of their start; the last one is drained first.
 
-    `wait_until_ready` returns when all are ready; `stop_within_s`: time for each to drain.
+    `wait_until_ready` returns when all are ready; `on_ready` gets its result. `stop_within_s`: time for each to drain.
     """
 
     children: list[Child]
-    wait_until_ready: Callable[[], Awaitable[object]]
+    wait_until_ready: Callable[[], Awaitable[Any]]
     stop_within_s: float
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     was_ready: bool = False
 
-    async def run(self, on_ready: Callable[[], None]) -> None:
+    async def run(self, on_ready: Callable[[Any], None]) -> None:
         """Start all, call `on_ready` when they are ready, stop all at the end. Raises: NodeError."""
         try:
             for child in self.children:
@@ -136,10 +137,10 @@ class Node:
         finally:
             await self.stop()
 
-    async def _announce(self, on_ready: Callable[[], None]) -> None:
-        await self.wait_until_ready()
+    async def _announce(self, on_ready: Callable[[Any], None]) -> None:
+        found = await self.wait_until_ready()
         self.was_ready = True
-        on_ready()
+        on_ready(found)
 
     async def _watch(self, child: Child) -> None:
         num_starts = 0

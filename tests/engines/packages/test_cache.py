@@ -28,7 +28,7 @@ def run(*arguments: str, answer: str | None = None) -> tuple[int, str]:
 
 
 def listed() -> dict[str, dict]:
-    code, output = run("models", "--json")
+    code, output = run("models", "--check", "--json")
     assert code == 0, output
     return {entry["name"]: entry for entry in json.loads(output)}
 
@@ -49,6 +49,9 @@ def test_a_model_is_pulled_listed_and_removed(hub: Hub, checkpoint: Path) -> Non
     assert found["size_bytes"] > (checkpoint / "model.safetensors").stat().st_size
     assert (Path(found["directory"]) / "config.json").is_file()
     assert REPO in run("models")[1]
+    [quick] = (each for each in json.loads(run("models", "--json")[1]) if each["name"] == REPO)
+    assert quick.items() < found.items()
+    assert "engine" not in quick
 
     assert run("rm", REPO, answer="n\n")[1].endswith("kept\n")
     assert REPO in listed()

@@ -2,6 +2,7 @@
 
 import os
 import pty
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import httpx
 import pytest
 
 from gateway.client.chat import ChatError, Conversation, first_model, printable, run_chat
-from tests.loadtest.fake_server import FakeServer, chunk, event, stream
+from tests.loadtest.fake_server import FakeServer, chunk, event, run_fake_server, stream
 
 
 def make_client(*models: dict[str, object]) -> httpx.Client:
@@ -72,9 +73,20 @@ def test_the_answer_alone_goes_to_the_standard_output(fake: FakeServer, capsys):
         event(b"[DONE]"),
     ]
     run_chat(fake.url, "fake", None, [], "question", None, 0.0)
-    out, err = capsys.readouterr()
-    assert out == "hello\n"
-    assert "500.0 ms" in err
+    assert capsys.readouterr() == ("hello\n", "")
+
+
+def test_the_answers_alone_are_printed_where_there_is_no_terminal(fake: FakeServer):
+    done = pipe_into(fake, "first\n\nsecond\n")
+    assert (done.returncode, done.stdout, done.stderr) == (0, 2 * "one two three \n", "")
+    assert [len(body["messages"]) for body in fake.bodies] == [1, 3]
+
+
+def test_a_question_that_fails_is_the_exit_code_of_a_conversation_in_a_pipe(fake: FakeServer):
+    fake.pieces = [event({"error": {"message": "no such thing"}})]
+    done = pipe_into(fake, "first\nsecond\n")
+    assert (done.returncode, done.stdout, len(fake.bodies)) == (1, "", 2)
+    assert done.stderr == 2 * "no such thing\n"
 
 
 def test_an_error_of_the_server_is_shown_without_its_controls(fake: FakeServer):
@@ -88,13 +100,19 @@ def test_an_error_of_the_server_is_shown_without_its_controls(fake: FakeServer):
 ROOT = Path(__file__).parents[3]
 
 
+def pipe_into(fake: FakeServer, text: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "vlm.py", "chat", "--url", fake.url], cwd=ROOT, input=text, capture_output=True, text=True, timeout=60
+    )  # fmt: skip
+
+
 class Terminal:
     """`vlm chat` on a terminal of its own."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *arguments: str) -> None:
         self._master, slave = pty.openpty()
         self.process = subprocess.Popen(
-            [sys.executable, "vlm.py", "chat", "--url", url], cwd=ROOT, stdin=slave, stdout=slave, stderr=slave,
+            [sys.executable, "vlm.py", "chat", "--url", url, *arguments], cwd=ROOT, stdin=slave, stdout=slave, stderr=slave,
             start_new_session=True, preexec_fn=_control_terminal,
         )  # fmt: skip
         os.close(slave)
@@ -148,6 +166,45 @@ def test_ctrl_c_stops_an_answer_and_keeps_the_conversation(fake: FakeServer, ter
     terminal.read_until("> ")
     terminal.type("\x04")
     assert terminal.process.wait(20) == 0
+
+
+@pytest.mark.timeout(60)
+def test_ctrl_c_at_the_prompt_and_an_empty_line_do_not_end_a_conversation(
+    fake: FakeServer, terminal: Terminal
+):
+    for typed in ("\x03", "\n", "half a line\x03"):
+        terminal.type(typed)
+        terminal.read_until("> ")
+    terminal.type("question\n")
+    terminal.read_until("three")
+    terminal.read_until(" ms, 3 tokens")
+    terminal.read_until("> ")
+    terminal.type("\x04")
+    assert terminal.process.wait(20) == 0
+    [body] = fake.bodies
+    assert [each["content"][0]["text"] for each in body["messages"]] == ["question"]
+
+
+@pytest.mark.timeout(60)
+def test_a_gateway_that_does_not_answer_does_not_end_a_conversation():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    terminal = Terminal(f"http://127.0.0.1:{port}", "--model", "fake")
+    try:
+        terminal.read_until("> ")
+        terminal.type("first\n")
+        terminal.read_until(f"nothing answers at http://127.0.0.1:{port}")
+        terminal.read_until("> ")
+        with run_fake_server(port) as server:
+            terminal.type("second\n")
+            terminal.read_until("three")
+            terminal.read_until("> ")
+            terminal.type("\x04")
+            assert terminal.process.wait(20) == 0
+            assert len(server.bodies[0]["messages"]) == 1
+    finally:
+        terminal.close()
 
 
 @pytest.mark.timeout(60)

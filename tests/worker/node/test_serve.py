@@ -138,5 +138,5 @@ async def test_a_process_that_never_starts_ends_the_node_after_three_tries():
     worker = Child("worker 1", ["worker", "--no-such-option"], dict(os.environ))
     node = Node([worker], never.wait, stop_within_s=5.0)
     with pytest.raises(NodeError, match=r"worker 1 ended with exit code 2 in 3 starts") as ended:
-        await asyncio.wait_for(node.run(lambda: None), 120)
+        await asyncio.wait_for(node.run(lambda _: None), 120)
     assert ended.value.exit_code == 1
