@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
+from tests.clients.open_webui import SPEC, ask_open_webui
 from tests.clients.programs import HOME, SKIPPED, ask_programs, ask_runner
 from tests.clients.vllm_suite import ask_suite
 from tests.integration.fleet_process import ROOT, SAMPLE, start_fleet
@@ -87,6 +88,7 @@ def ask(python: Path, node: Path | None, sources: Path) -> dict[str, dict[str, s
             else:
                 told |= run("Node", ["node", node / "checks.mjs", *wish, SAMPLE])
             told[MINERU.replace("==", " ")] = ask_runner(MINERU, *wish, SAMPLE)
+            told[SPEC.replace("==", " ")] = ask_open_webui(*wish, SAMPLE)
             told |= run("SDKs' tests", [python, HERE / "sdk.py", *wish, sources])
         finally:
             served.end()
