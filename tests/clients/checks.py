@@ -15,6 +15,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
@@ -344,12 +345,19 @@ def litellm_checks() -> dict[str, Check]:
 
 
 def proxy_checks() -> dict[str, Check]:
-    """OpenAI's and Anthropic's clients through LiteLLM's proxy."""
+    """OpenAI's and Anthropic's clients through LiteLLM's proxy, and its other ways to a server."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    served = {"model": f"openai/{MODEL}", "api_base": f"{URL}/v1", "api_key": "none"}
-    config = {"model_list": [{"model_name": MODEL, "litellm_params": served}]}
+    bases = {"hosted_vllm": f"{URL}/v1", "anthropic": URL, "ollama_chat": URL}
+    served = {MODEL: (f"openai/{MODEL}", f"{URL}/v1")}
+    served |= {name: (f"{name}/{MODEL}", base) for name, base in bases.items()}
+    config = {
+        "model_list": [
+            {"model_name": name, "litellm_params": {"model": m, "api_base": b, "api_key": "none"}}
+            for name, (m, b) in served.items()
+        ]
+    }
     folder = Path(tempfile.mkdtemp())
     (folder / "config.yaml").write_text(json.dumps(config))  # JSON is YAML
     command = [Path(sys.executable).with_name("litellm"), "--config", folder / "config.yaml"]
@@ -366,7 +374,22 @@ def proxy_checks() -> dict[str, Check]:
         except OSError:
             time.sleep(0.5)
     told = {f"openai: {name}": check for name, check in openai_checks(url).items()}
-    return told | {f"anthropic: {name}": check for name, check in anthropic_checks(url).items()}
+    told |= {f"anthropic: {name}": check for name, check in anthropic_checks(url).items()}
+    ask = partial(
+        OpenAI(base_url=f"{url}/v1", max_retries=0).chat.completions.create, messages=CHAT
+    )
+
+    def answer(name: str) -> None:
+        right(ask(model=name, temperature=0, max_tokens=30).choices[0].message.content)
+
+    def stream(name: str) -> None:
+        chunks = ask(model=name, temperature=0, max_tokens=30, stream=True)
+        right("".join(each.choices[0].delta.content or "" for each in chunks if each.choices))
+
+    for name in bases:
+        told[f"by {name}: images"] = partial(answer, name)
+        told[f"by {name}: stream"] = partial(stream, name)
+    return told
 
 
 def langchain_checks() -> dict[str, Check]:
