@@ -250,8 +250,8 @@ class GatewayQueue(Protocol):
         """The state of a call; None if it is unknown."""
         ...
 
-    async def usage(self, day: int) -> list[dict[str, int]]:
-        """What ended calls used on a day since 1970 (UTC), of each server that has any.
+    async def usage(self, day: int, *, skips_down: bool) -> list[dict[str, int]]:
+        """What ended calls used on a day since 1970 (UTC), of each server that has any, or only of those that answer.
 
         Sums of requests, input, cached and output tokens, images and costs (nano-dollars), by `KIND TENANT MODEL`. Under
         the empty name is when the server began to count.

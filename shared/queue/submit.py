@@ -237,7 +237,7 @@ class RedisGatewayQueue(RedisStore):
         return found
 
     @redis_errors_as(QueueUnavailable)
-    async def usage(self, day: int) -> list[dict[str, int]]:
+    async def usage(self, day: int, *, skips_down: bool) -> list[dict[str, int]]:
         found = await self._ask("HGETALL", f"{self._keys.spent}{day}")
         sums = zip(found[::2], found[1::2], strict=True)
         return [{name.decode(): int(value) for name, value in sums}] if found else []
