@@ -160,14 +160,12 @@ def audit(
     """List who asked to change keys, deployments, nodes and adapters, newest first."""
 
     def run(client: "Client") -> None:
-        from rich.markup import escape
-
         from deploy import commands
 
         table = commands.new_table("time", "key", "address", "action", "name")
         for each in client.ask("GET", f"/v1/admin/audit?limit={limit}")["data"]:
             at = datetime.fromtimestamp(each["at"], UTC).isoformat(" ", "seconds")
-            table.add_row(at, escape(each["key"]), each["address"], each["action"], each["name"])
+            table.add_row(at, each["key"], each["address"], each["action"], each["name"])
         commands.screen.print(table)
 
     _run(run, url, api_key)

@@ -81,7 +81,10 @@ class UsageReport(Resource):
         end = query.end or today()
         begin = query.begin or end.replace(day=1)
         if not 0 <= (end - begin).days < MAX_DAYS:
-            raise invalid("from", f"send a day at most {MAX_DAYS - 1} days before `to`")
+            raise invalid(
+                "from",
+                f"send a day at most {MAX_DAYS - 1} days before `to`, which is today if it is left out",
+            )
         if end > today() + timedelta(1):
             raise invalid("to", "send a day that is not in the future")
         tenant = caller.context.tenant
@@ -129,5 +132,5 @@ def _to_csv(rows: list[UsageRow], groups: list[str]) -> str:
 
 def _cell(value: Any) -> Any:
     """A value that no spreadsheet takes for a formula."""
-    is_formula = isinstance(value, str) and value.startswith(("=", "+", "-", "@"))
+    is_formula = isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r"))
     return f"'{value}" if is_formula else value

@@ -31,7 +31,14 @@ Access = Literal["public", "any", "use", "adapters", "deploy", "admin"]
 Handler = Callable[..., Awaitable[Struct | Response]]
 H = TypeVar("H", bound=Handler)
 #: Hints for query parameters outside their closed set.
-_QUERY_HINTS = {"order": "Send asc or desc.", "include": "Send embedding, or leave it out."}
+_A_DAY = "Send a day, such as 2026-11-30."
+_QUERY_HINTS = {
+    "order": "Send asc or desc.",
+    "include": "Send embedding, or leave it out.",
+    "from": _A_DAY,
+    "to": _A_DAY,
+    "format": "Send json or csv.",
+}
 
 
 class Endpoint:

@@ -75,11 +75,12 @@ async def test_versions_of_a_deployment_are_one_model_with_one_price(
     assert (row["model"], row["requests"], row["cost"]) == (MODEL, 2, pytest.approx(2 * COST))
 
 
-async def test_usage_as_csv(team: Team):
-    await team.status(await team.create("alice", tag="=1+1"))
+@pytest.mark.parametrize("tag", ["=1+1", "\t=1+1", "\r=1+1"])
+async def test_usage_as_csv(team: Team, tag: str):
+    await team.status(await team.create("alice", tag=tag))
     text = (await ask(team, "?by=key,tag&format=csv")).text
-    [row] = csv.DictReader(io.StringIO(text))
-    assert (row["key"], row["tag"], row["output_tokens"]) == ("alice", "'=1+1", "3")
+    [row] = csv.DictReader(io.StringIO(text, newline=""))
+    assert (row["key"], row["tag"], row["output_tokens"]) == ("alice", f"'{tag}", "3")
 
 
 async def test_prometheus_counts_tokens_by_the_name_of_the_key(team: Team):
@@ -243,6 +244,7 @@ async def is_saved(store: str) -> bool:
 async def test_a_bad_query_names_its_field(team: Team, query: str, param: str):
     answer = await ask(team, f"?{query}")
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+    assert "end " in answer.json()["error"]["message"]  # what to send
 
 
 @pytest.mark.parametrize(
