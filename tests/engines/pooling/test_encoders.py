@@ -2,8 +2,6 @@
 
 import io
 import json
-import subprocess
-import sys
 from array import array
 
 import numpy as np
@@ -286,14 +284,6 @@ def test_a_directory_is_served_by_name(images, dimensions, tmp_path):
     assert (card.tasks[0], card.dimensions, card.supports_images) == ("embed", dimensions, images)
     assert images or card.max_model_len == 64
     loaded.engine.close()
-
-
-def test_a_fresh_process_serves_it(tmp_path):
-    make_encoder(tmp_path, "bert")
-    settings = {"kind": "pooling", "model": str(tmp_path), "device": "cpu"}
-    code = f"from engines.registry import create_engine; create_engine({settings})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
 
 
 def _drop_a_tensor(directory):

@@ -6,6 +6,7 @@ import engines.torch_backend  # noqa: F401 - makes torchvision importable, which
 
 import json
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from tests.factories_tokenizers import (
     make_byte_level,
     make_sentencepiece,
 )
+from tests.long import few
 
 TOKENS_PER_IMAGE = 16
 TEMPLATES = {
@@ -137,8 +139,14 @@ def make_builder(tokenizer: HfTokenizer, image_id: int, template: str) -> Prompt
 
 # The Rust tokenizers overlook a normalized control token behind a word; slow ones, and we, find it. So these
 # are compared with the template that writes none in the midst of text.
-CASES = [(kind, name) for kind in KINDS for name in TEMPLATES if "normalized" not in kind]
-CASES.append(("normalized controls", "llava"))
+CASES = few(
+    [*product(TOKENIZERS, TEMPLATES), ("normalized controls", "llava")],
+    [
+        *product(("byte-level", "first"), TEMPLATES),
+        *product(("always", "normalizer"), ["with bos and eos"]),
+        ("normalized controls", "llava"),
+    ],
+)
 
 
 @pytest.fixture(scope="module", params=CASES, ids=" / ".join)

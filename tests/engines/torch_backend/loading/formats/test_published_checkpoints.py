@@ -250,7 +250,14 @@ def test_tensors_that_do_not_fit_are_named(
     assert PROJECTION.removesuffix(".") in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ALL)
+#: Each way to keep numbers, in the long form with every size of groups.
+WAYS = (
+    "gptq", "gptq desc_act", "awq", "packed groups of 128", "packed asymmetric channels", "gptq of 8 bits",
+    "int8", "int8 asymmetric, one scale", "gptq of 8 bits in groups", "fp8 channels", "fp8 blocks",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", few(ALL, WAYS))
 def test_numbers_that_are_not_finite_are_refused_by_name(name: str, tmp_path: Path) -> None:
     formats.write_checkpoint(tmp_path / "q", *ALL[name])
     tensors = load_file(tmp_path / "q" / "model.safetensors")
