@@ -333,7 +333,7 @@ def _charge_arguments(keys: RedisKeys, tenant: str, charge: Charge) -> dict[str,
     prices = " ".join(f"{price:.9g}" for price in charge.prices)
     first = f"{'' if charge.is_first else '+'}{charge.num_images} {prices}"
     if (budget := charge.budget) is None:
-        return {"charge": f"{first} 0 "}
+        return {"charge": f"{first} 0 "} if charge != Charge() else {}
     key = keys.budget(tenant, budget.period)
     held = {"most": budget.most, "reserved": budget.reserved, "ttl_ms": to_ms(budget.ttl_s)}
     return {"charge": f"{first} {budget.reserved} {key}", "budget": {"key": key, **held}}
