@@ -474,7 +474,7 @@ class Dispatcher:
             timeout_s=max(0.0, call.deadline_at - time.monotonic()),
             max_waiting=NO_LIMIT,
             earlier=progress.token_ids,
-            charge=call.charge and replace(call.charge, budget=None, is_first=choice == 0),
+            charge=call.charge and call.charge.of_call(choice, len(call.choices)),
         )
         progress.has_gap = False
         if call.is_closed:

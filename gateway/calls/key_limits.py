@@ -30,6 +30,7 @@ from shared.protocol import (
     Task,
     Tokenize,
     TokensPart,
+    encode_call,
 )
 from shared.queue.api import (
     Budget,
@@ -48,6 +49,8 @@ CHARS_PER_TOKEN = 4
 TOKENS_PER_IMAGE = 576  #: LLaVA-1.5; for models with images of variable size
 #: Estimated length of an answer without a limit, until it has ended.
 OPEN_ANSWER_TOKENS = 512
+#: Most that a chat template, or a model's prompt for texts, adds to each prompt; for budgets.
+TOKENS_PER_PROMPT = 256
 #: Logprobs that take as much memory in Redis as one output token.
 LOGPROBS_PER_TOKEN = 5
 #: Output tokens that take as much memory in Redis as one vector.
@@ -166,9 +169,10 @@ class KeyLimits:
             limits=quota,
         )
 
-    def charge(self, calls: Sequence[Call], card: ModelCard) -> Charge:
-        """How a request is counted when it ends."""
+    def charge(self, calls: Sequence[Call], card: ModelCard, num_prompts: int = 1) -> Charge:
+        """How a request is counted when it ends. `num_prompts` as in `Plan`."""
         first, prices = calls[0], (0.0, 0.0, 0.0, 0.0)
+        own = calls[:: len(calls) // num_prompts]  # the first call of each prompt
         name, _, _ = first.model.partition("@")  # without the version of a deployment
         for pattern, found in self._prices.items():
             if fnmatch.fnmatchcase(name, pattern):
@@ -176,14 +180,11 @@ class KeyLimits:
                 break
         budget, key = None, self._find_key(first.tenant)
         if key is not None and key.budget:
-            possible = possible_tokens(first.task, card, card.max_model_len)
-            price_in, _, price_out, price_image = prices
-            cost = possible.num_prompt_tokens * price_in + possible.num_answer_tokens * price_out
-            cost += len(first.task.images) * price_image
+            cost = max(most_nano_dollars(call, card, prices) for call in own)
             period, ends_at = period_of(key.period, now := time.time())  # noqa: TID251
             most, ttl_s = round(key.budget * NANO), ends_at - now + _BUDGET_GRACE_S
             budget = Budget(period, most, max(1, math.ceil(cost)), ttl_s)
-        return Charge(len(first.task.images), prices, budget)
+        return Charge(tuple([len(call.task.images) for call in own]), prices, budget)
 
     def check(self, model: str, tenant: str) -> None:
         """Refuse a key without asking Redis while its request limit cannot have recovered.
@@ -265,10 +266,8 @@ class PossibleTokens:
         return self.num_prompt_tokens + self.num_answer_tokens
 
 
-def possible_tokens(
-    task: Task, card: ModelCard, open_answer: int = OPEN_ANSWER_TOKENS
-) -> PossibleTokens:
-    """Maximum prompt and output tokens, within the model's context; `open_answer`: of answers without a limit."""
+def possible_tokens(task: Task, card: ModelCard) -> PossibleTokens:
+    """Maximum prompt and output tokens, within the model's context."""
     if isinstance(task, Tokenize):
         return PossibleTokens(1, 0)
     num_chars = sum([len(text) for text in task.texts()])
@@ -279,7 +278,7 @@ def possible_tokens(
     if isinstance(task.prompt, TokensPart):
         num_prompt = len(task.prompt.token_ids)
     max_tokens = task.sampling.max_tokens
-    answer = open_answer if max_tokens is None else max_tokens
+    answer = OPEN_ANSWER_TOKENS if max_tokens is None else max_tokens
     num_prompt = min(num_prompt, card.max_model_len - 1)
     return PossibleTokens(num_prompt, min(answer, card.max_model_len - num_prompt))
 
@@ -287,6 +286,32 @@ def possible_tokens(
 def _num_token_ids(task: Embed | Rerank | Run) -> int:
     inputs = task.inputs if isinstance(task, Embed) else ()
     return sum(len(part.token_ids) for part in inputs if isinstance(part, TokensPart))
+
+
+def most_nano_dollars(
+    call: Call, card: ModelCard, prices: tuple[float, float, float, float]
+) -> float:
+    """The most that a call can cost: each byte may be a token, also the bytes that say who wrote what."""
+    price_in, price_cached, price_out, price_image = prices
+    price_in = max(price_in, price_cached)
+    task = call.task
+    cost = len(task.images) * price_image
+    if isinstance(task, Tokenize):
+        return cost
+    num_prompt = len(encode_call(call)) + len(task.images) * (card.image_tokens or TOKENS_PER_IMAGE)
+    if not isinstance(task, Generate):
+        parts = task.inputs if isinstance(task, Embed) else ()
+        if isinstance(task, Rerank):
+            parts = task.documents
+            num_prompt += len(task.queries[0].encode()) * len(parts)
+        return cost + (num_prompt + TOKENS_PER_PROMPT * len(parts)) * price_in
+    longest = card.max_model_len
+    num_prompt = min(num_prompt + TOKENS_PER_PROMPT, longest)
+    max_tokens = task.sampling.max_tokens
+    num_answer = longest if max_tokens is None else min(max_tokens, longest)
+    num_over = max(0, num_prompt + num_answer - longest)
+    cost += num_prompt * price_in + num_answer * price_out
+    return cost - num_over * min(price_in, price_out)
 
 
 def open_tokens(task: Task, num_tokens: int) -> int:

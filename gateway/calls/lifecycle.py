@@ -384,7 +384,7 @@ class Lifecycle:
                 max_waiting=self.key_limits.max_waiting(plan.priority),
                 reservation=reservation,
                 affinity=affinity,
-                charge=self.key_limits.charge(calls, card),
+                charge=self.key_limits.charge(calls, card, plan.num_prompts),
                 grace_s=self.affinities.grace_s,
             )
         except QueueRefused as refused:

@@ -52,7 +52,7 @@ class UsageLog:
         return [used for path, each in sums.items() for used in _split(path, each)]
 
     async def _sums(self, days: list[date]) -> dict[str, dict[str, int]]:
-        found = await asyncio.gather(*map(self._queue.usage, map(_number, days)))
+        found = await asyncio.gather(*map(self._of_day, days))
         sums = {
             _path(day, each): each for day, all_ in zip(days, found, strict=True) for each in all_
         }
@@ -63,6 +63,11 @@ class UsageLog:
             for path, data in zip(saved, await asyncio.gather(*map(self._get, saved)), strict=True):
                 sums[path] = _join(sums.get(path, {}), data)
         return sums
+
+    async def _of_day(self, day: date) -> list[dict[str, int]]:
+        """What Redis has. The store knows what servers counted that are down, but for their last minute."""
+        number = (day - _EPOCH).days
+        return await self._queue.usage(number, skips_down=self._durable is not None)
 
     async def _get(self, path: str) -> dict[str, int]:
         assert self._durable is not None
@@ -84,7 +89,7 @@ class UsageLog:
         while self._durable is not None:
             try:
                 for day in (today() - timedelta(1), today()):
-                    for sums in await self._queue.usage(_number(day)):
+                    for sums in await self._of_day(day):
                         await self._save(self._durable, _path(day, sums), sums)
             except (QueueUnavailable, StoreError, OSError) as error:
                 logger.warning("cannot save the usage of the API keys: %s", error)
@@ -110,10 +115,6 @@ def period_of(period: Period, now: float) -> tuple[str, float]:
         return at.date().isoformat(), (at + timedelta(1)).timestamp()
     end = (at.replace(day=1) + timedelta(32)).replace(day=1)
     return at.strftime("%Y-%m"), end.timestamp()
-
-
-def _number(day: date) -> int:
-    return (day - _EPOCH).days
 
 
 def _path(day: date, sums: dict[str, int]) -> str:

@@ -172,7 +172,7 @@ class Budget(Struct, frozen=True):
 class Charge(Struct, frozen=True):
     """How the calls of one request are counted when they end. Units: nano-dollars."""
 
-    num_images: int = 0
+    num_images: tuple[int, ...] = (0,)  #: of each prompt, which equally many calls share
     prices: tuple[float, float, float, float] = (
         0.0,
         0.0,
@@ -180,7 +180,14 @@ class Charge(Struct, frozen=True):
         0.0,
     )  #: of an input, cached, output token, image
     budget: Budget | None = None
-    is_first: bool = True  #: whether the first call counts as the request, with its input
+    #: Counted of the first call: the request with its input, the input of its prompt, or its output alone.
+    counts: Literal["request", "prompt", "output"] = "request"
+
+    def of_call(self, index: int, num_calls: int) -> "Charge":
+        """The charge of one call of a request, without the budget."""
+        prompt, place = divmod(index, num_calls // len(self.num_images))
+        counts = "output" if place else "prompt" if index else self.counts
+        return Charge((self.num_images[prompt],), self.prices, counts=counts)
 
 
 class Submitted(Struct, frozen=True):
@@ -243,8 +250,8 @@ class GatewayQueue(Protocol):
         """The state of a call; None if it is unknown."""
         ...
 
-    async def usage(self, day: int) -> list[dict[str, int]]:
-        """What ended calls used on a day since 1970 (UTC), of each server that has any.
+    async def usage(self, day: int, *, skips_down: bool) -> list[dict[str, int]]:
+        """What ended calls used on a day since 1970 (UTC), of each server that has any, or only of those that answer.
 
         Sums of requests, input, cached and output tokens, images and costs (nano-dollars), by `KIND TENANT MODEL`. Under
         the empty name is when the server began to count.

@@ -277,11 +277,12 @@ class ShardedGatewayQueue:
             found |= zip(ids, states, strict=True)
         return [found.get(request_id) for request_id in request_ids]
 
-    async def usage(self, day: int) -> list[dict[str, int]]:
-        found = await asyncio.gather(
-            *(each.ask(each.queue.usage(day)) for each in self._shards.all)
-        )
-        return [sums for of_shard in found for sums in of_shard]
+    async def usage(self, day: int, *, skips_down: bool) -> list[dict[str, int]]:
+        calls = [
+            each.ask(each.queue.usage(day, skips_down=skips_down)) for each in self._shards.all
+        ]
+        found = await asyncio.gather(*calls, return_exceptions=skips_down)
+        return [sums for of_shard in found if isinstance(of_shard, list) for sums in of_shard]
 
     async def set_spent(self, call_id: str, tenant: str, budget: Budget, amount: int) -> None:
         shard = self._shards.find(call_id)

@@ -53,6 +53,8 @@ from shared.redis.client import redis_errors_as, retry_idempotent
 _MAX_FORGOTTEN = 100  #: expired entries dropped at once
 #: Calls that one script cancels or reads; Redis answers other clients before the next.
 _MAX_PER_SCRIPT = 100
+#: Of charges, by what they count (`count_usage.lua`).
+_MARKS = {"request": "", "prompt": "*", "output": "+"}
 
 
 class RedisGatewayQueue(RedisStore):
@@ -130,7 +132,7 @@ class RedisGatewayQueue(RedisStore):
         if affinity is not None:
             optional["affinity"] = self._affinity(first.model, affinity)
         if charge is not None:
-            optional |= _charge_arguments(self._keys, first.tenant, charge)
+            optional |= _charge_arguments(self._keys, choices, charge)
         if earlier:
             raw.append(encode_events([Tokens(first.id, 0, 0, tuple(earlier))]))
             optional["num_earlier"] = len(earlier)
@@ -235,7 +237,7 @@ class RedisGatewayQueue(RedisStore):
         return found
 
     @redis_errors_as(QueueUnavailable)
-    async def usage(self, day: int) -> list[dict[str, int]]:
+    async def usage(self, day: int, *, skips_down: bool) -> list[dict[str, int]]:
         found = await self._ask("HGETALL", f"{self._keys.spent}{day}")
         sums = zip(found[::2], found[1::2], strict=True)
         return [{name.decode(): int(value) for name, value in sums}] if found else []
@@ -328,15 +330,20 @@ def to_state(state: bytes, attempt: int, num_tokens: int, ttl_ms: int) -> Reques
     return RequestState(name, attempt, num_tokens, ttl_ms / 1000 - after_s)
 
 
-def _charge_arguments(keys: RedisKeys, tenant: str, charge: Charge) -> dict[str, Any]:
+def _charge_arguments(
+    keys: RedisKeys, choices: Sequence[Envelope], charge: Charge
+) -> dict[str, Any]:
     """The arguments of a charge, for the submit script."""
-    prices = " ".join(f"{price:.9g}" for price in charge.prices)
-    first = f"{'' if charge.is_first else '+'}{charge.num_images} {prices}"
-    if (budget := charge.budget) is None:
-        return {"charge": f"{first} 0 "} if charge != Charge() else {}
-    key = keys.budget(tenant, budget.period)
-    held = {"most": budget.most, "reserved": budget.reserved, "ttl_ms": to_ms(budget.ttl_s)}
-    return {"charge": f"{first} {budget.reserved} {key}", "budget": {"key": key, **held}}
+    if len(choices) == 1 and charge == Charge():
+        return {}
+    end, given = " ".join(f"{price:.9g}" for price in charge.prices) + " 0 ", {}
+    if (budget := charge.budget) is not None:
+        key = keys.budget(choices[0].tenant, budget.period)
+        held = {"most": budget.most, "reserved": budget.reserved, "ttl_ms": to_ms(budget.ttl_s)}
+        end, given = f"{end[:-2]}{budget.reserved} {key}", {"budget": {"key": key, **held}}
+    of_calls = (charge.of_call(index, len(choices)) for index in range(len(choices)))
+    charges = [f"{_MARKS[each.counts]}{each.num_images[0]} {end}" for each in of_calls]
+    return {"charges": charges, **given}
 
 
 def _quota_keys(keys: RedisKeys, reservation: Reservation) -> list[str]:

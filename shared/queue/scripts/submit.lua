@@ -5,7 +5,7 @@
 --   quota: absent, or tenant, num_tokens (of each choice, charged to the tokens per minute), reserved_tokens (of each
 --   choice while it is open), max_tokens, max_tenant_requests, requests_per_minute, tokens_per_minute (0: unlimited);
 --   affinity: absent, or key, wakeups (prefix of the keys of their streams), num_workers, num_seats
---   charge: absent, or that of the call (`count_usage.lua`); budget: absent, or key, most, reserved (of each choice), ttl_ms
+--   charges: absent, or that of each choice (`count_usage.lua`); budget: absent, or key, most, reserved (of each choice), ttl_ms
 --   num_earlier: absent, or the number of tokens that the only choice has published before Redis lost it
 -- raw: the payload of each choice, then with num_earlier: the event of those tokens
 -- Returns {duplicate}, {no_budget} if the budget's key is to be created, {reason, wait_ms} or {ok}; with an affinity {ok, home | new | busy | gone}. wait_ms is 0 if unknown.
@@ -48,7 +48,7 @@ if depth > 0 and depth + #ids > args.max_waiting then return {'queue_full', 0} e
 
 -- The budget
 
-local budget, charge = args.budget, args.charge
+local budget = args.budget
 if budget then
   local open = budget.key .. ':open'
   local expired = redis.call('ZRANGEBYSCORE', open, '-inf', digits(now_ms))
@@ -197,7 +197,6 @@ end
 local reserved = {}
 for i, id in ipairs(ids) do
   local request = KEYS[2 + i]
-  if i == 2 then charge = '+' .. (charge or NO_CHARGE) end
   if budget then
     redis.call('HINCRBY', budget.key, 'reserved', digits(budget.reserved))
     redis.call('ZADD', budget.key .. ':open', forgotten_at_ms, digits(budget.reserved) .. ' ' .. request)
@@ -211,6 +210,7 @@ for i, id in ipairs(ids) do
     'reservation', beginning and beginning .. id or '',
     'reply_to', args.reply_to, 'tenant', args.tenant, 'payload', ARGV[1 + i],
     'enqueued_ms', digits(now_ms), 'deadline_ms', digits(now_ms + args.timeout_ms), unpack(others))
+  local charge = args.charges and args.charges[i] or i > 1 and '+' .. NO_CHARGE
   if charge then redis.call('HSET', request, 'charge', charge) end
   redis.call('PEXPIRE', request, digits(lives_ms))
 end

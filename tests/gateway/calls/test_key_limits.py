@@ -12,11 +12,12 @@ from gateway.calls.key_limits import (
     KeyLimitExceeded,
     KeyLimits,
     PossibleTokens,
+    most_nano_dollars,
     possible_tokens,
     to_quota,
 )
 from gateway.http.errors import Overloaded
-from shared.protocol import ModelCard, Priority, SamplingParams
+from shared.protocol import ModelCard, Priority, Rerank, SamplingParams
 from shared.queue.api import REASONS, QueueRefused
 from shared.settings.limits import LimitSettings
 from tests.factories_gateway import (
@@ -70,6 +71,22 @@ def test_a_request_never_comes_to_more_than_the_model_holds():
         possible_tokens(make_request("", sampling=SamplingParams(max_tokens=1)).task, card).total
         == 1
     )
+
+
+def test_a_call_costs_at_most_what_the_dearer_tokens_fill_of_the_context():
+    card = ModelCard("m", 1, max_model_len=1000, vocab_size=9)
+    call = make_request(
+        "x" * 900, sampling=SamplingParams()
+    )  # of any length, so the answer may take the prompt's place
+    assert most_nano_dollars(call, card, (1.0, 0.5, 4.0, 0.0)) == 1000 * 4
+    assert most_nano_dollars(call, card, (4.0, 0.5, 1.0, 0.0)) == 1000 * 4
+    assert most_nano_dollars(call, card, (1.0, 4.0, 1.0, 0.0)) == 1000 * 4
+
+
+def test_each_pair_of_query_and_document_costs_both():
+    task = Rerank(("q" * 1000,), ("d",) * 50)
+    call = replace(make_request(), task=task)
+    assert most_nano_dollars(call, CARD, (1.0, 0.0, 0.0, 0.0)) >= 50 * 1001
 
 
 def test_batch_work_leaves_half_of_the_tokens_and_has_a_queue_of_its_own():

@@ -52,8 +52,10 @@ class Team:
         assert answer.status_code == 200, answer.text
         return answer.json()["key"]
 
-    async def chat(self, key: str, number: int = 0, **body: Any) -> httpx.Response:
-        return await self.gateways[number].chat(make_body(**body), headers=bearer(key))
+    async def chat(
+        self, key: str, number: int = 0, text: str = "hello", **body: Any
+    ) -> httpx.Response:
+        return await self.gateways[number].chat(make_body(text, **body), headers=bearer(key))
 
     async def status(self, key: str, number: int = 0) -> int:
         return (await self.chat(key, number)).status_code

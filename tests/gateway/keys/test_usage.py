@@ -13,7 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from shared.queue.keys import RedisKeys
-from tests.factories_gateway import CARD, MODEL, Answer, make_body, run_worker, talk_on
+from tests.factories_gateway import CARD, MODEL, Answer, make_body, run_worker, say_nothing, talk_on
 from tests.gateway.keys.test_keys import ROOT, Team, bearer, code, run_team
 from tests.waiting import until
 
@@ -96,6 +96,15 @@ async def test_choices_count_as_one_request_with_one_prompt(team: Team):
     assert (row["requests"], row["input_tokens"], row["output_tokens"]) == (1, 7, 9)
 
 
+async def test_each_prompt_of_a_request_counts(team: Team):
+    body = {"model": MODEL, "prompt": ["a", "b", "c"], "n": 2}
+    headers = bearer(await team.create(budget=5))
+    answer = await team.gateways[0].client.post("/v1/completions", json=body, headers=headers)
+    assert answer.json()["usage"]["prompt_tokens"] == 21
+    [row] = await rows(team)
+    assert (row["requests"], row["input_tokens"], row["output_tokens"]) == (1, 21, 18)
+
+
 async def test_a_stream_that_its_client_left_counts_what_was_published(team: Team):
     team.worker.script = talk_on
     key = await team.create()
@@ -163,6 +172,23 @@ async def test_requests_at_once_overspend_by_at_most_one(team: Team):
     assert {each.status_code for each in answers} == {200, 429}
     [row] = await rows(team)
     assert 0 < row["cost"] <= 9 * most
+
+
+async def test_a_prompt_reserves_the_tokens_that_its_bytes_may_be(team: Team):
+    """Three bytes each: as many tokens, to some tokenizers."""
+    text = "\u5b57" * 120
+    key = await team.create(budget=2 * 360 * 10 / 1e6)
+    await until(lambda: knows(team, "alice"))
+    team.worker.script = say_nothing
+    asked = [asyncio.create_task(team.chat(key, n % 2, text, max_tokens=1)) for n in range(8)]
+
+    async def have_been_refused() -> bool:
+        return sum(each.done() for each in asked) >= 5
+
+    await until(have_been_refused)
+    assert {each.result().status_code for each in asked if each.done()} == {429}
+    for each in asked:
+        each.cancel()
 
 
 async def knows(team: Team, name: str) -> bool:

@@ -9,12 +9,24 @@ from pathlib import Path
 from uuid import uuid4
 
 import pytest
+from msgspec.structs import replace
 from pydantic import ValidationError
 
+from gateway.keys.usage import UsageLog, today
 from shared.blobs.api import BlobsUnavailable
 from shared.blobs.sharded import ShardedBlobs
+from shared.packages.store import open_store
 from shared.protocol import BlobRef, seal
-from shared.queue.api import Affinity, Limits, QueueRefused, QueueUnavailable, Reservation, shard_of
+from shared.queue.api import (
+    Affinity,
+    Budget,
+    Charge,
+    Limits,
+    QueueRefused,
+    QueueUnavailable,
+    Reservation,
+    shard_of,
+)
 from shared.queue.shards import (
     ShardedGatewayQueue,
     ShardedMailbox,
@@ -127,6 +139,24 @@ async def test_a_shard_that_fails_gets_no_new_requests_until_it_answers(shards, 
         began_at = time.monotonic()
         await until(lambda: down.is_up)
         assert time.monotonic() - began_at >= pause_s
+
+
+async def test_a_budget_of_a_shard_that_is_down_goes_on_at_another(shards, queue, tmp_path):
+    """With what the package store has of it."""
+    down, call = shards.all[1], make_request(tenant="me")
+    store = await asyncio.to_thread(open_store, f"file://{tmp_path}")
+    saved = b'{"": 1, "requests me tiny": 1, "cost me tiny": 5}'
+    await asyncio.to_thread(store.write, f"usage/{today()}/1.json", [saved])
+    down.note_failure()
+    budget = Budget(today().isoformat(), most=5, reserved=1, ttl_s=60.0)
+    call = replace(call, id=f"{call.id}@{NAMES[2]}")
+    with pytest.raises(QueueUnavailable):  # nobody knows what it counted
+        await UsageLog(queue, None).restore_budget(call, budget)
+    await UsageLog(queue, store).restore_budget(call, budget)
+    with pytest.raises(QueueRefused, match="key_budget"):
+        await queue.submit(
+            [seal(call)], timeout_s=60.0, max_waiting=9, charge=Charge(budget=budget)
+        )
 
 
 async def test_a_blob_is_found_wherever_it_was_put(shards, settings, monkeypatch):
