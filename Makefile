@@ -1,6 +1,6 @@
 # The two commands of a newcomer: `make serve` and `make test`. Each does all the set-up it needs.
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-fast clients embedding-clients store-test applications families fuzz schemas bfcl test-engines test-vllm hostile faults helm-test accuracy walk browser-test compose-test lint format typecheck bench trace-request docs size loadtest up down clean
+.PHONY: help install serve test test-fast clients embedding-clients store-test applications families fuzz schemas bfcl test-engines test-vllm hostile first-hour faults helm-test accuracy walk browser-test compose-test lint format typecheck bench trace-request docs size loadtest up down clean
 
 PYTHON ?= python3
 VENV   := .venv
@@ -86,6 +86,9 @@ hostile: $(STAMP)  ## play every attack that a client can make against real proc
 browser-test: $(STAMP)  ## use the chat page in a headless chromium; screenshots in .cache/screenshots
 	test -d .cache/axe || $(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target .cache/axe axe-playwright-python==0.1.8
 	TESTS_LONG=1 $(BIN)/python -m pytest tests/browser $(ARGS)
+
+first-hour: $(STAMP)  ## play the first hour of a user with the checkout, and with the wheel in an environment of its own
+	TESTS_LONG=1 TORCH_ARGS='$(TORCH_ARGS)' $(BIN)/python -m pytest tests/e2e/test_first_hour.py $(ARGS)
 
 faults: $(HELM)  ## play every fault of docs/reliability.md against real processes; takes minutes
 	TESTS_LONG=1 PYTHONPATH=$(HELM) $(BIN)/python -m pytest tests/faults tests/shared/queue/test_queue_model.py \

@@ -1,8 +1,11 @@
 """Things of the engine core with defaults, for tests that care about one of their properties."""
 
+import time
 from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from typing import ClassVar
+
+import pytest
 
 from engines.base import Engine, EngineOutput
 from engines.core.blocks import BlockManager
@@ -17,6 +20,18 @@ from engines.mock.settings import MockEngineSettings, MockSettings
 from shared.protocol import FinishReason, Priority, SamplingParams, Usage
 
 EOS_ID = 9999
+
+
+class Clock:
+    """Time that passes only while somebody sleeps."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(time, "sleep", self.sleep)
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
 
 
 def make_image(offset: int = 0, num_tokens: int = 8, image_hash: str = "a" * 64) -> ImageInput:

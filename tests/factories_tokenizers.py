@@ -1,7 +1,8 @@
 """Small tokenizers of the kinds that LLaVA checkpoints bring, in directories that transformers reads too."""
 
 import json
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -91,3 +92,12 @@ def change_json(file: Path, **changes: Any) -> None:
 
 def image_token_id(directory: Path) -> int:
     return json.loads((directory / "config.json").read_text())["image_token_index"]
+
+
+TOKENIZERS: dict[str, Callable[[Path], Path]] = {
+    "byte-level": make_byte_level,
+    **{
+        prepend: partial(make_sentencepiece, prepend=prepend)
+        for prepend in ("first", "always", "normalizer")
+    },
+}

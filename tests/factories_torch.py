@@ -327,3 +327,12 @@ def plain_logits(model: FamilyModel, token_ids: Tensor) -> Tensor:
     rotary = model.rotary(len(token_ids), torch.float32, torch.device("cpu"))
     attend = PlainAttention(text, rotary.at(torch.arange(len(token_ids))))
     return decoder.logits(decoder(decoder.embed(token_ids), attend))
+
+
+@torch.inference_mode()
+def logits_of(model: Any, token_ids: torch.Tensor) -> torch.Tensor:
+    """Of one of our families, or of transformers' modules that ours drives."""
+    if model.language_model is not None:
+        return plain_logits(model, token_ids)
+    with model.as_transformers_does() as inner:
+        return inner(input_ids=token_ids[None]).logits[0]

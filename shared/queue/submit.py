@@ -334,6 +334,8 @@ def _charge_arguments(
     keys: RedisKeys, choices: Sequence[Envelope], charge: Charge
 ) -> dict[str, Any]:
     """The arguments of a charge, for the submit script."""
+    if len(choices) == 1 and charge == Charge():
+        return {}
     end, given = " ".join(f"{price:.9g}" for price in charge.prices) + " 0 ", {}
     if (budget := charge.budget) is not None:
         key = keys.budget(choices[0].tenant, budget.period)

@@ -112,33 +112,21 @@ def test_manifests_are_written_without_references(package: Path):
     assert not {"&", "*"} & {word[0] for word in done.stdout.split()}
 
 
-@pytest.mark.parametrize(
-    ("path", "data", "says"),
-    [
-        ("weights.bin", b"", "weights.bin"),
-        ("notes.json", b"\x80\x04N.", "notes.json"),
-    ],
-)
-def test_what_can_be_no_package_ends_with_2(package: Path, path: str, data: bytes, says: str):
+@pytest.mark.parametrize(("path", "data"), [("weights.bin", b""), ("notes.json", b"\x80\x04N.")])
+def test_what_can_be_no_package_ends_with_2(package: Path, path: str, data: bytes):
     (package / path).write_bytes(data)
     done = run(*deploy_of(package))
     assert done.exit_code == 2
-    assert says in said(done)
-    assert run(*deploy_of(Path("/no/such/path"))).exit_code == 2
+    assert path in said(done)
 
 
-def test_a_file_that_is_no_package_is_named(tmp_path: Path):
-    (tmp_path / "README.md").write_text("# nothing to run")
-    done = run("deploy", "--name", "n", "--application", tmp_path / "README.md")
-    assert done.exit_code == 2
-    assert "README.md:" in done.stderr
-
-
-def test_a_long_path_in_an_error_can_be_copied(tmp_path: Path):
-    path = tmp_path / ("a-long-name-" * 12) / "and more"
-    done = run("deploy", "--name", "n", "--application", path)
-    assert done.exit_code == 2
-    assert str(path) in done.stderr
+def test_a_path_that_is_no_package_is_named_such_that_it_can_be_copied(tmp_path: Path):
+    readme = tmp_path / "README.md"
+    readme.write_text("# nothing to run")
+    for path in (readme, tmp_path / ("a-long-name-" * 12) / "and more"):
+        done = run("deploy", "--name", "n", "--application", path)
+        assert done.exit_code == 2
+        assert (f"{path.name}:" if path == readme else str(path)) in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -32,11 +32,8 @@ SERVER_NAMES = {
 @pytest.fixture(scope="module")
 def slow(tmp_path_factory):
     """A fleet whose engine is so slow that the way of a request is little beside it."""
-    fleet = start_fleet(
-        tmp_path_factory.mktemp("slow"),
-        VLM_ENGINE__MOCK__VISION_S=str(VISION_S),
-        VLM_ENGINE__MOCK__DECODE_S=str(DECODE_S),
-    )
+    times = {"VLM_ENGINE__MOCK__VISION_S": VISION_S, "VLM_ENGINE__MOCK__DECODE_S": DECODE_S}
+    fleet = start_fleet(tmp_path_factory.mktemp("slow"), **{k: str(v) for k, v in times.items()})
     yield fleet
     fleet.end()
 
@@ -112,14 +109,16 @@ def test_client_agrees_with_the_histograms_of_the_server(slow):
         assert told_s == pytest.approx(stage_s(server, stage), abs=1e-5 * len(records))
 
 
+def locust(url: str, users: int, duration: str, *more: str) -> "subprocess.CompletedProcess[str]":
+    start = [sys.executable, "-m", "locust", "-f", "loadtest/locustfile.py", "--headless", *more]
+    options = ["--host", url, "-u", str(users), "-r", str(users), "-t", duration]
+    return subprocess.run([*start, *options], cwd=ROOT, capture_output=True, text=True, timeout=90)
+
+
 @in_one_round
 def test_locust_itself_runs_the_users_without_its_page(slow):
-    done = subprocess.run(
-        [sys.executable, "-m", "locust", "-f", "loadtest/locustfile.py", "--host", slow.url,
-         "--headless", "-u", "2", "-r", "2", "-t", "2s", "--stop-timeout", "10", "--json",
-         "--max-tokens", "4", "--stream-ratio", "1", "TextUser", "ConversationUser"],
-        cwd=ROOT, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+    more = ("--stop-timeout", "10", "--json", "--max-tokens", "4", "--stream-ratio", "1")
+    done = locust(slow.url, 2, "2s", *more, "TextUser", "ConversationUser")
     assert done.returncode == 0, done.stderr
     rows = {(row["method"], row["name"]): row for row in json.loads(done.stdout)}
     kinds = ("conversation, streamed", "text, streamed")
@@ -132,11 +131,7 @@ def test_requests_that_the_end_of_the_run_cuts_off_are_no_failures(fake):
     for seconds in (1, 4, 16):  # a busy machine's users ask later
         fake.pieces = [*stream()[:2], 4.0 * seconds]
         fake.bodies.clear()
-        done = subprocess.run(
-            [sys.executable, "-m", "locust", "-f", "loadtest/locustfile.py", "--host", fake.url,
-             "--headless", "-u", "3", "-r", "3", "-t", f"{seconds}s", "--json", "--stream-ratio", "1", "TextUser"],
-            cwd=ROOT, capture_output=True, text=True, timeout=90,
-        )  # fmt: skip
+        done = locust(fake.url, 3, f"{seconds}s", "--json", "--stream-ratio", "1", "TextUser")
         if len(fake.bodies) == 3:
             break
     assert len(fake.bodies) == 3
@@ -167,11 +162,7 @@ def answered(page: httpx.Client) -> int:
 
 
 def test_server_that_is_not_there_ends_locust_at_once():
-    done = subprocess.run(
-        [sys.executable, "-m", "locust", "-f", "loadtest/locustfile.py",
-         "--host", "http://127.0.0.1:9", "--headless", "-u", "1", "-t", "50s", "--only-summary"],
-        cwd=ROOT, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+    done = locust("http://127.0.0.1:9", 1, "50s", "--only-summary")
     assert done.returncode == 1
     assert re.search(r"1 +GET models: .*ConnectionRefusedError", done.stdout + done.stderr)
 

@@ -32,13 +32,10 @@ def test_load_that_cannot_be_is_refused(text):
         parse_levels(text)
 
 
-def test_rate_makes_an_open_loop():
+def test_a_load_is_of_users_or_of_a_rate_which_makes_an_open_loop():
     assert make_plan(None, None, 5.0, 1.0) == make_plan("8", None, 5.0, 1.0) == Plan(duration_s=5.0)
     opened = make_plan(None, "3", 5.0, 1.0)
     assert (opened.loop, opened.levels) == ("open", (3,))
-
-
-def test_a_load_is_of_users_or_of_a_rate():
     with pytest.raises(PlanError, match="--users and --rate"):
         make_plan("8", "3", 5.0, 1.0)
 

@@ -131,7 +131,9 @@ def test_without_a_name_the_model_of_a_gateway_that_has_a_worker_is_asked(monkey
 
 def test_a_file_that_is_no_image_is_named(tmp_path):
     (tmp_path / "a.png").write_text("no image")
-    done = run("embed", tmp_path / "a.png", "--output", tmp_path / "out")
+    done = run(
+        "embed", tmp_path / "a.png", "--output", tmp_path / "out", "--engine", "mock_pooling"
+    )
     assert done.exit_code == 1
     assert "a.png: it is none of PNG" in done.stderr
 

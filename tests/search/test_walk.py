@@ -39,17 +39,8 @@ def embed_offline(folder) -> str:
 
 
 def curl(url: str, body: dict) -> dict:
-    command = [
-        "curl",
-        "-sf",
-        "--noproxy",
-        "*",
-        url,
-        "-H",
-        "content-type: application/json",
-        "-d",
-        json.dumps(body),
-    ]
+    head = ("-H", "content-type: application/json")
+    command = ["curl", "-sf", "--noproxy", "*", url, *head, "-d", json.dumps(body)]
     return json.loads(subprocess.run(command, capture_output=True, check=True, timeout=60).stdout)
 
 

@@ -197,19 +197,6 @@ async def test_another_worker_continues_at_the_exact_token(ends, answers):
     assert isinstance(events[-1], Finished)
 
 
-async def test_a_stop_lets_running_requests_finish(ends, answers):
-    async with run_worker(ends, mock={"decode_s": 0.005, "num_output_tokens": 60}) as running:
-        request = await ends.enqueue(make_request(sampling=LONG))
-        await answers.tokens(request, 1)
-
-        await running.stop()
-
-        assert isinstance((await answers.end(request))[-1], Finished)
-    registry = Registry(ends.redis, ends.prefix)
-    assert await registry.workers() == []
-    await registry.close()
-
-
 async def test_what_a_stop_cannot_finish_another_worker_continues_at_once(ends, answers):
     async with run_worker(ends, "first", mock=SLOW, drain_s=0.0) as first:
         request = await ends.enqueue(make_request(sampling=LONG))

@@ -1,15 +1,17 @@
 -- The beginning of the scripts that end calls.
 -- Count an ended call in the usage of its tenant on this day, and correct what it has reserved of a budget.
 -- spent: prefix of the keys of days: hash of sums by `KIND TENANT MODEL`, and under the empty name when it was created (us)
--- charge of the call: '*' if it counts its prompt and not the request, '+' if neither, number of images, price of an input, cached and output
---   token and of an image (nano-dollars), and of a budget: what is reserved, and its key
+-- charge of the call: '*' if it counts its prompt and not the request, '+' if neither; number of images, price of an input,
+--   cached and output token and of an image (nano-dollars), and of a budget: what is reserved, and its key. Absent: 0 each.
 local SPENT_TTL_MS = 93 * 86400000
-local NO_CHARGE = '0 0 0 0 0 0 '
 
 local function count_usage(spent, model, request)
   local r = redis.call('HMGET', request, 'tenant', 'prompt', 'cached', 'tokens', 'charge')
-  local mark, images, input, cached, output, image, reserved, budget =
-    string.match(r[5] or NO_CHARGE, '^([*+]?)(%d+) (%S+) (%S+) (%S+) (%S+) (%d+) (.*)$')
+  local mark, images, input, cached, output, image, reserved, budget = '', 0, 0, 0, 0, 0, 0, ''
+  if r[5] then
+    mark, images, input, cached, output, image, reserved, budget =
+      string.match(r[5], '^([*+]?)(%d+) (%S+) (%S+) (%S+) (%S+) (%d+) (.*)$')
+  end
   local counts = {requests = 0, input = 0, cached = 0, images = 0, output = tonumber(r[4])}
   if mark ~= '+' then
     counts = {requests = mark == '' and 1 or 0, input = tonumber(r[2] or 0), cached = tonumber(r[3] or 0), output = counts.output,

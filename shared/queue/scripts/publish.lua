@@ -23,15 +23,13 @@ local function post(name, events)
   if noted then noted[#noted + 1] = events else posts[name] = {events} end
 end
 
-local function note_prompt(request, item)
-  if item.prompt then
-    redis.call('HSET', request, 'prompt', digits(item.prompt), 'cached', digits(item.cached))
-  end
+local function prompt_fields(item)
+  if item.prompt then return 'prompt', digits(item.prompt), 'cached', digits(item.cached) end
 end
 
 local function append(request, log, item, events)
-  redis.call('HSET', request, 'items', digits(item.number), 'tokens', digits(item.index + item.count))
-  note_prompt(request, item)
+  redis.call('HSET', request, 'items', digits(item.number), 'tokens', digits(item.index + item.count),
+    prompt_fields(item))
   if redis.call('RPUSH', log, events) == 1 then
     redis.call('PEXPIRE', log, redis.call('PTTL', request))
   end
@@ -46,8 +44,8 @@ end
 local function finish(request, log, item, events, num_tokens, reservation)
   remove(item.entry)
   if reservation and reservation ~= '' then redis.call('ZADD', reservations, 'XX', '0', reservation) end
-  redis.call('HSET', request, 'state', item.state, 'tokens', digits(num_tokens + item.count), 'payload', '')
-  note_prompt(request, item)
+  redis.call('HSET', request, 'state', item.state, 'tokens', digits(num_tokens + item.count), 'payload', '',
+    prompt_fields(item))
   count_usage(args.spent, args.model, request)
   redis.call('RPUSH', log, events)
   local kept_ms = item.keep_ms and digits(item.keep_ms) or keep_ms

@@ -1,7 +1,18 @@
 """The package must be imported before transformers, which imports torchvision."""
 
+from pathlib import Path
+
+import pytest
 import torch
 
 import engines.torch_backend  # noqa: F401
+from engines.torch_backend.loading.make_checkpoint import make_checkpoint
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("bench") / "tiny"
+    make_checkpoint("tiny", directory)
+    return directory

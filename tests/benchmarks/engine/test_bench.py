@@ -4,7 +4,6 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,7 +21,6 @@ from engines.base import RequestError
 from engines.core.engine import BatchingEngine
 from engines.core.sequence import Batch, ScheduledSequence, Sequence
 from engines.torch_backend.layers.linear import INT8
-from engines.torch_backend.loading.make_checkpoint import make_checkpoint
 from shared.protocol import SamplingParams
 from tests.factories_torch import make_model_pair, make_pixels, make_runner, make_vlm_config
 
@@ -104,13 +102,6 @@ def test_streams_are_slowed_by_what_their_gaps_grow_beside_a_late_prompt():
     run = Run(7.0, times, 20, 1, [], Late("late", added_s=3.0, first_token_s=6.5))
     assert run.slowdown == 2.0
     assert run.ttfts == [3.5]
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("bench") / "tiny"
-    make_checkpoint("tiny", directory)
-    return directory
 
 
 def test_every_cell_is_measured_and_printed_as_json(tiny, capsys):

@@ -2,7 +2,6 @@
 
 import json
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 
@@ -14,17 +13,9 @@ from benchmarks.peers.peer import CPU_WORKLOADS, WORKLOADS, SystemName
 from benchmarks.peers.report import compare
 from benchmarks.peers.results import Result, Results
 from benchmarks.peers.run import Comparison, PeerOptions, run
-from engines.torch_backend.loading.make_checkpoint import make_checkpoint
 from tests.engines.torch_backend.models.family_table import named, write_checkpoint
 
 ABOUT: dict[str, str | int] = {"model": "tiny", "threads": 2}
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("peers") / "tiny"
-    make_checkpoint("tiny", directory)
-    return directory
 
 
 def make_result(system: str, workload: str, *values: float) -> Result:

@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -156,15 +155,6 @@ def test_tokens_that_may_begin_the_reasoning_are_reported_when_that_is_decided()
     second = answer.output([TokenChoice(1, -1.0)])
     assert (second.index, second.token_ids, second.text) == (0, (0, 1), "<b")
     assert [entry.chosen.logprob for entry in second.logprobs] == [-0.5, -1.0]
-
-
-@pytest.mark.parametrize("keeps_stop", [False, True])
-def test_a_stop_token_is_reported_and_is_text_where_that_is_asked_for(keeps_stop: bool):
-    sampling = SamplingParams(stop_token_ids=(1,), keeps_stop=keeps_stop)
-    answer = Answer.begin(EngineRequest("r", [1], sampling), make_processor([b"a", b"b"]))
-    output = answer.output([TokenChoice(0), TokenChoice(1)], FinishReason.STOP)
-    assert output.token_ids == (0, 1)
-    assert output.text == ("ab" if keeps_stop else "a")
 
 
 def test_an_answer_that_fails_has_its_usage_and_times():

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from engines.core.blocks import BlockManager, hash_block, hash_root
@@ -73,11 +75,6 @@ def test_blocks_not_computed_yet_are_not_found():
     assert len(blocks.find_prefix(make_sequence(10))) == 1
 
 
-def test_the_last_token_is_always_left_to_compute():
-    assert find_shared(make_sequence(8), make_sequence(8)) == 1
-    assert find_shared(make_sequence(9), make_sequence(9)) == 2
-
-
 def test_freed_blocks_are_found_again_until_they_are_lent():
     blocks = make_blocks(num_blocks=3)
     compute_and_free(blocks, make_sequence(9))
@@ -144,28 +141,32 @@ def test_without_prefix_cache_nothing_is_found():
     assert blocks.find_prefix(make_sequence(9)) == []
 
 
-def test_tenants_with_different_salts_share_nothing():
-    assert find_shared(make_sequence(9, cache_salt="x"), make_sequence(9, cache_salt="y")) == 0
-    assert find_shared(make_sequence(9, cache_salt="x"), make_sequence(9, cache_salt="x")) == 2
+def seen(num_tokens: int, *images: ImageInput) -> Sequence:
+    return make_sequence(num_tokens, images=images)
 
 
-def test_two_images_share_the_blocks_before_them_and_none_after():
-    first = make_sequence(25, images=(make_image(8, 8, "cat"),))
-    second = make_sequence(25, images=(make_image(8, 8, "dog"),))
-    assert find_shared(first, second) == 2
-    assert find_shared(first, make_sequence(25, images=(make_image(8, 8, "cat"),))) == 6
+CAT, DOG = make_image(8, 8, "cat"), make_image(8, 8, "dog")
 
 
-def test_an_image_that_begins_in_the_middle_of_a_block_separates_that_block():
-    first = make_sequence(13, images=(make_image(7, 3, "cat"),))
-    second = make_sequence(13, images=(make_image(7, 3, "dog"),))
-    assert find_shared(first, second) == 1
-
-
-def test_images_in_another_order_share_nothing_of_them():
-    first = make_sequence(17, images=(make_image(4, 4, "cat"), make_image(8, 4, "dog")))
-    second = make_sequence(17, images=(make_image(4, 4, "dog"), make_image(8, 4, "cat")))
-    assert find_shared(first, second) == 1
+@pytest.mark.parametrize(
+    ("first", "second", "num_shared"),
+    [
+        pytest.param(seen(8), seen(8), 1, id="the last token is always left to compute"),
+        (seen(9), seen(9), 2),
+        pytest.param(make_sequence(9, cache_salt="x"), make_sequence(9, cache_salt="y"), 0, id="other salts"),
+        (make_sequence(9, cache_salt="x"), make_sequence(9, cache_salt="x"), 2),
+        pytest.param(seen(25, CAT), seen(25, DOG), 2, id="the blocks before two images, none after"),
+        (seen(25, CAT), seen(25, CAT), 6),
+        pytest.param(seen(13, replace(CAT, offset=7)), seen(13, replace(DOG, offset=7)), 1, id="amid a block"),
+        pytest.param(
+            seen(17, make_image(4, 4, "cat"), make_image(8, 4, "dog")),
+            seen(17, make_image(4, 4, "dog"), make_image(8, 4, "cat")), 1, id="images in another order",
+        ),
+        pytest.param(seen(9), make_sequence(token_ids=[3] * 9), 0, id="other tokens"),
+    ],
+)  # fmt: skip
+def test_blocks_of_one_beginning_are_shared(first: Sequence, second: Sequence, num_shared: int):
+    assert find_shared(first, second) == num_shared
 
 
 @pytest.mark.parametrize(
@@ -190,13 +191,20 @@ def test_token_ids_are_compared_on_a_hit(monkeypatch: pytest.MonkeyPatch):
     assert find_shared(make_sequence(9), make_sequence(token_ids=[3] * 9)) == 0
 
 
-def test_check_integrity_sees_a_wrong_count():
-    blocks = make_blocks()
-    sequence = make_sequence(9)
-    compute(blocks, sequence)
-    blocks.check_integrity([sequence])
+def test_check_integrity_sees_what_is_wrong():
+    blocks, first, second = make_blocks(), make_sequence(10), make_sequence(10)
+    for sequence in (first, second):
+        compute(blocks, sequence)
+    blocks.check_integrity([first, second])
     with pytest.raises(AssertionError, match="reference count"):
-        blocks.check_integrity([])
+        blocks.check_integrity([first])
+    second.num_computed_tokens = 7
+    with pytest.raises(AssertionError, match="would be written to"):
+        blocks.check_integrity([first, second])
+    second.num_computed_tokens = 10
+    second.token_ids[2] = 77
+    with pytest.raises(AssertionError, match="another text"):
+        blocks.check_integrity([first, second])
 
 
 def test_a_decode_token_inside_a_block_hashes_nothing(monkeypatch: pytest.MonkeyPatch):
@@ -207,25 +215,6 @@ def test_a_decode_token_inside_a_block_hashes_nothing(monkeypatch: pytest.Monkey
     sequence.token_ids.append(5)
     sequence.num_computed_tokens += 1
     blocks.publish(sequence)
-
-
-def test_check_integrity_sees_a_shared_block_that_would_be_written_to():
-    blocks = make_blocks()
-    first, second = make_sequence(10), make_sequence(10)
-    compute(blocks, first)
-    compute(blocks, second)
-    second.num_computed_tokens = 7
-    with pytest.raises(AssertionError, match="would be written to"):
-        blocks.check_integrity([first, second])
-
-
-def test_check_integrity_sees_a_block_of_another_text():
-    blocks = make_blocks()
-    sequence = make_sequence(10)
-    compute(blocks, sequence)
-    sequence.token_ids[2] = 77
-    with pytest.raises(AssertionError, match="another text"):
-        blocks.check_integrity([sequence])
 
 
 def test_a_prefix_that_is_used_again_outlives_a_younger_one():

@@ -1,5 +1,3 @@
-import time
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +11,7 @@ from engines.mock.engine import EOS_ID
 from shared.protocol import FinishReason, Priority
 from tests.factories_engine import (
     CheckingRunner,
+    Clock,
     Transcript,
     answer_alone,
     make_engine,
@@ -62,25 +61,9 @@ def test_cached_prompt_tokens_are_reported():
     assert (stats.num_prefix_query_tokens, stats.num_prefix_hit_tokens) == (40, 16)
 
 
-class Clock:
-    """Time that passes only while somebody sleeps."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def perf_counter(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(time, "perf_counter", clock.perf_counter)
-    monkeypatch.setattr(time, "sleep", clock.sleep)
-    return clock
+    return Clock(monkeypatch)
 
 
 def find_timings(answer: Transcript) -> list[float]:
@@ -171,37 +154,34 @@ def test_a_prompt_that_can_never_fit_is_refused_with_the_numbers(config: dict[st
     assert len(run_all(engine, make_request(prompt="x" * 19))["r0"].token_ids) == 1
 
 
+def placed(row: list[int]) -> EngineRequest:
+    return EngineRequest("r", [1] * 4, make_request().sampling, positions=(row,))
+
+
+OVERLAP = make_request(prompt="x" * 30, images=(make_image(0), make_image(4)))
+
+
 @pytest.mark.parametrize(
-    "request_",
+    ("request_", "reason"),
     [
-        pytest.param(make_request(logit_bias={100_000: 1.0}), id="bias outside the vocabulary"),
-        pytest.param(make_request(logit_bias={-1: 1.0}), id="negative bias"),
-        pytest.param(make_request(stop_token_ids=(100_000,)), id="no such stop token"),
-        pytest.param(make_request(allowed_token_ids=(-1,)), id="no such allowed token"),
-        pytest.param(make_request(output_token_ids=(300, 100_000)), id="another model's output"),
-        pytest.param(make_request(max_tokens=-1), id="a negative number of tokens"),
-        pytest.param(make_request(prompt=""), id="empty prompt"),
-        pytest.param(
-            EngineRequest("r0", [1] * 8, make_request().sampling, (make_image(4, 8),)),
-            id="image beyond the prompt",
-        ),
-        pytest.param(
-            make_request(prompt="x" * 30, images=(make_image(0), make_image(4))),
-            id="images overlap",
-        ),
+        pytest.param(make_request(logit_bias={100_000: 1.0}), "", id="bias outside the vocabulary"),
+        pytest.param(make_request(logit_bias={-1: 1.0}), "", id="negative bias"),
+        pytest.param(make_request(stop_token_ids=(100_000,)), "", id="no such stop token"),
+        pytest.param(make_request(allowed_token_ids=(-1,)), "", id="no such allowed token"),
+        pytest.param(make_request(output_token_ids=(300, 100_000)), "", id="another model's output"),
+        pytest.param(make_request(max_tokens=-1), "", id="a negative number of tokens"),
+        pytest.param(make_request(prompt=""), "", id="empty prompt"),
+        pytest.param(EngineRequest("r0", [1] * 8, make_request().sampling, (make_image(4, 8),)), "", id="image beyond"),
+        pytest.param(OVERLAP, "", id="images overlap"),
+        *((placed(row), "positions are not 4 numbers") for row in ([0, 1, 2], [0, 1, 2, -1], [0, 1, 2, 10**6])),
     ],
-)
-def test_what_the_model_cannot_honour_is_refused(request_: EngineRequest):
+)  # fmt: skip
+def test_what_the_model_cannot_honour_is_refused(request_: EngineRequest, reason: str):
     engine = make_engine()
-    with pytest.raises(InvalidRequest):
+    with pytest.raises(InvalidRequest, match=reason or None) as refused:
         engine.add(request_)
+    assert request_.prompt_token_ids or refused.value.param == "prompt"
     assert not engine.has_work()
-
-
-def test_an_empty_prompt_is_refused_by_its_name():
-    with pytest.raises(InvalidRequest) as refused:
-        make_engine().add(make_request(prompt=""))
-    assert refused.value.param == "prompt"
 
 
 def test_what_a_failed_request_computed_is_found_by_nobody():
@@ -396,10 +376,3 @@ def test_whatever_happens_the_books_are_right_and_answers_equal_answers_alone(da
         answer = life.answers[request_id]
         assert (answer.token_ids, answer.text) == (alone.token_ids, alone.text)
         assert answer.finish_reason is alone.finish_reason
-
-
-@pytest.mark.parametrize("row", [[0, 1, 2], [0, 1, 2, -1], [0, 1, 2, 10**6]])
-def test_positions_that_do_not_fit_the_prompt_are_refused(row: list[int]) -> None:
-    request = EngineRequest("r", [1] * 4, make_request().sampling, positions=(row,))
-    with pytest.raises(InvalidRequest, match="positions are not 4 numbers"):
-        make_engine().add(request)

@@ -1,6 +1,5 @@
 """Steps that are launched before the tokens of those before them are known."""
 
-import time
 from collections.abc import Callable
 
 import pytest
@@ -14,6 +13,7 @@ from shared.protocol import FinishReason
 from tests.factories_engine import (
     CheckingRunner,
     CheckingStep,
+    Clock,
     Transcript,
     answer_alone,
     make_engine,
@@ -26,18 +26,6 @@ from tests.factories_engine import (
 HOST_S = 0.25  #: of handling a token
 
 
-class Clock:
-    """Time that passes while somebody sleeps, or says so."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 1000.0
-        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
-        monkeypatch.setattr(time, "sleep", self.pass_time)
-
-    def pass_time(self, seconds: float) -> None:
-        self.now += seconds
-
-
 class SlowTokenizer(MockTokenizer):
     """Stands for the host's work: each token takes its time, and is an event."""
 
@@ -47,7 +35,7 @@ class SlowTokenizer(MockTokenizer):
         self._clock = clock
 
     def token_bytes(self, token_id: int) -> bytes:
-        self._clock.pass_time(HOST_S)
+        self._clock.sleep(HOST_S)
         self._events.append("handled")
         return super().token_bytes(token_id)
 

@@ -14,53 +14,118 @@ from tests.factories_engine import (
 )
 
 
-def test_a_prompt_is_computed_in_chunks_of_the_budget():
-    scheduler = make_scheduler(max_num_batched_tokens=8)
-    scheduler.add(make_sequence(20, "a"))
-    assert [shares(run_step(scheduler))["a"] for _ in range(4)] == [8, 8, 4, 1]
+def make_batch(num_tokens: int = 4, request_id: str = "batch", **fields):
+    return make_sequence(num_tokens, request_id, priority=Priority.BATCH, **fields)
 
 
-def test_running_sequences_come_before_waiting_ones_and_share_a_step_with_them():
-    scheduler = make_scheduler(max_num_batched_tokens=8)
-    scheduler.add(make_sequence(8, "a"))
-    run_step(scheduler)
-    scheduler.add(make_sequence(token_ids=[9] * 20, request_id="b"))
-    assert shares(run_step(scheduler)) == {"a": 1, "b": 7}
-    assert shares(run_step(scheduler)) == {"a": 1, "b": 7}
+def other(num_tokens: int, request_id: str, token_id: int = 9, **fields):
+    """Begins as no sequence of `make_sequence` does."""
+    return make_sequence(token_ids=[token_id] * num_tokens, request_id=request_id, **fields)
 
 
-def test_no_more_sequences_run_than_allowed():
-    scheduler = make_scheduler(max_num_seqs=2)
-    for name in "abc":
-        scheduler.add(make_sequence(4, name, max_output_tokens=2))
-    assert shares(run_step(scheduler)) == {"a": 4, "b": 4}
-    run_step(scheduler)
-    assert shares(run_step(scheduler)) == {"c": 4}
+def cat_at(offset: int, num_tokens: int, **fields):
+    return replace(make_image(offset, num_tokens, "cat"), **fields)
 
 
-def test_a_prefix_that_this_step_computes_is_not_computed_twice():
-    scheduler = make_scheduler()
-    for name in "abc":
-        scheduler.add(make_sequence(11, name))
-    assert shares(run_step(scheduler)) == {"a": 11}
-    assert shares(run_step(scheduler)) == {"a": 1, "b": 3, "c": 3}
+def dog_at(offset: int, num_tokens: int):
+    return make_image(offset, num_tokens, "dog")
 
 
-def test_a_chunk_of_a_running_prefill_is_not_computed_twice():
-    scheduler = make_scheduler(max_num_batched_tokens=16, max_images_per_step=1)
-    images = (make_image(0, 4, "cat"), make_image(8, 4, "dog"))
-    scheduler.add(make_sequence(13, "a", images=images))
-    scheduler.add(make_sequence(13, "b", images=images))
-    assert shares(run_step(scheduler)) == {"a": 8}
-    assert shares(run_step(scheduler)) == {"a": 5}
-    assert shares(run_step(scheduler)) == {"a": 1, "b": 1}
+NO_CACHE = {"enable_prefix_cache": False}
+ONE_IMAGE = {"max_images_per_step": 1}
+#: What is added, the new tokens of each in a step, and who waits (a list) behind it.
+COURSES = {
+    "a prompt is computed in chunks of the budget": (
+        {"max_num_batched_tokens": 8}, make_sequence(20, "a"), {"a": 8}, {"a": 8}, {"a": 4}, {"a": 1}
+    ),
+    "running ones come before waiting ones and share a step with them": (
+        {"max_num_batched_tokens": 8}, make_sequence(8, "a"), {"a": 8}, other(20, "b"), {"a": 1, "b": 7}, {"a": 1, "b": 7}
+    ),
+    "no more run than allowed": (
+        {"max_num_seqs": 2}, *(make_sequence(4, name, max_output_tokens=2) for name in "abc"),
+        {"a": 4, "b": 4}, {"a": 1, "b": 1}, {"c": 4},
+    ),
+    "a prefix that this step computes is not computed twice": (
+        {}, *(make_sequence(11, name) for name in "abc"), {"a": 11}, {"a": 1, "b": 3, "c": 3}
+    ),
+    "a chunk of a running prefill is not computed twice": (
+        {"max_num_batched_tokens": 16, **ONE_IMAGE},
+        *(make_sequence(13, name, images=(cat_at(0, 4), dog_at(8, 4))) for name in "ab"),
+        {"a": 8}, {"a": 5}, {"a": 1, "b": 1},
+    ),
+    "without prefix cache equal prompts share a step": (
+        NO_CACHE, *(make_sequence(11, name) for name in "ab"), {"a": 11, "b": 11}
+    ),
+    "interactive ones pass batch ones that wait": (
+        {"max_num_seqs": 1, **NO_CACHE}, make_sequence(4, "first"), make_batch(), make_sequence(4, "second"),
+        ["first", "second", "batch"],
+    ),
+    "a seat is taken from the youngest of batch work, which waits before its like": (
+        {"max_num_seqs": 2}, *(make_batch(4, name) for name in ("old", "young", "waiting")), {"old": 4, "young": 4},
+        other(4, "interactive"), {"old": 1, "interactive": 4}, ["young", "waiting"],
+    ),
+    "blocks are taken from batch work for an interactive one": (
+        {"num_blocks": 4, **NO_CACHE}, make_batch(12), {"batch": 12}, make_sequence(8, "interactive"), {"interactive": 8},
+        ["batch"],
+    ),
+    "nothing is taken from batch work where there is room": (
+        {"max_num_seqs": 2}, make_batch(), {"batch": 4}, other(4, "interactive"), {"batch": 1, "interactive": 4}
+    ),
+    "no way is made for one that would not fit even then": (
+        {"num_blocks": 8, **NO_CACHE}, make_sequence(16, "interactive"), make_batch(), {"interactive": 16, "batch": 4},
+        make_sequence(16, "large"), {"interactive": 1, "batch": 1},
+    ),
+    "a newcomer waits until all its tokens fit": (
+        {"num_blocks": 8, "max_num_batched_tokens": 4}, make_sequence(4, "a"), {"a": 4}, other(28, "b"), {"a": 1}
+    ),
+    "a newcomer leaves a block to each that runs": (
+        {"num_blocks": 4}, make_sequence(8, "a"), other(8, "b"), {"a": 8}
+    ),
+    "a prompt that sees all of itself is computed in one step whatever the budget": (
+        {"max_num_batched_tokens": 8, "binds_prompts": True, **ONE_IMAGE},
+        make_sequence(20, "a", images=(cat_at(2, 4), dog_at(10, 4))), other(12, "b"),
+        {"a": 20}, {"a": 1, "b": 12}, {"a": 1, "b": 1},
+    ),
+    # the first run of slots ends at 5, the second at 11
+    "a chunk holds all slots of an image that sees itself whatever the budget": (
+        {"max_num_batched_tokens": 4},
+        make_sequence(14, "a", images=(cat_at(2, 9, is_whole=True, slots=((1, 3), (4, 9))),)), other(4, "b"),
+        {"a": 5}, {"a": 6}, {"a": 3, "b": 1},
+    ),
+    "images of a step are limited and a chunk ends before the next": (
+        ONE_IMAGE, make_sequence(14, "a", images=(cat_at(2, 4), dog_at(8, 4))), {"a": 8}, {"a": 6}
+    ),
+    "an image is counted once for all who need it in a step": (
+        ONE_IMAGE, make_sequence(10, "a", images=(cat_at(2, 4),)), make_sequence(12, "b", images=(cat_at(4, 4),)),
+        other(12, "c", images=(dog_at(4, 4),)), {"a": 10, "b": 12, "c": 4}, {"a": 1, "b": 1, "c": 8},
+    ),
+    "a chunk that ends inside an image goes on without encoding it again": (
+        {"max_num_batched_tokens": 16, **ONE_IMAGE}, make_sequence(20, "a", images=(cat_at(2, 16),)),
+        make_sequence(20, "b", images=(dog_at(8, 8),)), {"a": 16}, {"a": 4, "b": 12},
+    ),
+    "an image reached in its middle by a prefix hit needs encoding": (
+        ONE_IMAGE, make_sequence(20, "a", images=(cat_at(2, 12),)), {"a": 20}, other(8, "b", 3, images=(dog_at(0, 4),)),
+        make_sequence(request_id="c", token_ids=[*range(1, 13), 14], images=(cat_at(2, 12),)), {"a": 1, "b": 8},
+    ),
+    "way is made for no more than can be started": (
+        {"max_num_seqs": 4, "max_num_batched_tokens": 8}, *(make_batch(4, name) for name in "abcd"),
+        {"a": 4, "b": 4}, {"a": 1, "b": 1, "c": 4, "d": 2}, *(other(8, f"n{number}", 9 + number) for number in range(4)),
+        {"a": 1, "b": 1, "c": 1, "n0": 5}, ["n1", "n2", "n3", "d"],
+    ),
+}  # fmt: skip
 
 
-def test_without_prefix_cache_equal_prompts_share_a_step():
-    scheduler = make_scheduler(enable_prefix_cache=False)
-    for name in "ab":
-        scheduler.add(make_sequence(11, name))
-    assert shares(run_step(scheduler)) == {"a": 11, "b": 11}
+@pytest.mark.parametrize("course", COURSES)
+def test_steps_are_shared_out(course: str):
+    config, *events = COURSES[course]
+    scheduler = make_scheduler(**config)
+    for event in events:
+        if isinstance(event, dict):
+            assert shares(run_step(scheduler)) == event
+        elif isinstance(event, list):
+            assert list(scheduler.waiting) == event
+        else:
+            scheduler.add(event)
 
 
 def test_the_youngest_is_preempted_and_keeps_its_tokens():
@@ -115,38 +180,6 @@ def test_a_long_running_sequence_alone_gets_the_whole_pool():
     assert finished == names
 
 
-def make_batch(num_tokens: int = 4, request_id: str = "batch", **fields):
-    return make_sequence(num_tokens, request_id, priority=Priority.BATCH, **fields)
-
-
-def test_interactive_sequences_pass_batch_ones_that_wait():
-    scheduler = make_scheduler(max_num_seqs=1, enable_prefix_cache=False)
-    for sequence in (make_sequence(4, "first"), make_batch(), make_sequence(4, "second")):
-        scheduler.add(sequence)
-    assert list(scheduler.waiting) == ["first", "second", "batch"]
-
-
-def test_a_seat_is_taken_from_the_youngest_batch_sequence_which_waits_before_its_like():
-    scheduler = make_scheduler(max_num_seqs=2)
-    for name in ("old", "young", "waiting"):
-        scheduler.add(make_batch(4, name))
-    run_step(scheduler)
-    scheduler.add(make_sequence(token_ids=[9] * 4, request_id="interactive"))
-    assert shares(run_step(scheduler)) == {"old": 1, "interactive": 4}
-    assert list(scheduler.running) == ["interactive", "old"]
-    assert list(scheduler.waiting) == ["young", "waiting"]
-
-
-def test_blocks_are_taken_from_batch_sequences_for_an_interactive_one():
-    scheduler = make_scheduler(num_blocks=4, enable_prefix_cache=False)
-    batch = make_batch(12)
-    scheduler.add(batch)
-    run_step(scheduler)
-    scheduler.add(make_sequence(8, "interactive"))
-    assert shares(run_step(scheduler)) == {"interactive": 8}
-    assert (batch.status, batch.num_output_tokens) == (SequenceStatus.WAITING, 1)
-
-
 def test_batch_is_preempted_before_a_younger_interactive_sequence():
     scheduler = make_scheduler(num_blocks=6, enable_prefix_cache=False)
     for sequence in (make_sequence(4, "old"), make_batch(4), make_sequence(4, "young")):
@@ -154,14 +187,6 @@ def test_batch_is_preempted_before_a_younger_interactive_sequence():
     while not scheduler.num_preemptions:
         run_step(scheduler)
     assert list(scheduler.waiting) == ["batch"]
-
-
-def test_nothing_is_taken_from_batch_sequences_where_there_is_room():
-    scheduler = make_scheduler(max_num_seqs=2)
-    scheduler.add(make_batch(4))
-    run_step(scheduler)
-    scheduler.add(make_sequence(token_ids=[9] * 4, request_id="interactive"))
-    assert shares(run_step(scheduler)) == {"batch": 1, "interactive": 4}
 
 
 def test_a_batch_sequence_is_passed_a_limited_number_of_times():
@@ -212,42 +237,6 @@ def test_a_batch_stream_is_passed_by_nobody_and_yields_its_seat_however_many_com
     assert list(scheduler.waiting) == ["batch"]
 
 
-def test_way_is_made_for_no_more_than_can_be_started():
-    scheduler = make_scheduler(max_num_seqs=4, max_num_batched_tokens=8)
-    for name in "abcd":
-        scheduler.add(make_batch(4, name))
-    while len(scheduler.running) < 4:
-        run_step(scheduler)
-    for number in range(4):
-        scheduler.add(make_sequence(token_ids=[9 + number] * 8, request_id=f"n{number}"))
-    assert shares(run_step(scheduler)) == {"a": 1, "b": 1, "c": 1, "n0": 5}
-    assert list(scheduler.waiting) == ["n1", "n2", "n3", "d"]
-
-
-def test_no_way_is_made_for_one_that_would_not_fit_even_then():
-    scheduler = make_scheduler(num_blocks=8, enable_prefix_cache=False)
-    scheduler.add(make_sequence(16, "interactive"))
-    scheduler.add(make_batch(4))
-    run_step(scheduler)
-    scheduler.add(make_sequence(16, "large"))
-    assert shares(run_step(scheduler)) == {"interactive": 1, "batch": 1}
-
-
-def test_a_newcomer_waits_until_all_its_tokens_fit():
-    scheduler = make_scheduler(num_blocks=8, max_num_batched_tokens=4)
-    scheduler.add(make_sequence(4, "a"))
-    run_step(scheduler)
-    scheduler.add(make_sequence(token_ids=[9] * 28, request_id="b"))
-    assert shares(run_step(scheduler)) == {"a": 1}
-
-
-def test_a_newcomer_leaves_a_block_to_each_running_sequence():
-    scheduler = make_scheduler(num_blocks=4)
-    scheduler.add(make_sequence(8, "a"))
-    scheduler.add(make_sequence(token_ids=[9] * 8, request_id="b"))
-    assert shares(run_step(scheduler)) == {"a": 8}
-
-
 def test_a_repeated_prefill_after_preemption_is_no_cache_hit():
     scheduler = make_scheduler(num_blocks=4)
     scheduler.add(make_sequence(token_ids=[9] * 4, request_id="old"))
@@ -259,65 +248,6 @@ def test_a_repeated_prefill_after_preemption_is_no_cache_hit():
     assert shares(run_step(scheduler))["young"] < 7
     assert scheduler.running["young"].num_cached_tokens == 0
     assert (scheduler.blocks.num_query_tokens, scheduler.blocks.num_hit_tokens) == (11, 0)
-
-
-def test_a_prompt_that_sees_all_of_itself_is_computed_in_one_step_whatever_the_budget():
-    scheduler = make_scheduler(max_num_batched_tokens=8, max_images_per_step=1, binds_prompts=True)
-    images = (make_image(2, 4, "cat"), make_image(10, 4, "dog"))
-    scheduler.add(make_sequence(20, "a", images=images))
-    scheduler.add(make_sequence(token_ids=[9] * 12, request_id="b"))
-    assert [shares(run_step(scheduler)) for _ in range(3)] == [
-        {"a": 20},
-        {"a": 1, "b": 12},
-        {"a": 1, "b": 1},
-    ]
-
-
-def test_a_chunk_holds_all_slots_of_an_image_that_sees_itself_whatever_the_budget():
-    scheduler = make_scheduler(max_num_batched_tokens=4)
-    image = replace(make_image(2, 9, "cat"), is_whole=True, slots=((1, 3), (4, 9)))
-    scheduler.add(make_sequence(14, "a", images=(image,)))
-    scheduler.add(make_sequence(token_ids=[9] * 4, request_id="b"))
-    # the first run of slots ends at 5, the second at 11
-    assert [shares(run_step(scheduler)) for _ in range(3)] == [{"a": 5}, {"a": 6}, {"a": 3, "b": 1}]
-
-
-def test_images_of_a_step_are_limited_and_a_chunk_ends_before_the_next():
-    scheduler = make_scheduler(max_images_per_step=1)
-    images = (make_image(2, 4, "cat"), make_image(8, 4, "dog"))
-    scheduler.add(make_sequence(14, "a", images=images))
-    assert shares(run_step(scheduler)) == {"a": 8}
-    assert shares(run_step(scheduler)) == {"a": 6}
-
-
-def test_an_image_is_counted_once_for_all_who_need_it_in_a_step():
-    scheduler = make_scheduler(max_images_per_step=1)
-    scheduler.add(make_sequence(10, "a", images=(make_image(2, 4, "cat"),)))
-    scheduler.add(make_sequence(12, "b", images=(make_image(4, 4, "cat"),)))
-    other = [9] * 12
-    scheduler.add(make_sequence(token_ids=other, request_id="c", images=(make_image(4, 4, "dog"),)))
-    assert shares(run_step(scheduler)) == {"a": 10, "b": 12, "c": 4}
-    assert shares(run_step(scheduler)) == {"a": 1, "b": 1, "c": 8}
-
-
-def test_a_chunk_that_ends_inside_an_image_goes_on_without_encoding_it_again():
-    scheduler = make_scheduler(max_images_per_step=1, max_num_batched_tokens=16)
-    scheduler.add(make_sequence(20, "a", images=(make_image(2, 16, "cat"),)))
-    scheduler.add(make_sequence(20, "b", images=(make_image(8, 8, "dog"),)))
-    assert shares(run_step(scheduler)) == {"a": 16}
-    assert shares(run_step(scheduler)) == {"a": 4, "b": 12}
-
-
-def test_an_image_reached_in_its_middle_by_a_prefix_hit_needs_encoding():
-    scheduler = make_scheduler(max_images_per_step=1)
-    scheduler.add(make_sequence(20, "a", images=(make_image(2, 12, "cat"),)))
-    run_step(scheduler)
-    other = make_sequence(token_ids=[3] * 8, request_id="b", images=(make_image(0, 4, "dog"),))
-    same = make_sequence(13, "c", images=(make_image(2, 12, "cat"),))
-    same.token_ids = [*same.token_ids[:12], 14]
-    scheduler.add(other)
-    scheduler.add(same)
-    assert shares(scheduler.schedule()) == {"a": 1, "b": 8}
 
 
 @pytest.mark.parametrize(

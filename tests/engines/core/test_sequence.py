@@ -1,27 +1,9 @@
 import pytest
 
 from engines.core.request import EngineRequest
-from engines.core.sequence import Batch, ScheduledSequence, Sequence
+from engines.core.sequence import ScheduledSequence, Sequence
 from shared.protocol import SamplingParams
-from tests.factories_engine import make_image, make_request, make_sequence
-
-
-def test_output_of_an_earlier_attempt_is_appended_to_the_prompt():
-    sequence = Sequence.from_request(make_request(prompt="abc", output_token_ids=(300, 301)), 9)
-    assert sequence.token_ids == [97, 98, 99, 300, 301]
-    assert (sequence.num_prompt_tokens, sequence.num_output_tokens) == (3, 2)
-    assert sequence.max_output_tokens == 9
-
-
-def test_pending_tokens_are_those_not_computed():
-    sequence = make_sequence(10, num_computed_tokens=4)
-    assert sequence.num_pending_tokens == 6
-
-
-@pytest.mark.parametrize(("num_new", "samples"), [(5, False), (6, True)])
-def test_a_share_samples_when_it_reaches_the_end(num_new: int, samples: bool):
-    sequence = make_sequence(10, num_computed_tokens=4)
-    assert ScheduledSequence(sequence, num_new).samples is samples
+from tests.factories_engine import make_image, make_sequence
 
 
 @pytest.mark.parametrize(
@@ -32,10 +14,6 @@ def test_a_share_knows_the_images_that_it_reads(start: int, num_new: int, offset
     images = (make_image(2, 4), make_image(8, 4))
     sequence = make_sequence(14, images=images, num_computed_tokens=start)
     assert [image.offset for image in ScheduledSequence(sequence, num_new).images] == offsets
-
-
-def test_tokens_of_a_batch_are_those_of_its_shares():
-    assert Batch([ScheduledSequence(make_sequence(9), n) for n in (3, 1)]).num_tokens == 4
 
 
 def with_positions(positions: tuple[list[int], ...], num_prompt: int = 5) -> Sequence:

@@ -1,10 +1,8 @@
-import io
 import time
 
 import pytest
-from PIL import Image
 
-from engines.base import EngineCall, InvalidImage
+from engines.base import EngineCall
 from engines.core.engine import BatchingEngine
 from engines.core.request import EngineRequest
 from engines.mock.engine import (
@@ -34,12 +32,6 @@ from tests.factories_engine import (
     make_request,
     run_all,
 )
-
-
-def png() -> bytes:
-    buffer = io.BytesIO()
-    Image.new("RGB", (5, 3)).save(buffer, "PNG")
-    return buffer.getvalue()
 
 
 def test_the_tokenizer_spells_any_text():
@@ -158,21 +150,6 @@ def test_a_prompt_has_one_run_of_slots_per_image_in_its_place():
     assert [image.image_hash for image in prompt.images] == ["dog", "cat"]
     for image in prompt.images:
         assert prompt.token_ids[image.offset : image.offset + 4] == [IMAGE_ID] * 4
-
-
-def test_images_are_opened():
-    assert MockProcessor(4).process_image(png(), (5, 3)) == (5, 3)
-
-
-def test_an_image_of_another_size_than_admitted_is_refused():
-    with pytest.raises(InvalidImage, match="another size than its header"):
-        MockProcessor(4).process_image(png(), (3, 5))
-
-
-@pytest.mark.parametrize("data", [b"", b"GIF89a", b"not an image", png()[:20]])
-def test_what_is_no_image_is_refused(data: bytes):
-    with pytest.raises(InvalidImage):
-        MockProcessor(4).process_image(data, (5, 3))
 
 
 def test_the_pool_is_as_large_as_configured():

@@ -28,18 +28,19 @@ def test_what_is_suggested_is_read(tmp_path):
     assert found == SamplingDefaults(0.6, 0.95, 20, 0.01, 1.05, 2048)
 
 
-@pytest.mark.parametrize("fields", [{}, {"temperature": None, "do_sample": False}])
-def test_where_nothing_is_suggested_nothing_is_set(tmp_path, fields):
-    assert read_sampling_defaults(write(tmp_path, **fields), "auto") == NOTHING
-
-
-def test_a_checkpoint_without_the_file_suggests_nothing(tmp_path):
-    assert read_sampling_defaults(tmp_path, "auto") == NOTHING
-
-
-def test_greedy_values_stay(tmp_path):
-    directory = write(tmp_path, temperature=0, top_k=0)
-    assert read_sampling_defaults(directory, "auto") == SamplingDefaults(temperature=0.0, top_k=0)
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, NOTHING),
+        ({"temperature": None, "do_sample": False}, NOTHING),
+        ({"temperature": 0, "top_k": 0}, SamplingDefaults(temperature=0.0, top_k=0)),
+    ],
+)
+def test_where_nothing_is_suggested_nothing_is_set_and_greedy_values_stay(
+    tmp_path, fields, expected
+):
+    assert read_sampling_defaults(tmp_path, "auto") == NOTHING  # there is no file
+    assert read_sampling_defaults(write(tmp_path, **fields), "auto") == expected
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import engines.torch_backend  # noqa: F401 - makes torchvision importable, which
 
 import json
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,13 @@ from engines.text.prompt import Item, PromptBuilder
 from engines.text.tokenizer import HfTokenizer
 from shared.protocol import ChatMessage, ImagePart, TextPart
 from tests.factories_tokenizers import (
+    TOKENIZERS,
     change_json,
     image_token_id,
     make_byte_level,
     make_sentencepiece,
 )
+from tests.long import few
 
 TOKENS_PER_IMAGE = 16
 TEMPLATES = {
@@ -53,31 +56,15 @@ TEMPLATES = {
     ),
 }
 KINDS = {
-    "byte-level": make_byte_level,
-    "first": lambda directory: make_sentencepiece(directory, prepend="first"),
-    "always": lambda directory: make_sentencepiece(directory, prepend="always"),
-    "normalizer": lambda directory: make_sentencepiece(directory, prepend="normalizer"),
+    **TOKENIZERS,
     "normalized controls": lambda directory: make_sentencepiece(
         directory, prepend="normalizer", normalized=True
     ),
 }
 CONTROLS = ("<image>", "</s>", "<s>", "<unk>", "<pad>")
 PIECES = [
-    *CONTROLS,
-    "<",
-    "<i",
-    "<im",
-    "mage",
-    "age>",
-    "image>",
-    ">",
-    "</",
-    "/s>",
-    "s>",
-    " ",
-    "\n",
-    "🍎",
-]
+    *CONTROLS, "<", "<i", "<im", "mage", "age>", "image>", ">", "</", "/s>", "s>", " ", "\n", "🍎",
+]  # fmt: skip
 LENIENT = settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 
 ordinary_texts = st.text(max_size=20).filter(lambda text: not any(c in text for c in "<>"))
@@ -152,8 +139,14 @@ def make_builder(tokenizer: HfTokenizer, image_id: int, template: str) -> Prompt
 
 # The Rust tokenizers overlook a normalized control token behind a word; slow ones, and we, find it. So these
 # are compared with the template that writes none in the midst of text.
-CASES = [(kind, name) for kind in KINDS for name in TEMPLATES if "normalized" not in kind]
-CASES.append(("normalized controls", "llava"))
+CASES = few(
+    [*product(TOKENIZERS, TEMPLATES), ("normalized controls", "llava")],
+    [
+        *product(("byte-level", "first"), TEMPLATES),
+        *product(("always", "normalizer"), ["with bos and eos"]),
+        ("normalized controls", "llava"),
+    ],
+)
 
 
 @pytest.fixture(scope="module", params=CASES, ids=" / ".join)
@@ -303,43 +296,26 @@ def test_templates_of_no_use_are_refused_when_they_are_loaded(template: str, rea
         ChatTemplate(template, "<image>")
 
 
+NAMED = [{"name": "tools", "template": "other"}, {"name": "default", "template": "T"}]
+
+
 @pytest.mark.parametrize(
-    ("file", "content"),
+    ("files", "found"),
     [
-        ("chat_template.jinja", "T"),
-        ("chat_template.json", json.dumps({"chat_template": "T"})),
-        ("processor_config.json", json.dumps({"chat_template": "T"})),
-        ("tokenizer_config.json", json.dumps({"chat_template": "T"})),
-        (
-            "tokenizer_config.json",
-            json.dumps(
-                {
-                    "chat_template": [
-                        {"name": "tools", "template": "other"},
-                        {"name": "default", "template": "T"},
-                    ]
-                }
-            ),
+        ({}, None),
+        ({"chat_template.jinja": "T"}, "T"),
+        *(
+            ({f"{name}.json": {"chat_template": "T"}}, "T")
+            for name in ("chat_template", "processor_config", "tokenizer_config")
         ),
+        ({"tokenizer_config.json": {"chat_template": NAMED}}, "T"),
+        ({"tokenizer_config.json": {"chat_template": "text"}, "chat_template.json": {"chat_template": "T"}}, "T"),
     ],
-)
-def test_templates_are_found_where_checkpoints_keep_them(
-    tmp_path: Path, file: str, content: str
-) -> None:
-    (tmp_path / file).write_text(content)
-
-    assert read_chat_template(tmp_path) == "T"
-
-
-def test_a_processor_template_goes_before_the_tokenizers(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "text"}')
-    (tmp_path / "chat_template.json").write_text('{"chat_template": "images"}')
-
-    assert read_chat_template(tmp_path) == "images"
-
-
-def test_a_checkpoint_without_a_template_has_none(tmp_path: Path) -> None:
-    assert read_chat_template(tmp_path) is None
+)  # fmt: skip
+def test_templates_are_found_where_checkpoints_keep_them(tmp_path: Path, files, found) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_text(content if name.endswith("jinja") else json.dumps(content))
+    assert read_chat_template(tmp_path) == found
 
 
 def test_long_texts_cost_time_in_proportion(llava: Pair) -> None:

@@ -1,7 +1,6 @@
 """Ids are those of transformers, bytes add up to its decoding, and nobody can type a control token."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +15,12 @@ from engines.text.detokenizer import Detokenizer
 from engines.text.tokenizer import HfTokenizer
 from engines.torch_backend.models.config import UnsupportedCheckpoint
 from tests.factories_tokenizers import (
+    TOKENIZERS,
     change_json,
     image_token_id,
     make_byte_level,
-    make_sentencepiece,
 )
 
-KINDS: dict[str, Callable[[Path], Path]] = {
-    "byte-level": make_byte_level,
-    "first": lambda directory: make_sentencepiece(directory, prepend="first"),
-    "always": lambda directory: make_sentencepiece(directory, prepend="always"),
-    "normalizer": lambda directory: make_sentencepiece(directory, prepend="normalizer"),
-}
 WORD_PIECE = {"type": "WordPiece", "prefix": "##", "cleanup": True}
 CONTROLS = ["<image>", "</s>", "<s>", "<unk>", "<pad>"]
 TEXTS = st.lists(
@@ -50,10 +43,10 @@ class Pair:
         self.theirs: Any = AutoTokenizer.from_pretrained(directory)
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=TOKENIZERS)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     directory = tmp_path_factory.mktemp("tokenizer") / "checkpoint"
-    return Pair(KINDS[request.param](directory))
+    return Pair(TOKENIZERS[request.param](directory))
 
 
 @pytest.fixture
@@ -122,17 +115,12 @@ def test_the_leading_space_goes_in_sentencepiece_alone(pair: Pair) -> None:
     assert pair.ours.drops_leading_space is not is_byte_level
 
 
-def test_generation_config_says_where_generation_ends(byte_level: Path) -> None:
+def test_where_generation_ends_is_said_by_the_first_file_that_says_it(byte_level: Path) -> None:
     change_json(byte_level / "generation_config.json", eos_token_id=[2, 7])
-
-    assert load(byte_level).eos_token_ids == {2, 7}
-
-
-def test_without_it_config_json_says_so_and_then_the_tokenizer(byte_level: Path) -> None:
-    (byte_level / "generation_config.json").unlink()
     change_json(byte_level / "config.json", text_config={"eos_token_id": 9})
+    assert load(byte_level).eos_token_ids == {2, 7}
+    (byte_level / "generation_config.json").unlink()
     assert load(byte_level).eos_token_ids == {9}
-
     change_json(byte_level / "config.json", text_config={"eos_token_id": None})
     assert load(byte_level).eos_token_ids == {2}
 

@@ -274,39 +274,16 @@ def test_calls_in_python_are_read_the_same_wherever_the_text_is_cut():
 @pytest.mark.parametrize(
     ("text", "num_calls"),
     [
-        ("[1, 2] is a list", 0),
-        ("words [f(x=1)]", 0),
-        ("[f(1)]", 0),
-        ("[f(x=open('y'))]", 0),
-        ("[f(x=__import__('os').system('y'))]", 0),
-        ("[f(x=y)]", 0),
-        ("[f(x=f'{y}')]", 0),
-        ("[f(x=b'y')]", 0),
-        ("[f(x={1, 2})]", 0),
-        ("[f(x={1: 2})]", 0),
-        ("[f(x='\\ud800')]", 0),
-        ("[f(**x)]", 0),
-        ("[f(x=[1)]", 0),
-        ("[f(x=1", 0),
-        ("[f(x='1)]", 0),
-        ("[f(x=" + "[" * 5000 + ")]", 0),
-        ("[f(x=[1 2])]", 0),
-        ("[f(x=[1,, 2])]", 0),
-        ("[f(x={'y'})]", 0),
-        ("[f(x={'y': 1, 2})]", 0),
-        ("[f(x='y' 'z')]", 0),
-        ("[f(x=01)]", 0),
-        ("[f(x=+-1)]", 0),
-        ("[f(x=.)]", 0),
-        ("[f(x=(,))]", 0),
-        ("[f(x=[,])]", 0),
-        ("[f(x=[1,,])]", 0),
-        ("[f(x=1,,)]", 0),
-        ("[f(x=)]", 0),
+        *((text, 0) for text in ("[1, 2] is a list", "words [f(x=1)]", "[f(1)]", "[f(**x)]", "[f(x=1", "[f(x=1,,)]")),
+        *((f"[f(x={value})]", 0) for value in (
+            "open('y')", "__import__('os').system('y')", "y", "f'{y}'", "b'y'", "{1, 2}", "{1: 2}", "'\\ud800'", "[1",
+            "'1", "[" * 5000, "[1 2]", "[1,, 2]", "{'y'}", "{'y': 1, 2}", "'y' 'z'", "01", "+-1", ".", "(,)", "[,]",
+            "[1,,]", "",
+        )),
         ("[f(x=1), g(x=y)]", 1),
         ("[f(x=1)] and more", 1),
     ],
-)
+)  # fmt: skip
 def test_what_is_no_call_in_python_is_text(text, num_calls):
     said, calls = read_all(text, *range(1, min(len(text), 50)))
     assert len(calls) == num_calls

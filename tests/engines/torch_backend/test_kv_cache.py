@@ -45,25 +45,25 @@ def test_a_context_that_nobody_asked_for_shrinks_to_the_pool():
     assert plan(num_kv_blocks=3).max_model_len == 48
 
 
-def test_a_context_that_was_asked_for_and_does_not_fit_is_refused_with_numbers():
-    with pytest.raises(KVCacheTooSmall, match=r"100 tokens needs 7 KV blocks .* 3 blocks \(48"):
-        plan(num_kv_blocks=3, max_model_len=100)
+TOO_MUCH = rf"{9 * BLOCK_BYTES} bytes; {8 * BLOCK_BYTES} bytes are free"
 
 
-def test_memory_for_less_than_a_block_is_refused():
-    with pytest.raises(KVCacheTooSmall):
-        plan(free=BLOCK_BYTES)
-
-
-@pytest.mark.parametrize("asked", [{"kv_cache_bytes": 9 * BLOCK_BYTES}, {"num_kv_blocks": 9}])
-def test_more_than_is_free_is_refused_with_numbers(asked):
-    numbers = rf"{9 * BLOCK_BYTES} bytes; {8 * BLOCK_BYTES} bytes are free"
-    with pytest.raises(KVCacheTooSmall, match=numbers):
-        plan(free=8 * BLOCK_BYTES, **asked)
-
-
-def test_a_context_longer_than_the_models_own_is_refused():
-    with pytest.raises(EngineStartError, match=r"257 .* 256"):
+@pytest.mark.parametrize(
+    ("asked", "numbers"),
+    [
+        (
+            {"num_kv_blocks": 3, "max_model_len": 100},
+            r"100 tokens needs 7 KV blocks .* 3 blocks \(48",
+        ),
+        ({"free": BLOCK_BYTES}, ""),
+        ({"free": 8 * BLOCK_BYTES, "kv_cache_bytes": 9 * BLOCK_BYTES}, TOO_MUCH),
+        ({"free": 8 * BLOCK_BYTES, "num_kv_blocks": 9}, TOO_MUCH),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_numbers(asked, numbers):
+    with pytest.raises(KVCacheTooSmall, match=numbers or None):
+        plan(**asked)
+    with pytest.raises(EngineStartError, match=r"257 .* 256"):  # the model's own
         plan(max_model_len=257)
 
 

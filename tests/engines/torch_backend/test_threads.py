@@ -83,10 +83,13 @@ def test_threads_follow_container_model_and_settings(
     assert torch.get_num_threads() == num_threads
 
 
-def test_the_environment_goes_before_the_default(in_group, monkeypatch):
+def test_the_environment_goes_before_the_default_and_before_what_is_timed(in_group, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
     in_group("0::/\n", cpu_max="100000 100000")
     set_num_threads(0, CPU, ONE_THREAD_BYTES)
+    assert torch.get_num_threads() == 8
+    steps: Any = Steps({})
+    settle_num_threads(steps, "shape", None)
     assert torch.get_num_threads() == 8
 
 
@@ -158,10 +161,3 @@ def test_times_that_cannot_be_kept_are_used_all_the_same(
     library: Any = type("Library", (), {"file": tmp_path / "gone" / "kernels.so"})()
     settle_num_threads(steps, "shape", library)
     assert torch.get_num_threads() == 4
-
-
-def test_a_number_of_threads_that_is_given_is_kept(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "8")
-    steps: Any = Steps({})
-    settle_num_threads(steps, "shape", None)
-    assert torch.get_num_threads() == 8

@@ -13,7 +13,6 @@ from engines.base import (
     LoadedEngine,
     PreparedImage,
 )
-from engines.image_decoder import decode_image
 from engines.registry import create_engine
 from shared.protocol import (
     ChatMessage,
@@ -23,23 +22,16 @@ from shared.protocol import (
     Generate,
     Grammar,
     ImagePart,
-    ImageRef,
     SamplingParams,
     TextPart,
     TokensPart,
     Tools,
 )
-from tests.engines.upstream.stand_in import StandIn, run_stand_in
-from tests.engines.upstream.test_engine import make_call, run
-from tests.factories_images import encoded
+from tests.engines.upstream import asking
+from tests.engines.upstream.stand_in import StandIn
+from tests.engines.upstream.test_engine import make_call
 
 TOOLS = Tools((Function("look", "{}"),))
-
-
-@pytest.fixture
-def server() -> Iterator[StandIn]:
-    with run_stand_in() as server:
-        yield server
 
 
 @pytest.fixture
@@ -50,9 +42,7 @@ def loaded(server: StandIn) -> Iterator[LoadedEngine]:
 
 
 def answer(loaded: LoadedEngine, call: EngineCall, *images: PreparedImage) -> list[Any]:
-    engine: Any = loaded.engine
-    engine.add(engine.prepare(call, images))
-    return run(engine)
+    return asking.answer(loaded.engine, call, *images)
 
 
 def test_the_text_of_the_server_is_the_answer(loaded: LoadedEngine, server: StandIn):
@@ -75,10 +65,7 @@ def test_the_tokens_are_as_many_as_the_server_counts(loaded: LoadedEngine):
 
 
 def test_an_image_is_sent_as_a_file_of_our_own(loaded: LoadedEngine, server: StandIn):
-    data = encoded(1, size=(64, 48))
-    ref = ImageRef("sha", len(data), "image/png", 64, 48)
-    image = PreparedImage("hash", loaded.engine.prepare_image(data, ref, decode_image))
-    answer(loaded, make_call(num_images=1), image)
+    answer(loaded, make_call(num_images=1), asking.prepare_image(loaded.engine))
     picture, words = server.bodies[-1]["messages"][0]["content"]
     assert picture["image_url"]["url"].startswith("data:image/png;base64,")
     assert words == {"type": "text", "text": "hello"}

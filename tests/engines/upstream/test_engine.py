@@ -22,10 +22,8 @@ from engines.base import (
     EngineOutput,
     EngineStartError,
     InvalidRequest,
-    PreparedImage,
     PromptTooLong,
 )
-from engines.image_decoder import decode_image
 from engines.registry import create_engine
 from engines.torch_backend.loading.make_checkpoint import make_checkpoint
 from engines.upstream.engine import UpstreamEngine
@@ -37,11 +35,12 @@ from shared.protocol import (
     Generate,
     Grammar,
     ImagePart,
-    ImageRef,
     SamplingParams,
     TextPart,
     Tools,
 )
+from tests.engines.upstream.asking import answer, prepare_image, run, text_of
+from tests.engines.upstream.asking import ids_of as ids
 from tests.engines.upstream.stand_in import (
     CONTEXT,
     EOS_ID,
@@ -50,7 +49,6 @@ from tests.engines.upstream.stand_in import (
     next_token,
     run_stand_in,
 )
-from tests.factories_images import encoded
 from tests.waiting import wait_for
 
 APIS = ("vllm", "sglang")
@@ -63,12 +61,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("upstream") / "tiny"
     make_checkpoint("tiny", directory, seed=3)
     return directory
-
-
-@pytest.fixture
-def server() -> Iterator[StandIn]:
-    with run_stand_in() as server:
-        yield server
 
 
 @pytest.fixture(params=APIS)
@@ -106,28 +98,11 @@ def make_call(
     return EngineCall(request_id, task, tenant, output_token_ids=output_token_ids)
 
 
-def add(engine: UpstreamEngine, call: EngineCall, *images: PreparedImage) -> None:
-    engine.add(engine.prepare(call, images))
-
-
-def run(engine: UpstreamEngine) -> list[EngineOutput]:
-    outputs: list[EngineOutput] = []
-    while engine.has_work():
-        outputs += engine.step()
-    return outputs
-
-
-def answer(engine: UpstreamEngine, call: EngineCall, *images: PreparedImage) -> list[EngineOutput]:
-    add(engine, call, *images)
-    return run(engine)
-
-
 def ids_of(outputs: list[EngineOutput]) -> list[int]:
-    ids: list[int] = []
-    for output in outputs:
-        assert output.index == len(ids)
-        ids += output.token_ids
-    return ids
+    assert [output.index for output in outputs] == [
+        len(ids(outputs[:n])) for n in range(len(outputs))
+    ]
+    return ids(outputs)
 
 
 def expected_ids(engine: UpstreamEngine, call: EngineCall, num_tokens: int = 8) -> list[int]:
@@ -138,19 +113,11 @@ def expected_ids(engine: UpstreamEngine, call: EngineCall, num_tokens: int = 8) 
     return ids[len(prompt) :]
 
 
-def prepare_image(engine: UpstreamEngine, seed: int = 1) -> PreparedImage:
-    data = encoded(seed, size=(64, 48))
-    ref = ImageRef(f"sha-{seed}", len(data), "image/png", 64, 48)
-    return PreparedImage(f"hash-{seed}", engine.prepare_image(data, ref, decode_image))
-
-
 def test_tokens_of_the_server_are_the_answer(engine: UpstreamEngine):
     call = make_call(num_logprobs=2)
     outputs = answer(engine, call)
     assert ids_of(outputs) == expected_ids(engine, call)
-    assert "".join(output.text for output in outputs) == "".join(
-        chr(ord("a") + token - 67) for token in ids_of(outputs)
-    )
+    assert text_of(outputs) == "".join(chr(ord("a") + token - 67) for token in ids_of(outputs))
     assert [len(each.top) for output in outputs for each in output.logprobs] == [2] * 8
     assert outputs[-1].finish_reason is FinishReason.LENGTH
     assert outputs[-1].usage is not None
@@ -162,8 +129,8 @@ def test_an_answer_continues_from_its_token_log(engine: UpstreamEngine, num_earl
     whole = answer(engine, make_call())
     earlier = tuple(ids_of(whole)[:num_earlier])
     rest = answer(engine, make_call("again", output_token_ids=earlier))
-    assert [token for output in rest for token in output.token_ids] == ids_of(whole)[num_earlier:]
-    assert "".join(o.text for o in rest) == "".join(o.text for o in whole)[num_earlier:]
+    assert ids(rest) == ids_of(whole)[num_earlier:]
+    assert text_of(rest) == text_of(whole)[num_earlier:]
 
 
 def test_a_broken_stream_is_continued_without_gap_or_duplicate(
@@ -216,6 +183,7 @@ LARK = Grammar("lark", 'start: "a"', "guided_grammar")
     ("changes", "at_start", "after_break"),
     [
         pytest.param({"grammar": SCHEMA}, {"grammar"}, {"grammar"}, id="schema"),
+        pytest.param({"grammar": LARK}, {"grammar"}, {"grammar"}, id="lark"),
         pytest.param({"presence_penalty": 1.0}, set(), PENALTIES, id="penalty"),
         pytest.param({}, set(), set(), id="plain"),
     ],
@@ -240,13 +208,6 @@ def test_the_logits_processor_continues_what_vllm_would_forget(
         assert found.keys() - {"version", "num_earlier"} == names
         assert found.get("num_earlier", num_earlier) == num_earlier
     assert server.bodies[1]["sampling_params"]["presence_penalty"] == 0.0
-
-
-def test_the_logits_processor_supports_every_kind_of_grammar(
-    plugin_engine: UpstreamEngine, server: StandIn
-):
-    answer(plugin_engine, make_call(grammar=LARK))
-    assert "grammar" in server.bodies[-1]["sampling_params"]["extra_args"]["vlm_fleet"]
 
 
 def test_two_kinds_of_penalties_are_not_continued(plugin_engine: UpstreamEngine):
@@ -344,12 +305,12 @@ def test_a_refusal_of_the_server_reaches_the_client(
 def test_a_lost_server_ends_the_engine(api: str, checkpoint: Path):
     with run_stand_in(token_s=0.05) as server:
         engine = load(api, checkpoint, server)
-        add(engine, make_call(max_tokens=200))
+        engine.add(engine.prepare(make_call(max_tokens=200), []))
         while not any(output.token_ids for output in engine.step()):
             pass
         server.is_healthy = False
         server.break_after = [0]
-        add(engine, make_call("other"))
+        engine.add(engine.prepare(make_call("other"), []))
         with pytest.raises(EngineLoadFailed):
             run(engine)
         engine.close()
@@ -362,7 +323,7 @@ def test_a_silent_server_is_lost_only_if_it_fails_its_health_check(
     with run_stand_in(token_s=0.5) as server:
         engine = load("vllm", checkpoint, server, silence_s=0.1)
         server.is_healthy = is_healthy
-        add(engine, make_call(max_tokens=2))
+        engine.add(engine.prepare(make_call(max_tokens=2), []))
         if is_healthy:
             assert len(ids_of(run(engine))) == 2
         else:
@@ -391,7 +352,7 @@ def test_a_server_is_lost_while_no_request_is_open(checkpoint: Path, server: Sta
 def test_an_aborted_request_is_closed_at_the_server(api: str, checkpoint: Path):
     with run_stand_in(token_s=0.02) as server:
         engine = load(api, checkpoint, server)
-        add(engine, make_call(max_tokens=400))
+        engine.add(engine.prepare(make_call(max_tokens=400), []))
         while not server.num_open:
             engine.step()
         engine.abort("r")
@@ -405,7 +366,7 @@ def test_wake_ends_a_step_that_waits(checkpoint: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("engines.upstream.streams.POLL_S", 30.0)
     with run_stand_in(token_s=0.3) as server:
         engine = load("vllm", checkpoint, server)
-        add(engine, make_call(max_tokens=1))
+        engine.add(engine.prepare(make_call(max_tokens=1), []))
         threading.Timer(0.05, engine.wake).start()
         started = time.monotonic()
         engine.step()
@@ -502,10 +463,15 @@ def test_a_missing_program_is_named(checkpoint: Path):
         create_engine(values)
 
 
-def test_a_server_that_ends_at_its_start_is_quoted(checkpoint: Path, tmp_path: Path):
-    program = tmp_path / "server"
-    program.write_text("#!/bin/sh\necho starting\necho out of GPU memory >&2\nexit 3\n")
+def write_program(folder: Path, script: str) -> Path:
+    program = folder / "server"
+    program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o755)
+    return program
+
+
+def test_a_server_that_ends_at_its_start_is_quoted(checkpoint: Path, tmp_path: Path):
+    program = write_program(tmp_path, "echo starting\necho out of GPU memory >&2\nexit 3")
     values = {"kind": "vllm", "model": str(checkpoint), "command": str(program)}
     with pytest.raises(EngineLoadFailed, match="exit code 3: out of GPU memory"):
         create_engine(values)
@@ -520,10 +486,9 @@ time.sleep(600)
 
 
 def test_processes_of_a_server_end_with_a_worker_that_is_killed(tmp_path: Path):
-    program, file = tmp_path / "server", tmp_path / "child"
+    file = tmp_path / "child"
     child = f"(trap '' TERM; exec sleep 600) & echo $! > {file}.new; mv {file}.new {file}"
-    program.write_text(f"#!/bin/sh\n{child}\nexec sleep 600\n")
-    program.chmod(0o755)
+    program = write_program(tmp_path, f"{child}\nexec sleep 600")
     worker = subprocess.Popen([sys.executable, "-c", WORKER, str(program)])
     wait_for(file.exists)
     worker.kill()
@@ -539,9 +504,7 @@ def test_processes_of_a_server_end_with_a_worker_that_is_killed(tmp_path: Path):
 def test_the_start_command_has_the_settings(
     api: str, flags: tuple[str, str], checkpoint: Path, tmp_path: Path
 ):
-    program = tmp_path / "server"
-    program.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/arguments\nenv > {tmp_path}/env\n')
-    program.chmod(0o755)
+    program = write_program(tmp_path, f'echo "$@" > {tmp_path}/arguments\nenv > {tmp_path}/env')
     values = {
         "kind": api, "model": str(checkpoint), "command": f"{program} serve", "tensor_parallel": 2,
         "max_model_len": 256, "arguments": "--seed 7",

@@ -14,12 +14,12 @@ from engines.base import (
     Engine,
     EngineCall,
     EngineLoadFailed,
-    EngineOutput,
     InvalidRequest,
 )
 from engines.registry import create_engine
 from engines.upstream.engine import UpstreamEngine
-from shared.protocol import FinishReason, Generate, Grammar, SamplingParams, TextPart, TokensPart
+from shared.protocol import FinishReason, Generate, Grammar, SamplingParams, TokensPart
+from tests.engines.upstream.asking import answer, ids_of, run, text_of
 from tests.engines.upstream.llama import CONTEXT, find_binary, run_llama_server, write_model
 from tests.waiting import wait_for
 
@@ -74,32 +74,12 @@ def make_call(
     return EngineCall(request_id, task, tenant, output_token_ids=output_token_ids)
 
 
-def run(engine: Engine[Any], call: EngineCall) -> list[EngineOutput]:
-    engine.add(engine.prepare(call, []))
-    return finish(engine)
-
-
-def finish(engine: Engine[Any]) -> list[EngineOutput]:
-    outputs: list[EngineOutput] = []
-    while engine.has_work():
-        outputs += engine.step()
-    return outputs
-
-
-def ids_of(outputs: list[EngineOutput]) -> list[int]:
-    return [token_id for output in outputs for token_id in output.token_ids]
-
-
-def text_of(outputs: list[EngineOutput]) -> str:
-    return "".join(output.text for output in outputs)
-
-
 def test_greedy_answers_are_those_of_the_torch_engine(engine: Engine[Any], model: Path):
     call = make_call(ignore_eos=True)
-    outputs = run(engine, call)
+    outputs = answer(engine, call)
     settings = {"kind": "torch", "device": "cpu", "dtype": "float32", "kv_cache_bytes": 2**22}
     ours = create_engine({**settings, "model": str(model)}).engine
-    expected = run(ours, call)
+    expected = answer(ours, call)
     ours.close()
     assert text_of(outputs) == text_of(expected)
     assert outputs[-1].usage == expected[-1].usage
@@ -108,16 +88,16 @@ def test_greedy_answers_are_those_of_the_torch_engine(engine: Engine[Any], model
 
 @pytest.mark.parametrize("num_earlier", [1, 9, 20])
 def test_an_answer_continues_from_its_token_log(engine: Engine[Any], num_earlier: int):
-    whole = run(engine, make_call(ignore_eos=True, logit_bias=ASCII))
+    whole = answer(engine, make_call(ignore_eos=True, logit_bias=ASCII))
     assert len(ids_of(whole)) == 24
     earlier = tuple(ids_of(whole)[:num_earlier])
-    rest = run(engine, make_call("again", earlier, ignore_eos=True, logit_bias=ASCII))
+    rest = answer(engine, make_call("again", earlier, ignore_eos=True, logit_bias=ASCII))
     assert ids_of(rest) == ids_of(whole)[num_earlier:]
     assert text_of(whole).endswith(text_of(rest))
 
 
 def test_the_end_token_is_counted(engine: Engine[Any]):
-    outputs = run(engine, make_call(logit_bias={2: 100.0}))
+    outputs = answer(engine, make_call(logit_bias={2: 100.0}))
     assert ids_of(outputs) == [2]
     assert text_of(outputs) == ""
     assert outputs[-1].finish_reason is FinishReason.STOP
@@ -126,7 +106,7 @@ def test_the_end_token_is_counted(engine: Engine[Any]):
 
 
 def test_tokens_within_a_character_are_counted_and_their_ids_recovered(engine: Engine[Any]):
-    outputs = run(engine, make_call(ignore_eos=True, temperature=1.0, seed=3, max_tokens=200))
+    outputs = answer(engine, make_call(ignore_eos=True, temperature=1.0, seed=3, max_tokens=200))
     assert outputs[-1].usage is not None
     num_known = len(ids_of(outputs)) + sum(output.num_without_id for output in outputs)
     assert outputs[-1].usage.num_output_tokens == num_known
@@ -139,17 +119,17 @@ def test_tokens_within_a_character_are_counted_and_their_ids_recovered(engine: E
 @pytest.mark.parametrize("cut", [0, 3, 6])
 def test_a_schema_holds_after_a_takeover_too(engine: Engine[Any], cut: int):
     grammar = Grammar("json", json.dumps(SCHEMA), "response_format")
-    whole = run(engine, make_call(grammar=grammar, max_tokens=100, temperature=0.8, seed=2))
+    whole = answer(engine, make_call(grammar=grammar, max_tokens=100, temperature=0.8, seed=2))
     earlier = tuple(ids_of(whole[:cut]))
     again = make_call("again", earlier, grammar, max_tokens=100, temperature=0.8, seed=5)
     assert engine.can_continue(again.task)
-    rest = run(engine, again)
+    rest = answer(engine, again)
     found = json.loads(text_of(whole[:cut]) + text_of(rest))
     assert set(found) == {"a", "b"}
 
 
 def test_logprobs_come_with_every_token(engine: Engine[Any]):
-    outputs = run(engine, make_call(num_logprobs=3, ignore_eos=True, logit_bias=ASCII))
+    outputs = answer(engine, make_call(num_logprobs=3, ignore_eos=True, logit_bias=ASCII))
     entries = [entry for output in outputs for entry in output.logprobs]
     assert len(entries) == 24
     assert all(len(entry.top) == 3 for entry in entries)
@@ -178,7 +158,7 @@ def test_a_schema_that_is_refused_fails_its_request_alone(engine: Engine[Any]):
     grammar = Grammar("json", '{"$ref": "#/nowhere"}', "response_format")
     with pytest.raises(BadGrammar):
         engine.prepare(make_call(grammar=grammar), [])
-    assert run(engine, make_call("next"))[-1].finish_reason is not None
+    assert answer(engine, make_call("next"))[-1].finish_reason is not None
 
 
 def test_an_aborted_request_frees_its_slot(engine: Engine[Any], url: str):
@@ -189,7 +169,7 @@ def test_an_aborted_request_frees_its_slot(engine: Engine[Any], url: str):
 
     def is_idle() -> bool:
         assert isinstance(engine, UpstreamEngine)
-        return run(engine, make_call("next", max_tokens=1)) != []
+        return answer(engine, make_call("next", max_tokens=1)) != []
 
     wait_for(is_idle)
 
@@ -197,7 +177,7 @@ def test_an_aborted_request_frees_its_slot(engine: Engine[Any], url: str):
 def test_the_server_is_started_and_stopped_with_the_engine(model: Path):
     command = find_binary()
     engine = load(model, command=command, max_model_len=CONTEXT, arguments="--threads 1")
-    assert len(run(engine, make_call(ignore_eos=True))) > 0
+    assert len(answer(engine, make_call(ignore_eos=True))) > 0
     assert isinstance(engine, UpstreamEngine)
     assert engine.max_model_len == CONTEXT
     pid = engine.server_pid
@@ -216,7 +196,7 @@ def test_a_server_that_dies_or_hangs_ends_the_engine(model: Path, fault: signal.
             pass
         process.send_signal(fault)
         with pytest.raises(EngineLoadFailed):
-            finish(engine)
+            run(engine)
         engine.close()
         process.send_signal(signal.SIGCONT)
 
@@ -227,10 +207,3 @@ def test_a_gguf_file_that_is_none_is_quoted(tmp_path: Path, model: Path):
     command = find_binary()
     with pytest.raises(EngineLoadFailed, match="exit code"):
         load(bad, command=command, tokenizer=str(model))
-
-
-def test_text_prompts_are_tokenized_here(engine: Engine[Any]):
-    task = Generate((), SamplingParams(max_tokens=3), prompt=TextPart("abc"))
-    outputs = run(engine, EngineCall("text", task))
-    assert outputs[-1].usage is not None
-    assert outputs[-1].usage.num_output_tokens <= 3

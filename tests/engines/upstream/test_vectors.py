@@ -1,7 +1,6 @@
 """Embeddings and scores of a server behind HTTP."""
 
 from array import array
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,8 @@ import engines.torch_backend  # noqa: F401 - before transformers
 from engines.base import Engine, EngineCall, EngineLoadFailed, EngineOutput, InvalidRequest
 from engines.registry import create_engine
 from shared.protocol import Embed, ErrorCode, FinishReason, Rerank, TextPart, TokensPart
-from tests.engines.upstream.stand_in import BAD_ID, StandIn, run_stand_in
+from tests.engines.upstream import asking
+from tests.engines.upstream.stand_in import BAD_ID, StandIn
 from tests.factories_encoders import make_encoder
 
 RERANK = ("/v1/rerank",)
@@ -22,12 +22,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_encoder(tmp_path_factory.mktemp("encoder"), "bert")
 
 
-@pytest.fixture
-def server() -> Iterator[StandIn]:
-    with run_stand_in() as server:
-        yield server
-
-
 def load(checkpoint: Path, server: StandIn, **settings: Any) -> Engine:
     values = {"kind": "openai-pooling", "model": str(checkpoint), "url": server.url, **settings}
     return create_engine(values).engine
@@ -36,10 +30,7 @@ def load(checkpoint: Path, server: StandIn, **settings: Any) -> Engine:
 def run(engine: Engine, task: Embed | Rerank, *others: Embed | Rerank) -> list[EngineOutput]:
     for number, each in enumerate((task, *others)):
         engine.add(engine.prepare(EngineCall(str(number), each), []))
-    outputs: list[EngineOutput] = []
-    while engine.has_work():
-        outputs += engine.step()
-    return sorted(outputs, key=lambda output: output.request_id)
+    return sorted(asking.run(engine), key=lambda output: output.request_id)
 
 
 def test_token_ids_go_to_the_server_in_one_request(checkpoint: Path, server: StandIn):

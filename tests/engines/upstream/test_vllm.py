@@ -10,8 +10,7 @@ import httpx
 import pytest
 from transformers import LlavaForConditionalGeneration
 
-from engines.base import AdapterLimits, BadGrammar, Engine, EngineCall, EngineOutput, PreparedImage
-from engines.image_decoder import decode_image
+from engines.base import AdapterLimits, BadGrammar, Engine, EngineCall, EngineOutput
 from engines.registry import create_engine
 from engines.upstream.engine import UpstreamEngine
 from shared.protocol import (
@@ -22,16 +21,15 @@ from shared.protocol import (
     Generate,
     Grammar,
     ImagePart,
-    ImageRef,
     Rerank,
     SamplingParams,
     TextPart,
     TokensPart,
 )
+from tests.engines.upstream.asking import answer, ids_of, prepare_image, text_of
 from tests.engines.upstream.vllm import CONTEXT, make_settings, run_vllm, write_model
 from tests.factories_adapters import linear_names, make_changes, write_adapter
 from tests.factories_encoders import make_encoder, make_scorer
-from tests.factories_images import encoded
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(500)
@@ -92,26 +90,7 @@ def make_call(
 
 
 def run(engine: Engine[Any], call: EngineCall, num_images: int = 0) -> list[EngineOutput]:
-    images = [prepare_image(engine, seed) for seed in range(num_images)]
-    engine.add(engine.prepare(call, images))
-    outputs: list[EngineOutput] = []
-    while engine.has_work():
-        outputs += engine.step()
-    return outputs
-
-
-def prepare_image(engine: Engine[Any], seed: int) -> PreparedImage:
-    data = encoded(seed, size=(64, 48))
-    ref = ImageRef(f"sha-{seed}", len(data), "image/png", 64, 48)
-    return PreparedImage(f"hash-{seed}", engine.prepare_image(data, ref, decode_image))
-
-
-def ids_of(outputs: list[EngineOutput]) -> list[int]:
-    return [token_id for output in outputs for token_id in output.token_ids]
-
-
-def text_of(outputs: list[EngineOutput]) -> str:
-    return "".join(output.text for output in outputs)
+    return answer(engine, call, *(prepare_image(engine, seed) for seed in range(num_images)))
 
 
 @pytest.mark.parametrize("num_images", [0, 1, 2])
@@ -223,11 +202,8 @@ def test_vectors_and_scores_are_those_of_the_pooling_engine(task: Embed | Rerank
     with run_vllm(model, arguments="--runner pooling --enforce-eager") as (url, _):
         for values in ({"kind": "openai-pooling", "url": url}, POOLING):
             each = create_engine({**values, "model": str(model)}).engine
-            each.add(each.prepare(EngineCall("r", task), []))
-            outputs: list[EngineOutput] = []
-            while each.has_work():
-                outputs += each.step()
-            found.append(array("f", outputs[0].values).tolist())
+            [output] = answer(each, EngineCall("r", task))
+            found.append(array("f", output.values).tolist())
             each.close()
     assert found[0] == pytest.approx(found[1], abs=1e-4)
 

@@ -21,17 +21,10 @@ from training.shapes.world import make_scene
 CHECKPOINT = Path("engines/packages/shapes/checkpoint")
 FLOOR = 0.9  # of the share of right answers
 FILES = (
-    "chat_template.jinja",
-    "chat_template.json",
-    "config.json",
-    "generation_config.json",
-    "model.safetensors",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "special_tokens_map.json",
-    "tokenizer.json",
+    "chat_template.jinja", "chat_template.json", "config.json", "generation_config.json", "model.safetensors",
+    "preprocessor_config.json", "processor_config.json", "special_tokens_map.json", "tokenizer.json",
     "tokenizer_config.json",
-)
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -15,18 +15,9 @@ from training.shapes.tokenizer import IMAGE_ID
 from training.shapes.world import Scene, make_scene
 
 BOOK = CodeBook.of_width(256)
-SCENE = make_scene(
-    "white",
-    ("red", "star", "top left"),
-    ("blue", "ring", "center"),
-    ("red", "cross", "bottom right", "small"),
-)
-VARIED = make_scene(
-    "white",
-    ("red", "star", "top left"),
-    ("blue", "ring", "center"),
-    ("red", "circle", "bottom right", "small"),
-)
+PAIR = (("red", "star", "top left"), ("blue", "ring", "center"))
+SCENE = make_scene("white", *PAIR, ("red", "cross", "bottom right", "small"))
+VARIED = make_scene("white", *PAIR, ("red", "circle", "bottom right", "small"))
 
 
 def targets_of(scene: Scene) -> SceneTargets:

@@ -14,7 +14,7 @@ from shared.packages.store import FileStore
 from shared.protocol import ModelCard
 from shared.queue.registry import Registry
 from tests.waiting import until
-from tests.worker.node.test_install import FILES, add, blob
+from tests.worker.node.test_install import FILES, add
 
 
 @contextmanager
@@ -81,12 +81,3 @@ def test_a_package_that_cannot_be_had_ends_the_worker_with_one_line(
     assert process.returncode == os.EX_CONFIG
     [line] = errors.splitlines()
     assert says in line
-
-
-def test_a_changed_file_is_not_served(store, tmp_path):
-    package = add(store, FILES)
-    blob(store, FILES["config.json"]).write_bytes(b"[]")
-    with started(tmp_path, f"cap@{package}") as process:
-        _, errors = process.communicate(timeout=60)
-    assert process.returncode == os.EX_CONFIG
-    assert "digest_mismatch" in errors

@@ -11,13 +11,12 @@ import uvicorn
 import yaml
 
 from shared.settings.tree import (
-    EngineValues,
     GatewaySettings,
     RedisSettings,
-    Settings,
     WorkerSettings,
 )
 from tests.waiting import until
+from tests.worker.node.test_resources import make_settings
 from worker.node.serve import create_node, show_screen, tell_apart, wait_until_served
 from worker.node.supervisor import Child, Node, NodeError
 
@@ -32,11 +31,8 @@ def test_the_redis_of_compose_has_the_same_bound():
 
 
 def test_another_model_has_a_worker_of_its_own_on_the_cpu():
-    settings = Settings(
-        _env_file=None,  # type: ignore[call-arg]
-        engine=EngineValues.model_validate({"kind": "mock"}),
-        worker=WorkerSettings(lora=("a=/adapters/a",)),
-    )
+    settings = make_settings(kind="mock")
+    settings = settings.model_copy(update={"worker": WorkerSettings(lora=("a=/adapters/a",))})
     node = create_node(settings, 2, also=["shapes-clip"])
     *workers, other, gateway = node.children
     assert [child.arguments for child in node.children] == 3 * [["worker"]] + [["gateway"]]
@@ -62,8 +58,7 @@ OTHERS = [
 
 @pytest.mark.parametrize("sees", [True, False])
 def test_the_screen_asks_about_an_image_only_a_model_that_takes_one(sees, capsys):
-    settings = Settings(_env_file=None)  # type: ignore[call-arg]
-    show_screen(settings, {"id": "one", "tasks": ["generate"], "supports_images": sees}, 1)
+    show_screen(make_settings(), {"id": "one", "tasks": ["generate"], "supports_images": sees}, 1)
     screen = capsys.readouterr().err
     assert (" --image " in screen, "image_url" in screen) == (sees, sees)
     if not sees:
@@ -97,10 +92,8 @@ async def test_a_gateway_that_cannot_list_its_models_yet_is_asked_again(num_mode
     try:
         await until(lambda: server.started)
         port = server.servers[0].sockets[0].getsockname()[1]
-        settings = Settings(
-            _env_file=None,  # type: ignore[call-arg]
-            gateway=GatewaySettings(host="127.0.0.1", port=port),
-        )
+        address = GatewaySettings(host="127.0.0.1", port=port)
+        settings = make_settings().model_copy(update={"gateway": address})
         async with asyncio.timeout(60):
             models = await wait_until_served(settings, num_models)
         assert ([model["id"] for model in models], answers) == (["one", "two"][:num_models], [])
@@ -121,10 +114,7 @@ async def test_a_gateway_that_cannot_list_its_models_yet_is_asked_again(num_mode
     ],
 )
 def test_two_models_of_one_name_are_refused(engine, also, is_refused):
-    settings = Settings(
-        _env_file=None,  # type: ignore[call-arg]
-        engine=EngineValues.model_validate(engine),
-    )
+    settings = make_settings(**engine)
     if is_refused:
         with pytest.raises(NodeError, match=also[-1]) as caught:
             create_node(settings, 1, also=also)

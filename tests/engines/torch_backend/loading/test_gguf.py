@@ -1,6 +1,7 @@
 """A GGUF file gives the logits of what its tensors stand for, or is refused by name."""
 
 import logging
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ from engines.torch_backend.ops.registry import CpuKernels, cpu_ops
 from shared.protocol import ChatMessage, ImagePart, SamplingParams, TextPart
 from tests import factories_gguf as factories
 from tests.factories_gguf import Kind
-from tests.factories_torch import plain_logits
+from tests.factories_torch import logits_of
+from tests.long import few
 
 CPU = torch.device("cpu")
 TOKEN_IDS = torch.arange(5, 255, 13)
@@ -40,6 +42,11 @@ MIXTURES = {
     "Q5_K_M": factories.mixture(Kind.Q5_K, Kind.Q6_K),
     "Q6_K": lambda name: Kind.Q6_K,
 }
+#: Names of tensors are of the architecture, numbers of the mixture.
+CELLS = few(
+    product(("llama", "qwen2", "qwen3"), MIXTURES),
+    [*(("llama", name) for name in MIXTURES), ("qwen2", "Q5_K_M"), ("qwen3", "Q4_0")],
+)
 
 
 @pytest.fixture
@@ -57,14 +64,6 @@ def load(file: Path, mode: CpuKernels = "off", **options: Any) -> FamilyModel:
     model = load_model(directory, *find_family(directory), CPU, torch.float32, ops=ops, **options)
     model.bind(ops, torch.float32)
     return model
-
-
-@torch.inference_mode()
-def logits(model: FamilyModel) -> torch.Tensor:
-    if model.language_model is not None:
-        return plain_logits(model, TOKEN_IDS)
-    with model.as_transformers_does() as inner:
-        return inner(input_ids=TOKEN_IDS[None]).logits[0]
 
 
 @torch.inference_mode()
@@ -108,16 +107,15 @@ def test_numbers_that_are_not_finite_are_refused_by_name(kind: Kind, file: Path)
     assert "not finite" in str(e.value)
 
 
-@pytest.mark.parametrize("name", MIXTURES)
-@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize(("arch", "name"), CELLS)
 def test_logits_are_those_of_what_the_tensors_stand_for(arch: str, name: str, file: Path) -> None:
     model = factories.make_model(arch)
     expected = expected_logits(model, factories.write_text(file, model, arch, MIXTURES[name]))
 
-    found = logits(load(file))
+    found = logits_of(load(file), TOKEN_IDS)
     assert (found - expected).norm() < 2e-3 * expected.norm()  # plain numbers are float16
 
-    native = logits(load(file, "fast"))
+    native = logits_of(load(file, "fast"), TOKEN_IDS)
     assert (native - expected).norm() < 0.02 * expected.norm()
 
 
@@ -156,7 +154,7 @@ def test_tied_embeddings_are_the_head(file: Path) -> None:
     head = {"lm_head.weight": meant["model.embed_tokens.weight"]}
     expected = expected_logits(model, meant | head)
 
-    found = logits(load(file))
+    found = logits_of(load(file), TOKEN_IDS)
 
     assert (found - expected).norm() < 2e-3 * expected.norm()
 
@@ -164,7 +162,7 @@ def test_tied_embeddings_are_the_head(file: Path) -> None:
 def test_biases_of_heads_are_turned_with_their_weights(file: Path) -> None:
     model = factories.make_model("llama", attention_bias=True)
     factories.write_text(file, model, "llama")
-    assert_close(logits(load(file)), expected_logits(model), rtol=1e-4, atol=1e-4)
+    assert_close(logits_of(load(file), TOKEN_IDS), expected_logits(model), rtol=1e-4, atol=1e-4)
 
 
 def test_the_scaling_of_llama_3_is_found_from_its_factors(file: Path) -> None:
@@ -181,7 +179,7 @@ def test_the_scaling_of_llama_3_is_found_from_its_factors(file: Path) -> None:
     rotary: Any = model.model.rotary_emb
     factors = (plain.model.rotary_emb.inv_freq / rotary.inv_freq).numpy()
     factories.write_text(file, model, "llama", extra={"rope_freqs.weight": factors})
-    assert_close(logits(load(file)), expected_logits(model), rtol=1e-4, atol=1e-4)
+    assert_close(logits_of(load(file), TOKEN_IDS), expected_logits(model), rtol=1e-4, atol=1e-4)
 
 
 def test_it_can_be_quantized_on_the_way(file: Path) -> None:
@@ -189,7 +187,7 @@ def test_it_can_be_quantized_on_the_way(file: Path) -> None:
     meant = factories.write_text(file, model, "llama", MIXTURES["Q8_0"])
     expected = expected_logits(model, meant)
 
-    found = logits(load(file, scheme=METHODS["int8"]))
+    found = logits_of(load(file, scheme=METHODS["int8"]), TOKEN_IDS)
 
     assert (found - expected).norm() < 0.02 * expected.norm()
 
@@ -236,8 +234,7 @@ TOWER_NAMES = {
 }
 
 
-@pytest.mark.parametrize("name", MIXTURES)
-@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize(("arch", "name"), CELLS)
 def test_llama_cpp_gives_the_same_logits(arch: str, name: str, file: Path) -> None:
     llama_cpp = pytest.importorskip("llama_cpp")
     factories.write_text(file, factories.make_model(arch), arch, MIXTURES[name])
@@ -246,7 +243,7 @@ def test_llama_cpp_gives_the_same_logits(arch: str, name: str, file: Path) -> No
     expected = torch.from_numpy(theirs.scores[: len(TOKEN_IDS)].copy())
     theirs.close()
 
-    found = logits(load(file))
+    found = logits_of(load(file), TOKEN_IDS)
 
     # it rounds what integers are multiplied with to 8 bits
     assert (found - expected).norm() < (5e-3 if name == "F16" else 0.05) * expected.norm()

@@ -4,7 +4,6 @@ import io
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -21,6 +20,7 @@ from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.ops import cpu_level
 from engines.torch_backend.ops.cpu_level import CpuLevel
 from shared.protocol import ChatMessage, ImagePart, SamplingDefaults, SamplingParams, TextPart
+from tests.factories_images import encoded
 
 CONFIG = {"kv_cache_bytes": 4 * 1024 * 1024, "device": "cpu", "dtype": "float32"}
 QUESTION = "What color is the star?"
@@ -31,10 +31,7 @@ def load(model: Path | str, **changes: Any) -> LoadedEngine:
 
 
 def make_image(seed: int = 0) -> bytes:
-    pixels = np.random.default_rng(seed).integers(0, 256, (28, 28, 3), dtype=np.uint8)
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, "PNG")
-    return buffer.getvalue()
+    return encoded(seed, size=(28, 28))
 
 
 def answer(loaded: LoadedEngine, image_files: list[bytes], num_tokens: int = 12) -> list[int]:
@@ -84,25 +81,19 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("num_images", [0, 1, 2])
 def test_a_checkpoint_answers_as_in_transformers(tiny: Path, num_images: int) -> None:
     image_files = [make_image(seed) for seed in range(num_images)]
-
-    assert answer(load(tiny), image_files) == without_eos(tiny, image_files)
-
-
-def without_eos(directory: Path, image_files: list[bytes]) -> list[int]:
-    """transformers suppresses EOS up to `min_new_tokens`; the tiny model must not have wanted it."""
-    expected = reference(directory, image_files)
-    assert 2 not in expected
-    return expected
+    expected = reference(tiny, image_files)
+    assert 2 not in expected  # EOS, which transformers suppresses up to `min_new_tokens`
+    assert answer(load(tiny), image_files) == expected
 
 
 def test_the_card_says_what_is_served(tiny: Path) -> None:
     card = load(tiny).card
-
     assert (card.name, card.max_model_len, card.vocab_size) == ("tiny", 512, 384)
     assert (card.supports_images, card.image_tokens) == (True, 16)
     assert (card.dtype, card.quantization, card.format) == ("float32", "", "safetensors")
-    assert load(tiny, quantization="int8").card.quantization == "int8"
-    assert load(tiny, served_name="other").card.name == "other"
+    other = load(tiny, quantization="int8", served_name="other", max_model_len=100)
+    assert (other.card.name, other.card.quantization) == ("other", "int8")
+    assert other.card.max_model_len == other.engine.processor.max_model_len == 100
 
 
 def test_the_card_says_how_the_makers_sample(tiny: Path, tmp_path: Path) -> None:
@@ -113,35 +104,18 @@ def test_the_card_says_how_the_makers_sample(tiny: Path, tmp_path: Path) -> None
     assert suggested == SamplingDefaults(0.5, top_k=3)
 
 
-def test_a_shorter_context_reaches_card_and_processor(tiny: Path) -> None:
-    loaded = load(tiny, max_model_len=100)
-
-    assert loaded.card.max_model_len == loaded.engine.processor.max_model_len == 100
-
-
-def test_start_up_is_told_by_phase(tiny: Path) -> None:
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_start_up_is_told_by_phase(tiny: Path, quantization: str) -> None:
     told: list[tuple[str, float]] = []
-
-    loaded = create_engine({**CONFIG, "model": str(tiny)}, lambda *step: told.append(step))
-
-    assert list(dict.fromkeys(phase for phase, _ in told)) == [
-        "download",
-        "compile",
-        "load",
-        "warmup",
-    ]
+    values = {**CONFIG, "model": str(tiny), "quantization": quantization}
+    loaded = create_engine(values, lambda *step: told.append(step))
+    phases = ["download", "compile", "load", "warmup"]
+    assert list(dict.fromkeys(phase for phase, _ in told)) == phases
     shares = [share for phase, share in told if phase == "load"]
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
     startup_s = loaded.engine.stats().startup_s
-    assert startup_s.keys() == {"download", "compile", "load", "warmup"}
-    assert all(seconds > 0 for seconds in startup_s.values())
-
-
-def test_the_time_of_quantizing_is_told_apart(tiny: Path) -> None:
-    startup_s = load(tiny, quantization="int8").engine.stats().startup_s
-
-    assert startup_s.keys() == {"download", "compile", "load", "quantize", "warmup"}
+    assert startup_s.keys() == {*phases, *(["quantize"] if quantization == "int8" else [])}
     assert all(seconds > 0 for seconds in startup_s.values())
 
 
@@ -180,17 +154,17 @@ def test_memory_that_it_may_take_bounds_what_is_loaded(tiny: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("bfloat16_flags", "dtype"), [({"fast"}, torch.bfloat16), ({"other"}, torch.float32)]
+    ("asked", "bfloat16_flags", "dtype"),
+    [
+        ("auto", {"fast"}, torch.bfloat16),
+        ("auto", {"other"}, torch.float32),
+        ("float16", {"fast"}, torch.float16),
+    ],
 )
 def test_auto_takes_bfloat16_where_the_processor_has_instructions_for_it(
-    monkeypatch: pytest.MonkeyPatch, bfloat16_flags: set[str], dtype: torch.dtype
+    monkeypatch: pytest.MonkeyPatch, asked: Any, bfloat16_flags: set[str], dtype: torch.dtype
 ) -> None:
     level = CpuLevel("some", bfloat16_flags=frozenset(bfloat16_flags))
     monkeypatch.setattr(cpu_level, "cpu_flags", lambda: frozenset({"fast", "slow"}))
     monkeypatch.setattr(module, "choose_level", lambda: level)
-
-    assert choose_dtype("auto", torch.device("cpu")) is dtype
-
-
-def test_a_named_dtype_is_taken() -> None:
-    assert choose_dtype("float16", torch.device("cpu")) is torch.float16
+    assert choose_dtype(asked, torch.device("cpu")) is dtype

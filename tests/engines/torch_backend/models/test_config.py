@@ -99,19 +99,16 @@ def test_absent_keys_take_the_values_that_transformers_gives_them(config: dict[s
     check_equal(vlm_config_from_hf(config), LlavaConfig(**config))
 
 
-def test_the_published_7b_has_its_real_shape() -> None:
+def test_shapes_are_those_of_the_published_models() -> None:
     config = vlm_config_from_hf(LLAVA_15_7B)
-
-    assert config.text.hidden_size == 4096
-    assert config.text.head_dim == 128
-    assert config.text.max_position_embeddings == 4096
-    assert config.tokens_per_image == 576
-
-
-def test_full_strategy_keeps_the_class_token() -> None:
-    config = vlm_config_from_hf(make_config(vision_feature_select_strategy="full"))
-
-    assert config.tokens_per_image == 577
+    assert (config.text.hidden_size, config.text.head_dim) == (4096, 128)
+    assert (config.text.max_position_embeddings, config.tokens_per_image) == (4096, 576)
+    full = vlm_config_from_hf(make_config(vision_feature_select_strategy="full"))
+    assert full.tokens_per_image == 577  # with the class token
+    linear = vlm_config_from_hf(with_text(rope_scaling={"type": "linear", "factor": 2.0})).text
+    assert linear.rope_scaling == RopeScaling("linear", 2.0)
+    window = with_text(model_type="mistral", max_position_embeddings=32768)
+    assert vlm_config_from_hf(window).text.max_position_embeddings == 4096
 
 
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
@@ -131,12 +128,6 @@ def test_rope_scaling_is_read_in_both_generations(key: str, kind_key: str) -> No
     assert text.rope_theta == 5e5
 
 
-def test_linear_rope_scaling_is_read() -> None:
-    text = vlm_config_from_hf(with_text(rope_scaling={"type": "linear", "factor": 2.0})).text
-
-    assert text.rope_scaling == RopeScaling("linear", 2.0)
-
-
 def test_llama_attention_bias_covers_the_output_and_qwen2_bias_does_not() -> None:
     llama = vlm_config_from_hf(with_text(attention_bias=True, mlp_bias=True)).text
     qwen2 = vlm_config_from_hf(with_text(model_type="qwen2")).text
@@ -147,12 +138,6 @@ def test_llama_attention_bias_covers_the_output_and_qwen2_bias_does_not() -> Non
         False,
         False,
     )
-
-
-def test_a_sliding_window_shortens_the_context() -> None:
-    config = with_text(model_type="mistral", max_position_embeddings=32768)
-
-    assert vlm_config_from_hf(config).text.max_position_embeddings == 4096
 
 
 @pytest.mark.parametrize(

@@ -112,21 +112,30 @@ def as_is(data: bytes) -> np.ndarray:
     return np.asarray(decode_image(data))
 
 
-def test_transparency_lies_on_white() -> None:
-    assert (as_is(to_bytes(Image.new("RGBA", (4, 4), (0, 0, 0, 0)))) == 255).all()
+def black_palette() -> Image.Image:
+    image = Image.new("P", (4, 4), 0)
+    image.putpalette([0, 0, 0] * 256)
+    return image
 
 
-def test_a_transparent_palette_colour_lies_on_white() -> None:
-    pil_image = Image.new("P", (4, 4), 0)
-    pil_image.putpalette([0, 0, 0] * 256)
-
-    assert (as_is(to_bytes(pil_image, transparency=0)) == 255).all()
+WHITE, RED, BLUE = (Image.new("RGB", (4, 4), colour) for colour in ("white", "red", "blue"))
+FRAMES = to_bytes(RED, "WEBP", save_all=True, append_images=[BLUE], lossless=True)
+GREY = Image.fromarray(np.full((4, 4), 0x8000, dtype=np.uint16))
 
 
-def test_sixteen_bit_grey_keeps_its_brightness() -> None:
-    grey = Image.fromarray(np.full((4, 4), 0x8000, dtype=np.uint16))
-
-    assert (as_is(to_bytes(grey)) == 0x80).all()
+@pytest.mark.parametrize(
+    ("data", "colour"),
+    [
+        pytest.param(to_bytes(Image.new("RGBA", (4, 4), (0, 0, 0, 0))), 255, id="transparency lies on white"),
+        pytest.param(to_bytes(black_palette(), transparency=0), 255, id="a transparent palette colour too"),
+        pytest.param(to_bytes(GREY), 0x80, id="sixteen bit grey keeps its brightness"),
+        pytest.param(to_bytes(WHITE, exif=b"Exif\0\0II*\0\xff\xff\xff\xff"), 255, id="broken metadata spoils nothing"),
+        pytest.param(FRAMES, (255, 0, 0), id="the first frame counts"),
+    ],
+)  # fmt: skip
+def test_an_image_looks_as_viewers_show_it(data: bytes, colour: Any) -> None:
+    assert as_is(data).shape == (4, 4, 3)
+    assert (as_is(data) == colour).all()
 
 
 def test_an_image_is_turned_as_its_camera_was() -> None:
@@ -139,19 +148,6 @@ def test_an_image_is_turned_as_its_camera_was() -> None:
 
     assert (upright[:4] == 255).all()
     assert (upright[4:] == 0).all()
-
-
-def test_broken_metadata_does_not_spoil_a_sound_image() -> None:
-    data = to_bytes(Image.new("RGB", (4, 4), "white"), exif=b"Exif\0\0II*\0\xff\xff\xff\xff")
-
-    assert as_is(data).shape == (4, 4, 3)
-
-
-def test_the_first_frame_of_an_animation_counts() -> None:
-    frames = [Image.new("RGB", (4, 4), colour) for colour in ("red", "blue")]
-    data = to_bytes(frames[0], "WEBP", save_all=True, append_images=frames[1:], lossless=True)
-
-    assert (as_is(data) == (255, 0, 0)).all()
 
 
 @pytest.mark.parametrize("form", ["BMP", "TIFF", "ICO", "PPM"])
@@ -261,13 +257,9 @@ def test_settings_that_are_not_understood_are_refused_by_name(
         load(tmp_path, make_settings(**changes))
 
 
-def test_settings_inside_the_processor_config_are_read(tmp_path: Path) -> None:
-    content = {"processor_class": "LlavaProcessor", "image_processor": make_settings(resample=2)}
-    (tmp_path / "processor_config.json").write_text(json.dumps(content))
-
-    assert load_image_processor(tmp_path, SIZE).resample is Image.Resampling.BILINEAR
-
-
-def test_a_checkpoint_without_settings_is_refused(tmp_path: Path) -> None:
+def test_settings_may_be_inside_the_processor_config_and_nowhere_else(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedCheckpoint, match=r"preprocessor_config\.json"):
         load_image_processor(tmp_path, SIZE)
+    content = {"processor_class": "LlavaProcessor", "image_processor": make_settings(resample=2)}
+    (tmp_path / "processor_config.json").write_text(json.dumps(content))
+    assert load_image_processor(tmp_path, SIZE).resample is Image.Resampling.BILINEAR

@@ -25,34 +25,15 @@ import_kernels("paged_attention")
 pytestmark = pytest.mark.skipif(DEVICE.type == "cuda", reason="it has torch's own")
 
 
-def of_2_11(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seq_q: torch.Tensor,
-    cu_seq_k: torch.Tensor,
-    max_q: int,
-    max_k: int,
-    *,
-    window_size: tuple[int, int] = (-1, -1),
-) -> torch.Tensor:
+def of_2_11(query: torch.Tensor, key: torch.Tensor, *given: Any, window_size=(-1, -1)):
     if query.shape[1] != key.shape[1]:
         raise ValueError("Expect query and key/value to have the same number of heads")
-    return of_2_12(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, window_size=window_size)
+    return of_2_12(query, key, *given, window_size=window_size)
 
 
 def of_2_12(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seq_q: torch.Tensor,
-    cu_seq_k: torch.Tensor,
-    max_q: int,
-    max_k: int,
-    *,
-    window_size: tuple[int, int] = (-1, -1),
-    enable_gqa: bool = False,
-) -> torch.Tensor:
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size=(-1, -1), enable_gqa=False
+):
     before, after = window_size
     assert after == 0
     new, context = cu_seq_q.diff().tolist(), cu_seq_k.diff().tolist()
@@ -62,12 +43,7 @@ def of_2_12(
 
 
 def attend_one_by_one(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    new: list[int],
-    context: list[int],
-    window: int | None = None,
+    query, key, value, new: list[int], context: list[int], window: int | None = None
 ) -> torch.Tensor:
     parts = []
     for x, k, v in zip(query.split(new), key.split(context), value.split(context), strict=True):

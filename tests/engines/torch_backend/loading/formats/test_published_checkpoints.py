@@ -31,7 +31,7 @@ from engines.torch_backend.models.hf_config import read_fields
 from engines.torch_backend.models.registry import FamilyModel, find_family
 from engines.torch_backend.ops.registry import CpuKernels, cpu_ops
 from tests import factories_formats as formats
-from tests.factories_torch import plain_logits
+from tests.factories_torch import logits_of, plain_logits
 from tests.long import few
 
 CPU = torch.device("cpu")
@@ -250,7 +250,14 @@ def test_tensors_that_do_not_fit_are_named(
     assert PROJECTION.removesuffix(".") in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ALL)
+#: Each way to keep numbers, in the long form with every size of groups.
+WAYS = (
+    "gptq", "gptq desc_act", "awq", "packed groups of 128", "packed asymmetric channels", "gptq of 8 bits",
+    "int8", "int8 asymmetric, one scale", "gptq of 8 bits in groups", "fp8 channels", "fp8 blocks",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", few(ALL, WAYS))
 def test_numbers_that_are_not_finite_are_refused_by_name(name: str, tmp_path: Path) -> None:
     formats.write_checkpoint(tmp_path / "q", *ALL[name])
     tensors = load_file(tmp_path / "q" / "model.safetensors")
@@ -263,6 +270,9 @@ def test_numbers_that_are_not_finite_are_refused_by_name(name: str, tmp_path: Pa
         with pytest.raises(UnsupportedCheckpoint, match="not finite") as caught:
             load(tmp_path / "q", "fast")
         assert PROJECTION.removesuffix(".") in str(caught.value)
+
+
+SPARSE = {"format": "sparse-24-bitmask", "sparsity_structure": "2:4"}
 
 
 def compressed(**weights: Any) -> dict[str, Any]:
@@ -294,18 +304,14 @@ def compressed(**weights: Any) -> dict[str, Any]:
         (compressed(strategy="tensor_group"), "strategy 'tensor_group'"),
         (compressed(strategy="group"), "group_size is None"),
         (formats.packed()[1] | {"format": "marlin-24"}, "format 'marlin-24'"),
-        (
-            formats.packed()[1]
-            | {"sparsity_config": {"format": "sparse-24-bitmask", "sparsity_structure": "2:4"}},
-            "sparsity_config asks for '2:4'; only dense weights",
-        ),
+        (formats.packed()[1] | {"sparsity_config": SPARSE}, "sparsity_config asks for '2:4'; only dense weights"),
         (formats.packed()[1] | {"transform_config": {"config_groups": {}}}, "transform_config"),
         (formats.packed()[1] | {"config_groups": None}, "config_groups is missing"),
         (formats.packed()[1] | {"config_groups": {"a": 3}}, "config_groups.a is 3, no object"),
         (formats.deepseek()[1] | {"weight_block_size": [0, 128]}, "weight_block_size is"),
         (formats.deepseek()[1] | {"scale_fmt": "ue8m0"}, "scale_fmt 'ue8m0'"),
     ],
-)
+)  # fmt: skip
 def test_settings_that_cannot_be_read_are_named(
     config: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
@@ -351,17 +357,9 @@ def test_models_that_transformers_makes_keep_the_integers(
     found = quantized_layers(model)
     assert len(found) == (14 if kind else 0)
     assert all(method is kind for _, method in found)
-    assert_close(logits_of(model), expected, rtol=1e-3, atol=1e-3)
+    assert_close(logits_of(model, TOKEN_IDS), expected, rtol=1e-3, atol=1e-3)
     model = load(tmp_path / "q", "fast", family=GenericFamily(lowers))
-    assert (logits_of(model) - expected).norm() < 0.02 * expected.norm()
-
-
-@torch.inference_mode()
-def logits_of(model: FamilyModel) -> Tensor:
-    if model.language_model is not None:
-        return plain_logits(model, TOKEN_IDS)
-    with model.as_transformers_does() as inner:
-        return inner(input_ids=TOKEN_IDS[None]).logits[0]
+    assert (logits_of(model, TOKEN_IDS) - expected).norm() < 0.02 * expected.norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -161,22 +161,13 @@ def test_what_does_not_compile_leaves_nothing_behind(sources: Path, tmp_path: Pa
     assert not list((tmp_path / "cache").glob("*.so"))
 
 
-def test_without_a_compiler_it_says_so(
-    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_machine_without_a_compiler_says_so_and_goes_without_kernels(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
-
     with pytest.raises(CannotCompile, match="no C\\+\\+ compiler"):
         compile_library(sources, PLAIN, tmp_path / "cache")
-
-
-def test_a_machine_without_a_compiler_goes_without_kernels(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.delenv("CXX", raising=False)
-
     assert not cpu_ops("fast", CpuLevel("without", compiler_flags=())).is_native
     assert "no C++ compiler" in caplog.text
 

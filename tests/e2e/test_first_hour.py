@@ -1,0 +1,146 @@
+"""The first hour of a user, with the checkout and with the wheel installed in an empty directory (`make first-hour`)."""
+
+import base64
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import venv
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.integration.fleet_process import ROOT, SAMPLE, Served
+from tests.long import long
+from tests.waiting import wait_for
+
+pytestmark = [long("first-hour"), pytest.mark.timeout(1800)]
+
+IMAGES = ROOT / "engines" / "packages" / "shapes_clip" / "samples"
+WHEEL_HOME = ROOT / ".cache" / "first-hour"
+ANSWER = "A white background with a red star at the top left"
+SCHEMA = {
+    "type": "object",
+    "properties": {"kind": {"type": "string", "enum": ["star", "circle", "square"]}},
+    "required": ["kind"],
+    "additionalProperties": False,
+}
+
+
+@dataclass
+class User:
+    """Someone with `vlm` in an own folder."""
+
+    programs: Path
+    folder: Path
+    served: Served | None = None
+
+    def vlm(self, *arguments: str) -> str:
+        """What a command prints."""
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("VLM_", "PYTHON"))
+        }
+        if self.served is not None:
+            environment["VLM_URL"] = self.served.url
+        done = subprocess.run(
+            [self.programs / "vlm", *arguments],
+            cwd=self.folder, env=environment, capture_output=True, text=True, timeout=300,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done.stdout + done.stderr
+
+
+def install_wheel() -> Path:
+    """The programs of an environment that holds the wheel with its extras."""
+    shutil.rmtree(WHEEL_HOME / "dist", ignore_errors=True)
+    build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory"]
+    subprocess.run([*build, str(WHEEL_HOME / "dist")], cwd=ROOT, check=True, capture_output=True)
+    [wheel] = WHEEL_HOME.glob("dist/*.whl")
+    programs = WHEEL_HOME / "bin"
+    if not (programs / "pip").exists():
+        venv.create(WHEEL_HOME, with_pip=True)
+    torch = shlex.split(os.environ.get("TORCH_ARGS", ""))
+    pip = [programs / "python", "-m", "pip", "install", "--quiet", "-c", ROOT / "constraints.txt"]
+    subprocess.run([*pip, *torch, "torch", "torchvision"], check=True)
+    subprocess.run([*pip, "--upgrade", f"{wheel}[torch,search]"], check=True)
+    subprocess.run([*pip, "--force-reinstall", "--no-deps", wheel], check=True)
+    return programs
+
+
+@pytest.fixture(scope="module", params=["checkout", "wheel"])
+def user(request, tmp_path_factory) -> User:
+    folder = tmp_path_factory.mktemp("home")
+    is_wheel = request.param == "wheel"
+    return User(install_wheel() if is_wheel else Path(sys.executable).parent, folder)
+
+
+@pytest.fixture(scope="module")
+def serving(user: User) -> Iterator[User]:
+    command = ["serve", "--also", "shapes-clip", "--port", "0", "--data-dir", user.folder / "data"]
+    user.served = Served.start([user.programs / "vlm", *command], user.folder)
+    yield user
+    user.served.end()
+
+
+def ask(user: User, **body) -> dict:
+    assert user.served is not None
+    url = f"data:image/png;base64,{base64.b64encode(SAMPLE.read_bytes()).decode()}"
+    content = [
+        {"type": "image_url", "image_url": {"url": url}},
+        {"type": "text", "text": "What shape is at the top left?"},
+    ]
+    messages = [{"role": "user", "content": content}]
+    body = {"model": "shapes", "temperature": 0, "messages": messages, **body}
+    answer = httpx.post(f"{user.served.url}/v1/chat/completions", json=body, timeout=120)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["message"]
+
+
+def test_the_version_and_the_models_are_shown_before_anything_runs(user):
+    assert user.vlm("--version").startswith("vlm-fleet ")
+    assert "shapes" in user.vlm("models")
+
+
+def test_chat_describes_the_image(serving):
+    assert ANSWER in serving.vlm("chat", "--image", str(SAMPLE), "Describe the image.")
+
+
+def test_json_follows_its_schema(serving):
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
+    assert json.loads(ask(serving, response_format=form)["content"]).keys() == {"kind"}
+
+
+def test_a_tool_is_called_with_the_arguments_that_it_takes(serving):
+    tool = {"type": "function", "function": {"name": "look", "parameters": SCHEMA}}
+    [call] = ask(serving, tools=[tool], tool_choice="required")["tool_calls"]
+    assert call["function"]["name"] == "look"
+    assert json.loads(call["function"]["arguments"]).keys() == {"kind"}
+
+
+def test_search_finds_an_image_by_words(serving):
+    assert "wreath.png" in serving.vlm("search", str(IMAGES), "a red star", "--limit", "1")
+
+
+def test_a_model_is_deployed_answers_and_is_rolled_back(serving):
+    serving.vlm("deploy", "--name", "captioner", "--application", "shapes")
+    assert ask(serving, model="captioner")["content"]
+    serving.vlm(
+        "deploy", "--name", "captioner", "--application", "shapes", "--set", "quantization=int8"
+    )
+    serving.vlm("rollback", "captioner")
+    wait_for(lambda: bool(ask(serving, model="captioner")["content"]), 60)
+
+
+def test_the_pages_are_there(serving):
+    assert serving.served is not None
+    for path in ("/", "/apps", "/admin", "/docs"):
+        answer = httpx.get(f"{serving.served.url}{path}", timeout=30, follow_redirects=True)
+        assert answer.status_code == 200, path
+        assert answer.headers["content-type"].startswith("text/html")

@@ -1,0 +1,35 @@
+"""What tests of servers behind HTTP do with any engine."""
+
+from typing import Any
+
+from engines.base import Engine, EngineCall, EngineOutput, PreparedImage
+from engines.image_decoder import decode_image
+from shared.protocol import ImageRef
+from tests.factories_images import encoded
+
+
+def prepare_image(engine: Engine[Any], seed: int = 1) -> PreparedImage:
+    data = encoded(seed, size=(64, 48))
+    ref = ImageRef(f"sha-{seed}", len(data), "image/png", 64, 48)
+    return PreparedImage(f"hash-{seed}", engine.prepare_image(data, ref, decode_image))
+
+
+def run(engine: Engine[Any]) -> list[EngineOutput]:
+    """Step until nothing is left."""
+    outputs: list[EngineOutput] = []
+    while engine.has_work():
+        outputs += engine.step()
+    return outputs
+
+
+def answer(engine: Engine[Any], call: EngineCall, *images: PreparedImage) -> list[EngineOutput]:
+    engine.add(engine.prepare(call, images))
+    return run(engine)
+
+
+def ids_of(outputs: list[EngineOutput]) -> list[int]:
+    return [token_id for output in outputs for token_id in output.token_ids]
+
+
+def text_of(outputs: list[EngineOutput]) -> str:
+    return "".join(output.text for output in outputs)
