@@ -11,12 +11,7 @@ from torch import Tensor
 
 from engines.torch_backend.ops import native
 from engines.torch_backend.ops.decoder_chain.reference import Chain, CreateChain, LayerProducts
-from engines.torch_backend.ops.native.library import (
-    LayersStruct,
-    LayerStruct,
-    Library,
-    NativeKernel,
-)
+from engines.torch_backend.ops.native.library import STRUCTS, Library, NativeKernel
 from engines.torch_backend.ops.paged_attention.cpu import PagedAttention, bind_heads
 from engines.torch_backend.ops.paged_attention.reference import Attend
 from engines.torch_backend.ops.registry import Site
@@ -49,8 +44,8 @@ class LayerChain:
         qkv, out, gate_up, _ = rows[0]
         self._widths = qkv.num_outputs, out.num_inputs, gate_up.num_outputs
         self._has_spans = any(layer.heads.is_bidirectional for layer in layers)
-        structs = (LayerStruct(*(part.address for part in row)) for row in rows)
-        self._structs = (LayerStruct * len(layers))(*structs)
+        structs = (STRUCTS["Layer"](*(part.address for part in row)) for row in rows)
+        self._structs = (STRUCTS["Layer"] * len(layers))(*structs)
         for struct, (form, _) in zip(self._structs, heads, strict=True):
             struct.heads = form
 
@@ -66,7 +61,7 @@ class LayerChain:
         rooms = [torch.empty(len(x), width) for width in self._widths]
         for layer, struct in enumerate(self._structs):
             struct.keys, struct.values = attend.places(layer)
-        step = LayersStruct(
+        step = STRUCTS["Layers"](
             ctypes.addressof(self._structs),
             len(self._structs),
             attend.address,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engines.torch_backend.ops import native
 from engines.torch_backend.ops.dense_attention.reference import DenseAttention, attend
-from engines.torch_backend.ops.native.library import FLOAT_KINDS, DenseAttentionStruct
+from engines.torch_backend.ops.native.library import FLOAT_KINDS, STRUCTS
 from engines.torch_backend.ops.registry import Site
 
 _LANES = 8
@@ -32,7 +32,7 @@ def build(site: Site) -> DenseAttention:
             (ctypes.c_int64 * (len(lengths) + 1))(0, *accumulate(counts))
             for counts in zip(*lengths, strict=True)
         ]
-        step = DenseAttentionStruct(
+        step = STRUCTS["DenseAttention"](
             FLOAT_KINDS[query.dtype],
             num_heads,
             head_dim,

@@ -12,7 +12,7 @@ SOURCES = Path(__file__).parents[1]
 
 
 def load(level: CpuLevel) -> Library:
-    """The library of a level. Raises: CannotCompile, AbiMismatch."""
+    """The library of a level. Raises: CannotCompile."""
     library, reason = _find(level)
     if library is None:
         raise CannotCompile(reason)
@@ -20,7 +20,7 @@ def load(level: CpuLevel) -> Library:
 
 
 def lacks(site: Site) -> str:
-    """Why there are no C++ kernels. Raises: AbiMismatch."""
+    """Why there are no C++ kernels."""
     if site.device.type != "cpu":
         return "C++ kernels are for CPUs"
     if site.cpu_kernels == "off":

@@ -1,13 +1,10 @@
-// What Python and C++ share: numbers, and structs that library.py mirrors by the same names with `Struct` behind them.
-// Sizes are compared when a library is loaded. Whoever changes the meaning of a field counts VLM_ABI up, here and there.
+// What Python and C++ share: numbers, and structs that library.py reads from this file. A line has fields of one type.
 //
 // Shape letters: M or N tokens, K inputs, N outputs, S sequences, H query heads, K key/value heads,
 // D head width.
 #pragma once
 
 #include <cstdint>
-
-constexpr int32_t VLM_ABI = 6;
 
 enum Kind : int32_t { FLOAT32, BFLOAT16, FLOAT16, INT8, INT4, INT4_BFLOAT16_SCALES };
 

@@ -6,6 +6,7 @@ Shape letters: M tokens, K inputs, N outputs, S sequences with one new token, H 
 """
 
 import ctypes
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -14,12 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-ABI = 6  #: `VLM_ABI` of abi.h
-
-
-class AbiMismatch(Exception):
-    """A library was made of other structs than those of this module, and would read what is not there."""
 
 
 class Kind(IntEnum):
@@ -53,131 +48,28 @@ class Before(IntEnum):
     GELU = 4
 
 
-class LinearStruct(ctypes.Structure):
-    """`Linear` of abi.h."""
-
-    _fields_ = (
-        ("kind", ctypes.c_int32),
-        ("group", ctypes.c_int32),
-        ("num_outputs", ctypes.c_int64),
-        ("num_inputs", ctypes.c_int64),
-        ("weights", ctypes.c_void_p),
-        ("scale", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-    )
+_TYPES = {"int32_t": ctypes.c_int32, "int64_t": ctypes.c_int64, "float": ctypes.c_float}
+_STRUCT = re.compile(r"struct (\w+) \{(.*?)\n\};", re.DOTALL)
+_FIELDS = re.compile(r"(?:const )?(\w+)([^;]*);")
 
 
-class StepStruct(ctypes.Structure):
-    """`Step` of abi.h."""
-
-    _fields_ = (
-        ("linears", ctypes.c_void_p),
-        ("count", ctypes.c_int32),
-        ("before", ctypes.c_int32),
-        ("bits", ctypes.c_int32),
-        ("eps", ctypes.c_float),
-        ("gain", ctypes.c_void_p),
-        ("num_tokens", ctypes.c_int64),
-        ("x", ctypes.c_void_p),
-        ("y", ctypes.c_void_p),
-        ("adds", ctypes.c_int32),
-        ("num_threads", ctypes.c_int32),
-    )
+def _read_structs(header: Path) -> dict[str, type[ctypes.Structure]]:
+    """The structs of a C++ header, by name. All pointers are `c_void_p`."""
+    structs: dict[str, type[ctypes.Structure]] = {}
+    for name, body in _STRUCT.findall(re.sub("//.*", "", header.read_text(encoding="utf-8"))):
+        fields = [
+            (
+                field.strip(" *"),
+                ctypes.c_void_p if "*" in field else _TYPES.get(kind, structs.get(kind)),
+            )
+            for kind, names in _FIELDS.findall(body)
+            for field in names.split(",")
+        ]
+        structs[name] = type(name, (ctypes.Structure,), {"_fields_": fields})
+    return structs
 
 
-class AttentionStruct(ctypes.Structure):
-    """`Attention` of abi.h."""
-
-    _fields_ = (
-        ("kind", ctypes.c_int32),
-        ("num_heads", ctypes.c_int32),
-        ("num_kv_heads", ctypes.c_int32),
-        ("head_dim", ctypes.c_int32),
-        ("num_tokens", ctypes.c_int64),
-        ("num_sequences", ctypes.c_int64),
-        ("num_decodes", ctypes.c_int64),
-        ("block_size", ctypes.c_int64),
-        ("table_width", ctypes.c_int64),
-        ("cos", ctypes.c_void_p),
-        ("sin", ctypes.c_void_p),
-        ("slots", ctypes.c_void_p),
-        ("tables", ctypes.c_void_p),
-        ("row_offsets", ctypes.c_void_p),
-        ("lengths", ctypes.c_void_p),
-    )
-
-
-class HeadsStruct(ctypes.Structure):
-    """`Heads` of abi.h."""
-
-    _fields_ = (
-        ("query_gain", ctypes.c_void_p),
-        ("key_gain", ctypes.c_void_p),
-        ("window", ctypes.c_int64),
-        ("eps", ctypes.c_float),
-        ("scale", ctypes.c_float),
-        ("rotates", ctypes.c_int32),
-    )
-
-
-class LayerStruct(ctypes.Structure):
-    """`Layer` of abi.h."""
-
-    _fields_ = (
-        ("qkv", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("gate_up", ctypes.c_void_p),
-        ("down", ctypes.c_void_p),
-        ("keys", ctypes.c_void_p),
-        ("values", ctypes.c_void_p),
-        ("heads", HeadsStruct),
-    )
-
-
-class LayersStruct(ctypes.Structure):
-    """`Layers` of abi.h."""
-
-    _fields_ = (
-        ("layers", ctypes.c_void_p),
-        ("count", ctypes.c_int64),
-        ("attention", ctypes.c_void_p),
-        ("x", ctypes.c_void_p),
-        ("qkv", ctypes.c_void_p),
-        ("mixed", ctypes.c_void_p),
-        ("gated", ctypes.c_void_p),
-        ("num_threads", ctypes.c_int64),
-    )
-
-
-class DenseAttentionStruct(ctypes.Structure):
-    """`DenseAttention` of abi.h."""
-
-    _fields_ = (
-        ("kind", ctypes.c_int32),
-        ("num_heads", ctypes.c_int32),
-        ("head_dim", ctypes.c_int32),
-        ("num_threads", ctypes.c_int32),
-        ("num_sequences", ctypes.c_int64),
-        ("query_offsets", ctypes.c_void_p),
-        ("key_offsets", ctypes.c_void_p),
-        ("query_stride", ctypes.c_int64),
-        ("key_stride", ctypes.c_int64),
-        ("queries", ctypes.c_void_p),
-        ("keys", ctypes.c_void_p),
-        ("values", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-    )
-
-
-_STRUCTS: tuple[type[ctypes.Structure], ...] = (
-    LinearStruct,
-    StepStruct,
-    AttentionStruct,
-    HeadsStruct,
-    LayerStruct,
-    LayersStruct,
-    DenseAttentionStruct,
-)
+STRUCTS = _read_structs(Path(__file__).with_name("abi.h"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,8 +106,8 @@ class NativeKernel:
         self.max_tokens = 1 << 30  #: above, torch is faster
         self._library = library
         self._kept = (weights, gain)  # the kernel reads their memory
-        self._linears = (LinearStruct * len(weights))(*map(_to_struct, weights))
-        self._step = StepStruct(
+        self._linears = (STRUCTS["Linear"] * len(weights))(*map(_to_struct, weights))
+        self._step = STRUCTS["Step"](
             linears=ctypes.addressof(self._linears),
             count=len(weights),
             before=before,
@@ -244,12 +136,11 @@ class NativeKernel:
 
 
 class Library:
-    """The functions of a compiled library. Raises: OSError if it cannot be loaded, AbiMismatch."""
+    """The functions of a compiled library. Raises: OSError if it cannot be loaded."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
         functions = ctypes.CDLL(str(file))
-        _check_abi(functions)
         functions.vlm_level.restype = ctypes.c_char_p
         self.level: str = functions.vlm_level().decode()  #: name of its level
         self.linear = _returning_nothing(functions.vlm_linear, ctypes.c_void_p)
@@ -265,23 +156,8 @@ def _returning_nothing(function: Any, *argument_types: Any) -> Any:
     return function
 
 
-def _check_abi(functions: ctypes.CDLL) -> None:
-    if (found := functions.vlm_abi()) != ABI:
-        raise AbiMismatch(f"the library has interface {found}, library.py {ABI}")
-    functions.vlm_sizeof.argtypes = [ctypes.c_char_p]
-    functions.vlm_sizeof.restype = ctypes.c_int64
-    for struct in _STRUCTS:
-        name = struct.__name__.removesuffix("Struct")
-        theirs, ours = functions.vlm_sizeof(name.encode()), ctypes.sizeof(struct)
-        if theirs != ours:
-            raise AbiMismatch(
-                f"{name} has {theirs} bytes in abi.h, {struct.__name__} of library.py has {ours}: "
-                "make their fields alike"
-            )
-
-
-def _to_struct(weights: Weights) -> LinearStruct:
-    return LinearStruct(
+def _to_struct(weights: Weights) -> ctypes.Structure:
+    return STRUCTS["Linear"](
         kind=weights.kind,
         group=weights.group,
         num_outputs=weights.num_outputs,

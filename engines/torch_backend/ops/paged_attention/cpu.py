@@ -8,12 +8,7 @@ from torch import Tensor
 
 from engines.torch_backend.kv_cache import KVCachePool
 from engines.torch_backend.ops import native
-from engines.torch_backend.ops.native.library import (
-    FLOAT_KINDS,
-    AttentionStruct,
-    HeadsStruct,
-    Library,
-)
+from engines.torch_backend.ops.native.library import FLOAT_KINDS, STRUCTS, Library
 from engines.torch_backend.ops.paged_attention.reference import (
     PLAIN,
     Attend,
@@ -65,7 +60,7 @@ class PagedAttention:
             table.float().transpose(0, 1).contiguous() for table in rotation or (torch.empty(1, 1),)
         ]
         keys = pool.blocks(0)[0]
-        self._struct = AttentionStruct(
+        self._struct = STRUCTS["Attention"](
             kind=FLOAT_KINDS[keys.dtype],
             num_heads=num_heads,
             num_kv_heads=keys.shape[2],
@@ -117,14 +112,14 @@ class PagedAttention:
         return out.to(qkv.dtype)
 
 
-def bind_heads(heads: Heads) -> tuple[HeadsStruct, list[Tensor]]:
+def bind_heads(heads: Heads) -> tuple[ctypes.Structure, list[Tensor]]:
     """The kernel's struct, and the tensors that it points to."""
     norms = (heads.query_norm, heads.key_norm)
     gains = [None if norm is None else norm.weight.detach().float().contiguous() for norm in norms]
     query_gain, key_gain = (None if gain is None else gain.data_ptr() for gain in gains)
     eps = next((norm.eps for norm in norms if norm is not None), 0.0)
     form = (heads.window or 0, eps, heads.scale or 0.0, heads.rotates)
-    struct = HeadsStruct(query_gain, key_gain, *form)
+    struct = STRUCTS["Heads"](query_gain, key_gain, *form)
     return struct, [gain for gain in gains if gain is not None]
 
 
