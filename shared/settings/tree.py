@@ -95,10 +95,10 @@ class OidcSettings(Group):
 class Prices(Group):
     """What a model costs. Units: dollars for a million tokens, and for an image."""
 
-    input: float = Field(default=0.0, ge=0, le=1e6)
-    cached_input: float | None = Field(default=None, ge=0, le=1e6)
-    output: float = Field(default=0.0, ge=0, le=1e6)
-    image: float = Field(default=0.0, ge=0, le=1e6)
+    input: float = Field(default=0.0, ge=0, le=1e5)
+    cached_input: float | None = Field(default=None, ge=0, le=1e5)
+    output: float = Field(default=0.0, ge=0, le=1e5)
+    image: float = Field(default=0.0, ge=0, le=1e3)
 
     def in_nano_dollars(self) -> tuple[float, float, float, float]:
         """Of an input, cached and output token, and of an image."""

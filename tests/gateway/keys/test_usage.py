@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from shared.queue.keys import RedisKeys
 from tests.factories_gateway import CARD, MODEL, Answer, make_body, run_worker, say_nothing, talk_on
+from tests.gateway.keys.test_forget import run
 from tests.gateway.keys.test_keys import ROOT, Team, bearer, code, run_team
 from tests.waiting import until
 
@@ -73,6 +74,21 @@ async def test_versions_of_a_deployment_are_one_model_with_one_price(
             assert (await team.chat(key, model=card.name)).status_code == 200
     [row] = await rows(team)
     assert (row["model"], row["requests"], row["cost"]) == (MODEL, 2, pytest.approx(2 * COST))
+
+
+async def test_the_command_shows_the_usage_of_the_key_that_it_has(team: Team):
+    alice, bob = await team.create("alice"), await team.create("bob")
+    await team.status(alice)
+    shown = await run(team.gateways[0], "usage")
+    assert (shown.exit_code, "alice" in shown.output) == (0, True), shown.output
+    text = await run(team.gateways[0], "usage", "--by", "key", "--csv", key=alice)
+    [row] = csv.DictReader(io.StringIO(text.stdout))
+    assert (row["key"], row["output_tokens"], float(row["cost"])) == ("alice", "3", COST)
+    none = await run(team.gateways[0], "usage", "--csv", key=bob)
+    assert len(none.stdout.splitlines()) == 1
+    wrong = await run(team.gateways[0], "usage", "--by", "color")
+    assert wrong.exit_code != 0
+    assert "day, key, tag, model" in wrong.stderr
 
 
 @pytest.mark.parametrize("tag", ["=1+1", "\t=1+1", "\r=1+1"])
