@@ -11,6 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
 from functools import partial
 from itertools import islice
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -27,6 +28,7 @@ from shared.queue.api import (
     QueueRefused,
     QueueUnavailable,
     Reservation,
+    Submitted,
     UnknownBudget,
     shard_of,
 )
@@ -38,7 +40,7 @@ _RESTART_PAUSE_S = 0.5
 _DEADLINE_GRACE_S = 0.5  #: the fleet enforces deadlines; the gateway does if the fleet did not
 _STOP_WITHIN_S = 2.0
 MAX_LOOKS = 128  #: requests per lookup
-NO_LIMIT = 2**31
+NO_LIMIT = 2**53
 MAX_CANCELS = 256  #: choices per cancellation
 _LATE_MESSAGE = (
     "The request exceeded its deadline; ask for fewer tokens, or retry when the load is lower."
@@ -72,8 +74,8 @@ class Dispatcher:
         self.silence_timeout_s = silence_timeout_s
         self._restore_budget = restore_budget
         self._routes: dict[str, list[Route]] = {}  # several if the request is followed
-        #: By model and shard: request ids, and when to stop trying.
-        self._cancels: dict[tuple[str, str], dict[str, float]] = {}
+        #: By model, shard, and whether they were queued again: request ids, and when to stop trying.
+        self._cancels: dict[tuple[str, str, bool], dict[str, float]] = {}
         self._has_cancels = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -145,23 +147,15 @@ class Dispatcher:
         call.begins_by = math.inf
         self._add(call)
         call.charge = charge
-        submit = partial(
-            self.queue.submit,
-            [seal(each) for each in calls],
-            timeout_s=timeout_s,
-            max_waiting=max_waiting,
-            reservation=reservation,
-            affinity=affinity,
-            charge=charge,
-        )
         try:
-            try:
-                submitted = await submit()
-            except UnknownBudget:
-                if charge is None or charge.budget is None:
-                    raise
-                await self._restore_budget(calls[0], charge.budget)
-                submitted = await submit()
+            submitted = await self._enqueue(
+                calls,
+                charge,
+                timeout_s=timeout_s,
+                max_waiting=max_waiting,
+                reservation=reservation,
+                affinity=affinity,
+            )
         except QueueRefused:
             call.settle()
             call.close()
@@ -177,6 +171,21 @@ class Dispatcher:
         if submitted.affinity == "home":
             asyncio.get_running_loop().call_later(grace_s, self._end_grace, call)
         return call
+
+    async def _enqueue(
+        self, calls: Sequence[Call], charge: Charge | None, **options: Any
+    ) -> Submitted:
+        """Queue calls, once Redis knows what their tenant has spent."""
+        submit = partial(
+            self.queue.submit, [seal(each) for each in calls], charge=charge, **options
+        )
+        try:
+            return await submit()
+        except UnknownBudget:
+            if charge is None or charge.budget is None:
+                raise
+            await self._restore_budget(calls[0], charge.budget)
+            return await submit()
 
     def _end_grace(self, call: OpenCall) -> None:
         """Return choices to the shared queue if the preferred worker has not started them."""
@@ -271,9 +280,11 @@ class Dispatcher:
         if not call.is_resumable and (unsettled := call.unsettled_ids):
             self._cancel_ids(call, unsettled)
 
-    def _cancel_ids(self, call: OpenCall, request_ids: Sequence[str]) -> None:
+    def _cancel_ids(
+        self, call: OpenCall, request_ids: Sequence[str], *, is_lost: bool = False
+    ) -> None:
         for request_id in request_ids:
-            waiting = self._cancels.setdefault((call.model, shard_of(request_id)), {})
+            waiting = self._cancels.setdefault((call.model, shard_of(request_id), is_lost), {})
             waiting[request_id] = call.deadline_at
         self._has_cancels.set()
 
@@ -290,10 +301,11 @@ class Dispatcher:
         num_late = 0
         while self._cancels:
             has_failed = False
-            for (model, shard), waiting in list(self._cancels.items()):
+            for key, waiting in list(self._cancels.items()):
+                model, _, is_lost = key
                 batch = list(islice(waiting, MAX_CANCELS))
                 try:
-                    await self.queue.cancel(model, batch)
+                    await self.queue.cancel(model, batch, is_lost=is_lost)
                 except QueueUnavailable:
                     # Only those whose deadline has passed are given up.
                     has_failed, now = True, time.monotonic()
@@ -302,7 +314,7 @@ class Dispatcher:
                 for request_id in batch:
                     del waiting[request_id]
                 if not waiting:
-                    del self._cancels[model, shard]
+                    del self._cancels[key]
             if has_failed:
                 await asyncio.sleep(_RESTART_PAUSE_S)
         if num_late:
@@ -459,7 +471,7 @@ class Dispatcher:
             call.fail(choice, ErrorCode.WORKER_LOST, _LOST_MESSAGE)
             return
         lost = progress.request_id
-        self._cancel_ids(call, [lost])
+        self._cancel_ids(call, [lost], is_lost=True)
         call.num_resubmits += 1
         first = call.submitted[choice]
         name = f"{first.id.partition('@')[0]}.{call.num_resubmits}"
@@ -469,12 +481,15 @@ class Dispatcher:
         progress.resubmit(again.id)
         self._add_route(call, choice)
         progress.has_gap = True  # look it up again if the outcome of `submit` is unknown
-        await self.queue.submit(
-            [seal(again)],
+        charge = call.charge and call.charge.of_call(choice, len(call.choices))
+        if charge is not None and charge.budget is not None:
+            charge = replace(charge, budget=replace(charge.budget, most=NO_LIMIT))
+        await self._enqueue(
+            [again],
+            charge,
             timeout_s=max(0.0, call.deadline_at - time.monotonic()),
             max_waiting=NO_LIMIT,
             earlier=progress.token_ids,
-            charge=call.charge and call.charge.of_call(choice, len(call.choices)),
         )
         progress.has_gap = False
         if call.is_closed:

@@ -184,10 +184,10 @@ class Charge(Struct, frozen=True):
     counts: Literal["request", "prompt", "output"] = "request"
 
     def of_call(self, index: int, num_calls: int) -> "Charge":
-        """The charge of one call of a request, without the budget."""
+        """The charge of one call of a request."""
         prompt, place = divmod(index, num_calls // len(self.num_images))
         counts = "output" if place else "prompt" if index else self.counts
-        return Charge((self.num_images[prompt],), self.prices, counts=counts)
+        return Charge((self.num_images[prompt],), self.prices, self.budget, counts)
 
 
 class Submitted(Struct, frozen=True):
@@ -235,8 +235,10 @@ class GatewayQueue(Protocol):
         """Return reserved calls that are not claimed to the end of the queue; returns how many there were."""
         ...
 
-    async def cancel(self, model: str, request_ids: Sequence[str]) -> None:
-        """Cancel calls; unknown and ended ones are ignored."""
+    async def cancel(
+        self, model: str, request_ids: Sequence[str], *, is_lost: bool = False
+    ) -> None:
+        """Cancel calls; unknown and ended ones are ignored. `is_lost`: they were queued again, and are not counted."""
         ...
 
     async def refund(self, reservation: Reservation) -> bool:

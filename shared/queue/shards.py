@@ -256,9 +256,13 @@ class ShardedGatewayQueue:
         calls = [shard.ask(shard.queue.share(model, ids)) for shard, ids in groups]
         return sum(await asyncio.gather(*calls))
 
-    async def cancel(self, model: str, request_ids: Sequence[str]) -> None:
+    async def cancel(
+        self, model: str, request_ids: Sequence[str], *, is_lost: bool = False
+    ) -> None:
         groups = self._shards.group(request_ids)
-        calls = [shard.ask(shard.queue.cancel(model, ids)) for shard, ids in groups]
+        calls = [
+            shard.ask(shard.queue.cancel(model, ids, is_lost=is_lost)) for shard, ids in groups
+        ]
         await asyncio.gather(*calls)
 
     async def refund(self, reservation: Reservation) -> bool:

@@ -162,11 +162,15 @@ class RedisGatewayQueue(RedisStore):
         }
 
     @redis_errors_as(QueueUnavailable)
-    async def cancel(self, model: str, request_ids: Sequence[str]) -> None:
+    async def cancel(
+        self, model: str, request_ids: Sequence[str], *, is_lost: bool = False
+    ) -> None:
         for first in range(0, len(request_ids), _MAX_PER_SCRIPT):
-            await self._end(model, request_ids[first : first + _MAX_PER_SCRIPT])
+            await self._end(model, request_ids[first : first + _MAX_PER_SCRIPT], is_lost)
 
-    async def _end(self, model: str, request_ids: Sequence[str], **failure: str) -> None:
+    async def _end(
+        self, model: str, request_ids: Sequence[str], is_lost: bool = False, **failure: str
+    ) -> None:
         """Cancel calls, or fail them with the `code` and `message` that are given."""
         keys = [self._keys.queue(model), self._keys.backlog(model), self._keys.reservations(model)]
         keys += keys_of_calls(self._keys, model, request_ids)
@@ -177,7 +181,8 @@ class RedisGatewayQueue(RedisStore):
             "max_entries": MAX_MAILBOX_ENTRIES,
         }
         given = {"failure": ending} if failure else {}
-        await self._run(CANCEL, keys, **cancel_arguments(self._keys, model), **given)
+        shared = cancel_arguments(self._keys, model)
+        await self._run(CANCEL, keys, is_lost=is_lost, **shared, **given)
 
     @redis_errors_as(QueueUnavailable)
     async def refund(self, reservation: Reservation) -> bool:

@@ -97,6 +97,7 @@ async def test_streams_go_on_when_redis_has_lost_all_its_data(fleet):
         await tokens_seen(fleet, clients, texts, 10)
         await fleet.redis.flushall()
     assert clients.history.outcomes() == {FINISHED: 3}
+    assert await used(fleet) == Counter(requests=3, output_tokens=360)
 
 
 async def test_usage_is_counted_once_when_workers_and_redis_are_killed(fleet):

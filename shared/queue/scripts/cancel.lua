@@ -1,7 +1,7 @@
 -- Cancel calls, or fail them if a failure is given: their gateways get its event. Their entries leave the queue at once,
 -- so that they are not claimed; a worker that runs one learns it at its next publish or lease renewal.
 -- KEYS: queue, backlog, reservations (`submit.lua`), then call and log of each item
--- args: group, keep_ms, spent, model (`count_usage.lua`), left (prefix of the keys of the tenants that left a worker), left_ttl_ms; failure: absent, or
+-- args: group, keep_ms, spent, model, is_lost (`count_usage.lua`; may be absent), left (prefix of the keys of the tenants that left a worker), left_ttl_ms; failure: absent, or
 --   code, message, ids (of the calls), max_entries, mailboxes (prefix of their keys)
 -- Returns for each item its earlier state, or gone.
 local queue, backlog, reservations = KEYS[1], KEYS[2], KEYS[3]
@@ -49,7 +49,7 @@ for item = 1, (#KEYS - 3) / 2 do
       redis.call('HSET', request, 'state', 'cancelled')
       redis.call('DEL', log)
     end
-    count_usage(args.spent, args.model, request)
+    count_usage(args.spent, args.model, request, args.is_lost)
     redis.call('HDEL', request, 'payload')
     redis.call('PEXPIRE', request, args.keep_ms)
   end

@@ -1,17 +1,24 @@
 -- The beginning of the scripts that end calls.
--- Count an ended call in the usage of its tenant on this day, and correct what it has reserved of a budget.
+-- Count an ended call in the usage of its tenant on this day, and correct what it has reserved of a budget. A lost call,
+-- which was queued again elsewhere, is not counted.
 -- spent: prefix of the keys of days: hash of sums by `KIND TENANT MODEL`, and under the empty name when it was created (us)
 -- charge of the call: '*' if it counts its prompt and not the request, '+' if neither; number of images, price of an input,
 --   cached and output token and of an image (nano-dollars), and of a budget: what is reserved, and its key. Absent: 0 each.
 local SPENT_TTL_MS = 93 * 86400000
 
-local function count_usage(spent, model, request)
+local function count_usage(spent, model, request, is_lost)
   local r = redis.call('HMGET', request, 'tenant', 'prompt', 'cached', 'tokens', 'charge')
   local mark, images, input, cached, output, image, reserved, budget = '', 0, 0, 0, 0, 0, 0, ''
   if r[5] then
     mark, images, input, cached, output, image, reserved, budget =
       string.match(r[5], '^([*+]?)(%d+) (%S+) (%S+) (%S+) (%S+) (%d+) (.*)$')
   end
+  local function free()
+    if budget ~= '' and redis.call('ZREM', budget .. ':open', reserved .. ' ' .. request) == 1 then
+      redis.call('HINCRBY', budget, 'reserved', '-' .. reserved)
+    end
+  end
+  if is_lost then return free() end
   local counts = {requests = 0, input = 0, cached = 0, images = 0, output = tonumber(r[4])}
   if mark ~= '+' then
     counts = {requests = mark == '' and 1 or 0, input = tonumber(r[2] or 0), cached = tonumber(r[3] or 0), output = counts.output,
@@ -31,11 +38,7 @@ local function count_usage(spent, model, request)
   for kind, count in pairs(counts) do
     if count > 0 then redis.call('HINCRBY', day, kind .. owner, string.format('%.0f', count)) end
   end
-  if budget ~= '' then
-    if redis.call('ZREM', budget .. ':open', reserved .. ' ' .. request) == 1 then
-      redis.call('HINCRBY', budget, 'reserved', '-' .. reserved)
-    end
-    redis.call('HINCRBY', budget, 'spent', string.format('%.0f', counts.cost))
-  end
+  free()
+  if budget ~= '' then redis.call('HINCRBY', budget, 'spent', string.format('%.0f', counts.cost)) end
 end
 

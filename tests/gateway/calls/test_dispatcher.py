@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from datetime import date
 from functools import partial
 
 import pytest
@@ -10,7 +11,7 @@ from redis.asyncio import Redis
 from gateway import services
 from gateway.calls.dispatcher import MAX_LOOKS, Dispatcher
 from gateway.calls.open_call import ChoiceProgress, Gone, OpenCall
-from gateway.keys.usage import UsageLog
+from gateway.keys.usage import UsageLog, today
 from shared.protocol import (
     ErrorCode,
     Failed,
@@ -22,7 +23,7 @@ from shared.protocol import (
     Usage,
     encode_events,
 )
-from shared.queue.api import DuplicateRequest, QueueUnavailable
+from shared.queue.api import Budget, Charge, DuplicateRequest, QueueUnavailable
 from shared.queue.keys import RedisKeys
 from shared.queue.mailbox import RedisMailbox
 from shared.queue.submit import RedisGatewayQueue
@@ -35,7 +36,7 @@ from tests.factories_gateway import (
     run_gateway_on_socket,
     say_hello,
 )
-from tests.factories_queue import GATEWAY, make_request
+from tests.factories_queue import GATEWAY, make_finished, make_request, publication
 from tests.gateway.api.chat.test_streams import read_events
 from tests.rounds import in_one_round
 from tests.waiting import until, until_equal
@@ -399,9 +400,11 @@ async def test_a_lost_request_whose_client_left_is_not_submitted_again(
 async def test_a_request_whose_tokens_redis_lost_goes_on_after_those_that_arrived(
     dispatcher, ends, redis, is_lost
 ):
-    """Redis lost the request, or an attempt that continues an older log repeats tokens in part."""
+    """Redis lost the request, or an attempt that continues an older log repeats tokens in part. It is charged once."""
     call = make_request()
-    opened = await dispatcher.submit([call], timeout_s=60.0, max_waiting=100)
+    budget = Budget("2026-11", most=1, reserved=9, ttl_s=600)
+    charge = Charge(prices=(0.0, 0.0, 3.0, 0.0), budget=budget)
+    opened = await dispatcher.submit([call], timeout_s=60.0, max_waiting=100, charge=charge)
     opened.deliver(0, delta(0, 1, 2))
     if is_lost:
         await redis.delete(ends.keys.request(MODEL, call.id), ends.keys.queue(MODEL))
@@ -414,6 +417,20 @@ async def test_a_request_whose_tokens_redis_lost_goes_on_after_those_that_arrive
     _, events = read_claim(claim)
     assert claim.id == f"{call.id}.1"
     assert [event.token_ids for event in events] == [(1, 2)]
+    await worker.publish([publication(claim, 1, 2, make_finished(claim, 2))])
+
+    async def is_cancelled() -> bool:
+        state = await dispatcher.queue.state(MODEL, call.id)
+        return state is None or state.state == "cancelled"
+
+    await until(is_cancelled)
+    [sums] = await dispatcher.queue.usage((today() - date(1970, 1, 1)).days, skips_down=False)
+    counted = [sums[f"{kind} {call.tenant} {MODEL}"] for kind in ("requests", "output", "cost")]
+    assert counted == [1, 2, 6]
+    found = await redis.hgetall(ends.keys.budget(call.tenant, budget.period))
+    assert int(found[b"spent"]) == 6
+    # What the lost call reserved stays until it expires, if Redis does not know the call any more.
+    assert int(found[b"reserved"]) == (9 if is_lost else 0)
 
 
 async def test_calls_of_a_shard_that_is_down_delay_no_lookup_of_others(dispatcher, monkeypatch):
@@ -478,7 +495,7 @@ async def test_cancellations_go_in_bounded_calls_until_redis_takes_them(dispatch
     num_running, most_running = 0, 0
     cancel, num_failures = dispatcher.queue.cancel, 4
 
-    async def count(model: str, request_ids: list[str]) -> None:
+    async def count(model: str, request_ids: list[str], *, is_lost: bool) -> None:
         nonlocal num_running, most_running, num_failures
         num_running += 1
         most_running = max(most_running, num_running)
@@ -488,7 +505,7 @@ async def test_cancellations_go_in_bounded_calls_until_redis_takes_them(dispatch
             if num_failures:
                 num_failures -= 1
                 raise QueueUnavailable("too much at once")
-            await cancel(model, request_ids)
+            await cancel(model, request_ids, is_lost=is_lost)
         finally:
             num_running -= 1
 

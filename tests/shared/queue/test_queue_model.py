@@ -98,6 +98,7 @@ class Modelled:
     num_tokens: int = 0
     is_late: bool = False
     sets_preferred: bool = False  #: of whoever claims it, for what it shares with others
+    is_counted: bool = True
     is_first: bool = True  #: of its request's choices
     lost_by: RedisWorkerQueue | None = None  #: who claimed it by a read whose reply was lost
 
@@ -291,13 +292,13 @@ class QueueMachine(RuleBasedStateMachine):
             self.run(enqueue(self.queue, request))
 
     @precondition(lambda self: self.requests)
-    @rule(data=st.data())
-    def cancel(self, data) -> None:
+    @rule(data=st.data(), is_lost=st.booleans())
+    def cancel(self, data, is_lost: bool) -> None:
         name = self._any_request(data)
-        self.run(self.queue.cancel(MODEL, [name, "unknown"]))
+        self.run(self.queue.cancel(MODEL, [name, "unknown"], is_lost=is_lost))
         request = self.requests[name]
         if request.state in ("queued", "running"):
-            request.state = "cancelled"
+            request.state, request.is_counted = "cancelled", not is_lost
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
@@ -543,7 +544,7 @@ class QueueMachine(RuleBasedStateMachine):
             counted.update({name.decode(): int(value) for name, value in sums.items() if name})
         expected: Counter[str] = Counter()
         for request in self.requests.values():
-            if not request.is_live:
+            if not request.is_live and request.is_counted:
                 owner = f"{request.tenant} {MODEL}"
                 expected[f"requests {owner}"] += request.is_first
                 expected[f"output {owner}"] += request.num_tokens
