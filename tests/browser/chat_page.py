@@ -163,9 +163,9 @@ class ChatPage:
         return [json.loads(r["postData"]) for r in requests if r["url"].endswith("/completions")]
 
     def barriers(self) -> list[str]:
-        """What axe finds; nothing where it is not installed (`make browser-test` does)."""
+        """What axe finds."""
         if not AXE.exists():
-            return []
+            pytest.skip("axe is not installed: make browser-test")
         self.browser.execute_script(AXE.read_text())
         return self.browser.execute_async_script(RUN_AXE)
 
