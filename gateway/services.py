@@ -93,17 +93,7 @@ class Services:
         self.sessions = SessionStore(self._redis, prefix)
         self.registry = Registry(self._redis, prefix)
         self.deployments = DeploymentState(self._redis, prefix)
-        self.models = ModelDirectory(
-            self.registry,
-            self.mailbox.open,
-            settings.redis.address,
-            self.deployments if settings.deploy.store else None,
-            self.metrics.deployments.observe,
-            settings.deploy.store,
-            self.keys.may_use if self.keys is not None else lambda _tenant, _name: True,
-            settings.gateway.aliases,
-            settings.gateway.model_defaults,
-        )
+        self.models = self._create_models()
         self.dispatcher = Dispatcher(
             self.queue,
             self.mailbox,
@@ -120,6 +110,21 @@ class Services:
         self.leases = Leases(self._redis, prefix)
         self.runner: BatchRunner | None = None
         self._refreshing: list[asyncio.Task[None]] = []
+
+    def _create_models(self) -> ModelDirectory:
+        """The models that workers announce, and those that are deployed."""
+        settings = self.settings
+        return ModelDirectory(
+            self.registry,
+            self.mailbox.open,
+            settings.redis.address,
+            self.deployments if settings.deploy.store else None,
+            self.metrics.deployments.observe,
+            settings.deploy.store,
+            self.keys.may_use if self.keys is not None else lambda _tenant, _name: True,
+            settings.gateway.aliases,
+            settings.gateway.model_defaults,
+        )
 
     def _connect(self) -> tuple[GatewayQueue, Mailbox, BlobStore]:
         """The queue, mailbox and blobs of one Redis, or of several shards."""

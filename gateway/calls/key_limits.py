@@ -59,7 +59,7 @@ TOKENS_PER_VECTOR = 16
 MAX_REFUSED = 10_000
 NO_LIMITS = Limits()
 _REFUND_PAUSE_S = 0.25
-#: Redis keeps what was spent of a budget for so long after its month or day.
+#: Redis keeps a budget for this long after its month or day.
 _BUDGET_GRACE_S = 3 * 86400.0
 
 logger = logging.getLogger(__name__)

@@ -231,7 +231,7 @@ class _Terminal:
         self._note(format_timings(conversation.timings, conversation.usage))
 
     def converse(self, images: list[Path]) -> int:
-        """Answer what is typed until the end of the input; returns the exit code.
+        """Answer each line of the input. Returns the exit code.
 
         On a terminal, Ctrl-C stops an answer or clears the line.
         """

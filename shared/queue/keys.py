@@ -223,7 +223,7 @@ class RedisKeys:
         return f"{self.prefix}:spent:"
 
     def budget(self, tenant: str, period: str) -> str:
-        """Hash of what a tenant has spent and reserved of its budget in a month or day; a sorted set is beside it."""
+        """Hash of the nano-dollars that a tenant spent and reserved in a month or day. `:open`: set of reservations."""
         return f"{self.prefix}:budget:{tenant}:{period}"
 
     @property

@@ -140,7 +140,7 @@ class ChatPage:
 
     @property
     def facts(self) -> str:
-        """The line of the latest answer's times, and what is behind it."""
+        """The timings of the latest answer: the line, and its details."""
         details = self.answer.find_element(By.CSS_SELECTOR, "footer details")
         if not details.get_attribute("open"):
             details.find_element(By.CSS_SELECTOR, "summary").click()

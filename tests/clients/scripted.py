@@ -21,7 +21,7 @@ Call = tuple[str, dict[str, Any]]
 
 
 def _steps(names: set[str], file: str) -> list[Call]:
-    """The calls that do what was asked, with the tools of a program."""
+    """The tool calls that solve the task."""
     if {"Read", "Edit"} <= names:
         edit = {"file_path": file, "old_string": "hello", "new_string": "goodbye"}
         return [("Read", {"file_path": file}), ("Edit", edit)]

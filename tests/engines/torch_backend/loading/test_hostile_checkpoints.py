@@ -87,7 +87,7 @@ def test_a_file_that_is_no_object(file: str, content: str, checkpoint: Path) -> 
     assert file in refusal(checkpoint)
 
 
-#: By file: what its values are, each of which is refused by the last name of its path, or by these words.
+#: Wrong values by file and field. The error names the last part of the field, or has the given words.
 FIELDS: dict[str, list[tuple[Any, ...]]] = {
     "config.json": [
         ("architectures", 5), ("image_token_index", "x"), ("model_type", ["llava"]), ("multimodal_projector_bias", "yes"),
