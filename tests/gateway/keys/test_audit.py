@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.gateway.keys.test_forget import run
 from tests.gateway.keys.test_keys import ROOT, Team, bearer, run_team
 
 
@@ -40,6 +41,15 @@ async def test_changes_are_listed_on_every_gateway_newest_first(team: Team, tmp_
     assert await entries(team, query="?limit=1") == found[:1]
     stored = [json.loads(path.read_bytes()) for path in tmp_path.glob("store/**/audit/*/*.json")]
     assert sorted(stored, key=lambda each: -each["at"]) == found
+
+
+async def test_the_command_lists_entries_newest_first(team: Team):
+    for name in ("alice", "bob"):
+        await team.create(name)
+    shown = await run(team.gateways[0], "audit", "--limit", "1")
+    assert shown.exit_code == 0, shown.output
+    assert "create_key" in shown.output
+    assert ("bob" in shown.output, "alice" in shown.output) == (True, False)
 
 
 async def test_what_only_reads_is_not_listed_and_secrets_never_are(team: Team):
