@@ -240,7 +240,8 @@ def run_vlm_fleet(
 
 
 def _find(family: list[psutil.Process], role: str) -> psutil.Process:
-    found = [p for p in family if p.name() == role or role in p.cmdline()]
+    alive = [p for p in family if p.status() != psutil.STATUS_ZOMBIE]
+    found = [p for p in alive if p.name() == role or role in p.cmdline()]
     if len(found) != 1:
         raise BenchError(f"{len(found)} processes look like the {role}")
     return found[0]
