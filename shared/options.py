@@ -42,7 +42,7 @@ _COMMON: SettingOptions = {
     ],
     "logs.level": Annotated[
         Literal["debug", "info", "warning", "error"] | None,
-        typer.Option("--log-level", help="Least level shown.", show_default="info"),
+        typer.Option("--log-level", help="Least level shown.", show_default="info; serve: warning"),
     ],
 }
 _Assignments = Annotated[

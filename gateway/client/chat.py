@@ -157,14 +157,19 @@ def first_model(client: httpx.Client) -> str:
         response = client.get("/v1/models")
     check_status(response)
     models = response.json()["data"]
-    # other servers do not list tasks
-    models = [model for model in models if model.get("num_workers", 1)]  # nor numbers of workers
-    for model in models:
-        if "generate" in model.get("tasks", ("generate",)):
+    # other servers do not list tasks or numbers of workers
+    chats = [each for each in models if "generate" in each.get("tasks", ("generate",))]
+    for model in chats:
+        if model.get("num_workers", 1):
             return model["id"]
+    if chats:
+        raise ChatError(f"{chats[0]['id']} has no worker yet; wait until it is ready")
     if models:
         names = ", ".join(model["id"] for model in models)
-        raise ChatError(f"the server has no model that chats; it has {names}")
+        raise ChatError(
+            f"the server has no chat model: {names} gives vectors or scores. Wait if a chat model is"
+            " still loading, or start one, such as `vlm serve --model shapes`"
+        )
     raise ChatError("the server has no model yet; is a worker running?")
 
 

@@ -562,8 +562,8 @@ class NodeSettings(Group):
 class LogSettings(Group):
     """Logs."""
 
-    level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info", description="Least level shown."
+    level: Literal["debug", "info", "warning", "error"] | None = Field(
+        default=None, description="Least level shown: `info`, or `warning` with `vlm serve`."
     )
     format: Literal["text", "json"] = Field(
         default="text", description="Lines for people or for machines."

@@ -193,6 +193,16 @@ def test_the_start_is_shown_from_its_beginning_and_every_few_seconds(tmp_path):
     assert 5 <= first < second
 
 
+def test_the_log_level_is_that_of_the_option_even_where_it_is_the_default_of_other_commands(
+    tmp_path,
+):
+    fleet = start_fleet(tmp_path, "--log-level", "info")
+    try:
+        assert "gateway listens" in fleet.screen
+    finally:
+        fleet.end()
+
+
 def is_ready(url: str) -> bool:
     with suppress(httpx.HTTPError):
         return httpx.get(f"{url}/readyz?workers=1", trust_env=False).is_success

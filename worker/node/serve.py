@@ -77,7 +77,7 @@ def run_node(
             check_installed(values)
     except EngineStartError as error:
         raise SettingsError(str(error)) from None
-    if "level" not in settings.logs.model_fields_set:  # the screen is for the user
+    if settings.logs.level is None:  # the screen is for the user
         settings = settings.changed(logs={"level": "warning"})
     setup_logging(settings.logs, "serve")
     gateway = settings.gateway

@@ -36,12 +36,17 @@ def test_without_a_worker_it_says_so_and_does_not_wait(models):
         first_model(client)
 
 
-def test_a_server_whose_models_do_not_chat_names_them():
-    models = [
-        {"id": "clip", "num_workers": 1, "tasks": ["embed"]},
-        {"id": "gone", "num_workers": 0, "tasks": ["generate"]},
-    ]
-    with make_client(*models) as client, pytest.raises(ChatError, match=r"it has clip$"):
+CLIP = {"id": "clip", "num_workers": 1, "tasks": ["embed"]}
+
+
+def test_a_server_whose_models_do_not_chat_says_what_to_start():
+    with make_client(CLIP) as client, pytest.raises(ChatError, match=r"clip .*`vlm serve"):
+        first_model(client)
+
+
+def test_a_chat_model_that_still_loads_is_named_instead_of_one_that_does_not_chat():
+    loading = {"id": "slow", "num_workers": 0, "tasks": ["generate"]}
+    with make_client(CLIP, loading) as client, pytest.raises(ChatError, match=r"slow .*wait"):
         first_model(client)
 
 
