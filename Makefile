@@ -1,6 +1,6 @@
 # The two commands of a newcomer: `make serve` and `make test`. Each does all the set-up it needs.
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-fast clients embedding-clients store-test applications families fuzz schemas bfcl test-engines test-vllm hostile first-hour faults helm-test accuracy walk browser-test compose-test lint format typecheck bench trace-request docs size loadtest up down clean
+.PHONY: help install serve test test-fast clients embedding-clients store-test applications families fuzz schemas bfcl test-engines test-vllm hostile first-hour faults helm-test accuracy walk browser-test compose-test image lint format typecheck bench trace-request docs size loadtest up down clean
 
 PYTHON ?= python3
 VENV   := .venv
@@ -137,8 +137,8 @@ bench: $(STAMP)  ## measure the way of a request beside a bare FastAPI endpoint
 trace-request: $(STAMP)  ## print the files that a streamed chat request passes; ARGS="--engine torch --image"
 	$(BIN)/python -m tests.trace_request $(ARGS)
 
-docs: $(STAMP)  ## write the generated tables of the docs; ARGS=--numbers: those of docs/contributing.md too
-	$(BIN)/python -m tests.docs_tables $(ARGS)
+docs: $(STAMP)  ## write the generated tables of the docs
+	$(BIN)/python -m tests.docs_tables
 
 size:  ## count the lines and files of product, training and benchmarks, tests and docs
 	@$(PYTHON) -m tests.size
@@ -147,7 +147,12 @@ loadtest: $(STAMP)  ## half a minute of load for a fleet on the mock engine; a r
 	mkdir -p .cache
 	$(BIN)/vlm loadtest --json .cache/loadtest.json --html .cache/loadtest.html $(ARGS)
 
-up: .env  ## start the compose stack on the mock engine
+CPU_TORCH := --index-url https://download.pytorch.org/whl/cpu
+image:  ## build the image vlm-fleet:cpu, which serves by `docker run`; DEVICE=cuda: vlm-fleet:cuda
+	docker build -f config/Dockerfile -t vlm-fleet:$(or $(DEVICE),cpu) --build-arg ENGINE=torch \
+		--build-arg TORCH_ARGS='$(or $(TORCH_ARGS),$(if $(filter cuda,$(DEVICE)),,$(CPU_TORCH)))' .
+
+up: .env  ## start the compose stack: Redis, a gateway and the built-in model `shapes` on the CPU
 	docker compose up --build --detach --wait
 
 .env:  ## make the passwords of the compose stack

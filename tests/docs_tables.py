@@ -1,18 +1,13 @@
-"""Write the generated tables of the docs: `make docs`, and `make docs ARGS=--numbers` for those that take a minute.
+"""Write the generated tables of the docs: `make docs`.
 
 A table stands between `<!-- generated: NAME -->` and `<!-- end -->`.
 """
 
-import argparse
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-import grimp
-import networkx
 import yaml
 
 from engines.registry import settings_classes
@@ -21,11 +16,25 @@ from gateway.api.fields import UNSUPPORTED
 from gateway.http.error_codes import ERROR_CODES
 from shared.settings.table import rows as setting_rows
 from shared.telemetry.metrics import GATEWAY_METRICS, WORKER_METRICS, Metric
-from tests.size import count
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-PRODUCT = ("gateway", "worker", "search", "deploy", "engines", "shared", "loadtest")
+_WHAT_TO_DO = {
+    400: "Correct the request; `param` names the field.",
+    401: "Send a key that the server knows.",
+    403: "Ask the operator for a key with this right, or to allow the host.",
+    404: "Look at the name: `GET /v1/models` lists the models.",
+    405: "Use the method that the reference names.",
+    408: "Send the body faster.",
+    409: "Read the message: the state is another one than the request expects.",
+    413: "Send less; the message names the limit.",
+    415: "Send UTF-8 without compression.",
+    422: "Read the message: the application, or the first request under this key, decides.",
+    429: "Wait for `retry-after`.",
+    500: "Do not repeat the request; report its id to the operator.",
+    503: "Repeat it after `retry-after`, where the answer has one; otherwise tell the operator.",
+    504: "Ask for less, or for a longer deadline of the operator.",
+}
 _TABLE = re.compile(r"(<!-- generated: ([\w ]+) -->\n).*?(<!-- end -->)", re.S)
 
 
@@ -74,8 +83,12 @@ def alerts() -> str:
 
 
 def error_codes() -> str:
-    rows = [[code([name]), status, meaning] for name, (status, meaning) in ERROR_CODES.items()]
-    return table(["`code`", "status", "meaning"], rows)
+    """Codes by status."""
+    codes: dict[int, list[str]] = {}
+    for name, (status, _) in ERROR_CODES.items():
+        codes.setdefault(status, []).append(name)
+    rows = [[status, code(codes[status]), _WHAT_TO_DO[status]] for status in sorted(codes)]
+    return table(["status", "`code`", "what to do"], rows)
 
 
 def unsupported_fields() -> str:
@@ -96,38 +109,6 @@ def ignored_fields() -> str:
     return code(IGNORED_FIELDS) + "\n"
 
 
-def numbers() -> str:
-    """Lines, files, files of a streamed request, import cycles."""
-    sizes = count(ROOT)
-    rows: list[list[object]] = [
-        [f"{area}: {language}", f"{lines:,}", f"{files:,}"]
-        for area, languages in sizes.items()
-        for language, (lines, files) in languages.items()
-    ]
-    rows += [
-        [f"a streamed chat request, {engine} engine", "", num_request_files(engine)]
-        for engine in ("mock", "torch")
-    ]
-    return table(["", "lines", "files"], [*rows, ["import cycles", "", num_import_cycles()]])
-
-
-def num_request_files(engine: str) -> int:
-    command = [sys.executable, "-m", "tests.trace_request", "--engine", engine]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    return int(re.findall(r"^(\d+) files \(", done.stdout, re.M)[0])
-
-
-def num_import_cycles() -> int:
-    """Groups of files that import each other, at the top of a file or in a function."""
-    graph = grimp.build_graph(*PRODUCT, cache_dir=None)
-    imports = networkx.DiGraph(
-        (importer, imported)
-        for importer in graph.modules
-        for imported in graph.find_modules_directly_imported_by(importer)
-    )
-    return sum(len(group) > 1 for group in networkx.strongly_connected_components(imports))
-
-
 TABLES: dict[str, Callable[[], str]] = {
     "settings": settings,
     "metrics": metrics,
@@ -136,7 +117,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "unsupported fields": unsupported_fields,
     "ignored fields": ignored_fields,
 }
-NUMBERS: dict[str, Callable[[], str]] = {"numbers": numbers}
 
 
 def fill(page: str, tables: dict[str, Callable[[], str]]) -> str:
@@ -150,11 +130,8 @@ def fill(page: str, tables: dict[str, Callable[[], str]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Write the generated tables of the docs.")
-    parser.add_argument("--numbers", action="store_true", help="also the numbers of the code base")
-    tables = TABLES | NUMBERS if parser.parse_args().numbers else TABLES
     for path in sorted(DOCS.glob("*.md")):
-        path.write_text(fill(path.read_text(), tables))
+        path.write_text(fill(path.read_text(), TABLES))
 
 
 if __name__ == "__main__":

@@ -58,7 +58,8 @@ def create_openapi(endpoints: Iterable[Endpoint], limits: LimitSettings) -> dict
             _, path, _ = compile_path(endpoint.path)  # without converters
             paths.setdefault(path, {})[endpoint.method.lower()] = describe(endpoint, path, limits)
             schemas |= schemas_of(endpoint)
-    schemas["ErrorFields"]["properties"]["code"]["examples"] = list(ERROR_CODES)
+    meanings = (f"`{name}` ({status}): {text}" for name, (status, text) in ERROR_CODES.items())
+    schemas["ErrorFields"]["properties"]["code"]["description"] = "\n".join(meanings)
     return {
         "openapi": "3.1.0",
         "info": {

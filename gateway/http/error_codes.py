@@ -1,4 +1,4 @@
-"""Error codes of the APIs, as the OpenAPI document and docs/api-errors.md list them."""
+"""Error codes of the APIs, with the meanings that the OpenAPI document shows."""
 
 #: Status and meaning by code.
 ERROR_CODES: dict[str, tuple[int, str]] = {

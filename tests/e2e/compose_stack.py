@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from http.client import HTTPConnection, HTTPException
 from socket import socket
@@ -29,8 +29,9 @@ PASSWORDS = dict.fromkeys(
     ),
     "0f1e2d3c4b5a6978",
 )
-PROFILES = "shapes,gpu,metrics,search"
-WITHIN_S = 120.0
+PROFILES = "gpu,metrics,search"
+MOCK = ("--file", "compose.yaml", "--file", "compose.mock.yaml")
+WITHIN_S = 300.0
 BUILD_S = 600.0
 PAUSE_S = 0.2
 _CLAIMS = """
@@ -76,8 +77,8 @@ def docker(*arguments: str, timeout_s: float = WITHIN_S) -> str:
 class ComposeStack:
     """The running stack."""
 
-    def __init__(self, command: list[str], variables: dict[str, str]) -> None:
-        self._command = [*command, "--project-name", PROJECT]
+    def __init__(self, command: list[str], variables: dict[str, str], files: Sequence[str]) -> None:
+        self._command = [*command, *files, "--project-name", PROJECT]
         self._until = "--detach" if command == ["docker-compose"] else "--wait"  # 1 cannot wait
         ports = {name: str(free_port()) for name in ("GATEWAY_PORT", "PROMETHEUS_PORT")}
         self._environment = os.environ | PASSWORDS | ports | variables
@@ -154,9 +155,9 @@ class ComposeStack:
 
 
 @contextmanager
-def run_stack(**variables: str) -> Iterator[ComposeStack]:
-    """The stack as `docker compose up --build --wait` makes it with these variables set."""
-    stack = ComposeStack(compose_command(), variables)
+def run_stack(*, files: Sequence[str] = MOCK, **variables: str) -> Iterator[ComposeStack]:
+    """The stack as `docker compose up --build --wait` makes it with these files and variables."""
+    stack = ComposeStack(compose_command(), variables, files)
     try:
         stack.up("--build")
         yield stack

@@ -17,7 +17,8 @@ from tests.e2e.compose_stack import PASSWORDS, PROFILES
 DOCKERFILE = ROOT / "config/Dockerfile"
 COMPOSE = yaml.safe_load((ROOT / "compose.yaml").read_text())
 SERVICES = COMPOSE["services"]
-WORKERS = ("worker", "worker-shapes", "worker-gpu")
+MOCK = yaml.safe_load((ROOT / "compose.mock.yaml").read_text())["services"]
+WORKERS = ("worker", "worker-gpu")
 EXTRA = ("torch", "torchvision", "transformers", "tokenizers", "safetensors", "open_clip", "numpy")
 
 
@@ -38,23 +39,29 @@ def settings_of(name: str, monkeypatch):
 def test_every_variable_is_a_setting(name, monkeypatch):
     settings = settings_of(name, monkeypatch)
     assert settings.redis.url
-    assert settings.engine.kind == {"worker": "mock", "gateway": "auto"}.get(name, "torch")
+    assert settings.engine.kind == ("auto" if name == "gateway" else "torch")
 
 
-def test_profiles_add_workers_with_the_real_engine(monkeypatch):
-    assert [SERVICES[name].get("profiles") for name in WORKERS] == [None, ["shapes"], ["gpu"]]
-    for name in WORKERS[1:]:
-        service = SERVICES[name]
-        assert service["image"] == "vlm-fleet:torch"
-        assert service["build"]["args"]["ENGINE"] == "torch"
-        assert service["networks"]["default"]["aliases"] == ["worker"]
-    devices = {
-        name: read_settings(settings_of(name, monkeypatch).engine.values()).model_dump()["device"]
-        for name in ("worker-shapes", "worker-gpu")
-    }
-    assert devices == {"worker-shapes": "auto", "worker-gpu": "cuda"}
-    [device] = SERVICES["worker-gpu"]["deploy"]["resources"]["reservations"]["devices"]
+def test_the_built_in_model_runs_on_the_cpu_and_a_profile_adds_a_worker_on_a_gpu(monkeypatch):
+    cpu, gpu = (SERVICES[name] for name in WORKERS)
+    assert "profiles" not in cpu
+    assert gpu["profiles"] == ["gpu"]
+    assert default_of(cpu["build"]["args"]["TORCH_ARGS"]).endswith("/whl/cpu")
+    assert "TORCH_ARGS" not in gpu["build"]["args"], "PyPI's torch has CUDA"
+    assert cpu["image"] != gpu["image"]
+    assert gpu["networks"]["default"]["aliases"] == ["worker"]
+    engines = [settings_of(name, monkeypatch).engine.values() for name in WORKERS]
+    assert [read_settings(each).model_dump()["device"] for each in engines] == ["auto", "cuda"]
+    assert engines[0]["model"] == "shapes"
+    [device] = gpu["deploy"]["resources"]["reservations"]["devices"]
     assert device["capabilities"] == ["gpu"]
+
+
+def test_the_mock_replaces_the_worker_and_its_image():
+    [(name, service)] = MOCK.items()
+    assert service["image"] == SERVICES["gateway"]["image"]
+    assert service["build"]["args"]["ENGINE"] == "mock"
+    assert service["environment"].keys() <= SERVICES[name]["environment"].keys()
 
 
 def test_no_password_has_a_default_and_make_gives_each(tmp_path):

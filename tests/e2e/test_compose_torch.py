@@ -1,6 +1,6 @@
-"""The image with the real engine, in the compose stack: kernels are compiled in it, once, and traces go out.
+"""The compose stack as `make up` starts it, with the built-in model: kernels are compiled once, and traces go out.
 
-On demand, as PyPI's torch is gigabytes: `COMPOSE_TORCH=1 make compose-test`. `TORCH_ARGS` are pip's options for it.
+On demand, as torch is large: `COMPOSE_TORCH=1 make compose-test`. `TORCH_ARGS` are pip's options for it.
 """
 
 import os
@@ -27,7 +27,7 @@ SAMPLE = ROOT / "engines/packages/shapes/samples/shapes.png"
 
 @pytest.fixture(scope="module")
 def stack() -> Iterator[ComposeStack]:
-    with run_stack(COMPOSE_PROFILES="shapes", VLM_TRACES__EXPORT="otlp") as stack:
+    with run_stack(files=(), VLM_TRACES__EXPORT="otlp") as stack:
         yield stack
 
 
@@ -45,7 +45,7 @@ def test_the_built_in_model_sees_the_sample(stack):
 
 
 def test_kernels_are_compiled_once_for_all_workers(stack):
-    [first] = stack.containers("worker-shapes")
+    [first] = stack.containers("worker")
     said = stack.logs(first)
     assert "compiled CPU kernels in" in said
     [operators] = re.findall("operators on cpu: (.*)", said)
@@ -53,8 +53,8 @@ def test_kernels_are_compiled_once_for_all_workers(stack):
         operators.split(" (")[0].split(", ")
     )
 
-    stack.up("--scale", "worker-shapes=2")
-    [second] = set(stack.containers("worker-shapes")) - {first}
+    stack.up("--scale", "worker=2")
+    [second] = set(stack.containers("worker")) - {first}
     said = stack.logs(second)
     assert "compiled CPU kernels" not in said
     assert "linear_int8 cpu" in said
@@ -67,7 +67,7 @@ def test_an_answer_names_its_trace(stack):
 
 
 def test_triton_finds_what_it_compiles_launchers_with(stack):
-    [worker, *_] = stack.containers("worker-shapes")
+    [worker, *_] = stack.containers("worker")
     code = """
 import os, pathlib, subprocess, sysconfig
 source = pathlib.Path(os.environ["TRITON_CACHE_DIR"]) / "launcher.c"

@@ -1,4 +1,4 @@
-"""Faults of real processes, long form (`make faults`): every row of docs/reliability.md that takes its time.
+"""Faults of real processes, long form (`make faults`): the faults of docs/reliability.md that take their time.
 
 Faults come at named points of a request or of a stream; each test ends with all promises checked (`playing`).
 """

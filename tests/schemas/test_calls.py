@@ -107,11 +107,3 @@ def test_what_does_not_conform_is_not_written(writer):
 
 def test_a_table_has_a_line_where_every_answer_was_refused():
     assert bfcl.to_row("t", "f", [Outcome("no")]).startswith("| t | f | 0 |")
-
-
-@pytest.mark.parametrize("part", [["--required"], ["hermes"], ["--tokenizer", "built-in, 1 k"]])
-def test_a_part_of_the_table_never_replaces_it(part, monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["bfcl", "--write", *part])
-    with pytest.raises(SystemExit):
-        bfcl.main()
-    assert "whole table" in capsys.readouterr().err

@@ -60,7 +60,7 @@ QUICK = frozenset({
 })  # fmt: skip
 PAGE = Path(__file__).parents[4] / "docs" / "models.md"
 BEGIN, END = "<!-- families: written by `make families` -->", "<!-- end of families -->"
-HEAD = "| family | architecture | images | prefix cache | speed path |\n|---|---|---|---|---|\n"
+NO_PREFIXES = "*"  #: after the name of a family without a prefix cache
 CROWDED = (ways.run_preempted, ways.run_overlapped, ways.run_with_drafts_under_all_of_it)
 NEED_PREFIXES = (ways.run_prefix_cached, ways.run_under_all_of_it)
 #: of the ways, those that are made of the others
@@ -235,38 +235,37 @@ def _without_images(processor: Any) -> Callable[..., Any]:
 
 
 @pytest.fixture(scope="module")
-def rows(request: pytest.FixtureRequest) -> Iterator[list[str]]:
-    """Lines of the page's table. Once all families have been run without a failure, they are written."""
-    lines: list[str] = []
-    yield lines
-    if IS_LONG and len(lines) == len(FAMILIES) and not request.session.testsfailed:
+def rows(request: pytest.FixtureRequest) -> Iterator[list[tuple[str, str, str]]]:
+    """Inputs, speed path and name of each family. Once all have been run without a failure, the page has them."""
+    found: list[tuple[str, str, str]] = []
+    yield found
+    if IS_LONG and len(found) == len(FAMILIES) and not request.session.testsfailed:
         head, _, rest = PAGE.read_text().partition(BEGIN)
         _, _, tail = rest.partition(END)
-        PAGE.write_text("".join([head, BEGIN, "\n\n", HEAD, *lines, "\n", END, tail]))
+        PAGE.write_text("".join([head, BEGIN, "\n\n", to_table(found), "\n", END, tail]))
+
+
+def to_table(found: list[tuple[str, str, str]]) -> str:
+    names: dict[tuple[str, str], list[str]] = {}
+    for inputs, path, name in found:
+        names.setdefault((inputs, path), []).append(name)
+    lines = [f"| {inputs} | {path} | {'; '.join(those)} |" for (inputs, path), those in names.items()]
+    return "\n".join(["| input | speed path | families |", "|---|---|---|", *lines, ""])
 
 
 @pytest.fixture(scope="module", params=RUN, ids=str)
 def loaded(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, rows: list[str]
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    rows: list[tuple[str, str, str]],
 ) -> Loaded:
     directory = tmp_path_factory.mktemp("family")
     loaded = load_family(request.param, directory)
     family = loaded.family
-    cells = [
-        family.name,
-        f"`{family.architecture}`",
-        "yes" if family.create_processor else "",
-        _prefixes(loaded.model),
-        loaded.model.speed_path if find_family(directory)[0] is FAMILY else "native",
-    ]
-    rows.append(f"| {' | '.join(cells)} |\n")
+    path = loaded.model.speed_path if find_family(directory)[0] is FAMILY else "native"
+    name = family.name + ("" if loaded.model.shares_prefixes else NO_PREFIXES)
+    rows.append(("text and images" if family.create_processor else "text", path, name))
     return loaded
-
-
-def _prefixes(model: FamilyModel) -> str:
-    if model.shares_prefixes:
-        return "yes"
-    return "no: prompts see all of themselves" if model.binds_prompts else "no: states"
 
 
 @pytest.mark.parametrize("way", ways.WAYS if IS_LONG else QUICK_WAYS)
@@ -463,6 +462,7 @@ def test_the_page_names_every_family() -> None:
     """It is written by the run of all; a family that is new here is missing there until then."""
     _, _, rest = PAGE.read_text().partition(BEGIN)
     table, _, _ = rest.partition(END)
-    assert [line.split(" | ")[0].removeprefix("| ") for line in table.strip().splitlines()[2:]] == [
-        family.name for family in FAMILIES
-    ]
+    lines = table.strip().splitlines()[2:]
+    cells = "; ".join(line.split(" | ")[2].removesuffix(" |") for line in lines)
+    named = [name.removesuffix(NO_PREFIXES) for name in cells.split("; ")]
+    assert sorted(named) == sorted(family.name for family in FAMILIES)
