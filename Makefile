@@ -87,7 +87,7 @@ browser-test: $(STAMP)  ## use the chat page in a headless chromium; screenshots
 	test -d .cache/axe || $(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target .cache/axe axe-playwright-python==0.1.8
 	TESTS_LONG=1 $(BIN)/python -m pytest tests/browser $(ARGS)
 
-first-hour: $(STAMP)  ## play the first hour of a user with the checkout, and with the wheel in an environment of its own
+first-hour: $(STAMP)  ## play the first hour of a user with the checkout, and installed from the wheel, by pipx and by uv
 	TESTS_LONG=1 TORCH_ARGS='$(TORCH_ARGS)' $(BIN)/python -m pytest tests/e2e/test_first_hour.py $(ARGS)
 
 faults: $(HELM)  ## play every fault of docs/reliability.md against real processes; takes minutes

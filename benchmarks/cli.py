@@ -86,8 +86,14 @@ def bench_gateway(
 
 @app.command("server")
 def bench_server(
-    model: Annotated[str, typer.Option(help="Directory or hub id of the server's model.")],
     url: Annotated[str, typer.Option(help="Address of the server, on this machine.")],
+    model: Annotated[
+        str,
+        typer.Option(
+            help="Directory or hub id of the server's model.",
+            show_default="the server is measured alone",
+        ),
+    ] = "",
     engine: Annotated[str, typer.Option(help="vllm, sglang, llama-server or openai.")] = "vllm",
     streams: Annotated[int, typer.Option(min=1, help="Concurrent streams.")] = 64,
     tokens: Annotated[int, typer.Option(min=2, help="Tokens of each answer.")] = 256,
@@ -96,10 +102,13 @@ def bench_server(
 ) -> None:
     """Compare the fleet's CPU per streamed token with that of the HTTP front of a server behind it."""
     from benchmarks.gateway.run import BenchError
-    from benchmarks.gateway.server import run
+    from benchmarks.gateway.server import run, run_alone
 
     try:
-        run(engine, model, url, streams, tokens, seconds, rounds)
+        if model:
+            run(engine, model, url, streams, tokens, seconds, rounds)
+        else:
+            run_alone(url, streams, tokens, seconds, rounds)
     except BenchError as error:
         raise SystemExit(f"bench server: {error}") from None
 

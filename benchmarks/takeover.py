@@ -136,4 +136,7 @@ def draw(pieces: list[Piece], killed_s: float, pid: int) -> str:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(draw(*record()))
+    pieces, killed_s, pid = record()
+    longest_s = max(b[0] - a[0] for a, b in pairwise(pieces))
+    print(f"the longest pause is {longest_s:.2f} s, with a lease of {LEASE_S} s")
+    Path(sys.argv[1]).write_text(draw(pieces, killed_s, pid))

@@ -15,7 +15,6 @@ from gateway.api.chat.schemas import IGNORED_FIELDS
 from gateway.api.fields import UNSUPPORTED
 from gateway.http.error_codes import ERROR_CODES
 from shared.settings.table import rows as setting_rows
-from shared.telemetry.metrics import GATEWAY_METRICS, WORKER_METRICS, Metric
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -53,18 +52,9 @@ def settings() -> str:
     rows = [
         [code([row.variable]), code([row.default] if row.default else []), row.description]
         for row in setting_rows(settings_classes())
+        if "__MOCK__" not in row.variable  # of tests
     ]
     return table(["variable", "default", "meaning"], rows)
-
-
-def metrics() -> str:
-    """Metrics of gateways and of workers."""
-
-    def of(role: str, metrics: Iterable[Metric]) -> str:
-        rows = [[code([each.name]), each.kind, code(each.labels), each.help] for each in metrics]
-        return table([role, "kind", "labels", "meaning"], rows)
-
-    return of("gateway", GATEWAY_METRICS) + "\n" + of("worker", WORKER_METRICS)
 
 
 def alerts() -> str:
@@ -111,7 +101,6 @@ def ignored_fields() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "settings": settings,
-    "metrics": metrics,
     "alerts": alerts,
     "error codes": error_codes,
     "unsupported fields": unsupported_fields,

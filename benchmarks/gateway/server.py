@@ -37,6 +37,15 @@ NUM_TOKENS = 100  #: per stream of the mock engine
 PROMPT = "Tell me about a lighthouse."
 
 
+def run_alone(url: str, streams: int, tokens: int, seconds: float, rounds: int) -> None:
+    """Measure the server's front without a fleet and print it. Raises: BenchError."""
+    front = _find_front(url)
+    costs = [_measure(front, streams, tokens, seconds)[0][FRONT] for _ in range(rounds)]
+    table = Table("process", "us", title=f"CPU per streamed token, {streams} streams")
+    table.add_row(FRONT, f"{median(costs) * 1e6:.1f}")
+    show([table])
+
+
 def run(
     kind: str, model: str, url: str, streams: int, tokens: int, seconds: float, rounds: int
 ) -> None:

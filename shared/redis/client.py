@@ -123,7 +123,7 @@ async def warn_of_known_faults(redis: Redis) -> None:
     if has_known_faults(server, version):
         logger.warning(
             "%s %s has known faults: a client with a password can crash it or run code in it. "
-            "Install a patched release, see docs/operating.md",
+            "Install a patched release, see docs/scale.md",
             server.title(),
             version,
         )

@@ -1,8 +1,9 @@
-"""The first hour of a user, with the checkout and with the wheel installed in an empty directory (`make first-hour`)."""
+"""The first hour of a user, with the checkout, and installed from a wheel, by pipx and by uv (`make first-hour`)."""
 
 import base64
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -74,11 +75,30 @@ def install_wheel() -> Path:
     return programs
 
 
-@pytest.fixture(scope="module", params=["checkout", "wheel"])
+def install_by(tool: str) -> Path:
+    """The programs that the README's line for pipx or uv installs."""
+    [command] = re.findall(rf"^({tool} .*?)(?: +#.*)?$", (ROOT / "README.md").read_text(), re.M)
+    tools, home = WHEEL_HOME / "tools", WHEEL_HOME / tool
+    if not (tools / "bin" / tool).exists():
+        venv.create(tools, with_pip=True)
+        subprocess.run([tools / "bin" / "pip", "install", "--quiet", "pipx", "uv"], check=True)
+    constraints = str(ROOT / "constraints.txt")
+    environment = {
+        **os.environ, "PATH": f"{tools / 'bin'}:{os.environ['PATH']}",
+        "PIPX_HOME": str(home), "PIPX_BIN_DIR": str(home / "bin"), "PIP_CONSTRAINT": constraints,
+        "UV_TOOL_DIR": str(home), "UV_TOOL_BIN_DIR": str(home / "bin"), "UV_CONSTRAINT": constraints,
+    }  # fmt: skip
+    shutil.rmtree(home, ignore_errors=True)
+    subprocess.run(["bash", "-ec", command], cwd=ROOT, env=environment, check=True)
+    return home / "bin"
+
+
+@pytest.fixture(scope="module", params=["checkout", "wheel", "pipx", "uv"])
 def user(request, tmp_path_factory) -> User:
     folder = tmp_path_factory.mktemp("home")
-    is_wheel = request.param == "wheel"
-    return User(install_wheel() if is_wheel else Path(sys.executable).parent, folder)
+    if request.param == "checkout":
+        return User(Path(sys.executable).parent, folder)
+    return User(install_wheel() if request.param == "wheel" else install_by(request.param), folder)
 
 
 @pytest.fixture(scope="module")

@@ -55,6 +55,24 @@ def test_the_make_of_the_readme_starts_a_fleet(tmp_path):
         served.end()
 
 
+def test_the_deployments_of_the_readme_go_live_and_back(shapes_fleet):
+    commands = block("bash", r"\.venv/bin/vlm deploy ").replace(
+        ".venv/bin/vlm", f"{sys.executable} -m vlm"
+    )
+    run(["bash", "-ec", f"export VLM_URL={shapes_fleet.url}\n{commands}"])
+    run([sys.executable, "-m", "vlm", "undeploy", "captioner", "--url", shapes_fleet.url])
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+def test_the_commands_that_find_a_fault_answer(shapes_fleet):
+    page = (ROOT / "docs" / "clients.md").read_text()
+    [commands] = re.findall(r"```bash\n(curl .*?)```", page, re.S)
+    answers = run(["bash", "-ec", commands.replace("http://127.0.0.1:8000", shapes_fleet.url)])
+    assert '"status":"ready"' in answers
+    assert '"id":"shapes"' in answers
+    assert "HTTP/1.1 200" in answers
+
+
 def test_the_search_of_the_search_page_finds_what_it_shows():
     [(command, shown)] = re.findall(
         r"```bash\n\.venv/bin/vlm (search .*?)\n```\n+```\n(.*?)```", SEARCH, re.S

@@ -15,9 +15,7 @@ import pytest
 from tests.integration.fleet_process import ROOT, Served, start_fleet
 
 PAGE = (ROOT / "docs" / "tutorial.md").read_text()
-BLOCKS = re.findall(
-    r"^```(bash|python)\n(.*?)^```$(?:\n^```text\n(.*?)^```$)?", PAGE, re.M | re.S
-)
+BLOCKS = re.findall(r"^```(bash|python)\n(.*?)^```$(?:\n^```text\n(.*?)^```$)?", PAGE, re.M | re.S)
 ROOT_KEY = "root-key-of-the-tutorial"
 
 pytestmark = pytest.mark.timeout(300)

@@ -249,7 +249,9 @@ def to_table(found: list[tuple[str, str, str]]) -> str:
     names: dict[tuple[str, str], list[str]] = {}
     for inputs, path, name in found:
         names.setdefault((inputs, path), []).append(name)
-    lines = [f"| {inputs} | {path} | {'; '.join(those)} |" for (inputs, path), those in names.items()]
+    lines = [
+        f"| {inputs} | {path} | {'; '.join(those)} |" for (inputs, path), those in names.items()
+    ]
     return "\n".join(["| input | speed path | families |", "|---|---|---|", *lines, ""])
 
 
