@@ -8,7 +8,7 @@ import pytest
 
 from loadtest.client import ChatClient
 from tests.e2e.compose_load import Load, ask
-from tests.e2e.compose_stack import WITHIN_S, ComposeStack, docker, run_stack, succeeds
+from tests.e2e.compose_stack import PROJECT, WITHIN_S, ComposeStack, docker, run_stack, succeeds
 from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -85,12 +85,12 @@ def test_a_gateway_that_is_stopped_finishes_what_it_has_begun(scaled):
 
 
 def addresses(stack: ComposeStack, service: str, port: int) -> set[str]:
-    """Where a service's containers are within the stack."""
+    """Where a service's containers are within the network that Prometheus is in."""
     networks = [
         stack.inspect(container)["NetworkSettings"]["Networks"]
         for container in stack.containers(service)
     ]
-    return {f"{network['IPAddress']}:{port}" for [network] in map(dict.values, networks)}
+    return {f"{each[f'{PROJECT}_default']['IPAddress']}:{port}" for each in networks}
 
 
 def scraped(url: str) -> set[str]:
