@@ -60,11 +60,11 @@ __all__ = [
 
 
 class TaskError(Exception):
-    """The task cannot be done; whoever asked reads the message."""
+    """The task cannot be done. The client gets the message."""
 
 
 class TaskCancelled(BaseException):
-    """Raised in `run` when nobody waits for its task any more."""
+    """Raised in `run` when its task was cancelled or is past its deadline."""
 
 
 @dataclass(frozen=True)
@@ -328,7 +328,7 @@ def serve(entry: str) -> None:
     reader, writer = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
-    os.dup2(2, 1)  # what is printed is no answer
+    os.dup2(2, 1)  # printed lines must not be read as answers
     if isinstance(sys.stdout, io.TextIOWrapper):  # the log has a line when it is printed
         sys.stdout.reconfigure(line_buffering=True)
     _Runner(entry, reader, writer).serve()

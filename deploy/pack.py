@@ -43,7 +43,7 @@ _ARCHIVES = (".tar.gz", ".tgz")
 _MAX_RATIO = 200
 _FREE_BYTES = 64 * 1024 * 1024
 
-Report = Callable[[int], None]  #: called with the number of further hashed bytes
+Report = Callable[[int], None]  #: called with the number of bytes hashed since the last call
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ def _walk(directory: Path, root: Path, prefix: str = "") -> Iterator[tuple[str, 
         except OSError as error:
             raise BadPackage(f"{name}: it cannot be read: {error.strerror}") from None
         if not stat.S_ISREG(mode):
-            raise BadPackage(f"{name}: it is no regular file (a device, a socket or a pipe)")
+            raise BadPackage(f"{name}: not a regular file (a device, a socket or a pipe)")
         yield name, path
 
 
@@ -151,7 +151,7 @@ def unpack(archive: Path, folder: Path, max_bytes: int = MAX_PACKAGE_BYTES) -> N
                 if member.isdir() or member.type in (tarfile.XGLTYPE, tarfile.XHDTYPE):
                     continue
                 if not member.isreg():
-                    raise BadPackage(f"{name}: it is no regular file (a link, a device or a pipe)")
+                    raise BadPackage(f"{name}: not a regular file (a link, a device or a pipe)")
                 check_path(name)
                 if name in seen:
                     raise BadPackage(f"{name}: it is there twice")
@@ -172,7 +172,7 @@ def unpack(archive: Path, folder: Path, max_bytes: int = MAX_PACKAGE_BYTES) -> N
                         out.write(piece)
                 target.chmod(0o755 if member.mode & 0o111 else 0o644)
     except (tarfile.TarError, zlib.error, EOFError, gzip.BadGzipFile) as error:
-        raise BadPackage(f"{archive.name}: it is cut, or no .tar.gz: {error}") from None
+        raise BadPackage(f"{archive.name}: incomplete, or not a .tar.gz: {error}") from None
     except (FileExistsError, NotADirectoryError, IsADirectoryError) as error:
         raise BadPackage(f"{archive.name}: a file and a folder have one name: {error}") from None
     _leave_out_folder(folder)
@@ -223,8 +223,8 @@ def find_config(
     if len(programs) == 1:
         return PackageConfig("executable", command=(programs[0],), network=network)
     raise BadPackage(
-        "it is no model (config.json and *.safetensors), no Python application (app.py with one class "
-        "of Application, or --entry module:Class), and has not one executable (in bin/, or --command)"
+        "neither a model (config.json and *.safetensors), nor a Python application (app.py with one class "
+        "of Application, or --entry module:Class), nor a program (one executable in bin/, or --command)"
     )
 
 
@@ -249,7 +249,7 @@ def _read_tool(files: Mapping[str, Path]) -> Mapping[str, object]:
     try:
         project = tomllib.loads(files["pyproject.toml"].read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise BadPackage(f"pyproject.toml: it is not TOML: {error}") from None
+        raise BadPackage(f"pyproject.toml: not valid TOML: {error}") from None
     return project.get("tool", {}).get("vlm", {})
 
 

@@ -25,7 +25,7 @@ def run(
     url: AskUrl = URL,
     api_key: ApiKey = None,
 ) -> None:
-    """Run tasks of an application, and print what each comes to: a line of JSON."""
+    """Run tasks of an application, and print the result of each as a line of JSON."""
     from deploy import sessions
 
     sessions.finish(lambda: sessions.run_tasks(_client(url, api_key), name, inputs))

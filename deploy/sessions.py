@@ -93,7 +93,7 @@ def run_create(
 def run_in(
     client: Client, session_id: str, inputs: Sequence[str], prefix: str, waits: bool
 ) -> None:
-    """Send tasks, as often as it takes; print what they come to, in their order. Raises: CommandFailed."""
+    """Send tasks, with retries; print their results in order. Raises: CommandFailed."""
     prefix = prefix or secrets.token_hex(4)
     tasks = [{"id": f"{prefix}-{i}", "input": read_input(t)} for i, t in enumerate(inputs)]
     path = f"/v1/sessions/{session_id}/tasks"

@@ -146,7 +146,7 @@ def pull(
     from engines.packages.resolve import parse_hub_id, resolve_model
 
     if parse_hub_id(model) is None:
-        sys.exit(f"{model!r} is no hub id: name one as org/name[@revision]")
+        sys.exit(f"{model!r} is not a hub id: write it as org/name[@revision]")
     find_engine = None if force else _load_find_engine()
 
     def check(directory: Path, num_weight_bytes: int) -> None:

@@ -16,7 +16,7 @@ NUMBERS_OF_A_RUN = 10**6
 NUM_RUNS = 10**6  # with the numbers of a run as long as what a JPEG comment holds
 MAX_GROUP = 4
 
-#: A question and its one right answer; None: nobody knows.
+#: A question and its only right answer; None: unknown.
 Fact = tuple[str, str | None]
 
 QUESTIONS = (
@@ -86,7 +86,7 @@ class Album:
         raise NotImplementedError
 
     def new(self, draw: random.Random) -> Group:
-        """An image that nobody asked about before."""
+        """An image that was not used before."""
         raise NotImplementedError
 
     def several(self, draw: random.Random) -> Group:
@@ -94,7 +94,7 @@ class Album:
 
 
 class NoiseAlbum(Album):
-    """Noise of any size, about which nobody knows anything."""
+    """Noise of any size; its answers are unknown."""
 
     FACTS = tuple((question, None) for question in QUESTIONS)
 

@@ -42,14 +42,14 @@ def parse_levels(text: str) -> tuple[tuple[float, ...], bool]:
     if is_ramp and len(levels) != 2:
         raise PlanError(f"{text!r}: a ramp has two ends")
     if any(not 0 <= level < 1e6 for level in levels) or not any(levels):
-        raise PlanError(f"{text!r}: a load is above 0 and below a million")
+        raise PlanError(f"{text!r}: a load must be above 0 and below a million")
     return levels, is_ramp
 
 
 def make_plan(users: str | None, rate: str | None, duration_s: float, warmup_s: float) -> Plan:
     """A closed loop of users, 8 by default, or an open loop of a rate. Raises: PlanError."""
     if users and rate:
-        raise PlanError("--users and --rate: a load is the one or the other")
+        raise PlanError("--users and --rate: give only one of them")
     levels, is_ramp = parse_levels(rate or users or DEFAULT_USERS)
     loop = "open" if rate else "closed"
     return Plan(loop=loop, levels=levels, is_ramp=is_ramp, duration_s=duration_s, warmup_s=warmup_s)

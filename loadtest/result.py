@@ -54,7 +54,7 @@ def load_result(path: Path) -> Result:
         raise ResultError(f"{path} cannot be read ({error.strerror})") from None
     except msgspec.DecodeError as error:
         raise ResultError(
-            f"{path} is no result of this version of `vlm loadtest`: {error}"
+            f"{path} is not a result of this version of `vlm loadtest`: {error}"
         ) from None
 
 

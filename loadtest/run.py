@@ -141,7 +141,9 @@ def drive(order: Order) -> tuple[list[Record], float]:
         reader.start()
         watch(reader, order.plan, output.records)
         if output.stray:
-            raise LoadTestError(f"what makes the load wrote what is no record: {output.stray}")
+            raise LoadTestError(
+                f"the load generator wrote a line that is not a record: {output.stray}"
+            )
         if process.wait():
             complaints.seek(0)
             raise LoadTestError(complaints.read()[-2000:].decode(errors="replace"))

@@ -132,7 +132,7 @@ class Catalog:
         self._write("DELETE FROM orphans WHERE id = ?", name)
 
     def add_store(self, tenant: str, record: StoreRecord, max_stores: int) -> bool:
-        """Add a store, whose index is no orphan any more; returns False if the tenant has `max_stores`."""
+        """Add a store, so that its index is no longer an orphan; returns False if the tenant has `max_stores`."""
         with self._change(tenant):
             [(count,)] = self._rows("SELECT count(*) FROM stores WHERE tenant = ?", tenant)
             if count >= max_stores:

@@ -28,7 +28,7 @@ from search.index import IndexStats, OrderedIds, SearchUnavailable
 from shared.search import Filter, Hit, Item
 from shared.settings.group import MIB
 
-#: Up to so many rows, an exact scan takes no longer than the index.
+#: Up to this many rows, an exact scan takes no longer than the index.
 SCAN_ROWS = 10_000
 #: A table with more files is compacted.
 MAX_FRAGMENTS = 32

@@ -22,7 +22,7 @@ from search.filters import to_columns, to_postgres
 from search.index import IndexStats, SearchUnavailable
 from shared.search import Filter, Hit, Item, refuse
 
-#: Up to so many items a scan takes no longer than the index.
+#: Up to this many items a scan takes no longer than the index.
 SCAN_ROWS = 10_000
 #: Of pgvector's indexes, for vectors of 32 bits.
 MAX_INDEXED_DIMENSIONS = 2000

@@ -570,7 +570,7 @@ class Stores:
 
     @contextmanager
     def _room(self, tenant: str, num_new: int) -> Iterator[None]:
-        """Reserve so many bytes of the tenant's quota while they are written. Raises: SearchError if it is exceeded."""
+        """Reserve this many bytes of the tenant's quota while they are written. Raises: SearchError if it is exceeded."""
         most = self._limits.max_key_search_bytes
         with self._lock:
             self._being_written[tenant] += num_new

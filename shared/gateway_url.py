@@ -27,7 +27,7 @@ def read_url(text: str | None) -> str | None:
     except ValueError:
         is_url = False
     if not is_url or not text.isprintable():
-        raise typer.BadParameter(f"it is no address of a gateway; write one such as {URL}")
+        raise typer.BadParameter(f"not the address of a gateway; write one such as {URL}")
     return text.rstrip("/").removesuffix("/v1")
 
 

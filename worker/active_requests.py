@@ -357,7 +357,7 @@ class ActiveRequests:
             if (active := self._by_engine_id.get(engine_id)) is not None:
                 self._pass_on(active, said)
         self.changed.set()
-        if self._parked:  # whoever ran alone may be cleared now
+        if self._parked:  # the request that ran alone may be cleared now
             self._start_parked()
 
     def _pass_on(self, active: ActiveRequest, outputs: list[EngineOutput]) -> None:

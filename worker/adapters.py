@@ -1,4 +1,4 @@
-"""The adapters that a worker holds: those of its settings, and those that the fleet is told to load.
+"""The adapters of a worker: those of its settings, and those that were loaded while it runs.
 
 The fleet's list is in Redis. Each worker looks there with its heartbeat and loads and unloads what differs; what came
 of it stands in the card that it announces. A call whose adapter is not here yet makes it look at once.
@@ -155,7 +155,7 @@ class WorkerAdapters:
             raise BadAdapter("lora_path leads out of the workers' directory (VLM_WORKER__LORA_DIR)")
         if not is_directory:
             raise BadAdapter(
-                "lora_path is no directory in the workers' directory (VLM_WORKER__LORA_DIR)"
+                "lora_path is not a directory below the workers' directory (VLM_WORKER__LORA_DIR)"
             )
         return found
 

@@ -1,7 +1,7 @@
-"""The worker's spans of a request: one for all that it did, and below it queue, preprocess, vision, prefill, decode.
+"""A worker's spans of a request: one for the attempt, with the children queue, preprocess, vision, prefill, decode.
 
-Made when a request ends, from the readings that its `StageTimings` come from. They hang below the
-gateway's span, whose name is in the request's record. No text and no images.
+They are made when the attempt ends, from the clock readings behind its `StageTimings`. Their parent is the
+gateway's span, which the request's record names. They hold no text and no images.
 """
 
 import time
@@ -27,7 +27,7 @@ class RequestTracer:
     def trace(self, active: ActiveRequest, engine: StageTimings | None, outcome: str) -> None:
         """A span from the time the request was queued until now. `outcome`: ok, cancelled or a code."""
         request, waited_s = active.call, active.claim.waited_s
-        if active.is_traced or request.trace_parent is None:  # told already; or nobody asked
+        if active.is_traced or request.trace_parent is None:  # already exported, or not sampled
             return
         active.is_traced = True
         now = time.monotonic()
@@ -56,7 +56,7 @@ class RequestTracer:
 def _durations(
     active: ActiveRequest, engine: StageTimings | None, now: float
 ) -> list[tuple[str, float, Attributes]]:
-    """The stages in their order, as far as the request came. Units: seconds."""
+    """Durations of the stages that the request reached, in order. Units: seconds."""
     started_at = active.started_at or now
     durations = [("queue", active.claim.waited_s + started_at - active.claimed_at, _IN_REDIS)]
     if active.started_at:

@@ -163,7 +163,7 @@ class Child:
             return Reply("error", message="what it gives nests too deeply")
         except msgspec.MsgspecError:
             shown = self._conceal(line.decode(errors="replace"))[:80]
-            raise ChildFailed(f"it wrote what is no message: {shown!r}") from None
+            raise ChildFailed(f"it wrote a line that is not a message: {shown!r}") from None
         if reply.message:
             reply.message = self._conceal(reply.message)
         return reply

@@ -367,7 +367,7 @@ def load_application_engine(
     if not settings.entry and not settings.command:
         raise EngineStartError("VLM_ENGINE__ENTRY: name module:Class, or VLM_ENGINE__COMMAND")
     if find_bubblewrap() is None or settings.isolation == "none":
-        logger.warning("the application runs without bubblewrap: limits alone are no sandbox")
+        logger.warning("the application runs without bubblewrap: limits alone are not a sandbox")
     engine = ApplicationEngine(settings)
     card = ModelCard(
         name=settings.served_name or Path(settings.model).name,

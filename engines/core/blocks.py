@@ -82,7 +82,7 @@ class BlockManager:
         return {block_id for block_id, block in enumerate(self._blocks) if block.ref_count}
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks needed for so many tokens."""
+        """Blocks needed for this many tokens."""
         return -(-num_tokens // self.block_size)
 
     def find_prefix(self, sequence: Sequence) -> list[int]:
@@ -235,7 +235,7 @@ class BlockManager:
             if block.block_hash is None:
                 is_shared = block.ref_count > 1
                 assert block.is_withdrawn or not is_shared, (
-                    "a block is shared that nobody published"
+                    "a block is shared that was not published"
                 )
                 continue
             tokens = sequence.token_ids[index * self.block_size : (index + 1) * self.block_size]

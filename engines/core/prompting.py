@@ -76,7 +76,7 @@ class PromptingEngine(Engine[Request]):
             return None
         adapter = self._adapters.get(digest)
         if adapter is None:
-            raise AdapterUnavailable("the adapter is not loaded any more", "model")
+            raise AdapterUnavailable("the adapter is no longer loaded", "model")
         return adapter
 
     def _check_ids(self, token_ids: Sequence[int], param: str) -> None:

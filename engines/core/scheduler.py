@@ -178,7 +178,7 @@ class Scheduler:
             self._preempt(victim)
 
     def _has_room_for_next(self, num_leaving: int = 0, num_freed: int = 0) -> bool:
-        """Whether the first waiting sequence could start after so many sequences and blocks are freed."""
+        """Whether the first waiting sequence could start after this many sequences and blocks are freed."""
         num_running = len(self.running) - num_leaving
         if num_running == self.max_num_seqs:
             return False

@@ -29,7 +29,7 @@ _MAX_INDEXED = 2048
 _LENGTHS = (1, 2, 3, 5, 7, 11, MAX_DRAFT)
 #: Prior acceptance rates.
 _FORCED_RATE, _RATE = 0.9, 0.5
-#: Acceptance rate above which an unprofitable draft is reconsidered after so many tokens.
+#: Acceptance rate above which an unprofitable draft is reconsidered after this many tokens.
 _LIKELY, _REST = 0.6, 8
 #: Acceptance rate of other sequences above which a new one starts with a trial draft.
 _WORTH_A_TRIAL = 0.3
@@ -54,7 +54,7 @@ _MARGIN = 1.4
 #: Cap of one step time as a multiple of the average.
 _MAX_NOISE = 2.0
 
-#: Samples the next tokens of the items with these indices, which have so many more tokens by now.
+#: Samples the next tokens of the items with these indices, which have this many more tokens by now.
 Sample = Callable[[list[int], int], list[TokenChoice]]
 
 
@@ -116,7 +116,7 @@ class History:
     def __init__(self, acceptance_rate: float) -> None:
         self.acceptance_rate = acceptance_rate
         self.is_forced = False  #: whether its last draft came from the grammar
-        self.quiet_until = 0  #: no n-gram draft before the sequence has so many tokens
+        self.quiet_until = 0  #: no n-gram draft before the sequence has this many tokens
         # number of tokens at which an unprofitable draft is tried; 0: none has been declined
         self._trial_at = 0 if acceptance_rate < _WORTH_A_TRIAL else 1
         self._wait = _FIRST_WAIT
@@ -325,7 +325,7 @@ class Speculator:
         return longest, expected
 
     def _cost(self, num_running: int, num_tokens: int) -> float:
-        """Cost of so many draft tokens, as a share of a step without."""
+        """Cost of this many draft tokens, as a share of a step without."""
         if not num_tokens:
             return 0.0
         size, magnitude = _magnitude(num_running, num_tokens)

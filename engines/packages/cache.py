@@ -82,7 +82,7 @@ def remove(model: str, confirm: Callable[[str], bool]) -> int | None:
     parsed = parse_hub_id(model)
     if model in BUILT_IN or parsed is None:
         raise NotCached(
-            f"{model!r} is no model of the hub's cache: name one as org/name[@revision]"
+            f"{model!r} is not in the hub's cache: write a model as org/name[@revision]"
         )
     name, revision = parsed
     repos = [repo for repo in _scan() if repo.repo_id == name]

@@ -68,7 +68,7 @@ def resolve_model(
 ) -> Path:
     """The directory of a built-in name, a directory or a hub id `org/name[@revision]`; or a GGUF file.
 
-    Downloads missing files, or only those that are no weights; `report` is called with the progress, otherwise a
+    Downloads missing files, or only those other than weights; `report` is called with the progress, otherwise a
     progress bar is shown. Raises: ModelUnavailable, and errors of `check`.
     """
     if model in BUILT_IN:

@@ -19,7 +19,7 @@ from shared.protocol import Embed, ImagePart, ImageRef, Task
 
 @dataclass(frozen=True, slots=True)
 class Filling:
-    """Padding of texts to the one length of a text tower without a mask."""
+    """Pads texts to the fixed length of a text tower without an attention mask."""
 
     length: int
     token_id: int
@@ -32,7 +32,7 @@ class Filling:
 
 
 class ClipEncoder:
-    """Two towers. Rows of one length are one forward pass."""
+    """A text and an image tower. Rows of equal length share a forward pass."""
 
     tasks: tuple[str, ...] = ("embed",)
     shorter_dimensions: tuple[int, ...] = ()

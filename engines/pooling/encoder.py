@@ -212,7 +212,7 @@ def first_position(config: Any) -> int:
 
 
 def parts(rows: Sequence[Row], num_tokens: int) -> Iterator[Sequence[Row]]:
-    """Rows in parts of at most so many tokens, or of one row."""
+    """Rows in parts of at most this many tokens, or of one row."""
     begin = size = 0
     for index, row in enumerate(rows):
         if index > begin and size + row.num_tokens > num_tokens:

@@ -173,7 +173,7 @@ def _kind(architecture: str, config: Any, directory: Path) -> Any:
         return AutoModelForSequenceClassification
     if not all(hasattr(config, name) for name in ("hidden_size", "vocab_size")):
         raise UnsupportedCheckpoint(
-            f"config.json: {architecture or config.model_type} is no encoder of texts; of towers for texts and "
+            f"config.json: {architecture or config.model_type} is not an encoder of texts; of towers for texts and "
             "images CLIPModel and SiglipModel are supported"
         )
     is_sentence = (directory / "modules.json").is_file()

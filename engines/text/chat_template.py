@@ -159,7 +159,7 @@ def read_chat_template(directory: Path) -> str | None:
         found = fields.get("chat_template")
         if isinstance(found, list):  # several by name
             if not all(isinstance(entry, dict) for entry in found):
-                raise fields.refuse("chat_template", "is no list of objects")
+                raise fields.refuse("chat_template", "is not a list of objects")
             named = [entry for entry in found if entry.get("name") == "default"]
             found = named[-1].get("template") if named else None
         if isinstance(found, str):

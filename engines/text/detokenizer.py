@@ -115,7 +115,7 @@ class StopStrings:
         self._held = ""
 
     def release(self, text: str) -> str:
-        """Add text; returns the text that cannot be part of a stop string any more.
+        """Add text; returns the text that can no longer be part of a stop string.
 
         The stop string that is complete first counts; of several, the longest.
         """

@@ -402,7 +402,7 @@ _PROBLEMS = (
         "patternProperties is not supported where two patterns, or a pattern and a name, may meet",
     ),
     ("lookarounds", "a pattern with ^ or $ within it is not supported"),
-    ("Expected positive integer", "a bound of a length or a count is no whole number"),
+    ("Expected positive integer", "a limit of a length or a count is not a whole number"),
     ("too many digits", "multipleOf has too many digits"),
     ("float range", "a minimum or a maximum has too many digits"),
     ("Unsatisfiable", "no value conforms to it"),

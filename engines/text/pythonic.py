@@ -47,7 +47,7 @@ def to_argument_rules(function: Function, name: str, *, is_loose: bool = False) 
     properties = schema.get("properties") or {}
     required = schema.get("required") or []
     if not isinstance(properties, dict) or not isinstance(required, list):
-        raise UnsupportedSchema("properties is no object, or required no list")
+        raise UnsupportedSchema("properties is not an object, or required is not a list")
     named = {**properties, **{str(each): True for each in required if each not in properties}}
     if function.is_strict and not (schema.keys() <= _OF_PARAMETERS):
         raise UnsupportedSchema(
@@ -99,7 +99,7 @@ class _Rules:
         if schema is True:
             return "py_any"
         if not isinstance(schema, dict):
-            raise UnsupportedSchema("a parameter's schema is no object")
+            raise UnsupportedSchema("a parameter's schema is not an object")
         keys = schema.keys() - _ASIDE
         if not keys:
             return "py_any"

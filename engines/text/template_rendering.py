@@ -28,7 +28,7 @@ Messages = Sequence[Mapping[str, Any]]
 MAX_S = 1.0  #: CPU time of one rendering
 _COMPILE_S = 2.0
 _MAX_SOURCE_CHARS = 512 * 1024
-#: Limit of a prompt: so many characters plus a multiple of those of its conversation.
+#: Limit of a prompt: this many characters plus a multiple of those of its conversation.
 _BASE_CHARS = 65_536
 _CHARS_RATIO = 4
 _MADE_RATIO = 100  #: limit of intermediate characters and items, as a multiple of the prompt limit

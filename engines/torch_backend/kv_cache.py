@@ -78,7 +78,7 @@ def plan_kv_cache(
 ) -> KVCachePlan:
     """Size the pools of these shapes, whose blocks go together: as told, else for one full batch of whole contexts, within free memory.
 
-    A context length that nobody asked for is lowered to what fits.
+    A context length that was not set is lowered to what fits.
     Raises: KVCacheTooSmall, with the numbers; EngineStartError for a context longer than the model's own.
     """
     if (engine.max_model_len or 0) > text.max_position_embeddings:

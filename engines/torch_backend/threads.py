@@ -112,7 +112,7 @@ def _parse_times(most: int, text: str) -> StepTimes:
     found = {int(count): (float(a), float(b)) for count, (a, b) in json.loads(text).items()}
     is_whole = most in found and all(0 < count <= most for count in found)
     if not is_whole or not all(a > 0 and b > 0 for a, b in found.values()):
-        raise ValueError("no times of so many threads")
+        raise ValueError("no times of this many threads")
     return found
 
 

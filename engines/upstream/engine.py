@@ -263,7 +263,7 @@ class _TokenRequest(OpenRequest):
         return [*outputs, self.answer.output(tokens, reason)]
 
     def finish_reason(self, last: Sequence[int], num_tokens: int) -> FinishReason | None:
-        """Why an answer of so many tokens ends after the last one, if it does."""
+        """Why an answer of this many tokens ends after the last one, if it does."""
         sampling = self._request.sampling
         ends = sampling.stop_token_ids
         if not sampling.ignore_eos:

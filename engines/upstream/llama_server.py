@@ -199,7 +199,7 @@ class LlamaServer(Dialect):
             chunk.lost, chunk.num_lost = data, num_missing
 
     def _spellings(self, num_tokens: int, data: bytes) -> list[list[int]]:
-        """Sequences of so many tokens that spell bytes; at most two."""
+        """Sequences of this many tokens that spell bytes; at most two."""
         if num_tokens == 0 or not data:
             return [[]] if num_tokens == 0 and not data else []
         found: list[list[int]] = []

@@ -99,7 +99,7 @@ def connect(
     except (httpx.HTTPError, KeyError, TypeError, ValueError) as error:
         client.close()
         raise EngineLoadFailed(
-            f"{settings.url} is no server of OpenAI's API: {type(error).__name__}: {error}"
+            f"{settings.url} is not a server of OpenAI's API: {type(error).__name__}: {error}"
         ) from None
     except BaseException:
         client.close()

@@ -389,7 +389,7 @@ class Applications(Resource):
 
     @operation("POST", _PATH + ":route")
     async def route_application(self, caller: Caller, body: Weights) -> Weights:
-        """Split a name's requests between versions by weight, whoever runs them. Replaces the deployment's own split."""
+        """Split a name's requests between versions by weight. Replaces the deployment's own split."""
         name, store = _check_name(caller), await self._store.open()
         history, before = await self._history(name), await self._route(name)
         await self._models.refresh()

@@ -176,7 +176,8 @@ class BatchResource(Resource):
                 )
             if file.purpose != PURPOSE:
                 raise invalid(
-                    "input_file_id", f"the file's purpose is not {PURPOSE}; upload it for that"
+                    "input_file_id",
+                    f"the file has another purpose; upload it again with the purpose {PURPOSE}",
                 )
             if len(batches.open_ids(caller.tenant)) >= most:
                 raise TooManyBatches(most)

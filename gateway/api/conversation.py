@@ -1,4 +1,4 @@
-"""Messages on their way to the fleet, whatever an API calls them: texts, images told apart, and calls."""
+"""Messages of a conversation in a form common to all APIs: texts, images and function calls."""
 
 from collections.abc import Mapping, Sequence
 from typing import Literal
@@ -29,7 +29,7 @@ _MAX_OPTION_CHARS = 256
 
 
 class Conversation(Struct):
-    """The messages as the worker wants them, and the images in the order of their indexes."""
+    """Messages in the worker's format, and the images in the order of their indexes."""
 
     messages: list[ChatMessage] = field(default_factory=list)
     sources: list[ImageSource] = field(default_factory=list)
@@ -46,7 +46,7 @@ class Conversation(Struct):
     ) -> ImagePart:
         """The part of an image. `param` names its place in the request. Raises: InvalidRequest.
 
-        `pixels`: to how many it is scaled, at least and at most; 0: as the model does.
+        `pixels`: least and most pixels to which it is scaled; 0: as the model does.
         """
         if role not in ("user", "tool"):
             raise invalid(param, "images are only allowed in user and tool messages")
@@ -54,7 +54,7 @@ class Conversation(Struct):
         return ImagePart(len(self.sources) - 1)
 
     def kept_image(self, ref: ImageRef, param: str) -> ImagePart:
-        """The part of an image that an earlier request brought."""
+        """The part of an image that was sent with an earlier request."""
         self.sources.append(ImageSource("", param, ref))
         return ImagePart(len(self.sources) - 1)
 
@@ -66,21 +66,21 @@ class Conversation(Struct):
         calls: Sequence[ToolCall] = (),
         call_id: str = "",
     ) -> None:
-        """A turn. `reasoning` and `calls` are the assistant's; `call_id` is of the call that a tool answers."""
+        """Add a message. `reasoning` and `calls` are the assistant's; `call_id` is of the call that a tool answers."""
         self.num_chars += len(reasoning) + sum(len(call.arguments) for call in calls)
         self.messages.append(ChatMessage(role, tuple(parts), reasoning, tuple(calls), call_id))
 
     def check(self, param: str, limits: LimitSettings, last: str) -> None:
         """Raises: InvalidRequest if it is too long, or ends with calls of the assistant's.
 
-        `last` names the place of the last turn. One of the assistant's is continued.
+        `last` names the place of the last message; an assistant's message is continued.
         """
         check_text_chars(self.num_chars, param, limits)
         final = self.messages[-1]
         if final.role != "assistant":
             return
         if final.tool_calls:
-            raise invalid(last, "the last message calls tools; send their results behind it")
+            raise invalid(last, "the last message calls tools; send their results after it")
         if any(isinstance(part, TextPart) and part.text.strip() for part in final.parts):
             self.ending = "message"
         elif len(self.messages) > 1:
@@ -123,7 +123,7 @@ def find_template_options(
 def find_effort(
     card: ModelCard, effort: str | None, param: str, context: RequestContext
 ) -> dict[str, TemplateOption]:
-    """The variable for how much to think. `param` is the client's name of it."""
+    """The template variable for the reasoning effort. `param` is the client's name of it."""
     if effort is None:
         return {}
     if "reasoning_effort" in card.template_options:

@@ -657,7 +657,7 @@ def _url(block: ImageBlock, place: str) -> tuple[str, str]:
         return source.file_id, "file_id"
     types = [type_ for type_, begins in _BEGINNINGS.items() if source.data.startswith(begins)]
     if not types:
-        problem = "it is no image; send PNG, JPEG, WebP or GIF in base64"
+        problem = "it is not an image; send PNG, JPEG, WebP or GIF in base64"
         raise invalid(f"{place}.source.data", problem, "unsupported_image")
     if types != [source.media_type]:
         raise invalid(f"{place}.source.media_type", f"the image is {types[0]}; name that")

@@ -640,7 +640,7 @@ def _time(seconds: int) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))  # noqa: TID251
 
 
-# What is told of models
+# Model details
 
 
 class OllamaDetails(msgspec.Struct):

@@ -27,7 +27,7 @@ class ModelStatus(Struct):
     id: str
     num_workers: int
     num_open: int  #: requests that wait or run
-    num_backlog: int  #: requests of batches among them that no worker has been given
+    num_backlog: int  #: batch requests among them that no worker has claimed
     oldest_wait_s: float  #: of the requests that no worker has read
 
 

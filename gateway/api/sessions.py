@@ -64,7 +64,7 @@ _MAX_OPEN_OF_PAGE = 1000  #: open tasks that are looked up for a list of session
 #: How long a recorded task may be missing in the queue.
 BEGINS_WITHIN_S = 10.0
 _DAY_S = 86_400.0
-_COMMON_GRACE_S = 60.0  #: common data is readable so long after a task's deadline
+_COMMON_GRACE_S = 60.0  #: common data is readable this long after a task's deadline
 
 TaskState = Literal["pending", "running", "succeed", "failed", "cancelled"]
 _STATES: dict[str, TaskState] = {
@@ -475,7 +475,7 @@ class Sessions(Resource):
         if state in ENDED:
             await self._complete(shown, task)
             if state == "succeed" and shown.output is UNSET:
-                raise NotFound("The task's result is not kept any more.", code="result_expired")
+                raise NotFound("The task's result is no longer stored.", code="result_expired")
         return shown
 
     @operation("POST", _TASK + ":cancel")

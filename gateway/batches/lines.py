@@ -139,7 +139,7 @@ def _check_body(body: Raw, number: int) -> LineError | None:
             )
     except msgspec.ValidationError:  # validated by the endpoint
         if not bytes(body).lstrip().startswith(b"{"):
-            return LineError("invalid_request", "The body is no object.", "body", number)
+            return LineError("invalid_request", "The body is not an object.", "body", number)
     return None
 
 

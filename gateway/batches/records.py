@@ -1,10 +1,10 @@
 """What is known of batches: records that are written once, in a folder of each batch.
 
     record       who asked for what
-    beginning    its file was checked: so many requests
+    beginning    its file was checked: this many requests
     cancel       its client wants no more
     parts/       results, a few in each
-    finalizing   nothing is computed any more: what it ends as, and which parts count
+    finalizing   computing has ended: how the batch ends, and which parts count
     ending       the files that came of it
 
 Whoever comes first writes a record, and later ones follow from earlier ones alone. So it does not

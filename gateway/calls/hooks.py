@@ -131,7 +131,7 @@ class Hooks:
                 async with asyncio.timeout(timeout_s):
                     await method(call)
                 if not all(isinstance(message.text, str) for message in call.messages):
-                    raise TypeError("a text is no string")
+                    raise TypeError("a text is not a string")
             except ApiError:
                 raise
             except Exception as error:

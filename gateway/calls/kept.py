@@ -81,7 +81,7 @@ class KeptAnswers:
         record = await self.get(tenant, name) if len(name) <= _MAX_NAME_CHARS else None
         if record is None:
             raise InvalidRequest(
-                "No such image of this key's is kept, or not any more: upload it again, or send it "
+                "No such image is stored for this key, or no longer: upload it again, or send it "
                 "as a data: URL.",
                 param=source.param,
                 code="file_not_found",

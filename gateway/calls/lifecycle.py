@@ -245,7 +245,7 @@ class Lifecycle:
         record = await self.kept.get(context.tenant, name)
         if record is None:
             raise NotFound(
-                "The previous answer is not kept, or not any more: send the conversation.",
+                "The previous answer is not stored, or no longer: send the whole conversation.",
                 param="previous_response_id",
                 code="previous_response_not_found",
             )

@@ -150,7 +150,7 @@ class ModelDirectory:
         return in_full(app.active.needs) if app is not None and app.active is not None else None
 
     def target(self, name: str) -> str:
-        """The model of an alias, whether it is known or not; the name itself, if it is no alias."""
+        """The model of an alias, whether it is known or not; the name itself, if it is not an alias."""
         return self._aliases.get(name, name)
 
     def num_ready(self, name: str) -> int:

@@ -89,7 +89,7 @@ class Recorder:
         self.priority = Priority.INTERACTIVE
         self.num_prompts = 1
         self.outcome = "cancelled"
-        #: Whether the answer is another request's, which is counted instead.
+        #: Whether the request follows another one, which is counted in its place.
         self.is_followed = False
         self._is_streamed = False
         self._num_choices = 0
@@ -124,7 +124,7 @@ class Recorder:
         return self._span is not None
 
     def begin(self, call: OpenCall, *, is_streamed: bool) -> None:
-        """The call is queued or followed."""
+        """Note that the call was queued, or that it follows another one."""
         self.is_followed = call.is_follower
         self._is_streamed = is_streamed
         self._num_choices = len(call.choices)

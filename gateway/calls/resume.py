@@ -272,7 +272,7 @@ class Resume:
                 await self.queue.confirm(call.model, [call_id])
             except BaseException:
                 if known is None and KEY_HEADER not in context.headers:
-                    call.is_resumable = False  # nobody can ask for it again: `close` cancels it
+                    call.is_resumable = False  # no client can resume it: `close` cancels it
                 call.close()
                 raise
         answer = surface.answer(plan.options, head)

@@ -198,7 +198,7 @@ def run_chat(
 ) -> int:
     """Answer one question, or those that are typed if none is given. Returns the exit code. Raises: ChatError.
 
-    Answers alone are printed where the output, or the input of a conversation, is no terminal.
+    Prints only answers if the output, or the input of a conversation, is not a terminal.
     """
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     timeout = httpx.Timeout(300.0, connect=5.0)

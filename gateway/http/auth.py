@@ -111,9 +111,7 @@ class KeyRing:
             ("", False) if self._is_open and nobody_may else await self._identify(headers, role)
         )
         if nobody_may:
-            raise Forbidden(
-                f"Nobody may do this: {setting} names no key.", code="insufficient_permissions"
-            )
+            raise Forbidden(f"No key may do this: set {setting}.", code="insufficient_permissions")
         if not has_role:
             raise Forbidden(
                 f"This API key may not do this: send one of {setting}, or one that has the role {role}.",

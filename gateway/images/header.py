@@ -1,7 +1,7 @@
 """An image's format and size from its first bytes, without decoding it: PNG, JPEG, WebP, GIF and AVIF.
 
 Cheap enough for the event loop and immune to decompression bombs, as it never touches pixel data; the worker's
-decoder has the last word on the rest. Formats are told by content, never by the client's media type.
+decoder has the last word on the rest. Formats are recognized by content, never by the client's media type.
 
 Source: PNG specification section 5.2 and 11.2.2; ITU T.81 annex B; RFC 9649 section 2; GIF89a section 18;
 ISO/IEC 14496-12 section 4 (boxes) and 23008-12 sections 8.11.4, 9.3 and 6.5.3 (pitm, iprp, ispe).

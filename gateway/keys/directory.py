@@ -20,12 +20,12 @@ from shared.redis.outage import OutageLog
 
 MAX_KEYS = 10_000  #: revoked ones count
 POLL_S = 0.5
-STALE_S = 2.0  #: after so long without Redis, stored keys are neither accepted nor refused
+STALE_S = 2.0  #: after this long without Redis, stored keys are neither accepted nor refused
 _SYNC_S = 30.0  #: interval of comparing Redis with the package store
 _PREFIX = "vlm-"
 GUEST = "oidc-"  #: begin of the tenants of callers with a token
 MAX_GUESTS = 100_000
-#: Of a guest that this gateway does not know any more.
+#: For a guest that this gateway no longer knows.
 _NOBODY = KeyRecord("", 0, "", "", models=("",), is_revoked=True)
 
 logger = logging.getLogger(__name__)

@@ -118,7 +118,7 @@ class TokenKeys:
         for text in (subject, name, stored):
             is_text = isinstance(text, str) and 0 < len(text) <= _MAX_CLAIM_CHARS
             if not (is_text and text.isprintable()):
-                raise _wrong(f"a claim is no printable text of 1 to {_MAX_CLAIM_CHARS} characters")
+                raise _wrong(f"a claim is not printable text of 1 to {_MAX_CLAIM_CHARS} characters")
         digest = hashlib.sha256(msgspec.json.encode([own.issuer, subject])).hexdigest()
         return (GUEST + digest[:32], stored, name), float(claims["exp"]) + LEEWAY_S
 

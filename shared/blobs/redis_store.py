@@ -24,7 +24,7 @@ PUT_BLOB = load_script(_SCRIPTS / "put.lua")
 RELEASE_BLOB = load_script(_SCRIPTS / "release.lua")
 
 MAX_REMEMBERED = 10_000
-#: Up to so many bytes, hashing is faster than a switch of threads.
+#: Up to this many bytes, hashing in place is faster than in a thread.
 MAX_INLINE_BYTES = 256 * 1024
 
 
@@ -33,8 +33,10 @@ class RedisBlobStore(RedisStore):
 
     def __init__(self, redis: Redis, prefix: str) -> None:
         super().__init__(redis, prefix)
-        self._known: dict[str, float] = {}  # by hash: until when the bytes are likely there
-        self._held: dict[str, tuple[float, set[str]]] = {}  # by holder: until when, and hashes
+        self._known: dict[str, float] = {}  # by hash: when the bytes may expire
+        self._held: dict[
+            str, tuple[float, set[str]]
+        ] = {}  # by holder: when it expires, and its hashes
         self._releasing: set[asyncio.Task[None]] = set()
 
     @redis_errors_as(BlobsUnavailable)
@@ -51,7 +53,7 @@ class RedisBlobStore(RedisStore):
         return ref
 
     async def _put(self, data: bytes, holder: str, ttl_s: float, ref: BlobRef) -> bool:
-        """Returns whether the blob exists; empty `data`: whether it existed."""
+        """Returns whether the blob exists now; with empty `data`, whether it existed before."""
         keys = self._blob_keys(ref.sha256)
         return await self._run(PUT_BLOB, keys, data, ttl_ms=to_ms(ttl_s), holder=holder) == 1
 

@@ -18,7 +18,7 @@ from shared.redis.script import load_script, named
 _SCRIPTS = Path(__file__).parent / "scripts"
 PUT_APP = load_script(_SCRIPTS / "put_app.lua")
 CLAIM_SLOT = load_script(_SCRIPTS / "claim_slot.lua")
-#: A slot claim expires after so long, unless the node reports the slot.
+#: A slot claim expires after this long, unless the node reports the slot.
 CLAIM_S = 10.0
 #: Time to live of the records after a node last renewed them.
 APPS_TTL_S = 24 * 3600.0

@@ -23,7 +23,7 @@ _KEY = re.compile(
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|[0-9]+")
 #: A run of this many letters and digits that alternates this often is random, not a word.
 _LEAST_RANDOM, _LONGEST_RANDOM_WORD = 16, 3
-#: Variables that are no application's, and why; one that ends with * stands for all that begin so. An
+#: Variables that applications may not set, and why; a trailing * matches every name that begins so. An
 #: application gets its variables with its process, so what starts it and shuts it in has them first:
 #: bubblewrap, Python and `launch.py`. Those of its own interpreter (`NODE_OPTIONS`) are its own, and `ENV`
 #: is for shells that somebody types into.

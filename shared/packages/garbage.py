@@ -29,7 +29,7 @@ from shared.packages.store import Entry, PackageStore, StoreError, blob_key
 GRACE_S = 24 * 3600.0  #: younger blobs are kept
 #: Per deployment, besides active ones, candidates and rollback targets.
 KEPT_GENERATIONS = 10
-#: Since its mark, a collector reads and deletes for at most so long; clients wait longer.
+#: Since its mark, a collector reads and deletes for at most this long; clients wait longer.
 LOOK_S, SWEEP_S, WAIT_S = 15.0, 20.0, 30.0
 _POLL_S = 0.1
 _HOLDS, _COLLECTORS = "gc/holds", "gc/collectors"

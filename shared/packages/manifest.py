@@ -1,7 +1,7 @@
 """What a package is: files by SHA-256, and how they are run. Its digest is its identity.
 
 The form is an OCI image manifest as `oras` writes one: a layer is a file, titled with its path. The bytes are
-canonical: one tree has one manifest, whoever packs it and when. Of a file's mode only whether it may be
+canonical: one tree has one manifest on every machine, at any time. Of a file's mode only whether it may be
 executed counts.
 
 Source: OCI image-spec 1.1, "Image Manifest"; ORAS, `org.opencontainers.image.title`.
@@ -171,7 +171,7 @@ def check_manifest(manifest: Manifest) -> None:
     for layer in manifest.layers:
         check_path(layer.path)
         if not _DIGEST.fullmatch(layer.digest) or layer.size < 0:
-            raise BadPackage(f"{layer.path}: its digest is no sha256, or its size below 0")
+            raise BadPackage(f"{layer.path}: its digest is not sha256, or its size is below 0")
         if layer.path in paths:
             raise BadPackage(f"{layer.path}: it is there twice")
         paths.add(layer.path)
@@ -203,7 +203,7 @@ def _check_config(config: PackageConfig, paths: set[str]) -> None:
         if config.kind != "model" or first in _NOT_OF_PACKAGES:
             raise BadPackage(f"config.engine: {name} is not for a package to say")
         if not _ENGINE_SETTING.fullmatch(name):
-            raise BadPackage(f"config.engine: {name!r} is no name of a setting")
+            raise BadPackage(f"config.engine: {name!r} is not the name of a setting")
 
 
 def check_path(path: str) -> None:

@@ -33,20 +33,20 @@ ReportState = Literal["starting", "ready", "failed", "gone"]
 SETTLE_S = 5.0
 #: A retiring version is stopped after this time, even with requests in its queue.
 RETIRE_S = 600.0
-#: A slot that its node does not report for so long is lost.
+#: A slot that its node does not report for this long is lost.
 FORGOTTEN_S = 10.0
 SCALE_PAUSE_S = 2.0
-#: After so many consecutive failed starts, waiting requests of the version fail.
+#: After this many consecutive failed starts, waiting requests of the version fail.
 MAX_FAILED_STARTS = 2
 LONGEST_BACKOFF_S = 60.0
-#: A slot that is ready for so long resets the failure counts.
+#: A slot that is ready for this long resets the failure counts.
 STABLE_S = 120.0
 #: A version that fails too often within this time after its promotion is rolled back.
 PROBATION_S = 600.0
-#: A canary is rolled back if, of at least so many answers, its failure ratio exceeds the old version's by so much.
+#: A canary is rolled back if, of at least this many answers, its failure ratio exceeds the old version's by this much.
 MIN_ANSWERS = 50
 MAX_MORE_FAILED = 0.05
-#: It is also rolled back if it is slower by the ratio in its spec, and by at least so much.
+#: It is also rolled back if it is slower by the ratio in its spec, and by at least this much.
 LEAST_DELAY_S = 0.002
 MAX_EVENTS = 50
 

@@ -1,4 +1,4 @@
-"""Routes: by which weights gateways split a name's requests between versions, whoever runs their workers.
+"""Routes: the weights by which gateways split a name's requests between versions.
 
 `routes/NAME/NUMBER.json` in the package store. As generations, each is written once, and the latest counts.
 """

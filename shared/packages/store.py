@@ -349,7 +349,7 @@ class ObjectStore:
 def blob_key(digest: str) -> str:
     """The key of a blob in an OCI image layout. Raises: StoreError."""
     if not is_digest(digest):
-        raise StoreError(f"{digest[:80]!r} is no digest: write sha256: and 64 hex digits")
+        raise StoreError(f"{digest[:80]!r} is not a digest: write sha256: and 64 hex digits")
     return f"blobs/sha256/{digest.removeprefix('sha256:')}"
 
 

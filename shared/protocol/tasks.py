@@ -111,7 +111,7 @@ class SamplingParams(Message, frozen=True, omit_defaults=True):
     num_logprobs: int | None = None  #: k: of the sampled token and the k most probable; None: none
     num_prompt_logprobs: int | None = None  #: the same for each prompt token
     ignore_eos: bool = False
-    min_tokens: int = 0  #: no end of sequence before so many tokens
+    min_tokens: int = 0  #: no end of sequence before this many tokens
     skip_special_tokens: bool = True  #: False: special tokens are part of the text
     returns_prompt_ids: bool = False  #: `Started` has the token ids of the prompt
 
@@ -233,7 +233,7 @@ class Embed(_Task, frozen=True):
     images: tuple[ImageRef, ...] = ()
     #: The model's prompt to prepend to each text; empty: its default; None: none.
     prompt_name: str | None = ""
-    dimensions: int | None = None  #: truncate the vectors to so many; None: all
+    dimensions: int | None = None  #: truncate the vectors to this many; None: all
     is_normalized: bool = True  #: to length 1
     truncate: Truncate = "none"
     first: int | None = (

@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from shared.protocol import Envelope, ErrorCode
 
-#: A possible poison request is cleared after so many new tokens: it may run beside others, and a loss of its worker no
+#: A possible poison request is cleared after this many new tokens: it may run beside others, and a loss of its worker no
 #: longer counts as a crash of the request.
 CLEARED_AFTER_TOKENS = 8
 

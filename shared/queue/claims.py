@@ -38,13 +38,13 @@ from shared.redis.link import Command, RedisLink, RedisSender
 Replies = Mapping[bytes, list[Any]]  #: of the claim script, by entry
 NO_REPLIES: Replies = MappingProxyType({})
 
-#: The claim reply of an entry was lost if Redis counts it as ours, it is idle for so long, and it is not known here.
+#: The claim reply of an entry was lost if Redis counts it as ours, it is idle for this long, and it is not known here.
 UNKNOWN_AFTER_S = 3.0
 #: Interval between deletions of old consumers.
 REAP_EVERY_S = 600.0
 #: Interactive calls that overtake batch calls before the oldest batch call joins the queue.
 OVERTAKES_PER_AGED = 10
-#: A request fails after `max_attempts` times so many lost workers, whether or not they count as crashes.
+#: A request fails after `max_attempts` times this many lost workers, whether or not they count as crashes.
 LOSSES_PER_ATTEMPT = 4
 
 _FAILURES = {
@@ -232,7 +232,7 @@ class RedisWorkerQueue:
 
     @redis_errors_as(QueueUnavailable)
     async def begin(self, claim: Claim) -> bool:
-        """See `WorkerQueue.begin`. It may wait long to run alone, and a loss until then is no crash."""
+        """See `WorkerQueue.begin`. It may wait long to run alone; a worker that is lost before then does not count as a crash."""
         request = self._keys.request(self._model, claim.id)
         keys, arguments = (request,), named(attempt=claim.attempt, worker=self._worker_id)
         return await retry_idempotent(lambda: self._sender.run(BEGIN, keys, arguments)) == 1
@@ -422,7 +422,7 @@ def read_claim(
 
 
 def giving_up(claim: Claim, verdict: bytes) -> Publication:
-    """The failure of a call that cannot run any more."""
+    """The failure of a call that can no longer run."""
     code, message = _FAILURES[verdict]
     failed = encode(Failed(claim.id, claim.attempt, code, message))
     reason = "" if verdict == b"expired" else verdict.decode()

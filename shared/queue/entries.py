@@ -12,7 +12,7 @@ from shared.redis.link import Command, RedisLink, RedisSender, with_ttl
 
 Entry = tuple[bytes, list[bytes]]
 
-#: Consumers without pending entries that were not seen for so long are deleted.
+#: Consumers without pending entries that were not seen for this long are deleted.
 FORGET_AFTER_S = 3600.0
 
 

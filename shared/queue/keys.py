@@ -27,11 +27,11 @@ BLOB_LINGER_S = 30.0
 CRASH_TTL_S = 600.0
 #: A crash so soon after a running request was cancelled may be due to that request.
 LEFT_TTL_S = 10.0
-#: A preferred worker is remembered for so long; caches rarely keep an image or prefix longer.
+#: A preferred worker is remembered for this long; caches rarely keep an image or prefix longer.
 AFFINITY_TTL_S = 600.0
 #: Nothing is reserved for a worker that does not renew its stream of wakeups.
 WAKEUPS_TTL_S = 10.0
-#: A model is listed for so long after its last worker.
+#: A model is listed for this long after its last worker.
 MODEL_TTL_S = 24 * 3600.0
 
 
@@ -153,7 +153,7 @@ class RedisKeys:
         return f"{self.prefix}:session:{{{session_id}}}:tasks"
 
     def session_open(self, session_id: str) -> str:
-        """Hash of the records of those whose end nobody has seen."""
+        """Hash of the records of tasks whose end no client has read."""
         return f"{self.prefix}:session:{{{session_id}}}:open"
 
     def session_limits(self, application: str) -> str:

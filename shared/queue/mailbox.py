@@ -35,7 +35,7 @@ class RedisMailbox:
     """The mailboxes of one gateway: a `Mailbox`. `on_gap(model)` is called when events of a model may be missing.
 
     `on_failure` is called when Redis does not answer. A mailbox of a model that is not needed (`is_needed(model)`) is
-    neither read nor renewed any more, until it is opened again.
+    no longer read or renewed, until it is opened again.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class RedisMailbox:
                 name = key.decode()
                 for entry_id, fields in entries:
                     if name not in self._last_ids:
-                        break  # nobody needs it any more
+                        break  # no call needs it now
                     self._last_ids[name] = entry_id
                     if fields[0] == b"events":
                         yield self._models[name], fields[1]

@@ -37,9 +37,9 @@ from shared.redis.client import create_redis
 from shared.settings import SettingsError
 from shared.settings.tree import RedisSettings
 
-#: The requests of a shard that is down for so long are submitted to another one.
+#: The requests of a shard that is down for this long are submitted to another one.
 LOST_AFTER_S = 4.0
-#: Limits of a tenant below so many times the number of shards are not divided: its requests are on one shard.
+#: Limits of a tenant below this many times the number of shards are not divided: its requests are on one shard.
 SMALL = 16
 _PROBE_EVERY_S = 0.5
 _LONGEST_PAUSE_S = 8.0

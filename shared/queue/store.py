@@ -1,4 +1,4 @@
-"""The base of what keeps its state in Redis under one key prefix."""
+"""Base class of stores that keep their state in Redis under one key prefix."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,8 +1,8 @@
 """Pipelined Redis connections: many commands per write, from many callers.
 
 redis-py spends more CPU on a command than Redis does. Here the commands of a loop iteration are combined into one
-write, up to a size, and hiredis packs and parses. A connection fails if there is no progress for the timeout of a
-command, however much there is to send or to read. Addresses and credentials are those of redis-py's client; this
+write, up to a size, and hiredis packs and parses. A connection fails after a command's timeout without
+progress, however large the transfer is. Addresses and credentials are those of redis-py's client; this
 module knows no keys or scripts.
 """
 
@@ -107,7 +107,7 @@ class _Wire(asyncio.Protocol):
             self.fail(ConnectionError(f"not the protocol of Redis: {error}"))
             return
         if len(replies) > self._num_wanted:
-            self.fail(ConnectionError("Redis answers what nobody asked"))
+            self.fail(ConnectionError("Redis sent a reply without a command"))
         elif replies:
             if any(isinstance(reply, ConnectionError) for reply in replies):
                 self._hang_up()
@@ -392,9 +392,7 @@ class RedisSender:
         if failure is not None:
             self._fail(self._sent, failure)
             self._sent.clear()
-            if isinstance(
-                failure, TimeoutError
-            ):  # the calls behind have waited for progress as long
+            if isinstance(failure, TimeoutError):  # the calls queued behind it have waited as long
                 before = asyncio.get_running_loop().time() - self._link.timeout_s
                 while self._waiting and self._waiting[0].since <= before:
                     _set(self._waiting.popleft().future, failure)

@@ -42,7 +42,7 @@ class Session(msgspec.Struct, frozen=True):
     owner: str  #: hash of the API key
     application: str
     created_at: float
-    idle_s: float  #: it expires without a new task for so long; results are kept as long
+    idle_s: float  #: it expires without a new task for this long; results are kept as long
     timeout_s: float  #: of each task, its wait included
     priority: Priority = Priority.INTERACTIVE
     common: BlobRef | None = None

@@ -238,7 +238,7 @@ class GatewaySettings(Group):
     @field_validator("aliases")
     @classmethod
     def check_aliases(cls, aliases: dict[str, str]) -> dict[str, str]:
-        """Accept names of models that are no aliases themselves. Raises: ValueError."""
+        """Accept names of models that are not aliases themselves. Raises: ValueError."""
         if any(
             target in aliases or not (_is_name(n) and _is_name(target))
             for n, target in aliases.items()

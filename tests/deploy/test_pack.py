@@ -190,12 +190,12 @@ def test_links_out_and_special_files_are_refused_by_name(tmp_path):
         pack(str(folder))
     (folder / "leak.json").unlink()
     os.mkfifo(folder / "pipe")
-    with pytest.raises(BadPackage, match="pipe: it is no regular file"):
+    with pytest.raises(BadPackage, match="pipe: not a regular file"):
         pack(str(folder))
     (folder / "pipe").unlink()
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(folder / "s"))
-        with pytest.raises(BadPackage, match="s: it is no regular file"):
+        with pytest.raises(BadPackage, match="s: not a regular file"):
             pack(str(folder))
 
 

@@ -191,13 +191,13 @@ async def test_a_request_whose_adapter_went_while_it_waited_is_told_so(
         ("sql", "../elsewhere", "lora_path", "leads out of the workers' directory"),
         ("sql", "/etc", "lora_path", "leads out of the workers' directory"),
         ("sql", ".", "lora_path", "leads out of the workers' directory"),
-        ("sql", "nothing", "lora_path", "is no directory"),
+        ("sql", "nothing", "lora_path", "is not a directory"),
         ("sql", "empty", "lora_path", "there is no adapter_config.json"),
         ("a:b", "sql", "lora_name", "lora_name"),
         ("", "sql", "lora_name", "lora_name"),
         ("sql\n", "sql", "lora_name", "lora_name"),
-        ("sql", "a\0b", "lora_path", "is no directory"),
-        ("sql", "a" * 1000, "lora_path", "is no directory"),
+        ("sql", "a\0b", "lora_path", "is not a directory"),
+        ("sql", "a" * 1000, "lora_path", "is not a directory"),
     ],
 )
 async def test_what_cannot_be_loaded_is_refused_in_a_sentence(

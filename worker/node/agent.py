@@ -61,12 +61,12 @@ from worker.node.secrets import Secrets
 from worker.node.standby import Standby
 
 TICK_S = 0.5
-#: A node without a heartbeat for so long is lost, and its instances are replaced.
+#: A node without a heartbeat for this long is lost, and its instances are replaced.
 RECORD_TTL_S = 30.0
 #: Interval of comparing the store with Redis.
 SYNC_S = 30.0
 SYNC_EMPTY_S = 2.0
-#: An instance without a slot in any record is stopped after so long: Redis may be restored meanwhile.
+#: An instance without a slot in any record is stopped after this long: Redis may be restored meanwhile.
 UNKNOWN_S = 10.0
 #: Tries of finding the tenants of an instance that ended.
 TENANT_TRIES = 10
@@ -197,7 +197,7 @@ class NodeAgent:
                 if not self._stopping.is_set() and await self._deployments.is_told_to_drain(
                     self.id
                 ):
-                    logger.info("node %s: told to drain", self.id)
+                    logger.info("node %s: was asked to drain", self.id)
                     self._stopping.set()
             except (RedisError, OSError) as error:
                 self._outage.failed(error)

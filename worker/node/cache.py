@@ -91,10 +91,10 @@ class Cache:
             os.close(file)
 
     def make_room(self, num_bytes: int, wanted: Collection[str] = ()) -> None:
-        """Remove what nobody uses until so many more bytes fit, or nothing is left to remove.
+        """Remove unused packages until `num_bytes` more fit, or none is left.
 
-        The blobs that are `wanted`, by their digests, stay. Does nothing while others fill the cache: they or
-        the next make room. Raises: OSError.
+        Keeps the blobs of the digests in `wanted`. Does nothing while another download fills the cache: that one,
+        or the next, makes room. Raises: OSError.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
@@ -132,7 +132,7 @@ class Cache:
                     yield path
 
     def _remove_leftovers(self, wanted: Collection[str]) -> None:
-        """What no package has, and what was never finished: nobody fills the cache now."""
+        """Remove files of no package, and unfinished ones, while no download runs."""
         for path in (self.folder / "blobs").glob("*"):
             if path.stat().st_nlink == 1 and path.name.removesuffix(SUFFIX) not in wanted:
                 path.unlink()

@@ -41,7 +41,7 @@ async def collect_metrics(sockets: Iterable[tuple[Labels, str]]) -> CollectorReg
 
 
 async def _fetch(path: str) -> str:
-    """Empty where no worker answers yet or any more."""
+    """Empty if no worker answers."""
     transport = httpx.AsyncHTTPTransport(uds=path)
     try:
         async with httpx.AsyncClient(transport=transport, timeout=_TIMEOUT_S) as client:

@@ -23,7 +23,7 @@ from worker.node.supervisor import Pauses, describe_end
 
 logger = logging.getLogger(__name__)
 
-#: After so long, a worker that no node has room for is logged.
+#: After this long, a worker that no node has room for is logged.
 PLACED_WITHIN_S = 10.0
 _KILL_AFTER_S = 5.0
 _CONNECT_WITHIN_S = 5.0

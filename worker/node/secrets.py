@@ -33,7 +33,7 @@ class Secrets:
         self._folder = Path(settings.secrets_dir).expanduser() if settings.secrets_dir else None
         if self._folder is not None and not os.access(self._folder / ".", os.R_OK | os.X_OK):
             raise SettingsError(
-                f"VLM_NODE__SECRETS_DIR: {self._folder} is no directory that the node may read"
+                f"VLM_NODE__SECRETS_DIR: {self._folder} is not a directory that the node can read"
             )
         self._variables = settings.secrets
 

@@ -295,7 +295,7 @@ def read_engine_settings(settings: Settings) -> EngineSettings:
 
 
 async def wait_until_served(settings: Settings, num_models: int) -> list[dict[str, Any]]:
-    """Wait until so many models have workers, and show the progress; returns them, the newest first.
+    """Wait until this many models have workers, and show the progress; returns them, the newest first.
 
     Deployments and adapters do not count.
     """

@@ -25,7 +25,7 @@ ANSWER = struct.Struct(">?QII")  #: whether it is pixels, bytes that follow, wid
 
 
 def allow_cpu(max_cpu_s: int) -> None:
-    """Be killed after so many seconds of arithmetic from now on."""
+    """Limit the CPU time from now on; the kernel kills the process beyond it."""
     used_s = time.process_time()
     with suppress(ValueError, OSError):
         _, hard = resource.getrlimit(resource.RLIMIT_CPU)

@@ -44,7 +44,7 @@ from shared.settings.limits import LimitSettings
 logger = logging.getLogger(__name__)
 
 MAX_PIXEL_CACHE_BYTES = 64 * 1024 * 1024
-#: Up to so many characters, tokenizing is faster than a switch of threads.
+#: Up to this many characters, tokenizing in place is faster than in a thread.
 MAX_INLINE_CHARS = 2000
 NUM_TEXT_THREADS = 2  #: separate threads: text does not wait for images
 FETCH_PAUSE_S = 0.2

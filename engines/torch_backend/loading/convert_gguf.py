@@ -83,7 +83,7 @@ def run(source: Path, target: Path) -> None:
         task = bar.add_task(f"converting {source}", total=1.0)
         try:
             if not source.is_file():
-                raise FileNotFoundError(f"{source} is no file")
+                raise FileNotFoundError(f"{source} is not a file")
             convert_gguf(source, target, lambda share: bar.update(task, completed=share))
         except (UnsupportedCheckpoint, OSError) as error:
             raise SystemExit(f"convert-gguf: {error}") from None

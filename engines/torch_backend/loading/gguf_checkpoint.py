@@ -211,7 +211,7 @@ class _File:
         if kind == "blocks":
             is_matrix = len(info.shape) == 2 and name.endswith(".weight")
             if not is_matrix or info.shape[1] % GGML_BLOCK[info.ggml_type][0]:
-                raise self.refuse(f"{what} is {info.shape}, which is no matrix of whole blocks")
+                raise self.refuse(f"{what} is {info.shape}, which is not a matrix of whole blocks")
         if 0 in info.shape:
             raise self.refuse(f"{what} is {info.shape}")
         if num_heads and (not info.shape or info.shape[0] % (2 * num_heads)):

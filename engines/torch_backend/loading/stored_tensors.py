@@ -24,7 +24,7 @@ from engines.torch_backend.models.config import UnsupportedCheckpoint
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 MAX_SHARD_BYTES = 2 * 1024**3
-#: bytes of what is no floating-point number, and so keeps its type
+#: bytes of tensors that are not floating-point, which keep their type
 _INTEGER_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "U16": 2, "I16": 2, "I32": 4, "I64": 8}
 _FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 #: what a format's scales make numbers of
@@ -148,7 +148,7 @@ def check_new(target: Path) -> None:
     parent = next(path for path in target.absolute().parents if path.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise PermissionError(
-            f"{target} cannot be written: {parent} is no directory that you may write; name another"
+            f"{target} cannot be written: {parent} is not a directory that you can write to; choose another"
         )
 
 

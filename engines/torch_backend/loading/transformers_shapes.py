@@ -35,7 +35,7 @@ class Shape:
     placeholder: str = "<image>"
 
     def config(self, num_layers: int | None, dtype: torch.dtype) -> PreTrainedConfig:
-        """With so many layers at the most, in the decoder and in the tower."""
+        """With this many layers at the most, in the decoder and in the tower."""
         config = self.create()
         config.architectures = [self.architecture]
         config.dtype = dtype

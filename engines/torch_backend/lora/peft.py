@@ -61,7 +61,7 @@ def _pair(weights: dict[str, Tensor], config: Fields, limits: AdapterLimits) -> 
                 f"the weight {shown(name)} is none of a linear map's lora_A and lora_B"
             )
         if tensor.dim() != 2 or not tensor.is_floating_point():
-            raise BadAdapter(f"the weight {shown(name)} is no matrix of numbers")
+            raise BadAdapter(f"the weight {shown(name)} is not a matrix of numbers")
         parts.setdefault(found["module"], {})[found["part"]] = tensor
     if not parts:
         raise BadAdapter(f"{WEIGHTS_FILE} holds no weights")
@@ -89,7 +89,7 @@ def _pattern(config: Fields, name: str, module: str) -> object:
         try:
             is_meant = re.fullmatch(rf"(.*\.)?({key})", module)
         except re.error:
-            raise config.refuse(name, f"has the key {shown(key)}, which is no pattern") from None
+            raise config.refuse(name, f"has the key {shown(key)}, which is not a pattern") from None
         if is_meant:
             return value
     return None

@@ -172,7 +172,7 @@ def llama_config(section: Fields, full: Any, tied: bool = False) -> TextConfig:
         )
     head_dim = section.get("head_dim")
     if not head_dim and full.hidden_size % num_heads:
-        raise section.refuse("hidden_size", f"is no multiple of {num_heads} num_attention_heads")
+        raise section.refuse("hidden_size", f"is not a multiple of {num_heads} num_attention_heads")
     bias = kind == "qwen2" or (kind == "llama" and full.attention_bias)
     return TextConfig(
         vocab_size=full.vocab_size,

@@ -212,7 +212,7 @@ class ImageEncoder:
 
 
 def _is_stream(item: ScheduledSequence) -> bool:
-    """Whether somebody waits for this step's token; nobody does for batch work."""
+    """Whether a stream waits for this step's tokens; batch requests do not."""
     is_interactive = item.sequence.priority is Priority.INTERACTIVE
     return is_interactive and item.num_new_tokens - len(item.draft) == 1 and item.samples
 

@@ -177,7 +177,7 @@ def read_kept(record: Record) -> KeptConversation:
 
 
 def _not_kept() -> NotFound:
-    return NotFound("No such response is kept, or not any more.", code="response_not_found")
+    return NotFound("No such response is stored, or no longer.", code="response_not_found")
 
 
 _kept_decoder = msgspec.json.Decoder(KeptConversation)

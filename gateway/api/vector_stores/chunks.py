@@ -39,7 +39,7 @@ def decode_text(file: FileRecord) -> str:
         text = "\0"
     if "\0" in text:
         raise InvalidRequest(
-            "The file is no text in UTF-8: convert it before you upload it.",
+            "The file is not UTF-8 text: convert it before you upload it.",
             param="file_id",
             code="unsupported_file",
         )

@@ -26,7 +26,7 @@ FLOATS = {0: ("F32", torch.float32), 1: ("F16", torch.float16), 30: ("BF16", tor
 DTYPE = torch.float16  #: of what is dequantized
 _Q4_0, _Q4_1, _Q5_0, _Q5_1, _Q4_K = 2, 3, 6, 7, 12
 _GROUP = 32
-#: llama.cpp falls back to these where a row is no multiple of 256. Transformers' reader does not know them.
+#: llama.cpp falls back to these where a row is not a multiple of 256. Transformers' reader does not know them.
 GGML_BLOCK.update({_Q5_0: (_GROUP, 22), _Q5_1: (_GROUP, 24)})
 GGML_NAME.update({_Q5_0: "Q5_0", _Q5_1: "Q5_1"})
 _CHUNK_WEIGHTS = 1 << 20  # dequantized at once: what is computed on the way stays small

@@ -28,7 +28,7 @@ class Heads:
     rotates: bool = True
     rope: int = 0  #: index of the rotary table
     scale: float | None = None  #: of scores; None: D ** -0.5
-    chunk: int | None = None  #: a token attends within its own chunk of so many tokens
+    chunk: int | None = None  #: a token attends within its own chunk of this many tokens
     softcap: float | None = None
     sinks: Tensor | None = None  #: (H,), scores that take weight and give no value
     is_bidirectional: bool = False  #: within the step's bidirectional spans

@@ -195,7 +195,7 @@ def attend_decodes(
     lengths: Tensor,
     window: int | None = None,
 ) -> Tensor:
-    """One new token of each sequence over its context, which the pool holds; of a window, over the last so many tokens.
+    """One new token of each sequence over its context, which the pool holds; of a window, over the last tokens.
 
     Shapes: query (S, H, D), tables (S, blocks), lengths (S,); returns (S, H * D).
     """

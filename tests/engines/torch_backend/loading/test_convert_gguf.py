@@ -67,5 +67,5 @@ def test_the_command_ends_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=said) as ended:
         run(tmp_path / "model.gguf", tmp_path / "out")
     assert "/" not in str(ended.value)  # a path of ours, of a link that is gone by then
-    with pytest.raises(SystemExit, match=r"convert-gguf: .*other\.gguf is no file"):
+    with pytest.raises(SystemExit, match=r"convert-gguf: .*other\.gguf is not a file"):
         run(tmp_path / "other.gguf", tmp_path / "out")

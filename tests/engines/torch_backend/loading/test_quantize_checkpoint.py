@@ -159,7 +159,7 @@ def test_what_is_stored_in_8_bits_stays_so_and_all_else_comes_along(
     ("target", "reason"),
     [
         ("full", "full is not empty; name"),
-        ("full/file/new", "full/file is no directory"),
+        ("full/file/new", "full/file is not a directory"),
         ("new", "unknown: give a built-in name"),
     ],
 )
