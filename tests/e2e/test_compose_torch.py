@@ -3,6 +3,7 @@
 On demand, as torch is large: `COMPOSE_TORCH=1 make compose-test`. `TORCH_ARGS` are pip's options for it.
 """
 
+import contextlib
 import os
 import re
 from collections.abc import Iterator
@@ -11,10 +12,11 @@ import httpx
 import pytest
 
 from loadtest.client import ChatClient
-from loadtest.fleet import ROOT
+from loadtest.fleet import ROOT, free_port
 from loadtest.images import to_png_url
 from loadtest.scenarios import image_part, text_part, to_body
-from tests.e2e.compose_stack import ComposeStack, docker, run_stack
+from tests.e2e.compose_stack import WITHIN_S, ComposeStack, docker, run_stack
+from tests.waiting import wait_for
 
 pytestmark = [
     pytest.mark.slow,
@@ -77,3 +79,27 @@ command = ["gcc", "-c", str(source), "-I", sysconfig.get_path("include"), "-o", 
 print(subprocess.run(command).returncode)
 """
     assert docker("exec", worker, "python", "-c", code) == "0"
+
+
+def test_the_docker_run_of_the_readme_is_a_whole_machine(stack):
+    """Of the image that the stack has built."""
+    [line] = re.findall(
+        r"&& docker (run .* vlm-fleet:cpu .*)$", (ROOT / "README.md").read_text(), re.M
+    )
+    port = free_port()
+    container = docker(
+        *line.replace(":8000:", f":{port}:").replace("run ", "run --detach ", 1).split()
+    )
+    try:
+        url = f"http://127.0.0.1:{port}"
+        wait_for(lambda: is_ready(url), WITHIN_S)
+        with ChatClient(url) as client:
+            assert client.ask(question()).text == "3"
+    finally:
+        docker("stop", "--time", "40", container)
+
+
+def is_ready(url: str) -> bool:
+    with contextlib.suppress(httpx.HTTPError):
+        return httpx.get(f"{url}/readyz?workers=1", trust_env=False).is_success
+    return False
