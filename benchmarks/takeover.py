@@ -41,7 +41,7 @@ def run_fleet() -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
         try:
             while True:
                 try:
-                    if httpx.get(f"{url}/readyz?workers=1").is_success:
+                    if httpx.get(f"{url}/readyz?workers=2").is_success:
                         break
                 except httpx.HTTPError:
                     pass
