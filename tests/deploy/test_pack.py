@@ -220,9 +220,9 @@ def test_pickles_are_refused_by_name_and_by_content(tmp_path):
     [
         (member("../../evil.json"), "leads out"),
         (member("/etc/evil.json"), "leads out"),
-        (member("link.json", tarfile.SYMTYPE, "/etc/passwd"), "no regular file"),
-        (member("hard.json", tarfile.LNKTYPE, "config.json"), "no regular file"),
-        (member("disk", tarfile.BLKTYPE), "no regular file"),
+        (member("link.json", tarfile.SYMTYPE, "/etc/passwd"), "not a regular file"),
+        (member("hard.json", tarfile.LNKTYPE, "config.json"), "not a regular file"),
+        (member("disk", tarfile.BLKTYPE), "not a regular file"),
         (member("config.json/x"), "one name"),
     ],
 )
@@ -257,7 +257,7 @@ def test_a_bomb_is_refused_before_it_fills_the_disk(tmp_path):
 def test_an_archive_that_was_cut_is_refused(tmp_path):
     tar = make_tar(tmp_path / "m.tar.gz", [(member("config.json"), os.urandom(5000))])
     tar.write_bytes(tar.read_bytes()[:2000])
-    with pytest.raises(BadPackage, match="cut"):
+    with pytest.raises(BadPackage, match="incomplete"):
         pack(str(tar))
 
 
@@ -272,7 +272,7 @@ def test_what_it_is_is_found(tmp_path):
     alone = pack(str(program / "bin" / "run")).manifest
     assert alone.config == PackageConfig("executable", command=("run",))
     assert pack(str(program), command=["bin/run", "-v"]).manifest.config.command[1] == "-v"
-    with pytest.raises(BadPackage, match="no model"):
+    with pytest.raises(BadPackage, match="neither a model"):
         pack(str(write(tmp_path / "none", {"readme.md": b""})))
     with pytest.raises(BadPackage, match="no such file"):
         pack(str(tmp_path / "missing"))

@@ -103,7 +103,15 @@ def user(request, tmp_path_factory) -> User:
 
 @pytest.fixture(scope="module")
 def serving(user: User) -> Iterator[User]:
-    command = ["serve", "--also", "shapes-clip", "--port", "0", "--data-dir", str(user.folder / "data")]
+    command = [
+        "serve",
+        "--also",
+        "shapes-clip",
+        "--port",
+        "0",
+        "--data-dir",
+        str(user.folder / "data"),
+    ]
     user.served = Served.start([str(user.programs / "vlm"), *command], user.folder)
     yield user
     user.served.end()

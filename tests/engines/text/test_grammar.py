@@ -118,7 +118,7 @@ REFUSED = [
     ("json", {"properties": {"a": {}}, "maxProperties": 1}, "all names of properties are required"),
     ("json", {"const": ["canary\0"]}, "control character"),
     ("json", {"enum": ["canary\x7f"]}, "control character"),
-    ("json", {"maxItems": 2.5}, "no whole number"),
+    ("json", {"maxItems": 2.5}, "not a whole number"),
     ("json", {"patternProperties": {"a": {}, "b": {}}}, "may meet"),
     ("json", {"$dynamicAnchor": "canary"}, r"\$dynamicAnchor"),
 ]  # fmt: skip

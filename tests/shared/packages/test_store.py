@@ -44,7 +44,7 @@ def test_bytes_of_another_digest_are_not_kept(store: PackageStore):
     assert store.size(digest) is None
     with pytest.raises(StoreError):
         list(store.stream(blob_key(digest)))
-    with pytest.raises(StoreError, match="no digest"):
+    with pytest.raises(StoreError, match="not a digest"):
         store.size("sha256:../../etc/passwd")
 
 

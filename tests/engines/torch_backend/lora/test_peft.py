@@ -124,7 +124,7 @@ B = f"base_model.model.{Q}.lora_B.weight"
         (_change(lambda w: w.pop(A)), "not both of lora_A and lora_B"),
         (_change(lambda w: w.update({A: w[A][:2]})), "not both of lora_A and lora_B, of one rank"),
         (_change(lambda w: w.update({A: w[A][:, :-1]})), "it is of another model"),
-        (_change(lambda w: w.update({A: w[A].int()})), "no matrix of numbers"),
+        (_change(lambda w: w.update({A: w[A].int()})), "not a matrix of numbers"),
         (_change(lambda w: w.update({B: w[B] * torch.inf})), "does not hold"),
         (_change(lambda w: w.update({f"{Q}.lora_magnitude_vector": torch.ones(4)})), "none of a linear map's"),
     ],
