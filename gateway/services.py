@@ -26,12 +26,12 @@ from gateway.calls.resume import Resume
 from gateway.calls.surface import Surface
 from gateway.http.admission import Admission
 from gateway.http.server import DrainingServer, create_server
-from gateway.images.fetch import ImageFetcher
-from gateway.images.loader import ImageLoader
 from gateway.keys.audit import AuditLog
 from gateway.keys.directory import KeyDirectory
 from gateway.keys.records import KeyStore
 from gateway.keys.usage import UsageLog
+from gateway.media.fetch import ImageFetcher
+from gateway.media.loader import ImageLoader
 from gateway.search import SearchClient
 from shared.blobs.api import BlobStore
 from shared.blobs.object_store import ObjectBlobStore

@@ -8,7 +8,7 @@ from msgspec import Struct, field
 from gateway.api.fields import invalid
 from gateway.http.errors import InvalidRequest
 from gateway.http.exchange import RequestContext
-from gateway.images.loader import ImageSource
+from gateway.media.loader import ImageSource
 from shared.protocol import (
     THINKING_SWITCHES,
     ChatMessage,

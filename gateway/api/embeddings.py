@@ -40,7 +40,7 @@ from gateway.calls.open_call import ChoiceEvent
 from gateway.calls.surface import AnswerHead, Frame, Plan, Surface, Totals
 from gateway.http.errors import InvalidRequest
 from gateway.http.exchange import RequestContext
-from gateway.images.loader import ImageSource
+from gateway.media.loader import ImageSource
 from shared.protocol import (
     Embed,
     ImagePart,

@@ -18,7 +18,7 @@ from gateway.calls.kept import IMAGE_ID, KeptAnswers, image_name
 from gateway.http.endpoint import Caller, Resource, operation
 from gateway.http.errors import InvalidRequest, NotFound
 from gateway.http.multipart import read_form
-from gateway.images.loader import ImageLoader, ImageSource
+from gateway.media.loader import ImageLoader, ImageSource
 from gateway.search import SearchClient
 from shared.records.store import Record
 from shared.search import DropFile, FileRecord, ListFiles, PutFile, ReadFile

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from gateway.http.errors import InvalidRequest
-from gateway.images.loader import ImageSource, LoadedImage
+from gateway.media.loader import ImageSource, LoadedImage
 from shared.blobs.api import BlobStore
 from shared.protocol import ImageRef
 from shared.records.store import Record, RecordStore

@@ -39,7 +39,7 @@ from gateway.http.errors import (
     to_api_error,
 )
 from gateway.http.exchange import JSON_HEADERS, Exchange, RequestContext
-from gateway.images.loader import ImageLoader, ImageSource, LoadedImage
+from gateway.media.loader import ImageLoader, ImageSource, LoadedImage
 from shared.blobs.api import BlobStore
 from shared.protocol import Call, ImageRef, ModelCard, Scores, Task, Vectors
 from shared.queue.api import QueueRefused, QueueUnavailable

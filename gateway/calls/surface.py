@@ -22,7 +22,7 @@ from gateway.http.exchange import (
     sse_event,
     with_sse_id,
 )
-from gateway.images.loader import ImageSource
+from gateway.media.loader import ImageSource
 from shared.protocol import Finished, ModelCard, Priority, Task, Usage
 from shared.records.store import Record
 from shared.settings.limits import LimitSettings

@@ -69,7 +69,7 @@ from gateway.api.tools import check_arguments, find_tools, read_call, read_offer
 from gateway.calls.open_call import ChoiceEvent
 from gateway.calls.surface import Answer, AnswerHead, Plan, Surface, Totals
 from gateway.http.exchange import RequestContext
-from gateway.images.header import FORMAT_NAMES
+from gateway.media.header import FORMAT_NAMES
 from shared.protocol import (
     CallEvent,
     CallPiece,

@@ -11,7 +11,7 @@ from gateway.api.fields import invalid
 from gateway.api.vector_stores.schemas import ItemInput, QueryInput, SearchRequest, Vector
 from gateway.http.errors import InvalidRequest
 from gateway.http.unknown_fields import unsupported
-from gateway.images.loader import ImageSource
+from gateway.media.loader import ImageSource
 from shared.protocol import ModelCard
 from shared.search import Filter
 from shared.settings.limits import (

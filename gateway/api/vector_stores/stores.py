@@ -56,7 +56,7 @@ from gateway.api.vector_stores.vectors import StoreVectors
 from gateway.calls.lifecycle import Lifecycle
 from gateway.http.endpoint import Caller, Resource, operation
 from gateway.http.errors import ApiError, InvalidRequest, NotFound
-from gateway.images.loader import ImageSource
+from gateway.media.loader import ImageSource
 from gateway.search import SearchClient
 from shared.protocol import ModelCard
 from shared.search import (

@@ -12,7 +12,7 @@ from gateway.calls.lifecycle import Lifecycle
 from gateway.calls.surface import Plan
 from gateway.http.endpoint import Caller
 from gateway.http.errors import ApiError, InvalidRequest, NotFound
-from gateway.images.loader import ImageSource
+from gateway.media.loader import ImageSource
 from shared.protocol import Embed, ImagePart, ModelCard, Priority, Rerank, TextPart, Truncate
 from shared.search import Hit, StoreRecord
 from shared.settings.limits import LimitSettings

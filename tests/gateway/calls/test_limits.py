@@ -18,8 +18,8 @@ from gateway.http.admission import Admission
 from gateway.http.body import JsonBody, read_body
 from gateway.http.errors import InvalidRequest
 from gateway.http.exchange import RequestContext
-from gateway.images.header import ImageHeader, ImageRefused, check_header
-from gateway.images.loader import ImageLoader, ImageSource
+from gateway.media.header import ImageHeader, ImageRefused, check_header
+from gateway.media.loader import ImageLoader, ImageSource
 from shared.settings import limits as limits_module
 from shared.settings.limits import LimitSettings
 from tests.factories_gateway import CARD, make_body

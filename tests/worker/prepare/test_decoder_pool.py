@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from engines.base import InvalidImage
 from engines.child_process import can_filter
 from gateway.http.errors import InvalidRequest
-from gateway.images.loader import ImageLoader, ImageSource
+from gateway.media.loader import ImageLoader, ImageSource
 from shared.settings.limits import LimitSettings
 from tests.factories_hostile_images import CASES, SIZE, Case
 from tests.factories_images import encoded, ignore

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import httpcore
 import pytest
 
-from gateway.images import fetch as image_fetch
-from gateway.images.fetch import CANNOT_FETCH, ImageFetcher, is_public, parse_url
-from gateway.images.header import ImageRefused
+from gateway.media import fetch as image_fetch
+from gateway.media.fetch import CANNOT_FETCH, ImageFetcher, is_public, parse_url
+from gateway.media.header import ImageRefused
 from shared.settings.tree import GatewaySettings
 from tests.factories_gateway import make_body
 from tests.factories_images import encoded

@@ -21,7 +21,7 @@ from urllib.parse import SplitResult, urljoin, urlsplit
 
 import httpcore
 
-from gateway.images.header import ImageRefused
+from gateway.media.header import ImageRefused
 from shared.settings.limits import MAX_IMAGE_URL_CHARS
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address

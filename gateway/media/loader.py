@@ -15,8 +15,8 @@ import msgspec
 from msgspec import Struct
 
 from gateway.http.errors import InvalidRequest
-from gateway.images.fetch import ImageFetcher
-from gateway.images.header import FORMAT_NAMES, ImageRefused, check_header, read_header
+from gateway.media.fetch import ImageFetcher
+from gateway.media.header import FORMAT_NAMES, ImageRefused, check_header, read_header
 from shared.blobs.api import BlobStore
 from shared.protocol import ImageRef
 from shared.settings.limits import LimitSettings

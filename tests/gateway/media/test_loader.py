@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-import gateway.images.loader as loader_module
+import gateway.media.loader as loader_module
 from gateway.http.errors import InvalidRequest
-from gateway.images.header import ImageRefused, check_header, read_header
-from gateway.images.loader import ImageLoader, ImageSource, decode_base64
+from gateway.media.header import ImageRefused, check_header, read_header
+from gateway.media.loader import ImageLoader, ImageSource, decode_base64
 from shared.settings.limits import LimitSettings
 from tests.factories_images import data_url, encoded, ignore
 
