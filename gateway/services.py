@@ -342,6 +342,5 @@ def create_fetcher(settings: Settings) -> ImageFetcher | None:
         return None
     return ImageFetcher(
         hosts=settings.gateway.remote_images,
-        max_bytes=settings.limits.max_image_bytes,
         timeout_s=settings.gateway.image_fetch_timeout_s,
     )

@@ -102,6 +102,7 @@ class ActiveRequest(Struct, eq=False):
     claimed_at: float
     deadline_at: float
     started_at: float = 0.0  #: its preparation began; 0 while it is parked
+    media_decode_s: float = 0.0  #: of the preparation, if it has a video
     added_at: float = 0.0  #: the engine accepted it
     num_tokens: int = 0  #: output tokens published so far
     num_publications: int = 0
@@ -130,6 +131,9 @@ class ActiveRequest(Struct, eq=False):
     def is_batch(self) -> bool:
         """Whether it yields to interactive requests."""
         return self.call.priority is Priority.BATCH
+
+    def note_media(self, seconds: float) -> None:
+        self.media_decode_s = seconds
 
     def failed(self, code: ErrorCode, message: str, param: str | None = None) -> Failed:
         """The event of a failure. `param` names the field of the request."""
@@ -178,7 +182,8 @@ class ActiveRequest(Struct, eq=False):
         return msgspec.structs.replace(
             engine,
             queue_s=self.claim.waited_s + parked_s + engine.queue_s,
-            preprocess_s=self.added_at - self.started_at,
+            media_decode_s=self.media_decode_s,
+            preprocess_s=self.added_at - self.started_at - self.media_decode_s,
         )
 
 
@@ -309,7 +314,11 @@ class ActiveRequests:
                 self.drop(active, "taken back before it began")
                 return
             request = await self._preprocessor.prepare(
-                active.call, active.engine_id, active.output_token_ids, active.num_published
+                active.call,
+                active.engine_id,
+                active.output_token_ids,
+                active.num_published,
+                active.note_media,
             )
             if isinstance(request, Tokenization):
                 self._answer(active, request)
@@ -385,6 +394,8 @@ class ActiveRequests:
         param = error.param
         if isinstance(error, ImageRefused):
             param = active.call.task.param_of_image(error.index)
+            if param is not None and cause.param is not None:
+                param = f"{param}.{cause.param}"
         elif param is None and isinstance(error, PromptTooLong):
             param = active.call.task.param if isinstance(active.call.task, Generate) else None
         self.fail(active, code, str(cause), param)

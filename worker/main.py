@@ -40,6 +40,7 @@ from worker.engine_thread import EngineBroken, EngineThread, Watchdog
 from worker.health import HealthServer, create_registry
 from worker.prepare.decoder_pool import DecoderPool
 from worker.prepare.preparer import Preprocessor
+from worker.prepare.video_pool import VideoPool
 from worker.trace import RequestTracer
 from worker.worker import Worker
 
@@ -174,6 +175,14 @@ class WorkerProcess:
         stack.callback(pool.close)
         return pool.decode
 
+    def _create_videos(self, stack: AsyncExitStack, engine: Engine) -> VideoPool | None:
+        """Sandboxed processes for videos, if the engine takes them; each is started when first needed."""
+        if not engine.capabilities().takes_video:
+            return None
+        pool = VideoPool(max(1, self._settings.worker.decode_processes), self._settings.limits)
+        stack.callback(pool.close)
+        return pool
+
     async def _create_worker(self, stack: AsyncExitStack, loaded: LoadedEngine) -> Worker:
         settings = self._settings
         assert self._engine is not None
@@ -199,6 +208,7 @@ class WorkerProcess:
             settings.limits,
             settings.worker.preprocess_threads,
             decode=self._start_decoders(stack, loaded.engine),
+            videos=self._create_videos(stack, loaded.engine),
             hold_adapter=adapters.hold,
         )
         stack.callback(preprocessor.close)

@@ -1,4 +1,4 @@
-"""Messages on their way to the fleet, whatever an API calls them: texts, images told apart, and calls."""
+"""Messages on their way to the fleet, whatever an API calls them: texts, images and videos told apart, and calls."""
 
 from collections.abc import Mapping, Sequence
 from typing import Literal
@@ -19,6 +19,7 @@ from shared.protocol import (
     TemplateOption,
     TextPart,
     ToolCall,
+    VideoOptions,
 )
 from shared.settings.limits import LimitSettings
 
@@ -53,8 +54,15 @@ class Conversation(Struct):
         self.sources.append(ImageSource(url, param, None, *pixels))
         return ImagePart(len(self.sources) - 1)
 
+    def video(self, url: str, param: str, role: Role, options: VideoOptions) -> ImagePart:
+        """The part of a video. `param` names its place in the request. Raises: InvalidRequest."""
+        if role not in ("user", "tool"):
+            raise invalid(param, "videos are only allowed in user and tool messages")
+        self.sources.append(ImageSource(url, param, video=options))
+        return ImagePart(len(self.sources) - 1)
+
     def kept_image(self, ref: ImageRef, param: str) -> ImagePart:
-        """The part of an image that an earlier request brought."""
+        """The part of an image or video that an earlier request brought."""
         self.sources.append(ImageSource("", param, ref))
         return ImagePart(len(self.sources) - 1)
 

@@ -10,8 +10,8 @@ from gateway.calls.surface import Totals
 from gateway.http.errors import InvalidRequest
 from gateway.http.exchange import RequestContext
 from gateway.http.unknown_fields import Unsupported
-from shared.protocol import Priority
-from shared.settings.limits import MAX_MODEL_CHARS, MAX_USER_CHARS
+from shared.protocol import Priority, VideoOptions
+from shared.settings.limits import MAX_MODEL_CHARS, MAX_USER_CHARS, LimitSettings
 
 ModelName = Annotated[str, Meta(min_length=1, max_length=MAX_MODEL_CHARS)]
 UserName = Annotated[str, Meta(max_length=MAX_USER_CHARS)]
@@ -75,6 +75,8 @@ UNSUPPORTED: dict[str, Unsupported] = {
         "function_call": ("none", "auto"),
         "functions": ([],),
         "messages.audio": ({}, [], ""),
+        "mm_processor_kwargs.fps": (),
+        "mm_processor_kwargs.num_frames": (),
         "modalities": (["text"],),
         "moderation": (),
         "prediction": (),
@@ -105,6 +107,35 @@ class EchoedStruct(RequestStruct, frozen=True, kw_only=True):
     """Base of types that clients send back from an answer: unknown fields are never an error."""
 
     is_lenient: ClassVar[bool] = True
+
+
+class SamplingOfFrames(RequestStruct, frozen=True, kw_only=True):
+    """Which frames of a video are used. The default is the model's; one of the two may be given."""
+
+    fps: Annotated[float, Meta(gt=0, le=1000)] | None = None
+    num_frames: Annotated[int, Meta(ge=1)] | None = None
+
+
+class VideoFields(SamplingOfFrames, frozen=True, kw_only=True):
+    """Which frames of a part of a video are used. Units: seconds."""
+
+    start_s: Annotated[float, Meta(ge=0)] = 0.0
+    end_s: Annotated[float, Meta(gt=0)] | None = None
+
+    def options(
+        self, param: str, limits: LimitSettings, default: SamplingOfFrames | None = None
+    ) -> VideoOptions:
+        """`default`: for a video that gives neither fps nor num_frames. Raises: InvalidRequest."""
+        given: SamplingOfFrames = self
+        if default is not None and self.fps is None and self.num_frames is None:
+            given, param = default, "media_io_kwargs.video"
+        if given.fps is not None and given.num_frames is not None:
+            raise invalid(f"{param}.fps", "it excludes num_frames; send one of the two")
+        if (given.num_frames or 0) > limits.max_video_frames:
+            raise invalid(f"{param}.num_frames", f"send at most {limits.max_video_frames}")
+        if self.end_s is not None and self.end_s <= self.start_s:
+            raise invalid(f"{param}.end_s", f"send more than start_s, which is {self.start_s:g}")
+        return VideoOptions(given.fps, given.num_frames, self.start_s, self.end_s or 0.0)
 
 
 class IgnoredStreamFields(RequestStruct, frozen=True, kw_only=True):

@@ -295,6 +295,8 @@ class Lifecycle:
         if not plan.images:
             return await self._queue(plan, plan.tasks, card, context, clock, resumable_id)
         sources = await self.kept.find_images(context.tenant, plan.images)
+        task = type(plan.tasks[0]).__struct_config__.tag
+        check_images(sources, str(task), card, self.limits)  # a file's id may be of a video
         images = await self._load_images(sources, clock, held)
         refs = tuple(image.ref for image in images)
         lives_s = self.settings.request_timeout_s + _IMAGE_GRACE_S
@@ -507,16 +509,20 @@ class _Watch:
 def check_images(
     images: Sequence[ImageSource], task: str, card: ModelCard, limits: LimitSettings
 ) -> None:
-    """Check the number of images, and that the model takes images.
-
-    Raises: InvalidRequest.
-    """
-    most = limits.max_images if task == "generate" else limits.max_input_images
-    if len(images) > most:
-        raise _bad_image(images[most], f"send at most {most} images", "too_many_images")
-    if images and not card.supports_images:
-        problem = "this model takes no images; send text only"
-        raise _bad_image(images[0], problem, "unsupported_image")
+    """Check the number of images and videos, and that the model takes them. Raises: InvalidRequest."""
+    max_images = limits.max_images if task == "generate" else limits.max_input_images
+    for kind, most, is_taken in (
+        ("image", max_images, card.supports_images),
+        ("video", limits.max_videos, card.supports_video),
+    ):
+        given = [source for source in images if source.is_video == (kind == "video")]
+        if given and not is_taken:
+            problem = f"this model takes no {kind}s; send text only"
+            if kind == "video" and card.supports_images:
+                problem = "this model takes no videos; send frames of it as images"
+            raise _bad_image(given[0], problem, "unsupported_image")
+        if len(given) > most:
+            raise _bad_image(given[most], f"send at most {most} {kind}s", "too_many_images")
 
 
 def _bad_image(image: ImageSource, problem: str, code: str) -> InvalidRequest:
@@ -526,6 +532,8 @@ def _bad_image(image: ImageSource, problem: str, code: str) -> InvalidRequest:
 
 def _scaled(card: ModelCard, source: ImageSource, ref: ImageRef) -> ImageRef:
     """An image with the pixel limits for workers."""
+    if ref.video is not None:
+        return ref
     limits = filter(None, (source.max_pixels, card.max_image_pixels))
     return replace(ref, min_pixels=source.min_pixels, max_pixels=min(limits, default=0))
 

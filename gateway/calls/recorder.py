@@ -352,6 +352,7 @@ def _stages_of(clock: StageClock, worker: StageTimings, e2e_s: float) -> dict[st
         "ingest": clock.ingest_s,
         "image_decode": clock.image_decode_s,
         "queue": worker.queue_s,
+        "media_decode": worker.media_decode_s,
         "preprocess": worker.preprocess_s,
         "vision": worker.vision_s,
         "prefill": worker.prefill_s,
@@ -376,6 +377,7 @@ def _slowest(timings: list[StageTimings]) -> StageTimings:
 def _total_s(timings: StageTimings) -> float:
     return (
         timings.queue_s
+        + timings.media_decode_s
         + timings.preprocess_s
         + timings.vision_s
         + timings.prefill_s

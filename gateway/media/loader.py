@@ -1,4 +1,4 @@
-"""The images of a request: from their URLs to checked bytes and the references that travel in the
+"""The images and videos of a request: from their URLs to checked bytes and the references that travel in the
 queue.
 
 Bytes stay encoded; decoding is the worker's. Large base64 is decoded off the event loop, in slices,
@@ -9,26 +9,36 @@ import asyncio
 import hashlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from gateway.http.errors import InvalidRequest
 from gateway.media.fetch import ImageFetcher
-from gateway.media.header import FORMAT_NAMES, ImageRefused, check_header, read_header
+from gateway.media.header import (
+    CONTAINER_NAMES,
+    FORMAT_NAMES,
+    ImageRefused,
+    check_header,
+    find_container,
+    read_header,
+)
 from shared.blobs.api import BlobStore
-from shared.protocol import ImageRef
+from shared.protocol import FRAMES_TYPE, ImageRef, VideoOptions
 from shared.settings.limits import LimitSettings
 
 Encoded = TypeVar("Encoded", str, bytes)
 
 _INLINE_CHARS = 256 * 1024  #: images up to this many characters or bytes are read on the event loop
+_LEAST_VIDEO_BYTES_PER_S = 1024 * 1024  #: of a fetched video
 _SLICE_CHARS = 1024 * 1024  #: a multiple of 4
 
 
 class ImageSource(Struct, frozen=True):
-    """An image of a request. `param`: its place in the request."""
+    """An image or video of a request. `param`: its place in the request."""
 
     url: str
     param: str
@@ -36,10 +46,15 @@ class ImageSource(Struct, frozen=True):
     ref: ImageRef | None = None
     min_pixels: int = 0  #: the model's processor scales the image to it; 0: the model's own
     max_pixels: int = 0
+    video: VideoOptions | None = None  #: None: an image, or a file by its id
+
+    @property
+    def is_video(self) -> bool:
+        return self.video is not None or (self.ref is not None and self.ref.video is not None)
 
 
 class LoadedImage(Struct, frozen=True):
-    """The checked bytes of an image, and its reference."""
+    """The checked bytes of an image or video, and its reference."""
 
     ref: ImageRef
     data: bytes
@@ -74,27 +89,39 @@ class ImageLoader:
 
     async def check(self, data: bytes, param: str) -> LoadedImage:
         """Check encoded bytes of another source. Raises: InvalidRequest."""
+        is_video = find_container(data) is not None
+        check = partial(self._check, video=VideoOptions() if is_video else None)
         try:
-            return await self._off_loop(self._check, data)
+            return await self._off_loop(check, data)
         except ImageRefused as refused:
             raise InvalidRequest(refused.message, param=param, code=refused.code) from None
 
     async def _load(self, source: ImageSource, reserve: Callable[[int], None]) -> LoadedImage:
+        video = source.video
         try:
             if source.ref is not None:
-                return await self._load_kept(source.ref, reserve)
+                return await self._load_kept(source.ref, video, reserve)
             if _is_data(source.url):
-                return await self._off_loop(self._from_data_url, source.url)
-            return await self._off_loop(self._check, await self._fetch(source.url, reserve))
+                return await self._off_loop(partial(self._from_data_url, video=video), source.url)
+            data = await self._fetch(source.url, reserve, video)
+            return await self._off_loop(partial(self._check, video=video), data)
         except ImageRefused as refused:
             raise InvalidRequest(refused.message, param=source.param, code=refused.code) from None
 
-    async def _load_kept(self, ref: ImageRef, reserve: Callable[[int], None]) -> LoadedImage:
+    async def _load_kept(
+        self, ref: ImageRef, video: VideoOptions | None, reserve: Callable[[int], None]
+    ) -> LoadedImage:
         """Raises: ImageRefused, BlobsUnavailable."""
+        if video is not None:
+            if ref.video is None:
+                raise ImageRefused("The file is an image: send it as image_url.")
+            ref = replace(ref, video=video)
         reserve(ref.num_bytes)
         data = await self.blobs.get(ref) if self.blobs is not None else None
         if data is None:
-            raise ImageRefused("An image of the conversation is no longer kept: send it again.")
+            raise ImageRefused(
+                "An image or video of the conversation is no longer kept: send it again."
+            )
         return LoadedImage(ref, data)
 
     async def _off_loop(
@@ -105,50 +132,94 @@ class ImageLoader:
             return work(encoded)
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, encoded)
 
-    async def _fetch(self, url: str, reserve: Callable[[int], None]) -> bytes:
+    async def _fetch(
+        self, url: str, reserve: Callable[[int], None], video: VideoOptions | None
+    ) -> bytes:
         if not url[:8].lower().startswith(("http://", "https://")):
             raise ImageRefused(
-                "Unknown image URL: send a data: URL in base64, or an http(s) URL.",
+                "Unknown URL: send a data: URL in base64, or an http(s) URL.",
                 code="invalid_image_url",
             )
         if self.fetcher is None:
             raise ImageRefused(
-                "Remote images are disabled: send a data: URL "
+                "Remote URLs are disabled: send a data: URL "
                 "(the operator may set gateway.remote_images).",
                 code="invalid_image_url",
             )
-        return await self.fetcher.fetch(url, reserve)
+        most = self._max_bytes(video)
+        more_s = 0.0 if video is None else most / _LEAST_VIDEO_BYTES_PER_S
+        return await self.fetcher.fetch(url, reserve, most, more_s)
 
-    def _from_data_url(self, url: str) -> LoadedImage:
+    def _from_data_url(self, url: str, video: VideoOptions | None) -> LoadedImage:
         comma = url.find(",", 0, 256)
-        if comma < 0 or not url[:comma].lower().endswith(";base64"):
+        head = url[:comma].lower()
+        if comma < 0 or not head.endswith(";base64"):
+            example = "image/png" if video is None else "video/mp4"
             raise ImageRefused(
-                "The data: URL is not base64: send data:image/png;base64,...",
+                f"The data: URL is not base64: send data:{example};base64,...",
                 code="invalid_image_url",
             )
-        if (len(url) - comma - 1) // 4 * 3 > self.limits.max_image_bytes + 2:
-            raise self._too_many_bytes()
-        return self._check(decode_base64(url[comma + 1 :]))
+        if (len(url) - comma - 1) // 4 * 3 > self._max_bytes(video) + 2:
+            raise self._too_many_bytes(video)
+        if video is not None and head == f"data:{FRAMES_TYPE};base64":
+            return self._from_frames(url[comma + 1 :].split(","), video)
+        return self._check(decode_base64(url[comma + 1 :]), video)
 
-    def _check(self, data: bytes) -> LoadedImage:
+    def _from_frames(self, encoded: Sequence[str], video: VideoOptions) -> LoadedImage:
+        """A video of JPEG frames, which are all used. Raises: ImageRefused."""
+        if video.num_frames is not None or video.start_s or video.end_s:
+            raise ImageRefused(
+                "A video of frames has no num_frames, start_s and end_s: send the frames that you want."
+            )
+        if len(encoded) > self.limits.max_video_frames:
+            raise ImageRefused(
+                f"The video has {len(encoded)} frames: send at most {self.limits.max_video_frames}.",
+                code="image_too_large",
+            )
+        frames = [decode_base64(each) for each in encoded]
+        headers = [read_header(frame) for frame in frames]
+        first = headers[0]
+        for number, header in enumerate(headers):
+            check_header(header, self.limits)
+            if header != first or header.media_type != "image/jpeg":
+                raise ImageRefused(f"Frame {number} is no JPEG, or of another size than the first.")
+        return _refer(msgspec.msgpack.encode(frames), FRAMES_TYPE, 0, 0, video)
+
+    def _check(self, data: bytes, video: VideoOptions | None) -> LoadedImage:
+        names = FORMAT_NAMES if video is None else CONTAINER_NAMES
         if not data:
-            raise ImageRefused(f"The image is empty: send {FORMAT_NAMES}.")
-        if len(data) > self.limits.max_image_bytes:
-            raise self._too_many_bytes()
-        header = read_header(data)
-        check_header(header, self.limits)
-        digest = hashlib.sha256(data).hexdigest()
-        ref = ImageRef(digest, len(data), header.media_type, header.width, header.height)
-        return LoadedImage(ref, data)
+            kind = "image" if video is None else "video"
+            raise ImageRefused(f"The {kind} is empty: send {names}.")
+        if len(data) > self._max_bytes(video):
+            raise self._too_many_bytes(video)
+        if video is None:
+            header = read_header(data)
+            check_header(header, self.limits)
+            return _refer(data, header.media_type, header.width, header.height, None)
+        media_type = find_container(data)
+        if media_type is None:
+            raise ImageRefused(f"Unsupported video: send {names}.", code="unsupported_image")
+        return _refer(data, media_type, 0, 0, video)
 
-    def _too_many_bytes(self) -> ImageRefused:
+    def _max_bytes(self, video: VideoOptions | None) -> int:
+        return self.limits.max_image_bytes if video is None else self.limits.max_video_bytes
+
+    def _too_many_bytes(self, video: VideoOptions | None) -> ImageRefused:
+        kind = "image" if video is None else "video"
         return ImageRefused(
-            f"The image is too large: send at most {self.limits.max_image_bytes} bytes.",
+            f"The {kind} is too large: send at most {self._max_bytes(video)} bytes.",
             code="image_too_large",
         )
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _refer(
+    data: bytes, media_type: str, width: int, height: int, video: VideoOptions | None
+) -> LoadedImage:
+    digest = hashlib.sha256(data).hexdigest()
+    return LoadedImage(ImageRef(digest, len(data), media_type, width, height, video=video), data)
 
 
 def _is_data(url: str) -> bool:
@@ -174,5 +245,5 @@ def decode_base64(text: str) -> bytes:
         if len(packed := "".join(text.split())) < len(text):
             return decode_base64(packed)
         raise ImageRefused(
-            "The image is not valid base64: send the standard alphabet with padding."
+            "The data: URL is not valid base64: send the standard alphabet with padding."
         ) from None

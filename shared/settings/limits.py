@@ -98,6 +98,17 @@ class LimitSettings(Group):
     max_images: int = Field(default=8, ge=0, description="Images of a request.")
     max_image_bytes: int = Field(default=16 * MIB, ge=1, description="Bytes of one encoded image.")
     max_image_pixels: int = Field(default=32_000_000, ge=1, description="Pixels of one image.")
+    max_videos: int = Field(default=2, ge=0, description="Videos of a request.")
+    max_video_bytes: int = Field(
+        default=32 * MIB, ge=1, description="Bytes of one video, or of its frames together."
+    )
+    max_video_s: float = Field(default=3600.0, gt=0, description="Seconds of one video.")
+    max_video_frames: int = Field(
+        default=256, ge=1, description="Frames of a video that a model sees."
+    )
+    max_video_cpu_s: float = Field(
+        default=30.0, gt=0, description="Seconds of CPU time for decoding one video."
+    )
     max_grammar_bytes: int = Field(
         default=0, ge=0, description="Bytes of a grammar in Lark's language; 0: none is taken."
     )

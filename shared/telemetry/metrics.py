@@ -31,6 +31,7 @@ STAGES = (
     "ingest",
     "image_decode",
     "queue",
+    "media_decode",
     "preprocess",
     "vision",
     "prefill",

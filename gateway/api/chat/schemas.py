@@ -18,11 +18,13 @@ from gateway.api.fields import (
     IgnoredStreamFields,
     ModelName,
     RequestStruct,
+    SamplingOfFrames,
     ServiceTier,
     ShowsTimings,
     StreamOptions,
     Timings,
     User,
+    VideoFields,
     doc,
 )
 from gateway.api.structured import StructuredFields
@@ -73,6 +75,12 @@ class PixelFields(RequestStruct, frozen=True, kw_only=True):
     max_pixels: PixelCount | None = None
 
 
+class MediaFields(RequestStruct, frozen=True, kw_only=True):
+    """Options of all media of one kind."""
+
+    video: SamplingOfFrames | None = None
+
+
 class ImageContent(IgnoredPartFields, frozen=True, kw_only=True, tag_field="type", tag="image_url"):
     """An image; many clients send the URL as a string."""
 
@@ -82,6 +90,18 @@ class ImageContent(IgnoredPartFields, frozen=True, kw_only=True, tag_field="type
         doc("Least number of pixels that the image is scaled to; overrides `mm_processor_kwargs`."),
     ] = None
     max_pixels: PixelCount | None = None
+
+
+class VideoUrl(VideoFields, frozen=True, kw_only=True):
+    """A video: a `data:` URL of a file or of JPEG frames, an http(s) one if the operator allows it, or a file's id."""
+
+    url: str
+
+
+class VideoContent(IgnoredPartFields, frozen=True, kw_only=True, tag_field="type", tag="video_url"):
+    """A video."""
+
+    video_url: VideoUrl | str
 
 
 class InputTextContent(
@@ -102,14 +122,14 @@ class InputImageContent(
 
 
 class FileField(EchoedStruct, frozen=True, kw_only=True):
-    """A file: a `data:` URL of text or of an image, or the id of an uploaded image."""
+    """A file: a `data:` URL of text, an image or a video, or the id of an uploaded image or video."""
 
     file_data: str | None = None
     file_id: str | None = None
 
 
 class FileContent(IgnoredPartFields, frozen=True, kw_only=True, tag_field="type", tag="file"):
-    """A text file or an image."""
+    """A text file, an image or a video."""
 
     file: FileField
 
@@ -129,6 +149,7 @@ class RefusalContent(EchoedStruct, frozen=True, kw_only=True, tag_field="type", 
 ContentPart = (
     TextContent
     | ImageContent
+    | VideoContent
     | InputTextContent
     | InputImageContent
     | FileContent
@@ -235,6 +256,9 @@ class ChatCompletionRequest(IgnoredFields, frozen=True, kw_only=True):
     ] = None
     mm_processor_kwargs: Annotated[
         PixelFields | None, doc("Bounds on the pixels of all images.")
+    ] = None
+    media_io_kwargs: Annotated[
+        MediaFields | None, doc("Sampling of the videos that have no fps and num_frames.")
     ] = None
 
 

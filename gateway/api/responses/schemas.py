@@ -28,6 +28,7 @@ from gateway.api.fields import (
     ShowsTimings,
     Timings,
     User,
+    VideoFields,
     doc,
 )
 from gateway.api.sampling import SamplingFields
@@ -85,7 +86,29 @@ class InputImage(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag=
     detail: Detail | None = None
 
 
-InputPart = InputText | PlainText | OutputText | Refusal | ReasoningText | InputImage
+class InputVideo(VideoFields, frozen=True, kw_only=True, tag_field="type", tag="input_video"):
+    """A video, which OpenAI's API lacks: a `data:` or http(s) URL, or the id of an uploaded file."""
+
+    video_url: str | None = None
+    file_id: str | None = None
+
+
+class InputFile(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="input_file"):
+    """An uploaded image or video."""
+
+    file_id: str
+
+
+InputPart = (
+    InputText
+    | PlainText
+    | OutputText
+    | Refusal
+    | ReasoningText
+    | InputImage
+    | InputVideo
+    | InputFile
+)
 
 
 CallName = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]

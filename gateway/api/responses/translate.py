@@ -18,9 +18,11 @@ from gateway.api.responses.schemas import (
     CALL_ITEMS,
     HOSTED_ITEMS,
     WITH_LOGPROBS,
+    InputFile,
     InputImage,
     InputItem,
     InputPart,
+    InputVideo,
     ReasoningText,
     Refusal,
     ResponseChoice,
@@ -387,12 +389,19 @@ class _Items:
     def _part(self, part: InputPart, role: Role, param: str) -> Part:
         if isinstance(part, Refusal):
             return self._conversation.text(part.refusal)
-        if not isinstance(part, InputImage):
+        if isinstance(part, InputFile):
+            return self._conversation.image(part.file_id, f"{param}.file_id", role)
+        if not isinstance(part, InputImage | InputVideo):
             return self._conversation.text(part.text)
-        name = "image_url" if part.file_id is None else "file_id"
-        source = part.image_url if part.file_id is None else part.file_id
+        kind = "image" if isinstance(part, InputImage) else "video"
+        url = part.image_url if isinstance(part, InputImage) else part.video_url
+        name = f"{kind}_url" if part.file_id is None else "file_id"
+        source = url if part.file_id is None else part.file_id
         if source is None:
-            raise invalid(f"{param}.image_url", "send the image as a data: URL in base64")
+            raise invalid(f"{param}.{kind}_url", f"send the {kind} as a data: URL in base64")
+        if isinstance(part, InputVideo):
+            options = part.options(param, self._limits)
+            return self._conversation.video(source, f"{param}.{name}", role, options)
         return self._conversation.image(source, f"{param}.{name}", role)
 
 

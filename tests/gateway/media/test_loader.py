@@ -146,7 +146,9 @@ class SlowFetcher:
     def __init__(self) -> None:
         self.num_started = self.num_cancelled = 0
 
-    async def fetch(self, url: str, reserve: Callable[[int], None]) -> bytes:
+    async def fetch(
+        self, url: str, reserve: Callable[[int], None], max_bytes: int, more_s: float
+    ) -> bytes:
         self.num_started += 1
         if "missing" in url:
             raise ImageRefused("no")

@@ -126,7 +126,7 @@ def test_a_child_that_hangs_costs_one_image():
 
 
 def test_a_child_is_replaced_after_many_images(monkeypatch):
-    monkeypatch.setattr(decoder_pool, "MAX_IMAGES", 2)
+    monkeypatch.setattr(DecoderPool, "max_files", 2)
     pool = DecoderPool(1, 10_000, max_cpu_s=5.0)
     before = children()
     seen = set()
