@@ -76,7 +76,8 @@ class VideoFile:
         streams = self._container.streams.video
         found = next((each for each in streams if not each.disposition & is_cover), None)
         if found is None:
-            raise InvalidImage("The file has no video: send one with frames.")
+            is_empty = not len(self._container.streams)
+            raise InvalidImage(DAMAGED if is_empty else "The file has no video: it has only sound.")
         self._stream: Any = found
         context = found.codec_context
         if context is None or context.codec.name not in CODECS:

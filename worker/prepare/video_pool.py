@@ -64,8 +64,8 @@ class VideoPool(ChildPool):
             options.fps or 1.0,
         )
         with self.borrow() as child:
-            until = time.monotonic() + self.timeout_s
             with child.talking(CANNOT_DECODE, TOO_LONG):
+                until = time.monotonic() + self.timeout_s
                 child.socket.settimeout(self.timeout_s)
                 send_message(child.socket, msgspec.json.encode(head))
                 send_message(child.socket, data)
