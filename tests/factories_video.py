@@ -38,16 +38,18 @@ def make_clip(
     size: tuple[int, int] = SIZE,
     times: Callable[[int], int] = int,
     gop: int = 12,
+    is_still: bool = False,
     **options: str,
 ) -> bytes:
-    """A clip of `picture`s. `times(i)` is when frame i is shown, in frames."""
+    """A clip of `picture`s, or of the first one. `times(i)` is when frame i is shown, in frames."""
     file = io.BytesIO()
     with av.open(file, "w", format=form) as container:
         stream = container.add_stream(codec, rate=fps, options=options)
         stream.width, stream.height = size
         stream.pix_fmt, stream.gop_size, stream.bit_rate = "yuv420p", gop, 2_000_000
         for number in range(num_frames):
-            frame = av.VideoFrame.from_image(picture(number, size))
+            if not (is_still and number):
+                frame = av.VideoFrame.from_image(picture(number, size))
             frame.pts = times(number)
             container.mux(stream.encode(frame))
         container.mux(stream.encode(None))

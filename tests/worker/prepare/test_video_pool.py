@@ -113,7 +113,7 @@ def test_a_bad_video_is_refused_in_a_sentence_and_the_next_one_is_decoded(
 
 def test_a_video_that_takes_too_long_ends_only_itself(pool: VideoPool):
     hurried = VideoPool(1, make_group(LimitSettings, max_video_cpu_s=0.5, max_video_frames=9999))
-    bomb = make_clip("mpeg4", size=(1920, 1080), num_frames=300, gop=9999)
+    bomb = make_clip("mpeg4", size=(1920, 1080), num_frames=300, gop=9999, is_still=True)
     with pytest.raises(InvalidImage, match="takes too long"):
         decode(hurried, bomb)
     assert named(hurried, "mp4")[0].num_frames == 50
