@@ -70,6 +70,9 @@ class OpenAiSettings(UpstreamSettings):
     """Any server of OpenAI's chat completions API, at `url`."""
 
     takes_images: bool = Field(default=False, description="Whether the model takes images.")
+    takes_videos: bool = Field(
+        default=False, description="Whether the model takes videos, as `video_url` of JPEG frames."
+    )
 
 
 class VectorSettings(PoolingSettings, ServerSettings):
