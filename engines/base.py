@@ -168,7 +168,7 @@ class OpenVideo(Protocol):
     max_frames: int  #: that may be sampled
 
     def frames(self, indices: Sequence[int]) -> list[Image.Image]:
-        """Decode frames, in ascending order: frame i is what is shown at i / fps. Raises: InvalidImage."""
+        """Decode frames; called once. Frame i is what is shown at i / fps. Raises: InvalidImage."""
         ...
 
 

@@ -87,7 +87,6 @@ class DecodedVideo(OpenVideo):
     ) -> None:
         self.info, self.options, self.max_frames = info, options, max_frames
         self.indices: tuple[int, ...] | None = None
-        self.decode_s = 0.0
         self._child = child
         self._until = until
 
@@ -95,21 +94,21 @@ class DecodedVideo(OpenVideo):
         """See `OpenVideo.frames`; called once."""
         assert self.indices is None
         self.indices = tuple(indices)
-        started = time.perf_counter()
-        times = [index / self.info.fps for index in indices]
+        wanted = sorted({*indices})
+        times = [index / self.info.fps for index in wanted]
         most = SIZE.size + 3 * self.info.width * self.info.height
-        images = []
+        images = {}
         with self._child.talking(CANNOT_DECODE, TOO_LONG):
             send_message(self._child.socket, msgspec.json.encode(times))
-            for _ in indices:
+            for index in wanted:
                 data = _receive(self._child, self._until, most)
                 width, height = SIZE.unpack_from(data)
                 if len(data) != SIZE.size + 3 * width * height:
                     raise EOFError
                 pixels = memoryview(data)[SIZE.size :]
-                images.append(Image.frombuffer("RGB", (width, height), pixels, "raw", "RGB", 0, 1))
-        self.decode_s = time.perf_counter() - started
-        return images
+                size = (width, height)
+                images[index] = Image.frombuffer("RGB", size, pixels, "raw", "RGB", 0, 1)
+        return [images[index] for index in indices]
 
 
 def _receive(child: Child, until: float, max_bytes: int) -> bytearray:

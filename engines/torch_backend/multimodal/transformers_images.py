@@ -31,6 +31,7 @@ from engines.base import (
     UnsupportedCheckpoint,
     VideoInfo,
     check_num_frames,
+    sample_evenly,
 )
 from engines.core.request import ImageInput, Positions, Prompt
 from engines.core.runner import NO_LIMITS, PixelLimits
@@ -476,14 +477,16 @@ class _Videos:
         processor = self._processor.video_processor
         options = {**vars(processor), **self._options}
         named = inspect.signature(processor.sample_frames).parameters.keys()
-        if asked.fps is None and asked.num_frames is None:
+        if asked.fps is not None or asked.num_frames is not None:
+            if "max_num_frames" in named:  # it takes no rate
+                return sample_evenly(video)
+            wanted = self._translated(asked.fps, asked.num_frames, named, info)
+            indices = self._sample(video, {**options, **wanted})
+        else:
             indices = self._sample(video, self._own_sampling(options, named, info))
             if len(indices) > video.max_frames:
                 fewer = self._translated(None, video.max_frames, named, info)
                 indices = self._sample(video, {**options, **fewer})
-        else:
-            wanted = self._translated(asked.fps, asked.num_frames, named, info)
-            indices = self._sample(video, {**options, **wanted})
         check_num_frames(len(indices), video)
         return indices
 
@@ -502,13 +505,15 @@ class _Videos:
         self, fps: float | None, num_frames: int | None, named: Collection[str], info: VideoInfo
     ) -> dict[str, Any]:
         """A rate or number of frames by the arguments that the processor has."""
-        fps = None if fps is None else min(fps, info.fps)
-        num_frames = None if num_frames is None else min(num_frames, info.num_frames)
+        fps = min(fps or info.fps, info.fps)
+        count = min(num_frames or max(1, round(info.length_s * fps)), info.num_frames)
         if "max_num_frames" in named:
-            return {"max_num_frames": num_frames or max(1, round(info.length_s * (fps or 0)))}
-        if "num_frames" not in named and num_frames is not None:
-            return {"fps": num_frames / info.length_s}
-        return {"fps": fps, "num_frames": num_frames}
+            return {"max_num_frames": count}
+        if "num_frames" not in named:
+            return {"fps": count / info.length_s}
+        if num_frames is None and self._processor.video_processor.num_frames is None:
+            return {"fps": fps, "num_frames": None}
+        return {"fps": None, "num_frames": count}
 
     def _sample(self, video: OpenVideo, options: Mapping[str, Any]) -> list[int]:
         """Raises: InvalidImage."""

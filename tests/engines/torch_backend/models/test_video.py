@@ -1,7 +1,6 @@
 """Videos: the tokens of transformers for the same file, by every way, and frames that transformers would sample."""
 
 import io
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +31,8 @@ from tests.factories_video import CLIPS, av, clip
 from tests.long import IS_LONG
 from worker.prepare.video_pool import VideoPool
 
+#: of processors' own ways with numpy
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 QUICK = frozenset({"Qwen2.5-VL", "Qwen3-VL", "GLM-4.1V"})
 #: Of the ways, those for prompts of unlike lengths and few blocks are left out.
 WAYS: list[Way] = [
@@ -224,12 +225,10 @@ def their_inputs(
         options["num_frames"] = min(DEFAULT_NUM_FRAMES, len(videos[0]))
     if own.num_frames and own.fps:
         options |= {"num_frames": own.num_frames, "fps": None}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of its own ways with numpy
-        made = processor(
-            text=[text + "\n"], images=images or None, videos=videos, video_metadata=metadata, return_tensors="pt",
-            **options,
-        )  # fmt: skip
+    made = processor(
+        text=[text + "\n"], images=images or None, videos=videos, video_metadata=metadata, return_tensors="pt",
+        **options,
+    )  # fmt: skip
     assert made.pop("input_ids")[0].tolist() == prompt.token_ids
     return {
         name: x.float() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
