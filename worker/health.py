@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 from shared.queue.api import WorkerQueue
 from shared.telemetry.metrics import WORKER_METRICS
 from worker.engine_thread import EngineThread
+from worker.prepare.preparer import MediaCounts
 
 REQUEST_WITHIN_S = 5.0
 MAX_REQUEST_BYTES = 8192
@@ -93,9 +94,12 @@ def _probe(is_good: bool) -> Answer:
 class WorkerCollector(Collector):
     """The metrics of a worker; `shared.telemetry.metrics` defines their names."""
 
-    def __init__(self, engine: EngineThread, queues: Collection[WorkerQueue]) -> None:
+    def __init__(
+        self, engine: EngineThread, queues: Collection[WorkerQueue], media: MediaCounts
+    ) -> None:
         self._engine = engine
         self._queues = queues
+        self._media = media
 
     def collect(self) -> Iterator[Metric]:
         """One family per metric, in the order of their definition."""
@@ -130,6 +134,8 @@ class WorkerCollector(Collector):
             "vlm_draft_tokens_total": stats.num_drafted_tokens,
             "vlm_draft_accepted_tokens_total": stats.num_accepted_tokens,
             "vlm_num_adapters": stats.num_adapters,
+            "vlm_media_seconds_total": self._media.length_s,
+            "vlm_media_decode_seconds_total": self._media.decode_s,
             "vlm_engine_steps_total": stats.num_steps,
             "vlm_fenced_total": sum(queue.num_fenced for queue in self._queues),
         }
@@ -137,6 +143,7 @@ class WorkerCollector(Collector):
             "vlm_memory_bytes": _by_label(stats.memory_bytes),
             "vlm_startup_seconds": _by_label(stats.startup_s),
             "vlm_claims_total": _by_label(num_claims),
+            "vlm_media_refusals_total": _by_label(self._media.refusals),
         }
         return {name: [((), value)] for name, value in plain.items()} | labelled
 
@@ -145,7 +152,9 @@ def _by_label(values: Mapping[str, float] | Mapping[str, int]) -> Samples:
     return [((label,), value) for label, value in values.items()]
 
 
-def create_registry(engine: EngineThread, queues: Collection[WorkerQueue]) -> CollectorRegistry:
+def create_registry(
+    engine: EngineThread, queues: Collection[WorkerQueue], media: MediaCounts
+) -> CollectorRegistry:
     registry = CollectorRegistry()
-    registry.register(WorkerCollector(engine, queues))
+    registry.register(WorkerCollector(engine, queues, media))
     return registry

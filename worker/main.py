@@ -214,7 +214,7 @@ class WorkerProcess:
         stack.callback(preprocessor.close)
         for close in (redis.aclose, blobs.close, registry.close):
             stack.push_async_callback(close)
-        self._registry = create_registry(self._engine, queues.values())
+        self._registry = create_registry(self._engine, queues.values(), preprocessor.media)
         return Worker(
             worker_id,
             settings.worker,

@@ -17,6 +17,7 @@ from selenium.webdriver.support.select import Select
 from shared.telemetry.metrics import STAGES
 from tests.browser.chat_page import DESK, PHONE, SMALL, ChatPage
 from tests.browser.conftest import NUM_TOKENS
+from tests.factories_video import clip
 from tests.integration.fleet_process import ROOT, SAMPLE, Served, start_fleet
 from tests.long import long
 from tests.processes import environment_of
@@ -109,6 +110,17 @@ def test_images_are_dropped_pasted_and_taken_out_again(page: ChatPage):
     page.ask("What are they?")
     page.wait_for_end()
     assert len(page.find_all(".question img")) == 2
+
+
+def test_a_video_is_sent_and_shown(page: ChatPage):
+    data = base64.b64encode(clip("vp9")).decode()
+    page.give("drop", data, "clip.webm", "video/webm")
+    page.wait_for(lambda: len(page.find_all("#tray video")) == 1)
+    page.ask("What moves?")
+    page.wait_for_end()
+    assert "media decode" in page.facts
+    page.find('[aria-label="Enlarge clip.webm"]').click()
+    page.wait_for(lambda: page.find("#zoom video").get_property("controls"))
 
 
 def test_other_formats_are_drawn_anew_and_what_is_no_image_is_said_kindly(page: ChatPage):
@@ -590,7 +602,7 @@ def test_everything_is_reached_by_keyboard_and_named(page: ChatPage):
     names.append(element.accessible_name)
     assert all(names), names
     assert names.index("Settings") < names.index("Describe the image.") < names.index("Question")
-    assert {"Add images", "Remove Sample: star, circle and square on white", "Send"} <= set(names)
+    assert {"Add images or videos", "Remove Sample: star, circle and square on white", "Send"} <= set(names)
 
 
 @pytest.mark.parametrize("width", [320, 700, 900, 1180])

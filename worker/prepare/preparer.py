@@ -42,7 +42,7 @@ from shared.protocol import (
     Tokenize,
 )
 from shared.settings.limits import LimitSettings
-from worker.prepare.video_pool import VideoPool
+from worker.prepare.video_pool import TOO_LONG, VideoPool
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class MediaCounts:
 
     length_s: float = 0.0
     decode_s: float = 0.0  #: until they were prepared
-    refusals: Counter[str] = field(default_factory=Counter)  #: by the refused option, or `file`
+    refusals: Counter[str] = field(default_factory=Counter)  #: by reason: an option, time, file
 
 
 class Preprocessor:
@@ -228,7 +228,8 @@ class Preprocessor:
             with self._videos.open(data, image) as video:
                 content = self._engine.prepare_video(video)
         except InvalidImage as error:
-            self.media.refusals[error.param or "file"] += 1
+            reason = "time" if str(error) == TOO_LONG else "file"
+            self.media.refusals[error.param or reason] += 1
             raise
         finally:
             self.media.decode_s += time.perf_counter() - started

@@ -40,6 +40,7 @@ from engines.torch_backend.models.generic.tested import TESTED
 from engines.torch_backend.models.hf_config import read_fields
 from engines.torch_backend.models.registry import FamilyModel, find_family
 from engines.torch_backend.multimodal import parts
+from engines.torch_backend.multimodal.transformers_images import TAKES_VIDEO
 from engines.torch_backend.ops.registry import Ops, cpu_ops
 from engines.torch_backend.runner import TorchRunner
 from engines.torch_backend.settings import TorchSettings
@@ -60,7 +61,7 @@ QUICK = frozenset({
 })  # fmt: skip
 PAGE = Path(__file__).parents[4] / "docs" / "models.md"
 BEGIN, END = "<!-- families: written by `make families` -->", "<!-- end of families -->"
-HEAD = "| family | architecture | images | prefix cache | speed path |\n|---|---|---|---|---|\n"
+HEAD = "| family | architecture | images | video | prefix cache | speed path |\n|---|---|---|---|---|---|\n"
 CROWDED = (ways.run_preempted, ways.run_overlapped, ways.run_with_drafts_under_all_of_it)
 NEED_PREFIXES = (ways.run_prefix_cached, ways.run_under_all_of_it)
 #: of the ways, those that are made of the others
@@ -256,6 +257,7 @@ def loaded(
         family.name,
         f"`{family.architecture}`",
         "yes" if family.create_processor else "",
+        "yes" if family.architecture in TAKES_VIDEO else "",
         _prefixes(loaded.model),
         loaded.model.speed_path if find_family(directory)[0] is FAMILY else "native",
     ]
