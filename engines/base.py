@@ -172,12 +172,12 @@ class OpenVideo(Protocol):
         ...
 
 
-def sample_evenly(video: OpenVideo) -> list[int]:
-    """Indices of frames as requested, else `DEFAULT_NUM_FRAMES`, evenly over the video. Raises: InvalidImage."""
+def sample_evenly(video: OpenVideo, default: int = DEFAULT_NUM_FRAMES) -> list[int]:
+    """Indices of frames, evenly over the video; `default`: how many without a request. Raises: InvalidImage."""
     info, options = video.info, video.options
     if info.is_sampled:
         return list(range(info.num_frames))
-    count = options.num_frames or DEFAULT_NUM_FRAMES
+    count = options.num_frames or default
     if options.fps is not None:
         count = round(info.length_s * options.fps)
     count = max(1, min(count, info.num_frames))

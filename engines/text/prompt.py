@@ -48,6 +48,8 @@ class Item:
     seam: str = ""
     kind: str = "image"
     slot_id: int | None = None  #: token of its slots; None: the model's
+    #: Texts before and after the placeholder that `text` replaces too, if the template writes both.
+    around: tuple[str, str] = ("", "")
 
 
 class PromptTokenizer(Protocol):
@@ -189,12 +191,16 @@ class PromptBuilder:
         end = length = 0
         for (start, placeholder), item in zip(found, items, strict=True):
             text = item.text
+            before, after = item.around
+            stop = start + len(placeholder)
+            if rendered.endswith(before, end, start) and rendered.startswith(after, stop):
+                start, stop = start - len(before), stop + len(after)
             if item.seam and places and places[-1][1] == length and start == end:
                 text = text.removeprefix(item.seam)
             pieces += [rendered[end:start], text]
             length += start - end + len(text)
             places.append((length - len(text), length))
-            end = start + len(placeholder)
+            end = stop
             if item.seam and _is_word(rendered[end:].removeprefix(guard)[:1]):
                 pieces.append(" ")
                 length += 1

@@ -602,7 +602,11 @@ def test_everything_is_reached_by_keyboard_and_named(page: ChatPage):
     names.append(element.accessible_name)
     assert all(names), names
     assert names.index("Settings") < names.index("Describe the image.") < names.index("Question")
-    assert {"Add images or videos", "Remove Sample: star, circle and square on white", "Send"} <= set(names)
+    assert {
+        "Add images or videos",
+        "Remove Sample: star, circle and square on white",
+        "Send",
+    } <= set(names)
 
 
 @pytest.mark.parametrize("width", [320, 700, 900, 1180])

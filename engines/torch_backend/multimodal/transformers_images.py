@@ -46,8 +46,11 @@ TYPES: Mapping[str, int] = {"image": 1, "video": 2}
 #: Models whose videos the tests compare with transformers'; others are refused.
 TAKES_VIDEO = frozenset(
     {
+        "Exaone4_5_ForConditionalGeneration",
         "Gemma4ForConditionalGeneration",
+        "Glm46VForConditionalGeneration",
         "Glm4vForConditionalGeneration",
+        "Glm4vMoeForConditionalGeneration",
         "InternVLForConditionalGeneration",
         "LlavaNextVideoForConditionalGeneration",
         "LlavaOnevisionForConditionalGeneration",
@@ -55,7 +58,9 @@ TAKES_VIDEO = frozenset(
         "Qwen2VLForConditionalGeneration",
         "Qwen2_5_VLForConditionalGeneration",
         "Qwen3VLForConditionalGeneration",
+        "Qwen3VLMoeForConditionalGeneration",
         "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5MoeForConditionalGeneration",
         "VideoLlama3ForConditionalGeneration",
     }
 )
@@ -82,6 +87,9 @@ _COUNTS = "batch_num_images"
 
 #: Inputs of positions, beside grids.
 _OF_POSITIONS = frozenset({"second_per_grid_ts"})
+#: Processors that write start and end around each frame of a video, instead of those that the template writes around
+#: its placeholder. Transformers 5.23 keeps both, with which models were not trained.
+_WRITES_AROUND = frozenset({"Qwen3VLProcessor"})
 #: Models in which text behind a video must follow its largest position, as they were trained. Transformers 5.23 lets it
 #: follow the first, by the height or width of the grid (huggingface/transformers #45381).
 _BEHIND_VIDEOS = frozenset(
@@ -241,6 +249,10 @@ class TransformersImages:
         self._are_whole = self._hooks.lets_images_see_themselves()
         self.max_pixels = 0
         self._videos = self._find_videos(model_class, config, tokenizer)
+        processor: Any = self._processor
+        self._around_videos = ("", "")
+        if type(processor).__name__ in _WRITES_AROUND:
+            self._around_videos = processor.vision_start_token, processor.vision_end_token
         #: What the chat template writes for a video; empty: the model takes none.
         self.video_placeholder: str = "" if self._videos is None else self._videos.placeholder
 
@@ -374,6 +386,7 @@ class TransformersImages:
                 seam=self._seam,
                 kind=image.kind,
                 slot_id=image.slot_id,
+                around=self._around_videos if image.kind == "video" else ("", ""),
             )
             for (name, image), text in zip(images, texts, strict=True)
         ]
@@ -477,16 +490,17 @@ class _Videos:
         processor = self._processor.video_processor
         options = {**vars(processor), **self._options}
         named = inspect.signature(processor.sample_frames).parameters.keys()
-        if asked.fps is not None or asked.num_frames is not None:
-            if "max_num_frames" in named:  # it takes no rate
-                return sample_evenly(video)
-            wanted = self._translated(asked.fps, asked.num_frames, named, info)
-            indices = self._sample(video, {**options, **wanted})
-        else:
-            indices = self._sample(video, self._own_sampling(options, named, info))
-            if len(indices) > video.max_frames:
-                fewer = self._translated(None, video.max_frames, named, info)
-                indices = self._sample(video, {**options, **fewer})
+        wants = asked.fps is not None or asked.num_frames is not None
+        indices = [] if wants else self._sample(video, self._own_sampling(options, named, info))
+        if wants or len(indices) > video.max_frames:
+            if "num_frames" in named:
+                wanted = self._wanted_sampling(video)
+                indices = self._sample(video, {**options, **wanted})
+            else:  # it takes no number
+                indices = sample_evenly(video, video.max_frames)
+                indices += indices[-1:] * (
+                    len(indices) % getattr(processor, "temporal_patch_size", 1)
+                )
         check_num_frames(len(indices), video)
         return indices
 
@@ -501,19 +515,19 @@ class _Videos:
             return options
         return {**options, "num_frames": min(DEFAULT_NUM_FRAMES, info.num_frames)}
 
-    def _translated(
-        self, fps: float | None, num_frames: int | None, named: Collection[str], info: VideoInfo
-    ) -> dict[str, Any]:
-        """A rate or number of frames by the arguments that the processor has."""
-        fps = min(fps or info.fps, info.fps)
-        count = min(num_frames or max(1, round(info.length_s * fps)), info.num_frames)
-        if "max_num_frames" in named:
-            return {"max_num_frames": count}
-        if "num_frames" not in named:
-            return {"fps": count / info.length_s}
-        if num_frames is None and self._processor.video_processor.num_frames is None:
+    def _wanted_sampling(self, video: OpenVideo) -> dict[str, Any]:
+        """The request's rate or number of frames; the largest number if it has neither."""
+        info, asked = video.info, video.options
+        if asked.fps is None:
+            return {
+                "fps": None,
+                "num_frames": min(asked.num_frames or video.max_frames, info.num_frames),
+            }
+        fps = min(asked.fps, info.fps)
+        if self._processor.video_processor.num_frames is None:
             return {"fps": fps, "num_frames": None}
-        return {"fps": None, "num_frames": count}
+        # its own number would take precedence
+        return {"fps": None, "num_frames": max(1, round(info.length_s * fps))}
 
     def _sample(self, video: OpenVideo, options: Mapping[str, Any]) -> list[int]:
         """Raises: InvalidImage."""

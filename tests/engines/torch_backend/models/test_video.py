@@ -139,17 +139,29 @@ VIDEO_FAMILIES = [
     row("Qwen2-VL", _RUN, _qwen),
     row("Qwen2.5-VL", _RUN, _qwen, create_processor=_qwen25_processor),
     row("Qwen3-VL", "<|video_pad|>", _qwen),
+    row("Qwen3-VL-MoE", "<|video_pad|>", _qwen),
     row("Qwen3.5", "<|video_pad|>", _qwen),
+    row("Qwen3.5-MoE", "<|video_pad|>", _qwen),
+    row("EXAONE 4.5", _RUN, _qwen),
     row("LLaVA-OneVision", "<video>", _square),
     row("InternVL 3", "<video>", _square),
+    row("InternVL 2.5", "<video>", _square),
     row("GLM-4.1V", _GLM_RUN, _glm),
+    row("GLM-4.5V", _GLM_RUN, _glm),
+    row("GLM-4.6V", _GLM_RUN, _glm),
     row("Gemma 4", "<|video|>", _gemma),
+    row("Gemma 4 E", "<|video|>", _gemma),
     row("MiniCPM-V 4.6", "<video_pad>", _minicpm),
     row("VideoLLaMA 3", "<|video_pad|>", _llama),
     row("LLaVA-NeXT-Video", "<video>", _next, create=_next_config),
 ]
 #: Prompts that transformers itself cannot take.
-FAIL = {("GLM-4.1V", "both"), ("LLaVA-NeXT-Video", "both")}
+FAIL = {
+    ("GLM-4.1V", "both"),
+    ("GLM-4.5V", "both"),
+    ("GLM-4.6V", "both"),
+    ("LLaVA-NeXT-Video", "both"),
+}
 RUN = [family for family in VIDEO_FAMILIES if IS_LONG or family.name in QUICK]
 
 
@@ -306,6 +318,20 @@ def test_more_frames_than_the_limit_are_refused_by_their_field(loaded: Loaded) -
     indices, _ = process(small, loaded.processor, "mp4")
     assert len(indices) <= 4
     small.close()
+
+
+def test_start_and_end_around_a_video_are_those_of_its_frames(
+    pool: VideoPool, tmp_path: Path
+) -> None:
+    """As Qwen3-VL was trained; its published template writes them around the placeholder too."""
+    prompts = []
+    for placeholder in (_RUN, "<|video_pad|>"):
+        family = row("Qwen3-VL", placeholder, _qwen)
+        family_table.write_checkpoint(family, tmp_path / placeholder.strip("<|>"))
+        _, processor = load(tmp_path / placeholder.strip("<|>"))
+        prompts.append(ask(pool, processor, QUESTIONS["video"]))
+    assert prompts[0].token_ids == prompts[1].token_ids
+    assert prompts[0].positions == prompts[1].positions
 
 
 def test_every_listed_family_is_tested() -> None:
