@@ -146,6 +146,7 @@ CLIPS: dict[str, tuple[Callable[[], bytes], str, str]] = {
     "mpegts": (lambda: make_clip(form="mpegts"), "video/mp2t", ""),
     "variable": (lambda: make_clip(times=slower_later), "video/mp4", ""),
     "rotated": (lambda: rotated(make_clip()), "video/mp4", ""),
+    "large": (lambda: make_clip(num_frames=200, size=(448, 336)), "video/mp4", ""),
     "one frame": (lambda: make_clip(num_frames=1), "video/mp4", ""),
     "claims 10 hours": (lambda: claiming(make_clip(), 36_000), "video/mp4", ""),
     "spoilt": (lambda: spoilt(faststart()), "video/mp4", ""),

@@ -17,7 +17,6 @@ from selenium.webdriver.support.select import Select
 from shared.telemetry.metrics import STAGES
 from tests.browser.chat_page import DESK, PHONE, SMALL, ChatPage
 from tests.browser.conftest import NUM_TOKENS
-from tests.factories_video import clip
 from tests.integration.fleet_process import ROOT, SAMPLE, Served, start_fleet
 from tests.long import long
 from tests.processes import environment_of
@@ -113,6 +112,8 @@ def test_images_are_dropped_pasted_and_taken_out_again(page: ChatPage):
 
 
 def test_a_video_is_sent_and_shown(page: ChatPage):
+    from tests.factories_video import clip  # noqa: PLC0415 - it skips the test without PyAV
+
     data = base64.b64encode(clip("vp9")).decode()
     page.give("drop", data, "clip.webm", "video/webm")
     page.wait_for(lambda: len(page.find_all("#tray video")) == 1)

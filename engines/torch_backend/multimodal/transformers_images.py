@@ -278,7 +278,10 @@ class TransformersImages:
         merged = processor._merge_kwargs(
             tokenizer_init_kwargs=tokenizer.init_kwargs, return_tensors="pt"
         )
-        return _Videos(processor, merged["videos_kwargs"], placeholder, slots, self._hooks)
+        options = merged["videos_kwargs"]
+        if getattr(processor.video_processor, "cap_pixels_per_frame", 0) is None:
+            options["cap_pixels_per_frame"] = False  # its default will change
+        return _Videos(processor, options, placeholder, slots, self._hooks)
 
     def process_video(self, video: OpenVideo) -> ProcessedImage:
         """Raises: InvalidImage."""

@@ -16,6 +16,7 @@ from engines.base import (
     LoadedEngine,
     PreparedImage,
     VideoInfo,
+    can_decode_video,
 )
 from engines.registry import create_engine
 from shared.protocol import (
@@ -76,6 +77,7 @@ def test_an_image_is_sent_as_a_file_of_our_own(loaded: LoadedEngine, server: Sta
     assert words == {"type": "text", "text": "hello"}
 
 
+@pytest.mark.skipif(not can_decode_video(), reason="needs PyAV: pip install 'vlm-fleet[video]'")
 def test_a_video_is_sent_as_its_sampled_frames(server: StandIn):
     settings = {"kind": "openai", "url": server.url, "takes_videos": True}
     loaded = create_engine(settings)

@@ -15,9 +15,13 @@ from transformers import AutoProcessor
 from transformers.video_utils import VideoMetadata
 
 from engines.base import DEFAULT_NUM_FRAMES, InvalidImage
+from engines.core.budget import measure_prefill_limit
+from engines.core.engine import BatchingEngine
 from engines.core.request import Prompt
 from engines.text.processor import ChatProcessor
 from engines.torch_backend.multimodal.transformers_images import _BEHIND_VIDEOS, TAKES_VIDEO
+from engines.torch_backend.runner import TorchRunner
+from engines.torch_backend.settings import TorchSettings
 from shared.protocol import ChatMessage, ImagePart, ImageRef, TextPart, VideoOptions
 from shared.settings.limits import LimitSettings
 from tests.contract.test_model_family import make_image
@@ -332,6 +336,39 @@ def test_start_and_end_around_a_video_are_those_of_its_frames(
         prompts.append(ask(pool, processor, QUESTIONS["video"]))
     assert prompts[0].token_ids == prompts[1].token_ids
     assert prompts[0].positions == prompts[1].positions
+
+
+def test_a_stream_goes_on_beside_a_video_of_64_frames(pool: VideoPool, tmp_path: Path) -> None:
+    def enlarge(processor: Any) -> None:
+        _qwen(processor)
+        processor.video_processor.max_frames = 64
+        processor.video_processor.size = {"shortest_edge": 784 * 2, "longest_edge": 2**26}
+
+    family_table.write_checkpoint(row("Qwen3-VL", _RUN, enlarge), tmp_path)
+    test_families.allow_large_images(tmp_path)
+    model, processor = load(tmp_path)
+    runner = TorchRunner(
+        model,
+        settings := TorchSettings(num_kv_blocks=1024),
+        torch.device("cpu"),
+        torch.float32,
+        num_threads=2,
+    )
+    limit = measure_prefill_limit(runner, settings.max_num_batched_tokens)
+    engine = BatchingEngine(runner, processor, settings, prefill_limit=limit)
+    _, made = process(pool, processor, "large", num_frames=64)
+    parts = (ImagePart(0), TextPart("What moves?"))
+    prompt = processor.build_prompt([ChatMessage("user", parts)], [("video", made)])
+    assert prompt.images[0].num_tokens > 6000
+    text = processor.build_prompt([ChatMessage("user", (TextPart(TEXT_ONLY),))], [])
+    engine.add(make_request("stream", text, max_tokens=3000))
+    alone = [test_families.seconds_of_step(engine)[0] for _ in range(20)]
+    engine.add(make_request("photo", prompt, max_tokens=1))
+    beside, is_answered = [], False
+    while not is_answered:
+        seconds, is_answered = test_families.seconds_of_step(engine)
+        beside.append(seconds)
+    assert np.percentile(beside, 99) <= max(2 * np.median(alone), 0.25)
 
 
 def test_every_listed_family_is_tested() -> None:
