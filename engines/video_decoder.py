@@ -9,7 +9,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import av
+import av  # pyright: ignore[reportMissingImports]
 import msgspec
 from PIL import Image
 

@@ -140,6 +140,7 @@ def _copy(data: bytes, path: str) -> None:
 CLIPS: dict[str, tuple[Callable[[], bytes], str, str]] = {
     "mp4": (make_clip, "video/mp4", ""),
     "hevc": (lambda: make_clip("libx265", **{"x265-params": "log-level=none"}), "video/mp4", ""),
+    "av1": (lambda: make_clip("libsvtav1", size=(128, 96)), "video/mp4", ""),
     "vp9": (lambda: make_clip("libvpx-vp9", "webm"), "video/webm", ""),
     "vp8": (lambda: make_clip("libvpx", "webm"), "video/webm", ""),
     "mpeg4": (lambda: make_clip("mpeg4", "avi"), "video/x-msvideo", ""),

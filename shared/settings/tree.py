@@ -333,7 +333,8 @@ class WorkerSettings(Group):
         default=2,
         ge=0,
         le=64,
-        description="Processes without rights that decode images; 0: the threads do it themselves.",
+        description="Processes without rights that decode images, and as many for videos; 0: the threads decode "
+        "images themselves, and one process videos.",
     )
 
     lora: Names = Field(

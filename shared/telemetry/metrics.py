@@ -109,7 +109,7 @@ GATEWAY_METRICS = (
            "Requests to a model whose queue was full, or that had no worker, which its fallback took.",
            ("model", "fallback")),
     Metric("vlm_hook_failures_total", "counter", "Hooks that failed or took too long.", ("hook",)),
-    Metric("vlm_images_total", "counter", "Images in requests: accepted or refused.", ("outcome",)),
+    Metric("vlm_images_total", "counter", "Images and videos in requests: accepted or refused.", ("outcome",)),
     Metric("vlm_home_requests_total", "counter",
            "Requests with prefix affinity: reserved for the preferred worker (home), and of these, returned to the queue "
            "after the grace time (shared); or queued for any worker, because no worker is preferred (new), the preferred "

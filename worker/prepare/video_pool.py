@@ -105,9 +105,8 @@ class DecodedVideo(OpenVideo):
                 width, height = SIZE.unpack_from(data)
                 if len(data) != SIZE.size + 3 * width * height:
                     raise EOFError
-                pixels = memoryview(data)[SIZE.size :]
                 size = (width, height)
-                images[index] = Image.frombuffer("RGB", size, pixels, "raw", "RGB", 0, 1)
+                images[index] = Image.frombuffer("RGB", size, data[SIZE.size :], "raw", "RGB", 0, 1)
         return [images[index] for index in indices]
 
 

@@ -261,9 +261,8 @@ class TransformersImages:
     ) -> "_Videos | None":
         """How the processor takes videos; None if it or the tests do not."""
         processor: Any = self._processor
-        placeholder = getattr(processor, "video_placeholder_token", None) or getattr(
-            processor, "video_token", None
-        )
+        spelled = (getattr(processor, n, "") for n in ("video_placeholder_token", "video_token"))
+        placeholder: str = next(filter(None, spelled), "")
         if (
             model_class.__name__ not in TAKES_VIDEO
             or getattr(processor, "video_processor", None) is None
@@ -472,7 +471,9 @@ class _Videos:
         made, text = dict(made), str(text)
         if not self._has_encoder:
             made["pixel_values"] = made.pop("pixel_values_videos").flatten(0, 1)
-        found = next((kind for kind, (slot, _) in self._slots.items() if slot in text), None)
+        found: Kind | None = next(
+            (kind for kind, (slot, _) in self._slots.items() if slot in text), None
+        )
         if found is None:
             raise InvalidImage("The model makes no tokens of this video.")
         inputs = {

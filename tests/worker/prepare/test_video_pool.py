@@ -51,11 +51,12 @@ def jpeg(color: str) -> bytes:
 
 
 @pytest.mark.parametrize(
-    "name", ["mp4", "hevc", "vp9", "vp8", "mpeg4", "mpegts", "claims 10 hours"]
+    "name", ["mp4", "hevc", "av1", "vp9", "vp8", "mpeg4", "mpegts", "claims 10 hours"]
 )
 def test_frames_are_those_that_were_written(pool: VideoPool, name: str):
     info, frames = named(pool, name)
-    assert (info.width, info.height, info.num_frames) == (64, 48, 50)
+    assert (info.width, info.height) == ((128, 96) if name == "av1" else (64, 48))
+    assert info.num_frames == 50
     assert info.length_s == pytest.approx(2.0, abs=0.05)
     assert [number_of(frame) for frame in frames] == pytest.approx(range(50), abs=1.5)
 
