@@ -261,7 +261,15 @@ class GatewayQueue(Protocol):
         ...
 
     async def set_spent(self, call_id: str, tenant: str, budget: Budget, amount: int) -> None:
-        """Set what the tenant of a new call has spent of its budget, if no one has yet."""
+        """Create the budget of the tenant of a new call, with what it has spent, or raise what it has spent to that."""
+        ...
+
+    async def raise_usage(self, day: int, sums: Mapping[str, int]) -> None:
+        """Raise sums of `usage`, as one server had them, where that server has lower ones for the same beginning."""
+        ...
+
+    async def raise_spent(self, period: str, spent: Mapping[str, int]) -> None:
+        """Raise what tenants have spent of their budgets of a month or day; tenants without one are left out."""
         ...
 
     async def states(self, model: str, request_ids: Sequence[str]) -> list[RequestState | None]:

@@ -7,7 +7,7 @@ belongs to no request: workers, deployments, sessions and records.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from hashlib import blake2b
 from typing import Any, TypeVar
@@ -291,6 +291,14 @@ class ShardedGatewayQueue:
     async def set_spent(self, call_id: str, tenant: str, budget: Budget, amount: int) -> None:
         shard = self._shards.find(call_id)
         await shard.ask(shard.queue.set_spent(call_id, tenant, budget, amount))
+
+    async def raise_usage(self, day: int, sums: Mapping[str, int]) -> None:
+        calls = [s.ask(s.queue.raise_usage(day, sums)) for s in self._shards.all if s.is_up]
+        await asyncio.gather(*calls)
+
+    async def raise_spent(self, period: str, spent: Mapping[str, int]) -> None:
+        calls = [s.ask(s.queue.raise_spent(period, spent)) for s in self._shards.all if s.is_up]
+        await asyncio.gather(*calls)
 
     async def events(self, model: str, request_id: str) -> list[bytes]:
         shard = self._shards.find(request_id)

@@ -1,7 +1,7 @@
 """The gateway's side of the queue: submit calls, cancel them, read their state. Calls of a loop turn share a write."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from secrets import token_hex
 from typing import Any
@@ -41,6 +41,7 @@ from shared.queue.scripts import (
     FORGET_LOST,
     LISTEN,
     NOTE_SHARD,
+    RAISE_SUMS,
     REFUND,
     SHARE,
     STATES,
@@ -250,8 +251,17 @@ class RedisGatewayQueue(RedisStore):
     @redis_errors_as(QueueUnavailable)
     async def set_spent(self, call_id: str, tenant: str, budget: Budget, amount: int) -> None:
         key = self._keys.budget(tenant, budget.period)
-        await self._ask("HSETNX", key, "spent", amount)
-        await self._ask("PEXPIRE", key, to_ms(budget.ttl_s))
+        await self._run(RAISE_SUMS, [key], sums={"spent": amount}, ttl_ms=to_ms(budget.ttl_s))
+
+    @redis_errors_as(QueueUnavailable)
+    async def raise_usage(self, day: int, sums: Mapping[str, int]) -> None:
+        began, counts = str(sums.get("", 0)), {name: sums[name] for name in sums if name}
+        await self._run(RAISE_SUMS, [f"{self._keys.spent}{day}"], sums=counts, began=began)
+
+    @redis_errors_as(QueueUnavailable)
+    async def raise_spent(self, period: str, spent: Mapping[str, int]) -> None:
+        for tenant, amount in spent.items():
+            await self._run(RAISE_SUMS, [self._keys.budget(tenant, period)], sums={"spent": amount})
 
     @redis_errors_as(QueueUnavailable)
     async def events(self, model: str, request_id: str) -> list[bytes]:
