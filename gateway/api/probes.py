@@ -1,10 +1,11 @@
 """Health, readiness and metrics. Probes count in no metric and reveal only a short reason."""
 
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
+from typing import Annotated
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import JSONResponse, Response
 
@@ -55,6 +56,28 @@ class FleetStatus(Struct):
     workers: list[WorkerStatus]
 
 
+class LiveRequest(Struct):
+    """A request that waits or runs."""
+
+    id: str  #: of the log, with the number of the choice
+    key: str  #: name of the key; the hash of one of the settings
+    model: str
+    worker: str | None  #: null: it waits
+    age_s: float
+    num_tokens: int  #: of output so far
+
+
+class LiveRequests(Struct):
+    """Requests, newest first."""
+
+    data: list[LiveRequest]
+    object: str = "list"
+
+
+class LiveRequestsQuery(Struct):
+    limit: Annotated[int, Meta(ge=1, le=1000)] = 100
+
+
 class Probes(Resource):
     """Operations for orchestrators and Prometheus."""
 
@@ -68,13 +91,16 @@ class Probes(Resource):
         metrics: GatewayMetrics,
         metrics_access: Access,
         shards: Collection[str],
+        name_of: Callable[[str], str],
     ) -> None:
+        """`name_of` a tenant: that of its key."""
         self._admission = admission
         self._models = models
         self._queue = queue
         self._metrics = metrics
         self._metrics_access: Access = metrics_access
         self._shards = shards
+        self._name_of = name_of
 
     @operation("GET", "/healthz", access="public", is_probe=True)
     async def healthz(self, caller: Caller) -> Response:
@@ -138,6 +164,18 @@ class Probes(Resource):
         return FleetStatus(
             package_version(), self._state(), self._admission.num_open, queues, workers
         )
+
+    @operation("GET", "/v1/admin/requests", access="admin")
+    async def live_requests(self, caller: Caller, query: LiveRequestsQuery) -> LiveRequests:
+        """List the newest requests of all gateways that wait or run."""
+        found = await self._queue.open_requests(self._models.cards, query.limit)
+        return LiveRequests([
+            LiveRequest(
+                each.id, self._name_of(each.tenant), each.model, each.worker or None,
+                round(each.age_s, 3), each.num_tokens,
+            )
+            for each in found
+        ])  # fmt: skip
 
     def operations(self, services: OperationServices) -> list[Operation]:
         found = super().operations(services)

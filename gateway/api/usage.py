@@ -104,7 +104,7 @@ class UsageReport(Resource):
             key = None if self._keys is None else self._keys.of(each.tenant)
             named: dict[str, Any] = {
                 "day": each.day,
-                "key": key.name if key is not None else each.tenant and short_hash(each.tenant),
+                "key": short_hash(each.tenant) if key is None else key.name,
                 "tag": "" if key is None else key.tag,
                 "model": each.model,
             }

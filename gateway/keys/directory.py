@@ -89,6 +89,11 @@ class KeyDirectory:
         record = self.records.get(name.partition(":")[0], _NOBODY)
         return replace(record, name=name or short_hash(tenant), tenant=tenant)
 
+    def name_of(self, tenant: str) -> str:
+        """The name of a tenant's key; the hash of one of the settings."""
+        record = self.of(tenant)
+        return short_hash(tenant) if record is None else record.name
+
     def is_active(self, tenant: str, guest: str = "") -> bool:
         """Whether the tenant has a key. `guest`: its name, if it is one."""
         if guest:

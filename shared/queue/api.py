@@ -4,7 +4,7 @@ The queue does not decode calls and events. All methods are idempotent and may b
 number of a claim fences all earlier attempts. All methods raise QueueUnavailable.
 """
 
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -198,6 +198,17 @@ class Submitted(Struct, frozen=True):
     full_in_s: tuple[float, float] | None = None
 
 
+class OpenRequest(Struct, frozen=True):
+    """A call that waits or runs. Empty `worker`: none runs it."""
+
+    id: str
+    model: str
+    tenant: str
+    worker: str
+    age_s: float
+    num_tokens: int  #: of output, published so far
+
+
 class GatewayQueue(Protocol):
     """The gateway's side of the queues of all models."""
 
@@ -270,6 +281,10 @@ class GatewayQueue(Protocol):
 
     async def raise_spent(self, period: str, spent: Mapping[str, int]) -> None:
         """Raise what tenants have spent of their budgets of a month or day; tenants without one are left out."""
+        ...
+
+    async def open_requests(self, models: Collection[str], limit: int) -> list[OpenRequest]:
+        """The newest calls that wait or run, newest first."""
         ...
 
     async def states(self, model: str, request_ids: Sequence[str]) -> list[RequestState | None]:

@@ -7,7 +7,15 @@ belongs to no request: workers, deployments, sessions and records.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Collection,
+    Coroutine,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from contextlib import aclosing, suppress
 from hashlib import blake2b
 from typing import Any, TypeVar
@@ -23,6 +31,7 @@ from shared.queue.api import (
     Charge,
     GatewayQueue,
     Limits,
+    OpenRequest,
     QueueStats,
     QueueUnavailable,
     RequestState,
@@ -280,6 +289,17 @@ class ShardedGatewayQueue:
         for (_, ids), states in zip(groups, await asyncio.gather(*calls), strict=True):
             found |= zip(ids, states, strict=True)
         return [found.get(request_id) for request_id in request_ids]
+
+    async def open_requests(self, models: Collection[str], limit: int) -> list[OpenRequest]:
+        """Those of the shards that are up."""
+        calls = [
+            shard.ask(shard.queue.open_requests(models, limit))
+            for shard in self._shards.all
+            if shard.is_up
+        ]
+        found = await asyncio.gather(*calls, return_exceptions=True)
+        there = [each for of_shard in found if isinstance(of_shard, list) for each in of_shard]
+        return sorted(there, key=lambda each: each.age_s)[:limit]
 
     async def usage(self, day: int, *, skips_down: bool) -> list[dict[str, int]]:
         calls = [

@@ -1,7 +1,7 @@
 """The gateway's side of the queue: submit calls, cancel them, read their state. Calls of a loop turn share a write."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from secrets import token_hex
 from typing import Any
@@ -15,6 +15,7 @@ from shared.queue.api import (
     Charge,
     DuplicateRequest,
     Limits,
+    OpenRequest,
     QueueRefused,
     QueueStats,
     QueueUnavailable,
@@ -241,6 +242,37 @@ class RedisGatewayQueue(RedisStore):
                 for state, attempt, num_tokens, ttl_ms in await self._run(STATES, keys)
             ]
         return found
+
+    @redis_errors_as(QueueUnavailable)
+    async def open_requests(self, models: Collection[str], limit: int) -> list[OpenRequest]:
+        streams = [
+            (model, key)
+            for model in models
+            for key in (self._keys.queue(model), self._keys.backlog(model))
+        ]
+        reads = (self._ask("XREVRANGE", key, "+", "-", "COUNT", limit) for _, key in streams)
+        entries = [
+            (int(entry_id.partition(b"-")[0]), model, fields[1].decode())
+            for (model, _), found in zip(streams, await asyncio.gather(*reads), strict=True)
+            for entry_id, fields in found
+            if fields[0] == b"id"  # no wakeup
+        ]
+        newest = sorted(entries, reverse=True)[:limit]
+        fields = ("tenant", "state", "worker", "enqueued_ms", "tokens")
+        reads = (
+            self._ask("HMGET", self._keys.request(model, name), *fields)
+            for _, model, name in newest
+        )
+        (seconds, _), *found = await asyncio.gather(self._ask("TIME"), *reads)
+        requests = [
+            OpenRequest(
+                name, model, tenant.decode(), worker.decode() if state == b"running" else "",
+                max(0.0, int(seconds) - int(since_ms) / 1000), int(num_tokens),
+            )
+            for (_, model, name), (tenant, state, worker, since_ms, num_tokens) in zip(newest, found, strict=True)
+            if state in (b"queued", b"running")
+        ]  # fmt: skip
+        return sorted(requests, key=lambda each: each.age_s)
 
     @redis_errors_as(QueueUnavailable)
     async def usage(self, day: int, *, skips_down: bool) -> list[dict[str, int]]:

@@ -482,4 +482,16 @@ async def test_who_manages_keys_sees_the_queues_and_workers(team: Team):
     [model], [worker] = found["models"], found["workers"]
     assert (found["state"], model["id"], model["num_workers"]) == ("ready", MODEL, 1)
     assert (worker["model"], worker["state"]) == (MODEL, "ready")
+
+    async def has_tokens() -> dict[str, Any] | None:
+        answer = await team.gateways[1].client.get("/v1/admin/requests", headers=ROOT)
+        [request] = answer.json()["data"]
+        return request if request["num_tokens"] and request["key"] == "user" else None
+
+    request = await until(has_tokens)
+    assert (request["model"], request["worker"]) == (MODEL, worker["id"])
+    for query in ("limit=0", "limit=1001", "limit=x"):
+        wrong = await client.get(f"/v1/admin/requests?{query}", headers=ROOT)
+        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "limit")
+    assert (await client.get("/v1/admin/requests", headers=bearer(user))).status_code == 403
     streaming.cancel()

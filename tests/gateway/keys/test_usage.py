@@ -298,7 +298,7 @@ async def test_a_redis_restored_from_an_older_copy_goes_on_from_what_was_saved(
             [budget] = [each async for each in redis.scan_iter(names.budget("*", "*"))]
 
             async def is_restored() -> bool:
-                return int(await redis.hget(budget, "spent")) == round(3 * COST * usage.NANO)
+                return int(await redis.hget(budget, "spent") or 0) == round(3 * COST * usage.NANO)
 
             await until(is_restored)
             await talk(key, 1)
