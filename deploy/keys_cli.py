@@ -1,4 +1,4 @@
-"""`vlm keys`: create, list, rotate and revoke the API keys of a fleet."""
+"""`vlm keys`: create, list, change, rotate and revoke the API keys of a fleet."""
 
 import re
 import sys
@@ -12,7 +12,7 @@ from shared.gateway_url import URL, Url
 if TYPE_CHECKING:
     from deploy.client import Client
 
-app = typer.Typer(help="Create, list, rotate and revoke API keys.", no_args_is_help=True)
+app = typer.Typer(help="Create, list, change, rotate and revoke API keys.", no_args_is_help=True)
 
 Key = Annotated[
     str | None,
@@ -25,6 +25,11 @@ Key = Annotated[
 Name = Annotated[str, typer.Argument(help="The key's name.")]
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _PATH = "/v1/admin/keys"
+#: Limits by their options.
+_REMOVABLE = {
+    "models": "models", "rpm": "requests_per_minute", "tpm": "tokens_per_minute", "open": "open_requests",
+    "max-output-tokens": "max_output_tokens", "expires": "expires_in_s", "budget": "budget",
+}  # fmt: skip
 
 
 def _seconds(text: str | None) -> str | None:
@@ -33,49 +38,97 @@ def _seconds(text: str | None) -> str | None:
     return text
 
 
+def _dollars(amount: float | None) -> float | None:
+    if amount is not None and not 0 < amount <= 1_000_000:
+        raise typer.BadParameter("give dollars above 0, at most 1,000,000")
+    return amount
+
+
+def _removed(text: str | None) -> str | None:
+    if text is not None and not set(text.split(",")) <= set(_REMOVABLE):
+        raise typer.BadParameter(f"give some of {', '.join(_REMOVABLE)}, separated by commas")
+    return text
+
+
+Models = Annotated[str | None, typer.Option(help="Comma-separated patterns of model names.")]
+Rpm = Annotated[int | None, typer.Option(min=1, help="Requests per minute.")]
+Tpm = Annotated[int | None, typer.Option(min=1, help="Tokens per minute.")]
+Open = Annotated[int | None, typer.Option("--open", min=1, help="Open requests at a time.")]
+MaxOutputTokens = Annotated[int | None, typer.Option(min=1, help="Longest answer, in tokens.")]
+MaxPriority = Annotated[
+    Literal["interactive", "batch"] | None,
+    typer.Option(help="Highest priority of its requests: interactive by default."),
+]
+Expires = Annotated[
+    str | None, typer.Option(help="Lifetime from now, such as 90d.", callback=_seconds)
+]
+Budget = Annotated[float | None, typer.Option(help="Dollars that it may spend.", callback=_dollars)]
+Per = Annotated[
+    Literal["month", "day"] | None, typer.Option(help="Period of the budget: month by default.")
+]
+Tag = Annotated[str | None, typer.Option(help="Label of its usage, such as a team.")]
+
+
 @app.command()
 def create(
     name: Annotated[str, typer.Option(help="Who uses it.")],
     roles: Annotated[
         str, typer.Option(help="Comma-separated: use, adapters, deploy, admin.")
     ] = "use",
-    models: Annotated[
-        str | None,
-        typer.Option(help="Comma-separated patterns of model names.", show_default="all"),
-    ] = None,
-    rpm: Annotated[int | None, typer.Option(min=1, help="Requests per minute.")] = None,
-    tpm: Annotated[int | None, typer.Option(min=1, help="Tokens per minute.")] = None,
-    open_: Annotated[
-        int | None, typer.Option("--open", min=1, help="Open requests at a time.")
-    ] = None,
-    max_output_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Longest answer, in tokens.")
-    ] = None,
-    max_priority: Annotated[
-        Literal["interactive", "batch"], typer.Option(help="Highest priority of its requests.")
-    ] = "interactive",
-    expires: Annotated[
-        str | None,
-        typer.Option(help="Lifetime, such as 90d.", show_default="unlimited", callback=_seconds),
-    ] = None,
-    budget: Annotated[
-        float | None,
-        typer.Option(min=0, help="Dollars that it may spend.", show_default="unlimited"),
-    ] = None,
-    per: Annotated[str, typer.Option(help="Period of the budget: month or day.")] = "month",
-    tag: Annotated[str, typer.Option(help="Label of its usage, such as a team.")] = "",
-    url: Url = URL,
-    api_key: Key = None,
-) -> None:
+    models: Models = None, rpm: Rpm = None, tpm: Tpm = None, open_: Open = None,
+    max_output_tokens: MaxOutputTokens = None, max_priority: MaxPriority = None,
+    expires: Expires = None, budget: Budget = None, per: Per = None, tag: Tag = None,
+    url: Url = URL, api_key: Key = None,
+) -> None:  # fmt: skip
     """Create a key. Its last line of output is the key, which is shown once."""
-    body: dict[str, Any] = {
-        "name": name, "roles": roles.split(","), "models": models.split(",") if models else None,
+    limits = _limits(
+        models, rpm, tpm, open_, max_output_tokens, max_priority, expires, budget, per, tag
+    )
+    body = {"name": name, "roles": roles.split(","), **limits}
+    _show_new(lambda client: client.ask("POST", _PATH, body), url, api_key)
+
+
+@app.command()
+def update(
+    name: Name,
+    models: Models = None, rpm: Rpm = None, tpm: Tpm = None, open_: Open = None,
+    max_output_tokens: MaxOutputTokens = None, max_priority: MaxPriority = None,
+    expires: Expires = None, budget: Budget = None, per: Per = None, tag: Tag = None,
+    remove: Annotated[
+        str | None,
+        typer.Option(help="Comma-separated limits to remove, such as rpm,budget.", callback=_removed),
+    ] = None,
+    url: Url = URL, api_key: Key = None,
+) -> None:  # fmt: skip
+    """Change the limits of a key, within two seconds. Options that are left out change nothing."""
+    limits = _limits(
+        models, rpm, tpm, open_, max_output_tokens, max_priority, expires, budget, per, tag
+    )
+    body = limits | {_REMOVABLE[each]: None for each in (remove or "").split(",") if each}
+
+    def run(client: "Client") -> None:
+        from deploy import commands
+
+        client.ask("PATCH", f"{_PATH}/{_quoted(name)}", body)
+        commands.console.print(f"{name}: changed")
+
+    _run(run, url, api_key)
+
+
+def _limits(
+    models: str | None, rpm: int | None, tpm: int | None, open_: int | None,
+    max_output_tokens: int | None, max_priority: str | None, expires: str | None,
+    budget: float | None, per: str | None, tag: str | None,
+) -> dict[str, Any]:  # fmt: skip
+    """The fields of a request, without those that are not given."""
+    fields = {
+        "models": models.split(",") if models else None,
         "requests_per_minute": rpm, "tokens_per_minute": tpm, "open_requests": open_,
         "max_output_tokens": max_output_tokens, "max_priority": max_priority,
         "expires_in_s": int(expires[:-1]) * _UNITS[expires[-1]] if expires else None,
         "budget": budget, "period": per, "tag": tag,
     }  # fmt: skip
-    _show_new(lambda client: client.ask("POST", _PATH, body), url, api_key)
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 @app.command("list")

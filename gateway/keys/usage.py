@@ -107,17 +107,22 @@ class UsageLog:
         runs = {name: info.get("run_id", "") for name, info in servers.items()}
         if all(self._runs.get(name) == run for name, run in runs.items()):
             return
-        now, yesterday = today(), today() - timedelta(1)
-        async with self._reading:
-            sums = await self._sums(_days(min(now.replace(day=1), yesterday), now))
-        for path, each in sums.items():
+        yesterday = today() - timedelta(1)
+        for path, each in (await self.raise_budgets()).items():
             if (day := _day_of(path)) >= yesterday:
                 await self._queue.raise_usage((day - _EPOCH).days, each)
+        self._runs |= runs
+
+    async def raise_budgets(self) -> dict[str, dict[str, int]]:
+        """Raise what is spent of budgets to the costs that were counted; returns the sums of this month."""
+        now = today()
+        async with self._reading:
+            sums = await self._sums(_days(min(now.replace(day=1), now - timedelta(1)), now))
         for period in (now.isoformat()[:7], now.isoformat()):
             of_period = [each for path, each in sums.items() if path.startswith(f"usage/{period}")]
             spent = await asyncio.to_thread(_costs, of_period)
             await self._queue.raise_spent(period, spent)
-        self._runs |= runs
+        return sums
 
     async def _save(self, durable: PackageStore, path: str, sums: dict[str, int]) -> None:
         if self._saved.get(path) == sums:

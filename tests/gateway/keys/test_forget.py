@@ -264,6 +264,12 @@ async def test_keys_by_the_command_line(gateway: RunningGateway):
     }  # fmt: skip
     assert {name: shown[name] for name in expected} == expected
     await create(gateway, "--name", "boss", "--roles", "admin")
+    changes = ("--rpm", "5", "--remove", "tpm,expires")
+    changed = await run(gateway, "keys", "update", "alice", *changes)
+    assert changed.exit_code == 0, changed.output
+    shown = json.loads((await run(gateway, "keys", "show", "alice", key=key)).stdout)
+    limits = [shown[name] for name in ("requests_per_minute", "tokens_per_minute", "expires_at")]
+    assert limits == [5, None, None]
     new = (await run(gateway, "keys", "rotate", "alice")).stdout.splitlines()[-1]
     assert (await run(gateway, "keys", "list", key=key)).exit_code == 4
     table = (await run(gateway, "keys", "list", key=new)).stdout
@@ -284,8 +290,16 @@ async def test_keys_by_the_command_line(gateway: RunningGateway):
         (["keys", "create", "--name", "a", "--expires", "soon"], 2, "90d"),
         (["keys", "create", "--name", "a", "--rpm", "0"], 2, "--rpm"),
         (["keys", "create", "--name", "a", "--roles", "root"], 4, "roles"),
-        (["keys", "create", "--name", "a/b"], 4, "name"),
-        (["keys", "revoke", "nobody"], 4, "no key of this name"),
+        (["keys", "create", "--name", "a/b"], 4, "name. Send 1 to 64 letters, digits"),
+        (["keys", "create", "--name", "J\u00f6rg x"], 4, "name. Send 1 to 64 letters, digits"),
+        (["keys", "create", "--name", "a", "--per", "week"], 2, "--per"),
+        (["keys", "create", "--name", "a", "--budget", "nan"], 2, "--budget"),
+        (["keys", "create", "--name", "a", "--budget", "0"], 2, "--budget"),
+        (["keys", "update", "a", "--budget", "-1"], 2, "--budget"),
+        (["keys", "update", "a", "--remove", "roles"], 2, "--remove"),
+        (["keys", "update", "a", "--rpm", "0"], 2, "--rpm"),
+        (["keys", "update", "a", "--tag", "b"], 4, "no key of this name"),
+        (["keys", "revoke", "nobody"], 4, "`vlm keys list`"),
         (["forget", "--key", "nobody"], 4, "no key of this name"),
     ],
 )

@@ -162,6 +162,26 @@ async def test_a_spent_budget_refuses_until_the_next_month(team: Team):
     assert (shown["budget"], shown["period"]) == (2.5 * COST, "month")
 
 
+async def test_what_was_spent_without_a_budget_counts_once_there_is_one(team: Team):
+    key = await team.create()
+    bob = await team.create("bob", budget=100 * COST)
+    await team.status(bob)
+
+    async def change(name: str, key: str, **body: Any) -> tuple[int, str | None]:
+        changed = await team.admin("PATCH", f"/{name}", **body)
+        assert changed.status_code == 200, changed.text
+        answer = await team.chat(key)
+        return answer.status_code, answer.json().get("error", {}).get("code")
+
+    await team.status(key)
+    assert await change("alice", key, budget=0.5 * COST) == (429, "insufficient_quota")
+    assert (await change("alice", key, budget=1.5 * COST))[0] == 200
+    assert (await change("alice", key, budget=1.5 * COST))[0] == 429
+    assert (await change("bob", bob, budget=None))[0] == 200
+    assert (await change("bob", bob, budget=1.5 * COST))[0] == 429
+    assert (await change("bob", bob, budget=1.5 * COST, period="day"))[0] == 429
+
+
 async def test_lines_of_a_batch_fail_once_the_budget_is_spent(
     redis_server, redis_prefix, store, tmp_path
 ):
