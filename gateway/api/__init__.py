@@ -43,7 +43,6 @@ from gateway.api.vector_stores import VectorStores
 from gateway.calls.surface import Surface
 from gateway.http.auth import tenant_of
 from gateway.http.endpoint import Endpoint, OperationServices, Resource, Serve
-from gateway.http.exchange import short_hash
 from gateway.services import Services
 from shared.settings.limits import LimitSettings
 
@@ -130,6 +129,6 @@ def _create_resources(services: Services, surfaces: Sequence[Surface]) -> list[R
             services.metrics,
             "adapters" if settings.gateway.admin_keys or settings.gateway.root_key else "use",
             settings.redis.shards,
-            short_hash if services.keys is None else services.keys.name_of,
+            services.keys,
         ),
     ]

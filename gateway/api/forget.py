@@ -32,6 +32,10 @@ class Forgotten(msgspec.Struct):
     files: int = 0  #: for vector stores
     object: str = "key.forgotten"
 
+    def add(self, other: "Forgotten") -> None:
+        for name in ("answers", "sessions", "batches", "vector_stores", "files"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
 
 class TenantData:
     """The stores that have data of tenants."""

@@ -202,8 +202,16 @@ class Keys(Resource):
 
     @operation("POST", _PATH + "/{name}:forget")
     async def forget_key(self, caller: Caller) -> Forgotten:
-        """Delete what is stored of a key: kept answers, sessions, batches, files, vector stores."""
-        return await self._data.forget(_find(await self._fresh(), caller).tenant)
+        """Delete what is stored of a key, or of `KEY:NAME` with a token: answers, sessions, batches, files, stores."""
+        keys, name = await self._fresh(), caller.path["name"]
+        tenants = await keys.guests_of(name) if ":" in name else [_find(keys, caller).tenant]
+        if not tenants:
+            message = "No caller with a token has this name: `vlm usage` shows all of this month."
+            raise NotFound(message, param="name", code="key_not_found")
+        total = Forgotten()
+        for tenant in tenants:
+            total.add(await self._data.forget(tenant))
+        return total
 
     def _check_budget(self, body: UpdateKey) -> None:
         if body.budget and not self._has_prices:

@@ -1,7 +1,7 @@
 """Health, readiness and metrics. Probes count in no metric and reveal only a short reason."""
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextlib import suppress
 from typing import Annotated
 
@@ -13,6 +13,8 @@ from gateway.calls.models import ModelDirectory
 from gateway.http.admission import Admission
 from gateway.http.endpoint import Access, Caller, Operation, OperationServices, Resource, operation
 from gateway.http.errors import InvalidRequest
+from gateway.http.exchange import short_hash
+from gateway.keys.directory import KeyDirectory
 from shared.queue.api import GatewayQueue, QueueUnavailable
 from shared.telemetry.metrics import GatewayMetrics
 from shared.version import package_version
@@ -91,16 +93,15 @@ class Probes(Resource):
         metrics: GatewayMetrics,
         metrics_access: Access,
         shards: Collection[str],
-        name_of: Callable[[str], str],
+        keys: KeyDirectory | None,
     ) -> None:
-        """`name_of` a tenant: that of its key."""
         self._admission = admission
         self._models = models
         self._queue = queue
         self._metrics = metrics
         self._metrics_access: Access = metrics_access
         self._shards = shards
-        self._name_of = name_of
+        self._keys = keys
 
     @operation("GET", "/healthz", access="public", is_probe=True)
     async def healthz(self, caller: Caller) -> Response:
@@ -168,10 +169,16 @@ class Probes(Resource):
     @operation("GET", "/v1/admin/requests", access="admin")
     async def live_requests(self, caller: Caller, query: LiveRequestsQuery) -> LiveRequests:
         """List the newest requests of all gateways that wait or run."""
-        found = await self._queue.open_requests(self._models.cards, query.limit)
+        found, name_of = (
+            await self._queue.open_requests(self._models.cards, query.limit),
+            short_hash,
+        )
+        if self._keys is not None:
+            await self._keys.know(each.tenant for each in found)
+            name_of = self._keys.name_of
         return LiveRequests([
             LiveRequest(
-                each.id, self._name_of(each.tenant), each.model, each.worker or None,
+                each.id, name_of(each.tenant), each.model, each.worker or None,
                 round(each.age_s, 3), each.num_tokens,
             )
             for each in found

@@ -91,6 +91,8 @@ class UsageReport(Resource):
         key = None if self._keys is None else self._keys.of(tenant)
         sees_all = tenant == self._root or (key is not None and "admin" in key.roles)
         found = await self._log.read(begin, end)
+        if self._keys is not None:
+            await self._keys.know(each.tenant for each in found)
         rows = await asyncio.to_thread(
             self._sum, [each for each in found if sees_all or each.tenant == tenant], groups
         )

@@ -531,10 +531,10 @@ async def test_who_manages_keys_sees_the_queues_and_workers(team: Team):
     assert (found["state"], model["id"], model["num_workers"]) == ("ready", MODEL, 1)
     assert (worker["model"], worker["state"]) == (MODEL, "ready")
 
-    async def has_tokens() -> dict[str, Any] | None:
+    async def has_tokens() -> dict[str, Any]:
         answer = await team.gateways[1].client.get("/v1/admin/requests", headers=ROOT)
         [request] = answer.json()["data"]
-        return request if request["num_tokens"] and request["key"] == "user" else None
+        return request if request["num_tokens"] and request["key"] == "user" else {}
 
     request = await until(has_tokens)
     assert (request["model"], request["worker"]) == (MODEL, worker["id"])
