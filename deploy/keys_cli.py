@@ -2,6 +2,7 @@
 
 import re
 import sys
+from contextlib import suppress
 from datetime import UTC, datetime  # noqa: TID251 (people see it)
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -25,23 +26,24 @@ Key = Annotated[
 Name = Annotated[str, typer.Argument(help="The key's name.")]
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _PATH = "/v1/admin/keys"
-#: Limits by their options.
+#: Limits that can be removed: fields of a request by their options.
 _REMOVABLE = {
     "models": "models", "rpm": "requests_per_minute", "tpm": "tokens_per_minute", "open": "open_requests",
     "max-output-tokens": "max_output_tokens", "expires": "expires_in_s", "budget": "budget",
 }  # fmt: skip
 
 
-def _seconds(text: str | None) -> str | None:
-    if text is not None and not re.fullmatch(r"[1-9]\d{0,8}[smhd]", text):
+def _seconds(text: str) -> int:
+    if not re.fullmatch(r"[1-9]\d{0,8}[smhd]", text):
         raise typer.BadParameter("give a number and s, m, h or d, such as 90d")
-    return text
+    return int(text[:-1]) * _UNITS[text[-1]]
 
 
-def _dollars(amount: float | None) -> float | None:
-    if amount is not None and not 0 < amount <= 1_000_000:
-        raise typer.BadParameter("give dollars above 0, at most 1,000,000")
-    return amount
+def _dollars(text: str) -> float:
+    with suppress(ValueError):
+        if 0 < (amount := float(text)) <= 1_000_000:
+            return amount
+    raise typer.BadParameter("give dollars above 0, at most 1,000,000")
 
 
 def _removed(text: str | None) -> str | None:
@@ -51,8 +53,8 @@ def _removed(text: str | None) -> str | None:
 
 
 Models = Annotated[str | None, typer.Option(help="Comma-separated patterns of model names.")]
-Rpm = Annotated[int | None, typer.Option(min=1, help="Requests per minute.")]
-Tpm = Annotated[int | None, typer.Option(min=1, help="Tokens per minute.")]
+Rpm = Annotated[int | None, typer.Option("--rpm", min=1, help="Requests per minute.")]
+Tpm = Annotated[int | None, typer.Option("--tpm", min=1, help="Tokens per minute.")]
 Open = Annotated[int | None, typer.Option("--open", min=1, help="Open requests at a time.")]
 MaxOutputTokens = Annotated[int | None, typer.Option(min=1, help="Longest answer, in tokens.")]
 MaxPriority = Annotated[
@@ -60,40 +62,47 @@ MaxPriority = Annotated[
     typer.Option(help="Highest priority of its requests: interactive by default."),
 ]
 Expires = Annotated[
-    str | None, typer.Option(help="Lifetime from now, such as 90d.", callback=_seconds)
+    int | None,
+    typer.Option(
+        "--expires", parser=_seconds, metavar="TIME", help="Lifetime from now, such as 90d."
+    ),
 ]
-Budget = Annotated[float | None, typer.Option(help="Dollars that it may spend.", callback=_dollars)]
+Budget = Annotated[
+    float | None,
+    typer.Option(parser=_dollars, metavar="DOLLARS", help="Dollars that it may spend."),
+]
 Per = Annotated[
-    Literal["month", "day"] | None, typer.Option(help="Period of the budget: month by default.")
+    Literal["month", "day"] | None,
+    typer.Option("--per", help="Period of the budget: month by default."),
 ]
 Tag = Annotated[str | None, typer.Option(help="Label of its usage, such as a team.")]
 
 
 @app.command()
 def create(
+    context: typer.Context,
     name: Annotated[str, typer.Option(help="Who uses it.")],
     roles: Annotated[
         str, typer.Option(help="Comma-separated: use, adapters, deploy, admin.")
     ] = "use",
-    models: Models = None, rpm: Rpm = None, tpm: Tpm = None, open_: Open = None,
-    max_output_tokens: MaxOutputTokens = None, max_priority: MaxPriority = None,
-    expires: Expires = None, budget: Budget = None, per: Per = None, tag: Tag = None,
-    url: Url = URL, api_key: Key = None,
+    models: Models = None, requests_per_minute: Rpm = None, tokens_per_minute: Tpm = None,
+    open_requests: Open = None, max_output_tokens: MaxOutputTokens = None,
+    max_priority: MaxPriority = None, expires_in_s: Expires = None, budget: Budget = None,
+    period: Per = None, tag: Tag = None, url: Url = URL, api_key: Key = None,
 ) -> None:  # fmt: skip
     """Create a key. Its last line of output is the key, which is shown once."""
-    limits = _limits(
-        models, rpm, tpm, open_, max_output_tokens, max_priority, expires, budget, per, tag
-    )
-    body = {"name": name, "roles": roles.split(","), **limits}
+    body = {"name": name, "roles": roles.split(",")} | _limits(context)
     _show_new(lambda client: client.ask("POST", _PATH, body), url, api_key)
 
 
 @app.command()
 def update(
+    context: typer.Context,
     name: Name,
-    models: Models = None, rpm: Rpm = None, tpm: Tpm = None, open_: Open = None,
-    max_output_tokens: MaxOutputTokens = None, max_priority: MaxPriority = None,
-    expires: Expires = None, budget: Budget = None, per: Per = None, tag: Tag = None,
+    models: Models = None, requests_per_minute: Rpm = None, tokens_per_minute: Tpm = None,
+    open_requests: Open = None, max_output_tokens: MaxOutputTokens = None,
+    max_priority: MaxPriority = None, expires_in_s: Expires = None, budget: Budget = None,
+    period: Per = None, tag: Tag = None,
     remove: Annotated[
         str | None,
         typer.Option(help="Comma-separated limits to remove, such as rpm,budget.", callback=_removed),
@@ -101,10 +110,9 @@ def update(
     url: Url = URL, api_key: Key = None,
 ) -> None:  # fmt: skip
     """Change the limits of a key, within two seconds. Options that are left out change nothing."""
-    limits = _limits(
-        models, rpm, tpm, open_, max_output_tokens, max_priority, expires, budget, per, tag
-    )
-    body = limits | {_REMOVABLE[each]: None for each in (remove or "").split(",") if each}
+    body = _limits(context) | {
+        _REMOVABLE[each]: None for each in (remove.split(",") if remove else ())
+    }
 
     def run(client: "Client") -> None:
         from deploy import commands
@@ -115,20 +123,11 @@ def update(
     _run(run, url, api_key)
 
 
-def _limits(
-    models: str | None, rpm: int | None, tpm: int | None, open_: int | None,
-    max_output_tokens: int | None, max_priority: str | None, expires: str | None,
-    budget: float | None, per: str | None, tag: str | None,
-) -> dict[str, Any]:  # fmt: skip
-    """The fields of a request, without those that are not given."""
-    fields = {
-        "models": models.split(",") if models else None,
-        "requests_per_minute": rpm, "tokens_per_minute": tpm, "open_requests": open_,
-        "max_output_tokens": max_output_tokens, "max_priority": max_priority,
-        "expires_in_s": int(expires[:-1]) * _UNITS[expires[-1]] if expires else None,
-        "budget": budget, "period": per, "tag": tag,
-    }  # fmt: skip
-    return {name: value for name, value in fields.items() if value is not None}
+def _limits(context: typer.Context) -> dict[str, Any]:
+    """The limits that are given, as fields of a request."""
+    fields = (*_REMOVABLE.values(), "max_priority", "period", "tag")
+    given = {name: context.params[name] for name in fields if context.params[name] is not None}
+    return given | ({"models": given["models"].split(",")} if "models" in given else {})
 
 
 @app.command("list")

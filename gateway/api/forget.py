@@ -85,6 +85,17 @@ class TenantData:
                 found.files += len(files)
         return found
 
+    async def end_sessions(self, tenant: str) -> None:
+        """Close a tenant's sessions and cancel their tasks; can be repeated. Raises: QueueUnavailable."""
+        owner, after, has_more = session_owner(tenant), "", True
+        while has_more and (page := await self._sessions.page(owner, after, _PAGE, 0)) is not None:
+            found, has_more = page
+            for session in [each.session for each in found]:
+                await self._sessions.close_session(session)
+                for task, _ in await self._sessions.tasks(session.id):
+                    await self._queue.cancel(task.model, [task.request_id])
+                after = session.id
+
     async def _forget_batches(self, batches: Batches, owner: str) -> int:
         """Raises: Overloaded if a batch does not end in time."""
         until = time.monotonic() + _ENDS_WITHIN_S

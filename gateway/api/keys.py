@@ -111,7 +111,7 @@ class Keys(Resource):
         keys: KeyDirectory | None,
         data: TenantData,
         has_prices: bool,
-        raise_budgets: Callable[[], Awaitable[None]],
+        raise_budgets: Callable[[], Awaitable[object]],
     ) -> None:
         """`raise_budgets`: count in budgets what was spent while there was none."""
         self._keys = keys
@@ -185,8 +185,6 @@ class Keys(Resource):
         """Revoke a key: its open requests end, and no gateway accepts it after two seconds."""
         keys = await self._fresh()
         record = _find(keys, caller)
-        if record.is_revoked:
-            return _to_object(record)
         now = time.time()  # noqa: TID251
         admins = [k for k in keys.records.values() if "admin" in k.roles and k.is_active(now)]
         if admins == [record]:
@@ -196,8 +194,10 @@ class Keys(Resource):
                 status=409,
                 code="last_admin_key",
             )
-        record = next_version(record, is_revoked=True)
-        await keys.write(record)
+        if not record.is_revoked:
+            record = next_version(record, is_revoked=True)
+            await keys.write(record)
+        await self._data.end_sessions(record.tenant)
         return _to_object(record)
 
     @operation("POST", _PATH + "/{name}:forget")
