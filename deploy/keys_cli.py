@@ -114,13 +114,7 @@ def update(
         _REMOVABLE[each]: None for each in (remove.split(",") if remove else ())
     }
 
-    def run(client: "Client") -> None:
-        from deploy import commands
-
-        client.ask("PATCH", f"{_PATH}/{_quoted(name)}", body)
-        commands.console.print(f"{name}: changed")
-
-    _run(run, url, api_key)
+    _change("PATCH", name, "changed", url, api_key, body)
 
 
 def _limits(context: typer.Context) -> dict[str, Any]:
@@ -177,12 +171,17 @@ def rotate(name: Name, url: Url = URL, api_key: Key = None) -> None:
 @app.command()
 def revoke(name: Name, url: Url = URL, api_key: Key = None) -> None:
     """Revoke a key, and end its requests, within two seconds."""
+    _change("DELETE", name, "revoked", url, api_key)
 
+
+def _change(
+    method: str, name: str, told: str, url: str, api_key: str | None, body: Any = None
+) -> None:
     def run(client: "Client") -> None:
         from deploy import commands
 
-        client.ask("DELETE", f"{_PATH}/{_quoted(name)}")
-        commands.console.print(f"{name}: revoked")
+        client.ask(method, f"{_PATH}/{_quoted(name)}", body)
+        commands.console.print(f"{name}: {told}")
 
     _run(run, url, api_key)
 

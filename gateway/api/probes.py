@@ -6,6 +6,7 @@ from contextlib import suppress
 from typing import Annotated
 
 from msgspec import Meta, Struct
+from msgspec.structs import replace
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import JSONResponse, Response
 
@@ -15,7 +16,7 @@ from gateway.http.endpoint import Access, Caller, Operation, OperationServices, 
 from gateway.http.errors import InvalidRequest
 from gateway.http.exchange import short_hash
 from gateway.keys.directory import KeyDirectory
-from shared.queue.api import GatewayQueue, QueueUnavailable
+from shared.queue.api import GatewayQueue, OpenRequest, QueueUnavailable
 from shared.telemetry.metrics import GatewayMetrics
 from shared.version import package_version
 
@@ -58,21 +59,10 @@ class FleetStatus(Struct):
     workers: list[WorkerStatus]
 
 
-class LiveRequest(Struct):
-    """A request that waits or runs."""
-
-    id: str  #: of the log, with the number of the choice
-    key: str  #: name of the key; the hash of one of the settings
-    model: str
-    worker: str | None  #: null: it waits
-    age_s: float
-    num_tokens: int  #: of output so far
-
-
 class LiveRequests(Struct):
     """Requests, newest first."""
 
-    data: list[LiveRequest]
+    data: list[OpenRequest]
     object: str = "list"
 
 
@@ -169,20 +159,12 @@ class Probes(Resource):
     @operation("GET", "/v1/admin/requests", access="admin")
     async def live_requests(self, caller: Caller, query: LiveRequestsQuery) -> LiveRequests:
         """List the newest requests of all gateways that wait or run."""
-        found, name_of = (
-            await self._queue.open_requests(self._models.cards, query.limit),
-            short_hash,
-        )
+        found = await self._queue.open_requests(self._models.cards, query.limit)
+        name_of = short_hash
         if self._keys is not None:
-            await self._keys.know(each.tenant for each in found)
+            await self._keys.know(each.key for each in found)
             name_of = self._keys.name_of
-        return LiveRequests([
-            LiveRequest(
-                each.id, name_of(each.tenant), each.model, each.worker or None,
-                round(each.age_s, 3), each.num_tokens,
-            )
-            for each in found
-        ])  # fmt: skip
+        return LiveRequests([replace(each, key=name_of(each.key)) for each in found])
 
     def operations(self, services: OperationServices) -> list[Operation]:
         found = super().operations(services)

@@ -61,7 +61,7 @@ function showFleet({ version, state, num_open: numOpen, models, workers }) {
 function showRequests({ data }) {
   fillRows(
     find("#requests"),
-    data.map((each) => [each.id, each.key, each.model, each.worker ?? "waits", `${each.age_s.toFixed(1)} s`, each.num_tokens]),
+    data.map((each) => [each.id, each.key, each.model, each.worker || "waits", `${each.age_s.toFixed(1)} s`, each.num_tokens]),
   );
 }
 

@@ -199,14 +199,14 @@ class Submitted(Struct, frozen=True):
 
 
 class OpenRequest(Struct, frozen=True):
-    """A call that waits or runs. Empty `worker`: none runs it."""
+    """A request that waits or runs."""
 
-    id: str
+    id: str  #: with the number of the choice
+    key: str  #: the tenant; for operators, the name of its key
     model: str
-    tenant: str
-    worker: str
+    worker: str  #: empty: it waits
     age_s: float
-    num_tokens: int  #: of output, published so far
+    num_tokens: int  #: of output so far
 
 
 class GatewayQueue(Protocol):

@@ -266,8 +266,8 @@ class RedisGatewayQueue(RedisStore):
         (seconds, _), *found = await asyncio.gather(self._ask("TIME"), *reads)
         requests = [
             OpenRequest(
-                name, model, tenant.decode(), worker.decode() if state == b"running" else "",
-                max(0.0, int(seconds) - int(since_ms) / 1000), int(num_tokens),
+                name, tenant.decode(), model, worker.decode() if state == b"running" else "",
+                max(0.0, round(int(seconds) - int(since_ms) / 1000, 3)), int(num_tokens),
             )
             for (_, model, name), (tenant, state, worker, since_ms, num_tokens) in zip(newest, found, strict=True)
             if state in (b"queued", b"running")

@@ -214,7 +214,7 @@ def test_the_fleet_is_shown_with_its_requests(page: ChatPage, managed: Served):
         ):
             page.wait_for(lambda: cells(page, "#models")[0][2] == "1")
             [request] = page.wait_for(lambda: cells(page, "#requests"))
-            assert request[1:3] == ["erin", "mock"]
+            assert request[1:4] == ["erin", "mock", "waits"]
             assert request[5] == "0"
     finally:
         worker.resume()
