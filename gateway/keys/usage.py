@@ -18,7 +18,7 @@ from shared.queue.api import Budget, GatewayQueue, QueueUnavailable
 NANO = 1_000_000_000
 KINDS = ("requests", "input", "cached", "output", "images", "cost")
 _SAVE_S = 5.0
-_MOST_LOAD = 0.02  #: share of the time that saving takes, where it takes longer
+_MOST_LOAD = 0.1  #: share of the time that saving takes, where it takes longer
 _LONGEST_PAUSE_S = 60.0
 _EPOCH = date(1970, 1, 1)
 

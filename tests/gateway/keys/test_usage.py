@@ -280,6 +280,7 @@ async def test_a_redis_restored_from_an_older_copy_goes_on_from_what_was_saved(
     redis_prefix, store, tmp_path, monkeypatch, loses_day
 ):
     monkeypatch.setattr(usage, "_SAVE_S", 0.05)
+    monkeypatch.setattr(usage, "_LONGEST_PAUSE_S", 0.5)
     folder, copy, names = tmp_path / "redis", tmp_path / "copy", RedisKeys(redis_prefix)
     server = EmbeddedRedis(folder)
     url = server.start()
