@@ -157,7 +157,7 @@ class Services:
         prefix = self.settings.redis.key_prefix
         store = KeyStore(self._redis, prefix, self._durable)
         keys = KeyDirectory(store, self.settings.redis.address, self._on_keys_ended)
-        return keys, AuditLog(self._redis, prefix, self._durable, keys.of)
+        return keys, AuditLog(self._redis, prefix, self._durable, keys.name_of)
 
     def _create_tokens(self) -> "TokenKeys | None":
         """The stored API keys by tokens too, if there is an issuer. Raises: SettingsError."""

@@ -113,7 +113,7 @@ def _create_resources(services: Services, surfaces: Sequence[Surface]) -> list[R
         Adapters(models, limits.max_loras),
         Applications(deploy, services.deployments, models),
         Nodes(services.deployments),
-        Keys(services.keys, data, bool(settings.gateway.prices)),
+        Keys(services.keys, data, bool(settings.gateway.prices), services.usage.raise_budgets),
         *([] if services.audit is None else [Audit(services.audit)]),
         UsageReport(
             services.usage,
@@ -129,5 +129,6 @@ def _create_resources(services: Services, surfaces: Sequence[Surface]) -> list[R
             services.metrics,
             "adapters" if settings.gateway.admin_keys or settings.gateway.root_key else "use",
             settings.redis.shards,
+            services.keys,
         ),
     ]

@@ -32,6 +32,10 @@ class Forgotten(msgspec.Struct):
     files: int = 0  #: for vector stores
     object: str = "key.forgotten"
 
+    def add(self, other: "Forgotten") -> None:
+        for name in ("answers", "sessions", "batches", "vector_stores", "files"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
 
 class TenantData:
     """The stores that have data of tenants."""
@@ -80,6 +84,17 @@ class TenantData:
                     await self._search.ask(DropFile(tenant=owner, file=file.id), bool)
                 found.files += len(files)
         return found
+
+    async def end_sessions(self, tenant: str) -> None:
+        """Close a tenant's sessions and cancel their tasks; can be repeated. Raises: QueueUnavailable."""
+        owner, after, has_more = session_owner(tenant), "", True
+        while has_more and (page := await self._sessions.page(owner, after, _PAGE, 0)) is not None:
+            found, has_more = page
+            for session in [each.session for each in found]:
+                await self._sessions.close_session(session)
+                for task, _ in await self._sessions.tasks(session.id):
+                    await self._queue.cancel(task.model, [task.request_id])
+                after = session.id
 
     async def _forget_batches(self, batches: Batches, owner: str) -> int:
         """Raises: Overloaded if a batch does not end in time."""

@@ -124,7 +124,7 @@ class OllamaRequest(RequestStruct, frozen=True, kw_only=True):
     model: ModelName
     stream: bool | None = None
     options: OllamaOptions | None = None
-    think: bool | Literal["low", "medium", "high"] | None = None
+    think: bool | Literal["low", "medium", "high", "max"] | None = None
     keep_alive: Annotated[
         Ignored, doc("0 without a prompt is answered as an unload; models stay loaded.")
     ] = UNSET
@@ -354,7 +354,8 @@ def _thinking(
 ) -> dict[str, TemplateOption]:
     """The chat template's variable for reasoning."""
     if isinstance(request.think, str):
-        return find_effort(card, request.think, "think", context)
+        effort = "high" if request.think == "max" else request.think  # templates know no more
+        return find_effort(card, effort, "think", context)
     return {} if request.think is None else switch_thinking(card, request.think, "think", context)
 
 

@@ -3,8 +3,10 @@
 import re
 from collections.abc import Collection
 from contextlib import suppress
+from typing import Annotated
 
-from msgspec import Struct
+from msgspec import Meta, Struct
+from msgspec.structs import replace
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import JSONResponse, Response
 
@@ -12,7 +14,9 @@ from gateway.calls.models import ModelDirectory
 from gateway.http.admission import Admission
 from gateway.http.endpoint import Access, Caller, Operation, OperationServices, Resource, operation
 from gateway.http.errors import InvalidRequest
-from shared.queue.api import GatewayQueue, QueueUnavailable
+from gateway.http.exchange import short_hash
+from gateway.keys.directory import KeyDirectory
+from shared.queue.api import GatewayQueue, OpenRequest, QueueUnavailable
 from shared.telemetry.metrics import GatewayMetrics
 from shared.version import package_version
 
@@ -55,6 +59,17 @@ class FleetStatus(Struct):
     workers: list[WorkerStatus]
 
 
+class LiveRequests(Struct):
+    """Requests, newest first."""
+
+    data: list[OpenRequest]
+    object: str = "list"
+
+
+class LiveRequestsQuery(Struct):
+    limit: Annotated[int, Meta(ge=1, le=1000)] = 100
+
+
 class Probes(Resource):
     """Operations for orchestrators and Prometheus."""
 
@@ -68,6 +83,7 @@ class Probes(Resource):
         metrics: GatewayMetrics,
         metrics_access: Access,
         shards: Collection[str],
+        keys: KeyDirectory | None,
     ) -> None:
         self._admission = admission
         self._models = models
@@ -75,6 +91,7 @@ class Probes(Resource):
         self._metrics = metrics
         self._metrics_access: Access = metrics_access
         self._shards = shards
+        self._keys = keys
 
     @operation("GET", "/healthz", access="public", is_probe=True)
     async def healthz(self, caller: Caller) -> Response:
@@ -138,6 +155,16 @@ class Probes(Resource):
         return FleetStatus(
             package_version(), self._state(), self._admission.num_open, queues, workers
         )
+
+    @operation("GET", "/v1/admin/requests", access="admin")
+    async def live_requests(self, caller: Caller, query: LiveRequestsQuery) -> LiveRequests:
+        """List the newest requests of all gateways that wait or run."""
+        found = await self._queue.open_requests(self._models.cards, query.limit)
+        name_of = short_hash
+        if self._keys is not None:
+            await self._keys.know(each.key for each in found)
+            name_of = self._keys.name_of
+        return LiveRequests([replace(each, key=name_of(each.key)) for each in found])
 
     def operations(self, services: OperationServices) -> list[Operation]:
         found = super().operations(services)

@@ -181,7 +181,7 @@ def _to_call(
     messages: tuple[HookMessage, ...],
     is_streamed: bool,
 ) -> HookCall:
-    tenant = short_hash(context.tenant) if context.tenant else ""
+    tenant = short_hash(context.tenant)
     return HookCall(context.id, surface.name, model, tenant, messages, is_streamed=is_streamed)
 
 

@@ -333,8 +333,9 @@ def locate(problem: str, hints: Mapping[str, str], info: inspect.Type | None = N
 
 def _explain(reason: str, path: str, hints: Mapping[str, str], info: inspect.Type | None) -> str:
     subject = f"Invalid value for {path}" if path else "Invalid body"
-    if reason.startswith("Invalid"):  # msgspec would quote the value
-        hint = hints.get(path) or hints.get(path.rpartition(".")[2], "")
+    hint = hints.get(path) or hints.get(path.rpartition(".")[2], "")
+    is_pattern = bool(hint) and "matching regex" in reason
+    if reason.startswith("Invalid") or is_pattern:  # msgspec would quote the value
         if not hint and info is not None and (values := _values_at(info, path)):
             hint = f"Send {' or '.join(filter(None, (', '.join(values[:-1]), values[-1])))}."
         return f"{subject}. {hint}".rstrip()

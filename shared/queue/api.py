@@ -4,7 +4,7 @@ The queue does not decode calls and events. All methods are idempotent and may b
 number of a claim fences all earlier attempts. All methods raise QueueUnavailable.
 """
 
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -198,6 +198,17 @@ class Submitted(Struct, frozen=True):
     full_in_s: tuple[float, float] | None = None
 
 
+class OpenRequest(Struct, frozen=True):
+    """A request that waits or runs."""
+
+    id: str  #: with the number of the choice
+    key: str  #: the tenant; for operators, the name of its key
+    model: str
+    worker: str  #: empty: it waits
+    age_s: float
+    num_tokens: int  #: of output so far
+
+
 class GatewayQueue(Protocol):
     """The gateway's side of the queues of all models."""
 
@@ -261,7 +272,19 @@ class GatewayQueue(Protocol):
         ...
 
     async def set_spent(self, call_id: str, tenant: str, budget: Budget, amount: int) -> None:
-        """Set what the tenant of a new call has spent of its budget, if no one has yet."""
+        """Create the budget of the tenant of a new call, with what it has spent, or raise what it has spent to that."""
+        ...
+
+    async def raise_usage(self, day: int, sums: Mapping[str, int]) -> None:
+        """Raise sums of `usage`, as one server had them, where that server has lower ones for the same beginning."""
+        ...
+
+    async def raise_spent(self, period: str, spent: Mapping[str, int]) -> None:
+        """Raise what tenants have spent of their budgets of a month or day; tenants without one are left out."""
+        ...
+
+    async def open_requests(self, models: Collection[str], limit: int) -> list[OpenRequest]:
+        """The newest calls that wait or run, newest first."""
         ...
 
     async def states(self, model: str, request_ids: Sequence[str]) -> list[RequestState | None]:

@@ -50,6 +50,7 @@ GATEWAY = Rights(
         _KEYS.stream("*"),
         _KEYS.confirmation,
         _KEYS.api_keys,
+        _KEYS.guests,
         _KEYS.audit,
         _KEYS.blob_holders("*"),
         _KEYS.lease("*"),

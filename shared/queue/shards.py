@@ -7,7 +7,15 @@ belongs to no request: workers, deployments, sessions and records.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Collection,
+    Coroutine,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from contextlib import aclosing, suppress
 from hashlib import blake2b
 from typing import Any, TypeVar
@@ -23,6 +31,7 @@ from shared.queue.api import (
     Charge,
     GatewayQueue,
     Limits,
+    OpenRequest,
     QueueStats,
     QueueUnavailable,
     RequestState,
@@ -281,6 +290,17 @@ class ShardedGatewayQueue:
             found |= zip(ids, states, strict=True)
         return [found.get(request_id) for request_id in request_ids]
 
+    async def open_requests(self, models: Collection[str], limit: int) -> list[OpenRequest]:
+        """Those of the shards that are up."""
+        calls = [
+            shard.ask(shard.queue.open_requests(models, limit))
+            for shard in self._shards.all
+            if shard.is_up
+        ]
+        found = await asyncio.gather(*calls, return_exceptions=True)
+        there = [each for of_shard in found if isinstance(of_shard, list) for each in of_shard]
+        return sorted(there, key=lambda each: each.age_s)[:limit]
+
     async def usage(self, day: int, *, skips_down: bool) -> list[dict[str, int]]:
         calls = [
             each.ask(each.queue.usage(day, skips_down=skips_down)) for each in self._shards.all
@@ -291,6 +311,14 @@ class ShardedGatewayQueue:
     async def set_spent(self, call_id: str, tenant: str, budget: Budget, amount: int) -> None:
         shard = self._shards.find(call_id)
         await shard.ask(shard.queue.set_spent(call_id, tenant, budget, amount))
+
+    async def raise_usage(self, day: int, sums: Mapping[str, int]) -> None:
+        calls = [s.ask(s.queue.raise_usage(day, sums)) for s in self._shards.all if s.is_up]
+        await asyncio.gather(*calls)
+
+    async def raise_spent(self, period: str, spent: Mapping[str, int]) -> None:
+        calls = [s.ask(s.queue.raise_spent(period, spent)) for s in self._shards.all if s.is_up]
+        await asyncio.gather(*calls)
 
     async def events(self, model: str, request_id: str) -> list[bytes]:
         shard = self._shards.find(request_id)

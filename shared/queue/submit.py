@@ -1,7 +1,7 @@
 """The gateway's side of the queue: submit calls, cancel them, read their state. Calls of a loop turn share a write."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from secrets import token_hex
 from typing import Any
@@ -15,6 +15,7 @@ from shared.queue.api import (
     Charge,
     DuplicateRequest,
     Limits,
+    OpenRequest,
     QueueRefused,
     QueueStats,
     QueueUnavailable,
@@ -41,6 +42,7 @@ from shared.queue.scripts import (
     FORGET_LOST,
     LISTEN,
     NOTE_SHARD,
+    RAISE_SUMS,
     REFUND,
     SHARE,
     STATES,
@@ -242,6 +244,37 @@ class RedisGatewayQueue(RedisStore):
         return found
 
     @redis_errors_as(QueueUnavailable)
+    async def open_requests(self, models: Collection[str], limit: int) -> list[OpenRequest]:
+        streams = [
+            (model, key)
+            for model in models
+            for key in (self._keys.queue(model), self._keys.backlog(model))
+        ]
+        reads = (self._ask("XREVRANGE", key, "+", "-", "COUNT", limit) for _, key in streams)
+        entries = [
+            (int(entry_id.partition(b"-")[0]), model, fields[1].decode())
+            for (model, _), found in zip(streams, await asyncio.gather(*reads), strict=True)
+            for entry_id, fields in found
+            if fields[0] == b"id"  # no wakeup
+        ]
+        newest = sorted(entries, reverse=True)[:limit]
+        fields = ("tenant", "state", "worker", "enqueued_ms", "tokens")
+        reads = (
+            self._ask("HMGET", self._keys.request(model, name), *fields)
+            for _, model, name in newest
+        )
+        (seconds, _), *found = await asyncio.gather(self._ask("TIME"), *reads)
+        requests = [
+            OpenRequest(
+                name, tenant.decode(), model, worker.decode() if state == b"running" else "",
+                max(0.0, round(int(seconds) - int(since_ms) / 1000, 3)), int(num_tokens),
+            )
+            for (_, model, name), (tenant, state, worker, since_ms, num_tokens) in zip(newest, found, strict=True)
+            if state in (b"queued", b"running")
+        ]  # fmt: skip
+        return sorted(requests, key=lambda each: each.age_s)
+
+    @redis_errors_as(QueueUnavailable)
     async def usage(self, day: int, *, skips_down: bool) -> list[dict[str, int]]:
         found = await self._ask("HGETALL", f"{self._keys.spent}{day}")
         sums = zip(found[::2], found[1::2], strict=True)
@@ -250,8 +283,17 @@ class RedisGatewayQueue(RedisStore):
     @redis_errors_as(QueueUnavailable)
     async def set_spent(self, call_id: str, tenant: str, budget: Budget, amount: int) -> None:
         key = self._keys.budget(tenant, budget.period)
-        await self._ask("HSETNX", key, "spent", amount)
-        await self._ask("PEXPIRE", key, to_ms(budget.ttl_s))
+        await self._run(RAISE_SUMS, [key], sums={"spent": amount}, ttl_ms=to_ms(budget.ttl_s))
+
+    @redis_errors_as(QueueUnavailable)
+    async def raise_usage(self, day: int, sums: Mapping[str, int]) -> None:
+        began, counts = str(sums.get("", 0)), {name: sums[name] for name in sums if name}
+        await self._run(RAISE_SUMS, [f"{self._keys.spent}{day}"], sums=counts, began=began)
+
+    @redis_errors_as(QueueUnavailable)
+    async def raise_spent(self, period: str, spent: Mapping[str, int]) -> None:
+        for tenant, amount in spent.items():
+            await self._run(RAISE_SUMS, [self._keys.budget(tenant, period)], sums={"spent": amount})
 
     @redis_errors_as(QueueUnavailable)
     async def events(self, model: str, request_id: str) -> list[bytes]:

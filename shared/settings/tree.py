@@ -6,12 +6,14 @@ value or an unknown key stops the process and names the field.
 """
 
 import ipaddress
+import json
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from urllib.parse import urlsplit
 
 import yaml
@@ -52,6 +54,18 @@ def _split_items(value: Any) -> Any:
     return value
 
 
+def _read_json(value: Any) -> Any:
+    """Raises: ValueError."""
+    with suppress(ValueError):
+        value = json.loads(value) if isinstance(value, str) else value
+    if isinstance(value, dict):
+        return value
+    raise ValueError('write a JSON object, {"NAME": ...}; `vlm settings` has an example')
+
+
+T = TypeVar("T")
+#: JSON in the environment.
+Json = Annotated[dict[str, T], NoDecode, BeforeValidator(_read_json)]
 #: Comma-separated in the environment.
 Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_items)]
 Secrets = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_split_items)]
@@ -196,21 +210,21 @@ class GatewaySettings(Group):
         "`any-public`. None: no fetching.",
     )
 
-    aliases: dict[str, str] = Field(
+    aliases: Json[str] = Field(
         default={},
         description='Other names of models, as JSON, such as `{"gpt-4o": "qwen2.5-vl"}`.',
     )
-    model_defaults: dict[str, ModelDefaults] = Field(
+    model_defaults: Json[ModelDefaults] = Field(
         default={},
         description="Sampling fields that requests to a model may leave out, as JSON, such as "
         '`{"qwen2.5-vl": {"temperature": 0.2, "max_tokens": 512}}`. They go before those of the checkpoint.',
     )
-    prices: dict[str, Prices] = Field(
+    prices: Json[Prices] = Field(
         default={},
         description="Dollars for a million tokens, and for an image, by patterns of model names, as JSON, such as "
         '`{"qwen*": {"input": 0.3, "cached_input": 0.1, "output": 1.2, "image": 0.001}}`. The first match counts.',
     )
-    fallbacks: dict[str, str] = Field(
+    fallbacks: Json[str] = Field(
         default={},
         description="Models that answer while another one's queue is full or it has no worker, as JSON, such as "
         '`{"qwen2.5-vl": "smolvlm2"}`. Empty: none.',
