@@ -78,7 +78,6 @@ class Bench:
         self._speculators = {"ngram": engine.scheduler.speculator, "off": None}
         model = engine.runner.model
         assert isinstance(model, Llava)
-        self._quantization = model.config.quantization or options.quantization
         self._counter = WorkCounter(engine.runner, ModelCost(model, self.dtype))
         engine.runner = self._counter  # pyright: ignore[reportAttributeAccessIssue]
         self._maker = RequestMaker(model.config, engine.max_model_len, engine.prepare)
@@ -89,7 +88,7 @@ class Bench:
         return {
             "model": self.options.model,
             "dtype": str(self.dtype).removeprefix("torch."),
-            "quantization": self._quantization,
+            "quantization": self.options.quantization,
             "weight_bytes": stats.memory_bytes["weights"],
             "kv_cache_bytes": stats.memory_bytes["kv_cache"],
             "startup_s": {phase: round(seconds, 3) for phase, seconds in stats.startup_s.items()},

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from engines.base import EngineStartError
 from engines.torch_backend.layers.linear import (
     FLOAT,
-    METHODS,
     Linear,
     QuantizedMethod,
     quantizable_layers,
@@ -31,7 +30,6 @@ from engines.torch_backend.memory import free_bytes
 from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.models.registry import (
     FamilyModel,
-    ModelConfig,
     ModelFamily,
     WeightPart,
 )
@@ -171,13 +169,8 @@ def load_model(
     """
     rename = partial(family.rename, config=config)
     published, stored = find_published(directory, list_weights(directory), device, rename)
-    form = choose_form(config, scheme, published)
+    form = choose_form(scheme, published)
     model = build_empty(family, config, form, dtype)
-    if model.converts_weights and config.quantization is not None:
-        raise UnsupportedCheckpoint(
-            "config.json: quantization_config has a scheme of this project's own modules alone; take the "
-            "full-precision checkpoint and ask for --quantization"
-        )
     kept = stored_dtypes(ops)
     reader = narrow = WeightReader(model, rename, form, device, dtype, kept)
     wide = WeightReader(model, rename, form, device, dtype)
@@ -256,24 +249,17 @@ def stored_dtypes(ops: Ops | None) -> frozenset[torch.dtype]:
 
 
 def choose_form(
-    config: ModelConfig, scheme: QuantizedMethod | None, published: PublishedLinears | None = None
+    scheme: QuantizedMethod | None, published: PublishedLinears | None
 ) -> QuantizedMethod | None:
-    """The scheme of the model: the checkpoint's own, else what is asked for. Raises: UnsupportedCheckpoint."""
-    if scheme is not None and published is not None and published.has_integers:
-        if scheme.name in published.forms:
-            return None
-        raise UnsupportedCheckpoint(
-            f"the checkpoint holds weights in {published.name}; for {scheme.name} use the checkpoint "
-            "that they were made from"
-        )
-    if config.quantization is None:
+    """The scheme to quantize to; None where the weights stay as they are. Raises: UnsupportedCheckpoint."""
+    if scheme is None or published is None or not published.has_integers:
         return scheme
-    if scheme is not None and scheme.name != config.quantization:
-        raise UnsupportedCheckpoint(
-            f"the checkpoint holds {config.quantization} weights; for {scheme.name} use the checkpoint "
-            "that they were made from"
-        )
-    return METHODS[config.quantization]
+    if scheme.name in published.forms:
+        return None
+    raise UnsupportedCheckpoint(
+        f"the checkpoint holds weights in {published.name}; for {scheme.name} use the checkpoint "
+        "that they were made from"
+    )
 
 
 def check_memory(
