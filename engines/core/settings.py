@@ -33,10 +33,6 @@ class BatchingSettings(EngineSettings):
     kv_cache_bytes: int | None = Field(
         default=None, ge=1, description="Size of the KV cache; none: from free memory."
     )
-    kv_dtype: Literal["auto", "int8"] = Field(
-        default="auto",
-        description="Type of the KV cache; int8: half the memory, nearly the same answers.",
-    )
     enable_prefix_cache: bool = Field(
         default=True, description="Share KV blocks of equal prefixes."
     )

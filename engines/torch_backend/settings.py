@@ -12,7 +12,8 @@ class TorchSettings(BatchingSettings):
     """Settings of the torch engine."""
 
     removed: ClassVar[Mapping[str, str]] = {
-        "tensor_parallel": "use --engine vllm or --engine sglang for several GPUs"
+        "tensor_parallel": "use --engine vllm or --engine sglang for several GPUs",
+        "kv_dtype": "the KV cache has the type of the engine; use --engine vllm or --engine sglang for one of 8 bits",
     }
 
     device: str = Field(default="auto", description="`auto`, `cpu`, `cuda` or `cuda:N`.")

@@ -100,7 +100,7 @@ class GenericModel(FamilyModel):
         self._types: list[str] = []  #: names of arguments with token types
         self._own_attention = ""
         self._dtype = torch.float32
-        self._is_rounded = False  #: whether weights, keys or values are integers
+        self._is_rounded = False  #: whether weights are integers
         self._mixers: list[Mixer] = []
         self._forms: dict[str, ImageForm] = {}  # by whose slots are filled
         self._no_feature: dict[str, Tensor] = {}
@@ -356,7 +356,6 @@ class GenericModel(FamilyModel):
     def logits(self, inputs: StepInputs, pools: Sequence[KVCachePool]) -> Tensor:
         """Logits of the next token for some of the new tokens. Shapes: returns (rows, V)."""
         assert self._ops is not None
-        self._is_rounded |= pools[0].scales(0) is not None
         self._step.begin(inputs, pools, self._ops)
         ids, positions = inputs.token_ids[None], inputs.positions.unsqueeze(-2)
         others = self.inputs(ids, inputs.images, self._in_prompt(inputs))
