@@ -409,7 +409,6 @@ def _split(weights: dict[str, int]) -> str:
 
 
 def run_gc(store: Callable[[], str], older_than_s: float, num_kept: int, *, is_dry: bool) -> None:
-    """Remove unreferenced packages. Raises: CommandFailed."""
     url = store()
     try:
         found = collect(open_store(url), grace_s=older_than_s, num_kept=num_kept, is_dry=is_dry)

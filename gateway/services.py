@@ -144,7 +144,6 @@ class Services:
         )
 
     def _open_store(self) -> PackageStore | None:
-        """The package store, if there is one. Raises: SettingsError."""
         try:
             return open_store(url) if (url := self.settings.deploy.store) else None
         except StoreError as error:
@@ -177,7 +176,6 @@ class Services:
         self.dispatcher.fail_tenants(tenants, "The API key of this request has ended.")
 
     def _create_hooks(self) -> Hooks | None:
-        """The hooks of the operator, if there are any. Raises: SettingsError."""
         settings = self.settings.gateway
         is_open = settings.hook_failure == "open"
         found = load_hooks(settings.hooks)
@@ -214,7 +212,6 @@ class Services:
         return model in self.models.cards or self.dispatcher.has_open(model)
 
     def create_server(self, app: ASGIApp) -> DrainingServer:
-        """The server of the application."""
         fail_open = self.dispatcher.fail_all
         return create_server(app, self.settings, self.admission, self.metrics, fail_open)
 
@@ -241,7 +238,6 @@ class Services:
         )
 
     def look_for_batches(self) -> None:
-        """Check for new and cancelled batches."""
         if self.runner is not None:
             self.runner.look()
 

@@ -121,12 +121,10 @@ class ShapesAlbum(Album):
         self._pngs = {name: (SAMPLES / f"{name}.png").read_bytes() for name in SAMPLE_FACTS}
 
     def fixed(self) -> Group:
-        """The first sample as it is."""
         name = next(iter(SAMPLE_FACTS))
         return Group((to_png_url(self._pngs[name]),), SAMPLE_FACTS[name])
 
     def new(self, draw: random.Random) -> Group:
-        """One of the samples under the next number."""
         name = draw.choice(list(SAMPLE_FACTS))
         return Group((self._numbered(name),), SAMPLE_FACTS[name])
 
@@ -139,5 +137,4 @@ class ShapesAlbum(Album):
 
 
 def create_album(model: str, run: int, num_bytes: int) -> Album:
-    """The album that suits a model."""
     return ShapesAlbum(run) if model == "shapes" else NoiseAlbum(run, num_bytes)

@@ -31,7 +31,6 @@ class Asker:
         self._zero_at = time.perf_counter() + order.plan.warmup_s
 
     def choose_scenario(self, draw: random.Random) -> str:
-        """One of the profile's scenarios, by its weight."""
         weights = PROFILES[self.order.workload.profile]
         return draw.choices(list(weights), list(weights.values()))[0]
 

@@ -30,7 +30,6 @@ MAX_OPEN = 2000  # requests of an open loop on their way; more wait, and their w
 
 
 def main() -> None:
-    """Do what the order says."""
     order = msgspec.json.decode(sys.stdin.buffer.read(), type=Order)
     allow_many_connections()
     out = claim_standard_output()
@@ -66,7 +65,6 @@ class ProfileUser(ChatUser):
     """Asks questions of every kind of the profile, each as often as the profile says."""
 
     def choose_scenario(self) -> str:
-        """A scenario by its weight."""
         assert ChatUser.asker is not None
         return ChatUser.asker.choose_scenario(self.draw)
 

@@ -27,7 +27,6 @@ class Figure(msgspec.Struct):
 
 
 def figures(result: Result) -> list[Figure]:
-    """All plots that have data."""
     loop = {"closed": "users", "open": "requests/s offered"}[result.plan.loop]
     by_load = sorted(sights(result, phases(result.plan)), key=lambda part: part.phase.level)
     over_time = sights(result, slices(result))
@@ -42,12 +41,10 @@ def figures(result: Result) -> list[Figure]:
 
 
 def level_of(part: Sight) -> float:
-    """Load of a phase."""
     return part.phase.level
 
 
 def middle_of(part: Sight) -> float:
-    """Middle of a phase, in seconds."""
     return (part.phase.start_s + part.phase.end_s) / 2
 
 
@@ -59,19 +56,16 @@ def slices(result: Result) -> list[Phase]:
 
 
 def line(name: str, x: Sequence[float], y: Sequence[float]) -> Trace:
-    """A line through points."""
     return {"type": "scatter", "mode": "lines+markers", "name": name, "x": list(x), "y": list(y)}
 
 
 def axes(x: str, y: str, **changes: Any) -> dict[str, Any]:
-    """Layout with the titles of both axes."""
     return {"xaxis": {"title": {"text": x}}, "yaxis": {"title": {"text": y}}} | changes
 
 
 def rates(
     result: Result, parts: Sequence[Sight], at: Callable[[Sight], float], title: str, axis: str
 ) -> Figure:
-    """Offered, answered and good requests a second."""
     shown: dict[str, Callable[[Sight], float]] = {
         "offered": lambda part: part.offered_rate,
         "answered": lambda part: part.answered_rate,
@@ -100,7 +94,6 @@ def latencies(
 
 
 def stages(result: Result) -> Figure:
-    """Mean time of each of the server's stages, a bar for each kind of request."""
     means = {
         kind: found
         for kind, records in by_kind(counted(result)).items()

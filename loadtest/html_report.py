@@ -84,7 +84,6 @@ def to_script_data(found: object) -> Markup:
 
 
 def subtitle(result: Result) -> str:
-    """Who was asked what, when, from where."""
     words = [
         f"{result.workload.profile} questions",
         describe_load(result.plan),
@@ -96,7 +95,6 @@ def subtitle(result: Result) -> str:
 
 
 def numbers(result: Result) -> dict[str, str]:
-    """The run in a few numbers."""
     whole = Sight(result)
     shown = {
         "answers/s": in_number(whole.answered_rate),
@@ -113,7 +111,6 @@ def numbers(result: Result) -> dict[str, str]:
 
 
 def to_failure_table(result: Result) -> Table:
-    """What went wrong how often."""
     table = Table("Failures", ["what", "requests"])
     ranked = failures(result).most_common()
     for fault, number in ranked[:MAX_FAULT_ROWS]:
@@ -124,6 +121,5 @@ def to_failure_table(result: Result) -> Table:
 
 
 def order_of(result: Result) -> str:
-    """What was ordered, to order it again."""
     order = {"workload": result.workload, "plan": result.plan, "objective": result.objective}
     return msgspec.json.format(msgspec.json.encode(order), indent=1).decode()

@@ -40,7 +40,6 @@ def numbered(jpeg: bytes, number: int) -> bytes:
 
 
 def to_data_url(jpeg: bytes) -> str:
-    """It as a data URL."""
     return DATA_URL + base64.b64encode(jpeg).decode()
 
 
@@ -69,5 +68,4 @@ def numbered_png(png: bytes, number: int) -> bytes:
 
 
 def to_png_url(png: bytes) -> str:
-    """It as a data URL."""
     return PNG_URL + base64.b64encode(png).decode()

@@ -67,32 +67,22 @@ class ChatUser(User):
 
 
 class TextUser(ChatUser):
-    """Text only."""
-
     scenario = Text.name
 
 
 class ImageUser(ChatUser):
-    """A new image with every question."""
-
     scenario = OneImage.name
 
 
 class RepeatedImageUser(ChatUser):
-    """Many questions about one image."""
-
     scenario = RepeatedImage.name
 
 
 class SeveralImagesUser(ChatUser):
-    """Several new images with every question."""
-
     scenario = SeveralImages.name
 
 
 class ConversationUser(ChatUser):
-    """Questions with the conversation so far."""
-
     scenario = Conversation.name
 
 

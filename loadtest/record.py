@@ -42,7 +42,6 @@ class Record(msgspec.Struct, omit_defaults=True):
 
     @property
     def ttft_s(self) -> float | None:
-        """Intended until the first text; None: not streamed."""
         return None if self.first_text_at is None else self.first_text_at - self.intended_at
 
     @property
@@ -63,8 +62,6 @@ class Record(msgspec.Struct, omit_defaults=True):
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
-    """What is asked."""
-
     profile: Profile = "mixed"
     stream_ratio: float = 0.5
     max_tokens: int = 16
@@ -84,8 +81,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
-    """Whom to ask."""
-
     url: str
     model: str
     timeout_s: float = 60.0
@@ -93,8 +88,6 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
-    """All that the process needs to know that makes the load."""
-
     target: Target
     workload: Workload
     plan: Plan

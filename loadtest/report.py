@@ -20,7 +20,6 @@ class Table:
         self.rows.append([name, *cells])
 
     def to_rich(self) -> RichTable:
-        """The table for a terminal."""
         table = RichTable(title=self.title, title_justify="left")
         for number, column in enumerate(self.columns):
             table.add_column(column, justify="right" if number else "left")
@@ -30,7 +29,6 @@ class Table:
 
 
 def show(tables: Sequence[Table]) -> None:
-    """Print tables to standard output."""
     console = Console()
     for table in tables:
         console.print(table.to_rich())

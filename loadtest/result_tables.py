@@ -17,7 +17,6 @@ def in_percent(ratio: float | None) -> str:
 
 
 def describe_load(plan: Plan) -> str:
-    """The load in words."""
     unit = "users" if plan.loop == "closed" else "requests/s"
     levels = (" to " if plan.is_ramp else ", ").join(f"{level:g}" for level in plan.levels)
     steps = " in turn" if len(plan.levels) > 1 and not plan.is_ramp else ""
@@ -25,7 +24,6 @@ def describe_load(plan: Plan) -> str:
 
 
 def to_latency_table(result: Result) -> Table:
-    """Percentiles of each latency, by kind."""
     shares = [f"p{share * 100:g}" for share in SHARES]
     table = Table("Latencies, ms", ["kind", "latency", "values", *shares])
     for kind, records in by_kind(counted(result)).items():
@@ -67,7 +65,6 @@ def to_stage_table(result: Result) -> Table:
 
 
 def progress_words(num_answers: int, num_failures: int, latencies_s: list[float]) -> str:
-    """The progress of a running test."""
     median_s = percentile(latencies_s, 0.5)
     words = f"{num_answers:,} answered, {num_failures:,} failed"
     return words if math.isnan(median_s) else f"{words}, E2E p50 {in_ms(median_s)} ms"

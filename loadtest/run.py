@@ -53,8 +53,6 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """Outputs of the result."""
-
     json: Path | None = None
     html: Path | None = None
 
@@ -110,8 +108,6 @@ def make_load(wanted: Wanted) -> Result:
 
 @dataclass(slots=True)
 class DriverOutput:
-    """Output of the process that generates the load."""
-
     records: list[Record] = field(default_factory=list)
     core_ratio: float | None = None  #: the last line
     stray: str = ""  #: an unexpected line

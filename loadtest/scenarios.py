@@ -47,8 +47,6 @@ class Scenario:
 
 
 class Text(Scenario):
-    """Text only."""
-
     name = "text"
 
     def next_question(self, draw: random.Random) -> Question:
@@ -58,32 +56,23 @@ class Text(Scenario):
 
 
 class OneImage(Scenario):
-    """A new image, and a question."""
-
     name = "image"
 
     def next_question(self, draw: random.Random) -> Question:
-        """A new image and one of its questions."""
         return _about(self._album.new(draw), draw)
 
 
 class RepeatedImage(Scenario):
-    """One image for all, and many questions about it."""
-
     name = "repeated image"
 
     def next_question(self, draw: random.Random) -> Question:
-        """The image and one of its questions."""
         return _about(self._album.fixed(), draw)
 
 
 class SeveralImages(Scenario):
-    """Several new images in one message."""
-
     name = "several images"
 
     def next_question(self, draw: random.Random) -> Question:
-        """New images and a question about them together."""
         return _about(self._album.several(draw), draw)
 
 
@@ -146,17 +135,14 @@ PROFILES: dict[Profile, dict[str, int]] = {
 
 
 def user_message(parts: list[dict[str, Any]]) -> Message:
-    """A message of the user."""
     return {"role": "user", "content": parts}
 
 
 def text_part(text: str) -> dict[str, Any]:
-    """A text part of a message."""
     return {"type": "text", "text": text}
 
 
 def image_part(url: str) -> dict[str, Any]:
-    """An image part of a message."""
     return {"type": "image_url", "image_url": {"url": url}}
 
 

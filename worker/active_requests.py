@@ -132,7 +132,6 @@ class ActiveRequest(Struct, eq=False):
         return self.call.priority is Priority.BATCH
 
     def failed(self, code: ErrorCode, message: str, param: str | None = None) -> Failed:
-        """The event of a failure. `param` names the field of the request."""
         return Failed(self.request_id, self.claim.attempt, code, message, param)
 
     def _grammar_param(self) -> str | None:

@@ -78,7 +78,6 @@ class ProgressLog:
         self._said: dict[str, int] = {}
 
     def __call__(self, phase: str, share: float) -> None:
-        """Log a phase and its completed ratio."""
         tenths = int(10 * share)
         if tenths > self._said.get(phase, -1):
             self._said[phase] = tenths

@@ -70,8 +70,6 @@ logger = logging.getLogger(__name__)
 
 
 class Deploy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The body of `PUT /v1/applications/{name}`."""
-
     digest: Digest  #: digest of the package's manifest, whose blobs are in the store
     spec: SpecBody = SpecBody()
     environment: Environment = Environment()  #: of an application
@@ -83,16 +81,12 @@ class Deploy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Rollback(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The body of `POST /v1/applications/{name}:rollback`."""
-
     generation: Annotated[int, Meta(ge=1)] | None = (
         None  #: target; by default the previous one that served
     )
 
 
 class Scale(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The body of `POST /v1/applications/{name}:scale`."""
-
     min_instances: Annotated[int, Meta(ge=0, le=MAX_INSTANCES)] | None = None
     max_instances: Annotated[int, Meta(ge=1, le=MAX_INSTANCES)] | None = None
 
@@ -128,8 +122,6 @@ class SlotObject(msgspec.Struct):
 
 
 class RevisionObject(msgspec.Struct):
-    """A version that is served."""
-
     generation: int
     digest: str  #: digest of the version: the package's, or one of package and environment
     package: str
@@ -180,8 +172,6 @@ class Log(msgspec.Struct):
 
 
 class Application(msgspec.Struct):
-    """The state of a deployment."""
-
     name: str
     generation: int
     #: `starting` or `canary` while a new version starts, `active`, `undeployed`, or `unreadable` if a newer version
@@ -207,8 +197,6 @@ class ApplicationList(msgspec.Struct):
 
 
 class Applications(Resource):
-    """Deployments and their changes."""
-
     tag = "applications"
     access = "deploy"
 

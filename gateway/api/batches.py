@@ -28,8 +28,6 @@ T = TypeVar("T")
 
 
 class CreateBatch(RequestStruct, frozen=True, kw_only=True):
-    """The body of `POST /v1/batches`."""
-
     input_file_id: Annotated[str, Meta(max_length=MAX_ITEM_ID_CHARS)]
     endpoint: str
     completion_window: Literal["24h"]
@@ -44,16 +42,12 @@ class BatchQuery(RequestStruct, frozen=True, kw_only=True):
 
 
 class RequestCounts(msgspec.Struct):
-    """Number of requests by outcome."""
-
     total: int
     completed: int
     failed: int
 
 
 class BatchErrors(msgspec.Struct):
-    """Errors of the input file."""
-
     data: list[LineError]
     object: str = "list"
 
@@ -84,7 +78,6 @@ class BatchObject(msgspec.Struct):
 
     @classmethod
     def of(cls, view: BatchView) -> "BatchObject":
-        """The object for a batch's record."""
         record, ending = view.record, view.ending
         completed, failed = view.counts
         total = 0 if view.beginning is None else view.beginning.total
@@ -110,8 +103,6 @@ class BatchObject(msgspec.Struct):
 
 
 class BatchList(msgspec.Struct):
-    """A page of batches."""
-
     data: list[BatchObject]
     has_more: bool
     first_id: str | None
@@ -120,8 +111,6 @@ class BatchList(msgspec.Struct):
 
 
 class TooManyBatches(Overloaded):
-    """The key has its maximum number of open batches."""
-
     status = 429
     type = "rate_limit_error"
 

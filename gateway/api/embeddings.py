@@ -145,8 +145,6 @@ class _Embedding(msgspec.Struct):
 
 
 class EmbeddingOptions(msgspec.Struct, frozen=True):
-    """Options of the answer."""
-
     is_base64: bool = False
 
 
@@ -304,14 +302,11 @@ class Inputs:
 
 
 class EmbeddingAnswer:
-    """Encodes the vectors of all tasks."""
-
     def __init__(self, options: EmbeddingOptions, head: AnswerHead) -> None:
         self._options = options
         self.head = head
 
     def whole(self, events: Sequence[ChoiceEvent], totals: Totals) -> bytes:
-        """An `EmbeddingList`."""
         answer = {
             "object": "list",
             "model": self.head.model,

@@ -108,14 +108,10 @@ class EchoedStruct(RequestStruct, frozen=True, kw_only=True):
 
 
 class IgnoredStreamFields(RequestStruct, frozen=True, kw_only=True):
-    """Stream options without an effect."""
-
     include_obfuscation: bool = False
 
 
 class StreamOptions(IgnoredStreamFields, frozen=True, kw_only=True):
-    """Additional content of a stream."""
-
     include_usage: bool = False
     continuous_usage_stats: Annotated[bool, doc("Send the token counts so far in every chunk.")] = (
         False
@@ -163,5 +159,4 @@ def invalid(param: str, problem: str, code: str = "invalid_value") -> InvalidReq
 
 
 def missing(param: str) -> InvalidRequest:
-    """The error for a missing field."""
     return InvalidRequest(f"Missing required field: {param}.", param=param, code="missing_field")

@@ -39,8 +39,6 @@ class UploadForm(msgspec.Struct):
 
 
 class FileObject(msgspec.Struct):
-    """OpenAI's file object."""
-
     id: str
     bytes: int
     created_at: int
@@ -51,13 +49,10 @@ class FileObject(msgspec.Struct):
 
     @classmethod
     def of(cls, record: FileRecord | BatchFile) -> "FileObject":
-        """The object for a stored file."""
         return cls(record.id, record.num_bytes, record.created_at, record.filename, record.purpose)
 
 
 class FileList(msgspec.Struct):
-    """A page of files."""
-
     data: list[FileObject]
     has_more: bool
     first_id: str | None
@@ -72,8 +67,6 @@ class FilesQuery(ListQuery, frozen=True, kw_only=True):
 
 
 class Files(Resource):
-    """Files that clients upload."""
-
     tag = "files"
 
     def __init__(

@@ -192,8 +192,6 @@ class TooManySlowUploads(ApiError):
 
 
 class Packages(Resource):
-    """Uploads of packages to the store."""
-
     tag = "applications"
     access = "deploy"
 

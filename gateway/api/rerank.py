@@ -40,8 +40,6 @@ from shared.protocol import ModelCard, Rerank, Scores
 
 
 class TextDocument(RequestStruct, frozen=True, kw_only=True):
-    """A document as an object."""
-
     text: str
 
 
@@ -60,8 +58,6 @@ class _Common(RequestStruct, frozen=True, kw_only=True):
 
 
 class RerankRequest(_Common, frozen=True, kw_only=True):
-    """The body of `POST /v1/rerank`."""
-
     query: str
     documents: Documents
     top_n: Annotated[int, Meta(ge=1)] | None = None
@@ -80,8 +76,6 @@ class ScoreRequest(_Common, frozen=True, kw_only=True):
 
 
 class ReturnedDocument(msgspec.Struct):
-    """A returned document."""
-
     text: str
 
 
@@ -105,8 +99,6 @@ class RerankAnswer(msgspec.Struct):
 
 
 class PairScore(msgspec.Struct):
-    """The score of one pair."""
-
     index: int
     score: float
     object: str = "score"
@@ -253,14 +245,11 @@ class _Whole:
 
 
 class RerankWords(_Whole):
-    """Encodes the results of all tasks."""
-
     def __init__(self, options: RerankOptions, head: AnswerHead) -> None:
         self._options = options
         self._head = head
 
     def whole(self, events: Sequence[ChoiceEvent], totals: Totals) -> bytes:
-        """A `RerankAnswer`."""
         scores = scores_of(events)
         best = sorted(range(len(scores)), key=lambda index: (-scores[index], index))
         return msgspec.json.encode(
@@ -281,13 +270,10 @@ class RerankWords(_Whole):
 
 
 class ScoreWords(_Whole):
-    """Encodes the scores of all tasks."""
-
     def __init__(self, head: AnswerHead) -> None:
         self._head = head
 
     def whole(self, events: Sequence[ChoiceEvent], totals: Totals) -> bytes:
-        """A `ScoreAnswer`."""
         data = [PairScore(index, score) for index, score in enumerate(scores_of(events))]
         head, usage = self._head, InputUsage.of(totals)
         return msgspec.json.encode(

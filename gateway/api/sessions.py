@@ -126,8 +126,6 @@ class TaskQuery(msgspec.Struct):
 
 
 class PageQuery(msgspec.Struct):
-    """Range of sessions or tasks."""
-
     limit: Annotated[int, Meta(ge=1, le=MAX_PAGE)] = MAX_PAGE
     after: Annotated[str, Meta(max_length=128)] = ""  #: last id of the previous page
 
@@ -220,8 +218,6 @@ _TASK = _SESSION + "/tasks/{task_id}"
 
 
 class Sessions(Resource):
-    """Sessions of applications and their tasks."""
-
     tag = "sessions"
 
     def __init__(self, lifecycle: Lifecycle, store: SessionStore, limits: LimitSettings) -> None:

@@ -12,8 +12,6 @@ from shared.settings.limits import MAX_SEARCH_RESULTS
 
 
 class SimilarRequest(RequestStruct, frozen=True, kw_only=True):
-    """A text or keywords."""
-
     text: str | None = None
     keywords: str | list[str] | None = None
     num_results: Annotated[int, Meta(ge=1, le=MAX_SEARCH_RESULTS)] = 10
@@ -26,8 +24,6 @@ class SimilarAnswer(msgspec.Struct):
 
 
 class Similar(Resource):
-    """Search of the default store."""
-
     tag = "vector stores"
 
     def __init__(self, stores: VectorStores) -> None:

@@ -78,7 +78,6 @@ def split_lines(data: bytes) -> list[memoryview]:
 
 
 def read_line(line: memoryview, number: int) -> BatchLine:
-    """Read a line of a checked file."""
     found = _decoder.decode(line)
     return BatchLine(number, found.custom_id, bytes(found.body))
 
@@ -144,7 +143,6 @@ def _check_body(body: Raw, number: int) -> LineError | None:
 
 
 def to_result(batch_id: str, line: BatchLine, status: int, request_id: str, body: bytes) -> bytes:
-    """The line of a response."""
     response = _Response(status, request_id, Raw(body))
     return _encode(_Result(result_id(batch_id, line.number), line.custom_id, response, None))
 
@@ -176,7 +174,6 @@ class LineResult(msgspec.Struct, frozen=True):
 
 
 def encode_part(results: list[LineResult]) -> bytes:
-    """Encode results."""
     return msgspec.msgpack.encode(results)
 
 

@@ -60,15 +60,11 @@ Ask = Callable[[str, str, bytes], Awaitable[LineAnswer]]
 
 
 class Leases(Protocol):
-    """Leases of batches."""
-
     async def hold(self, name: str, holder: str, ttl_s: float) -> bool:
         """Take or renew a lease; returns whether it is the holder's. Raises: QueueUnavailable."""
         ...
 
-    async def drop(self, name: str, holder: str) -> None:
-        """Release a lease. Raises: QueueUnavailable."""
-        ...
+    async def drop(self, name: str, holder: str) -> None: ...
 
 
 class BatchRunner:

@@ -234,7 +234,6 @@ class Dispatcher:
         return call
 
     def fail_all(self, message: str) -> None:
-        """Fail all open requests."""
         for call, choice in self._all_routes():
             call.fail(choice, ErrorCode.CANCELLED, message)
 

@@ -77,8 +77,6 @@ class KeyLimitExceeded(Overloaded):
 
 
 class BudgetExceeded(Overloaded):
-    """The key has spent its budget."""
-
     status = 429
     type = "insufficient_quota"
 

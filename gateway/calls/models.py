@@ -251,7 +251,6 @@ class ModelDirectory:
         await loop.create_task(_call(self._on_models, names), context=Context())
 
     async def keep_fresh(self) -> None:
-        """Refresh in a loop."""
         while True:
             try:
                 await self.refresh()

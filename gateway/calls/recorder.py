@@ -120,7 +120,6 @@ class Recorder:
 
     @property
     def is_traced(self) -> bool:
-        """Whether there is a span."""
         return self._span is not None
 
     def begin(self, call: OpenCall, *, is_streamed: bool) -> None:

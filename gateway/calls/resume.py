@@ -181,7 +181,6 @@ class NumberedAnswer:
         self._last_id = last_id
 
     def whole(self, events: Sequence[ChoiceEvent], totals: Totals) -> bytes:
-        """The body of a whole answer."""
         return self.answer.whole(events, totals)
 
     def frames(self, events: Sequence[ChoiceEvent], totals: Totals | None) -> list[Frame]:

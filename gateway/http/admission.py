@@ -91,5 +91,4 @@ class HeldBody:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Release the memory."""
         self._admission.num_body_bytes -= self._num_bytes

@@ -85,7 +85,6 @@ class ApiError(Exception):
             self.param, self.message = name, self.message.replace(param, name, 1)
 
     def body(self) -> bytes:
-        """The error as JSON."""
         return self._encode(ErrorFields(self.message, self.type, self.param, self.code))
 
     def event(self) -> bytes:
@@ -117,8 +116,6 @@ Render = Callable[[ApiError], tuple[int, bytes]]
 
 
 class InvalidRequest(ApiError):
-    """The request is invalid."""
-
     status = 400
     type = "invalid_request_error"
 

@@ -356,7 +356,6 @@ class DrainingServer(uvicorn.Server):
 
     @property
     def port(self) -> int:
-        """The port, after the start."""
         return self.servers[0].sockets[0].getsockname()[1]
 
     async def startup(self, sockets=None) -> None:
@@ -392,7 +391,6 @@ def create_server(
     metrics: GatewayMetrics,
     fail_open: Callable[[str], None],
 ) -> DrainingServer:
-    """The server of one gateway process."""
     files = FileReserve(metrics)
     config = uvicorn.Config(
         app,

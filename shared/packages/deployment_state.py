@@ -102,7 +102,6 @@ class DeploymentState(RedisStore):
         await self._sender.execute(*command)
 
     async def withdraw(self, node_id: str) -> None:
-        """Delete a node's record."""
         for key in (self._keys.node(node_id), self._keys.node_drain(node_id)):
             await self._sender.execute("DEL", key)
         await self._sender.execute("SREM", self._keys.nodes, node_id)

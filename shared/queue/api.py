@@ -264,9 +264,7 @@ class GatewayQueue(Protocol):
         """Set what the tenant of a new call has spent of its budget, if no one has yet."""
         ...
 
-    async def states(self, model: str, request_ids: Sequence[str]) -> list[RequestState | None]:
-        """The states of calls."""
-        ...
+    async def states(self, model: str, request_ids: Sequence[str]) -> list[RequestState | None]: ...
 
     async def events(self, model: str, request_id: str) -> list[bytes]:
         """The log of a call: its accepted events in order, to repair a gap in the mailbox."""

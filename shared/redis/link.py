@@ -86,7 +86,6 @@ class _Wire(asyncio.Protocol):
         return self._transport is not None and not self._transport.is_closing()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """The connection is open."""
         self._transport = cast(asyncio.Transport, transport)
         # Buffer almost nothing, or uvloop delays writes to the end of a loop iteration; with 0, TLS would pause for
         # nothing.
@@ -115,7 +114,6 @@ class _Wire(asyncio.Protocol):
             self._emit(replies)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Fail the running exchange."""
         self.fail(ConnectionError("Redis closed the connection"))
 
     def fail(self, error: Exception) -> None:

@@ -45,7 +45,6 @@ def _rows(group: type[BaseModel], prefix: str) -> Iterator[Row]:
 
 
 def show(engines: Iterable[type[BaseModel]]) -> None:
-    """Print the table."""
     table = Table("variable", "default", "meaning")
     for row in rows(engines):
         table.add_row(row.variable, row.default, row.description)

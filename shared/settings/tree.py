@@ -107,8 +107,6 @@ class Prices(Group):
 
 
 class GatewaySettings(Group):
-    """The gateway."""
-
     header_timeout_s: ClassVar[float] = 10.0  #: to receive a request's headers
     #: to wait for the first event before a stream's headers are sent
     headers_after_s: ClassVar[float] = 15.0
@@ -251,7 +249,6 @@ class GatewaySettings(Group):
     @field_validator("fallbacks")
     @classmethod
     def check_fallbacks(cls, fallbacks: dict[str, str]) -> dict[str, str]:
-        """Accept two different names each. Raises: ValueError."""
         if any(
             n == other or not (_is_name(n) and _is_name(other)) for n, other in fallbacks.items()
         ):
@@ -388,13 +385,10 @@ class EngineValues(BaseModel):
     )
 
     def values(self) -> dict[str, Any]:
-        """All settings by name."""
         return self.model_dump()
 
 
 class RedisSettings(Group):
-    """The connection to Redis."""
-
     command_timeout_s: ClassVar[float] = 2.0
     connect_timeout_s: ClassVar[float] = 2.0
 
@@ -560,8 +554,6 @@ class NodeSettings(Group):
 
 
 class LogSettings(Group):
-    """Logs."""
-
     level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="Least level shown."
     )
@@ -571,16 +563,12 @@ class LogSettings(Group):
 
 
 class TraceSettings(Group):
-    """Traces."""
-
     export: Literal["none", "otlp"] = Field(
         default="none", description="Send spans to where OpenTelemetry's `OTEL_...` variables say."
     )
 
 
 class Settings(BaseSettings):
-    """The whole tree."""
-
     model_config = SettingsConfigDict(
         env_prefix=PREFIX,
         env_nested_delimiter="__",

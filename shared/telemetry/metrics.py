@@ -207,7 +207,6 @@ class Histogram(Collector):
         return [HistogramMetricFamily(metric.name, metric.help, labels=metric.labels)]
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
-        """The present counts."""
         [family] = self.describe()
         for values, child in self._children.items():
             family.add_metric(values, *child.read())
@@ -310,7 +309,6 @@ class GatewayMetrics:
         self._set.counters["vlm_admission_rejections_total"].labels(reason).inc()
 
     def record_fallback(self, model: str, fallback: str) -> None:
-        """Count a request to a model that its fallback took."""
         self._set.counters["vlm_fallbacks_total"].labels(model, fallback).inc()
 
     def record_hook_failure(self, hook: str) -> None:
@@ -326,7 +324,6 @@ class GatewayMetrics:
         self._set.counters["vlm_home_requests_total"].labels(outcome).inc()
 
     def record_dropped_events(self, count: int) -> None:
-        """Count events without an open request."""
         self._set.counters["vlm_dropped_events_total"].inc(count)
 
     def set_queue_depth(self, model: str, depth: int, backlog: int) -> None:
@@ -358,11 +355,9 @@ class GatewayMetrics:
             gauges["vlm_redis_saves"].labels(shard).set(set(states) == {"ok"})
 
     def set_open_requests(self, count: int) -> None:
-        """Set the number of open requests of this gateway."""
         self._set.gauges["vlm_open_requests"].set(count)
 
     def set_ready_workers(self, counts: Mapping[str, int]) -> None:
-        """Set the number of ready workers by model."""
         gauge = self._set.gauges["vlm_ready_workers"]
         gauge.clear()
         for model, count in counts.items():
@@ -384,7 +379,6 @@ class DeploymentMetrics:
         self._versions: set[tuple[str, ...]] = set()
 
     def observe(self, apps: Mapping[str, App], workers: Sequence[WorkerRecord]) -> None:
-        """Update the metrics."""
         for name, gauge in self._gauges.items():
             if name.startswith("vlm_deployment_"):
                 gauge.clear()

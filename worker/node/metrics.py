@@ -14,8 +14,6 @@ Labels = Mapping[str, str]
 
 
 class _Pages(Collector):
-    """Pages of metrics, merged by name."""
-
     def __init__(self, pages: Iterable[tuple[Labels, str]]) -> None:
         self._merged: dict[str, Metric] = {}
         for labels, page in pages:

@@ -29,8 +29,6 @@ logger = logging.getLogger(__name__)
 
 
 class Child(ChildProcess):
-    """One decoding process."""
-
     def __init__(self, max_pixels: int, max_cpu_s: float) -> None:
         self.num_images = 0
         self.is_lost = False  #: whether it is of no more use

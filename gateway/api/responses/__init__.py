@@ -113,14 +113,10 @@ class Responses(_Input):
 
 
 class ResponseItemsQuery(ListQuery, frozen=True, kw_only=True):
-    """Which part of a list."""
-
     include: str = ""
 
 
 class InputItemText(msgspec.Struct, tag_field="type", tag="input_text"):
-    """A text of the input."""
-
     text: str
 
 
@@ -133,8 +129,6 @@ class InputItemImage(msgspec.Struct, tag_field="type", tag="input_image"):
 
 
 class ShownItem(msgspec.Struct, tag_field="type", tag="message"):
-    """A message of the input."""
-
     id: str
     role: str
     content: list[InputItemText | InputItemImage | ResponseText]
@@ -142,8 +136,6 @@ class ShownItem(msgspec.Struct, tag_field="type", tag="message"):
 
 
 class CallOutputItem(msgspec.Struct, tag_field="type", tag="function_call_output"):
-    """The output of a call."""
-
     id: str
     call_id: str
     output: list[InputItemText | InputItemImage | ResponseText]
@@ -161,8 +153,6 @@ class ResponseItemList(msgspec.Struct):
 
 
 class DeletedResponse(msgspec.Struct):
-    """A deleted response."""
-
     id: str
     object: str = "response"
     deleted: bool = True
@@ -185,8 +175,6 @@ _PATH = "/v1/responses/{response_id}"
 
 
 class StoredResponses(Resource):
-    """Answers that are kept."""
-
     tag = "responses"
 
     def __init__(self, kept: KeptAnswers) -> None:

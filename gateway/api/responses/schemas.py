@@ -46,8 +46,6 @@ ResponseId = Annotated[str, Meta(min_length=1, max_length=MAX_RESPONSE_ID_CHARS)
 
 
 class InputText(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="input_text"):
-    """A text of the user."""
-
     text: str
 
 
@@ -58,8 +56,6 @@ class PlainText(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="
 
 
 class OutputText(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="output_text"):
-    """A text of the assistant."""
-
     text: str
 
 
@@ -72,8 +68,6 @@ class Refusal(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="re
 class ReasoningText(
     EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="reasoning_text"
 ):
-    """The assistant's reasoning."""
-
     text: str
 
 
@@ -148,8 +142,6 @@ class ResponseTool(EchoedStruct, frozen=True, kw_only=True):
 
 
 class ResponseNamedTool(EchoedStruct, frozen=True, kw_only=True):
-    """The name of a function."""
-
     type: Literal["function"]
     name: str
 
@@ -167,8 +159,6 @@ ResponseToolChoice = Literal["none", "auto", "required"] | ResponseChoice
 
 
 class ResponseFormat(RequestStruct, frozen=True, kw_only=True, tag_field="type", tag="json_schema"):
-    """A JSON schema."""
-
     schema: msgspec.Raw
     name: Annotated[str, Meta(max_length=MAX_FORMAT_NAME_CHARS)]
     description: Annotated[str, Meta(max_length=MAX_FORMAT_DESCRIPTION_CHARS)] | None = None
@@ -178,15 +168,11 @@ class ResponseFormat(RequestStruct, frozen=True, kw_only=True, tag_field="type",
 
 
 class TextConfig(RequestStruct, frozen=True, kw_only=True):
-    """Options of the text."""
-
     format: TextFormat | JsonObjectFormat | ResponseFormat | None = None
     verbosity: Ignored = UNSET
 
 
 class Reasoning(RequestStruct, frozen=True, kw_only=True):
-    """Reasoning effort."""
-
     effort: ReasoningEffort | None = None
     summary: Ignored = UNSET
     generate_summary: Ignored = UNSET
@@ -214,8 +200,6 @@ class CountRequest(ResponseFields, frozen=True, kw_only=True):
 
 
 class ResponseRequest(ResponseFields, frozen=True, kw_only=True):
-    """The body of `POST /v1/responses`."""
-
     max_output_tokens: Annotated[int, Meta(ge=1)] | None = None
     top_logprobs: Annotated[int, Meta(ge=0)] | None = None
     include: list[str] | None = None
@@ -240,22 +224,16 @@ WITH_LOGPROBS = "message.output_text.logprobs"
 
 
 class ResponseText(msgspec.Struct, tag_field="type", tag="output_text"):
-    """A part of a message."""
-
     text: str
     logprobs: Sequence[ChatLogprob] = ()
     annotations: tuple[()] = ()
 
 
 class ReasoningContent(msgspec.Struct, tag_field="type", tag="reasoning_text"):
-    """A part of the reasoning."""
-
     text: str
 
 
 class MessageItem(msgspec.Struct, tag_field="type", tag="message"):
-    """A message of the model."""
-
     id: str
     status: str
     content: Sequence[ResponseText]
@@ -263,8 +241,6 @@ class MessageItem(msgspec.Struct, tag_field="type", tag="message"):
 
 
 class ReasoningItem(msgspec.Struct, tag_field="type", tag="reasoning"):
-    """Reasoning before the message."""
-
     id: str
     status: str
     content: Sequence[ReasoningContent]
@@ -272,8 +248,6 @@ class ReasoningItem(msgspec.Struct, tag_field="type", tag="reasoning"):
 
 
 class CallItem(msgspec.Struct, tag_field="type", tag="function_call"):
-    """A function call."""
-
     id: str
     status: str
     call_id: str
@@ -285,16 +259,12 @@ OutputItem = MessageItem | ReasoningItem | CallItem
 
 
 class InputTokensDetails(msgspec.Struct):
-    """Kinds of prompt tokens."""
-
     cached_tokens: int
     image_tokens: int
     cache_write_tokens: int = 0
 
 
 class OutputTokensDetails(msgspec.Struct):
-    """Kinds of output tokens."""
-
     reasoning_tokens: int
 
 
@@ -309,36 +279,26 @@ class ResponseUsage(msgspec.Struct):
 
 
 class IncompleteDetails(msgspec.Struct):
-    """Why a response is incomplete."""
-
     reason: str
 
 
 class ResponseError(msgspec.Struct):
-    """Why a response failed."""
-
     code: str
     message: str
 
 
 class ShownText(msgspec.Struct):
-    """Options of the text."""
-
     format: TextFormat | JsonObjectFormat | ResponseFormat = msgspec.field(
         default_factory=TextFormat
     )
 
 
 class ShownReasoning(msgspec.Struct):
-    """Reasoning effort of the request."""
-
     effort: str | None = None
     summary: None = None
 
 
 class ShownTool(msgspec.Struct, frozen=True):
-    """A function of the request."""
-
     name: str
     description: str | None = None
     parameters: msgspec.Raw | None = None
@@ -385,8 +345,6 @@ class ResponseObject(msgspec.Struct, kw_only=True):
 
 
 class InputTokens(msgspec.Struct):
-    """The number of tokens of a request."""
-
     input_tokens: int
     object: str = "response.input_tokens"
 

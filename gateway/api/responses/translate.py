@@ -77,18 +77,14 @@ class Continued:
 
     @property
     def model(self) -> str:
-        """The requested model."""
         return self.request.model
 
     @property
     def user(self) -> str | None:
-        """The client's name of its user."""
         return self.request.user
 
 
 class ResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of the answer."""
-
     response: ResponseObject  #: with the fields that repeat the request
     with_logprobs: bool = False
     #: Stored with the answer; empty if it is not stored.

@@ -66,8 +66,6 @@ class ChunkingStrategy(RequestStruct, frozen=True, kw_only=True):
 
 
 class CreateStoreRequest(RequestStruct, frozen=True, kw_only=True):
-    """The body of `POST /v1/vector_stores`."""
-
     name: StoreName | None = None
     metadata: Metadata | None = None
     expires_after: ExpiresAfter | None = None
@@ -81,8 +79,6 @@ class CreateStoreRequest(RequestStruct, frozen=True, kw_only=True):
 
 
 class ChangeStoreRequest(RequestStruct, frozen=True, kw_only=True):
-    """The body of `POST /v1/vector_stores/{id}`."""
-
     name: StoreName | None = None
     metadata: Metadata | None = None
     expires_after: ExpiresAfter | UnsetType | None = UNSET  #: null: the store does not expire
@@ -102,8 +98,6 @@ class ItemInput(RequestStruct, frozen=True, kw_only=True):
 
 
 class PutItemsRequest(RequestStruct, frozen=True, kw_only=True):
-    """The body of `PUT /v1/vector_stores/{id}/items`."""
-
     items: Annotated[list[ItemInput], Meta(min_length=1)]
 
 
@@ -130,8 +124,6 @@ class RankingOptions(RequestStruct, frozen=True, kw_only=True):
 
 
 class SearchRequest(RequestStruct, frozen=True, kw_only=True):
-    """The body of `POST /v1/vector_stores/{id}/search`."""
-
     query: str | Annotated[list[str], Meta(min_length=1)] | QueryInput
     max_num_results: Annotated[int, Meta(ge=1, le=MAX_SEARCH_RESULTS)] | None = None
     filters: Filter | None = None
@@ -140,8 +132,6 @@ class SearchRequest(RequestStruct, frozen=True, kw_only=True):
 
 
 class AttachFileRequest(RequestStruct, frozen=True, kw_only=True):
-    """The body of `POST /v1/vector_stores/{id}/files`."""
-
     file_id: ItemId
     attributes: ItemAttributes | None = None
     chunking_strategy: ChunkingStrategy | None = None
@@ -166,8 +156,6 @@ class FileBatchRequest(RequestStruct, frozen=True, kw_only=True):
 
 
 class ListQuery(RequestStruct, frozen=True, kw_only=True):
-    """Page of a list."""
-
     limit: Annotated[int, Meta(ge=1, le=MAX_PAGE)] = 20
     order: Literal["asc", "desc"] = "desc"
     after: Annotated[str, Meta(max_length=MAX_ITEM_ID_CHARS)] = ""
@@ -257,7 +245,6 @@ class VectorStore(msgspec.Struct):
 
     @classmethod
     def of(cls, record: StoreRecord) -> "VectorStore":
-        """Create the object from a record of the search process."""
         return cls(
             id=record.id,
             created_at=record.created_at,
@@ -279,8 +266,6 @@ class VectorStore(msgspec.Struct):
 
 
 class StoreList(msgspec.Struct):
-    """A page of stores."""
-
     data: list[VectorStore]
     has_more: bool
     first_id: str | None
@@ -289,16 +274,12 @@ class StoreList(msgspec.Struct):
 
 
 class Deleted(msgspec.Struct):
-    """A deleted object."""
-
     id: str
     object: str
     deleted: bool = True
 
 
 class ItemsDeleted(msgspec.Struct):
-    """Number of deleted items."""
-
     num_deleted: int
     object: str = "vector_store.items.deleted"
 
@@ -330,8 +311,6 @@ class StoredItem(msgspec.Struct):
 
 
 class ItemList(msgspec.Struct):
-    """A page of items."""
-
     data: list[StoredItem]
     has_more: bool
     first_id: str | None
@@ -361,8 +340,6 @@ class SearchPage(msgspec.Struct):
 
 
 class StoreFileObject(msgspec.Struct):
-    """A file in a store."""
-
     id: str
     created_at: int
     vector_store_id: str
@@ -375,7 +352,6 @@ class StoreFileObject(msgspec.Struct):
 
     @classmethod
     def of(cls, record: StoreFile) -> "StoreFileObject":
-        """Create the object from a record of the search process."""
         sizes = {
             "max_chunk_size_tokens": record.max_chunk_tokens,
             "chunk_overlap_tokens": record.chunk_overlap_tokens,
@@ -413,8 +389,6 @@ class FileBatchObject(msgspec.Struct):
 
 
 class StoreFileList(msgspec.Struct):
-    """A page of a store's files."""
-
     data: list[StoreFileObject]
     has_more: bool
     first_id: str | None

@@ -114,8 +114,6 @@ _BATCH = _BATCHES + "/{batch_id}"
 
 
 class VectorStores(Resource):
-    """Vector stores, over the search process and the fleet."""
-
     tag = "vector stores"
 
     def __init__(
