@@ -40,7 +40,7 @@ class Asker:
 
     def ask(self, scenario: str, draw: random.Random, intended_at: float | None = None) -> None:
         """Send a question and report. `intended_at`: when it was due; None: now."""
-        question = self._scenarios[scenario].next_question(draw)
+        question = self._scenarios[scenario](draw)
         is_streamed = draw.random() < self.order.workload.stream_ratio
         now = self.now()
         record = Record(scenario, now, now, now, is_streamed)

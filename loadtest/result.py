@@ -13,9 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from loadtest.load_plan import Phase, phases
-from loadtest.objective import Objective
-from loadtest.record import LATENCIES, Latency, Plan, Record, Workload
-from loadtest.report import percentile
+from loadtest.record import LATENCIES, Latency, Objective, Plan, Record, Workload, percentile
 
 SCHEMA = "vlm-loadtest/1"
 STREAMED, WHOLE = "streamed", "whole"

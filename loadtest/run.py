@@ -21,11 +21,9 @@ from loadtest.asking import first_model
 from loadtest.client import AnswerError
 from loadtest.fleet import ROOT, ServerError, run_fleet
 from loadtest.html_report import write_page
-from loadtest.objective import Objective
-from loadtest.record import Order, Plan, Record, Target, Workload
-from loadtest.report import show
+from loadtest.record import Objective, Order, Plan, Record, Target, Workload
+from loadtest.report import in_percent, progress_words, show, to_latency_table, to_rate_table
 from loadtest.result import Result, ResultError, failure_ratio, failures
-from loadtest.result_tables import in_percent, progress_words, to_latency_table, to_rate_table
 
 DRIVER = (sys.executable, "-m", "loadtest.drive")
 PAUSE_S = 0.2
