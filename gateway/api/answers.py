@@ -454,8 +454,15 @@ class BlockStream:
         return b"" if block is None else self.closed(block, totals)
 
 
-class TokenizedAnswer:
-    """An answer of the worker's tokenizer; it is never streamed."""
+class WholeAnswer:
+    """An answer that is never streamed."""
+
+    def frames(self, events: Sequence[ChoiceEvent], totals: Totals | None) -> list[Frame]:
+        return []
+
+
+class TokenizedAnswer(WholeAnswer):
+    """An answer of the worker's tokenizer."""
 
     def __init__(self, to_body: Callable[[Tokenized], msgspec.Struct]) -> None:
         self._to_body = to_body
@@ -463,6 +470,3 @@ class TokenizedAnswer:
     def whole(self, events: Sequence[ChoiceEvent], totals: Totals) -> bytes:
         [made] = [event for _, event in events if isinstance(event, Tokenized)]
         return encode(self._to_body(made))
-
-    def frames(self, events: Sequence[ChoiceEvent], totals: Totals | None) -> list[Frame]:
-        return []

@@ -5,17 +5,18 @@ Source: OpenAI API reference, "Batch".
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
-from gateway.api.fields import RequestStruct, invalid
+from gateway.api.fields import Listing, RequestStruct, invalid
 from gateway.api.vector_stores import Metadata
 from gateway.batches.lines import LineError
 from gateway.batches.records import Batches, BatchView
 from gateway.http.endpoint import Caller, Resource, operation
-from gateway.http.errors import NotFound, Overloaded
+from gateway.http.errors import NotFound, Overloaded, unavailable
 from shared.packages.store import StoreError
 from shared.settings.limits import (
     MAX_ITEM_ID_CHARS,
@@ -102,12 +103,8 @@ class BatchObject(msgspec.Struct):
         return batch
 
 
-class BatchList(msgspec.Struct):
-    data: list[BatchObject]
-    has_more: bool
-    first_id: str | None
-    last_id: str | None
-    object: str = "list"
+class BatchList(Listing[BatchObject]):
+    pass
 
 
 class TooManyBatches(Overloaded):
@@ -123,26 +120,19 @@ class TooManyBatches(Overloaded):
         )
 
 
+@dataclass
 class BatchResource(Resource):
     """Batches. `look` is called when the runner has work."""
 
     tag = "batches"
 
-    def __init__(
-        self,
-        batches: Batches | None,
-        look: Callable[[], None],
-        limits: LimitSettings,
-        endpoints: Sequence[str],
-        find_guest: Callable[[str], str],
-    ) -> None:
-        """`endpoints` are the surfaces that lines may use. `find_guest`: see `KeyDirectory.guest`."""
-        self._find_guest = find_guest
-        self._endpoints = endpoints
-        self._taking = asyncio.Lock()  # guards the number of open batches
-        self._batches = batches
-        self._look = look
-        self._limits = limits
+    _batches: Batches | None
+    _look: Callable[[], None]
+    _limits: LimitSettings
+    _endpoints: Sequence[str]  #: surfaces that lines may use
+    _find_guest: Callable[[str], str]  #: see `KeyDirectory.guest`
+    #: Guards the number of open batches.
+    _taking: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
     def _all(self) -> Batches:
@@ -198,9 +188,7 @@ class BatchResource(Resource):
             return [view for view in views if view is not None], len(ids) > query.limit
 
         views, has_more = await blocking(read)
-        data = [BatchObject.of(view) for view in views]
-        ends = (data[0].id, data[-1].id) if data else (None, None)
-        return BatchList(data, has_more, *ends)
+        return BatchList.of([BatchObject.of(view) for view in views], has_more)
 
     @operation("GET", "/v1/batches/{batch_id}")
     async def retrieve_batch(self, caller: Caller) -> BatchObject:
@@ -229,12 +217,7 @@ async def blocking(work: Callable[[], T]) -> T:
     try:
         return await asyncio.to_thread(work)
     except StoreError:
-        raise Overloaded(
-            "files",
-            "The store of files and batches is temporarily unavailable; retry.",
-            code="service_unavailable",
-            retry_after_s=5,
-        ) from None
+        raise unavailable("files", "The store of files and batches is", 5) from None
 
 
 def not_served() -> NotFound:

@@ -14,6 +14,7 @@ from gateway.api.chat.schemas import ReasoningEffort
 from gateway.api.conversation import Conversation, Part, Role, switch_thinking
 from gateway.api.fields import (
     UNSUPPORTED,
+    CallName,
     EchoedStruct,
     Ignored,
     ModelName,
@@ -47,7 +48,7 @@ from shared.protocol import (
     Tools,
     Usage,
 )
-from shared.settings.limits import MAX_NAME_CHARS, MAX_TOOL_NAME_CHARS, LimitSettings
+from shared.settings.limits import MAX_TOOL_NAME_CHARS, LimitSettings
 
 #: Magic bytes of images in base64, by media type: Anthropic refuses a wrong type too.
 _BEGINNINGS = {
@@ -68,9 +69,6 @@ _ERRORS = {
     503: (529, "overloaded_error"),
     504: (504, "timeout_error"),
 }
-
-
-CallName = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
 
 
 class Base64Source(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="base64"):

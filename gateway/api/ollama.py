@@ -25,6 +25,7 @@ from gateway.api.embeddings import (
 )
 from gateway.api.fields import (
     UNSUPPORTED,
+    CallName,
     EchoedStruct,
     Ignored,
     ModelName,
@@ -62,7 +63,7 @@ from shared.protocol import (
     ToolCall,
     Tools,
 )
-from shared.settings.limits import MAX_NAME_CHARS, MAX_TOOL_NAME_CHARS, LimitSettings
+from shared.settings.limits import MAX_TOOL_NAME_CHARS, LimitSettings
 from shared.version import package_version
 
 _LATEST = ":latest"
@@ -75,9 +76,6 @@ _LINES: Headers = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
-
-
-CallName = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
 
 
 class OllamaOptions(SamplingFields, frozen=True, kw_only=True):

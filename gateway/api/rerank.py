@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from gateway.api.answers import WholeAnswer
 from gateway.api.fields import (
     ModelName,
     RequestStruct,
@@ -22,6 +23,7 @@ from gateway.api.fields import (
     find_priority,
     invalid,
     timings_of,
+    too_many,
     wants_timings,
 )
 from gateway.api.inputs import (
@@ -33,8 +35,7 @@ from gateway.api.inputs import (
     to_truncate,
 )
 from gateway.calls.open_call import ChoiceEvent
-from gateway.calls.surface import AnswerHead, Frame, NoOptions, Plan, Surface, Totals
-from gateway.http.errors import InvalidRequest
+from gateway.calls.surface import AnswerHead, NoOptions, Plan, Surface, Totals
 from gateway.http.exchange import RequestContext
 from shared.protocol import ModelCard, Rerank, Scores
 
@@ -135,11 +136,7 @@ class _Pairs(Surface):
         """Documents split into tasks, each with the query. Raises: InvalidRequest."""
         limits, many = self.limits, len(task.queries) > 1
         if len(documents) > limits.max_documents:
-            raise InvalidRequest(
-                f"Too many documents: send at most {limits.max_documents}.",
-                param=task.name,
-                code="too_many_inputs",
-            )
+            raise too_many("documents", limits.max_documents, task.name)
         check_chars(sum(map(len, task.queries)) + sum(map(len, documents)), task.name, limits)
         longest = max(map(len, task.queries))
         return [
@@ -237,14 +234,7 @@ class Scoring(_Pairs):
         return ScoreWords(head)
 
 
-class _Whole:
-    """An answer that is never streamed."""
-
-    def frames(self, events: Sequence[ChoiceEvent], totals: Totals | None) -> list[Frame]:
-        return []
-
-
-class RerankWords(_Whole):
+class RerankWords(WholeAnswer):
     def __init__(self, options: RerankOptions, head: AnswerHead) -> None:
         self._options = options
         self._head = head
@@ -269,7 +259,7 @@ class RerankWords(_Whole):
         return RerankResult(index, score, document)
 
 
-class ScoreWords(_Whole):
+class ScoreWords(WholeAnswer):
     def __init__(self, head: AnswerHead) -> None:
         self._head = head
 

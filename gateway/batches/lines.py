@@ -5,7 +5,7 @@ Source: OpenAI API reference, "The request input object", "The request output ob
 
 import hashlib
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta, Raw
@@ -144,22 +144,20 @@ def _check_body(body: Raw, number: int) -> LineError | None:
 
 def to_result(batch_id: str, line: BatchLine, status: int, request_id: str, body: bytes) -> bytes:
     response = _Response(status, request_id, Raw(body))
-    return _encode(_Result(result_id(batch_id, line.number), line.custom_id, response, None))
+    return msgspec.json.encode(
+        _Result(result_id(batch_id, line.number), line.custom_id, response, None)
+    )
 
 
 def to_failure(batch_id: str, line: BatchLine, code: str, message: str) -> bytes:
     """The line of a request without a response."""
     result_of = result_id(batch_id, line.number)
-    return _encode(_Result(result_of, line.custom_id, None, _Error(code, message)))
+    return msgspec.json.encode(_Result(result_of, line.custom_id, None, _Error(code, message)))
 
 
 def result_id(batch_id: str, number: int) -> str:
     """The id of a result: a function of batch and line."""
     return "batch_req_" + hashlib.sha256(f"{batch_id} {number}".encode()).hexdigest()[:32]
-
-
-def _encode(result: Any) -> bytes:
-    return msgspec.json.encode(result)
 
 
 # Parts: some results, as they are kept until the batch ends

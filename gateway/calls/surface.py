@@ -180,11 +180,6 @@ class Reply(Struct, frozen=True):
     answer: Answer
     is_streamed: bool
     shows_timings: bool
+    head: AnswerHead
     #: Additional headers of a stream.
     headers: Headers = field(default_factory=list)
-    #: The answer's id.
-    id: str = ""
-    #: Package of a deployed model.
-    package: str = ""
-    #: The model's name, for hooks.
-    model: str = ""

@@ -51,7 +51,7 @@ class FileReserve:
         file = transport.get_extra_info("socket").fileno()  # the lowest free number
         if limit == resource.RLIM_INFINITY or file < limit - min(RESERVED_FILES, limit // 4):
             return True
-        self._metrics.record_rejection("connections")
+        self._metrics.count("admission_rejections", "connections")
         if time.monotonic() - self._last_warned_at > _WARN_EVERY_S:
             self._last_warned_at = time.monotonic()
             logger.warning("connections are refused: too few file descriptors (ulimit -n)")

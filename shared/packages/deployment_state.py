@@ -12,8 +12,7 @@ from shared.packages.rollout import App, LogLine, NodeRecord
 from shared.protocol import encode
 from shared.queue.keys import to_ms
 from shared.queue.store import RedisStore
-from shared.redis.link import with_ttl
-from shared.redis.script import load_script, named
+from shared.redis.link import load_script, named, with_ttl
 
 _SCRIPTS = Path(__file__).parent / "scripts"
 PUT_APP = load_script(_SCRIPTS / "put_app.lua")

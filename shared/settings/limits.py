@@ -8,9 +8,16 @@ the request's types. All are rendered into the OpenAPI document.
 from functools import cached_property
 from typing import ClassVar
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 
-from shared.settings.group import MIB, Group
+MIB = 1024 * 1024
+
+
+class Group(BaseModel):
+    """Base of the sub-trees: frozen, no unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
 
 MAX_MODEL_CHARS = 256  #: `model`
 MAX_USER_CHARS = 512  #: `user`

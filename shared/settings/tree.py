@@ -33,8 +33,7 @@ from pydantic_settings import (
 )
 
 from shared.settings import SettingsError as SettingsError
-from shared.settings.group import MIB, Group
-from shared.settings.limits import LimitSettings
+from shared.settings.limits import MIB, Group, LimitSettings
 from shared.settings.redis_url import RedisUrl, split_shards
 
 _HOST = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?(:[1-9][0-9]{0,4})?")

@@ -7,7 +7,7 @@ import msgspec
 from starlette.responses import Response
 
 from gateway.api.answers import TokenizedAnswer
-from gateway.api.fields import UNSUPPORTED
+from gateway.api.fields import UNSUPPORTED, Listing
 from gateway.api.openapi import branch
 from gateway.api.responses.answer import ResponseAnswer
 from gateway.api.responses.schemas import (
@@ -142,14 +142,8 @@ class CallOutputItem(msgspec.Struct, tag_field="type", tag="function_call_output
     status: str = "completed"
 
 
-class ResponseItemList(msgspec.Struct):
+class ResponseItemList(Listing[ShownItem | CallItem | CallOutputItem]):
     """A page of the messages before an answer, those of earlier answers included."""
-
-    data: list[ShownItem | CallItem | CallOutputItem]
-    has_more: bool
-    first_id: str | None
-    last_id: str | None
-    object: str = "list"
 
 
 class DeletedResponse(msgspec.Struct):
@@ -209,9 +203,7 @@ class StoredResponses(Resource):
         names = [item.id for item in items]
         if query.after in names:
             items = items[names.index(query.after) + 1 :]
-        data, has_more = items[: query.limit], len(items) > query.limit
-        ends = (data[0].id, data[-1].id) if data else (None, None)
-        return ResponseItemList(data, has_more, *ends)
+        return ResponseItemList.of(items[: query.limit], len(items) > query.limit)
 
     async def _find(self, caller: Caller) -> KeptConversation:
         """Raises: NotFound."""

@@ -17,8 +17,10 @@ from gateway.api.chat.schemas import (
     MetadataKey,
     MetadataValue,
     ReasoningEffort,
+    RefusalContent,
 )
 from gateway.api.fields import (
+    CallName,
     EchoedStruct,
     Ignored,
     IgnoredStreamFields,
@@ -37,7 +39,6 @@ from shared.settings.limits import (
     MAX_FORMAT_DESCRIPTION_CHARS,
     MAX_FORMAT_NAME_CHARS,
     MAX_METADATA_ENTRIES,
-    MAX_NAME_CHARS,
     MAX_RESPONSE_ID_CHARS,
     MAX_TOOL_NAME_CHARS,
 )
@@ -59,12 +60,6 @@ class OutputText(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag=
     text: str
 
 
-class Refusal(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="refusal"):
-    """A refusal of the assistant, from another server."""
-
-    refusal: str
-
-
 class ReasoningText(
     EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="reasoning_text"
 ):
@@ -79,10 +74,7 @@ class InputImage(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag=
     detail: Detail | None = None
 
 
-InputPart = InputText | PlainText | OutputText | Refusal | ReasoningText | InputImage
-
-
-CallName = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
+InputPart = InputText | PlainText | OutputText | RefusalContent | ReasoningText | InputImage
 
 
 InputItemType = Literal[

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from gateway.api.chat.schemas import RefusalContent
 from gateway.api.conversation import Conversation, Part, Role, find_effort
 from gateway.api.fields import (
     find_priority,
@@ -22,7 +23,6 @@ from gateway.api.responses.schemas import (
     InputItem,
     InputPart,
     ReasoningText,
-    Refusal,
     ResponseChoice,
     ResponseFields,
     ResponseFormat,
@@ -381,7 +381,7 @@ class _Items:
         return [self._part(part, role, f"{param}.[{place}]") for place, part in enumerate(content)]
 
     def _part(self, part: InputPart, role: Role, param: str) -> Part:
-        if isinstance(part, Refusal):
+        if isinstance(part, RefusalContent):
             return self._conversation.text(part.refusal)
         if not isinstance(part, InputImage):
             return self._conversation.text(part.text)

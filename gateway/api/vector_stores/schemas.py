@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from gateway.api.fields import ModelName, RequestStruct
+from gateway.api.fields import Listing, ModelName, RequestStruct
 from shared.search import (
     FileBatch,
     Filter,
@@ -129,6 +129,18 @@ class SearchRequest(RequestStruct, frozen=True, kw_only=True):
     filters: Filter | None = None
     ranking_options: RankingOptions | None = None
     rewrite_query: bool | None = None
+
+
+class SimilarRequest(RequestStruct, frozen=True, kw_only=True):
+    text: str | None = None
+    keywords: str | list[str] | None = None
+    num_results: Annotated[int, Meta(ge=1, le=MAX_SEARCH_RESULTS)] = 10
+
+
+class SimilarAnswer(msgspec.Struct):
+    """One line per item, nearest first."""
+
+    text: list[str]
 
 
 class AttachFileRequest(RequestStruct, frozen=True, kw_only=True):
@@ -265,12 +277,8 @@ class VectorStore(msgspec.Struct):
         )
 
 
-class StoreList(msgspec.Struct):
-    data: list[VectorStore]
-    has_more: bool
-    first_id: str | None
-    last_id: str | None
-    object: str = "list"
+class StoreList(Listing[VectorStore]):
+    pass
 
 
 class Deleted(msgspec.Struct):
@@ -310,12 +318,8 @@ class StoredItem(msgspec.Struct):
     object: str = "vector_store.item"
 
 
-class ItemList(msgspec.Struct):
-    data: list[StoredItem]
-    has_more: bool
-    first_id: str | None
-    last_id: str | None
-    object: str = "list"
+class ItemList(Listing[StoredItem]):
+    pass
 
 
 class SearchHit(msgspec.Struct):
@@ -388,12 +392,8 @@ class FileBatchObject(msgspec.Struct):
         return cls(batch.id, batch.created_at, batch.store_id, counts)
 
 
-class StoreFileList(msgspec.Struct):
-    data: list[StoreFileObject]
-    has_more: bool
-    first_id: str | None
-    last_id: str | None
-    object: str = "list"
+class StoreFileList(Listing[StoreFileObject]):
+    pass
 
 
 class FileContent(msgspec.Struct):
