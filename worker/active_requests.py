@@ -8,6 +8,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 from msgspec import Struct
@@ -136,7 +137,6 @@ class ActiveRequest(Struct, eq=False):
         self.media_decode_s = seconds
 
     def failed(self, code: ErrorCode, message: str, param: str | None = None) -> Failed:
-        """The event of a failure. `param` names the field of the request."""
         return Failed(self.request_id, self.claim.attempt, code, message, param)
 
     def _grammar_param(self) -> str | None:
@@ -194,30 +194,22 @@ Trace = Callable[[ActiveRequest, StageTimings | None, str], None]
 OnFinished = Callable[[ActiveRequest, EngineOutput], None]
 
 
+@dataclass(slots=True)
 class ActiveRequests:
     """`changed` is set when room may have come, or the last request may have ended."""
 
-    def __init__(
-        self,
-        engine: EngineThread,
-        preprocessor: Preprocessor,
-        outbox: Outboxes,
-        max_num_seqs: int,
-        begin: Callable[[Claim], Awaitable[bool]],
-        trace: Trace | None = None,
-        on_finished: OnFinished | None = None,
-    ) -> None:
-        self._engine = engine
-        self._preprocessor = preprocessor
-        self._outbox = outbox
-        self._max_num_seqs = max_num_seqs
-        self._trace = trace
-        self._on_finished = on_finished
-        self._begin = begin  # marks a possible poison request as started
-        self._active_requests: dict[str, ActiveRequest] = {}  # by request id
-        self._by_engine_id: dict[str, ActiveRequest] = {}
-        self._parked: deque[ActiveRequest] = deque()  # claimed, to be started when the way is clear
-        self.changed = asyncio.Event()
+    _engine: EngineThread
+    _preprocessor: Preprocessor
+    _outbox: Outboxes
+    _max_num_seqs: int
+    _begin: Callable[[Claim], Awaitable[bool]]  #: marks a possible poison request as started
+    _trace: Trace | None = None
+    _on_finished: OnFinished | None = None
+    _active_requests: dict[str, ActiveRequest] = field(default_factory=dict)  #: by request id
+    _by_engine_id: dict[str, ActiveRequest] = field(default_factory=dict)
+    #: Claimed, to be started when the way is clear.
+    _parked: deque[ActiveRequest] = field(default_factory=deque)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __len__(self) -> int:
         return len(self._active_requests)

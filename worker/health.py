@@ -8,9 +8,12 @@ import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 
+import httpx
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from shared.queue.api import WorkerQueue
@@ -26,20 +29,15 @@ _REASONS = {200: "OK", 400: "Bad Request", 404: "Not Found", 503: "Service Unava
 Samples = Iterable[tuple[tuple[str, ...], float]]
 
 
+@dataclass
 class HealthServer:
-    """`registry` may return None while the worker starts."""
+    """`_registry` may return None while the worker starts."""
 
-    def __init__(
-        self,
-        is_alive: Callable[[], bool],
-        is_ready: Callable[[], bool],
-        registry: Callable[[], CollectorRegistry | Awaitable[CollectorRegistry] | None],
-    ) -> None:
-        self._is_alive = is_alive
-        self._is_ready = is_ready
-        self._registry = registry
-        self._server: asyncio.Server | None = None
-        self.port = 0  #: once started
+    _is_alive: Callable[[], bool]
+    _is_ready: Callable[[], bool]
+    _registry: Callable[[], CollectorRegistry | Awaitable[CollectorRegistry] | None]
+    _server: asyncio.Server | None = None
+    port: int = 0  #: once started
 
     async def start(self, host: str, port: int) -> None:
         """Listen; port 0 takes a free one, and a path as the host a unix socket. Raises: OSError."""
@@ -158,3 +156,43 @@ def create_registry(
     registry = CollectorRegistry()
     registry.register(WorkerCollector(engine, queues, media))
     return registry
+
+
+_TIMEOUT_S = 2.0
+
+Labels = Mapping[str, str]
+
+
+class _Pages(Collector):
+    def __init__(self, pages: Iterable[tuple[Labels, str]]) -> None:
+        self._merged: dict[str, Metric] = {}
+        for labels, page in pages:
+            for found in text_string_to_metric_families(page):
+                metric = self._merged.setdefault(
+                    found.name, Metric(found.name, found.documentation, found.type)
+                )
+                for sample in found.samples:
+                    metric.add_sample(sample.name, {**sample.labels, **labels}, sample.value)
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._merged.values()
+
+
+async def collect_metrics(sockets: Iterable[tuple[Labels, str]]) -> CollectorRegistry:
+    """The metrics of workers that answer on their health sockets within 2 s."""
+    wanted = list(sockets)
+    found = await asyncio.gather(*(_fetch(path) for _, path in wanted))
+    pages = ((labels, page) for (labels, _), page in zip(wanted, found, strict=True))
+    registry = CollectorRegistry()
+    registry.register(_Pages(pages))
+    return registry
+
+
+async def _fetch(path: str) -> str:
+    """Empty where no worker answers yet or any more."""
+    transport = httpx.AsyncHTTPTransport(uds=path)
+    try:
+        async with httpx.AsyncClient(transport=transport, timeout=_TIMEOUT_S) as client:
+            return (await client.get("http://worker/metrics")).text
+    except httpx.HTTPError:
+        return ""

@@ -31,8 +31,7 @@ from shared.process import end_startup
 from shared.queue.claims import RedisWorkerQueue
 from shared.queue.registry import Registry
 from shared.queue.shards import Shards, check_shards
-from shared.redis.client import create_redis
-from shared.redis.outage import wait_for_redis
+from shared.redis.client import create_redis, wait_for_redis
 from shared.settings.tree import RedisSettings, Settings, SettingsError
 from shared.telemetry import create_tracer
 from worker.adapters import WorkerAdapters
@@ -79,7 +78,6 @@ class ProgressLog:
         self._said: dict[str, int] = {}
 
     def __call__(self, phase: str, share: float) -> None:
-        """Log a phase and its completed ratio."""
         tenths = int(10 * share)
         if tenths > self._said.get(phase, -1):
             self._said[phase] = tenths

@@ -19,8 +19,6 @@ _IN_ENGINE: Attributes = {"vlm.queue": "engine"}
 
 
 class RequestTracer:
-    """Traces requests that have ended."""
-
     def __init__(self, tracer: "Tracer") -> None:
         self._tracer = tracer
 

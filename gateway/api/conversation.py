@@ -38,7 +38,6 @@ class Conversation(Struct):
     ending: Ending = "answer"
 
     def text(self, text: str) -> TextPart:
-        """The part of a text."""
         self.num_chars += len(text)
         return TextPart(text)
 

@@ -1,7 +1,7 @@
 """Shared by requests of all APIs: field types, the priority, errors that name a field."""
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Generic, Literal, Self, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
@@ -11,7 +11,12 @@ from gateway.http.errors import InvalidRequest
 from gateway.http.exchange import RequestContext
 from gateway.http.unknown_fields import Unsupported
 from shared.protocol import Priority, VideoOptions
-from shared.settings.limits import MAX_MODEL_CHARS, MAX_USER_CHARS, LimitSettings
+from shared.settings.limits import (
+    MAX_MODEL_CHARS,
+    MAX_NAME_CHARS,
+    MAX_USER_CHARS,
+    LimitSettings,
+)
 
 ModelName = Annotated[str, Meta(min_length=1, max_length=MAX_MODEL_CHARS)]
 UserName = Annotated[str, Meta(max_length=MAX_USER_CHARS)]
@@ -24,6 +29,7 @@ ShowsTimings = Annotated[
 ]
 ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast"]
 Ignored = Raw | UnsetType  #: validated as JSON, otherwise ignored
+CallName = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 Timings = dict[str, float] | UnsetType
 #: For clients that cannot send `service_tier`; it takes precedence.
@@ -139,18 +145,31 @@ class VideoFields(SamplingOfFrames, frozen=True, kw_only=True):
 
 
 class IgnoredStreamFields(RequestStruct, frozen=True, kw_only=True):
-    """Stream options without an effect."""
-
     include_obfuscation: bool = False
 
 
 class StreamOptions(IgnoredStreamFields, frozen=True, kw_only=True):
-    """Additional content of a stream."""
-
     include_usage: bool = False
     continuous_usage_stats: Annotated[bool, doc("Send the token counts so far in every chunk.")] = (
         False
     )
+
+
+Entry = TypeVar("Entry")
+
+
+class Listing(msgspec.Struct, Generic[Entry]):
+    """A page of a list."""
+
+    data: list[Entry]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+    object: str = "list"
+
+    @classmethod
+    def of(cls, data: list[Any], has_more: bool) -> Self:
+        return cls(data, has_more, *((data[0].id, data[-1].id) if data else (None, None)))
 
 
 def check_stream_options(options: StreamOptions | None, is_streamed: bool | None) -> None:
@@ -194,5 +213,12 @@ def invalid(param: str, problem: str, code: str = "invalid_value") -> InvalidReq
 
 
 def missing(param: str) -> InvalidRequest:
-    """The error for a missing field."""
     return InvalidRequest(f"Missing required field: {param}.", param=param, code="missing_field")
+
+
+def too_many(what: str, most: int, param: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"Too many {what}: send at most {most}.",
+        param=param,
+        code=f"too_many_{'images' if what == 'images' else 'inputs'}",
+    )

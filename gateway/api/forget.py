@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import msgspec
 
@@ -37,26 +38,17 @@ class Forgotten(msgspec.Struct):
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
+@dataclass(frozen=True, slots=True)
 class TenantData:
     """The stores that have data of tenants."""
 
-    def __init__(
-        self,
-        kept: KeptAnswers,
-        sessions: SessionStore,
-        queue: GatewayQueue,
-        blobs: BlobStore,
-        batches: Batches | None,
-        look_for_batches: Callable[[], None],
-        search: SearchClient,
-    ) -> None:
-        self._look_for_batches = look_for_batches
-        self._blobs = blobs
-        self._kept = kept
-        self._sessions = sessions
-        self._queue = queue
-        self._batches = batches
-        self._search = search
+    _kept: KeptAnswers
+    _sessions: SessionStore
+    _queue: GatewayQueue
+    _blobs: BlobStore
+    _batches: Batches | None
+    _look_for_batches: Callable[[], None]
+    _search: SearchClient
 
     async def forget(self, tenant: str) -> Forgotten:
         """Delete all data of a tenant; can be repeated. Raises: ApiError, QueueUnavailable, StoreError."""

@@ -87,8 +87,6 @@ class ModelList(msgspec.Struct):
 
 
 class AnthropicModel(msgspec.Struct):
-    """A model in Anthropic's format."""
-
     id: str
     display_name: str
     created_at: datetime
@@ -113,8 +111,6 @@ _OUTPUTS = {"generate": "text", "embed": "embedding", "rerank": "score"}
 
 
 class Models(Resource):
-    """Models of the fleet."""
-
     tag = "models"
 
     def __init__(self, models: ModelDirectory, limits: LimitSettings) -> None:

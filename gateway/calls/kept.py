@@ -89,7 +89,6 @@ class KeptAnswers:
         return replace(source, url="", ref=record.images[0])
 
     async def get(self, tenant: str, name: str) -> Record | None:
-        """The stored answer, if there is one."""
         return await self._records.get(_owner(tenant), name)
 
     async def delete_all(self, tenant: str) -> int:

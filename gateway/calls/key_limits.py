@@ -77,8 +77,6 @@ class KeyLimitExceeded(Overloaded):
 
 
 class BudgetExceeded(Overloaded):
-    """The key has spent its budget."""
-
     status = 429
     type = "insufficient_quota"
 
@@ -98,12 +96,12 @@ class KeyLimits:
         limits: LimitSettings,
         overloaded: Callable[[str], Overloaded],
         clock: Callable[[], float] = time.monotonic,
-        find_key: Callable[[str], KeyRecord | None] = lambda _: None,
+        find_key: Callable[[str], KeyRecord | None] | None = None,
         prices: Mapping[str, Prices] | None = None,
     ) -> None:
         """`find_key` returns the stored key of a tenant. `prices`: by patterns of model names, the first that matches."""
         self._prices = prices or {}
-        self._find_key = find_key
+        self._find_key = find_key or (lambda tenant: None)
         self._limits = limits
         self._overloaded = overloaded
         self._clock = clock

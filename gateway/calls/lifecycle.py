@@ -18,13 +18,12 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from gateway.calls.affinity import PrefixAffinity
 from gateway.calls.dispatcher import Dispatcher
 from gateway.calls.fallbacks import Fallbacks
 from gateway.calls.hooks import Hooks
 from gateway.calls.kept import KeptAnswers
 from gateway.calls.key_limits import KeyLimits, Refunds, to_rates
-from gateway.calls.models import ModelDirectory
+from gateway.calls.models import ModelDirectory, PrefixAffinity
 from gateway.calls.open_call import ChoiceEvent, OpenCall
 from gateway.calls.recorder import Recorder, StageClock, body_timings, timing_headers
 from gateway.calls.resume import RESUME_HEADERS, NumberedAnswer, Resume, is_resumable
@@ -222,20 +221,12 @@ class Lifecycle:
                 surface, request, plan, head, card.queue, context, shard, submit
             )
             if surface.keeps_answers and reply.call.images:
-                await self.kept.hold(reply.id, reply.call.images, self.resume.keep_s)
+                await self.kept.hold(reply.head.id, reply.call.images, self.resume.keep_s)
                 await self.resume.note_images(context.id, reply.call.images)
             return reply
         answer = surface.answer(plan.options, head)
-        return Reply(
-            surface,
-            await submit(),
-            answer,
-            plan.is_streamed,
-            plan.shows_timings,
-            id=head.id,
-            package=head.package,
-            model=head.model,
-        )
+        call = await submit()
+        return Reply(surface, call, answer, plan.is_streamed, plan.shows_timings, head)
 
     async def _recall(self, surface: Surface, request: Request, context: RequestContext) -> Request:
         """Add the previous answer to a request that continues it. Raises: NotFound, RecordsUnavailable."""
@@ -258,8 +249,8 @@ class Lifecycle:
             return
         images = reply.call.images
         if reply.call.is_follower:  # the first reader may have disconnected before storing it
-            images = await self.resume.images(reply.id.removeprefix(reply.surface.id_prefix))
-        await self.kept.put(context.tenant, reply.id, data, images)
+            images = await self.resume.images(reply.head.id.removeprefix(reply.surface.id_prefix))
+        await self.kept.put(context.tenant, reply.head.id, data, images)
 
     async def _read(
         self, surface: Surface, exchange: Exchange, context: RequestContext, held: HeldBody
@@ -340,12 +331,12 @@ class Lifecycle:
         try:
             images = await self.loader.load_all(sources, held.add)
         except InvalidRequest:
-            self.metrics.record_image("refused")
+            self.metrics.count("images", "refused")
             raise
         finally:
             clock.image_decode_s = time.perf_counter() - began_at
         for _ in images:
-            self.metrics.record_image("accepted")
+            self.metrics.count("images", "accepted")
         return images
 
     async def _queue(
@@ -424,8 +415,8 @@ class Lifecycle:
         if reply.surface.keeps_answers:
             await self._keep(reply, exchange.context)
         headers = [*JSON_HEADERS, *timing_headers(stages, e2e_s, is_whole=True)]
-        if reply.package:
-            headers.append((_PACKAGE, reply.package.encode()))
+        if reply.head.package:
+            headers.append((_PACKAGE, reply.head.package.encode()))
         await exchange.answer(200, headers, body)
 
     async def _collect(self, call: OpenCall, recorder: Recorder) -> list[ChoiceEvent]:
@@ -460,8 +451,8 @@ class Lifecycle:
         events = await call.receive(self.settings.headers_after_s)
         recorder.note(events)
         headers = [*surface.stream_headers, *reply.headers, *recorder.known_timing()]
-        if reply.package:
-            headers.append((_PACKAGE, reply.package.encode()))
+        if reply.head.package:
+            headers.append((_PACKAGE, reply.head.package.encode()))
         await exchange.start(200, headers)
         seen = list(events)
         while not recorder.is_complete:

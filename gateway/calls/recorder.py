@@ -120,7 +120,6 @@ class Recorder:
 
     @property
     def is_traced(self) -> bool:
-        """Whether there is a span."""
         return self._span is not None
 
     def begin(self, call: OpenCall, *, is_streamed: bool) -> None:
@@ -184,7 +183,7 @@ class Recorder:
         if is_answered:
             self.outcome = "followed" if self.is_followed else "ok"
         elif isinstance(error, Overloaded):
-            self.metrics.record_rejection(error.reason)
+            self.metrics.count("admission_rejections", error.reason)
             self.outcome = "rejected"
         elif error is not None:
             self.outcome = error.code or self.outcome

@@ -16,7 +16,7 @@ from gateway.http.errors import unavailable
 from gateway.http.exchange import short_hash
 from gateway.keys.records import MAX_GUESTS, Conflict, KeyRecord, KeyStore
 from shared.packages.store import StoreError
-from shared.redis.outage import OutageLog
+from shared.redis.client import OutageLog
 
 MAX_KEYS = 10_000  #: revoked ones count
 POLL_S = 0.5

@@ -17,7 +17,7 @@ from shared.packages.store import PackageStore
 from shared.protocol import Priority
 from shared.queue.keys import to_ms
 from shared.queue.store import RedisStore
-from shared.redis.script import load_script
+from shared.redis.link import load_script
 
 Role = Literal["use", "adapters", "deploy", "admin"]
 Period = Literal["day", "month"]

@@ -52,8 +52,6 @@ class ChatMessage(Message, frozen=True, omit_defaults=True):
 
 
 class Function(Message, frozen=True, omit_defaults=True):
-    """A function that the model may call."""
-
     name: str
     parameters: str  #: a JSON schema
     description: str = ""
@@ -61,8 +59,6 @@ class Function(Message, frozen=True, omit_defaults=True):
 
 
 class Tools(Message, frozen=True, omit_defaults=True):
-    """The functions that the model may call."""
-
     functions: tuple[Function, ...]
     is_required: bool = False  #: the answer must be a call
     is_parallel: bool = True  #: the answer may be several calls

@@ -190,6 +190,21 @@ class Charge(Struct, frozen=True):
         return Charge((self.num_images[prompt],), self.prices, self.budget, counts)
 
 
+class Submission(Struct, frozen=True):
+    """The calls of one request, and what limits them."""
+
+    choices: Sequence[Envelope]
+    timeout_s: float  #: until their deadline, from now by the queue's clock
+    max_waiting: int  #: calls of a priority that wait at most, or the calls of one request
+    reservation: Reservation | None = None  #: of each call, if there are quotas
+    affinity: Affinity | None = (
+        None  #: they may be reserved for the preferred worker; `share` ends that
+    )
+    charge: Charge | None = None
+    #: Token ids that the only choice has published under another id; the answer goes on after them.
+    earlier: Sequence[int] = ()
+
+
 class Submitted(Struct, frozen=True):
     """What the queue tells about calls that it has taken."""
 
@@ -222,24 +237,8 @@ class GatewayQueue(Protocol):
         """Whether the shard of a call is down for so long that the call has to be submitted to another."""
         ...
 
-    async def submit(
-        self,
-        choices: Sequence[Envelope],
-        *,
-        timeout_s: float,
-        max_waiting: int,
-        reservation: Reservation | None = None,
-        affinity: Affinity | None = None,
-        charge: Charge | None = None,
-        earlier: Sequence[int] = (),
-    ) -> Submitted:
-        """Queue the calls of one request, all or none; their deadline is `timeout_s` from now by the queue's clock.
-
-        At most `max_waiting` calls of a priority wait, or the calls of one request. `reservation`: what they reserve
-        if there are quotas. `affinity`: they may be reserved for the preferred worker; `share` ends that. `earlier`: token
-        ids that the only choice has published under another id; the answer goes on after them.
-        Raises: QueueRefused, DuplicateRequest.
-        """
+    async def submit(self, calls: Submission) -> Submitted:
+        """Queue the calls of one request, all or none. Raises: QueueRefused, DuplicateRequest."""
         ...
 
     async def share(self, model: str, request_ids: Sequence[str]) -> int:
@@ -287,9 +286,7 @@ class GatewayQueue(Protocol):
         """The newest calls that wait or run, newest first."""
         ...
 
-    async def states(self, model: str, request_ids: Sequence[str]) -> list[RequestState | None]:
-        """The states of calls."""
-        ...
+    async def states(self, model: str, request_ids: Sequence[str]) -> list[RequestState | None]: ...
 
     async def events(self, model: str, request_id: str) -> list[bytes]:
         """The log of a call: its accepted events in order, to repair a gap in the mailbox."""

@@ -24,11 +24,10 @@ from msgspec.structs import replace
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from shared.protocol import Envelope, ErrorCode
+from shared.protocol import ErrorCode
 from shared.queue.api import (
     Affinity,
     Budget,
-    Charge,
     GatewayQueue,
     Limits,
     OpenRequest,
@@ -36,6 +35,7 @@ from shared.queue.api import (
     QueueUnavailable,
     RequestState,
     Reservation,
+    Submission,
     Submitted,
     shard_of,
 )
@@ -137,12 +137,12 @@ class Shards:
     """The shards of a fleet. `on_lost` is called with the name of a lost one, until it answers."""
 
     def __init__(self, settings: RedisSettings) -> None:
-        self.all = [Shard(name, each, self._note_lost) for name, each in settings.shards.items()]
+        self.all = [
+            Shard(name, each, lambda name: self.on_lost(name))
+            for name, each in settings.shards.items()
+        ]
         self._by_name = {shard.name: shard for shard in self.all}
         self.on_lost: Callable[[str], None] = lambda name: None
-
-    def _note_lost(self, name: str) -> None:
-        self.on_lost(name)
 
     def __len__(self) -> int:
         return len(self.all)
@@ -226,30 +226,15 @@ class ShardedGatewayQueue:
             )
         return replace(reservation, limits=limits)
 
-    async def submit(
-        self,
-        choices: Sequence[Envelope],
-        *,
-        timeout_s: float,
-        max_waiting: int,
-        reservation: Reservation | None = None,
-        affinity: Affinity | None = None,
-        charge: Charge | None = None,
-        earlier: Sequence[int] = (),
-    ) -> Submitted:
-        shard = self._shards.find(choices[0].id)
-        await self._note(shard, timeout_s + AFTER_DEADLINE_S)
-        return await shard.ask(
-            shard.queue.submit(
-                choices,
-                timeout_s=timeout_s,
-                max_waiting=-(-max_waiting // len(self._shards)),
-                reservation=reservation and self._share(reservation),
-                affinity=affinity,
-                charge=charge,
-                earlier=earlier,
-            )
+    async def submit(self, calls: Submission) -> Submitted:
+        shard = self._shards.find(calls.choices[0].id)
+        await self._note(shard, calls.timeout_s + AFTER_DEADLINE_S)
+        part = replace(
+            calls,
+            max_waiting=-(-calls.max_waiting // len(self._shards)),
+            reservation=calls.reservation and self._share(calls.reservation),
         )
+        return await shard.ask(shard.queue.submit(part))
 
     async def _note(self, shard: Shard, lives_s: float) -> None:
         """Record how long the shard may have requests, for `check_shards`."""

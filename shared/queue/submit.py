@@ -21,6 +21,7 @@ from shared.queue.api import (
     QueueUnavailable,
     RequestState,
     Reservation,
+    Submission,
     Submitted,
     UnknownBudget,
 )
@@ -71,21 +72,9 @@ class RedisGatewayQueue(RedisStore):
         return False
 
     @redis_errors_as(QueueUnavailable)
-    async def submit(
-        self,
-        choices: Sequence[Envelope],
-        *,
-        timeout_s: float,
-        max_waiting: int,
-        reservation: Reservation | None = None,
-        affinity: Affinity | None = None,
-        charge: Charge | None = None,
-        earlier: Sequence[int] = (),
-    ) -> Submitted:
-        call = self._to_call(
-            choices, timeout_s, max_waiting, reservation, affinity, charge, earlier
-        )
-        keys, arguments = call
+    async def submit(self, calls: Submission) -> Submitted:
+        choices, affinity = calls.choices, calls.affinity
+        keys, arguments = self._to_script(calls)
         verdict = await retry_idempotent(lambda: self._sender.run(SUBMIT, keys, arguments))
         if verdict[0] == b"queue_full" and await self._forget_lost(choices[0]):
             verdict = await retry_idempotent(lambda: self._sender.run(SUBMIT, keys, arguments))
@@ -114,16 +103,9 @@ class RedisGatewayQueue(RedisStore):
         arguments = named(requests=self._keys.requests(refused.model), count=_MAX_FORGOTTEN)
         return await self._sender.run(FORGET_LOST, keys, arguments) > 0
 
-    def _to_call(
-        self,
-        choices: Sequence[Envelope],
-        timeout_s: float,
-        max_waiting: int,
-        reservation: Reservation | None,
-        affinity: Affinity | None,
-        charge: Charge | None,
-        earlier: Sequence[int],
-    ) -> tuple[list[str], tuple[bytes, ...]]:
+    def _to_script(self, calls: Submission) -> tuple[list[str], tuple[bytes, ...]]:
+        """Keys and arguments of the submit script."""
+        choices, reservation = calls.choices, calls.reservation
         first, quota = choices[0], None
         raw, optional = [choice.payload for choice in choices], {}
         keys = [self._keys.queue(first.model), self._keys.backlog(first.model)]
@@ -131,24 +113,24 @@ class RedisGatewayQueue(RedisStore):
         if reservation is not None:
             keys += _quota_keys(self._keys, reservation)
             quota = _quota_arguments(reservation)
-        if affinity is not None:
-            optional["affinity"] = self._affinity(first.model, affinity)
-        if charge is not None:
-            optional |= _charge_arguments(self._keys, choices, charge)
-        if earlier:
-            raw.append(encode_events([Tokens(first.id, 0, 0, tuple(earlier))]))
-            optional["num_earlier"] = len(earlier)
+        if calls.affinity is not None:
+            optional["affinity"] = self._affinity(first.model, calls.affinity)
+        if calls.charge is not None:
+            optional |= _charge_arguments(self._keys, choices, calls.charge)
+        if calls.earlier:
+            raw.append(encode_events([Tokens(first.id, 0, 0, tuple(calls.earlier))]))
+            optional["num_earlier"] = len(calls.earlier)
         arguments = named(
             *raw,
             nonce=token_hex(8),
             group=GROUP,
             tenant=first.tenant,
-            timeout_ms=to_ms(timeout_s),
+            timeout_ms=to_ms(calls.timeout_s),
             keep_ms=to_ms(AFTER_DEADLINE_S),
             queue_ttl_ms=to_ms(QUEUE_TTL_S),
             reply_to=first.reply_to,
             is_batch=first.priority is Priority.BATCH,
-            max_waiting=max_waiting,
+            max_waiting=calls.max_waiting,
             ids=[choice.id for choice in choices],
             quota=quota,
             **optional,

@@ -23,6 +23,7 @@ from shared.queue.api import (
     Publication,
     QueueRefused,
     Reservation,
+    Submission,
     WorkerQueue,
 )
 from shared.queue.mailbox import RedisMailbox
@@ -139,9 +140,7 @@ async def submit(
     """Queue calls, one if none is given, with a reservation where there are limits. Returns the first."""
     envelopes = envelopes or (make_envelope(),)
     reservation = reserve(envelopes, num_tokens, num_answer_tokens, **limits) if limits else None
-    await opened.queue.submit(
-        envelopes, timeout_s=timeout_s, max_waiting=max_waiting, reservation=reservation
-    )
+    await opened.queue.submit(Submission(envelopes, timeout_s, max_waiting, reservation))
     return envelopes[0]
 
 
@@ -380,7 +379,7 @@ async def test_a_later_attempt_has_the_log_and_fences_the_earlier_one(opened):
 
 async def test_a_call_that_is_submitted_with_tokens_goes_on_after_them(opened):
     envelope = make_envelope()
-    await opened.queue.submit([envelope], timeout_s=60.0, max_waiting=9, earlier=[7, 8, 9])
+    await opened.queue.submit(Submission([envelope], 60.0, 9, earlier=[7, 8, 9]))
     one, other = await opened.worker("one"), await opened.worker("other")
     claim = await claim_one(one)
     [event] = decode_log(claim.log)

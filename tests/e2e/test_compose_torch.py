@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
+from loadtest.albums import to_png_url
 from loadtest.client import ChatClient
 from loadtest.fleet import ROOT
-from loadtest.images import to_png_url
 from loadtest.scenarios import image_part, text_part, to_body
 from tests.e2e.compose_stack import ComposeStack, docker, run_stack
 

@@ -391,8 +391,6 @@ def _max_tokens(
 
 
 class ChatAnswer(ChunkStream):
-    """Builds a `ChatCompletion` or its chunks."""
-
     chunk_type = ChatCompletionChunk
 
     def __init__(self, options: ChatOptions, head: AnswerHead) -> None:
@@ -461,8 +459,6 @@ class ChatAnswer(ChunkStream):
 
 
 class _GatheredChoice:
-    """A choice so far."""
-
     def __init__(self, answer_id: str, index: int, options: ChatOptions) -> None:
         self._options = options
         self._blocks = Blocks(answer_id, index, with_thought=options.with_reasoning)
@@ -479,7 +475,6 @@ class _GatheredChoice:
             self._finish_reason = event.finish_reason.value
 
     def to_choice(self, index: int) -> Choice:
-        """The present choice."""
         logprobs = None
         if self._options.with_logprobs:
             logprobs = ChoiceLogprobs(to_logprobs(self._logprobs))
@@ -497,7 +492,6 @@ class _GatheredChoice:
 
 
 def to_logprobs(logprobs: Sequence[OutputLogprob]) -> list[ChatLogprob]:
-    """An entry of each token."""
     return [_to_logprob(entry) for entry in logprobs]
 
 

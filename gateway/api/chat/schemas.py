@@ -60,8 +60,6 @@ class IgnoredPartFields(RequestStruct, frozen=True, kw_only=True):
 
 
 class TextContent(IgnoredPartFields, frozen=True, kw_only=True, tag_field="type", tag="text"):
-    """A text."""
-
     text: str
 
 
@@ -135,8 +133,6 @@ class FileContent(IgnoredPartFields, frozen=True, kw_only=True, tag_field="type"
 
 
 class ThinkingContent(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="thinking"):
-    """The assistant's reasoning, as a part of its message."""
-
     thinking: str
 
 
@@ -222,8 +218,6 @@ IGNORED_FIELDS = (
 
 
 class ChatCompletionRequest(IgnoredFields, frozen=True, kw_only=True):
-    """The body of `POST /v1/chat/completions`."""
-
     model: ModelName
     messages: Annotated[list[ChatMessageParam], Meta(min_length=1)]
     tools: list[ToolField] | None = None
@@ -263,16 +257,12 @@ class ChatCompletionRequest(IgnoredFields, frozen=True, kw_only=True):
 
 
 class TopLogprob(msgspec.Struct):
-    """An alternative token."""
-
     token: str
     logprob: float
     bytes: tuple[int, ...]
 
 
 class ChatLogprob(msgspec.Struct):
-    """The chosen token and its alternatives."""
-
     token: str
     logprob: float
     bytes: tuple[int, ...]
@@ -303,8 +293,6 @@ class AnswerCall(msgspec.Struct):
 
 
 class AnswerMessage(msgspec.Struct):
-    """The complete message of one choice."""
-
     content: str | None
     role: str = "assistant"
     refusal: None = None
@@ -313,8 +301,6 @@ class AnswerMessage(msgspec.Struct):
 
 
 class Choice(msgspec.Struct):
-    """One of the `n` answers."""
-
     index: int
     message: AnswerMessage
     finish_reason: str
@@ -323,8 +309,6 @@ class Choice(msgspec.Struct):
 
 
 class ChatCompletion(msgspec.Struct, kw_only=True):
-    """A complete response."""
-
     id: str
     object: str = "chat.completion"
     created: int

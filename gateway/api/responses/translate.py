@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from gateway.api.chat.schemas import RefusalContent
 from gateway.api.conversation import Conversation, Part, Role, find_effort
 from gateway.api.fields import (
     find_priority,
@@ -24,7 +25,6 @@ from gateway.api.responses.schemas import (
     InputPart,
     InputVideo,
     ReasoningText,
-    Refusal,
     ResponseChoice,
     ResponseFields,
     ResponseFormat,
@@ -79,18 +79,14 @@ class Continued:
 
     @property
     def model(self) -> str:
-        """The requested model."""
         return self.request.model
 
     @property
     def user(self) -> str | None:
-        """The client's name of its user."""
         return self.request.user
 
 
 class ResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of the answer."""
-
     response: ResponseObject  #: with the fields that repeat the request
     with_logprobs: bool = False
     #: Stored with the answer; empty if it is not stored.
@@ -387,7 +383,7 @@ class _Items:
         return [self._part(part, role, f"{param}.[{place}]") for place, part in enumerate(content)]
 
     def _part(self, part: InputPart, role: Role, param: str) -> Part:
-        if isinstance(part, Refusal):
+        if isinstance(part, RefusalContent):
             return self._conversation.text(part.refusal)
         if isinstance(part, InputFile):
             return self._conversation.image(part.file_id, f"{param}.file_id", role)
