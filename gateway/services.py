@@ -154,7 +154,9 @@ class Services:
             return None, None
         prefix = self.settings.redis.key_prefix
         store = KeyStore(self._redis, prefix, self._durable)
-        keys = KeyDirectory(store, self.settings.redis.address, self._on_keys_ended)
+        keys = KeyDirectory(
+            store, self.settings.redis.address, lambda ended: self.dispatcher.fail_tenants(ended)
+        )
         return keys, AuditLog(self._redis, prefix, self._durable, keys.name_of)
 
     def _create_tokens(self) -> "TokenKeys | None":
