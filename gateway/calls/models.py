@@ -237,7 +237,7 @@ class ModelDirectory:
             others = {card.name: card for card in known if not _is_spoken(card)}
             for worker in workers:
                 if (card := cards.get(worker.card.name)) is not None:
-                    cards[card.name] = _with_smaller_images(card, worker.card)
+                    cards[card.name] = _common_card(card, worker.card)
             if new := cards.keys() - self.cards.keys():
                 await self._open(sorted(new))
             self.cards = cards
@@ -477,8 +477,10 @@ def _as_alias(name: str, card: ModelCard) -> ModelCard:
     return replace(card, name=name, parent=card.queue)
 
 
-def _with_smaller_images(card: ModelCard, other: ModelCard) -> ModelCard:
-    """A card with the smallest pixel limit of the model's workers, which all of them apply."""
+def _common_card(card: ModelCard, other: ModelCard) -> ModelCard:
+    """A card with the smallest pixel limit of the model's workers, which all apply, and video if all take it."""
+    if card.supports_video and not other.supports_video:
+        card = replace(card, supports_video=False)
     limit = other.max_image_pixels
     if limit == 0 or 0 < card.max_image_pixels <= limit:
         return card

@@ -168,11 +168,11 @@ def first_model(client: httpx.Client) -> str:
 
 
 def format_timings(timings: dict[str, float], usage: dict[str, Any]) -> str:
-    """One line: each stage that took time in milliseconds, the total, and the decoding speed."""
+    """One line: each stage in milliseconds, the total, and the decoding speed."""
     stages = [
         f"{name.removesuffix('_s')} {seconds * 1000:.1f}"
         for name, seconds in timings.items()
-        if name not in ("e2e_s", "ttft_s") and seconds
+        if name not in ("e2e_s", "ttft_s") and (seconds or name != "media_decode_s")
     ]
     total = timings.get("e2e_s", 0.0) * 1000
     tokens = usage.get("completion_tokens", 0)
