@@ -119,9 +119,6 @@ def bench_engine(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     quantization: Annotated[str, typer.Option(help="none, int8 or int4.")] = "none",
-    kv_dtype: Annotated[
-        Literal["auto", "int8"], typer.Option(help="As VLM_ENGINE__KV_DTYPE.")
-    ] = "auto",
     cpu_kernels: Annotated[
         Literal["fast", "exact", "off"], typer.Option(help="As VLM_ENGINE__CPU_KERNELS.")
     ] = "fast",
@@ -153,7 +150,6 @@ def bench_engine(
         device=device,
         dtype=dtype,
         quantization=quantization,
-        kv_dtype=kv_dtype,
         cpu_kernels=cpu_kernels,
         scenarios=tuple(scenarios.split(",")),
         batch_sizes=tuple(_to_ints(batch_sizes)),

@@ -46,8 +46,6 @@ class EngineFigures(msgspec.Struct):
 
 
 class Figures(msgspec.Struct, omit_defaults=True):
-    """The JSON file."""
-
     fleet: FleetFigures | None = None
     engine: EngineFigures | None = None
 
@@ -126,7 +124,6 @@ def _number(busy: float) -> int:
 
 
 def show(plan: Plan, fleet: FleetFigures, engine: EngineFigures) -> None:
-    """Print the plan and the figures behind it."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for name in ("", "number", "because"):
         table.add_column(name, justify="right" if name == "number" else "left", overflow="fold")

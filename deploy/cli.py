@@ -48,7 +48,6 @@ Options = dict[str, tuple[Any, Any]]  #: annotation and default by name
 
 
 def _many(option: str, metavar: str, text: str) -> Any:
-    """An option that may be repeated."""
     return Annotated[
         list[str] | None, typer.Option(option, metavar=metavar, help=text, show_default=False)
     ]

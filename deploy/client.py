@@ -16,7 +16,7 @@ _TIMEOUT_S = 60.0
 _UPLOAD_S = 600.0
 _TRIES = 4
 _PIECE_BYTES = 256 * 1024
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class ApiFailed(Exception):
@@ -57,11 +57,6 @@ class Client:
             return self._http.request(method, path, **more)
         except httpx.HTTPError as error:
             raise ApiFailed(f"{self.url} does not answer: {error}") from None
-
-    @property
-    def is_here(self) -> bool:
-        """Whether the gateway is on this machine."""
-        return urlsplit(self.url).hostname in _LOOPBACK
 
     def close(self) -> None:
         self._http.close()
@@ -158,7 +153,7 @@ def _content(answer: httpx.Response) -> Any:
 def _own_key(url: str) -> str | None:
     """The key that `vlm serve` created on this machine, for its own port only."""
     parts = urlsplit(url)
-    if parts.hostname not in _LOOPBACK:
+    if parts.hostname not in LOOPBACK:
         return None
     state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
     folder = state / "vlm-fleet" / str(parts.port or 80)

@@ -14,7 +14,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from datetime import UTC, datetime  # noqa: TID251 (people see it)
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 import msgspec
 import yaml
@@ -24,7 +24,7 @@ from rich.live import Live
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
-from deploy.client import ApiFailed, Client, GatewayStore
+from deploy.client import LOOPBACK, ApiFailed, Client, GatewayStore
 from deploy.kubernetes import CannotRender, render
 from deploy.pack import Packed, pack, pack_installed
 from shared.packages.deployments import NAME, NAME_RULE, Resources, Spec, in_full
@@ -272,7 +272,8 @@ def _uploaded(packed: Packed, client: Client, store_url: str | None) -> Iterator
 def _is_reachable(url: str, client: Client) -> bool:
     """Whether the gateway's store is a writable directory of this machine."""
     path = url.removeprefix("file://")
-    return client.is_here and path != url and os.access(path, os.W_OK)
+    is_here = urlsplit(client.url).hostname in LOOPBACK
+    return is_here and path != url and os.access(path, os.W_OK)
 
 
 def upload(packed: Packed, store: PackageStore | GatewayStore) -> int:
@@ -409,7 +410,6 @@ def _split(weights: dict[str, int]) -> str:
 
 
 def run_gc(store: Callable[[], str], older_than_s: float, num_kept: int, *, is_dry: bool) -> None:
-    """Remove unreferenced packages. Raises: CommandFailed."""
     url = store()
     try:
         found = collect(open_store(url), grace_s=older_than_s, num_kept=num_kept, is_dry=is_dry)

@@ -1,7 +1,8 @@
-"""`vlm keys`: create, list, rotate and revoke the API keys of a fleet."""
+"""`vlm keys`: create, list, change, rotate and revoke the API keys of a fleet."""
 
 import re
 import sys
+from contextlib import suppress
 from datetime import UTC, datetime  # noqa: TID251 (people see it)
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -12,7 +13,7 @@ from shared.gateway_url import URL, Url
 if TYPE_CHECKING:
     from deploy.client import Client
 
-app = typer.Typer(help="Create, list, rotate and revoke API keys.", no_args_is_help=True)
+app = typer.Typer(help="Create, list, change, rotate and revoke API keys.", no_args_is_help=True)
 
 Key = Annotated[
     str | None,
@@ -25,57 +26,102 @@ Key = Annotated[
 Name = Annotated[str, typer.Argument(help="The key's name.")]
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _PATH = "/v1/admin/keys"
+#: Limits that can be removed: fields of a request by their options.
+_REMOVABLE = {
+    "models": "models", "rpm": "requests_per_minute", "tpm": "tokens_per_minute", "open": "open_requests",
+    "max-output-tokens": "max_output_tokens", "expires": "expires_in_s", "budget": "budget",
+}  # fmt: skip
 
 
-def _seconds(text: str | None) -> str | None:
-    if text is not None and not re.fullmatch(r"[1-9]\d{0,8}[smhd]", text):
+def _seconds(text: str) -> int:
+    if not re.fullmatch(r"[1-9]\d{0,8}[smhd]", text):
         raise typer.BadParameter("give a number and s, m, h or d, such as 90d")
+    return int(text[:-1]) * _UNITS[text[-1]]
+
+
+def _dollars(text: str) -> float:
+    with suppress(ValueError):
+        if 0 < (amount := float(text)) <= 1_000_000:
+            return amount
+    raise typer.BadParameter("give dollars above 0, at most 1,000,000")
+
+
+def _removed(text: str | None) -> str | None:
+    if text is not None and not set(text.split(",")) <= set(_REMOVABLE):
+        raise typer.BadParameter(f"give some of {', '.join(_REMOVABLE)}, separated by commas")
     return text
+
+
+Models = Annotated[str | None, typer.Option(help="Comma-separated patterns of model names.")]
+Rpm = Annotated[int | None, typer.Option("--rpm", min=1, help="Requests per minute.")]
+Tpm = Annotated[int | None, typer.Option("--tpm", min=1, help="Tokens per minute.")]
+Open = Annotated[int | None, typer.Option("--open", min=1, help="Open requests at a time.")]
+MaxOutputTokens = Annotated[int | None, typer.Option(min=1, help="Longest answer, in tokens.")]
+MaxPriority = Annotated[
+    Literal["interactive", "batch"] | None,
+    typer.Option(help="Highest priority of its requests: interactive by default."),
+]
+Expires = Annotated[
+    int | None,
+    typer.Option(
+        "--expires", parser=_seconds, metavar="TIME", help="Lifetime from now, such as 90d."
+    ),
+]
+Budget = Annotated[
+    float | None,
+    typer.Option(parser=_dollars, metavar="DOLLARS", help="Dollars that it may spend."),
+]
+Per = Annotated[
+    Literal["month", "day"] | None,
+    typer.Option("--per", help="Period of the budget: month by default."),
+]
+Tag = Annotated[str | None, typer.Option(help="Label of its usage, such as a team.")]
 
 
 @app.command()
 def create(
+    context: typer.Context,
     name: Annotated[str, typer.Option(help="Who uses it.")],
     roles: Annotated[
         str, typer.Option(help="Comma-separated: use, adapters, deploy, admin.")
     ] = "use",
-    models: Annotated[
-        str | None,
-        typer.Option(help="Comma-separated patterns of model names.", show_default="all"),
-    ] = None,
-    rpm: Annotated[int | None, typer.Option(min=1, help="Requests per minute.")] = None,
-    tpm: Annotated[int | None, typer.Option(min=1, help="Tokens per minute.")] = None,
-    open_: Annotated[
-        int | None, typer.Option("--open", min=1, help="Open requests at a time.")
-    ] = None,
-    max_output_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Longest answer, in tokens.")
-    ] = None,
-    max_priority: Annotated[
-        Literal["interactive", "batch"], typer.Option(help="Highest priority of its requests.")
-    ] = "interactive",
-    expires: Annotated[
-        str | None,
-        typer.Option(help="Lifetime, such as 90d.", show_default="unlimited", callback=_seconds),
-    ] = None,
-    budget: Annotated[
-        float | None,
-        typer.Option(min=0, help="Dollars that it may spend.", show_default="unlimited"),
-    ] = None,
-    per: Annotated[str, typer.Option(help="Period of the budget: month or day.")] = "month",
-    tag: Annotated[str, typer.Option(help="Label of its usage, such as a team.")] = "",
-    url: Url = URL,
-    api_key: Key = None,
-) -> None:
+    models: Models = None, requests_per_minute: Rpm = None, tokens_per_minute: Tpm = None,
+    open_requests: Open = None, max_output_tokens: MaxOutputTokens = None,
+    max_priority: MaxPriority = None, expires_in_s: Expires = None, budget: Budget = None,
+    period: Per = None, tag: Tag = None, url: Url = URL, api_key: Key = None,
+) -> None:  # fmt: skip
     """Create a key. Its last line of output is the key, which is shown once."""
-    body: dict[str, Any] = {
-        "name": name, "roles": roles.split(","), "models": models.split(",") if models else None,
-        "requests_per_minute": rpm, "tokens_per_minute": tpm, "open_requests": open_,
-        "max_output_tokens": max_output_tokens, "max_priority": max_priority,
-        "expires_in_s": int(expires[:-1]) * _UNITS[expires[-1]] if expires else None,
-        "budget": budget, "period": per, "tag": tag,
-    }  # fmt: skip
+    body = {"name": name, "roles": roles.split(",")} | _limits(context)
     _show_new(lambda client: client.ask("POST", _PATH, body), url, api_key)
+
+
+@app.command()
+def update(
+    context: typer.Context,
+    name: Name,
+    models: Models = None, requests_per_minute: Rpm = None, tokens_per_minute: Tpm = None,
+    open_requests: Open = None, max_output_tokens: MaxOutputTokens = None,
+    max_priority: MaxPriority = None, expires_in_s: Expires = None, budget: Budget = None,
+    period: Per = None, tag: Tag = None,
+    remove: Annotated[
+        str | None,
+        typer.Option(help="Comma-separated limits to remove, such as rpm,budget.", callback=_removed),
+    ] = None,
+    url: Url = URL, api_key: Key = None,
+) -> None:  # fmt: skip
+    """Change the limits of a key, within two seconds. Options that are left out change nothing."""
+    body = _limits(context) | {
+        _REMOVABLE[each]: None for each in (remove.split(",") if remove else ())
+    }
+
+    _change("PATCH", name, "changed", url, api_key, body)
+
+
+def _limits(context: typer.Context) -> dict[str, Any]:
+    """The limits that are given, as fields of a request."""
+    fields = (*_REMOVABLE.values(), "max_priority", "period", "tag")
+    given = {name: context.params[name] for name in fields if context.params[name] is not None}
+    return given | ({"models": given["models"].split(",")} if "models" in given else {})
 
 
 @app.command("list")
@@ -125,12 +171,17 @@ def rotate(name: Name, url: Url = URL, api_key: Key = None) -> None:
 @app.command()
 def revoke(name: Name, url: Url = URL, api_key: Key = None) -> None:
     """Revoke a key, and end its requests, within two seconds."""
+    _change("DELETE", name, "revoked", url, api_key)
 
+
+def _change(
+    method: str, name: str, told: str, url: str, api_key: str | None, body: Any = None
+) -> None:
     def run(client: "Client") -> None:
         from deploy import commands
 
-        client.ask("DELETE", f"{_PATH}/{_quoted(name)}")
-        commands.console.print(f"{name}: revoked")
+        client.ask(method, f"{_PATH}/{_quoted(name)}", body)
+        commands.console.print(f"{name}: {told}")
 
     _run(run, url, api_key)
 

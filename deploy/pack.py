@@ -6,20 +6,22 @@ of one of these. The same files give the same package.
 
 import ast
 import gzip
+import json
 import os
 import shutil
 import stat
 import tarfile
+import time
 import tomllib
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from secrets import token_hex
 from tempfile import mkdtemp
 from typing import IO, Any
 
-from deploy.hashes import HashCache
 from engines.base import EngineStartError
 from engines.registry import check_package, find_kind, kind_of, read_settings
 from shared.packages.manifest import (
@@ -30,8 +32,71 @@ from shared.packages.manifest import (
     PackageConfig,
     check_content,
     check_path,
+    digest_of_file,
     make_manifest,
 )
+
+MIN_BYTES = 16 * 1024 * 1024
+QUIET_S = 2.0
+_MAX_FILES = 10_000
+
+
+class HashCache:
+    """Digests of large files, remembered as git's index does: by path, size and times.
+
+    A file that was written to just before it was hashed is not remembered: its times may not tell the next write.
+    Safe in threads; of two commands at once, the last one's are kept.
+    """
+
+    def __init__(self, file: Path | None = None) -> None:
+        self._file = file or _default_file()
+        self._known: dict[str, list[int | str]] = {}
+        try:
+            read = json.loads(self._file.read_text())
+            if isinstance(read, dict):
+                self._known = read
+        except (OSError, ValueError):
+            pass
+        self._has_changed = False
+
+    def digest(self, path: Path) -> str:
+        """The digest of a file. Raises: OSError."""
+        found = path.stat()
+        if found.st_size < MIN_BYTES:
+            return digest_of_file(path)
+        place = str(path.resolve())
+        state = [
+            found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns,
+        ]  # fmt: skip
+        known = self._known.get(place)
+        if known and known[:-1] == state:
+            return str(known[-1])
+        digest = digest_of_file(path)
+        is_quiet = time.time() - found.st_ctime > QUIET_S  # noqa: TID251
+        if is_quiet:
+            self._known[place] = [*state, digest]
+            self._has_changed = True
+        return digest
+
+    def save(self) -> None:
+        """Remember for the next command, if that can be."""
+        if not self._has_changed:
+            return
+        latest = dict(list(self._known.items())[-_MAX_FILES:])
+        part = self._file.with_name(f"{self._file.name}.{token_hex(4)}")
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            part.write_text(json.dumps(latest))
+            part.chmod(0o600)
+            os.replace(part, self._file)
+        except OSError:
+            part.unlink(missing_ok=True)
+
+
+def _default_file() -> Path:
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "vlm-fleet" / "digests.json"
+
 
 #: Leftovers of tools.
 _SKIPPED = frozenset(
@@ -219,7 +284,7 @@ def find_config(
         return PackageConfig("python", entry=found, network=network)
     programs = [path for path in files if path.startswith("bin/") and path.count("/") == 1]
     programs = programs or (list(files) if len(files) == 1 else [])
-    programs = [path for path in programs if _is_executable(files[path])]
+    programs = [path for path in programs if files[path].stat().st_mode & 0o111]
     if len(programs) == 1:
         return PackageConfig("executable", command=(programs[0],), network=network)
     raise BadPackage(
@@ -274,10 +339,6 @@ def _find_application(files: Mapping[str, Path]) -> str:
         if names:
             return f"{path.removesuffix('.py')}:{names[0]}"
     return ""
-
-
-def _is_executable(path: Path) -> bool:
-    return bool(path.stat().st_mode & 0o111)
 
 
 def _hash(

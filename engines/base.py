@@ -7,6 +7,7 @@ A worker prepares calls in its threads (`prepare_image`, `prepare`). One thread 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -26,6 +27,7 @@ from shared.protocol import (
     Task,
     Tokenize,
     Usage,
+    VideoOptions,
 )
 
 
@@ -89,6 +91,7 @@ class Capabilities:
     prepares_quickly: bool = False
     #: Whether it supports grammars.
     takes_grammars: bool = False
+    takes_video: bool = False
 
 
 class EngineCall(msgspec.Struct, frozen=True):
@@ -137,6 +140,64 @@ class PreparedImage(msgspec.Struct, frozen=True):
 
 #: Decodes bytes with the expected (width, height) to an RGB image. Raises: InvalidImage.
 Decode = Callable[[bytes, tuple[int, int] | None], Image.Image]
+
+#: Sampled frames where neither the request nor the checkpoint gives a number.
+DEFAULT_NUM_FRAMES = 32
+
+
+class VideoInfo(msgspec.Struct, frozen=True):
+    """An upright video, or the requested part of it. Counted, not read from headers. Units: pixels, seconds."""
+
+    width: int
+    height: int
+    num_frames: int
+    length_s: float
+    is_sampled: bool = False  #: all frames are used, as the client has chosen them
+
+    @property
+    def fps(self) -> float:
+        """Mean frames per second."""
+        return self.num_frames / self.length_s
+
+
+class OpenVideo(Protocol):
+    """A video in a sandboxed decoder."""
+
+    info: VideoInfo
+    options: VideoOptions  #: how the request wants frames to be sampled
+    max_frames: int  #: that may be sampled
+
+    def frames(self, indices: Sequence[int]) -> list[Image.Image]:
+        """Decode frames; called once. Frame i is what is shown at i / fps. Raises: InvalidImage."""
+        ...
+
+
+def sample_evenly(video: OpenVideo, default: int = DEFAULT_NUM_FRAMES) -> list[int]:
+    """Indices of frames, evenly over the video; `default`: how many without a request. Raises: InvalidImage."""
+    info, options = video.info, video.options
+    if info.is_sampled:
+        return list(range(info.num_frames))
+    count = options.num_frames or default
+    if options.fps is not None:
+        count = round(info.length_s * options.fps)
+    count = max(1, min(count, info.num_frames))
+    check_num_frames(count, video)
+    return [round(i * (info.num_frames - 1) / max(1, count - 1)) for i in range(count)]
+
+
+def check_num_frames(count: int, video: OpenVideo) -> None:
+    """Raises: InvalidImage if a request asks for more frames than the limit."""
+    if count > video.max_frames:
+        raise InvalidImage(
+            f"The video comes to {count} frames: send at most {video.max_frames}, "
+            "by a lower fps or num_frames, or a shorter part.",
+            "num_frames" if video.options.fps is None else "fps",
+        )
+
+
+def can_decode_video() -> bool:
+    """Whether PyAV is installed."""
+    return find_spec("av") is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +300,10 @@ class Engine(ABC, Generic[Input]):
         The worker caches the result by its `nbytes` or length. Thread-safe. Raises: InvalidImage.
         """
         return data
+
+    def prepare_video(self, video: OpenVideo) -> Any:
+        """Sample and process a video for `prepare`; cached as images. Thread-safe. Raises: InvalidImage."""
+        raise InvalidImage("The model takes no videos.")
 
     @abstractmethod
     def prepare(self, call: EngineCall, images: Sequence[PreparedImage]) -> Input:

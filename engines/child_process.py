@@ -169,9 +169,13 @@ def send_message(sock: socket.socket, message: bytes) -> None:
     sock.sendall(message)
 
 
-def receive_message(sock: socket.socket, until: float | None = None) -> bytearray:
-    """A message of `send_message`. Raises: as `receive`."""
+def receive_message(
+    sock: socket.socket, until: float | None = None, max_bytes: int | None = None
+) -> bytearray:
+    """A message of `send_message`. Raises: EOFError if it is larger than `max_bytes`; as `receive`."""
     (length,) = _LENGTH.unpack(receive(sock, _LENGTH.size, until))
+    if max_bytes is not None and length > max_bytes:
+        raise EOFError
     return receive(sock, length, until)
 
 

@@ -1,4 +1,4 @@
-"""The commands `vlm make-checkpoint`, `vlm quantize`, `vlm convert-gguf`, `vlm models`, `vlm pull` and `vlm rm`.
+"""The commands `vlm make-checkpoint`, `vlm quantize`, `vlm models`, `vlm pull` and `vlm rm`.
 
 They import torch when they run.
 """
@@ -72,19 +72,6 @@ def quantize(
     from engines.torch_backend.loading.quantize_checkpoint import run
 
     run(source, target, scheme, head)
-
-
-def convert_gguf(
-    source: Annotated[
-        Path, typer.Argument(metavar="FILE", help="A GGUF file.", exists=True, dir_okay=False)
-    ],
-    target: Annotated[Path, typer.Argument(metavar="DST", help="Directory; new or empty.")],
-) -> None:
-    """Convert a GGUF file to a safetensors checkpoint: Q4_0 to int4, the rest to float16."""
-    _require_torch()
-    from engines.torch_backend.loading.convert_gguf import run
-
-    run(source, target)
 
 
 def models(

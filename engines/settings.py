@@ -33,15 +33,14 @@ class EngineSettings(BaseModel):
     #: What to do instead of removed settings, by their names.
     removed: ClassVar[Mapping[str, str]] = {}
 
-    model: str = Field(
-        default="shapes",
-        description="Built-in name, directory, or Hugging Face id (`org/name[@revision]`).",
-    )
-    served_name: str = Field(default="", description="Name in the API; empty: the model's own.")
-    max_num_seqs: int = Field(default=32, ge=1, le=4096, description="Most sequences per step.")
-    max_model_len: int | None = Field(
-        default=None, ge=2, description="Context length; none: the model's own."
-    )
+    model: str = "shapes"
+    """Built-in name, directory, or Hugging Face id (`org/name[@revision]`)."""
+    served_name: str = ""
+    """Name in the API; empty: the model's own."""
+    max_num_seqs: int = Field(default=32, ge=1, le=4096)
+    """Most sequences per step."""
+    max_model_len: int | None = Field(default=None, ge=2)
+    """Context length; none: the model's own."""
 
     @classmethod
     def read(cls, kind: str, values: Mapping[str, object], spell: Spell = as_variable) -> Self:

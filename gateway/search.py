@@ -3,13 +3,14 @@
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import httpx
 import msgspec
 
-from gateway.http.errors import ApiError, InvalidRequest, NotFound, Overloaded
+from gateway.http.errors import ApiError, InvalidRequest, NotFound, conflict, unavailable
 from shared.search import Fault, Request
 from shared.settings.tree import SearchSettings
 
@@ -17,6 +18,7 @@ TIMEOUT_S = 60.0
 _CONNECT_S = 2.0
 #: Expected restart time of the search process before one was measured; largest retry-after.
 RESTART_S, MAX_RETRY_S = 5.0, 30.0
+_away = partial(unavailable, "search", "The vector stores are")
 T = TypeVar("T")
 
 
@@ -55,14 +57,14 @@ class SearchClient:
         try:
             answer = await self._client.post("/", content=msgspec.msgpack.encode(request))
         except (httpx.ConnectError, httpx.ReadError, httpx.RemoteProtocolError):
-            raise _unavailable(self._outage.begin(time.monotonic())) from None
+            raise _away(self._outage.begin(time.monotonic())) from None
         except httpx.HTTPError:
-            raise _unavailable() from None
+            raise _away() from None
         self._outage.end(time.monotonic())
         if answer.status_code == 422:
             raise to_error(msgspec.msgpack.decode(answer.content, type=Fault), name)
         if answer.status_code != 200:
-            raise _unavailable()
+            raise _away()
         return msgspec.msgpack.decode(answer.content, type=type_)
 
     async def close(self) -> None:
@@ -78,7 +80,7 @@ def to_error(fault: Fault, name: Callable[[str], str | None] | None = None) -> A
         case "conflict":
             return InvalidRequest(fault.message, param=param, status=409, code="model_changed")
         case "read_only":
-            return InvalidRequest(fault.message, status=409, code="store_read_only")
+            return conflict(fault.message, code="store_read_only")
         case "full":
             return InvalidRequest(fault.message, param=param, status=413, code="store_full")
         case "too_large":
@@ -86,7 +88,7 @@ def to_error(fault: Fault, name: Callable[[str], str | None] | None = None) -> A
         case "invalid":
             return InvalidRequest(fault.message, param=param, code="invalid_value")
         case _:
-            return _unavailable()
+            return _away()
 
 
 class Outage:
@@ -107,12 +109,3 @@ class Outage:
         if self._began_at is not None:
             self._last_s = now - self._began_at
             self._began_at = None
-
-
-def _unavailable(retry_after_s: int = 1) -> Overloaded:
-    return Overloaded(
-        "search",
-        "The vector stores are temporarily unavailable; retry.",
-        code="service_unavailable",
-        retry_after_s=retry_after_s,
-    )

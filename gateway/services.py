@@ -2,7 +2,7 @@
 
 import asyncio
 import secrets
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -10,28 +10,26 @@ from typing import TYPE_CHECKING
 from redis.exceptions import RedisError
 from starlette.types import ASGIApp
 
-from gateway.batches.asking import LineAsker
 from gateway.batches.files import BatchFiles
 from gateway.batches.records import Batches
-from gateway.batches.runner import BatchRunner
-from gateway.calls.affinity import PrefixAffinity
+from gateway.batches.runner import BatchRunner, LineAsker
 from gateway.calls.dispatcher import Dispatcher
 from gateway.calls.fallbacks import Fallbacks
 from gateway.calls.hooks import Hooks, load_hooks
 from gateway.calls.kept import KeptAnswers
 from gateway.calls.key_limits import KeyLimits, Refunds
 from gateway.calls.lifecycle import Lifecycle
-from gateway.calls.models import ModelDirectory
+from gateway.calls.models import ModelDirectory, PrefixAffinity
 from gateway.calls.resume import Resume
 from gateway.calls.surface import Surface
 from gateway.http.admission import Admission
 from gateway.http.server import DrainingServer, create_server
-from gateway.images.fetch import ImageFetcher
-from gateway.images.loader import ImageLoader
 from gateway.keys.audit import AuditLog
 from gateway.keys.directory import KeyDirectory
 from gateway.keys.records import KeyStore
 from gateway.keys.usage import UsageLog
+from gateway.media.fetch import ImageFetcher
+from gateway.media.loader import ImageLoader
 from gateway.search import SearchClient
 from shared.blobs.api import BlobStore
 from shared.blobs.object_store import ObjectBlobStore
@@ -46,9 +44,9 @@ from shared.queue.resume import Leases, ResumableCalls
 from shared.queue.shards import ShardedGatewayQueue, ShardedMailbox, Shards
 from shared.queue.submit import RedisGatewayQueue
 from shared.records.store import RecordStore
-from shared.redis.client import create_redis, warn_of_known_faults
+from shared.redis.client import create_redis
 from shared.sessions.store import SessionStore
-from shared.settings.tree import BlobSettings, Settings, SettingsError
+from shared.settings.tree import Settings, SettingsError
 from shared.telemetry import create_tracer
 from shared.telemetry.metrics import GatewayMetrics
 
@@ -76,13 +74,14 @@ class Services:
         self.key_limits = KeyLimits(
             settings.limits,
             self.admission.overloaded,
-            find_key=self.keys.of if self.keys is not None else lambda _: None,
+            find_key=self.keys and self.keys.of,
             prices=settings.gateway.prices,
         )
         self.queue, self.mailbox, small = self._connect()
         self.usage = UsageLog(self.queue, self._durable)
         self.records = ResumableCalls(self._redis, prefix)
-        self.blobs = create_blobs(small, settings.blobs)
+        store = settings.blobs.store
+        self.blobs = ObjectBlobStore(small, store) if store else small
         self.answers = RecordStore(
             self._redis,
             prefix,
@@ -121,7 +120,7 @@ class Services:
             self.deployments if settings.deploy.store else None,
             self.metrics.deployments.observe,
             settings.deploy.store,
-            self.keys.may_use if self.keys is not None else lambda _tenant, _name: True,
+            self.keys and self.keys.may_use,
             settings.gateway.aliases,
             settings.gateway.model_defaults,
         )
@@ -144,7 +143,6 @@ class Services:
         )
 
     def _open_store(self) -> PackageStore | None:
-        """The package store, if there is one. Raises: SettingsError."""
         try:
             return open_store(url) if (url := self.settings.deploy.store) else None
         except StoreError as error:
@@ -156,8 +154,10 @@ class Services:
             return None, None
         prefix = self.settings.redis.key_prefix
         store = KeyStore(self._redis, prefix, self._durable)
-        keys = KeyDirectory(store, self.settings.redis.address, self._on_keys_ended)
-        return keys, AuditLog(self._redis, prefix, self._durable, keys.of)
+        keys = KeyDirectory(
+            store, self.settings.redis.address, lambda ended: self.dispatcher.fail_tenants(ended)
+        )
+        return keys, AuditLog(self._redis, prefix, self._durable, keys.name_of)
 
     def _create_tokens(self) -> "TokenKeys | None":
         """The stored API keys by tokens too, if there is an issuer. Raises: SettingsError."""
@@ -173,11 +173,7 @@ class Services:
             raise SettingsError(f"VLM_GATEWAY__OIDC__ISSUER: {problem}") from None
         return TokenKeys(settings, self.keys)
 
-    def _on_keys_ended(self, tenants: Collection[str]) -> None:
-        self.dispatcher.fail_tenants(tenants, "The API key of this request has ended.")
-
     def _create_hooks(self) -> Hooks | None:
-        """The hooks of the operator, if there are any. Raises: SettingsError."""
         settings = self.settings.gateway
         is_open = settings.hook_failure == "open"
         found = load_hooks(settings.hooks)
@@ -214,7 +210,6 @@ class Services:
         return model in self.models.cards or self.dispatcher.has_open(model)
 
     def create_server(self, app: ASGIApp) -> DrainingServer:
-        """The server of the application."""
         fail_open = self.dispatcher.fail_all
         return create_server(app, self.settings, self.admission, self.metrics, fail_open)
 
@@ -241,18 +236,12 @@ class Services:
         )
 
     def look_for_batches(self) -> None:
-        """Check for new and cancelled batches."""
         if self.runner is not None:
             self.runner.look()
 
     async def start(self) -> None:
         """Start listening to the fleet. Without Redis, it waits in the background."""
-        await asyncio.gather(
-            self.queue.open(),
-            self.blobs.open(),
-            warn_of_known_faults(self._redis),
-            return_exceptions=True,
-        )
+        await asyncio.gather(self.queue.open(), self.blobs.open(), return_exceptions=True)
         self.dispatcher.start()
         self.refunds.start()
         self._refreshing = [
@@ -320,11 +309,6 @@ class Services:
             await asyncio.to_thread(self.tracer.close)
 
 
-def create_blobs(small: BlobStore, settings: BlobSettings) -> BlobStore:
-    """The store of images. Raises: SettingsError."""
-    return ObjectBlobStore(small, settings.store) if settings.store else small
-
-
 def create_batches(url: str) -> Batches | None:
     """The batches of a store, if there is one. Raises: SettingsError."""
     if not url:
@@ -342,6 +326,5 @@ def create_fetcher(settings: Settings) -> ImageFetcher | None:
         return None
     return ImageFetcher(
         hosts=settings.gateway.remote_images,
-        max_bytes=settings.limits.max_image_bytes,
         timeout_s=settings.gateway.image_fetch_timeout_s,
     )

@@ -4,12 +4,66 @@ Called by the scenarios. Noise suits any model and any size; the samples of the 
 whose answers are known. A new image has bytes that no cache has seen, and costs no drawing.
 """
 
+import base64
+import io
+import math
 import random
+import struct
+import zlib
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
-from loadtest.images import NumberedUrls, noise_jpeg, numbered_png, to_png_url
+from PIL import Image
+
+DATA_URL = "data:image/jpeg;base64,"
+PNG_URL = "data:image/png;base64,"
+PNG_HEAD_BYTES = 33  # signature and IHDR, before which no other chunk may stand
+START_OF_IMAGE = b"\xff\xd8"
+COMMENT = b"\xff\xfe"
+COMMENT_BYTES = 14  # with its own two length bytes: 2 + 2 + 14 = 18 in front, whole base64 groups
+HEAD_BYTES = len(START_OF_IMAGE) + len(COMMENT) + COMMENT_BYTES
+
+
+def noise_jpeg(num_bytes: int = 60_000, seed: int = 0) -> bytes:
+    """A square JPEG of uniform noise, the first of growing side to reach `num_bytes`."""
+    side = math.isqrt(num_bytes)  # about 0.8 bytes for a pixel
+    while True:
+        pixels = random.Random(seed).randbytes(3 * side * side)
+        buffer = io.BytesIO()
+        Image.frombytes("RGB", (side, side), pixels).save(buffer, "JPEG", quality=85)
+        if buffer.tell() >= num_bytes:
+            return buffer.getvalue()
+        side += 4
+
+
+class NumberedUrls:
+    """Data URLs of one image under ever new numbers, at the cost of a few bytes each."""
+
+    def __init__(self, jpeg: bytes) -> None:
+        self._tail = base64.b64encode(jpeg[len(START_OF_IMAGE) :]).decode()
+
+    def url(self, number: int) -> str:
+        """The data URL of the image with a comment that holds `number`: new bytes, equal pixels."""
+        return DATA_URL + base64.b64encode(image_head(number)).decode() + self._tail
+
+
+def image_head(number: int) -> bytes:
+    """The first HEAD_BYTES bytes of the image with this number."""
+    comment = f"{number:0{COMMENT_BYTES - 2}d}".encode()
+    return START_OF_IMAGE + COMMENT + COMMENT_BYTES.to_bytes(2, "big") + comment
+
+
+def numbered_png(png: bytes, number: int) -> bytes:
+    """The same image with a text chunk that holds `number`: new bytes, equal pixels."""
+    chunk = b"tEXtComment\0%d" % number
+    framed = struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk))
+    return png[:PNG_HEAD_BYTES] + framed + png[PNG_HEAD_BYTES:]
+
+
+def to_png_url(png: bytes) -> str:
+    return PNG_URL + base64.b64encode(png).decode()
+
 
 SAMPLES = Path(__file__).parent.parent / "engines" / "packages" / "shapes" / "samples"
 NUMBERS_OF_A_RUN = 10**6
@@ -121,12 +175,10 @@ class ShapesAlbum(Album):
         self._pngs = {name: (SAMPLES / f"{name}.png").read_bytes() for name in SAMPLE_FACTS}
 
     def fixed(self) -> Group:
-        """The first sample as it is."""
         name = next(iter(SAMPLE_FACTS))
         return Group((to_png_url(self._pngs[name]),), SAMPLE_FACTS[name])
 
     def new(self, draw: random.Random) -> Group:
-        """One of the samples under the next number."""
         name = draw.choice(list(SAMPLE_FACTS))
         return Group((self._numbered(name),), SAMPLE_FACTS[name])
 
@@ -139,5 +191,4 @@ class ShapesAlbum(Album):
 
 
 def create_album(model: str, run: int, num_bytes: int) -> Album:
-    """The album that suits a model."""
     return ShapesAlbum(run) if model == "shapes" else NoiseAlbum(run, num_bytes)

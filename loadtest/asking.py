@@ -31,7 +31,6 @@ class Asker:
         self._zero_at = time.perf_counter() + order.plan.warmup_s
 
     def choose_scenario(self, draw: random.Random) -> str:
-        """One of the profile's scenarios, by its weight."""
         weights = PROFILES[self.order.workload.profile]
         return draw.choices(list(weights), list(weights.values()))[0]
 
@@ -41,7 +40,7 @@ class Asker:
 
     def ask(self, scenario: str, draw: random.Random, intended_at: float | None = None) -> None:
         """Send a question and report. `intended_at`: when it was due; None: now."""
-        question = self._scenarios[scenario].next_question(draw)
+        question = self._scenarios[scenario](draw)
         is_streamed = draw.random() < self.order.workload.stream_ratio
         now = self.now()
         record = Record(scenario, now, now, now, is_streamed)

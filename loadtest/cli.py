@@ -12,8 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from loadtest.load_plan import DEFAULT_USERS, make_plan
-from loadtest.objective import parse_objective
-from loadtest.record import Profile, Workload
+from loadtest.record import Profile, Workload, parse_objective
 
 app = typer.Typer()
 

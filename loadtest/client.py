@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from itertools import pairwise
-from types import TracebackType
 from typing import Any, Self
 from urllib.parse import urlsplit
 
@@ -98,12 +97,7 @@ class ChatClient:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import msgspec
 
-from loadtest.record import LATENCIES
-from loadtest.report import Table, in_ms, in_number, percentile, show
+from loadtest.record import LATENCIES, percentile
+from loadtest.report import SHARES, Table, in_ms, in_number, in_percent, show
 from loadtest.result import Result, Sight, by_kind, counted, failure_ratio, load_result, values_of
-from loadtest.result_tables import SHARES, in_percent
 
 
 def differing_orders(before: Result, after: Result) -> list[str]:

@@ -30,7 +30,6 @@ MAX_OPEN = 2000  # requests of an open loop on their way; more wait, and their w
 
 
 def main() -> None:
-    """Do what the order says."""
     order = msgspec.json.decode(sys.stdin.buffer.read(), type=Order)
     allow_many_connections()
     out = claim_standard_output()
@@ -62,20 +61,11 @@ def write(out: BinaryIO, line: Record | float) -> None:
     out.flush()
 
 
-class ProfileUser(ChatUser):
-    """Asks questions of every kind of the profile, each as often as the profile says."""
-
-    def choose_scenario(self) -> str:
-        """A scenario by its weight."""
-        assert ChatUser.asker is not None
-        return ChatUser.asker.choose_scenario(self.draw)
-
-
 def run_closed_loop(asker: Asker) -> None:
     """Locust users, as many as the plan wants at each moment; each waits for its answer."""
     plan = asker.order.plan
     ChatUser.asker = asker
-    environment = Environment(user_classes=[ProfileUser], stop_timeout=asker.order.target.timeout_s)
+    environment = Environment(user_classes=[ChatUser], stop_timeout=asker.order.target.timeout_s)
     runner = environment.create_local_runner()
     num_users = -1
     while (now := asker.now()) < plan.duration_s:

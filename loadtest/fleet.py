@@ -31,8 +31,6 @@ class ServerError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A listening process."""
-
     process: subprocess.Popen[bytes]
     port: int
 
@@ -114,7 +112,6 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def free_port() -> int:
-    """An unused port."""
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         return probe.getsockname()[1]

@@ -2,29 +2,130 @@
 
 import base64
 import hashlib
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from loadtest.figures import figures
-from loadtest.report import Table, in_ms, in_number, percentile
-from loadtest.result import (
-    Result,
-    ResultError,
-    Sight,
-    failure_ratio,
-    failures,
-    load_result,
-)
-from loadtest.result_tables import (
+from loadtest.load_plan import Phase, phases
+from loadtest.record import Latency, percentile
+from loadtest.report import (
+    SHOWN,
+    Table,
     describe_load,
+    in_ms,
+    in_number,
     in_percent,
     to_latency_table,
     to_rate_table,
     to_stage_table,
 )
+from loadtest.result import (
+    Result,
+    ResultError,
+    Sight,
+    by_kind,
+    counted,
+    failure_ratio,
+    failures,
+    load_result,
+    mean_stages_s,
+    sights,
+)
+
+MAX_SLICES = 40
+SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+
+Trace = dict[str, Any]
+
+
+class Figure(msgspec.Struct):
+    """One plot with the `data` and `layout` of plotly.js."""
+
+    title: str
+    note: str
+    data: list[Trace]
+    layout: dict[str, Any]
+
+
+def figures(result: Result) -> list[Figure]:
+    loop = {"closed": "users", "open": "requests/s offered"}[result.plan.loop]
+    by_load = sorted(sights(result, phases(result.plan)), key=lambda part: part.phase.level)
+    over_time = sights(result, slices(result))
+    found = [stages(result)]
+    for parts, at, name, axis in (
+        (by_load if len(by_load) > 1 else [], lambda part: part.phase.level, "against load", loop),
+        (over_time, lambda part: part.phase.middle_s, "over time", "seconds after the warm-up"),
+    ):
+        found.append(rates(result, parts, at, f"Requests a second {name}", axis))
+        found += [latencies(parts, latency, at, f"{latency} {name}", axis) for latency in SHOWN]
+    return [figure for figure in found if figure.data]
+
+
+def slices(result: Result) -> list[Phase]:
+    """Equal parts of the run, long enough to hold several answers each."""
+    number = max(1, min(MAX_SLICES, int(result.plan.duration_s), len(counted(result)) // 8))
+    length_s = result.plan.duration_s / number
+    return [Phase(i * length_s, (i + 1) * length_s, 0.0) for i in range(number)]
+
+
+def line(name: str, x: Sequence[float], y: Sequence[float]) -> Trace:
+    return {"type": "scatter", "mode": "lines+markers", "name": name, "x": list(x), "y": list(y)}
+
+
+def axes(x: str, y: str, **changes: Any) -> dict[str, Any]:
+    return {"xaxis": {"title": {"text": x}}, "yaxis": {"title": {"text": y}}} | changes
+
+
+def rates(
+    result: Result, parts: Sequence[Sight], at: Callable[[Sight], float], title: str, axis: str
+) -> Figure:
+    shown: dict[str, Callable[[Sight], float]] = {
+        "offered": lambda part: part.offered_rate,
+        "answered": lambda part: part.answered_rate,
+    }
+    if str(result.objective):
+        shown[f"good: {result.objective}"] = lambda part: part.good_rate
+    traces = [
+        line(name, [at(part) for part in parts], [rate(part) for part in parts])
+        for name, rate in (shown.items() if parts else ())
+    ]
+    note = "The server is full where the answered rate stays below the offered rate."
+    return Figure(title, note, traces, axes(axis, "requests/s"))
+
+
+def latencies(
+    parts: Sequence[Sight], latency: Latency, at: Callable[[Sight], float], title: str, axis: str
+) -> Figure:
+    """Percentiles of one latency in each part of the run."""
+    values = [(at(part), sorted(part.values_s(latency))) for part in parts]
+    values = [(x, values_s) for x, values_s in values if values_s]
+    traces = [
+        line(name, [x for x, _ in values], [1e3 * percentile(v, share) for _, v in values])
+        for name, share in (SHARES.items() if values else ())
+    ]
+    return Figure(title, "Percentiles of answered requests.", traces, axes(axis, "ms"))
+
+
+def stages(result: Result) -> Figure:
+    means = {
+        kind: found
+        for kind, records in by_kind(counted(result)).items()
+        if (found := mean_stages_s(records))
+    }
+    names = dict.fromkeys(name for found in means.values() for name in found)
+    traces = [
+        {"type": "bar", "orientation": "h", "name": name, "y": list(means)}
+        | {"x": [1e3 * found.get(name, 0.0) for found in means.values()]}
+        for name in names
+    ]
+    layout = axes("ms", "", barmode="stack", yaxis={"automargin": True, "autorange": "reversed"})
+    note = "The stages that the server reports add up to its end-to-end time."
+    return Figure("Mean time of each stage", note, traces, layout)
+
 
 MAX_FAULT_ROWS = 50
 FOLDER = Path(__file__).parent
@@ -84,7 +185,6 @@ def to_script_data(found: object) -> Markup:
 
 
 def subtitle(result: Result) -> str:
-    """Who was asked what, when, from where."""
     words = [
         f"{result.workload.profile} questions",
         describe_load(result.plan),
@@ -96,7 +196,6 @@ def subtitle(result: Result) -> str:
 
 
 def numbers(result: Result) -> dict[str, str]:
-    """The run in a few numbers."""
     whole = Sight(result)
     shown = {
         "answers/s": in_number(whole.answered_rate),
@@ -113,7 +212,6 @@ def numbers(result: Result) -> dict[str, str]:
 
 
 def to_failure_table(result: Result) -> Table:
-    """What went wrong how often."""
     table = Table("Failures", ["what", "requests"])
     ranked = failures(result).most_common()
     for fault, number in ranked[:MAX_FAULT_ROWS]:
@@ -124,6 +222,5 @@ def to_failure_table(result: Result) -> Table:
 
 
 def order_of(result: Result) -> str:
-    """What was ordered, to order it again."""
     order = {"workload": result.workload, "plan": result.plan, "objective": result.objective}
     return msgspec.json.format(msgspec.json.encode(order), indent=1).decode()

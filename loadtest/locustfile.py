@@ -1,8 +1,8 @@
-"""Locust users: text, one image, a repeated image, several images, a long conversation.
+"""Locust users, who ask about text and images.
 
     locust -f loadtest/locustfile.py --host http://127.0.0.1:8000
 
-opens Locust's own page; `vlm loadtest` runs the same users without it. Each scenario has entries of its own:
+opens Locust's own page; `vlm loadtest` runs the same users without it. Each kind of question has entries of its own:
 E2E, and for streams TTFT (first text, not the role), TPOT and ITL.
 """
 
@@ -19,23 +19,14 @@ from locust.exception import StopUser
 from loadtest.asking import CUT, Asker, first_model
 from loadtest.client import AnswerError
 from loadtest.record import LATENCIES, Order, Plan, Record, Target, Workload
-from loadtest.scenarios import (
-    PROFILES,
-    Conversation,
-    OneImage,
-    RepeatedImage,
-    SeveralImages,
-    Text,
-)
+from loadtest.scenarios import PROFILES
 
 
 class ChatUser(User):
-    """Sends a question, reads the whole answer, pauses, and repeats."""
+    """Sends a question of the profile, reads the whole answer, pauses, and repeats."""
 
-    abstract = True
     asker: ClassVar[Asker | None] = None  #: shared by all users; created when the test starts
     numbers: ClassVar[count] = count()
-    scenario: ClassVar[str]
     is_leaving = False
 
     def on_start(self) -> None:
@@ -59,61 +50,16 @@ class ChatUser(User):
         """Send one question and read the answer. Raises: StopUser at the end of the run."""
         if self.is_leaving:
             raise StopUser
-        assert ChatUser.asker is not None
-        ChatUser.asker.ask(self.choose_scenario(), self.draw)
-
-    def choose_scenario(self) -> str:
-        return self.scenario
-
-
-class TextUser(ChatUser):
-    """Text only."""
-
-    scenario = Text.name
-
-
-class ImageUser(ChatUser):
-    """A new image with every question."""
-
-    scenario = OneImage.name
-
-
-class RepeatedImageUser(ChatUser):
-    """Many questions about one image."""
-
-    scenario = RepeatedImage.name
-
-
-class SeveralImagesUser(ChatUser):
-    """Several new images with every question."""
-
-    scenario = SeveralImages.name
-
-
-class ConversationUser(ChatUser):
-    """Questions with the conversation so far."""
-
-    scenario = Conversation.name
-
-
-USERS = {
-    user.scenario: user
-    for user in (
-        TextUser,
-        ImageUser,
-        RepeatedImageUser,
-        SeveralImagesUser,
-        ConversationUser,
-    )
-}
-for _scenario, _weight in PROFILES["mixed"].items():
-    USERS[_scenario].weight = _weight
+        asker = ChatUser.asker
+        assert asker is not None
+        asker.ask(asker.choose_scenario(self.draw), self.draw)
 
 
 @events.init_command_line_parser.add_listener
 def add_options(parser: LocustArgumentParser) -> None:
     """Options of these users, besides Locust's own; also on its page."""
     usual = Workload()
+    parser.add_argument("--mix", choices=list(PROFILES), default=usual.profile, help="Questions.")
     parser.add_argument("--seed", type=int, default=usual.seed, help="Seed of all questions.")
     parser.add_argument(
         "--max-tokens", type=int, default=usual.max_tokens, help="Output tokens of an answer."
@@ -143,6 +89,7 @@ def find_whom_to_ask(environment: Environment, **_: Any) -> None:
     options, url = environment.parsed_options, environment.host or ""
     assert options is not None
     workload = Workload(
+        profile=options.mix,
         seed=options.seed,
         max_tokens=options.max_tokens,
         image_bytes=options.image_bytes,

@@ -5,6 +5,8 @@ additions that only a client can make: they begin at the moment when the request
 waiting for a free client is not hidden; and E2E ends with the last byte received.
 """
 
+import math
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 import msgspec
@@ -42,7 +44,6 @@ class Record(msgspec.Struct, omit_defaults=True):
 
     @property
     def ttft_s(self) -> float | None:
-        """Intended until the first text; None: not streamed."""
         return None if self.first_text_at is None else self.first_text_at - self.intended_at
 
     @property
@@ -63,8 +64,6 @@ class Record(msgspec.Struct, omit_defaults=True):
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
-    """What is asked."""
-
     profile: Profile = "mixed"
     stream_ratio: float = 0.5
     max_tokens: int = 16
@@ -84,8 +83,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
-    """Whom to ask."""
-
     url: str
     model: str
     timeout_s: float = 60.0
@@ -93,8 +90,65 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
-    """All that the process needs to know that makes the load."""
-
     target: Target
     workload: Workload
     plan: Plan
+
+
+_LIMITED = ("ttft", "tpot", "e2e")
+
+
+class ObjectiveError(ValueError):
+    """An invalid objective; the message says why."""
+
+
+class Objective(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Latency limits. Units: seconds; None: any."""
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    e2e_s: float | None = None
+
+    def __str__(self) -> str:
+        limits = {name: getattr(self, f"{name}_s") for name in _LIMITED}
+        shown = [f"{name.upper()} <= {s * 1e3:g} ms" for name, s in limits.items() if s is not None]
+        return " and ".join(shown)
+
+    def is_kept(self, record: Record) -> bool:
+        """Whether an answer is correct and within the limits.
+
+        Only E2E can be measured for a whole response: its limit is that of a stream.
+        """
+        if record.error:
+            return False
+        limits = [(self.e2e_s, record.e2e_s)]
+        if record.is_streamed:
+            limits += [(self.ttft_s, record.ttft_s), (self.tpot_s, record.tpot_s)]
+        elif self.ttft_s is not None and self.tpot_s is not None:
+            num_gaps = max(0, record.num_output_tokens - 1)
+            limits.append((self.ttft_s + self.tpot_s * num_gaps, record.e2e_s))
+        return all(limit is None or value is None or value <= limit for limit, value in limits)
+
+
+def parse_objective(text: str) -> Objective:
+    """`ttft=500,tpot=50,e2e=5000`, in milliseconds; empty: none. Raises: ObjectiveError."""
+    limits: dict[str, float] = {}
+    for part in filter(None, text.split(",")):
+        name, _, value = part.partition("=")
+        try:
+            limits[f"{name.strip()}_s"] = float(value) / 1e3
+        except ValueError:
+            raise ObjectiveError(f"{part!r} is not like ttft=500 (milliseconds)") from None
+        if name.strip() not in _LIMITED:
+            raise ObjectiveError(f"{name!r} is none of {', '.join(_LIMITED)}")
+    if any(not limit > 0 for limit in limits.values()):
+        raise ObjectiveError(f"{text!r}: a limit is above 0")
+    return Objective(**limits)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least `share` (0..1) of all values do not exceed; NaN without values."""
+    if not values:
+        return math.nan
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]

@@ -1,4 +1,4 @@
-"""Tables of numbers for a terminal."""
+"""Tables of a result, for a terminal and for the page."""
 
 import math
 from collections.abc import Sequence
@@ -6,6 +6,10 @@ from dataclasses import dataclass, field
 
 from rich.console import Console
 from rich.table import Table as RichTable
+
+from loadtest.load_plan import phases
+from loadtest.record import LATENCIES, Latency, Plan, percentile
+from loadtest.result import Result, Sight, by_kind, counted, mean_stages_s, sights, values_of
 
 
 @dataclass(slots=True)
@@ -20,7 +24,6 @@ class Table:
         self.rows.append([name, *cells])
 
     def to_rich(self) -> RichTable:
-        """The table for a terminal."""
         table = RichTable(title=self.title, title_justify="left")
         for number, column in enumerate(self.columns):
             table.add_column(column, justify="right" if number else "left")
@@ -30,18 +33,9 @@ class Table:
 
 
 def show(tables: Sequence[Table]) -> None:
-    """Print tables to standard output."""
     console = Console()
     for table in tables:
         console.print(table.to_rich())
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least `share` (0..1) of all values do not exceed; NaN without values."""
-    if not values:
-        return math.nan
-    ordered = sorted(values)
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
 def in_ms(seconds: float) -> str:
@@ -58,3 +52,66 @@ def _to_three_figures(value: float) -> str:
     if abs(value) >= 100:
         return f"{value:,.0f}"
     return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
+
+
+SHARES = (0.5, 0.9, 0.99)
+SHOWN: tuple[Latency, ...] = ("TTFT", "E2E")  # of a phase
+
+
+def in_percent(ratio: float | None) -> str:
+    """A ratio in percent; a dash if it was not measured."""
+    return "-" if ratio is None else f"{ratio:.1%}"
+
+
+def describe_load(plan: Plan) -> str:
+    unit = "users" if plan.loop == "closed" else "requests/s"
+    levels = (" to " if plan.is_ramp else ", ").join(f"{level:g}" for level in plan.levels)
+    steps = " in turn" if len(plan.levels) > 1 and not plan.is_ramp else ""
+    return f"{levels} {unit}{steps}, {plan.duration_s:g} s"
+
+
+def to_latency_table(result: Result) -> Table:
+    shares = [f"p{share * 100:g}" for share in SHARES]
+    table = Table("Latencies, ms", ["kind", "latency", "values", *shares])
+    for kind, records in by_kind(counted(result)).items():
+        for latency in LATENCIES:
+            if values_s := sorted(values_of(records, latency)):
+                cells = [in_ms(percentile(values_s, share)) for share in SHARES]
+                table.add(kind, latency, f"{len(values_s):,}", *cells)
+    return table
+
+
+def to_rate_table(result: Result) -> Table:
+    """A row for each phase, and one for the whole run."""
+    title = f"Rates, a second ({describe_load(result.plan)})"
+    columns = ["load", "asked", "answered", "tokens", "TTFT p90", "E2E p90"]
+    has_objective = bool(str(result.objective))
+    columns += ["good", "share"] if has_objective else []
+    table = Table(title, columns)
+    parts = [(f"{part.phase.level:g}", part) for part in sights(result, phases(result.plan))]
+    for name, sight in [*(parts if len(parts) > 1 else []), ("whole run", Sight(result))]:
+        rates = [sight.offered_rate, sight.answered_rate, sight.token_rate]
+        delays = [percentile(sight.values_s(latency), 0.9) for latency in SHOWN]
+        cells = [*map(in_number, rates), *map(in_ms, delays)]
+        if has_objective:
+            cells += [in_number(sight.good_rate), in_percent(sight.good_ratio)]
+        table.add(name, *cells)
+    return table
+
+
+def to_stage_table(result: Result) -> Table:
+    """Mean time of each stage of the server, by kind; no rows if the server reports none."""
+    means = {kind: mean_stages_s(records) for kind, records in by_kind(counted(result)).items()}
+    names = list(dict.fromkeys(name for found in means.values() for name in found))
+    table = Table("Mean time of each stage, ms", ["kind", *names, "all"])
+    for kind, found in means.items():
+        if found:
+            stages = [in_ms(found.get(name, 0.0)) for name in names]
+            table.add(kind, *stages, in_ms(sum(found.values())))
+    return table
+
+
+def progress_words(num_answers: int, num_failures: int, latencies_s: list[float]) -> str:
+    median_s = percentile(latencies_s, 0.5)
+    words = f"{num_answers:,} answered, {num_failures:,} failed"
+    return words if math.isnan(median_s) else f"{words}, E2E p50 {in_ms(median_s)} ms"

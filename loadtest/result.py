@@ -13,9 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from loadtest.load_plan import Phase, phases
-from loadtest.objective import Objective
-from loadtest.record import LATENCIES, Latency, Plan, Record, Workload
-from loadtest.report import percentile
+from loadtest.record import LATENCIES, Latency, Objective, Plan, Record, Workload, percentile
 
 SCHEMA = "vlm-loadtest/1"
 STREAMED, WHOLE = "streamed", "whole"
@@ -41,7 +39,6 @@ class Result(msgspec.Struct, kw_only=True):
     summary: dict[str, Any] = {}
 
     def save(self, path: Path) -> None:
-        """Write the file with its summary."""
         self.summary = to_summary(self)
         path.write_bytes(msgspec.json.encode(self) + b"\n")
 
@@ -123,7 +120,6 @@ def kind_of(record: Record) -> str:
 
 
 def by_kind(records: Iterable[Record]) -> dict[str, list[Record]]:
-    """Records by kind, sorted by name."""
     groups: dict[str, list[Record]] = defaultdict(list)
     for record in records:
         groups[kind_of(record)].append(record)
@@ -131,7 +127,6 @@ def by_kind(records: Iterable[Record]) -> dict[str, list[Record]]:
 
 
 def values_of(records: Iterable[Record], latency: Latency) -> list[float]:
-    """All values of one latency."""
     return [value for record in records for value in record.values_s(latency)]
 
 

@@ -21,11 +21,9 @@ from loadtest.asking import first_model
 from loadtest.client import AnswerError
 from loadtest.fleet import ROOT, ServerError, run_fleet
 from loadtest.html_report import write_page
-from loadtest.objective import Objective
-from loadtest.record import Order, Plan, Record, Target, Workload
-from loadtest.report import show
+from loadtest.record import Objective, Order, Plan, Record, Target, Workload
+from loadtest.report import in_percent, progress_words, show, to_latency_table, to_rate_table
 from loadtest.result import Result, ResultError, failure_ratio, failures
-from loadtest.result_tables import in_percent, progress_words, to_latency_table, to_rate_table
 
 DRIVER = (sys.executable, "-m", "loadtest.drive")
 PAUSE_S = 0.2
@@ -53,8 +51,6 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """Outputs of the result."""
-
     json: Path | None = None
     html: Path | None = None
 
@@ -110,8 +106,6 @@ def make_load(wanted: Wanted) -> Result:
 
 @dataclass(slots=True)
 class DriverOutput:
-    """Output of the process that generates the load."""
-
     records: list[Record] = field(default_factory=list)
     core_ratio: float | None = None  #: the last line
     stray: str = ""  #: an unexpected line

@@ -34,70 +34,25 @@ class Question:
     on_answer: Callable[[str], None] = take_note
 
 
-class Scenario:
-    """A kind of question. Each caller has its own random generator, so that runs repeat."""
-
-    name: str
-
-    def __init__(self, album: Album) -> None:
-        self._album = album
-
-    def next_question(self, draw: random.Random) -> Question:
-        raise NotImplementedError
+#: A kind of question. Each caller has its own random generator, so that runs repeat.
+Scenario = Callable[[random.Random], Question]
 
 
-class Text(Scenario):
-    """Text only."""
-
-    name = "text"
-
-    def next_question(self, draw: random.Random) -> Question:
-        """A random sentence; its number makes it new to a prefix cache."""
-        text = f"{draw.choice(WISHES)} {draw.choice(SUBJECTS)}, no. {draw.randrange(MAX_NUMBER)}."
-        return Question([user_message([text_part(text)])])
+def text(draw: random.Random) -> Question:
+    """A random sentence; its number makes it new to a prefix cache."""
+    sentence = f"{draw.choice(WISHES)} {draw.choice(SUBJECTS)}, no. {draw.randrange(MAX_NUMBER)}."
+    return Question([user_message([text_part(sentence)])])
 
 
-class OneImage(Scenario):
-    """A new image, and a question."""
-
-    name = "image"
-
-    def next_question(self, draw: random.Random) -> Question:
-        """A new image and one of its questions."""
-        return _about(self._album.new(draw), draw)
-
-
-class RepeatedImage(Scenario):
-    """One image for all, and many questions about it."""
-
-    name = "repeated image"
-
-    def next_question(self, draw: random.Random) -> Question:
-        """The image and one of its questions."""
-        return _about(self._album.fixed(), draw)
-
-
-class SeveralImages(Scenario):
-    """Several new images in one message."""
-
-    name = "several images"
-
-    def next_question(self, draw: random.Random) -> Question:
-        """New images and a question about them together."""
-        return _about(self._album.several(draw), draw)
-
-
-class Conversation(Scenario):
+class Conversation:
     """Questions about one image, each with the conversation so far.
 
     An answered turn is followed by the next one of the same conversation; a failed one ends it. A new conversation
     begins while all others wait for an answer.
     """
 
-    name = "conversation"
-
     def __init__(self, album: Album) -> None:
-        super().__init__(album)
+        self._album = album
         self._resting: deque[tuple[list[Message], tuple[Fact, ...]]] = deque()
 
     def next_question(self, draw: random.Random) -> Question:
@@ -123,40 +78,34 @@ def _about(group: Group, draw: random.Random) -> Question:
     return Question([user_message(parts)], expected)
 
 
-SCENARIOS: dict[str, type[Scenario]] = {
-    scenario.name: scenario
-    for scenario in (Text, OneImage, RepeatedImage, SeveralImages, Conversation)
+SCENARIOS: dict[str, Callable[[Album], Scenario]] = {
+    "text": lambda _: text,
+    "image": lambda album: lambda draw: _about(album.new(draw), draw),
+    "repeated image": lambda album: lambda draw: _about(album.fixed(), draw),
+    "several images": lambda album: lambda draw: _about(album.several(draw), draw),
+    "conversation": lambda album: Conversation(album).next_question,
 }
 
 #: Weights of the scenarios, by profile.
 PROFILES: dict[Profile, dict[str, int]] = {
-    "mixed": {
-        Text.name: 3,
-        OneImage.name: 2,
-        RepeatedImage.name: 2,
-        SeveralImages.name: 1,
-        Conversation.name: 2,
-    },
-    "text": {Text.name: 1},
-    "image": {OneImage.name: 1},
-    "repeated": {RepeatedImage.name: 1},
-    "several": {SeveralImages.name: 1},
-    "conversation": {Conversation.name: 1},
+    "mixed": {"text": 3, "image": 2, "repeated image": 2, "several images": 1, "conversation": 2},
+    "text": {"text": 1},
+    "image": {"image": 1},
+    "repeated": {"repeated image": 1},
+    "several": {"several images": 1},
+    "conversation": {"conversation": 1},
 }
 
 
 def user_message(parts: list[dict[str, Any]]) -> Message:
-    """A message of the user."""
     return {"role": "user", "content": parts}
 
 
 def text_part(text: str) -> dict[str, Any]:
-    """A text part of a message."""
     return {"type": "text", "text": text}
 
 
 def image_part(url: str) -> dict[str, Any]:
-    """An image part of a message."""
     return {"type": "image_url", "image_url": {"url": url}}
 
 

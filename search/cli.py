@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from shared.gateway_url import URL, ApiKey, AskUrl, read_url
-from shared.options import SettingOptions, takes_settings
+from shared.options import SettingOptions, option, takes_settings
 from shared.settings import URL_VARIABLE
 
 if TYPE_CHECKING:
@@ -16,18 +16,8 @@ if TYPE_CHECKING:
     from shared.settings.tree import Settings
 
 SEARCH: SettingOptions = {
-    "search.url": Annotated[
-        str | None,
-        typer.Option(
-            "--url",
-            help="Address to listen on: unix:///PATH or http://HOST:PORT.",
-            show_default=False,
-        ),
-    ],
-    "search.data_dir": Annotated[
-        str | None,
-        typer.Option("--data-dir", help="Directory of its files.", show_default="by user"),
-    ],
+    "search.url": option(str, "--url", "Address to listen on: unix:///PATH or http://HOST:PORT."),
+    "search.data_dir": option(str, "--data-dir", "Directory of its files.", "by user"),
 }
 
 

@@ -26,7 +26,7 @@ from lancedb.index import BTree, IvfSq
 from search.filters import sql_text, to_json, to_sql
 from search.index import IndexStats, OrderedIds, SearchUnavailable
 from shared.search import Filter, Hit, Item
-from shared.settings.group import MIB
+from shared.settings.limits import MIB
 
 #: Up to this many rows, an exact scan takes no longer than the index.
 SCAN_ROWS = 10_000

@@ -19,31 +19,31 @@ if TYPE_CHECKING:
 #: Options that stand for settings, by the settings' paths.
 SettingOptions = Mapping[str, Any]
 
+
+def option(
+    type_: Any, name: str, text: str, default: str | bool = False, metavar: str | None = None
+) -> Any:
+    """An option that stands for a setting. `default`: as the help shows it."""
+    return Annotated[
+        type_ | None, typer.Option(name, help=text, show_default=default, metavar=metavar)
+    ]
+
+
 LISTEN: SettingOptions = {
-    "gateway.host": Annotated[
-        str | None,
-        typer.Option("--host", help="Address to listen on.", show_default="127.0.0.1"),
-    ],
-    "gateway.port": Annotated[
-        int | None,
-        typer.Option("--port", help="Port to listen on; 0 takes a free one.", show_default="8000"),
-    ],
-    "gateway.allow_open": Annotated[
-        bool | None,
-        typer.Option(
-            "--allow-open", help="Serve without API keys on other addresses than loopback."
-        ),
-    ],
+    "gateway.host": option(str, "--host", "Address to listen on.", "127.0.0.1"),
+    "gateway.port": option(int, "--port", "Port to listen on; 0 takes a free one.", "8000"),
+    "gateway.allow_open": option(
+        bool, "--allow-open", "Serve without API keys on other addresses than loopback."
+    ),
 }
 _COMMON: SettingOptions = {
-    "redis.url": Annotated[
-        str | None,
-        typer.Option("--redis-url", help="redis://, rediss:// or unix:// URL.", show_default=False),
-    ],
-    "logs.level": Annotated[
-        Literal["debug", "info", "warning", "error"] | None,
-        typer.Option("--log-level", help="Least level shown.", show_default="info; serve: warning"),
-    ],
+    "redis.url": option(str, "--redis-url", "redis://, rediss:// or unix:// URL."),
+    "logs.level": option(
+        Literal["debug", "info", "warning", "error"],
+        "--log-level",
+        "Least level shown.",
+        "info; serve: warning",
+    ),
 }
 _Assignments = Annotated[
     list[str] | None,

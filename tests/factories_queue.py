@@ -27,7 +27,7 @@ from shared.protocol import (
     decode_log,
     seal,
 )
-from shared.queue.api import Claim, Limits, Publication, Reservation
+from shared.queue.api import Claim, Limits, Publication, Reservation, Submission
 from shared.queue.claims import RedisWorkerQueue
 from shared.queue.keys import GROUP, RedisKeys
 from shared.queue.mailbox import RedisMailbox
@@ -115,9 +115,7 @@ async def enqueue(
     """Queue a request, with room for it."""
     reservation = reserve(*choices, num_tokens=num_tokens, max_tokens=max_tokens, **limits)
     envelopes = [seal(choice) for choice in choices]
-    await queue.submit(
-        envelopes, timeout_s=timeout_s, max_waiting=max_waiting, reservation=reservation
-    )
+    await queue.submit(Submission(envelopes, timeout_s, max_waiting, reservation))
 
 
 class Ends:

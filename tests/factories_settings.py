@@ -3,7 +3,7 @@
 import os
 from typing import Any, TypeVar
 
-from shared.settings.group import Group
+from shared.settings.limits import Group
 
 G = TypeVar("G", bound=Group)
 

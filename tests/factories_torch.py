@@ -17,14 +17,12 @@ from engines.torch_backend.layers.linear import (
     FLOAT,
     Linear,
     QuantizedMethod,
-    prepare_linears,
     quantizable_layers,
 )
 from engines.torch_backend.layers.rotary import rotate
 from engines.torch_backend.models.config import RopeScaling, TextConfig, VisionConfig
 from engines.torch_backend.models.llava import FAMILY, Llava, VLMConfig
 from engines.torch_backend.models.registry import FamilyModel, rename_weights
-from engines.torch_backend.ops.cpu_level import CpuLevel
 from engines.torch_backend.ops.linear.cpu import pack_linears
 from engines.torch_backend.ops.paged_attention.reference import PLAIN, Heads
 from engines.torch_backend.ops.registry import Ops
@@ -162,13 +160,8 @@ def quantize_pair(
     *,
     same_weights: bool = True,
     ops: Ops | None = None,
-    level: CpuLevel | None = None,
 ) -> ModelPair:
-    """Ours over quantized weights; theirs over what these stand for, or over the full ones as before.
-
-    Torch's kernels are those that are fastest on `level`; without one, weights are in the order in which a GPU reads
-    them.
-    """
+    """Ours over quantized weights; theirs over what these stand for, or over the full ones as before."""
     with torch.device("meta"):
         ours = Llava(pair.config)
     for layer in quantizable_layers(ours, scheme):
@@ -186,8 +179,6 @@ def quantize_pair(
             theirs.get_submodule(their_name).weight.data = linear.weight
     if ops is not None:
         pack_linears(ours, ops, torch.float32)
-    elif level is not None:
-        prepare_linears(ours, level)
     return ModelPair(pair.config, theirs, ours.eval())
 
 

@@ -210,7 +210,6 @@ def test_no_colours_are_printed_where_they_are_not_wanted(command):
         (["models"], TENSORS),
         (["models", "--nothing"], TENSORS),
         (["quantize", "no such model", "new", "--scheme", "int8"], TENSORS),
-        (["convert-gguf", "nowhere.gguf", "new"], TENSORS),
         (["make-checkpoint", "new", "--shape", "huge"], TENSORS),
         (["search", "engines/packages/shapes_clip/samples", "x", "--model", "no such model"], TENSORS),
         (["worker", *REDIS, "--model", "no such model"], TENSORS),

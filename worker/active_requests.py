@@ -8,6 +8,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 from msgspec import Struct
@@ -102,6 +103,7 @@ class ActiveRequest(Struct, eq=False):
     claimed_at: float
     deadline_at: float
     started_at: float = 0.0  #: its preparation began; 0 while it is parked
+    media_decode_s: float = 0.0  #: of the preparation, if it has a video
     added_at: float = 0.0  #: the engine accepted it
     num_tokens: int = 0  #: output tokens published so far
     num_publications: int = 0
@@ -131,8 +133,10 @@ class ActiveRequest(Struct, eq=False):
         """Whether it yields to interactive requests."""
         return self.call.priority is Priority.BATCH
 
+    def note_media(self, seconds: float) -> None:
+        self.media_decode_s = seconds
+
     def failed(self, code: ErrorCode, message: str, param: str | None = None) -> Failed:
-        """The event of a failure. `param` names the field of the request."""
         return Failed(self.request_id, self.claim.attempt, code, message, param)
 
     def _grammar_param(self) -> str | None:
@@ -178,7 +182,8 @@ class ActiveRequest(Struct, eq=False):
         return msgspec.structs.replace(
             engine,
             queue_s=self.claim.waited_s + parked_s + engine.queue_s,
-            preprocess_s=self.added_at - self.started_at,
+            media_decode_s=self.media_decode_s,
+            preprocess_s=self.added_at - self.started_at - self.media_decode_s,
         )
 
 
@@ -189,30 +194,22 @@ Trace = Callable[[ActiveRequest, StageTimings | None, str], None]
 OnFinished = Callable[[ActiveRequest, EngineOutput], None]
 
 
+@dataclass(slots=True)
 class ActiveRequests:
     """`changed` is set when room may have come, or the last request may have ended."""
 
-    def __init__(
-        self,
-        engine: EngineThread,
-        preprocessor: Preprocessor,
-        outbox: Outboxes,
-        max_num_seqs: int,
-        begin: Callable[[Claim], Awaitable[bool]],
-        trace: Trace | None = None,
-        on_finished: OnFinished | None = None,
-    ) -> None:
-        self._engine = engine
-        self._preprocessor = preprocessor
-        self._outbox = outbox
-        self._max_num_seqs = max_num_seqs
-        self._trace = trace
-        self._on_finished = on_finished
-        self._begin = begin  # marks a possible poison request as started
-        self._active_requests: dict[str, ActiveRequest] = {}  # by request id
-        self._by_engine_id: dict[str, ActiveRequest] = {}
-        self._parked: deque[ActiveRequest] = deque()  # claimed, to be started when the way is clear
-        self.changed = asyncio.Event()
+    _engine: EngineThread
+    _preprocessor: Preprocessor
+    _outbox: Outboxes
+    _max_num_seqs: int
+    _begin: Callable[[Claim], Awaitable[bool]]  #: marks a possible poison request as started
+    _trace: Trace | None = None
+    _on_finished: OnFinished | None = None
+    _active_requests: dict[str, ActiveRequest] = field(default_factory=dict)  #: by request id
+    _by_engine_id: dict[str, ActiveRequest] = field(default_factory=dict)
+    #: Claimed, to be started when the way is clear.
+    _parked: deque[ActiveRequest] = field(default_factory=deque)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __len__(self) -> int:
         return len(self._active_requests)
@@ -309,7 +306,11 @@ class ActiveRequests:
                 self.drop(active, "taken back before it began")
                 return
             request = await self._preprocessor.prepare(
-                active.call, active.engine_id, active.output_token_ids, active.num_published
+                active.call,
+                active.engine_id,
+                active.output_token_ids,
+                active.num_published,
+                active.note_media,
             )
             if isinstance(request, Tokenization):
                 self._answer(active, request)
@@ -385,6 +386,8 @@ class ActiveRequests:
         param = error.param
         if isinstance(error, ImageRefused):
             param = active.call.task.param_of_image(error.index)
+            if param is not None and cause.param is not None:
+                param = f"{param}.{cause.param}"
         elif param is None and isinstance(error, PromptTooLong):
             param = active.call.task.param if isinstance(active.call.task, Generate) else None
         self.fail(active, code, str(cause), param)

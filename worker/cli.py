@@ -6,107 +6,54 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shared.options import LISTEN, SettingOptions, takes_settings
+from shared.options import LISTEN, SettingOptions, option, takes_settings
 
 if TYPE_CHECKING:
     from shared.settings.tree import Settings
 
 ENGINE: SettingOptions = {
-    "engine.kind": Annotated[
-        str | None,
-        typer.Option(
-            "--engine",
-            help="Engine: torch, vllm, sglang, llama-server, pooling or mock.",
-            show_default="by model and machine",
-        ),
-    ],
-    "engine.model": Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            help="Built-in name, directory, or Hugging Face id (org/name\\[@revision]).",
-            show_default="shapes",
-        ),
-    ],
-    "engine.url": Annotated[
-        str | None,
-        typer.Option(
-            "--url",
-            help="Address of a running server of the engine vllm, sglang or llama-server.",
-            show_default="the worker starts one",
-        ),
-    ],
-    "engine.command": Annotated[
-        str | None,
-        typer.Option(
-            "--engine-command",
-            help="Executable or container that starts this server, such as '/opt/vllm/bin/vllm serve'.",
-            show_default="the engine's program",
-        ),
-    ],
-    "engine.served_name": Annotated[
-        str | None,
-        typer.Option("--served-name", help="Name on the wire.", show_default="the model's own"),
-    ],
-    "engine.device": Annotated[
-        str | None,
-        typer.Option("--device", help="auto, cpu, cuda or cuda:N.", show_default="auto"),
-    ],
-    "engine.dtype": Annotated[
-        str | None,
-        typer.Option(
-            "--dtype",
-            help="float32, bfloat16 or float16.",
-            show_default="what the device is fast at",
-        ),
-    ],
-    "engine.quantization": Annotated[
-        str | None,
-        typer.Option(
-            "--quantization", help="Of the decoder's weights: int8 or int4.", show_default="none"
-        ),
-    ],
-    "engine.tensor_parallel": Annotated[
-        int | None,
-        typer.Option(
-            "--tensor-parallel",
-            help="GPUs that share the model, with --engine vllm or sglang.",
-            show_default="1",
-        ),
-    ],
-    "worker.lora": Annotated[
-        list[str] | None,
-        typer.Option(
-            "--lora",
-            metavar="NAME=PATH",
-            help="A LoRA adapter to serve as MODEL:NAME, a directory or hub id; may be repeated.",
-            show_default=False,
-        ),
-    ],
-    "engine.max_num_seqs": Annotated[
-        int | None,
-        typer.Option("--max-num-seqs", help="Sequences that share a step.", show_default="32"),
-    ],
-    "engine.max_model_len": Annotated[
-        int | None,
-        typer.Option("--max-model-len", help="Context length.", show_default="the model's own"),
-    ],
-}
-
-
+    "engine.kind": option(
+        str, "--engine", "Engine: torch, vllm, sglang, llama-server, pooling or mock.",
+        "by model and machine",
+    ),
+    "engine.model": option(
+        str, "--model", "Built-in name, directory, or Hugging Face id (org/name\\[@revision]).", "shapes"
+    ),
+    "engine.url": option(
+        str, "--url", "Address of a running server of the engine vllm, sglang or llama-server.",
+        "the worker starts one",
+    ),
+    "engine.command": option(
+        str, "--engine-command",
+        "Executable or container that starts this server, such as '/opt/vllm/bin/vllm serve'.",
+        "the engine's program",
+    ),
+    "engine.served_name": option(str, "--served-name", "Name on the wire.", "the model's own"),
+    "engine.device": option(str, "--device", "auto, cpu, cuda or cuda:N.", "auto"),
+    "engine.dtype": option(
+        str, "--dtype", "float32, bfloat16 or float16.", "what the device is fast at"
+    ),
+    "engine.quantization": option(
+        str, "--quantization", "Of the decoder's weights: int8 or int4.", "none"
+    ),
+    "engine.tensor_parallel": option(
+        int, "--tensor-parallel", "GPUs that share the model, with --engine vllm or sglang.", "1"
+    ),
+    "worker.lora": option(
+        list[str], "--lora",
+        "A LoRA adapter to serve as MODEL:NAME, a directory or hub id; may be repeated.",
+        metavar="NAME=PATH",
+    ),
+    "engine.max_num_seqs": option(int, "--max-num-seqs", "Sequences that share a step.", "32"),
+    "engine.max_model_len": option(int, "--max-model-len", "Context length.", "the model's own"),
+}  # fmt: skip
 DEPLOY: SettingOptions = {
-    "deploy.store": Annotated[
-        str | None,
-        typer.Option(
-            "--store",
-            help="Packages and records: file:///DIRECTORY, s3://, gs:// or az:// BUCKET/PREFIX.",
-            show_default=False,
-        ),
-    ],
-    "deploy.cpu": Annotated[
-        float | None,
-        typer.Option("--cpu", help="Processors for instances.", show_default="the machine's"),
-    ],
+    "deploy.store": option(
+        str,
+        "--store",
+        "Packages and records: file:///DIRECTORY, s3://, gs:// or az:// BUCKET/PREFIX.",
+    ),
+    "deploy.cpu": option(float, "--cpu", "Processors for instances.", "the machine's"),
 }
 
 

@@ -44,8 +44,6 @@ class Added(Struct, frozen=True):
 
 
 class Rejected(Struct, frozen=True):
-    """The engine refused a request."""
-
     request_id: str
     error: RequestError
 
@@ -91,7 +89,6 @@ class EngineThread:
         self._send(request)
 
     def abort(self, request_id: str) -> None:
-        """Abort a request. Its earlier events may still arrive."""
         self._patient.discard(request_id)
         self._send(request_id)
 

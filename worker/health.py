@@ -8,14 +8,18 @@ import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 
+import httpx
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from shared.queue.api import WorkerQueue
 from shared.telemetry.metrics import WORKER_METRICS
 from worker.engine_thread import EngineThread
+from worker.prepare.preparer import MediaCounts
 
 REQUEST_WITHIN_S = 5.0
 MAX_REQUEST_BYTES = 8192
@@ -25,20 +29,15 @@ _REASONS = {200: "OK", 400: "Bad Request", 404: "Not Found", 503: "Service Unava
 Samples = Iterable[tuple[tuple[str, ...], float]]
 
 
+@dataclass
 class HealthServer:
-    """`registry` may return None while the worker starts."""
+    """`_registry` may return None while the worker starts."""
 
-    def __init__(
-        self,
-        is_alive: Callable[[], bool],
-        is_ready: Callable[[], bool],
-        registry: Callable[[], CollectorRegistry | Awaitable[CollectorRegistry] | None],
-    ) -> None:
-        self._is_alive = is_alive
-        self._is_ready = is_ready
-        self._registry = registry
-        self._server: asyncio.Server | None = None
-        self.port = 0  #: once started
+    _is_alive: Callable[[], bool]
+    _is_ready: Callable[[], bool]
+    _registry: Callable[[], CollectorRegistry | Awaitable[CollectorRegistry] | None]
+    _server: asyncio.Server | None = None
+    port: int = 0  #: once started
 
     async def start(self, host: str, port: int) -> None:
         """Listen; port 0 takes a free one, and a path as the host a unix socket. Raises: OSError."""
@@ -93,9 +92,12 @@ def _probe(is_good: bool) -> Answer:
 class WorkerCollector(Collector):
     """The metrics of a worker; `shared.telemetry.metrics` defines their names."""
 
-    def __init__(self, engine: EngineThread, queues: Collection[WorkerQueue]) -> None:
+    def __init__(
+        self, engine: EngineThread, queues: Collection[WorkerQueue], media: MediaCounts
+    ) -> None:
         self._engine = engine
         self._queues = queues
+        self._media = media
 
     def collect(self) -> Iterator[Metric]:
         """One family per metric, in the order of their definition."""
@@ -130,6 +132,8 @@ class WorkerCollector(Collector):
             "vlm_draft_tokens_total": stats.num_drafted_tokens,
             "vlm_draft_accepted_tokens_total": stats.num_accepted_tokens,
             "vlm_num_adapters": stats.num_adapters,
+            "vlm_media_seconds_total": self._media.length_s,
+            "vlm_media_decode_seconds_total": self._media.decode_s,
             "vlm_engine_steps_total": stats.num_steps,
             "vlm_fenced_total": sum(queue.num_fenced for queue in self._queues),
         }
@@ -137,6 +141,7 @@ class WorkerCollector(Collector):
             "vlm_memory_bytes": _by_label(stats.memory_bytes),
             "vlm_startup_seconds": _by_label(stats.startup_s),
             "vlm_claims_total": _by_label(num_claims),
+            "vlm_media_refusals_total": _by_label(self._media.refusals),
         }
         return {name: [((), value)] for name, value in plain.items()} | labelled
 
@@ -145,7 +150,49 @@ def _by_label(values: Mapping[str, float] | Mapping[str, int]) -> Samples:
     return [((label,), value) for label, value in values.items()]
 
 
-def create_registry(engine: EngineThread, queues: Collection[WorkerQueue]) -> CollectorRegistry:
+def create_registry(
+    engine: EngineThread, queues: Collection[WorkerQueue], media: MediaCounts
+) -> CollectorRegistry:
     registry = CollectorRegistry()
-    registry.register(WorkerCollector(engine, queues))
+    registry.register(WorkerCollector(engine, queues, media))
     return registry
+
+
+_TIMEOUT_S = 2.0
+
+Labels = Mapping[str, str]
+
+
+class _Pages(Collector):
+    def __init__(self, pages: Iterable[tuple[Labels, str]]) -> None:
+        self._merged: dict[str, Metric] = {}
+        for labels, page in pages:
+            for found in text_string_to_metric_families(page):
+                metric = self._merged.setdefault(
+                    found.name, Metric(found.name, found.documentation, found.type)
+                )
+                for sample in found.samples:
+                    metric.add_sample(sample.name, {**sample.labels, **labels}, sample.value)
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._merged.values()
+
+
+async def collect_metrics(sockets: Iterable[tuple[Labels, str]]) -> CollectorRegistry:
+    """The metrics of workers that answer on their health sockets within 2 s."""
+    wanted = list(sockets)
+    found = await asyncio.gather(*(_fetch(path) for _, path in wanted))
+    pages = ((labels, page) for (labels, _), page in zip(wanted, found, strict=True))
+    registry = CollectorRegistry()
+    registry.register(_Pages(pages))
+    return registry
+
+
+async def _fetch(path: str) -> str:
+    """Empty where no worker answers yet or any more."""
+    transport = httpx.AsyncHTTPTransport(uds=path)
+    try:
+        async with httpx.AsyncClient(transport=transport, timeout=_TIMEOUT_S) as client:
+            return (await client.get("http://worker/metrics")).text
+    except httpx.HTTPError:
+        return ""

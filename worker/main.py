@@ -31,8 +31,7 @@ from shared.process import end_startup
 from shared.queue.claims import RedisWorkerQueue
 from shared.queue.registry import Registry
 from shared.queue.shards import Shards, check_shards
-from shared.redis.client import create_redis
-from shared.redis.outage import wait_for_redis
+from shared.redis.client import create_redis, wait_for_redis
 from shared.settings.tree import RedisSettings, Settings, SettingsError
 from shared.telemetry import create_tracer
 from worker.adapters import WorkerAdapters
@@ -40,6 +39,7 @@ from worker.engine_thread import EngineBroken, EngineThread, Watchdog
 from worker.health import HealthServer, create_registry
 from worker.prepare.decoder_pool import DecoderPool
 from worker.prepare.preparer import Preprocessor
+from worker.prepare.video_pool import VideoPool
 from worker.trace import RequestTracer
 from worker.worker import Worker
 
@@ -78,7 +78,6 @@ class ProgressLog:
         self._said: dict[str, int] = {}
 
     def __call__(self, phase: str, share: float) -> None:
-        """Log a phase and its completed ratio."""
         tenths = int(10 * share)
         if tenths > self._said.get(phase, -1):
             self._said[phase] = tenths
@@ -174,6 +173,14 @@ class WorkerProcess:
         stack.callback(pool.close)
         return pool.decode
 
+    def _create_videos(self, stack: AsyncExitStack, engine: Engine) -> VideoPool | None:
+        """Sandboxed processes for videos, if the engine takes them; each is started when first needed."""
+        if not engine.capabilities().takes_video:
+            return None
+        pool = VideoPool(max(1, self._settings.worker.decode_processes), self._settings.limits)
+        stack.callback(pool.close)
+        return pool
+
     async def _create_worker(self, stack: AsyncExitStack, loaded: LoadedEngine) -> Worker:
         settings = self._settings
         assert self._engine is not None
@@ -199,12 +206,13 @@ class WorkerProcess:
             settings.limits,
             settings.worker.preprocess_threads,
             decode=self._start_decoders(stack, loaded.engine),
+            videos=self._create_videos(stack, loaded.engine),
             hold_adapter=adapters.hold,
         )
         stack.callback(preprocessor.close)
         for close in (redis.aclose, blobs.close, registry.close):
             stack.push_async_callback(close)
-        self._registry = create_registry(self._engine, queues.values())
+        self._registry = create_registry(self._engine, queues.values(), preprocessor.media)
         return Worker(
             worker_id,
             settings.worker,

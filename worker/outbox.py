@@ -68,7 +68,6 @@ class _Draft(Struct):
             self.terminal = event
 
     def events(self) -> tuple[CallEvent, ...]:
-        """The events, with their tokens merged."""
         parts: list[CallEvent] = []
         if self.started is not None:
             parts.append(self.started)

@@ -19,8 +19,6 @@ _IN_ENGINE: Attributes = {"vlm.queue": "engine"}
 
 
 class RequestTracer:
-    """Traces requests that have ended."""
-
     def __init__(self, tracer: "Tracer") -> None:
         self._tracer = tracer
 
@@ -60,7 +58,10 @@ def _durations(
     started_at = active.started_at or now
     durations = [("queue", active.claim.waited_s + started_at - active.claimed_at, _IN_REDIS)]
     if active.started_at:
-        durations.append(("preprocess", (active.added_at or now) - started_at, {}))
+        if active.media_decode_s:
+            durations.append(("media_decode", active.media_decode_s, {}))
+        rest_s = (active.added_at or now) - started_at - active.media_decode_s
+        durations.append(("preprocess", rest_s, {}))
     if engine is not None:
         durations += [
             ("queue", engine.queue_s, _IN_ENGINE),

@@ -91,7 +91,7 @@ class Worker:
 
     async def run(self) -> None:
         """Serve until `stop`, then finish or release the active requests. Raises: EngineBroken."""
-        broken: EngineBroken | None = None
+        broken, every_s = None, self._settings.heartbeat_s
         try:
             async with asyncio.TaskGroup() as tasks:
                 taking = [
@@ -100,9 +100,9 @@ class Worker:
                 keeping = [
                     *(tasks.create_task(loop) for each in self._loops for loop in each.keeping()),
                     tasks.create_task(self.enforce_deadlines(), name="enforce deadlines"),
-                    tasks.create_task(self.announce(), name="announce"),
+                    tasks.create_task(repeat(self._announce, "announce this worker", every_s)),
                     tasks.create_task(self._engine.wait_until_broken(), name="watch engine"),
-                    tasks.create_task(self.sync_adapters(), name="sync adapters"),
+                    tasks.create_task(repeat(self._sync_adapters, "sync adapters", every_s)),
                 ]
                 await self._stopping.wait()
                 _cancel(taking)
@@ -120,6 +120,7 @@ class Worker:
         """Stop claiming, and end after the active requests; a second call releases them and ends at once."""
         if self._stopping.is_set():
             self._hurrying.set()
+            self.active_requests.changed.set()
         self._stopping.set()
 
     async def _release_unclaimed(self) -> None:
@@ -130,18 +131,10 @@ class Worker:
 
     async def _drain(self) -> None:
         logger.info("stopping; %d requests run", len(self.active_requests))
-        waiting = {
-            asyncio.create_task(self._wait_until_empty()),
-            asyncio.create_task(self._hurrying.wait()),
-        }
-        _, pending = await asyncio.wait(
-            waiting, timeout=self._settings.drain_s, return_when=asyncio.FIRST_COMPLETED
-        )
-        _cancel(pending)
-
-    async def _wait_until_empty(self) -> None:
-        while self.active_requests:
-            await self.active_requests.wait_for_change()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._settings.drain_s):
+                while self.active_requests and not self._hurrying.is_set():
+                    await self.active_requests.wait_for_change()
 
     async def _leave(self, *, is_crash: bool) -> None:
         """Release the remaining requests, so that others continue them at once, and withdraw."""
@@ -185,27 +178,20 @@ class Worker:
                     code, message = ErrorCode.DEADLINE_EXCEEDED, "the request's deadline passed"
                     self.active_requests.fail(active, code, message)
 
-    async def sync_adapters(self) -> None:
+    async def _sync_adapters(self) -> None:
         """Load the adapters of the registry, and announce them at once."""
-        await repeat(self._sync_adapters_once, "sync adapters", self._settings.heartbeat_s)
-
-    async def _sync_adapters_once(self) -> None:
         if self._adapters is not None:
             await self._adapters.sync()
             if (card := self._adapters.card) != self._card:
                 self._card = card
-                await self._announce_once()
+                await self._announce()
 
     async def announce_first(self) -> None:
         """Announce this worker before it reports that it is ready, if Redis answers."""
         with suppress(QueueUnavailable, RedisError):
-            await self._announce_once()
+            await self._announce()
 
-    async def announce(self) -> None:
-        """Announce this worker and its load."""
-        await repeat(self._announce_once, "announce this worker", self._settings.heartbeat_s)
-
-    async def _announce_once(self) -> None:
+    async def _announce(self) -> None:
         stats = self._engine.stats
         state: Literal["ready", "draining"] = "draining" if self._stopping.is_set() else "ready"
         record = WorkerRecord(
@@ -276,11 +262,18 @@ class QueueLoops:
 
     def claiming(self) -> tuple[Coroutine[None, None, None], ...]:
         """The loops that end as the worker stops."""
-        return self.claim_requests(), self.claim_batch_work(), self.reclaim_requests()
+        return (
+            repeat(self._claim_once, "claim requests"),
+            repeat(self._claim_batch_once, "claim batch work"),
+            repeat(self._reclaim_once, "reclaim requests", self._settings.heartbeat_s),
+        )
 
     def keeping(self) -> tuple[Coroutine[None, None, None], ...]:
         """The loops that end with the last request."""
-        return self.publish_events(), self.renew_leases()
+        return (
+            repeat(self._publish_once, "publish events"),
+            repeat(self._renew_once, "renew leases", self._settings.heartbeat_s),
+        )
 
     def active(self) -> list[ActiveRequest]:
         """The active requests of this shard."""
@@ -293,11 +286,8 @@ class QueueLoops:
             or (self._is_first and shard not in self._others)
         ]
 
-    async def claim_requests(self) -> None:
-        """Claim interactive requests that the engine can start soon."""
-        await repeat(self._claim_once, "claim requests")
-
     async def _claim_once(self) -> None:
+        """Claim interactive requests that the engine can start soon."""
         while (room := self._limit(self._active_requests.room())) == 0:
             await self._active_requests.wait_for_change()
         claims = await self.queue.read(room, BLOCK_S)
@@ -312,11 +302,8 @@ class QueueLoops:
         if was_idle and claims:
             await self._active_requests.wait_for_change(ENGINE_FIRST_S)
 
-    async def claim_batch_work(self) -> None:
-        """Claim batch requests while no interactive ones wait."""
-        await repeat(self._claim_batch_once, "claim batch work")
-
     async def _claim_batch_once(self) -> None:
+        """Claim batch requests while no interactive ones wait."""
         while not self.queue.num_backlog:
             self._batch_waits.clear()
             await self._batch_waits.wait()
@@ -330,10 +317,6 @@ class QueueLoops:
         if started_at is not None and time.monotonic() - started_at > self._settings.lease_s / 2:
             return 0
         return min(-(-room // (1 + len(self._others))), MAX_CLAIMS_PER_READ)
-
-    async def reclaim_requests(self) -> None:
-        """Take over requests of lost workers and lost replies."""
-        await repeat(self._reclaim_once, "reclaim requests", self._settings.heartbeat_s)
 
     async def _reclaim_in_turn(self) -> None:
         """Reclaim one by one, so that other workers may try other possible poison requests.
@@ -352,16 +335,14 @@ class QueueLoops:
                 await self._active_requests.wait_for_change()
 
     async def _reclaim_once(self) -> None:
+        """Take over requests of lost workers and lost replies."""
         self._active_requests.start(await self.queue.reconcile())
         if self.queue.num_backlog:
             self._batch_waits.set()
         await self._reclaim_in_turn()
 
-    async def publish_events(self) -> None:
-        """Publish the events since the last publish; repeat those that Redis did not answer."""
-        await repeat(self._publish_once, "publish events")
-
     async def _publish_once(self) -> None:
+        """Publish the events since the last publish; repeat those that Redis did not answer."""
         self._unsent = self._unsent or await self._outbox.take()
         if not self._others:  # a shard that is down must not delay the events of the others
             self._engine.hold()  # nothing else can be published meanwhile
@@ -381,11 +362,8 @@ class QueueLoops:
                 self._num_ended[publication.ending] += 1
                 self._active_requests.forget(active)
 
-    async def renew_leases(self) -> None:
-        """Renew the leases while steps are within the watchdog's time; learns of cancelled requests."""
-        await repeat(self._renew_once, "renew leases", self._settings.heartbeat_s)
-
     async def _renew_once(self) -> None:
+        """Renew the leases while steps are within the watchdog's time; learns of cancelled requests."""
         active_requests = self.active()
         if not active_requests or self._is_wedged:
             self._renewed_at = time.monotonic()

@@ -24,7 +24,7 @@ from engines.base import EngineStartError
 from engines.core.sequence import Batch, ScheduledSequence
 from engines.core.sequence import Sequence as Tokens
 from engines.torch_backend.layers.linear import METHODS
-from engines.torch_backend.loading.make_checkpoint import make_transformers_checkpoint
+from engines.torch_backend.loading.make_checkpoint import make_checkpoint
 from engines.torch_backend.loading.weights import load_model
 from engines.torch_backend.models.generic.family import GenericFamily
 from engines.torch_backend.models.hf_config import read_fields
@@ -141,7 +141,7 @@ def measure(options: ProgramOptions, report: Callable[[str], None]) -> list[Step
     model_dir = options.model or _DEFAULT
     if options.model is None and not _DEFAULT.exists():
         report(f"making {_DEFAULT}")
-        make_transformers_checkpoint("llama-125m", _DEFAULT)
+        make_checkpoint("llama-125m", _DEFAULT)
     results: list[StepTime] = []
     for precision in options.precisions:
         report(f"{precision}: loading")

@@ -22,7 +22,6 @@ from deploy.capacity import write_figures
 from engines.base import EngineStartError, RequestError
 from engines.core.engine import BatchingEngine
 from engines.registry import create_engine
-from engines.torch_backend.kv_cache import kv_storage_dtype
 from engines.torch_backend.loading.load import choose_device, choose_dtype
 from engines.torch_backend.models.llava import Llava
 from engines.torch_backend.runner import TorchRunner
@@ -36,7 +35,6 @@ class BenchOptions:
     device: str = "auto"
     dtype: str = "auto"
     quantization: str = "none"
-    kv_dtype: Literal["auto", "int8"] = "auto"
     cpu_kernels: Literal["fast", "exact", "off"] = "fast"
     scenarios: tuple[str, ...] = USUAL
     batch_sizes: tuple[int, ...] = (1, 4, 16)
@@ -69,7 +67,6 @@ class Bench:
             "quantization": options.quantization,
             "cpu_kernels": options.cpu_kernels,
             "max_num_seqs": num_seqs,
-            "kv_dtype": options.kv_dtype,
             "speculation": "ngram",
         }
         self._settings = settings
@@ -81,10 +78,7 @@ class Bench:
         self._speculators = {"ngram": engine.scheduler.speculator, "off": None}
         model = engine.runner.model
         assert isinstance(model, Llava)
-        self._quantization = model.config.quantization or options.quantization
-        self._counter = WorkCounter(
-            engine.runner, ModelCost(model, kv_storage_dtype(options.kv_dtype, self.dtype))
-        )
+        self._counter = WorkCounter(engine.runner, ModelCost(model, self.dtype))
         engine.runner = self._counter  # pyright: ignore[reportAttributeAccessIssue]
         self._maker = RequestMaker(model.config, engine.max_model_len, engine.prepare)
 
@@ -94,8 +88,7 @@ class Bench:
         return {
             "model": self.options.model,
             "dtype": str(self.dtype).removeprefix("torch."),
-            "quantization": self._quantization,
-            "kv_dtype": self.options.kv_dtype,
+            "quantization": self.options.quantization,
             "weight_bytes": stats.memory_bytes["weights"],
             "kv_cache_bytes": stats.memory_bytes["kv_cache"],
             "startup_s": {phase: round(seconds, 3) for phase, seconds in stats.startup_s.items()},

@@ -30,11 +30,7 @@ from benchmarks.peers.peer import (
 from benchmarks.peers.prompts import IMAGE_SIZE, ExamplePrompts
 from benchmarks.peers.report import TABLE_WIDTH, show
 from benchmarks.peers.results import Result, Results
-from engines.torch_backend.loading.make_checkpoint import (
-    SHAPES,
-    TRANSFORMERS_SHAPES,
-    make_any_checkpoint,
-)
+from engines.torch_backend.loading.make_checkpoint import LLAVA_SHAPES, SHAPES, make_checkpoint
 from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.models.llava import VLMConfig
 from engines.torch_backend.models.registry import read_config
@@ -205,13 +201,13 @@ def run(options: PeerOptions, as_json: bool) -> None:
 def _find_checkpoint(options: PeerOptions) -> Path:
     """A directory, or random weights of a shape, or of its first layers."""
     shape, num_layers = str(options.model), options.max_layers
-    if shape not in (*SHAPES, *TRANSFORMERS_SHAPES):
+    if shape not in (*LLAVA_SHAPES, *SHAPES):
         return Path(shape)
     directory = options.folder / (shape if num_layers is None else f"{shape}-{num_layers}-layers")
     if not directory.exists():
         print(f"making {directory}", file=sys.stderr, flush=True)
         part = directory.with_name(f"{directory.name}.part")
         shutil.rmtree(part, ignore_errors=True)  # of a run that was cut
-        make_any_checkpoint(shape, part, num_layers=num_layers)
+        make_checkpoint(shape, part, num_layers=num_layers)
         part.rename(directory)
     return directory

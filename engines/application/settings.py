@@ -12,49 +12,33 @@ Isolation = Literal["auto", "require", "none"]
 class ApplicationSettings(EngineSettings):
     """An application's package is its `model`, a directory. Tasks run one at a time."""
 
-    entry: str = Field(default="", description="Class of a Python application: `module:Class`.")
-    command: Json[tuple[str, ...]] = Field(
-        default=(),
-        description="Command of another application: a program in the package, and arguments, as JSON.",
-    )
-    packages: str = Field(
-        default="",
-        description="Directory of further Python packages; empty: the worker's.",
-    )
+    entry: str = ""
+    """Class of a Python application: `module:Class`."""
+    command: Json[tuple[str, ...]] = ()
+    """Command of another application: a program in the package, and arguments, as JSON."""
+    packages: str = ""
+    """Directory of further Python packages; empty: the worker's."""
     #: Number of an open file with its variables as JSON, from the node; -1: none.
     variables_fd: int = Field(default=-1, json_schema_extra=UNLISTED)
-    isolation: Isolation = Field(
-        default="auto", description="Set by a node from `VLM_NODE__ISOLATION`."
-    )
-    network: bool = Field(
-        default=False, description="Whether an isolated application has network access."
-    )
-    num_threads: int = Field(
-        default=0,
-        ge=0,
-        description="CPU threads of each process of the engine; 0: one for a small model, else as many as the "
-        "processors that the machine has and the container may use.",
-    )
-    uses_gpu: bool = Field(default=False, description="Whether it sees GPUs.")
-    memory_bytes: int = Field(
-        default=0,
-        ge=0,
-        description="Memory of the machine that all its processes may take together; a model sizes its caches by it. 0: any.",
-    )
-    max_processes: int = Field(default=256, ge=1, description="Most processes and threads.")
-    max_output_bytes: int = Field(
-        default=4 * 1024**2, ge=1024, description="Most output of one task."
-    )
-    max_sessions: int = Field(
-        default=16,
-        ge=1,
-        description="Most sessions of its process; beyond that, the least recently used one is left.",
-    )
-    start_s: float = Field(
-        default=300.0, gt=0, description="Time limit for the start of a replacement process."
-    )
-    grace_s: float = Field(
-        default=2.0,
-        gt=0,
-        description="Time limit for a cancelled task to end before its process is killed.",
-    )
+    isolation: Isolation = "auto"
+    """Set by a node from `VLM_NODE__ISOLATION`."""
+    network: bool = False
+    """Whether an isolated application has network access."""
+    num_threads: int = Field(default=0, ge=0)
+    """CPU threads of each process of the engine; 0: one for a small model, else as many as the processors
+    that the machine has and the container may use."""
+    uses_gpu: bool = False
+    """Whether it sees GPUs."""
+    memory_bytes: int = Field(default=0, ge=0)
+    """Memory of the machine that all its processes may take together; a model sizes its caches by it. 0:
+    any."""
+    max_processes: int = Field(default=256, ge=1)
+    """Most processes and threads."""
+    max_output_bytes: int = Field(default=4 * 1024**2, ge=1024)
+    """Most output of one task."""
+    max_sessions: int = Field(default=16, ge=1)
+    """Most sessions of its process; beyond that, the least recently used one is left."""
+    start_s: float = Field(default=300.0, gt=0)
+    """Time limit for the start of a replacement process."""
+    grace_s: float = Field(default=2.0, gt=0)
+    """Time limit for a cancelled task to end before its process is killed."""

@@ -108,6 +108,7 @@ class BatchingEngine(PromptingEngine[EngineRequest]):
             decodes_images=self.processor.decodes_images,
             prepares_quickly=self.processor.is_quick,
             takes_grammars=self._grammars is not None,
+            takes_video=self.processor.takes_video,
         )
 
     def can_continue(self, task: Task) -> bool:

@@ -9,6 +9,7 @@ from engines.base import (
     Decode,
     Engine,
     InvalidRequest,
+    OpenVideo,
     PreparedImage,
     PromptTooLong,
     Tokenization,
@@ -33,6 +34,10 @@ class PromptingEngine(Engine[Request]):
         """The processor's pixels of an image. Raises: InvalidImage."""
         limits = PixelLimits(image.min_pixels, image.max_pixels)
         return self.processor.process_image(data, (image.width, image.height), decode, limits)
+
+    def prepare_video(self, video: OpenVideo) -> Any:
+        """The processor's pixels of a video. Raises: InvalidImage."""
+        return self.processor.process_video(video)
 
     def tokenize(self, task: Tokenize, images: Sequence[PreparedImage]) -> Tokenization:
         """Token ids of a request, or the text of ids. Raises: InvalidRequest."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from msgspec import Struct, field
 
-from engines.base import Adapter, AdapterLimits, Decode
+from engines.base import Adapter, AdapterLimits, Decode, OpenVideo
 from engines.core.constraint import ConstraintFailure
 from engines.core.request import NO_OPTIONS, Prompt
 from engines.core.sequence import Batch, Sequence
@@ -171,6 +171,7 @@ class Processor(Protocol):
     #: Whether building a short prompt is cheaper than a switch to another thread.
     is_quick: bool
     decodes_images: bool  #: whether it reads pixels, not only headers
+    takes_video: bool
     reasoning: "Reasoning | None"  #: the reasoning markers of the model
     tool_format: "ToolFormat"  #: the function call format of the model
     shows_tools: bool  #: whether the chat template lists functions
@@ -187,6 +188,10 @@ class Processor(Protocol):
 
         An image whose (width, height) is not `expected_size` is refused before decoding. Raises: InvalidImage.
         """
+        ...
+
+    def process_video(self, video: OpenVideo) -> Any:
+        """Sample, decode and resize a video. Raises: InvalidImage."""
         ...
 
     def build_prompt(

@@ -12,39 +12,28 @@ MIB = 1024 * 1024
 class BatchingSettings(EngineSettings):
     """Limits of one engine. Units: tokens, sequences, bytes."""
 
-    max_num_batched_tokens: int = Field(default=1024, ge=1, description="Most new tokens per step.")
-    max_mixed_prefill_tokens: int | None = Field(
-        default=None,
-        ge=1,
-        description="Most prompt tokens per step beside running streams; none: measured, so that a step takes less than twice as long.",
-    )
+    max_num_batched_tokens: int = Field(default=1024, ge=1)
+    """Most new tokens per step."""
+    max_mixed_prefill_tokens: int | None = Field(default=None, ge=1)
+    """Most prompt tokens per step beside running streams; none: measured, so that a step takes less than
+    twice as long."""
     #: Launch a step before the tokens of the previous one are known; none: on a GPU.
     overlap_steps: bool | None = Field(default=None, json_schema_extra=UNLISTED)
-    speculation: Literal["auto", "ngram", "off"] = Field(
-        default="auto",
-        description="Speculative decoding, as far as it saves time; it does not change answers. `auto`: drafts from grammars; `ngram`: also from n-grams of prompt and answer.",
-    )
-    tools: Literal["auto", "any"] = Field(
-        default="auto",
-        description="Models that see optional functions: those whose chat template lists them, or any. Required calls work with any model.",
-    )
+    speculation: Literal["auto", "ngram", "off"] = "auto"
+    """Speculative decoding, as far as it saves time; it does not change answers. `auto`: drafts from
+    grammars; `ngram`: also from n-grams of prompt and answer."""
+    tools: Literal["auto", "any"] = "auto"
+    """Models that see optional functions: those whose chat template lists them, or any. Required calls work
+    with any model."""
     #: Tokens per KV block.
     block_size: int = Field(default=16, ge=1, le=256, json_schema_extra=UNLISTED)
-    kv_cache_bytes: int | None = Field(
-        default=None, ge=1, description="Size of the KV cache; none: from free memory."
-    )
-    kv_dtype: Literal["auto", "int8"] = Field(
-        default="auto",
-        description="Type of the KV cache; int8: half the memory, nearly the same answers.",
-    )
-    enable_prefix_cache: bool = Field(
-        default=True, description="Share KV blocks of equal prefixes."
-    )
-    encoder_cache_bytes: int = Field(
-        default=256 * MIB, ge=0, description="Size of the image feature cache."
-    )
+    kv_cache_bytes: int | None = Field(default=None, ge=1)
+    """Size of the KV cache; none: from free memory."""
+    enable_prefix_cache: bool = True
+    """Share KV blocks of equal prefixes."""
+    encoder_cache_bytes: int = Field(default=256 * MIB, ge=0)
+    """Size of the image feature cache."""
     #: None: as many as `kv_cache_bytes` holds.
     num_kv_blocks: int | None = Field(default=None, ge=1, le=1 << 24, json_schema_extra=UNLISTED)
-    max_images_per_step: int = Field(
-        default=8, ge=1, description="Images that one step encodes at most."
-    )
+    max_images_per_step: int = Field(default=8, ge=1)
+    """Images that one step encodes at most."""

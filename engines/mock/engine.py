@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from hashlib import sha256, shake_128
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -26,8 +27,11 @@ from engines.base import (
     EngineCall,
     InvalidImage,
     LoadedEngine,
+    OpenVideo,
     PreparedImage,
     Progress,
+    can_decode_video,
+    sample_evenly,
 )
 from engines.core.engine import BatchingEngine
 from engines.core.request import NO_OPTIONS, EngineRequest, ImageInput, Prompt
@@ -104,12 +108,19 @@ class MockTokenizer:
         return self._token_bytes[token_id].decode("latin-1")
 
 
+class MockVideo(Struct, frozen=True):
+    """A processed video."""
+
+    num_frames: int
+
+
 class MockProcessor:
     """Prompts in a simple template. Images are opened but not decoded."""
 
     max_model_len = MAX_MODEL_LEN
     is_quick = True
     decodes_images = False
+    takes_video = can_decode_video()
     tool_format = HERMES
     shows_tools = True
     spelled: Mapping[int, str] = {}
@@ -137,10 +148,14 @@ class MockProcessor:
             raise InvalidImage("The image is of another size than its header says.")
         return size
 
+    def process_video(self, video: OpenVideo) -> MockVideo:
+        """The number of frames, each of which is a token. Raises: InvalidImage."""
+        return MockVideo(len(video.frames(sample_evenly(video))))
+
     def build_prompt(
         self,
         messages: Items[ChatMessage],
-        images: Items[tuple[str, tuple[int, int]]],
+        images: Items[tuple[str, Any]],
         options: Mapping[str, TemplateOption] = NO_OPTIONS,
         tools: Tools | None = None,
         ending: Ending = "answer",
@@ -154,11 +169,11 @@ class MockProcessor:
             token_ids += self.tokenizer.encode(f"{message.role}: ")
             for part in message.parts:
                 if isinstance(part, ImagePart):
-                    image_hash, size = images[part.image]
-                    inputs.append(
-                        ImageInput(len(token_ids), self.tokens_per_image, image_hash, size)
-                    )
-                    token_ids += [IMAGE_ID] * self.tokens_per_image
+                    image_hash, content = images[part.image]
+                    is_video = isinstance(content, MockVideo)
+                    num_tokens = content.num_frames if is_video else self.tokens_per_image
+                    inputs.append(ImageInput(len(token_ids), num_tokens, image_hash, content))
+                    token_ids += [IMAGE_ID] * num_tokens
                 else:
                     token_ids += self.tokenizer.encode(part.text)
             token_ids += self.tokenizer.encode("\n")
@@ -441,6 +456,7 @@ def load_mock_engine(settings: MockEngineSettings, progress: Progress | None) ->
         reasoning="" if processor.reasoning is None else processor.reasoning.form.name,
         template_options=tuple(processor.template_options),
         supports_grammars=engine.capabilities().takes_grammars,
+        supports_video=processor.takes_video,
     )
     return LoadedEngine(engine, card)
 

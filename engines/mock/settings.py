@@ -11,21 +11,21 @@ class MockSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    vision_s: float = Field(default=0.02, ge=0, description="Simulated time to encode one image.")
-    prefill_s_per_token: float = Field(
-        default=0.00002, ge=0, description="Simulated time per prompt token."
-    )
-    decode_s: float = Field(default=0.005, ge=0, description="Simulated time of one step.")
+    vision_s: float = Field(default=0.02, ge=0)
+    """Simulated time to encode one image."""
+    prefill_s_per_token: float = Field(default=0.00002, ge=0)
+    """Simulated time per prompt token."""
+    decode_s: float = Field(default=0.005, ge=0)
+    """Simulated time of one step."""
     #: Random share of the simulated times, and its seed.
     jitter_ratio: float = Field(default=0.0, ge=0, le=1, json_schema_extra=UNLISTED)
     seed: int = Field(default=0, json_schema_extra=UNLISTED)
-    tokens_per_image: int = Field(default=64, ge=1, description="Image slots of one image.")
-    num_reasoning_tokens: int = Field(
-        default=0, ge=0, description="Reasoning words before an answer, in `<think>`."
-    )
-    num_output_tokens: int = Field(
-        default=24, ge=1, description="Tokens of an answer that nothing else ends."
-    )
+    tokens_per_image: int = Field(default=64, ge=1)
+    """Image slots of one image."""
+    num_reasoning_tokens: int = Field(default=0, ge=0)
+    """Reasoning words before an answer, in `<think>`."""
+    num_output_tokens: int = Field(default=24, ge=1)
+    """Tokens of an answer that nothing else ends."""
 
 
 class MockEngineSettings(BatchingSettings):

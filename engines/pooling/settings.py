@@ -10,38 +10,27 @@ from engines.settings import EngineSettings
 class PoolingSettings(EngineSettings):
     """Limits of one engine. Units: tokens, calls."""
 
-    max_calls: int = Field(
-        default=256, ge=1, le=4096, description="Most concurrent calls of an embedding engine."
-    )
-    max_batch_tokens: int = Field(
-        default=8192, ge=1, description="Most tokens per step of an embedding engine."
-    )
-    result_cache_bytes: int = Field(
-        default=64 * 1024 * 1024,
-        ge=0,
-        description="Size of an embedding engine's cache of vectors and scores, per input and tenant; 0: none.",
-    )
-    result_cache_s: float = Field(default=3600.0, gt=0, description="Lifetime of a cached result.")
+    max_calls: int = Field(default=256, ge=1, le=4096)
+    """Most concurrent calls of an embedding engine."""
+    max_batch_tokens: int = Field(default=8192, ge=1)
+    """Most tokens per step of an embedding engine."""
+    result_cache_bytes: int = Field(default=64 * 1024 * 1024, ge=0)
+    """Size of an embedding engine's cache of vectors and scores, per input and tenant; 0: none."""
+    result_cache_s: float = Field(default=3600.0, gt=0)
+    """Lifetime of a cached result."""
 
 
 class EncoderSettings(PoolingSettings):
     """A model on a device of this machine."""
 
-    model: str = Field(
-        default="shapes-clip",
-        description="Built-in name, directory, or Hugging Face id (`org/name[@revision]`).",
-    )
-    device: str = Field(default="auto", description="`auto`, `cpu`, `cuda` or `cuda:N`.")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto",
-        description="Arithmetic; auto: bfloat16 where the device is fast at it, else float32.",
-    )
-    quantization: Literal["none", "int8"] = Field(
-        default="none", description="Type of the linear layers' weights."
-    )
-    num_threads: int = Field(
-        default=0,
-        ge=0,
-        description="CPU threads of each process of the engine; 0: one for a small model, else as many as the "
-        "processors that the machine has and the container may use.",
-    )
+    model: str = "shapes-clip"
+    """Built-in name, directory, or Hugging Face id (`org/name[@revision]`)."""
+    device: str = "auto"
+    """`auto`, `cpu`, `cuda` or `cuda:N`."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Arithmetic; auto: bfloat16 where the device is fast at it, else float32."""
+    quantization: Literal["none", "int8"] = "none"
+    """Type of the linear layers' weights."""
+    num_threads: int = Field(default=0, ge=0)
+    """CPU threads of each process of the engine; 0: one for a small model, else as many as the processors
+    that the machine has and the container may use."""

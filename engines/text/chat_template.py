@@ -73,18 +73,20 @@ class ChatTemplate:
         tools: Sequence[dict[str, Any]] = (),
         calls: Mapping[int, list[dict[str, Any]]] = NO_CALLS,
         *,
+        kinds: Sequence[str] = (),
         is_answered: bool = True,
     ) -> str:
         """The prompt's text. `texts[i]` replace the text parts of `messages[i]`, then its reasoning.
 
-        `options` are further variables, `tools` functions, `calls[i]` the calls of `messages[i]`. `is_answered`: add the
+        `options` are further variables, `tools` functions, `calls[i]` the calls of `messages[i]`, `kinds[i]` is image or
+        video. `is_answered`: add the
         generation prompt. Raises: InvalidRequest if the template refuses the conversation.
         """
         rendered = []
         for place, (message, replacements) in enumerate(zip(messages, texts, strict=True)):
             remaining = iter(replacements)
             parts: list[dict[str, str]] = [
-                {"type": "image"}
+                {"type": kinds[part.image] if kinds else "image"}
                 if isinstance(part, ImagePart)
                 else {"type": "text", "text": next(remaining)}
                 for part in message.parts
@@ -114,6 +116,15 @@ class ChatTemplate:
         if self._content == "parts":
             return parts
         return "".join(part.get("text", f"{self._image_token}\n") for part in parts)
+
+    def takes_videos(self, placeholder: str) -> bool:
+        """Whether it writes a placeholder for a video."""
+        content = [{"type": "video"}, {"type": "text", "text": _PROBE}]
+        try:
+            text = self._renderer.render([{"role": "user", "content": content}])
+        except (TemplateRefusal, TemplateFailure):
+            return False
+        return self._content == "parts" and text.count(placeholder) == 1
 
     def _shows_tools(self) -> bool:
         """Whether the template lists functions."""

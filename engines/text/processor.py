@@ -16,8 +16,10 @@ from engines.base import (
     Decode,
     InvalidImage,
     InvalidRequest,
+    OpenVideo,
     RequestError,
     UnsupportedCheckpoint,
+    can_decode_video,
 )
 from engines.core.request import NO_OPTIONS, Positions, Prompt
 from engines.core.runner import NO_LIMITS, PixelLimits
@@ -158,7 +160,9 @@ class ChatProcessor:
         self.max_image_pixels = multimodal.max_pixels
         self._slot = tokenizer.image_token
         placeholder = getattr(multimodal, "placeholder", "")
-        self._multimodal = multimodal
+        videos: str = getattr(multimodal, "video_placeholder", "")
+        self.takes_video = bool(videos) and can_decode_video() and template.takes_videos(videos)
+        self._multimodal: Any = multimodal
         self._prompt_builder = PromptBuilder(
             tokenizer,
             template,
@@ -166,6 +170,7 @@ class ChatProcessor:
             placeholder,
             reasoning,
             adds_special_tokens=adds_special_tokens,
+            video_placeholder=videos if self.takes_video else "",
         )
 
     def process_image(
@@ -177,6 +182,12 @@ class ChatProcessor:
     ) -> Any:
         """Decode and resize one image. Raises: InvalidImage."""
         return self._multimodal.process(data, expected_size, decode, pixels)
+
+    def process_video(self, video: OpenVideo) -> Any:
+        """Sample, decode and resize a video. Raises: InvalidImage."""
+        if not self.takes_video:
+            raise InvalidImage("The model takes no videos.")
+        return self._multimodal.process_video(video)
 
     def build_prompt(
         self,

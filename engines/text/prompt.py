@@ -1,4 +1,4 @@
-"""Conversations to token ids with slots for images.
+"""Conversations to token ids with slots for images and videos.
 
 Invariant: only the chat template can write a control token. A user's `<image>` or `</s>` stays text, in one message
 part or across several, and there are as many runs of image slots as image parts.
@@ -10,6 +10,7 @@ guards the ids equal those of transformers.
 
 import re
 import secrets
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -29,7 +30,7 @@ _GUARD_ALPHABET = [chr(code) for code in range(0xE000, 0xE400)]  # private use: 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A processed image.
+    """A processed image or video.
 
     `hash` covers the image and its processing: it is the key of every cache. `text` replaces the template's placeholder;
     it spells control tokens, among them the slots, and may contain plain text.
@@ -45,6 +46,10 @@ class Item:
     is_filled: bool = False  #: whether all of its tokens are slots
     #: Separator token at both ends of the text; adjacent images share one, and a space separates it from a word.
     seam: str = ""
+    kind: str = "image"
+    slot_id: int | None = None  #: token of its slots; None: the model's
+    #: Texts before and after the placeholder that `text` replaces too, if the template writes both.
+    around: tuple[str, str] = ("", "")
 
 
 class PromptTokenizer(Protocol):
@@ -72,10 +77,11 @@ class PromptBuilder:
         reasoning: "Reasoning | None" = None,
         *,
         adds_special_tokens: bool = True,
+        video_placeholder: str = "",
     ) -> None:
         """`slot_id` is the token of image slots, None for a text-only model.
 
-        The template writes it, or the token `placeholder`, once per image. `adds_special_tokens`: add the tokenizer's
+        The template writes it, or the token `placeholder`, once per image, and `video_placeholder` once per video. `adds_special_tokens`: add the tokenizer's
         special tokens to a rendered template that does not begin with BOS, like transformers' processors and unlike
         `apply_chat_template` of its tokenizers.
         """
@@ -83,7 +89,9 @@ class PromptBuilder:
         self._template = template
         self._slot_id = slot_id
         self._spelling = ControlSpelling(tokenizer.control_tokens, slot_id)
-        self._placeholder = placeholder or self._spelling.run_text
+        self._kinds = {placeholder or self._spelling.run_text: "image"}
+        if video_placeholder:
+            self._kinds[video_placeholder] = "video"
         self._reasoning = reasoning
         self._adds_special_tokens = adds_special_tokens
 
@@ -131,12 +139,18 @@ class PromptBuilder:
         functions = () if tools is None else tools.functions
         shown_tools = [_protect_in(to_openai(each), protect, guard) for each in functions]
         rendered = self._template.render(
-            messages, protected, options, shown_tools, calls, is_answered=ending == "answer"
+            messages,
+            protected,
+            options,
+            shown_tools,
+            calls,
+            kinds=[item.kind for item in items],
+            is_answered=ending == "answer",
         )
         if mark:
             rendered = _cut_at(rendered, mark)
         shown = [items[index] for index in order]
-        expanded, places = self._expand(rendered, shown, guard)
+        expanded, places, shown = self._expand(rendered, shown, guard)
         token_ids, runs = self._encode(
             expanded, places, guard, add_special_tokens=self._adds_special_tokens
         )
@@ -151,33 +165,46 @@ class PromptBuilder:
 
     def _expand(
         self, rendered: str, items: list[Item], guard: str
-    ) -> tuple[str, list[tuple[int, int]]]:
-        """Replace placeholders by the texts of images; returns the text and their (start, end)."""
+    ) -> tuple[str, list[tuple[int, int]], list[Item]]:
+        """Replace placeholders by the texts of items; returns the text, their (start, end), and the items in order.
+
+        A template keeps the order of images and that of videos, but may write all of a kind first.
+        """
         found = [
-            start
+            (start, token.text)
             for start, token in self._spelling.find(rendered)
-            if token.text == self._placeholder
+            if token.text in self._kinds
         ]
-        if len(found) != len(items):
-            raise InvalidRequest(
-                f"The model's chat template places {len(found)} of the {len(items)} images "
-                "of this conversation; only user messages may hold images."
-            )
+        waiting = {
+            kind: [item for item in items if item.kind == kind] for kind in self._kinds.values()
+        }
+        counts = Counter(self._kinds[text] for _, text in found)
+        for kind, own in waiting.items():
+            if counts[kind] != len(own):
+                raise InvalidRequest(
+                    f"The model's chat template places {counts[kind]} of the {len(own)} {kind}s "
+                    f"of this conversation; only user messages may hold {kind}s."
+                )
+        items = [waiting[self._kinds[text]].pop(0) for _, text in found]
         pieces: list[str] = []
         places: list[tuple[int, int]] = []
         end = length = 0
-        for start, item in zip(found, items, strict=True):
+        for (start, placeholder), item in zip(found, items, strict=True):
             text = item.text
+            before, after = item.around
+            stop = start + len(placeholder)
+            if rendered.endswith(before, end, start) and rendered.startswith(after, stop):
+                start, stop = start - len(before), stop + len(after)
             if item.seam and places and places[-1][1] == length and start == end:
                 text = text.removeprefix(item.seam)
             pieces += [rendered[end:start], text]
             length += start - end + len(text)
             places.append((length - len(text), length))
-            end = start + len(self._placeholder)
+            end = stop
             if item.seam and _is_word(rendered[end:].removeprefix(guard)[:1]):
                 pieces.append(" ")
                 length += 1
-        return "".join([*pieces, rendered[end:]]), places
+        return "".join([*pieces, rendered[end:]]), places, items
 
     def _encode(
         self,
@@ -223,7 +250,8 @@ class PromptBuilder:
                 f"{item.num_tokens}."
             )
         run_ids = token_ids[offset:stop]
-        is_slot = [item.is_filled or token_id == self._slot_id for token_id in run_ids]
+        slot_id = self._slot_id if item.slot_id is None else item.slot_id
+        is_slot = [item.is_filled or token_id == slot_id for token_id in run_ids]
         slots: tuple[tuple[int, int], ...] = ()
         if not all(is_slot):
             edges = [i for i, slot in enumerate(is_slot) if slot != (i > 0 and is_slot[i - 1])]

@@ -20,9 +20,6 @@ from engines.torch_backend.settings import TorchSettings
 
 #: Share of the free memory after loading that the pool takes by default.
 FREE_MEMORY_RATIO = {"cpu": 0.4, "cuda": 0.85}
-#: of the scales of int8 keys and values
-SCALE_DTYPE = torch.float32
-_LARGEST_INT8 = 127.0
 
 
 class KVShape(Protocol):
@@ -56,16 +53,10 @@ class KVCachePlan:
     max_model_len: int
 
 
-def kv_storage_dtype(kv_dtype: str, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of stored keys and values; `auto` is the engine's."""
-    return torch.int8 if kv_dtype == "int8" else dtype
-
-
-def bytes_per_block(shape: KVShape, block_size: int, storage: torch.dtype) -> int:
-    """Bytes of one block: keys and values of every layer, with scales of integers."""
+def bytes_per_block(shape: KVShape, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one block: keys and values of every layer."""
     num_vectors = 2 * shape.num_layers * block_size * shape.num_kv_heads
-    num_bytes = num_vectors * shape.head_dim * storage.itemsize
-    return num_bytes + (num_vectors * SCALE_DTYPE.itemsize if storage == torch.int8 else 0)
+    return num_vectors * shape.head_dim * dtype.itemsize
 
 
 def plan_kv_cache(
@@ -86,8 +77,7 @@ def plan_kv_cache(
             f"max_model_len {engine.max_model_len} is beyond the model's context; ask for at most "
             f"{text.max_position_embeddings} tokens"
         )
-    storage = kv_storage_dtype(engine.kv_dtype, dtype)
-    block_bytes = sum(bytes_per_block(shape, engine.block_size, storage) for shape in shapes)
+    block_bytes = sum(bytes_per_block(shape, engine.block_size, dtype) for shape in shapes)
     wanted_len = engine.max_model_len or text.max_position_embeddings
     blocks_per_sequence = math.ceil(wanted_len / engine.block_size)
     if engine.num_kv_blocks is not None:
@@ -113,11 +103,7 @@ def plan_kv_cache(
 
 
 class KVCachePool:
-    """Keys and values of every layer, in blocks. Unwritten slots are undefined.
-
-    With `kv_dtype` int8, the key and value of each token and head have their own scale, so that stored values do
-    not depend on other tokens of a step.
-    """
+    """Keys and values of every layer, in blocks. Unwritten slots are undefined."""
 
     def __init__(
         self,
@@ -126,22 +112,17 @@ class KVCachePool:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
-        kv_dtype: str = "auto",
     ) -> None:
-        """`dtype` is that of keys and values as they are written and read."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.head_dim = shape.head_dim
         self.dtype = dtype
         sizes = (shape.num_layers, 2, num_blocks, block_size, shape.num_kv_heads, shape.head_dim)
         #: Shapes: (layers, 2, blocks, block_size, K, D)
-        self.data = torch.empty(sizes, dtype=kv_storage_dtype(kv_dtype, dtype), device=device)
+        self.data = torch.empty(sizes, dtype=dtype, device=device)
         # views that every step needs for every layer
         self._blocks = [(layer[0], layer[1]) for layer in self.data]
         self._slots = [(k.flatten(0, 1), v.flatten(0, 1)) for k, v in self._blocks]
-        self._scales: Tensor | None = None
-        if kv_dtype == "int8":
-            self._scales = torch.empty(sizes[:-1], dtype=SCALE_DTYPE, device=device)
 
     def blocks(self, layer: int) -> tuple[Tensor, Tensor]:
         """Stored keys and values of a layer. Shapes: two (blocks, block_size, K, D)."""
@@ -149,30 +130,12 @@ class KVCachePool:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all layers with scales."""
-        return self.data.nbytes + (0 if self._scales is None else self._scales.nbytes)
+        return self.data.nbytes
 
-    def scales(self, layer: int) -> Tensor | None:
-        """Scales of a layer's integers; None for floating point. Shapes: (2, blocks, block_size, K)."""
-        return None if self._scales is None else self._scales[layer]
-
-    def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Store keys and values of new tokens. Returns them as later steps read them.
-
-        Shapes: slots (N,); key, value (N, K, D), modified.
-        """
-        found = []
-        for place, x in enumerate((key, value)):
-            target = self._slots[layer][place]
-            if self._scales is None:
-                target.index_copy_(0, slots, x)
-            else:
-                integers, scale = quantize(x)
-                target.index_copy_(0, slots, integers)
-                self._scales[layer, place].flatten(0, 1).index_copy_(0, slots, scale)
-                x = self._dequantize(integers, scale)
-            found.append(x)
-        return found[0], found[1]
+    def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        """Store keys and values of new tokens. Shapes: slots (N,); key, value (N, K, D)."""
+        for target, x in zip(self._slots[layer], (key, value), strict=True):
+            target.index_copy_(0, slots, x)
 
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Copies of slots. Shapes: slots (S, T); returns two (S, T, K, D)."""
@@ -180,18 +143,4 @@ class KVCachePool:
         keys, values = (
             x.index_select(0, flat).view(*slots.shape, *x.shape[1:]) for x in self._slots[layer]
         )
-        if self._scales is None:
-            return keys, values
-        scales = self._scales[layer].flatten(1, 2)[:, slots]
-        return self._dequantize(keys, scales[0]), self._dequantize(values, scales[1])
-
-    def _dequantize(self, integers: Tensor, scale: Tensor) -> Tensor:
-        return (integers.to(SCALE_DTYPE) * scale.unsqueeze(-1)).to(self.dtype)
-
-
-def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Integers and scales. Shapes: (N, K, D); returns (N, K, D), (N, K)."""
-    x = x.to(SCALE_DTYPE)
-    scale = (x.abs().amax(-1) / _LARGEST_INT8).clamp(min=torch.finfo(SCALE_DTYPE).tiny)
-    # rounds halves up, which all devices support
-    return (x / scale.unsqueeze(-1) + 0.5).floor().to(torch.int8), scale
+        return keys, values

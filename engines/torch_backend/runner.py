@@ -88,8 +88,7 @@ class TorchRunner:
         self.runs_async = is_cuda = is_native and runs_graphs(device)
         num_blocks = self.num_blocks + is_cuda  # the last one is for padding rows
         self.kv_pools = [
-            KVCachePool(shape, num_blocks, self.block_size, dtype, device, config.kv_dtype)
-            for shape in shapes
+            KVCachePool(shape, num_blocks, self.block_size, dtype, device) for shape in shapes
         ]
         self.ops = ops or cpu_ops("off")
         self.graphs: DecodeGraphs | None = None
@@ -98,7 +97,7 @@ class TorchRunner:
             self._rotary = model.rotary(self.max_model_len, dtype, device)
         if is_cuda and self._rotary is not None:
             decoder, disabled = model.language_model, config.switched_off
-            site = Site(device, dtype, decoder.text, config.block_size, config.kv_dtype, joins=True)
+            site = Site(device, dtype, decoder.text, config.block_size, joins=True)
             self.ops = choose(site, disabled)
             # The reference attention copies every context: a graph would not help.
             has_kernel = self.ops.uses("paged_attention") or device.type == "cpu"

@@ -12,64 +12,43 @@ class TorchSettings(BatchingSettings):
     """Settings of the torch engine."""
 
     removed: ClassVar[Mapping[str, str]] = {
-        "tensor_parallel": "use --engine vllm or --engine sglang for several GPUs"
+        "tensor_parallel": "use --engine vllm or --engine sglang for several GPUs",
+        "kv_dtype": "the KV cache has the type of the engine; use --engine vllm or --engine sglang for one of 8 bits",
     }
 
-    device: str = Field(default="auto", description="`auto`, `cpu`, `cuda` or `cuda:N`.")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto",
-        description="Arithmetic; auto: bfloat16 where the device is fast at it, else float32.",
-    )
-    quantization: Literal["none", "int8", "int4"] = Field(
-        default="none",
-        description="Weights of the decoder; with CPU kernels the vision tower's and the head are int8 then.",
-    )
-    num_threads: int = Field(
-        default=0,
-        ge=0,
-        description="CPU threads of each process of the engine; 0: one for a small model, else as many as the "
-        "processors that the machine has and the container may use, or fewer where the start finds that faster.",
-    )
-    memory_bytes: int = Field(
-        default=0,
-        ge=0,
-        description="Memory of the machine that all its processes may take together; a model sizes its caches by it. 0: any.",
-    )
-    disabled_ops: tuple[str, ...] = Field(
-        default=(),
-        description="Faster ways that are not to be used, comma separated: an operator (`gate`), one "
-        "candidate (`linear_int8.triton`), all of a kind (`cpu`, `triton`), or `cuda_graph`.",
-    )
-    cpu_kernels: Literal["fast", "exact", "off"] = Field(
-        default="fast",
-        description="C++ kernels, compiled at first use; `fast`: int8 and int4 weights meet activations of "
-        "8 bits, `exact`: of 16.",
-    )
-    max_image_pixels: int = Field(
-        default=0,
-        ge=0,
-        le=128_000_000,
-        description="Pixels of an image that the model sees; larger ones are scaled down as the model's "
-        "processor does. 0: on a CPU 1048576, some 30 s of two fast cores for a tower of 32 layers; on a GPU the "
-        "processor's own limit.",
-    )
-    generation_config: str = Field(
-        default="auto",
-        description="Sampling where a request says nothing: `auto` (what the model's "
-        "`generation_config.json` suggests), `none` (OpenAI's defaults), or a folder with another such file.",
-    )
+    device: str = "auto"
+    """`auto`, `cpu`, `cuda` or `cuda:N`."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Arithmetic; auto: bfloat16 where the device is fast at it, else float32."""
+    quantization: Literal["none", "int8", "int4"] = "none"
+    """Weights of the decoder; with CPU kernels the vision tower's and the head are int8 then."""
+    num_threads: int = Field(default=0, ge=0)
+    """CPU threads of each process of the engine; 0: one for a small model, else as many as the processors
+    that the machine has and the container may use, or fewer where the start finds that faster."""
+    memory_bytes: int = Field(default=0, ge=0)
+    """Memory of the machine that all its processes may take together; a model sizes its caches by it. 0:
+    any."""
+    disabled_ops: tuple[str, ...] = ()
+    """Faster ways that are not to be used, comma separated: an operator (`gate`), one candidate
+    (`linear_int8.triton`), all of a kind (`cpu`, `triton`), or `cuda_graph`."""
+    cpu_kernels: Literal["fast", "exact", "off"] = "fast"
+    """C++ kernels, compiled at first use; `fast`: int8 and int4 weights meet activations of 8 bits, `exact`:
+    of 16."""
+    max_image_pixels: int = Field(default=0, ge=0, le=128_000_000)
+    """Pixels of an image that the model sees; larger ones are scaled down as the model's processor does. 0:
+    on a CPU 1048576, some 30 s of two fast cores for a tower of 32 layers; on a GPU the processor's own
+    limit."""
+    generation_config: str = "auto"
+    """Sampling where a request says nothing: `auto` (what the model's `generation_config.json` suggests),
+    `none` (OpenAI's defaults), or a folder with another such file."""
     reasoning: Literal[
         "auto", "none", "think", "mistral", "kimi", "seed", "cohere", "gemma", "harmony"
-    ] = Field(
-        default="auto",
-        description="How the model marks what it thinks before it answers; auto: as its chat template "
-        "and tokens tell, none: all it writes is the answer.",
-    )
-    self_check: Literal["auto", "always", "off"] = Field(
-        default="auto",
-        description="Compare a few tokens of a model with transformers' own at the start; auto: where "
-        "no test of the project does.",
-    )
+    ] = "auto"
+    """How the model marks what it thinks before it answers; auto: as its chat template and tokens tell,
+    none: all it writes is the answer."""
+    self_check: Literal["auto", "always", "off"] = "auto"
+    """Compare a few tokens of a model with transformers' own at the start; auto: where no test of the
+    project does."""
 
     @field_validator("disabled_ops", mode="before")
     @classmethod

@@ -44,10 +44,12 @@ class BidirectionalSpan(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class ImageSlots:
-    """Image features that replace the embeddings of rows from `start`. Shapes: features (slots, C)."""
+    """Features of an image or video that replace the embeddings of rows from `start`. Shapes: features (slots, C)."""
 
     start: int
     features: Tensor
+    kind: str = "image"
+    slots_of: str = "image"  #: as in `ProcessedImage`
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -19,12 +19,15 @@ from engines.base import (
     EngineCall,
     EngineOutput,
     InvalidRequest,
+    OpenVideo,
     PreparedImage,
+    can_decode_video,
+    sample_evenly,
 )
 from engines.core.runner import PixelLimits
 from engines.text.tools import to_openai
 from engines.upstream.client import UpstreamClient
-from engines.upstream.images import data_url, to_png
+from engines.upstream.images import JpegFrames, data_url, to_jpegs, to_png
 from engines.upstream.settings import OpenAiSettings
 from engines.upstream.streams import OpenRequest, StreamBroken, StreamEngine
 from shared.protocol import (
@@ -120,12 +123,21 @@ class ChatEngine(StreamEngine[ChatRequest]):
 
     def capabilities(self) -> Capabilities:
         """See `Engine.capabilities`."""
-        return Capabilities(self._settings.max_num_seqs, decodes_images=True, takes_grammars=True)
+        return Capabilities(
+            self._settings.max_num_seqs,
+            decodes_images=True,
+            takes_grammars=True,
+            takes_video=self._settings.takes_videos and can_decode_video(),
+        )
 
     def prepare_image(self, data: bytes, image: ImageRef, decode: Decode) -> bytes:
         """A PNG file of the image. Raises: InvalidImage."""
         limits = PixelLimits(image.min_pixels, image.max_pixels)
         return to_png(data, (image.width, image.height), decode, limits)
+
+    def prepare_video(self, video: OpenVideo) -> JpegFrames:
+        """JPEG files of evenly sampled frames. Raises: InvalidImage."""
+        return to_jpegs(video.frames(sample_evenly(video)))
 
     def prepare(self, call: EngineCall, images: Sequence[PreparedImage]) -> ChatRequest:
         """Build the body. Raises: InvalidRequest."""
@@ -264,7 +276,7 @@ def _check(task: Generate) -> None:
 
 def _to_message(message: ChatMessage, images: Sequence[PreparedImage]) -> dict[str, Any]:
     content: list[dict[str, Any]] = [
-        {"type": "image_url", "image_url": {"url": data_url(images[part.image].content)}}
+        _to_part(images[part.image].content)
         if isinstance(part, ImagePart)
         else {"type": "text", "text": part.text}
         for part in message.parts
@@ -277,6 +289,12 @@ def _to_message(message: ChatMessage, images: Sequence[PreparedImage]) -> dict[s
     if message.role == "tool":
         shown["tool_call_id"] = message.tool_call_id
     return shown
+
+
+def _to_part(content: bytes | JpegFrames) -> dict[str, Any]:
+    if isinstance(content, JpegFrames):
+        return {"type": "video_url", "video_url": {"url": content.data_url()}}
+    return {"type": "image_url", "image_url": {"url": data_url(content)}}
 
 
 def _to_call(call: ToolCall) -> dict[str, Any]:

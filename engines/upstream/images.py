@@ -18,6 +18,7 @@ from engines.core.request import Positions, Prompt
 from engines.core.runner import NO_LIMITS, PixelLimits
 from engines.packages.checkpoint_json import read_json
 from engines.text.prompt import Item
+from shared.protocol import FRAMES_TYPE
 
 _TOKEN_FIELDS = ("image_token_index", "image_token_id", "boi_token_index", "boi_token_id")
 
@@ -62,6 +63,31 @@ def to_png(
     file = BytesIO()
     _scale(decode(data, expected_size), pixels).save(file, "PNG", compress_level=1)
     return file.getvalue()
+
+
+@dataclass(frozen=True, slots=True)
+class JpegFrames:
+    """A video as JPEG files of its frames."""
+
+    files: tuple[bytes, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(map(len, self.files))
+
+    def data_url(self) -> str:
+        """The form that vLLM takes."""
+        return f"data:{FRAMES_TYPE};base64," + ",".join(b64encode(f).decode() for f in self.files)
+
+
+def to_jpegs(frames: Sequence[Image.Image]) -> JpegFrames:
+    """JPEG files of frames."""
+    files = []
+    for frame in frames:
+        file = BytesIO()
+        frame.save(file, "JPEG", quality=95)
+        files.append(file.getvalue())
+    return JpegFrames(tuple(files))
 
 
 def _scale(image: Image.Image, pixels: PixelLimits) -> Image.Image:

@@ -117,6 +117,7 @@ def load_chat_engine(settings: OpenAiSettings, progress: Progress | None) -> Loa
         max_model_len=settings.max_model_len or found.get("max_model_len") or DEFAULT_MAX_LEN,
         vocab_size=MAX_VOCAB_SIZE,
         supports_images=settings.takes_images,
+        supports_video=engine.capabilities().takes_video,
         tasks=engine.capabilities().tasks,
         supports_grammars=True,
     )

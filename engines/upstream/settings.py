@@ -9,47 +9,39 @@ from engines.settings import EngineSettings
 class ServerSettings(EngineSettings):
     """A running server."""
 
-    url: str = Field(
-        default="",
-        description="Address of a running server, such as http://127.0.0.1:8001; empty: start one.",
-    )
-    api_key: SecretStr = Field(default=SecretStr(""), description="API key of that server.")
-    upstream_model: str = Field(
-        default="", description="Name of the model at that server; empty: its first model."
-    )
-    start_s: float = Field(
-        default=1800.0, gt=0, description="Time limit for the server to become ready."
-    )
+    url: str = ""
+    """Address of a running server, such as http://127.0.0.1:8001; empty: start one."""
+    api_key: SecretStr = SecretStr("")
+    """API key of that server."""
+    upstream_model: str = ""
+    """Name of the model at that server; empty: its first model."""
+    start_s: float = Field(default=1800.0, gt=0)
+    """Time limit for the server to become ready."""
 
 
 class UpstreamSettings(ServerSettings):
     """Where the server is, or how it is started."""
 
-    command: str = Field(
-        default="",
-        description="Executable or container that starts the server, such as `/opt/vllm/bin/vllm serve`; "
-        "the worker appends the arguments.",
-    )
-    arguments: str = Field(default="", description="More arguments for the started server.")
-    tokenizer: str = Field(
-        default="",
-        description="Directory or Hugging Face id of tokenizer and chat template; empty: those of the model.",
-    )
-    silence_s: float = Field(
-        default=30.0,
-        gt=0,
-        description="Seconds without data from a stream after which the server's health is checked.",
-    )
+    command: str = ""
+    """Executable or container that starts the server, such as `/opt/vllm/bin/vllm serve`; the worker appends
+    the arguments."""
+    arguments: str = ""
+    """More arguments for the started server."""
+    tokenizer: str = ""
+    """Directory or Hugging Face id of tokenizer and chat template; empty: those of the model."""
+    silence_s: float = Field(default=30.0, gt=0)
+    """Seconds without data from a stream after which the server's health is checked."""
 
 
 class GpuServerSettings(UpstreamSettings):
     """What vLLM and SGLang have in common."""
 
-    dtype: str = Field(default="auto", description="`auto`, float32, bfloat16 or float16.")
-    quantization: str = Field(
-        default="", description="Quantization method of the server; empty: the checkpoint's own."
-    )
-    tensor_parallel: int = Field(default=1, ge=1, le=64, description="GPUs that share the model.")
+    dtype: str = "auto"
+    """`auto`, float32, bfloat16 or float16."""
+    quantization: str = ""
+    """Quantization method of the server; empty: the checkpoint's own."""
+    tensor_parallel: int = Field(default=1, ge=1, le=64)
+    """GPUs that share the model."""
 
 
 class VllmSettings(GpuServerSettings):
@@ -63,13 +55,17 @@ class SglangSettings(GpuServerSettings):
 class LlamaServerSettings(UpstreamSettings):
     """llama.cpp's server. The model is a GGUF file."""
 
-    mmproj: str = Field(default="", description="GGUF file of the vision tower and projector.")
+    mmproj: str = ""
+    """GGUF file of the vision tower and projector."""
 
 
 class OpenAiSettings(UpstreamSettings):
     """Any server of OpenAI's chat completions API, at `url`."""
 
-    takes_images: bool = Field(default=False, description="Whether the model takes images.")
+    takes_images: bool = False
+    """Whether the model takes images."""
+    takes_videos: bool = False
+    """Whether the model takes videos, as `video_url` of JPEG frames."""
 
 
 class VectorSettings(PoolingSettings, ServerSettings):

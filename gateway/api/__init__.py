@@ -35,7 +35,6 @@ from gateway.api.rerank import Reranking, Scoring
 from gateway.api.responses import ResponseInputTokens, Responses, StoredResponses
 from gateway.api.run import ApplicationRun
 from gateway.api.sessions import Sessions
-from gateway.api.similar import Similar
 from gateway.api.streams import Streams
 from gateway.api.tokenize import Detokenization, Tokenization
 from gateway.api.usage import UsageReport
@@ -95,7 +94,6 @@ def _create_resources(services: Services, surfaces: Sequence[Surface]) -> list[R
     limits, deploy, search = settings.limits, settings.deploy, services.search
     batches, root = services.batches, settings.gateway.root_key
     find_guest = services.keys.guest if services.keys is not None else lambda _: ""
-    stores = VectorStores(lifecycle, search, limits, settings.search.default_store)
     batchable = [surface.path for surface in surfaces if surface.batchable]
     data = TenantData(
         lifecycle.kept, services.sessions, services.queue, services.blobs, services.batches, services.look_for_batches,
@@ -106,14 +104,13 @@ def _create_resources(services: Services, surfaces: Sequence[Surface]) -> list[R
         Files(search, batches and batches.files, lifecycle.kept, lifecycle.loader, limits),
         BatchResource(batches, services.look_for_batches, limits, batchable, find_guest),
         StoredResponses(lifecycle.kept),
-        stores,
-        Similar(stores),
+        VectorStores(lifecycle, search, limits, settings.search.default_store),
         OllamaModelList(models),
         Sessions(lifecycle, services.sessions, limits),
         Adapters(models, limits.max_loras),
         Applications(deploy, services.deployments, models),
         Nodes(services.deployments),
-        Keys(services.keys, data, bool(settings.gateway.prices)),
+        Keys(services.keys, data, bool(settings.gateway.prices), services.usage.raise_budgets),
         *([] if services.audit is None else [Audit(services.audit)]),
         UsageReport(
             services.usage,
@@ -129,5 +126,6 @@ def _create_resources(services: Services, surfaces: Sequence[Surface]) -> list[R
             services.metrics,
             "adapters" if settings.gateway.admin_keys or settings.gateway.root_key else "use",
             settings.redis.shards,
+            services.keys,
         ),
     ]

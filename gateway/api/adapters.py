@@ -34,8 +34,6 @@ logger = logging.getLogger(__name__)
 
 
 class UnloadAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The body of `POST /v1/unload_lora_adapter`."""
-
     lora_name: AdapterName
     lora_int_id: int | None = None  #: vLLM's number; ignored
     #: The model, if there are several; named as in vLLM's `--lora-modules`.
@@ -43,8 +41,6 @@ class UnloadAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class LoadAdapter(UnloadAdapter, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The body of `POST /v1/load_lora_adapter`."""
-
     lora_path: Annotated[str, Meta(min_length=1, max_length=_MAX_PATH_CHARS)]
     load_inplace: bool = False  #: whether to replace an adapter with this name
 
@@ -169,8 +165,6 @@ def _is_loaded(card: AdapterCard | None, source: AdapterSource) -> bool:
 
 
 class Adapters(Resource):
-    """LoRA adapters of the fleet's models."""
-
     tag = "models"
     access = "adapters"
 

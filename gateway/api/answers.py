@@ -39,8 +39,6 @@ class PromptTokensDetails(msgspec.Struct):
 
 
 class CompletionTokensDetails(msgspec.Struct):
-    """The output tokens by kind."""
-
     reasoning_tokens: int
 
 
@@ -64,12 +62,10 @@ def to_usage(totals: Totals) -> CompletionUsage:
 
 
 def num_reasoning_tokens(totals: Totals) -> int:
-    """Reasoning tokens of all choices."""
     return sum(event.usage.num_reasoning_tokens for event in totals.finished)
 
 
 def usage_of(prompt: Usage, num_output: int) -> CompletionUsage:
-    """The `usage` object for these counts."""
     return CompletionUsage(
         prompt_tokens=prompt.num_prompt_tokens,
         completion_tokens=num_output,
@@ -102,7 +98,6 @@ class PromptTokens:
         self.token_ids: tuple[int, ...] = ()  #: empty unless the request asks for them
 
     def add(self, event: object) -> None:
-        """Add the range of an event."""
         if isinstance(event, Started):
             self.token_ids = event.prompt_token_ids
         elif isinstance(event, Tokens):
@@ -111,7 +106,6 @@ class PromptTokens:
 
     @property
     def entries(self) -> list[PromptLogprob]:
-        """Known entries in order."""
         return list(self._found.values())
 
     def to_prompt_logprobs(self) -> PromptLogprobs:
@@ -196,7 +190,6 @@ class Block(msgspec.Struct):
 
     @property
     def text(self) -> str:
-        """The text so far."""
         return "".join(self.pieces)
 
     @property
@@ -303,8 +296,6 @@ def call_id(answer_id: str, choice: int, index: int) -> str:
 
 
 class StreamOptionsOfAnswer(Protocol):
-    """Options of a `ChunkStream`."""
-
     @property
     def include_usage(self) -> bool: ...
 
@@ -378,7 +369,6 @@ class ChunkStream:
         return frames
 
     def chunk(self, choice: Any, **fields: Any) -> bytes:
-        """The event of a chunk with one choice."""
         usage = None if self._stream.include_usage else UNSET
         if self._stream.continuous_usage:
             prompts = self._prompt_usages.values()
@@ -391,7 +381,6 @@ class ChunkStream:
         return sse_event(self.encode(self.chunk_type, [choice], usage=usage, **fields))
 
     def encode(self, type_: type[msgspec.Struct], choices: list[Any], **fields: Any) -> bytes:
-        """A whole answer or a chunk as JSON."""
         answer = type_(
             id=self.head.id,
             created=self.head.created,
@@ -404,7 +393,6 @@ class ChunkStream:
         return encode(answer)
 
     def _count(self, index: int, event: CallEvent) -> None:
-        """Update the counts for the chunk of this event."""
         if isinstance(event, Tokens):
             self._counts[index] = event.index + event.num_tokens
         elif isinstance(event, Started | Finished):
@@ -421,7 +409,6 @@ class BlockStream:
         self._open: Block | None = None
 
     def begun(self, prompt: Usage) -> bytes:
-        """The first events of the stream."""
         raise NotImplementedError
 
     def opened(self, block: Block) -> bytes:
@@ -436,7 +423,6 @@ class BlockStream:
         raise NotImplementedError
 
     def ended(self, totals: Totals) -> bytes:
-        """The last events of the stream."""
         raise NotImplementedError
 
     def frames(self, events: Sequence[ChoiceEvent], totals: Totals | None) -> list[Frame]:
@@ -468,8 +454,15 @@ class BlockStream:
         return b"" if block is None else self.closed(block, totals)
 
 
-class TokenizedAnswer:
-    """An answer of the worker's tokenizer; it is never streamed."""
+class WholeAnswer:
+    """An answer that is never streamed."""
+
+    def frames(self, events: Sequence[ChoiceEvent], totals: Totals | None) -> list[Frame]:
+        return []
+
+
+class TokenizedAnswer(WholeAnswer):
+    """An answer of the worker's tokenizer."""
 
     def __init__(self, to_body: Callable[[Tokenized], msgspec.Struct]) -> None:
         self._to_body = to_body
@@ -477,6 +470,3 @@ class TokenizedAnswer:
     def whole(self, events: Sequence[ChoiceEvent], totals: Totals) -> bytes:
         [made] = [event for _, event in events if isinstance(event, Tokenized)]
         return encode(self._to_body(made))
-
-    def frames(self, events: Sequence[ChoiceEvent], totals: Totals | None) -> list[Frame]:
-        return []

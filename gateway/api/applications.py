@@ -18,12 +18,14 @@ from msgspec.structs import asdict, replace
 from redis.exceptions import RedisError
 from starlette.responses import Response
 
-from gateway.api.package_store import ConfiguredStore, store_error
+from gateway.api.fields import invalid
+from gateway.api.packages import ConfiguredStore, store_error
 from gateway.calls.models import ModelDirectory
 from gateway.http.endpoint import Caller, Resource, operation
 from gateway.http.errors import (
     InvalidRequest,
     NotFound,
+    conflict,
     record_unreadable,
     unavailable,
 )
@@ -70,8 +72,6 @@ logger = logging.getLogger(__name__)
 
 
 class Deploy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The body of `PUT /v1/applications/{name}`."""
-
     digest: Digest  #: digest of the package's manifest, whose blobs are in the store
     spec: SpecBody = SpecBody()
     environment: Environment = Environment()  #: of an application
@@ -83,16 +83,12 @@ class Deploy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Rollback(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The body of `POST /v1/applications/{name}:rollback`."""
-
     generation: Annotated[int, Meta(ge=1)] | None = (
         None  #: target; by default the previous one that served
     )
 
 
 class Scale(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The body of `POST /v1/applications/{name}:scale`."""
-
     min_instances: Annotated[int, Meta(ge=0, le=MAX_INSTANCES)] | None = None
     max_instances: Annotated[int, Meta(ge=1, le=MAX_INSTANCES)] | None = None
 
@@ -128,8 +124,6 @@ class SlotObject(msgspec.Struct):
 
 
 class RevisionObject(msgspec.Struct):
-    """A version that is served."""
-
     generation: int
     digest: str  #: digest of the version: the package's, or one of package and environment
     package: str
@@ -180,8 +174,6 @@ class Log(msgspec.Struct):
 
 
 class Application(msgspec.Struct):
-    """The state of a deployment."""
-
     name: str
     generation: int
     #: `starting` or `canary` while a new version starts, `active`, `undeployed`, or `unreadable` if a newer version
@@ -207,8 +199,6 @@ class ApplicationList(msgspec.Struct):
 
 
 class Applications(Resource):
-    """Deployments and their changes."""
-
     tag = "applications"
     access = "deploy"
 
@@ -222,7 +212,7 @@ class Applications(Resource):
 
     def to_error(self, error: Exception) -> Exception:
         if isinstance(error, Conflict):
-            return _conflict(f"{error}.")
+            return conflict(f"{error}.")
         return unavailable() if isinstance(error, OSError) else store_error(error)
 
     @operation("GET", "/v1/applications")
@@ -269,14 +259,14 @@ class Applications(Resource):
         """Serve a package under a name: start it beside the current version, then replace that."""
         name = _check_name(caller)
         if name in self._models.cards:
-            raise _invalid("name", "a worker serves a model of this name; take another")
+            raise invalid("name", "a worker serves a model of this name; take another")
         try:
             check_environment(body.environment)
         except BadEnvironment as error:
-            raise _invalid("environment", f"{error}") from None
+            raise invalid("environment", f"{error}") from None
         async with self._held(body.digest, body.signature) as manifest:
             if manifest.config.kind == "model" and body.environment != Environment():
-                raise _invalid(
+                raise invalid(
                     "environment",
                     "a model has no variables; its engine's settings are a part of its package (--set)",
                 )
@@ -290,7 +280,7 @@ class Applications(Resource):
         last = history.last if history else None
         number = last.number if last else 0
         if wanted.if_generation is not None and wanted.if_generation != number:
-            raise _conflict(f"The latest generation is {number}, not {wanted.if_generation}.")
+            raise conflict(f"The latest generation is {number}, not {wanted.if_generation}.")
         generation = Generation(
             name, number + 1, wanted.digest, Spec(**asdict(wanted.spec)),
             environment=wanted.environment, least_memory_bytes=least_memory_bytes,
@@ -319,7 +309,7 @@ class Applications(Resource):
         revision = rollout.to_revision(generation, 0.0)
         obstacle = rollout.find_obstacle(revision, nodes)
         if obstacle and nodes:
-            raise _conflict(f"The resources stay as they are: {obstacle}.")
+            raise conflict(f"The resources stay as they are: {obstacle}.")
 
     @operation("POST", _PATH + ":rollback", status=202)
     async def rollback_application(self, caller: Caller, body: Rollback) -> Application:
@@ -336,7 +326,7 @@ class Applications(Resource):
         else:
             back = history.generations.get(body.generation)
         if back is None or not back.digest:
-            raise _conflict("There is no such earlier version to go back to.")
+            raise conflict("There is no such earlier version to go back to.")
         generation = history.back_to(back, (active or back).spec)
         async with self._held(back.digest):
             await self._add(generation, history)
@@ -351,7 +341,7 @@ class Applications(Resource):
         candidate = history.candidate
         is_ready = app is not None and candidate and app.of(candidate.version, "ready")
         if candidate is None or not is_ready:
-            raise _conflict("There is no candidate that is ready.")
+            raise conflict("There is no candidate that is ready.")
         await self._check_retired(name, history.active)
         await self._settle(name, candidate.number, Outcome("active"))
         return await self._get(name)
@@ -363,7 +353,7 @@ class Applications(Resource):
         history = await self._known(name)
         active = history.active
         if active is None or history.candidate is not None:
-            raise _conflict("A new version is on its way; scale it when it is active.")
+            raise conflict("A new version is on its way; scale it when it is active.")
         least, most = body.min_instances, body.max_instances
         try:
             spec = replace(
@@ -372,7 +362,7 @@ class Applications(Resource):
                 max_instances=active.spec.max_instances if most is None else most,
             )
         except ValueError as error:
-            raise _invalid("min_instances", f"{error}") from None
+            raise invalid("min_instances", f"{error}") from None
         number = history.last.number + 1
         await self._add(replace(active, number=number, spec=spec, cause="scale"), history)
         return await self._get(name)
@@ -396,9 +386,9 @@ class Applications(Resource):
         if not (body.weights or before.versions):
             raise _unknown(name, "route")
         if body.weights and history is not None and history.candidate is not None:
-            raise _conflict("A new version is on its way; set the route when it is active.")
+            raise conflict("A new version is on its way; set the route when it is active.")
         if body.weights and name in self._models.cards:
-            raise _invalid("name", "a worker serves a model of this name; take another")
+            raise invalid("name", "a worker serves a model of this name; take another")
         app = await self._find(name)
         versions = {
             version: RoutedVersion(weight, self._card(name, version, before, app))
@@ -419,13 +409,11 @@ class Applications(Resource):
         model = version_name(name, version)
         retiring = app.retiring if app is not None else ()
         if any(version_name(name, each.digest) == model for each in retiring):
-            raise _conflict(
-                f"Nodes are stopping {model}; deploy it again, or send another version."
-            )
+            raise conflict(f"Nodes are stopping {model}; deploy it again, or send another version.")
         known = before.versions.get(version)
         card = self._models.cards.get(model) or (known.card if known else None)
         if card is None:
-            raise _conflict(f"No worker serves {model} now; start one, then set the route.")
+            raise conflict(f"No worker serves {model} now; start one, then set the route.")
         return card
 
     async def _check_retired(self, name: str, active: Generation | None) -> None:
@@ -439,7 +427,7 @@ class Applications(Resource):
         started = ("starting", "ready", "draining")
         num_slots = len(app.of(active.version, *started)) if app is not None else 0
         if self._models.num_workers[model] <= num_slots:
-            raise _conflict(
+            raise conflict(
                 f"The route of {name} sends requests to {model}, and only nodes serve it: start workers "
                 "of it elsewhere, or set its weight to 0."
             )
@@ -528,7 +516,7 @@ class Applications(Resource):
         outcome = await asyncio.to_thread(settle, store, name, number, wanted)
         await self._change(name, lambda app, now: rollout.conclude(app, number, outcome, now))
         if outcome.verdict != wanted.verdict:
-            raise _conflict(f"The rollout has just ended: {outcome.verdict}.")
+            raise conflict(f"The rollout has just ended: {outcome.verdict}.")
 
     async def _change(
         self, name: str, change: Callable[[App, float], App], new: App | None = None
@@ -554,11 +542,11 @@ def _check_package(store: PackageStore, digest: str) -> Manifest:
     try:
         manifest = read_manifest(store, digest)
     except (BadPackage, StoreError) as error:
-        raise _invalid("digest", f"{error}") from None
+        raise invalid("digest", f"{error}") from None
     sizes = {layer.digest: layer for layer in manifest.layers}
     for layer in sizes.values():
         if store.size(layer.digest) != layer.size:
-            raise _invalid("digest", f"{layer.path}: its blob is not in the store, or was cut")
+            raise invalid("digest", f"{layer.path}: its blob is not in the store, or was cut")
     return manifest
 
 
@@ -598,19 +586,9 @@ def _unknown(name: str, what: str = "deployment") -> NotFound:
     )
 
 
-def _invalid(field: str, problem: str) -> InvalidRequest:
-    return InvalidRequest(
-        f"Invalid value for {field}: {problem}.", param=field, code="invalid_value"
-    )
-
-
-def _conflict(message: str) -> InvalidRequest:
-    return InvalidRequest(message, status=409, code="conflict")
-
-
 def _check_name(caller: Caller) -> str:
     """Raises: InvalidRequest."""
     name = caller.path["name"]
     if not re.match(NAME, name):
-        raise _invalid("name", NAME_RULE)
+        raise invalid("name", NAME_RULE)
     return name

@@ -17,14 +17,10 @@ class AuditList(msgspec.Struct):
 
 
 class AuditQuery(msgspec.Struct, frozen=True):
-    """The query of `GET /v1/admin/audit`."""
-
     limit: Annotated[int, Meta(ge=1, le=1000)] = 100
 
 
 class Audit(Resource):
-    """The audit log."""
-
     tag = "keys"
     access = "admin"
 

@@ -5,17 +5,18 @@ Source: OpenAI API reference, "Batch".
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
-from gateway.api.fields import RequestStruct, invalid
+from gateway.api.fields import Listing, RequestStruct, invalid
 from gateway.api.vector_stores import Metadata
 from gateway.batches.lines import LineError
 from gateway.batches.records import Batches, BatchView
 from gateway.http.endpoint import Caller, Resource, operation
-from gateway.http.errors import NotFound, Overloaded
+from gateway.http.errors import NotFound, Overloaded, unavailable
 from shared.packages.store import StoreError
 from shared.settings.limits import (
     MAX_ITEM_ID_CHARS,
@@ -28,8 +29,6 @@ T = TypeVar("T")
 
 
 class CreateBatch(RequestStruct, frozen=True, kw_only=True):
-    """The body of `POST /v1/batches`."""
-
     input_file_id: Annotated[str, Meta(max_length=MAX_ITEM_ID_CHARS)]
     endpoint: str
     completion_window: Literal["24h"]
@@ -44,16 +43,12 @@ class BatchQuery(RequestStruct, frozen=True, kw_only=True):
 
 
 class RequestCounts(msgspec.Struct):
-    """Number of requests by outcome."""
-
     total: int
     completed: int
     failed: int
 
 
 class BatchErrors(msgspec.Struct):
-    """Errors of the input file."""
-
     data: list[LineError]
     object: str = "list"
 
@@ -84,7 +79,6 @@ class BatchObject(msgspec.Struct):
 
     @classmethod
     def of(cls, view: BatchView) -> "BatchObject":
-        """The object for a batch's record."""
         record, ending = view.record, view.ending
         completed, failed = view.counts
         total = 0 if view.beginning is None else view.beginning.total
@@ -109,19 +103,11 @@ class BatchObject(msgspec.Struct):
         return batch
 
 
-class BatchList(msgspec.Struct):
-    """A page of batches."""
-
-    data: list[BatchObject]
-    has_more: bool
-    first_id: str | None
-    last_id: str | None
-    object: str = "list"
+class BatchList(Listing[BatchObject]):
+    pass
 
 
 class TooManyBatches(Overloaded):
-    """The key has its maximum number of open batches."""
-
     status = 429
     type = "rate_limit_error"
 
@@ -134,26 +120,19 @@ class TooManyBatches(Overloaded):
         )
 
 
+@dataclass
 class BatchResource(Resource):
     """Batches. `look` is called when the runner has work."""
 
     tag = "batches"
 
-    def __init__(
-        self,
-        batches: Batches | None,
-        look: Callable[[], None],
-        limits: LimitSettings,
-        endpoints: Sequence[str],
-        find_guest: Callable[[str], str],
-    ) -> None:
-        """`endpoints` are the surfaces that lines may use. `find_guest`: see `KeyDirectory.guest`."""
-        self._find_guest = find_guest
-        self._endpoints = endpoints
-        self._taking = asyncio.Lock()  # guards the number of open batches
-        self._batches = batches
-        self._look = look
-        self._limits = limits
+    _batches: Batches | None
+    _look: Callable[[], None]
+    _limits: LimitSettings
+    _endpoints: Sequence[str]  #: surfaces that lines may use
+    _find_guest: Callable[[str], str]  #: see `KeyDirectory.guest`
+    #: Guards the number of open batches.
+    _taking: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
     def _all(self) -> Batches:
@@ -210,9 +189,7 @@ class BatchResource(Resource):
             return [view for view in views if view is not None], len(ids) > query.limit
 
         views, has_more = await blocking(read)
-        data = [BatchObject.of(view) for view in views]
-        ends = (data[0].id, data[-1].id) if data else (None, None)
-        return BatchList(data, has_more, *ends)
+        return BatchList.of([BatchObject.of(view) for view in views], has_more)
 
     @operation("GET", "/v1/batches/{batch_id}")
     async def retrieve_batch(self, caller: Caller) -> BatchObject:
@@ -241,12 +218,7 @@ async def blocking(work: Callable[[], T]) -> T:
     try:
         return await asyncio.to_thread(work)
     except StoreError:
-        raise Overloaded(
-            "files",
-            "The store of files and batches is temporarily unavailable; retry.",
-            code="service_unavailable",
-            retry_after_s=5,
-        ) from None
+        raise unavailable("files", "The store of files and batches is", 5) from None
 
 
 def not_served() -> NotFound:

@@ -67,8 +67,6 @@ DEFAULT_MAX_TOKENS = 16
 
 
 class CompletionRequest(StructuredFields, frozen=True, kw_only=True):
-    """The body of `POST /v1/completions`."""
-
     model: ModelName
     prompt: str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
     #: 0 for logprobs of the prompt only.
@@ -126,8 +124,6 @@ class Completion(msgspec.Struct, kw_only=True):
 
 
 class CompletionOptions(msgspec.Struct, frozen=True):
-    """Options of the answer."""
-
     num_choices: int = 1  #: of each prompt
     #: The prompts to echo; None for one of token ids.
     echo: tuple[str | None, ...] = ()

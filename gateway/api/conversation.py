@@ -1,4 +1,4 @@
-"""Messages of a conversation in a form common to all APIs: texts, images and function calls."""
+"""Messages of a conversation in a form common to all APIs: texts, images, videos and function calls."""
 
 from collections.abc import Mapping, Sequence
 from typing import Literal
@@ -8,7 +8,7 @@ from msgspec import Struct, field
 from gateway.api.fields import invalid
 from gateway.http.errors import InvalidRequest
 from gateway.http.exchange import RequestContext
-from gateway.images.loader import ImageSource
+from gateway.media.loader import ImageSource
 from shared.protocol import (
     THINKING_SWITCHES,
     ChatMessage,
@@ -19,6 +19,7 @@ from shared.protocol import (
     TemplateOption,
     TextPart,
     ToolCall,
+    VideoOptions,
 )
 from shared.settings.limits import LimitSettings
 
@@ -37,7 +38,6 @@ class Conversation(Struct):
     ending: Ending = "answer"
 
     def text(self, text: str) -> TextPart:
-        """The part of a text."""
         self.num_chars += len(text)
         return TextPart(text)
 
@@ -53,8 +53,15 @@ class Conversation(Struct):
         self.sources.append(ImageSource(url, param, None, *pixels))
         return ImagePart(len(self.sources) - 1)
 
+    def video(self, url: str, param: str, role: Role, options: VideoOptions) -> ImagePart:
+        """The part of a video. `param` names its place in the request. Raises: InvalidRequest."""
+        if role not in ("user", "tool"):
+            raise invalid(param, "videos are only allowed in user and tool messages")
+        self.sources.append(ImageSource(url, param, video=options))
+        return ImagePart(len(self.sources) - 1)
+
     def kept_image(self, ref: ImageRef, param: str) -> ImagePart:
-        """The part of an image that was sent with an earlier request."""
+        """The part of an image or video that was sent with an earlier request."""
         self.sources.append(ImageSource("", param, ref))
         return ImagePart(len(self.sources) - 1)
 

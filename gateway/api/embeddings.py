@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from gateway.api.answers import WholeAnswer
 from gateway.api.chat.schemas import ImageContent, TextContent
 from gateway.api.fields import (
     ModelName,
@@ -25,6 +26,7 @@ from gateway.api.fields import (
     invalid,
     missing,
     timings_of,
+    too_many,
     wants_timings,
 )
 from gateway.api.inputs import (
@@ -37,10 +39,10 @@ from gateway.api.inputs import (
 )
 from gateway.calls.key_limits import TOKENS_PER_IMAGE
 from gateway.calls.open_call import ChoiceEvent
-from gateway.calls.surface import AnswerHead, Frame, Plan, Surface, Totals
+from gateway.calls.surface import AnswerHead, Plan, Surface, Totals
 from gateway.http.errors import InvalidRequest
 from gateway.http.exchange import RequestContext
-from gateway.images.loader import ImageSource
+from gateway.media.loader import ImageSource
 from shared.protocol import (
     Embed,
     ImagePart,
@@ -145,8 +147,6 @@ class _Embedding(msgspec.Struct):
 
 
 class EmbeddingOptions(msgspec.Struct, frozen=True):
-    """Options of the answer."""
-
     is_base64: bool = False
 
 
@@ -176,7 +176,7 @@ class Embeddings(Surface):
 
     def plan(self, request: EmbeddingRequest, context: RequestContext, card: ModelCard) -> Plan:
         inputs = Inputs(request, card, self.limits)
-        _check_dimensions(request.dimensions, card)
+        check_dimensions(request.dimensions, card)
         task = Embed(
             (),
             prompt_name=_find_prompt(request, card),
@@ -281,17 +281,9 @@ class Inputs:
 
     def _check(self, limits: LimitSettings) -> None:
         if len(self.parts) > limits.max_inputs:
-            raise InvalidRequest(
-                f"Too many inputs: send at most {limits.max_inputs}.",
-                param="input",
-                code="too_many_inputs",
-            )
+            raise too_many("inputs", limits.max_inputs, "input")
         if len(self.images) > limits.max_input_images:
-            raise InvalidRequest(
-                f"Too many images: send at most {limits.max_input_images}.",
-                param="input",
-                code="too_many_images",
-            )
+            raise too_many("images", limits.max_input_images, "input")
         texts = [part.text for part in self.parts if isinstance(part, TextPart)]
         check_chars(sum(map(len, texts)), "input", limits)
         ids = sum(len(part.token_ids) for part in self.parts if isinstance(part, TokensPart))
@@ -303,15 +295,12 @@ class Inputs:
             )
 
 
-class EmbeddingAnswer:
-    """Encodes the vectors of all tasks."""
-
+class EmbeddingAnswer(WholeAnswer):
     def __init__(self, options: EmbeddingOptions, head: AnswerHead) -> None:
         self._options = options
         self.head = head
 
     def whole(self, events: Sequence[ChoiceEvent], totals: Totals) -> bytes:
-        """An `EmbeddingList`."""
         answer = {
             "object": "list",
             "model": self.head.model,
@@ -324,9 +313,6 @@ class EmbeddingAnswer:
         if (timings := timings_of(totals)) is not UNSET:
             answer["timings"] = timings
         return msgspec.json.encode(answer)
-
-    def frames(self, events: Sequence[ChoiceEvent], totals: Totals | None) -> list[Frame]:
-        return []
 
 
 def rows_of(events: Sequence[ChoiceEvent]) -> Iterator[memoryview]:
@@ -359,7 +345,7 @@ def _check_kinds(request: EmbeddingRequest) -> None:
         )
 
 
-def _check_dimensions(dimensions: int | None, card: ModelCard) -> None:
+def check_dimensions(dimensions: int | None, card: ModelCard) -> None:
     """Raises: InvalidRequest for dimensions that the model was not trained for."""
     allowed = (*card.shorter_dimensions, card.dimensions)
     if dimensions is not None and dimensions not in allowed:

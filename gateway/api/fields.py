@@ -1,7 +1,7 @@
 """Shared by requests of all APIs: field types, the priority, errors that name a field."""
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Generic, Literal, Self, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
@@ -10,8 +10,13 @@ from gateway.calls.surface import Totals
 from gateway.http.errors import InvalidRequest
 from gateway.http.exchange import RequestContext
 from gateway.http.unknown_fields import Unsupported
-from shared.protocol import Priority
-from shared.settings.limits import MAX_MODEL_CHARS, MAX_USER_CHARS
+from shared.protocol import Priority, VideoOptions
+from shared.settings.limits import (
+    MAX_MODEL_CHARS,
+    MAX_NAME_CHARS,
+    MAX_USER_CHARS,
+    LimitSettings,
+)
 
 ModelName = Annotated[str, Meta(min_length=1, max_length=MAX_MODEL_CHARS)]
 UserName = Annotated[str, Meta(max_length=MAX_USER_CHARS)]
@@ -24,6 +29,7 @@ ShowsTimings = Annotated[
 ]
 ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast"]
 Ignored = Raw | UnsetType  #: validated as JSON, otherwise ignored
+CallName = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 Timings = dict[str, float] | UnsetType
 #: For clients that cannot send `service_tier`; it takes precedence.
@@ -75,6 +81,8 @@ UNSUPPORTED: dict[str, Unsupported] = {
         "function_call": ("none", "auto"),
         "functions": ([],),
         "messages.audio": ({}, [], ""),
+        "mm_processor_kwargs.fps": (),
+        "mm_processor_kwargs.num_frames": (),
         "modalities": (["text"],),
         "moderation": (),
         "prediction": (),
@@ -107,19 +115,61 @@ class EchoedStruct(RequestStruct, frozen=True, kw_only=True):
     is_lenient: ClassVar[bool] = True
 
 
-class IgnoredStreamFields(RequestStruct, frozen=True, kw_only=True):
-    """Stream options without an effect."""
+class SamplingOfFrames(RequestStruct, frozen=True, kw_only=True):
+    """Which frames of a video are used. The default is the model's; one of the two may be given."""
 
+    fps: Annotated[float, Meta(gt=0, le=1000)] | None = None
+    num_frames: Annotated[int, Meta(ge=1)] | None = None
+
+
+class VideoFields(SamplingOfFrames, frozen=True, kw_only=True):
+    """Which frames of a part of a video are used. Units: seconds."""
+
+    start_s: Annotated[float, Meta(ge=0)] = 0.0
+    end_s: Annotated[float, Meta(gt=0)] | None = None
+
+    def options(
+        self, param: str, limits: LimitSettings, default: SamplingOfFrames | None = None
+    ) -> VideoOptions:
+        """`default`: for a video that gives neither fps nor num_frames. Raises: InvalidRequest."""
+        given: SamplingOfFrames = self
+        if default is not None and self.fps is None and self.num_frames is None:
+            given, param = default, "media_io_kwargs.video"
+        if given.fps is not None and given.num_frames is not None:
+            raise invalid(f"{param}.fps", "it excludes num_frames; send one of the two")
+        if (given.num_frames or 0) > limits.max_video_frames:
+            raise invalid(f"{param}.num_frames", f"send at most {limits.max_video_frames}")
+        if self.end_s is not None and self.end_s <= self.start_s:
+            raise invalid(f"{param}.end_s", f"send more than start_s, which is {self.start_s:g}")
+        return VideoOptions(given.fps, given.num_frames, self.start_s, self.end_s or 0.0)
+
+
+class IgnoredStreamFields(RequestStruct, frozen=True, kw_only=True):
     include_obfuscation: bool = False
 
 
 class StreamOptions(IgnoredStreamFields, frozen=True, kw_only=True):
-    """Additional content of a stream."""
-
     include_usage: bool = False
     continuous_usage_stats: Annotated[bool, doc("Send the token counts so far in every chunk.")] = (
         False
     )
+
+
+Entry = TypeVar("Entry")
+
+
+class Listing(msgspec.Struct, Generic[Entry]):
+    """A page of a list."""
+
+    data: list[Entry]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+    object: str = "list"
+
+    @classmethod
+    def of(cls, data: list[Any], has_more: bool) -> Self:
+        return cls(data, has_more, *((data[0].id, data[-1].id) if data else (None, None)))
 
 
 def check_stream_options(options: StreamOptions | None, is_streamed: bool | None) -> None:
@@ -163,5 +213,12 @@ def invalid(param: str, problem: str, code: str = "invalid_value") -> InvalidReq
 
 
 def missing(param: str) -> InvalidRequest:
-    """The error for a missing field."""
     return InvalidRequest(f"Missing required field: {param}.", param=param, code="missing_field")
+
+
+def too_many(what: str, most: int, param: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"Too many {what}: send at most {most}.",
+        param=param,
+        code=f"too_many_{'images' if what == 'images' else 'inputs'}",
+    )

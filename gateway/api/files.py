@@ -4,6 +4,7 @@ Source: OpenAI API reference, "Files".
 """
 
 import time
+from dataclasses import dataclass
 from itertools import chain
 
 import msgspec
@@ -11,14 +12,14 @@ from msgspec.structs import replace
 from starlette.responses import Response, StreamingResponse
 
 from gateway.api.batches import PURPOSE, blocking, not_served
-from gateway.api.fields import invalid
+from gateway.api.fields import Listing, invalid, missing
 from gateway.api.vector_stores import Deleted, ListQuery
 from gateway.batches.files import FILE_ID, BatchFile, BatchFiles
 from gateway.calls.kept import IMAGE_ID, KeptAnswers, image_name
 from gateway.http.endpoint import Caller, Resource, operation
 from gateway.http.errors import InvalidRequest, NotFound
 from gateway.http.multipart import read_form
-from gateway.images.loader import ImageLoader, ImageSource
+from gateway.media.loader import ImageLoader, ImageSource
 from gateway.search import SearchClient
 from shared.records.store import Record
 from shared.search import DropFile, FileRecord, ListFiles, PutFile, ReadFile
@@ -39,8 +40,6 @@ class UploadForm(msgspec.Struct):
 
 
 class FileObject(msgspec.Struct):
-    """OpenAI's file object."""
-
     id: str
     bytes: int
     created_at: int
@@ -51,18 +50,11 @@ class FileObject(msgspec.Struct):
 
     @classmethod
     def of(cls, record: FileRecord | BatchFile) -> "FileObject":
-        """The object for a stored file."""
         return cls(record.id, record.num_bytes, record.created_at, record.filename, record.purpose)
 
 
-class FileList(msgspec.Struct):
-    """A page of files."""
-
-    data: list[FileObject]
-    has_more: bool
-    first_id: str | None
-    last_id: str | None
-    object: str = "list"
+class FileList(Listing[FileObject]):
+    pass
 
 
 class FilesQuery(ListQuery, frozen=True, kw_only=True):
@@ -71,24 +63,15 @@ class FilesQuery(ListQuery, frozen=True, kw_only=True):
     purpose: str = ""
 
 
+@dataclass
 class Files(Resource):
-    """Files that clients upload."""
-
     tag = "files"
 
-    def __init__(
-        self,
-        search: SearchClient,
-        batch_files: BatchFiles | None,
-        images: KeptAnswers,
-        loader: ImageLoader,
-        limits: LimitSettings,
-    ) -> None:
-        self._images = images
-        self._loader = loader
-        self._search = search
-        self._batch_files = batch_files
-        self._limits = limits
+    _search: SearchClient
+    _batch_files: BatchFiles | None
+    _images: KeptAnswers
+    _loader: ImageLoader
+    _limits: LimitSettings
 
     @operation("POST", "/v1/files", request_type=UploadForm, media_type="multipart/form-data")
     async def create_file(self, caller: Caller) -> FileObject:
@@ -106,9 +89,7 @@ class Files(Resource):
             if sum(part.name == name for part in form) > 1:
                 raise InvalidRequest(f"Send one {name}.", param=name, code="invalid_form")
             if name not in fields:
-                raise InvalidRequest(
-                    f"Missing required field: {name}.", param=name, code="missing_field"
-                )
+                raise missing(name)
         purpose = fields["purpose"].data.decode(errors="replace")
         if purpose not in (*PURPOSES, PURPOSE, IMAGES):
             raise invalid("purpose", f"send {', '.join(PURPOSES)}, {IMAGES} or {PURPOSE}")
@@ -175,9 +156,7 @@ class Files(Resource):
     @operation("GET", "/v1/files")
     async def list_files(self, caller: Caller, query: FilesQuery) -> FileList:
         """List files, those of batches first unless a purpose is given."""
-        data, has_more = await self._list(caller.tenant, query)
-        ends = (data[0].id, data[-1].id) if data else (None, None)
-        return FileList(data, has_more, *ends)
+        return FileList.of(*await self._list(caller.tenant, query))
 
     async def _list(self, owner: str, query: FilesQuery) -> tuple[list[FileObject], bool]:
         data: list[FileObject] = []

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import msgspec
 
@@ -32,27 +33,22 @@ class Forgotten(msgspec.Struct):
     files: int = 0  #: for vector stores
     object: str = "key.forgotten"
 
+    def add(self, other: "Forgotten") -> None:
+        for name in ("answers", "sessions", "batches", "vector_stores", "files"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
 
+
+@dataclass(frozen=True, slots=True)
 class TenantData:
     """The stores that have data of tenants."""
 
-    def __init__(
-        self,
-        kept: KeptAnswers,
-        sessions: SessionStore,
-        queue: GatewayQueue,
-        blobs: BlobStore,
-        batches: Batches | None,
-        look_for_batches: Callable[[], None],
-        search: SearchClient,
-    ) -> None:
-        self._look_for_batches = look_for_batches
-        self._blobs = blobs
-        self._kept = kept
-        self._sessions = sessions
-        self._queue = queue
-        self._batches = batches
-        self._search = search
+    _kept: KeptAnswers
+    _sessions: SessionStore
+    _queue: GatewayQueue
+    _blobs: BlobStore
+    _batches: Batches | None
+    _look_for_batches: Callable[[], None]
+    _search: SearchClient
 
     async def forget(self, tenant: str) -> Forgotten:
         """Delete all data of a tenant; can be repeated. Raises: ApiError, QueueUnavailable, StoreError."""
@@ -80,6 +76,17 @@ class TenantData:
                     await self._search.ask(DropFile(tenant=owner, file=file.id), bool)
                 found.files += len(files)
         return found
+
+    async def end_sessions(self, tenant: str) -> None:
+        """Close a tenant's sessions and cancel their tasks; can be repeated. Raises: QueueUnavailable."""
+        owner, after, has_more = session_owner(tenant), "", True
+        while has_more and (page := await self._sessions.page(owner, after, _PAGE, 0)) is not None:
+            found, has_more = page
+            for session in [each.session for each in found]:
+                await self._sessions.close_session(session)
+                for task, _ in await self._sessions.tasks(session.id):
+                    await self._queue.cancel(task.model, [task.request_id])
+                after = session.id
 
     async def _forget_batches(self, batches: Batches, owner: str) -> int:
         """Raises: Overloaded if a batch does not end in time."""

@@ -39,7 +39,6 @@ class InputUsage(msgspec.Struct):
 
 
 def to_truncate(value: bool | str | None) -> Truncate:
-    """The truncation of tasks."""
     names: dict[object, Truncate] = {"START": "start", "END": "end", True: "end"}
     return names.get(value, "none")
 

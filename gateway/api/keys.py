@@ -1,11 +1,12 @@
-"""`/v1/admin/keys`: create, list, rotate and revoke API keys. For the root key and keys with the role `admin`."""
+"""`/v1/admin/keys`: create, list, change, rotate and revoke API keys. For the root key and keys with the role `admin`."""
 
 import secrets
 import time
-from typing import Annotated
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Any
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from gateway.api.fields import invalid
 from gateway.api.forget import Forgotten, TenantData
@@ -20,26 +21,49 @@ _PATH = "/v1/admin/keys"
 _MAX = 2**31
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$(?!\n)"
 
-Limit = Annotated[int, Meta(ge=1, le=_MAX)]
+_NAME_HINT = (
+    "Send 1 to 64 letters, digits, dots, dashes and underscores, and begin with a letter or digit."
+)
+_DEFAULTS = {each.name: each.default for each in msgspec.structs.fields(KeyRecord)}
+
+Limit = Annotated[int, Meta(ge=1, le=_MAX)] | UnsetType | None
 Pattern = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
-class CreateKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class UpdateKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The body of `PATCH /v1/admin/keys/{name}`. Fields that are left out stay, and null removes a limit."""
+
+    #: Patterns of model names, such as `qwen*`; null: all models.
+    models: Annotated[tuple[Pattern, ...], Meta(min_length=1, max_length=64)] | UnsetType | None = (
+        UNSET
+    )
+    requests_per_minute: Limit = UNSET  #: of each model; null: as the fleet's settings
+    tokens_per_minute: Limit = UNSET
+    open_requests: Limit = UNSET
+    expires_in_s: Limit = UNSET  #: from now
+    max_output_tokens: Limit = UNSET  #: of each answer
+    max_priority: Priority | UnsetType = UNSET
+    budget: Annotated[float, Meta(gt=0, le=1e6)] | UnsetType | None = UNSET  #: dollars
+    period: Period | UnsetType = UNSET  #: of the budget, in UTC
+    tag: Annotated[str, Meta(max_length=64)] | UnsetType = UNSET  #: of its usage, such as a team
+
+    def changes(self, now: float) -> dict[str, Any]:
+        """The fields of a record that are given."""
+        found: dict[str, Any] = {}
+        for name in UpdateKey.__struct_fields__:
+            value = getattr(self, name)
+            if value is not UNSET and name == "expires_in_s":
+                found["expires_at"] = now + value if value else 0.0
+            elif value is not UNSET:
+                found[name] = _DEFAULTS[name] if value is None else value
+        return found
+
+
+class CreateKey(UpdateKey, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The body of `POST /v1/admin/keys`."""
 
     name: Annotated[str, Meta(pattern=_NAME)]
     roles: Annotated[tuple[Role, ...], Meta(min_length=1, max_length=4)] = ("use",)
-    #: Patterns of model names, such as `qwen*`; null: all models.
-    models: Annotated[tuple[Pattern, ...], Meta(min_length=1, max_length=64)] | None = None
-    requests_per_minute: Limit | None = None  #: of each model; null: as the fleet's settings
-    tokens_per_minute: Limit | None = None
-    open_requests: Limit | None = None
-    expires_in_s: Annotated[int, Meta(ge=1, le=_MAX)] | None = None
-    max_output_tokens: Limit | None = None  #: of each answer
-    max_priority: Priority = Priority.INTERACTIVE
-    budget: Annotated[float, Meta(gt=0, le=1e6)] | None = None  #: dollars
-    period: Period = "month"  #: of the budget, in UTC
-    tag: Annotated[str, Meta(max_length=64)] = ""  #: of its usage, such as a team
 
 
 class KeyObject(msgspec.Struct):
@@ -82,10 +106,18 @@ class Keys(Resource):
     tag = "keys"
     access = "admin"
 
-    def __init__(self, keys: KeyDirectory | None, data: TenantData, has_prices: bool) -> None:
+    def __init__(
+        self,
+        keys: KeyDirectory | None,
+        data: TenantData,
+        has_prices: bool,
+        raise_budgets: Callable[[], Awaitable[object]],
+    ) -> None:
+        """`raise_budgets`: count in budgets what was spent while there was none."""
         self._keys = keys
         self._data = data
         self._has_prices = has_prices
+        self._raise_budgets = raise_budgets
 
     def to_error(self, error: Exception) -> Exception:
         if isinstance(error, Conflict):
@@ -93,7 +125,7 @@ class Keys(Resource):
             return InvalidRequest(message, status=409, code="conflict")
         return unavailable() if isinstance(error, StoreError | OSError) else error
 
-    @operation("POST", _PATH)
+    @operation("POST", _PATH, hints={"name": _NAME_HINT})
     async def create_key(self, caller: Caller, body: CreateKey) -> NewKey:
         """Create a key. The answer shows it once."""
         keys = await self._fresh()
@@ -104,20 +136,14 @@ class Keys(Resource):
                 status=409,
                 code="key_exists",
             )
-        if body.budget is not None and not self._has_prices:
-            raise invalid(
-                "budget", "a budget needs prices: set VLM_GATEWAY__PRICES for all gateways"
-            )
+        self._check_budget(body)
         if len(keys.records) >= MAX_KEYS:
             raise invalid("name", f"there are {MAX_KEYS} keys, revoked ones included")
         key, digest = new_key()
         now = time.time()  # noqa: TID251
         record = KeyRecord(
-            body.name, 1, digest, secrets.token_hex(16), body.roles, body.models or (),
-            body.requests_per_minute or 0, body.tokens_per_minute or 0, body.open_requests or 0,
-            now, now, now + body.expires_in_s if body.expires_in_s else 0.0,
-            max_output_tokens=body.max_output_tokens or 0, max_priority=body.max_priority,
-            budget=body.budget or 0.0, period=body.period, tag=body.tag,
+            body.name, 1, digest, secrets.token_hex(16), body.roles,
+            created_at=now, changed_at=now, **body.changes(now),
         )  # fmt: skip
         return await self._write(keys, record, key)
 
@@ -132,17 +158,25 @@ class Keys(Resource):
         """Show a key."""
         return _to_object(_find(await self._fresh(), caller))
 
+    @operation("PATCH", _PATH + "/{name}")
+    async def update_key(self, caller: Caller, body: UpdateKey) -> KeyObject:
+        """Change limits of a key; every gateway applies them after two seconds."""
+        keys = await self._fresh()
+        record = _find_active(keys, caller)
+        self._check_budget(body)
+        if not (changes := body.changes(time.time())):  # noqa: TID251
+            raise InvalidRequest("Send at least one field to change.", code="missing_field")
+        if "budget" in changes or "period" in changes:
+            await self._raise_budgets()
+        record = next_version(record, **changes)
+        await keys.write(record)
+        return _to_object(record)
+
     @operation("POST", _PATH + "/{name}:rotate")
     async def rotate_key(self, caller: Caller) -> NewKey:
         """Replace a key by another one with the same name, data and limits. The answer shows it once."""
         keys = await self._fresh()
-        record = _find(keys, caller)
-        if record.is_revoked:
-            message = "This key is revoked: create another one."
-            raise InvalidRequest(message, param="name", status=409, code="key_revoked")
-        if not record.is_active(time.time()):  # noqa: TID251
-            message = "This key has expired: create another one."
-            raise InvalidRequest(message, param="name", status=409, code="key_expired")
+        record = _find_active(keys, caller)
         key, digest = new_key()
         return await self._write(keys, next_version(record, digest=digest), key)
 
@@ -151,8 +185,6 @@ class Keys(Resource):
         """Revoke a key: its open requests end, and no gateway accepts it after two seconds."""
         keys = await self._fresh()
         record = _find(keys, caller)
-        if record.is_revoked:
-            return _to_object(record)
         now = time.time()  # noqa: TID251
         admins = [k for k in keys.records.values() if "admin" in k.roles and k.is_active(now)]
         if admins == [record]:
@@ -162,14 +194,30 @@ class Keys(Resource):
                 status=409,
                 code="last_admin_key",
             )
-        record = next_version(record, is_revoked=True)
-        await keys.write(record)
+        if not record.is_revoked:
+            record = next_version(record, is_revoked=True)
+            await keys.write(record)
+        await self._data.end_sessions(record.tenant)
         return _to_object(record)
 
     @operation("POST", _PATH + "/{name}:forget")
     async def forget_key(self, caller: Caller) -> Forgotten:
-        """Delete what is stored of a key: kept answers, sessions, batches, files, vector stores."""
-        return await self._data.forget(_find(await self._fresh(), caller).tenant)
+        """Delete what is stored of a key, or of `KEY:NAME` with a token: answers, sessions, batches, files, stores."""
+        keys, name = await self._fresh(), caller.path["name"]
+        tenants = await keys.guests_of(name) if ":" in name else [_find(keys, caller).tenant]
+        if not tenants:
+            message = "No caller with a token has this name: `vlm usage` shows all of this month."
+            raise NotFound(message, param="name", code="key_not_found")
+        total = Forgotten()
+        for tenant in tenants:
+            total.add(await self._data.forget(tenant))
+        return total
+
+    def _check_budget(self, body: UpdateKey) -> None:
+        if body.budget and not self._has_prices:
+            raise invalid(
+                "budget", "a budget needs prices: set VLM_GATEWAY__PRICES for all gateways"
+            )
 
     async def _fresh(self) -> KeyDirectory:
         """The directory with all changes of other gateways. Raises: NotFound, RedisError, StoreError."""
@@ -190,10 +238,21 @@ def _find(keys: KeyDirectory, caller: Caller) -> KeyRecord:
     record = keys.records.get(caller.path["name"])
     if record is None:
         raise NotFound(
-            "There is no key of this name: GET /v1/admin/keys lists them.",
+            "There is no key of this name: `vlm keys list` shows all.",
             param="name",
             code="key_not_found",
         )
+    return record
+
+
+def _find_active(keys: KeyDirectory, caller: Caller) -> KeyRecord:
+    record = _find(keys, caller)
+    if record.is_revoked:
+        message = "This key is revoked: create another one."
+        raise InvalidRequest(message, param="name", status=409, code="key_revoked")
+    if not record.is_active(time.time()):  # noqa: TID251
+        message = "This key has expired: create another one."
+        raise InvalidRequest(message, param="name", status=409, code="key_expired")
     return record
 
 

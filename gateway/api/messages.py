@@ -14,6 +14,7 @@ from gateway.api.chat.schemas import ReasoningEffort
 from gateway.api.conversation import Conversation, Part, Role, switch_thinking
 from gateway.api.fields import (
     UNSUPPORTED,
+    CallName,
     EchoedStruct,
     Ignored,
     ModelName,
@@ -47,7 +48,7 @@ from shared.protocol import (
     Tools,
     Usage,
 )
-from shared.settings.limits import MAX_NAME_CHARS, MAX_TOOL_NAME_CHARS, LimitSettings
+from shared.settings.limits import MAX_TOOL_NAME_CHARS, LimitSettings
 
 #: Magic bytes of images in base64, by media type: Anthropic refuses a wrong type too.
 _BEGINNINGS = {
@@ -70,12 +71,7 @@ _ERRORS = {
 }
 
 
-CallName = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
-
-
 class Base64Source(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="base64"):
-    """An image in base64."""
-
     media_type: Literal["image/png", "image/jpeg", "image/webp", "image/gif"]
     data: str
 
@@ -87,14 +83,10 @@ class UrlSource(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="
 
 
 class FileSource(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="file"):
-    """An uploaded image."""
-
     file_id: str
 
 
 class TextBlock(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="text"):
-    """A text."""
-
     text: str
 
 
@@ -105,8 +97,6 @@ class ImageBlock(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag=
 
 
 class ThinkingBlock(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="thinking"):
-    """Reasoning of the assistant."""
-
     thinking: str
 
 
@@ -135,20 +125,14 @@ _SKIPPED_TAGS = (
 
 
 class TextSource(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="text"):
-    """A document as text."""
-
     data: str
 
 
 class ContentSource(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="content"):
-    """A document as blocks."""
-
     content: "str | list[TextBlock | ImageBlock]"
 
 
 class DocumentBlock(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="document"):
-    """A document of text."""
-
     source: TextSource | ContentSource
     title: str | None = None
     context: str | None = None
@@ -157,8 +141,6 @@ class DocumentBlock(EchoedStruct, frozen=True, kw_only=True, tag_field="type", t
 class SearchResultBlock(
     EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="search_result"
 ):
-    """A passage of a search result."""
-
     source: str
     title: str
     content: list[TextBlock]
@@ -167,14 +149,10 @@ class SearchResultBlock(
 class ToolReference(
     EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="tool_reference"
 ):
-    """A tool that a tool search found."""
-
     tool_name: str
 
 
 class ToolUseBlock(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="tool_use"):
-    """A function call of the assistant."""
-
     id: CallName
     name: Annotated[str, Meta(max_length=MAX_TOOL_NAME_CHARS)]
     input: msgspec.Raw | UnsetType = UNSET
@@ -206,15 +184,11 @@ InputBlock = Union[
 
 
 class MessageParam(EchoedStruct, frozen=True, kw_only=True):
-    """One turn."""
-
     role: Literal["user", "assistant", "system"]
     content: str | list[InputBlock]
 
 
 class MessageMetadata(EchoedStruct, frozen=True, kw_only=True):
-    """The client's user."""
-
     user_id: UserName | None = None
 
 
@@ -225,14 +199,10 @@ class Thinking(EchoedStruct, frozen=True, kw_only=True):
 
 
 class MessageFormat(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="json_schema"):
-    """JSON that conforms to a schema."""
-
     schema: msgspec.Raw
 
 
 class OutputConfig(EchoedStruct, frozen=True, kw_only=True):
-    """Format and effort of the answer."""
-
     format: MessageFormat | None = None
     effort: ReasoningEffort | None = None
 
@@ -275,16 +245,12 @@ class PromptFields(SamplingFields, frozen=True, kw_only=True):
 
 
 class CountTokensRequest(PromptFields, frozen=True, kw_only=True):
-    """The body of `POST /v1/messages/count_tokens`."""
-
     @property
     def user(self) -> None:
         """None."""
 
 
 class MessageRequest(PromptFields, frozen=True, kw_only=True):
-    """The body of `POST /v1/messages`."""
-
     max_tokens: Annotated[int, Meta(ge=1)]
     stream: bool | None = None
     metadata: MessageMetadata | None = None
@@ -294,7 +260,6 @@ class MessageRequest(PromptFields, frozen=True, kw_only=True):
 
     @property
     def user(self) -> str | None:
-        """The client's name of its user."""
         return None if self.metadata is None else self.metadata.user_id
 
 
@@ -306,8 +271,6 @@ class MessageText(msgspec.Struct, tag_field="type", tag="text"):
 
 
 class MessageThinking(msgspec.Struct, tag_field="type", tag="thinking"):
-    """Reasoning before it."""
-
     thinking: str
     signature: str = ""
 
@@ -317,8 +280,6 @@ class DirectCaller(msgspec.Struct, frozen=True, tag_field="type", tag="direct"):
 
 
 class MessageToolUse(msgspec.Struct, tag_field="type", tag="tool_use"):
-    """A function call of the answer."""
-
     id: str
     name: str
     input: msgspec.Raw
@@ -344,7 +305,6 @@ class MessageUsage(msgspec.Struct):
 
     @classmethod
     def of(cls, prompt: Usage, num_output: int) -> "MessageUsage":
-        """The counts of a prompt and an answer."""
         cached = prompt.num_cached_tokens
         return cls(
             prompt.num_prompt_tokens - cached,
@@ -369,26 +329,18 @@ class MessageObject(msgspec.Struct, tag_field="type", tag="message", kw_only=Tru
 
 
 class TextDelta(msgspec.Struct, tag_field="type", tag="text_delta"):
-    """Added text."""
-
     text: str
 
 
 class ThinkingDelta(msgspec.Struct, tag_field="type", tag="thinking_delta"):
-    """Added reasoning."""
-
     thinking: str
 
 
 class InputJsonDelta(msgspec.Struct, tag_field="type", tag="input_json_delta"):
-    """Added arguments of a call."""
-
     partial_json: str
 
 
 class StopDelta(msgspec.Struct):
-    """Why the message ended."""
-
     stop_reason: str
     stop_sequence: str | None = None
     stop_details: None = None
@@ -407,8 +359,6 @@ class MessageEvent(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class TokenCount(msgspec.Struct):
-    """The number of input tokens."""
-
     input_tokens: int
 
 
@@ -432,8 +382,6 @@ class AnthropicError(msgspec.Struct):
 
 
 class MessageOptions(msgspec.Struct, frozen=True):
-    """Options of the answer."""
-
     with_thinking: bool = False
 
 
@@ -721,8 +669,6 @@ def _thinking(
 
 
 class MessageAnswer(BlockStream):
-    """Encodes a `MessageObject` or its events."""
-
     def __init__(self, options: MessageOptions, head: AnswerHead) -> None:
         super().__init__(head, with_thought=options.with_thinking)
 

@@ -27,6 +27,10 @@ class ModelLimits(msgspec.Struct):
     scaled_image_pixels: int | msgspec.UnsetType = msgspec.UNSET
     #: Maximum tokens of one image.
     max_image_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    max_videos: int | msgspec.UnsetType = msgspec.UNSET
+    max_video_bytes: int | msgspec.UnsetType = msgspec.UNSET
+    max_video_s: float | msgspec.UnsetType = msgspec.UNSET
+    max_video_frames: int | msgspec.UnsetType = msgspec.UNSET
 
 
 class ModelObject(msgspec.Struct):
@@ -83,8 +87,6 @@ class ModelList(msgspec.Struct):
 
 
 class AnthropicModel(msgspec.Struct):
-    """A model in Anthropic's format."""
-
     id: str
     display_name: str
     created_at: datetime
@@ -109,8 +111,6 @@ _OUTPUTS = {"generate": "text", "embed": "embedding", "rerank": "score"}
 
 
 class Models(Resource):
-    """Models of the fleet."""
-
     tag = "models"
 
     def __init__(self, models: ModelDirectory, limits: LimitSettings) -> None:
@@ -162,7 +162,7 @@ class Models(Resource):
             supports_images=card.supports_images,
             num_workers=models.num_workers[card.queue],
             tasks=card.tasks,
-            input_modalities=("text", "image") if card.supports_images else ("text",),
+            input_modalities=_modalities(card),
             output_modalities=tuple(_OUTPUTS[task] for task in card.tasks if task in _OUTPUTS),
             limits=_limits(card, self._limits),
             supports_grammars=card.supports_grammars,
@@ -200,6 +200,11 @@ def _order(card: ModelCard) -> tuple[bool, bool, bool, int, str]:
     return bool(card.adapter), bool(card.package), is_version, -card.created_at, card.name
 
 
+def _modalities(card: ModelCard) -> tuple[str, ...]:
+    images = ("image",) if card.supports_images else ()
+    return ("text", *images, "video") if card.supports_video else ("text", *images)
+
+
 def _limits(card: ModelCard, limits: LimitSettings) -> ModelLimits:
     """The gateway's limits for requests to this model."""
     found = ModelLimits()
@@ -213,4 +218,9 @@ def _limits(card: ModelCard, limits: LimitSettings) -> ModelLimits:
         found.max_image_pixels = limits.max_image_pixels
         found.scaled_image_pixels = card.max_image_pixels or msgspec.UNSET
         found.max_image_tokens = card.image_tokens or msgspec.UNSET
+    if card.supports_video:
+        found.max_videos = limits.max_videos
+        found.max_video_bytes = limits.max_video_bytes
+        found.max_video_s = limits.max_video_s
+        found.max_video_frames = limits.max_video_frames
     return found

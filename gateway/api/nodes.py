@@ -10,8 +10,6 @@ from shared.packages.rollout import NodeRecord
 
 
 class NodeInstance(msgspec.Struct):
-    """An instance on a node."""
-
     application: str
     slot: int
     digest: str
@@ -30,15 +28,11 @@ class NodeObject(msgspec.Struct):
 
 
 class NodeList(msgspec.Struct):
-    """All nodes."""
-
     data: list[NodeObject]
     object: str = "list"
 
 
 class Nodes(Resource):
-    """The nodes of the fleet."""
-
     tag = "applications"
     access = "deploy"
 

@@ -25,6 +25,7 @@ from gateway.api.embeddings import (
 )
 from gateway.api.fields import (
     UNSUPPORTED,
+    CallName,
     EchoedStruct,
     Ignored,
     ModelName,
@@ -62,7 +63,7 @@ from shared.protocol import (
     ToolCall,
     Tools,
 )
-from shared.settings.limits import MAX_NAME_CHARS, MAX_TOOL_NAME_CHARS, LimitSettings
+from shared.settings.limits import MAX_TOOL_NAME_CHARS, LimitSettings
 from shared.version import package_version
 
 _LATEST = ":latest"
@@ -75,9 +76,6 @@ _LINES: Headers = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
-
-
-CallName = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
 
 
 class OllamaOptions(SamplingFields, frozen=True, kw_only=True):
@@ -119,12 +117,10 @@ class OllamaMessage(EchoedStruct, frozen=True, kw_only=True):
 
 
 class OllamaRequest(RequestStruct, frozen=True, kw_only=True):
-    """Fields of both requests."""
-
     model: ModelName
     stream: bool | None = None
     options: OllamaOptions | None = None
-    think: bool | Literal["low", "medium", "high"] | None = None
+    think: bool | Literal["low", "medium", "high", "max"] | None = None
     keep_alive: Annotated[
         Ignored, doc("0 without a prompt is answered as an unload; models stay loaded.")
     ] = UNSET
@@ -137,15 +133,11 @@ class OllamaRequest(RequestStruct, frozen=True, kw_only=True):
 
 
 class OllamaChatRequest(OllamaRequest, frozen=True, kw_only=True):
-    """The body of `POST /api/chat`."""
-
     messages: list[OllamaMessage]
     tools: list[ToolField] | None = None
 
 
 class OllamaGenerateRequest(OllamaRequest, frozen=True, kw_only=True):
-    """The body of `POST /api/generate`."""
-
     prompt: str = ""
     system: str | None = None
     images: list[str] | None = None
@@ -154,8 +146,6 @@ class OllamaGenerateRequest(OllamaRequest, frozen=True, kw_only=True):
 
 
 class OllamaEmbedRequest(RequestStruct, frozen=True, kw_only=True):
-    """The body of `POST /api/embed`."""
-
     model: ModelName
     input: str | list[str]
     dimensions: Annotated[int, Meta(ge=1)] | None = None
@@ -187,16 +177,12 @@ class OllamaVectors(msgspec.Struct, kw_only=True):
 
 
 class OllamaCalled(msgspec.Struct):
-    """A called function of an answer."""
-
     index: int
     name: str
     arguments: msgspec.Raw
 
 
 class OllamaSaidCall(msgspec.Struct):
-    """A complete call."""
-
     id: str
     function: OllamaCalled
 
@@ -238,8 +224,6 @@ class OllamaError(msgspec.Struct):
 
 
 class OllamaAnswerOptions(msgspec.Struct, frozen=True):
-    """Options of the answer."""
-
     with_thinking: bool = False
     with_logprobs: bool = False
 
@@ -336,7 +320,6 @@ class _Ollama(Surface):
 
 
 def encode_error(error: ApiError) -> bytes:
-    """An error in Ollama's format."""
     return encode(OllamaError(error.message, error.code, error.param))
 
 
@@ -352,9 +335,9 @@ def _without_tag(request: Any) -> Any:
 def _thinking(
     request: OllamaRequest, card: ModelCard, context: RequestContext
 ) -> dict[str, TemplateOption]:
-    """The chat template's variable for reasoning."""
     if isinstance(request.think, str):
-        return find_effort(card, request.think, "think", context)
+        effort = "high" if request.think == "max" else request.think  # templates know no more
+        return find_effort(card, effort, "think", context)
     return {} if request.think is None else switch_thinking(card, request.think, "think", context)
 
 
@@ -537,7 +520,6 @@ class OllamaEmbeddings(OllamaEmbed):
 
 class _Vectors(EmbeddingAnswer):
     def whole(self, events: Sequence[ChoiceEvent], totals: Totals) -> bytes:
-        """The vectors and durations."""
         return encode(
             OllamaVectors(
                 model=self.head.model,
@@ -556,8 +538,6 @@ class _Vector(EmbeddingAnswer):
 
 
 class OllamaAnswer:
-    """Encodes an answer, whole or in lines."""
-
     def __init__(self, options: OllamaAnswerOptions, head: AnswerHead, *, is_chat: bool) -> None:
         self.options = options
         self.head = head
@@ -644,8 +624,6 @@ def _time(seconds: int) -> str:
 
 
 class OllamaDetails(msgspec.Struct):
-    """Details of a model's weights."""
-
     format: str
     quantization_level: str
     parent_model: str = ""
@@ -669,7 +647,6 @@ class OllamaModel(msgspec.Struct, kw_only=True):
 
     @classmethod
     def of(cls, card: ModelCard) -> "OllamaModel":
-        """The entry of a model card."""
         return cls(
             name=card.name,
             model=card.name,
@@ -680,21 +657,15 @@ class OllamaModel(msgspec.Struct, kw_only=True):
 
 
 class OllamaModels(msgspec.Struct):
-    """All models."""
-
     models: list[OllamaModel]
 
 
 class OllamaShowRequest(EchoedStruct, frozen=True):
-    """The body of `POST /api/show`."""
-
     model: str = ""
     name: str = ""  #: name of the field in older clients
 
 
 class OllamaShown(msgspec.Struct, kw_only=True):
-    """One model."""
-
     details: OllamaDetails
     model_info: dict[str, str | int]
     capabilities: list[str]
@@ -706,8 +677,6 @@ class OllamaShown(msgspec.Struct, kw_only=True):
 
 
 class OllamaVersion(msgspec.Struct):
-    """Ours."""
-
     version: str
 
 

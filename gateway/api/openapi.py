@@ -34,8 +34,6 @@ _OF_BODIES = frozenset({"408", "413", "415", "422"})
 
 
 class OpenApi(Resource):
-    """The OpenAPI document."""
-
     def __init__(self, endpoints: Iterable[Endpoint], limits: LimitSettings) -> None:
         self._endpoints = [*endpoints]
         self._limits = limits

@@ -4,6 +4,7 @@ Blobs are streamed to the store while they arrive; an interrupted upload continu
 """
 
 import asyncio
+import logging
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -14,10 +15,16 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive
 
-from gateway.api.package_store import ConfiguredStore, store_error
 from gateway.http.body import BodyTooSlow, PacedBody
 from gateway.http.endpoint import Caller, Resource, operation
-from gateway.http.errors import ApiError, InvalidRequest
+from gateway.http.errors import (
+    ApiError,
+    InvalidRequest,
+    NotFound,
+    record_unreadable,
+    store_unavailable,
+)
+from shared.packages.deployments import Unreadable
 from shared.packages.garbage import blobs_of, write_hold
 from shared.packages.manifest import (
     MANIFEST_TYPE,
@@ -27,8 +34,41 @@ from shared.packages.manifest import (
     is_digest,
 )
 from shared.packages.resumable_file import PIECE_BYTES
-from shared.packages.store import BadBlob, StoreError, WrongStart
+from shared.packages.store import BadBlob, PackageStore, StoreError, WrongStart, open_store
 from shared.settings.limits import LimitSettings
+
+logger = logging.getLogger(__name__)
+
+
+class ConfiguredStore:
+    """A package store that is opened on first use."""
+
+    def __init__(self, url: str) -> None:
+        """`url` empty: no store."""
+        self.url = url
+        self._store: PackageStore | None = None
+
+    async def open(self) -> PackageStore:
+        """Raises: NotFound, StoreError."""
+        if not self.url:
+            raise NotFound(
+                "Deployments are off: set VLM_DEPLOY__STORE for gateways and nodes.",
+                code="deployments_off",
+            )
+        if self._store is None:
+            self._store = await asyncio.to_thread(open_store, self.url)
+        return self._store
+
+
+def store_error(error: Exception) -> Exception:
+    """The error of a failure of the store, without its message."""
+    if not isinstance(error, Unreadable | StoreError):
+        return error
+    logger.error("%s", error)
+    if isinstance(error, Unreadable):
+        return record_unreadable()
+    return store_unavailable()
+
 
 _MAX_UPLOADS = 4  #: concurrent uploads at full speed
 _SLOW_RATE = 256 * 1024  #: bytes per second; a slower upload counts as slow
@@ -192,8 +232,6 @@ class TooManySlowUploads(ApiError):
 
 
 class Packages(Resource):
-    """Uploads of packages to the store."""
-
     tag = "applications"
     access = "deploy"
 

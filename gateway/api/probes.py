@@ -3,16 +3,21 @@
 import re
 from collections.abc import Collection
 from contextlib import suppress
+from dataclasses import dataclass
+from typing import Annotated
 
-from msgspec import Struct
+from msgspec import Meta, Struct
+from msgspec.structs import replace
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import JSONResponse, Response
 
+from gateway.api.fields import invalid
 from gateway.calls.models import ModelDirectory
 from gateway.http.admission import Admission
 from gateway.http.endpoint import Access, Caller, Operation, OperationServices, Resource, operation
-from gateway.http.errors import InvalidRequest
-from shared.queue.api import GatewayQueue, QueueUnavailable
+from gateway.http.exchange import short_hash
+from gateway.keys.directory import KeyDirectory
+from shared.queue.api import GatewayQueue, OpenRequest, QueueUnavailable
 from shared.telemetry.metrics import GatewayMetrics
 from shared.version import package_version
 
@@ -55,26 +60,30 @@ class FleetStatus(Struct):
     workers: list[WorkerStatus]
 
 
+class LiveRequests(Struct):
+    """Requests, newest first."""
+
+    data: list[OpenRequest]
+    object: str = "list"
+
+
+class LiveRequestsQuery(Struct):
+    limit: Annotated[int, Meta(ge=1, le=1000)] = 100
+
+
+@dataclass
 class Probes(Resource):
     """Operations for orchestrators and Prometheus."""
 
     tag = "operation"
 
-    def __init__(
-        self,
-        admission: Admission,
-        models: ModelDirectory,
-        queue: GatewayQueue,
-        metrics: GatewayMetrics,
-        metrics_access: Access,
-        shards: Collection[str],
-    ) -> None:
-        self._admission = admission
-        self._models = models
-        self._queue = queue
-        self._metrics = metrics
-        self._metrics_access: Access = metrics_access
-        self._shards = shards
+    _admission: Admission
+    _models: ModelDirectory
+    _queue: GatewayQueue
+    _metrics: GatewayMetrics
+    _metrics_access: Access
+    _shards: Collection[str]
+    _keys: KeyDirectory | None
 
     @operation("GET", "/healthz", access="public", is_probe=True)
     async def healthz(self, caller: Caller) -> Response:
@@ -99,11 +108,7 @@ class Probes(Resource):
         instances are started by requests.
         """
         if not re.fullmatch("[0-9]{1,6}", query.workers):
-            raise InvalidRequest(
-                "Invalid value for workers: send a number, such as 1.",
-                param="workers",
-                code="invalid_value",
-            )
+            raise invalid("workers", "send a number, such as 1")
         state = self._state(int(query.workers))
         return JSONResponse({"status": state}, status_code=200 if state == "ready" else 503)
 
@@ -139,6 +144,16 @@ class Probes(Resource):
             package_version(), self._state(), self._admission.num_open, queues, workers
         )
 
+    @operation("GET", "/v1/admin/requests", access="admin")
+    async def live_requests(self, caller: Caller, query: LiveRequestsQuery) -> LiveRequests:
+        """List the newest requests of all gateways that wait or run."""
+        found = await self._queue.open_requests(self._models.cards, query.limit)
+        name_of = short_hash
+        if self._keys is not None:
+            await self._keys.know(each.key for each in found)
+            name_of = self._keys.name_of
+        return LiveRequests([replace(each, key=name_of(each.key)) for each in found])
+
     def operations(self, services: OperationServices) -> list[Operation]:
         found = super().operations(services)
         for each in found:
@@ -150,14 +165,12 @@ class Probes(Resource):
     async def metrics(self, caller: Caller) -> Response:
         """Show metrics as Prometheus text. Needs a key if keys are set, an admin key if there are any."""
         metrics = self._metrics
-        metrics.set_open_requests(self._admission.num_open)
-        metrics.set_ready_workers(self._models.num_workers)
+        metrics.set_open(self._admission.num_open, self._models.num_workers)
         servers: dict[str, dict[str, str]] = {}
         with suppress(QueueUnavailable):
             servers = await self._queue.servers()
             for name in self._models.cards:
                 stats = await self._queue.stats(name)
-                metrics.set_queue_age(name, stats.age_s)
-                metrics.set_queue_depth(name, stats.num_open, stats.num_backlog)
+                metrics.set_queue(name, stats.num_open, stats.num_backlog, stats.age_s)
         metrics.set_redis(self._shards, servers)
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)

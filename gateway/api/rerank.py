@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from gateway.api.answers import WholeAnswer
 from gateway.api.fields import (
     ModelName,
     RequestStruct,
@@ -22,6 +23,7 @@ from gateway.api.fields import (
     find_priority,
     invalid,
     timings_of,
+    too_many,
     wants_timings,
 )
 from gateway.api.inputs import (
@@ -33,15 +35,12 @@ from gateway.api.inputs import (
     to_truncate,
 )
 from gateway.calls.open_call import ChoiceEvent
-from gateway.calls.surface import AnswerHead, Frame, NoOptions, Plan, Surface, Totals
-from gateway.http.errors import InvalidRequest
+from gateway.calls.surface import AnswerHead, NoOptions, Plan, Surface, Totals
 from gateway.http.exchange import RequestContext
 from shared.protocol import ModelCard, Rerank, Scores
 
 
 class TextDocument(RequestStruct, frozen=True, kw_only=True):
-    """A document as an object."""
-
     text: str
 
 
@@ -60,8 +59,6 @@ class _Common(RequestStruct, frozen=True, kw_only=True):
 
 
 class RerankRequest(_Common, frozen=True, kw_only=True):
-    """The body of `POST /v1/rerank`."""
-
     query: str
     documents: Documents
     top_n: Annotated[int, Meta(ge=1)] | None = None
@@ -80,8 +77,6 @@ class ScoreRequest(_Common, frozen=True, kw_only=True):
 
 
 class ReturnedDocument(msgspec.Struct):
-    """A returned document."""
-
     text: str
 
 
@@ -105,8 +100,6 @@ class RerankAnswer(msgspec.Struct):
 
 
 class PairScore(msgspec.Struct):
-    """The score of one pair."""
-
     index: int
     score: float
     object: str = "score"
@@ -143,11 +136,7 @@ class _Pairs(Surface):
         """Documents split into tasks, each with the query. Raises: InvalidRequest."""
         limits, many = self.limits, len(task.queries) > 1
         if len(documents) > limits.max_documents:
-            raise InvalidRequest(
-                f"Too many documents: send at most {limits.max_documents}.",
-                param=task.name,
-                code="too_many_inputs",
-            )
+            raise too_many("documents", limits.max_documents, task.name)
         check_chars(sum(map(len, task.queries)) + sum(map(len, documents)), task.name, limits)
         longest = max(map(len, task.queries))
         return [
@@ -245,22 +234,12 @@ class Scoring(_Pairs):
         return ScoreWords(head)
 
 
-class _Whole:
-    """An answer that is never streamed."""
-
-    def frames(self, events: Sequence[ChoiceEvent], totals: Totals | None) -> list[Frame]:
-        return []
-
-
-class RerankWords(_Whole):
-    """Encodes the results of all tasks."""
-
+class RerankWords(WholeAnswer):
     def __init__(self, options: RerankOptions, head: AnswerHead) -> None:
         self._options = options
         self._head = head
 
     def whole(self, events: Sequence[ChoiceEvent], totals: Totals) -> bytes:
-        """A `RerankAnswer`."""
         scores = scores_of(events)
         best = sorted(range(len(scores)), key=lambda index: (-scores[index], index))
         return msgspec.json.encode(
@@ -280,14 +259,11 @@ class RerankWords(_Whole):
         return RerankResult(index, score, document)
 
 
-class ScoreWords(_Whole):
-    """Encodes the scores of all tasks."""
-
+class ScoreWords(WholeAnswer):
     def __init__(self, head: AnswerHead) -> None:
         self._head = head
 
     def whole(self, events: Sequence[ChoiceEvent], totals: Totals) -> bytes:
-        """A `ScoreAnswer`."""
         data = [PairScore(index, score) for index, score in enumerate(scores_of(events))]
         head, usage = self._head, InputUsage.of(totals)
         return msgspec.json.encode(

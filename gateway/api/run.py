@@ -27,8 +27,6 @@ _lines = msgspec.json.Decoder(RunOutput)
 
 
 class RunRequest(RequestStruct, frozen=True, kw_only=True):
-    """The body of `POST /v1/applications/{name}/run`."""
-
     input: Annotated[Raw, doc("Any JSON, in the application's own format.")]
     stream: Annotated[
         bool | None, doc("Send the items that the application yields as they come.")
@@ -39,8 +37,6 @@ class RunRequest(RequestStruct, frozen=True, kw_only=True):
 
 
 class RunAnswer(msgspec.Struct):
-    """The result of a task."""
-
     id: str
     application: str
     #: The return value of `run`, or the list of yielded values. In a stream, `item` events come before it.
@@ -58,7 +54,6 @@ class NamedRequest(msgspec.Struct, frozen=True):
 
     @property
     def user(self) -> str | None:
-        """See `Request.user`."""
         return self.body.user
 
 
@@ -109,7 +104,6 @@ class TaskAnswer:
         self._num_items = 0
 
     def whole(self, events: Sequence[ChoiceEvent], totals: Totals) -> bytes:
-        """A `RunAnswer`."""
         output = output_of(event for _, event in events)
         return self._encode(output=output, timings=timings_of(totals))
 

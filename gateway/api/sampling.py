@@ -69,8 +69,6 @@ class SamplingFields(RequestStruct, frozen=True, kw_only=True):
 
 
 class OpenAiSampling(SamplingFields, frozen=True, kw_only=True):
-    """Further fields of chat and completions."""
-
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
     n: Annotated[int, Meta(ge=1)] | None = None
     repeat_penalty: Annotated[

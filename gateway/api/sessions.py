@@ -29,6 +29,7 @@ from gateway.http.errors import (
     ErrorFields,
     InvalidRequest,
     NotFound,
+    conflict,
     from_failed,
     unavailable,
 )
@@ -126,8 +127,6 @@ class TaskQuery(msgspec.Struct):
 
 
 class PageQuery(msgspec.Struct):
-    """Range of sessions or tasks."""
-
     limit: Annotated[int, Meta(ge=1, le=MAX_PAGE)] = MAX_PAGE
     after: Annotated[str, Meta(max_length=128)] = ""  #: last id of the previous page
 
@@ -220,8 +219,6 @@ _TASK = _SESSION + "/tasks/{task_id}"
 
 
 class Sessions(Resource):
-    """Sessions of applications and their tasks."""
-
     tag = "sessions"
 
     def __init__(self, lifecycle: Lifecycle, store: SessionStore, limits: LimitSettings) -> None:
@@ -250,7 +247,7 @@ class Sessions(Resource):
         self._check_resources(session)
         most = self._limits.max_sessions
         if not await self._store.take_place(session, most):
-            raise _conflict(
+            raise conflict(
                 f"This key has {most} sessions: use one that is open, or wait until one is forgotten.",
                 code="too_many_sessions",
             )
@@ -349,7 +346,7 @@ class Sessions(Resource):
         if session.common is not None and not await self._lifecycle.blobs.hold(
             session.common, session.id, ttl_s=session.ttl_s
         ):
-            raise _conflict("The session's common data is lost: open another.", code="session_lost")
+            raise conflict("The session's common data is lost: open another.", code="session_lost")
         inputs = [compact(task.input, "input", self._limits.max_task_bytes) for task in tasks]
         submits = [
             self._submit(caller, session, card, task.id or token_hex(8), data)
@@ -387,7 +384,7 @@ class Sessions(Resource):
         except TaskRefused as refused:
             raise _refused(refused.reason, self._limits) from None
         if task.fingerprint != wanted.fingerprint:
-            raise _conflict(
+            raise conflict(
                 f"The task {task_id} has another input: take another id.", code="task_id_reused"
             )
         if state == "new" or (state == "open" and now < task.deadline_at):
@@ -616,7 +613,7 @@ class Sessions(Resource):
         wanted, found = session.resources, self._lifecycle.models.resources(session.application)
         if wanted is None or (found and fits(wanted, Resources(**found))):
             return
-        raise _conflict(
+        raise conflict(
             f"An instance of this application has less than these resources ({found or 'unknown'}): "
             "ask for less, or deploy it with more.",
             code="insufficient_resources",
@@ -668,9 +665,5 @@ def _show_task(session: Session, task: TaskRecord, state: TaskState) -> TaskObje
 def _refused(reason: str, limits: LimitSettings) -> InvalidRequest:
     if reason == "full":
         most = limits.max_session_tasks
-        return _conflict(f"The session has {most} tasks: open another.", code="session_full")
-    return _conflict("The session is closed: open another.", code="session_closed")
-
-
-def _conflict(message: str, *, code: str) -> InvalidRequest:
-    return InvalidRequest(message, status=409, code=code)
+        return conflict(f"The session has {most} tasks: open another.", code="session_full")
+    return conflict("The session is closed: open another.", code="session_closed")

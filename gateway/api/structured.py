@@ -61,8 +61,6 @@ class JsonSchema(RequestStruct, frozen=True, kw_only=True):
 class JsonSchemaFormat(
     RequestStruct, frozen=True, kw_only=True, tag_field="type", tag="json_schema"
 ):
-    """JSON that conforms to a schema."""
-
     json_schema: JsonSchema
 
 
@@ -163,7 +161,6 @@ def _lark_grammar(source: str, param: str, limits: LimitSettings) -> Grammar:
 
 
 def any_object(param: str) -> Grammar:
-    """A grammar for any JSON object."""
     return Grammar("json", _ANY_OBJECT, param)
 
 
@@ -196,7 +193,6 @@ class _SchemaCheck:
         self._num_values = 0
 
     def check(self, schema: dict[str, Any]) -> None:
-        """Check the schema."""
         self._look(schema, self._param, 1)
         waiting: list[tuple[Any, str]] = [(schema, self._param)]
         while waiting:

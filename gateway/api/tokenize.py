@@ -67,22 +67,16 @@ class TokenList(msgspec.Struct):
 
 
 class DetokenizeRequest(RequestStruct, frozen=True, kw_only=True):
-    """The body of `POST /detokenize`."""
-
     model: ModelName
     tokens: list[TokenId]
     user: UserName | None = None
 
 
 class DetokenizedPrompt(msgspec.Struct):
-    """The answer."""
-
     prompt: str
 
 
 class TokenizeOptions(msgspec.Struct, frozen=True):
-    """Options of the answer."""
-
     max_model_len: int = 0
     with_strings: bool = False
 

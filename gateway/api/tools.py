@@ -38,8 +38,6 @@ class ToolField(FunctionField, frozen=True):
 
 
 class NamedFunction(EchoedStruct, frozen=True):
-    """A function by name."""
-
     name: str
 
 
@@ -72,8 +70,6 @@ Arguments = str | dict[str, Raw]  #: an object is taken too
 
 
 class CalledFunction(EchoedStruct, frozen=True):
-    """A called function."""
-
     name: Annotated[str, Meta(max_length=MAX_TOOL_NAME_CHARS)]
     arguments: Arguments = "{}"
 

@@ -91,6 +91,8 @@ class UsageReport(Resource):
         key = None if self._keys is None else self._keys.of(tenant)
         sees_all = tenant == self._root or (key is not None and "admin" in key.roles)
         found = await self._log.read(begin, end)
+        if self._keys is not None:
+            await self._keys.know(each.tenant for each in found)
         rows = await asyncio.to_thread(
             self._sum, [each for each in found if sees_all or each.tenant == tenant], groups
         )
@@ -104,7 +106,7 @@ class UsageReport(Resource):
             key = None if self._keys is None else self._keys.of(each.tenant)
             named: dict[str, Any] = {
                 "day": each.day,
-                "key": key.name if key is not None else each.tenant and short_hash(each.tenant),
+                "key": short_hash(each.tenant) if key is None else key.name,
                 "tag": "" if key is None else key.tag,
                 "model": each.model,
             }

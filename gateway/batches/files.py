@@ -64,14 +64,12 @@ class BatchFiles:
         self._store.put_if_absent(_record(owner, file.id), msgspec.json.encode(file))
 
     def get(self, owner: str, id_: str) -> BatchFile | None:
-        """A file of this owner."""
         if not _is_id(id_):
             return None
         data = self._store.get(_record(owner, id_))
         return None if data is None else msgspec.json.decode(data, type=BatchFile)
 
     def read(self, owner: str, file: BatchFile) -> Iterator[bytes]:
-        """The bytes of a file."""
         return self._store.stream(_data(owner, file))
 
     def delete(self, owner: str, file: BatchFile) -> None:

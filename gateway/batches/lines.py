@@ -5,7 +5,7 @@ Source: OpenAI API reference, "The request input object", "The request output ob
 
 import hashlib
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta, Raw
@@ -78,7 +78,6 @@ def split_lines(data: bytes) -> list[memoryview]:
 
 
 def read_line(line: memoryview, number: int) -> BatchLine:
-    """Read a line of a checked file."""
     found = _decoder.decode(line)
     return BatchLine(number, found.custom_id, bytes(found.body))
 
@@ -144,24 +143,21 @@ def _check_body(body: Raw, number: int) -> LineError | None:
 
 
 def to_result(batch_id: str, line: BatchLine, status: int, request_id: str, body: bytes) -> bytes:
-    """The line of a response."""
     response = _Response(status, request_id, Raw(body))
-    return _encode(_Result(result_id(batch_id, line.number), line.custom_id, response, None))
+    return msgspec.json.encode(
+        _Result(result_id(batch_id, line.number), line.custom_id, response, None)
+    )
 
 
 def to_failure(batch_id: str, line: BatchLine, code: str, message: str) -> bytes:
     """The line of a request without a response."""
     result_of = result_id(batch_id, line.number)
-    return _encode(_Result(result_of, line.custom_id, None, _Error(code, message)))
+    return msgspec.json.encode(_Result(result_of, line.custom_id, None, _Error(code, message)))
 
 
 def result_id(batch_id: str, number: int) -> str:
     """The id of a result: a function of batch and line."""
     return "batch_req_" + hashlib.sha256(f"{batch_id} {number}".encode()).hexdigest()[:32]
-
-
-def _encode(result: Any) -> bytes:
-    return msgspec.json.encode(result)
 
 
 # Parts: some results, as they are kept until the batch ends
@@ -176,7 +172,6 @@ class LineResult(msgspec.Struct, frozen=True):
 
 
 def encode_part(results: list[LineResult]) -> bytes:
-    """Encode results."""
     return msgspec.msgpack.encode(results)
 
 

@@ -79,8 +79,6 @@ class Finalizing(msgspec.Struct, frozen=True):
 
 
 class Ending(msgspec.Struct, frozen=True):
-    """The output files."""
-
     at: int
     completed: int = 0
     failed: int = 0
@@ -161,7 +159,6 @@ class Batches:
         return record
 
     def get(self, owner: str, id_: str) -> BatchView | None:
-        """A batch of this owner."""
         tail = id_.removeprefix(BATCH_ID)
         if not id_.startswith(BATCH_ID) or len(tail) != 32 or not tail.isalnum():
             return None
@@ -195,12 +192,10 @@ class Batches:
         return [(names[1], names[2]) for names in (key.split("/") for key in keys)]
 
     def cancel(self, record: BatchRecord) -> None:
-        """Cancel a batch."""
         self._write(record, "cancel", Cancel(_now()))
         self._store.put_if_absent(f"{_CANCELLED}/{record.owner}/{record.id}", b"")
 
     def is_cancelled(self, record: BatchRecord) -> bool:
-        """Whether its client has cancelled it."""
         return self._store.get(f"{_folder(record.owner, record.id)}/cancel") is not None
 
     def cancelled_ids(self) -> set[str]:

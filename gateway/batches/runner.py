@@ -10,11 +10,12 @@ import random
 import secrets
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Protocol
+from dataclasses import KW_ONLY, dataclass
 
 import msgspec
+from starlette.types import Message
 
 from gateway.batches.lines import (
     BatchLine,
@@ -26,8 +27,13 @@ from gateway.batches.lines import (
     to_result,
 )
 from gateway.batches.records import Batches, BatchRecord, BatchView
+from gateway.calls.lifecycle import Lifecycle
+from gateway.calls.surface import Surface
+from gateway.http.exchange import Exchange, RequestContext
 from shared.packages.store import StoreError
 from shared.queue.api import QueueUnavailable
+from shared.queue.resume import Leases
+from shared.telemetry.logs import request_id
 
 #: Limit of one batch, and of one gateway.
 MAX_OPEN_LINES = 64
@@ -59,47 +65,24 @@ class LineAnswer(msgspec.Struct, frozen=True):
 Ask = Callable[[str, str, bytes], Awaitable[LineAnswer]]
 
 
-class Leases(Protocol):
-    """Leases of batches."""
-
-    async def hold(self, name: str, holder: str, ttl_s: float) -> bool:
-        """Take or renew a lease; returns whether it is the holder's. Raises: QueueUnavailable."""
-        ...
-
-    async def drop(self, name: str, holder: str) -> None:
-        """Release a lease. Raises: QueueUnavailable."""
-        ...
-
-
+@dataclass
 class BatchRunner:
     """Runs open batches without a runner."""
 
-    def __init__(
-        self,
-        batches: Batches,
-        leases: Leases,
-        ask: Ask,
-        may_ask: Callable[[str, str], bool],
-        *,
-        max_lines: int,
-        max_open_lines: int = MAX_OPEN_LINES,
-        keep_s: float,
-        look_s: float = 3.0,
-        flush_s: float = 2.0,
-        lease_s: float = LEASE_S,
-    ) -> None:
-        """`may_ask`: whether a tenant, or guest of a key, still has one. `keep_s`: older files and batches are deleted."""
+    _batches: Batches
+    _leases: Leases
+    _ask: Ask
+    _may_ask: Callable[[str, str], bool]  #: whether a tenant, or guest of a key, still has one
+    _: KW_ONLY
+    max_lines: int
+    max_open_lines: int = MAX_OPEN_LINES  #: of a batch
+    keep_s: float  #: older files and batches are deleted
+    look_s: float = 3.0
+    flush_s: float = 2.0  #: until a result is stored
+    lease_s: float = LEASE_S
+
+    def __post_init__(self) -> None:
         self.holder = secrets.token_hex(8)
-        self._batches = batches
-        self._leases = leases
-        self._ask = ask
-        self._may_ask = may_ask
-        self._max_lines = max_lines
-        self.max_open_lines = max_open_lines  #: of a batch
-        self._keep_s = keep_s
-        self._look_s = look_s
-        self._flush_s = flush_s
-        self._lease_s = lease_s
         self._running: dict[str, tuple[str, asyncio.Task[None]]] = {}  # owner and task, by id
         self._computing: set[_Computing] = set()
         self._changed = asyncio.Event()
@@ -134,13 +117,13 @@ class BatchRunner:
                 logger.exception("batches wait")
             self._changed.clear()
             with suppress(TimeoutError):
-                async with asyncio.timeout(self._look_s * random.uniform(0.75, 1.25)):
+                async with asyncio.timeout(self.look_s * random.uniform(0.75, 1.25)):
                     await self._changed.wait()
 
     async def _look_once(self) -> None:
         if time.monotonic() > self._sweep_at:
             self._sweep_at = time.monotonic() + _SWEEP_PAUSE_S
-            before_s = time.time() - self._keep_s  # noqa: TID251
+            before_s = time.time() - self.keep_s  # noqa: TID251
             await asyncio.to_thread(self._batches.files.sweep, before_s)
             await asyncio.to_thread(self._batches.sweep, before_s)
         waiting = await asyncio.to_thread(self._batches.open_ids)
@@ -158,7 +141,7 @@ class BatchRunner:
 
     async def _take(self, owner: str, id_: str) -> None:
         """Run a batch, unless another gateway does."""
-        if await self._leases.hold(id_, self.holder, self._lease_s):
+        if await self._leases.hold(id_, self.holder, self.lease_s):
             task = asyncio.create_task(self._run(owner, id_), name=id_)
             self._running[id_] = owner, task
 
@@ -171,7 +154,7 @@ class BatchRunner:
             if work.done() and (error := work.exception()) is not None:
                 if not isinstance(error, StoreError | QueueUnavailable):
                     logger.error("a batch broke off; it goes on later", exc_info=error)
-                await asyncio.sleep(self._look_s)
+                await asyncio.sleep(self.look_s)
         finally:
             for task in (work, hold):
                 task.cancel()
@@ -184,11 +167,11 @@ class BatchRunner:
     async def _hold(self, id_: str) -> None:
         """Renew the lease; returns when it is, or may be, lost."""
         held_at = time.monotonic()
-        while time.monotonic() < held_at + self._lease_s * 0.7:
-            await asyncio.sleep(self._lease_s / 5)
+        while time.monotonic() < held_at + self.lease_s * 0.7:
+            await asyncio.sleep(self.lease_s / 5)
             with suppress(QueueUnavailable):
                 asked_at = time.monotonic()
-                if not await self._leases.hold(id_, self.holder, self._lease_s):
+                if not await self._leases.hold(id_, self.holder, self.lease_s):
                     return
                 held_at = asked_at
 
@@ -196,7 +179,7 @@ class BatchRunner:
         view = await asyncio.to_thread(self._batches.get, owner, id_)
         if view is None:
             await asyncio.to_thread(self._batches.forget_orphan, owner, id_)
-            await asyncio.sleep(self._look_s)
+            await asyncio.sleep(self.look_s)
             return
         record = view.record
         if view.finalizing is None:
@@ -219,15 +202,17 @@ class BatchRunner:
             return
         if view.beginning is None:
             total, errors = await asyncio.to_thread(
-                check_lines, data, record.endpoint, self._max_lines
+                check_lines, data, record.endpoint, self.max_lines
             )
             if errors:
                 await asyncio.to_thread(batches.finalize, record, "failed", errors)
                 return
             await asyncio.to_thread(batches.begin, record, total)
-        numbers = await asyncio.to_thread(self._numbers_done, view)
+        numbers = await asyncio.to_thread(
+            lambda: {result.number for result in batches.results(record, view.parts)}
+        )
         lines = split_lines(data)
-        todo = [number for number in range(len(lines)) if number not in numbers]
+        todo = (number for number in range(len(lines)) if number not in numbers)
         computing = _Computing(self, record, lines, todo)
         status = "completed"
         self._computing.add(computing)
@@ -241,9 +226,6 @@ class BatchRunner:
             self._computing.discard(computing)
             await computing.flush()
         await asyncio.to_thread(batches.finalize, record, status)
-
-    def _numbers_done(self, view: BatchView) -> set[int]:
-        return {result.number for result in self._batches.results(view.record, view.parts)}
 
     # Of one batch, for `_Computing`
 
@@ -275,26 +257,17 @@ class BatchRunner:
             self._batches.is_cancelled, record
         )
 
-    @property
-    def flush_s(self) -> float:
-        """Seconds until a result is stored."""
-        return self._flush_s
 
-
+@dataclass(eq=False)
 class _Computing:
     """The lines of a batch without a result."""
 
-    def __init__(
-        self,
-        runner: BatchRunner,
-        record: BatchRecord,
-        lines: Sequence[memoryview],
-        todo: Sequence[int],
-    ) -> None:
-        self._runner = runner
-        self._record = record
-        self._lines = lines
-        self._todo = iter(todo)
+    _runner: BatchRunner
+    _record: BatchRecord
+    _lines: Sequence[memoryview]
+    _todo: Iterator[int]
+
+    def __post_init__(self) -> None:
         self._results: list[LineResult] = []
         self._has_room = asyncio.Event()
         self._has_room.set()
@@ -306,7 +279,7 @@ class _Computing:
         count = self._runner.max_open_lines
         answering = [asyncio.create_task(self._answer_lines()) for _ in range(count)]
         keeping = asyncio.create_task(self._keep_results())
-        all_answered = asyncio.create_task(_await_all(answering))
+        all_answered = asyncio.gather(*answering)
         try:
             done, _ = await asyncio.wait(
                 {all_answered, keeping}, return_when=asyncio.FIRST_COMPLETED
@@ -315,10 +288,9 @@ class _Computing:
                 each.result()
             return all_answered in done
         finally:
-            tasks = (*answering, all_answered, keeping)
-            for task in tasks:
+            for task in (*answering, all_answered, keeping):
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*answering, keeping, return_exceptions=True)
 
     def wake(self) -> None:
         """Check for a cancellation now, and store the results."""
@@ -362,11 +334,6 @@ class _Computing:
                 self._has_room.set()
 
 
-async def _await_all(tasks: Sequence[asyncio.Task[None]]) -> None:
-    for task in tasks:
-        await task
-
-
 def _find_pause(answer: LineAnswer) -> float | None:
     """The pause before a line is retried; None: its response is final."""
     if answer.status == 504:  # it waited too long
@@ -388,3 +355,50 @@ def _was_taken(answer: LineAnswer) -> bool:
     except (msgspec.DecodeError, LookupError, TypeError):
         return True
     return code not in _NOT_TAKEN
+
+
+_HEADERS = {b"content-type": b"application/json", b"x-vlm-priority": b"batch"}
+
+
+class LineAsker:
+    """Calls the endpoints of one gateway."""
+
+    def __init__(self, lifecycle: Lifecycle, surfaces: Mapping[str, Surface]) -> None:
+        self._lifecycle = lifecycle
+        self._surfaces = surfaces
+
+    async def ask(self, tenant: str, path: str, body: bytes) -> LineAnswer:
+        """The response of the endpoint; cancelling the call cancels the request."""
+        context = RequestContext(
+            secrets.token_hex(16),
+            dict(_HEADERS),
+            time.perf_counter(),
+            tenant=tenant,
+            refuses_unknown_fields=self._lifecycle.settings.unknown_fields == "refuse",
+        )
+        request_id.set(context.id)
+        client = _InProcess(body)
+        exchange = Exchange(context, client.receive, client.send)
+        await self._lifecycle.serve(self._surfaces[path], exchange)
+        return LineAnswer(client.status, client.headers, context.shown_id, bytes(client.body))
+
+
+class _InProcess:
+    """An in-process client: sends one body, stays connected, and reads the whole response."""
+
+    def __init__(self, body: bytes) -> None:
+        self._messages: list[Message] = [{"type": "http.request", "body": body}]
+        self.status = 500
+        self.headers: dict[bytes, bytes] = {}
+        self.body = bytearray()
+
+    async def receive(self) -> Message:
+        if not self._messages:
+            await asyncio.get_running_loop().create_future()
+        return self._messages.pop()
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status, self.headers = message["status"], dict(message["headers"])
+        else:
+            self.body += message.get("body", b"")

@@ -9,9 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
-from functools import partial
 from itertools import islice
-from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -28,6 +26,7 @@ from shared.queue.api import (
     QueueRefused,
     QueueUnavailable,
     Reservation,
+    Submission,
     Submitted,
     UnknownBudget,
     shard_of,
@@ -148,14 +147,9 @@ class Dispatcher:
         self._add(call)
         call.charge = charge
         try:
-            submitted = await self._enqueue(
-                calls,
-                charge,
-                timeout_s=timeout_s,
-                max_waiting=max_waiting,
-                reservation=reservation,
-                affinity=affinity,
-            )
+            choices = [seal(each) for each in calls]
+            submission = Submission(choices, timeout_s, max_waiting, reservation, affinity, charge)
+            submitted = await self._enqueue(calls[0], submission)
         except QueueRefused:
             call.settle()
             call.close()
@@ -167,25 +161,21 @@ class Dispatcher:
         call.submitted = calls
         call.full_in_s = submitted.full_in_s
         if submitted.affinity:
-            self.metrics.record_affinity(submitted.affinity)
+            self.metrics.count("home_requests", submitted.affinity)
         if submitted.affinity == "home":
             asyncio.get_running_loop().call_later(grace_s, self._end_grace, call)
         return call
 
-    async def _enqueue(
-        self, calls: Sequence[Call], charge: Charge | None, **options: Any
-    ) -> Submitted:
+    async def _enqueue(self, first: Call, submission: Submission) -> Submitted:
         """Queue calls, once Redis knows what their tenant has spent."""
-        submit = partial(
-            self.queue.submit, [seal(each) for each in calls], charge=charge, **options
-        )
         try:
-            return await submit()
+            return await self.queue.submit(submission)
         except UnknownBudget:
+            charge = submission.charge
             if charge is None or charge.budget is None:
                 raise
-            await self._restore_budget(calls[0], charge.budget)
-            return await submit()
+            await self._restore_budget(first, charge.budget)
+            return await self.queue.submit(submission)
 
     def _end_grace(self, call: OpenCall) -> None:
         """Return choices to the shared queue if the preferred worker has not started them."""
@@ -200,7 +190,7 @@ class Dispatcher:
             logger.warning("cannot return reserved requests to the queue: %s", error)
         else:
             for _ in range(num_shared):
-                self.metrics.record_affinity("shared")
+                self.metrics.count("home_requests", "shared")
 
     async def follow(
         self,
@@ -234,15 +224,14 @@ class Dispatcher:
         return call
 
     def fail_all(self, message: str) -> None:
-        """Fail all open requests."""
         for call, choice in self._all_routes():
             call.fail(choice, ErrorCode.CANCELLED, message)
 
-    def fail_tenants(self, tenants: Collection[str], message: str) -> None:
-        """Fail the open requests of tenants."""
+    def fail_tenants(self, tenants: Collection[str]) -> None:
+        """Fail the open requests of tenants whose keys have ended."""
         for call, choice in self._all_routes():
             if call.tenant in tenants:
-                call.fail(choice, ErrorCode.CANCELLED, message)
+                call.fail(choice, ErrorCode.CANCELLED, "The API key of this request has ended.")
 
     def on_gap(self, model: str) -> None:
         """Read the logs of a model's open requests again, because events may be missing."""
@@ -368,13 +357,10 @@ class Dispatcher:
         """Enforces deadlines. It must not wait for Redis."""
         while True:
             await asyncio.sleep(_DEADLINE_PAUSE_S)
-            self._end_overdue()
-
-    def _end_overdue(self) -> None:
-        now = time.monotonic()
-        for call, choice in self._all_routes():
-            if now > call.deadline_at + _DEADLINE_GRACE_S:
-                call.fail(choice, ErrorCode.DEADLINE_EXCEEDED, _LATE_MESSAGE)
+            now = time.monotonic()
+            for call, choice in self._all_routes():
+                if now > call.deadline_at + _DEADLINE_GRACE_S:
+                    call.fail(choice, ErrorCode.DEADLINE_EXCEEDED, _LATE_MESSAGE)
 
     # Silence
 
@@ -484,13 +470,11 @@ class Dispatcher:
         charge = call.charge and call.charge.of_call(choice, len(call.choices))
         if charge is not None and charge.budget is not None:
             charge = replace(charge, budget=replace(charge.budget, most=NO_LIMIT))
-        await self._enqueue(
-            [again],
-            charge,
-            timeout_s=max(0.0, call.deadline_at - time.monotonic()),
-            max_waiting=NO_LIMIT,
-            earlier=progress.token_ids,
+        left_s = max(0.0, call.deadline_at - time.monotonic())
+        submission = Submission(
+            [seal(again)], left_s, NO_LIMIT, charge=charge, earlier=progress.token_ids
         )
+        await self._enqueue(again, submission)
         progress.has_gap = False
         if call.is_closed:
             self._cancel(call)

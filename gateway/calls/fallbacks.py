@@ -63,5 +63,5 @@ class Fallbacks:
             if refused is not None:
                 raise refused from None
             return await ask(asked)
-        self._metrics.record_fallback(name, other)
+        self._metrics.count("fallbacks", name, other)
         return reply

@@ -114,7 +114,7 @@ class Hooks:
         messages = tuple(
             m for both in choices.values() for m in both if m.role == "assistant" or m.text
         )
-        call = _to_call(reply.surface, reply.model, context, messages, reply.is_streamed)
+        call = _to_call(reply.surface, reply.head.model, context, messages, reply.is_streamed)
         left_s = max(0.1, reply.call.deadline_at - time.monotonic())
         await self._run("after", call, min(self._timeout_s, left_s))
         changed = {
@@ -135,7 +135,7 @@ class Hooks:
             except ApiError:
                 raise
             except Exception as error:
-                self._metrics.record_hook_failure(name)
+                self._metrics.count("hook_failures", name)
                 at = traceback.extract_tb(error.__traceback__)[-1]  # the message may quote a prompt
                 logger.error(
                     "the hook %s failed: %s in %s, line %s",
@@ -181,7 +181,7 @@ def _to_call(
     messages: tuple[HookMessage, ...],
     is_streamed: bool,
 ) -> HookCall:
-    tenant = short_hash(context.tenant) if context.tenant else ""
+    tenant = short_hash(context.tenant)
     return HookCall(context.id, surface.name, model, tenant, messages, is_streamed=is_streamed)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from gateway.http.errors import InvalidRequest
-from gateway.images.loader import ImageSource, LoadedImage
+from gateway.media.loader import ImageSource, LoadedImage
 from shared.blobs.api import BlobStore
 from shared.protocol import ImageRef
 from shared.records.store import Record, RecordStore
@@ -89,7 +89,6 @@ class KeptAnswers:
         return replace(source, url="", ref=record.images[0])
 
     async def get(self, tenant: str, name: str) -> Record | None:
-        """The stored answer, if there is one."""
         return await self._records.get(_owner(tenant), name)
 
     async def delete_all(self, tenant: str) -> int:

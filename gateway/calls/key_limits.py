@@ -77,8 +77,6 @@ class KeyLimitExceeded(Overloaded):
 
 
 class BudgetExceeded(Overloaded):
-    """The key has spent its budget."""
-
     status = 429
     type = "insufficient_quota"
 
@@ -98,18 +96,18 @@ class KeyLimits:
         limits: LimitSettings,
         overloaded: Callable[[str], Overloaded],
         clock: Callable[[], float] = time.monotonic,
-        find_key: Callable[[str], KeyRecord | None] = lambda _: None,
+        find_key: Callable[[str], KeyRecord | None] | None = None,
         prices: Mapping[str, Prices] | None = None,
     ) -> None:
         """`find_key` returns the stored key of a tenant. `prices`: by patterns of model names, the first that matches."""
         self._prices = prices or {}
-        self._find_key = find_key
+        self._find_key = find_key or (lambda tenant: None)
         self._limits = limits
         self._overloaded = overloaded
         self._clock = clock
         self._refused: dict[
-            tuple[str, str], tuple[str, float]
-        ] = {}  # reason and end of the refusal
+            tuple[str, str], tuple[str, float, int]
+        ] = {}  # reason and end of the refusal, and the limit
         self._quotas = {priority: to_quota(limits, priority) for priority in Priority}
 
     def key_name(self, tenant: str) -> str:
@@ -194,11 +192,15 @@ class KeyLimits:
         found = self._refused.get((model, tenant))
         if found is None:
             return
-        reason, until = found
+        reason, until, most = found
         wait_s = until - self._clock()
-        if wait_s > 0:
+        if wait_s > 0 and most == self._requests_per_minute(tenant):
             raise self._key_limit_exceeded(reason, wait_s, tenant)
         del self._refused[(model, tenant)]
+
+    def _requests_per_minute(self, tenant: str) -> int:
+        quota = self.limits(Priority.INTERACTIVE, tenant) or NO_LIMITS
+        return quota.max_tenant_requests_per_minute
 
     def to_error(self, refused: QueueRefused, model: str, tenant: str) -> Overloaded:
         """The error for the client."""
@@ -210,7 +212,9 @@ class KeyLimits:
         if refused.reason == "key_requests":
             if len(self._refused) >= MAX_REFUSED:
                 del self._refused[next(iter(self._refused))]  # the oldest entry
-            self._refused[(model, tenant)] = (refused.reason, self._clock() + refused.wait_s)
+            self._refused[(model, tenant)] = (
+                refused.reason, self._clock() + refused.wait_s, self._requests_per_minute(tenant),
+            )  # fmt: skip
         return self._key_limit_exceeded(refused.reason, refused.wait_s, tenant)
 
     def _key_limit_exceeded(self, reason: str, wait_s: float, tenant: str) -> KeyLimitExceeded:

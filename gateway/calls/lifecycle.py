@@ -18,13 +18,12 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from gateway.calls.affinity import PrefixAffinity
 from gateway.calls.dispatcher import Dispatcher
 from gateway.calls.fallbacks import Fallbacks
 from gateway.calls.hooks import Hooks
 from gateway.calls.kept import KeptAnswers
 from gateway.calls.key_limits import KeyLimits, Refunds, to_rates
-from gateway.calls.models import ModelDirectory
+from gateway.calls.models import ModelDirectory, PrefixAffinity
 from gateway.calls.open_call import ChoiceEvent, OpenCall
 from gateway.calls.recorder import Recorder, StageClock, body_timings, timing_headers
 from gateway.calls.resume import RESUME_HEADERS, NumberedAnswer, Resume, is_resumable
@@ -39,7 +38,7 @@ from gateway.http.errors import (
     to_api_error,
 )
 from gateway.http.exchange import JSON_HEADERS, Exchange, RequestContext
-from gateway.images.loader import ImageLoader, ImageSource, LoadedImage
+from gateway.media.loader import ImageLoader, ImageSource, LoadedImage
 from shared.blobs.api import BlobStore
 from shared.protocol import Call, ImageRef, ModelCard, Scores, Task, Vectors
 from shared.queue.api import QueueRefused, QueueUnavailable
@@ -222,20 +221,12 @@ class Lifecycle:
                 surface, request, plan, head, card.queue, context, shard, submit
             )
             if surface.keeps_answers and reply.call.images:
-                await self.kept.hold(reply.id, reply.call.images, self.resume.keep_s)
+                await self.kept.hold(reply.head.id, reply.call.images, self.resume.keep_s)
                 await self.resume.note_images(context.id, reply.call.images)
             return reply
         answer = surface.answer(plan.options, head)
-        return Reply(
-            surface,
-            await submit(),
-            answer,
-            plan.is_streamed,
-            plan.shows_timings,
-            id=head.id,
-            package=head.package,
-            model=head.model,
-        )
+        call = await submit()
+        return Reply(surface, call, answer, plan.is_streamed, plan.shows_timings, head)
 
     async def _recall(self, surface: Surface, request: Request, context: RequestContext) -> Request:
         """Add the previous answer to a request that continues it. Raises: NotFound, RecordsUnavailable."""
@@ -258,8 +249,8 @@ class Lifecycle:
             return
         images = reply.call.images
         if reply.call.is_follower:  # the first reader may have disconnected before storing it
-            images = await self.resume.images(reply.id.removeprefix(reply.surface.id_prefix))
-        await self.kept.put(context.tenant, reply.id, data, images)
+            images = await self.resume.images(reply.head.id.removeprefix(reply.surface.id_prefix))
+        await self.kept.put(context.tenant, reply.head.id, data, images)
 
     async def _read(
         self, surface: Surface, exchange: Exchange, context: RequestContext, held: HeldBody
@@ -295,6 +286,8 @@ class Lifecycle:
         if not plan.images:
             return await self._queue(plan, plan.tasks, card, context, clock, resumable_id)
         sources = await self.kept.find_images(context.tenant, plan.images)
+        task = type(plan.tasks[0]).__struct_config__.tag
+        check_images(sources, str(task), card, self.limits)  # a file's id may be of a video
         images = await self._load_images(sources, clock, held)
         refs = tuple(image.ref for image in images)
         lives_s = self.settings.request_timeout_s + _IMAGE_GRACE_S
@@ -338,12 +331,12 @@ class Lifecycle:
         try:
             images = await self.loader.load_all(sources, held.add)
         except InvalidRequest:
-            self.metrics.record_image("refused")
+            self.metrics.count("images", "refused")
             raise
         finally:
             clock.image_decode_s = time.perf_counter() - began_at
         for _ in images:
-            self.metrics.record_image("accepted")
+            self.metrics.count("images", "accepted")
         return images
 
     async def _queue(
@@ -422,8 +415,8 @@ class Lifecycle:
         if reply.surface.keeps_answers:
             await self._keep(reply, exchange.context)
         headers = [*JSON_HEADERS, *timing_headers(stages, e2e_s, is_whole=True)]
-        if reply.package:
-            headers.append((_PACKAGE, reply.package.encode()))
+        if reply.head.package:
+            headers.append((_PACKAGE, reply.head.package.encode()))
         await exchange.answer(200, headers, body)
 
     async def _collect(self, call: OpenCall, recorder: Recorder) -> list[ChoiceEvent]:
@@ -458,8 +451,8 @@ class Lifecycle:
         events = await call.receive(self.settings.headers_after_s)
         recorder.note(events)
         headers = [*surface.stream_headers, *reply.headers, *recorder.known_timing()]
-        if reply.package:
-            headers.append((_PACKAGE, reply.package.encode()))
+        if reply.head.package:
+            headers.append((_PACKAGE, reply.head.package.encode()))
         await exchange.start(200, headers)
         seen = list(events)
         while not recorder.is_complete:
@@ -507,16 +500,20 @@ class _Watch:
 def check_images(
     images: Sequence[ImageSource], task: str, card: ModelCard, limits: LimitSettings
 ) -> None:
-    """Check the number of images, and that the model takes images.
-
-    Raises: InvalidRequest.
-    """
-    most = limits.max_images if task == "generate" else limits.max_input_images
-    if len(images) > most:
-        raise _bad_image(images[most], f"send at most {most} images", "too_many_images")
-    if images and not card.supports_images:
-        problem = "this model takes no images; send text only"
-        raise _bad_image(images[0], problem, "unsupported_image")
+    """Check the number of images and videos, and that the model takes them. Raises: InvalidRequest."""
+    max_images = limits.max_images if task == "generate" else limits.max_input_images
+    for kind, most, is_taken in (
+        ("image", max_images, card.supports_images),
+        ("video", limits.max_videos, card.supports_video),
+    ):
+        given = [source for source in images if source.is_video == (kind == "video")]
+        if given and not is_taken:
+            problem = f"this model takes no {kind}s; send text only"
+            if kind == "video" and card.supports_images:
+                problem = "this model takes no videos; send frames of it as images"
+            raise _bad_image(given[0], problem, "unsupported_image")
+        if len(given) > most:
+            raise _bad_image(given[most], f"send at most {most} {kind}s", code="too_many_images")
 
 
 def _bad_image(image: ImageSource, problem: str, code: str) -> InvalidRequest:
@@ -526,6 +523,8 @@ def _bad_image(image: ImageSource, problem: str, code: str) -> InvalidRequest:
 
 def _scaled(card: ModelCard, source: ImageSource, ref: ImageRef) -> ImageRef:
     """An image with the pixel limits for workers."""
+    if ref.video is not None:
+        return ref
     limits = filter(None, (source.max_pixels, card.max_image_pixels))
     return replace(ref, min_pixels=source.min_pixels, max_pixels=min(limits, default=0))
 

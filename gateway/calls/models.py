@@ -18,7 +18,6 @@ from typing import Any
 from msgspec.structs import replace
 from redis.exceptions import RedisError
 
-from gateway.calls.route_table import RouteTable
 from gateway.http.errors import (
     ApiError,
     Forbidden,
@@ -30,12 +29,67 @@ from gateway.http.errors import (
 from shared.packages.deployment_state import DeploymentState
 from shared.packages.deployments import in_full
 from shared.packages.rollout import App
-from shared.packages.routes import RouteRecord
-from shared.protocol import PROTOCOL_VERSION, AdapterCard, ModelCard, explain_versions
-from shared.queue.api import QueueUnavailable
+from shared.packages.routes import RouteRecord, read_routes
+from shared.packages.store import StoreError, open_store
+from shared.protocol import (
+    PROTOCOL_VERSION,
+    AdapterCard,
+    Call,
+    Generate,
+    ModelCard,
+    Priority,
+    explain_versions,
+)
+from shared.queue.api import Affinity, QueueUnavailable
 from shared.queue.registry import Registry, WorkerRecord
-from shared.redis.outage import OutageLog
+from shared.redis.client import OutageLog
 from shared.settings.tree import ModelDefaults
+
+READ_PAUSE_S = 5.0  #: between two readings of the routes
+#: Time limit of waiting for the first reading.
+_FIRST_READ_S = 2.0
+
+logger = logging.getLogger(__name__)
+
+
+class RouteTable:
+    """Routes by name. The store is read at intervals, beside the registry, which does not wait for it."""
+
+    def __init__(self, store_url: str) -> None:
+        """`store_url` empty: there are no routes."""
+        self._url = store_url
+        self.is_known = not store_url  #: whether the store was ever read
+        self.records: Mapping[str, RouteRecord] = {}
+        self._reading: asyncio.Task[None] | None = None
+        self._read_at = float("-inf")
+
+    def put(self, record: RouteRecord) -> None:
+        """A route that was just recorded."""
+        self.records = {**self.records, record.name: record}
+
+    async def refresh(self) -> None:
+        """Begin to read the store if it is time. Waits for the first reading alone."""
+        is_due = time.monotonic() - self._read_at >= READ_PAUSE_S
+        if self._url and is_due and (self._reading is None or self._reading.done()):
+            self._read_at = time.monotonic()
+            self._reading = asyncio.create_task(self._read(), context=Context())
+        if self._reading is not None and not self.is_known:
+            await asyncio.wait({self._reading}, timeout=_FIRST_READ_S)
+
+    async def _read(self) -> None:
+        try:
+            store = await asyncio.to_thread(open_store, self._url)
+            found = await asyncio.to_thread(read_routes, store, self.records)
+        except StoreError as error:
+            logger.warning("cannot read the routes: %s", error)
+            return
+        newer = {
+            name: each for name, each in self.records.items()
+            if name not in found or each.number > found[name].number
+        }  # fmt: skip
+        self.records = found | newer
+        self.is_known = True
+
 
 _REFRESH_PAUSE_S = 1.0
 _STALE_AFTER_S = 5.0
@@ -47,8 +101,6 @@ MAX_ADAPTER_LABELS = (
     200  #: later adapters are counted as their model: the number of names is unbounded
 )
 OTHER = "other"  #: label of unknown models
-
-logger = logging.getLogger(__name__)
 
 OnModels = Callable[[Iterable[str]], Awaitable[None]]
 OnDeployments = Callable[[Mapping[str, App], Sequence[WorkerRecord]], None]
@@ -93,11 +145,11 @@ class ModelDirectory:
         deployments: DeploymentState | None = None,
         on_deployments: OnDeployments | None = None,
         store_url: str = "",
-        may_use: Callable[[str, str], bool] = lambda _tenant, _name: True,
+        may_use: Callable[[str, str], bool] | None = None,
         aliases: Mapping[str, str] = {},
         defaults: Mapping[str, ModelDefaults] = {},
     ) -> None:
-        self.may_use = may_use
+        self.may_use = may_use or (lambda tenant, name: True)
         self.registry = registry
         self.workers: list[WorkerRecord] = []
         self._on_deployments = on_deployments
@@ -185,7 +237,7 @@ class ModelDirectory:
             others = {card.name: card for card in known if not _is_spoken(card)}
             for worker in workers:
                 if (card := cards.get(worker.card.name)) is not None:
-                    cards[card.name] = _with_smaller_images(card, worker.card)
+                    cards[card.name] = _common_card(card, worker.card)
             if new := cards.keys() - self.cards.keys():
                 await self._open(sorted(new))
             self.cards = cards
@@ -251,7 +303,6 @@ class ModelDirectory:
         await loop.create_task(_call(self._on_models, names), context=Context())
 
     async def keep_fresh(self) -> None:
-        """Refresh in a loop."""
         while True:
             try:
                 await self.refresh()
@@ -426,8 +477,10 @@ def _as_alias(name: str, card: ModelCard) -> ModelCard:
     return replace(card, name=name, parent=card.queue)
 
 
-def _with_smaller_images(card: ModelCard, other: ModelCard) -> ModelCard:
-    """A card with the smallest pixel limit of the model's workers, which all of them apply."""
+def _common_card(card: ModelCard, other: ModelCard) -> ModelCard:
+    """A card with the smallest pixel limit of the model's workers, which all apply, and video if all take it."""
+    if card.supports_video and not other.supports_video:
+        card = replace(card, supports_video=False)
     limit = other.max_image_pixels
     if limit == 0 or 0 < card.max_image_pixels <= limit:
         return card
@@ -440,3 +493,40 @@ def _is_spoken(card: ModelCard) -> bool:
 
 async def _call(on_models: OnModels, names: list[str]) -> None:
     await on_models(names)
+
+
+#: Number of leading characters that form the affinity key. Recomputing a shorter prefix is cheap.
+PREFIX_CHARS = 4000
+
+
+class PrefixAffinity:
+    """Finds affinity keys. `grace_s`: how long a request is reserved for its preferred worker; 0 disables affinity."""
+
+    def __init__(self, models: ModelDirectory, grace_s: float) -> None:
+        self._models = models
+        self.grace_s = grace_s
+
+    def find(self, call: Call) -> Affinity | None:
+        """The affinity of a call. None for a short prompt without images, or with a single worker."""
+        if self.grace_s <= 0 or call.priority is Priority.BATCH:
+            return None
+        num_workers = self._models.num_workers[call.model]
+        if num_workers < 2 or not isinstance(call.task, Generate):
+            return None
+        shared = call.task.images[0].sha256 if call.task.images else _prefix(call.task)
+        if not shared:
+            return None
+        name = "\0".join((call.tenant, call.adapter, shared)).encode(errors="surrogatepass")
+        digest = hashlib.blake2b(name, digest_size=16).hexdigest()
+        return Affinity(digest, num_workers, self._models.num_seats[call.model])
+
+
+def _prefix(task: Generate) -> str:
+    """The leading text, or an empty string if the text is short."""
+    pieces, num_missing = [], PREFIX_CHARS
+    for text in task.texts():
+        pieces.append(text[:num_missing])
+        num_missing -= len(pieces[-1])
+        if num_missing == 0:
+            return "".join(pieces)
+    return ""

@@ -134,7 +134,6 @@ class ChoiceProgress:
         self._num_expected = max(self._num_expected, num_expected)
 
     def fail(self, code: ErrorCode, message: str) -> Failed:
-        """Fail this choice."""
         self.is_finished = True
         return Failed(self.request_id, self.attempt, code, message)
 

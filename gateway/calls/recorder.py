@@ -120,7 +120,6 @@ class Recorder:
 
     @property
     def is_traced(self) -> bool:
-        """Whether there is a span."""
         return self._span is not None
 
     def begin(self, call: OpenCall, *, is_streamed: bool) -> None:
@@ -184,7 +183,7 @@ class Recorder:
         if is_answered:
             self.outcome = "followed" if self.is_followed else "ok"
         elif isinstance(error, Overloaded):
-            self.metrics.record_rejection(error.reason)
+            self.metrics.count("admission_rejections", error.reason)
             self.outcome = "rejected"
         elif error is not None:
             self.outcome = error.code or self.outcome
@@ -352,6 +351,7 @@ def _stages_of(clock: StageClock, worker: StageTimings, e2e_s: float) -> dict[st
         "ingest": clock.ingest_s,
         "image_decode": clock.image_decode_s,
         "queue": worker.queue_s,
+        "media_decode": worker.media_decode_s,
         "preprocess": worker.preprocess_s,
         "vision": worker.vision_s,
         "prefill": worker.prefill_s,
@@ -376,6 +376,7 @@ def _slowest(timings: list[StageTimings]) -> StageTimings:
 def _total_s(timings: StageTimings) -> float:
     return (
         timings.queue_s
+        + timings.media_decode_s
         + timings.preprocess_s
         + timings.vision_s
         + timings.prefill_s

@@ -13,6 +13,7 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -172,16 +173,15 @@ def _to_request_id(call_id: str) -> str:
     return call_id.partition("-")[0]
 
 
+@dataclass
 class NumberedAnswer:
-    """An answer whose frames have ids. Frames up to `last_id` are dropped; -1: none."""
+    """An answer whose frames have ids. Frames up to `_last_id` are dropped; -1: none."""
 
-    def __init__(self, surface: Surface, answer: Answer, last_id: int) -> None:
-        self._surface = surface
-        self.answer = answer
-        self._last_id = last_id
+    _surface: Surface
+    answer: Answer
+    _last_id: int
 
     def whole(self, events: Sequence[ChoiceEvent], totals: Totals) -> bytes:
-        """The body of a whole answer."""
         return self.answer.whole(events, totals)
 
     def frames(self, events: Sequence[ChoiceEvent], totals: Totals | None) -> list[Frame]:
@@ -204,23 +204,20 @@ class NumberedAnswer:
         return seen[-1] if seen else 0
 
 
+@dataclass
 class Resume:
     """Resumable requests: records in Redis, and readers of their logs."""
 
-    def __init__(
-        self,
-        queue: GatewayQueue,
-        records: ResumableCalls,
-        dispatcher: Dispatcher,
-        request_timeout_s: float,
-    ) -> None:
-        self.queue = queue
-        self.records = records
-        self.dispatcher = dispatcher
-        self.request_timeout_s = request_timeout_s
-        self.keep_s = request_timeout_s + RECORD_GRACE_S
-        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._tasks: set[asyncio.Task[None]] = set()
+    queue: GatewayQueue
+    records: ResumableCalls
+    dispatcher: Dispatcher
+    request_timeout_s: float
+    _locks: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary)
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    @property
+    def keep_s(self) -> float:
+        return self.request_timeout_s + RECORD_GRACE_S
 
     async def open(
         self,
@@ -275,9 +272,8 @@ class Resume:
                     call.is_resumable = False  # no client can resume it: `close` cancels it
                 call.close()
                 raise
-        answer = surface.answer(plan.options, head)
         return _numbered_reply(
-            surface, call, answer, head, last_id, plan.is_streamed, plan.shows_timings
+            surface, call, plan.options, head, last_id, plan.is_streamed, plan.shows_timings
         )
 
     async def reopen(
@@ -302,8 +298,7 @@ class Resume:
             options = msgspec.json.decode(record.options, type=surface.options)
         except msgspec.MsgspecError:  # written by a gateway of another version
             raise _unknown() from None
-        answer = surface.answer(options, head)
-        return _numbered_reply(surface, call, answer, head, last_id, True, record.shows_timings)
+        return _numbered_reply(surface, call, options, head, last_id, True, record.shows_timings)
 
     async def images(self, request_id: str) -> tuple[ImageRef, ...]:
         """The images of a request whose answer may be stored. Raises: QueueUnavailable."""
@@ -452,22 +447,12 @@ class Resume:
 def _numbered_reply(
     surface: Surface,
     call: OpenCall,
-    answer: Answer,
+    options: msgspec.Struct,
     head: AnswerHead,
     last_id: int,
     is_streamed: bool,
     shows_timings: bool,
 ) -> Reply:
+    answer = NumberedAnswer(surface, surface.answer(options, head), last_id)
     where = [(b"x-vlm-stream", (STREAM_PATH + head.id).encode())]
-    numbered = NumberedAnswer(surface, answer, last_id)
-    return Reply(
-        surface,
-        call,
-        numbered,
-        is_streamed,
-        shows_timings,
-        where,
-        head.id,
-        head.package,
-        head.model,
-    )
+    return Reply(surface, call, answer, is_streamed, shows_timings, head, where)

@@ -22,7 +22,7 @@ from gateway.http.exchange import (
     sse_event,
     with_sse_id,
 )
-from gateway.images.loader import ImageSource
+from gateway.media.loader import ImageSource
 from shared.protocol import Finished, ModelCard, Priority, Task, Usage
 from shared.records.store import Record
 from shared.settings.limits import LimitSettings
@@ -39,9 +39,7 @@ class Request(Protocol):
     """A decoded and checked body."""
 
     @property
-    def model(self) -> str:
-        """The model that is asked for."""
-        ...
+    def model(self) -> str: ...
 
     @property
     def user(self) -> str | None:
@@ -92,9 +90,7 @@ class Totals(Struct):
 class Answer(Protocol):
     """Encodes one answer in the API's format."""
 
-    def whole(self, events: Sequence[ChoiceEvent], totals: Totals) -> bytes:
-        """The body of a whole answer, from all its events."""
-        ...
+    def whole(self, events: Sequence[ChoiceEvent], totals: Totals) -> bytes: ...
 
     def frames(self, events: Sequence[ChoiceEvent], totals: Totals | None) -> list[Frame]:
         """The frames of events that arrived together; `totals` are given with the last ones."""
@@ -144,7 +140,6 @@ class Surface(Endpoint):
         raise NotImplementedError
 
     def answer(self, options: Any, head: AnswerHead) -> Answer:
-        """The encoder of an answer."""
         raise NotImplementedError
 
     def describe(self, request: Any) -> Mapping[str, Any]:
@@ -185,11 +180,6 @@ class Reply(Struct, frozen=True):
     answer: Answer
     is_streamed: bool
     shows_timings: bool
+    head: AnswerHead
     #: Additional headers of a stream.
     headers: Headers = field(default_factory=list)
-    #: The answer's id.
-    id: str = ""
-    #: Package of a deployed model.
-    package: str = ""
-    #: The model's name, for hooks.
-    model: str = ""

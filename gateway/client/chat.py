@@ -17,7 +17,7 @@ import httpx
 from rich.console import Console
 
 _HELP = """\
-/image PATH  add an image to the next question
+/image PATH  add an image or a video to the next question
 /json        answer in JSON, or in text again
 /clear       begin a new conversation
 /help        show this
@@ -42,12 +42,12 @@ class Conversation:
     timings: dict[str, float] = field(default_factory=dict)
     usage: dict[str, Any] = field(default_factory=dict)
 
-    def ask(self, question: str, images: list[Path]) -> Generator[str]:
-        """Ask a question with images; yields the text of the answer. Raises: ChatError.
+    def ask(self, question: str, files: list[Path]) -> Generator[str]:
+        """Ask a question about files; yields the text of the answer. Raises: ChatError.
 
         An answer that is cut stays in the conversation; a question without an answer does not.
         """
-        self.messages.append({"role": "user", "content": to_content(question, images)})
+        self.messages.append({"role": "user", "content": to_content(question, files)})
         pieces: list[str] = []
         try:
             for piece in self._stream():
@@ -96,18 +96,17 @@ class Conversation:
                 yield choice["delta"]["content"]
 
 
-def to_content(question: str, images: list[Path]) -> list[dict[str, Any]]:
-    """The parts of a user message: images as data URLs, then the text. Raises: ChatError."""
+def to_content(question: str, files: list[Path]) -> list[dict[str, Any]]:
+    """The parts of a user message: images and videos as data URLs, then the text. Raises: ChatError."""
     parts: list[dict[str, Any]] = []
-    for path in images:
+    for path in files:
         try:
             data = base64.b64encode(path.read_bytes()).decode()
         except OSError as error:
             raise ChatError(f"cannot read {path}: {error.strerror}") from None
         media_type = mimetypes.guess_type(path.name)[0] or "image/png"
-        parts.append(
-            {"type": "image_url", "image_url": {"url": f"data:{media_type};base64,{data}"}}
-        )
+        kind = "video_url" if media_type.startswith("video/") else "image_url"
+        parts.append({"type": kind, kind: {"url": f"data:{media_type};base64,{data}"}})
     return [*parts, {"type": "text", "text": question}]
 
 
@@ -178,7 +177,7 @@ def format_timings(timings: dict[str, float], usage: dict[str, Any]) -> str:
     stages = [
         f"{name.removesuffix('_s')} {seconds * 1000:.1f}"
         for name, seconds in timings.items()
-        if name not in ("e2e_s", "ttft_s")
+        if name not in ("e2e_s", "ttft_s") and (seconds or name != "media_decode_s")
     ]
     total = timings.get("e2e_s", 0.0) * 1000
     tokens = usage.get("completion_tokens", 0)
@@ -191,7 +190,7 @@ def run_chat(
     url: str,
     model: str | None,
     api_key: str | None,
-    images: list[Path],
+    files: list[Path],
     question: str | None,
     max_tokens: int | None,
     temperature: float,
@@ -208,8 +207,8 @@ def run_chat(
         is_on_terminal = sys.stdout.isatty() and bool(question or sys.stdin.isatty())
         terminal = _Terminal(conversation, is_on_terminal)
         if not question:
-            return terminal.converse(images)
-        terminal.answer(question, images)
+            return terminal.converse(files)
+        terminal.answer(question, files)
         return 0
 
 
@@ -222,11 +221,11 @@ class _Terminal:
         self._console = Console(highlight=False)
         self._notes = Console(stderr=True, highlight=False)
 
-    def answer(self, question: str, images: list[Path]) -> None:
+    def answer(self, question: str, files: list[Path]) -> None:
         """Raises: ChatError."""
         conversation, is_begun = self._conversation, False
         try:
-            with closing(conversation.ask(question, images)) as pieces:
+            with closing(conversation.ask(question, files)) as pieces:
                 for piece in pieces:
                     is_begun = True
                     self._console.print(printable(piece), end="", markup=False, soft_wrap=True)
@@ -235,7 +234,7 @@ class _Terminal:
                 self._console.print()
         self._note(format_timings(conversation.timings, conversation.usage))
 
-    def converse(self, images: list[Path]) -> int:
+    def converse(self, files: list[Path]) -> int:
         """Answer each line of the input. Returns the exit code.
 
         On a terminal, Ctrl-C stops an answer or clears the line.
@@ -247,9 +246,9 @@ class _Terminal:
             try:
                 line = self._console.input("> " if self._is_on_terminal else "").strip()
                 if line.startswith("/"):
-                    images = self._obey(line, images)
+                    files = self._obey(line, files)
                 elif line:
-                    self.answer(line, images)
+                    self.answer(line, files)
             except EOFError:
                 self._note("")
                 return exit_code
@@ -261,10 +260,10 @@ class _Terminal:
                 self._notes.print(str(error), style="red", markup=False, soft_wrap=True)
                 exit_code = 0 if self._is_on_terminal else 1
             if len(messages) > num_before:
-                images = []  # sent once: the conversation contains them
+                files = []  # sent once: the conversation contains them
 
-    def _obey(self, line: str, images: list[Path]) -> list[Path]:
-        """Do a command; returns the images of the next question. Raises: ChatError."""
+    def _obey(self, line: str, files: list[Path]) -> list[Path]:
+        """Do a command; returns the files of the next question. Raises: ChatError."""
         conversation = self._conversation
         command, _, argument = line.partition(" ")
         match command:
@@ -273,7 +272,7 @@ class _Terminal:
                 if not path.is_file():
                     raise ChatError(f"there is no file {path}; write /image PATH")
                 self._note(f"The next question is about {path.name}.")
-                return [*images, path]
+                return [*files, path]
             case "/json":
                 conversation.is_json = not conversation.is_json
                 self._note(f"Answers are {'JSON' if conversation.is_json else 'text'} now.")
@@ -285,7 +284,7 @@ class _Terminal:
                 self._note(_HELP)
             case _:
                 raise ChatError(f"there is no command {command}; /help lists them")
-        return images
+        return files
 
     def _note(self, text: str) -> None:
         if self._is_on_terminal:

@@ -4,7 +4,6 @@ import math
 import random
 import time
 from collections import deque
-from types import TracebackType
 
 from gateway.http.errors import Overloaded
 
@@ -36,12 +35,7 @@ class Admission:
             raise self.overloaded("open_requests")
         self.num_open += 1
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.num_open -= 1
         self._ended_at.append(time.monotonic())
 
@@ -85,11 +79,5 @@ class HeldBody:
     def __enter__(self) -> "HeldBody":
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Release the memory."""
+    def __exit__(self, *_: object) -> None:
         self._admission.num_body_bytes -= self._num_bytes

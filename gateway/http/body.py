@@ -16,7 +16,7 @@ from msgspec import inspect
 from starlette.types import Message, Receive
 
 from gateway.http.admission import HeldBody
-from gateway.http.errors import ApiError, ClientGone, InvalidRequest
+from gateway.http.errors import ApiError, ClientGone, InvalidRequest, unsupported_media_type
 from gateway.http.exchange import RequestContext
 from gateway.http.unknown_fields import Cleaner, Unsupported, join, members_of, unsupported
 from shared.settings.limits import LimitSettings
@@ -153,26 +153,16 @@ def _check_headers(context: RequestContext, max_bytes: int, expected: bytes) -> 
     media_type, _, charset = headers.get(b"content-type", b"").lower().partition(b";")
     is_named = media_type.strip() == expected
     if not is_named and expected != JSON:  # JSON needs no content type: `curl -d` sends a form's
-        raise InvalidRequest(
-            f"Send the body with `Content-Type: {expected.decode()}`.",
-            status=415,
-            code="unsupported_media_type",
-        )
+        raise unsupported_media_type(f"Send the body with `Content-Type: {expected.decode()}`.")
     if (
         charset
         and is_named
         and expected == JSON
         and charset.replace(b'"', b"").strip() not in (b"charset=utf-8", b"charset=utf8")
     ):
-        raise InvalidRequest(
-            "The charset is not UTF-8: send the body as UTF-8.",
-            status=415,
-            code="unsupported_media_type",
-        )
+        raise unsupported_media_type("The charset is not UTF-8: send the body as UTF-8.")
     if headers.get(b"content-encoding", b"identity").lower() != b"identity":
-        raise InvalidRequest(
-            "Send the body without Content-Encoding.", status=415, code="unsupported_media_type"
-        )
+        raise unsupported_media_type("Send the body without Content-Encoding.")
     length = headers.get(b"content-length")
     if length is None:
         return
@@ -333,8 +323,9 @@ def locate(problem: str, hints: Mapping[str, str], info: inspect.Type | None = N
 
 def _explain(reason: str, path: str, hints: Mapping[str, str], info: inspect.Type | None) -> str:
     subject = f"Invalid value for {path}" if path else "Invalid body"
-    if reason.startswith("Invalid"):  # msgspec would quote the value
-        hint = hints.get(path) or hints.get(path.rpartition(".")[2], "")
+    hint = hints.get(path) or hints.get(path.rpartition(".")[2], "")
+    is_pattern = bool(hint) and "matching regex" in reason
+    if reason.startswith("Invalid") or is_pattern:  # msgspec would quote the value
         if not hint and info is not None and (values := _values_at(info, path)):
             hint = f"Send {' or '.join(filter(None, (', '.join(values[:-1]), values[-1])))}."
         return f"{subject}. {hint}".rstrip()

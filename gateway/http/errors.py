@@ -85,7 +85,6 @@ class ApiError(Exception):
             self.param, self.message = name, self.message.replace(param, name, 1)
 
     def body(self) -> bytes:
-        """The error as JSON."""
         return self._encode(ErrorFields(self.message, self.type, self.param, self.code))
 
     def event(self) -> bytes:
@@ -117,8 +116,6 @@ Render = Callable[[ApiError], tuple[int, bytes]]
 
 
 class InvalidRequest(ApiError):
-    """The request is invalid."""
-
     status = 400
     type = "invalid_request_error"
 
@@ -224,14 +221,20 @@ def unexpected() -> ApiError:
     )
 
 
-def unavailable() -> ApiError:
-    """The error while Redis is unreachable."""
-    return Overloaded(
-        "redis",
-        "The service is temporarily unavailable; retry.",
-        code="service_unavailable",
-        retry_after_s=1,
-    )
+def unsupported_media_type(message: str) -> InvalidRequest:
+    return InvalidRequest(message, status=415, code="unsupported_media_type")
+
+
+def conflict(message: str, code: str = "conflict") -> InvalidRequest:
+    return InvalidRequest(message, status=409, code=code)
+
+
+def unavailable(
+    reason: str = "redis", what: str = "The service is", retry_after_s: int = 1
+) -> ApiError:
+    """The error while a server behind the gateway is unreachable."""
+    text = f"{what} temporarily unavailable; retry."
+    return Overloaded(reason, text, code="service_unavailable", retry_after_s=retry_after_s)
 
 
 def record_unreadable() -> ApiError:

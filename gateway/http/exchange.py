@@ -153,8 +153,8 @@ def clean_name(name: str) -> str:
 
 
 def short_hash(name: str) -> str:
-    """A pseudonym of a user or a tenant; not a secret."""
-    return hashlib.blake2b(name.encode(), digest_size=6).hexdigest()
+    """A pseudonym of a user or a tenant; not a secret. Empty without one."""
+    return name and hashlib.blake2b(name.encode(), digest_size=6).hexdigest()
 
 
 def sse_event(data: bytes, event: bytes = b"") -> bytes:

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from email.message import Message
 
-from gateway.http.errors import InvalidRequest
+from gateway.http.errors import InvalidRequest, unsupported_media_type
 
 _BOUNDARY = re.compile(r"[0-9A-Za-z'()+_,./:=? -]{0,69}[0-9A-Za-z'()+_,./:=?-]")
 _MAX_PARTS = 16
@@ -37,11 +37,7 @@ def _read_parts(body: bytes, content_type: bytes) -> list[FormPart]:
     header["content-type"] = content_type.decode("latin-1")
     boundary = header.get_boundary()
     if header.get_content_type() != "multipart/form-data" or boundary is None:
-        raise InvalidRequest(
-            "Send the body with `Content-Type: multipart/form-data`.",
-            status=415,
-            code="unsupported_media_type",
-        )
+        raise unsupported_media_type("Send the body with `Content-Type: multipart/form-data`.")
     if not _BOUNDARY.fullmatch(boundary):
         raise _invalid()
     delimiter = b"\r\n--" + boundary.encode()

@@ -51,7 +51,7 @@ class FileReserve:
         file = transport.get_extra_info("socket").fileno()  # the lowest free number
         if limit == resource.RLIM_INFINITY or file < limit - min(RESERVED_FILES, limit // 4):
             return True
-        self._metrics.record_rejection("connections")
+        self._metrics.count("admission_rejections", "connections")
         if time.monotonic() - self._last_warned_at > _WARN_EVERY_S:
             self._last_warned_at = time.monotonic()
             logger.warning("connections are refused: too few file descriptors (ulimit -n)")
@@ -356,7 +356,6 @@ class DrainingServer(uvicorn.Server):
 
     @property
     def port(self) -> int:
-        """The port, after the start."""
         return self.servers[0].sockets[0].getsockname()[1]
 
     async def startup(self, sockets=None) -> None:
@@ -392,7 +391,6 @@ def create_server(
     metrics: GatewayMetrics,
     fail_open: Callable[[str], None],
 ) -> DrainingServer:
-    """The server of one gateway process."""
     files = FileReserve(metrics)
     config = uvicorn.Config(
         app,

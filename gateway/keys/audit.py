@@ -9,8 +9,7 @@ import msgspec
 from redis.asyncio import Redis
 
 from gateway.http.errors import unavailable
-from gateway.http.exchange import RequestContext, short_hash
-from gateway.keys.records import KeyRecord
+from gateway.http.exchange import RequestContext
 from shared.packages.store import PackageStore, StoreError
 from shared.queue.keys import to_ms
 from shared.queue.store import RedisStore
@@ -42,18 +41,19 @@ class AuditLog(RedisStore):
         redis: Redis,
         prefix: str,
         durable: PackageStore | None,
-        find_key: Callable[[str], KeyRecord | None],
+        name_of: Callable[[str], str],
     ) -> None:
-        """`find_key`: the stored key of a tenant."""
+        """`name_of` a tenant: that of its key."""
         super().__init__(redis, prefix)
         self._durable = durable
-        self._find_key = find_key
+        self._name_of = name_of
 
     async def append(self, action: str, name: str, context: RequestContext) -> None:
         """Raises: ApiError, RedisError: the change must not be made then."""
-        found, now = self._find_key(context.tenant), time.time()  # noqa: TID251
-        key = found.name if found is not None else context.tenant and short_hash(context.tenant)
-        entry = AuditEntry(now, key, context.address, action, name, context.id)
+        now = time.time()  # noqa: TID251
+        entry = AuditEntry(
+            now, self._name_of(context.tenant), context.address, action, name, context.id
+        )
         data = msgspec.json.encode(entry)
         if self._durable is not None:
             day = datetime.fromtimestamp(now, UTC).date().isoformat()

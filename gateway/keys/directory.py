@@ -6,7 +6,7 @@ import hashlib
 import logging
 import secrets
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 
 from msgspec.structs import replace
@@ -14,9 +14,9 @@ from redis.exceptions import RedisError
 
 from gateway.http.errors import unavailable
 from gateway.http.exchange import short_hash
-from gateway.keys.records import Conflict, KeyRecord, KeyStore
+from gateway.keys.records import MAX_GUESTS, Conflict, KeyRecord, KeyStore
 from shared.packages.store import StoreError
-from shared.redis.outage import OutageLog
+from shared.redis.client import OutageLog
 
 MAX_KEYS = 10_000  #: revoked ones count
 POLL_S = 0.5
@@ -24,7 +24,6 @@ STALE_S = 2.0  #: after this long without Redis, stored keys are neither accepte
 _SYNC_S = 30.0  #: interval of comparing Redis with the package store
 _PREFIX = "vlm-"
 GUEST = "oidc-"  #: begin of the tenants of callers with a token
-MAX_GUESTS = 100_000
 #: For a guest that this gateway no longer knows.
 _NOBODY = KeyRecord("", 0, "", "", models=("",), is_revoked=True)
 
@@ -44,6 +43,7 @@ class KeyDirectory:
         self._by_digest: dict[str, KeyRecord] = {}
         self._by_tenant: dict[str, KeyRecord] = {}
         self._guests: dict[str, str] = {}  # the stored key's name and their own, by tenant
+        self._new_guests: dict[str, str] = {}  # that Redis does not have
         self._active: set[str] = set()  # tenants
         self._state: bytes | None = None
         self._read_at = float("-inf")
@@ -71,11 +71,23 @@ class KeyDirectory:
         self._check_fresh()
         if (found := self.records.get(key)) is None or not found.is_active(_now()):
             return None
-        self._guests.pop(tenant, None)
-        self._guests[tenant] = f"{key}:{name}"
+        name = f"{key}:{name}"
+        if self._guests.pop(tenant, None) != name:
+            self._new_guests[tenant] = name
+        self._guests[tenant] = name
         if len(self._guests) > MAX_GUESTS:
             del self._guests[next(iter(self._guests))]
         return self.of(tenant)
+
+    async def know(self, tenants: Iterable[str]) -> None:
+        """Look up the names of guests of other gateways. Raises: RedisError."""
+        if any(each.startswith(GUEST) and each not in self._guests for each in tenants):
+            self._guests = await self._store.guests() | self._guests
+
+    async def guests_of(self, name: str) -> list[str]:
+        """The tenants of the guests of a name. Raises: RedisError."""
+        found = await self._store.guests() | self._guests
+        return [tenant for tenant, known in found.items() if known == name]
 
     def guest(self, tenant: str) -> str:
         """The name of a guest, by which `is_active` knows it on other gateways; empty for others."""
@@ -88,6 +100,11 @@ class KeyDirectory:
         name = self.guest(tenant)
         record = self.records.get(name.partition(":")[0], _NOBODY)
         return replace(record, name=name or short_hash(tenant), tenant=tenant)
+
+    def name_of(self, tenant: str) -> str:
+        """The name of a tenant's key; the hash of one of the settings."""
+        record = self.of(tenant)
+        return short_hash(tenant) if record is None else record.name
 
     def is_active(self, tenant: str, guest: str = "") -> bool:
         """Whether the tenant has a key. `guest`: its name, if it is one."""
@@ -116,7 +133,16 @@ class KeyDirectory:
                 logger.exception("cannot read the API keys")
             else:
                 self._outage.succeeded()
+                await self._write_guests()
             await asyncio.sleep(POLL_S)
+
+    async def _write_guests(self) -> None:
+        names, self._new_guests = self._new_guests, {}
+        if names:
+            try:
+                await self._store.put_guests(names)
+            except RedisError:
+                self._new_guests = names | self._new_guests
 
     async def refresh(self) -> None:
         """Raises: RedisError, StoreError."""

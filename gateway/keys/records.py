@@ -5,6 +5,7 @@ no revoked key, and the store shows who had which key and when. The keys themsel
 """
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from secrets import token_hex
 from typing import Literal, get_args
@@ -16,11 +17,12 @@ from shared.packages.store import PackageStore
 from shared.protocol import Priority
 from shared.queue.keys import to_ms
 from shared.queue.store import RedisStore
-from shared.redis.script import load_script
+from shared.redis.link import load_script
 
 Role = Literal["use", "adapters", "deploy", "admin"]
 Period = Literal["day", "month"]
 ROLES: tuple[Role, ...] = get_args(Role)
+MAX_GUESTS = 100_000
 _TTL_S = 366 * 86400.0  #: in Redis, after the last change
 _FILE = re.compile(r"keys/([^/]+)/(\d{8})\.json")
 _PUT_KEY = load_script(Path(__file__).parent / "scripts" / "put_key.lua")
@@ -115,6 +117,19 @@ class KeyStore(RedisStore):
             return False
         await self._confirm(("HEXISTS", keys, record.name))
         return True
+
+    async def guests(self) -> dict[str, str]:
+        """The names of guests, by tenant."""
+        found = await self._ask("HGETALL", self._keys.guests)
+        names = [each.decode() for each in found]
+        return dict(zip(names[::2], names[1::2], strict=True))
+
+    async def put_guests(self, names: Mapping[str, str]) -> None:
+        """Write names of guests, unless there are too many."""
+        if await self._ask("HLEN", self._keys.guests) < MAX_GUESTS:
+            fields = (part for pair in names.items() for part in pair)
+            await self._ask("HSET", self._keys.guests, *fields)
+            await self._ask("PEXPIRE", self._keys.guests, to_ms(_TTL_S))
 
 
 def _path(name: str, version: int) -> str:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import time
 from collections.abc import Iterable
 from datetime import UTC, date, datetime, timedelta  # noqa: TID251 (people ask for days)
 
@@ -16,7 +17,9 @@ from shared.queue.api import Budget, GatewayQueue, QueueUnavailable
 
 NANO = 1_000_000_000
 KINDS = ("requests", "input", "cached", "output", "images", "cost")
-_SAVE_S = 60.0
+_SAVE_S = 5.0
+_MOST_LOAD = 0.1  #: share of the time that saving takes, where it takes longer
+_LONGEST_PAUSE_S = 60.0
 _EPOCH = date(1970, 1, 1)
 
 logger = logging.getLogger(__name__)
@@ -35,20 +38,20 @@ class UsageLog:
     """Reads and saves usage.
 
     A Redis that lost a day begins it again under a new name, so that the day is the sum of what was saved by name and of
-    what Redis has.
+    what Redis has. One that was restored from an older copy gets the saved sums, so that it goes on from there.
     """
 
     def __init__(self, queue: GatewayQueue, durable: PackageStore | None) -> None:
         self._queue = queue
         self._durable = durable
         self._saved: dict[str, dict[str, int]] = {}  # by path
+        self._runs: dict[str, str] = {}  # what identifies the process of each Redis, by its name
         self._reading = asyncio.Lock()  # one at a time: a year is much to read
 
     async def read(self, first: date, last: date) -> list[Used]:
         """The usage of some days, the last one included. Raises: QueueUnavailable, StoreError."""
-        days = [first + timedelta(n) for n in range((last - first).days + 1)]
         async with self._reading:
-            sums = await self._sums(days)
+            sums = await self._sums(_days(first, last))
         return [used for path, each in sums.items() for used in _split(path, each)]
 
     async def _sums(self, days: list[date]) -> dict[str, dict[str, int]]:
@@ -57,15 +60,14 @@ class UsageLog:
             _path(day, each): each for day, all_ in zip(days, found, strict=True) for each in all_
         }
         if self._durable is not None:
-            wanted = {day.isoformat() for day in days}
             paths = await asyncio.to_thread(self._durable.list, "usage")
-            saved = [path for path in paths if path.split("/")[1] in wanted]
+            saved = [path for path in paths if _day_of(path) in days]
             for path, data in zip(saved, await asyncio.gather(*map(self._get, saved)), strict=True):
                 sums[path] = _join(sums.get(path, {}), data)
         return sums
 
     async def _of_day(self, day: date) -> list[dict[str, int]]:
-        """What Redis has. The store knows what servers counted that are down, but for their last minute."""
+        """What Redis has. The store knows what servers counted that are down, but for what it has not saved."""
         number = (day - _EPOCH).days
         return await self._queue.usage(number, skips_down=self._durable is not None)
 
@@ -78,22 +80,49 @@ class UsageLog:
         first = date.fromisoformat(f"{budget.period}-01"[:10])
         last = max(first, today()) if len(budget.period) == 7 else first
         try:
-            found = await self.read(first, last)
+            async with self._reading:
+                sums = await self._sums(_days(first, last))
         except StoreError as error:
             raise QueueUnavailable(str(error)) from None
-        spent = sum(each.counts["cost"] for each in found if each.tenant == call.tenant)
+        spent = _costs(sums.values()).get(call.tenant, 0)
         await self._queue.set_spent(call.id, call.tenant, budget, spent)
 
     async def keep_saved(self) -> None:
-        """Save today's and yesterday's usage every minute."""
+        """Save today's and yesterday's usage every few seconds, and give it back to a Redis that was restarted."""
         while self._durable is not None:
+            began_at = time.monotonic()
             try:
+                await self._restore()
                 for day in (today() - timedelta(1), today()):
                     for sums in await self._of_day(day):
                         await self._save(self._durable, _path(day, sums), sums)
             except (QueueUnavailable, StoreError, OSError) as error:
                 logger.warning("cannot save the usage of the API keys: %s", error)
-            await asyncio.sleep(_SAVE_S)
+            took_s = time.monotonic() - began_at
+            await asyncio.sleep(min(max(_SAVE_S, took_s / _MOST_LOAD), _LONGEST_PAUSE_S))
+
+    async def _restore(self) -> None:
+        """Raise sums and budgets of a Redis that was started, or failed over, since the last call."""
+        servers = await self._queue.servers()
+        runs = {name: info.get("run_id", "") for name, info in servers.items()}
+        if all(self._runs.get(name) == run for name, run in runs.items()):
+            return
+        yesterday = today() - timedelta(1)
+        for path, each in (await self.raise_budgets()).items():
+            if (day := _day_of(path)) >= yesterday:
+                await self._queue.raise_usage((day - _EPOCH).days, each)
+        self._runs |= runs
+
+    async def raise_budgets(self) -> dict[str, dict[str, int]]:
+        """Raise what is spent of budgets to the costs that were counted; returns the sums of this month."""
+        now = today()
+        async with self._reading:
+            sums = await self._sums(_days(min(now.replace(day=1), now - timedelta(1)), now))
+        for period in (now.isoformat()[:7], now.isoformat()):
+            of_period = [each for path, each in sums.items() if path.startswith(f"usage/{period}")]
+            spent = await asyncio.to_thread(_costs, of_period)
+            await self._queue.raise_spent(period, spent)
+        return sums
 
     async def _save(self, durable: PackageStore, path: str, sums: dict[str, int]) -> None:
         if self._saved.get(path) == sums:
@@ -117,6 +146,25 @@ def period_of(period: Period, now: float) -> tuple[str, float]:
     return at.strftime("%Y-%m"), end.timestamp()
 
 
+def _days(first: date, last: date) -> list[date]:
+    return [first + timedelta(n) for n in range((last - first).days + 1)]
+
+
+def _day_of(path: str) -> date:
+    return date.fromisoformat(path.split("/")[1])
+
+
+def _costs(all_: Iterable[dict[str, int]]) -> dict[str, int]:
+    """The sums of costs by tenant."""
+    costs: dict[str, int] = {}
+    for sums in all_:
+        for name, amount in sums.items():
+            if name.startswith("cost "):
+                tenant = name.split(" ", 2)[1]
+                costs[tenant] = costs.get(tenant, 0) + amount
+    return costs
+
+
 def _path(day: date, sums: dict[str, int]) -> str:
     return f"usage/{day.isoformat()}/{sums.get('', 0)}.json"
 
@@ -129,7 +177,7 @@ def _join(first: dict[str, int], second: dict[str, int]) -> dict[str, int]:
 
 def _split(path: str, sums: dict[str, int]) -> Iterable[Used]:
     """The sums of a day by tenant and model."""
-    day, found = date.fromisoformat(path.split("/")[1]), {}
+    day, found = _day_of(path), {}
     for name, amount in sums.items():
         if name:
             kind, tenant, model = name.split(" ", 2)

@@ -8,12 +8,14 @@ import { UsageView } from "./usage.js";
 
 const PAUSE_MS = 2000;
 const ROUNDS = 8; // of the fleet for one of the rest
+const OFTEN = ["fleet", "requests"];
 const find = (selector) => document.querySelector(selector);
 const problems = new Map(); // by what could not be read
 const usage = new UsageView(find("#usage-form"), () => load("usage"));
 const keys = new KeysView(find("#keys"), () => Promise.all([load("keys"), load("audit")]));
 const PARTS = {
   fleet: { path: () => "v1/admin/status", show: showFleet },
+  requests: { path: () => "v1/admin/requests", show: showRequests },
   keys: { path: () => "v1/admin/keys", show: ({ data }) => keys.show(data) },
   usage: { path: () => usage.path(), show: ({ data }) => usage.show(data) },
   audit: { path: () => "v1/admin/audit?limit=50", show: showAudit },
@@ -21,7 +23,7 @@ const PARTS = {
 
 async function follow() {
   for (let round = 0; ; round++) {
-    if (!document.hidden) await Promise.all((round % ROUNDS ? ["fleet"] : Object.keys(PARTS)).map(load));
+    if (!document.hidden) await Promise.all((round % ROUNDS ? OFTEN : Object.keys(PARTS)).map(load));
     await new Promise((resolve) => setTimeout(resolve, PAUSE_MS));
   }
 }
@@ -53,6 +55,13 @@ function showFleet({ version, state, num_open: numOpen, models, workers }) {
     workers.map((each) => [
       each.id, each.model, each.engine, each.state, `${each.num_running} of ${each.max_num_seqs}`, each.num_waiting, each.num_finished, each.num_failed,
     ]),
+  );
+}
+
+function showRequests({ data }) {
+  fillRows(
+    find("#requests"),
+    data.map((each) => [each.id, each.key, each.model, each.worker || "waits", `${each.age_s.toFixed(1)} s`, each.num_tokens]),
   );
 }
 

@@ -1,5 +1,7 @@
 // What has been said, and the request that it makes. Knows no HTTP and no page.
 
+import { isVideo } from "./images.js";
+
 /** Questions with their answers; one without an answer (failed, stopped at once) is not told to the model again. */
 export class Conversation {
   constructor({ id = toId(), exchanges = [] } = {}) {
@@ -58,7 +60,10 @@ export function textOf({ text, results = [] }) {
 /** `{text, images}` as a user's turn, images first, as models were trained; or `{results}` of the calls before. */
 function toMessages({ text, images, results }) {
   if (results) return results.map(({ id, content }) => ({ role: "tool", tool_call_id: id, content }));
-  const parts = images.map(({ url }) => ({ type: "image_url", image_url: { url } }));
+  const parts = images.map((image) => {
+    const kind = isVideo(image) ? "video_url" : "image_url";
+    return { type: kind, [kind]: { url: image.url } };
+  });
   return [{ role: "user", content: [...parts, { type: "text", text }] }];
 }
 
@@ -66,7 +71,7 @@ function toMessages({ text, images, results }) {
 export function toMarkdown(exchanges) {
   const parts = exchanges.flatMap(({ question, answer, calls }) => [
     "## Question",
-    ...question.images.map(({ name, url }) => `![${name.replace(/[[\]]/g, "")}](${url})`),
+    ...question.images.map((image) => `${isVideo(image) ? "" : "!"}[${image.name.replace(/[[\]]/g, "")}](${image.url})`),
     textOf(question),
     "## Answer",
     answer,

@@ -1,4 +1,4 @@
-// Images on their way into a message: reading, shrinking, and the tray that shows what will be sent.
+// Images and videos on their way into a message: reading, shrinking, and the tray that shows what will be sent.
 
 const ACCEPTED = ["image/png", "image/jpeg", "image/webp"];
 const CHAT_SIZE = { maxBytes: 2 * 1024 * 1024, maxSide: 2048 }; // every follow-up sends the image again
@@ -59,16 +59,26 @@ function toDataUrl(blob) {
   return new Promise((resolve, reject) => {
     const reader = new FileReader();
     reader.onload = () => resolve(reader.result);
-    reader.onerror = () => reject(new Error("The image cannot be read."));
+    reader.onerror = () => reject(new Error("The file cannot be read."));
     reader.readAsDataURL(blob);
   });
 }
 
-/** An image as an `<img>`. */
+/** Whether `{url}` is a video. */
+export function isVideo({ url }) {
+  return url.startsWith("data:video/");
+}
+
+/** An image as an `<img>`, a video as a `<video>`. */
 export function toImage(image) {
-  const element = document.createElement("img");
+  const element = document.createElement(isVideo(image) ? "video" : "img");
   element.src = image.url;
-  element.alt = image.name;
+  if (isVideo(image)) {
+    element.muted = true;
+    element.ariaLabel = image.name;
+  } else {
+    element.alt = image.name;
+  }
   return element;
 }
 
@@ -90,7 +100,9 @@ function zoom(image) {
     dialog.classList.toggle("full", isFull);
     size.textContent = isFull ? "Fit the window" : "Full size";
   };
-  dialog.querySelector(".frame").replaceChildren(toImage(image));
+  const shown = toImage(image);
+  shown.controls = isVideo(image);
+  dialog.querySelector(".frame").replaceChildren(shown);
   dialog.querySelector(".name").textContent = image.name;
   size.onclick = () => showSize(!dialog.classList.contains("full"));
   dialog.querySelector(".close").onclick = () => dialog.close();
@@ -126,7 +138,10 @@ export class ImageTray {
 
   /** `maxPixels` is of one image. */
   async add(blob, name, maxPixels) {
-    this.images.push(await readImage(blob, name || "image", { ...CHAT_SIZE, maxPixels }));
+    const isClip = blob.type.startsWith("video/");
+    this.images.push(isClip
+      ? { name: name || "video", url: await toDataUrl(blob) }
+      : await readImage(blob, name || "image", { ...CHAT_SIZE, maxPixels }));
     this.show();
   }
 

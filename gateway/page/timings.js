@@ -4,6 +4,7 @@ const LABELS = {
   ingest: "ingest",
   image_decode: "image decode",
   queue: "queue",
+  media_decode: "media decode",
   preprocess: "preprocess",
   vision: "vision",
   prefill: "prefill",

@@ -15,7 +15,7 @@ from shared.protocol import BlobRef
 from shared.queue.keys import BLOB_LINGER_S, to_ms
 from shared.queue.store import RedisStore
 from shared.redis.client import redis_errors_as
-from shared.redis.script import load_script, named
+from shared.redis.link import load_script, named
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,7 @@ from shared.packages.rollout import App, LogLine, NodeRecord
 from shared.protocol import encode
 from shared.queue.keys import to_ms
 from shared.queue.store import RedisStore
-from shared.redis.link import with_ttl
-from shared.redis.script import load_script, named
+from shared.redis.link import load_script, named, with_ttl
 
 _SCRIPTS = Path(__file__).parent / "scripts"
 PUT_APP = load_script(_SCRIPTS / "put_app.lua")
@@ -102,7 +101,6 @@ class DeploymentState(RedisStore):
         await self._sender.execute(*command)
 
     async def withdraw(self, node_id: str) -> None:
-        """Delete a node's record."""
         for key in (self._keys.node(node_id), self._keys.node_drain(node_id)):
             await self._sender.execute("DEL", key)
         await self._sender.execute("SREM", self._keys.nodes, node_id)

@@ -264,7 +264,6 @@ def is_digest(text: str) -> bool:
 
 
 def digest_of(data: bytes) -> str:
-    """The digest of bytes."""
     return f"sha256:{hashlib.sha256(data).hexdigest()}"
 
 

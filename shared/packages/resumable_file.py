@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from errno import ENOENT
 from pathlib import Path
-from types import TracebackType
 
 PIECE_BYTES = 4 * 1024 * 1024
 SUFFIX = ".part"
@@ -56,12 +55,7 @@ class ResumableFile:
     def __enter__(self) -> "ResumableFile":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Keep the file if another writer can resume it."""
         is_refused = isinstance(error, WrongDigest) or self._is_right
         # once it is moved, the old name may be another writer's

@@ -41,6 +41,7 @@ from shared.protocol.events import (
     join_calls,
 )
 from shared.protocol.tasks import (
+    FRAMES_TYPE,
     UNSUPPORTED_KEYWORDS,
     BlobRef,
     ChatMessage,
@@ -66,4 +67,5 @@ from shared.protocol.tasks import (
     ToolCall,
     Tools,
     Truncate,
+    VideoOptions,
 )

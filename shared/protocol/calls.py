@@ -92,6 +92,7 @@ class ModelCard(Report, frozen=True):
     max_model_len: int
     vocab_size: int
     supports_images: bool = True
+    supports_video: bool = False
     image_tokens: int = 0  #: maximum per image, for quotas; 0: unknown
     max_image_pixels: int = 0  #: larger images are scaled down; 0: the processor decides
     tasks: tuple[str, ...] = ("generate",)  #: tags of the supported tasks

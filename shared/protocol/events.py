@@ -71,6 +71,9 @@ class StageTimings(Report, frozen=True, omit_defaults=True):
     vision_s: float = 0.0  #: vision tower and projector
     prefill_s: float = 0.0  #: first scheduled until first token, without vision
     decode_s: float = 0.0  #: first token until last
+    media_decode_s: float = (
+        0.0  #: before `preprocess_s`, with a video: fetch, decode and resize all media
+    )
 
 
 #: Prefix of a spelled token that is not UTF-8; its bytes in hexadecimal follow.

@@ -22,7 +22,7 @@ class TextPart(Message, frozen=True, tag_field="type", tag="text"):
 
 
 class ImagePart(Message, frozen=True, tag_field="type", tag="image"):
-    """An image: its index among the images of the task."""
+    """An image or video: its index among those of the task."""
 
     image: int
 
@@ -52,8 +52,6 @@ class ChatMessage(Message, frozen=True, omit_defaults=True):
 
 
 class Function(Message, frozen=True, omit_defaults=True):
-    """A function that the model may call."""
-
     name: str
     parameters: str  #: a JSON schema
     description: str = ""
@@ -61,8 +59,6 @@ class Function(Message, frozen=True, omit_defaults=True):
 
 
 class Tools(Message, frozen=True, omit_defaults=True):
-    """The functions that the model may call."""
-
     functions: tuple[Function, ...]
     is_required: bool = False  #: the answer must be a call
     is_parallel: bool = True  #: the answer may be several calls
@@ -79,14 +75,28 @@ class BlobRef(_Located, frozen=True, omit_defaults=True):
     num_bytes: int
 
 
+#: Media type of a video that is sent as JPEG frames; its blob is a MessagePack list of them.
+FRAMES_TYPE = "video/jpeg"
+
+
+class VideoOptions(Message, frozen=True, omit_defaults=True):
+    """How frames of a video are sampled. Units: seconds."""
+
+    fps: float | None = None  #: frames per second; of a video of frames: their rate
+    num_frames: int | None = None
+    start_s: float = 0.0
+    end_s: float = 0.0  #: 0: the end of the video
+
+
 class ImageRef(BlobRef, frozen=True, omit_defaults=True):
-    """An encoded image in the blob store. Units: pixels."""
+    """An encoded image or video in the blob store. Units: pixels, 0 for a video."""
 
     media_type: str
     width: int
     height: int
     min_pixels: int = 0  #: smaller images are scaled up to it; 0: the model's minimum
     max_pixels: int = 0  #: larger images are scaled down to it; 0: the model's maximum
+    video: VideoOptions | None = None  #: None: an image
 
 
 class SamplingParams(Message, frozen=True, omit_defaults=True):
@@ -218,7 +228,8 @@ class Generate(_Task, frozen=True):
         for i, message in enumerate(self.messages):
             for j, part in enumerate(message.parts):
                 if isinstance(part, ImagePart) and part.image == index:
-                    return f"messages.[{i}].content.[{j}].image_url"
+                    kind = "image" if self.images[index].video is None else "video"
+                    return f"messages.[{i}].content.[{j}].{kind}_url"
         return None
 
 

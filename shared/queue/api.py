@@ -4,7 +4,7 @@ The queue does not decode calls and events. All methods are idempotent and may b
 number of a claim fences all earlier attempts. All methods raise QueueUnavailable.
 """
 
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -190,12 +190,38 @@ class Charge(Struct, frozen=True):
         return Charge((self.num_images[prompt],), self.prices, self.budget, counts)
 
 
+class Submission(Struct, frozen=True):
+    """The calls of one request, and what limits them."""
+
+    choices: Sequence[Envelope]
+    timeout_s: float  #: until their deadline, from now by the queue's clock
+    max_waiting: int  #: calls of a priority that wait at most, or the calls of one request
+    reservation: Reservation | None = None  #: of each call, if there are quotas
+    affinity: Affinity | None = (
+        None  #: they may be reserved for the preferred worker; `share` ends that
+    )
+    charge: Charge | None = None
+    #: Token ids that the only choice has published under another id; the answer goes on after them.
+    earlier: Sequence[int] = ()
+
+
 class Submitted(Struct, frozen=True):
     """What the queue tells about calls that it has taken."""
 
     affinity: AffinityOutcome = ""
     #: Seconds until the limits of requests and of tokens per minute are whole again; None: unlimited, or unknown.
     full_in_s: tuple[float, float] | None = None
+
+
+class OpenRequest(Struct, frozen=True):
+    """A request that waits or runs."""
+
+    id: str  #: with the number of the choice
+    key: str  #: the tenant; for operators, the name of its key
+    model: str
+    worker: str  #: empty: it waits
+    age_s: float
+    num_tokens: int  #: of output so far
 
 
 class GatewayQueue(Protocol):
@@ -211,24 +237,8 @@ class GatewayQueue(Protocol):
         """Whether the shard of a call is down for so long that the call has to be submitted to another."""
         ...
 
-    async def submit(
-        self,
-        choices: Sequence[Envelope],
-        *,
-        timeout_s: float,
-        max_waiting: int,
-        reservation: Reservation | None = None,
-        affinity: Affinity | None = None,
-        charge: Charge | None = None,
-        earlier: Sequence[int] = (),
-    ) -> Submitted:
-        """Queue the calls of one request, all or none; their deadline is `timeout_s` from now by the queue's clock.
-
-        At most `max_waiting` calls of a priority wait, or the calls of one request. `reservation`: what they reserve
-        if there are quotas. `affinity`: they may be reserved for the preferred worker; `share` ends that. `earlier`: token
-        ids that the only choice has published under another id; the answer goes on after them.
-        Raises: QueueRefused, DuplicateRequest.
-        """
+    async def submit(self, calls: Submission) -> Submitted:
+        """Queue the calls of one request, all or none. Raises: QueueRefused, DuplicateRequest."""
         ...
 
     async def share(self, model: str, request_ids: Sequence[str]) -> int:
@@ -261,12 +271,22 @@ class GatewayQueue(Protocol):
         ...
 
     async def set_spent(self, call_id: str, tenant: str, budget: Budget, amount: int) -> None:
-        """Set what the tenant of a new call has spent of its budget, if no one has yet."""
+        """Create the budget of the tenant of a new call, with what it has spent, or raise what it has spent to that."""
         ...
 
-    async def states(self, model: str, request_ids: Sequence[str]) -> list[RequestState | None]:
-        """The states of calls."""
+    async def raise_usage(self, day: int, sums: Mapping[str, int]) -> None:
+        """Raise sums of `usage`, as one server had them, where that server has lower ones for the same beginning."""
         ...
+
+    async def raise_spent(self, period: str, spent: Mapping[str, int]) -> None:
+        """Raise what tenants have spent of their budgets of a month or day; tenants without one are left out."""
+        ...
+
+    async def open_requests(self, models: Collection[str], limit: int) -> list[OpenRequest]:
+        """The newest calls that wait or run, newest first."""
+        ...
+
+    async def states(self, model: str, request_ids: Sequence[str]) -> list[RequestState | None]: ...
 
     async def events(self, model: str, request_id: str) -> list[bytes]:
         """The log of a call: its accepted events in order, to repair a gap in the mailbox."""

@@ -124,7 +124,6 @@ class QueueEntries:
         return [entry[0] for entry in pending if entry[0] not in held]
 
     async def find(self, entry_id: bytes) -> Entry | None:
-        """An entry by its id, if it is in the queue. Raises: RedisError."""
         found = await self._sender.execute("XRANGE", self._queue, entry_id, entry_id)
         return found[0] if found else None
 

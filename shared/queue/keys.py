@@ -213,6 +213,11 @@ class RedisKeys:
         return f"{self.prefix}:api-keys"
 
     @property
+    def guests(self) -> str:
+        """Hash of the names of callers with a token, `KEY:NAME`, by tenant."""
+        return f"{self.prefix}:guests"
+
+    @property
     def audit(self) -> str:
         """Stream of who asked to change keys, deployments, nodes and adapters."""
         return f"{self.prefix}:audit"

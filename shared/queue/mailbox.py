@@ -22,15 +22,6 @@ MAX_ENTRIES_PER_READ = 512
 LONGEST_PAUSE_S = 1.0
 
 
-def _ignore(model: str) -> None:
-    """For callers that do not care about gaps."""
-
-
-def _always(model: str) -> bool:
-    """For callers whose models stay."""
-    return True
-
-
 class RedisMailbox:
     """The mailboxes of one gateway: a `Mailbox`. `on_gap(model)` is called when events of a model may be missing.
 
@@ -43,8 +34,8 @@ class RedisMailbox:
         redis_blocking: Redis,
         prefix: str,
         gateway_id: str,
-        on_gap: Callable[[str], None] = _ignore,
-        is_needed: Callable[[str], bool] = _always,
+        on_gap: Callable[[str], None] = lambda model: None,
+        is_needed: Callable[[str], bool] = lambda model: True,
         renew_every_s: float = MAILBOX_TTL_S / 6,
         on_failure: Callable[[], None] = lambda: None,
     ) -> None:

@@ -93,7 +93,6 @@ class Registry(RedisStore):
         )
 
     async def withdraw(self, worker_id: str) -> None:
-        """Delete a worker's record."""
         await self._sender.execute("DEL", self._keys.worker(worker_id))
         await self._sender.execute("SREM", self._keys.workers, worker_id)
 
@@ -107,7 +106,6 @@ class Registry(RedisStore):
         return await self._members(self._keys.workers, self._keys.worker, decode_record)
 
     async def worker(self, worker_id: str) -> WorkerRecord | None:
-        """A live worker."""
         key = self._keys.worker(worker_id)
         value = await self._ask("GET", key)
         return None if value is None else self._decode(key, value, decode_record)

@@ -36,7 +36,6 @@ class ResumableCalls(RedisStore):
 
     @redis_errors_as(QueueUnavailable)
     async def forget(self, request_id: str) -> None:
-        """Delete the record of a request."""
         await self._ask("DEL", self._keys.stream(request_id))
 
 
@@ -51,5 +50,4 @@ class Leases(RedisStore):
 
     @redis_errors_as(QueueUnavailable)
     async def drop(self, name: str, holder: str) -> None:
-        """Release a lease."""
         await self._run(HOLD, (self._keys.lease(name),), holder=holder, ttl_ms=0)

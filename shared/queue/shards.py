@@ -7,7 +7,15 @@ belongs to no request: workers, deployments, sessions and records.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Collection,
+    Coroutine,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from contextlib import aclosing, suppress
 from hashlib import blake2b
 from typing import Any, TypeVar
@@ -16,17 +24,18 @@ from msgspec.structs import replace
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from shared.protocol import Envelope, ErrorCode
+from shared.protocol import ErrorCode
 from shared.queue.api import (
     Affinity,
     Budget,
-    Charge,
     GatewayQueue,
     Limits,
+    OpenRequest,
     QueueStats,
     QueueUnavailable,
     RequestState,
     Reservation,
+    Submission,
     Submitted,
     shard_of,
 )
@@ -128,12 +137,12 @@ class Shards:
     """The shards of a fleet. `on_lost` is called with the name of a lost one, until it answers."""
 
     def __init__(self, settings: RedisSettings) -> None:
-        self.all = [Shard(name, each, self._note_lost) for name, each in settings.shards.items()]
+        self.all = [
+            Shard(name, each, lambda name: self.on_lost(name))
+            for name, each in settings.shards.items()
+        ]
         self._by_name = {shard.name: shard for shard in self.all}
         self.on_lost: Callable[[str], None] = lambda name: None
-
-    def _note_lost(self, name: str) -> None:
-        self.on_lost(name)
 
     def __len__(self) -> int:
         return len(self.all)
@@ -217,30 +226,15 @@ class ShardedGatewayQueue:
             )
         return replace(reservation, limits=limits)
 
-    async def submit(
-        self,
-        choices: Sequence[Envelope],
-        *,
-        timeout_s: float,
-        max_waiting: int,
-        reservation: Reservation | None = None,
-        affinity: Affinity | None = None,
-        charge: Charge | None = None,
-        earlier: Sequence[int] = (),
-    ) -> Submitted:
-        shard = self._shards.find(choices[0].id)
-        await self._note(shard, timeout_s + AFTER_DEADLINE_S)
-        return await shard.ask(
-            shard.queue.submit(
-                choices,
-                timeout_s=timeout_s,
-                max_waiting=-(-max_waiting // len(self._shards)),
-                reservation=reservation and self._share(reservation),
-                affinity=affinity,
-                charge=charge,
-                earlier=earlier,
-            )
+    async def submit(self, calls: Submission) -> Submitted:
+        shard = self._shards.find(calls.choices[0].id)
+        await self._note(shard, calls.timeout_s + AFTER_DEADLINE_S)
+        part = replace(
+            calls,
+            max_waiting=-(-calls.max_waiting // len(self._shards)),
+            reservation=calls.reservation and self._share(calls.reservation),
         )
+        return await shard.ask(shard.queue.submit(part))
 
     async def _note(self, shard: Shard, lives_s: float) -> None:
         """Record how long the shard may have requests, for `check_shards`."""
@@ -281,6 +275,17 @@ class ShardedGatewayQueue:
             found |= zip(ids, states, strict=True)
         return [found.get(request_id) for request_id in request_ids]
 
+    async def open_requests(self, models: Collection[str], limit: int) -> list[OpenRequest]:
+        """Those of the shards that are up."""
+        calls = [
+            shard.ask(shard.queue.open_requests(models, limit))
+            for shard in self._shards.all
+            if shard.is_up
+        ]
+        found = await asyncio.gather(*calls, return_exceptions=True)
+        there = [each for of_shard in found if isinstance(of_shard, list) for each in of_shard]
+        return sorted(there, key=lambda each: each.age_s)[:limit]
+
     async def usage(self, day: int, *, skips_down: bool) -> list[dict[str, int]]:
         calls = [
             each.ask(each.queue.usage(day, skips_down=skips_down)) for each in self._shards.all
@@ -291,6 +296,14 @@ class ShardedGatewayQueue:
     async def set_spent(self, call_id: str, tenant: str, budget: Budget, amount: int) -> None:
         shard = self._shards.find(call_id)
         await shard.ask(shard.queue.set_spent(call_id, tenant, budget, amount))
+
+    async def raise_usage(self, day: int, sums: Mapping[str, int]) -> None:
+        calls = [s.ask(s.queue.raise_usage(day, sums)) for s in self._shards.all if s.is_up]
+        await asyncio.gather(*calls)
+
+    async def raise_spent(self, period: str, spent: Mapping[str, int]) -> None:
+        calls = [s.ask(s.queue.raise_spent(period, spent)) for s in self._shards.all if s.is_up]
+        await asyncio.gather(*calls)
 
     async def events(self, model: str, request_id: str) -> list[bytes]:
         shard = self._shards.find(request_id)

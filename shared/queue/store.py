@@ -8,8 +8,7 @@ from redis.asyncio import Redis
 from shared.queue.keys import RedisKeys
 from shared.redis.client import retry_idempotent
 from shared.redis.confirm import Confirmer
-from shared.redis.link import Command, RedisSender
-from shared.redis.script import Script, named
+from shared.redis.link import Command, RedisSender, Script, named
 
 
 class RedisStore:

@@ -1,7 +1,7 @@
 """The gateway's side of the queue: submit calls, cancel them, read their state. Calls of a loop turn share a write."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from secrets import token_hex
 from typing import Any
@@ -15,11 +15,13 @@ from shared.queue.api import (
     Charge,
     DuplicateRequest,
     Limits,
+    OpenRequest,
     QueueRefused,
     QueueStats,
     QueueUnavailable,
     RequestState,
     Reservation,
+    Submission,
     Submitted,
     UnknownBudget,
 )
@@ -41,6 +43,7 @@ from shared.queue.scripts import (
     FORGET_LOST,
     LISTEN,
     NOTE_SHARD,
+    RAISE_SUMS,
     REFUND,
     SHARE,
     STATES,
@@ -69,21 +72,9 @@ class RedisGatewayQueue(RedisStore):
         return False
 
     @redis_errors_as(QueueUnavailable)
-    async def submit(
-        self,
-        choices: Sequence[Envelope],
-        *,
-        timeout_s: float,
-        max_waiting: int,
-        reservation: Reservation | None = None,
-        affinity: Affinity | None = None,
-        charge: Charge | None = None,
-        earlier: Sequence[int] = (),
-    ) -> Submitted:
-        call = self._to_call(
-            choices, timeout_s, max_waiting, reservation, affinity, charge, earlier
-        )
-        keys, arguments = call
+    async def submit(self, calls: Submission) -> Submitted:
+        choices, affinity = calls.choices, calls.affinity
+        keys, arguments = self._to_script(calls)
         verdict = await retry_idempotent(lambda: self._sender.run(SUBMIT, keys, arguments))
         if verdict[0] == b"queue_full" and await self._forget_lost(choices[0]):
             verdict = await retry_idempotent(lambda: self._sender.run(SUBMIT, keys, arguments))
@@ -112,16 +103,9 @@ class RedisGatewayQueue(RedisStore):
         arguments = named(requests=self._keys.requests(refused.model), count=_MAX_FORGOTTEN)
         return await self._sender.run(FORGET_LOST, keys, arguments) > 0
 
-    def _to_call(
-        self,
-        choices: Sequence[Envelope],
-        timeout_s: float,
-        max_waiting: int,
-        reservation: Reservation | None,
-        affinity: Affinity | None,
-        charge: Charge | None,
-        earlier: Sequence[int],
-    ) -> tuple[list[str], tuple[bytes, ...]]:
+    def _to_script(self, calls: Submission) -> tuple[list[str], tuple[bytes, ...]]:
+        """Keys and arguments of the submit script."""
+        choices, reservation = calls.choices, calls.reservation
         first, quota = choices[0], None
         raw, optional = [choice.payload for choice in choices], {}
         keys = [self._keys.queue(first.model), self._keys.backlog(first.model)]
@@ -129,24 +113,24 @@ class RedisGatewayQueue(RedisStore):
         if reservation is not None:
             keys += _quota_keys(self._keys, reservation)
             quota = _quota_arguments(reservation)
-        if affinity is not None:
-            optional["affinity"] = self._affinity(first.model, affinity)
-        if charge is not None:
-            optional |= _charge_arguments(self._keys, choices, charge)
-        if earlier:
-            raw.append(encode_events([Tokens(first.id, 0, 0, tuple(earlier))]))
-            optional["num_earlier"] = len(earlier)
+        if calls.affinity is not None:
+            optional["affinity"] = self._affinity(first.model, calls.affinity)
+        if calls.charge is not None:
+            optional |= _charge_arguments(self._keys, choices, calls.charge)
+        if calls.earlier:
+            raw.append(encode_events([Tokens(first.id, 0, 0, tuple(calls.earlier))]))
+            optional["num_earlier"] = len(calls.earlier)
         arguments = named(
             *raw,
             nonce=token_hex(8),
             group=GROUP,
             tenant=first.tenant,
-            timeout_ms=to_ms(timeout_s),
+            timeout_ms=to_ms(calls.timeout_s),
             keep_ms=to_ms(AFTER_DEADLINE_S),
             queue_ttl_ms=to_ms(QUEUE_TTL_S),
             reply_to=first.reply_to,
             is_batch=first.priority is Priority.BATCH,
-            max_waiting=max_waiting,
+            max_waiting=calls.max_waiting,
             ids=[choice.id for choice in choices],
             quota=quota,
             **optional,
@@ -242,6 +226,37 @@ class RedisGatewayQueue(RedisStore):
         return found
 
     @redis_errors_as(QueueUnavailable)
+    async def open_requests(self, models: Collection[str], limit: int) -> list[OpenRequest]:
+        streams = [
+            (model, key)
+            for model in models
+            for key in (self._keys.queue(model), self._keys.backlog(model))
+        ]
+        reads = (self._ask("XREVRANGE", key, "+", "-", "COUNT", limit) for _, key in streams)
+        entries = [
+            (int(entry_id.partition(b"-")[0]), model, fields[1].decode())
+            for (model, _), found in zip(streams, await asyncio.gather(*reads), strict=True)
+            for entry_id, fields in found
+            if fields[0] == b"id"  # no wakeup
+        ]
+        newest = sorted(entries, reverse=True)[:limit]
+        fields = ("tenant", "state", "worker", "enqueued_ms", "tokens")
+        reads = (
+            self._ask("HMGET", self._keys.request(model, name), *fields)
+            for _, model, name in newest
+        )
+        (seconds, _), *found = await asyncio.gather(self._ask("TIME"), *reads)
+        requests = [
+            OpenRequest(
+                name, tenant.decode(), model, worker.decode() if state == b"running" else "",
+                max(0.0, round(int(seconds) - int(since_ms) / 1000, 3)), int(num_tokens),
+            )
+            for (_, model, name), (tenant, state, worker, since_ms, num_tokens) in zip(newest, found, strict=True)
+            if state in (b"queued", b"running")
+        ]  # fmt: skip
+        return sorted(requests, key=lambda each: each.age_s)
+
+    @redis_errors_as(QueueUnavailable)
     async def usage(self, day: int, *, skips_down: bool) -> list[dict[str, int]]:
         found = await self._ask("HGETALL", f"{self._keys.spent}{day}")
         sums = zip(found[::2], found[1::2], strict=True)
@@ -250,8 +265,17 @@ class RedisGatewayQueue(RedisStore):
     @redis_errors_as(QueueUnavailable)
     async def set_spent(self, call_id: str, tenant: str, budget: Budget, amount: int) -> None:
         key = self._keys.budget(tenant, budget.period)
-        await self._ask("HSETNX", key, "spent", amount)
-        await self._ask("PEXPIRE", key, to_ms(budget.ttl_s))
+        await self._run(RAISE_SUMS, [key], sums={"spent": amount}, ttl_ms=to_ms(budget.ttl_s))
+
+    @redis_errors_as(QueueUnavailable)
+    async def raise_usage(self, day: int, sums: Mapping[str, int]) -> None:
+        began, counts = str(sums.get("", 0)), {name: sums[name] for name in sums if name}
+        await self._run(RAISE_SUMS, [f"{self._keys.spent}{day}"], sums=counts, began=began)
+
+    @redis_errors_as(QueueUnavailable)
+    async def raise_spent(self, period: str, spent: Mapping[str, int]) -> None:
+        for tenant, amount in spent.items():
+            await self._run(RAISE_SUMS, [self._keys.budget(tenant, period)], sums={"spent": amount})
 
     @redis_errors_as(QueueUnavailable)
     async def events(self, model: str, request_id: str) -> list[bytes]:

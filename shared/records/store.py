@@ -11,7 +11,7 @@ from shared.protocol import ImageRef
 from shared.queue.keys import to_ms
 from shared.queue.store import RedisStore
 from shared.redis.client import redis_errors_as
-from shared.redis.script import load_script
+from shared.redis.link import load_script
 
 _SCRIPTS = Path(__file__).parent / "scripts"
 PUT_RECORD = load_script(_SCRIPTS / "put_record.lua")

@@ -1,22 +1,28 @@
-"""Clients of Redis with explicit timeouts and no hidden retries, and a warning of vulnerable servers.
+"""Clients of Redis with explicit timeouts and no hidden retries.
 
 redis-py's defaults repeat a command whose reply was lost, which doubles what is not idempotent, and time out
 before a long blocking read returns.
-
-Source: the security advisories of Redis, CVE-2023-41056, CVE-2024-31449 and CVE-2025-49844.
 """
 
 import asyncio
 import logging
 import random
+import time
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import aclosing
 from functools import wraps
 from typing import Any, TypeVar, cast
 
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import ConnectionError, RedisError, TimeoutError
+from redis.exceptions import (
+    AuthenticationError,
+    ConnectionError,
+    RedisError,
+    ResponseError,
+    TimeoutError,
+)
 
 from shared.redis.sentinel import create_sentinel_redis
 from shared.settings import SettingsError
@@ -25,13 +31,6 @@ from shared.settings.tree import RedisSettings
 
 #: Timeout of a blocking read on the server; that of its socket is longer.
 BLOCK_S = 2.0
-#: The first patch of each release line without these vulnerabilities, by server.
-_FIXED_IN = {
-    "redis": {(6, 2): 20, (7, 0): 15, (7, 2): 11, (7, 4): 6, (8, 0): 4, (8, 2): 2},
-    "valkey": {(7, 2): 11, (8, 0): 6, (8, 1): 4},
-}
-
-logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 Function = TypeVar("Function", bound=Callable[..., Coroutine[Any, Any, Any]])
@@ -95,35 +94,49 @@ def redis_errors_as(kind: Callable[[str], Exception]) -> Callable[[Function], Fu
     return decorate
 
 
-def has_known_faults(server: str, version: str) -> bool:
-    """Whether a release is vulnerable; False for an unknown server or version."""
-    fixed_in = _FIXED_IN.get(server)
-    numbers = version.split(".")
-    if fixed_in is None or len(numbers) != 3 or not all(number.isdecimal() for number in numbers):
-        return False
-    major, minor, patch = map(int, numbers)
-    return (major, minor) < min(fixed_in) or patch < fixed_in.get((major, minor), 0)
+REMIND_AFTER_S = 60.0
+_PAUSE_S = 1.0
+
+logger = logging.getLogger(__name__)
 
 
-async def read_release(redis: Redis) -> tuple[str, str]:
-    """The name of the server and its version; empty if unknown."""
-    try:
-        reply: Any = await redis.execute_command("HELLO")
-    except (RedisError, OSError):
-        return "", ""
-    fields = dict(zip(reply[::2], reply[1::2], strict=True))
-    return fields[b"server"].decode(), fields[b"version"].decode()
+class OutageLog:
+    """Logs the retries of one loop, so that an outage is one line instead of one per retry."""
+
+    def __init__(self, address: str, remind_after_s: float = REMIND_AFTER_S) -> None:
+        self._address = address
+        self._remind_after_s = remind_after_s
+        self._logged_at: float | None = None
+
+    def failed(self, error: Exception) -> None:
+        now = time.monotonic()
+        if self._logged_at is None or now - self._logged_at >= self._remind_after_s:
+            self._logged_at = now
+            cause = str(error).rstrip(".") or type(error).__name__
+            if isinstance(error.__cause__ or error, AuthenticationError):  # redis-py wraps it
+                text = "Redis at %s refuses user or password (%s); set those of VLM_REDIS_URL"
+            else:
+                text = "cannot reach Redis at %s (%s); start Redis there, or set VLM_REDIS_URL"
+            logger.warning(text + "; trying on", self._address, cause)
+
+    def succeeded(self) -> None:
+        if self._logged_at is not None:
+            self._logged_at = None
+            logger.warning("Redis at %s answers again", self._address)
 
 
-async def warn_of_known_faults(redis: Redis) -> None:
-    """Log a warning if the server is vulnerable, unless it is on a unix socket."""
-    if "path" in redis.connection_pool.connection_kwargs:
-        return
-    server, version = await read_release(redis)
-    if has_known_faults(server, version):
-        logger.warning(
-            "%s %s has known faults: a client with a password can crash it or run code in it. "
-            "Install a patched release, see docs/scale.md",
-            server.title(),
-            version,
-        )
+async def wait_for_redis(settings: RedisSettings) -> None:
+    """Wait until Redis answers, even with an error."""
+    log = OutageLog(settings.address)
+    async with aclosing(create_redis(settings)) as redis:
+        while True:
+            try:
+                await redis.time()
+            except ResponseError:
+                break
+            except (*TRANSIENT, OSError) as error:
+                log.failed(error)
+                await asyncio.sleep(_PAUSE_S)
+            else:
+                break
+    log.succeeded()

@@ -11,10 +11,13 @@ import socket
 import ssl
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha1
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import hiredis
+import msgspec
 from redis.asyncio import Redis, SSLConnection
 from redis.exceptions import (
     BusyLoadingError,
@@ -25,8 +28,27 @@ from redis.exceptions import (
     TimeoutError,
 )
 
-from shared.redis.script import Script, load_script
 from shared.redis.sentinel import SentinelPool
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """The text of a script, and its digest in Redis."""
+
+    source: str
+    sha: str
+
+
+def load_script(*paths: Path) -> Script:
+    """Load a script from one file after the other."""
+    source = "".join(path.read_text() for path in paths)
+    return Script(source, sha1(source.encode(), usedforsecurity=False).hexdigest())
+
+
+def named(*raw: bytes, **arguments: Any) -> tuple[bytes, ...]:
+    """The arguments of one call: named ones in ARGV[1], and from ARGV[2] raw bytes, which Lua cannot unpack."""
+    return msgspec.msgpack.encode(arguments), *raw
+
 
 Part = str | bytes | int
 Command = Sequence[Part]
@@ -86,7 +108,6 @@ class _Wire(asyncio.Protocol):
         return self._transport is not None and not self._transport.is_closing()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """The connection is open."""
         self._transport = cast(asyncio.Transport, transport)
         # Buffer almost nothing, or uvloop delays writes to the end of a loop iteration; with 0, TLS would pause for
         # nothing.
@@ -115,7 +136,6 @@ class _Wire(asyncio.Protocol):
             self._emit(replies)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Fail the running exchange."""
         self.fail(ConnectionError("Redis closed the connection"))
 
     def fail(self, error: Exception) -> None:

@@ -17,8 +17,7 @@ from shared.queue.api import QueueUnavailable
 from shared.queue.keys import to_ms
 from shared.queue.store import RedisStore
 from shared.redis.client import redis_errors_as
-from shared.redis.link import with_ttl
-from shared.redis.script import load_script
+from shared.redis.link import load_script, with_ttl
 
 _SCRIPTS = Path(__file__).parent / "scripts"
 OPEN_SESSION = load_script(_SCRIPTS / "open_session.lua")

@@ -8,9 +8,16 @@ the request's types. All are rendered into the OpenAPI document.
 from functools import cached_property
 from typing import ClassVar
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 
-from shared.settings.group import MIB, Group
+MIB = 1024 * 1024
+
+
+class Group(BaseModel):
+    """Base of the sub-trees: frozen, no unknown keys. A docstring below a field is for `table.py`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
 
 MAX_MODEL_CHARS = 256  #: `model`
 MAX_USER_CHARS = 512  #: `user`
@@ -85,83 +92,76 @@ class LimitSettings(Group):
     max_session_tasks: ClassVar[int] = 10_000
     max_wrong_keys_per_minute: ClassVar[int] = 60  #: of a client address, at each gateway
 
-    max_body_bytes: int = Field(default=32 * MIB, ge=1024, description="Bytes of a request body.")
-    max_open_body_bytes: int = Field(
-        default=512 * MIB,
-        ge=1024,
-        description="Bytes of all bodies that one gateway reads at once; more are sent away.",
-    )
-    max_messages: int = Field(default=256, ge=1, description="Messages of a conversation.")
-    max_text_chars: int = Field(
-        default=200_000, ge=1, description="Characters of all texts of a request."
-    )
-    max_images: int = Field(default=8, ge=0, description="Images of a request.")
-    max_image_bytes: int = Field(default=16 * MIB, ge=1, description="Bytes of one encoded image.")
-    max_image_pixels: int = Field(default=32_000_000, ge=1, description="Pixels of one image.")
-    max_grammar_bytes: int = Field(
-        default=0, ge=0, description="Bytes of a grammar in Lark's language; 0: none is taken."
-    )
-    max_output_tokens: int = Field(default=32_768, ge=1, description="`max_tokens` of one answer.")
-    max_queue_depth: int = Field(
-        default=1024, ge=1, description="Requests that wait in a model's queue."
-    )
-    max_batch_queue_depth: int = Field(
-        default=1024, ge=1, description="Batch requests that wait besides."
-    )
-    max_open_requests: int = Field(
-        default=4096, ge=1, description="Requests that one gateway keeps open."
-    )
-    max_open_tokens: int = Field(
-        default=16_000_000,
-        ge=0,
-        description="Tokens that a model's open requests may come to, batch ones to half; shared by the keys; 0: any.",
-    )
-    max_key_open_requests: int = Field(
-        default=0, ge=0, description="Answers of a model that one API key keeps open; 0: any."
-    )
-    max_key_requests_per_minute: int = Field(
-        default=0, ge=0, description="Requests of one API key to a model a minute; 0: any."
-    )
-    max_key_tokens_per_minute: int = Field(
-        default=0, ge=0, description="Tokens of one API key for a model a minute; 0: any."
-    )
+    max_body_bytes: int = Field(default=32 * MIB, ge=1024)
+    """Bytes of a request body."""
+    max_open_body_bytes: int = Field(default=512 * MIB, ge=1024)
+    """Bytes of all bodies that one gateway reads at once; more are sent away."""
+    max_messages: int = Field(default=256, ge=1)
+    """Messages of a conversation."""
+    max_text_chars: int = Field(default=200_000, ge=1)
+    """Characters of all texts of a request."""
+    max_images: int = Field(default=8, ge=0)
+    """Images of a request."""
+    max_image_bytes: int = Field(default=16 * MIB, ge=1)
+    """Bytes of one encoded image."""
+    max_image_pixels: int = Field(default=32_000_000, ge=1)
+    """Pixels of one image."""
+    max_videos: int = Field(default=2, ge=0)
+    """Videos of a request."""
+    max_video_bytes: int = Field(default=32 * MIB, ge=1)
+    """Bytes of one video, or of its frames together."""
+    max_video_s: float = Field(default=3600.0, gt=0)
+    """Seconds of one video."""
+    max_video_frames: int = Field(default=256, ge=1)
+    """Frames of a video that a model sees."""
+    max_video_cpu_s: float = Field(default=30.0, gt=0)
+    """Seconds of CPU time for decoding one video."""
+    max_grammar_bytes: int = Field(default=0, ge=0)
+    """Bytes of a grammar in Lark's language; 0: none is taken."""
+    max_output_tokens: int = Field(default=32_768, ge=1)
+    """`max_tokens` of one answer."""
+    max_queue_depth: int = Field(default=1024, ge=1)
+    """Requests that wait in a model's queue."""
+    max_batch_queue_depth: int = Field(default=1024, ge=1)
+    """Batch requests that wait besides."""
+    max_open_requests: int = Field(default=4096, ge=1)
+    """Requests that one gateway keeps open."""
+    max_open_tokens: int = Field(default=16_000_000, ge=0)
+    """Tokens that a model's open requests may come to, batch ones to half; shared by the keys; 0: any."""
+    max_key_open_requests: int = Field(default=0, ge=0)
+    """Answers of a model that one API key keeps open; 0: any."""
+    max_key_requests_per_minute: int = Field(default=0, ge=0)
+    """Requests of one API key to a model a minute; 0: any."""
+    max_key_tokens_per_minute: int = Field(default=0, ge=0)
+    """Tokens of one API key for a model a minute; 0: any."""
 
-    max_key_responses: int = Field(
-        default=1000,
-        ge=1,
-        description="Answers of `/v1/responses` and images that are kept for one API key.",
-    )
-    max_key_response_bytes: int = Field(
-        default=256 * MIB,
-        ge=1,
-        description="Bytes of these with their conversations and images; the oldest make room.",
-    )
+    max_key_responses: int = Field(default=1000, ge=1)
+    """Answers of `/v1/responses` and images that are kept for one API key."""
+    max_key_response_bytes: int = Field(default=256 * MIB, ge=1)
+    """Bytes of these with their conversations and images; the oldest make room."""
 
-    max_loras: int = Field(
-        default=32, ge=0, description="LoRA adapters that a worker holds beside its model."
-    )
-    max_lora_rank: int = Field(default=64, ge=1, description="Rank of an adapter.")
-    max_lora_bytes: int = Field(default=512 * MIB, ge=1, description="Bytes of an adapter's files.")
-    max_stores: int = Field(default=100, ge=0, description="Vector stores of one API key.")
-    max_store_items: int = Field(default=1_000_000, ge=1, description="Items of a vector store.")
-    max_open_batches: int = Field(
-        default=32, ge=0, description="Batches of one API key that have not ended."
-    )
-    max_batch_lines: int = Field(default=50_000, ge=1, description="Requests of a batch.")
-    max_key_batch_bytes: int = Field(
-        default=4096 * MIB,
-        ge=1,
-        description="Bytes of the files of batches of one API key; then it uploads no more.",
-    )
-    max_files: int = Field(
-        default=1000, ge=0, description="Files of one API key, those of batches apart."
-    )
-    max_file_bytes: int = Field(default=2 * MIB, ge=1, description="Bytes of one file.")
-    max_key_search_bytes: int = Field(
-        default=4096 * MIB,
-        ge=1,
-        description="Bytes of the files and vector stores of one API key.",
-    )
+    max_loras: int = Field(default=32, ge=0)
+    """LoRA adapters that a worker holds beside its model."""
+    max_lora_rank: int = Field(default=64, ge=1)
+    """Rank of an adapter."""
+    max_lora_bytes: int = Field(default=512 * MIB, ge=1)
+    """Bytes of an adapter's files."""
+    max_stores: int = Field(default=100, ge=0)
+    """Vector stores of one API key."""
+    max_store_items: int = Field(default=1_000_000, ge=1)
+    """Items of a vector store."""
+    max_open_batches: int = Field(default=32, ge=0)
+    """Batches of one API key that have not ended."""
+    max_batch_lines: int = Field(default=50_000, ge=1)
+    """Requests of a batch."""
+    max_key_batch_bytes: int = Field(default=4096 * MIB, ge=1)
+    """Bytes of the files of batches of one API key; then it uploads no more."""
+    max_files: int = Field(default=1000, ge=0)
+    """Files of one API key, those of batches apart."""
+    max_file_bytes: int = Field(default=2 * MIB, ge=1)
+    """Bytes of one file."""
+    max_key_search_bytes: int = Field(default=4096 * MIB, ge=1)
+    """Bytes of the files and vector stores of one API key."""
 
     @cached_property
     def max_commas(self) -> int:

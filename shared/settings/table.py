@@ -1,7 +1,11 @@
 """The table of all settings, for `vlm settings` and docs/settings.md: variable, default, meaning."""
 
+import ast
+import inspect
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
+from textwrap import dedent
 
 from pydantic import BaseModel
 from rich.console import Console
@@ -33,19 +37,31 @@ def rows(engines: Iterable[type[BaseModel]]) -> list[Row]:
 
 
 def _rows(group: type[BaseModel], prefix: str) -> Iterator[Row]:
+    meanings = _attribute_docstrings(group)
     for name, field in group.model_fields.items():
         variable = prefix + name.upper()
         if isinstance(field.default, BaseModel):
             yield from _rows(type(field.default), variable + "__")
-        elif field.json_schema_extra != {
-            "is_listed": False
-        }:  # unlisted settings are for tests and nodes
+        elif field.json_schema_extra != {"is_listed": False}:  # those are for tests and nodes
             default = "" if field.default in (None, (), "", {}) else str(field.default)
-            yield Row(variable, default, field.description or "")
+            yield Row(variable, default, meanings.get(name) or field.description or "")
+
+
+def _attribute_docstrings(group: type[BaseModel]) -> dict[str, str]:
+    """The docstrings below fields, read only here: pydantic would read them at every start."""
+    found: dict[str, str] = {}
+    for base in reversed(group.mro()):
+        if base.__module__.partition(".")[0] in ("builtins", "pydantic", "pydantic_settings"):
+            continue
+        [definition] = ast.parse(dedent(inspect.getsource(base))).body
+        for field, text in pairwise(definition.body):  # type: ignore[attr-defined]
+            match field, text:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(ast.Constant(str(words))):
+                    found[name] = " ".join(words.split())
+    return found
 
 
 def show(engines: Iterable[type[BaseModel]]) -> None:
-    """Print the table."""
     table = Table("variable", "default", "meaning")
     for row in rows(engines):
         table.add_row(row.variable, row.default, row.description)

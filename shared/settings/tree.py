@@ -6,12 +6,14 @@ value or an unknown key stops the process and names the field.
 """
 
 import ipaddress
+import json
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from urllib.parse import urlsplit
 
 import yaml
@@ -33,8 +35,7 @@ from pydantic_settings import (
 )
 
 from shared.settings import SettingsError as SettingsError
-from shared.settings.group import MIB, Group
-from shared.settings.limits import LimitSettings
+from shared.settings.limits import MIB, Group, LimitSettings
 from shared.settings.redis_url import RedisUrl, split_shards
 
 _HOST = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?(:[1-9][0-9]{0,4})?")
@@ -52,6 +53,18 @@ def _split_items(value: Any) -> Any:
     return value
 
 
+def _read_json(value: Any) -> Any:
+    """Raises: ValueError."""
+    with suppress(ValueError):
+        value = json.loads(value) if isinstance(value, str) else value
+    if isinstance(value, dict):
+        return value
+    raise ValueError('write a JSON object, {"NAME": ...}; `vlm settings` has an example')
+
+
+T = TypeVar("T")
+#: JSON in the environment.
+Json = Annotated[dict[str, T], NoDecode, BeforeValidator(_read_json)]
 #: Comma-separated in the environment.
 Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_items)]
 Secrets = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_split_items)]
@@ -76,20 +89,18 @@ class ModelDefaults(Group):
 class OidcSettings(Group):
     """Callers with tokens of an OpenID Connect issuer."""
 
-    issuer: str = Field(
-        default="",
-        description="https:// URL whose tokens (JWT) are accepted as API keys, as their `iss` has it; empty: none are.",
-    )
-    audience: str = Field(default="", description="Required in the `aud` of tokens.")
-    jwks_url: str = Field(default="", description="Of its public keys; empty: by its discovery.")
-    name_claim: str = Field(default="sub", description="Claim that names a caller in `vlm audit`.")
-    key_claim: str = Field(
-        default="vlm_key",
-        description="Claim that names the stored key whose roles, models and limits a caller has.",
-    )
-    default_key: str = Field(
-        default="", description="Stored key for tokens without this claim; empty: they are refused."
-    )
+    issuer: str = ""
+    """https:// URL whose tokens (JWT) are accepted as API keys, as their `iss` has it; empty: none are."""
+    audience: str = ""
+    """Required in the `aud` of tokens."""
+    jwks_url: str = ""
+    """Of its public keys; empty: by its discovery."""
+    name_claim: str = "sub"
+    """Claim that names a caller in `vlm audit`."""
+    key_claim: str = "vlm_key"
+    """Claim that names the stored key whose roles, models and limits a caller has."""
+    default_key: str = ""
+    """Stored key for tokens without this claim; empty: they are refused."""
 
 
 class Prices(Group):
@@ -107,8 +118,6 @@ class Prices(Group):
 
 
 class GatewaySettings(Group):
-    """The gateway."""
-
     header_timeout_s: ClassVar[float] = 10.0  #: to receive a request's headers
     #: to wait for the first event before a stream's headers are sent
     headers_after_s: ClassVar[float] = 15.0
@@ -124,116 +133,71 @@ class GatewaySettings(Group):
     batch_line_timeout_s: ClassVar[float] = 3600.0
     file_ttl_s: ClassVar[float] = 30 * 86400.0  #: of batches and their files
 
-    host: str = Field(default="127.0.0.1", description="Address to listen on.")
-    port: int = Field(
-        default=8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one."
-    )
-    api_keys: Secrets = Field(
-        default=(),
-        description="Accepted API keys, comma separated. None: open, on a loopback address only.",
-    )
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = Field(default=8000, ge=0, le=65535)
+    """Port to listen on; 0 takes a free one."""
+    api_keys: Secrets = ()
+    """Accepted API keys, comma separated. None: open, on a loopback address only."""
 
-    admin_keys: Secrets = Field(
-        default=(),
-        description="API keys that may also load and unload adapters, comma separated. None: nobody may. Where there are some, they alone read /metrics.",
-    )
-    deploy_keys: Secrets = Field(
-        default=(),
-        description="API keys that may also deploy, comma separated. None: nobody may.",
-    )
-    root_key: Annotated[SecretStr | None, BeforeValidator(lambda key: key or None)] = Field(
-        default=None,
-        description="The key that manages API keys (`vlm keys`). Without it there are only those of these settings.",
-    )
+    admin_keys: Secrets = ()
+    """API keys that may also load and unload adapters, comma separated. None: nobody may. Where there are
+    some, they alone read /metrics."""
+    deploy_keys: Secrets = ()
+    """API keys that may also deploy, comma separated. None: nobody may."""
+    root_key: Annotated[SecretStr | None, BeforeValidator(lambda key: key or None)] = None
+    """The key that manages API keys (`vlm keys`). Without it there are only those of these settings."""
     oidc: OidcSettings = OidcSettings()
-    allow_open: bool = Field(
-        default=False, description="Serve without API keys on addresses other than loopback."
-    )
-    hosts: Names = Field(
-        default=(),
-        description="Without API keys: names by which clients may call the gateway, comma separated, such as "
-        "`models.lan`. `localhost` and IP addresses always may.",
-    )
-    trusted_proxies: Names = Field(
-        default=(),
-        description="Addresses or networks of reverse proxies, comma separated, whose `X-Forwarded-For` names the client.",
-    )
-    request_timeout_s: float = Field(
-        default=300.0,
-        gt=0,
-        le=86400,
-        description="Deadline of a request, from its acceptance to its last token.",
-    )
-    body_timeout_s: float = Field(
-        default=30.0,
-        gt=0,
-        description="A request's body is cut after that long without a byte, or below 16 KiB/s over it.",
-    )
-    response_ttl_s: float = Field(
-        default=3600.0,
-        ge=0,
-        le=2_592_000,
-        description="Answers of `/v1/responses` are kept that long for `previous_response_id`, and images for their file ids; 0: none is.",
-    )
-    home_grace_s: float = Field(
-        default=0.25,
-        ge=0,
-        le=10,
-        description="Requests with images or long prompts wait that long at most for the worker that has them in its "
-        "caches; 0: any worker takes them at once.",
-    )
-    files: str = Field(
-        default="",
-        description="Batches and their files: file:///DIRECTORY that all gateways share, or s3://, gs:// or az:// "
-        "BUCKET/PREFIX; empty: no batches, but `vlm serve` keeps them beside its Redis.",
-    )
-    drain_s: float = Field(
-        default=30.0, ge=0, description="Finish open requests that long after SIGTERM."
-    )
-    remote_images: Names = Field(
-        default=(),
-        description="Hosts from which images are fetched, comma separated: `host` (ports 80 and 443), `host:port` or "
-        "`any-public`. None: no fetching.",
-    )
+    allow_open: bool = False
+    """Serve without API keys on addresses other than loopback."""
+    hosts: Names = ()
+    """Without API keys: names by which clients may call the gateway, comma separated, such as `models.lan`.
+    `localhost` and IP addresses always may."""
+    trusted_proxies: Names = ()
+    """Addresses or networks of reverse proxies, comma separated, whose `X-Forwarded-For` names the client."""
+    request_timeout_s: float = Field(default=300.0, gt=0, le=86400)
+    """Deadline of a request, from its acceptance to its last token."""
+    body_timeout_s: float = Field(default=30.0, gt=0)
+    """A request's body is cut after that long without a byte, or below 16 KiB/s over it."""
+    response_ttl_s: float = Field(default=3600.0, ge=0, le=2_592_000)
+    """Answers of `/v1/responses` are kept that long for `previous_response_id`, and images for their file
+    ids; 0: none is."""
+    home_grace_s: float = Field(default=0.25, ge=0, le=10)
+    """Requests with images or long prompts wait that long at most for the worker that has them in its
+    caches; 0: any worker takes them at once."""
+    files: str = ""
+    """Batches and their files: file:///DIRECTORY that all gateways share, or s3://, gs:// or az://
+    BUCKET/PREFIX; empty: no batches, but `vlm serve` keeps them beside its Redis."""
+    drain_s: float = Field(default=30.0, ge=0)
+    """Finish open requests that long after SIGTERM."""
+    remote_images: Names = ()
+    """Hosts from which images are fetched, comma separated: `host` (ports 80 and 443), `host:port` or
+    `any-public`. None: no fetching."""
 
-    aliases: dict[str, str] = Field(
-        default={},
-        description='Other names of models, as JSON, such as `{"gpt-4o": "qwen2.5-vl"}`.',
-    )
-    model_defaults: dict[str, ModelDefaults] = Field(
-        default={},
-        description="Sampling fields that requests to a model may leave out, as JSON, such as "
-        '`{"qwen2.5-vl": {"temperature": 0.2, "max_tokens": 512}}`. They go before those of the checkpoint.',
-    )
-    prices: dict[str, Prices] = Field(
-        default={},
-        description="Dollars for a million tokens, and for an image, by patterns of model names, as JSON, such as "
-        '`{"qwen*": {"input": 0.3, "cached_input": 0.1, "output": 1.2, "image": 0.001}}`. The first match counts.',
-    )
-    fallbacks: dict[str, str] = Field(
-        default={},
-        description="Models that answer while another one's queue is full or it has no worker, as JSON, such as "
-        '`{"qwen2.5-vl": "smolvlm2"}`. Empty: none.',
-    )
-    hooks: Names = Field(
-        default=(),
-        description="Code that sees prompts and answers, comma separated: `module:object`, or names of entry points of "
-        "installed packages. They run in this order.",
-    )
-    hook_timeout_s: float = Field(default=5.0, gt=0, description="Time limit of each hook.")
-    hook_failure: Literal["closed", "open"] = Field(
-        default="closed",
-        description="If a hook fails or takes too long: `closed` answers 503, `open` goes on without it.",
-    )
-    unknown_fields: Literal["ignore", "refuse"] = Field(
-        default="ignore",
-        description="Unknown fields of a request: `ignore` and list them in `x-vlm-ignored`, or `refuse` with a 400.",
-    )
-    cors_origins: Names = Field(
-        default=(),
-        description="Origins whose web pages may call the APIs, comma separated, such as "
-        "`https://app.example.com`, or `*`. None: no page of another origin.",
-    )
+    aliases: Json[str] = Field(default={})
+    """Other names of models, as JSON, such as `{"gpt-4o": "qwen2.5-vl"}`."""
+    model_defaults: Json[ModelDefaults] = Field(default={})
+    """Sampling fields that requests to a model may leave out, as JSON, such as `{"qwen2.5-vl":
+    {"temperature": 0.2, "max_tokens": 512}}`. They go before those of the checkpoint."""
+    prices: Json[Prices] = Field(default={})
+    """Dollars for a million tokens, and for an image, by patterns of model names, as JSON, such as
+    `{"qwen*": {"input": 0.3, "cached_input": 0.1, "output": 1.2, "image": 0.001}}`. The first match
+    counts."""
+    fallbacks: Json[str] = Field(default={})
+    """Models that answer while another one's queue is full or it has no worker, as JSON, such as
+    `{"qwen2.5-vl": "smolvlm2"}`. Empty: none."""
+    hooks: Names = ()
+    """Code that sees prompts and answers, comma separated: `module:object`, or names of entry points of
+    installed packages. They run in this order."""
+    hook_timeout_s: float = Field(default=5.0, gt=0)
+    """Time limit of each hook."""
+    hook_failure: Literal["closed", "open"] = "closed"
+    """If a hook fails or takes too long: `closed` answers 503, `open` goes on without it."""
+    unknown_fields: Literal["ignore", "refuse"] = "ignore"
+    """Unknown fields of a request: `ignore` and list them in `x-vlm-ignored`, or `refuse` with a 400."""
+    cors_origins: Names = ()
+    """Origins whose web pages may call the APIs, comma separated, such as `https://app.example.com`, or `*`.
+    None: no page of another origin."""
 
     @field_validator("aliases")
     @classmethod
@@ -251,7 +215,6 @@ class GatewaySettings(Group):
     @field_validator("fallbacks")
     @classmethod
     def check_fallbacks(cls, fallbacks: dict[str, str]) -> dict[str, str]:
-        """Accept two different names each. Raises: ValueError."""
         if any(
             n == other or not (_is_name(n) and _is_name(other)) for n, other in fallbacks.items()
         ):
@@ -309,45 +272,30 @@ class WorkerSettings(Group):
     batch_age_s: ClassVar[float] = 60.0  #: until batch requests may queue among interactive ones
     decode_timeout_s: ClassVar[float] = 2.0  #: CPU time for decoding an image
 
-    id: str = Field(
-        default="", description="Name of the worker; empty: host, process id and a random part."
-    )
-    health_host: str = Field(
-        default="127.0.0.1",
-        description="Address of the health and metrics server, or the path of a unix socket.",
-    )
-    health_port: int = Field(default=0, ge=0, le=65535, description="Its port; 0 takes a free one.")
-    lease_s: float = Field(
-        default=10.0, gt=0.5, description="A request unattended that long goes to another worker."
-    )
-    drain_s: float = Field(
-        default=30.0, ge=0, description="Finish running requests that long after SIGTERM."
-    )
-    watchdog_s: float = Field(
-        default=60.0, gt=0, description="End the process when a step takes longer."
-    )
-    preprocess_threads: int = Field(
-        default=2, ge=1, le=64, description="Threads that decode and resize images."
-    )
-    decode_processes: int = Field(
-        default=2,
-        ge=0,
-        le=64,
-        description="Processes without rights that decode images; 0: the threads do it themselves.",
-    )
+    id: str = ""
+    """Name of the worker; empty: host, process id and a random part."""
+    health_host: str = "127.0.0.1"
+    """Address of the health and metrics server, or the path of a unix socket."""
+    health_port: int = Field(default=0, ge=0, le=65535)
+    """Its port; 0 takes a free one."""
+    lease_s: float = Field(default=10.0, gt=0.5)
+    """A request unattended that long goes to another worker."""
+    drain_s: float = Field(default=30.0, ge=0)
+    """Finish running requests that long after SIGTERM."""
+    watchdog_s: float = Field(default=60.0, gt=0)
+    """End the process when a step takes longer."""
+    preprocess_threads: int = Field(default=2, ge=1, le=64)
+    """Threads that decode and resize images."""
+    decode_processes: int = Field(default=2, ge=0, le=64)
+    """Processes without rights that decode images, and as many for videos; 0: the threads decode images
+    themselves, and one process videos."""
 
-    lora: Names = Field(
-        default=(),
-        description="LoRA adapters to load at the start, comma separated: `name=directory` or "
-        "`name=org/repo[@revision]`.",
-    )
-    lora_dir: str = Field(
-        default="",
-        description="Directory of the adapters that may be loaded at run time; empty: none.",
-    )
-    package: str = Field(
-        default="", description="What it was deployed as, `name@sha256:...`; a node says it."
-    )
+    lora: Names = ()
+    """LoRA adapters to load at the start, comma separated: `name=directory` or `name=org/repo[@revision]`."""
+    lora_dir: str = ""
+    """Directory of the adapters that may be loaded at run time; empty: none."""
+    package: str = ""
+    """What it was deployed as, `name@sha256:...`; a node says it."""
 
     @field_validator("lora")
     @classmethod
@@ -382,34 +330,24 @@ class EngineValues(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
-    kind: str = Field(
-        default="auto",
-        description="Which engine runs the model; auto: `pooling` for `shapes-clip`, else `torch`.",
-    )
+    kind: str = "auto"
+    """Which engine runs the model; auto: `pooling` for `shapes-clip`, else `torch`."""
 
     def values(self) -> dict[str, Any]:
-        """All settings by name."""
         return self.model_dump()
 
 
 class RedisSettings(Group):
-    """The connection to Redis."""
-
     command_timeout_s: ClassVar[float] = 2.0
     connect_timeout_s: ClassVar[float] = 2.0
 
-    url: RedisUrl = Field(
-        default="",
-        description="redis://, rediss://, unix:// or redis+sentinel:// URL, or several as shards: NAME=URL,NAME=URL; empty: `vlm serve` starts its own.",
-    )
-    key_prefix: str = Field(
-        default="vlm", pattern=r"^[A-Za-z0-9_.-]{1,64}$", description="First part of every key."
-    )
-    max_memory_bytes: int = Field(
-        default=1024 * MIB,
-        ge=16 * MIB,
-        description="Memory of the Redis that `vlm serve` starts; a full one refuses images.",
-    )
+    url: RedisUrl = ""
+    """redis://, rediss://, unix:// or redis+sentinel:// URL, or several as shards: NAME=URL,NAME=URL; empty:
+    `vlm serve` starts its own."""
+    key_prefix: str = Field(default="vlm", pattern=r"^[A-Za-z0-9_.-]{1,64}$")
+    """First part of every key."""
+    max_memory_bytes: int = Field(default=1024 * MIB, ge=16 * MIB)
+    """Memory of the Redis that `vlm serve` starts; a full one refuses images."""
 
     @property
     def has_password(self) -> bool:
@@ -437,38 +375,26 @@ class RedisSettings(Group):
 class BlobSettings(Group):
     """Where images are kept while requests need them."""
 
-    store: str = Field(
-        default="",
-        pattern=r"^((file|s3|gs|az)://.+)?$",
-        description="Images above 256 KiB: s3://, gs:// or az:// BUCKET/PREFIX, or file:///DIRECTORY that gateways and workers share; empty: all in Redis.",
-    )
+    store: str = Field(default="", pattern=r"^((file|s3|gs|az)://.+)?$")
+    """Images above 256 KiB: s3://, gs:// or az:// BUCKET/PREFIX, or file:///DIRECTORY that gateways and
+    workers share; empty: all in Redis."""
 
 
 class SearchSettings(Group):
     """Vector stores: the search process, and its address for gateways."""
 
-    url: str = Field(
-        default="",
-        description="Where the search process listens: unix:///PATH or http://HOST:PORT; empty: no vector stores.",
-    )
-    token: SecretStr = Field(
-        default=SecretStr(""),
-        description="What gateways show it; needed where it can be reached from other machines.",
-    )
-    data_dir: str = Field(
-        default="", description="Where it keeps its files; empty: below XDG_STATE_HOME."
-    )
-    index: str = Field(
-        default="",
-        description="lance:///DIRECTORY or postgresql://USER@HOST/DATABASE; empty: lance in the data directory.",
-    )
-    collections: Names = Field(
-        default=(),
-        description="Directories of `vlm embed`, comma separated: read-only stores for every key.",
-    )
-    default_store: str = Field(
-        default="", description="Id or name of the store that `POST /similar` searches."
-    )
+    url: str = ""
+    """Where the search process listens: unix:///PATH or http://HOST:PORT; empty: no vector stores."""
+    token: SecretStr = SecretStr("")
+    """What gateways show it; needed where it can be reached from other machines."""
+    data_dir: str = ""
+    """Where it keeps its files; empty: below XDG_STATE_HOME."""
+    index: str = ""
+    """lance:///DIRECTORY or postgresql://USER@HOST/DATABASE; empty: lance in the data directory."""
+    collections: Names = ()
+    """Directories of `vlm embed`, comma separated: read-only stores for every key."""
+    default_store: str = ""
+    """Id or name of the store that `POST /similar` searches."""
 
     @field_validator("url")
     @classmethod
@@ -488,44 +414,28 @@ class SearchSettings(Group):
 class DeploySettings(Group):
     """Deployments: the package store, and the limits of instances."""
 
-    store: str = Field(
-        default="",
-        description="Packages and records: file:///DIRECTORY, or s3://, gs:// or az:// BUCKET/PREFIX; empty: no deployments.",
-    )
-    node_id: str = Field(
-        default="",
-        pattern="^[A-Za-z0-9._-]*$",
-        description="Name of the node; empty: host, process id and a random part.",
-    )
-    cache_dir: str = Field(
-        default="", description="Where a node keeps packages; empty: below XDG_CACHE_HOME."
-    )
-    max_cache_bytes: int = Field(
-        default=100_000_000_000,
-        ge=0,
-        description="Of them; beyond, those go that nothing runs, the least recently used first. 0: the disk's.",
-    )
-    cpu: float = Field(
-        default=0.0, ge=0, description="Processors that instances may share; 0: the machine's."
-    )
-    memory_bytes: int = Field(
-        default=0, ge=0, description="Memory that they may share; 0: the machine's."
-    )
-    standby: bool = Field(
-        default=True,
-        description="Keep a process with the engine imported while a model rests that has run here: it starts sooner.",
-    )
-    package: str = Field(
-        default="",
-        description="Package that `vlm worker` fetches from the store and serves, `name@sha256:...`; empty: none.",
-    )
-    environment: str = Field(
-        default="", description="Variables and names of secrets of this package, as JSON."
-    )
-    allowed_signers: str = Field(
-        default="",
-        description="File of SSH keys, one of which must have signed a package, as OpenSSH's `allowed_signers`; empty: none.",
-    )
+    store: str = ""
+    """Packages and records: file:///DIRECTORY, or s3://, gs:// or az:// BUCKET/PREFIX; empty: no
+    deployments."""
+    node_id: str = Field(default="", pattern="^[A-Za-z0-9._-]*$")
+    """Name of the node; empty: host, process id and a random part."""
+    cache_dir: str = ""
+    """Where a node keeps packages; empty: below XDG_CACHE_HOME."""
+    max_cache_bytes: int = Field(default=100_000_000_000, ge=0)
+    """Of them; beyond, those go that nothing runs, the least recently used first. 0: the disk's."""
+    cpu: float = Field(default=0.0, ge=0)
+    """Processors that instances may share; 0: the machine's."""
+    memory_bytes: int = Field(default=0, ge=0)
+    """Memory that they may share; 0: the machine's."""
+    standby: bool = True
+    """Keep a process with the engine imported while a model rests that has run here: it starts sooner."""
+    package: str = ""
+    """Package that `vlm worker` fetches from the store and serves, `name@sha256:...`; empty: none."""
+    environment: str = ""
+    """Variables and names of secrets of this package, as JSON."""
+    allowed_signers: str = ""
+    """File of SSH keys, one of which must have signed a package, as OpenSSH's `allowed_signers`; empty:
+    none."""
 
     @property
     def signers(self) -> Path | None:
@@ -535,52 +445,35 @@ class DeploySettings(Group):
 class NodeSettings(Group):
     """How a node runs instances."""
 
-    metrics_host: str = Field(
-        default="127.0.0.1", description="Address where `vlm node` serves its workers' metrics."
-    )
-    metrics_port: int = Field(
-        default=0, ge=0, le=65535, description="Its port; 0 takes a free one."
-    )
-    worker_redis_url: RedisUrl = Field(
-        default="",
-        description="Redis URL of the node's workers; required if the node's own URL holds a password.",
-    )
-    isolation: Literal["auto", "require", "none"] = Field(
-        default="auto",
-        description="Applications in bubblewrap: where it is installed, always (a node without it does not start), or never.",
-    )
-    secrets_dir: str = Field(
-        default="",
-        description="Directory whose files are secrets of applications by their names; empty: none.",
-    )
-    secrets: Names = Field(
-        default=(),
-        description="Variables of the node's own that are secrets of applications, and of no other process, comma-separated.",
-    )
+    metrics_host: str = "127.0.0.1"
+    """Address where `vlm node` serves its workers' metrics."""
+    metrics_port: int = Field(default=0, ge=0, le=65535)
+    """Its port; 0 takes a free one."""
+    worker_redis_url: RedisUrl = ""
+    """Redis URL of the node's workers; required if the node's own URL holds a password."""
+    isolation: Literal["auto", "require", "none"] = "auto"
+    """Applications in bubblewrap: where it is installed, always (a node without it does not start), or
+    never."""
+    secrets_dir: str = ""
+    """Directory whose files are secrets of applications by their names; empty: none."""
+    secrets: Names = ()
+    """Variables of the node's own that are secrets of applications, and of no other process,
+    comma-separated."""
 
 
 class LogSettings(Group):
-    """Logs."""
-
-    level: Literal["debug", "info", "warning", "error"] | None = Field(
-        default=None, description="Least level shown: `info`, or `warning` with `vlm serve`."
-    )
-    format: Literal["text", "json"] = Field(
-        default="text", description="Lines for people or for machines."
-    )
+    level: Literal["debug", "info", "warning", "error"] | None = None
+    """Least level shown: `info`, or `warning` with `vlm serve`."""
+    format: Literal["text", "json"] = "text"
+    """Lines for people or for machines."""
 
 
 class TraceSettings(Group):
-    """Traces."""
-
-    export: Literal["none", "otlp"] = Field(
-        default="none", description="Send spans to where OpenTelemetry's `OTEL_...` variables say."
-    )
+    export: Literal["none", "otlp"] = "none"
+    """Send spans to where OpenTelemetry's `OTEL_...` variables say."""
 
 
 class Settings(BaseSettings):
-    """The whole tree."""
-
     model_config = SettingsConfigDict(
         env_prefix=PREFIX,
         env_nested_delimiter="__",
@@ -590,7 +483,8 @@ class Settings(BaseSettings):
         nested_model_default_partial_update=True,
     )
 
-    redis_url: RedisUrl = Field(default="", description="Short for `redis.url`.")
+    redis_url: RedisUrl = ""
+    """Short for `redis.url`."""
     redis: RedisSettings = RedisSettings()
     gateway: GatewaySettings = GatewaySettings()
     limits: LimitSettings = LimitSettings()

@@ -44,7 +44,6 @@ class JsonFormatter(logging.Formatter):
         self.process = process
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record as one line of JSON."""
         line = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))  # noqa: TID251
             + f".{int(record.msecs):03d}Z",
@@ -67,7 +66,6 @@ class TextFormatter(logging.Formatter):
         self.process = process
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record as one line of text, and its traceback."""
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))  # noqa: TID251
         fields = "".join(f" {key}={value}" for key, value in _extra(record).items())
         # Escape line breaks: a message must not forge another line.

@@ -31,6 +31,7 @@ STAGES = (
     "ingest",
     "image_decode",
     "queue",
+    "media_decode",
     "preprocess",
     "vision",
     "prefill",
@@ -108,7 +109,7 @@ GATEWAY_METRICS = (
            "Requests to a model whose queue was full, or that had no worker, which its fallback took.",
            ("model", "fallback")),
     Metric("vlm_hook_failures_total", "counter", "Hooks that failed or took too long.", ("hook",)),
-    Metric("vlm_images_total", "counter", "Images in requests: accepted or refused.", ("outcome",)),
+    Metric("vlm_images_total", "counter", "Images and videos in requests: accepted or refused.", ("outcome",)),
     Metric("vlm_home_requests_total", "counter",
            "Requests with prefix affinity: reserved for the preferred worker (home), and of these, returned to the queue "
            "after the grace time (shared); or queued for any worker, because no worker is preferred (new), the preferred "
@@ -152,6 +153,10 @@ WORKER_METRICS = (
     Metric("vlm_result_cache_queries_total", "counter", "Inputs looked up among kept vectors and scores."),
     Metric("vlm_result_cache_hits_total", "counter", "Inputs found there, or computed for another at the time."),
     Metric("vlm_result_cache_bytes", "gauge", "Bytes of vectors and scores kept."),
+    Metric("vlm_media_seconds_total", "counter", "Seconds of the videos that were decoded."),
+    Metric("vlm_media_decode_seconds_total", "counter", "Time for decoding and resizing them."),
+    Metric("vlm_media_refusals_total", "counter",
+           "Refused videos by reason: the file, the time that it takes, or the name of an option.", ("reason",)),
     Metric("vlm_preemptions_total", "counter", "Sequences whose blocks were taken back."),
     Metric("vlm_draft_tokens_total", "counter", "Tokens computed ahead of their answers."),
     Metric("vlm_draft_accepted_tokens_total", "counter", "Of these, those that came; the others were rejected."),
@@ -207,7 +212,6 @@ class Histogram(Collector):
         return [HistogramMetricFamily(metric.name, metric.help, labels=metric.labels)]
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
-        """The present counts."""
         [family] = self.describe()
         for values, child in self._children.items():
             family.add_metric(values, *child.read())
@@ -305,38 +309,18 @@ class GatewayMetrics:
         """Observe the gap before an event, divided among its `num_tokens` tokens."""
         self._of_model(model).inter_token.observe(gap_s / num_tokens, num_tokens)
 
-    def record_rejection(self, reason: str) -> None:
-        """Count a request that was refused before it was queued."""
-        self._set.counters["vlm_admission_rejections_total"].labels(reason).inc()
-
-    def record_fallback(self, model: str, fallback: str) -> None:
-        """Count a request to a model that its fallback took."""
-        self._set.counters["vlm_fallbacks_total"].labels(model, fallback).inc()
-
-    def record_hook_failure(self, hook: str) -> None:
-        """Count a hook that failed or took too long."""
-        self._set.counters["vlm_hook_failures_total"].labels(hook).inc()
-
-    def record_image(self, outcome: str) -> None:
-        """Count an image of a request: `accepted` or `refused`."""
-        self._set.counters["vlm_images_total"].labels(outcome).inc()
-
-    def record_affinity(self, outcome: str) -> None:
-        """Count a request with an affinity key by its outcome: `AffinityOutcome`, or shared."""
-        self._set.counters["vlm_home_requests_total"].labels(outcome).inc()
+    def count(self, name: str, label: str, *labels: str) -> None:
+        """Add 1 to the counter `vlm_NAME_total` with these labels."""
+        self._set.counters[f"vlm_{name}_total"].labels(label, *labels).inc()
 
     def record_dropped_events(self, count: int) -> None:
-        """Count events without an open request."""
         self._set.counters["vlm_dropped_events_total"].inc(count)
 
-    def set_queue_depth(self, model: str, depth: int, backlog: int) -> None:
-        """Set the length of a model's queue, and the number of waiting batch requests in it."""
-        self._set.gauges["vlm_queue_depth"].labels(model).set(depth)
+    def set_queue(self, model: str, depth: int, backlog: int, age_s: float) -> None:
+        """Set the length of a model's queue, the waiting batch requests in it, and the wait of the oldest request."""
+        for name, value in (("depth", depth), ("age_seconds", age_s)):
+            self._set.gauges[f"vlm_queue_{name}"].labels(model).set(value)
         self._set.gauges["vlm_batch_backlog"].labels(model).set(backlog)
-
-    def set_queue_age(self, model: str, age_s: float) -> None:
-        """Set the wait of the oldest request of a model's queue."""
-        self._set.gauges["vlm_queue_age_seconds"].labels(model).set(age_s)
 
     def set_redis(self, shards: Iterable[str], servers: Mapping[str, Mapping[str, str]]) -> None:
         """Set the state of each shard from the fields of `INFO`; those without fields are down."""
@@ -357,15 +341,12 @@ class GatewayMetrics:
             ]
             gauges["vlm_redis_saves"].labels(shard).set(set(states) == {"ok"})
 
-    def set_open_requests(self, count: int) -> None:
-        """Set the number of open requests of this gateway."""
-        self._set.gauges["vlm_open_requests"].set(count)
-
-    def set_ready_workers(self, counts: Mapping[str, int]) -> None:
-        """Set the number of ready workers by model."""
+    def set_open(self, num_requests: int, num_workers: Mapping[str, int]) -> None:
+        """Set the open requests of this gateway, and the ready workers of each model."""
+        self._set.gauges["vlm_open_requests"].set(num_requests)
         gauge = self._set.gauges["vlm_ready_workers"]
         gauge.clear()
-        for model, count in counts.items():
+        for model, count in num_workers.items():
             gauge.labels(model).set(count)
 
     def _of_model(self, model: str) -> "_ModelMetrics":
@@ -384,7 +365,6 @@ class DeploymentMetrics:
         self._versions: set[tuple[str, ...]] = set()
 
     def observe(self, apps: Mapping[str, App], workers: Sequence[WorkerRecord]) -> None:
-        """Update the metrics."""
         for name, gauge in self._gauges.items():
             if name.startswith("vlm_deployment_"):
                 gauge.clear()

@@ -128,11 +128,9 @@ class RequestSpan:
         return self._span.is_recording()
 
     def rename(self, name: str) -> None:
-        """Rename the span."""
         self._span.update_name(name)
 
     def add(self, attributes: Attributes) -> None:
-        """Add attributes."""
         self._span.set_attributes(attributes)
 
     def end(self, duration_s: float, stages: Sequence[Stage], error: str | None = None) -> None:

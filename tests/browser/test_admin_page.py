@@ -213,8 +213,12 @@ def test_the_fleet_is_shown_with_its_requests(page: ChatPage, managed: Served):
             client.stream("POST", CHAT, json=body(), headers=bearer(key)),
         ):
             page.wait_for(lambda: cells(page, "#models")[0][2] == "1")
+            [request] = page.wait_for(lambda: cells(page, "#requests"))
+            assert request[1:4] == ["erin", "mock", "waits"]
+            assert request[5] == "0"
     finally:
         worker.resume()
+    page.wait_for(lambda: not cells(page, "#requests"))
 
 
 @long("browser-test")

@@ -111,6 +111,19 @@ def test_images_are_dropped_pasted_and_taken_out_again(page: ChatPage):
     assert len(page.find_all(".question img")) == 2
 
 
+def test_a_video_is_sent_and_shown(page: ChatPage):
+    from tests.factories_video import clip  # noqa: PLC0415 - it skips the test without PyAV
+
+    data = base64.b64encode(clip("vp9")).decode()
+    page.give("drop", data, "clip.webm", "video/webm")
+    page.wait_for(lambda: len(page.find_all("#tray video")) == 1)
+    page.ask("What moves?")
+    page.wait_for_end()
+    assert "media decode" in page.facts
+    page.find('[aria-label="Enlarge clip.webm"]').click()
+    page.wait_for(lambda: page.find("#zoom video").get_property("controls"))
+
+
 def test_other_formats_are_drawn_anew_and_what_is_no_image_is_said_kindly(page: ChatPage):
     gif = "R0lGODlhAQABAIAAAP8AAP///yH5BAAAAAAALAAAAAABAAEAAAICRAEAOw=="
     page.give("drop", gif, "dot.gif", "image/gif")
@@ -590,7 +603,11 @@ def test_everything_is_reached_by_keyboard_and_named(page: ChatPage):
     names.append(element.accessible_name)
     assert all(names), names
     assert names.index("Settings") < names.index("Describe the image.") < names.index("Question")
-    assert {"Add images", "Remove Sample: star, circle and square on white", "Send"} <= set(names)
+    assert {
+        "Add images or videos",
+        "Remove Sample: star, circle and square on white",
+        "Send",
+    } <= set(names)
 
 
 @pytest.mark.parametrize("width", [320, 700, 900, 1180])

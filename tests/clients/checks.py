@@ -259,7 +259,8 @@ def ollama_checks() -> dict[str, Check]:
 
 
 def ollama_run_checks() -> dict[str, Check]:
-    """The requests of `ollama run MODEL` with one question, and of `ollama stop`, as its program writes them."""
+    """The requests of `ollama run` and `ollama stop`, by Ollama's source: cmd/cmd.go and api/types.go."""
+    generate = {"model": MODEL, "prompt": "", "suffix": "", "system": "", "template": ""}
 
     def send(method: str, path: str, body: object = None) -> list[dict[str, object]]:
         data = None if body is None else json.dumps(body).encode()
@@ -268,29 +269,39 @@ def ollama_run_checks() -> dict[str, Check]:
         with urllib.request.urlopen(request, timeout=60) as answer:
             return [json.loads(line) for line in answer if method == "POST"]
 
-    def load() -> None:
+    def show() -> None:
         send("HEAD", "/")
-        [shown] = send("POST", "/api/show", {"model": MODEL, "system": "", "template": "",
-                                             "verbose": False, "options": None})  # fmt: skip
+        body = {"model": MODEL, "system": "", "template": "", "verbose": False, "options": None,
+                "name": ""}  # fmt: skip
+        [shown] = send("POST", "/api/show", body)
         assert {"completion", "vision"} <= {*shown["capabilities"]}
-        empty = {"model": MODEL, "prompt": "", "suffix": "", "system": "", "template": ""}
-        [told] = send("POST", "/api/generate", {**empty, "options": None})
+
+    def load() -> None:
+        show()
+        [told] = send("POST", "/api/generate", {**generate, "options": None})
         assert (told["done"], told["done_reason"]) == (True, "load")
 
     def ask() -> None:
+        show()
+        body = {**generate, "prompt": QUESTION, "images": [DATA], "options": {"temperature": 0}}
+        lines = send("POST", "/api/generate", body)
+        right("".join(line["response"] for line in lines))
+        assert lines[-1]["eval_count"]
+
+    def converse() -> None:
         turn = {"role": "user", "content": QUESTION, "images": [DATA]}
-        body = {"model": MODEL, "messages": [turn], "format": "", "options": {"temperature": 0}}
+        body = {"model": MODEL, "messages": [turn], "options": {"temperature": 0}}
         lines = send("POST", "/api/chat", body)
         right("".join(line["message"]["content"] for line in lines))
         assert lines[-1]["done"]
         assert lines[-1]["eval_count"]
 
     def unload() -> None:
-        body = {"model": MODEL, "prompt": "", "keep_alive": 0, "options": None}
-        [told] = send("POST", "/api/generate", body)
+        show()
+        [told] = send("POST", "/api/generate", {**generate, "keep_alive": "0s", "options": None})
         assert told["done_reason"] == "unload"
 
-    return {"load": load, "images": ask, "unload": unload}
+    return {"load": load, "images": ask, "conversation": converse, "unload": unload}
 
 
 def litellm_checks() -> dict[str, Check]:

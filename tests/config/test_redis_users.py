@@ -36,8 +36,7 @@ from shared.queue.submit import RedisGatewayQueue
 from shared.records.store import RecordStore
 from shared.redis.client import create_redis
 from shared.redis.confirm import Confirmer
-from shared.redis.link import RedisSender, with_ttl
-from shared.redis.script import Script
+from shared.redis.link import RedisSender, Script, with_ttl
 from shared.sessions.store import Session, SessionStore
 from shared.settings.tree import RedisSettings
 from tests import factories_queue

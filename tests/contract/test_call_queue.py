@@ -23,6 +23,7 @@ from shared.queue.api import (
     Publication,
     QueueRefused,
     Reservation,
+    Submission,
     WorkerQueue,
 )
 from shared.queue.mailbox import RedisMailbox
@@ -139,9 +140,7 @@ async def submit(
     """Queue calls, one if none is given, with a reservation where there are limits. Returns the first."""
     envelopes = envelopes or (make_envelope(),)
     reservation = reserve(envelopes, num_tokens, num_answer_tokens, **limits) if limits else None
-    await opened.queue.submit(
-        envelopes, timeout_s=timeout_s, max_waiting=max_waiting, reservation=reservation
-    )
+    await opened.queue.submit(Submission(envelopes, timeout_s, max_waiting, reservation))
     return envelopes[0]
 
 
@@ -322,6 +321,27 @@ async def test_an_unknown_call_has_no_state(opened):
     assert await opened.queue.events(MODEL, "unknown") == []
 
 
+async def test_open_calls_are_listed_newest_first_with_who_runs_them(opened):
+    first, ended = await submit(opened), await submit(opened)
+    worker = await opened.worker("a")
+    claim, other = await worker.read(2, 5.0)
+    await worker.publish([tokens(claim, 1, 0, 2), end(other)])
+    waiting = await submit(opened)
+    batch = await submit(opened, make_envelope(priority=Priority.BATCH))
+    assert ended.id not in await open_ids(opened, 10)
+    found = await opened.queue.open_requests([MODEL, "another"], 10)
+    assert [(each.id, each.worker, each.num_tokens) for each in found] == [
+        (batch.id, "", 0), (waiting.id, "", 0), (first.id, "a", 2),
+    ]  # fmt: skip
+    assert {each.model for each in found} == {MODEL}
+    assert all(0 <= each.age_s < WITHIN_S for each in found)
+    assert await open_ids(opened, 2) == [batch.id, waiting.id]
+
+
+async def open_ids(opened: OpenQueue, limit: int) -> list[str]:
+    return [each.id for each in await opened.queue.open_requests([MODEL], limit)]
+
+
 async def test_a_call_whose_deadline_has_passed_ends_and_is_nobodys(opened):
     envelope = await submit(opened, timeout_s=0.001)
     await asyncio.sleep(0.002)
@@ -359,7 +379,7 @@ async def test_a_later_attempt_has_the_log_and_fences_the_earlier_one(opened):
 
 async def test_a_call_that_is_submitted_with_tokens_goes_on_after_them(opened):
     envelope = make_envelope()
-    await opened.queue.submit([envelope], timeout_s=60.0, max_waiting=9, earlier=[7, 8, 9])
+    await opened.queue.submit(Submission([envelope], 60.0, 9, earlier=[7, 8, 9]))
     one, other = await opened.worker("one"), await opened.worker("other")
     claim = await claim_one(one)
     [event] = decode_log(claim.log)

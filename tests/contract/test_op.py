@@ -48,13 +48,9 @@ def make_sites(shape: tuple[int, ...], seed: int) -> list[Site]:
         for level in RUNNABLE
         for mode in modes
     ]
-    kinds: list[tuple[torch.dtype, Literal["auto", "int8"]]] = [
-        (torch.float32, "auto"),
-        (torch.bfloat16, "int8"),
-    ]
     fused = [
-        Site(DEVICE, dtype, text, 8, kv_dtype, joins=True, interprets=True, seed=seed)
-        for dtype, kv_dtype in kinds
+        Site(DEVICE, dtype, text, 8, joins=True, interprets=True, seed=seed)
+        for dtype in (torch.float32, torch.bfloat16)
     ]
     return native + fused
 

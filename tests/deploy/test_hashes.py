@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from deploy import hashes
-from deploy.hashes import HashCache
+from deploy import pack as hashes
+from deploy.pack import HashCache
 from shared.packages.manifest import digest_of
 
 

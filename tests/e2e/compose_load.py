@@ -10,8 +10,8 @@ from typing import Any
 
 import httpx
 
+from loadtest.albums import NumberedUrls, noise_jpeg
 from loadtest.client import ChatClient
-from loadtest.images import noise_jpeg, to_data_url
 from loadtest.scenarios import image_part, text_part, to_body
 
 NUM_CLIENTS = 8
@@ -19,7 +19,7 @@ NUM_TOKENS = 40
 
 
 def question() -> list[dict[str, Any]]:
-    return [image_part(to_data_url(noise_jpeg(4_000))), text_part("What is it?")]
+    return [image_part(NumberedUrls(noise_jpeg(4_000)).url(0)), text_part("What is it?")]
 
 
 def ask(client: ChatClient, model: str, num_tokens: int = 8, *, stream: bool = True) -> int:

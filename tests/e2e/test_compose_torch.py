@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
+from loadtest.albums import to_png_url
 from loadtest.client import ChatClient
 from loadtest.fleet import ROOT, free_port
-from loadtest.images import to_png_url
 from loadtest.scenarios import image_part, text_part, to_body
 from tests.e2e.compose_stack import WITHIN_S, ComposeStack, docker, run_stack
 from tests.waiting import wait_for

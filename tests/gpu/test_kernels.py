@@ -5,7 +5,7 @@ The interpreter's tests (`tests/engines/torch_backend/ops/test_triton_kernels.py
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import pytest
@@ -32,15 +32,12 @@ def make_text(shape: str) -> TextConfig:
     return make_text_config(max_position_embeddings=4096, **REAL_SHAPES[shape])
 
 
-@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", REAL_SHAPES)
 @pytest.mark.parametrize("op", KERNELS, ids=lambda op: op.name)
-def test_a_kernel_is_right_on_a_real_shape(
-    op: Op, shape: str, dtype: torch.dtype, kv_dtype: Literal["auto", "int8"]
-) -> None:
+def test_a_kernel_is_right_on_a_real_shape(op: Op, shape: str, dtype: torch.dtype) -> None:
     [kernel] = [candidate for candidate in op.candidates if candidate.name == "triton"]
-    assert not op.complaint(kernel, Site(CUDA, dtype, make_text(shape), 16, kv_dtype))
+    assert not op.complaint(kernel, Site(CUDA, dtype, make_text(shape), 16))
 
 
 @pytest.mark.parametrize("num_sequences", [1, 16, 64])
@@ -107,8 +104,3 @@ def test_graphs_sample_what_is_sampled_without(tiny: Path, sampling: dict[str, A
         ]
         found.append(answers(loaded, requests))
     assert found[0] == found[1]
-
-
-def test_8_bit_keys_and_values_give_the_answers_that_a_cpu_gives_with_them(tiny: Path) -> None:
-    on_cpu, on_gpu = (load(tiny, device, kv_dtype="int8") for device in ("cpu", "cuda"))
-    assert answers(on_gpu, make_requests(on_gpu)) == answers(on_cpu, make_requests(on_cpu))

@@ -32,7 +32,6 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
         ("search-node --url unix:///tmp/nowhere.sock", SEARCH),
         ("models --check", TORCH),
         ("quantize shapes new --scheme int8", TORCH),
-        ("convert-gguf README.md new", TORCH),
         ("make-checkpoint new", TORCH),
         ("embed README.md --output new", SEARCH),
         ("search . x", SEARCH),

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from loadtest.objective import Objective
-from loadtest.record import Plan, Record, Workload
+from loadtest.record import Objective, Plan, Record, Workload
 from loadtest.result import Result
 
 

@@ -3,9 +3,8 @@
 import pytest
 
 from loadtest.albums import NoiseAlbum
-from loadtest.checks import fault_of
+from loadtest.checks import fault_of, mock_answer
 from loadtest.client import Answer
-from loadtest.mock_answers import mock_answer
 from loadtest.scenarios import Question, text_part, user_message
 
 MESSAGES = [user_message([text_part("hello")])]

@@ -4,7 +4,7 @@ from typer.testing import CliRunner
 
 import vlm
 from loadtest.difference import differing_orders, to_table
-from loadtest.objective import Objective
+from loadtest.record import Objective
 from loadtest.result import Result
 from tests.loadtest.factories import record, result
 

@@ -118,11 +118,10 @@ def locust(url: str, users: int, duration: str, *more: str) -> "subprocess.Compl
 @in_one_round
 def test_locust_itself_runs_the_users_without_its_page(slow):
     more = ("--stop-timeout", "10", "--json", "--max-tokens", "4", "--stream-ratio", "1")
-    done = locust(slow.url, 2, "2s", *more, "TextUser", "ConversationUser")
+    done = locust(slow.url, 2, "2s", *more, "--mix", "conversation")
     assert done.returncode == 0, done.stderr
     rows = {(row["method"], row["name"]): row for row in json.loads(done.stdout)}
-    kinds = ("conversation, streamed", "text, streamed")
-    assert set(rows) == {(latency, kind) for latency in SERVER_NAMES for kind in kinds}
+    assert set(rows) == {(latency, "conversation, streamed") for latency in SERVER_NAMES}
     assert not sum(row["num_failures"] for row in rows.values())
 
 
@@ -131,7 +130,7 @@ def test_requests_that_the_end_of_the_run_cuts_off_are_no_failures(fake):
     for seconds in (1, 4, 16):  # a busy machine's users ask later
         fake.pieces = [*stream()[:2], 4.0 * seconds]
         fake.bodies.clear()
-        done = locust(fake.url, 3, f"{seconds}s", "--json", "--stream-ratio", "1", "TextUser")
+        done = locust(fake.url, 3, f"{seconds}s", "--json", "--stream-ratio", "1", "--mix", "text")
         if len(fake.bodies) == 3:
             break
     assert len(fake.bodies) == 3
@@ -142,7 +141,7 @@ def test_requests_that_the_end_of_the_run_cuts_off_are_no_failures(fake):
 def test_page_of_locust_starts_and_runs_the_users(slow):
     port = free_port()
     arguments = ["-m", "locust", "-f", "loadtest/locustfile.py", "--host", slow.url]
-    arguments += ["--web-host", "127.0.0.1", "--web-port", str(port), "ImageUser"]
+    arguments += ["--web-host", "127.0.0.1", "--web-port", str(port), "--mix", "image"]
     with (
         run_server(arguments, port, "/") as server,
         httpx.Client(base_url=server.url, trust_env=False, timeout=30) as page,

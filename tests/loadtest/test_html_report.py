@@ -8,9 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 import vlm
-from loadtest.figures import figures
-from loadtest.html_report import to_html
-from loadtest.objective import Objective
+from loadtest.html_report import figures, to_html
+from loadtest.record import Objective
 from loadtest.result import Result
 from tests.loadtest.factories import record, result
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from loadtest.objective import Objective, ObjectiveError, parse_objective
+from loadtest.record import Objective, ObjectiveError, parse_objective
 from tests.loadtest.factories import record
 
 

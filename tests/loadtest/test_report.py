@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from loadtest.report import Table, in_ms, in_number, percentile, show
+from loadtest.record import percentile
+from loadtest.report import Table, in_ms, in_number, show
 
 
 @pytest.mark.parametrize(

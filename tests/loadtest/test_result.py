@@ -5,8 +5,8 @@ import json
 import pytest
 
 from loadtest.load_plan import Phase
-from loadtest.objective import Objective
-from loadtest.record import LATENCIES
+from loadtest.record import LATENCIES, Objective
+from loadtest.report import describe_load, to_latency_table, to_rate_table
 from loadtest.result import (
     ResultError,
     Sight,
@@ -17,7 +17,6 @@ from loadtest.result import (
     mean_stages_s,
     values_of,
 )
-from loadtest.result_tables import describe_load, to_latency_table, to_rate_table
 from tests.loadtest.factories import record, result
 
 

@@ -12,8 +12,7 @@ from typer.testing import CliRunner
 
 import vlm
 from loadtest.fleet import ROOT
-from loadtest.objective import Objective
-from loadtest.record import Order, Plan, Target, Workload
+from loadtest.record import Objective, Order, Plan, Target, Workload
 from loadtest.result import Result, Sight, by_kind, counted, load_result
 from loadtest.run import LoadTestError, Outputs, Wanted, drive, run
 from loadtest.scenarios import PROFILES

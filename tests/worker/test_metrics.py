@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from engines.base import EngineStats
 from shared.telemetry.metrics import WORKER_METRICS
 from worker.health import create_registry
+from worker.prepare.preparer import MediaCounts
 
 
 def test_every_declared_metric_has_its_number():
@@ -16,7 +17,9 @@ def test_every_declared_metric_has_its_number():
     engine = SimpleNamespace(stats=stats)
     claims = SimpleNamespace(num_claims=Counter(new=2), num_fenced=1)
 
-    registry = create_registry(engine, [claims])  # type: ignore[arg-type]
+    media = MediaCounts(12.5, 3.0, Counter(fps=2))
+
+    registry = create_registry(engine, [claims], media)  # type: ignore[arg-type]
 
     families = {family.name: family for family in registry.collect()}
     assert set(families) == {metric.name.removesuffix("_total") for metric in WORKER_METRICS}
@@ -29,3 +32,6 @@ def test_every_declared_metric_has_its_number():
     assert registry.get_sample_value("vlm_startup_seconds", {"phase": "load"}) == 1.5
     assert registry.get_sample_value("vlm_claims_total", {"kind": "new"}) == 2
     assert registry.get_sample_value("vlm_fenced_total") == 1
+    assert registry.get_sample_value("vlm_media_seconds_total") == 12.5
+    assert registry.get_sample_value("vlm_media_decode_seconds_total") == 3
+    assert registry.get_sample_value("vlm_media_refusals_total", {"reason": "fps"}) == 2

@@ -48,14 +48,12 @@ from shared.protocol import ErrorCode, ModelCard
 from shared.queue.api import QueueUnavailable
 from shared.queue.registry import Registry, WorkerRecord
 from shared.queue.shards import create_gateway_queue
-from shared.redis.client import create_redis
-from shared.redis.outage import OutageLog
+from shared.redis.client import OutageLog, create_redis
 from shared.settings.tree import Settings, SettingsError
-from worker.health import HealthServer
+from worker.health import HealthServer, collect_metrics
 from worker.node.cache import Uses, open_cache
 from worker.node.install import install, make_packages
 from worker.node.instance import Instance, is_of_node
-from worker.node.metrics import collect_metrics
 from worker.node.resources import find_gpus, room_bytes
 from worker.node.secrets import Secrets
 from worker.node.standby import Standby

@@ -25,20 +25,8 @@ _NAMES = HUB_SECRETS.union(
 _PREFIXES = (
     *("LC_", "XDG_", "PYTHON", "HF_", "TRANSFORMERS_", "OTEL_", "COVERAGE_", "MALLOC_"),
     *("CUDA_", "NVIDIA_", "NCCL_", "CUBLAS_", "CUDNN_", "ROCR_", "HIP_", "HSA_", "GLOO_"),
-    *(
-        "TORCH",
-        "PYTORCH_",
-        "ATEN_",
-        "TRITON_",
-        "OMP_",
-        "MKL_",
-        "KMP_",
-        "GOMP_",
-        "OPENBLAS_",
-        "NUMEXPR_",
-        "ONEDNN_",
-        "DNNL_",
-    ),
+    *("TORCH", "PYTORCH_", "ATEN_", "TRITON_", "OMP_", "MKL_", "KMP_", "GOMP_"),
+    *("OPENBLAS_", "NUMEXPR_", "ONEDNN_", "DNNL_"),
 )
 #: Credentials of a bucket, for the process that opens the package store, by the URL's scheme.
 _STORE_PREFIXES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}

@@ -43,7 +43,6 @@ class WorkerActor:
         return self._process.wait()
 
     def drain(self) -> None:
-        """Finish the running requests, then end."""
         self._process.send_signal(signal.SIGTERM)
 
 

@@ -50,12 +50,10 @@ class Pauses:
         return pause_s
 
     def started(self) -> None:
-        """The process has started."""
         self.started_at = time.monotonic()
 
 
 def describe_end(code: int) -> str:
-    """Describe an exit code; negative: a signal."""
     if code >= 0:
         return f"ended with exit code {code}"
     with suppress(ValueError):
@@ -102,7 +100,6 @@ class Child:
         self.process = await start_process("vlm", *self.arguments, environment=self.environment)
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal, if the process runs."""
         if self.process is not None and self.process.returncode is None:
             with suppress(ProcessLookupError):
                 self.process.send_signal(number)

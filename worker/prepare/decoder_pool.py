@@ -2,12 +2,16 @@
 without rights.
 
 Called from the threads of `Preprocessor`; each call has a child for itself. A child that dies or
-takes too long costs the one image, and is replaced; so is one that has decoded many.
+takes too long costs the one file, and is replaced; so is one that has decoded many.
 """
 
 import logging
 import math
+import signal
+import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from queue import SimpleQueue
 
 from PIL import Image
@@ -18,7 +22,6 @@ from engines.image_decoder import CANNOT_DECODE
 from worker.prepare import decoder_child
 from worker.prepare.decoder_child import ANSWER, REQUEST
 
-MAX_IMAGES = 1000  #: of one child's life: what leaks, leaks no further
 TOO_LONG = "The image takes too long to decode: send a smaller or simpler one."
 _BASE_BYTES = 512 * 1024 * 1024  #: address space of an idle child, and room for its libraries
 _BYTES_PER_PIXEL = 32  #: a decoded image, its copies with transparency composited, and the answer
@@ -31,38 +34,40 @@ logger = logging.getLogger(__name__)
 class Child(ChildProcess):
     """One decoding process."""
 
-    def __init__(self, max_pixels: int, max_cpu_s: float) -> None:
-        self.num_images = 0
+    def __init__(self, module: str, max_bytes: int, max_cpu_s: float) -> None:
+        self.num_files = 0
         self.is_lost = False  #: whether it is of no more use
-        self._timeout_s = _WAITING_RATIO * max_cpu_s
-        max_bytes = _BASE_BYTES + _BYTES_PER_PIXEL * max_pixels
-        super().__init__(
-            decoder_child.__name__, max_bytes, math.ceil(max_cpu_s), buffer_bytes=_SOCKET_BYTES
-        )
+        super().__init__(module, max_bytes, math.ceil(max_cpu_s), buffer_bytes=_SOCKET_BYTES)
 
-    def decode(self, data: bytes, size: tuple[int, int]) -> Image.Image:
-        """An RGB image. Raises: InvalidImage; EOFError, OSError (timeouts too) if the child is of no more use."""
-        self.wait_until_ready()
-        self.num_images += 1
-        until = time.monotonic() + self._timeout_s
-        self.socket.settimeout(self._timeout_s)
-        self.socket.sendall(REQUEST.pack(len(data), *size))
-        self.socket.sendall(data)
-        is_image, num_bytes, width, height = ANSWER.unpack(receive(self.socket, ANSWER.size, until))
-        if num_bytes > 3 * max(size) ** 2 + 4096 or (is_image and num_bytes != 3 * width * height):
-            raise EOFError  # no answer of ours
-        body = receive(self.socket, num_bytes, until)
-        if not is_image:
-            raise InvalidImage(body.decode(errors="replace"))
-        return Image.frombuffer("RGB", (width, height), body, "raw", "RGB", 0, 1)
+    @contextmanager
+    def talking(self, cannot_decode: str, too_long: str) -> Iterator[None]:
+        """A block that uses the socket. Raises: InvalidImage if the child is lost in it."""
+        try:
+            self.wait_until_ready()
+            yield
+        except (EOFError, OSError) as error:
+            self.is_lost = True
+            logger.warning("a decoder was lost over a file: %s", type(error).__name__)
+            is_late = isinstance(error, TimeoutError) or self._was_stopped()
+            raise InvalidImage(too_long if is_late else cannot_decode) from None
+
+    def _was_stopped(self) -> bool:
+        """Whether it used up its CPU time."""
+        with suppress(subprocess.TimeoutExpired):
+            return self.process.wait(1.0) == -signal.SIGXCPU
+        return False
 
 
-class DecoderPool:
-    """As many children as images are decoded at a time; they are started when first needed."""
+class ChildPool:
+    """As many children as files are decoded at a time; they are started when first needed."""
 
-    def __init__(self, num_processes: int, max_pixels: int, max_cpu_s: float) -> None:
-        self._max_pixels = max_pixels
+    module: str
+    max_files: int  #: of one child's life: what leaks, leaks no further
+
+    def __init__(self, num_processes: int, max_bytes: int, max_cpu_s: float) -> None:
+        self._max_bytes = max_bytes
         self._max_cpu_s = max_cpu_s
+        self.timeout_s = _WAITING_RATIO * max_cpu_s
         self._idle: SimpleQueue[Child | None] = SimpleQueue()  # None: one may be started
         self._children: set[Child] = set()
         self._is_closed = False
@@ -70,7 +75,7 @@ class DecoderPool:
             self._idle.put(None)
 
     def start(self) -> None:
-        """Start all children now, so that the first image need not wait for one."""
+        """Start all children now, so that the first file need not wait for one."""
         if not can_filter():
             logger.warning(
                 "this kernel filters no system calls: decoders may open files and sockets"
@@ -78,29 +83,21 @@ class DecoderPool:
         for _ in range(self._idle.qsize()):
             self._idle.put(self._idle.get() or self._start_child())
 
-    def decode(self, data: bytes, size: tuple[int, int] | None) -> Image.Image:
-        """Decode in the next child that is free. Raises: InvalidImage; OSError if none can be started."""
-        assert size is not None
+    @contextmanager
+    def borrow(self) -> Iterator[Child]:
+        """The next child that is free, for one file. Raises: OSError if none can be started."""
         child = self._idle.get()
         try:
             child = child or self._start_child()
-            return self._decode_in(child, data, size)
+            child.num_files += 1
+            yield child
         finally:
-            if child is not None and (child.is_lost or child.num_images >= MAX_IMAGES):
+            if child is not None and (child.is_lost or child.num_files >= self.max_files):
                 child = self._replace(child)
             self._idle.put(child)
 
-    def _decode_in(self, child: Child, data: bytes, size: tuple[int, int]) -> Image.Image:
-        try:
-            return child.decode(data, size)
-        except (EOFError, OSError) as error:
-            child.is_lost = True
-            logger.warning("a decoder was lost over an image: %s", type(error).__name__)
-            is_late = isinstance(error, TimeoutError)
-            raise InvalidImage(TOO_LONG if is_late else CANNOT_DECODE) from None
-
     def _start_child(self) -> Child:
-        child = Child(self._max_pixels, self._max_cpu_s)
+        child = Child(self.module, self._max_bytes, self._max_cpu_s)
         self._children.add(child)
         return child
 
@@ -115,7 +112,37 @@ class DecoderPool:
             return None
 
     def close(self) -> None:
-        """End all children; images in their hands are lost."""
+        """End all children; files in their hands are lost."""
         self._is_closed = True
         for child in list(self._children):
             child.close()
+
+
+class DecoderPool(ChildPool):
+    """Decodes images."""
+
+    module = decoder_child.__name__
+    max_files = 1000
+
+    def __init__(self, num_processes: int, max_pixels: int, max_cpu_s: float) -> None:
+        super().__init__(num_processes, _BASE_BYTES + _BYTES_PER_PIXEL * max_pixels, max_cpu_s)
+
+    def decode(self, data: bytes, size: tuple[int, int] | None) -> Image.Image:
+        """An RGB image. Raises: InvalidImage; OSError if no child can be started."""
+        assert size is not None
+        with self.borrow() as child, child.talking(CANNOT_DECODE, TOO_LONG):
+            until = time.monotonic() + self.timeout_s
+            child.socket.settimeout(self.timeout_s)
+            child.socket.sendall(REQUEST.pack(len(data), *size))
+            child.socket.sendall(data)
+            is_image, num_bytes, width, height = ANSWER.unpack(
+                receive(child.socket, ANSWER.size, until)
+            )
+            if num_bytes > 3 * max(size) ** 2 + 4096 or (
+                is_image and num_bytes != 3 * width * height
+            ):
+                raise EOFError  # no answer of ours
+            body = receive(child.socket, num_bytes, until)
+        if not is_image:
+            raise InvalidImage(body.decode(errors="replace"))
+        return Image.frombuffer("RGB", (width, height), body, "raw", "RGB", 0, 1)

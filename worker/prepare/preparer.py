@@ -7,9 +7,11 @@ in other processes. Tenants are scheduled round-robin.
 import asyncio
 import hashlib
 import logging
-from collections import OrderedDict, deque
+import time
+from collections import Counter, OrderedDict, deque
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from msgspec.structs import replace
@@ -40,6 +42,7 @@ from shared.protocol import (
     Tokenize,
 )
 from shared.settings.limits import LimitSettings
+from worker.prepare.video_pool import TOO_LONG, VideoPool
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +71,15 @@ class ImageRefused(RequestError):
         self.cause = cause
 
 
+@dataclass
+class MediaCounts:
+    """Counts of decoded videos. Units: seconds."""
+
+    length_s: float = 0.0
+    decode_s: float = 0.0  #: until they were prepared
+    refusals: Counter[str] = field(default_factory=Counter)  #: by reason: an option, time, file
+
+
 class Preprocessor:
     """Prepares requests for one model."""
 
@@ -79,6 +91,7 @@ class Preprocessor:
         num_threads: int,
         max_cache_bytes: int = MAX_PIXEL_CACHE_BYTES,
         decode: Decode = decode_image,
+        videos: VideoPool | None = None,
         hold_adapter: Callable[[str], Awaitable[None]] | None = None,
     ) -> None:
         """`hold_adapter`: loads an adapter by its digest, before its calls are prepared."""
@@ -91,6 +104,10 @@ class Preprocessor:
         self._text_threads = FairThreads(NUM_TEXT_THREADS, "text")
         self._prepared = PixelCache(max_cache_bytes)
         self._decode = decode
+        self._videos = videos
+        if videos is not None:
+            self._video_threads = FairThreads(videos.num_processes, "video")
+        self.media = MediaCounts()
 
     async def prepare(
         self,
@@ -98,18 +115,23 @@ class Preprocessor:
         engine_id: str,
         output_token_ids: tuple[int, ...] = (),
         num_published: int = 0,
+        note_media: Callable[[float], None] | None = None,
     ) -> EngineInput | Tokenization:
         """The engine's input for a call, or the complete result of a tokenization. Raises: RequestError.
 
-        `num_published`: output tokens that earlier attempts published, with or without ids.
+        `num_published`: output tokens that earlier attempts published, with or without ids. `note_media` is called
+        with the seconds until the media of a request with a video are decoded.
         """
         ready = self.prepare_at_once(request, engine_id, output_token_ids, num_published)
         if ready is not None:
             return ready
         task, tenant = request.task, request.tenant
+        started = time.perf_counter()
         images = await asyncio.gather(
             *(self._image(index, image, tenant) for index, image in enumerate(task.images))
         )
+        if note_media is not None and any(image.video is not None for image in task.images):
+            note_media(time.perf_counter() - started)
         if request.adapter and self._hold_adapter is not None:
             await self._hold_adapter(request.adapter)
         if isinstance(task, Tokenize):
@@ -163,17 +185,17 @@ class Preprocessor:
         return not (isinstance(task, Generate) and task.grammar is not None)
 
     async def _image(self, index: int, image: ImageRef, tenant: str) -> PreparedImage:
-        """Fetch and prepare an image. Raises: ImageRefused."""
-        image_hash = salted_hash(_identity(image), tenant)
+        """Fetch and prepare an image or video. Raises: ImageRefused."""
+        key = salted_hash(_identity(image), tenant)
+        prepare = self._prepare_image if image.video is None else self._prepare_video
         try:
-            content = await self._prepared.get(
-                image_hash, lambda: self._prepare_image(image, tenant)
-            )
+            return await self._prepared.get(key, lambda: prepare(key, image, tenant))
         except RequestError as error:
             raise ImageRefused(index, error) from error
-        return PreparedImage(image_hash, content)
 
-    async def _prepare_image(self, image: ImageRef, tenant: str) -> tuple[Any, int]:
+    async def _prepare_image(
+        self, key: str, image: ImageRef, tenant: str
+    ) -> tuple[PreparedImage, int]:
         data = await self._fetch(image)
         if len(data) > self._limits.max_image_bytes:
             raise InvalidImage(
@@ -182,7 +204,39 @@ class Preprocessor:
         check_size(image, self._limits)
         prepare, decode = self._engine.prepare_image, self._decode
         content = await self._image_threads.run(tenant, lambda: prepare(data, image, decode))
-        return content, getattr(content, "nbytes", len(data))
+        return PreparedImage(key, content), getattr(content, "nbytes", len(data))
+
+    async def _prepare_video(
+        self, key: str, image: ImageRef, tenant: str
+    ) -> tuple[PreparedImage, int]:
+        """The hash of a video is one of its file and its frames, however they were chosen."""
+        if self._videos is None:
+            raise InvalidImage("This model takes no videos.")
+        data = await self._fetch(image, "a video of the request")
+        if len(data) > self._limits.max_video_bytes:
+            raise InvalidImage(
+                f"a video has {len(data)} bytes: send at most {self._limits.max_video_bytes}"
+            )
+        return await self._video_threads.run(
+            tenant, lambda: self._decode_video(data, image, tenant)
+        )
+
+    def _decode_video(self, data: bytes, image: ImageRef, tenant: str) -> tuple[PreparedImage, int]:
+        assert self._videos is not None
+        started = time.perf_counter()
+        try:
+            with self._videos.open(data, image) as video:
+                content = self._engine.prepare_video(video)
+        except InvalidImage as error:
+            reason = "time" if str(error) == TOO_LONG else "file"
+            self.media.refusals[error.param or reason] += 1
+            raise
+        finally:
+            self.media.decode_s += time.perf_counter() - started
+        self.media.length_s += video.info.length_s
+        frames = f"{image.sha256} {video.info} {video.indices}"
+        key = salted_hash(hashlib.sha256(frames.encode()).hexdigest(), tenant)
+        return PreparedImage(key, content), getattr(content, "nbytes", len(data))
 
     async def _fetch(self, image: BlobRef, what: str = "an image of the request") -> bytes:
         """The bytes of a blob; retries while Redis fails. Raises: ImageUnavailable."""
@@ -209,6 +263,8 @@ class Preprocessor:
     def close(self) -> None:
         """End the threads; work that has not begun is dropped."""
         self._image_threads.close()
+        if self._videos is not None:
+            self._video_threads.close()
         self._text_threads.close()
 
 
@@ -224,10 +280,12 @@ def _to_engine_call(request: Call, engine_id: str, output_token_ids: tuple[int, 
 
 
 def _identity(image: ImageRef) -> str:
-    """A hash of an image and its target size."""
-    if not (image.min_pixels or image.max_pixels):
+    """A hash of an image and its target size, or of a video and its options."""
+    if not (image.min_pixels or image.max_pixels or image.video):
         return image.sha256
     scaled = f"{image.sha256} {image.min_pixels} {image.max_pixels}"
+    if image.video is not None:
+        scaled += f" {image.video}"
     return hashlib.sha256(scaled.encode()).hexdigest()
 
 
@@ -277,7 +335,8 @@ def _bounds(task: Task, num_chars: int, limits: LimitSettings) -> tuple[tuple[st
         return (
             ("messages", len(task.messages), limits.max_messages),
             ("text characters", num_chars, limits.max_text_chars),
-            ("images", len(task.images), limits.max_images),
+            ("images", sum(image.video is None for image in task.images), limits.max_images),
+            ("videos", sum(image.video is not None for image in task.images), limits.max_videos),
             ("output tokens", sampling.max_tokens or 0, limits.max_output_tokens),
             ("stop strings", len(sampling.stop), limits.max_stop_strings),
             ("stop token ids", len(sampling.stop_token_ids), limits.max_stop_token_ids),
@@ -331,6 +390,8 @@ class PixelCache:
             pixels, num_bytes = await make()
         finally:
             del self._being_made[image_hash]
+        if num_bytes > self._max_bytes:  # it would evict all others
+            return pixels
         self._kept[image_hash] = (pixels, num_bytes)
         self._num_bytes += num_bytes
         while self._num_bytes > self._max_bytes:

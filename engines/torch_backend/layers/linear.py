@@ -1,22 +1,18 @@
 """Linear layers and the formats of their weights: floats, int8 per output channel, int4 per group of inputs.
 
 A `Linear` holds tensors; its `LinearMethod` knows their names and their arithmetic, and quantizes a float weight.
-The reference dequantizes a few outputs at a time; torch's CPU kernels are used if a probe finds them correct and
-the machine's level finds them faster.
+The reference dequantizes a few outputs at a time; the kernels are in `ops.linear`.
 
 Shape letters: M tokens, K inputs, N outputs, G groups of inputs.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from functools import cache
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-from engines.torch_backend.ops.cpu_level import CpuLevel
 
 #: The output dimension of each tensor of a layer.
 OUTPUT_DIMS = {"weight": 0, "bias": 0, "integers": 0, "scale": 0, "pairs": 0, "scale_zero": 1}
@@ -26,8 +22,6 @@ CHUNK_WEIGHTS = (
 )  #: dequantized at once: two MB in float32 stay in the cache until the product
 GROUP_SIZES = (64, 32)
 _QUANTIZE_WEIGHTS = 1 << 18  # quantized at once, to bound temporary memory
-_ROW_STEP = 64  # a multiple of the block of every order
-_INT4_BLOCKS = (32, 64)  # outputs that torch's int4 kernel interleaves, by instruction set
 
 #: Whether a layer may be quantized: by the model's scheme, or to int8 if a kernel reads it and the model is
 #: quantized.
@@ -55,10 +49,6 @@ class Linear(nn.Linear):
         self.quantizable: Quantizable = quantizable
         self.method: LinearMethod = FLOAT
         self.group_size = 0  #: inputs per scale of int4 weights
-        self.max_torch_tokens = 0  #: up to this number, torch's kernel multiplies the integers
-        self.torch_block: int | None = (
-            None  #: outputs that torch's int4 order interleaves, once it is applied
-        )
         #: runs this layer alone, by operators once bound; None: `method` does
         self.group: _Group | None = None
         #: the input of each column, if the inputs of a group are not adjacent
@@ -144,16 +134,8 @@ class QuantizedMethod(LinearMethod):
         """Give a layer undefined tensors, with scales of `dtype`."""
 
     @abstractmethod
-    def prepare(self, layer: Linear, level: CpuLevel) -> None:
-        """Use torch's kernel if it exists, is correct, and is faster on this level."""
-
-    @abstractmethod
     def num_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         """Memory of a quantized weight of this shape."""
-
-    @abstractmethod
-    def multiply_with_torch(self, layer: Linear, x: Tensor) -> Tensor:
-        """Torch's kernel, without the bias. Shapes: (M, K); returns (M, N)."""
 
     @abstractmethod
     def _dequantize_rows(self, layer: Linear, start: int, stop: int) -> Tensor: ...
@@ -185,10 +167,8 @@ class QuantizedMethod(LinearMethod):
 
     def apply(self, layer: Linear, x: Tensor) -> Tensor:
         """Shapes: (M, K); returns (M, N)."""
-        if x.shape[0] <= layer.max_torch_tokens:
-            y = self.multiply_with_torch(layer, x.contiguous())
-        elif x.device.type == "cpu":
-            num_rows = max(_ROW_STEP, CHUNK_WEIGHTS // x.shape[1] // _ROW_STEP * _ROW_STEP)
+        if x.device.type == "cpu":
+            num_rows = max(1, CHUNK_WEIGHTS // x.shape[1])
             y = x.new_empty(x.shape[0], layer.out_features)
             for start in range(0, layer.out_features, num_rows):
                 stop = min(start + num_rows, layer.out_features)
@@ -209,15 +189,8 @@ class Int8Method(QuantizedMethod):
         scale = torch.empty(shape[0], dtype=dtype, device="meta")
         layer.hold(self, {"integers": integers, "scale": scale})
 
-    def prepare(self, layer: Linear, level: CpuLevel) -> None:
-        if layer.integers.device.type == "cpu" and has_int8_kernel(layer.scale.dtype):
-            layer.max_torch_tokens = level.max_torch_int8_tokens
-
     def num_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         return shape[0] * shape[1] + shape[0] * dtype.itemsize
-
-    def multiply_with_torch(self, layer: Linear, x: Tensor) -> Tensor:
-        return torch.ops.aten._weight_int8pack_mm(x, layer.integers, layer.scale)
 
     def _dequantize_rows(self, layer: Linear, start: int, stop: int) -> Tensor:
         rows = layer.integers[start:stop].to(layer.scale.dtype)
@@ -233,8 +206,7 @@ class Int8Method(QuantizedMethod):
 class Int4Method(QuantizedMethod):
     """Asymmetric, a scale and a zero per output channel and group of inputs: (integer - 8) * scale + zero.
 
-    Shapes: pairs (N, K / 2), in each byte the inputs i and i + half of a group; scale_zero (G, N, 2). Once
-    prepared for torch's kernel, `pairs` is in its order: see `unpack_int4`.
+    Shapes: pairs (N, K / 2), in each byte the inputs i and i + half of a group; scale_zero (G, N, 2).
     """
 
     name, op = "int4", "linear_int4"
@@ -251,23 +223,6 @@ class Int4Method(QuantizedMethod):
     def group_size_of(self, layer: Linear) -> int:
         return choose_group_size(layer.in_features) or layer.in_features
 
-    def prepare(self, layer: Linear, level: CpuLevel) -> None:
-        """Reorder the weights for torch's kernel if it exists, is correct, and is faster on this level."""
-        max_tokens = level.max_torch_int4_tokens
-        if layer.pairs.device.type != "cpu" or not max_tokens or layer.torch_block is not None:
-            return
-        block = int4_kernel_block(layer.scale_zero.dtype)
-        if block is None or layer.out_features % block:
-            return
-        reordered = torch.empty_like(layer.pairs)
-        # some outputs at a time: torch's function needs 32-bit integers, eight times the size of the result
-        num_rows = max(1, CHUNK_WEIGHTS // (2 * layer.pairs.shape[1]) // _ROW_STEP) * _ROW_STEP
-        parts = zip(layer.pairs.split(num_rows), reordered.split(num_rows), strict=True)
-        for rows, target in parts:
-            integers = unpack_pairs(rows, layer.group_size).flatten(1)
-            target.copy_(pack_int4(integers.to(torch.int32)))
-        layer.pairs, layer.torch_block, layer.max_torch_tokens = reordered, block, max_tokens
-
     def num_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         num_groups = shape[1] // (choose_group_size(shape[1]) or shape[1])
         return shape[0] * shape[1] // 2 + 2 * num_groups * shape[0] * dtype.itemsize
@@ -275,16 +230,8 @@ class Int4Method(QuantizedMethod):
     def fits(self, shape: tuple[int, ...]) -> bool:
         return choose_group_size(shape[1]) is not None
 
-    def multiply_with_torch(self, layer: Linear, x: Tensor) -> Tensor:
-        kernel = torch.ops.aten._weight_int4pack_mm_for_cpu
-        return kernel(x, layer.pairs, layer.group_size, layer.scale_zero)
-
     def _dequantize_rows(self, layer: Linear, start: int, stop: int) -> Tensor:
-        pairs, size = layer.pairs[start:stop], layer.group_size
-        if layer.torch_block is None:
-            integers = unpack_pairs(pairs, size)
-        else:
-            integers = unpack_int4(pairs, layer.torch_block).view(len(pairs), -1, size)
+        integers = unpack_pairs(layer.pairs[start:stop], layer.group_size)
         scale, zero = layer.scale_zero[:, start:stop].transpose(0, 1).unbind(2)
         rows = integers.to(scale.dtype).sub_(8)
         return torch.addcmul(zero[..., None], rows, scale[..., None], out=rows).flatten(1)
@@ -341,12 +288,6 @@ def quantizable_layers(model: nn.Module, method: QuantizedMethod) -> list[Linear
     return [layer for layer in floats if method.fits((layer.out_features, layer.in_features))]
 
 
-def prepare_linears(model: nn.Module, level: CpuLevel) -> None:
-    """Convert loaded weights to the form of the fastest correct torch kernel."""
-    for layer, method in quantized_layers(model):
-        method.prepare(layer, level)
-
-
 def choose_group_size(num_inputs: int) -> int | None:
     """The number of inputs per scale; None if no group size divides them."""
     return next((size for size in GROUP_SIZES if num_inputs % size == 0), None)
@@ -362,62 +303,3 @@ def unpack_pairs(pairs: Tensor, group_size: int) -> Tensor:
     """Shapes: (N, K / 2); returns (N, G, K / G)."""
     groups = pairs.view(pairs.shape[0], -1, group_size // 2)
     return torch.cat([groups & 15, groups >> 4], dim=2)
-
-
-def pack_int4(integers: Tensor) -> Tensor:
-    """The order of torch's CPU kernel. Shapes: int32 (N, K); returns uint8 (N, K / 2)."""
-    return torch.ops.aten._convert_weight_to_int4pack_for_cpu(integers.contiguous(), 1)
-
-
-def unpack_int4(packed: Tensor, block: int) -> Tensor:
-    """Inverse of `pack_int4`. Shapes: (N, K / 2), N a multiple of the block; returns (N, K).
-
-    Per block of outputs and per input, the bytes hold the outputs n and n + block / 2.
-    """
-    num_outputs, half = packed.shape
-    blocks = packed.view(num_outputs // block, half * 2, block // 2)
-    both = torch.cat([blocks & 15, blocks >> 4], dim=2)
-    return both.transpose(1, 2).reshape(num_outputs, half * 2)
-
-
-@cache
-def has_int8_kernel(dtype: torch.dtype) -> bool:
-    """Whether torch has its int8 product on this machine, and it is correct."""
-    layer = empty_linear(64, 48)
-    scale = (_sample(1, 48)[0].abs() + 0.1).to(dtype)
-    layer.hold(INT8, {"integers": (_sample(48, 64) * 127).to(torch.int8), "scale": scale})
-    return _is_right(layer, INT8, _sample(3, 64).to(dtype), INT8.dequantize(layer))
-
-
-@cache
-def int4_kernel_block(dtype: torch.dtype) -> int | None:
-    """The block of outputs of torch's int4 kernel on this machine; None if it is absent or wrong."""
-    layer = empty_linear(128, 128)
-    pairs = (_sample(128, 64).abs() * 255).to(torch.uint8)
-    scale_zero = _sample(2 * 128, 2).view(2, 128, 2).to(dtype)
-    layer.hold(INT4, {"pairs": pairs, "scale_zero": scale_zero}, 64)
-    expected, integers = INT4.dequantize(layer), unpack_pairs(pairs, 64).flatten(1)
-    try:
-        layer.pairs = pack_int4(integers.to(torch.int32))
-    except (RuntimeError, NotImplementedError, AttributeError):
-        return None
-    if not _is_right(layer, INT4, _sample(3, 128).to(dtype), expected):
-        return None
-    known = (b for b in _INT4_BLOCKS if torch.equal(unpack_int4(layer.pairs, b), integers))
-    return next(known, None)
-
-
-def _sample(rows: int, columns: int) -> Tensor:
-    """Fixed numbers in -1..1, without changing the random state."""
-    return torch.sin(torch.arange(rows * columns, dtype=torch.float32) * 0.7).view(rows, columns)
-
-
-def _is_right(layer: Linear, method: QuantizedMethod, x: Tensor, weight: Tensor) -> bool:
-    """Whether torch's kernel exists and multiplies correctly by this weight."""
-    try:
-        found = method.multiply_with_torch(layer, x)
-    except (RuntimeError, NotImplementedError, AttributeError):
-        return False
-    expected = x.float() @ weight.float().t()
-    tolerance = 4 * torch.finfo(x.dtype).eps * expected.abs().max() + 1e-5
-    return bool(((found.float() - expected).abs() <= tolerance).all())

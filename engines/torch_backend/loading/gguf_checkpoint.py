@@ -1,7 +1,7 @@
 """A GGUF file as a checkpoint: its configuration, tokenizer and names as transformers has them, its tensors where they lie.
 
 `--model FILE.gguf` loads through it, with an `mmproj` file beside it (CLIP's tower and LLaVA's projector) if there is
-one, and `vlm convert-gguf` writes what it gives. What a file's architecture has no place for is refused by name.
+one. What a file's architecture has no place for is refused by name.
 Transformers reads the header and makes the tokenizer.
 """
 

@@ -138,6 +138,7 @@ def _describe(
         max_model_len=engine.max_model_len,
         vocab_size=engine.runner.vocab_size,
         supports_images=processor.image_tokens > 0,
+        supports_video=processor.takes_video,
         image_tokens=processor.image_tokens,
         max_image_pixels=processor.max_image_pixels,
         sampling=sampling,

@@ -1,32 +1,137 @@
-"""Random checkpoints of real shapes, for tests and benchmarks: in the form of `llava-hf`, and as transformers saves.
+"""Checkpoints of real shapes with random weights, for tests and benchmarks: LLaVA as `llava-hf` publishes it, others as
+transformers saves them.
 
 Called by the command line and by tests. Memory is bounded by one shard: weights are generated and written one by
-one.
+one. The tokenizer is made up, so ids of control tokens are others than in the published models.
+Sources: `config.json` and the processors' files of HuggingFaceTB/SmolVLM2-500M-Video-Instruct, its 2.2B sibling and
+Qwen/Qwen2.5-VL-3B-Instruct.
 """
 
+import json
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from rich.progress import Progress, TimeElapsedColumn
+from tokenizers import AddedToken
+from transformers import LlavaConfig, PreTrainedConfig, PreTrainedTokenizerFast
+from transformers.core_model_loading import revert_weight_conversion
 
-from engines.packages.checkpoint_files import write_text_files
+from engines.packages.checkpoint_files import make_tokenizer, write_text_files
 from engines.packages.checkpoint_json import Fields
+from engines.text.chat_template import LLAVA_TEMPLATE
 from engines.torch_backend.loading.stored_tensors import MAX_SHARD_BYTES, TensorWriter
-from engines.torch_backend.models.config import TextConfig, VisionConfig
-from engines.torch_backend.models.llava import FAMILY, VLMConfig
+from engines.torch_backend.models.llava import FAMILY
 
 #: Ids after those of the tokenizer, for `<image>` and `<pad>`, as in llava-hf.
 _NUM_SPARE_TOKENS = 64
+_NUM_BASE_TOKENS = 32000
+IMAGE_ID = _NUM_BASE_TOKENS  #: of `<image>`; `<pad>` follows, then the special tokens of a family
 
 Parameter = tuple[str, tuple[int, ...]]
 
 
-def _shape(
-    vision: dict[str, Any], text: dict[str, Any], base_vocab: int, **more: Any
-) -> dict[str, Any]:
+def make_checkpoint(
+    shape: str,
+    directory: Path,
+    seed: int = 0,
+    *,
+    num_layers: int | None = None,
+    changes: dict[str, Any] | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    progress: Callable[[float], None] | None = None,
+) -> list[Parameter]:
+    """Write a checkpoint with at most `num_layers` layers; `changes` override the `config.json` of a LLaVA.
+
+    `progress` receives the completed ratio of bytes, 0..1. Returns names and shapes of the weights. Raises: ValueError
+    for an unknown shape, UnsupportedCheckpoint for invalid changes, FileExistsError, OSError.
+    """
+    if shape in LLAVA_SHAPES:
+        cut = {"text_config": {"num_hidden_layers": num_layers}} if num_layers else {}
+        content = _lay_over(_lay_over(LLAVA_SHAPES[shape], cut), changes or {})
+        content["dtype"] = str(dtype).removeprefix("torch.")
+        content["image_seq_length"] = FAMILY.check(Fields("config.json", content)).tokens_per_image
+        config, write_files = LlavaConfig(**content), partial(write_text_files, config=content)
+    elif shape in SHAPES:
+        config = SHAPES[shape].config(num_layers, dtype)
+        write_files = partial(SHAPES[shape].write_files, config=config)
+    else:
+        known = ", ".join((*LLAVA_SHAPES, *SHAPES))
+        raise ValueError(f"shape {shape!r} is unknown; there are {known}")
+    directory.mkdir(parents=True, exist_ok=True)
+    if any(directory.iterdir()):
+        raise FileExistsError(f"{directory} is not empty")
+    write_files(directory)
+    parameters = list_parameters(config)
+    generator = torch.Generator().manual_seed(seed)
+    # LLaMA's 0.02; narrow models need larger weights, or they repeat one token for ever.
+    std = max(0.02, 6.4 / config.get_text_config(decoder=True).hidden_size)
+    total, done = sum(math.prod(size) for _, size in parameters), 0
+    writer = TensorWriter(directory, max_shard_bytes)
+    for name, size in parameters:
+        writer.add(name, _random_weight(name, size, std, dtype, generator))
+        done += math.prod(size)
+        if progress is not None:
+            progress(done / total)
+    writer.close()
+    return parameters
+
+
+def list_parameters(config: PreTrainedConfig) -> list[Parameter]:
+    """Names and shapes as in the published files; what is tied is there once."""
+    name = (config.architectures or [""])[0]
+    with torch.device("meta"):
+        model = getattr(transformers, name)(config)
+    tied = set(model.all_tied_weights_keys or {})
+    state = {name: x for name, x in model.state_dict().items() if name not in tied}
+    stored = {name: tuple(x.shape) for name, x in revert_weight_conversion(model, state).items()}
+    if not isinstance(config, LlavaConfig):
+        return list(stored.items())
+    own, published = "vision_tower.", "vision_tower.vision_model."  # of transformers 5 and before
+    return [(name.replace(own, published), size) for name, size in stored.items()]
+
+
+def run(shape: str, directory: Path, seed: int, num_layers: int | None = None) -> None:
+    """The command: write a checkpoint with a progress bar. Raises: SystemExit with the reason."""
+    with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), transient=True) as bar:
+        task = bar.add_task(f"writing {directory}", total=1.0)
+        try:
+            parameters = make_checkpoint(
+                shape,
+                directory,
+                seed,
+                num_layers=num_layers,
+                progress=lambda share: bar.update(task, completed=share),
+            )
+        except (OSError, ValueError) as error:
+            raise SystemExit(f"make-checkpoint: {error}") from None
+    num_parameters = sum(math.prod(size) for _, size in parameters)
+    print(f"{directory}: {shape}, {num_parameters / 1e6:,.1f} million random weights, seed {seed}")
+
+
+def _lay_over(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    return base | {
+        name: _lay_over(base.get(name) or {}, value) if isinstance(value, dict) else value
+        for name, value in changes.items()
+    }
+
+
+def _random_weight(
+    name: str, shape: tuple[int, ...], std: float, dtype: torch.dtype, generator: torch.Generator
+) -> torch.Tensor:
+    is_gain = ("norm" in name or "layrnorm" in name or "ln_q" in name) and name.endswith("weight")
+    weight = torch.empty(shape, dtype=dtype).normal_(0.0, std, generator=generator)
+    return weight.add_(1.0) if is_gain else weight
+
+
+# -- LLaVA
+def _llava(vision: dict[str, Any], text: dict[str, Any], base_vocab: int) -> dict[str, Any]:
     return {
         "architectures": ["LlavaForConditionalGeneration"],
         "model_type": "llava",
@@ -43,7 +148,7 @@ def _shape(
             "eos_token_id": 2,
         }
         | text,
-    } | more
+    }
 
 
 _CLIP_L_336 = {
@@ -65,11 +170,9 @@ _TINY_TOWER = {
     "projection_dim": 32,
 }
 
-#: Shapes of `transformers_shapes`, which is imported on demand.
-TRANSFORMERS_SHAPES = ("llama-125m", "smolvlm2-500m", "smolvlm2-2.2b", "qwen2.5-vl-3b")
-#: Shapes by name, as `config.json` contents.
-SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": _shape(
+#: `config.json` by name.
+LLAVA_SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": _llava(
         _TINY_TOWER,
         {
             "hidden_size": 64,
@@ -82,7 +185,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         },
         base_vocab=320,
     ),
-    "llava-1b": _shape(  # the decoder of TinyLlama
+    "llava-1b": _llava(  # the decoder of TinyLlama
         _CLIP_L_336,
         {
             "hidden_size": 2048,
@@ -95,7 +198,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         },
         base_vocab=32000,
     ),
-    "llava-1.5-7b": _shape(
+    "llava-1.5-7b": _llava(
         _CLIP_L_336,
         {
             "hidden_size": 4096,
@@ -111,191 +214,161 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def make_checkpoint(
-    shape: str,
-    directory: Path,
-    seed: int = 0,
-    *,
-    changes: dict[str, Any] | None = None,
-    dtype: torch.dtype = torch.bfloat16,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
-    progress: Callable[[float], None] | None = None,
-) -> VLMConfig:
-    """Write a checkpoint of a shape of `SHAPES`; `changes` override its `config.json`.
+# -- shapes of transformers
+@dataclass(frozen=True)
+class Shape:
+    """A model's class and configuration, and with images its processor and what a prompt has for one."""
 
-    `progress` receives the completed ratio of bytes, 0..1. Returns the configuration. Raises: ValueError for an
-    unknown shape, UnsupportedCheckpoint for invalid changes, FileExistsError.
-    """
-    if shape not in SHAPES:
-        raise ValueError(f"shape {shape!r} is unknown; there are {', '.join(SHAPES)}")
-    content = _lay_over(SHAPES[shape], changes or {})
-    content["dtype"] = str(dtype).removeprefix("torch.")
-    config = FAMILY.check(Fields("config.json", content))
-    _prepare(directory)
-    content["image_seq_length"] = config.tokens_per_image
-    write_text_files(directory, content)
-    parameters = list(list_weights(config))
-    width = config.text.hidden_size
-    _write_weights(directory, parameters, width, seed, dtype, max_shard_bytes, progress)
-    return config
+    architecture: str
+    create: Callable[[], PreTrainedConfig]
+    special: tuple[str, ...] = ()
+    create_processor: Callable[[Any], Any] | None = None
+    placeholder: str = "<image>"
 
+    def config(self, num_layers: int | None, dtype: torch.dtype) -> PreTrainedConfig:
+        """With so many layers at the most, in the decoder and in the tower."""
+        config = self.create()
+        config.architectures = [self.architecture]
+        config.dtype = dtype
+        if num_layers is not None:
+            _cut_layers(config, num_layers)
+        return config
 
-def make_transformers_checkpoint(
-    shape: str,
-    directory: Path,
-    seed: int = 0,
-    *,
-    num_layers: int | None = None,
-    dtype: torch.dtype = torch.bfloat16,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
-    progress: Callable[[float], None] | None = None,
-) -> list[Parameter]:
-    """Write a checkpoint of a shape of `transformers_shapes`, with at most `num_layers` layers.
-
-    Returns names and shapes of its weights. Raises: FileExistsError, OSError.
-    """
-    from engines.torch_backend.loading.transformers_shapes import (  # noqa: PLC0415 - imports transformers
-        SHAPES as THEIRS,
-    )
-    from engines.torch_backend.loading.transformers_shapes import list_parameters  # noqa: PLC0415
-
-    config = THEIRS[shape].config(num_layers, dtype)
-    parameters = list_parameters(config)
-    _prepare(directory)
-    THEIRS[shape].write_files(directory, config)
-    width = config.get_text_config(decoder=True).hidden_size
-    _write_weights(directory, parameters, width, seed, dtype, max_shard_bytes, progress)
-    return parameters
-
-
-def run(shape: str, directory: Path, seed: int, num_layers: int | None = None) -> None:
-    """The command: write a checkpoint with a progress bar. Raises: SystemExit with the reason."""
-    with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), transient=True) as bar:
-        task = bar.add_task(f"writing {directory}", total=1.0)
-        try:
-            parameters = make_any_checkpoint(
-                shape, directory, seed, num_layers, lambda share: bar.update(task, completed=share)
-            )
-        except (OSError, ValueError) as error:
-            raise SystemExit(f"make-checkpoint: {error}") from None
-    num_parameters = sum(math.prod(size) for _, size in parameters)
-    print(f"{directory}: {shape}, {num_parameters / 1e6:,.1f} million random weights, seed {seed}")
-
-
-def make_any_checkpoint(
-    shape: str,
-    directory: Path,
-    seed: int = 0,
-    num_layers: int | None = None,
-    progress: Callable[[float], None] | None = None,
-) -> Iterable[Parameter]:
-    """Write a checkpoint of any shape; returns names and shapes of its weights. Raises: ValueError, OSError."""
-    if shape in TRANSFORMERS_SHAPES:
-        return make_transformers_checkpoint(
-            shape, directory, seed, num_layers=num_layers, progress=progress
+    def write_files(self, directory: Path, config: PreTrainedConfig) -> None:
+        """Everything but the weights. Raises: OSError."""
+        tokenizer = _create_tokenizer(self.special)
+        config.save_pretrained(directory)
+        ends = {"bos_token_id": 1, "eos_token_id": 2}
+        (directory / "generation_config.json").write_text(json.dumps(ends, indent=2) + "\n")
+        (directory / "chat_template.jinja").write_text(
+            LLAVA_TEMPLATE.replace("<image>", self.placeholder), encoding="utf-8"
         )
-    if shape not in SHAPES:
-        known = ", ".join((*SHAPES, *TRANSFORMERS_SHAPES))
-        raise ValueError(f"shape {shape!r} is unknown; there are {known}")
-    changes = {"text_config": {"num_hidden_layers": num_layers}} if num_layers else None
-    config = make_checkpoint(shape, directory, seed, changes=changes, progress=progress)
-    return list(list_weights(config))
+        made = self.create_processor(tokenizer) if self.create_processor else tokenizer
+        made.save_pretrained(directory)
 
 
-def _prepare(directory: Path) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    if any(directory.iterdir()):
-        raise FileExistsError(f"{directory} is not empty")
+def _cut_layers(config: PreTrainedConfig, num_layers: int) -> None:
+    text, vision = config.get_text_config(decoder=True), getattr(config, "vision_config", None)
+    for part, name in (
+        (text, "num_hidden_layers"),
+        (vision, "num_hidden_layers"),
+        (vision, "depth"),
+    ):
+        if part is not None and getattr(part, name, 0):
+            setattr(part, name, min(num_layers, getattr(part, name)))
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:num_layers]
 
 
-def _lay_over(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    return base | {
-        name: _lay_over(base.get(name) or {}, value) if isinstance(value, dict) else value
-        for name, value in changes.items()
+def _create_tokenizer(special: tuple[str, ...]) -> Any:
+    backend = make_tokenizer(_NUM_BASE_TOKENS)
+    backend.add_special_tokens([AddedToken(x, special=True, normalized=False) for x in special])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<unk>"
+    )  # fmt: skip
+
+
+# -- SmolVLM2
+_ROWS = ("<global-img>", *(f"<row_{i}_col_{j}>" for i in range(1, 7) for j in range(1, 7)))
+
+
+def _smolvlm(
+    text: dict[str, Any], vision: dict[str, Any], scale_factor: int
+) -> Callable[[], PreTrainedConfig]:
+    shared = {
+        "vocab_size": 49280,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": IMAGE_ID + 1,
     }
+    return lambda: transformers.SmolVLMConfig(
+        image_token_id=IMAGE_ID,
+        scale_factor=scale_factor,
+        pad_token_id=IMAGE_ID + 1,  # pyright: ignore
+        tie_word_embeddings=False,
+        text_config={
+            "model_type": "llama", "head_dim": 64, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
+            "rope_theta": 100000.0, **shared, **text,
+        },
+        vision_config={"model_type": "smolvlm_vision", **vision},
+    )  # fmt: skip
 
 
-def _write_weights(
-    directory: Path,
-    parameters: list[Parameter],
-    width: int,
-    seed: int,
-    dtype: torch.dtype,
-    max_shard_bytes: int,
-    progress: Callable[[float], None] | None,
-) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    # LLaMA's 0.02; narrow models need larger weights, or they repeat one token for ever.
-    std = max(0.02, 6.4 / width)
-    total = sum(math.prod(shape) for _, shape in parameters)
-    done = 0
-    writer = TensorWriter(directory, max_shard_bytes)
-    for name, shape in parameters:
-        writer.add(name, _random_weight(name, shape, std, dtype, generator))
-        done += math.prod(shape)
-        if progress is not None:
-            progress(done / total)
-    writer.close()
+def _smolvlm_processor(side: int, longest: int, seq_len: int) -> Callable[[Any], Any]:
+    """That of Idefics3, which is the same for images; SmolVLM's own wants a package for videos."""
+    return lambda tokenizer: transformers.Idefics3Processor(
+        transformers.Idefics3ImageProcessor(
+            size={"longest_edge": longest}, max_image_size={"longest_edge": side}
+        ),
+        tokenizer,
+        image_seq_len=seq_len,
+    )
 
 
-def _random_weight(
-    name: str, shape: tuple[int, ...], std: float, dtype: torch.dtype, generator: torch.Generator
-) -> torch.Tensor:
-    is_gain = ("norm" in name or "layrnorm" in name or "ln_q" in name) and name.endswith("weight")
-    weight = torch.empty(shape, dtype=dtype).normal_(0.0, std, generator=generator)
-    return weight.add_(1.0) if is_gain else weight
+# -- Qwen2.5-VL
+_QWEN_SPECIAL = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
 
 
-def list_weights(config: VLMConfig) -> Iterator[Parameter]:
-    """Names and shapes, as in the published files."""
-    yield from _vision_parameters("vision_tower.vision_model.", config.vision)
-    width = config.vision.hidden_size * len(config.vision_feature_layers)
-    for name, inner in (("linear_1", width), ("linear_2", config.text.hidden_size)):
-        yield f"multi_modal_projector.{name}.weight", (config.text.hidden_size, inner)
-        if config.projector_bias:
-            yield f"multi_modal_projector.{name}.bias", (config.text.hidden_size,)
-    yield from _text_parameters("language_model.", config.text)
+def _qwen2_5_vl() -> PreTrainedConfig:
+    first = IMAGE_ID + 2
+    ids = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    return transformers.Qwen2_5_VLConfig(
+        **{name: first + number for number, name in enumerate(ids)},  # pyright: ignore
+        tie_word_embeddings=True,
+        text_config={
+            "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36,
+            "num_attention_heads": 16, "num_key_value_heads": 2, "max_position_embeddings": 128000,
+            "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
+        },
+        vision_config={
+            "depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 2048,
+            "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 112,
+            "fullatt_block_indexes": [7, 15, 23, 31],
+        },
+    )  # fmt: skip
 
 
-def _vision_parameters(prefix: str, config: VisionConfig) -> Iterator[Parameter]:
-    width = config.hidden_size
-    patch = (width, 3, config.patch_size, config.patch_size)
-    yield f"{prefix}embeddings.class_embedding", (width,)
-    yield f"{prefix}embeddings.patch_embedding.weight", patch
-    yield f"{prefix}embeddings.position_embedding.weight", (config.num_patches + 1, width)
-    yield from _affine(f"{prefix}pre_layrnorm", (width,))
-    for number in range(config.num_layers):
-        layer = f"{prefix}encoder.layers.{number}."
-        for projection in ("q_proj", "k_proj", "v_proj", "out_proj"):
-            yield from _affine(f"{layer}self_attn.{projection}", (width, width))
-        yield from _affine(f"{layer}layer_norm1", (width,))
-        yield from _affine(f"{layer}mlp.fc1", (config.intermediate_size, width))
-        yield from _affine(f"{layer}mlp.fc2", (width, config.intermediate_size))
-        yield from _affine(f"{layer}layer_norm2", (width,))
-    yield from _affine(f"{prefix}post_layernorm", (width,))
+def _qwen_processor(tokenizer: Any) -> Any:
+    return transformers.Qwen2_5_VLProcessor(
+        transformers.Qwen2VLImageProcessor(patch_size=14, min_pixels=3136, max_pixels=12845056),
+        tokenizer,
+        transformers.Qwen2VLVideoProcessor(),
+    )
 
 
-def _affine(name: str, shape: tuple[int, ...], bias: bool = True) -> Iterator[Parameter]:
-    yield f"{name}.weight", shape
-    if bias:
-        yield f"{name}.bias", shape[:1]
-
-
-def _text_parameters(prefix: str, config: TextConfig) -> Iterator[Parameter]:
-    width, inner = config.hidden_size, config.intermediate_size
-    heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    yield f"{prefix}model.embed_tokens.weight", (config.vocab_size, width)
-    for number in range(config.num_layers):
-        layer = f"{prefix}model.layers.{number}."
-        yield f"{layer}input_layernorm.weight", (width,)
-        for name, size in (("q_proj", heads), ("k_proj", kv_heads), ("v_proj", kv_heads)):
-            yield from _affine(f"{layer}self_attn.{name}", (size, width), config.attention_bias)
-        output_bias = config.attention_output_bias
-        yield from _affine(f"{layer}self_attn.o_proj", (width, heads), output_bias)
-        yield f"{layer}post_attention_layernorm.weight", (width,)
-        yield from _affine(f"{layer}mlp.gate_proj", (inner, width), config.mlp_bias)
-        yield from _affine(f"{layer}mlp.up_proj", (inner, width), config.mlp_bias)
-        yield from _affine(f"{layer}mlp.down_proj", (width, inner), config.mlp_bias)
-    yield f"{prefix}model.norm.weight", (width,)
-    if not config.tie_word_embeddings:
-        yield f"{prefix}lm_head.weight", (config.vocab_size, width)
+#: By name.
+SHAPES: dict[str, Shape] = {
+    "llama-125m": Shape(
+        "LlamaForCausalLM",
+        lambda: transformers.LlamaConfig(
+            vocab_size=32064, hidden_size=768, intermediate_size=1792, num_hidden_layers=12, num_attention_heads=12,
+            num_key_value_heads=12, max_position_embeddings=2048,
+        )
+    ),
+    "smolvlm2-500m": Shape(
+        "SmolVLMForConditionalGeneration",
+        _smolvlm(
+            {"hidden_size": 960, "intermediate_size": 2560, "num_hidden_layers": 32, "num_attention_heads": 15,
+             "num_key_value_heads": 5},
+            {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
+             "image_size": 512, "patch_size": 16},
+            scale_factor=4,
+        ),
+        _ROWS, _smolvlm_processor(512, 2048, 64),
+    ),
+    "smolvlm2-2.2b": Shape(
+        "SmolVLMForConditionalGeneration",
+        _smolvlm(
+            {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24, "num_attention_heads": 32,
+             "num_key_value_heads": 32},
+            {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16,
+             "image_size": 384, "patch_size": 14},
+            scale_factor=3,
+        ),
+        _ROWS, _smolvlm_processor(384, 1536, 81),
+    ),
+    "qwen2.5-vl-3b": Shape(
+        "Qwen2_5_VLForConditionalGeneration", _qwen2_5_vl, _QWEN_SPECIAL, _qwen_processor, "<|vision_start|><|image_pad|><|vision_end|>"
+    ),
+}  # fmt: skip

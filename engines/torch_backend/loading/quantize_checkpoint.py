@@ -66,7 +66,7 @@ def quantize_checkpoint(
     family, config = find_family(source)
     rename = partial(family.rename, config=config)
     published, stored = find_published(source, list_tensors(source), torch.device("cpu"), rename)
-    if config.quantization is not None or (published is not None and published.has_integers):
+    if published is not None and published.has_integers:
         raise UnsupportedCheckpoint("the checkpoint is already quantized; use the original")
     linears = [] if published is None else published.linears
     names = [tensor.name for tensor in stored] + [f"{linear.name}.weight" for linear in linears]

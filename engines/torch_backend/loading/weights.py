@@ -17,10 +17,8 @@ from torch import Tensor, nn
 from engines.base import EngineStartError
 from engines.torch_backend.layers.linear import (
     FLOAT,
-    METHODS,
     Linear,
     QuantizedMethod,
-    prepare_linears,
     quantizable_layers,
     quantized_layers,
 )
@@ -32,11 +30,9 @@ from engines.torch_backend.memory import free_bytes
 from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.models.registry import (
     FamilyModel,
-    ModelConfig,
     ModelFamily,
     WeightPart,
 )
-from engines.torch_backend.ops.cpu_level import CpuLevel, choose_level
 from engines.torch_backend.ops.linear.cpu import pack_int8_beside, pack_linears
 from engines.torch_backend.ops.native.library import FLOAT_KINDS
 from engines.torch_backend.ops.registry import Ops
@@ -163,25 +159,18 @@ def load_model(
     progress: Callable[[float], None] | None = None,
     seconds: dict[str, float] | None = None,
     ops: Ops | None = None,
-    level: CpuLevel | None = None,
 ) -> FamilyModel:
     """The model of a checkpoint, its decoder quantized on the way if asked, or as it was saved.
 
     `progress` is told the share done, 0..1; `seconds` the time of `quantize`, if there was any to do. With
     `ops` of C++ kernels, matrices are in the forms that these read, which the model is to be bound to; tower and
-    projector are in int8 then, if the decoder is in few bits. Without them, torch's are those that are fastest on
-    `level`, by default this machine's.
+    projector are in int8 then, if the decoder is in few bits.
     Raises: UnsupportedCheckpoint, ModelTooLarge.
     """
     rename = partial(family.rename, config=config)
     published, stored = find_published(directory, list_weights(directory), device, rename)
-    form = choose_form(config, scheme, published)
+    form = choose_form(scheme, published)
     model = build_empty(family, config, form, dtype)
-    if model.converts_weights and config.quantization is not None:
-        raise UnsupportedCheckpoint(
-            "config.json: quantization_config has a scheme of this project's own modules alone; take the "
-            "full-precision checkpoint and ask for --quantization"
-        )
     kept = stored_dtypes(ops)
     reader = narrow = WeightReader(model, rename, form, device, dtype, kept)
     wide = WeightReader(model, rename, form, device, dtype)
@@ -219,27 +208,23 @@ def load_model(
     if form is not None:
         model.quantize(form, dtype)
     started = time.perf_counter()
-    _prepare_kernels(model, ops, dtype, level)
+    if ops is not None and ops.is_native:
+        _pack(model, ops, dtype)
     if scheme is not None and seconds is not None:
         seconds["quantize"] = reader.quantize_s + time.perf_counter() - started
     return model.requires_grad_(False).eval()
 
 
-def _prepare_kernels(
-    model: FamilyModel, ops: Ops | None, dtype: torch.dtype, level: CpuLevel | None
-) -> None:
+def _pack(model: FamilyModel, ops: Ops, dtype: torch.dtype) -> None:
     """Weights in few bits in the form that their kernels read."""
     is_quantized = bool(quantized_layers(model))
-    if ops is not None and ops.is_native:
-        pack_linears(model, ops, dtype)
-        if is_quantized:
-            model.allow_int8_head()
-            # in 16 bits, torch multiplies them faster beside the many tokens of an image
-            if dtype == torch.float32 and ops.uses("linear_int8", "cpu"):
-                model.allow_int8_beside()
-            pack_int8_beside(model, ops)
-    elif is_quantized:
-        prepare_linears(model, level or choose_level())
+    pack_linears(model, ops, dtype)
+    if is_quantized:
+        model.allow_int8_head()
+        # in 16 bits, torch multiplies them faster beside the many tokens of an image
+        if dtype == torch.float32 and ops.uses("linear_int8", "cpu"):
+            model.allow_int8_beside()
+        pack_int8_beside(model, ops)
 
 
 def build_empty(
@@ -264,24 +249,17 @@ def stored_dtypes(ops: Ops | None) -> frozenset[torch.dtype]:
 
 
 def choose_form(
-    config: ModelConfig, scheme: QuantizedMethod | None, published: PublishedLinears | None = None
+    scheme: QuantizedMethod | None, published: PublishedLinears | None
 ) -> QuantizedMethod | None:
-    """The scheme of the model: the checkpoint's own, else what is asked for. Raises: UnsupportedCheckpoint."""
-    if scheme is not None and published is not None and published.has_integers:
-        if scheme.name in published.forms:
-            return None
-        raise UnsupportedCheckpoint(
-            f"the checkpoint holds weights in {published.name}; for {scheme.name} use the checkpoint "
-            "that they were made from"
-        )
-    if config.quantization is None:
+    """The scheme to quantize to; None where the weights stay as they are. Raises: UnsupportedCheckpoint."""
+    if scheme is None or published is None or not published.has_integers:
         return scheme
-    if scheme is not None and scheme.name != config.quantization:
-        raise UnsupportedCheckpoint(
-            f"the checkpoint holds {config.quantization} weights; for {scheme.name} use the checkpoint "
-            "that they were made from"
-        )
-    return METHODS[config.quantization]
+    if scheme.name in published.forms:
+        return None
+    raise UnsupportedCheckpoint(
+        f"the checkpoint holds weights in {published.name}; for {scheme.name} use the checkpoint "
+        "that they were made from"
+    )
 
 
 def check_memory(

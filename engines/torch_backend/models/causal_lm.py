@@ -5,6 +5,7 @@ the decoder lacks (a window shorter than the context, another activation or RoPE
 family.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from engines.packages.checkpoint_json import Fields, shown
@@ -15,7 +16,6 @@ from engines.torch_backend.models.hf_config import (
     check_llama,
     complete,
     llama_config,
-    stored_quantization,
 )
 from engines.torch_backend.models.llama import Llama
 from engines.torch_backend.models.registry import FamilyModel
@@ -23,12 +23,11 @@ from engines.torch_backend.models.registry import FamilyModel
 _KINDS = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral", "Qwen2ForCausalLM": "qwen2"}
 
 
+@dataclass(frozen=True, slots=True)
 class CausalConfig:
-    """Configuration of the decoder, and the quantization scheme of its weights."""
+    """Configuration of the decoder."""
 
-    def __init__(self, text: TextConfig, quantization: str | None) -> None:
-        self.text = text
-        self.quantization = quantization
+    text: TextConfig
 
 
 class CausalModel(FamilyModel):
@@ -63,7 +62,7 @@ class CausalFamily:
                 raise config.refuse(
                     "sliding_window", "is within the context, not all of which is seen"
                 )
-        return CausalConfig(text, stored_quantization(config))
+        return CausalConfig(text)
 
     def build(self, config: CausalConfig) -> CausalModel:
         """Create the model on the meta device."""

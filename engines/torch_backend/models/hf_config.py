@@ -22,9 +22,6 @@ from engines.torch_backend.models.config import (
     beyond_our_program,
 )
 
-#: `quant_method` of `vlm quantize`
-QUANT_METHOD = "vlm-fleet"
-_SCHEMES = ("int8", "int4")
 _DTYPES = {str(t).removeprefix("torch."): t for t in (torch.float32, torch.bfloat16, torch.float16)}
 _TEXT_KINDS = ("llama", "mistral", "qwen2")
 #: Limits of integer fields, several times the largest published values, in any section.
@@ -96,17 +93,6 @@ def _bounded(section: Fields) -> dict[str, Any]:
     values |= {name: section.number(name, above=0, at_most=1) for name in _EPSILONS}
     values |= {name: section.flag(name) for name in _FLAGS}
     return {name: value for name, value in values.items() if value is not None}
-
-
-def stored_quantization(config: Fields) -> str | None:
-    """The scheme of weights that `vlm quantize` saved. Other formats are detected by the loader."""
-    given = config.section("quantization_config")
-    if given.get("quant_method") != QUANT_METHOD:
-        return None
-    scheme = given.one_of("scheme", _SCHEMES)
-    if scheme is None:
-        raise given.refuse("scheme", f"is missing; known: {', '.join(_SCHEMES)}")
-    return scheme
 
 
 def stored_dtype(config: Fields) -> torch.dtype:

@@ -34,7 +34,6 @@ from engines.torch_backend.models.hf_config import (
     clip_config,
     complete,
     llama_config,
-    stored_quantization,
 )
 from engines.torch_backend.models.llama import Llama
 from engines.torch_backend.models.registry import FamilyModel, WeightPart
@@ -60,7 +59,6 @@ class VLMConfig:
     vision_feature_select_strategy: Literal["default", "full"]  #: default drops the class token
     projector_hidden_act: str = "gelu"
     projector_bias: bool = True
-    quantization: str | None = None  #: quantization scheme of the decoder's weights
 
     @property
     def tokens_per_image(self) -> int:
@@ -168,7 +166,6 @@ class LlavaFamily:
         config.one_of("vision_feature_select_strategy", ("default", "full"))
         config.one_of("projector_hidden_act", _ACTIVATIONS)
         config.flag("multimodal_projector_bias")
-        quantization = stored_quantization(config)
         _check_ids(config)
         full: Any = complete("llava", config)
         text = llama_config(text_part, full.text_config, bool(full.tie_word_embeddings))
@@ -186,7 +183,6 @@ class LlavaFamily:
             vision_feature_select_strategy=full.vision_feature_select_strategy,
             projector_hidden_act=full.projector_hidden_act,
             projector_bias=full.multimodal_projector_bias,
-            quantization=quantization,
         )
 
     def build(self, config: VLMConfig) -> Llava:

@@ -22,7 +22,7 @@ from engines.text.processor import MultimodalProcessor
 from engines.torch_backend.kv_cache import KVCachePool, KVShape
 from engines.torch_backend.layers.linear import OUTPUT_DIMS, QuantizedMethod
 from engines.torch_backend.layers.rotary import RotaryTable
-from engines.torch_backend.models.config import BeyondOurProgram, TextLimits, UnsupportedCheckpoint
+from engines.torch_backend.models.config import BeyondOurProgram, UnsupportedCheckpoint
 from engines.torch_backend.models.hf_config import read_fields
 from engines.torch_backend.multimodal.parts import in_parts
 from engines.torch_backend.ops.registry import Ops
@@ -37,20 +37,6 @@ _BUILT_IN = (
 )
 #: For all other architectures, and for checkpoints that built-in families refuse.
 _FALLBACK = "engines.torch_backend.models.generic.family"
-
-
-class ModelConfig(Protocol):
-    """The part of a family's configuration that the engine reads."""
-
-    @property
-    def text(self) -> TextLimits:
-        """The decoder: a `TextConfig`, if the runner runs it."""
-        ...
-
-    @property
-    def quantization(self) -> str | None:
-        """Quantization in which the decoder's weights are stored."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +60,7 @@ class NoTower(nn.Module):
 class FamilyModel(nn.Module):
     """A model for the runner: a decoder, and image features that replace some of its embeddings."""
 
-    config: Any  #: implements `ModelConfig`
+    config: Any  #: of its family; `text` describes the decoder
     vision_tower: Any  #: for fixed-size images, which are encoded in batches or in parts
     multi_modal_projector: Any
     #: The decoder, if the runner runs a `Llama` over one KV cache pool.
@@ -228,8 +214,11 @@ class ModelFamily(Protocol):
     architectures: tuple[str, ...]  #: in `config.json`
     model_type: str  #: for a `config.json` without architectures
 
-    def check(self, config: Fields) -> ModelConfig:
-        """The model's configuration. Raises: UnsupportedCheckpoint, with the field and the reason."""
+    def check(self, config: Fields) -> Any:
+        """The model's configuration, whose `text` are `TextLimits`, or a `TextConfig` if the runner runs the decoder.
+
+        Raises: UnsupportedCheckpoint, with the field and the reason.
+        """
         ...
 
     def build(self, config: Any) -> FamilyModel:

@@ -141,7 +141,10 @@ class ImageEncoder:
                     if first < last:
                         rows = row - image.offset - start  # from a slot's place to its row
                         place = own.start + first - own.num_computed
-                        slots.append(ImageSlots(place, features[first + rows : last + rows]))
+                        kind = getattr(image.pixels, "kind", "image")
+                        slots_of = getattr(image.pixels, "slots_of", "image")
+                        own_rows = features[first + rows : last + rows]
+                        slots.append(ImageSlots(place, own_rows, kind, slots_of))
                     row += stop - start
         return slots
 

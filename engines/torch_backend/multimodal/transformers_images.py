@@ -1,34 +1,69 @@
-"""Processes images with a checkpoint's transformers processor, one by one.
+"""Processes images and videos with a checkpoint's transformers processor, one by one.
 
-The processor returns an image's text in the prompt (`replace_image_token`), the model's hooks its positions. Images
-are decoded before the processor sees them.
+The processor returns an item's text in the prompt (`replace_image_token`), the model's hooks its positions. Images
+are decoded before the processor sees them; of a video, only the frames that the processor chooses.
 """
 
 import inspect
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from math import isqrt
 from pathlib import Path
 from threading import Lock
-from typing import Any, Self
+from typing import Any, Literal, Self
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 from transformers import AutoProcessor, PreTrainedConfig, PreTrainedModel, ProcessorMixin
 from transformers.models.smolvlm import processing_smolvlm
+from transformers.video_utils import VideoMetadata
 
-from engines.base import Decode, InvalidImage, UnsupportedCheckpoint
-from engines.core.request import Positions, Prompt
+from engines.base import (
+    DEFAULT_NUM_FRAMES,
+    Decode,
+    InvalidImage,
+    OpenVideo,
+    UnsupportedCheckpoint,
+    VideoInfo,
+    check_num_frames,
+    sample_evenly,
+)
+from engines.core.request import ImageInput, Positions, Prompt
 from engines.core.runner import NO_LIMITS, PixelLimits
 from engines.image_decoder import decode_image
 from engines.text.prompt import Item
 from engines.torch_backend.multimodal.image_masks import INSTEAD, bidirectional_layers
 
 logger = logging.getLogger(__name__)
+Kind = Literal["image", "video"]
+#: Token types of slots.
+TYPES: Mapping[str, int] = {"image": 1, "video": 2}
+#: Models whose videos the tests compare with transformers'; others are refused.
+TAKES_VIDEO = frozenset(
+    {
+        "Exaone4_5_ForConditionalGeneration",
+        "Gemma4ForConditionalGeneration",
+        "Glm46VForConditionalGeneration",
+        "Glm4vForConditionalGeneration",
+        "Glm4vMoeForConditionalGeneration",
+        "InternVLForConditionalGeneration",
+        "LlavaNextVideoForConditionalGeneration",
+        "LlavaOnevisionForConditionalGeneration",
+        "MiniCPMV4_6ForConditionalGeneration",
+        "Qwen2VLForConditionalGeneration",
+        "Qwen2_5_VLForConditionalGeneration",
+        "Qwen3VLForConditionalGeneration",
+        "Qwen3VLMoeForConditionalGeneration",
+        "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5MoeForConditionalGeneration",
+        "VideoLlama3ForConditionalGeneration",
+    }
+)
 #: Outputs of the image encoder that a model's source reads, and that the engine retains.
 _READ = re.compile(r"""mm_encoder_outputs(?:\["image"\]|\.get\("image"\))\.(\w+)""")
 _ROWS = frozenset({
@@ -50,9 +85,21 @@ _SAMPLE_ASPECTS = (1.0, 1.5, 0.66, 2.0, 0.5, 3.0, 0.33)
 _COUNTS = "batch_num_images"
 
 
+#: Inputs of positions, beside grids.
+_OF_POSITIONS = frozenset({"second_per_grid_ts"})
+#: Processors that write start and end around each frame of a video, instead of those that the template writes around
+#: its placeholder. Transformers 5.23 keeps both, with which models were not trained.
+_WRITES_AROUND = frozenset({"Qwen3VLProcessor"})
+#: Models in which text behind a video must follow its largest position, as they were trained. Transformers 5.23 lets it
+#: follow the first, by the height or width of the grid (huggingface/transformers #45381).
+_BEHIND_VIDEOS = frozenset(
+    {"Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"}
+)
+
+
 @dataclass(frozen=True, slots=True)
 class ProcessedImage:
-    """The model's inputs for an image, and the image's text in the prompt."""
+    """The model's inputs for an image or video, and its text in the prompt."""
 
     inputs: Mapping[str, Any]
     text: str
@@ -61,6 +108,11 @@ class ProcessedImage:
     among_others: "ProcessedImage | None" = None
     #: By slot, the index of a shared feature, or -1 for the next row; empty: rows only.
     indicators: tuple[int, ...] = ()
+    kind: Kind = "image"
+    slots_of: Kind = (
+        "image"  #: whose slot token its text has; in some models, a video has images' slots
+    )
+    slot_id: int | None = None
 
     @property
     def nbytes(self) -> int:
@@ -81,15 +133,23 @@ class PositionHooks:
         with torch.device("meta"):
             return cls(model_class(deepcopy(config)))
 
-    def positions(
-        self, token_ids: Sequence[int], slot_id: int | None, images: Sequence[ProcessedImage]
-    ) -> Tensor:
+    def positions(self, token_ids: Sequence[int], items: Sequence[ImageInput]) -> Tensor:
         """Shapes: returns (R, N)."""
         ids = torch.tensor([token_ids])
         kwargs: dict[str, Any] = {"attention_mask": torch.ones_like(ids)}
-        if images:
-            kwargs |= {name: _joined(images, name) for name in images[0].inputs if "grid" in name}
-            kwargs["mm_token_type_ids"] = (ids == slot_id).long()
+        if items:
+            given = [item.pixels for item in items]
+            names = dict.fromkeys(name for each in given for name in each.inputs)
+            kwargs |= {
+                name: _joined(given, name)
+                for name in names
+                if "grid" in name or name in _OF_POSITIONS
+            }
+            types = torch.zeros_like(ids)
+            for item in items:
+                for start, stop in item.slot_runs:
+                    types[0, item.offset + start : item.offset + stop] = TYPES[item.pixels.kind]
+            kwargs["mm_token_type_ids"] = types
         with self._lock:
             base: Any = getattr(self._model, "model", None)
             if hasattr(base, "rope_deltas"):
@@ -102,15 +162,32 @@ class PositionHooks:
         given = made.get("position_ids")
         rows = torch.arange(ids.shape[1]) if given is None else given
         rows = rows.reshape(-1, ids.shape[1])
-        return (
-            rows[1:] if len(rows) == 4 and self._num_sections() == 3 else rows
-        )  # the first one applies
+        if len(rows) == 4 and self._num_sections() == 3:
+            rows = rows[1:]  # the first one is of text alone
+        if type(self._model).__name__ in _BEHIND_VIDEOS:
+            rows = rows.clone()
+            for item in items:
+                stop = item.offset + item.num_tokens
+                if item.pixels.kind == "video" and stop < rows.shape[1]:
+                    rows[:, stop:] += rows[:, :stop].max() + 1 - rows[:, stop].min()
+        return rows
 
     def _num_sections(self) -> int:
         """Rows of positions."""
         text: Any = self._model.config.get_text_config(decoder=True)
         rope = getattr(text, "rope_parameters", None) or {}
         return len(rope.get("mrope_section") or (0, 0, 0))
+
+    def video_arguments(self) -> frozenset[str]:
+        """Arguments of the model's encoder of videos, which is that of images in some models."""
+        base = self._model.base_model
+        encode = getattr(base, "get_video_features", None) or base.get_image_features
+        return frozenset(inspect.signature(encode).parameters)
+
+    @property
+    def has_video_encoder(self) -> bool:
+        """Whether videos have an encoder of their own; else their frames are images."""
+        return hasattr(self._model.base_model, "get_video_features")
 
     def encoder_arguments(self) -> Mapping[str, bool]:
         """Arguments of the model's image encoder, and whether they are required.
@@ -140,7 +217,7 @@ class PositionHooks:
 
 
 def _joined(images: Sequence[ProcessedImage], name: str) -> Tensor:
-    return torch.cat([torch.as_tensor(image.inputs[name]) for image in images])
+    return torch.cat([torch.as_tensor(x.inputs[name]) for x in images if name in x.inputs])
 
 
 class TransformersImages:
@@ -171,6 +248,45 @@ class TransformersImages:
         self._wanted = self._hooks.encoder_arguments()
         self._are_whole = self._hooks.lets_images_see_themselves()
         self.max_pixels = 0
+        self._videos = self._find_videos(model_class, config, tokenizer)
+        processor: Any = self._processor
+        self._around_videos = ("", "")
+        if type(processor).__name__ in _WRITES_AROUND:
+            self._around_videos = processor.vision_start_token, processor.vision_end_token
+        #: What the chat template writes for a video; empty: the model takes none.
+        self.video_placeholder: str = "" if self._videos is None else self._videos.placeholder
+
+    def _find_videos(
+        self, model_class: type[PreTrainedModel], config: Any, tokenizer: Any
+    ) -> "_Videos | None":
+        """How the processor takes videos; None if it or the tests do not."""
+        processor: Any = self._processor
+        spelled = (getattr(processor, n, "") for n in ("video_placeholder_token", "video_token"))
+        placeholder: str = next(filter(None, spelled), "")
+        if (
+            model_class.__name__ not in TAKES_VIDEO
+            or getattr(processor, "video_processor", None) is None
+            or placeholder not in tokenizer.get_added_vocab()
+        ):
+            return None
+        # models without slots of videos have those of images
+        own = getattr(config, "video_token_id", None)
+        slots: dict[Kind, tuple[str, int]] = {"image": (self._slot, self.slot_id)}
+        if isinstance(own, int) and own != self.slot_id:
+            slots = {"video": (tokenizer.convert_ids_to_tokens(own), own), **slots}
+        merged = processor._merge_kwargs(
+            tokenizer_init_kwargs=tokenizer.init_kwargs, return_tensors="pt"
+        )
+        options = merged["videos_kwargs"]
+        if getattr(processor.video_processor, "cap_pixels_per_frame", 0) is None:
+            options["cap_pixels_per_frame"] = False  # its default will change
+        return _Videos(processor, options, placeholder, slots, self._hooks)
+
+    def process_video(self, video: OpenVideo) -> ProcessedImage:
+        """Raises: InvalidImage."""
+        if self._videos is None:
+            raise InvalidImage("The model takes no videos.")
+        return self._videos.process(video)
 
     def limit(self, max_pixels: int) -> None:
         """Scale larger images down to this number of pixels."""
@@ -232,7 +348,9 @@ class TransformersImages:
         num_slots = len(indicators) or str(text).count(self._slot)
         if num_slots == 0:
             raise _unfit(image, "it comes to no tokens")
-        return ProcessedImage(inputs, str(text), num_slots, indicators=indicators)
+        return ProcessedImage(
+            inputs, str(text), num_slots, indicators=indicators, slot_id=self.slot_id
+        )
 
     def _find_indicators(self, text: str) -> tuple[int, ...]:
         if not self._indicators:
@@ -242,7 +360,7 @@ class TransformersImages:
 
     def items(self, images: Sequence[tuple[str, Any]], slot: str) -> list[Item]:
         """The processor's text for each image."""
-        if len(images) > 1:
+        if sum(image.kind == "image" for _, image in images) > 1:
             images = [
                 (name, image)
                 if image.among_others is None
@@ -251,8 +369,14 @@ class TransformersImages:
             ]
         texts = [image.text for _, image in images]
         processor: Any = self._processor
-        if getattr(processor, "default_use_image_id", False):
-            texts = processor._prepend_local_ids([slot * len(texts)], texts, slot)
+        if getattr(processor, "default_use_image_id", False):  # images and videos are numbered
+            for kind, token in (("image", slot), ("video", self.video_placeholder)):
+                places = [i for i, (_, image) in enumerate(images) if image.kind == kind]
+                numbered = processor._prepend_local_ids(
+                    [token * len(places)], [texts[i] for i in places], token
+                )
+                for i, text in zip(places, numbered, strict=True):
+                    texts[i] = text
         return [
             Item(
                 name,
@@ -262,22 +386,24 @@ class TransformersImages:
                 is_whole=self._are_whole,
                 is_filled=bool(self._indicators),
                 seam=self._seam,
+                kind=image.kind,
+                slot_id=image.slot_id,
+                around=self._around_videos if image.kind == "video" else ("", ""),
             )
             for (name, image), text in zip(images, texts, strict=True)
         ]
 
     def positions(self, prompt: Prompt) -> Positions:
         """Positions by the model's hooks; () if they are the token indices."""
-        images = [image.pixels for image in prompt.images]
-        if not images and self._counts_text:
+        if not prompt.images and self._counts_text:
             return ()
-        rows = self._hooks.positions(prompt.token_ids, self.slot_id, images)
+        rows = self._hooks.positions(prompt.token_ids, prompt.images)
         counted = torch.arange(rows.shape[1])
         return () if bool((rows == counted).all()) else tuple(map(tuple, rows.tolist()))
 
     @property
     def _counts_text(self) -> bool:
-        return bool((self._hooks.positions([1, 2], None, ()) == torch.arange(2)).all())
+        return bool((self._hooks.positions([1, 2], ()) == torch.arange(2)).all())
 
     def _count_tokens(self) -> int:
         """Slots of a large image. Raises: UnsupportedCheckpoint if the processor cannot process a single image."""
@@ -306,6 +432,125 @@ class TransformersImages:
                 f"takes: such processors are not supported; {INSTEAD}"
             )
         return max(most, *(sample.num_slots for sample in samples))
+
+
+class _Videos:
+    """Videos of a checkpoint's processor."""
+
+    def __init__(
+        self,
+        processor: Any,
+        options: Mapping[str, Any],
+        placeholder: str,
+        slots: Mapping[Kind, tuple[str, int]],
+        hooks: PositionHooks,
+    ) -> None:
+        """`slots`: texts and ids of the slot tokens that a video may have."""
+        self._processor = processor
+        self._options = options
+        self.placeholder = placeholder
+        self._slots = slots
+        self._has_encoder = hooks.has_video_encoder
+        self._wanted = hooks.video_arguments() | _OF_POSITIONS
+
+    def process(self, video: OpenVideo) -> ProcessedImage:
+        """Raises: InvalidImage."""
+        info = video.info
+        indices = self._choose(video)
+        frames = np.stack([np.asarray(frame) for frame in video.frames(indices)])
+        metadata = VideoMetadata(
+            info.num_frames, info.fps, info.width, info.height, info.length_s, "pyav", indices
+        )
+        options = {**self._options, "do_sample_frames": False, "return_metadata": True}
+        try:
+            made, [text, *_] = self._processor._process_videos(
+                [frames], video_metadata=[metadata], **options
+            )
+        except Exception as error:  # of any type
+            raise _unfit_video(error) from error
+        made, text = dict(made), str(text)
+        if not self._has_encoder:
+            made["pixel_values"] = made.pop("pixel_values_videos").flatten(0, 1)
+        found: Kind | None = next(
+            (kind for kind, (slot, _) in self._slots.items() if slot in text), None
+        )
+        if found is None:
+            raise InvalidImage("The model makes no tokens of this video.")
+        inputs = {
+            name: torch.as_tensor(x) if isinstance(x, list | tuple | np.ndarray) else x
+            for name, x in made.items()
+            if name in self._wanted
+        }
+        slot, slot_id = self._slots[found]
+        return ProcessedImage(
+            inputs, text, text.count(slot), kind="video", slots_of=found, slot_id=slot_id
+        )
+
+    def _choose(self, video: OpenVideo) -> list[int]:
+        """Indices of the frames that the processor samples. Raises: InvalidImage."""
+        info, asked = video.info, video.options
+        if info.is_sampled:
+            return list(range(info.num_frames))
+        processor = self._processor.video_processor
+        options = {**vars(processor), **self._options}
+        named = inspect.signature(processor.sample_frames).parameters.keys()
+        wants = asked.fps is not None or asked.num_frames is not None
+        indices = [] if wants else self._sample(video, self._own_sampling(options, named, info))
+        if wants or len(indices) > video.max_frames:
+            if "num_frames" in named:
+                wanted = self._wanted_sampling(video)
+                indices = self._sample(video, {**options, **wanted})
+            else:  # it takes no number
+                indices = sample_evenly(video, video.max_frames)
+                indices += indices[-1:] * (
+                    len(indices) % getattr(processor, "temporal_patch_size", 1)
+                )
+        check_num_frames(len(indices), video)
+        return indices
+
+    def _own_sampling(
+        self, options: dict[str, Any], named: Collection[str], info: VideoInfo
+    ) -> dict[str, Any]:
+        """The checkpoint's own number of frames or rate, else the default number."""
+        if options.get("num_frames") is not None:
+            fewer = min(options["num_frames"], info.num_frames)
+            return {**options, "fps": None, "num_frames": fewer}
+        if options.get("fps") is not None or not {"fps", "num_frames"} & {*named}:
+            return options
+        return {**options, "num_frames": min(DEFAULT_NUM_FRAMES, info.num_frames)}
+
+    def _wanted_sampling(self, video: OpenVideo) -> dict[str, Any]:
+        """The request's rate or number of frames; the largest number if it has neither."""
+        info, asked = video.info, video.options
+        if asked.fps is None:
+            return {
+                "fps": None,
+                "num_frames": min(asked.num_frames or video.max_frames, info.num_frames),
+            }
+        fps = min(asked.fps, info.fps)
+        if self._processor.video_processor.num_frames is None:
+            return {"fps": fps, "num_frames": None}
+        # its own number would take precedence
+        return {"fps": None, "num_frames": max(1, round(info.length_s * fps))}
+
+    def _sample(self, video: OpenVideo, options: Mapping[str, Any]) -> list[int]:
+        """Raises: InvalidImage."""
+        info, processor = video.info, self._processor.video_processor
+        metadata = VideoMetadata(
+            info.num_frames, info.fps, info.width, info.height, info.length_s, "pyav"
+        )
+        named = inspect.signature(processor.sample_frames).parameters.keys() - {"metadata"}
+        try:
+            given = {name: options[name] for name in named if name in options}
+            indices = processor.sample_frames(metadata, **given)
+        except Exception as error:  # of any type
+            raise _unfit_video(error) from error
+        return [min(int(i), info.num_frames - 1) for i in np.asarray(indices).tolist()]
+
+
+def _unfit_video(error: Exception) -> InvalidImage:
+    reason = " ".join(str(error).split())[:200]
+    return InvalidImage(f"The model cannot take this video. Its processor says: {reason}")
 
 
 def limit_pixels(

@@ -33,9 +33,6 @@ class CpuLevel:
     max_float_tokens: int = _ALWAYS
     #: The same for bfloat16 weights in a bfloat16 engine, whose activations the kernels round; 0: not supported.
     max_rounded_tokens: int = 0
-    #: Up to this number of tokens, torch's kernels are faster than dequantizing, without C++ kernels.
-    max_torch_int8_tokens: int = 0
-    max_torch_int4_tokens: int = 0
     bfloat16_flags: frozenset[str] = frozenset()  #: any of them: torch multiplies bfloat16 fast
 
     @property
@@ -61,8 +58,6 @@ _V4_VNNI = CpuLevel(
     _V3_NEEDS | {*_V4_PARTS, "avx512_vnni"},
     (*_V3_FLAGS, *(f"-m{part}" for part in _V4_PARTS), "-mavx512vnni"),
     max_float_tokens=48,
-    max_torch_int8_tokens=4,
-    max_torch_int4_tokens=16,
     bfloat16_flags=frozenset({"avx512_bf16", "amx_bf16"}),
 )
 

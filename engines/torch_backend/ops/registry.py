@@ -44,7 +44,6 @@ class Site:
     dtype: torch.dtype = torch.float32
     text: TextConfig = EXAMPLE_TEXT
     block_size: int = 16
-    kv_dtype: Literal["auto", "int8"] = "auto"
     cpu_kernels: CpuKernels = "off"
     level: CpuLevel = field(default_factory=choose_level)
     stored: torch.dtype | None = None  #: of floating-point weights, if not `dtype`
@@ -59,9 +58,8 @@ class Site:
 
     @property
     def tolerance(self) -> float:
-        """Allowed difference relative to the largest number; an 8-bit step is not an error."""
-        rounding = 16 * torch.finfo(self.dtype).eps
-        return max(rounding, 2 / 127) if self.kv_dtype == "int8" else rounding
+        """Allowed difference relative to the largest number."""
+        return 16 * torch.finfo(self.dtype).eps
 
     def numbers(self, *shape: int, seed: int = 1) -> Tensor:
         """Numbers in -1..1, without changing the random state."""
@@ -72,9 +70,7 @@ class Site:
     def pool(self, num_blocks: int = 8) -> KVCachePool:
         """The KV cache of one layer, filled."""
         text = replace(self.text, num_layers=1)
-        pool = KVCachePool(
-            text, num_blocks, self.block_size, self.dtype, self.device, self.kv_dtype
-        )
+        pool = KVCachePool(text, num_blocks, self.block_size, self.dtype, self.device)
         num_slots = num_blocks * self.block_size
         heads = (num_slots, text.num_kv_heads, text.head_dim)
         slots = torch.arange(num_slots, device=self.device)

@@ -30,11 +30,14 @@ from gateway.api.chat.schemas import (
     FileField,
     ImageContent,
     InputImageContent,
+    MediaFields,
     PixelFields,
     RefusalContent,
     ThinkingContent,
     ThinkingType,
     TopLogprob,
+    VideoContent,
+    VideoUrl,
 )
 from gateway.api.conversation import (
     Conversation,
@@ -69,7 +72,7 @@ from gateway.api.tools import check_arguments, find_tools, read_call, read_offer
 from gateway.calls.open_call import ChoiceEvent
 from gateway.calls.surface import Answer, AnswerHead, Plan, Surface, Totals
 from gateway.http.exchange import RequestContext
-from gateway.images.header import FORMAT_NAMES
+from gateway.media.header import CONTAINER_NAMES, FORMAT_NAMES
 from shared.protocol import (
     CallEvent,
     CallPiece,
@@ -83,6 +86,7 @@ from shared.protocol import (
     TokenLogprob,
     Tokens,
     ToolCall,
+    VideoOptions,
 )
 from shared.settings.limits import LimitSettings
 
@@ -129,8 +133,8 @@ class ChatCompletions(Surface):
     unsupported = UNSUPPORTED["/v1/chat/completions"]
     hints: ClassVar = {
         "role": "Supported roles are system, developer, user, assistant, tool and function.",
-        "type": "Supported content parts are text, image_url, file (of text or of an image) and "
-        "thinking: send a video as images of its frames, and audio as text.",
+        "type": "Supported content parts are text, image_url, video_url, file (of text, an image or "
+        "a video) and thinking: send audio as text.",
         "response_format.type": "Supported formats are text, json_object and json_schema.",
         "tool_choice": "Send none, auto, required, a function by name or allowed_tools.",
         "detail": "Supported values are auto, low, high and original.",
@@ -174,9 +178,7 @@ def translate(
         max_tokens=_max_tokens(request, limits, context),
         num_logprobs=find_num_logprobs(request.logprobs, request.top_logprobs, limits),
     )
-    conversation = translate_messages(
-        request.messages, limits, request.mm_processor_kwargs or PixelFields()
-    )
+    conversation = translate_messages(request, limits)
     check_model(sampling, card)
     options = _template_options(request, card, context)
     grammar = find_grammar(request, card, limits)
@@ -213,21 +215,24 @@ def translate(
     )
 
 
-def translate_messages(
-    messages: Sequence[ChatMessageParam], limits: LimitSettings, pixels: PixelFields
-) -> Conversation:
-    """The conversation, with images apart from text. Raises: InvalidRequest."""
+def translate_messages(request: ChatCompletionRequest, limits: LimitSettings) -> Conversation:
+    """The conversation, with images and videos apart from text. Raises: InvalidRequest."""
+    messages = request.messages
     if len(messages) > limits.max_messages:
         raise invalid("messages", f"send at most {limits.max_messages} messages")
     conversation = Conversation()
     for index, message in enumerate(messages):
-        _add_message(conversation, message, f"messages.[{index}]", pixels)
+        _add_message(conversation, message, f"messages.[{index}]", request, limits)
     conversation.check("messages", limits, f"messages.[{len(messages) - 1}].role")
     return conversation
 
 
 def _add_message(
-    conversation: Conversation, message: ChatMessageParam, param: str, pixels: PixelFields
+    conversation: Conversation,
+    message: ChatMessageParam,
+    param: str,
+    request: ChatCompletionRequest,
+    limits: LimitSettings,
 ) -> None:
     role = _ROLES[message.role]
     content = message.content
@@ -244,7 +249,7 @@ def _add_message(
         thoughts = [part.thinking for part in content if isinstance(part, ThinkingContent)]
         reasoning = "".join(thoughts)
         parts = tuple(
-            _add_part(conversation, part, role, f"{param}.content.[{index}]", pixels)
+            _add_part(conversation, part, role, f"{param}.content.[{index}]", request, limits)
             for index, part in enumerate(content)
             if not isinstance(part, ThinkingContent)
         )
@@ -319,24 +324,52 @@ def _add_file(conversation: Conversation, file: FileField, role: Role, param: st
     media_type, _, encoded = data.partition(";base64,")
     if media_type.startswith("data:image/"):
         return conversation.image(data, f"{param}.file_data", role)
+    if media_type.startswith("data:video/"):
+        return conversation.video(data, f"{param}.file_data", role, VideoOptions())
     if not media_type.startswith(("data:text/", "data:application/json")):
-        raise invalid(f"{param}.file_data", "send a data: URL of text or of an image, in base64")
+        raise invalid(
+            f"{param}.file_data", "send a data: URL of text, an image or a video, in base64"
+        )
     try:
         return conversation.text(msgspec.convert(encoded, bytes).decode())
     except (msgspec.ValidationError, UnicodeDecodeError):
         raise invalid(f"{param}.file_data", "send text in UTF-8, in base64") from None
 
 
+def _add_video(
+    conversation: Conversation,
+    given: VideoUrl | str,
+    role: Role,
+    param: str,
+    default: MediaFields | None,
+    limits: LimitSettings,
+) -> Part:
+    """Raises: InvalidRequest."""
+    video = VideoUrl(url=given) if isinstance(given, str) else given
+    options = video.options(param, limits, default and default.video)
+    return conversation.video(video.url, param, role, options)
+
+
 def _add_part(
-    conversation: Conversation, part: ContentPart, role: Role, param: str, pixels: PixelFields
+    conversation: Conversation,
+    part: ContentPart,
+    role: Role,
+    param: str,
+    request: ChatCompletionRequest,
+    limits: LimitSettings,
 ) -> Part:
     assert not isinstance(part, ThinkingContent)
     if isinstance(part, FileContent):
         return _add_file(conversation, part.file, role, f"{param}.file")
     if isinstance(part, RefusalContent):
         return conversation.text(part.refusal)
+    if isinstance(part, VideoContent):
+        where = f"{param}.video_url"
+        default = request.media_io_kwargs
+        return _add_video(conversation, part.video_url, role, where, default, limits)
     if not isinstance(part, ImageContent | InputImageContent):
         return conversation.text(part.text)
+    pixels = request.mm_processor_kwargs or PixelFields()
     url = part.image_url if isinstance(part.image_url, str) else part.image_url.url
     least, most = pixels.min_pixels, pixels.max_pixels
     if isinstance(part, ImageContent):
@@ -358,8 +391,6 @@ def _max_tokens(
 
 
 class ChatAnswer(ChunkStream):
-    """Builds a `ChatCompletion` or its chunks."""
-
     chunk_type = ChatCompletionChunk
 
     def __init__(self, options: ChatOptions, head: AnswerHead) -> None:
@@ -428,8 +459,6 @@ class ChatAnswer(ChunkStream):
 
 
 class _GatheredChoice:
-    """A choice so far."""
-
     def __init__(self, answer_id: str, index: int, options: ChatOptions) -> None:
         self._options = options
         self._blocks = Blocks(answer_id, index, with_thought=options.with_reasoning)
@@ -446,7 +475,6 @@ class _GatheredChoice:
             self._finish_reason = event.finish_reason.value
 
     def to_choice(self, index: int) -> Choice:
-        """The present choice."""
         logprobs = None
         if self._options.with_logprobs:
             logprobs = ChoiceLogprobs(to_logprobs(self._logprobs))
@@ -464,7 +492,6 @@ class _GatheredChoice:
 
 
 def to_logprobs(logprobs: Sequence[OutputLogprob]) -> list[ChatLogprob]:
-    """An entry of each token."""
     return [_to_logprob(entry) for entry in logprobs]
 
 
@@ -497,7 +524,9 @@ def _write_limits(properties: dict[str, Any], limits: LimitSettings) -> None:
         f"At most {limits.max_text_chars} characters of text and {limits.max_images} images "
         f"together. An image: {FORMAT_NAMES} of at most {limits.max_image_bytes} bytes, "
         f"{limits.max_image_pixels} pixels, {limits.max_image_side} on a side, and an aspect ratio "
-        f"of at most {limits.max_image_aspect:g}:1."
+        f"of at most {limits.max_image_aspect:g}:1. At most {limits.max_videos} videos: {CONTAINER_NAMES} "
+        f"of at most {limits.max_video_bytes} bytes, {limits.max_video_s:g} seconds and "
+        f"{limits.max_video_frames} chosen frames."
     )
     for name in StructuredFields.__annotations__:
         properties[name]["description"] = (

@@ -18,11 +18,13 @@ from gateway.api.fields import (
     IgnoredStreamFields,
     ModelName,
     RequestStruct,
+    SamplingOfFrames,
     ServiceTier,
     ShowsTimings,
     StreamOptions,
     Timings,
     User,
+    VideoFields,
     doc,
 )
 from gateway.api.structured import StructuredFields
@@ -58,8 +60,6 @@ class IgnoredPartFields(RequestStruct, frozen=True, kw_only=True):
 
 
 class TextContent(IgnoredPartFields, frozen=True, kw_only=True, tag_field="type", tag="text"):
-    """A text."""
-
     text: str
 
 
@@ -73,6 +73,12 @@ class PixelFields(RequestStruct, frozen=True, kw_only=True):
     max_pixels: PixelCount | None = None
 
 
+class MediaFields(RequestStruct, frozen=True, kw_only=True):
+    """Options of all media of one kind."""
+
+    video: SamplingOfFrames | None = None
+
+
 class ImageContent(IgnoredPartFields, frozen=True, kw_only=True, tag_field="type", tag="image_url"):
     """An image; many clients send the URL as a string."""
 
@@ -82,6 +88,18 @@ class ImageContent(IgnoredPartFields, frozen=True, kw_only=True, tag_field="type
         doc("Least number of pixels that the image is scaled to; overrides `mm_processor_kwargs`."),
     ] = None
     max_pixels: PixelCount | None = None
+
+
+class VideoUrl(VideoFields, frozen=True, kw_only=True):
+    """A video: a `data:` URL of a file or of JPEG frames, an http(s) one if the operator allows it, or a file's id."""
+
+    url: str
+
+
+class VideoContent(IgnoredPartFields, frozen=True, kw_only=True, tag_field="type", tag="video_url"):
+    """A video."""
+
+    video_url: VideoUrl | str
 
 
 class InputTextContent(
@@ -102,21 +120,19 @@ class InputImageContent(
 
 
 class FileField(EchoedStruct, frozen=True, kw_only=True):
-    """A file: a `data:` URL of text or of an image, or the id of an uploaded image."""
+    """A file: a `data:` URL of text, an image or a video, or the id of an uploaded image or video."""
 
     file_data: str | None = None
     file_id: str | None = None
 
 
 class FileContent(IgnoredPartFields, frozen=True, kw_only=True, tag_field="type", tag="file"):
-    """A text file or an image."""
+    """A text file, an image or a video."""
 
     file: FileField
 
 
 class ThinkingContent(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="thinking"):
-    """The assistant's reasoning, as a part of its message."""
-
     thinking: str
 
 
@@ -129,6 +145,7 @@ class RefusalContent(EchoedStruct, frozen=True, kw_only=True, tag_field="type", 
 ContentPart = (
     TextContent
     | ImageContent
+    | VideoContent
     | InputTextContent
     | InputImageContent
     | FileContent
@@ -201,8 +218,6 @@ IGNORED_FIELDS = (
 
 
 class ChatCompletionRequest(IgnoredFields, frozen=True, kw_only=True):
-    """The body of `POST /v1/chat/completions`."""
-
     model: ModelName
     messages: Annotated[list[ChatMessageParam], Meta(min_length=1)]
     tools: list[ToolField] | None = None
@@ -236,19 +251,18 @@ class ChatCompletionRequest(IgnoredFields, frozen=True, kw_only=True):
     mm_processor_kwargs: Annotated[
         PixelFields | None, doc("Bounds on the pixels of all images.")
     ] = None
+    media_io_kwargs: Annotated[
+        MediaFields | None, doc("Sampling of the videos that have no fps and num_frames.")
+    ] = None
 
 
 class TopLogprob(msgspec.Struct):
-    """An alternative token."""
-
     token: str
     logprob: float
     bytes: tuple[int, ...]
 
 
 class ChatLogprob(msgspec.Struct):
-    """The chosen token and its alternatives."""
-
     token: str
     logprob: float
     bytes: tuple[int, ...]
@@ -279,8 +293,6 @@ class AnswerCall(msgspec.Struct):
 
 
 class AnswerMessage(msgspec.Struct):
-    """The complete message of one choice."""
-
     content: str | None
     role: str = "assistant"
     refusal: None = None
@@ -289,8 +301,6 @@ class AnswerMessage(msgspec.Struct):
 
 
 class Choice(msgspec.Struct):
-    """One of the `n` answers."""
-
     index: int
     message: AnswerMessage
     finish_reason: str
@@ -299,8 +309,6 @@ class Choice(msgspec.Struct):
 
 
 class ChatCompletion(msgspec.Struct, kw_only=True):
-    """A complete response."""
-
     id: str
     object: str = "chat.completion"
     created: int

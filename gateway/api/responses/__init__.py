@@ -7,7 +7,7 @@ import msgspec
 from starlette.responses import Response
 
 from gateway.api.answers import TokenizedAnswer
-from gateway.api.fields import UNSUPPORTED
+from gateway.api.fields import UNSUPPORTED, Listing
 from gateway.api.openapi import branch
 from gateway.api.responses.answer import ResponseAnswer
 from gateway.api.responses.schemas import (
@@ -113,14 +113,10 @@ class Responses(_Input):
 
 
 class ResponseItemsQuery(ListQuery, frozen=True, kw_only=True):
-    """Which part of a list."""
-
     include: str = ""
 
 
 class InputItemText(msgspec.Struct, tag_field="type", tag="input_text"):
-    """A text of the input."""
-
     text: str
 
 
@@ -133,8 +129,6 @@ class InputItemImage(msgspec.Struct, tag_field="type", tag="input_image"):
 
 
 class ShownItem(msgspec.Struct, tag_field="type", tag="message"):
-    """A message of the input."""
-
     id: str
     role: str
     content: list[InputItemText | InputItemImage | ResponseText]
@@ -142,27 +136,17 @@ class ShownItem(msgspec.Struct, tag_field="type", tag="message"):
 
 
 class CallOutputItem(msgspec.Struct, tag_field="type", tag="function_call_output"):
-    """The output of a call."""
-
     id: str
     call_id: str
     output: list[InputItemText | InputItemImage | ResponseText]
     status: str = "completed"
 
 
-class ResponseItemList(msgspec.Struct):
+class ResponseItemList(Listing[ShownItem | CallItem | CallOutputItem]):
     """A page of the messages before an answer, those of earlier answers included."""
-
-    data: list[ShownItem | CallItem | CallOutputItem]
-    has_more: bool
-    first_id: str | None
-    last_id: str | None
-    object: str = "list"
 
 
 class DeletedResponse(msgspec.Struct):
-    """A deleted response."""
-
     id: str
     object: str = "response"
     deleted: bool = True
@@ -185,8 +169,6 @@ _PATH = "/v1/responses/{response_id}"
 
 
 class StoredResponses(Resource):
-    """Answers that are kept."""
-
     tag = "responses"
 
     def __init__(self, kept: KeptAnswers) -> None:
@@ -221,9 +203,7 @@ class StoredResponses(Resource):
         names = [item.id for item in items]
         if query.after in names:
             items = items[names.index(query.after) + 1 :]
-        data, has_more = items[: query.limit], len(items) > query.limit
-        ends = (data[0].id, data[-1].id) if data else (None, None)
-        return ResponseItemList(data, has_more, *ends)
+        return ResponseItemList.of(items[: query.limit], len(items) > query.limit)
 
     async def _find(self, caller: Caller) -> KeptConversation:
         """Raises: NotFound."""

@@ -61,8 +61,6 @@ _KINDS = {
 
 
 class ResponseAnswer(BlockStream):
-    """Builds a `ResponseObject` or its events."""
-
     def __init__(self, options: ResponseOptions, head: AnswerHead) -> None:
         super().__init__(head)
         self.options = options
@@ -186,7 +184,6 @@ class ResponseAnswer(BlockStream):
         return to_logprobs(logprobs) if self.options.with_logprobs else []
 
     def _response(self, status: str, totals: Totals | None) -> ResponseObject:
-        """The present response."""
         response = replace(
             self.options.response,
             id=self.head.id,
@@ -220,7 +217,6 @@ def _total_s(event: Finished) -> float:
 
 
 def to_usage(totals: Totals) -> ResponseUsage:
-    """The `usage` object."""
     prompt, num_output = totals.prompt, totals.num_output_tokens
     return ResponseUsage(
         prompt.num_prompt_tokens,

@@ -17,8 +17,10 @@ from gateway.api.chat.schemas import (
     MetadataKey,
     MetadataValue,
     ReasoningEffort,
+    RefusalContent,
 )
 from gateway.api.fields import (
+    CallName,
     EchoedStruct,
     Ignored,
     IgnoredStreamFields,
@@ -28,6 +30,7 @@ from gateway.api.fields import (
     ShowsTimings,
     Timings,
     User,
+    VideoFields,
     doc,
 )
 from gateway.api.sampling import SamplingFields
@@ -37,7 +40,6 @@ from shared.settings.limits import (
     MAX_FORMAT_DESCRIPTION_CHARS,
     MAX_FORMAT_NAME_CHARS,
     MAX_METADATA_ENTRIES,
-    MAX_NAME_CHARS,
     MAX_RESPONSE_ID_CHARS,
     MAX_TOOL_NAME_CHARS,
 )
@@ -46,8 +48,6 @@ ResponseId = Annotated[str, Meta(min_length=1, max_length=MAX_RESPONSE_ID_CHARS)
 
 
 class InputText(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="input_text"):
-    """A text of the user."""
-
     text: str
 
 
@@ -58,22 +58,12 @@ class PlainText(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="
 
 
 class OutputText(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="output_text"):
-    """A text of the assistant."""
-
     text: str
-
-
-class Refusal(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="refusal"):
-    """A refusal of the assistant, from another server."""
-
-    refusal: str
 
 
 class ReasoningText(
     EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="reasoning_text"
 ):
-    """The assistant's reasoning."""
-
     text: str
 
 
@@ -85,10 +75,29 @@ class InputImage(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag=
     detail: Detail | None = None
 
 
-InputPart = InputText | PlainText | OutputText | Refusal | ReasoningText | InputImage
+class InputVideo(VideoFields, frozen=True, kw_only=True, tag_field="type", tag="input_video"):
+    """A video, which OpenAI's API lacks: a `data:` or http(s) URL, or the id of an uploaded file."""
+
+    video_url: str | None = None
+    file_id: str | None = None
 
 
-CallName = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
+class InputFile(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="input_file"):
+    """An uploaded image or video."""
+
+    file_id: str
+
+
+InputPart = (
+    InputText
+    | PlainText
+    | OutputText
+    | RefusalContent
+    | ReasoningText
+    | InputImage
+    | InputVideo
+    | InputFile
+)
 
 
 InputItemType = Literal[
@@ -148,8 +157,6 @@ class ResponseTool(EchoedStruct, frozen=True, kw_only=True):
 
 
 class ResponseNamedTool(EchoedStruct, frozen=True, kw_only=True):
-    """The name of a function."""
-
     type: Literal["function"]
     name: str
 
@@ -167,8 +174,6 @@ ResponseToolChoice = Literal["none", "auto", "required"] | ResponseChoice
 
 
 class ResponseFormat(RequestStruct, frozen=True, kw_only=True, tag_field="type", tag="json_schema"):
-    """A JSON schema."""
-
     schema: msgspec.Raw
     name: Annotated[str, Meta(max_length=MAX_FORMAT_NAME_CHARS)]
     description: Annotated[str, Meta(max_length=MAX_FORMAT_DESCRIPTION_CHARS)] | None = None
@@ -178,15 +183,11 @@ class ResponseFormat(RequestStruct, frozen=True, kw_only=True, tag_field="type",
 
 
 class TextConfig(RequestStruct, frozen=True, kw_only=True):
-    """Options of the text."""
-
     format: TextFormat | JsonObjectFormat | ResponseFormat | None = None
     verbosity: Ignored = UNSET
 
 
 class Reasoning(RequestStruct, frozen=True, kw_only=True):
-    """Reasoning effort."""
-
     effort: ReasoningEffort | None = None
     summary: Ignored = UNSET
     generate_summary: Ignored = UNSET
@@ -214,8 +215,6 @@ class CountRequest(ResponseFields, frozen=True, kw_only=True):
 
 
 class ResponseRequest(ResponseFields, frozen=True, kw_only=True):
-    """The body of `POST /v1/responses`."""
-
     max_output_tokens: Annotated[int, Meta(ge=1)] | None = None
     top_logprobs: Annotated[int, Meta(ge=0)] | None = None
     include: list[str] | None = None
@@ -240,22 +239,16 @@ WITH_LOGPROBS = "message.output_text.logprobs"
 
 
 class ResponseText(msgspec.Struct, tag_field="type", tag="output_text"):
-    """A part of a message."""
-
     text: str
     logprobs: Sequence[ChatLogprob] = ()
     annotations: tuple[()] = ()
 
 
 class ReasoningContent(msgspec.Struct, tag_field="type", tag="reasoning_text"):
-    """A part of the reasoning."""
-
     text: str
 
 
 class MessageItem(msgspec.Struct, tag_field="type", tag="message"):
-    """A message of the model."""
-
     id: str
     status: str
     content: Sequence[ResponseText]
@@ -263,8 +256,6 @@ class MessageItem(msgspec.Struct, tag_field="type", tag="message"):
 
 
 class ReasoningItem(msgspec.Struct, tag_field="type", tag="reasoning"):
-    """Reasoning before the message."""
-
     id: str
     status: str
     content: Sequence[ReasoningContent]
@@ -272,8 +263,6 @@ class ReasoningItem(msgspec.Struct, tag_field="type", tag="reasoning"):
 
 
 class CallItem(msgspec.Struct, tag_field="type", tag="function_call"):
-    """A function call."""
-
     id: str
     status: str
     call_id: str
@@ -285,16 +274,12 @@ OutputItem = MessageItem | ReasoningItem | CallItem
 
 
 class InputTokensDetails(msgspec.Struct):
-    """Kinds of prompt tokens."""
-
     cached_tokens: int
     image_tokens: int
     cache_write_tokens: int = 0
 
 
 class OutputTokensDetails(msgspec.Struct):
-    """Kinds of output tokens."""
-
     reasoning_tokens: int
 
 
@@ -309,36 +294,26 @@ class ResponseUsage(msgspec.Struct):
 
 
 class IncompleteDetails(msgspec.Struct):
-    """Why a response is incomplete."""
-
     reason: str
 
 
 class ResponseError(msgspec.Struct):
-    """Why a response failed."""
-
     code: str
     message: str
 
 
 class ShownText(msgspec.Struct):
-    """Options of the text."""
-
     format: TextFormat | JsonObjectFormat | ResponseFormat = msgspec.field(
         default_factory=TextFormat
     )
 
 
 class ShownReasoning(msgspec.Struct):
-    """Reasoning effort of the request."""
-
     effort: str | None = None
     summary: None = None
 
 
 class ShownTool(msgspec.Struct, frozen=True):
-    """A function of the request."""
-
     name: str
     description: str | None = None
     parameters: msgspec.Raw | None = None
@@ -385,8 +360,6 @@ class ResponseObject(msgspec.Struct, kw_only=True):
 
 
 class InputTokens(msgspec.Struct):
-    """The number of tokens of a request."""
-
     input_tokens: int
     object: str = "response.input_tokens"
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from gateway.api.chat.schemas import RefusalContent
 from gateway.api.conversation import Conversation, Part, Role, find_effort
 from gateway.api.fields import (
     find_priority,
@@ -18,11 +19,12 @@ from gateway.api.responses.schemas import (
     CALL_ITEMS,
     HOSTED_ITEMS,
     WITH_LOGPROBS,
+    InputFile,
     InputImage,
     InputItem,
     InputPart,
+    InputVideo,
     ReasoningText,
-    Refusal,
     ResponseChoice,
     ResponseFields,
     ResponseFormat,
@@ -77,18 +79,14 @@ class Continued:
 
     @property
     def model(self) -> str:
-        """The requested model."""
         return self.request.model
 
     @property
     def user(self) -> str | None:
-        """The client's name of its user."""
         return self.request.user
 
 
 class ResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of the answer."""
-
     response: ResponseObject  #: with the fields that repeat the request
     with_logprobs: bool = False
     #: Stored with the answer; empty if it is not stored.
@@ -385,14 +383,21 @@ class _Items:
         return [self._part(part, role, f"{param}.[{place}]") for place, part in enumerate(content)]
 
     def _part(self, part: InputPart, role: Role, param: str) -> Part:
-        if isinstance(part, Refusal):
+        if isinstance(part, RefusalContent):
             return self._conversation.text(part.refusal)
-        if not isinstance(part, InputImage):
+        if isinstance(part, InputFile):
+            return self._conversation.image(part.file_id, f"{param}.file_id", role)
+        if not isinstance(part, InputImage | InputVideo):
             return self._conversation.text(part.text)
-        name = "image_url" if part.file_id is None else "file_id"
-        source = part.image_url if part.file_id is None else part.file_id
+        kind = "image" if isinstance(part, InputImage) else "video"
+        url = part.image_url if isinstance(part, InputImage) else part.video_url
+        name = f"{kind}_url" if part.file_id is None else "file_id"
+        source = url if part.file_id is None else part.file_id
         if source is None:
-            raise invalid(f"{param}.image_url", "send the image as a data: URL in base64")
+            raise invalid(f"{param}.{kind}_url", f"send the {kind} as a data: URL in base64")
+        if isinstance(part, InputVideo):
+            options = part.options(param, self._limits)
+            return self._conversation.video(source, f"{param}.{name}", role, options)
         return self._conversation.image(source, f"{param}.{name}", role)
 
 

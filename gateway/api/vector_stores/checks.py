@@ -7,11 +7,12 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gateway.api.fields import invalid
+from gateway.api.fields import invalid, too_many
+from gateway.api.inputs import check_chars
 from gateway.api.vector_stores.schemas import ItemInput, QueryInput, SearchRequest, Vector
 from gateway.http.errors import InvalidRequest
 from gateway.http.unknown_fields import unsupported
-from gateway.images.loader import ImageSource
+from gateway.media.loader import ImageSource
 from shared.protocol import ModelCard
 from shared.search import Filter
 from shared.settings.limits import (
@@ -90,11 +91,7 @@ def check_attributes(attributes: Mapping[str, Any] | None, param: str) -> None:
 def check_items(items: Sequence[ItemInput], limits: LimitSettings) -> None:
     """Raises: InvalidRequest."""
     if len(items) > limits.max_inputs:
-        raise InvalidRequest(
-            f"Too many items: send at most {limits.max_inputs}.",
-            param="items",
-            code="too_many_inputs",
-        )
+        raise too_many("items", limits.max_inputs, "items")
     places: dict[str, int] = {}
     for index, item in enumerate(items):
         place = f"items.[{index}]"
@@ -114,13 +111,7 @@ def check_items(items: Sequence[ItemInput], limits: LimitSettings) -> None:
                 code="text_too_long",
             )
         check_attributes(item.attributes, f"{place}.attributes")
-    if sum(len(item.text or "") for item in items) > limits.max_input_chars:
-        raise InvalidRequest(
-            f"The texts are too long: send at most {limits.max_input_chars} characters.",
-            param="items",
-            status=413,
-            code="text_too_long",
-        )
+    check_chars(sum(len(item.text or "") for item in items), "items", limits)
 
 
 def check_search(request: SearchRequest, limits: LimitSettings) -> None:
@@ -130,11 +121,7 @@ def check_search(request: SearchRequest, limits: LimitSettings) -> None:
     if request.filters is not None:
         check_filter(request.filters, limits)
     if isinstance(request.query, list) and len(request.query) > limits.max_search_queries:
-        raise InvalidRequest(
-            f"Too many queries: send at most {limits.max_search_queries}.",
-            param="query",
-            code="too_many_inputs",
-        )
+        raise too_many("queries", limits.max_search_queries, "query")
 
 
 def check_filter(where: Filter, limits: LimitSettings) -> None:

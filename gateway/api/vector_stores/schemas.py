@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from gateway.api.fields import ModelName, RequestStruct
+from gateway.api.fields import Listing, ModelName, RequestStruct
 from shared.search import (
     FileBatch,
     Filter,
@@ -66,8 +66,6 @@ class ChunkingStrategy(RequestStruct, frozen=True, kw_only=True):
 
 
 class CreateStoreRequest(RequestStruct, frozen=True, kw_only=True):
-    """The body of `POST /v1/vector_stores`."""
-
     name: StoreName | None = None
     metadata: Metadata | None = None
     expires_after: ExpiresAfter | None = None
@@ -81,8 +79,6 @@ class CreateStoreRequest(RequestStruct, frozen=True, kw_only=True):
 
 
 class ChangeStoreRequest(RequestStruct, frozen=True, kw_only=True):
-    """The body of `POST /v1/vector_stores/{id}`."""
-
     name: StoreName | None = None
     metadata: Metadata | None = None
     expires_after: ExpiresAfter | UnsetType | None = UNSET  #: null: the store does not expire
@@ -102,8 +98,6 @@ class ItemInput(RequestStruct, frozen=True, kw_only=True):
 
 
 class PutItemsRequest(RequestStruct, frozen=True, kw_only=True):
-    """The body of `PUT /v1/vector_stores/{id}/items`."""
-
     items: Annotated[list[ItemInput], Meta(min_length=1)]
 
 
@@ -130,8 +124,6 @@ class RankingOptions(RequestStruct, frozen=True, kw_only=True):
 
 
 class SearchRequest(RequestStruct, frozen=True, kw_only=True):
-    """The body of `POST /v1/vector_stores/{id}/search`."""
-
     query: str | Annotated[list[str], Meta(min_length=1)] | QueryInput
     max_num_results: Annotated[int, Meta(ge=1, le=MAX_SEARCH_RESULTS)] | None = None
     filters: Filter | None = None
@@ -139,9 +131,19 @@ class SearchRequest(RequestStruct, frozen=True, kw_only=True):
     rewrite_query: bool | None = None
 
 
-class AttachFileRequest(RequestStruct, frozen=True, kw_only=True):
-    """The body of `POST /v1/vector_stores/{id}/files`."""
+class SimilarRequest(RequestStruct, frozen=True, kw_only=True):
+    text: str | None = None
+    keywords: str | list[str] | None = None
+    num_results: Annotated[int, Meta(ge=1, le=MAX_SEARCH_RESULTS)] = 10
 
+
+class SimilarAnswer(msgspec.Struct):
+    """One line per item, nearest first."""
+
+    text: list[str]
+
+
+class AttachFileRequest(RequestStruct, frozen=True, kw_only=True):
     file_id: ItemId
     attributes: ItemAttributes | None = None
     chunking_strategy: ChunkingStrategy | None = None
@@ -166,8 +168,6 @@ class FileBatchRequest(RequestStruct, frozen=True, kw_only=True):
 
 
 class ListQuery(RequestStruct, frozen=True, kw_only=True):
-    """Page of a list."""
-
     limit: Annotated[int, Meta(ge=1, le=MAX_PAGE)] = 20
     order: Literal["asc", "desc"] = "desc"
     after: Annotated[str, Meta(max_length=MAX_ITEM_ID_CHARS)] = ""
@@ -257,7 +257,6 @@ class VectorStore(msgspec.Struct):
 
     @classmethod
     def of(cls, record: StoreRecord) -> "VectorStore":
-        """Create the object from a record of the search process."""
         return cls(
             id=record.id,
             created_at=record.created_at,
@@ -278,27 +277,17 @@ class VectorStore(msgspec.Struct):
         )
 
 
-class StoreList(msgspec.Struct):
-    """A page of stores."""
-
-    data: list[VectorStore]
-    has_more: bool
-    first_id: str | None
-    last_id: str | None
-    object: str = "list"
+class StoreList(Listing[VectorStore]):
+    pass
 
 
 class Deleted(msgspec.Struct):
-    """A deleted object."""
-
     id: str
     object: str
     deleted: bool = True
 
 
 class ItemsDeleted(msgspec.Struct):
-    """Number of deleted items."""
-
     num_deleted: int
     object: str = "vector_store.items.deleted"
 
@@ -329,14 +318,8 @@ class StoredItem(msgspec.Struct):
     object: str = "vector_store.item"
 
 
-class ItemList(msgspec.Struct):
-    """A page of items."""
-
-    data: list[StoredItem]
-    has_more: bool
-    first_id: str | None
-    last_id: str | None
-    object: str = "list"
+class ItemList(Listing[StoredItem]):
+    pass
 
 
 class SearchHit(msgspec.Struct):
@@ -361,8 +344,6 @@ class SearchPage(msgspec.Struct):
 
 
 class StoreFileObject(msgspec.Struct):
-    """A file in a store."""
-
     id: str
     created_at: int
     vector_store_id: str
@@ -375,7 +356,6 @@ class StoreFileObject(msgspec.Struct):
 
     @classmethod
     def of(cls, record: StoreFile) -> "StoreFileObject":
-        """Create the object from a record of the search process."""
         sizes = {
             "max_chunk_size_tokens": record.max_chunk_tokens,
             "chunk_overlap_tokens": record.chunk_overlap_tokens,
@@ -412,14 +392,8 @@ class FileBatchObject(msgspec.Struct):
         return cls(batch.id, batch.created_at, batch.store_id, counts)
 
 
-class StoreFileList(msgspec.Struct):
-    """A page of a store's files."""
-
-    data: list[StoreFileObject]
-    has_more: bool
-    first_id: str | None
-    last_id: str | None
-    object: str = "list"
+class StoreFileList(Listing[StoreFileObject]):
+    pass
 
 
 class FileContent(msgspec.Struct):

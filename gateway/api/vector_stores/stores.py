@@ -2,12 +2,12 @@
 
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 from msgspec import UNSET
 
-from gateway.api.fields import UNSUPPORTED, invalid
+from gateway.api.embeddings import check_dimensions
+from gateway.api.fields import UNSUPPORTED, invalid, too_many
 from gateway.api.vector_stores.checks import (
     check_attributes,
     check_filter,
@@ -44,6 +44,8 @@ from gateway.api.vector_stores.schemas import (
     RankingOptions,
     SearchPage,
     SearchRequest,
+    SimilarAnswer,
+    SimilarRequest,
     StoredItem,
     StoreFileList,
     StoreFileObject,
@@ -56,7 +58,7 @@ from gateway.api.vector_stores.vectors import StoreVectors
 from gateway.calls.lifecycle import Lifecycle
 from gateway.http.endpoint import Caller, Resource, operation
 from gateway.http.errors import ApiError, InvalidRequest, NotFound
-from gateway.images.loader import ImageSource
+from gateway.media.loader import ImageSource
 from gateway.search import SearchClient
 from shared.protocol import ModelCard
 from shared.search import (
@@ -86,8 +88,7 @@ from shared.search import (
     StoreFile,
     StoreRecord,
 )
-from shared.settings.group import MIB
-from shared.settings.limits import LimitSettings
+from shared.settings.limits import MIB, LimitSettings
 
 #: Number of hits that a reranker gets, per requested hit.
 _RERANK_FACTOR = 4
@@ -114,8 +115,6 @@ _BATCH = _BATCHES + "/{batch_id}"
 
 
 class VectorStores(Resource):
-    """Vector stores, over the search process and the fleet."""
-
     tag = "vector stores"
 
     def __init__(
@@ -124,7 +123,7 @@ class VectorStores(Resource):
         self._lifecycle = lifecycle
         self._search = search
         self._limits = limits
-        self.default_store = default_store
+        self._default_store = default_store
         self._vectors = StoreVectors(lifecycle, limits)
 
     # Stores
@@ -134,9 +133,7 @@ class VectorStores(Resource):
         """Create a vector store."""
         check_metadata(body.metadata)
         card = await self._choose_model(body.embedding_model, caller.context.tenant)
-        allowed = (*card.shorter_dimensions, card.dimensions)
-        if body.dimensions is not None and body.dimensions not in allowed:
-            raise invalid("dimensions", f"this model has {', '.join(map(str, allowed))}")
+        check_dimensions(body.dimensions, card)
         create = CreateStore(
             tenant=caller.tenant,
             name=check_text("name", body.name or ""),
@@ -199,7 +196,7 @@ class VectorStores(Resource):
         asked = ListStores(tenant=caller.tenant, page=query.page)
         records, has_more = query.cut(await self._search.ask(asked, list[StoreRecord]))
         data = [VectorStore.of(record) for record in records]
-        return StoreList(data, has_more, *_ends(data))
+        return StoreList.of(data, has_more)
 
     @operation("GET", _STORE)
     async def retrieve_vector_store(self, caller: Caller) -> VectorStore:
@@ -306,7 +303,7 @@ class VectorStores(Resource):
             if data and num_bytes > _MAX_PAGE_BYTES:
                 break
             data.append(stored)
-        return ItemList(data, len(items) > len(data), *_ends(data))
+        return ItemList.of(data, len(items) > len(data))
 
     @operation("GET", _ITEMS + "/{item_id:path}")
     async def retrieve_item(self, caller: Caller, query: ItemQuery) -> StoredItem:
@@ -329,11 +326,7 @@ class VectorStores(Resource):
         if (body.ids is None) == (body.filters is None):
             raise invalid("ids", "send either ids or filters")
         if len(body.ids or ()) > self._limits.max_inputs:
-            raise InvalidRequest(
-                f"Too many ids: send at most {self._limits.max_inputs}.",
-                param="ids",
-                code="too_many_inputs",
-            )
+            raise too_many("ids", self._limits.max_inputs, "ids")
         if body.filters is not None:
             check_filter(body.filters, self._limits)
         store = await self._find(caller)
@@ -377,19 +370,30 @@ class VectorStores(Resource):
         kept = [hit for hit in hits if least is None or hit.score >= least]
         return SearchPage(texts, [to_hit(hit) for hit in kept])
 
-    async def find(self, caller: Caller, text: str, num_results: int) -> list[Hit]:
-        """The nearest items of the default store."""
-        if not self.default_store:
+    @operation("POST", "/similar")
+    async def similar(self, caller: Caller, body: SimilarRequest) -> SimilarAnswer:
+        """Find the nearest items of the default store."""
+        words = body.keywords
+        text = body.text or (words if isinstance(words, str) else " ".join(words or ()))
+        if (body.text is None) == (words is None) or not text:
+            raise invalid("text", "send either text or keywords")
+        if not self._default_store:
             raise NotFound(
                 "There is no default store: set VLM_SEARCH__DEFAULT_STORE at the gateway.",
                 code="search_not_served",
             )
-        store = await self._find(caller, self.default_store)
+        store = await self._find(caller, self._default_store)
         made = await self._vectors.embed([text], ["text"], store, store.query_prompt, caller)
         query = Query(
-            tenant=caller.tenant, store=store.id, digest=store.digest, vectors=made, k=num_results
+            tenant=caller.tenant,
+            store=store.id,
+            digest=store.digest,
+            vectors=made,
+            k=body.num_results,
         )
-        return await self._search.ask(query, list[Hit])
+        hits = await self._search.ask(query, list[Hit])
+        shown = ((h.item.text or h.item.image, h.item.id, h.score) for h in hits)
+        return SimilarAnswer([f"Item: {t} (index: {i} score:{score:.2f})" for t, i, score in shown])
 
     # Files
 
@@ -535,18 +539,18 @@ class VectorStores(Resource):
         """List the files of a file batch."""
         files, has_more = query.choose((await self._find_batch(caller)).files)
         data = [StoreFileObject.of(file) for file in files]
-        return StoreFileList(data, has_more, *_ends(data))
+        return StoreFileList.of(data, has_more)
 
     @operation("GET", _FILES)
     async def list_vector_store_files(self, caller: Caller, query: FilesQuery) -> StoreFileList:
         """List attached files; all are completed."""
         store = await self._find(caller)
         if query.filter not in ("", "completed"):
-            return StoreFileList([], False, None, None)
+            return StoreFileList.of([], False)
         asked = ListStoreFiles(tenant=caller.tenant, store=store.id, page=query.page)
         records, has_more = query.cut(await self._search.ask(asked, list[StoreFile]))
         data = [StoreFileObject.of(record) for record in records]
-        return StoreFileList(data, has_more, *_ends(data))
+        return StoreFileList.of(data, has_more)
 
     @operation("GET", _FILE)
     async def retrieve_vector_store_file(self, caller: Caller) -> StoreFileObject:
@@ -577,7 +581,3 @@ class VectorStores(Resource):
         detach = DetachFile(tenant=caller.tenant, store=caller.path["vector_store_id"], file=name)
         await self._search.ask(detach, bool)
         return Deleted(name, "vector_store.file.deleted")
-
-
-def _ends(data: Sequence[Any]) -> tuple[str | None, str | None]:
-    return (data[0].id, data[-1].id) if data else (None, None)

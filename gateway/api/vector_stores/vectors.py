@@ -5,14 +5,14 @@ from collections.abc import Sequence
 import msgspec
 
 from gateway.api.embeddings import Embeddings, rows_of
-from gateway.api.inputs import CHARS_PER_TOKEN, split
+from gateway.api.inputs import CHARS_PER_TOKEN, check_chars, split
 from gateway.api.rerank import Reranking, scores_of
 from gateway.calls.key_limits import TOKENS_PER_IMAGE
 from gateway.calls.lifecycle import Lifecycle
 from gateway.calls.surface import Plan
 from gateway.http.endpoint import Caller
 from gateway.http.errors import ApiError, InvalidRequest, NotFound
-from gateway.images.loader import ImageSource
+from gateway.media.loader import ImageSource
 from shared.protocol import Embed, ImagePart, ModelCard, Priority, Rerank, TextPart, Truncate
 from shared.search import Hit, StoreRecord
 from shared.settings.limits import LimitSettings
@@ -42,15 +42,9 @@ class StoreVectors:
         """
         if not parts:
             return []
-        limits = self._limits
-        num_chars = sum(len(part) for part in parts if isinstance(part, str))
-        if num_chars > limits.max_input_chars and truncate == "none":
-            raise InvalidRequest(
-                f"The texts are too long: send at most {limits.max_input_chars} characters.",
-                param=names[0].partition(".")[0],
-                status=413,
-                code="text_too_long",
-            )
+        if truncate == "none":
+            num_chars = sum(len(part) for part in parts if isinstance(part, str))
+            check_chars(num_chars, names[0].partition(".")[0], self._limits)
         card = await self._find_card(store, caller.context.tenant)
         dimensions = store.dimensions if store.dimensions != card.dimensions else None
         task = Embed((), prompt_name=prompt, dimensions=dimensions, truncate=truncate)

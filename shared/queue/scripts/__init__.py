@@ -6,7 +6,7 @@ each; its top says which keys it takes, which named arguments (one MessagePack m
 
 from pathlib import Path
 
-from shared.redis.script import Script, load_script, named
+from shared.redis.link import Script, load_script, named
 
 __all__ = ["Script", "named"]
 
@@ -33,3 +33,4 @@ RELEASE = _load("release")
 REAP = _load("reap")
 HOLD = _load("hold")
 CRASH_TENANTS = _load("crash_tenants")
+RAISE_SUMS = _load("raise_sums")

@@ -11,7 +11,7 @@ from gateway.calls.open_call import ChoiceEvent
 from gateway.calls.surface import Answer, AnswerHead, Frame, NoOptions, Plan, Surface, Totals
 from gateway.http.errors import ApiError
 from gateway.http.exchange import RequestContext, sse_event
-from gateway.images.loader import ImageSource
+from gateway.media.loader import ImageSource
 from shared.protocol import (
     ChatMessage,
     Finished,

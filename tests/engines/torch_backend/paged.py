@@ -36,11 +36,10 @@ def make_pool(
     dtype: torch.dtype = torch.float32,
     num_kv_heads: int = 2,
     head_dim: int = 8,
-    kv_dtype: str = "auto",
 ) -> KVCachePool:
     """Whose slots are written."""
     text = make_text_config(num_kv_heads=num_kv_heads, head_dim=head_dim)
-    pool = KVCachePool(text, NUM_BLOCKS, BLOCK_SIZE, dtype, CPU, kv_dtype)
+    pool = KVCachePool(text, NUM_BLOCKS, BLOCK_SIZE, dtype, CPU)
     generator = torch.Generator().manual_seed(0)
     slots = torch.arange(NUM_BLOCKS * BLOCK_SIZE)
     for layer in range(text.num_layers):

@@ -29,7 +29,6 @@ from engines.torch_backend import runner
 from engines.torch_backend.layers.linear import METHODS
 from engines.torch_backend.models.config import RopeScaling
 from engines.torch_backend.models.llava import VLMConfig
-from engines.torch_backend.ops.cpu_level import CpuLevel
 from engines.torch_backend.ops.registry import CpuKernels, Ops
 from engines.torch_backend.sampling.sampler import sample
 from tests.cpu_levels import RUNNABLE, ops_of
@@ -133,8 +132,6 @@ def str_of_cell(value: object) -> str:
 
 
 LEVEL_NAMES = [level.name for level in few(RUNNABLE, RUNNABLE[:1] + RUNNABLE[-1:])]
-#: Torch's kernels where they are right, fast or not; larger batches go without.
-TORCH_KERNELS = CpuLevel("torch", max_torch_int8_tokens=3, max_torch_int4_tokens=3)
 
 
 @contextmanager
@@ -159,9 +156,7 @@ def model_pair(
         return pair
     if weights == "halves":
         return halve_pair(pair)
-    if kernels != "off":
-        return quantize_pair(pair, METHODS[weights], ops=native_ops(kernels, level))
-    return quantize_pair(pair, METHODS[weights], level=TORCH_KERNELS)
+    return quantize_pair(pair, METHODS[weights], ops=native_ops(kernels, level))
 
 
 def requests(pair: ModelPair, *, is_held: bool = False, **sampling: object) -> list[EngineRequest]:
@@ -266,7 +261,7 @@ def pair_of_precision(precision: str, kernels: CpuKernels, level: str) -> ModelP
     if precision == "bfloat16":
         return replace(pair, ours=deepcopy(pair.ours).bfloat16())
     scheme, form = METHODS[precision], native_ops(kernels, level)
-    return quantize_pair(pair, scheme, same_weights=False, ops=form, level=TORCH_KERNELS)
+    return quantize_pair(pair, scheme, same_weights=False, ops=form)
 
 
 Place = tuple[str, int]  #: a request and its output position

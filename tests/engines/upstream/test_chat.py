@@ -1,9 +1,12 @@
 """The engine for any server of OpenAI's API: messages in, text out."""
 
-from collections.abc import Iterator
+from base64 import b64decode
+from collections.abc import Iterator, Sequence
+from io import BytesIO
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from engines.base import (
     EngineCall,
@@ -12,6 +15,8 @@ from engines.base import (
     InvalidRequest,
     LoadedEngine,
     PreparedImage,
+    VideoInfo,
+    can_decode_video,
 )
 from engines.registry import create_engine
 from shared.protocol import (
@@ -26,6 +31,7 @@ from shared.protocol import (
     TextPart,
     TokensPart,
     Tools,
+    VideoOptions,
 )
 from tests.engines.upstream import asking
 from tests.engines.upstream.stand_in import StandIn
@@ -69,6 +75,35 @@ def test_an_image_is_sent_as_a_file_of_our_own(loaded: LoadedEngine, server: Sta
     picture, words = server.bodies[-1]["messages"][0]["content"]
     assert picture["image_url"]["url"].startswith("data:image/png;base64,")
     assert words == {"type": "text", "text": "hello"}
+
+
+@pytest.mark.skipif(not can_decode_video(), reason="needs PyAV: pip install 'vlm-fleet[video]'")
+def test_a_video_is_sent_as_its_sampled_frames(server: StandIn):
+    settings = {"kind": "openai", "url": server.url, "takes_videos": True}
+    loaded = create_engine(settings)
+    assert loaded.card.supports_video
+    options = VideoOptions(num_frames=3)
+    video = Clip(VideoInfo(8, 8, 30, 1.0), options)
+    content = loaded.engine.prepare_video(video)
+    answer(loaded, make_call(num_images=1), PreparedImage("hash", content))
+    loaded.engine.close()
+    part, _ = server.bodies[-1]["messages"][0]["content"]
+    head, *frames = part["video_url"]["url"].split(",")
+    assert (part["type"], head) == ("video_url", "data:video/jpeg;base64")
+    shades = [Image.open(BytesIO(b64decode(frame))).getpixel((0, 0)) for frame in frames]
+    assert shades == [(0, 0, 0), (14, 14, 14), (29, 29, 29)]  # of frames 0, 14 and 29
+
+
+class Clip:
+    """An open video, each frame of which is of the shade of its number."""
+
+    max_frames = 100
+
+    def __init__(self, info: VideoInfo, options: VideoOptions) -> None:
+        self.info, self.options = info, options
+
+    def frames(self, indices: Sequence[int]) -> list[Image.Image]:
+        return [Image.new("RGB", (8, 8), (index,) * 3) for index in indices]
 
 
 def test_function_calls_are_those_of_the_server(loaded: LoadedEngine, server: StandIn):

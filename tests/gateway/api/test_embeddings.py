@@ -186,19 +186,6 @@ async def test_a_lost_workers_request_is_computed_by_another(ends, redis_server)
     assert read_vectors(response.json()) == list(map(vector_of, TEXTS))
 
 
-async def test_a_retry_under_the_same_key_gets_the_same_answer(fleet):
-    gateway, [worker] = fleet
-    texts = [f"text {index}" for index in range(400)]
-    body = {"model": MODEL, "input": texts}
-    first, again = [
-        await gateway.client.post(EMBEDDINGS, json=body, headers={"idempotency-key": "once"})
-        for _ in range(2)
-    ]
-    assert first.json() == again.json()
-    assert read_vectors(first.json()) == list(map(vector_of, texts))
-    assert len(worker.engine.added) == 1
-
-
 # What is noted
 
 

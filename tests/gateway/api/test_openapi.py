@@ -120,7 +120,7 @@ async def test_each_field_is_either_used_or_ignored_or_refused():
         "min_p", "seed", "stop", "n", "presence_penalty", "frequency_penalty", "repetition_penalty",
         "logit_bias", "logprobs", "top_logprobs", "prompt_logprobs", "stream", "stream_options", "user",
         "service_tier", "stop_token_ids", "include_stop_str_in_output", "allowed_token_ids",
-        "repeat_penalty", "penalty", "thinking", "mm_processor_kwargs",
+        "repeat_penalty", "penalty", "thinking", "mm_processor_kwargs", "media_io_kwargs",
         "timings", "ignore_eos", "min_tokens", "reasoning_effort", "include_reasoning",
         "enable_thinking", "chat_template_kwargs", "skip_special_tokens", "return_token_ids",
         "continue_final_message", "add_generation_prompt", "response_format", "structured_outputs",

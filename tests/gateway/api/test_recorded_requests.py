@@ -303,3 +303,21 @@ async def test_thinking_is_a_hint_for_a_model_that_cannot(gateway, path, body, n
     response, _ = await post(gateway, path, messages=HELLO, **body)
     assert response.status_code == 200, response.text
     assert response.headers["x-vlm-ignored"] == name
+
+
+@pytest.mark.parametrize("card", [replace(CARD, template_options=("reasoning_effort",))])
+async def test_ollama_run_and_stop(gateway, worker, card):
+    """By Ollama's source: cmd/cmd.go and api/types.go."""
+    empty = {"prompt": "", "suffix": "", "system": "", "template": ""}
+    show = {"system": "", "template": "", "verbose": False, "options": None, "name": ""}
+    assert (await gateway.client.head("/")).status_code == 200
+    response, _ = await post(gateway, "/api/show", **show)
+    assert response.status_code == 200, response.text
+    for changes, reason in (({"think": True}, "load"), ({"keep_alive": "0s"}, "unload")):
+        response, told = await post(gateway, "/api/generate", **empty, **changes, options=None)
+        assert (response.status_code, told["done_reason"]) == (200, reason)
+    for think, effort in (("low", "low"), ("max", "high")):
+        body = {"model": MODEL, **empty, "prompt": "hello", "options": {}, "think": think}
+        response = await gateway.client.post("/api/generate", json=body)
+        assert response.status_code == 200, response.text
+        assert worker.requests[-1].task.template_options == {"reasoning_effort": effort}

@@ -10,7 +10,6 @@ from msgspec.structs import replace
 
 from deploy.client import ApiFailed, Client
 from deploy.commands import CommandFailed, run_apps, run_route
-from gateway.calls import route_table
 from gateway.http.errors import ApiError
 from shared.packages import routes
 from shared.packages.deployments import (
@@ -89,7 +88,7 @@ async def test_each_version_has_its_weight_and_few_clients_move_as_it_changes(de
 async def test_a_route_survives_an_emptied_redis_and_reaches_other_gateways(
     deployments, redis, redis_server, redis_prefix, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(route_table, "READ_PAUSE_S", 0.0)
+    monkeypatch.setattr("gateway.calls.models.READ_PAUSE_S", 0.0)
     old, new = await serving(deployments, "{}", "[]")
     await route(deployments, {old: 1, new: 1})
     async with run(redis_server, redis_prefix, tmp_path) as other:
@@ -226,9 +225,9 @@ async def test_until_its_store_answers_a_gateway_calls_no_name_unknown(
     def fail(*_):
         raise StoreError("it is away")
 
-    monkeypatch.setattr(route_table, "READ_PAUSE_S", 0.0)
+    monkeypatch.setattr("gateway.calls.models.READ_PAUSE_S", 0.0)
     with monkeypatch.context() as patch:
-        patch.setattr(route_table, "read_routes", fail)
+        patch.setattr("gateway.calls.models.read_routes", fail)
         async with run(redis_server, redis_prefix, tmp_path) as deployments:
             models = deployments.gateway.services.models
             with pytest.raises(ApiError) as refused:

@@ -7,8 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from gateway.calls.affinity import PREFIX_CHARS, PrefixAffinity
-from gateway.calls.models import ModelDirectory
+from gateway.calls.models import PREFIX_CHARS, ModelDirectory, PrefixAffinity
 from shared.protocol import ChatMessage, Priority, TextPart, Tokenize
 from shared.queue.claims import RedisWorkerQueue
 from shared.queue.keys import RedisKeys

@@ -18,8 +18,8 @@ from gateway.http.admission import Admission
 from gateway.http.body import JsonBody, read_body
 from gateway.http.errors import InvalidRequest
 from gateway.http.exchange import RequestContext
-from gateway.images.header import ImageHeader, ImageRefused, check_header
-from gateway.images.loader import ImageLoader, ImageSource
+from gateway.media.header import ImageHeader, ImageRefused, check_header
+from gateway.media.loader import ImageLoader, ImageSource
 from shared.settings import limits as limits_module
 from shared.settings.limits import LimitSettings
 from tests.factories_gateway import CARD, make_body
@@ -32,8 +32,9 @@ JSON = {b"content-type": b"application/json"}
 def admit(body: dict[str, Any], limits: LimitSettings) -> None:
     """All checks of a body that need neither the fleet nor images' bytes. Raises: InvalidRequest."""
     request = JsonBody(ChatCompletionRequest).decode(msgspec.json.encode(body))
-    plan = translate(request, RequestContext("0" * 32, {}, 0.0), CARD, limits)
-    check_images(plan.images, "generate", CARD, limits)
+    card = msgspec.structs.replace(CARD, supports_video=True)
+    plan = translate(request, RequestContext("0" * 32, {}, 0.0), card, limits)
+    check_images(plan.images, "generate", card, limits)
 
 
 def user(*parts: dict[str, Any]) -> dict[str, Any]:
@@ -42,6 +43,10 @@ def user(*parts: dict[str, Any]) -> dict[str, Any]:
 
 def image() -> dict[str, Any]:
     return {"type": "image_url", "image_url": "data:"}
+
+
+def video(**options: Any) -> dict[str, Any]:
+    return {"type": "video_url", "video_url": {"url": "data:", **options}}
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,8 @@ BODY_ROWS = [
     Row("max_text_chars", lambda n: {"messages": [{"role": "user", "content": "é" * n}]}, "messages"),
     Row("max_text_chars", lambda n: user(*[{"type": "text", "text": "x"}] * n), "messages"),
     Row("max_images", lambda n: user(*[image()] * n), "messages.[0].content.[{limit}].image_url"),
+    Row("max_videos", lambda n: user(*[video()] * n), "messages.[0].content.[{limit}].video_url"),
+    Row("max_video_frames", lambda n: user(video(num_frames=n)), "messages.[0].content.[0].video_url.num_frames"),
     Row("max_choices", lambda n: {"n": n}, "n"),
     Row("max_output_tokens", lambda n: {"max_tokens": n}, "max_tokens"),
     Row("max_output_tokens", lambda n: {"max_completion_tokens": n}, "max_completion_tokens"),
@@ -86,6 +93,7 @@ FIXED_ROWS = [
 ELSEWHERE = (
     "max_body_bytes",
     "max_image_",
+    *("max_video_bytes", "max_video_s", "max_video_cpu_s"),
     "max_header",
     "max_queue_",
     "max_batch_",

@@ -432,6 +432,22 @@ async def test_every_request_brings_the_smallest_pixel_limit_of_its_models_worke
         assert [image.max_pixels for image in request.task.images] == [1000]
 
 
+async def test_a_model_takes_videos_if_all_of_its_workers_do(redis_server, redis_prefix):
+    newer = replace(CARD, supports_video=True)
+    older = replace(CARD, created_at=CARD.created_at - 1)
+    async with (
+        run_worker(redis_server, redis_prefix, newer) as worker,
+        run_gateway_on_socket(make_settings(redis_server, redis_prefix)) as gateway,
+    ):
+        models = gateway.services.models
+        await until(lambda: "tiny" in models.cards and models.cards["tiny"].supports_video)
+        await worker.registry.announce(WorkerRecord("second", older, "mock"), ttl_s=60)
+        await until(lambda: not models.cards["tiny"].supports_video)
+        part = {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}}
+        response = await gateway.chat(make_body(messages=[{"role": "user", "content": [part]}]))
+        assert response.json()["error"]["code"] == "unsupported_image"
+
+
 async def test_a_model_is_shown_as_its_workers_describe_it(redis_server, redis_prefix):
     card = ModelCard(
         "text", CARD.created_at, 512, 1000, supports_images=False, sampling=SamplingDefaults(0.6, top_k=20),

@@ -27,6 +27,7 @@ from tests.factories_gateway import (
     run_gateway_on_socket,
     run_worker,
     say_hello,
+    say_nothing,
     talk_on,
 )
 from tests.factories_images import encoded
@@ -129,6 +130,32 @@ async def test_what_a_key_has_stored_is_deleted_and_what_another_has_stays(
         assert any(task_ids[1] in key for key in left)
         again = await run(gateway, "forget", "--key", "alice")
         assert "deleted 0 answers, 0 sessions, 0 batches" in again.stderr
+
+
+async def test_revoking_a_key_cancels_the_tasks_of_its_sessions(
+    gateway: RunningGateway, redis_server, redis_prefix
+):
+    card = replace(CARD, tasks=("run",), package=f"{MODEL}@sha256:0")
+    admin = {"authorization": "Bearer the-root-key"}
+
+    async def num_open() -> int:
+        found = (await gateway.client.get("/v1/admin/requests", headers=admin)).json()["data"]
+        return len(found)
+
+    async with run_worker(redis_server, redis_prefix, card) as worker:
+        worker.script = say_nothing
+        await gateway.services.models.refresh()
+        users = [User(gateway, await create(gateway, "--name", name)) for name in ("alice", "bob")]
+        for user in users:
+            path = f"/v1/applications/{MODEL}/sessions"
+            session = await user.ask("POST", path, json={})
+            tasks = {"tasks": [{"id": str(number), "input": 1} for number in range(3)]}
+            await user.ask("POST", f"/v1/sessions/{session['id']}/tasks", json=tasks)
+        assert await num_open() == 6
+        for _ in range(2):
+            done = await run(gateway, "keys", "revoke", "alice")
+            assert done.exit_code == 0, done.output
+            assert await num_open() == 3
 
 
 async def test_collections_stay_and_the_common_data_of_sessions_goes(
@@ -264,6 +291,12 @@ async def test_keys_by_the_command_line(gateway: RunningGateway):
     }  # fmt: skip
     assert {name: shown[name] for name in expected} == expected
     await create(gateway, "--name", "boss", "--roles", "admin")
+    changes = ("--rpm", "5", "--remove", "tpm,expires")
+    changed = await run(gateway, "keys", "update", "alice", *changes)
+    assert changed.exit_code == 0, changed.output
+    shown = json.loads((await run(gateway, "keys", "show", "alice", key=key)).stdout)
+    limits = [shown[name] for name in ("requests_per_minute", "tokens_per_minute", "expires_at")]
+    assert limits == [5, None, None]
     new = (await run(gateway, "keys", "rotate", "alice")).stdout.splitlines()[-1]
     assert (await run(gateway, "keys", "list", key=key)).exit_code == 4
     table = (await run(gateway, "keys", "list", key=new)).stdout
@@ -284,8 +317,16 @@ async def test_keys_by_the_command_line(gateway: RunningGateway):
         (["keys", "create", "--name", "a", "--expires", "soon"], 2, "90d"),
         (["keys", "create", "--name", "a", "--rpm", "0"], 2, "--rpm"),
         (["keys", "create", "--name", "a", "--roles", "root"], 4, "roles"),
-        (["keys", "create", "--name", "a/b"], 4, "name"),
-        (["keys", "revoke", "nobody"], 4, "no key of this name"),
+        (["keys", "create", "--name", "a/b"], 4, "name. Send 1 to 64 letters, digits"),
+        (["keys", "create", "--name", "J\u00f6rg x"], 4, "name. Send 1 to 64 letters, digits"),
+        (["keys", "create", "--name", "a", "--per", "week"], 2, "--per"),
+        (["keys", "create", "--name", "a", "--budget", "nan"], 2, "--budget"),
+        (["keys", "create", "--name", "a", "--budget", "0"], 2, "--budget"),
+        (["keys", "update", "a", "--budget", "-1"], 2, "--budget"),
+        (["keys", "update", "a", "--remove", "roles"], 2, "--remove"),
+        (["keys", "update", "a", "--rpm", "0"], 2, "--rpm"),
+        (["keys", "update", "a", "--tag", "b"], 4, "no key of this name"),
+        (["keys", "revoke", "nobody"], 4, "`vlm keys list`"),
         (["forget", "--key", "nobody"], 4, "no key of this name"),
     ],
 )

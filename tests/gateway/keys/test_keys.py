@@ -203,6 +203,54 @@ async def test_limits_of_a_key_are_its_own(redis_server, redis_prefix, tmp_path)
         assert "2 requests per minute" in refused.json()["error"]["message"]
 
 
+async def test_limits_of_a_key_are_changed_on_every_gateway(team: Team):
+    key = await team.create(requests_per_minute=1, max_output_tokens=9, tag="blue")
+    await until(lambda: is_status(team, key, 1, 200), 2.0)
+    assert [await team.status(key, number) for number in (0, 1)] == [429, 429]
+    changed = await team.admin("PATCH", "/alice", requests_per_minute=600)
+    assert (changed.status_code, changed.json()["requests_per_minute"]) == (200, 600)
+    await until(lambda: is_status(team, key, 1, 200), 2.0)
+    assert await team.status(key) == 200
+    await team.admin("PATCH", "/alice", models=["qwen*"])
+    await until(lambda: is_status(team, key, 1, 403), 2.0)
+    changed = await team.admin("PATCH", "/alice", models=None, requests_per_minute=None)
+    assert (changed.json()["models"], changed.json()["requests_per_minute"]) == (None, None)
+    await until(lambda: is_status(team, key, 1, 200), 2.0)
+    assert (changed.json()["max_output_tokens"], changed.json()["tag"]) == (9, "blue")
+    log = (await team.gateways[0].client.get("/v1/admin/audit?limit=1", headers=ROOT)).json()
+    assert (log["data"][0]["action"], log["data"][0]["name"]) == ("update_key", "alice")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("requests_per_minute", 0), ("tokens_per_minute", -1), ("open_requests", 2**31 + 1),
+        ("open_requests", 1.5), ("models", []), ("budget", 0), ("budget", 1e300), ("budget", 5),
+        ("expires_in_s", 0), ("max_priority", "urgent"), ("period", "week"), ("tag", "x" * 65),
+        ("name", "bob"), ("roles", ["admin"]), ("rpm", 5),
+    ],
+)  # fmt: skip
+async def test_bad_changes_name_their_field(team: Team, field: str, value: Any):
+    await team.create()
+    answer = await team.admin("PATCH", "/alice", **{field: value})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, field), answer.text
+
+
+async def test_what_cannot_be_changed(team: Team):
+    await team.create()
+    assert code(await team.admin("PATCH", "/bob", tag="x")) == (404, "key_not_found", "name")
+    empty = await team.gateways[0].client.patch(f"{PATH}/alice", json={}, headers=ROOT)
+    assert code(empty)[:2] == (400, "missing_field")
+    for body in (b'{"budget": NaN}', b'{"tokens_per_minute": 1e400}', b"", b"[]"):
+        answer = await team.gateways[0].client.patch(
+            f"{PATH}/alice", content=body, headers=ROOT | {"content-type": "application/json"}
+        )
+        assert answer.status_code == 400, answer.text
+    await team.admin("DELETE", "/alice")
+    refused = code(await team.admin("PATCH", "/alice", tag="x"))
+    assert refused == (409, "key_revoked", "name")
+
+
 async def test_open_requests_of_a_key_are_limited(team: Team):
     team.worker.script = talk_on
     key = await team.create(open_requests=1)
@@ -482,4 +530,16 @@ async def test_who_manages_keys_sees_the_queues_and_workers(team: Team):
     [model], [worker] = found["models"], found["workers"]
     assert (found["state"], model["id"], model["num_workers"]) == ("ready", MODEL, 1)
     assert (worker["model"], worker["state"]) == (MODEL, "ready")
+
+    async def has_tokens() -> dict[str, Any]:
+        answer = await team.gateways[1].client.get("/v1/admin/requests", headers=ROOT)
+        [request] = answer.json()["data"]
+        return request if request["num_tokens"] and request["key"] == "user" else {}
+
+    request = await until(has_tokens)
+    assert (request["model"], request["worker"]) == (MODEL, worker["id"])
+    for query in ("limit=0", "limit=1001", "limit=x"):
+        wrong = await client.get(f"/v1/admin/requests?{query}", headers=ROOT)
+        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "limit")
+    assert (await client.get("/v1/admin/requests", headers=bearer(user))).status_code == 403
     streaming.cancel()

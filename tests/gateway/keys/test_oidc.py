@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
+from typer.testing import CliRunner
 
 jwt = pytest.importorskip("jwt")
 pytest.importorskip("cryptography")
@@ -23,6 +24,7 @@ from cryptography.hazmat.primitives import serialization  # noqa: E402
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa  # noqa: E402
 from jwt.algorithms import ECAlgorithm, HMACAlgorithm, OKPAlgorithm, RSAAlgorithm  # noqa: E402
 
+import vlm  # noqa: E402
 from gateway.keys import oidc  # noqa: E402
 from shared.settings.tree import OidcSettings  # noqa: E402
 from tests.factories_gateway import (  # noqa: E402
@@ -35,7 +37,7 @@ from tests.factories_gateway import (  # noqa: E402
     run_worker,
     talk_on,
 )
-from tests.waiting import until  # noqa: E402
+from tests.waiting import until, until_equal  # noqa: E402
 
 ROOT = {"authorization": "Bearer the-root-key"}
 PATH = "/v1/admin/keys"
@@ -219,6 +221,33 @@ async def test_each_subject_has_a_tenant_of_its_own_on_every_gateway(team: Team)
     kept = (await client.post("/v1/responses", json=body, headers=bearer(tokens[0]))).json()["id"]
     found = [(await team.get(token, f"/v1/responses/{kept}")).status_code for token in tokens]
     assert found == [200, 200, 404]
+
+
+async def test_a_gateway_that_has_not_seen_a_subject_names_and_forgets_it(team: Team):
+    client, body = team.gateways[0].client, {"model": MODEL, "input": "hello"}
+    token, other = team.issuer.token(sub="j\u00f6rg @x"), team.issuer.token()
+    kept = [
+        (await client.post("/v1/responses", json=body, headers=bearer(each))).json()["id"]
+        for each in (token, other)
+    ]
+    admin = team.gateways[1].client
+
+    async def names() -> list[str]:
+        found = (await admin.get("/v1/usage?by=key", headers=ROOT)).json()["data"]
+        return sorted(each["key"] for each in found)
+
+    await until_equal(names, ["team:alice", "team:j\u00f6rg @x"], 5.0)
+    env = {"VLM_URL": team.gateways[1].url, "VLM_API_KEY": "the-root-key", "COLUMNS": "200"}
+    arguments = ["forget", "--key", "team:j\u00f6rg @x"]
+    done = await asyncio.to_thread(CliRunner().invoke, vlm.app, arguments, env=env)
+    assert (done.exit_code, "deleted 1 answers" in done.stderr) == (0, True), done.output
+    left = [
+        (await team.get(each, f"/v1/responses/{id_}")).status_code
+        for each, id_ in zip((token, other), kept, strict=True)
+    ]
+    assert left == [404, 200]
+    unknown = await admin.post(f"{PATH}/team:nobody:forget", headers=ROOT)
+    assert unknown.json()["error"]["code"] == "key_not_found"
 
 
 def alg_none(issuer: Issuer) -> str:

@@ -21,7 +21,9 @@ from tests.factories_gateway import (
     make_settings,
     run_gateway_on_socket,
     run_worker,
+    say_nothing,
 )
+from tests.factories_search import serve_search
 from tests.waiting import until
 
 PROMPT = {"model": MODEL, "prompt": "hello"}
@@ -175,3 +177,25 @@ async def test_tasks_of_a_session_run_at_the_priority_that_the_key_allows(
         await until(lambda: worker.requests + user.worker.requests)
         [call] = worker.requests + user.worker.requests
         assert call.priority is Priority.BATCH
+
+
+async def test_vectors_of_a_store_are_computed_at_the_priority_that_the_key_allows(
+    redis_server, redis_prefix, tmp_path
+):
+    card = replace(CARD, tasks=("embed",), dimensions=4, digest="d")
+    async with (
+        serve_search(tmp_path / "search") as search,
+        run_worker(redis_server, redis_prefix, card) as worker,
+    ):
+        keys = {"root_key": "the-root-key"}
+        settings = make_settings(redis_server, redis_prefix, search=dict(search), gateway=keys)
+        async with run_gateway_on_socket(settings) as gateway:
+            user = User(gateway, worker)
+            worker.script = say_nothing
+            await user.create_key("--max-priority", "batch")
+            made = (await user.post("/v1/vector_stores", {"name": "notes"})).json()
+            path = f"/v1/vector_stores/{made['id']}/search"
+            searching = asyncio.create_task(user.post(path, {"query": "hello"}))
+            [call] = await until(lambda: worker.requests)
+            assert call.priority is Priority.BATCH
+            searching.cancel()

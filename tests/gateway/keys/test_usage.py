@@ -4,6 +4,7 @@ import asyncio
 import csv
 import io
 import json
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,24 @@ import httpx
 import pytest
 from msgspec.structs import replace
 
+from gateway.keys import usage
 from shared.queue.keys import RedisKeys
-from tests.factories_gateway import CARD, MODEL, Answer, make_body, run_worker, say_nothing, talk_on
+from shared.redis.client import create_redis
+from shared.redis.embedded import EmbeddedRedis
+from shared.settings.tree import DeploySettings
+from tests.factories_gateway import (
+    CARD,
+    MODEL,
+    Answer,
+    make_body,
+    make_settings,
+    run_gateway_on_socket,
+    run_worker,
+    say_nothing,
+    talk_on,
+)
 from tests.gateway.keys.test_forget import run
-from tests.gateway.keys.test_keys import ROOT, Team, bearer, code, run_team
+from tests.gateway.keys.test_keys import KEYS, PATH, ROOT, Team, bearer, code, is_status, run_team
 from tests.waiting import until
 
 #: A request of the scripted worker has 7 prompt tokens, 2 of them cached, and 3 output tokens.
@@ -147,6 +162,26 @@ async def test_a_spent_budget_refuses_until_the_next_month(team: Team):
     assert (shown["budget"], shown["period"]) == (2.5 * COST, "month")
 
 
+async def test_what_was_spent_without_a_budget_counts_once_there_is_one(team: Team):
+    key = await team.create()
+    bob = await team.create("bob", budget=100 * COST)
+    await team.status(bob)
+
+    async def change(name: str, key: str, **body: Any) -> tuple[int, str | None]:
+        changed = await team.admin("PATCH", f"/{name}", **body)
+        assert changed.status_code == 200, changed.text
+        answer = await team.chat(key)
+        return answer.status_code, answer.json().get("error", {}).get("code")
+
+    await team.status(key)
+    assert await change("alice", key, budget=0.5 * COST) == (429, "insufficient_quota")
+    assert (await change("alice", key, budget=1.5 * COST))[0] == 200
+    assert (await change("alice", key, budget=1.5 * COST))[0] == 429
+    assert (await change("bob", bob, budget=None))[0] == 200
+    assert (await change("bob", bob, budget=1.5 * COST))[0] == 429
+    assert (await change("bob", bob, budget=1.5 * COST, period="day"))[0] == 429
+
+
 async def test_lines_of_a_batch_fail_once_the_budget_is_spent(
     redis_server, redis_prefix, store, tmp_path
 ):
@@ -240,8 +275,74 @@ async def test_usage_and_budgets_outlive_redis(
     assert [each["requests"] for each in totals] == [3]
 
 
+@pytest.mark.parametrize("loses_day", [False, True])
+async def test_a_redis_restored_from_an_older_copy_goes_on_from_what_was_saved(
+    redis_prefix, store, tmp_path, monkeypatch, loses_day
+):
+    monkeypatch.setattr(usage, "_SAVE_S", 0.05)
+    monkeypatch.setattr(usage, "_LONGEST_PAUSE_S", 0.5)
+    folder, copy, names = tmp_path / "redis", tmp_path / "copy", RedisKeys(redis_prefix)
+    server = EmbeddedRedis(folder)
+    url = server.start()
+
+    async def talk(key: str, times: int) -> None:
+        async with run_worker(url, redis_prefix) as worker:  # it does not outlive its Redis
+            for _ in range(times):
+                await until(lambda: is_status(Team([gateway], worker), key, 0, 200))
+
+    def restart() -> None:
+        server.stop()
+        if copy.exists():
+            shutil.rmtree(folder)
+            shutil.copytree(copy, folder)
+        else:
+            shutil.copytree(folder, copy)
+        server.start()
+
+    settings = make_settings(url, redis_prefix, gateway=KEYS | {"prices": PRICES})
+    settings = settings.model_copy(update={"deploy": DeploySettings(store=store)})
+    try:
+        async with (
+            run_gateway_on_socket(settings) as gateway,
+            create_redis(settings.redis) as redis,
+        ):
+            body = {"name": "alice", "budget": 3.5 * COST}
+            key = (await gateway.client.post(PATH, json=body, headers=ROOT)).json()["key"]
+            await talk(key, 1)
+            await until(lambda: has_saved(store, 1))
+            if loses_day:  # as in a copy of yesterday
+                await redis.delete(*[each async for each in redis.scan_iter(names.spent + "*")])
+            restart()
+            await talk(key, 2)
+            await until(lambda: has_saved(store, 3))
+            restart()
+            [budget] = [each async for each in redis.scan_iter(names.budget("*", "*"))]
+
+            async def is_restored() -> bool:
+                return int(await redis.hget(budget, "spent") or 0) == round(3 * COST * usage.NANO)
+
+            await until(is_restored)
+            await talk(key, 1)
+            [row] = (await gateway.client.get("/v1/usage", headers=ROOT)).json()["data"]
+            refused = await gateway.chat(make_body(), headers=bearer(key))
+            assert (row["requests"], code(refused)) == (4, (429, "insufficient_quota", None))
+    finally:
+        server.stop()
+
+
+async def has_saved(store: str, num_requests: int) -> bool:
+    """Whether the store has the usage of so many requests."""
+    sums = [json.loads(path.read_bytes()) for path in saved_usage(store)]
+    found = [count for each in sums for name, count in each.items() if name.startswith("requests ")]
+    return sum(found) == num_requests
+
+
+def saved_usage(store: str) -> list[Path]:
+    return list(Path(store.removeprefix("file://")).rglob("usage/*/*.json"))
+
+
 async def is_saved(store: str) -> bool:
-    return any(Path(store.removeprefix("file://")).rglob("usage/*/*.json"))
+    return bool(saved_usage(store))
 
 
 @pytest.mark.parametrize(

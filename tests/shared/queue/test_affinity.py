@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from shared.queue.api import Affinity, Claim, QueueUnavailable
+from shared.queue.api import Affinity, Claim, QueueUnavailable, Submission
 from shared.queue.claims import RedisWorkerQueue
 from shared.queue.keys import GROUP
 from tests.factories_queue import MODEL, Ends, make_finished, make_request, publication, seal
@@ -24,9 +24,8 @@ async def workers(ends) -> tuple[RedisWorkerQueue, RedisWorkerQueue]:
 
 async def submit(ends: Ends, *names: str, affinity: Affinity | None = AFFINITY, **options) -> str:
     choices = [seal(make_request(id=name)) for name in names]
-    submitted = await ends.queue.submit(
-        choices, affinity=affinity, **{"timeout_s": 60.0, "max_waiting": 100, **options}
-    )
+    asked = {"timeout_s": 60.0, "max_waiting": 100, **options}
+    submitted = await ends.queue.submit(Submission(choices, affinity=affinity, **asked))
     return submitted.affinity
 
 

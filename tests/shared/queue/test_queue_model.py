@@ -43,6 +43,7 @@ from shared.queue.api import (
     DuplicateRequest,
     QueueRefused,
     QueueUnavailable,
+    Submission,
 )
 from shared.queue.claims import LOSSES_PER_ATTEMPT, RedisWorkerQueue, split_replies
 from shared.queue.keys import GROUP, RedisKeys
@@ -231,12 +232,7 @@ class QueueMachine(RuleBasedStateMachine):
         affinity = AFFINITY if shares else None
         self.run(self.queue.set_spent(choices[0].id, "t", BUDGET, 0))
         submitting = self.queue.submit(
-            sealed,
-            timeout_s=600,
-            max_waiting=1000,
-            reservation=reservation,
-            affinity=affinity,
-            charge=CHARGES[tenant],
+            Submission(sealed, 600, 1000, reservation, affinity, CHARGES[tenant])
         )
         unread = self._unread()
         with losing_first_reply(RedisSender, "run") if repeats > 1 else nullcontext([]) as lost:

@@ -25,6 +25,7 @@ from shared.queue.api import (
     QueueRefused,
     QueueUnavailable,
     Reservation,
+    Submission,
     shard_of,
 )
 from shared.queue.shards import (
@@ -86,9 +87,7 @@ async def submit(queue: ShardedGatewayQueue, limits: Limits | None = None, max_w
     name = uuid4().hex
     call = make_request(id=name + "-0" + queue.place(name, "me", limits, None), tenant="me")
     reservation = limits and Reservation(MODEL, "me", (call.id,), 1, 1, 1, limits)
-    await queue.submit(
-        [seal(call)], timeout_s=60.0, max_waiting=max_waiting, reservation=reservation
-    )
+    await queue.submit(Submission([seal(call)], 60.0, max_waiting, reservation))
     return call.id
 
 
@@ -154,9 +153,7 @@ async def test_a_budget_of_a_shard_that_is_down_goes_on_at_another(shards, queue
         await UsageLog(queue, None).restore_budget(call, budget)
     await UsageLog(queue, store).restore_budget(call, budget)
     with pytest.raises(QueueRefused, match="key_budget"):
-        await queue.submit(
-            [seal(call)], timeout_s=60.0, max_waiting=9, charge=Charge(budget=budget)
-        )
+        await queue.submit(Submission([seal(call)], 60.0, 9, charge=Charge(budget=budget)))
 
 
 async def test_a_blob_is_found_wherever_it_was_put(shards, settings, monkeypatch):

@@ -255,7 +255,7 @@ async def test_only_lost_calls_are_repeated():
     ],
 )
 async def test_tls_options_of_the_url_are_honoured(tmp_path, options: str, is_accepted: bool):
-    certificate = ROOT / "tests/gateway/images/tls/first.pem"
+    certificate = ROOT / "tests/gateway/media/tls/first.pem"
     hashed = subprocess.run(
         ["openssl", "x509", "-hash", "-noout", "-in", certificate], capture_output=True, text=True
     )

@@ -4,8 +4,7 @@ import asyncio
 
 import pytest
 
-from shared.redis.client import create_redis
-from shared.redis.outage import OutageLog, wait_for_redis
+from shared.redis.client import OutageLog, create_redis, wait_for_redis
 from shared.settings import SettingsError
 from shared.settings.tree import RedisSettings
 from tests.waiting import until

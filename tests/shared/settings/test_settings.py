@@ -95,6 +95,14 @@ def test_bad_or_unknown_setting_is_refused_by_name(monkeypatch, name, value, nam
         load_settings()
 
 
+@pytest.mark.parametrize("value", ["x", "[]", "{", "5", "null", '"x"'])
+@pytest.mark.parametrize("name", ["PRICES", "ALIASES", "FALLBACKS", "MODEL_DEFAULTS"])
+def test_a_setting_that_is_no_json_object_is_named_with_what_to_write(monkeypatch, name, value):
+    monkeypatch.setenv(f"VLM_GATEWAY__{name}", value)
+    with pytest.raises(SettingsError, match=rf"VLM_GATEWAY__{name}: write a JSON object"):
+        load_settings()
+
+
 @pytest.mark.parametrize("name", ["VLM_REDIS_URL", "VLM_REDIS__URL"])
 @pytest.mark.parametrize(
     "url",

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from engines.base import InvalidImage
 from engines.child_process import can_filter
 from gateway.http.errors import InvalidRequest
-from gateway.images.loader import ImageLoader, ImageSource
+from gateway.media.loader import ImageLoader, ImageSource
 from shared.settings.limits import LimitSettings
 from tests.factories_hostile_images import CASES, SIZE, Case
 from tests.factories_images import encoded, ignore
@@ -126,7 +126,7 @@ def test_a_child_that_hangs_costs_one_image():
 
 
 def test_a_child_is_replaced_after_many_images(monkeypatch):
-    monkeypatch.setattr(decoder_pool, "MAX_IMAGES", 2)
+    monkeypatch.setattr(DecoderPool, "max_files", 2)
     pool = DecoderPool(1, 10_000, max_cpu_s=5.0)
     before = children()
     seen = set()

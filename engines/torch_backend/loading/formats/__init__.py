@@ -13,7 +13,6 @@ from engines.torch_backend.loading.formats.fp8 import Fp8Reader
 from engines.torch_backend.loading.formats.gguf import GgufReader
 from engines.torch_backend.loading.formats.gptq import GptqReader
 from engines.torch_backend.loading.formats.reader import Reader
-from engines.torch_backend.models.hf_config import QUANT_METHOD
 
 #: by `quant_method`
 READERS: dict[str, Callable[[Fields], Reader]] = {
@@ -37,6 +36,7 @@ _REASONS = {
     "eetq": "its integers are laid out for CUDA kernels of its library",
     "spqr": "its outliers are sparse",
     "mxfp4": "no kernel here has numbers of 4 bits with shared exponents",
+    "vlm-fleet": "this version writes compressed-tensors",
     "bitnet": "its activations are in 8 bits and its weights in less than 2",
 }
 
@@ -49,7 +49,7 @@ def detect(config: Fields) -> Reader | None:
     section = config.section("quantization_config")
     if not section.values and isinstance(config.get("text_config"), dict):
         section = config.section("text_config").section("quantization_config")
-    if not section.values or section.get("quant_method") == QUANT_METHOD:
+    if not section.values:
         return None
     method = section.get("quant_method")
     if not isinstance(method, str) or method not in READERS:

@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import (
 
 from engines.packages.checkpoint_json import Fields, shown
 from engines.torch_backend.models.config import UnsupportedCheckpoint
-from engines.torch_backend.models.hf_config import MAX_WHOLE, stored_quantization
+from engines.torch_backend.models.hf_config import MAX_WHOLE
 
 #: Fields that would make transformers fetch kernels, files or code, or change how it loads.
 _NEVER_READ = frozenset({
@@ -43,7 +43,6 @@ class GenericConfig:
     model_class: type[PreTrainedModel]
     full: PreTrainedConfig
     text: Limits
-    quantization: str | None = None
 
     @property
     def kind(self) -> str:
@@ -72,7 +71,6 @@ def find_class(config: Fields) -> type[PreTrainedModel] | None:
 
 def read_config(config: Fields, model_class: type[PreTrainedModel]) -> GenericConfig:
     """Raises: UnsupportedCheckpoint, with the field and the reason."""
-    stored_quantization(config)
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         raise config.refuse("model_type", f"{shown(kind)} is unknown to transformers")

@@ -56,7 +56,11 @@ from engines.torch_backend.models.generic.token_types import control_ids, token_
 from engines.torch_backend.models.lowered.model import lower
 from engines.torch_backend.models.registry import FamilyModel, ModelFamily, check_names
 from engines.torch_backend.multimodal.image_masks import bidirectional_layers, binds_prompts
-from engines.torch_backend.multimodal.transformers_images import PositionHooks, ProcessedImage
+from engines.torch_backend.multimodal.transformers_images import (
+    TYPES,
+    PositionHooks,
+    ProcessedImage,
+)
 from engines.torch_backend.ops.registry import Ops
 from engines.torch_backend.step import ImageSlots, StepInputs
 
@@ -96,10 +100,10 @@ class GenericModel(FamilyModel):
         self._types: list[str] = []  #: names of arguments with token types
         self._own_attention = ""
         self._dtype = torch.float32
-        self._is_rounded = False  #: whether weights, keys or values are integers
+        self._is_rounded = False  #: whether weights are integers
         self._mixers: list[Mixer] = []
-        self._form: ImageForm | None = None
-        self._no_feature: Tensor | None = None
+        self._forms: dict[str, ImageForm] = {}  # by whose slots are filled
+        self._no_feature: dict[str, Tensor] = {}
         self._states = SequenceStates()
         self._watched: Watched | None = None
         self.fused: Fused | None = None
@@ -273,7 +277,7 @@ class GenericModel(FamilyModel):
 
     def _probing_positions(self) -> Tensor:
         """Positions as the model's own hooks count. Shapes: (R, tokens)."""
-        return PositionHooks(self.inner).positions(_PROBE_TOKENS, None, ())
+        return PositionHooks(self.inner).positions(_PROBE_TOKENS, ())
 
     @property
     def _text(self) -> Any:
@@ -352,7 +356,6 @@ class GenericModel(FamilyModel):
     def logits(self, inputs: StepInputs, pools: Sequence[KVCachePool]) -> Tensor:
         """Logits of the next token for some of the new tokens. Shapes: returns (rows, V)."""
         assert self._ops is not None
-        self._is_rounded |= pools[0].scales(0) is not None
         self._step.begin(inputs, pools, self._ops)
         ids, positions = inputs.token_ids[None], inputs.positions.unsqueeze(-2)
         others = self.inputs(ids, inputs.images, self._in_prompt(inputs))
@@ -395,11 +398,19 @@ class GenericModel(FamilyModel):
         return [self._encode(image.pixels, device, dtype) for image in images]
 
     def _encode(self, pixels: ProcessedImage, device: torch.device, dtype: torch.dtype) -> Tensor:
-        inputs = {name: _placed(given, device, dtype) for name, given in pixels.inputs.items()}
         base: Any = self.inner.base_model
-        encoded = base.get_image_features(**inputs, return_dict=True)
-        self._form = ImageForm.of(encoded)
-        rows = self._form.rows(encoded)
+        encode = base.get_image_features
+        if pixels.kind == "video":
+            encode = getattr(base, "get_video_features", encode)
+        named = inspect.signature(encode).parameters.keys()
+        inputs = {
+            name: _placed(given, device, dtype)
+            for name, given in pixels.inputs.items()
+            if pixels.kind == "image" or name in named
+        }
+        encoded = encode(**inputs, return_dict=True)
+        form = self._forms[pixels.slots_of] = ImageForm.of(encoded)
+        rows = form.rows(encoded)
         if not pixels.indicators:
             return rows
         table: Tensor = encoded.visual_indicator_features
@@ -420,30 +431,36 @@ class GenericModel(FamilyModel):
     ) -> dict[str, Any]:
         """Arguments of the model besides tokens and positions. Shapes: token_ids (1, N), in_prompt (N,)."""
         config: Any = self.inner.config
-        slot_id = getattr(config, "image_token_id", None)
-        if slot_id is None or not (images or self._types):
+        if getattr(config, "image_token_id", None) is None or not (images or self._types):
             return {}
         ids = token_ids[0]
-        filled = torch.zeros_like(ids, dtype=torch.bool)
+        kinds = torch.zeros_like(ids)
+        groups: dict[str, list[ImageSlots]] = {}
         for image in images:
-            filled[image.start : image.start + len(image.features)] = True
-        asked = torch.ones_like(filled) if in_prompt is None else in_prompt
+            kinds[image.start : image.start + len(image.features)] = TYPES[image.kind]
+            groups.setdefault(image.slots_of, []).append(image)
+        asked = torch.ones_like(ids, dtype=torch.bool) if in_prompt is None else in_prompt
         inputs: dict[str, Any] = dict(
-            token_types(self._types, config, token_ids, filled[None], asked[None])
+            token_types(self._types, config, token_ids, kinds[None], asked[None])
         )
-        if images:
-            assert self._form is not None
-            rows = torch.cat([image.features for image in images])
-            is_slot = ids == slot_id
-            indicators = self._indicators(ids, rows, filled)
-            rows = rows[is_slot[filled]] if indicators else rows
-            if bool((is_slot & ~filled).any()):  # sampled slot tokens
-                rows = self._beside_sampled(rows, filled[is_slot])
-            output: Any = self._form.output(rows)
-            if indicators:
-                output.visual_indicator_features = indicators
-            inputs["mm_encoder_outputs"] = {"image": output}
+        if groups:
+            inputs["mm_encoder_outputs"] = {
+                name: self._output(name, ids, kinds > 0, group) for name, group in groups.items()
+            }
         return inputs
+
+    def _output(self, name: str, ids: Tensor, filled: Tensor, images: list[ImageSlots]) -> Any:
+        """What the encoder of images or videos would return for a step. Shapes: ids, filled (N,)."""
+        rows = torch.cat([image.features for image in images])
+        is_slot = ids == getattr(self.inner.config, f"{name}_token_id")
+        indicators = self._indicators(ids, rows, filled)
+        rows = rows[is_slot[filled]] if indicators else rows
+        if bool((is_slot & ~filled).any()):  # sampled slot tokens
+            rows = self._beside_sampled(name, rows, filled[is_slot])
+        output: Any = self._forms[name].output(rows)
+        if indicators:
+            output.visual_indicator_features = indicators
+        return output
 
     def _indicators(self, ids: Tensor, features: Tensor, filled: Tensor) -> list[Tensor]:
         """What stands for tokens that say how an image lies, where a model has such: features in images, else embeddings.
@@ -459,21 +476,21 @@ class GenericModel(FamilyModel):
             found.append(rows)
         return found
 
-    def _beside_sampled(self, features: Tensor, is_feature: Tensor) -> Tensor:
+    def _beside_sampled(self, name: str, features: Tensor, is_feature: Tensor) -> Tensor:
         """Features, and zero rows for slot tokens that the model sampled. Shapes: (slots, levels * C)."""
-        if self._no_feature is None:
-            self._no_feature = self._find_no_feature(features[:1])
+        if name not in self._no_feature:
+            self._no_feature[name] = self._find_no_feature(name, features[:1])
+        nothing = self._no_feature[name]
         rows = features.new_zeros(len(is_feature), features.shape[1])
-        rows[:, : self._no_feature.shape[1]] = self._no_feature
+        rows[:, : nothing.shape[1]] = nothing
         rows[is_feature] = features
         return rows
 
-    def _find_no_feature(self, like: Tensor) -> Tensor:
+    def _find_no_feature(self, name: str, like: Tensor) -> Tensor:
         """The decoder's input for a slot token in a prompt without images. Shapes: returns (1, C)."""
-        slot_id: Any = self.inner.config.image_token_id
+        slot_id: Any = getattr(self.inner.config, f"{name}_token_id")
         ids = torch.tensor([[slot_id]], device=like.device)
-        assert self._form is not None
-        zero = {"image": self._form.output(torch.zeros_like(like))}
+        zero = {name: self._forms[name].output(torch.zeros_like(like))}
         plain = embeddings_of(self.inner, input_ids=ids)
         return plain - embeddings_of(self.inner, input_ids=ids, mm_encoder_outputs=zero)
 

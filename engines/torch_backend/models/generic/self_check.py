@@ -70,9 +70,9 @@ def whole_inputs(
     names = {*type_names(arguments)}
     if any("grid" in name for name in arguments):
         names.add("mm_token_type_ids")
-    is_slot = token_ids == slot_id
+    is_slot = (token_ids == slot_id).long()
     types: dict[str, Any] = token_types(
-        names, model.config, token_ids, is_slot, torch.ones_like(is_slot)
+        names, model.config, token_ids, is_slot, torch.ones_like(is_slot, dtype=torch.bool)
     )
     given = joined_inputs(model, images)
     return types | {name: x for name, x in given.items() if name in arguments}

@@ -1,4 +1,4 @@
-"""Token type arguments of models: whether a token belongs to an image.
+"""Token type arguments of models: whether a token belongs to an image or a video.
 
 Shape letters: B prompts, N tokens.
 """
@@ -19,18 +19,18 @@ def type_names(arguments: Iterable[str]) -> list[str]:
 
 
 def token_types(
-    names: Iterable[str], config: Any, token_ids: Tensor, is_slot: Tensor, is_asked: Tensor
+    names: Iterable[str], config: Any, token_ids: Tensor, kinds: Tensor, is_asked: Tensor
 ) -> dict[str, Tensor]:
     """Token types by argument name. Shapes: all (B, N).
 
-    `is_asked` marks tokens of prompts.
+    `kinds` are types of slots, 0 elsewhere; `is_asked` marks tokens of prompts.
     """
     types = {}
     for name in names:
-        typed = is_slot
+        typed = kinds
         if name.startswith("moe_"):
             around = torch.tensor([getattr(config, each) for each in _BESIDE_SLOTS])
-            typed = typed | (torch.isin(token_ids, around.to(token_ids.device)) & is_asked)
+            typed = (kinds > 0) | (torch.isin(token_ids, around.to(token_ids.device)) & is_asked)
         types[name] = typed.long()
     return types
 

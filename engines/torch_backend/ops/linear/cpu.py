@@ -89,14 +89,13 @@ def pack(layer: Linear) -> None:
 def pack_linears(model: nn.Module, ops: Ops, dtype: torch.dtype) -> None:
     """Pack the quantized layers of a loaded model.
 
-    Layers without a correct kernel are converted for torch, in `Ops.product_dtype(dtype)`.
+    Layers without a correct kernel run in torch, in `Ops.product_dtype(dtype)`.
     """
     for layer, method in quantized_layers(model):
         if ops.uses(method.op, "cpu"):
             pack(layer)
         else:
             layer.to(ops.product_dtype(dtype))
-            method.prepare(layer, ops.site.level)
 
 
 def pack_int8_beside(model: nn.Module, ops: Ops) -> None:

@@ -32,7 +32,7 @@ def build(site: Site) -> CreateAttention:
         inputs: StepInputs,
         rotation: tuple[Tensor, Tensor] | None,
     ) -> Attend:
-        if pool.head_dim % _LANES or pool.scales(0) is not None:
+        if pool.head_dim % _LANES:
             return create_attention(num_heads, pool, inputs, rotation)
         return PagedAttention(library, num_heads, pool, inputs, rotation)
 

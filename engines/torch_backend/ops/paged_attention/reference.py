@@ -96,7 +96,7 @@ def create_attention(
         if heads.rotates and rotation is not None:
             cos, sin = (x[:, heads.rope : heads.rope + 1] for x in rotation)
             query, key = rotate(query, cos, sin), rotate(key, cos, sin)
-        key, value = pool.write(layer, inputs.slots, key, value)
+        pool.write(layer, inputs.slots, key, value)
         form = (heads.window, heads.chunk, heads.is_bidirectional)
         if form not in contexts:
             contexts[form] = _find_contexts(inputs, pool.block_size, heads)

@@ -16,20 +16,6 @@ from engines.torch_backend.ops.paged_attention.reference import Heads
 
 
 @triton.jit
-def _write(x, cell, scale_cell, out, d, inside, IS_INT8: tl.constexpr):
-    """Store the vector of one head in its slot, and its rounded value."""
-    if IS_INT8:
-        scale = tl.maximum(tl.max(tl.abs(x), axis=0) / 127.0, 1.1754943508222875e-38)
-        integers = tl.floor(x / scale + 0.5)
-        tl.store(cell + d, integers.to(tl.int8), mask=inside)
-        tl.store(scale_cell, scale)
-        x = integers * scale
-    else:
-        tl.store(cell + d, x.to(cell.dtype.element_ty), mask=inside)
-    tl.store(out + d, x.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
 def _gain(query_gain, key_gain, d, inside, is_query):
     """The gain of a query's or a key's channels."""
     of_query = tl.load(query_gain + d, mask=inside & is_query, other=0.0).to(tl.float32)
@@ -49,8 +35,6 @@ def _rotate_and_write_kernel(
     value_out,  # (N, K, D)
     key_cache,  # (slots, K, D)
     value_cache,  # (slots, K, D)
-    key_scales,  # (slots, K)
-    value_scales,  # (slots, K)
     query_gain,  # (D,)
     key_gain,  # (D,)
     eps,
@@ -60,7 +44,6 @@ def _rotate_and_write_kernel(
     BLOCK_D: tl.constexpr,
     HAS_NORMS: tl.constexpr,
     ROTATES: tl.constexpr,
-    IS_INT8: tl.constexpr,
 ):
     """A program rotates one head of one token; for a key it also writes the key and its value to the cache."""
     token = tl.program_id(0).to(tl.int64)
@@ -89,12 +72,10 @@ def _rotate_and_write_kernel(
         cell = tl.load(slots + token).to(tl.int64) * K + kv_head
         out = (token * K + kv_head) * D
         value = tl.load(row + (head + K) * D + d, mask=inside, other=0.0).to(tl.float32)
-        _write(
-            turned.to(tl.float32), key_cache + cell * D, key_scales + cell, key_out + out, d, inside, IS_INT8
-        )  # fmt: skip
-        _write(
-            value, value_cache + cell * D, value_scales + cell, value_out + out, d, inside, IS_INT8
-        )
+        tl.store(key_cache + cell * D + d, turned.to(key_cache.dtype.element_ty), mask=inside)
+        tl.store(value_cache + cell * D + d, value.to(value_cache.dtype.element_ty), mask=inside)
+        tl.store(key_out + out + d, turned, mask=inside)
+        tl.store(value_out + out + d, value.to(dtype), mask=inside)
 
 
 def rotate_and_write(
@@ -115,7 +96,6 @@ def rotate_and_write(
     num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
     query = qkv.new_empty(num_tokens, num_heads, head_dim)
     key, value = (qkv.new_empty(num_tokens, num_kv_heads, head_dim) for _ in range(2))
-    scales = pool.scales(layer)
     norms = (heads.query_norm, heads.key_norm)
     assert (norms[0] is None) == (norms[1] is None), "queries and keys are normalised together"
     gains = [qkv if norm is None else norm.weight for norm in norms]
@@ -131,8 +111,6 @@ def rotate_and_write(
         value,
         keys,
         values,
-        keys if scales is None else scales[0],
-        values if scales is None else scales[1],
         *gains,
         0.0 if heads.query_norm is None else heads.query_norm.eps,
         H=num_heads,
@@ -141,7 +119,6 @@ def rotate_and_write(
         BLOCK_D=triton.next_power_of_2(head_dim),
         HAS_NORMS=heads.query_norm is not None,
         ROTATES=heads.rotates and rotation is not None,
-        IS_INT8=scales is not None,
         num_warps=1,
     )
     return query, key, value

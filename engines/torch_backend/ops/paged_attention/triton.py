@@ -46,8 +46,6 @@ def _attend_part_kernel(
     query,  # (S, K, D)
     keys,  # (slots, K, D)
     values,  # (slots, K, D)
-    key_scales,  # (slots, K)
-    value_scales,  # (slots, K)
     tables,  # (S, table_width)
     lengths,  # (S,)
     part_out,  # (S, K, P, D) float32
@@ -62,7 +60,6 @@ def _attend_part_kernel(
     P: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    IS_INT8: tl.constexpr,
 ):
     """Where every query head has keys of its own: a row by a matrix, which needs no tensor core.
 
@@ -86,15 +83,11 @@ def _attend_part_kernel(
         key = tl.load(keys + cells[:, None] * D + d[None, :], mask=mask, other=0)
         value = tl.load(values + cells[:, None] * D + d[None, :], mask=mask, other=0)
         scores = tl.sum(key.to(tl.float32) * q[None, :], axis=1)
-        if IS_INT8:
-            scores *= tl.load(key_scales + cells, mask=seen, other=0.0)
         scores = tl.where(seen, scores, -float("inf"))
         new_best = tl.maximum(best, tl.max(scores, axis=0))
         shrink = tl.exp(best - new_best)
         weights = tl.exp(scores - new_best)
         total = total * shrink + tl.sum(weights, axis=0)
-        if IS_INT8:
-            weights *= tl.load(value_scales + cells, mask=seen, other=0.0)
         out = out * shrink + tl.sum(value.to(tl.float32) * weights[:, None], axis=0)
         best = new_best
     place = row * P + part
@@ -108,8 +101,6 @@ def _attend_part_grouped_kernel(
     query,  # (S, K, G, D)
     keys,  # (slots, K, D)
     values,  # (slots, K, D)
-    key_scales,  # (slots, K)
-    value_scales,  # (slots, K)
     tables,  # (S, table_width)
     lengths,  # (S,)
     part_out,  # (S, K, G, P, D) float32
@@ -124,7 +115,6 @@ def _attend_part_grouped_kernel(
     P: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    IS_INT8: tl.constexpr,
     G: tl.constexpr,
     BLOCK_G: tl.constexpr,
     PRODUCT: tl.constexpr,
@@ -150,15 +140,11 @@ def _attend_part_grouped_kernel(
         key = tl.load(keys + cells[:, None] * D + d[None, :], mask=mask, other=0).to(PRODUCT)
         value = tl.load(values + cells[:, None] * D + d[None, :], mask=mask, other=0).to(PRODUCT)
         scores = tl.dot(q, tl.trans(key), input_precision="ieee") * factor
-        if IS_INT8:
-            scores *= tl.load(key_scales + cells, mask=seen, other=0.0)[None, :]
         scores = tl.where(seen[None, :], scores, -float("inf"))
         new_best = tl.maximum(best, tl.max(scores, axis=1))
         shrink = tl.exp(best - new_best)
         weights = tl.exp(scores - new_best[:, None])
         total = total * shrink + tl.sum(weights, axis=1)
-        if IS_INT8:
-            weights *= tl.load(value_scales + cells, mask=seen, other=0.0)[None, :]
         out = out * shrink[:, None] + tl.dot(weights.to(PRODUCT), value, input_precision="ieee")
         best = new_best
     places = rows * P + part
@@ -200,7 +186,6 @@ def attend_decodes(
     Shapes: query (S, H, D), tables (S, blocks), lengths (S,); returns (S, H * D).
     """
     keys, values = pool.blocks(layer)
-    scales = pool.scales(layer)
     num_sequences, num_heads, head_dim = query.shape
     num_kv_heads = keys.shape[2]
     group = num_heads // num_kv_heads
@@ -218,7 +203,6 @@ def attend_decodes(
         # keys and values of a tile, twice: of wide heads in float32 half of it fits every processor
         "TILE": _TILE if block_d * query.element_size() <= 512 else _TILE // 2,
         "BLOCK_D": block_d if group == 1 else max(16, block_d),
-        "IS_INT8": scales is not None,
     }
     kernel = _attend_part_kernel
     if group > 1:
@@ -230,8 +214,6 @@ def attend_decodes(
         query.contiguous(),
         keys,
         values,
-        keys if scales is None else scales[0],
-        values if scales is None else scales[1],
         tables,
         lengths,
         part_out,

@@ -87,12 +87,10 @@ def pair(name: str) -> ModelPair:
 
 
 @cache
-def expected(name: str, sampling: str, kv_dtype: str) -> Tokens:
+def expected(name: str, sampling: str) -> Tokens:
     """The plain path's."""
     model = pair(name)
-    return run_batched(
-        partial(make_engine, model, kv_dtype=kv_dtype), make_requests(model, **SAMPLINGS[sampling])
-    )
+    return run_batched(partial(make_engine, model), make_requests(model, **SAMPLINGS[sampling]))
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -101,25 +99,22 @@ def test_by_every_way_it_is_the_plain_path_token_for_token(way: Way, on_cpu: Non
     assert way(partial(make_engine, pair("grouped")), make_requests(pair("grouped"))) == wanted
 
 
-def expected_outside(name: str, sampling: str, kv_dtype: str = "auto") -> Tokens:
+def expected_outside(name: str, sampling: str) -> Tokens:
     with on_the_plain_path():
-        return expected(name, sampling, kv_dtype)
+        return expected(name, sampling)
 
 
 @pytest.mark.parametrize(
-    ("name", "sampling", "kv_dtype"),
+    ("name", "sampling"),
     [
-        *(("grouped", sampling, "auto") for sampling in SAMPLINGS if sampling != "greedy"),
-        *((name, "seeded", "auto") for name in MODELS if name != "grouped"),
-        ("int8", "greedy", "int8"),
+        *(("grouped", sampling) for sampling in SAMPLINGS if sampling != "greedy"),
+        *((name, "seeded") for name in MODELS if name != "grouped"),
     ],
 )
-def test_every_model_and_sampling_is_the_plain_path(
-    name: str, sampling: str, kv_dtype: str, on_cpu: None
-):
-    wanted = expected_outside(name, sampling, kv_dtype)
+def test_every_model_and_sampling_is_the_plain_path(name: str, sampling: str, on_cpu: None):
+    wanted = expected_outside(name, sampling)
     model = pair(name)
-    start = partial(make_engine, model, kv_dtype=kv_dtype)
+    start = partial(make_engine, model)
     assert run_batched(start, make_requests(model, **SAMPLINGS[sampling])) == wanted
 
 

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from engines.text.processor import create_processor
+from engines.torch_backend.loading.formats import detect
 from engines.torch_backend.loading.make_checkpoint import make_checkpoint
 from engines.torch_backend.loading.stored_tensors import list_tensors
 from engines.torch_backend.models.config import UnsupportedCheckpoint
+from engines.torch_backend.models.hf_config import read_fields
 from engines.torch_backend.models.registry import find_family
 
 WITHIN_S = 5.0
@@ -52,6 +54,7 @@ def look_at(directory: Path) -> None:
     family, config = find_family(directory)
     multimodal = family.processor(directory, config)
     create_processor(directory, multimodal, config.text.max_position_embeddings)
+    detect(read_fields(directory))
     list_tensors(directory)
 
 

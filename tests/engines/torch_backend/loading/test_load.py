@@ -74,7 +74,7 @@ def reference(directory: Path, image_files: list[bytes], num_tokens: int = 12) -
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("load") / "tiny"
-    make_checkpoint("tiny", directory, seed=3)
+    make_checkpoint("tiny", directory, seed=5)
     return directory
 
 

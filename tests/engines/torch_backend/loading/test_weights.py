@@ -201,7 +201,6 @@ MEASURE_PEAKS = """
 import json, os, re, sys
 from pathlib import Path
 import torch
-from engines.torch_backend.ops.cpu_level import LEVELS
 from engines.torch_backend.ops.registry import cpu_ops
 from engines.torch_backend.models.registry import find_family
 from engines.torch_backend.loading.weights import load_model
@@ -211,15 +210,11 @@ torch.zeros(8, 8) @ torch.zeros(8, 8)
 def num_bytes(field):
     status = Path("/proc/self/status").read_text()
     return int(re.search(rf"{field}:\\s+(\\d+) kB", status)[1]) * 1024
-LARGEST, LEAST = LEVELS[0], LEVELS[-1]
-def load(directory, dtype, scheme, kernels, level):
-    family, config = find_family(directory)
-    device = torch.device("cpu")
-    how = {"ops": kernels, "level": level}
-    return load_model(directory, family, config, device, dtype, scheme, **how).state_dict().values()
-def measure(dtype, scheme, kernels, by):
-    level = LARGEST if by == "torch's kernels" else LEAST
-    how = getattr(torch, dtype), METHODS.get(scheme), cpu_ops(kernels), level
+def load(directory, dtype, scheme, ops):
+    found, device = find_family(directory), torch.device("cpu")
+    return load_model(directory, *found, device, dtype, scheme, ops=ops).state_dict().values()
+def measure(dtype, scheme, kernels):
+    how = getattr(torch, dtype), METHODS.get(scheme), cpu_ops(kernels)
     load(Path(sys.argv[1]), *how)  # a fork holds no page of code until it has run
     before = num_bytes("VmRSS")
     weights = load(Path(sys.argv[2]), *how)
@@ -237,16 +232,15 @@ PRECISIONS = {
     **{
         case: limit
         for case, limit in {
-            ("float32", "none", "off", ""): 1.2,
-            ("float32", "int4", "off", "torch's kernels"): 1.3,
-            ("bfloat16", "int4", "off", "dequantizing"): 1.3,
-            ("float32", "int8", "fast", ""): 1.4,
+            ("float32", "none", "off"): 1.2,
+            ("float32", "int4", "off"): 1.3,
+            ("float32", "int8", "fast"): 1.4,
         }.items()
         if IS_LONG  # each loads twice
     },
-    ("bfloat16", "none", "off", ""): 1.2,
-    ("bfloat16", "int4", "off", "torch's kernels"): 1.3,
-    ("float32", "int4", "fast", ""): 1.5,
+    ("bfloat16", "none", "off"): 1.2,
+    ("bfloat16", "int4", "off"): 1.3,
+    ("float32", "int4", "fast"): 1.5,
 }
 
 

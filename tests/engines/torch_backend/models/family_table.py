@@ -53,6 +53,7 @@ class Family:
     placeholder: str = ""
     embedding_std: float = 0.35  #: such that answers differ
     opening: str = ""  #: what the template begins with
+    video_placeholder: str = ""  #: what it writes for a video; empty: such are not tested
     #: What its processor makes of images and a text, where it lays prompts out by itself; there is no template then.
     read: Callable[[Any, list[Any], str], Any] | None = None
 
@@ -993,7 +994,7 @@ REFUSED = [
 #: Says what is said, and where images are.
 TEMPLATE = (
     "{% for m in messages %}{% for c in m['content'] %}"
-    "{% if c['type'] == 'image' %}PLACEHOLDER{% else %}{{ c['text'] }}{% endif %}"
+    "{% if c['type'] == 'image' %}PLACEHOLDER{% elif c['type'] == 'video' %}OF_VIDEO{% else %}{{ c['text'] }}{% endif %}"
     "{% endfor %}{{ '\n' }}{% endfor %}"
 )
 
@@ -1040,6 +1041,7 @@ def _make_checkpoint(family: Family, directory: Path) -> None:
     if family.read is not None:
         return None
     template = family.opening + TEMPLATE.replace("PLACEHOLDER", family.placeholder)
+    template = template.replace("OF_VIDEO", family.video_placeholder)
     (directory / "chat_template.jinja").write_text(template)
 
 

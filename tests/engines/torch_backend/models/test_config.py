@@ -146,7 +146,6 @@ def test_llama_attention_bias_covers_the_output_and_qwen2_bias_does_not() -> Non
         (make_config(model_type="llava_next"), "llava_next"),
         (make_config(vision_config={"model_type": "siglip_vision_model"}), "siglip_vision_model"),
         (make_config(text_config={"model_type": "gemma"}), "gemma.*llama, mistral, qwen2"),
-        (make_config(quantization_config={"quant_method": "vlm-fleet"}), "scheme is missing"),
         (make_config(vision_feature_select_strategy="cls"), "vision_feature_select_strategy"),
         (make_config(vision_feature_layer=-26), "vision_feature_layer -26"),
         (make_config(image_token_index=40000), "image_token_index 40000"),

@@ -40,6 +40,7 @@ from engines.torch_backend.models.generic.tested import TESTED
 from engines.torch_backend.models.hf_config import read_fields
 from engines.torch_backend.models.registry import FamilyModel, find_family
 from engines.torch_backend.multimodal import parts
+from engines.torch_backend.multimodal.transformers_images import TAKES_VIDEO
 from engines.torch_backend.ops.registry import Ops, cpu_ops
 from engines.torch_backend.runner import TorchRunner
 from engines.torch_backend.settings import TorchSettings
@@ -266,7 +267,8 @@ def loaded(
     family = loaded.family
     path = loaded.model.speed_path if find_family(directory)[0] is FAMILY else "native"
     name = family.name + ("" if loaded.model.shares_prefixes else NO_PREFIXES)
-    rows.append(("text and images" if family.create_processor else "text", path, name))
+    inputs = "text, images" if family.create_processor else "text"
+    rows.append((f"{inputs}, video" if family.architecture in TAKES_VIDEO else inputs, path, name))
     return loaded
 
 

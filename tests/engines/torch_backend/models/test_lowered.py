@@ -175,14 +175,6 @@ def test_channels_that_are_turned_otherwise_are_put_in_our_order(
         assert ways.run_chunked(start, loaded.requests) == loaded.expected
 
 
-@pytest.mark.parametrize("kernels", ["fast", "off"])
-def test_keys_and_values_may_be_in_int8(kernels: Any, tmp_path: Path) -> None:
-    model = made(text("Mistral", "Mistral", sliding_window=8, head_dim=16), tmp_path)
-    scores = [_scores(model, kernels, kv_dtype=kind) for kind in ("auto", "int8")]
-    assert not torch.equal(*scores)
-    assert (scores[0] - scores[1]).norm() < 0.02 * scores[0].norm()
-
-
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
 @pytest.mark.parametrize("kernels", ["fast", "off"])
 def test_few_bits_are_those_of_the_native_family(scheme: str, kernels: Any, tmp_path: Path) -> None:

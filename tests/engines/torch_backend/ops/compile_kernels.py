@@ -80,10 +80,10 @@ def main() -> None:
             compile_for(capability, self, *args, **options)
 
         JITFunction.run = run
-        for (name, shape), dtype, kv_dtype in product(SHAPES.items(), dtypes, ("auto", "int8")):
+        for (name, shape), dtype in product(SHAPES.items(), dtypes):
             text = make_text_config(intermediate_size=11008, **shape)
-            site = Site(torch.device("cpu"), dtype, text, 16, kv_dtype, interprets=True)
-            print(f"# sm_{capability}, {name}, {dtype}, {kv_dtype}", flush=True)
+            site = Site(torch.device("cpu"), dtype, text, 16, interprets=True)
+            print(f"# sm_{capability}, {name}, {dtype}", flush=True)
             for op in discover():
                 for candidate in op.candidates:
                     if candidate.name == "triton":

@@ -42,12 +42,11 @@ def check(
     heads: Heads = PLAIN,
     num_kv_heads: int = 2,
     dtype: torch.dtype = torch.float32,
-    kv_dtype: str = "auto",
     tolerance: float = 1e-5,
 ) -> None:
     qkv = torch.randn(len(inputs.slots), (4 + 2 * num_kv_heads) * 8).to(dtype)
     query, key, value = qkv.view(len(qkv), -1, 8).split([4, num_kv_heads, num_kv_heads], dim=1)
-    pools = [make_pool(dtype, num_kv_heads, kv_dtype=kv_dtype) for _ in range(2)]
+    pools = [make_pool(dtype, num_kv_heads) for _ in range(2)]
     found = create_attention(4, pools[0], inputs, None)(1, qkv, heads)
     expected = attend_by_definition(pools[1], inputs, query, key, value, heads)
     assert_close(found.float(), expected, rtol=tolerance, atol=tolerance)
@@ -74,12 +73,6 @@ def test_every_form_is_the_definition(form: str):
 @torch.inference_mode()
 def test_it_is_so_in_half_precision(dtype: torch.dtype):
     check(make_inputs(SHARES[-1]), dtype=dtype, tolerance=2e-2)
-
-
-@pytest.mark.parametrize("shares", [[(1, 3), (1, 30)], [(9, 0)], [(1, 9), (7, 0), (6, 5)]], ids=str)
-@torch.inference_mode()
-def test_it_is_so_over_integers(shares: list[tuple[int, int]]):
-    check(make_inputs(shares), kv_dtype="int8")
 
 
 @torch.inference_mode()

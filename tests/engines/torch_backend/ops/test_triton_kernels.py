@@ -6,7 +6,7 @@
 from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -48,10 +48,10 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def make_pool(
-    num_kv_heads: int, head_dim: int, dtype: torch.dtype, kv_dtype: str, num_blocks: int = 16
+    num_kv_heads: int, head_dim: int, dtype: torch.dtype, num_blocks: int = 16
 ) -> KVCachePool:
     config = make_text_config(num_kv_heads=num_kv_heads, head_dim=head_dim, num_layers=2)
-    pool = KVCachePool(config, num_blocks, 8, dtype, DEVICE, kv_dtype)
+    pool = KVCachePool(config, num_blocks, 8, dtype, DEVICE)
     slots = torch.arange(num_blocks * 8, device=DEVICE)
     for layer in range(2):
         shape = (num_blocks * 8, num_kv_heads, head_dim)
@@ -93,24 +93,20 @@ def make_both(
 
 
 @pytest.mark.parametrize(
-    ("form", "dtype", "kv_dtype", "sections"),
+    ("form", "dtype", "sections"),
     few(
-        product(("plain", "norms", "still"), DTYPES, ("auto", "int8"), ((), (4, 5, 3))),
+        product(("plain", "norms", "still"), DTYPES, ((), (4, 5, 3))),
         [
-            ("plain", torch.float32, "auto", ()),
-            ("plain", torch.float16, "int8", (4, 5, 3)),
-            ("norms", torch.float32, "auto", (4, 5, 3)),
-            ("norms", torch.bfloat16, "int8", ()),
-            ("norms", torch.float16, "auto", ()),
-            ("still", torch.float32, "int8", ()),
-            ("still", torch.bfloat16, "auto", (4, 5, 3)),
+            ("plain", torch.float32, ()),
+            ("plain", torch.float16, (4, 5, 3)),
+            ("norms", torch.float32, (4, 5, 3)),
+            ("norms", torch.bfloat16, ()),
+            ("still", torch.bfloat16, (4, 5, 3)),
         ],
     ),
     ids=str,
 )
-def test_heads_are_rotated_and_written(
-    dtype: torch.dtype, kv_dtype: str, sections: tuple[int, ...], form: str
-):
+def test_heads_are_rotated_and_written(dtype: torch.dtype, sections: tuple[int, ...], form: str):
     norms = [RMSNorm(24, 1e-5).requires_grad_(False).to(DEVICE, dtype) for _ in range(2)]
     for norm, shift in zip(norms, (0.0, 0.5), strict=True):
         norm.weight.copy_(numbers(24, dtype=dtype) + shift)
@@ -121,35 +117,32 @@ def test_heads_are_rotated_and_written(
     if sections:
         positions = torch.tensor([[0, 39, 17], [7, 2, 38], [3, 11, 0]], device=DEVICE)
     inputs = make_decodes([1, 40, 18], 16)
-    pools = [make_pool(2, 24, dtype, kv_dtype) for _ in range(2)]
+    pools = [make_pool(2, 24, dtype) for _ in range(2)]
     qkv = numbers(3, (4 + 2 * 2) * 24, dtype=dtype)
     found = [each(1, qkv, heads) for each in make_both(4, pools, inputs, rotary.at(positions))]
-    tolerance: dict[str, Any] = (
-        TOLERANCES[dtype] if kv_dtype == "auto" else {"rtol": 0.02, "atol": 0.03}
-    )
-    assert_close(*found, **tolerance)
+    assert_close(*found, **TOLERANCES[dtype])
     slots = torch.arange(16 * 8, device=DEVICE)[None]
     for layer in range(2):  # the other layer, and all other slots, are as they were
-        assert_close(pools[0].read(layer, slots), pools[1].read(layer, slots), **tolerance)
+        assert_close(pools[0].read(layer, slots), pools[1].read(layer, slots), **TOLERANCES[dtype])
 
 
 @pytest.mark.parametrize(
-    ("heads", "dtype", "kv_dtype", "windows"),
+    ("heads", "dtype", "windows"),
     [
-        ((2, 2, 16), torch.float32, "auto", (None, 1, 70)),
-        ((2, 2, 24), torch.bfloat16, "int8", (70,)),
-        ((6, 2, 8), torch.float32, "int8", (None,)),
-        ((4, 1, 24), torch.float16, "auto", (1,)),
-        ((4, 1, 16), torch.bfloat16, "auto", (70,)),
-        ((2, 1, 256), torch.float32, "auto", (None,)),
+        ((2, 2, 16), torch.float32, (None, 1, 70)),
+        ((2, 2, 24), torch.bfloat16, (70,)),
+        ((6, 2, 8), torch.float32, (None,)),
+        ((4, 1, 24), torch.float16, (1,)),
+        ((4, 1, 16), torch.bfloat16, (70,)),
+        ((2, 1, 256), torch.float32, (None,)),
     ],
     ids=str,
 )
 def test_new_tokens_attend_to_their_pages(
-    heads: tuple[int, int, int], dtype: torch.dtype, kv_dtype: str, windows: tuple[int | None, ...]
+    heads: tuple[int, int, int], dtype: torch.dtype, windows: tuple[int | None, ...]
 ):
     num_heads, num_kv_heads, head_dim = heads
-    pools = [make_pool(num_kv_heads, head_dim, dtype, kv_dtype, num_blocks=40) for _ in range(2)]
+    pools = [make_pool(num_kv_heads, head_dim, dtype, num_blocks=40) for _ in range(2)]
     inputs = make_decodes([3, 150, 64, 9])  # one tile, several, a whole one
     qkv = numbers(4, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
     for window in (None, 1, 70) if IS_LONG else windows:
@@ -158,7 +151,7 @@ def test_new_tokens_attend_to_their_pages(
 
 
 def test_nothing_beyond_a_context_is_looked_at():
-    pools = [make_pool(2, 8, torch.float32, "auto") for _ in range(2)]
+    pools = [make_pool(2, 8, torch.float32) for _ in range(2)]
     inputs = StepInputs.create([SequenceRows(0, 1, 10, [*range(16)])], 8, DEVICE)
     qkv = numbers(1, 8 * 8)
     expected = ATTENTION.reference(4, pools[0], inputs, None)(0, qkv)
@@ -170,7 +163,7 @@ def test_nothing_beyond_a_context_is_looked_at():
 
 
 def test_a_row_without_a_context_gives_zeros():
-    pool = make_pool(2, 8, torch.float32, "auto")
+    pool = make_pool(2, 8, torch.float32)
     inputs = replace(make_decodes([3, 9], 16), lengths=torch.tensor([3, 0], device=DEVICE))
     assert not create_by_kernels(4, pool, inputs, None)(0, numbers(2, 8 * 8))[1].any()
 
@@ -234,7 +227,7 @@ def test_shapes_of_real_models(shape: str):
     )
     gated = numbers(1, 2 * inner, dtype=dtype)
     assert_close(KERNELS.gate(gated), REFERENCES.gate(gated), **tolerance)
-    pools = [make_pool(text.num_kv_heads, head_dim, dtype, "auto", 5) for _ in range(2)]
+    pools = [make_pool(text.num_kv_heads, head_dim, dtype, 5) for _ in range(2)]
     norms = [RMSNorm(head_dim, 1e-6).requires_grad_(False).to(DEVICE, dtype) for _ in range(2)]
     qkv = numbers(1, (text.num_heads + 2 * text.num_kv_heads) * head_dim, dtype=dtype)
     positions = torch.tensor([37], device=DEVICE)
@@ -255,11 +248,9 @@ def test_few_bits_of_real_widths(shape: str, bits: int):
         check_few_bits(bits, numbers(1, width, dtype=torch.bfloat16), 18, width // 64)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "kv_dtype"), [(torch.float32, "auto"), (torch.bfloat16, "int8")], ids=str
-)
-def test_every_kernel_is_found_right(dtype: torch.dtype, kv_dtype: Literal["auto", "int8"]):
-    site = Site(DEVICE, dtype, make_text_config(), 4, kv_dtype, interprets=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_kernel_is_found_right(dtype: torch.dtype):
+    site = Site(DEVICE, dtype, make_text_config(), 4, interprets=True)
     ops = choose(site, disabled=["paged_attention.triton_varlen"])
     assert {name for name in ops.chosen if ops.uses(name, "triton")} == {
         op.name for op in discover() if any(c.name == "triton" for c in op.candidates)

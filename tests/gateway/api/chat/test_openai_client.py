@@ -110,19 +110,3 @@ async def test_an_error_in_mid_stream_is_raised(client, worker):
     with pytest.raises(openai.APIError, match=r"The worker was lost\."):
         await read()
     assert "".join(texts) == "half"
-
-
-async def test_the_client_leaves_a_stream_early(client, worker):
-    async def script(answer: Answer) -> None:
-        await answer.start()
-        while answer.refused is None:
-            await answer.say("on ")
-            await asyncio.sleep(0.01)
-
-    worker.script = script
-    stream = await client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True)
-    async for _ in stream:
-        break
-    await stream.close()
-    async with asyncio.timeout(5):
-        await worker.cancelled.wait()

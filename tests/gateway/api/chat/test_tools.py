@@ -7,7 +7,6 @@ import pytest
 
 from shared.protocol import CallPiece, FinishReason, Function, ToolCall, Tools
 from tests.factories_gateway import CARD, CHAT, MODEL, Answer, make_body
-from tests.factories_images import data_url
 
 ABLE = msgspec.structs.replace(CARD, supports_grammars=True)
 TOOL = {
@@ -116,19 +115,6 @@ async def test_what_the_model_may_call(gateway, worker, fields, expected):
 async def test_tools_that_cannot_be_meant(gateway, worker, fields, param):
     response = await gateway.client.post(CHAT, json=make_body(**fields))
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
-
-
-async def test_a_result_may_be_an_image(gateway, worker):
-    call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
-    image = {"type": "image_url", "image_url": {"url": data_url()}}
-    messages = [
-        *MESSAGES,
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "c", "content": [image]},
-    ]
-    response = await gateway.client.post(CHAT, json=make_body(messages=messages))
-    assert response.status_code == 200, response.text
-    assert len(worker.requests[0].task.images) == 1
 
 
 DEEP = '{"x": ' + "[" * 2000

@@ -1,4 +1,4 @@
-"""Fetch an image from an http(s) URL without becoming a way into the operator's network.
+"""Fetch an image or video from an http(s) URL without becoming a way into the operator's network.
 
 Off until the operator names hosts, or `any-public`. A URL is split once. Its name is resolved once, every address it
 has must be global, and the connection goes to one of them, while URL, Host, TLS name and the pool's key stay those of
@@ -21,13 +21,13 @@ from urllib.parse import SplitResult, urljoin, urlsplit
 
 import httpcore
 
-from gateway.images.header import ImageRefused
+from gateway.media.header import ImageRefused
 from shared.settings.limits import MAX_IMAGE_URL_CHARS
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 #: One message for every failure, so that it does not reveal what listens behind a URL.
-CANNOT_FETCH = "The image could not be fetched from its URL: send it as a data: URL."
+CANNOT_FETCH = "The file could not be fetched from its URL: send it as a data: URL."
 
 _MAX_CONCURRENT = 32  #: concurrent fetches in this process
 _MAX_PER_HOST = 8  #: of these, for one host
@@ -77,14 +77,12 @@ class ImageFetcher:
         self,
         *,
         hosts: Collection[str],
-        max_bytes: int,
         timeout_s: float,
         lookup: Callable[..., list[Any]] = socket.getaddrinfo,
         network: httpcore.AsyncNetworkBackend | None = None,
         ssl_context: ssl.SSLContext | None = None,
     ) -> None:
         self.hosts = frozenset(hosts)
-        self.max_bytes = max_bytes
         self.timeout_s = timeout_s
         self._slots = asyncio.Semaphore(_MAX_CONCURRENT)
         self._num_by_host: Counter[str] = Counter()
@@ -100,19 +98,23 @@ class ImageFetcher:
             network_backend=self._network,
         )
 
-    async def fetch(self, url: str, reserve: Callable[[int], None]) -> bytes:
+    async def fetch(
+        self, url: str, reserve: Callable[[int], None], max_bytes: int, more_s: float = 0.0
+    ) -> bytes:
         """Fetch the bytes of a URL. `reserve` is called with a number of bytes before they are stored.
 
-        Raises: ImageRefused, always with the same message; what `reserve` raises.
+        `more_s`: time beside the timeout. Raises: ImageRefused, always with the same message; what `reserve` raises.
         """
         with suppress(*_FAILURES):
-            async with asyncio.timeout(self.timeout_s):
-                return await self._follow(parse_url(url), reserve)
+            async with asyncio.timeout(self.timeout_s + more_s):
+                return await self._follow(parse_url(url), reserve, max_bytes)
         raise ImageRefused(CANNOT_FETCH, code="invalid_image_url")
 
-    async def _follow(self, url: SplitResult, reserve: Callable[[int], None]) -> bytes:
+    async def _follow(
+        self, url: SplitResult, reserve: Callable[[int], None], max_bytes: int
+    ) -> bytes:
         for _ in range(1 + _MAX_REDIRECTS):
-            answer = await self._fetch(url, reserve)
+            answer = await self._fetch(url, reserve, max_bytes)
             if isinstance(answer, bytes):
                 return answer
             target = parse_url(urljoin(url.geturl(), answer))
@@ -121,8 +123,10 @@ class ImageFetcher:
             url = target
         raise ValueError("too many redirects")
 
-    async def _fetch(self, url: SplitResult, reserve: Callable[[int], None]) -> bytes | str:
-        """The image, or the URL of a redirect."""
+    async def _fetch(
+        self, url: SplitResult, reserve: Callable[[int], None], max_bytes: int
+    ) -> bytes | str:
+        """The file, or the URL of a redirect."""
         host, port = (url.hostname or "").rstrip("."), url.port or _PORTS[url.scheme]
         self._check_host(host, port)
         with _share(self._num_by_host, host, _MAX_PER_HOST):
@@ -130,7 +134,7 @@ class ImageFetcher:
             with _share(self._num_by_address, _network_of(address), _MAX_PER_ADDRESS):
                 async with self._slots:
                     with self._network.pinned(host, address):
-                        return await self._get(url, host, port, reserve)
+                        return await self._get(url, host, port, reserve, max_bytes)
 
     def _check_host(self, host: str, port: int) -> None:
         if f"{host}:{port}" in self.hosts:
@@ -139,10 +143,19 @@ class ImageFetcher:
             raise ValueError("not an allowed host and port")
 
     async def _get(
-        self, url: SplitResult, host: str, port: int, reserve: Callable[[int], None]
+        self,
+        url: SplitResult,
+        host: str,
+        port: int,
+        reserve: Callable[[int], None],
+        max_bytes: int,
     ) -> bytes | str:
         target = (url.path or "/") + (f"?{url.query}" if url.query else "")
-        headers = [("Host", url.netloc), ("Accept", "image/*"), ("Accept-Encoding", "identity")]
+        headers = [
+            ("Host", url.netloc),
+            ("Accept", "image/*, video/*"),
+            ("Accept-Encoding", "identity"),
+        ]
         where = httpcore.URL(scheme=url.scheme, host=host, port=port, target=target)
         async with self._pool.stream("GET", where, headers=headers) as response:
             answered = {name.lower(): value for name, value in response.headers}
@@ -152,7 +165,7 @@ class ImageFetcher:
                 raise ValueError("not a plain answer")
             body = bytearray()
             async for piece in response.aiter_stream():
-                if len(body) + len(piece) > self.max_bytes:
+                if len(body) + len(piece) > max_bytes:
                     raise ValueError("too many bytes")
                 reserve(len(piece))
                 body += piece

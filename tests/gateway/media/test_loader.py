@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-import gateway.images.loader as loader_module
+import gateway.media.loader as loader_module
 from gateway.http.errors import InvalidRequest
-from gateway.images.header import ImageRefused, check_header, read_header
-from gateway.images.loader import ImageLoader, ImageSource, decode_base64
+from gateway.media.header import ImageRefused, check_header, read_header
+from gateway.media.loader import ImageLoader, ImageSource, decode_base64
 from shared.settings.limits import LimitSettings
 from tests.factories_images import data_url, encoded, ignore
 
@@ -146,7 +146,9 @@ class SlowFetcher:
     def __init__(self) -> None:
         self.num_started = self.num_cancelled = 0
 
-    async def fetch(self, url: str, reserve: Callable[[int], None]) -> bytes:
+    async def fetch(
+        self, url: str, reserve: Callable[[int], None], max_bytes: int, more_s: float
+    ) -> bytes:
         self.num_started += 1
         if "missing" in url:
             raise ImageRefused("no")

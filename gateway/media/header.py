@@ -1,4 +1,4 @@
-"""An image's format and size from its first bytes, without decoding it: PNG, JPEG, WebP, GIF and AVIF.
+"""An image's format and size from its first bytes, without decoding it: PNG, JPEG, WebP, GIF and AVIF. A video's container.
 
 Cheap enough for the event loop and immune to decompression bombs, as it never touches pixel data; the worker's
 decoder has the last word on the rest. Formats are recognized by content, never by the client's media type.
@@ -17,6 +17,9 @@ from msgspec import Struct
 from shared.settings.limits import LimitSettings
 
 FORMAT_NAMES = "PNG, JPEG, WebP, GIF or AVIF"
+CONTAINER_NAMES = "MP4, WebM, AVI or MPEG-TS"
+_MP4_BOXES = frozenset({b"ftyp", b"moov", b"mdat", b"wide", b"skip", b"free"})
+_TS_PACKET_BYTES = 188
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _MAX_PNG_CHUNKS = 10_000
 _JPEG_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # SOF0..SOF15; not DHT, JPG, DAC
@@ -32,7 +35,7 @@ _JPEG_BARE = frozenset({0x01, *range(0xD0, 0xD8)})  # markers without a length
 
 
 class ImageRefused(Exception):
-    """The image is unusable; the message is for the client."""
+    """An image or video is unusable; the message is for the client."""
 
     def __init__(self, message: str, code: str = "invalid_image") -> None:
         super().__init__(message)
@@ -65,6 +68,19 @@ def read_header(data: bytes) -> ImageHeader:
     except (IndexError, ValueError, StructError):
         raise ImageRefused("The image is damaged: its size cannot be read.") from None
     raise ImageRefused(f"Unsupported image: send {FORMAT_NAMES}.", code="unsupported_image")
+
+
+def find_container(data: bytes) -> str | None:
+    """The media type of a video file; None for other files. Workers read the rest."""
+    if data[4:8] in _MP4_BOXES and not (data[4:8] == b"ftyp" and _is_avif(data)):
+        return "video/mp4"
+    if data[:4] == b"\x1aE\xdf\xa3":
+        return "video/webm"
+    if data[:4] == b"RIFF" and data[8:12] == b"AVI ":
+        return "video/x-msvideo"
+    if data[:1] == b"G" and data[_TS_PACKET_BYTES : _TS_PACKET_BYTES + 1] == b"G":
+        return "video/mp2t"
+    return None
 
 
 def check_header(header: ImageHeader, limits: LimitSettings) -> None:

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import httpcore
 import pytest
 
-from gateway.images import fetch as image_fetch
-from gateway.images.fetch import CANNOT_FETCH, ImageFetcher, is_public, parse_url
-from gateway.images.header import ImageRefused
+from gateway.media import fetch as image_fetch
+from gateway.media.fetch import CANNOT_FETCH, ImageFetcher, is_public, parse_url
+from gateway.media.header import ImageRefused
 from shared.settings.tree import GatewaySettings
 from tests.factories_gateway import make_body
 from tests.factories_images import encoded
@@ -141,9 +141,10 @@ class Fetching(NamedTuple):
     fetcher: ImageFetcher
     site: Site
     reserved: list[int]
+    max_bytes: int
 
     async def fetch(self, url: str) -> bytes:
-        return await self.fetcher.fetch(url, self.reserved.append)
+        return await self.fetcher.fetch(url, self.reserved.append, self.max_bytes)
 
     async def is_fetched(self, url: str) -> bool:
         try:
@@ -169,10 +170,10 @@ async def fetching(
     site = Site(answer)
     await site.open()
     fetcher = ImageFetcher(
-        hosts=hosts, max_bytes=max_bytes, timeout_s=timeout_s, lookup=lookup or Names(),
+        hosts=hosts, timeout_s=timeout_s, lookup=lookup or Names(),
         network=site, ssl_context=client_context(),
     )  # fmt: skip
-    yield Fetching(fetcher, site, [])
+    yield Fetching(fetcher, site, [], max_bytes)
     await fetcher.close()
     await site.close()
 

@@ -1,0 +1,251 @@
+"""Decodes untrusted videos by PyAV, in a sandboxed child process: `VideoFile` reads all packets, then decodes chosen frames.
+
+Lengths and counts are those of the packets that are there, not of headers. FFmpeg opens only the listed containers and
+codecs, and no further file or protocol.
+"""
+
+import io
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import av  # pyright: ignore[reportMissingImports]
+import msgspec
+from PIL import Image
+
+from engines.base import InvalidImage, VideoInfo
+from engines.image_decoder import decode_image
+from shared.protocol import FRAMES_TYPE
+
+#: FFmpeg's name of a container by media type. It is not probed.
+CONTAINERS = {
+    "video/mp4": "mov", "video/webm": "matroska", "video/x-msvideo": "avi", "video/mp2t": "mpegts",
+}  # fmt: skip
+CODECS = ("h264", "hevc", "libdav1d", "vp8", "vp9", "mpeg4", "mjpeg")
+CONTAINER_NAMES = "MP4, WebM, AVI and MPEG-TS"
+CODEC_NAMES = "H.264, HEVC, AV1, VP8, VP9, MPEG-4 and Motion JPEG"
+DAMAGED = f"The video is damaged, or no video; {CONTAINER_NAMES} are understood."
+_OPTIONS = {
+    "format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts",
+    "codec_whitelist": ",".join(CODECS),
+    "protocol_whitelist": "none",
+    "max_streams": "16",
+    "probesize": "1000000",
+    "analyzeduration": "1000000",
+}
+MAX_FRAME_PIXELS = 4096 * 2304  #: of one frame, as coded
+MAX_PACKETS = 500_000
+MAX_SUM_PIXELS = 128_000_000  #: of all chosen frames; larger ones are scaled down
+_MAX_ERRORS = 100  #: damaged packets
+_TURNS = {
+    90: Image.Transpose.ROTATE_90,
+    180: Image.Transpose.ROTATE_180,
+    270: Image.Transpose.ROTATE_270,
+}
+
+
+class VideoFile:
+    """A video between two times. `info` describes that part. Units: seconds."""
+
+    def __init__(
+        self, data: bytes, media_type: str, max_s: float, start_s: float = 0.0, end_s: float = 0.0
+    ) -> None:
+        """`end_s` 0: the end of the file. Raises: InvalidImage."""
+        self._data = data
+        self._media_type = media_type
+        self._can_seek = True
+        self._open()
+        self._base = float(self._stream.time_base or 0) or 1e-6
+        self._keys: list[int] = []
+        pts, length_s = self._scan()
+        if length_s > max_s:
+            raise InvalidImage(f"The video is {length_s:.0f} s long: send at most {max_s:g} s.")
+        self._pts = self._cut(pts, start_s, end_s)
+        begin_s = (self._pts[0] - pts[0]) * self._base
+        self.info = self._describe(min(end_s or length_s, length_s) - begin_s)
+
+    def _open(self) -> None:
+        """Open the file at its beginning. Raises: InvalidImage."""
+        try:
+            self._container: Any = av.open(
+                io.BytesIO(self._data), format=CONTAINERS[self._media_type], options=_OPTIONS
+            )
+        except Exception:  # FFmpeg has a hundred errors
+            raise InvalidImage(DAMAGED) from None
+        is_cover = av.stream.Disposition.attached_pic
+        streams = self._container.streams.video
+        found = next((each for each in streams if not each.disposition & is_cover), None)
+        if found is None:
+            is_empty = not len(self._container.streams)
+            raise InvalidImage(DAMAGED if is_empty else "The file has no video: it has only sound.")
+        self._stream: Any = found
+        context = found.codec_context
+        if context is None or context.codec.name not in CODECS:
+            raise InvalidImage(f"The video is of another codec; {CODEC_NAMES} are understood.")
+        self._check_size(context.width, context.height)
+        context.options = {"max_pixels": str(MAX_FRAME_PIXELS)}
+        context.thread_count = 1
+
+    def _scan(self) -> tuple[list[int], float]:
+        """The times of all frames, in order, and the length in seconds. Raises: InvalidImage."""
+        pts: list[int] = []
+        end = 0
+        try:
+            for number, packet in enumerate(self._container.demux(self._stream)):
+                if number > MAX_PACKETS:
+                    raise InvalidImage(f"The video has more than {MAX_PACKETS} packets.")
+                if packet.pts is None or not packet.size:
+                    continue
+                pts.append(packet.pts)
+                end = max(end, packet.pts + (packet.duration or 0))
+                if packet.is_keyframe:
+                    self._keys.append(packet.pts)
+        except InvalidImage:
+            raise
+        except Exception:  # of a file that was cut off: the packets before it count
+            pass
+        if not pts:
+            raise InvalidImage("The video has no frames that can be read.")
+        pts.sort()
+        self._keys = sorted(self._keys) or pts[:1]
+        if len(pts) > 1 and end <= pts[-1]:  # the last frame has no duration
+            end = pts[-1] + (pts[-1] - pts[0]) // (len(pts) - 1)
+        return pts, max((end - pts[0]) * self._base, 0.0)
+
+    def _check_size(self, width: int, height: int) -> None:
+        if not 0 < width * height <= MAX_FRAME_PIXELS:
+            raise InvalidImage(
+                f"Frames of {width} x {height} are too large: send at most {MAX_FRAME_PIXELS} pixels."
+            )
+
+    def _cut(self, pts: list[int], start_s: float, end_s: float) -> list[int]:
+        first = pts[0] + round(start_s / self._base)
+        last = pts[0] + round(end_s / self._base) if end_s else pts[-1] + 1
+        kept = [each for each in pts if each < last]
+        # the frame that is shown at the start
+        kept = kept[max(0, bisect_right(kept, first) - 1) :]
+        if first > pts[-1]:
+            raise InvalidImage("The video ends before start_s.", "start_s")
+        return kept
+
+    def _describe(self, length_s: float) -> VideoInfo:
+        frame = next(self._decode_from(self._pts[0]), None)
+        if frame is None:
+            raise InvalidImage("No frame of the video can be decoded.")
+        self._rotation = int(frame.rotation or 0) % 360
+        width, height = frame.width, frame.height
+        if self._rotation % 180:
+            width, height = height, width
+        if length_s <= 0:
+            length_s = len(self._pts) / float(self._stream.average_rate or 25)
+        return VideoInfo(width, height, len(self._pts), length_s)
+
+    def frames(self, times: Sequence[float]) -> Iterator[Image.Image]:
+        """The frames that are shown at ascending times, upright, in RGB. Raises: InvalidImage."""
+        start = self._pts[0]
+        # Half a tick earlier: frame rates and time bases do not divide each other.
+        wanted = [
+            self._pts[max(0, bisect_right(self._pts, start + t / self._base + 0.5) - 1)]
+            for t in times
+        ]
+        size = self._size(len(wanted))
+        source: Iterator[Any] = iter(())
+        at: int | None = None
+        last: Any = None
+        for target in wanted:
+            if at is None or (self._can_seek and self._key(target) > at):
+                source, at = self._decode_from(self._key(target)), None
+            while at is None or at < target:
+                frame = next(source, None)
+                if frame is None:
+                    break
+                if frame.pts is not None:
+                    at, last = frame.pts, frame
+            if last is None:
+                raise InvalidImage("A frame of the video cannot be decoded.")
+            yield self._to_rgb(last, size)
+
+    def _key(self, pts: int) -> int:
+        """The key frame at or before a time."""
+        return self._keys[max(0, bisect_right(self._keys, pts) - 1)]
+
+    def _decode_from(self, pts: int) -> Iterator[Any]:
+        """Decode from a key frame on, or from an earlier one. Raises: InvalidImage."""
+        if self._can_seek:
+            try:
+                self._container.seek(pts, stream=self._stream, backward=True, any_frame=False)
+                self._stream.codec_context.flush_buffers()
+            except Exception:
+                raise InvalidImage(DAMAGED) from None
+            frames = self._decode()
+            first = next(frames, None)
+            if first is not None and first.pts is not None and first.pts <= pts:
+                yield first
+                yield from frames
+                return
+            self._can_seek = False  # its index is imprecise, as in MPEG-TS
+        self._open()
+        yield from self._decode()
+
+    def _decode(self) -> Iterator[Any]:
+        """The next frames, without damaged packets. Raises: InvalidImage."""
+        num_errors = 0
+        packets = self._container.demux(self._stream)
+        while True:
+            try:
+                packet = next(packets, None)
+                if packet is None:
+                    return
+                decoded = packet.decode()
+            except Exception:
+                num_errors += 1
+                if num_errors > _MAX_ERRORS:
+                    raise InvalidImage(DAMAGED) from None
+                continue
+            yield from decoded
+
+    def _size(self, num_frames: int) -> tuple[int, int]:
+        """Width and height of decoded frames, before they are rotated."""
+        width, height = self.info.width, self.info.height
+        if self._rotation % 180:
+            width, height = height, width
+        scale = min(1.0, (MAX_SUM_PIXELS / max(1, num_frames * width * height)) ** 0.5)
+        return max(2, int(width * scale)), max(2, int(height * scale))
+
+    def _to_rgb(self, frame: Any, size: tuple[int, int]) -> Image.Image:
+        self._check_size(frame.width, frame.height)  # it may change within a stream
+        image: Image.Image = frame.to_image(width=size[0], height=size[1])
+        turn = _TURNS.get(self._rotation)
+        return image if turn is None else image.transpose(turn)
+
+
+class FrameFile:
+    """A video of JPEG frames, as `VideoFile`. `info.fps` is their rate."""
+
+    def __init__(self, data: bytes, fps: float) -> None:
+        """Raises: InvalidImage."""
+        try:
+            self._frames = msgspec.msgpack.decode(data, type=list[bytes])
+        except msgspec.MsgspecError:
+            raise InvalidImage(DAMAGED) from None
+        if not self._frames:
+            raise InvalidImage("The video has no frames.")
+        self._fps = fps
+        self._size = first = decode_image(self._frames[0]).size
+        self.info = VideoInfo(*first, len(self._frames), len(self._frames) / fps, is_sampled=True)
+
+    def frames(self, times: Sequence[float]) -> Iterator[Image.Image]:
+        """The frames at ascending times. Raises: InvalidImage."""
+        for time in times:
+            yield decode_image(self._frames[round(time * self._fps)], self._size)
+
+
+def open_video(
+    data: bytes, media_type: str, max_s: float, start_s: float, end_s: float, fps: float
+) -> VideoFile | FrameFile:
+    """Open a file or frames, by media type. Raises: InvalidImage."""
+    if media_type == FRAMES_TYPE:
+        return FrameFile(data, fps)
+    if media_type not in CONTAINERS:
+        raise InvalidImage(f"The video is of another type; {CONTAINER_NAMES} are understood.")
+    return VideoFile(data, media_type, max_s, start_s, end_s)

@@ -1,1 +1,0 @@
-"""Images of requests: inline or fetched, checked by their headers."""

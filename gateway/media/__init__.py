@@ -1,0 +1,1 @@
+"""Media of requests: inline or fetched, checked by their first bytes."""

@@ -1,0 +1,14 @@
+-- Raise the sums of a hash that an older copy of Redis has brought back; sums that are higher stay.
+-- KEYS: the hash    args: sums (by field); began: absent, or the empty field of the hash, which tells days apart
+--   (`count_usage.lua`); ttl_ms: absent, or create the hash if there is none, and renew its time to live
+local args = cmsgpack.unpack(ARGV[1])
+local hash = KEYS[1]
+if not args.ttl_ms and redis.call('EXISTS', hash) == 0 then return 0 end
+if (redis.call('HGET', hash, '') or nil) ~= args.began then return 0 end
+for field, sum in pairs(args.sums) do
+  if tonumber(redis.call('HGET', hash, field) or -1) < sum then
+    redis.call('HSET', hash, field, string.format('%.0f', sum))
+  end
+end
+if args.ttl_ms then redis.call('PEXPIRE', hash, args.ttl_ms) end
+return 1

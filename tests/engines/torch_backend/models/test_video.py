@@ -1,0 +1,394 @@
+"""Videos: the tokens of transformers for the same file, by every way, and frames that transformers would sample."""
+
+import io
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from PIL import Image
+from transformers import AutoProcessor
+from transformers.video_utils import VideoMetadata
+
+from engines.base import DEFAULT_NUM_FRAMES, InvalidImage
+from engines.core.budget import measure_prefill_limit
+from engines.core.engine import BatchingEngine
+from engines.core.request import Prompt
+from engines.text.processor import ChatProcessor
+from engines.torch_backend.multimodal.transformers_images import _BEHIND_VIDEOS, TAKES_VIDEO
+from engines.torch_backend.runner import TorchRunner
+from engines.torch_backend.settings import TorchSettings
+from shared.protocol import ChatMessage, ImagePart, ImageRef, TextPart, VideoOptions
+from shared.settings.limits import LimitSettings
+from tests.contract.test_model_family import make_image
+from tests.engines.torch_backend import ways
+from tests.engines.torch_backend.models import family_table, test_families
+from tests.engines.torch_backend.models.family_table import Family, named
+from tests.engines.torch_backend.models.test_families import Loaded, generate, load, make_request
+from tests.engines.torch_backend.ways import Way
+from tests.factories_settings import make_group
+from tests.factories_video import CLIPS, av, clip
+from tests.long import IS_LONG
+from worker.prepare.video_pool import VideoPool
+
+#: of processors' own ways with numpy
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+QUICK = frozenset({"Qwen2.5-VL", "Qwen3-VL", "GLM-4.1V"})
+#: Of the ways, those for prompts of unlike lengths and few blocks are left out.
+WAYS: list[Way] = [
+    ways.run_alone, ways.run_batched, ways.run_one_after_another_has_begun, ways.run_beside_smooth_streams,
+    ways.run_chunked, ways.run_prefix_cached, ways.run_encoder_cached, ways.run_taken_over,
+]  # fmt: skip
+QUICK_WAYS: list[Way] = [ways.run_chunked, ways.run_prefix_cached, ways.run_encoder_cached]
+#: Strings are texts and names of clips, in turn; numbers are seeds of images.
+Question = list[str | int]
+QUESTIONS: dict[str, Question] = {
+    "video": ["mp4", "What moves?"],
+    "again": ["mp4", "What else?"],
+    "other": ["variable", " and say."],
+    "turned": ["rotated", "And now?"],
+    "two": ["vp9", "or ", "hevc", "?"],
+    "both": [3, "or ", "vp8", "?"],
+}
+TEXT_ONLY = "Say a word."
+
+
+def _qwen(processor: Any) -> None:
+    video = processor.video_processor
+    video.patch_size, video.max_frames, video.min_frames = 14, 16, 2
+    video.size = {"shortest_edge": 784 * 2, "longest_edge": 784 * 12 * 8}
+    video.min_pixels, video.max_pixels = 784, 784 * 6
+
+
+def _glm(processor: Any) -> None:
+    processor.video_processor.size = {"shortest_edge": 784 * 2, "longest_edge": 784 * 12 * 4}
+
+
+def _square(processor: Any) -> None:
+    processor.video_processor.size = {"height": 28, "width": 28}
+    processor.video_processor.num_frames = 8
+
+
+def _minicpm(processor: Any) -> None:
+    video = processor.video_processor
+    video.patch_size, video.scale_resolution, video.max_slice_nums = 7, 56, 1
+
+
+def _gemma(processor: Any) -> None:
+    video = processor.video_processor
+    video.patch_size, video.pooling_kernel_size, video.max_soft_tokens, video.num_frames = (
+        7,
+        2,
+        70,
+        3,
+    )
+
+
+def _llama(processor: Any) -> None:
+    video = processor.video_processor
+    video.patch_size, video.num_frames = 14, 6
+    video.size = {"shortest_edge": 784, "longest_edge": 784 * 6}
+
+
+def _next(processor: Any) -> None:
+    video = processor.video_processor
+    video.size, video.crop_size, video.num_frames = (
+        {"shortest_edge": 56},
+        {"height": 56, "width": 56},
+        6,
+    )
+
+
+def _next_config() -> Any:
+    config: Any = named("LLaVA-NeXT-Video").create()
+    config.vision_config.image_size = 56
+    config.video_token_id = 302
+    return config
+
+
+def _qwen25_processor() -> Any:
+    made = named("Qwen2.5-VL").create_processor()  # type: ignore[misc]
+    return transformers.Qwen2_5_VLProcessor(
+        made.image_processor, made.tokenizer, made.video_processor
+    )
+
+
+def row(
+    name: str,
+    placeholder: str,
+    edit: Callable[[Any], None],
+    family: Family | None = None,
+    **more: Any,
+) -> Family:
+    """A family of the table, with a processor of small videos."""
+    family = replace(family or named(name), **more)
+    create = family.create_processor
+    assert create is not None
+
+    def create_small() -> Any:
+        processor = create()
+        edit(processor)
+        return processor
+
+    return replace(family, create_processor=create_small, video_placeholder=placeholder)
+
+
+_RUN = "<|vision_start|><|video_pad|><|vision_end|>"
+_GLM_RUN = "<|begin_of_video|><|video|><|end_of_video|>"
+VIDEO_FAMILIES = [
+    row("Qwen2-VL", _RUN, _qwen),
+    row("Qwen2.5-VL", _RUN, _qwen, create_processor=_qwen25_processor),
+    row("Qwen3-VL", "<|video_pad|>", _qwen),
+    row("Qwen3-VL-MoE", "<|video_pad|>", _qwen),
+    row("Qwen3.5", "<|video_pad|>", _qwen),
+    row("Qwen3.5-MoE", "<|video_pad|>", _qwen),
+    row("EXAONE 4.5", _RUN, _qwen),
+    row("LLaVA-OneVision", "<video>", _square),
+    row("InternVL 3", "<video>", _square),
+    row("InternVL 2.5", "<video>", _square),
+    row("GLM-4.1V", _GLM_RUN, _glm),
+    row("GLM-4.5V", _GLM_RUN, _glm),
+    row("GLM-4.6V", _GLM_RUN, _glm),
+    row("Gemma 4", "<|video|>", _gemma),
+    row("Gemma 4 E", "<|video|>", _gemma),
+    row("MiniCPM-V 4.6", "<video_pad>", _minicpm),
+    row("VideoLLaMA 3", "<|video_pad|>", _llama),
+    row("LLaVA-NeXT-Video", "<video>", _next, create=_next_config),
+]
+#: Prompts that transformers itself cannot take.
+FAIL = {
+    ("GLM-4.1V", "both"),
+    ("GLM-4.5V", "both"),
+    ("GLM-4.6V", "both"),
+    ("LLaVA-NeXT-Video", "both"),
+}
+RUN = [family for family in VIDEO_FAMILIES if IS_LONG or family.name in QUICK]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[VideoPool]:
+    pool = VideoPool(1, LimitSettings())
+    yield pool
+    pool.close()
+
+
+def process(
+    pool: VideoPool, processor: ChatProcessor, name: str, **options: Any
+) -> tuple[tuple[int, ...], Any]:
+    data = clip(name)
+    ref = ImageRef("", len(data), CLIPS[name][1], 0, 0, video=VideoOptions(**options))
+    with pool.open(data, ref) as video:
+        made = processor.process_video(video)
+        assert video.indices is not None
+        return video.indices, made
+
+
+def ask(pool: VideoPool, processor: ChatProcessor, question: Question) -> Prompt:
+    parts: list[TextPart | ImagePart] = []
+    media: list[tuple[str, Any]] = []
+    for part in question:
+        if isinstance(part, str) and part not in CLIPS:
+            parts.append(TextPart(part))
+            continue
+        parts.append(ImagePart(len(media)))
+        if isinstance(part, str):
+            media.append((part, process(pool, processor, part)[1]))
+        else:
+            media.append((f"{part}", processor.process_image(make_image(28, 28, part), (28, 28))))
+    return processor.build_prompt([ChatMessage("user", tuple(parts))], media)
+
+
+def whole(name: str) -> tuple[np.ndarray, VideoMetadata]:
+    """All frames of a clip, decoded in this process, upright and in even steps, with what transformers must know."""
+    with av.open(io.BytesIO(clip(name))) as container:
+        decoded = list(container.decode(video=0))
+    turns = (decoded[0].rotation // 90) % 4
+    frames = np.stack([np.rot90(frame.to_ndarray(format="rgb24"), turns) for frame in decoded])
+    length_s = 6.0 if name == "variable" else len(frames) / 25
+    if name == "variable":
+        times = np.array([frame.time for frame in decoded])
+        length_s = float(times[-1] + decoded[-1].duration * decoded[-1].time_base)
+        steps = np.arange(len(frames)) * length_s / len(frames)
+        frames = frames[np.searchsorted(times, steps + 1e-4, side="right") - 1]
+    fps, (height, width) = len(frames) / length_s, frames.shape[1:3]
+    return frames, VideoMetadata(len(frames), fps, width, height, length_s, "pyav")
+
+
+def their_inputs(
+    family: Family, directory: Path, question: Question, prompt: Prompt
+) -> dict[str, Any]:
+    """What transformers' processor makes of whole videos, which it samples by itself."""
+    processor: Any = AutoProcessor.from_pretrained(directory)
+    text, images, videos, metadata = family.opening, [], [], []
+    for part in question:
+        if isinstance(part, int):
+            text += family.placeholder
+            images.append(Image.open(io.BytesIO(make_image(28, 28, part))))
+        elif part in CLIPS:
+            text += family.video_placeholder
+            frames, about = whole(part)
+            videos.append(frames)
+            metadata.append(about)
+        else:
+            text += part
+    options: dict[str, Any] = {"do_sample_frames": True}
+    own = processor.video_processor
+    if not (own.num_frames or own.fps or hasattr(own, "max_num_frames")):
+        options["num_frames"] = min(DEFAULT_NUM_FRAMES, len(videos[0]))
+    if own.num_frames and own.fps:
+        options |= {"num_frames": own.num_frames, "fps": None}
+    made = processor(
+        text=[text + "\n"], images=images or None, videos=videos, video_metadata=metadata, return_tensors="pt",
+        **options,
+    )  # fmt: skip
+    assert made.pop("input_ids")[0].tolist() == prompt.token_ids
+    return {
+        name: x.float() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+        for name, x in made.items()
+    }
+
+
+@torch.inference_mode()
+def generate_at(model: Any, prompt: Prompt, inputs: dict[str, Any]) -> list[int]:
+    """Greedy tokens of transformers' forward pass at the prompt's positions, all computed anew for each."""
+    ids = list(prompt.token_ids)
+    rows = torch.tensor(prompt.positions)
+    given = {n: x for n, x in inputs.items() if n not in ("attention_mask", "mm_token_type_ids")}
+    while len(ids) < len(prompt.token_ids) + test_families.NUM_TOKENS:
+        logits = model(
+            input_ids=torch.tensor([ids]), position_ids=rows[:, None], use_cache=False,
+            mm_token_type_ids=torch.zeros(1, len(ids), dtype=torch.long), **given,
+        ).logits  # fmt: skip
+        ids.append(int(logits[0, -1].argmax()))
+        rows = torch.cat([rows, rows.max().expand(len(rows), 1) + 1], dim=1)
+    return ids[len(prompt.token_ids) :]
+
+
+@pytest.fixture(scope="module", params=RUN, ids=str)
+def loaded(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, pool: VideoPool
+) -> Loaded:
+    family: Family = request.param
+    directory = tmp_path_factory.mktemp("family")
+    family_table.write_checkpoint(family, directory)
+    model, processor = load(directory)
+    assert processor.takes_video
+    theirs = test_families.load_reference(directory, family.auto)
+    requests, expected = [], {}
+    for name, question in QUESTIONS.items():
+        if (family.name, name) in FAIL:
+            continue
+        prompt = ask(pool, processor, question)
+        inputs = their_inputs(family, directory, question, prompt)
+        requests.append(make_request(name, prompt))
+        as_trained = family.architecture in _BEHIND_VIDEOS
+        expected[name] = (
+            generate_at(theirs, prompt, inputs)
+            if as_trained
+            else generate(theirs, prompt.token_ids, **inputs)
+        )
+    return Loaded(family, directory, model, processor, requests, expected)
+
+
+@pytest.mark.parametrize("way", WAYS if IS_LONG else QUICK_WAYS)
+def test_tokens_are_those_of_transformers(loaded: Loaded, way: Way) -> None:
+    if way is ways.run_prefix_cached and not loaded.model.shares_prefixes:
+        pytest.skip("it has no prefix cache")
+    assert way(loaded.start, loaded.requests) == loaded.expected
+
+
+def test_answers_differ(loaded: Loaded) -> None:
+    assert len({tuple(tokens) for tokens in loaded.expected.values()}) >= len(loaded.expected) - 1
+
+
+def test_a_request_chooses_its_frames(loaded: Loaded, pool: VideoPool) -> None:
+    for options, least, most in (
+        ({"num_frames": 4}, 4, 4), ({"fps": 2.0}, 4, 4), ({"fps": 1000.0}, 16, 50), ({"num_frames": 200}, 16, 50),
+    ):  # fmt: skip
+        indices, _ = process(pool, loaded.processor, "mp4", **options)
+        assert least <= len(indices) <= most
+        assert list(indices) == sorted(indices)
+
+
+def test_more_frames_than_the_limit_are_refused_by_their_field(loaded: Loaded) -> None:
+    small = VideoPool(1, make_group(LimitSettings, max_video_frames=4))
+    with pytest.raises(InvalidImage, match="send at most 4") as refused:
+        process(small, loaded.processor, "mp4", fps=5.0)
+    assert refused.value.param == "fps"
+    indices, _ = process(small, loaded.processor, "mp4")
+    assert len(indices) <= 4
+    small.close()
+
+
+def test_start_and_end_around_a_video_are_those_of_its_frames(
+    pool: VideoPool, tmp_path: Path
+) -> None:
+    """As Qwen3-VL was trained; its published template writes them around the placeholder too."""
+    prompts = []
+    for placeholder in (_RUN, "<|video_pad|>"):
+        family = row("Qwen3-VL", placeholder, _qwen)
+        family_table.write_checkpoint(family, tmp_path / placeholder.strip("<|>"))
+        _, processor = load(tmp_path / placeholder.strip("<|>"))
+        prompts.append(ask(pool, processor, QUESTIONS["video"]))
+    assert prompts[0].token_ids == prompts[1].token_ids
+    assert prompts[0].positions == prompts[1].positions
+
+
+def test_a_stream_goes_on_beside_a_video_of_64_frames(pool: VideoPool, tmp_path: Path) -> None:
+    def enlarge(processor: Any) -> None:
+        _qwen(processor)
+        processor.video_processor.max_frames = 64
+        processor.video_processor.size = {"shortest_edge": 784 * 2, "longest_edge": 2**26}
+
+    family_table.write_checkpoint(row("Qwen3-VL", _RUN, enlarge), tmp_path)
+    test_families.allow_large_images(tmp_path)
+    model, processor = load(tmp_path)
+    runner = TorchRunner(
+        model,
+        settings := TorchSettings(num_kv_blocks=1024),
+        torch.device("cpu"),
+        torch.float32,
+        num_threads=2,
+    )
+    limit = measure_prefill_limit(runner, settings.max_num_batched_tokens)
+    engine = BatchingEngine(runner, processor, settings, prefill_limit=limit)
+    _, made = process(pool, processor, "large", num_frames=64)
+    parts = (ImagePart(0), TextPart("What moves?"))
+    prompt = processor.build_prompt([ChatMessage("user", parts)], [("video", made)])
+    assert prompt.images[0].num_tokens > 6000
+    text = processor.build_prompt([ChatMessage("user", (TextPart(TEXT_ONLY),))], [])
+    engine.add(make_request("stream", text, max_tokens=3000))
+    alone = [test_families.seconds_of_step(engine)[0] for _ in range(20)]
+    engine.add(make_request("photo", prompt, max_tokens=1))
+    beside, is_answered = [], False
+    while not is_answered:
+        seconds, is_answered = test_families.seconds_of_step(engine)
+        beside.append(seconds)
+    assert np.percentile(beside, 99) <= max(2 * np.median(alone), 0.25)
+
+
+def test_every_listed_family_is_tested() -> None:
+    assert {family.architecture for family in VIDEO_FAMILIES} == TAKES_VIDEO
+
+
+def test_text_follows_the_largest_position_of_a_video(pool: VideoPool, tmp_path: Path) -> None:
+    """As Qwen2.5-VL was trained: 16 steps of 1/8 s with 4 positions a second, then text."""
+    family = next(each for each in VIDEO_FAMILIES if each.name == "Qwen2.5-VL")
+    family_table.write_checkpoint(family, tmp_path)
+    _, processor = load(tmp_path)
+    prompt = ask(pool, processor, QUESTIONS["video"])
+    [item] = prompt.images
+    [[steps, height, width]] = item.pixels.inputs["video_grid_thw"].tolist()
+    stop = item.offset + item.num_tokens
+    of_time, of_rows, of_columns = (np.array(row) for row in prompt.positions)
+    times = item.offset + np.arange(steps) // 2
+    assert (of_time[item.offset : stop] == times.repeat(item.num_tokens // steps)).all()
+    largest = max(of_time[:stop].max(), of_rows[:stop].max(), of_columns[:stop].max())
+    assert largest > item.offset + max(height, width) // 2  # else nothing is tested
+    assert [row[stop] for row in prompt.positions] == [largest + 1] * 3
+    after = np.arange(len(prompt.token_ids) - stop) + largest + 1
+    assert all((row[stop:] == after).all() for row in (of_time, of_rows, of_columns))

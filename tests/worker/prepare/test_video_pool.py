@@ -1,0 +1,178 @@
+"""Videos of strangers: frames at the times at which they are shown, or a sentence; the next video is decoded either way."""
+
+import io
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from engines.base import InvalidImage, VideoInfo
+from engines.child_process import can_filter
+from shared.protocol import FRAMES_TYPE, ImageRef, VideoOptions
+from shared.settings.limits import LimitSettings
+from tests.factories_settings import make_group
+from tests.factories_video import CLIPS, clip, make_clip, number_of, slower_later
+from tests.fuzzing import num_examples, takes_its_time
+from worker.prepare.video_pool import VideoPool
+
+BAD = [name for name, (_, _, problem) in CLIPS.items() if problem]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[VideoPool]:
+    pool = VideoPool(1, LimitSettings())
+    yield pool
+    pool.close()
+
+
+def decode(
+    pool: VideoPool, data: bytes, media_type: str = "video/mp4", every: int = 1, **options: float
+) -> tuple[VideoInfo, list[Image.Image]]:
+    ref = ImageRef("", len(data), media_type, 0, 0, video=VideoOptions(**options))  # type: ignore[arg-type]
+    with pool.open(data, ref) as video:
+        return video.info, video.frames(range(0, video.info.num_frames, every))
+
+
+def named(pool: VideoPool, name: str, **options: float) -> tuple[VideoInfo, list[Image.Image]]:
+    return decode(pool, clip(name), CLIPS[name][1], **options)
+
+
+def jpeg(color: str) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (32, 24), color).save(file, "JPEG")
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    "name", ["mp4", "hevc", "av1", "vp9", "vp8", "mpeg4", "mpegts", "claims 10 hours"]
+)
+def test_frames_are_those_that_were_written(pool: VideoPool, name: str):
+    info, frames = named(pool, name)
+    assert (info.width, info.height) == ((128, 96) if name == "av1" else (64, 48))
+    assert info.num_frames == 50
+    assert info.length_s == pytest.approx(2.0, abs=0.05)
+    assert [number_of(frame) for frame in frames] == pytest.approx(range(50), abs=1.5)
+
+
+@pytest.mark.parametrize("every", [3, 7, 13, 49])
+def test_frames_behind_skipped_ones_are_the_same(pool: VideoPool, every: int):
+    for name in ("mp4", "mpegts", "vp9"):
+        _, frames = decode(pool, clip(name), CLIPS[name][1], every)
+        assert [number_of(f) for f in frames] == pytest.approx(range(0, 50, every), abs=1.5)
+
+
+def test_a_variable_rate_is_made_even(pool: VideoPool):
+    """Frame i of n is what is shown at i / n of the length."""
+    info, frames = named(pool, "variable")
+    assert (info.num_frames, info.length_s) == (50, pytest.approx(6.0, abs=0.25))
+    shown = [slower_later(number) / 25 for number in range(50)]
+    for index, frame in enumerate(frames):
+        expected = max(i for i, at in enumerate(shown) if at <= index / info.fps + 1e-6)
+        assert number_of(frame) == pytest.approx(expected, abs=1.5)
+
+
+def test_a_rotated_video_is_turned(pool: VideoPool):
+    info, [first, *_] = named(pool, "rotated")
+    assert (info.width, info.height) == first.size == (48, 64)
+    bright = [first.getpixel(place)[0] > 200 for place in ((44, 4), (4, 4), (4, 60))]  # type: ignore[index]
+    assert bright == [True, False, False]
+
+
+def test_a_part_of_a_video(pool: VideoPool):
+    info, frames = named(pool, "mp4", start_s=0.8, end_s=1.2)
+    assert (info.num_frames, info.length_s) == (10, pytest.approx(0.4))
+    assert [number_of(frame) for frame in frames] == pytest.approx(range(20, 30), abs=1.5)
+
+
+def test_a_part_behind_the_end_is_refused_by_its_field(pool: VideoPool):
+    with pytest.raises(InvalidImage, match="ends before start_s") as refused:
+        named(pool, "mp4", start_s=9.0)
+    assert refused.value.param == "start_s"
+
+
+@pytest.mark.parametrize("name", ["one frame", "spoilt", "cut behind its index"])
+def test_what_is_there_of_a_poor_video_is_decoded(pool: VideoPool, name: str):
+    info, frames = named(pool, name)
+    assert 1 <= info.num_frames == len(frames) <= 50
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_video_is_refused_in_a_sentence_and_the_next_one_is_decoded(
+    pool: VideoPool, name: str
+):
+    with pytest.raises(InvalidImage, match=CLIPS[name][2]):
+        named(pool, name)
+    assert named(pool, "mp4")[0].num_frames == 50
+
+
+def test_a_video_that_takes_too_long_ends_only_itself(pool: VideoPool):
+    hurried = VideoPool(1, make_group(LimitSettings, max_video_cpu_s=0.5, max_video_frames=9999))
+    bomb = make_clip("mpeg4", size=(1920, 1080), num_frames=300, gop=9999, is_still=True)
+    with pytest.raises(InvalidImage, match="takes too long"):
+        decode(hurried, bomb)
+    assert named(hurried, "mp4")[0].num_frames == 50
+    hurried.close()
+
+
+def test_a_video_of_jpeg_frames(pool: VideoPool):
+    frames = [jpeg(color) for color in ("red", "green", "blue")]
+    info, found = decode(pool, msgspec.msgpack.encode(frames), FRAMES_TYPE, fps=2.0)
+    assert (info.num_frames, info.length_s, info.is_sampled) == (3, 1.5, True)
+    assert [max(range(3), key=image.getpixel((0, 0)).__getitem__) for image in found] == [0, 1, 2]  # type: ignore[union-attr]
+
+
+@takes_its_time
+@settings(deadline=None, max_examples=num_examples(40))
+@given(
+    name=st.sampled_from(["mp4", "vp9", "mpeg4", "mpegts"]),
+    edits=st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=8),
+)
+def test_a_video_of_changed_bytes_is_refused_or_decoded(pool: VideoPool, name: str, edits):
+    data = bytearray(clip(name))
+    for place, value in edits:
+        data[place % len(data)] = value
+    try:
+        info, frames = decode(pool, bytes(data), CLIPS[name][1], 10)
+    except InvalidImage:
+        return
+    assert len(frames) == len(range(0, info.num_frames, 10))
+
+
+@settings(deadline=None, max_examples=num_examples(25))
+@given(fps=st.sampled_from([1, 12, 15, 24, 25, 30, 48, 50, 60, 120]), num_frames=st.integers(1, 40))
+def test_no_frame_is_seen_twice_or_left_out(pool: VideoPool, fps: int, num_frames: int):
+    for form, media_type in (("mp4", "video/mp4"), ("mpegts", "video/mp2t")):
+        data = make_clip(form=form, num_frames=num_frames, fps=fps)
+        _, frames = decode(pool, data, media_type)
+        assert [number_of(f) for f in frames] == pytest.approx(range(num_frames), abs=1.5)
+
+
+def test_a_child_that_dies_costs_one_video(pool: VideoPool):
+    named(pool, "mp4")
+    [victim] = [
+        child.pid
+        for child in psutil.Process().children()
+        if "video_child" in " ".join(child.cmdline())
+    ]
+    ref = ImageRef("", 0, "video/mp4", 0, 0, video=VideoOptions())
+    with pool.open(clip("mp4"), ref) as video:
+        os.kill(victim, signal.SIGKILL)
+        with pytest.raises(InvalidImage, match="cannot be decoded"):
+            video.frames([0])
+    assert named(pool, "mp4")[0].num_frames == 50
+
+
+@pytest.mark.skipif(not can_filter(), reason="this kernel filters no system calls")
+def test_children_are_confined(pool: VideoPool):
+    named(pool, "mp4")
+    for child in psutil.Process().children():
+        if "video_child" in " ".join(child.cmdline()):
+            status = Path(f"/proc/{child.pid}/status").read_text()
+            assert "Seccomp:\t2" in status

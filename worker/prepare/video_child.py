@@ -1,0 +1,93 @@
+"""A child process of the worker that decodes videos of strangers, confined as `decoder_child` is.
+
+On a socket, for each video: a head (the arguments of `open_video` without its first) and the file; the answer is
+`VideoInfo`. Then times, as JSON; the answer is a message of pixels for each. An answer is a status (`VALUE`, `REFUSAL`)
+and a message; a refusal ends the video.
+"""
+
+import io
+import socket
+import sys
+from contextlib import suppress
+
+import av  # pyright: ignore[reportMissingImports]
+import msgspec
+from PIL import Image
+
+from engines.base import InvalidImage
+from engines.child_process import (
+    READY,
+    confine,
+    receive_message,
+    restrict,
+    send_message,
+)
+from engines.video_decoder import CODECS, FrameFile, VideoFile, open_video
+from shared.protocol import FRAMES_TYPE
+from worker.prepare.decoder_child import allow_cpu
+from worker.prepare.video_pool import REFUSAL, SIZE, VALUE, Head, Refusal
+
+
+def serve(sock: socket.socket, max_cpu_s: int) -> None:
+    """Decode until the worker hangs up. Raises: EOFError, OSError."""
+    sock.sendall(READY)
+    while True:
+        head = msgspec.json.decode(receive_message(sock), type=Head)
+        data = bytes(receive_message(sock))
+        allow_cpu(max_cpu_s)
+        try:
+            try:
+                _serve_one(sock, open_video(data, *msgspec.structs.astuple(head)))
+            except MemoryError:
+                raise InvalidImage("The video takes too much memory to decode.") from None
+        except InvalidImage as error:
+            _send(sock, REFUSAL, msgspec.json.encode(Refusal(str(error), error.param)))
+
+
+def _serve_one(sock: socket.socket, video: VideoFile | FrameFile) -> None:
+    _send(sock, VALUE, msgspec.json.encode(video.info))
+    times = msgspec.json.decode(receive_message(sock), type=list[float])
+    for image in video.frames(times):
+        _send(sock, VALUE, SIZE.pack(*image.size) + image.tobytes())
+
+
+def _send(sock: socket.socket, status: bytes, message: bytes) -> None:
+    sock.sendall(status)
+    send_message(sock, message)
+
+
+def load_decoders() -> None:
+    """Decode a clip that is made here, so that PyAV and Pillow load what they load when first needed."""
+    for name in CODECS:
+        av.Codec(name, "r")
+    file = io.BytesIO()
+    with av.open(file, "w", format="mp4") as container:
+        stream = container.add_stream("mpeg4", rate=10)
+        stream.width = stream.height = 64
+        stream.pix_fmt = "yuv420p"
+        for shade in (0, 90, 180):
+            frame = av.VideoFrame.from_image(Image.new("RGB", (64, 64), (shade,) * 3))
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    list(VideoFile(file.getvalue(), "video/mp4", 60.0).frames([0.0, 0.2]))
+    with suppress(InvalidImage):
+        VideoFile(b"\x1aE\xdf\xa3", "video/webm", 60.0)
+    jpeg = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(jpeg, "JPEG")
+    frames = msgspec.msgpack.encode([jpeg.getvalue()])
+    list(open_video(frames, FRAMES_TYPE, 1.0, 0.0, 0.0, 1.0).frames([0.0]))
+
+
+def main() -> None:
+    """Serve on the socket whose number is the first argument; then come memory and time."""
+    number, max_bytes, max_cpu_s = (int(argument) for argument in sys.argv[1:4])
+    av.logging.set_level(None)
+    load_decoders()
+    restrict(max_bytes)
+    confine()
+    with socket.socket(fileno=number) as sock, suppress(EOFError, OSError):
+        serve(sock, max_cpu_s)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""Videos decoded in child processes of their own, in two steps: what is in the file, then the chosen frames."""
+
+import struct
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import msgspec
+from PIL import Image
+
+from engines.base import InvalidImage, OpenVideo, VideoInfo
+from engines.child_process import receive, receive_message, send_message
+from shared.protocol import ImageRef, VideoOptions
+from shared.settings.limits import LimitSettings
+from worker.prepare.decoder_pool import Child, ChildPool
+
+CANNOT_DECODE = "The video cannot be decoded."
+TOO_LONG = "The video takes too long to decode: send a shorter or smaller one."
+VALUE, REFUSAL = b"=", b"!"  #: status of an answer
+SIZE = struct.Struct(">II")  #: width and height, before the pixels of a frame
+_BASE_BYTES = 1024 * 1024 * 1024  #: address space; FFmpeg maps much more than it uses
+_MAX_JSON_BYTES = 64 * 1024
+
+
+class Head(msgspec.Struct, frozen=True):
+    """How a video is opened, as in `engines.video_decoder.open_video`."""
+
+    media_type: str
+    max_s: float
+    start_s: float
+    end_s: float
+    fps: float
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """An `InvalidImage`."""
+
+    message: str
+    param: str | None
+
+
+class VideoPool(ChildPool):
+    """Decodes videos."""
+
+    module = "worker.prepare.video_child"  # it imports PyAV, which this process does not
+    max_files = 50
+
+    def __init__(self, num_processes: int, limits: LimitSettings) -> None:
+        super().__init__(
+            num_processes, _BASE_BYTES + 2 * limits.max_video_bytes, limits.max_video_cpu_s
+        )
+        self._limits = limits
+        self.num_processes = num_processes
+
+    @contextmanager
+    def open(self, data: bytes, ref: ImageRef) -> Iterator["DecodedVideo"]:
+        """A video, as long as the block lasts. Raises: InvalidImage; OSError if no child can be started."""
+        options = ref.video or VideoOptions()
+        head = Head(
+            ref.media_type,
+            self._limits.max_video_s,
+            options.start_s,
+            options.end_s,
+            options.fps or 1.0,
+        )
+        with self.borrow() as child:
+            with child.talking(CANNOT_DECODE, TOO_LONG):
+                until = time.monotonic() + self.timeout_s
+                child.socket.settimeout(self.timeout_s)
+                send_message(child.socket, msgspec.json.encode(head))
+                send_message(child.socket, data)
+                answer = _receive(child, until, _MAX_JSON_BYTES)
+            info = msgspec.json.decode(answer, type=VideoInfo)
+            video = DecodedVideo(child, info, options, self._limits.max_video_frames, until)
+            try:
+                yield video
+            finally:
+                if video.indices is None and not child.is_lost:
+                    video.frames(())
+
+
+class DecodedVideo(OpenVideo):
+    """A video in a child process. `indices`: of the frames that were decoded."""
+
+    def __init__(
+        self, child: Child, info: VideoInfo, options: VideoOptions, max_frames: int, until: float
+    ) -> None:
+        self.info, self.options, self.max_frames = info, options, max_frames
+        self.indices: tuple[int, ...] | None = None
+        self._child = child
+        self._until = until
+
+    def frames(self, indices: Sequence[int]) -> list[Image.Image]:
+        """See `OpenVideo.frames`; called once."""
+        assert self.indices is None
+        self.indices = tuple(indices)
+        wanted = sorted({*indices})
+        times = [index / self.info.fps for index in wanted]
+        most = SIZE.size + 3 * self.info.width * self.info.height
+        images = {}
+        with self._child.talking(CANNOT_DECODE, TOO_LONG):
+            send_message(self._child.socket, msgspec.json.encode(times))
+            for index in wanted:
+                data = _receive(self._child, self._until, most)
+                width, height = SIZE.unpack_from(data)
+                if len(data) != SIZE.size + 3 * width * height:
+                    raise EOFError
+                size = (width, height)
+                images[index] = Image.frombuffer("RGB", size, data[SIZE.size :], "raw", "RGB", 0, 1)
+        return [images[index] for index in indices]
+
+
+def _receive(child: Child, until: float, max_bytes: int) -> bytearray:
+    """An answer. Raises: InvalidImage; EOFError, OSError."""
+    status = receive(child.socket, len(VALUE), until)
+    data = receive_message(child.socket, until, max(max_bytes, _MAX_JSON_BYTES))
+    if status == REFUSAL:
+        refusal = msgspec.json.decode(data, type=Refusal)
+        raise InvalidImage(refusal.message, refusal.param)
+    return data
