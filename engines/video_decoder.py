@@ -9,7 +9,8 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import av  # pyright: ignore[reportMissingImports]
+import av
+import av.stream
 import msgspec
 from PIL import Image
 

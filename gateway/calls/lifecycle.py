@@ -511,7 +511,7 @@ def check_images(
             problem = f"this model takes no {kind}s; send text only"
             if kind == "video" and card.supports_images:
                 problem = "this model takes no videos; send frames of it as images"
-            raise _bad_image(given[0], problem, "unsupported_image")
+            raise _bad_image(given[0], problem, code="unsupported_image")
         if len(given) > most:
             raise _bad_image(given[most], f"send at most {most} {kind}s", code="too_many_images")
 

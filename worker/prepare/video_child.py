@@ -10,7 +10,7 @@ import socket
 import sys
 from contextlib import suppress
 
-import av  # pyright: ignore[reportMissingImports]
+import av.logging
 import msgspec
 from PIL import Image
 

@@ -112,13 +112,15 @@ def test_a_bad_video_is_refused_in_a_sentence_and_the_next_one_is_decoded(
     assert named(pool, "mp4")[0].num_frames == 50
 
 
-def test_a_video_that_takes_too_long_ends_only_itself(pool: VideoPool):
+def test_a_video_that_takes_too_long_ends_only_itself():
+    bomb = make_clip("mpeg4", size=(1920, 1080), num_frames=1200, gop=9999, is_still=True)
     hurried = VideoPool(1, make_group(LimitSettings, max_video_cpu_s=0.5, max_video_frames=9999))
-    bomb = make_clip("mpeg4", size=(1920, 1080), num_frames=300, gop=9999, is_still=True)
-    with pytest.raises(InvalidImage, match="takes too long"):
-        decode(hurried, bomb)
-    assert named(hurried, "mp4")[0].num_frames == 50
-    hurried.close()
+    try:
+        with pytest.raises(InvalidImage, match="takes too long"):
+            decode(hurried, bomb)
+        assert named(hurried, "mp4")[0].num_frames == 50
+    finally:
+        hurried.close()
 
 
 def test_a_video_of_jpeg_frames(pool: VideoPool):
@@ -159,7 +161,7 @@ def test_a_child_that_dies_costs_one_video(pool: VideoPool):
     [victim] = [
         child.pid
         for child in psutil.Process().children()
-        if "video_child" in " ".join(child.cmdline())
+        if child.status() != psutil.STATUS_ZOMBIE and "video_child" in " ".join(child.cmdline())
     ]
     ref = ImageRef("", 0, "video/mp4", 0, 0, video=VideoOptions())
     with pool.open(clip("mp4"), ref) as video:
@@ -173,6 +175,7 @@ def test_a_child_that_dies_costs_one_video(pool: VideoPool):
 def test_children_are_confined(pool: VideoPool):
     named(pool, "mp4")
     for child in psutil.Process().children():
-        if "video_child" in " ".join(child.cmdline()):
+        is_zombie = child.status() == psutil.STATUS_ZOMBIE
+        if not is_zombie and "video_child" in " ".join(child.cmdline()):
             status = Path(f"/proc/{child.pid}/status").read_text()
             assert "Seccomp:\t2" in status
