@@ -18,7 +18,7 @@ DOCKERFILE = ROOT / "config/Dockerfile"
 COMPOSE = yaml.safe_load((ROOT / "compose.yaml").read_text())
 SERVICES = COMPOSE["services"]
 WORKERS = ("worker", "worker-shapes", "worker-gpu")
-EXTRA = ("torch", "torchvision", "transformers", "tokenizers", "safetensors", "open_clip", "numpy")
+EXTRA = ("torch", "torchvision", "transformers", "tokenizers", "safetensors", "timm", "numpy")
 
 
 def default_of(value: str) -> str:
