@@ -108,8 +108,6 @@ class EngineCall(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class AdapterLimits:
-    """Limits of an adapter."""
-
     max_rank: int
     max_bytes: int  #: of its files
 

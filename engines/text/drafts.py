@@ -16,8 +16,6 @@ _INSIDE = (b"0", b"a")
 
 
 class Drafter:
-    """See `Drafts`."""
-
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._tokenizer = tokenizer
         count = min(vocab_size, tokenizer.vocab_size)
@@ -32,7 +30,6 @@ class Drafter:
         self._longest = min(32, max(map(len, self._ids), default=0))
 
     def draft(self, matcher: Matcher, output: list[int]) -> list[int]:
-        """See `Drafts`."""
         last = b""
         for token_id in reversed(output[-4:]):
             last = self._text(token_id) + last

@@ -325,7 +325,6 @@ def _are_adapted(items: list[ScheduledSequence]) -> bool:
 
 
 def _to_rows(items: list[ScheduledSequence]) -> list[SequenceRows]:
-    """Rows of the items in order."""
     found, start = [], 0
     for item in items:
         sequence = item.sequence

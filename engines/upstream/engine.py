@@ -68,7 +68,6 @@ class UpstreamEngine(StreamEngine[UpstreamRequest], PromptingEngine[UpstreamRequ
         self._adapters: dict[str, Adapter] = {}  # by digest
 
     def capabilities(self) -> Capabilities:
-        """See `Engine.capabilities`."""
         return Capabilities(
             self._settings.max_num_seqs,
             tasks=("generate", "tokenize"),
@@ -156,7 +155,6 @@ class UpstreamEngine(StreamEngine[UpstreamRequest], PromptingEngine[UpstreamRequ
         return adapter
 
     def unload_adapter(self, digest: str) -> None:
-        """Unload an adapter at the server."""
         if self._adapters.pop(digest, None) is not None and self._dialect.adapter_paths is not None:
             with suppress(httpx.HTTPError):  # a server that is lost has no adapters
                 self._client.request(
@@ -177,7 +175,6 @@ class UpstreamEngine(StreamEngine[UpstreamRequest], PromptingEngine[UpstreamRequ
         self._send(opened)
 
     def stats(self) -> EngineStats:
-        """See `Engine.stats`."""
         return msgspec.structs.replace(super().stats(), num_adapters=len(self._adapters))
 
     def close(self) -> None:

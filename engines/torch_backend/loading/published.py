@@ -52,7 +52,6 @@ class PublishedLinears:
 
     @property
     def name(self) -> str:
-        """Name of the format."""
         return self._reader.name
 
     @property
@@ -269,7 +268,6 @@ def find_published(
 
 
 def find_layer(model: nn.Module, path: str) -> nn.Module | None:
-    """A module by its name; None if there is none."""
     try:
         return model.get_submodule(path) if path else None
     except AttributeError:

@@ -55,8 +55,6 @@ class Change:
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class LoraAdapter:
-    """An adapter on its device."""
-
     digest: str
     rank: int
     num_bytes: int

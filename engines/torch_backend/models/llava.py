@@ -62,7 +62,6 @@ class VLMConfig:
 
     @property
     def tokens_per_image(self) -> int:
-        """Image tokens of one image."""
         return self.vision.num_patches + (self.vision_feature_select_strategy == "full")
 
 

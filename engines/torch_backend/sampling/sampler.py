@@ -138,9 +138,7 @@ class Sampled(Protocol):
     """A sequence, or a request that becomes one."""
 
     @property
-    def sampling(self) -> SamplingParams:
-        """Sampling parameters."""
-        ...
+    def sampling(self) -> SamplingParams: ...
 
     @property
     def constraint(self) -> Constraint | None:

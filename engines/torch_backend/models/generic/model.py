@@ -599,7 +599,6 @@ def _placed(given: Any, device: torch.device, dtype: torch.dtype) -> Any:
 
 
 def _explain(error: Exception) -> str:
-    """One line of an error."""
     text = " ".join(str(error).split())
     return (
         text if isinstance(error, UnsupportedCheckpoint) else f"{type(error).__name__}: {text}"
