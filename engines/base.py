@@ -112,21 +112,13 @@ class AdapterLimits:
     max_bytes: int  #: of its files
 
 
-class Adapter(Protocol):
+@dataclass(frozen=True)
+class Adapter:
     """A LoRA adapter that is loaded in an engine."""
 
-    @property
-    def digest(self) -> str:
-        """Digest of its files."""
-        ...
-
-    @property
-    def rank(self) -> int:
-        """Its largest rank."""
-        ...
-
-    @property
-    def num_bytes(self) -> int: ...
+    digest: str  #: of its files
+    rank: int = 1  #: its largest
+    num_bytes: int = 0
 
 
 class PreparedImage(msgspec.Struct, frozen=True):

@@ -10,7 +10,6 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
 from hashlib import sha256, shake_128
 from pathlib import Path
 from random import Random
@@ -21,6 +20,7 @@ from msgspec.structs import replace
 from PIL import Image
 
 from engines.base import (
+    Adapter,
     AdapterLimits,
     BadAdapter,
     Decode,
@@ -203,15 +203,6 @@ class MockStep(Struct):
         return self.result
 
 
-@dataclass(frozen=True, slots=True)
-class MockAdapter:
-    """An adapter; it changes the answers."""
-
-    digest: str
-    rank: int = 1
-    num_bytes: int = 0
-
-
 class MockRunner:
     """Simulates steps: samples words, counts images, sleeps."""
 
@@ -273,7 +264,7 @@ class MockRunner:
                 result.prompt_scores[item.sequence.request_id] = _score(item.sequence, scored)
         return MockStep(result, self._free_at)
 
-    def load_adapter(self, directory: Path, limits: AdapterLimits) -> MockAdapter:
+    def load_adapter(self, directory: Path, limits: AdapterLimits) -> Adapter:
         """An adapter with any `adapter_config.json`. Raises: BadAdapter if it is missing or too large."""
         file = directory / "adapter_config.json"
         if not file.is_file():
@@ -281,7 +272,7 @@ class MockRunner:
         content = file.read_bytes()
         if len(content) > limits.max_bytes:
             raise BadAdapter(f"the adapter has {len(content)} bytes: at most {limits.max_bytes}")
-        return MockAdapter(sha256(content).hexdigest()[:32])
+        return Adapter(sha256(content).hexdigest()[:32])
 
     def release(self, request_id: str) -> None:
         self._answers.pop(request_id, None)

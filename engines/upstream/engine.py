@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +34,6 @@ from engines.upstream.streams import OpenRequest, StreamBroken, StreamEngine, er
 from shared.protocol import ErrorCode, FinishReason, Generate, Task, Tools
 
 ADAPTER_S = 120.0  #: to load an adapter
-
-
-@dataclass(frozen=True, slots=True)
-class ServerAdapter:
-    """A LoRA adapter that the server has loaded under its digest."""
-
-    digest: str
-    rank: int
-    num_bytes: int
 
 
 class UpstreamEngine(StreamEngine[UpstreamRequest], PromptingEngine[UpstreamRequest]):
@@ -139,7 +130,7 @@ class UpstreamEngine(StreamEngine[UpstreamRequest], PromptingEngine[UpstreamRequ
         if self._dialect.adapter_paths is None:
             return super().load_adapter(directory, limits)
         files = read_adapter(directory, limits)
-        adapter = ServerAdapter(files.digest, files.config.get("r", 0), len(files.weights))
+        adapter = Adapter(files.digest, files.config.get("r", 0), len(files.weights))
         body = {"lora_name": adapter.digest, "lora_path": str(directory.resolve())}
         try:
             response = self._client.request(

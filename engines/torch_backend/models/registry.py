@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from engines.core.request import ImageInput, Prompt
 from engines.packages.checkpoint_json import Fields, shown
 from engines.text.processor import MultimodalProcessor
-from engines.torch_backend.kv_cache import KVCachePool, KVShape
+from engines.torch_backend.kv_cache import KVCachePool
 from engines.torch_backend.layers.linear import QuantizedMethod
 from engines.torch_backend.layers.rotary import RotaryTable
-from engines.torch_backend.models.config import BeyondOurProgram, UnsupportedCheckpoint
+from engines.torch_backend.models.config import BeyondOurProgram, KVShape, UnsupportedCheckpoint
 from engines.torch_backend.models.hf_config import read_fields
 from engines.torch_backend.multimodal.parts import in_parts
 from engines.torch_backend.ops.registry import Ops
