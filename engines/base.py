@@ -108,27 +108,17 @@ class EngineCall(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class AdapterLimits:
-    """Limits of an adapter."""
-
     max_rank: int
     max_bytes: int  #: of its files
 
 
-class Adapter(Protocol):
+@dataclass(frozen=True)
+class Adapter:
     """A LoRA adapter that is loaded in an engine."""
 
-    @property
-    def digest(self) -> str:
-        """Digest of its files."""
-        ...
-
-    @property
-    def rank(self) -> int:
-        """Its largest rank."""
-        ...
-
-    @property
-    def num_bytes(self) -> int: ...
+    digest: str  #: of its files
+    rank: int = 1  #: its largest
+    num_bytes: int = 0
 
 
 class PreparedImage(msgspec.Struct, frozen=True):

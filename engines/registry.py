@@ -47,7 +47,6 @@ class EngineKind:
     runs_code: bool = False
 
     def load_settings(self) -> type[EngineSettings]:
-        """The settings class."""
         return _load(self.settings)
 
     def load_create(self) -> Callable[[Any, Progress | None], LoadedEngine]:
@@ -134,7 +133,6 @@ def engine_kinds() -> dict[str, EngineKind]:
 
 
 def settings_classes() -> list[type[EngineSettings]]:
-    """The settings classes of all engines."""
     return [kind.load_settings() for kind in engine_kinds().values()]
 
 

@@ -18,7 +18,6 @@ UNLISTED: dict[str, Any] = {"is_listed": False}
 
 
 def as_variable(name: str) -> str:
-    """The name of the environment variable."""
     return PREFIX + name.upper()
 
 

@@ -164,7 +164,6 @@ class Catalog:
         return [_decode(row[0], StoreRecord) for row in rows]
 
     def all_stores(self) -> list[tuple[str, StoreRecord]]:
-        """All stores with their tenants."""
         rows = self._rows("SELECT tenant, record FROM stores")
         return [(tenant, _decode(record, StoreRecord)) for tenant, record in rows]
 

@@ -43,8 +43,6 @@ class BadCollection(Exception):
 
 
 class PartRecord(msgspec.Struct, frozen=True):
-    """One file of a collection."""
-
     name: str
     num_items: int
     sha256: str

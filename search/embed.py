@@ -89,7 +89,6 @@ def _read_one(path: Path, text_field: str) -> Iterator[Source]:
 
 
 def list_images(folder: Path) -> list[Path]:
-    """The images in a folder and its subfolders."""
     return sorted(path for path in folder.rglob("*") if path.suffix.lower() in IMAGE_ENDINGS)
 
 

@@ -43,8 +43,6 @@ def _translate(
 
 
 def matches(where: Filter, attributes: Attributes) -> bool:
-    """Whether attributes match a filter."""
-
     def compare(sign: str, key: str, value: Any) -> bool:
         found = attributes.get(key)
         return found is not None and _kind(found) == _kind(value) and _COMPARE[sign](found, value)

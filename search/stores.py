@@ -79,8 +79,6 @@ class OpenStore:
 
 
 class Stores:
-    """The stores of one search process."""
-
     def __init__(
         self,
         catalog: Catalog,

@@ -83,9 +83,12 @@ class Program:
         num_tokens = options.num_context + 2 * NUM_STEPS
         num_blocks = -(-num_tokens // _BLOCK_SIZE) * max(options.batch_sizes)
         settings = TorchSettings(
-            num_kv_blocks=num_blocks, block_size=_BLOCK_SIZE, max_model_len=num_tokens
+            num_kv_blocks=num_blocks,
+            block_size=_BLOCK_SIZE,
+            max_model_len=num_tokens,
+            num_threads=1,
         )
-        self.runner = TorchRunner(model, settings, _CPU, dtype, 1, ops=ops)
+        self.runner = TorchRunner(model, settings, _CPU, dtype, ops=ops)
         self._num_context = options.num_context
         self._blocks = -(-num_tokens // _BLOCK_SIZE)
         for pool in self.runner.kv_pools:

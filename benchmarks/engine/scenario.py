@@ -9,7 +9,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from random import Random
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from msgspec.structs import replace
@@ -144,7 +144,8 @@ class RequestMaker:
             return self.prepare(EngineCall(request_id, task), ())
         answer = self._answer(scenario, token_ids, num_tokens)
         vocab_size = self._config.text.vocab_size
-        constraint = Constraint(ForcedTokens(answer, vocab_size)) if answer else None
+        matcher: Any = ForcedTokens(answer, vocab_size)  # has what is called of a matcher
+        constraint = Constraint(matcher) if answer else None
         return EngineRequest(request_id, token_ids, sampling, images, constraint=constraint)
 
     def _answer(self, scenario: Scenario, prompt: list[int], num_tokens: int) -> list[int]:

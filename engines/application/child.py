@@ -42,8 +42,6 @@ class ChildFailed(Exception):
 
 
 class Reply(msgspec.Struct):
-    """One line from the application."""
-
     type: Literal["ready", "entered", "left", "item", "result", "error"]
     value: msgspec.Raw = msgspec.Raw(b"null")
     message: str = ""

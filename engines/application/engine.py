@@ -52,8 +52,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False, slots=True)
 class TaskInput:
-    """A prepared task."""
-
     request_id: str
     priority: Priority
     task: Run
@@ -101,7 +99,6 @@ class ApplicationEngine(Engine[TaskInput]):
         return Capabilities(max_num_seqs=1, tasks=("run",))
 
     def prepare(self, call: EngineCall, images: Sequence[PreparedImage]) -> TaskInput:
-        """See `Engine.prepare`."""
         assert isinstance(call.task, Run)
         return TaskInput(
             call.request_id, call.priority, call.task, call.common_data, time.monotonic()
@@ -335,7 +332,6 @@ class ApplicationEngine(Engine[TaskInput]):
         )
 
     def stats(self) -> EngineStats:
-        """See `Engine.stats`."""
         self._stats.num_running = int(self._current is not None)
         self._stats.num_waiting = len(self._waiting)
         self._stats.num_waiting_batch = sum(

@@ -267,5 +267,4 @@ def _is_stream(sequence: Sequence) -> bool:
 
 
 def _is_smooth(item: ScheduledSequence) -> bool:
-    """`_is_stream` of a scheduled sequence."""
     return item.samples and item.sequence.priority is Priority.INTERACTIVE

@@ -6,9 +6,12 @@ There is no other state: after a preemption or on another worker the tokens are 
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from shared.protocol import ErrorCode
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 #: CPU time limit of masks: initially, and added per token.
 BURST_S = 0.1
@@ -36,44 +39,10 @@ class ConstraintFailure(Exception):
         self.code = code
 
 
-class Matcher(Protocol):
-    """State of llguidance's parser. No method raises."""
-
-    def deep_copy(self) -> "Matcher":
-        """An independent copy of the state."""
-        ...
-
-    def consume_tokens(self, sampled_tokens: list[int]) -> bool:
-        """Advance; False, and an error is set, if a token is not allowed."""
-        ...
-
-    def validate_tokens(self, tokens: list[int]) -> int:
-        """Number of leading tokens that are allowed."""
-        ...
-
-    def compute_ff_bytes(self) -> bytes: ...
-
-    def rollback(self, num_tokens: int) -> bool:
-        """Undo tokens."""
-        ...
-
-    def compute_bitmask(self) -> bytes:
-        """One bit per token, lowest first, in 32-bit words."""
-        ...
-
-    def is_error(self) -> bool:
-        """Whether a limit was exceeded or a token was not allowed."""
-        ...
-
-    def get_error(self) -> str:
-        """The error, or an empty string."""
-        ...
-
-
 class Drafts(Protocol):
     """Drafts the continuation of an answer from its grammar."""
 
-    def draft(self, matcher: Matcher, output: list[int]) -> list[int]:
+    def draft(self, matcher: "LLMatcher", output: list[int]) -> list[int]:
         """Probable next tokens; the matcher is not changed."""
         ...
 
@@ -90,7 +59,7 @@ class Constraint:
     """The grammar state of one answer."""
 
     def __init__(
-        self, matcher: Matcher, drafts: Drafts | None = None, narrow: Narrow | None = None
+        self, matcher: "LLMatcher", drafts: Drafts | None = None, narrow: Narrow | None = None
     ) -> None:
         self._matcher = matcher
         self.drafts = drafts

@@ -101,7 +101,6 @@ class BatchingEngine(PromptingEngine[EngineRequest]):
         self._num_output_tokens = 0
 
     def capabilities(self) -> Capabilities:
-        """See `Engine.capabilities`."""
         return Capabilities(
             self.scheduler.max_num_seqs,
             tasks=("generate", "tokenize"),

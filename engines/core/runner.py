@@ -98,8 +98,6 @@ class StepResult(Struct):
 
 
 class RunningStep(Protocol):
-    """A launched step."""
-
     @property
     def can_be_followed(self) -> bool:
         """Whether the next decode step may be launched before this one is done."""

@@ -10,7 +10,6 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
 from hashlib import sha256, shake_128
 from pathlib import Path
 from random import Random
@@ -21,6 +20,7 @@ from msgspec.structs import replace
 from PIL import Image
 
 from engines.base import (
+    Adapter,
     AdapterLimits,
     BadAdapter,
     Decode,
@@ -98,7 +98,6 @@ class MockTokenizer:
         return list(text.encode("utf-8", "replace"))
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Bytes of a token; empty for special tokens."""
         return self._token_bytes[token_id]
 
     def token_string(self, token_id: int) -> str:
@@ -204,15 +203,6 @@ class MockStep(Struct):
         return self.result
 
 
-@dataclass(frozen=True, slots=True)
-class MockAdapter:
-    """An adapter; it changes the answers."""
-
-    digest: str
-    rank: int = 1
-    num_bytes: int = 0
-
-
 class MockRunner:
     """Simulates steps: samples words, counts images, sleeps."""
 
@@ -237,7 +227,6 @@ class MockRunner:
         self._free_at = 0.0  # end of the last simulated step, `time.perf_counter`
 
     def run(self, batch: Batch) -> StepResult:
-        """Launch a step and wait for it."""
         return self.launch(batch).wait()
 
     def launch(self, batch: Batch) -> "MockStep":
@@ -275,7 +264,7 @@ class MockRunner:
                 result.prompt_scores[item.sequence.request_id] = _score(item.sequence, scored)
         return MockStep(result, self._free_at)
 
-    def load_adapter(self, directory: Path, limits: AdapterLimits) -> MockAdapter:
+    def load_adapter(self, directory: Path, limits: AdapterLimits) -> Adapter:
         """An adapter with any `adapter_config.json`. Raises: BadAdapter if it is missing or too large."""
         file = directory / "adapter_config.json"
         if not file.is_file():
@@ -283,15 +272,13 @@ class MockRunner:
         content = file.read_bytes()
         if len(content) > limits.max_bytes:
             raise BadAdapter(f"the adapter has {len(content)} bytes: at most {limits.max_bytes}")
-        return MockAdapter(sha256(content).hexdigest()[:32])
+        return Adapter(sha256(content).hexdigest()[:32])
 
     def release(self, request_id: str) -> None:
-        """Free the state of a request that ended."""
         self._answers.pop(request_id, None)
         self._held_images.pop(request_id, None)
 
     def encoder_cache_counts(self) -> tuple[int, int, int]:
-        """Lookups and hits of the encoder cache, and its bytes."""
         return self._num_encoder_queries, self._num_encoder_hits, self._encoder_cache_bytes
 
     def memory_bytes(self) -> dict[str, int]:
@@ -432,7 +419,6 @@ class MockEngine(BatchingEngine):
     """The engine over a mock. It calls functions whenever it may, and answers tool results with text."""
 
     def prepare(self, call: EngineCall, images: Items[PreparedImage]) -> EngineRequest:
-        """See `Engine.prepare`."""
         task = call.task
         if isinstance(task, Generate) and task.tools is not None and not task.tools.is_required:
             is_asked = task.messages[-1].role != "tool"
@@ -442,7 +428,6 @@ class MockEngine(BatchingEngine):
 
 
 def load_mock_engine(settings: MockEngineSettings, progress: Progress | None) -> LoadedEngine:
-    """Create the mock engine."""
     mock = settings.mock
     processor = MockProcessor(mock.tokens_per_image, thinks=mock.num_reasoning_tokens > 0)
     engine = MockEngine(MockRunner(settings), processor, settings)

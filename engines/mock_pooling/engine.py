@@ -148,7 +148,6 @@ def numbers_of(content: _Content) -> "array[float]":
 def load_mock_pooling_engine(
     settings: MockPoolingSettings, progress: Progress | None
 ) -> LoadedEngine:
-    """Create the mock engine."""
     model = MockPoolingModel(settings)
     engine = PoolingEngine(model, settings)
     card = ModelCard(

@@ -84,7 +84,6 @@ class Fields:
         return None if value is None else self.check_number(name, value, above, at_most)
 
     def check_number(self, name: str, value: Any, above: float, at_most: float) -> float:
-        """Check a number of a field."""
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not math.isfinite(value) or not above < value <= at_most:
             limits = f"above {above:g} and up to {at_most:g}"

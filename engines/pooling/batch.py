@@ -47,7 +47,6 @@ class Waiting:
         return len(self._by_age)
 
     def add(self, row: Row) -> None:
-        """Add the youngest row."""
         self._num_added += 1
         row.number = self._num_added
         self._by_age[row.number] = row

@@ -77,7 +77,6 @@ class ClipEncoder:
         return Row(words, length, num_padding=padding, identity=words.identity)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> tuple[list[int], list[str]]:
-        """Token ids of a text and their spellings."""
         return self.texts.encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: Sequence[int]) -> str:

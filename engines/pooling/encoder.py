@@ -51,7 +51,6 @@ class PixelInput:
 
     @property
     def identity(self) -> bytes:
-        """See `Row.identity`."""
         text = f"{self.dimensions or 0} {self.is_normalized} {self.image_hash}"
         return text.encode() if self.image_hash else b""
 
@@ -106,7 +105,6 @@ class Encoder:
         return [Row(each, len(each.ids), identity=each.identity) for each in contents]
 
     def encode(self, text: str, *, add_special_tokens: bool) -> tuple[list[int], list[str]]:
-        """Token ids of a text and their spellings."""
         return self.texts.encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: Sequence[int]) -> str:

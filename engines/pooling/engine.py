@@ -133,7 +133,6 @@ class PoolingEngine(Engine[PoolingInput]):
         self._num_hits = 0
 
     def capabilities(self) -> Capabilities:
-        """See `Engine.capabilities`."""
         return Capabilities(
             self._settings.max_calls,
             tasks=(*self._model.tasks, "tokenize"),
@@ -142,7 +141,6 @@ class PoolingEngine(Engine[PoolingInput]):
         )
 
     def prepare_image(self, data: bytes, image: ImageRef, decode: Decode) -> Any:
-        """See `PoolingModel.process_image`."""
         return self._model.process_image(data, image, decode)
 
     def prepare(self, call: EngineCall, images: Sequence[PreparedImage]) -> PoolingInput:

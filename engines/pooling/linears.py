@@ -102,7 +102,6 @@ def quantize_linears(model: nn.Module) -> None:
 
 
 def num_bytes(model: nn.Module) -> int:
-    """Bytes of all weights."""
     packed = [each for each in model.modules() if isinstance(each, PackedFloat)]
     inside = {id(x) for each in packed for x in each.parameters()}
     integers = [each for each in model.modules() if isinstance(each, Linear)]

@@ -65,7 +65,6 @@ class Texts:
         return Words(ids, (0,) * len(ids), *options)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> tuple[list[int], list[str]]:
-        """Token ids of a text and their spellings."""
         encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return encoding.ids, encoding.tokens
 

@@ -4,8 +4,12 @@ Forced text is certain except for its tokenization. Between forced texts, JSON h
 answer so far shows whether the model writes spaces.
 """
 
-from engines.core.constraint import Matcher
+from typing import TYPE_CHECKING
+
 from engines.text.tokens import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 _MAX_BYTES = 96
 _CONTEXT_TOKENS = 8
@@ -16,8 +20,6 @@ _INSIDE = (b"0", b"a")
 
 
 class Drafter:
-    """See `Drafts`."""
-
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._tokenizer = tokenizer
         count = min(vocab_size, tokenizer.vocab_size)
@@ -31,8 +33,7 @@ class Drafter:
         ]
         self._longest = min(32, max(map(len, self._ids), default=0))
 
-    def draft(self, matcher: Matcher, output: list[int]) -> list[int]:
-        """See `Drafts`."""
+    def draft(self, matcher: "LLMatcher", output: list[int]) -> list[int]:
         last = b""
         for token_id in reversed(output[-4:]):
             last = self._text(token_id) + last
@@ -52,7 +53,7 @@ class Drafter:
         """Whether a token has other characters than letters and spaces."""
         return token_id >= len(self._is_word) or not self._is_word[token_id]
 
-    def _find(self, matcher: Matcher, before: bytes, output: list[int]) -> bytes:
+    def _find(self, matcher: "LLMatcher", before: bytes, output: list[int]) -> bytes:
         """Forced text, else likely text."""
         forced = matcher.compute_ff_bytes()
         if forced:
@@ -69,7 +70,7 @@ class Drafter:
         with_space = shown.count(b'": ') + shown.count(b', "')
         return with_space >= shown.count(b'":"') + shown.count(b',"')
 
-    def _allows(self, matcher: Matcher, text: bytes) -> bool:
+    def _allows(self, matcher: "LLMatcher", text: bytes) -> bool:
         token_id = self._ids.get(text)
         return token_id is not None and matcher.validate_tokens([token_id]) == 1
 

@@ -274,7 +274,6 @@ class NumberBounds:
         self._numeric = [(i, found[0]) for i, found in begun if found]
 
     def __call__(self, mask: bytes, last: Sequence[int]) -> bytes:
-        """See `Narrow`."""
         run = b""
         for token_id in reversed(last):
             run = self._texts[token_id] + run

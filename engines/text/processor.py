@@ -203,7 +203,6 @@ class ChatProcessor:
         return msgspec.structs.replace(prompt, positions=self._multimodal.positions(prompt))
 
     def encode_prompt(self, text: str, *, add_special_tokens: bool) -> Prompt:
-        """Tokenize a text without a template; special tokens spelled in it are special."""
         prompt = self._prompt_builder.encode(text, add_special_tokens=add_special_tokens)
         return msgspec.structs.replace(prompt, positions=self._multimodal.positions(prompt))
 

@@ -346,7 +346,6 @@ def _texts_of(message: ChatMessage) -> list[str]:
 
 
 def _protect_in(value: Any, protect: Callable[[str, str], str], guard: str) -> Any:
-    """Protect every string in a value."""
     if isinstance(value, str):
         return protect(value, guard)
     if isinstance(value, list):

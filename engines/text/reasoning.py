@@ -77,7 +77,6 @@ class TagSplitter:
         self._has_thought = False
 
     def feed(self, text: str) -> tuple[str, str]:
-        """See `Splitter`."""
         reasoning = ""
         if self.state is State.HEAD:
             text = self._read_head(text)
@@ -144,7 +143,6 @@ class ChannelSplitter:
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, str]:
-        """See `Splitter`."""
         said = {State.THINKING: "", State.CONTENT: ""}
         known, self._held = self._held + text, ""
         while known:

@@ -84,7 +84,6 @@ class HfTokenizer:
         return self.encode_piece(text, is_first=True)
 
     def encode_piece(self, text: str, *, is_first: bool) -> list[int]:
-        """Plain text at the start of a prompt, or behind a control token."""
         backend = self._encoders.first if is_first else self._encoders.later
         tokens = backend.encode(text, add_special_tokens=False).tokens
         if any(token in self.control_tokens for token in tokens):
@@ -97,7 +96,6 @@ class HfTokenizer:
         return self._bytes[token_id] if 0 <= token_id < self.vocab_size else b""
 
     def token_string(self, token_id: int) -> str:
-        """Spelling in the vocabulary; empty for an unknown id."""
         return self._texts.get(token_id, "")
 
     def _find_control_tokens(self, backend: Backend, template: str) -> dict[str, ControlToken]:
@@ -284,7 +282,6 @@ class ByteDecoder:
             self._read_step(step)
 
     def decode(self, token: str) -> bytes:
-        """The bytes of one token."""
         if self._is_byte_level:
             known = all(character in _ALPHABET for character in token)
             return bytes(_ALPHABET[c] for c in token) if known else token.encode()

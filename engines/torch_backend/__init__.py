@@ -1,7 +1,7 @@
 """The PyTorch engine.
 
 Importing the package does not import torch, so that its settings can be listed without it. It lets torchvision be
-imported (see `torchvision_stub`) before open_clip or transformers import it.
+imported (see `torchvision_stub`) before transformers or timm import it.
 """
 
 import sys

@@ -9,36 +9,16 @@ block_size + offset`. Units: bytes, tokens, blocks.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from engines.base import EngineStartError
-from engines.torch_backend.models.config import TextLimits
+from engines.torch_backend.models.config import KVShape, TextLimits
 from engines.torch_backend.settings import TorchSettings
 
 #: Share of the free memory after loading that the pool takes by default.
 FREE_MEMORY_RATIO = {"cpu": 0.4, "cuda": 0.85}
-
-
-class KVShape(Protocol):
-    """Layers with keys and values of one shape, which share a pool."""
-
-    @property
-    def num_layers(self) -> int:
-        """Layers with their own keys and values."""
-        ...
-
-    @property
-    def num_kv_heads(self) -> int:
-        """Heads of keys and values per layer on this device."""
-        ...
-
-    @property
-    def head_dim(self) -> int:
-        """Dimension of a key or value of one head."""
-        ...
 
 
 class KVCacheTooSmall(EngineStartError):

@@ -48,11 +48,10 @@ class TorchRunner:
         config: TorchSettings,
         device: torch.device,
         dtype: torch.dtype,
-        num_threads: int = 0,
         free_before_load: int | None = None,
         ops: Ops | None = None,
     ) -> None:
-        """Allocate caches for a loaded model. `num_threads` 0: see `set_num_threads`.
+        """Allocate caches for a loaded model.
 
         `ops` are the CPU's, which the model was loaded for. `free_before_load` is the memory that was free before the
         weights were loaded, in bytes: pages of mapped weights count as free still.
@@ -60,9 +59,8 @@ class TorchRunner:
         """
         if device.index:
             torch.cuda.set_device(device)  # the current device is per thread
-        text = model.config.text
         self._weight_bytes = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
-        set_num_threads(num_threads, device, self._weight_bytes)
+        set_num_threads(config.num_threads, device, self._weight_bytes)
         free = free_bytes(device)
         if free_before_load is not None:
             free = max(0, min(free, free_before_load - self._weight_bytes))
@@ -74,11 +72,11 @@ class TorchRunner:
             )
         free = max(0, free - states)
         shapes = model.kv_shapes
-        plan = plan_kv_cache(text, config, dtype, free, device.type, shapes)
+        plan = plan_kv_cache(model.config.text, config, dtype, free, device.type, shapes)
         self.block_size = config.block_size
         self.num_blocks = plan.num_blocks
         self.max_model_len = plan.max_model_len
-        self.vocab_size = text.vocab_size
+        self.vocab_size = model.config.text.vocab_size
         self.model = model.eval()
         self.shares_prefixes = model.shares_prefixes
         self.binds_prompts = model.binds_prompts
@@ -92,31 +90,32 @@ class TorchRunner:
         ]
         self.ops = ops or cpu_ops("off")
         self.graphs: DecodeGraphs | None = None
-        self._rotary: RotaryTable | None = None
-        if is_native:
-            self._rotary = model.rotary(self.max_model_len, dtype, device)
+        self._rotary = model.rotary(self.max_model_len, dtype, device) if is_native else None
         if is_cuda and self._rotary is not None:
-            decoder, disabled = model.language_model, config.switched_off
-            site = Site(device, dtype, decoder.text, config.block_size, joins=True)
-            self.ops = choose(site, disabled)
-            # The reference attention copies every context: a graph would not help.
-            has_kernel = self.ops.uses("paged_attention") or device.type == "cpu"
-            if CUDA_GRAPH not in disabled and has_kernel:
-                self.graphs = DecodeGraphs(
-                    decoder, self.ops, self.kv_pools[0], self._rotary, config.max_num_seqs
-                )
+            self._choose_kernels(config, self._rotary)
         self._num_rows = self._rotary.num_rows if self._rotary else model.num_position_rows
         model.bind(self.ops, dtype)
         model.limit(self.max_model_len)
         self._loras: Loras | None = None  # created with the first adapter
         self._with_states: dict[str, Sequence] | None = {} if states else None
-        self._sampled: list[
-            TokenChoice | None
-        ] = []  # of the last step that was computed synchronously
+        #: Of the last step that was computed synchronously.
+        self._sampled: list[TokenChoice | None] = []
         self._encoder_cache = EncoderCache(config.encoder_cache_bytes)
         self._images = ImageEncoder(
             self.model, self._encoder_cache, config.max_images_per_step, device, dtype
         )
+
+    def _choose_kernels(self, config: TorchSettings, rotary: RotaryTable) -> None:
+        """Those of a GPU, and graphs of steps."""
+        decoder, disabled = self.model.language_model, config.switched_off
+        site = Site(self.device, self._dtype, decoder.text, self.block_size, joins=True)
+        self.ops = choose(site, disabled)
+        # The reference attention copies every context: a graph would not help.
+        has_kernel = self.ops.uses("paged_attention") or self.device.type == "cpu"
+        if CUDA_GRAPH not in disabled and has_kernel:
+            self.graphs = DecodeGraphs(
+                decoder, self.ops, self.kv_pools[0], rotary, config.max_num_seqs
+            )
 
     def run(self, batch: Batch) -> StepResult:
         """Launch a step and wait for it. Raises: SequenceFailure, DeviceOutOfMemory; it can be repeated after either."""
@@ -326,7 +325,6 @@ def _are_adapted(items: list[ScheduledSequence]) -> bool:
 
 
 def _to_rows(items: list[ScheduledSequence]) -> list[SequenceRows]:
-    """Rows of the items in order."""
     found, start = [], 0
     for item in items:
         sequence = item.sequence

@@ -65,8 +65,6 @@ _NEUTRAL = SamplingParams()
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """A prepared request."""
-
     request_id: str
     body: dict[str, Any]
     priority: Priority = Priority.INTERACTIVE
@@ -122,7 +120,6 @@ class ChatEngine(StreamEngine[ChatRequest]):
         self._settings, self._model = settings, model
 
     def capabilities(self) -> Capabilities:
-        """See `Engine.capabilities`."""
         return Capabilities(
             self._settings.max_num_seqs,
             decodes_images=True,

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +36,6 @@ from shared.protocol import ErrorCode, FinishReason, Generate, Task, Tools
 ADAPTER_S = 120.0  #: to load an adapter
 
 
-@dataclass(frozen=True, slots=True)
-class ServerAdapter:
-    """A LoRA adapter that the server has loaded under its digest."""
-
-    digest: str
-    rank: int
-    num_bytes: int
-
-
 class UpstreamEngine(StreamEngine[UpstreamRequest], PromptingEngine[UpstreamRequest]):
     """A model at a server that takes and returns token ids."""
 
@@ -68,7 +59,6 @@ class UpstreamEngine(StreamEngine[UpstreamRequest], PromptingEngine[UpstreamRequ
         self._adapters: dict[str, Adapter] = {}  # by digest
 
     def capabilities(self) -> Capabilities:
-        """See `Engine.capabilities`."""
         return Capabilities(
             self._settings.max_num_seqs,
             tasks=("generate", "tokenize"),
@@ -140,7 +130,7 @@ class UpstreamEngine(StreamEngine[UpstreamRequest], PromptingEngine[UpstreamRequ
         if self._dialect.adapter_paths is None:
             return super().load_adapter(directory, limits)
         files = read_adapter(directory, limits)
-        adapter = ServerAdapter(files.digest, files.config.get("r", 0), len(files.weights))
+        adapter = Adapter(files.digest, files.config.get("r", 0), len(files.weights))
         body = {"lora_name": adapter.digest, "lora_path": str(directory.resolve())}
         try:
             response = self._client.request(
@@ -156,7 +146,6 @@ class UpstreamEngine(StreamEngine[UpstreamRequest], PromptingEngine[UpstreamRequ
         return adapter
 
     def unload_adapter(self, digest: str) -> None:
-        """Unload an adapter at the server."""
         if self._adapters.pop(digest, None) is not None and self._dialect.adapter_paths is not None:
             with suppress(httpx.HTTPError):  # a server that is lost has no adapters
                 self._client.request(
@@ -177,7 +166,6 @@ class UpstreamEngine(StreamEngine[UpstreamRequest], PromptingEngine[UpstreamRequ
         self._send(opened)
 
     def stats(self) -> EngineStats:
-        """See `Engine.stats`."""
         return msgspec.structs.replace(super().stats(), num_adapters=len(self._adapters))
 
     def close(self) -> None:

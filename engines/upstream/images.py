@@ -114,5 +114,4 @@ def find_image_token(directory: Path, template: str) -> int | None:
 
 
 def data_url(png: bytes) -> str:
-    """A `data:` URL of a PNG file."""
     return f"data:image/png;base64,{b64encode(png).decode()}"

@@ -29,7 +29,6 @@ def free_port() -> int:
 
 
 def command_of(settings: UpstreamSettings, dialect: Dialect, port: int) -> list[str]:
-    """The command that starts the server."""
     program = shlex.split(settings.command) or list(dialect.program)
     return [*program, *dialect.arguments(port), *shlex.split(settings.arguments)]
 

@@ -119,7 +119,6 @@ class VectorModel:
         return Row(pair, len(words.ids), identity=words.identity)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> tuple[list[int], list[str]]:
-        """Token ids of a text and their spellings."""
         return self.texts.encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -182,7 +181,6 @@ class VectorModel:
         return {"weights": 0}
 
     def close(self) -> None:
-        """Close the connections."""
         self._client.close()
 
 

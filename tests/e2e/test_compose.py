@@ -19,7 +19,7 @@ COMPOSE = yaml.safe_load((ROOT / "compose.yaml").read_text())
 SERVICES = COMPOSE["services"]
 MOCK = yaml.safe_load((ROOT / "compose.mock.yaml").read_text())["services"]
 WORKERS = ("worker", "worker-gpu")
-EXTRA = ("torch", "torchvision", "transformers", "tokenizers", "safetensors", "open_clip", "numpy")
+EXTRA = ("torch", "torchvision", "transformers", "tokenizers", "safetensors", "timm", "numpy")
 
 
 def default_of(value: str) -> str:

@@ -63,34 +63,30 @@ def load_engine(settings: TorchSettings, progress: Progress | None) -> LoadedEng
     dtype = choose_dtype(settings.dtype, device)
     with phases.measure("download"):
         report = phases.reporter("download") if progress else None
-        check = partial(
-            check_model,
-            device=device,
-            quantization=settings.quantization,
-        )
+        check = partial(check_model, device=device, quantization=settings.quantization)
         directory = open_checkpoint(resolve_model(settings.model, report, check))
     sampling = read_sampling_defaults(directory, settings.generation_config)
-    kernels = None
-    if device.type == "cpu":
+    kernels, is_cpu = None, device.type == "cpu"
+    if is_cpu:
         with phases.measure("compile"):
-            kernels = prepare_kernels(settings, device)
+            kernels = prepare_kernels(settings)
     with phases.measure("load"):
         family, config = find_family(directory)
         multimodal = family.processor(directory, config)
         max_len = config.text.max_position_embeddings
-        max_pixels = settings.max_image_pixels or (
-            MAX_IMAGE_PIXELS_ON_CPU if device.type == "cpu" else 0
-        )
+        max_pixels = settings.max_image_pixels or (MAX_IMAGE_PIXELS_ON_CPU if is_cpu else 0)
         processor = create_processor(directory, multimodal, max_len, settings.reasoning, max_pixels)
-        runner = load_runner(
-            settings, directory, device, dtype, kernels, phases.reporter("load"), phases.seconds
-        )
-    if device.type == "cpu":
+        free = free_bytes(device)
+        scheme = None if settings.quantization == "none" else METHODS[settings.quantization]
+        told = phases.reporter("load"), phases.seconds
+        model = load_model(directory, family, config, device, dtype, scheme, *told, kernels)
+        runner = TorchRunner(model, settings, device, dtype, free, kernels)
+    if is_cpu:
         keep_freed_memory()  # an image of several tiles frees half a gigabyte
     with phases.measure("warmup"), _explained(runner):
         runner.warm_up()
-        if device.type == "cpu" and not settings.num_threads:
-            _settle_num_threads(runner, kernels, settings)
+        if is_cpu and not settings.num_threads:
+            _settle_num_threads(runner, settings)
         example = partial(example_prompt, processor)
         runner.model.verify(runner, settings.self_check, example)
         limit = measure_prefill_limit(runner, settings.max_num_batched_tokens)
@@ -160,10 +156,8 @@ def quantization_of(directory: Path, chosen: str) -> str:
     return stored[:64] if isinstance(stored, str) else ""
 
 
-def prepare_kernels(settings: TorchSettings, device: torch.device) -> Ops | None:
-    """The operators of a CPU, compiled on first use; None on other devices."""
-    if device.type != "cpu":
-        return None
+def prepare_kernels(settings: TorchSettings) -> Ops:
+    """The operators of a CPU, compiled on first use."""
     level = None
     if "cpu" not in settings.switched_off:
         found = measured(choose_level(), torch.get_num_threads())
@@ -171,31 +165,8 @@ def prepare_kernels(settings: TorchSettings, device: torch.device) -> Ops | None
     return cpu_ops(settings.cpu_kernels, level, settings.switched_off)
 
 
-def load_runner(
-    settings: TorchSettings,
-    directory: Path,
-    device: torch.device,
-    dtype: torch.dtype,
-    kernels: Ops | None,
-    progress: Callable[[float], None] | None = None,
-    seconds: dict[str, float] | None = None,
-) -> TorchRunner:
-    """Load a model on a device, with its caches.
-
-    Raises: EngineStartError, as `load_engine`.
-    """
-    limit_memory(settings.memory_bytes)
-    free = free_bytes(device)
-    scheme = None if settings.quantization == "none" else METHODS[settings.quantization]
-    found = find_family(directory)
-    model = load_model(directory, *found, device, dtype, scheme, progress, seconds, kernels)
-    return TorchRunner(model, settings, device, dtype, settings.num_threads, free, kernels)
-
-
-def _settle_num_threads(runner: TorchRunner, kernels: Ops | None, settings: TorchSettings) -> None:
-    library = None
-    if kernels is not None and kernels.is_native:
-        library = native.load(kernels.site.level)
+def _settle_num_threads(runner: TorchRunner, settings: TorchSettings) -> None:
+    library = native.load(runner.ops.site.level) if runner.ops.is_native else None
     config, weights = runner.model.config, runner.memory_bytes()["weights"]
     shape = f"{weights} {settings.dtype} {settings.quantization} {settings.cpu_kernels} {config!r}"
     settle_num_threads(runner, shape, library)

@@ -26,11 +26,10 @@ from engines.torch_backend.loading.stored_tensors import StoredTensor, finite
 from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.models.generic.stand_ins import cast, find_stand_ins, make_stand_in
 from engines.torch_backend.models.hf_config import read_fields, stored_dtype
-from engines.torch_backend.models.registry import WeightPart
 
 logger = logging.getLogger(__name__)
 
-Rename = Callable[[str], str | WeightPart | None]
+Rename = Callable[[str], str | None]
 
 
 class PublishedLinears:
@@ -53,7 +52,6 @@ class PublishedLinears:
 
     @property
     def name(self) -> str:
-        """Name of the format."""
         return self._reader.name
 
     @property
@@ -72,8 +70,7 @@ class PublishedLinears:
         """The path of the model's layer that can hold the integers of a layer; None: it needs floats."""
         if self.layout(linear).form == "float":
             return None
-        target = self._rename(f"{linear.name}.weight")
-        path = target.removesuffix(".weight") if isinstance(target, str) else ""
+        path = (self._rename(f"{linear.name}.weight") or "").removesuffix(".weight")
         is_kept = self._rename(f"{linear.name}.scale") == f"{path}.scale"  # under the same name
         return path if is_kept and isinstance(find_layer(model, path), Linear) else None
 
@@ -214,9 +211,7 @@ class PublishedLinears:
         return [x for x in stored if x.name not in names or not self._is_spare(x, model)]
 
     def _is_spare(self, stored: StoredTensor, model: nn.Module) -> bool:
-        target = self._rename(stored.name)
-        path = target.removesuffix(".bias") if isinstance(target, str) else ""
-        layer = find_layer(model, path)
+        layer = find_layer(model, (self._rename(stored.name) or "").removesuffix(".bias"))
         return isinstance(layer, nn.Linear) and layer.bias is None and not stored.map().any()
 
     def count_bytes(self, num_bytes: Callable[[StoredLinear, "PublishedLinears"], int]) -> int:
@@ -273,7 +268,6 @@ def find_published(
 
 
 def find_layer(model: nn.Module, path: str) -> nn.Module | None:
-    """A module by its name; None if there is none."""
     try:
         return model.get_submodule(path) if path else None
     except AttributeError:

@@ -31,7 +31,6 @@ from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.models.registry import (
     FamilyModel,
     ModelFamily,
-    WeightPart,
 )
 from engines.torch_backend.ops.linear.cpu import pack_int8_beside, pack_linears
 from engines.torch_backend.ops.native.library import FLOAT_KINDS
@@ -51,7 +50,7 @@ class WeightReader:
     def __init__(
         self,
         model: nn.Module,
-        rename: Callable[[str], str | WeightPart | None],
+        rename: Callable[[str], str | None],
         scheme: QuantizedMethod | None,
         device: torch.device,
         dtype: torch.dtype | None = None,
@@ -121,9 +120,7 @@ class WeightReader:
 
     def _find(self, stored_name: str) -> tuple[nn.Module | None, str]:
         """The layer that a stored tensor is for, and its name there."""
-        target = self._rename(stored_name)
-        target = target.name if isinstance(target, WeightPart) else target or ""
-        path, _, name = target.rpartition(".")
+        path, _, name = (self._rename(stored_name) or "").rpartition(".")
         if not stored_name.endswith(name):
             return None, stored_name
         try:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from engines.base import AdapterLimits, BadAdapter
+from engines.base import Adapter, AdapterLimits, BadAdapter
 from engines.core.runner import SequenceFailure
 from engines.torch_backend.layers.linear import Linear
 from engines.torch_backend.layers.linear_group import LinearGroup
@@ -53,13 +53,8 @@ class Change:
             y[:, part.outputs].addmm_(inner[:, part.ranks], part.up)
 
 
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
-class LoraAdapter:
-    """An adapter on its device."""
-
-    digest: str
-    rank: int
-    num_bytes: int
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LoraAdapter(Adapter):
     names: frozenset[str]  #: of the linear layers that it changes, within the decoder's layers
     changes: dict[tuple[str, ...], Change]  #: by the names of linear layers that run as one
 
@@ -126,7 +121,7 @@ class Loras:
         changes = self._join(pairs)
         num_bytes = sum(matrix.nbytes for pair in pairs.values() for matrix in pair)
         rank = max(len(up) for _, up in pairs.values())
-        return LoraAdapter(digest, rank, num_bytes, frozenset(pairs), changes)
+        return LoraAdapter(digest, rank, num_bytes, names=frozenset(pairs), changes=changes)
 
     def _name(self, module: str) -> str:
         """The name within the layers; empty if the module is not in the decoder."""

@@ -65,7 +65,6 @@ class CausalFamily:
         return CausalConfig(text)
 
     def build(self, config: CausalConfig) -> CausalModel:
-        """Create the model on the meta device."""
         return CausalModel(config)
 
     def rename(self, name: str, config: CausalConfig) -> str | None:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 from engines.base import UnsupportedCheckpoint as UnsupportedCheckpoint
 
@@ -54,32 +54,30 @@ def beyond_our_program() -> Iterator[None]:
         raise BeyondOurProgram(str(refusal)) from None
 
 
-class TextLimits(Protocol):
+@dataclass(frozen=True)
+class TextLimits:
     """Properties of any decoder that the engine needs."""
 
-    @property
-    def vocab_size(self) -> int:
-        """Number of tokens that the head scores."""
-        ...
-
-    @property
-    def max_position_embeddings(self) -> int:
-        """The model's context length in tokens."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class TextConfig:
-    """A LLaMA-family decoder: grouped-query heads, biases, tied embeddings, RoPE scaling."""
-
     vocab_size: int
-    hidden_size: int
-    intermediate_size: int
+    max_position_embeddings: int
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """Layers with keys and values of one shape, which share a pool."""
+
     num_layers: int
-    num_heads: int
     num_kv_heads: int
     head_dim: int
-    max_position_embeddings: int
+
+
+@dataclass(frozen=True)
+class TextConfig(KVShape, TextLimits):
+    """A LLaMA-family decoder: grouped-query heads, biases, tied embeddings, RoPE scaling."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None

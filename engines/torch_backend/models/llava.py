@@ -1,8 +1,8 @@
 """LLaVA: CLIP's tower and a projector make features of images, which fill slots in a LLaMA decoder's prompt.
 
 Reads the checkpoints of `LlavaForConditionalGeneration`. Parameter names are those of the published `llava-hf` files
-(`language_model.model.layers...`, `language_model.lm_head.weight`, `multi_modal_projector.linear_1...`), but for
-the vision tower's, which are open_clip's, under `vision_tower.clip`.
+(`language_model.model.layers...`, `language_model.lm_head.weight`, `multi_modal_projector.linear_1...`), without the
+`vision_model` of the vision tower's.
 
 Shape letters: N tokens, B images, P tokens of an image, C decoder width.
 """
@@ -36,8 +36,8 @@ from engines.torch_backend.models.hf_config import (
     llama_config,
 )
 from engines.torch_backend.models.llama import Llama
-from engines.torch_backend.models.registry import FamilyModel, WeightPart
-from engines.torch_backend.models.vision import VisionTower, num_blocks_needed, open_clip_name
+from engines.torch_backend.models.registry import FamilyModel
+from engines.torch_backend.models.vision import VisionTower, num_blocks_needed
 from engines.torch_backend.multimodal.image_processor import ImageProcessor, load_image_processor
 from engines.torch_backend.ops.linear.reference import Prologue
 from engines.torch_backend.ops.registry import Ops
@@ -45,7 +45,7 @@ from engines.torch_backend.ops.registry import Ops
 _ARCHITECTURE = "LlavaForConditionalGeneration"
 _ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "quick_gelu", "relu", "silu")
 _BLOCK = re.compile(r"encoder\.layers\.(\d+)\.")
-_PROJECTION = re.compile(r"\.self_attn\.([qkv])_proj\.")
+_UNREAD = ("post_layernorm.", "embeddings.position_ids")  #: of the vision tower
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,6 @@ class VLMConfig:
 
     @property
     def tokens_per_image(self) -> int:
-        """Image tokens of one image."""
         return self.vision.num_patches + (self.vision_feature_select_strategy == "full")
 
 
@@ -189,7 +188,7 @@ class LlavaFamily:
         """Create the model on the meta device. Raises: UnsupportedCheckpoint."""
         return Llava(config)
 
-    def rename(self, name: str, config: VLMConfig) -> str | WeightPart | None:
+    def rename(self, name: str, config: VLMConfig) -> str | None:
         """All naming conventions of the architecture are supported.
 
         These are the published files', those of transformers 5 (`model.language_model...`), and a mixture
@@ -243,13 +242,9 @@ def _published_name(name: str) -> str:
     return name.removeprefix("model.")
 
 
-def _vision_name(name: str, config: VLMConfig) -> str | WeightPart | None:
+def _vision_name(name: str, config: VLMConfig) -> str | None:
     """The name of a parameter of CLIP's tower. None for layers after the last one that is used."""
-    target = open_clip_name(name)
     block = _BLOCK.match(name)
     depth = num_blocks_needed(config.vision, config.vision_feature_layers)
-    if target is None or (block and int(block[1]) >= depth):
-        return None
-    target = f"vision_tower.clip.{target}"
-    projection = _PROJECTION.search(name)
-    return target if projection is None else WeightPart(target, "qkv".index(projection[1]), 3)
+    is_unread = name.startswith(_UNREAD) or (block is not None and int(block[1]) >= depth)
+    return None if is_unread else f"vision_tower.{name}"

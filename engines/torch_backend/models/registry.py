@@ -7,7 +7,6 @@ name.
 import logging
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
 from importlib import import_module  # noqa: TID251 - names the modules of its own table
 from pathlib import Path
@@ -19,10 +18,10 @@ from torch import Tensor, nn
 from engines.core.request import ImageInput, Prompt
 from engines.packages.checkpoint_json import Fields, shown
 from engines.text.processor import MultimodalProcessor
-from engines.torch_backend.kv_cache import KVCachePool, KVShape
-from engines.torch_backend.layers.linear import OUTPUT_DIMS, QuantizedMethod
+from engines.torch_backend.kv_cache import KVCachePool
+from engines.torch_backend.layers.linear import QuantizedMethod
 from engines.torch_backend.layers.rotary import RotaryTable
-from engines.torch_backend.models.config import BeyondOurProgram, UnsupportedCheckpoint
+from engines.torch_backend.models.config import BeyondOurProgram, KVShape, UnsupportedCheckpoint
 from engines.torch_backend.models.hf_config import read_fields
 from engines.torch_backend.multimodal.parts import in_parts
 from engines.torch_backend.ops.registry import Ops
@@ -37,15 +36,6 @@ _BUILT_IN = (
 )
 #: For all other architectures, and for checkpoints that built-in families refuse.
 _FALLBACK = "engines.torch_backend.models.generic.family"
-
-
-@dataclass(frozen=True, slots=True)
-class WeightPart:
-    """A stored weight that is part `index` of `count` of a parameter, concatenated in order."""
-
-    name: str
-    index: int
-    count: int
 
 
 class NoTower(nn.Module):
@@ -225,7 +215,7 @@ class ModelFamily(Protocol):
         """Create the model on the meta device. Raises: UnsupportedCheckpoint."""
         ...
 
-    def rename(self, name: str, config: Any) -> str | WeightPart | None:
+    def rename(self, name: str, config: Any) -> str | None:
         """The parameter of a stored weight. None for unused weights. Raises: UnsupportedCheckpoint."""
         ...
 
@@ -303,29 +293,9 @@ def import_families() -> None:
 def rename_weights(
     weights: dict[str, Tensor], family: ModelFamily, config: Any
 ) -> dict[str, Tensor]:
-    """A checkpoint's weights by parameter name, without unused ones.
-
-    Raises: UnsupportedCheckpoint for unknown names and missing parts.
-    """
-    renamed: dict[str, Tensor] = {}
-    parts: dict[str, dict[int, str]] = {}  # by parameter and index, the stored names
-    counts: dict[str, int] = {}
-    for stored, tensor in weights.items():
-        target = family.rename(stored, config)
-        if isinstance(target, str):
-            renamed[target] = tensor
-        elif target is not None:
-            parts.setdefault(target.name, {})[target.index] = stored
-            counts[target.name] = target.count
-    for name, found in parts.items():
-        if len(found) < counts[name]:
-            raise UnsupportedCheckpoint(
-                f"the checkpoint lacks weights that are joined with {', '.join(found.values())}: "
-                f"{len(found)} of {counts[name]} are there"
-            )
-        dim = OUTPUT_DIMS.get(name.rpartition(".")[2], 0)
-        renamed[name] = torch.cat([weights[found[index]] for index in range(counts[name])], dim)
-    return renamed
+    """A checkpoint's weights by parameter name, without unused ones."""
+    renamed = {family.rename(stored, config): tensor for stored, tensor in weights.items()}
+    return {name: tensor for name, tensor in renamed.items() if name is not None}
 
 
 def _check_weights(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

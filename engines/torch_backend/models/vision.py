@@ -1,74 +1,80 @@
-"""The image encoder: open_clip's vision transformer with Hugging Face CLIP weights.
+"""The image encoder: CLIP's vision transformer.
 
-Only the layers up to the last one that is used are created.
+Only the layers up to the last one that is used are created. Parameter names are those of Hugging Face CLIP.
 
 Shape letters: B images, P patches, T = P + 1 tokens (the class token first), C channels.
 """
 
-import re
 from collections.abc import Generator, Mapping
-from functools import partial
 
 import torch
-from open_clip.transformer import VisionTransformer
 from torch import Tensor, nn
 
 from engines.torch_backend.layers.activation import ACTIVATIONS
-from engines.torch_backend.layers.linear import Linear
+from engines.torch_backend.layers.linear import FLOAT, Linear, method_of
 from engines.torch_backend.layers.linear_group import LinearGroup
 from engines.torch_backend.layers.norm import LayerNorm
 from engines.torch_backend.models.config import UnsupportedCheckpoint, VisionConfig
 from engines.torch_backend.ops.dense_attention.reference import DenseAttention, attend
+from engines.torch_backend.ops.linear.joined import join
 from engines.torch_backend.ops.linear.reference import Prologue
 from engines.torch_backend.ops.registry import Ops
 
 
-class TowerAttention(nn.Module):
-    """Weights of `attn` in open_clip's blocks."""
+class PatchEmbeddings(nn.Module):
+    """Patches as tokens behind the class token, with their positions."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, config: VisionConfig) -> None:
         super().__init__()
-        self.in_proj = Linear(width, 3 * width, quantizable="int8")  # queries, keys and values
-        self.out_proj = Linear(width, width, quantizable="int8")
+        width, size = config.hidden_size, config.patch_size
+        self.class_embedding = nn.Parameter(torch.empty(width))
+        self.patch_embedding = nn.Conv2d(3, width, size, size, bias=False)
+        self.position_embedding = nn.Embedding(config.num_patches + 1, width)
 
-
-class TowerMLP(nn.Module):
-    """Weights of `mlp` in open_clip's blocks."""
-
-    def __init__(self, width: int, inner: int) -> None:
-        super().__init__()
-        self.c_fc = Linear(width, inner, quantizable="int8")
-        self.c_proj = Linear(inner, width, quantizable="int8")
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Shapes: (B, 3, size, size); returns (B, T, C)."""
+        patches = self.patch_embedding(pixels).flatten(2).transpose(1, 2)
+        first = self.class_embedding.to(patches.dtype).expand(len(patches), 1, -1)
+        return torch.cat([first, patches], 1) + self.position_embedding.weight.to(patches.dtype)
 
 
 class TowerBlock(nn.Module):
-    """A transformer block with open_clip's parameter names. All steps but `mix` work on single tokens.
+    """A transformer block. All steps but `mix` work on single tokens.
 
     Shape letters: t of the T tokens of each image.
     """
 
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
-        width, act = config.hidden_size, ACTIVATIONS[config.hidden_act]
-        self.ln_1 = LayerNorm(width, config.layer_norm_eps)
-        self.ln_2 = LayerNorm(width, config.layer_norm_eps)
-        self.attn = TowerAttention(width)
-        self.mlp = TowerMLP(width, config.intermediate_size)
-        self._in, self._out = LinearGroup(self.attn.in_proj), LinearGroup(self.attn.out_proj)
-        self._widen = LinearGroup(self.mlp.c_fc)
-        self._narrow = LinearGroup(self.mlp.c_proj, before=Prologue(activation=act))
+        width, inner = config.hidden_size, config.intermediate_size
+        self.layer_norm1 = LayerNorm(width, config.layer_norm_eps)
+        self.layer_norm2 = LayerNorm(width, config.layer_norm_eps)
+        query, key, value, out = (Linear(width, width, quantizable="int8") for _ in range(4))
+        widen, narrow = (Linear(*w, quantizable="int8") for w in ((width, inner), (inner, width)))
+        self.self_attn = nn.ModuleDict(
+            {"q_proj": query, "k_proj": key, "v_proj": value, "out_proj": out}
+        )
+        self.mlp = nn.ModuleDict({"fc1": widen, "fc2": narrow})
+        self._in, self._out = LinearGroup(query, key, value), LinearGroup(out)
+        self._widen = LinearGroup(widen)
+        self._narrow = LinearGroup(
+            narrow, before=Prologue(activation=ACTIVATIONS[config.hidden_act])
+        )
         self._attend: DenseAttention = attend
         self._dtype: torch.dtype | None = None
 
     def bind(self, ops: Ops, dtype: torch.dtype) -> None:
         """Select the operators; attention is computed in `dtype`."""
+        inputs = self._in.layers
+        if all(method_of(layer) is FLOAT for layer in inputs):
+            self._in = LinearGroup(join(inputs))  # one product where torch computes it
         for linear in (self._in, self._out, self._widen, self._narrow):
             linear.bind(ops, dtype)
         self._attend, self._dtype = ops["dense_attention"], dtype
 
     def project(self, x: Tensor) -> Tensor:
         """Norm, then queries, keys and values. Shapes: (B, t, C); returns (B, t, 3 C)."""
-        return self._in(self.ln_1(x)).to(self._dtype or x.dtype)
+        return self._in(self.layer_norm1(x)).to(self._dtype or x.dtype)
 
     def mix(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Attention of some queries to all tokens. Shapes: (B, t, heads, D), two (B, T, heads, D); returns (B, t, C)."""
@@ -82,7 +88,7 @@ class TowerBlock(nn.Module):
 
     def add_feed(self, x: Tensor) -> Tensor:
         """Add the feed-forward output to the residual stream. Shapes: (B, t, C), modified."""
-        return x + self._narrow(self._widen(self.ln_2(x)))
+        return x + self._narrow(self._widen(self.layer_norm2(x)))
 
 
 def split_heads(projected: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -120,22 +126,11 @@ class VisionTower(nn.Module):
         self.with_class_token = with_class_token
         self.num_heads = config.num_heads
         self.num_tokens = config.num_patches + 1  #: per image, T
-        self.clip = VisionTransformer(
-            image_size=config.image_size,
-            patch_size=config.patch_size,
-            width=config.hidden_size,
-            layers=0,
-            heads=config.num_heads,
-            mlp_ratio=1.0,
-            norm_layer=partial(LayerNorm, eps=config.layer_norm_eps),
-        )
-        self.clip.transformer.resblocks.extend(
-            TowerBlock(config) for _ in range(max(self.block_numbers))
-        )
+        self.embeddings = PatchEmbeddings(config)
+        self.pre_layrnorm = LayerNorm(config.hidden_size, config.layer_norm_eps)  # its name
+        blocks = (TowerBlock(config) for _ in range(max(self.block_numbers)))
+        self.encoder = nn.ModuleDict({"layers": nn.ModuleList(blocks)})
         self._has_float32_stream = False
-        # The final norm is for CLIP's image-text score only.
-        self.clip.ln_post = nn.Identity()
-        self.clip.proj = None
 
     def bind(self, ops: Ops, dtype: torch.dtype) -> None:
         """Select the operators. `dtype` is for those that torch computes."""
@@ -158,7 +153,8 @@ class VisionTower(nn.Module):
     def in_parts(self, pixels: Tensor, size: int) -> Generator[None, None, Tensor]:
         """`forward` in parts of `size` tokens; yields before each part."""
         yield
-        x = self.embed(pixels)
+        x = self.pre_layrnorm(self.embeddings(pixels))
+        x = x.float() if self._has_float32_stream else x
         read: dict[int, Tensor] = {}
         for number, block in enumerate(self.blocks, start=1):
             x = yield from self._attend(block, x, size)
@@ -189,14 +185,9 @@ class VisionTower(nn.Module):
             outputs.append(block.add_feed(piece))
         return joined(outputs)
 
-    def embed(self, pixels: Tensor) -> Tensor:
-        """The input of the first block. Shapes: (B, 3, size, size); returns (B, T, C)."""
-        x = self.clip._embeds(pixels)
-        return x.float() if self._has_float32_stream else x
-
     @property
     def blocks(self) -> list[TowerBlock]:
-        return [b for b in self.clip.transformer.resblocks if isinstance(b, TowerBlock)]
+        return [b for b in self.encoder["layers"].children() if isinstance(b, TowerBlock)]
 
     def select(self, read: Mapping[int, Tensor]) -> Tensor:
         """The selected tokens of these hidden states. Shapes: (B, T, C) each; returns as `forward`."""
@@ -207,43 +198,3 @@ class VisionTower(nn.Module):
 def joined(pieces: list[Tensor]) -> Tensor:
     """Concatenate along the tokens; a single piece is not copied."""
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
-
-
-#: Names of Hugging Face CLIP (after an optional `vision_model.`) and of open_clip.
-_NAMES = {
-    "embeddings.class_embedding": "class_embedding",
-    "embeddings.patch_embedding.weight": "conv1.weight",
-    "embeddings.position_embedding.weight": "positional_embedding",
-    "pre_layrnorm.weight": "ln_pre.weight",  # misspelled in the checkpoint
-    "pre_layrnorm.bias": "ln_pre.bias",
-}
-_BLOCK_NAMES = {
-    "layer_norm1": "ln_1",
-    "layer_norm2": "ln_2",
-    "self_attn.out_proj": "attn.out_proj",
-    "mlp.fc1": "mlp.c_fc",
-    "mlp.fc2": "mlp.c_proj",
-}
-_BLOCK = re.compile(r"encoder\.layers\.(\d+)\.(.+)\.(weight|bias)$")
-_UNREAD = ("post_layernorm.", "embeddings.position_ids")
-
-
-def open_clip_name(name: str) -> str | None:
-    """open_clip's name of a Hugging Face CLIP vision parameter, without prefixes.
-
-    Query, key and value projections share the name `attn.in_proj.*`. None for unused parameters. Raises:
-    UnsupportedCheckpoint for unknown names.
-    """
-    if name in _NAMES:
-        return _NAMES[name]
-    if name.startswith(_UNREAD):
-        return None
-    match = _BLOCK.match(name)
-    if match is None:
-        raise UnsupportedCheckpoint(f"the vision tower has a parameter unknown to CLIP: {name}")
-    block, module, kind = match.groups()
-    if module in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"):
-        return f"transformer.resblocks.{block}.attn.in_proj.{kind}"
-    if module not in _BLOCK_NAMES:
-        raise UnsupportedCheckpoint(f"the vision tower has a parameter unknown to CLIP: {name}")
-    return f"transformer.resblocks.{block}.{_BLOCK_NAMES[module]}.{kind}"

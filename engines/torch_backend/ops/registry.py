@@ -209,7 +209,6 @@ def check_disabled(names: Collection[str]) -> None:
 
 
 def references(site: Site) -> Ops:
-    """The references of all operators."""
     registered = {op.name: op for op in discover()}
     functions = {name: op.reference for name, op in registered.items()}
     return Ops(site, dict.fromkeys(registered, REFERENCE), functions, registered)

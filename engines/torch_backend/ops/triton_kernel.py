@@ -9,7 +9,6 @@ from engines.torch_backend.ops.registry import Candidate, Site
 
 
 def lacks(site: Site) -> str:
-    """Why there are no Triton kernels."""
     if site.device.type != "cuda" and not site.interprets:
         return "Triton's kernels are for GPUs"
     return "" if find_spec("triton") else "triton is not installed"

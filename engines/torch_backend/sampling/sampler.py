@@ -10,13 +10,10 @@ before all of these, as OpenAI reports them.
 Shape letters: B rows, V vocabulary.
 """
 
-from typing import Protocol
-
 import numpy as np
 import torch
 from torch import Tensor
 
-from engines.core.constraint import Constraint
 from engines.core.runner import PromptScore, SequenceFailure, TokenChoice, token_mask
 from engines.core.sequence import ScheduledSequence, Sequence
 from engines.torch_backend.sampling.choose import SampleParams, is_truncated, sample_random
@@ -134,21 +131,7 @@ def _add_bias(scores: Tensor, sequences: list[Sequence], rows: list[int]) -> Ten
     return scores
 
 
-class Sampled(Protocol):
-    """A sequence, or a request that becomes one."""
-
-    @property
-    def sampling(self) -> SamplingParams:
-        """Sampling parameters."""
-        ...
-
-    @property
-    def constraint(self) -> Constraint | None:
-        """Grammar state; None without a grammar."""
-        ...
-
-
-def needs_host(sequence: Sampled) -> bool:
+def needs_host(sequence: Sequence) -> bool:
     """Whether sampling needs the host: for earlier tokens, or for log probabilities."""
     sampling = sequence.sampling
     return (

@@ -20,7 +20,6 @@ from engines.text.chat_template import LLAVA_TEMPLATE
 from engines.text.prompt import Item
 from engines.torch_backend.models import llava
 from engines.torch_backend.models.llava import Llava, VLMConfig
-from engines.torch_backend.models.registry import WeightPart
 
 ARCHITECTURE = "TiledLlavaForConditionalGeneration"
 START, END = "<tiles>", "</tiles>"
@@ -116,7 +115,7 @@ class TiledLlavaFamily:
         """The model, its weights still undefined."""
         return TiledLlava(config)
 
-    def rename(self, name: str, config: VLMConfig) -> str | WeightPart | None:
+    def rename(self, name: str, config: VLMConfig) -> str | None:
         """As LLaVA."""
         return llava.FAMILY.rename(name, config)
 

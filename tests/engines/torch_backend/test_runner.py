@@ -249,9 +249,8 @@ def test_the_pages_of_mapped_weights_are_not_given_to_the_kv_cache():
 def test_threads_are_set_when_asked_for(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     before = torch.get_num_threads()
-    config = TorchSettings(num_kv_blocks=1)
-    TorchRunner(pair().ours, config, torch.device("cpu"), torch.float32, num_threads=2)
-    assert torch.get_num_threads() == 2
-    TorchRunner(pair().ours, config, torch.device("cpu"), torch.float32)  # a small one
-    assert torch.get_num_threads() == 1
+    for asked, expected in ((2, 2), (0, 1)):  # a small model has one
+        config = TorchSettings(num_kv_blocks=1, num_threads=asked)
+        TorchRunner(pair().ours, config, torch.device("cpu"), torch.float32)
+        assert torch.get_num_threads() == expected
     torch.set_num_threads(before)

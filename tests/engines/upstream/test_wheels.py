@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from engines.base import Adapter
 from engines.core.request import ImageInput
 from engines.upstream.dialect import Dialect, UpstreamRequest
-from engines.upstream.engine import ServerAdapter
 from engines.upstream.settings import SglangSettings, VllmSettings
 from engines.upstream.sglang import Sglang
 from engines.upstream.vllm import Vllm
@@ -47,7 +47,7 @@ REQUEST = UpstreamRequest(
     SamplingParams(num_logprobs=1, stop_token_ids=(5,), min_tokens=1),
     (ImageInput(1, 1, "hash", b"png"),),
     cache_salt="salt",
-    adapter=ServerAdapter("digest", 4, 1),
+    adapter=Adapter("digest", 4, 1),
     grammar=Grammar("json", '{"type": "integer"}', "response_format"),
     max_tokens=8,
 )

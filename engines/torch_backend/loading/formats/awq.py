@@ -19,8 +19,6 @@ _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  #: of each of eight outputs in a word
 
 
 class AwqReader(Reader):
-    """A checkpoint by AWQ."""
-
     name = "AWQ of 4 bits"
     marker = ("qweight",)
     part_names = frozenset({"qweight", "qzeros", "scales"})

@@ -50,8 +50,6 @@ class _Scheme:
 
 
 class CompressedTensorsReader(Reader):
-    """A checkpoint in the format of compressed-tensors."""
-
     marker = ("weight_packed", "weight_scale")
     part_names = frozenset(
         {

@@ -14,8 +14,6 @@ FLOATS = ("F32", "BF16", "F16")
 
 
 class Fp8Reader(Reader):
-    """A checkpoint in FP8."""
-
     marker = ("weight_scale_inv", "weight_scale")
     part_names = frozenset({"weight", "weight_scale_inv", "weight_scale"})
     ignored = frozenset({"input_scale", "activation_scale", "k_scale", "v_scale"})

@@ -63,8 +63,6 @@ class GgufTensor(StoredTensor):
 
 
 class GgufReader(Reader):
-    """A GGUF file."""
-
     marker = ("weight",)
     part_names = frozenset({"weight"})
 

@@ -19,8 +19,6 @@ _ONES = {4: 0x11111111, 8: 0x01010101}  #: one in each of the integers of a word
 
 
 class GptqReader(Reader):
-    """A checkpoint by GPTQ."""
-
     marker = ("qweight",)
     part_names = frozenset({"qweight", "qzeros", "scales", "g_idx"})
 

@@ -130,7 +130,6 @@ class StoredLinear:
         return shape[0], shape[1]
 
     def read(self, part: str) -> Tensor:
-        """A tensor of it, on the device."""
         return self.parts[part].map().to(self._device)
 
     def refuse(self, part: str, why: str) -> UnsupportedCheckpoint:

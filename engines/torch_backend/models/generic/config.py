@@ -16,7 +16,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from engines.packages.checkpoint_json import Fields, shown
-from engines.torch_backend.models.config import UnsupportedCheckpoint
+from engines.torch_backend.models.config import TextLimits, UnsupportedCheckpoint
 from engines.torch_backend.models.hf_config import MAX_WHOLE
 
 #: Fields that would make transformers fetch kernels, files or code, or change how it loads.
@@ -28,21 +28,13 @@ _NEVER_READ = frozenset({
 _FLOAT = "__float__"
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Limits of any decoder, for the engine."""
-
-    vocab_size: int
-    max_position_embeddings: int
-
-
 @dataclass(frozen=True)
 class GenericConfig:
     """Transformers' model class and configuration."""
 
     model_class: type[PreTrainedModel]
     full: PreTrainedConfig
-    text: Limits
+    text: TextLimits
 
     @property
     def kind(self) -> str:
@@ -115,7 +107,7 @@ def _number(value: Any) -> Any:
     return value
 
 
-def _limits(config: Fields, full: PreTrainedConfig) -> Limits:
+def _limits(config: Fields, full: PreTrainedConfig) -> TextLimits:
     text: Any = full.get_text_config(decoder=True)
     sizes: dict[str, int] = {}
     for name in ("vocab_size", "max_position_embeddings"):
@@ -123,4 +115,4 @@ def _limits(config: Fields, full: PreTrainedConfig) -> Limits:
         if type(size) is not int or size < 1:
             raise config.refuse(name, f"is {shown(size)}, but has to say how many")
         sizes[name] = size
-    return Limits(**sizes)
+    return TextLimits(**sizes)

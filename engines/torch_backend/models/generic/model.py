@@ -8,7 +8,7 @@ import logging
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -20,7 +20,7 @@ from engines.core.request import ImageInput, Prompt
 from engines.silent_transformers import silent_transformers
 from engines.torch_backend.kv_cache import KVCachePool
 from engines.torch_backend.layers.linear import QuantizedMethod
-from engines.torch_backend.models.config import BeyondOurProgram, UnsupportedCheckpoint
+from engines.torch_backend.models.config import BeyondOurProgram, KVShape, UnsupportedCheckpoint
 from engines.torch_backend.models.generic.attention import (
     NAME,
     Counted,
@@ -69,15 +69,6 @@ _PROBE_TOKENS = (1, 2)
 #: Largest difference between the engine's and transformers' logits, relative to their standard deviation.
 _LARGEST_DIFFERENCE = 1e-3
 _LARGEST_ROUNDED = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class PoolShape:
-    """Layers that share a pool."""
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
 
 
 class GenericModel(FamilyModel):
@@ -285,10 +276,10 @@ class GenericModel(FamilyModel):
 
     # -- as the runner drives it
     @property
-    def kv_shapes(self) -> Sequence[PoolShape]:
+    def kv_shapes(self) -> Sequence[KVShape]:
         """One pool for all layers of a shape; layers that read another layer's keys and values have none."""
         own = [spec.pool_shape for spec in self.specs.values() if spec.shares is None]
-        return [PoolShape(own.count(shape), *shape) for shape in dict.fromkeys(own)]
+        return [KVShape(own.count(shape), *shape) for shape in dict.fromkeys(own)]
 
     def limit(self, max_model_len: int) -> None:
         """Set the maximum length of sequences."""
@@ -599,7 +590,6 @@ def _placed(given: Any, device: torch.device, dtype: torch.dtype) -> Any:
 
 
 def _explain(error: Exception) -> str:
-    """One line of an error."""
     text = " ".join(str(error).split())
     return (
         text if isinstance(error, UnsupportedCheckpoint) else f"{type(error).__name__}: {text}"

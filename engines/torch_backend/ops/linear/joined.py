@@ -51,7 +51,7 @@ def bind_joined(kernel: Multiply | None = None) -> Bind:
     ) -> LinearKernel | None:
         if len({method_of(layer) for layer in layers}) > 1:
             return None
-        return JoinedKernel(layers[0] if len(layers) == 1 else _join(layers), kernel)
+        return JoinedKernel(layers[0] if len(layers) == 1 else join(layers), kernel)
 
     return bind
 
@@ -67,7 +67,7 @@ def _lacks(site: Site) -> str:
 JOINED = Candidate("joined", build=lambda site: bind_joined(), lacks=_lacks)
 
 
-def _join(layers: Sequence[nn.Module]) -> Linear:
+def join(layers: Sequence[nn.Module]) -> Linear:
     """A layer with the outputs of all layers, whose weights become views of its weight."""
     first, num_outputs = layers[0], sum(int(layer.out_features) for layer in layers)  # pyright: ignore
     joined, whole = empty_linear(first.in_features, num_outputs), {}  # pyright: ignore

@@ -367,8 +367,8 @@ def test_a_stream_goes_on_beside_an_image_at_the_default_pixel_limit(
     processor = create_processor(
         directory, FAMILY.processor(directory, config), 8192, max_pixels=MAX_IMAGE_PIXELS_ON_CPU
     )
-    settings = TorchSettings(num_kv_blocks=1024)
-    runner = TorchRunner(model, settings, CPU, torch.float32, num_threads=2)
+    settings = TorchSettings(num_kv_blocks=1024, num_threads=2)
+    runner = TorchRunner(model, settings, CPU, torch.float32)
     limit = measure_prefill_limit(runner, settings.max_num_batched_tokens)
     engine = BatchingEngine(runner, processor, settings, prefill_limit=limit)
     engine.add(make_request("stream", ask(processor, ["Say a word."]), max_tokens=2000))

@@ -3,10 +3,10 @@
 from engines.torch_backend.multimodal.torchvision_stub import declare_missing_operators
 
 import torchvision  # isort: skip - behind the backend package
-from open_clip.transformer import VisionTransformer  # isort: skip
+from timm.layers import trunc_normal_  # isort: skip
 
 
-def test_open_clip_imports_after_the_backend_package():
+def test_timm_imports_after_the_backend_package():
     declare_missing_operators()
     assert torchvision.__version__
-    assert VisionTransformer.__module__ == "open_clip.transformer"
+    assert trunc_normal_.__module__ == "timm.layers.weight_init"

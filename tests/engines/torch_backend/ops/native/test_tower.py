@@ -107,7 +107,7 @@ def test_only_linear_maps_are_packed_and_of_the_decoder_the_head(ops: Ops):
 
     packed = linears_of_tower(model)
     assert all(layer.method is PACKED_INT8 for layer in packed.values())
-    assert len(packed) == 2 + 4 * len(model.vision_tower.blocks)
+    assert len(packed) == 2 + 6 * len(model.vision_tower.blocks)
     assert {name for name, _ in model.named_modules()} == before
     left = model.language_model.state_dict()
     assert {name for name, value in decoder.items() if name not in left} == {"lm_head.weight"}
