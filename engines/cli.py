@@ -166,6 +166,6 @@ def _load_find_engine() -> "FindEngine | None":
     """The function that finds the engine of a model; None without torch."""
     if find_spec("torch") is None:
         return None
-    from engines.packages.runnable import find_engine
+    from engines.pooling.load import find_engine
 
     return find_engine

@@ -37,6 +37,7 @@ from engines.pooling.linears import pack_linears, quantize_linears
 from engines.pooling.settings import EncoderSettings
 from engines.pooling.texts import Texts, Words
 from engines.silent_transformers import silent_transformers
+from engines.torch_backend.loading.check import check_memory, check_model
 from engines.torch_backend.loading.load import choose_device, choose_dtype
 from engines.torch_backend.loading.stored_tensors import finite
 from engines.torch_backend.threads import set_num_threads
@@ -156,6 +157,24 @@ def find_kind(directory: Path) -> tuple[Any, Any]:
     except (OSError, ValueError, KeyError) as error:
         raise UnsupportedCheckpoint(f"config.json: {error}") from error
     return _kind((config.architectures or [""])[0], config, directory), config
+
+
+def find_engine(directory: Path, num_weight_bytes: int) -> str:
+    """The engine that runs a model on this machine, at its lowest precision.
+
+    Raises: UnsupportedCheckpoint, ModelTooLarge.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        check_model(directory, num_weight_bytes, device, "int4")
+    except UnsupportedCheckpoint as problem:
+        try:
+            find_kind(directory)
+        except UnsupportedCheckpoint:
+            raise problem from None
+        check_memory(num_weight_bytes, device)
+        return "pooling"
+    return "torch"
 
 
 def _kind(architecture: str, config: Any, directory: Path) -> Any:
