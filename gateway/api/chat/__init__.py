@@ -30,7 +30,6 @@ from gateway.api.chat.schemas import (
     FileField,
     ImageContent,
     InputImageContent,
-    MediaFields,
     PixelFields,
     RefusalContent,
     ThinkingContent,
@@ -341,13 +340,22 @@ def _add_video(
     given: VideoUrl | str,
     role: Role,
     param: str,
-    default: MediaFields | None,
+    request: ChatCompletionRequest,
     limits: LimitSettings,
 ) -> Part:
     """Raises: InvalidRequest."""
+    default, pixels = request.media_io_kwargs, request.mm_processor_kwargs or PixelFields()
     video = VideoUrl(url=given) if isinstance(given, str) else given
     options = video.options(param, limits, default and default.video)
-    return conversation.video(video.url, param, role, options)
+    bounds = _pixel_bounds(pixels.min_pixels, pixels.max_pixels, "mm_processor_kwargs")
+    return conversation.video(video.url, param, role, options, bounds)
+
+
+def _pixel_bounds(least: int | None, most: int | None, param: str) -> tuple[int, int]:
+    """Raises: InvalidRequest."""
+    if least and most and least > most:
+        raise invalid(f"{param}.min_pixels", f"send at most max_pixels, which is {most}")
+    return least or 0, most or 0
 
 
 def _add_part(
@@ -365,8 +373,7 @@ def _add_part(
         return conversation.text(part.refusal)
     if isinstance(part, VideoContent):
         where = f"{param}.video_url"
-        default = request.media_io_kwargs
-        return _add_video(conversation, part.video_url, role, where, default, limits)
+        return _add_video(conversation, part.video_url, role, where, request, limits)
     if not isinstance(part, ImageContent | InputImageContent):
         return conversation.text(part.text)
     pixels = request.mm_processor_kwargs or PixelFields()
@@ -374,9 +381,8 @@ def _add_part(
     least, most = pixels.min_pixels, pixels.max_pixels
     if isinstance(part, ImageContent):
         least, most = part.min_pixels or least, part.max_pixels or most
-    if least and most and least > most:
-        raise invalid(f"{param}.min_pixels", f"send at most max_pixels, which is {most}")
-    return conversation.image(url, f"{param}.image_url", role, (least or 0, most or 0))
+    bounds = _pixel_bounds(least, most, param)
+    return conversation.image(url, f"{param}.image_url", role, bounds)
 
 
 def _max_tokens(
@@ -525,8 +531,8 @@ def _write_limits(properties: dict[str, Any], limits: LimitSettings) -> None:
         f"together. An image: {FORMAT_NAMES} of at most {limits.max_image_bytes} bytes, "
         f"{limits.max_image_pixels} pixels, {limits.max_image_side} on a side, and an aspect ratio "
         f"of at most {limits.max_image_aspect:g}:1. At most {limits.max_videos} videos: {CONTAINER_NAMES} "
-        f"of at most {limits.max_video_bytes} bytes, {limits.max_video_s:g} seconds and "
-        f"{limits.max_video_frames} chosen frames."
+        f"of at most {limits.max_video_bytes} bytes, {limits.max_video_s:g} seconds, "
+        f"{limits.max_frame_pixels} pixels a frame and {limits.max_video_frames} chosen frames."
     )
     for name in StructuredFields.__annotations__:
         properties[name]["description"] = (

@@ -33,9 +33,14 @@ def pool() -> Iterator[VideoPool]:
 
 
 def decode(
-    pool: VideoPool, data: bytes, media_type: str = "video/mp4", every: int = 1, **options: float
+    pool: VideoPool,
+    data: bytes,
+    media_type: str = "video/mp4",
+    every: int = 1,
+    pixels: tuple[int, int] = (0, 0),
+    **options: float,
 ) -> tuple[VideoInfo, list[Image.Image]]:
-    ref = ImageRef("", len(data), media_type, 0, 0, video=VideoOptions(**options))  # type: ignore[arg-type]
+    ref = ImageRef("", len(data), media_type, 0, 0, *pixels, VideoOptions(**options))  # type: ignore[arg-type]
     with pool.open(data, ref) as video:
         return video.info, video.frames(range(0, video.info.num_frames, every))
 
@@ -44,9 +49,9 @@ def named(pool: VideoPool, name: str, **options: float) -> tuple[VideoInfo, list
     return decode(pool, clip(name), CLIPS[name][1], **options)
 
 
-def jpeg(color: str) -> bytes:
+def jpeg(color: str, size: tuple[int, int] = (32, 24)) -> bytes:
     file = io.BytesIO()
-    Image.new("RGB", (32, 24), color).save(file, "JPEG")
+    Image.new("RGB", size, color).save(file, "JPEG")
     return file.getvalue()
 
 
@@ -128,6 +133,45 @@ def test_a_video_of_jpeg_frames(pool: VideoPool):
     info, found = decode(pool, msgspec.msgpack.encode(frames), FRAMES_TYPE, fps=2.0)
     assert (info.num_frames, info.length_s, info.is_sampled) == (3, 1.5, True)
     assert [max(range(3), key=image.getpixel((0, 0)).__getitem__) for image in found] == [0, 1, 2]  # type: ignore[union-attr]
+
+
+def test_frames_above_the_limit_are_refused_wherever_they_are():
+    """By the header before decoding, and by each frame: its size may change within a stream."""
+    small = VideoPool(1, make_group(LimitSettings, max_image_pixels=64 * 48))
+    larger = make_clip(form="mpegts", size=(80, 48))
+    frames = msgspec.msgpack.encode([jpeg("red", (80, 48))])
+    files = {"video/mp2t": larger, "video/mp4": make_clip(size=(80, 48)), FRAMES_TYPE: frames}
+    try:
+        for media_type, data in files.items():
+            with pytest.raises(InvalidImage, match="of 80 x 48 are too large: send at most 3072"):
+                decode(small, data, media_type)
+        later = make_clip(form="mpegts", size=(80, 48), times=lambda number: 50 + number)
+        with pytest.raises(InvalidImage, match="of 80 x 48 are too large"):
+            decode(small, clip("mpegts") + later, "video/mp2t")
+        assert named(small, "mp4")[0].num_frames == 50
+    finally:
+        small.close()
+
+
+@pytest.mark.parametrize("form", ["file", "frames"])
+def test_many_large_frames_are_scaled_down_to_a_sum(pool: VideoPool, form: str):
+    size, count = (2560, 1440), 40
+    if form == "file":
+        data, media_type = make_clip(num_frames=count, size=size, is_still=True), "video/mp4"
+    else:
+        data, media_type = msgspec.msgpack.encode([jpeg("red", size)] * count), FRAMES_TYPE
+    info, frames = decode(pool, data, media_type)
+    assert (info.width, info.height, len(frames)) == (*size, count)
+    num_pixels = sum(frame.width * frame.height for frame in frames)
+    assert num_pixels == pytest.approx(LimitSettings.max_video_pixels, rel=0.01)
+    assert num_pixels <= LimitSettings.max_video_pixels
+
+
+def test_frames_are_scaled_to_the_limits_of_the_request(pool: VideoPool):
+    for name, turned in (("mp4", False), ("rotated", True)):
+        for pixels, size in (((0, 768), (32, 24)), ((12288, 0), (128, 96)), ((9, 9999), (64, 48))):
+            _, [frame, *_] = decode(pool, clip(name), pixels=pixels)
+            assert frame.size == (size[::-1] if turned else size)
 
 
 @takes_its_time
