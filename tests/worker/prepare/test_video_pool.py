@@ -4,7 +4,9 @@ import io
 import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
@@ -16,7 +18,7 @@ from PIL import Image
 from engines.base import InvalidImage, VideoInfo
 from engines.child_process import can_filter
 from shared.protocol import FRAMES_TYPE, ImageRef, VideoOptions
-from shared.settings.limits import LimitSettings
+from shared.settings.limits import MIB, LimitSettings
 from tests.factories_settings import make_group
 from tests.factories_video import CLIPS, clip, make_clip, number_of, slower_later
 from tests.fuzzing import num_examples, takes_its_time
@@ -45,8 +47,19 @@ def decode(
         return video.info, video.frames(range(0, video.info.num_frames, every))
 
 
-def named(pool: VideoPool, name: str, **options: float) -> tuple[VideoInfo, list[Image.Image]]:
+def named(pool: VideoPool, name: str, **options: Any) -> tuple[VideoInfo, list[Image.Image]]:
     return decode(pool, clip(name), CLIPS[name][1], **options)
+
+
+def children() -> list[psutil.Process]:
+    """Decoders of videos that live; not those that were just ended."""
+    found = [each for each in psutil.Process().children() if each.status() != psutil.STATUS_ZOMBIE]
+    return [each for each in found if "video_child" in " ".join(each.cmdline())]
+
+
+def peak_bytes(process: psutil.Process) -> int:
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    return 1024 * int(status.partition("VmHWM:")[2].split()[0])
 
 
 def jpeg(color: str, size: tuple[int, int] = (32, 24)) -> bytes:
@@ -200,13 +213,32 @@ def test_no_frame_is_seen_twice_or_left_out(pool: VideoPool, fps: int, num_frame
         assert [number_of(f) for f in frames] == pytest.approx(range(num_frames), abs=1.5)
 
 
+def test_many_videos_at_once_share_the_children(pool: VideoPool):
+    """Each ends by itself, and no more children than the pool has are left, of bounded memory."""
+    bad = ["nonsense", "large frames", "sound"]
+    names = ["mp4", bad[0], "large", "vp9", bad[1], "large", "hevc", bad[2]]
+
+    def try_one(name: str) -> int | str:
+        try:
+            return len(named(pool, name)[1])
+        except InvalidImage as error:
+            return str(error)
+
+    with ThreadPoolExecutor(len(names)) as threads:
+        found = list(threads.map(try_one, names))
+    for name, result in zip(names, found, strict=True):
+        if name in bad:
+            assert CLIPS[name][2] in str(result)
+        else:
+            assert result == (200 if name == "large" else 50)
+    peaks = [peak_bytes(child) for child in children()]
+    assert len(peaks) == pool.num_processes
+    assert max(peaks) < 400 * MIB
+
+
 def test_a_child_that_dies_costs_one_video(pool: VideoPool):
     named(pool, "mp4")
-    [victim] = [
-        child.pid
-        for child in psutil.Process().children()
-        if child.status() != psutil.STATUS_ZOMBIE and "video_child" in " ".join(child.cmdline())
-    ]
+    [victim] = [child.pid for child in children()]
     ref = ImageRef("", 0, "video/mp4", 0, 0, video=VideoOptions())
     with pool.open(clip("mp4"), ref) as video:
         os.kill(victim, signal.SIGKILL)
@@ -218,8 +250,5 @@ def test_a_child_that_dies_costs_one_video(pool: VideoPool):
 @pytest.mark.skipif(not can_filter(), reason="this kernel filters no system calls")
 def test_children_are_confined(pool: VideoPool):
     named(pool, "mp4")
-    for child in psutil.Process().children():
-        is_zombie = child.status() == psutil.STATUS_ZOMBIE
-        if not is_zombie and "video_child" in " ".join(child.cmdline()):
-            status = Path(f"/proc/{child.pid}/status").read_text()
-            assert "Seccomp:\t2" in status
+    for child in children():
+        assert "Seccomp:\t2" in Path(f"/proc/{child.pid}/status").read_text()
