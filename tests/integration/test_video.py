@@ -92,6 +92,12 @@ def test_stages_add_up_with_a_stage_of_its_own(client: httpx.Client):
     assert timings["media_decode_s"] == 0
 
 
+def test_tokens_of_a_video_are_tokens_of_the_prompt(client: httpx.Client):
+    usage = chat(client, video(data_url())).json()["usage"]
+    details = usage["prompt_tokens_details"]
+    assert (usage["prompt_tokens"], details["image_tokens"], details["text_tokens"]) == (60, 32, 28)
+
+
 def test_frames_are_a_video(client: httpx.Client):
     files = []
     for shade in (0, 90, 180):
@@ -173,5 +179,20 @@ def test_videos_beyond_the_limits_are_sent_away_until_later(tmp_path: Path):
             assert each.status_code == 200 or int(each.headers["retry-after"]) >= 1
         with served.client() as client:
             assert num_frames(chat(client, video(data_url(), num_frames=4))) == 4
+    finally:
+        served.end()
+
+
+def test_a_video_that_fills_the_context_is_told_by_its_frames_and_tokens(tmp_path: Path):
+    served = start_fleet(tmp_path, VLM_ENGINE__MAX_MODEL_LEN="40")
+    try:
+        with served.client() as client:
+            error = chat(client, video(data_url())).json()["error"]
+            assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
+            assert error["message"] == (
+                "the model's maximum context length is 40 tokens; the prompt has 60 tokens and leaves no "
+                "room for output; the video has 32 frames, 32 tokens: send fewer frames, by num_frames or fps"
+            )
+            assert num_frames(chat(client, video(data_url(), num_frames=8))) == 8
     finally:
         served.end()
