@@ -85,7 +85,6 @@ from shared.protocol import (
     TokenLogprob,
     Tokens,
     ToolCall,
-    VideoOptions,
 )
 from shared.settings.limits import LimitSettings
 
@@ -315,16 +314,24 @@ def _template_options(
     return options | find_effort(card, request.reasoning_effort, "reasoning_effort", context)
 
 
-def _add_file(conversation: Conversation, file: FileField, role: Role, param: str) -> Part:
+def _add_file(
+    conversation: Conversation,
+    file: FileField,
+    role: Role,
+    param: str,
+    request: ChatCompletionRequest,
+    limits: LimitSettings,
+) -> Part:
     """Raises: InvalidRequest."""
     if file.file_id is not None:
-        return conversation.image(file.file_id, f"{param}.file_id", role)
+        bounds = _pixel_bounds(request)
+        return conversation.image(file.file_id, f"{param}.file_id", role, bounds)
     data = file.file_data or ""
     media_type, _, encoded = data.partition(";base64,")
     if media_type.startswith("data:image/"):
-        return conversation.image(data, f"{param}.file_data", role)
+        return conversation.image(data, f"{param}.file_data", role, _pixel_bounds(request))
     if media_type.startswith("data:video/"):
-        return conversation.video(data, f"{param}.file_data", role, VideoOptions())
+        return _add_video(conversation, data, role, f"{param}.file_data", request, limits)
     if not media_type.startswith(("data:text/", "data:application/json")):
         raise invalid(
             f"{param}.file_data", "send a data: URL of text, an image or a video, in base64"
@@ -344,15 +351,22 @@ def _add_video(
     limits: LimitSettings,
 ) -> Part:
     """Raises: InvalidRequest."""
-    default, pixels = request.media_io_kwargs, request.mm_processor_kwargs or PixelFields()
+    default = request.media_io_kwargs
     video = VideoUrl(url=given) if isinstance(given, str) else given
     options = video.options(param, limits, default and default.video)
-    bounds = _pixel_bounds(pixels.min_pixels, pixels.max_pixels, "mm_processor_kwargs")
-    return conversation.video(video.url, param, role, options, bounds)
+    return conversation.video(video.url, param, role, options, _pixel_bounds(request))
 
 
-def _pixel_bounds(least: int | None, most: int | None, param: str) -> tuple[int, int]:
-    """Raises: InvalidRequest."""
+def _pixel_bounds(
+    request: ChatCompletionRequest, own: ImageContent | None = None, param: str = ""
+) -> tuple[int, int]:
+    """To how many pixels an image is scaled, at least and at most; `own`: its part. Raises: InvalidRequest."""
+    given = request.mm_processor_kwargs or PixelFields()
+    least, most = given.min_pixels, given.max_pixels
+    if own is None:
+        param = "mm_processor_kwargs"
+    else:
+        least, most = own.min_pixels or least, own.max_pixels or most
     if least and most and least > most:
         raise invalid(f"{param}.min_pixels", f"send at most max_pixels, which is {most}")
     return least or 0, most or 0
@@ -368,7 +382,7 @@ def _add_part(
 ) -> Part:
     assert not isinstance(part, ThinkingContent)
     if isinstance(part, FileContent):
-        return _add_file(conversation, part.file, role, f"{param}.file")
+        return _add_file(conversation, part.file, role, f"{param}.file", request, limits)
     if isinstance(part, RefusalContent):
         return conversation.text(part.refusal)
     if isinstance(part, VideoContent):
@@ -376,12 +390,8 @@ def _add_part(
         return _add_video(conversation, part.video_url, role, where, request, limits)
     if not isinstance(part, ImageContent | InputImageContent):
         return conversation.text(part.text)
-    pixels = request.mm_processor_kwargs or PixelFields()
     url = part.image_url if isinstance(part.image_url, str) else part.image_url.url
-    least, most = pixels.min_pixels, pixels.max_pixels
-    if isinstance(part, ImageContent):
-        least, most = part.min_pixels or least, part.max_pixels or most
-    bounds = _pixel_bounds(least, most, param)
+    bounds = _pixel_bounds(request, part if isinstance(part, ImageContent) else None, param)
     return conversation.image(url, f"{param}.image_url", role, bounds)
 
 

@@ -30,6 +30,7 @@ async def test_images_are_scaled_to_what_the_request_asks_within_the_models_limi
         {**part, "max_pixels": 2000},
         {**part, "min_pixels": 100, "max_pixels": 9000},
         {**part, "image_url": data_url(1), "min_pixels": None},
+        {"type": "file", "file": {"file_data": data_url(1), "filename": "a.png"}},
     ]
     body = make_body(
         messages=[{"role": "user", "content": content}],
@@ -39,7 +40,7 @@ async def test_images_are_scaled_to_what_the_request_asks_within_the_models_limi
     assert response.status_code == 200, response.text
     [request] = worker.requests
     limits = [(image.min_pixels, image.max_pixels) for image in request.task.images]
-    assert limits == [(50, 4000), (50, 2000), (100, 5000), (50, 4000)]
+    assert limits == [(50, 4000), (50, 2000), (100, 5000), (50, 4000), (50, 4000)]
 
 
 @pytest.mark.parametrize("card", [replace(CARD, max_image_pixels=5000, supports_video=True)])
