@@ -279,3 +279,15 @@ def bench_search(
     from benchmarks.search.run import run
 
     run(_to_ints(sizes), dimensions, kinds.split(","), queries)
+
+
+@app.command("media")
+def bench_media(
+    seconds: Annotated[int, typer.Option(min=1, help="Length of the video.")] = 600,
+    frames: Annotated[int, typer.Option(min=1, help="Frames that are wanted.")] = 32,
+    rounds: Annotated[int, typer.Option(min=1, help="Interleaved repetitions.")] = 3,
+) -> None:
+    """Measure the CPU time of decoding a few frames of a long H.264 video, beside decoding it from its beginning."""
+    from benchmarks.media import run
+
+    run(seconds, frames, rounds)

@@ -150,6 +150,31 @@ class VideoInfo(msgspec.Struct, frozen=True):
         return self.num_frames / self.length_s
 
 
+class FrameLimits(msgspec.Struct, frozen=True):
+    """Limits of the pixels of a video's frames."""
+
+    max_pixels: int  #: of a frame as it is coded; a larger one is refused
+    max_sum_pixels: int  #: of all chosen frames; larger ones are scaled down
+    scale_min: int = 0  #: smaller frames are scaled up to it
+    scale_max: int = 0  #: larger frames are scaled down to it; 0: none are
+
+    def check(self, width: int, height: int) -> None:
+        """Raises: InvalidImage."""
+        if not 0 < width * height <= self.max_pixels:
+            raise InvalidImage(
+                f"Frames of {width} x {height} are too large: send at most {self.max_pixels} pixels."
+            )
+
+    def scale(self, width: int, height: int, num_frames: int) -> tuple[int, int]:
+        """Width and height of each of the chosen frames."""
+        area = max(width * height, self.scale_min)
+        area = min(area, self.scale_max or area, self.max_sum_pixels // max(1, num_frames))
+        if area == width * height:
+            return width, height
+        ratio = (area / (width * height)) ** 0.5
+        return max(1, int(width * ratio)), max(1, int(height * ratio))
+
+
 class OpenVideo(Protocol):
     """A video in a sandboxed decoder."""
 

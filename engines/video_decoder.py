@@ -14,7 +14,7 @@ import av.stream
 import msgspec
 from PIL import Image
 
-from engines.base import InvalidImage, VideoInfo
+from engines.base import FrameLimits, InvalidImage, VideoInfo
 from engines.image_decoder import decode_image
 from shared.protocol import FRAMES_TYPE
 
@@ -34,9 +34,8 @@ _OPTIONS = {
     "probesize": "1000000",
     "analyzeduration": "1000000",
 }
-MAX_FRAME_PIXELS = 4096 * 2304  #: of one frame, as coded
 MAX_PACKETS = 500_000
-MAX_SUM_PIXELS = 128_000_000  #: of all chosen frames; larger ones are scaled down
+_PADDING_PIXELS = 256 * 256  #: FFmpeg counts the padding of its buffers as pixels
 _MAX_ERRORS = 100  #: damaged packets
 _TURNS = {
     90: Image.Transpose.ROTATE_90,
@@ -49,11 +48,18 @@ class VideoFile:
     """A video between two times. `info` describes that part. Units: seconds."""
 
     def __init__(
-        self, data: bytes, media_type: str, max_s: float, start_s: float = 0.0, end_s: float = 0.0
+        self,
+        data: bytes,
+        media_type: str,
+        limits: FrameLimits,
+        max_s: float,
+        start_s: float = 0.0,
+        end_s: float = 0.0,
     ) -> None:
         """`end_s` 0: the end of the file. Raises: InvalidImage."""
         self._data = data
         self._media_type = media_type
+        self._limits = limits
         self._can_seek = True
         self._open()
         self._base = float(self._stream.time_base or 0) or 1e-6
@@ -83,8 +89,8 @@ class VideoFile:
         context = found.codec_context
         if context is None or context.codec.name not in CODECS:
             raise InvalidImage(f"The video is of another codec; {CODEC_NAMES} are understood.")
-        self._check_size(context.width, context.height)
-        context.options = {"max_pixels": str(MAX_FRAME_PIXELS)}
+        self._limits.check(context.width, context.height)
+        context.options = {"max_pixels": str(2 * self._limits.max_pixels + _PADDING_PIXELS)}
         context.thread_count = 1
 
     def _scan(self) -> tuple[list[int], float]:
@@ -113,12 +119,6 @@ class VideoFile:
             end = pts[-1] + (pts[-1] - pts[0]) // (len(pts) - 1)
         return pts, max((end - pts[0]) * self._base, 0.0)
 
-    def _check_size(self, width: int, height: int) -> None:
-        if not 0 < width * height <= MAX_FRAME_PIXELS:
-            raise InvalidImage(
-                f"Frames of {width} x {height} are too large: send at most {MAX_FRAME_PIXELS} pixels."
-            )
-
     def _cut(self, pts: list[int], start_s: float, end_s: float) -> list[int]:
         first = pts[0] + round(start_s / self._base)
         last = pts[0] + round(end_s / self._base) if end_s else pts[-1] + 1
@@ -133,6 +133,7 @@ class VideoFile:
         frame = next(self._decode_from(self._pts[0]), None)
         if frame is None:
             raise InvalidImage("No frame of the video can be decoded.")
+        self._limits.check(frame.width, frame.height)
         self._rotation = int(frame.rotation or 0) % 360
         width, height = frame.width, frame.height
         if self._rotation % 180:
@@ -207,14 +208,11 @@ class VideoFile:
 
     def _size(self, num_frames: int) -> tuple[int, int]:
         """Width and height of decoded frames, before they are rotated."""
-        width, height = self.info.width, self.info.height
-        if self._rotation % 180:
-            width, height = height, width
-        scale = min(1.0, (MAX_SUM_PIXELS / max(1, num_frames * width * height)) ** 0.5)
-        return max(2, int(width * scale)), max(2, int(height * scale))
+        width, height = self._limits.scale(self.info.width, self.info.height, num_frames)
+        return (height, width) if self._rotation % 180 else (width, height)
 
     def _to_rgb(self, frame: Any, size: tuple[int, int]) -> Image.Image:
-        self._check_size(frame.width, frame.height)  # it may change within a stream
+        self._limits.check(frame.width, frame.height)  # it may change within a stream
         image: Image.Image = frame.to_image(width=size[0], height=size[1])
         turn = _TURNS.get(self._rotation)
         return image if turn is None else image.transpose(turn)
@@ -223,7 +221,7 @@ class VideoFile:
 class FrameFile:
     """A video of JPEG frames, as `VideoFile`. `info.fps` is their rate."""
 
-    def __init__(self, data: bytes, fps: float) -> None:
+    def __init__(self, data: bytes, limits: FrameLimits, fps: float) -> None:
         """Raises: InvalidImage."""
         try:
             self._frames = msgspec.msgpack.decode(data, type=list[bytes])
@@ -231,22 +229,37 @@ class FrameFile:
             raise InvalidImage(DAMAGED) from None
         if not self._frames:
             raise InvalidImage("The video has no frames.")
+        self._limits = limits
         self._fps = fps
-        self._size = first = decode_image(self._frames[0]).size
-        self.info = VideoInfo(*first, len(self._frames), len(self._frames) / fps, is_sampled=True)
+        self._size = decode_image(self._frames[0]).size
+        limits.check(*self._size)
+        self.info = VideoInfo(
+            *self._size, len(self._frames), len(self._frames) / fps, is_sampled=True
+        )
 
     def frames(self, times: Sequence[float]) -> Iterator[Image.Image]:
         """The frames at ascending times. Raises: InvalidImage."""
+        size = self._limits.scale(*self._size, len(times))
         for time in times:
-            yield decode_image(self._frames[round(time * self._fps)], self._size)
+            index = round(time * self._fps)
+            image = decode_image(self._frames[index])
+            if image.size != self._size:
+                raise InvalidImage(f"Frame {index} is of another size than the first.")
+            yield image.resize(size)
 
 
 def open_video(
-    data: bytes, media_type: str, max_s: float, start_s: float, end_s: float, fps: float
+    data: bytes,
+    media_type: str,
+    limits: FrameLimits,
+    max_s: float,
+    start_s: float,
+    end_s: float,
+    fps: float,
 ) -> VideoFile | FrameFile:
     """Open a file or frames, by media type. Raises: InvalidImage."""
     if media_type == FRAMES_TYPE:
-        return FrameFile(data, fps)
+        return FrameFile(data, limits, fps)
     if media_type not in CONTAINERS:
         raise InvalidImage(f"The video is of another type; {CONTAINER_NAMES} are understood.")
-    return VideoFile(data, media_type, max_s, start_s, end_s)
+    return VideoFile(data, media_type, limits, max_s, start_s, end_s)

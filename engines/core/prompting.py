@@ -97,7 +97,7 @@ class PromptingEngine(Engine[Request]):
         if num_prompt_tokens + (max_tokens != 0) > self.max_model_len:
             raise PromptTooLong(
                 f"the model's maximum context length is {self.max_model_len} tokens; the prompt has"
-                f" {num_prompt_tokens} tokens{_of_images(request)} and leaves no room for output"
+                f" {num_prompt_tokens} tokens{_of_media(request)}"
             )
         if num_prompt_tokens == 0:
             raise InvalidRequest("the prompt is empty: send at least one token", "prompt")
@@ -131,7 +131,17 @@ class PromptingEngine(Engine[Request]):
         return space if max_tokens is None else min(max_tokens, space)
 
 
-def _of_images(request: EngineRequest) -> str:
-    """The number of image tokens, for an error message."""
-    count = sum(image.num_tokens for image in request.images)
-    return f", {count} of them of its images," if count else ""
+def _of_media(request: EngineRequest) -> str:
+    """The end of the sentence: tokens of images and videos, and what to send instead."""
+    videos = [item for item in request.images if item.num_frames]
+    count = sum(item.num_tokens for item in request.images if not item.num_frames)
+    text = f", {count} of them of its images," if count else ""
+    if not videos:
+        return f"{text} and leaves no room for output"
+    num_frames = sum(video.num_frames for video in videos)
+    count = sum(video.num_tokens for video in videos)
+    what = "video has" if len(videos) == 1 else f"{len(videos)} videos have"
+    return (
+        f"{text} and leaves no room for output; the {what} {num_frames} frames, {count} tokens: "
+        "send fewer frames, by num_frames or fps"
+    )

@@ -35,6 +35,7 @@ class ImageInput:
     grid: tuple[int, ...] = ()
     #: Whether attention within a run of slots is bidirectional, so that one step computes it.
     is_whole: bool = False
+    num_frames: int = 0  #: of a video
 
     @property
     def slot_runs(self) -> tuple[tuple[int, int], ...]:

@@ -169,9 +169,13 @@ class MockProcessor:
             for part in message.parts:
                 if isinstance(part, ImagePart):
                     image_hash, content = images[part.image]
-                    is_video = isinstance(content, MockVideo)
-                    num_tokens = content.num_frames if is_video else self.tokens_per_image
-                    inputs.append(ImageInput(len(token_ids), num_tokens, image_hash, content))
+                    num_frames = content.num_frames if isinstance(content, MockVideo) else 0
+                    num_tokens = num_frames or self.tokens_per_image
+                    inputs.append(
+                        ImageInput(
+                            len(token_ids), num_tokens, image_hash, content, num_frames=num_frames
+                        )
+                    )
                     token_ids += [IMAGE_ID] * num_tokens
                 else:
                     token_ids += self.tokenizer.encode(part.text)

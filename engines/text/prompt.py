@@ -50,6 +50,7 @@ class Item:
     slot_id: int | None = None  #: token of its slots; None: the model's
     #: Texts before and after the placeholder that `text` replaces too, if the template writes both.
     around: tuple[str, str] = ("", "")
+    num_frames: int = 0  #: of a video
 
 
 class PromptTokenizer(Protocol):
@@ -258,7 +259,14 @@ class PromptBuilder:
             edges += [len(is_slot)] * is_slot[-1]
             slots = tuple(zip(edges[::2], edges[1::2], strict=True))
         return ImageInput(
-            offset, stop - offset, item.hash, item.pixels, slots, item.grid, item.is_whole
+            offset,
+            stop - offset,
+            item.hash,
+            item.pixels,
+            slots,
+            item.grid,
+            item.is_whole,
+            item.num_frames,
         )
 
 

@@ -53,11 +53,18 @@ class Conversation(Struct):
         self.sources.append(ImageSource(url, param, None, *pixels))
         return ImagePart(len(self.sources) - 1)
 
-    def video(self, url: str, param: str, role: Role, options: VideoOptions) -> ImagePart:
-        """The part of a video. `param` names its place in the request. Raises: InvalidRequest."""
+    def video(
+        self,
+        url: str,
+        param: str,
+        role: Role,
+        options: VideoOptions,
+        pixels: tuple[int, int] = (0, 0),
+    ) -> ImagePart:
+        """The part of a video. `param`, `pixels`: as in `image`, of each frame. Raises: InvalidRequest."""
         if role not in ("user", "tool"):
             raise invalid(param, "videos are only allowed in user and tool messages")
-        self.sources.append(ImageSource(url, param, video=options))
+        self.sources.append(ImageSource(url, param, None, *pixels, options))
         return ImagePart(len(self.sources) - 1)
 
     def kept_image(self, ref: ImageRef, param: str) -> ImagePart:

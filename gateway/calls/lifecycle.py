@@ -522,9 +522,7 @@ def _bad_image(image: ImageSource, problem: str, code: str) -> InvalidRequest:
 
 
 def _scaled(card: ModelCard, source: ImageSource, ref: ImageRef) -> ImageRef:
-    """An image with the pixel limits for workers."""
-    if ref.video is not None:
-        return ref
+    """An image or video with the pixel limits for workers."""
     limits = filter(None, (source.max_pixels, card.max_image_pixels))
     return replace(ref, min_pixels=source.min_pixels, max_pixels=min(limits, default=0))
 

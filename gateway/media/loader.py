@@ -179,6 +179,12 @@ class ImageLoader:
         frames = [decode_base64(each) for each in encoded]
         headers = [read_header(frame) for frame in frames]
         first = headers[0]
+        most = self.limits.max_frame_pixels
+        if first.width * first.height > most:
+            raise ImageRefused(
+                f"Frames of {first.width} x {first.height} are too large: send at most {most} pixels.",
+                code="image_too_large",
+            )
         for number, header in enumerate(headers):
             check_header(header, self.limits)
             if header != first or header.media_type != "image/jpeg":

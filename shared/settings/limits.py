@@ -45,6 +45,7 @@ MAX_SECRET_BYTES = 64 * 1024  #: of one secret
 MAX_ENVIRONMENT_BYTES = 512 * 1024
 
 _COMMAS_BESIDE_TEXTS = 20_000
+_MAX_FRAME_PIXELS = 4096 * 2304  #: what a decoder of videos has memory for
 
 
 class LimitSettings(Group):
@@ -57,6 +58,8 @@ class LimitSettings(Group):
     max_json_depth: ClassVar[int] = 100  #: nesting of a field of arbitrary JSON
     max_image_side: ClassVar[int] = 16_384  #: pixels of the longer side
     max_image_aspect: ClassVar[float] = 200.0  #: longer side over shorter side
+    #: Of the chosen frames of a video together; larger ones are scaled down.
+    max_video_pixels: ClassVar[int] = 128_000_000
     max_choices: ClassVar[int] = 16  #: `n`
     max_stop_strings: ClassVar[int] = 16
     max_stop_chars: ClassVar[int] = 64
@@ -162,6 +165,11 @@ class LimitSettings(Group):
     """Bytes of one file."""
     max_key_search_bytes: int = Field(default=4096 * MIB, ge=1)
     """Bytes of the files and vector stores of one API key."""
+
+    @cached_property
+    def max_frame_pixels(self) -> int:
+        """Pixels of one frame of a video."""
+        return min(_MAX_FRAME_PIXELS, self.max_image_pixels)
 
     @cached_property
     def max_commas(self) -> int:

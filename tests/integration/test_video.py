@@ -2,6 +2,7 @@
 
 import base64
 import io
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from PIL import Image
 
 from tests.factories_video import CLIPS, clip
-from tests.integration.fleet_process import Served, run_vlm
+from tests.integration.fleet_process import Served, run_vlm, start_fleet
 
 BAD = [name for name, (_, _, problem) in CLIPS.items() if problem]
 TEXT = {"type": "text", "text": "What moves?"}
@@ -91,6 +92,12 @@ def test_stages_add_up_with_a_stage_of_its_own(client: httpx.Client):
     assert timings["media_decode_s"] == 0
 
 
+def test_tokens_of_a_video_are_tokens_of_the_prompt(client: httpx.Client):
+    usage = chat(client, video(data_url())).json()["usage"]
+    details = usage["prompt_tokens_details"]
+    assert (usage["prompt_tokens"], details["image_tokens"], details["text_tokens"]) == (60, 32, 28)
+
+
 def test_frames_are_a_video(client: httpx.Client):
     files = []
     for shade in (0, 90, 180):
@@ -141,3 +148,51 @@ def test_the_command_line_asks_about_a_video(served: Served, tmp_path: Path):
     done = run_vlm("chat", "--url", served.url, "--video", str(path), "--max-tokens", "2", "What?")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.strip()
+
+
+def ask_eight_at_once(served: Served) -> list[httpx.Response]:
+    """Videos of which no two are the same."""
+    url = data_url("large")
+    with served.client() as client, ThreadPoolExecutor(8) as threads:
+        return list(
+            threads.map(lambda number: chat(client, video(url, num_frames=number)), range(100, 108))
+        )
+
+
+def test_eight_videos_at_once_are_all_answered(served: Served):
+    for _ in range(2):
+        responses = ask_eight_at_once(served)
+        assert [num_frames(each) for each in responses] == [*range(100, 108)]
+    decoders = [each for each in served.family() if "video_child" in " ".join(each.cmdline())]
+    assert 1 <= len(decoders) <= 2  # worker.decode_processes
+
+
+def test_videos_beyond_the_limits_are_sent_away_until_later(tmp_path: Path):
+    most = 2 * len(data_url("large"))
+    served = start_fleet(
+        tmp_path, VLM_LIMITS__MAX_OPEN_BODY_BYTES=str(most), VLM_LIMITS__MAX_QUEUE_DEPTH="2"
+    )
+    try:
+        responses = ask_eight_at_once(served)
+        assert {200} <= {each.status_code for each in responses} <= {200, 429, 503}
+        for each in responses:
+            assert each.status_code == 200 or int(each.headers["retry-after"]) >= 1
+        with served.client() as client:
+            assert num_frames(chat(client, video(data_url(), num_frames=4))) == 4
+    finally:
+        served.end()
+
+
+def test_a_video_that_fills_the_context_is_told_by_its_frames_and_tokens(tmp_path: Path):
+    served = start_fleet(tmp_path, VLM_ENGINE__MAX_MODEL_LEN="40")
+    try:
+        with served.client() as client:
+            error = chat(client, video(data_url())).json()["error"]
+            assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
+            assert error["message"] == (
+                "the model's maximum context length is 40 tokens; the prompt has 60 tokens and leaves no "
+                "room for output; the video has 32 frames, 32 tokens: send fewer frames, by num_frames or fps"
+            )
+            assert num_frames(chat(client, video(data_url(), num_frames=8))) == 8
+    finally:
+        served.end()

@@ -234,7 +234,7 @@ class Preprocessor:
         finally:
             self.media.decode_s += time.perf_counter() - started
         self.media.length_s += video.info.length_s
-        frames = f"{image.sha256} {video.info} {video.indices}"
+        frames = f"{image.sha256} {video.info} {video.indices} {video.size}"
         key = salted_hash(hashlib.sha256(frames.encode()).hexdigest(), tenant)
         return PreparedImage(key, content), getattr(content, "nbytes", len(data))
 

@@ -14,7 +14,7 @@ import av.logging
 import msgspec
 from PIL import Image
 
-from engines.base import InvalidImage
+from engines.base import FrameLimits, InvalidImage
 from engines.child_process import (
     READY,
     confine,
@@ -69,13 +69,14 @@ def load_decoders() -> None:
             frame = av.VideoFrame.from_image(Image.new("RGB", (64, 64), (shade,) * 3))
             container.mux(stream.encode(frame))
         container.mux(stream.encode(None))
-    list(VideoFile(file.getvalue(), "video/mp4", 60.0).frames([0.0, 0.2]))
+    limits = FrameLimits(64 * 64, 2 * 64 * 64)
+    list(VideoFile(file.getvalue(), "video/mp4", limits, 60.0).frames([0.0, 0.2]))
     with suppress(InvalidImage):
-        VideoFile(b"\x1aE\xdf\xa3", "video/webm", 60.0)
+        VideoFile(b"\x1aE\xdf\xa3", "video/webm", limits, 60.0)
     jpeg = io.BytesIO()
     Image.new("RGB", (8, 8)).save(jpeg, "JPEG")
     frames = msgspec.msgpack.encode([jpeg.getvalue()])
-    list(open_video(frames, FRAMES_TYPE, 1.0, 0.0, 0.0, 1.0).frames([0.0]))
+    list(open_video(frames, FRAMES_TYPE, limits, 1.0, 0.0, 0.0, 1.0).frames([0.0]))
 
 
 def main() -> None:

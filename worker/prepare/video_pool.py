@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import msgspec
 from PIL import Image
 
-from engines.base import InvalidImage, OpenVideo, VideoInfo
+from engines.base import FrameLimits, InvalidImage, OpenVideo, VideoInfo
 from engines.child_process import receive, receive_message, send_message
 from shared.protocol import ImageRef, VideoOptions
 from shared.settings.limits import LimitSettings
@@ -26,6 +26,7 @@ class Head(msgspec.Struct, frozen=True):
     """How a video is opened, as in `engines.video_decoder.open_video`."""
 
     media_type: str
+    limits: FrameLimits
     max_s: float
     start_s: float
     end_s: float
@@ -56,8 +57,15 @@ class VideoPool(ChildPool):
     def open(self, data: bytes, ref: ImageRef) -> Iterator["DecodedVideo"]:
         """A video, as long as the block lasts. Raises: InvalidImage; OSError if no child can be started."""
         options = ref.video or VideoOptions()
+        limits = FrameLimits(
+            self._limits.max_frame_pixels,
+            self._limits.max_video_pixels,
+            ref.min_pixels,
+            ref.max_pixels,
+        )
         head = Head(
             ref.media_type,
+            limits,
             self._limits.max_video_s,
             options.start_s,
             options.end_s,
@@ -71,7 +79,7 @@ class VideoPool(ChildPool):
                 send_message(child.socket, data)
                 answer = _receive(child, until, _MAX_JSON_BYTES)
             info = msgspec.json.decode(answer, type=VideoInfo)
-            video = DecodedVideo(child, info, options, self._limits.max_video_frames, until)
+            video = DecodedVideo(child, info, options, self._limits.max_video_frames, limits, until)
             try:
                 yield video
             finally:
@@ -80,13 +88,21 @@ class VideoPool(ChildPool):
 
 
 class DecodedVideo(OpenVideo):
-    """A video in a child process. `indices`: of the frames that were decoded."""
+    """A video in a child process. `indices` and `size`: of the frames that were decoded."""
 
     def __init__(
-        self, child: Child, info: VideoInfo, options: VideoOptions, max_frames: int, until: float
+        self,
+        child: Child,
+        info: VideoInfo,
+        options: VideoOptions,
+        max_frames: int,
+        limits: FrameLimits,
+        until: float,
     ) -> None:
         self.info, self.options, self.max_frames = info, options, max_frames
         self.indices: tuple[int, ...] | None = None
+        self.size = (0, 0)
+        self._limits = limits
         self._child = child
         self._until = until
 
@@ -96,17 +112,17 @@ class DecodedVideo(OpenVideo):
         self.indices = tuple(indices)
         wanted = sorted({*indices})
         times = [index / self.info.fps for index in wanted]
-        most = SIZE.size + 3 * self.info.width * self.info.height
+        self.size = self._limits.scale(self.info.width, self.info.height, len(wanted))
+        num_bytes = SIZE.size + 3 * self.size[0] * self.size[1]
         images = {}
         with self._child.talking(CANNOT_DECODE, TOO_LONG):
             send_message(self._child.socket, msgspec.json.encode(times))
             for index in wanted:
-                data = _receive(self._child, self._until, most)
-                width, height = SIZE.unpack_from(data)
-                if len(data) != SIZE.size + 3 * width * height:
+                data = _receive(self._child, self._until, num_bytes)
+                if len(data) != num_bytes or SIZE.unpack_from(data) != self.size:
                     raise EOFError
-                size = (width, height)
-                images[index] = Image.frombuffer("RGB", size, data[SIZE.size :], "raw", "RGB", 0, 1)
+                pixels = data[SIZE.size :]
+                images[index] = Image.frombuffer("RGB", self.size, pixels, "raw", "RGB", 0, 1)
         return [images[index] for index in indices]
 
 

@@ -113,6 +113,7 @@ class ProcessedImage:
         "image"  #: whose slot token its text has; in some models, a video has images' slots
     )
     slot_id: int | None = None
+    num_frames: int = 0  #: of a video
 
     @property
     def nbytes(self) -> int:
@@ -389,6 +390,7 @@ class TransformersImages:
                 kind=image.kind,
                 slot_id=image.slot_id,
                 around=self._around_videos if image.kind == "video" else ("", ""),
+                num_frames=image.num_frames,
             )
             for (name, image), text in zip(images, texts, strict=True)
         ]
@@ -483,7 +485,13 @@ class _Videos:
         }
         slot, slot_id = self._slots[found]
         return ProcessedImage(
-            inputs, text, text.count(slot), kind="video", slots_of=found, slot_id=slot_id
+            inputs,
+            text,
+            text.count(slot),
+            kind="video",
+            slots_of=found,
+            slot_id=slot_id,
+            num_frames=len(indices),
         )
 
     def _choose(self, video: OpenVideo) -> list[int]:

@@ -30,7 +30,6 @@ from gateway.api.chat.schemas import (
     FileField,
     ImageContent,
     InputImageContent,
-    MediaFields,
     PixelFields,
     RefusalContent,
     ThinkingContent,
@@ -86,7 +85,6 @@ from shared.protocol import (
     TokenLogprob,
     Tokens,
     ToolCall,
-    VideoOptions,
 )
 from shared.settings.limits import LimitSettings
 
@@ -316,16 +314,24 @@ def _template_options(
     return options | find_effort(card, request.reasoning_effort, "reasoning_effort", context)
 
 
-def _add_file(conversation: Conversation, file: FileField, role: Role, param: str) -> Part:
+def _add_file(
+    conversation: Conversation,
+    file: FileField,
+    role: Role,
+    param: str,
+    request: ChatCompletionRequest,
+    limits: LimitSettings,
+) -> Part:
     """Raises: InvalidRequest."""
     if file.file_id is not None:
-        return conversation.image(file.file_id, f"{param}.file_id", role)
+        bounds = _pixel_bounds(request)
+        return conversation.image(file.file_id, f"{param}.file_id", role, bounds)
     data = file.file_data or ""
     media_type, _, encoded = data.partition(";base64,")
     if media_type.startswith("data:image/"):
-        return conversation.image(data, f"{param}.file_data", role)
+        return conversation.image(data, f"{param}.file_data", role, _pixel_bounds(request))
     if media_type.startswith("data:video/"):
-        return conversation.video(data, f"{param}.file_data", role, VideoOptions())
+        return _add_video(conversation, data, role, f"{param}.file_data", request, limits)
     if not media_type.startswith(("data:text/", "data:application/json")):
         raise invalid(
             f"{param}.file_data", "send a data: URL of text, an image or a video, in base64"
@@ -341,13 +347,29 @@ def _add_video(
     given: VideoUrl | str,
     role: Role,
     param: str,
-    default: MediaFields | None,
+    request: ChatCompletionRequest,
     limits: LimitSettings,
 ) -> Part:
     """Raises: InvalidRequest."""
+    default = request.media_io_kwargs
     video = VideoUrl(url=given) if isinstance(given, str) else given
     options = video.options(param, limits, default and default.video)
-    return conversation.video(video.url, param, role, options)
+    return conversation.video(video.url, param, role, options, _pixel_bounds(request))
+
+
+def _pixel_bounds(
+    request: ChatCompletionRequest, own: ImageContent | None = None, param: str = ""
+) -> tuple[int, int]:
+    """To how many pixels an image is scaled, at least and at most; `own`: its part. Raises: InvalidRequest."""
+    given = request.mm_processor_kwargs or PixelFields()
+    least, most = given.min_pixels, given.max_pixels
+    if own is None:
+        param = "mm_processor_kwargs"
+    else:
+        least, most = own.min_pixels or least, own.max_pixels or most
+    if least and most and least > most:
+        raise invalid(f"{param}.min_pixels", f"send at most max_pixels, which is {most}")
+    return least or 0, most or 0
 
 
 def _add_part(
@@ -360,23 +382,17 @@ def _add_part(
 ) -> Part:
     assert not isinstance(part, ThinkingContent)
     if isinstance(part, FileContent):
-        return _add_file(conversation, part.file, role, f"{param}.file")
+        return _add_file(conversation, part.file, role, f"{param}.file", request, limits)
     if isinstance(part, RefusalContent):
         return conversation.text(part.refusal)
     if isinstance(part, VideoContent):
         where = f"{param}.video_url"
-        default = request.media_io_kwargs
-        return _add_video(conversation, part.video_url, role, where, default, limits)
+        return _add_video(conversation, part.video_url, role, where, request, limits)
     if not isinstance(part, ImageContent | InputImageContent):
         return conversation.text(part.text)
-    pixels = request.mm_processor_kwargs or PixelFields()
     url = part.image_url if isinstance(part.image_url, str) else part.image_url.url
-    least, most = pixels.min_pixels, pixels.max_pixels
-    if isinstance(part, ImageContent):
-        least, most = part.min_pixels or least, part.max_pixels or most
-    if least and most and least > most:
-        raise invalid(f"{param}.min_pixels", f"send at most max_pixels, which is {most}")
-    return conversation.image(url, f"{param}.image_url", role, (least or 0, most or 0))
+    bounds = _pixel_bounds(request, part if isinstance(part, ImageContent) else None, param)
+    return conversation.image(url, f"{param}.image_url", role, bounds)
 
 
 def _max_tokens(
@@ -525,8 +541,8 @@ def _write_limits(properties: dict[str, Any], limits: LimitSettings) -> None:
         f"together. An image: {FORMAT_NAMES} of at most {limits.max_image_bytes} bytes, "
         f"{limits.max_image_pixels} pixels, {limits.max_image_side} on a side, and an aspect ratio "
         f"of at most {limits.max_image_aspect:g}:1. At most {limits.max_videos} videos: {CONTAINER_NAMES} "
-        f"of at most {limits.max_video_bytes} bytes, {limits.max_video_s:g} seconds and "
-        f"{limits.max_video_frames} chosen frames."
+        f"of at most {limits.max_video_bytes} bytes, {limits.max_video_s:g} seconds, "
+        f"{limits.max_frame_pixels} pixels a frame and {limits.max_video_frames} chosen frames."
     )
     for name in StructuredFields.__annotations__:
         properties[name]["description"] = (

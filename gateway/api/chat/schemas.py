@@ -67,7 +67,7 @@ PixelCount = Annotated[int, Meta(ge=1, lt=2**31)]
 
 
 class PixelFields(RequestStruct, frozen=True, kw_only=True):
-    """Limits of pixels to which an image is scaled, within the model's own."""
+    """Limits of pixels to which an image or a frame is scaled, within the model's own."""
 
     min_pixels: PixelCount | None = None
     max_pixels: PixelCount | None = None
@@ -249,7 +249,7 @@ class ChatCompletionRequest(IgnoredFields, frozen=True, kw_only=True):
         bool | None, doc("Continue the last message, which is the assistant's.")
     ] = None
     mm_processor_kwargs: Annotated[
-        PixelFields | None, doc("Bounds on the pixels of all images.")
+        PixelFields | None, doc("Bounds on the pixels of all images, and of each frame of a video.")
     ] = None
     media_io_kwargs: Annotated[
         MediaFields | None, doc("Sampling of the videos that have no fps and num_frames.")

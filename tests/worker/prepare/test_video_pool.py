@@ -4,7 +4,9 @@ import io
 import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
@@ -16,7 +18,7 @@ from PIL import Image
 from engines.base import InvalidImage, VideoInfo
 from engines.child_process import can_filter
 from shared.protocol import FRAMES_TYPE, ImageRef, VideoOptions
-from shared.settings.limits import LimitSettings
+from shared.settings.limits import MIB, LimitSettings
 from tests.factories_settings import make_group
 from tests.factories_video import CLIPS, clip, make_clip, number_of, slower_later
 from tests.fuzzing import num_examples, takes_its_time
@@ -33,20 +35,36 @@ def pool() -> Iterator[VideoPool]:
 
 
 def decode(
-    pool: VideoPool, data: bytes, media_type: str = "video/mp4", every: int = 1, **options: float
+    pool: VideoPool,
+    data: bytes,
+    media_type: str = "video/mp4",
+    every: int = 1,
+    pixels: tuple[int, int] = (0, 0),
+    **options: float,
 ) -> tuple[VideoInfo, list[Image.Image]]:
-    ref = ImageRef("", len(data), media_type, 0, 0, video=VideoOptions(**options))  # type: ignore[arg-type]
+    ref = ImageRef("", len(data), media_type, 0, 0, *pixels, VideoOptions(**options))  # type: ignore[arg-type]
     with pool.open(data, ref) as video:
         return video.info, video.frames(range(0, video.info.num_frames, every))
 
 
-def named(pool: VideoPool, name: str, **options: float) -> tuple[VideoInfo, list[Image.Image]]:
+def named(pool: VideoPool, name: str, **options: Any) -> tuple[VideoInfo, list[Image.Image]]:
     return decode(pool, clip(name), CLIPS[name][1], **options)
 
 
-def jpeg(color: str) -> bytes:
+def children() -> list[psutil.Process]:
+    """Decoders of videos that live; not those that were just ended."""
+    found = [each for each in psutil.Process().children() if each.status() != psutil.STATUS_ZOMBIE]
+    return [each for each in found if "video_child" in " ".join(each.cmdline())]
+
+
+def peak_bytes(process: psutil.Process) -> int:
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    return 1024 * int(status.partition("VmHWM:")[2].split()[0])
+
+
+def jpeg(color: str, size: tuple[int, int] = (32, 24)) -> bytes:
     file = io.BytesIO()
-    Image.new("RGB", (32, 24), color).save(file, "JPEG")
+    Image.new("RGB", size, color).save(file, "JPEG")
     return file.getvalue()
 
 
@@ -130,6 +148,45 @@ def test_a_video_of_jpeg_frames(pool: VideoPool):
     assert [max(range(3), key=image.getpixel((0, 0)).__getitem__) for image in found] == [0, 1, 2]  # type: ignore[union-attr]
 
 
+def test_frames_above_the_limit_are_refused_wherever_they_are():
+    """By the header before decoding, and by each frame: its size may change within a stream."""
+    small = VideoPool(1, make_group(LimitSettings, max_image_pixels=64 * 48))
+    larger = make_clip(form="mpegts", size=(80, 48))
+    frames = msgspec.msgpack.encode([jpeg("red", (80, 48))])
+    files = {"video/mp2t": larger, "video/mp4": make_clip(size=(80, 48)), FRAMES_TYPE: frames}
+    try:
+        for media_type, data in files.items():
+            with pytest.raises(InvalidImage, match="of 80 x 48 are too large: send at most 3072"):
+                decode(small, data, media_type)
+        later = make_clip(form="mpegts", size=(80, 48), times=lambda number: 50 + number)
+        with pytest.raises(InvalidImage, match="of 80 x 48 are too large"):
+            decode(small, clip("mpegts") + later, "video/mp2t")
+        assert named(small, "mp4")[0].num_frames == 50
+    finally:
+        small.close()
+
+
+@pytest.mark.parametrize("form", ["file", "frames"])
+def test_many_large_frames_are_scaled_down_to_a_sum(pool: VideoPool, form: str):
+    size, count = (2560, 1440), 40
+    if form == "file":
+        data, media_type = make_clip(num_frames=count, size=size, is_still=True), "video/mp4"
+    else:
+        data, media_type = msgspec.msgpack.encode([jpeg("red", size)] * count), FRAMES_TYPE
+    info, frames = decode(pool, data, media_type)
+    assert (info.width, info.height, len(frames)) == (*size, count)
+    num_pixels = sum(frame.width * frame.height for frame in frames)
+    assert num_pixels == pytest.approx(LimitSettings.max_video_pixels, rel=0.01)
+    assert num_pixels <= LimitSettings.max_video_pixels
+
+
+def test_frames_are_scaled_to_the_limits_of_the_request(pool: VideoPool):
+    for name, turned in (("mp4", False), ("rotated", True)):
+        for pixels, size in (((0, 768), (32, 24)), ((12288, 0), (128, 96)), ((9, 9999), (64, 48))):
+            _, [frame, *_] = decode(pool, clip(name), pixels=pixels)
+            assert frame.size == (size[::-1] if turned else size)
+
+
 @takes_its_time
 @settings(deadline=None, max_examples=num_examples(40))
 @given(
@@ -156,13 +213,32 @@ def test_no_frame_is_seen_twice_or_left_out(pool: VideoPool, fps: int, num_frame
         assert [number_of(f) for f in frames] == pytest.approx(range(num_frames), abs=1.5)
 
 
+def test_many_videos_at_once_share_the_children(pool: VideoPool):
+    """Each ends by itself, and no more children than the pool has are left, of bounded memory."""
+    bad = ["nonsense", "large frames", "sound"]
+    names = ["mp4", bad[0], "large", "vp9", bad[1], "large", "hevc", bad[2]]
+
+    def try_one(name: str) -> int | str:
+        try:
+            return len(named(pool, name)[1])
+        except InvalidImage as error:
+            return str(error)
+
+    with ThreadPoolExecutor(len(names)) as threads:
+        found = list(threads.map(try_one, names))
+    for name, result in zip(names, found, strict=True):
+        if name in bad:
+            assert CLIPS[name][2] in str(result)
+        else:
+            assert result == (200 if name == "large" else 50)
+    peaks = [peak_bytes(child) for child in children()]
+    assert len(peaks) == pool.num_processes
+    assert max(peaks) < 400 * MIB
+
+
 def test_a_child_that_dies_costs_one_video(pool: VideoPool):
     named(pool, "mp4")
-    [victim] = [
-        child.pid
-        for child in psutil.Process().children()
-        if child.status() != psutil.STATUS_ZOMBIE and "video_child" in " ".join(child.cmdline())
-    ]
+    [victim] = [child.pid for child in children()]
     ref = ImageRef("", 0, "video/mp4", 0, 0, video=VideoOptions())
     with pool.open(clip("mp4"), ref) as video:
         os.kill(victim, signal.SIGKILL)
@@ -174,8 +250,5 @@ def test_a_child_that_dies_costs_one_video(pool: VideoPool):
 @pytest.mark.skipif(not can_filter(), reason="this kernel filters no system calls")
 def test_children_are_confined(pool: VideoPool):
     named(pool, "mp4")
-    for child in psutil.Process().children():
-        is_zombie = child.status() == psutil.STATUS_ZOMBIE
-        if not is_zombie and "video_child" in " ".join(child.cmdline()):
-            status = Path(f"/proc/{child.pid}/status").read_text()
-            assert "Seccomp:\t2" in status
+    for child in children():
+        assert "Seccomp:\t2" in Path(f"/proc/{child.pid}/status").read_text()

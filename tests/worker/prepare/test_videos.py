@@ -41,10 +41,11 @@ async def prepare(
     tenant: str = "a",
     name: str = "mp4",
     text: str = "?",
+    max_pixels: int = 0,
     **options: Any,
 ) -> Any:
     digest = sha256(name.encode()).hexdigest()
-    ref = ImageRef(digest, 1, CLIPS[name][1], 0, 0, video=VideoOptions(**options))
+    ref = ImageRef(digest, 1, CLIPS[name][1], 0, 0, 0, max_pixels, VideoOptions(**options))
     messages = (ChatMessage("user", (ImagePart(0), TextPart(text))),)
     request = make_request(images=(ref,), tenant=tenant, messages=messages)
     return (await preprocessor.prepare(request, "r")).images[0]  # type: ignore[union-attr]
@@ -57,6 +58,11 @@ async def test_the_same_frames_of_a_file_are_one_video(preprocessor: Preprocesso
     for others in ({"num_frames": 5}, {"fps": 2.0, "start_s": 1.0}, {}):
         assert (await prepare(preprocessor, **others)).image_hash != first.image_hash
     assert (await prepare(preprocessor, name="vp9", num_frames=4)).image_hash != first.image_hash
+    assert (
+        await prepare(preprocessor, max_pixels=9999, num_frames=4)
+    ).image_hash == first.image_hash
+    smaller = await prepare(preprocessor, max_pixels=999, num_frames=4)
+    assert smaller.image_hash != first.image_hash
     assert (await prepare(preprocessor, tenant="b", num_frames=4)).image_hash != first.image_hash
 
 

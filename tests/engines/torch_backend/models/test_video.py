@@ -309,8 +309,8 @@ def test_a_request_chooses_its_frames(loaded: Loaded, pool: VideoPool) -> None:
     for options, least, most in (
         ({"num_frames": 4}, 4, 4), ({"fps": 2.0}, 4, 4), ({"fps": 1000.0}, 16, 50), ({"num_frames": 200}, 16, 50),
     ):  # fmt: skip
-        indices, _ = process(pool, loaded.processor, "mp4", **options)
-        assert least <= len(indices) <= most
+        indices, made = process(pool, loaded.processor, "mp4", **options)
+        assert least <= len(indices) == made.num_frames <= most
         assert list(indices) == sorted(indices)
 
 
@@ -385,6 +385,7 @@ def test_text_follows_the_largest_position_of_a_video(pool: VideoPool, tmp_path:
     [[steps, height, width]] = item.pixels.inputs["video_grid_thw"].tolist()
     stop = item.offset + item.num_tokens
     of_time, of_rows, of_columns = (np.array(row) for row in prompt.positions)
+    assert item.num_frames == 2 * steps
     times = item.offset + np.arange(steps) // 2
     assert (of_time[item.offset : stop] == times.repeat(item.num_tokens // steps)).all()
     largest = max(of_time[:stop].max(), of_rows[:stop].max(), of_columns[:stop].max())

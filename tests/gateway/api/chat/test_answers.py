@@ -1,6 +1,7 @@
 """Whole answers on the wire: fields, usage, choices, logprobs, headers, timings."""
 
 import asyncio
+import base64
 import gc
 import re
 import time
@@ -29,6 +30,7 @@ async def test_images_are_scaled_to_what_the_request_asks_within_the_models_limi
         {**part, "max_pixels": 2000},
         {**part, "min_pixels": 100, "max_pixels": 9000},
         {**part, "image_url": data_url(1), "min_pixels": None},
+        {"type": "file", "file": {"file_data": data_url(1), "filename": "a.png"}},
     ]
     body = make_body(
         messages=[{"role": "user", "content": content}],
@@ -38,7 +40,24 @@ async def test_images_are_scaled_to_what_the_request_asks_within_the_models_limi
     assert response.status_code == 200, response.text
     [request] = worker.requests
     limits = [(image.min_pixels, image.max_pixels) for image in request.task.images]
-    assert limits == [(50, 4000), (50, 2000), (100, 5000), (50, 4000)]
+    assert limits == [(50, 4000), (50, 2000), (100, 5000), (50, 4000), (50, 4000)]
+
+
+@pytest.mark.parametrize("card", [replace(CARD, max_image_pixels=5000, supports_video=True)])
+async def test_frames_of_a_video_are_scaled_as_images(gateway, worker):
+    clip = base64.b64encode(b"\0\0\0\x18ftypisom" + bytes(64)).decode()
+    part = {"type": "video_url", "video_url": {"url": f"data:video/mp4;base64,{clip}"}}
+    messages = [{"role": "user", "content": [part]}]
+    for asked, expected in (({}, (0, 5000)), ({"min_pixels": 50, "max_pixels": 4000}, (50, 4000))):
+        response = await gateway.chat(make_body(messages=messages, mm_processor_kwargs=asked))
+        assert response.status_code == 200, response.text
+        [image] = worker.requests[-1].task.images
+        assert (image.min_pixels, image.max_pixels) == expected
+        assert image.video is not None
+    asked = {"min_pixels": 50, "max_pixels": 40}
+    refused = await gateway.chat(make_body(messages=messages, mm_processor_kwargs=asked))
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "mm_processor_kwargs.min_pixels"
 
 
 async def test_more_pixels_at_least_than_at_most_are_refused(gateway):

@@ -1,0 +1,120 @@
+"""`vlm bench media`: CPU time of decoding frames of a long video in our child, beside decoding it from its beginning."""
+
+import io
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import av  # pyright: ignore[reportMissingImports]
+import numpy as np
+import psutil
+from PIL import Image
+from rich.console import Console
+from rich.table import Table
+
+from engines.base import sample_evenly
+from shared.protocol import ImageRef, VideoOptions
+from shared.settings.limits import LimitSettings
+from worker.prepare.video_pool import VideoPool
+
+FPS = 30
+SIZE = (1920, 1080)
+_NUM_PICTURES = 90  #: then they repeat
+
+
+def make_video(seconds: int) -> Path:
+    """A cached H.264 file with the key frames that x264 chooses, at most 250 frames apart: a box moves."""
+    path = Path(f".cache/media/{seconds}s.mp4")
+    if path.exists():
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".part")
+    pictures = list(_pictures())
+    with av.open(str(unfinished), "w", format="mp4") as container:
+        options = {"preset": "veryfast", "crf": "30"}
+        stream: Any = container.add_stream("libx264", rate=FPS, options=options)
+        stream.width, stream.height = SIZE
+        stream.pix_fmt = "yuv420p"
+        for number in range(seconds * FPS):
+            picture = pictures[number % len(pictures)]
+            picture.pts = number
+            container.mux(stream.encode(picture))
+        container.mux(stream.encode(None))
+    unfinished.rename(path)
+    return path
+
+
+def _pictures() -> Iterator[Any]:
+    rows, columns = np.mgrid[0 : SIZE[1], 0 : SIZE[0]]
+    shades = ((rows + columns) // 12).astype(np.uint8)
+    back = Image.fromarray(np.stack([shades, shades // 2, 255 - shades], axis=2))
+    for number in range(_NUM_PICTURES):
+        image = back.copy()
+        place = number * (SIZE[0] - 200) // _NUM_PICTURES
+        image.paste((250, 200, 0), (place, 400, place + 200, 600))
+        yield av.VideoFrame.from_image(image).reformat(format="yuv420p")
+
+
+def decode_in_order(data: bytes, indices: Sequence[int]) -> list[Any]:
+    """As vLLM's loader: decodes each frame up to the last wanted one, and converts the wanted ones to RGB."""
+    wanted, found = set(indices), []
+    with av.open(io.BytesIO(data), "r") as container:
+        for index, frame in enumerate(container.decode(video=0)):
+            if index in wanted:
+                found.append(frame.to_ndarray(format="rgb24"))
+                if len(found) == len(wanted):
+                    break
+    return found
+
+
+def run(seconds: int, num_frames: int, rounds: int) -> None:
+    path = make_video(seconds)
+    data = path.read_bytes()
+    ours: list[float] = []
+    theirs: list[float] = []
+    pool = VideoPool(1, LimitSettings())
+    try:
+        _measure_ours(pool, data, 1)  # it starts the child
+        for _ in range(rounds):
+            cpu_s, indices = _measure_ours(pool, data, num_frames)
+            ours.append(cpu_s)
+            command = [sys.executable, "-m", __name__, str(path), *map(str, indices)]
+            theirs.append(float(subprocess.check_output(command, text=True)))
+    finally:
+        pool.close()
+    table = Table(
+        title=f"{num_frames} frames of {seconds} s at {SIZE[0]}x{SIZE[1]}, {len(data) / 1e6:.1f} MB"
+    )
+    for name in ("", "CPU s (median)", "ratio"):
+        table.add_column(name, justify="right" if name else "left")
+    table.add_row("decoded in order, as vLLM's loader", f"{median(theirs):.2f}", "1")
+    table.add_row(
+        "our child and its caller", f"{median(ours):.2f}", f"{median(ours) / median(theirs):.2f}"
+    )
+    Console().print(table)
+
+
+def _measure_ours(pool: VideoPool, data: bytes, num_frames: int) -> tuple[float, list[int]]:
+    """CPU seconds of the child and of this process, and the frames."""
+    ref = ImageRef("", len(data), "video/mp4", 0, 0, video=VideoOptions(num_frames=num_frames))
+
+    def spent_s() -> float:
+        used = [child.cpu_times() for child in psutil.Process().children()]
+        return sum(each.user + each.system for each in used) + time.process_time()
+
+    started = spent_s()
+    with pool.open(data, ref) as video:
+        indices = sample_evenly(video)
+        assert len(video.frames(indices)) == num_frames
+        return spent_s() - started, indices
+
+
+if __name__ == "__main__":
+    file = Path(sys.argv[1]).read_bytes()
+    before = time.process_time()
+    decode_in_order(file, [int(each) for each in sys.argv[2:]])
+    print(time.process_time() - before)
