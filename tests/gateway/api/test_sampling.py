@@ -30,17 +30,3 @@ async def test_every_api_of_text_has_every_sampling_field(gateway, worker, path,
     sampling = worker.requests[-1].task.sampling
     expected = {**FIELDS, "stop_token_ids": (5,), "allowed_token_ids": (5, 6), "logit_bias": {5: 1}}
     assert {name: getattr(sampling, name) for name in FIELDS} == expected
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "name"),
-    [
-        ("/v1/messages", {"messages": HELLO, "max_tokens": 9, "stop_sequences": [""]},
-         "stop_sequences"),
-        ("/v1/responses", {"input": "hello", "stop": [""]}, "stop"),
-    ],
-)  # fmt: skip
-async def test_an_error_has_the_fields_name_in_its_api(gateway, path, body, name):
-    response = await gateway.client.post(path, json={"model": MODEL, **body})
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == name

@@ -105,23 +105,6 @@ async def test_switches_reach_the_template_by_its_own_names(gateway, worker, car
     assert worker.requests[0].task.template_options == options
 
 
-@pytest.mark.parametrize(
-    ("card", "asked", "param", "code"),
-    [
-        (SWITCHED, {"chat_template_kwargs": {"add_dates": "x" * 257}}, "chat_template_kwargs", "invalid_value"),
-        (SWITCHED, {"chat_template_kwargs": {"add_dates": [1]}}, "chat_template_kwargs", "invalid_value"),
-        (SWITCHED, {"chat_template_kwargs": {str(i): 1 for i in range(17)}}, "chat_template_kwargs", "invalid_value"),
-        (SWITCHED, {"reasoning_effort": "hard"}, "reasoning_effort", "invalid_value"),
-        (SWITCHED, {"enable_thinking": "yes"}, "enable_thinking", "invalid_value"),
-    ],
-)  # fmt: skip
-async def test_what_the_template_cannot_do_is_refused(gateway, worker, card, asked, param, code):
-    response = await gateway.chat(make_body(**asked))
-    error = response.json()["error"]
-    assert (response.status_code, error["param"], error["code"]) == (400, param, code)
-    assert worker.answers == []
-
-
 async def test_a_thinking_model_by_the_official_client(ends: Ends, redis_server, redis_prefix):
     mock = make_mock(num_output_tokens=6, num_reasoning_tokens=4).model_dump()
     ask = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "temperature": 0}
