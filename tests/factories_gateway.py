@@ -2,11 +2,13 @@
 
 import asyncio
 import itertools
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
+import openai
 import uvicorn.server
 from redis.asyncio import Redis
 
@@ -42,11 +44,19 @@ from worker.outbox import to_publication
 MODEL = "tiny"
 CARD = ModelCard(MODEL, created_at=1_700_000_000, max_model_len=512, vocab_size=1000)
 CHAT = "/v1/chat/completions"
+#: Headers of a chat request but for its length.
+CHAT_HEAD = b"host: localhost\r\ncontent-type: application/json\r\ncontent-length: "
 
 
 def make_body(text: str = "hello", **changes: Any) -> dict[str, Any]:
     """A chat request."""
     return {"model": MODEL, "messages": [{"role": "user", "content": text}], **changes}
+
+
+def chat_over_http(**changes: Any) -> bytes:
+    """The bytes of a chat request, for tests that write to a socket."""
+    body = json.dumps(make_body(**changes)).encode()
+    return b"POST %b HTTP/1.1\r\n%b%d\r\n\r\n%b" % (CHAT.encode(), CHAT_HEAD, len(body), body)
 
 
 def make_settings(redis_url: str, prefix: str, **changes: dict[str, Any]) -> Settings:
@@ -156,6 +166,15 @@ async def say_hello(answer: Answer) -> None:
     await answer.say("Hel")
     await answer.say("lo ")
     await answer.finish("you")
+
+
+async def think(answer: Answer) -> None:
+    """A script that thinks before it answers."""
+    name = (answer.request.id, answer.claim.attempt)
+    await answer.start()
+    await answer.publish(Tokens(*name, 0, (1,), reasoning="hmm"))
+    await answer.publish(Tokens(*name, 1, (2,), reasoning=" well"))
+    await answer.finish("yes")
 
 
 async def talk_on(answer: Answer) -> None:
@@ -271,6 +290,20 @@ class RunningGateway:
         response = await self.chat({**(body or make_body()), "stream": True}, **options)
         assert response.status_code == 200, response.text
         return response.text
+
+
+def openai_client(
+    gateway: RunningGateway, api_key: str = "none", *, is_strict: bool = False
+) -> openai.AsyncOpenAI:
+    """OpenAI's own client. `is_strict`: it checks every answer by its schema."""
+    http = openai.DefaultAsyncHttpxClient(trust_env=False)
+    return openai.AsyncOpenAI(
+        base_url=f"{gateway.url}/v1",
+        api_key=api_key,
+        max_retries=0,
+        http_client=http,
+        _strict_response_validation=is_strict,
+    )
 
 
 class _Impatience:

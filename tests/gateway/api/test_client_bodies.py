@@ -21,6 +21,7 @@ BODIES = {
     COMPLETIONS: {"prompt": "hello"},
 }
 FUNCTION = {"name": "f", "parameters": {"type": "object", "properties": {}}}
+TOOL = {"type": "function", "function": FUNCTION}
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 
@@ -78,6 +79,12 @@ TAKEN = [
     (CHAT, {"repetition_penalty": 1.0, "presence_penalty": 1.0, "max_completion_tokens": 5}),
     (CHAT, {"reasoning": {"effort": "low"}}),
     (GENERATE, {"think": True}),
+    # what changes nothing
+    (CHAT, {"store": True, "service_tier": "auto", "parallel_tool_calls": False, "safety_identifier": "x",
+            "prompt_cache_key": {"any": ["thing"]}, "verbosity": "low", "tools": [], "tool_choice": "none",
+            "response_format": {"type": "text"}, "modalities": ["text"], "best_of": 1}),
+    *((CHAT, {"tools": [TOOL], "tool_choice": choice}) for choice in ("auto", "none", None)),
+    (CHAT, {"tool_choice": "auto", "functions": [], "function_call": "auto"}),
     # defaults of others
     *((CHAT, {name: value}) for name, value in NO_OPS.items()),
     *((COMPLETIONS, {name: value}) for name, value in NO_OPS.items()),
@@ -98,6 +105,7 @@ TAKEN = [
     (GENERATE, {"suffix": ""}),
     # tools
     (CHAT, {"tools": [{"type": "function", "function": {**FUNCTION, "name": "n" * 128}}]}),
+    (CHAT, {"tools": [TOOL] * 40}),
     (CHAT, said({"role": "assistant", "content": "", "tool_calls": [
         {**CALL, "function": {"name": "f", "arguments": {"a": 1}}}]},
         {"role": "tool", "tool_call_id": "c", "content": "1"})),

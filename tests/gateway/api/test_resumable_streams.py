@@ -224,14 +224,6 @@ async def test_a_retry_with_the_same_key_joins_the_running_request(gateway, othe
     assert len(worker.answers) == 1
 
 
-async def test_a_key_stands_for_one_request(gateway, worker):
-    key = {"idempotency-key": "order-67"}
-    assert (await gateway.chat(make_body("hello"), headers=key)).status_code == 200
-    response = await gateway.chat(make_body("something else"), headers=key)
-    assert response.status_code == 422
-    assert response.json()["error"]["code"] == "idempotency_key_reused"
-
-
 async def test_a_request_that_was_refused_leaves_its_key_free(gateway, worker):
     key = {"idempotency-key": "order-68"}
     bad = make_body(temperature=9)

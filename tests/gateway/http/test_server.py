@@ -23,7 +23,9 @@ from shared.redis.link import RedisLink
 from tests.factories_gateway import (
     CARD,
     CHAT,
+    CHAT_HEAD,
     Answer,
+    chat_over_http,
     make_body,
     make_settings,
     run_gateway_on_socket,
@@ -124,14 +126,9 @@ async def test_a_trailer_is_no_header(gateway, worker, changes):
 async def test_a_protocol_that_is_not_spoken_is_answered_in_this_one_and_not_logged(
     gateway, worker, caplog
 ):
-    body = json.dumps(make_body()).encode()
     upgrade = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABk\r\n"
-    answer = await talk(
-        gateway,
-        b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-        b"%bcontent-length: %d\r\n\r\n%b" % (upgrade, len(body), body),
-        START + b"\r\n",
-    )
+    request = chat_over_http().replace(b"host: ", upgrade + b"host: ", 1)
+    answer = await talk(gateway, request, START + b"\r\n")
     assert answer.count(b"HTTP/1.1 200 ") == 2
     assert b"Hello you" in answer
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
@@ -246,12 +243,9 @@ async def test_http_1_0_gets_its_answer_without_chunks_and_a_closed_connection(
     gateway, worker, stream
 ):
     """Also where it asks to keep the connection: nothing else would end a stream."""
-    body = json.dumps(make_body(stream=stream)).encode()
-    answer = await talk(
-        gateway,
-        b"POST /v1/chat/completions HTTP/1.0\r\nconnection: keep-alive\r\n"
-        b"content-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body),
-    )
+    request = chat_over_http(stream=stream)
+    old = b" HTTP/1.0\r\nconnection: keep-alive\r\n"
+    answer = await talk(gateway, request.replace(b" HTTP/1.1\r\n", old, 1))
     head, _, said = answer.partition(b"\r\n\r\n")
     assert b" 200 OK" in head
     assert b"connection: close" in head
@@ -264,11 +258,7 @@ async def test_http_1_0_gets_its_answer_without_chunks_and_a_closed_connection(
 
 
 async def test_a_large_request_is_answered_though_the_next_begins_in_its_last_packet(gateway):
-    body = json.dumps(make_body("x" * 60_000)).encode()
-    first = (
-        b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-        b"content-length: %d\r\n\r\n%b" % (len(body), body)
-    )
+    first = chat_over_http(text="x" * 60_000)
     second = START + b"\r\n"
     reader, writer = await asyncio.open_connection("127.0.0.1", gateway.server.port)
     writer.write(first + second[:40])
@@ -299,8 +289,7 @@ async def test_a_body_of_too_many_values_is_refused_before_it_is_all_there(gatew
     start = b'{"tools":[' + b"1.5," * (limit + 1)
     answer = await talk(
         gateway,
-        b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
-        b"content-type: application/json\r\ncontent-length: 31000000\r\n\r\n",
+        b"POST %b HTTP/1.1\r\nconnection: close\r\n%b31000000\r\n\r\n" % (CHAT.encode(), CHAT_HEAD),
         start,
     )
     assert answer.startswith(b"HTTP/1.1 413 "), answer
@@ -309,12 +298,8 @@ async def test_a_body_of_too_many_values_is_refused_before_it_is_all_there(gatew
 
 async def test_a_client_that_hangs_up_its_sending_half_has_left(gateway, worker):
     worker.script = say_nothing
-    body = json.dumps(make_body()).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", gateway.server.port)
-    writer.write(
-        b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-        b"content-length: %d\r\n\r\n%b" % (len(body), body)
-    )
+    writer.write(chat_over_http())
     await until(lambda: worker.answers)
     writer.write_eof()
     assert await reader.read() == b""
@@ -545,19 +530,6 @@ async def test_a_model_with_a_slash_in_its_name_works(redis_server, redis_prefix
     ):
         assert (await gateway.client.get("/v1/models/org/name")).json()["id"] == "org/name"
         assert (await gateway.chat({**make_body(), "model": "org/name"})).status_code == 200
-
-
-async def test_images_for_a_model_without_eyes_are_refused(redis_server, redis_prefix):
-    card = ModelCard("tiny", CARD.created_at, 512, 1000, supports_images=False)
-    settings = make_settings(redis_server, redis_prefix)
-    content = [{"type": "image_url", "image_url": "data:image/png;base64,AAAA"}]
-    async with (
-        run_worker(redis_server, redis_prefix, card),
-        run_gateway_on_socket(settings) as gateway,
-    ):
-        response = await gateway.chat(make_body(messages=[{"role": "user", "content": content}]))
-    assert response.status_code == 400
-    assert response.json()["error"]["code"] == "unsupported_image"
 
 
 @pytest.mark.parametrize("changes", [{"limits": {"max_open_requests": 2}}])

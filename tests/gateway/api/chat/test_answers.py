@@ -150,26 +150,13 @@ async def test_logprobs_have_tokens_bytes_and_rivals(gateway, worker):
     }
 
 
-async def test_every_parameter_reaches_the_worker(gateway, worker):
-    await gateway.chat(
-        make_body(
-            max_completion_tokens=9, temperature=0.5, top_p=0.25, top_k=3, min_p=0.125, seed=-1,
-            stop=["a", "b"], presence_penalty=1, frequency_penalty=-1, repetition_penalty=1.5,
-            logit_bias={"7": -100, "8": 1.5}, ignore_eos=True, user="u", metadata={"k": "v"},
-            min_tokens=4,
-        )
-    )  # fmt: skip
+async def test_parameters_in_words_of_chat_alone_reach_the_worker(gateway, worker):
+    """The others are in tests/gateway/api/test_sampling.py."""
+    own = {"max_completion_tokens": 9, "seed": -1, "stop": ["a", "b"], "metadata": {"k": "v"}}
+    await gateway.chat(make_body(repetition_penalty=1.5, **own))
     [sampling] = [request.task.sampling for request in worker.requests]
-    assert sampling.max_tokens == 9
-    assert (sampling.temperature, sampling.top_p) == (0.5, 0.25)
-    assert (sampling.top_k, sampling.min_p) == (3, 0.125)
-    assert sampling.seed == 2**64 - 1
-    assert sampling.stop == ("a", "b")
-    assert (sampling.presence_penalty, sampling.frequency_penalty) == (1.0, -1.0)
-    assert sampling.repetition_penalty == 1.5
-    assert sampling.logit_bias == {7: -100.0, 8: 1.5}
-    assert sampling.ignore_eos
-    assert sampling.min_tokens == 4
+    assert (sampling.max_tokens, sampling.seed) == (9, 2**64 - 1)
+    assert (sampling.stop, sampling.repetition_penalty) == (("a", "b"), 1.5)
 
 
 async def test_defaults_are_openais(gateway, worker):
@@ -216,34 +203,6 @@ async def test_what_the_client_says_goes_before_what_the_makers_suggest(gateway,
 async def test_a_temperature_too_small_to_divide_by_is_greedy(gateway, worker):
     await gateway.chat(make_body(temperature=1e-45))
     assert worker.requests[0].task.sampling.temperature == 0.0
-
-
-async def test_fields_that_change_nothing_are_accepted(gateway, worker):
-    body = make_body(
-        store=True, service_tier="auto", parallel_tool_calls=False, safety_identifier="x",
-        prompt_cache_key={"any": ["thing"]}, verbosity="low", tools=[], tool_choice="none",
-        response_format={"type": "text"}, modalities=["text"], best_of=1,
-    )  # fmt: skip
-    assert (await gateway.chat(body)).status_code == 200
-
-
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"tools": [TOOL] * 40},
-        {"tools": [TOOL], "tool_choice": "auto"},
-        {"tools": [TOOL], "tool_choice": "none"},
-        {"tools": [TOOL], "tool_choice": None},
-        {"tool_choice": "auto"},
-        {"functions": [], "function_call": "auto"},
-    ],
-)
-async def test_tools_that_no_call_is_asked_of_leave_an_answer_in_words(gateway, worker, changes):
-    response = await gateway.chat(make_body(**changes))
-    assert response.json()["choices"][0]["message"]["content"] == "Hello you"
 
 
 async def test_what_clients_keep_in_their_history_is_skipped(gateway, worker):
