@@ -48,9 +48,21 @@ CHAT = "/v1/chat/completions"
 CHAT_HEAD = b"host: localhost\r\ncontent-type: application/json\r\ncontent-length: "
 
 
-def make_body(text: str = "hello", **changes: Any) -> dict[str, Any]:
-    """A chat request."""
-    return {"model": MODEL, "messages": [{"role": "user", "content": text}], **changes}
+HELLO = [{"role": "user", "content": "hello"}]
+#: The least that each API of text must be sent beside the model, for a whole answer.
+TEXT_BODIES: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": HELLO},
+    "/v1/completions": {"prompt": "hello"},
+    "/v1/messages": {"messages": HELLO, "max_tokens": 9},
+    "/v1/responses": {"input": "hello"},
+    "/api/chat": {"messages": HELLO, "stream": False},
+    "/api/generate": {"prompt": "hello", "stream": False},
+}
+
+
+def make_body(content: str | list[dict[str, Any]] = "hello", **changes: Any) -> dict[str, Any]:
+    """A chat request with a text, or with parts."""
+    return {"model": MODEL, "messages": [{"role": "user", "content": content}], **changes}
 
 
 def chat_over_http(**changes: Any) -> bytes:
@@ -290,6 +302,18 @@ class RunningGateway:
         response = await self.chat({**(body or make_body()), "stream": True}, **options)
         assert response.status_code == 200, response.text
         return response.text
+
+    async def begin_batch(self, headers: dict[str, str], *bodies: dict[str, Any]) -> dict[str, Any]:
+        """Begin a batch of chat requests."""
+        line = {"method": "POST", "url": CHAT}
+        lines = [{**line, "custom_id": str(n), "body": body} for n, body in enumerate(bodies)]
+        form = {"file": ("lines", "\n".join(map(json.dumps, lines))), "purpose": (None, "batch")}
+        file = await self.client.post("/v1/files", files=form, headers=headers)
+        assert file.status_code == 200, file.text
+        wish = {"input_file_id": file.json()["id"], "endpoint": CHAT, "completion_window": "24h"}
+        made = await self.client.post("/v1/batches", json=wish, headers=headers)
+        assert made.status_code == 200, made.text
+        return made.json()
 
 
 def openai_client(

@@ -6,25 +6,14 @@ from pathlib import Path
 import pytest
 
 from shared.telemetry.metrics import STAGES
-from tests.factories_images import data_url
+from tests.factories_gateway import make_body
+from tests.factories_images import data_url, image_part
 from tests.integration.fleet_process import start_fleet
 from tests.otlp_collector import Span, run_collector
 
 CALLER = f"00-{'a' * 32}-{'b' * 16}-01"
-BODY = {
-    "model": "mock",
-    "timings": True,
-    "max_tokens": 4,
-    "messages": [
-        {
-            "role": "user",
-            "content": [
-                {"type": "text", "text": "secret prompt"},
-                {"type": "image_url", "image_url": {"url": data_url()}},
-            ],
-        }
-    ],
-}
+PARTS = [{"type": "text", "text": "secret prompt"}, image_part(data_url())]
+BODY = make_body(PARTS, model="mock", timings=True, max_tokens=4)
 
 
 def check(spans: list[Span], timings: dict[str, float], parent: str) -> None:

@@ -5,21 +5,12 @@ import pytest
 from msgspec.structs import replace
 
 from shared.protocol import OutputLogprob, TokenLogprob
-from tests.factories_gateway import CARD, MODEL
+from tests.factories_gateway import CARD, CHAT, HELLO, MODEL, TEXT_BODIES
 from tests.factories_images import data_url
 
-HELLO = [{"role": "user", "content": "hello"}]
-CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 GENERATE, OLLAMA, COMPLETIONS = "/api/generate", "/api/chat", "/v1/completions"
 BASE64 = data_url().partition(",")[2]
-BODIES = {
-    CHAT: {"messages": HELLO},
-    MESSAGES: {"messages": HELLO, "max_tokens": 9},
-    RESPONSES: {"input": "hello"},
-    OLLAMA: {"messages": HELLO, "stream": False},
-    GENERATE: {"prompt": "hello", "stream": False},
-    COMPLETIONS: {"prompt": "hello"},
-}
 FUNCTION = {"name": "f", "parameters": {"type": "object", "properties": {}}}
 TOOL = {"type": "function", "function": FUNCTION}
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -116,7 +107,7 @@ TAKEN = [
 
 @pytest.mark.parametrize(("path", "change"), TAKEN)
 async def test_each_is_answered(gateway, path, change):
-    response = await gateway.client.post(path, json={"model": MODEL, **BODIES[path], **change})
+    response = await gateway.client.post(path, json={"model": MODEL, **TEXT_BODIES[path], **change})
     assert response.status_code == 200, response.text
 
 
@@ -154,7 +145,13 @@ async def test_logprobs_of_ollama(gateway, worker, path, stream):
         )
 
     worker.script = answer
-    wish = {"model": MODEL, **BODIES[path], "stream": stream, "logprobs": True, "top_logprobs": 1}
+    wish = {
+        "model": MODEL,
+        **TEXT_BODIES[path],
+        "stream": stream,
+        "logprobs": True,
+        "top_logprobs": 1,
+    }
     response = await gateway.client.post(path, json=wish)
     assert worker.requests[-1].task.sampling.num_logprobs == 1
     told = {"token": "Hi", "logprob": -0.5, "bytes": [72, 105]}

@@ -33,7 +33,7 @@ from tests.factories_gateway import (
     say_hello,
     say_nothing,
 )
-from tests.factories_images import data_url
+from tests.factories_images import data_url, image_part
 from tests.gateway.api.chat.test_streams import read_events
 from tests.rounds import in_one_round
 from tests.waiting import until
@@ -258,7 +258,7 @@ async def test_http_1_0_gets_its_answer_without_chunks_and_a_closed_connection(
 
 
 async def test_a_large_request_is_answered_though_the_next_begins_in_its_last_packet(gateway):
-    first = chat_over_http(text="x" * 60_000)
+    first = chat_over_http(content="x" * 60_000)
     second = START + b"\r\n"
     reader, writer = await asyncio.open_connection("127.0.0.1", gateway.server.port)
     writer.write(first + second[:40])
@@ -401,7 +401,6 @@ async def test_every_request_brings_the_smallest_pixel_limit_of_its_models_worke
 ):
     large = replace(CARD, max_image_pixels=5000, image_tokens=50)
     small = replace(CARD, created_at=CARD.created_at - 1, max_image_pixels=1000, image_tokens=10)
-    content = [{"type": "image_url", "image_url": {"url": data_url(1)}}]
     async with (
         run_worker(redis_server, redis_prefix, large) as worker,
         run_gateway_on_socket(make_settings(redis_server, redis_prefix)) as gateway,
@@ -411,7 +410,7 @@ async def test_every_request_brings_the_smallest_pixel_limit_of_its_models_worke
         await until(lambda: models.cards["tiny"].max_image_pixels == 1000)
         limits = (await gateway.client.get("/v1/models/tiny")).json()["limits"]
         assert (limits["scaled_image_pixels"], limits["max_image_tokens"]) == (1000, 10)
-        response = await gateway.chat(make_body(messages=[{"role": "user", "content": content}]))
+        response = await gateway.chat(make_body([image_part(data_url(1))]))
         assert response.status_code == 200, response.text
         [request] = worker.requests
         assert [image.max_pixels for image in request.task.images] == [1000]
@@ -429,7 +428,7 @@ async def test_a_model_takes_videos_if_all_of_its_workers_do(redis_server, redis
         await worker.registry.announce(WorkerRecord("second", older, "mock"), ttl_s=60)
         await until(lambda: not models.cards["tiny"].supports_video)
         part = {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}}
-        response = await gateway.chat(make_body(messages=[{"role": "user", "content": [part]}]))
+        response = await gateway.chat(make_body([part]))
         assert response.json()["error"]["code"] == "unsupported_image"
 
 
