@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 
-import openai
 import pytest
 from msgspec.structs import replace
 
@@ -28,6 +27,7 @@ from tests.factories_gateway import (
     chat_over_http,
     make_body,
     make_settings,
+    openai_client,
     run_gateway_on_socket,
     run_worker,
     say_hello,
@@ -432,17 +432,15 @@ async def test_a_model_takes_videos_if_all_of_its_workers_do(redis_server, redis
         assert response.json()["error"]["code"] == "unsupported_image"
 
 
-async def test_a_model_is_shown_as_its_workers_describe_it(redis_server, redis_prefix):
-    card = ModelCard(
-        "text", CARD.created_at, 512, 1000, supports_images=False, sampling=SamplingDefaults(0.6, top_k=20),
-        dtype="bfloat16", quantization="gptq", format="safetensors", adapters=(AdapterCard("poet", "0a"),),
-    )  # fmt: skip
-    settings = make_settings(redis_server, redis_prefix)
-    async with (
-        run_worker(redis_server, redis_prefix, card),
-        run_gateway_on_socket(settings) as gateway,
-        openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none") as client,
-    ):
+DESCRIBED = ModelCard(
+    "text", CARD.created_at, 512, 1000, supports_images=False, sampling=SamplingDefaults(0.6, top_k=20),
+    dtype="bfloat16", quantization="gptq", format="safetensors", adapters=(AdapterCard("poet", "0a"),),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("card", [DESCRIBED])
+async def test_a_model_is_shown_as_its_workers_describe_it(gateway):
+    async with openai_client(gateway) as client:
         listed, adapter = (await client.models.list()).data
         shown = (await client.models.retrieve("text")).model_dump()
     assert listed.model_dump() == shown
@@ -520,15 +518,10 @@ async def test_bodies_beyond_the_memory_for_them_are_sent_away(gateway, worker, 
     assert gateway.services.admission.num_body_bytes == 0
 
 
-async def test_a_model_with_a_slash_in_its_name_works(redis_server, redis_prefix):
-    card = ModelCard("org/name", CARD.created_at, 512, 1000, supports_images=False)
-    settings = make_settings(redis_server, redis_prefix)
-    async with (
-        run_worker(redis_server, redis_prefix, card),
-        run_gateway_on_socket(settings) as gateway,
-    ):
-        assert (await gateway.client.get("/v1/models/org/name")).json()["id"] == "org/name"
-        assert (await gateway.chat({**make_body(), "model": "org/name"})).status_code == 200
+@pytest.mark.parametrize("card", [replace(CARD, name="org/name")])
+async def test_a_model_with_a_slash_in_its_name_works(gateway):
+    assert (await gateway.client.get("/v1/models/org/name")).json()["id"] == "org/name"
+    assert (await gateway.chat(make_body(model="org/name"))).status_code == 200
 
 
 @pytest.mark.parametrize("changes", [{"limits": {"max_open_requests": 2}}])

@@ -2,13 +2,19 @@
 
 from typing import Any
 
-import openai
 import pytest
 from msgspec.structs import replace
 
 from shared.protocol import Finished, FinishReason, Tokens, Usage
 from tests.factories_engine import make_mock
-from tests.factories_gateway import CARD, Answer, make_body, make_settings, run_gateway_on_socket
+from tests.factories_gateway import (
+    CARD,
+    Answer,
+    make_body,
+    make_settings,
+    openai_client,
+    run_gateway_on_socket,
+)
 from tests.factories_queue import MODEL, Ends
 from tests.factories_worker import run_worker
 from tests.gateway.api.chat.test_streams import read_events
@@ -111,7 +117,7 @@ async def test_a_thinking_model_by_the_official_client(ends: Ends, redis_server,
     async with (
         run_worker(ends, mock=mock),
         run_gateway_on_socket(make_settings(redis_server, redis_prefix)) as gateway,
-        openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none") as client,
+        openai_client(gateway) as client,
     ):
         shown = (await client.models.retrieve(MODEL)).model_dump()
         whole = await client.chat.completions.create(**ask)
