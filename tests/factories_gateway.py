@@ -2,11 +2,13 @@
 
 import asyncio
 import itertools
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
+import openai
 import uvicorn.server
 from redis.asyncio import Redis
 
@@ -42,11 +44,31 @@ from worker.outbox import to_publication
 MODEL = "tiny"
 CARD = ModelCard(MODEL, created_at=1_700_000_000, max_model_len=512, vocab_size=1000)
 CHAT = "/v1/chat/completions"
+#: Headers of a chat request but for its length.
+CHAT_HEAD = b"host: localhost\r\ncontent-type: application/json\r\ncontent-length: "
 
 
-def make_body(text: str = "hello", **changes: Any) -> dict[str, Any]:
-    """A chat request."""
-    return {"model": MODEL, "messages": [{"role": "user", "content": text}], **changes}
+HELLO = [{"role": "user", "content": "hello"}]
+#: The least that each API of text must be sent beside the model, for a whole answer.
+TEXT_BODIES: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": HELLO},
+    "/v1/completions": {"prompt": "hello"},
+    "/v1/messages": {"messages": HELLO, "max_tokens": 9},
+    "/v1/responses": {"input": "hello"},
+    "/api/chat": {"messages": HELLO, "stream": False},
+    "/api/generate": {"prompt": "hello", "stream": False},
+}
+
+
+def make_body(content: str | list[dict[str, Any]] = "hello", **changes: Any) -> dict[str, Any]:
+    """A chat request with a text, or with parts."""
+    return {"model": MODEL, "messages": [{"role": "user", "content": content}], **changes}
+
+
+def chat_over_http(**changes: Any) -> bytes:
+    """The bytes of a chat request, for tests that write to a socket."""
+    body = json.dumps(make_body(**changes)).encode()
+    return b"POST %b HTTP/1.1\r\n%b%d\r\n\r\n%b" % (CHAT.encode(), CHAT_HEAD, len(body), body)
 
 
 def make_settings(redis_url: str, prefix: str, **changes: dict[str, Any]) -> Settings:
@@ -156,6 +178,15 @@ async def say_hello(answer: Answer) -> None:
     await answer.say("Hel")
     await answer.say("lo ")
     await answer.finish("you")
+
+
+async def think(answer: Answer) -> None:
+    """A script that thinks before it answers."""
+    name = (answer.request.id, answer.claim.attempt)
+    await answer.start()
+    await answer.publish(Tokens(*name, 0, (1,), reasoning="hmm"))
+    await answer.publish(Tokens(*name, 1, (2,), reasoning=" well"))
+    await answer.finish("yes")
 
 
 async def talk_on(answer: Answer) -> None:
@@ -271,6 +302,32 @@ class RunningGateway:
         response = await self.chat({**(body or make_body()), "stream": True}, **options)
         assert response.status_code == 200, response.text
         return response.text
+
+    async def begin_batch(self, headers: dict[str, str], *bodies: dict[str, Any]) -> dict[str, Any]:
+        """Begin a batch of chat requests."""
+        line = {"method": "POST", "url": CHAT}
+        lines = [{**line, "custom_id": str(n), "body": body} for n, body in enumerate(bodies)]
+        form = {"file": ("lines", "\n".join(map(json.dumps, lines))), "purpose": (None, "batch")}
+        file = await self.client.post("/v1/files", files=form, headers=headers)
+        assert file.status_code == 200, file.text
+        wish = {"input_file_id": file.json()["id"], "endpoint": CHAT, "completion_window": "24h"}
+        made = await self.client.post("/v1/batches", json=wish, headers=headers)
+        assert made.status_code == 200, made.text
+        return made.json()
+
+
+def openai_client(
+    gateway: RunningGateway, api_key: str = "none", *, is_strict: bool = False
+) -> openai.AsyncOpenAI:
+    """OpenAI's own client. `is_strict`: it checks every answer by its schema."""
+    http = openai.DefaultAsyncHttpxClient(trust_env=False)
+    return openai.AsyncOpenAI(
+        base_url=f"{gateway.url}/v1",
+        api_key=api_key,
+        max_retries=0,
+        http_client=http,
+        _strict_response_validation=is_strict,
+    )
 
 
 class _Impatience:

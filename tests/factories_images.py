@@ -5,6 +5,7 @@ import io
 import random
 import struct
 import zlib
+from typing import Any
 
 from PIL import Image, ImageDraw
 
@@ -30,6 +31,11 @@ def data_url(seed: int = 0, size: tuple[int, int] = (64, 48), format: str = "PNG
     """It as a data URL."""
     text = base64.b64encode(encoded(seed, size, format)).decode()
     return f"data:image/{format.lower()};base64,{text}"
+
+
+def image_part(url: str) -> dict[str, Any]:
+    """An image in a message of a chat request."""
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def two_headed_png(first: tuple[int, int], second: tuple[int, int]) -> bytes:

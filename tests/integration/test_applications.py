@@ -93,26 +93,6 @@ def test_a_task_without_a_session(deployer: Deployer):
         }  # fmt: skip
 
 
-def test_json_that_nests_too_deeply_ends_no_worker(deployer: Deployer):
-    before = {process.pid for process in deployer.fleet.family()}
-    with deployer.fleet.client() as client:
-        session = client.post(
-            "/v1/applications/greeter/sessions", json={"common_data": {"word": "hi"}}
-        )
-        tasks = f"/v1/sessions/{session.json()['id']}/tasks"
-        for levels in (*range(955, 990), 101):
-            body = b'{"input": %s}' % (b"[" * levels + b"]" * levels)
-            answers = [
-                client.post("/v1/applications/greeter/run", content=body),
-                client.post(tasks, content=body),
-            ]
-            assert [a.status_code for a in answers] == [400, 400]
-            assert {a.json()["error"]["param"] for a in answers} == {"input"}
-        answer = client.post("/v1/applications/greeter/run", json={"input": "you"})
-        assert answer.json()["output"] == "hello you"
-    assert before <= {process.pid for process in deployer.fleet.family()}
-
-
 def test_a_session_is_walked_through_by_commands(deployer: Deployer):
     opened = deployer.vlm("session", "create", "greeter", "--common-data", '{"word": "dear"}')
     assert opened.returncode == 0, opened.stderr

@@ -189,17 +189,10 @@ def test_the_dashboard_is_drawn_for_people_to_look_at(watched, tmp_path):
         assert (num_colored > 0) == (panel["type"] != "stat"), panel["title"]
 
 
-def test_alerts_fire_when_they_should_and_only_then():
+@pytest.mark.parametrize("words", ["test rules alerts_test.yml", "check config prometheus.yml"])
+def test_alerts_fire_when_they_should_and_prometheus_takes_its_configuration(words):
+    *command, file = words.split()
     done = subprocess.run(
-        [needed("promtool"), "test", "rules", str(CONFIG / "alerts_test.yml")],
-        capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_prometheus_takes_its_configuration():
-    done = subprocess.run(
-        [needed("promtool"), "check", "config", str(CONFIG / "prometheus.yml")],
-        capture_output=True, text=True,
-    )  # fmt: skip
+        [needed("promtool"), *command, str(CONFIG / file)], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr

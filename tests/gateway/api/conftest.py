@@ -1,7 +1,8 @@
 """OpenAI's client of a test's gateway."""
 
-import openai
 import pytest
+
+from tests.factories_gateway import openai_client
 
 
 @pytest.fixture
@@ -11,8 +12,5 @@ def api_key() -> str:
 
 @pytest.fixture
 async def client(gateway, api_key):
-    http = openai.DefaultAsyncHttpxClient(trust_env=False)
-    async with openai.AsyncOpenAI(
-        base_url=f"{gateway.url}/v1", api_key=api_key, max_retries=0, http_client=http
-    ) as client:
+    async with openai_client(gateway, api_key) as client:
         yield client

@@ -22,10 +22,12 @@ from shared.protocol import Embed, ErrorCode, Priority, Vectors
 from tests.factories_gateway import (
     CARD,
     make_settings,
+    openai_client,
     run_gateway_on_socket,
     say_hello,
     say_nothing,
 )
+from tests.waiting import until
 
 KEYS = ["key-one", "key-two"]
 CHAT = "/v1/chat/completions"
@@ -46,17 +48,9 @@ def changes(tmp_path, limits):
     return {"gateway": {"files": f"file://{tmp_path}", "api_keys": KEYS}, "limits": limits}
 
 
-def client_of(gateway, key=KEYS[0]):
-    http = openai.DefaultAsyncHttpxClient(trust_env=False)
-    return openai.AsyncOpenAI(
-        base_url=f"{gateway.url}/v1", api_key=key, max_retries=0, http_client=http
-    )
-
-
 @pytest.fixture
-async def client(gateway):
-    async with client_of(gateway) as client:
-        yield client
+def api_key() -> str:
+    return KEYS[0]
 
 
 def to_line(name, endpoint=CHAT, **body):
@@ -82,12 +76,19 @@ async def begin(client, lines, endpoint=CHAT, **options):
     )
 
 
+async def until_batch(client, batch, is_there):
+    """The batch, once it is so."""
+
+    async def look():
+        found = await client.batches.retrieve(batch.id)
+        return found if is_there(found) else None
+
+    return await until(look, 30)
+
+
 async def until_ended(client, batch):
-    async with asyncio.timeout(30):
-        while batch.status not in ("completed", "failed", "expired", "cancelled"):
-            await asyncio.sleep(0.02)
-            batch = await client.batches.retrieve(batch.id)
-    return batch
+    ended = ("completed", "failed", "expired", "cancelled")
+    return await until_batch(client, batch, lambda found: found.status in ended)
 
 
 async def read(client, file_id):
@@ -150,7 +151,7 @@ async def test_lists_go_on_after_an_id_and_show_a_key_its_own(client, gateway):
     await client.files.delete(outputs[0])
     with pytest.raises(openai.NotFoundError):
         await client.files.content(outputs[0])
-    async with client_of(gateway, KEYS[1]) as other:
+    async with openai_client(gateway, KEYS[1]) as other:
         assert (await other.batches.list()).data == (await other.files.list()).data == []
         for ask in (
             other.batches.retrieve(ids[0]),
@@ -225,7 +226,9 @@ async def others(redis_server, redis_prefix, changes):
         gateways = [
             await stack.enter_async_context(run_gateway_on_socket(settings)) for _ in range(2)
         ]
-        yield [await stack.enter_async_context(client_of(gateway)) for gateway in gateways]
+        yield [
+            await stack.enter_async_context(openai_client(gateway, KEYS[0])) for gateway in gateways
+        ]
 
 
 async def statuses(asked):
@@ -266,10 +269,8 @@ async def test_a_cancelled_batch_keeps_what_is_answered(client, worker):
 
     worker.script = some
     batch = await begin(client, [to_line("quick"), to_line("slow")])
-    async with asyncio.timeout(30):
-        while len(worker.answers) < 2 or batch.request_counts.completed < 1:
-            await asyncio.sleep(0.02)
-            batch = await client.batches.retrieve(batch.id)
+    await until(lambda: len(worker.answers) == 2)
+    await until_batch(client, batch, lambda found: found.request_counts.completed)
     assert (await client.batches.cancel(batch.id)).status in ("cancelling", "cancelled")
     batch = await until_ended(client, batch)
     assert batch.status == "cancelled"
@@ -336,14 +337,11 @@ async def test_another_gateway_goes_on_where_one_stopped(
             await say_hello(answer)
 
     worker.script = half
-    async with run_gateway_on_socket(settings) as first, client_of(first) as client:
+    async with run_gateway_on_socket(settings) as first, openai_client(first, KEYS[0]) as client:
         batch = await begin(client, lines)
-        async with asyncio.timeout(30):
-            while batch.request_counts.completed < 30:
-                await asyncio.sleep(0.02)
-                batch = await client.batches.retrieve(batch.id)
+        await until_batch(client, batch, lambda found: found.request_counts.completed >= 30)
     is_stopped.set()
-    async with run_gateway_on_socket(settings) as second, client_of(second) as client:
+    async with run_gateway_on_socket(settings) as second, openai_client(second, KEYS[0]) as client:
         batch = await until_ended(client, batch)
         assert len(await read(client, batch.output_file_id)) == 100
     texts = Counter(request.task.messages[0].parts[0].text for request in worker.requests)
@@ -357,17 +355,13 @@ async def test_a_key_that_is_removed_ends_its_batches(redis_server, redis_prefix
         redis_server, redis_prefix, gateway={**changes["gateway"], "api_keys": KEYS[1:]}
     )
     worker.script = say_nothing
-    async with run_gateway_on_socket(settings) as first, client_of(first) as client:
+    async with run_gateway_on_socket(settings) as first, openai_client(first, KEYS[0]) as client:
         batch = await begin(client, [to_line("a")])
-        async with asyncio.timeout(30):
-            while not worker.requests:
-                await asyncio.sleep(0.02)
+        await until(lambda: worker.requests)
     worker.script = say_hello
     async with run_gateway_on_socket(without) as second:
-        async with asyncio.timeout(30):
-            while second.services.batches.open_ids():
-                await asyncio.sleep(0.02)
-    async with run_gateway_on_socket(settings) as third, client_of(third) as client:
+        await until(lambda: not second.services.batches.open_ids())
+    async with run_gateway_on_socket(settings) as third, openai_client(third, KEYS[0]) as client:
         batch = await client.batches.retrieve(batch.id)
     assert batch.status == "failed"
     assert [error.code for error in batch.errors.data] == ["invalid_api_key"]
@@ -457,9 +451,7 @@ async def test_a_result_that_is_being_kept_as_the_last_line_ends_is_kept_once(tm
         flush_s=0.001,
     )
     runner.start()
-    async with asyncio.timeout(30):
-        while (ending := batches.get("owner", record.id).ending) is None:
-            await asyncio.sleep(0.01)
+    ending = await until(lambda: batches.get("owner", record.id).ending)
     await runner.stop()
     assert (ending.completed, ending.failed) == (2, 0)
     assert sum(int(key.split("-")[-2]) for key in store.parts) == 2

@@ -16,13 +16,11 @@ from tests.factories_gateway import CARD
 from tests.factories_numbers import (
     EMBEDDINGS,
     as_floats,
-    load,
     read_vectors,
     run_fleet,
     vector_of,
 )
 from tests.factories_queue import MODEL
-from tests.factories_worker import run_worker
 from tests.waiting import until, until_equal
 
 TEXTS = ["a client for redis", "how to bake bread", "ein Gedicht über Köln"]
@@ -173,17 +171,6 @@ async def test_a_client_that_leaves_frees_all_parts(fleet, ends):
     worker.engine.gate.set()
     await until(lambda: not worker.engine.has_work())
     assert gateway.services.dispatcher.num_open == 0
-
-
-async def test_a_lost_workers_request_is_computed_by_another(ends, redis_server):
-    async with run_fleet(ends, redis_server) as (gateway, [first]):
-        first.engine.gate.clear()
-        asking = asyncio.create_task(embed(gateway, TEXTS))
-        await until(lambda: first.engine.added)
-        await first.vanish()
-        async with run_worker(ends, "second", load=load, lease_s=0.6):
-            response = await asking
-    assert read_vectors(response.json()) == list(map(vector_of, TEXTS))
 
 
 # What is noted

@@ -11,7 +11,7 @@ import pytest
 
 from shared.protocol import ImagePart
 from tests.factories_gateway import CHAT, MODEL, make_body
-from tests.factories_images import data_url
+from tests.factories_images import data_url, image_part
 
 PNG = b64decode(data_url().partition(",")[2])
 BY_SHA256 = "sha256:" + hashlib.sha256(PNG).hexdigest()
@@ -26,8 +26,7 @@ def api_key() -> str:
 
 
 def chat(image: str) -> tuple[str, dict[str, Any]]:
-    parts = [{"type": "image_url", "image_url": {"url": image}}]
-    return CHAT, make_body(messages=[{"role": "user", "content": parts}])
+    return CHAT, make_body([image_part(image)])
 
 
 def responses(image: str) -> tuple[str, dict[str, Any]]:

@@ -4,10 +4,9 @@ from itertools import groupby
 
 import anthropic
 import pytest
-from msgspec.structs import replace
 
-from shared.protocol import ErrorCode, Finished, FinishReason, Tokenized, Tokens, Usage
-from tests.factories_gateway import CARD, MODEL, Answer
+from shared.protocol import ErrorCode, Finished, FinishReason, Usage
+from tests.factories_gateway import CARD, MODEL, Answer, think
 from tests.factories_images import data_url
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -99,18 +98,12 @@ async def test_a_stop_sequence_is_named_and_a_limit_too(client, worker, stream):
 
 
 async def test_what_the_model_thinks_is_a_block_where_it_was_asked_for(client, worker):
-    async def script(answer: Answer) -> None:
-        await answer.start()
-        name = (answer.request.id, answer.claim.attempt)
-        await answer.publish(Tokens(*name, 0, (1,), reasoning="hmm"))
-        await answer.finish("yes")
-
-    worker.script = script
+    worker.script = think
     wish = {"model": MODEL, "max_tokens": 9, "messages": HELLO}
     async with client.messages.stream(**wish, thinking={"type": "adaptive"}) as stream:
         final = await stream.get_final_message()
     assert [block.type for block in final.content] == ["thinking", "text"]
-    assert (final.content[0].thinking, final.content[1].text) == ("hmm", "yes")
+    assert (final.content[0].thinking, final.content[1].text) == ("hmm well", "yes")
     final = await client.messages.create(**wish)
     assert [block.type for block in final.content] == ["text"]
 
@@ -164,19 +157,6 @@ async def test_an_error_within_a_stream_names_its_request_too(client, worker):
             await stream.until_done()
     assert broken.value.body["type"] == "error"
     assert broken.value.body["request_id"] == broken.value.response.headers["x-request-id"]
-
-
-@pytest.mark.parametrize("card", [replace(CARD, tasks=("generate", "tokenize"))])
-async def test_tokens_are_counted(client, worker):
-    async def script(answer: Answer) -> None:
-        made = Tokenized(answer.request.id, answer.claim.attempt, 41, 36)
-        await answer.publish(made, answer.finished())
-
-    worker.script = script
-    content = [image(), {"type": "text", "text": "what?"}]
-    messages = [{"role": "user", "content": content}]
-    told = await client.messages.count_tokens(model=MODEL, system="short", messages=messages)
-    assert told.input_tokens == 41
 
 
 async def test_models_are_listed_in_anthropics_shape(client):

@@ -2,8 +2,8 @@
 
 import json
 
-from shared.protocol import FinishReason, ImagePart, StageTimings, TextPart, Tokens
-from tests.factories_gateway import CARD, MODEL, Answer
+from shared.protocol import FinishReason, ImagePart, StageTimings, TextPart
+from tests.factories_gateway import CARD, MODEL, Answer, think
 from tests.factories_images import data_url
 
 PNG = data_url().partition(",")[2]
@@ -79,19 +79,12 @@ async def test_a_prompt_goes_through_the_template_or_raw(gateway, worker):
 
 
 async def test_what_the_model_thinks_is_apart(gateway, worker):
-    async def script(answer: Answer) -> None:
-        await answer.start()
-        name = (answer.request.id, answer.claim.attempt)
-        await answer.publish(Tokens(*name, 0, (1,), reasoning="hmm"))
-        await answer.finish("yes")
-
-    worker.script = script
-    card = CARD
-    assert not card.template_options
+    worker.script = think
+    assert not CARD.template_options
     body = {"model": MODEL, "messages": HELLO}
     told = lines_of((await gateway.client.post("/api/chat", json=body)).text)
     assert "".join(line["message"]["content"] for line in told) == "yes"
-    assert "".join(line["message"].get("thinking", "") for line in told) == "hmm"
+    assert "".join(line["message"].get("thinking", "") for line in told) == "hmm well"
     told = lines_of((await gateway.client.post("/api/chat", json={**body, "think": False})).text)
     assert not any("thinking" in line["message"] for line in told)
 

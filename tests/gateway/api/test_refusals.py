@@ -1,9 +1,12 @@
 """What each API refuses: a change of a request that would be answered, and the code and field of the refusal.
 
-What the lifecycle refuses for all of them is in tests/contract/test_surface.py, chat in tests/gateway/api/chat.
+What the lifecycle refuses for all of them is in tests/contract/test_surface.py, what chat refuses whatever the
+model in tests/gateway/api/chat/test_bad_inputs.py.
 """
 
 import re
+from base64 import b64encode
+from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ from msgspec.structs import replace
 
 from tests.contract.test_surface import DIALECTS
 from tests.factories_gateway import (
+    CARD,
     MODEL,
     make_settings,
     run_gateway_on_socket,
@@ -22,17 +26,50 @@ from tests.factories_numbers import load
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-NUMBERS = "numbers"
+NUMBERS, ABLE, THINKS = "numbers", "able", "thinks"
+OTHERS = [
+    replace(load().card, name=NUMBERS),
+    replace(CARD, name=ABLE, supports_grammars=True),
+    replace(
+        CARD, name=THINKS, reasoning="think", template_options=("add_dates", "enable_thinking")
+    ),
+]
 PNG = data_url().partition(",")[2]
 JPEG = data_url(format="JPEG").partition(",")[2]
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 MESSAGES, OLLAMA, EMBEDDINGS = "/v1/messages", "/api/chat", "/v1/embeddings"
+GENERATE = "/api/generate"
 RERANK, SCORE = "/v1/rerank", "/v1/score"
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"type": "object"}}}
+TOOL = {"type": "function", "function": {"name": "get_weather"}}
+OTHER = {"type": "function", "function": {"name": "other"}}
+PART = {"type": "image_url", "image_url": {"url": data_url()}}
 
 
-def user(*parts: Any) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": list(parts)}]
+def user(*parts: Any, role: str = "user") -> list[dict[str, Any]]:
+    return [{"role": role, "content": list(parts)}]
+
+
+def with_tools(*tools: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """Of the model that can be held to functions."""
+    return {"model": ABLE, "tools": list(tools), **changes}
+
+
+def function(**fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": fields}
+
+
+def thinking(**changes: Any) -> dict[str, Any]:
+    return {"model": THINKS, **changes}
+
+
+def template(**options: Any) -> dict[str, Any]:
+    return thinking(chat_template_kwargs=options)
+
+
+def with_file(media_type: str, data: bytes) -> dict[str, Any]:
+    url = f"data:{media_type};base64,{b64encode(data).decode()}"
+    return {"messages": user({"type": "file", "file": {"filename": "x", "file_data": url}})}
 
 
 def source(data: str, media_type: str) -> dict[str, Any]:
@@ -41,9 +78,29 @@ def source(data: str, media_type: str) -> dict[str, Any]:
 
 
 IMAGE = "messages.[0].content.[0].source"
+FILE = "messages.[0].content.[0].file.file_data"
+TEXT = {"type": "text", "text": "a"}
 #: path, change of the body, code, param
 ROWS: list[tuple[str, dict[str, Any], str, str]] = [
     (CHAT, {"response_format": SCHEMA}, "unsupported_parameter", "response_format.json_schema.schema"),
+    (CHAT, {"messages": user({"type": "image", "image": data_url()})}, "invalid_value", "messages.[0].content.[0].type"),
+    (CHAT, {"messages": user({"type": "image_url", "image_url": {"url": PNG}})}, "invalid_image_url", "messages.[0].content.[0].image_url"),
+    (CHAT, {"messages": user({**PART, "min_pixels": 100}), "mm_processor_kwargs": {"max_pixels": 50}}, "invalid_value", "messages.[0].content.[0].min_pixels"),
+    (CHAT, with_file("application/pdf", b"%PDF"), "invalid_value", FILE),
+    (CHAT, with_file("text/plain", b"\xff"), "invalid_value", FILE),
+    (CHAT, with_tools(tool_choice="required"), "invalid_value", "tool_choice"),
+    (CHAT, with_tools(TOOL, tool_choice=function(name="x")), "invalid_value", "tool_choice"),
+    (CHAT, with_tools(TOOL, TOOL), "invalid_value", "tools.[1].function.name"),
+    (CHAT, with_tools(function(name="a b")), "invalid_value", "tools.[0].function.name"),
+    (CHAT, with_tools({"type": "function"}), "missing_field", "tools.[0].function"),
+    (CHAT, with_tools(*[OTHER] * 513), "invalid_value", "tools"),
+    (CHAT, with_tools(TOOL, min_tokens=3), "invalid_value", "min_tokens"),
+    (CHAT, with_tools(function(name="f", strict=True, parameters={"not": {}})), "invalid_grammar", "tools.[0].function.parameters/not"),
+    (CHAT, template(add_dates="x" * 257), "invalid_value", "chat_template_kwargs"),
+    (CHAT, template(add_dates=[1]), "invalid_value", "chat_template_kwargs"),
+    (CHAT, template(**{str(i): 1 for i in range(17)}), "invalid_value", "chat_template_kwargs"),
+    (CHAT, thinking(reasoning_effort="hard"), "invalid_value", "reasoning_effort"),
+    (CHAT, thinking(enable_thinking="yes"), "invalid_value", "enable_thinking"),
     (COMPLETIONS, {"suffix": "end"}, "unsupported_parameter", "suffix"),
     (COMPLETIONS, {"best_of": 3}, "unsupported_parameter", "best_of"),
     (COMPLETIONS, {"prompt": [1, "a"]}, "invalid_value", "prompt"),
@@ -64,6 +121,8 @@ ROWS: list[tuple[str, dict[str, Any], str, str]] = [
     (RESPONSES, {"input": [{"type": "function_call", "name": "f"}]}, "missing_field", "input.[0].call_id"),
     (RESPONSES, {"input": [{"type": "function_call_output", "call_id": "c"}]}, "missing_field", "input.[0].output"),
     (RESPONSES, {"input": [{"type": "nothing_known"}]}, "invalid_value", "input.[0].type"),
+    (RESPONSES, {"input": [{"type": "local_shell_call_output", "output": "ok"}]}, "missing_field", "input.[0].call_id"),
+    (RESPONSES, {"stop": [""]}, "invalid_value", "stop"),
     (RESPONSES, {"tools": [{"type": "function"}]}, "missing_field", "tools.[0].name"),
     (RESPONSES, {"top_logprobs": 21}, "invalid_value", "top_logprobs"),
     (RESPONSES, {"max_output_tokens": 10**6}, "invalid_value", "max_output_tokens"),
@@ -71,6 +130,8 @@ ROWS: list[tuple[str, dict[str, Any], str, str]] = [
     (MESSAGES, {"tool_choice": {"type": "any"}}, "unsupported_parameter", "tool_choice"),
     (MESSAGES, {"tool_choice": {"type": "tool"}}, "missing_field", "tool_choice.name"),
     (MESSAGES, {"stop_sequences": ["x"] * 17}, "invalid_value", "stop_sequences"),
+    (MESSAGES, {"stop_sequences": [""]}, "invalid_value", "stop_sequences"),
+    (MESSAGES, {"messages": user({"type": "container_upload", "file_id": "f"})}, "invalid_value", "messages.[0].content.[0].type"),
     (MESSAGES, {"messages": user({"type": "tool_use", "id": "x", "name": "f", "input": {}})}, "invalid_value", "messages.[0].content.[0].type"),
     (MESSAGES, {"output_config": {"format": {"type": "json_schema", "schema": {}}}}, "unsupported_parameter", "output_config.format.schema"),
     (MESSAGES, source("bm8gaW1hZ2U=", "image/png"), "unsupported_image", f"{IMAGE}.data"),  # "no image"
@@ -84,6 +145,20 @@ ROWS: list[tuple[str, dict[str, Any], str, str]] = [
     (OLLAMA, {"options": {"num_predict": 10**6}}, "invalid_value", "options.num_predict"),
     (OLLAMA, {"messages": [{"role": "user", "content": "x", "images": ["!"]}]}, "invalid_image", "messages.[0].images.[0]"),
     (OLLAMA, {"messages": [{"role": "developer", "content": "1"}]}, "invalid_value", "messages.[0].role"),
+    (OLLAMA, {"messages": [{"role": "user", "images": [{"type": "Buffer", "data": [1]}]}]}, "invalid_value", "messages.[0].images.[0]"),
+    (GENERATE, {"suffix": "x"}, "unsupported_parameter", "suffix"),
+    (GENERATE, {"top_logprobs": 2}, "invalid_value", "top_logprobs"),
+    (EMBEDDINGS, {"input": [{"image": PNG}] * 65}, "too_many_images", "input"),
+    (EMBEDDINGS, {"input": None}, "missing_field", "input"),
+    (EMBEDDINGS, {"messages": [], "input": []}, "invalid_value", "messages"),
+    (EMBEDDINGS, {"messages": user(PART)}, "invalid_value", "input"),
+    (EMBEDDINGS, {"messages": user(PART, TEXT), "input": None}, "invalid_value", "messages.[0].content"),
+    (EMBEDDINGS, {"messages": user(PART, PART), "input": None}, "invalid_value", "messages.[0].content"),
+    (EMBEDDINGS, {"messages": user({"type": "text", "text": ""}), "input": None}, "invalid_value", "messages.[0].content"),
+    (EMBEDDINGS, {"messages": user({"type": "image_url", "image_url": {"url": "data:,x"}}), "input": None}, "invalid_image_url",
+     "messages.[0].content.[0].image_url"),
+    (EMBEDDINGS, {"messages": user(PART) * 2, "input": None}, "invalid_value", "messages"),
+    (EMBEDDINGS, {"messages": user(PART, role="assistant"), "input": None}, "invalid_value", "messages.[0].role"),
     (EMBEDDINGS, {"input": ""}, "invalid_value", "input"),
     (EMBEDDINGS, {"input": []}, "invalid_value", "input"),
     (EMBEDDINGS, {"input": ["a", ""]}, "invalid_value", "input.[1]"),
@@ -127,20 +202,18 @@ CLOSED_SETS: list[tuple[str, dict[str, Any], str, set[str]]] = [
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def ask(redis_server):
     """Send a request with a change; its answer, after a look that no worker has had it."""
-    numbers = replace(load().card, name=NUMBERS)
     settings = make_settings(redis_server, "refusals")
-    async with (
-        run_worker(redis_server, "refusals") as words,
-        run_worker(redis_server, "refusals", numbers) as vectors,
-        run_gateway_on_socket(settings) as gateway,
-    ):
+    async with AsyncExitStack() as stack:
+        running = [run_worker(redis_server, "refusals", card) for card in (CARD, *OTHERS)]
+        workers = [await stack.enter_async_context(worker) for worker in running]
+        gateway = await stack.enter_async_context(run_gateway_on_socket(settings))
 
         async def ask(path: str, change: dict[str, Any]):
             dialect = DIALECTS[path]
             model = NUMBERS if dialect.task in ("embed", "rerank") else MODEL
             body = {"model": model, **dialect.body, **dialect.extra, **change}
             response = await gateway.client.post(path, json=body)
-            assert words.answers == vectors.answers == []
+            assert not any(worker.answers for worker in workers)
             return response
 
         yield ask

@@ -15,10 +15,9 @@ from shared.protocol import (
     TextPart,
     Tokenize,
     Tokenized,
-    Tokens,
     ToolCall,
 )
-from tests.factories_gateway import CARD, MODEL, Answer
+from tests.factories_gateway import CARD, MODEL, Answer, openai_client, think
 from tests.factories_images import data_url
 
 ITEMS = [
@@ -34,14 +33,7 @@ ITEMS = [
 
 @pytest.fixture
 async def client(gateway):
-    http = openai.DefaultAsyncHttpxClient(trust_env=False)
-    async with openai.AsyncOpenAI(
-        base_url=f"{gateway.url}/v1",
-        api_key="none",
-        max_retries=0,
-        http_client=http,
-        _strict_response_validation=True,
-    ) as client:
+    async with openai_client(gateway, is_strict=True) as client:
         yield client
 
 
@@ -121,14 +113,7 @@ async def test_an_answer_that_was_cut_is_incomplete(client, worker, stream):
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_what_the_model_thinks_is_an_item_before_the_message(client, worker, stream):
-    async def script(answer: Answer) -> None:
-        name = (answer.request.id, answer.claim.attempt)
-        await answer.start()
-        await answer.publish(Tokens(*name, 0, (1,), reasoning="hmm"))
-        await answer.publish(Tokens(*name, 1, (2,), reasoning=" well"))
-        await answer.finish("yes")
-
-    worker.script = script
+    worker.script = think
     answer = await client.responses.create(model=MODEL, input="hi", stream=stream)
     if stream:
         events = [event async for event in answer]

@@ -13,7 +13,7 @@ from shared.queue.claims import RedisWorkerQueue
 from shared.queue.keys import RedisKeys
 from shared.queue.registry import WorkerRecord
 from tests.factories_gateway import CARD, make_body
-from tests.factories_images import data_url
+from tests.factories_images import data_url, image_part
 from tests.factories_queue import MODEL, make_image, make_request
 
 LONG = "word " * PREFIX_CHARS
@@ -83,8 +83,7 @@ async def absent(worker, gateway, redis, redis_blocking, redis_prefix) -> AsyncI
 
 
 def ask_about(url: str) -> dict[str, Any]:
-    parts = [{"type": "text", "text": "what?"}, {"type": "image_url", "image_url": {"url": url}}]
-    return make_body(messages=[{"role": "user", "content": parts}])
+    return make_body([{"type": "text", "text": "what?"}, image_part(url)])
 
 
 async def counts(gateway) -> dict[str, float]:

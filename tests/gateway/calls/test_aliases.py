@@ -7,18 +7,17 @@ import pytest
 from msgspec.structs import replace
 
 from shared.protocol import Embed, Rerank, Run, Scores, Vectors
-from shared.settings.load import load_settings, to_environment
-from shared.settings.tree import SettingsError
 from tests.factories_gateway import (
     CARD,
     MODEL,
+    TEXT_BODIES,
     make_body,
     make_settings,
     run_gateway_on_socket,
     say_hello,
 )
+from tests.factories_keys import bearer
 from tests.gateway.api.test_batches import begin, read, to_line, until_ended
-from tests.gateway.keys.test_keys import bearer
 
 ALIAS = "gpt-4o"
 TASKS = ("generate", "embed", "rerank", "tokenize", "run")
@@ -54,12 +53,7 @@ async def answer_any(answer):
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        ("/v1/chat/completions", {"messages": MESSAGES}),
-        ("/v1/completions", {"prompt": "hi"}),
-        ("/v1/messages", {"messages": MESSAGES, "max_tokens": 9}),
-        ("/v1/responses", {"input": "hi"}),
-        ("/api/chat", {"messages": MESSAGES, "stream": False}),
-        ("/api/generate", {"prompt": "hi", "stream": False}),
+        *TEXT_BODIES.items(),
         ("/v1/embeddings", {"input": "hi"}),
         ("/v1/rerank", {"query": "q", "documents": ["d"]}),
         (f"/v1/applications/{ALIAS}/run", {"input": 1}),
@@ -127,24 +121,6 @@ async def test_a_key_needs_the_name_that_it_asks_for(redis_server, redis_prefix,
     assert found == {"gpt-*": ([200, 403], [ALIAS]), MODEL: ([403, 200], [MODEL])}
 
 
-@pytest.mark.parametrize(
-    "aliases",
-    [{"a": "a"}, {"a": "b", "b": "c"}, {"a": ""}, {"": "a"}, {"a\n": "b"}],
-)
-def test_aliases_of_aliases_and_empty_names_are_refused_at_the_start(monkeypatch, aliases):
-    monkeypatch.setenv("VLM_GATEWAY__ALIASES", json.dumps(aliases))
-    with pytest.raises(SettingsError, match="VLM_GATEWAY__ALIASES: name for each alias a model"):
-        load_settings()
-
-
-def test_aliases_reach_child_processes(monkeypatch):
-    monkeypatch.setenv("VLM_GATEWAY__ALIASES", json.dumps({ALIAS: MODEL}))
-    settings = load_settings()
-    variables = to_environment(settings)
-    monkeypatch.setenv("VLM_GATEWAY__ALIASES", variables["VLM_GATEWAY__ALIASES"])
-    assert load_settings() == settings
-
-
 DEFAULTS = {
     MODEL: {"temperature": 0.25, "max_tokens": 9},
     ALIAS: {"temperature": 0.75, "top_p": 0.5},
@@ -175,19 +151,3 @@ async def test_defaults_of_a_model_apply_to_fields_that_a_request_leaves_out(gat
     model, alias = (await gateway.client.get("/v1/models")).json()["data"]
     assert model["default_sampling"] == DEFAULTS[MODEL]
     assert alias["default_sampling"] == {"temperature": 0.75, "top_p": 0.5, "max_tokens": 9}
-
-
-@pytest.mark.parametrize("fields", [{"temprature": 1}, {"temperature": 3}, {"max_tokens": 0}])
-def test_unknown_and_impossible_defaults_are_refused_at_the_start(monkeypatch, fields):
-    monkeypatch.setenv("VLM_GATEWAY__MODEL_DEFAULTS", json.dumps({MODEL: fields}))
-    name = f"VLM_GATEWAY__MODEL_DEFAULTS__TINY__{next(iter(fields)).upper()}: "
-    with pytest.raises(SettingsError, match=name):
-        load_settings()
-
-
-def test_defaults_reach_child_processes(monkeypatch):
-    monkeypatch.setenv("VLM_GATEWAY__MODEL_DEFAULTS", json.dumps(DEFAULTS))
-    settings = load_settings()
-    for name, value in to_environment(settings).items():
-        monkeypatch.setenv(name, value)
-    assert load_settings() == settings

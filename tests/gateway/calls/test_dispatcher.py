@@ -276,9 +276,11 @@ async def test_a_request_ends_at_its_deadline(gateway, worker, changes, stream):
 async def test_unwanted_events_are_counted(gateway, worker, redis, mailbox_key):
     await gateway.chat()
     await redis.xadd(mailbox_key, UNWANTED)
-    async with asyncio.timeout(5):
-        while "vlm_dropped_events_total 1.0" not in (await gateway.client.get("/metrics")).text:
-            await asyncio.sleep(0.01)
+
+    async def are_counted() -> bool:
+        return "vlm_dropped_events_total 1.0" in (await gateway.client.get("/metrics")).text
+
+    await until(are_counted)
 
 
 @pytest.mark.parametrize("changes", [{"gateway": {"silence_timeout_s": 0.2}}])
@@ -585,9 +587,7 @@ async def test_a_model_that_is_retired_loses_its_mailbox_when_its_last_request_h
 
         go_on.set()
         assert (await slow).status_code == 200
-        async with asyncio.timeout(20):
-            while not await expires():
-                pass
+        await until(expires)
 
         monkeypatch.setattr(models, "find", find_as_before)
         assert (await gateway.chat()).status_code == 200

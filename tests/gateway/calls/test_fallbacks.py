@@ -1,15 +1,12 @@
 """Fallbacks: who answers while a model is full or has no worker, and that the answer names it."""
 
 import asyncio
-import json
 from contextlib import asynccontextmanager
 
 import pytest
 from msgspec.structs import replace
 
 from shared.queue.registry import WorkerRecord
-from shared.settings.load import load_settings
-from shared.settings.tree import SettingsError
 from tests.factories_gateway import (
     CARD,
     MODEL,
@@ -18,7 +15,7 @@ from tests.factories_gateway import (
     run_gateway_on_socket,
     run_worker,
 )
-from tests.gateway.keys.test_keys import bearer
+from tests.factories_keys import bearer
 from tests.waiting import until, until_equal
 
 OTHER = "other"
@@ -149,11 +146,3 @@ async def test_a_key_needs_both_models(redis_server, redis_prefix, changes, othe
         async with filled(gateway, worker, keys[2]):
             answers = [await gateway.chat(headers=key) for key in keys]
     assert [answer.status_code for answer in answers] == [503, 403, 200]
-
-
-@pytest.mark.parametrize("fallbacks", [{"a": "a"}, {"a": ""}, {"": "a"}])
-def test_impossible_fallbacks_are_refused_at_the_start(monkeypatch, tmp_path, fallbacks):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("VLM_GATEWAY__FALLBACKS", json.dumps(fallbacks))
-    with pytest.raises(SettingsError, match="VLM_GATEWAY__FALLBACKS: name for each model another"):
-        load_settings()

@@ -13,8 +13,8 @@ from msgspec.structs import replace
 from gateway.calls import hooks
 from shared.protocol import Embed, OutputLogprob, TokenLogprob
 from shared.settings import SettingsError
-from tests.factories_gateway import CARD, MODEL, make_body
-from tests.factories_images import data_url, encoded
+from tests.factories_gateway import CARD, CHAT, MODEL, TEXT_BODIES, make_body
+from tests.factories_images import data_url, image_part
 from tests.gateway.calls.test_aliases import answer_any
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "hooks"
@@ -114,9 +114,8 @@ async def test_hooks_change_the_texts_of_prompts_on_every_api(
 
 async def test_reasoning_and_arguments_of_calls_are_shown_and_images_counted(gateway, worker, hook):
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a":"b"}'}}
-    image = {"type": "image_url", "image_url": {"url": data_url(encoded())}}
     history = [
-        {"role": "user", "content": [image, {"type": "text", "text": "look"}]},
+        {"role": "user", "content": [image_part(data_url()), {"type": "text", "text": "look"}]},
         {"role": "assistant", "content": "ok", "reasoning_content": "hm", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c", "content": "7"},
     ]
@@ -134,14 +133,7 @@ async def test_reasoning_and_arguments_of_calls_are_shown_and_images_counted(gat
 
 
 @pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/v1/chat/completions", {"messages": MESSAGES, "n": 2}),
-        ("/v1/completions", {"prompt": "hi"}),
-        ("/v1/messages", {"messages": MESSAGES, "max_tokens": 9}),
-        ("/v1/responses", {"input": "hi"}),
-        ("/api/generate", {"prompt": "hi", "stream": False}),
-    ],
+    ("path", "body"), [*TEXT_BODIES.items(), (CHAT, {"messages": MESSAGES, "n": 2})]
 )
 async def test_hooks_change_the_text_of_whole_answers(gateway, hook, path, body):
     hook.on_answer = set_all("changed")

@@ -1,22 +1,16 @@
 """A gateway does not route to workers of another protocol version, and says so."""
 
+import pytest
 from msgspec.structs import replace
 
 from gateway.calls.models import Route
-from tests.factories_gateway import CARD, MODEL, make_body, make_settings, run_gateway_on_socket
-from tests.factories_gateway import run_worker as run_scripted_worker
-
-OLD = replace(CARD, version=1)
+from tests.factories_gateway import CARD, MODEL
 
 
-async def test_a_model_whose_workers_speak_version_1_is_refused_by_name(redis_server, redis_prefix):
-    settings = make_settings(redis_server, redis_prefix)
-    async with (
-        run_scripted_worker(redis_server, redis_prefix, OLD) as worker,
-        run_gateway_on_socket(settings) as gateway,
-    ):
-        response = await gateway.chat(make_body())
-        models = (await gateway.client.get("/v1/models")).json()["data"]
+@pytest.mark.parametrize("card", [replace(CARD, version=1)])
+async def test_a_model_whose_workers_speak_version_1_is_refused_by_name(gateway, worker):
+    response = await gateway.chat()
+    models = (await gateway.client.get("/v1/models")).json()["data"]
     assert response.status_code == 503
     assert response.headers["retry-after"]
     error = response.json()["error"]

@@ -9,8 +9,14 @@ from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 from shared.protocol import ErrorCode
 from shared.settings.tree import SettingsError, TraceSettings
 from shared.telemetry import create_tracer
-from tests.factories_gateway import Answer, make_body, make_settings, run_gateway_on_socket
-from tests.factories_images import data_url
+from tests.factories_gateway import (
+    TEXT_BODIES,
+    Answer,
+    make_body,
+    make_settings,
+    run_gateway_on_socket,
+)
+from tests.factories_images import data_url, image_part
 from tests.otlp_collector import run_collector
 
 CALLER = f"00-{'a' * 32}-{'b' * 16}-01"
@@ -38,10 +44,8 @@ def tree(spans):
 
 
 async def test_a_span_for_the_request_and_one_for_each_stage_below_it(traced, worker, collector):
-    image = {"type": "image_url", "image_url": {"url": data_url()}}
-    content = [{"type": "text", "text": "secret prompt"}, image]
     body = make_body(
-        messages=[{"role": "user", "content": content}],
+        [{"type": "text", "text": "secret prompt"}, image_part(data_url())],
         max_tokens=5, temperature=0.5, seed=-3, stop="secret stop", user="secret user", timings=True,
     )  # fmt: skip
     async with traced as gateway:
@@ -81,19 +85,9 @@ async def test_a_span_for_the_request_and_one_for_each_stage_below_it(traced, wo
     assert not [body for body in collector.bodies if b"secret" in body or b"base64" in body]
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "operation"),
-    [
-        ("/v1/messages", {"max_tokens": 5, "messages": [{"role": "user", "content": "a"}]}, "chat"),
-        ("/v1/responses", {"input": "a"}, "chat"),
-        ("/api/chat", {"messages": [{"role": "user", "content": "a"}]}, "chat"),
-        ("/api/generate", {"prompt": "a"}, "text_completion"),
-        ("/v1/completions", {"prompt": "a"}, "text_completion"),
-    ],
-)
-async def test_operations_have_the_names_of_the_conventions(
-    traced, collector, path, body, operation
-):
+@pytest.mark.parametrize(("path", "body"), TEXT_BODIES.items())
+async def test_operations_have_the_names_of_the_conventions(traced, collector, path, body):
+    operation = "text_completion" if "prompt" in body else "chat"
     async with traced as gateway:
         answer = await gateway.client.post(path, json={"model": "tiny", **body})
         assert answer.status_code == 200, answer.text

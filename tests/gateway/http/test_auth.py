@@ -12,7 +12,7 @@ from gateway.http.errors import AuthenticationError
 from gateway.page import load_page
 from shared.settings.tree import GatewaySettings, SettingsError
 from tests.factories_gateway import CHAT, make_body
-from tests.factories_images import data_url
+from tests.factories_images import data_url, image_part
 
 KEYS = {"gateway": {"api_keys": ("sk-one", "sk-two")}}
 ONE = {"authorization": "Bearer sk-one"}
@@ -127,18 +127,12 @@ async def test_logs_hold_no_key_no_prompt_and_no_image(
     gateway, worker, changes, caplog, monkeypatch
 ):
     caplog.set_level(logging.DEBUG)
-    ended = asyncio.Semaphore(
-        0
-    )  # one for each line of a request's end, which comes after its answer
+    ended = asyncio.Semaphore(0)  # one for each line of a request's end, which follows its answer
     watch = logging.Handler()
     watch.emit = lambda record: ended.release()  # type: ignore[method-assign]
     monkeypatch.setattr(logging.getLogger("gateway.calls.recorder"), "handlers", [watch])
     image = data_url(size=(300, 200))
-    content = [
-        {"type": "text", "text": "pRoMpT"},
-        {"type": "image_url", "image_url": {"url": image}},
-    ]
-    body = make_body(messages=[{"role": "user", "content": content}])
+    body = make_body([{"type": "text", "text": "pRoMpT"}, image_part(image)])
     for headers in (ONE, {"authorization": "Bearer sk-wrong"}):
         for extra in ({}, {"unknown": "pRoMpT"}, {"temperature": 9}, {"model": "pRoMpT"}):
             await gateway.client.post(CHAT, json={**body, **extra}, headers=headers)

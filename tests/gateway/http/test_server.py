@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 
-import openai
 import pytest
 from msgspec.structs import replace
 
@@ -23,15 +22,18 @@ from shared.redis.link import RedisLink
 from tests.factories_gateway import (
     CARD,
     CHAT,
+    CHAT_HEAD,
     Answer,
+    chat_over_http,
     make_body,
     make_settings,
+    openai_client,
     run_gateway_on_socket,
     run_worker,
     say_hello,
     say_nothing,
 )
-from tests.factories_images import data_url
+from tests.factories_images import data_url, image_part
 from tests.gateway.api.chat.test_streams import read_events
 from tests.rounds import in_one_round
 from tests.waiting import until
@@ -124,14 +126,9 @@ async def test_a_trailer_is_no_header(gateway, worker, changes):
 async def test_a_protocol_that_is_not_spoken_is_answered_in_this_one_and_not_logged(
     gateway, worker, caplog
 ):
-    body = json.dumps(make_body()).encode()
     upgrade = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABk\r\n"
-    answer = await talk(
-        gateway,
-        b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-        b"%bcontent-length: %d\r\n\r\n%b" % (upgrade, len(body), body),
-        START + b"\r\n",
-    )
+    request = chat_over_http().replace(b"host: ", upgrade + b"host: ", 1)
+    answer = await talk(gateway, request, START + b"\r\n")
     assert answer.count(b"HTTP/1.1 200 ") == 2
     assert b"Hello you" in answer
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
@@ -246,12 +243,9 @@ async def test_http_1_0_gets_its_answer_without_chunks_and_a_closed_connection(
     gateway, worker, stream
 ):
     """Also where it asks to keep the connection: nothing else would end a stream."""
-    body = json.dumps(make_body(stream=stream)).encode()
-    answer = await talk(
-        gateway,
-        b"POST /v1/chat/completions HTTP/1.0\r\nconnection: keep-alive\r\n"
-        b"content-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body),
-    )
+    request = chat_over_http(stream=stream)
+    old = b" HTTP/1.0\r\nconnection: keep-alive\r\n"
+    answer = await talk(gateway, request.replace(b" HTTP/1.1\r\n", old, 1))
     head, _, said = answer.partition(b"\r\n\r\n")
     assert b" 200 OK" in head
     assert b"connection: close" in head
@@ -264,11 +258,7 @@ async def test_http_1_0_gets_its_answer_without_chunks_and_a_closed_connection(
 
 
 async def test_a_large_request_is_answered_though_the_next_begins_in_its_last_packet(gateway):
-    body = json.dumps(make_body("x" * 60_000)).encode()
-    first = (
-        b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-        b"content-length: %d\r\n\r\n%b" % (len(body), body)
-    )
+    first = chat_over_http(content="x" * 60_000)
     second = START + b"\r\n"
     reader, writer = await asyncio.open_connection("127.0.0.1", gateway.server.port)
     writer.write(first + second[:40])
@@ -299,8 +289,7 @@ async def test_a_body_of_too_many_values_is_refused_before_it_is_all_there(gatew
     start = b'{"tools":[' + b"1.5," * (limit + 1)
     answer = await talk(
         gateway,
-        b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
-        b"content-type: application/json\r\ncontent-length: 31000000\r\n\r\n",
+        b"POST %b HTTP/1.1\r\nconnection: close\r\n%b31000000\r\n\r\n" % (CHAT.encode(), CHAT_HEAD),
         start,
     )
     assert answer.startswith(b"HTTP/1.1 413 "), answer
@@ -309,12 +298,8 @@ async def test_a_body_of_too_many_values_is_refused_before_it_is_all_there(gatew
 
 async def test_a_client_that_hangs_up_its_sending_half_has_left(gateway, worker):
     worker.script = say_nothing
-    body = json.dumps(make_body()).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", gateway.server.port)
-    writer.write(
-        b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-        b"content-length: %d\r\n\r\n%b" % (len(body), body)
-    )
+    writer.write(chat_over_http())
     await until(lambda: worker.answers)
     writer.write_eof()
     assert await reader.read() == b""
@@ -416,7 +401,6 @@ async def test_every_request_brings_the_smallest_pixel_limit_of_its_models_worke
 ):
     large = replace(CARD, max_image_pixels=5000, image_tokens=50)
     small = replace(CARD, created_at=CARD.created_at - 1, max_image_pixels=1000, image_tokens=10)
-    content = [{"type": "image_url", "image_url": {"url": data_url(1)}}]
     async with (
         run_worker(redis_server, redis_prefix, large) as worker,
         run_gateway_on_socket(make_settings(redis_server, redis_prefix)) as gateway,
@@ -426,7 +410,7 @@ async def test_every_request_brings_the_smallest_pixel_limit_of_its_models_worke
         await until(lambda: models.cards["tiny"].max_image_pixels == 1000)
         limits = (await gateway.client.get("/v1/models/tiny")).json()["limits"]
         assert (limits["scaled_image_pixels"], limits["max_image_tokens"]) == (1000, 10)
-        response = await gateway.chat(make_body(messages=[{"role": "user", "content": content}]))
+        response = await gateway.chat(make_body([image_part(data_url(1))]))
         assert response.status_code == 200, response.text
         [request] = worker.requests
         assert [image.max_pixels for image in request.task.images] == [1000]
@@ -444,21 +428,19 @@ async def test_a_model_takes_videos_if_all_of_its_workers_do(redis_server, redis
         await worker.registry.announce(WorkerRecord("second", older, "mock"), ttl_s=60)
         await until(lambda: not models.cards["tiny"].supports_video)
         part = {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}}
-        response = await gateway.chat(make_body(messages=[{"role": "user", "content": [part]}]))
+        response = await gateway.chat(make_body([part]))
         assert response.json()["error"]["code"] == "unsupported_image"
 
 
-async def test_a_model_is_shown_as_its_workers_describe_it(redis_server, redis_prefix):
-    card = ModelCard(
-        "text", CARD.created_at, 512, 1000, supports_images=False, sampling=SamplingDefaults(0.6, top_k=20),
-        dtype="bfloat16", quantization="gptq", format="safetensors", adapters=(AdapterCard("poet", "0a"),),
-    )  # fmt: skip
-    settings = make_settings(redis_server, redis_prefix)
-    async with (
-        run_worker(redis_server, redis_prefix, card),
-        run_gateway_on_socket(settings) as gateway,
-        openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none") as client,
-    ):
+DESCRIBED = ModelCard(
+    "text", CARD.created_at, 512, 1000, supports_images=False, sampling=SamplingDefaults(0.6, top_k=20),
+    dtype="bfloat16", quantization="gptq", format="safetensors", adapters=(AdapterCard("poet", "0a"),),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("card", [DESCRIBED])
+async def test_a_model_is_shown_as_its_workers_describe_it(gateway):
+    async with openai_client(gateway) as client:
         listed, adapter = (await client.models.list()).data
         shown = (await client.models.retrieve("text")).model_dump()
     assert listed.model_dump() == shown
@@ -536,28 +518,10 @@ async def test_bodies_beyond_the_memory_for_them_are_sent_away(gateway, worker, 
     assert gateway.services.admission.num_body_bytes == 0
 
 
-async def test_a_model_with_a_slash_in_its_name_works(redis_server, redis_prefix):
-    card = ModelCard("org/name", CARD.created_at, 512, 1000, supports_images=False)
-    settings = make_settings(redis_server, redis_prefix)
-    async with (
-        run_worker(redis_server, redis_prefix, card),
-        run_gateway_on_socket(settings) as gateway,
-    ):
-        assert (await gateway.client.get("/v1/models/org/name")).json()["id"] == "org/name"
-        assert (await gateway.chat({**make_body(), "model": "org/name"})).status_code == 200
-
-
-async def test_images_for_a_model_without_eyes_are_refused(redis_server, redis_prefix):
-    card = ModelCard("tiny", CARD.created_at, 512, 1000, supports_images=False)
-    settings = make_settings(redis_server, redis_prefix)
-    content = [{"type": "image_url", "image_url": "data:image/png;base64,AAAA"}]
-    async with (
-        run_worker(redis_server, redis_prefix, card),
-        run_gateway_on_socket(settings) as gateway,
-    ):
-        response = await gateway.chat(make_body(messages=[{"role": "user", "content": content}]))
-    assert response.status_code == 400
-    assert response.json()["error"]["code"] == "unsupported_image"
+@pytest.mark.parametrize("card", [replace(CARD, name="org/name")])
+async def test_a_model_with_a_slash_in_its_name_works(gateway):
+    assert (await gateway.client.get("/v1/models/org/name")).json()["id"] == "org/name"
+    assert (await gateway.chat(make_body(model="org/name"))).status_code == 200
 
 
 @pytest.mark.parametrize("changes", [{"limits": {"max_open_requests": 2}}])

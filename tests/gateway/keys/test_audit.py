@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gateway.keys.test_forget import run
-from tests.gateway.keys.test_keys import ROOT, Team, bearer, run_team
+from tests.factories_keys import ROOT, Team, bearer, run_command, run_team
 
 
 @pytest.fixture
@@ -46,7 +45,7 @@ async def test_changes_are_listed_on_every_gateway_newest_first(team: Team, tmp_
 async def test_the_command_lists_entries_newest_first(team: Team):
     for name in ("alice", "bob"):
         await team.create(name)
-    shown = await run(team.gateways[0], "audit", "--limit", "1")
+    shown = await run_command(team.gateways[0], "audit", "--limit", "1")
     assert shown.exit_code == 0, shown.output
     assert "create_key" in shown.output
     assert ("bob" in shown.output, "alice" in shown.output) == (True, False)

@@ -1,6 +1,5 @@
 """`vlm keys` and `vlm forget` as programs: what one key has stored is deleted, what another has stays."""
 
-import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
@@ -8,7 +7,7 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 import vlm
 from gateway.api import forget
@@ -23,6 +22,7 @@ from tests.factories_gateway import (
     MODEL,
     Answer,
     RunningGateway,
+    make_body,
     make_settings,
     run_gateway_on_socket,
     run_worker,
@@ -31,6 +31,7 @@ from tests.factories_gateway import (
     talk_on,
 )
 from tests.factories_images import encoded
+from tests.factories_keys import run_command
 from tests.factories_numbers import run_fleet
 from tests.factories_search import serve_search
 from tests.waiting import until
@@ -49,13 +50,8 @@ async def gateway(redis_server, redis_prefix, tmp_path) -> AsyncIterator[Running
             yield gateway
 
 
-async def run(gateway: RunningGateway, *arguments: str, key: str = "the-root-key") -> Result:
-    env = {"VLM_URL": gateway.url, "VLM_API_KEY": key, "COLUMNS": "200"}
-    return await asyncio.to_thread(CliRunner().invoke, vlm.app, arguments, env=env)
-
-
 async def create(gateway: RunningGateway, *arguments: str) -> str:
-    done = await run(gateway, "keys", "create", *arguments)
+    done = await run_command(gateway, "keys", "create", *arguments)
     assert done.exit_code == 0, done.output
     return done.stdout.splitlines()[-1]
 
@@ -64,7 +60,7 @@ class User:
     """Stores something of each kind with a key."""
 
     def __init__(self, gateway: RunningGateway, key: str) -> None:
-        self.client = gateway.client
+        self.gateway, self.client = gateway, gateway.client
         self.headers = {"authorization": f"Bearer {key}"}
 
     async def ask(self, method: str, path: str, **content: Any) -> Any:
@@ -77,24 +73,15 @@ class User:
 
     async def store(self) -> list[str]:
         """Returns the paths of what was stored."""
-        line = {
-            "custom_id": "a",
-            "method": "POST",
-            "url": "/v1/chat/completions",
-            "body": {"model": MODEL},
-        }
         image = await self.upload("vision", encoded())
-        batch_file = await self.upload("batch", json.dumps(line).encode())
         text = await self.upload("assistants", b"some text")
-        batch = await self.ask("POST", "/v1/batches", json={
-            "input_file_id": batch_file, "endpoint": "/v1/chat/completions", "completion_window": "24h",
-        })  # fmt: skip
+        batch = await self.gateway.begin_batch(self.headers, {"model": MODEL})
         session = await self.ask("POST", f"/v1/applications/{MODEL}/sessions", json={})
         task = {"id": "one", "input": 1}
         session_path = f"/v1/sessions/{session['id']}"
         await self.ask("POST", f"{session_path}/tasks", json={"tasks": [task]})
         await self.ask("GET", f"{session_path}/tasks/one?wait=20")
-        files = [f"/v1/files/{name}" for name in (image, batch_file, text)]
+        files = [f"/v1/files/{name}" for name in (image, batch["input_file_id"], text)]
         return [*files, f"/v1/batches/{batch['id']}", session_path]
 
     async def upload(self, purpose: str, data: bytes) -> str:
@@ -118,7 +105,7 @@ async def test_what_a_key_has_stored_is_deleted_and_what_another_has_stays(
         stored = {user: await user.store() for user in users}
         assert {await user.status(path) for user in users for path in stored[user]} == {200}
         task_ids = [request.id for request in worker.requests]
-        done = await run(gateway, "forget", "--key", "alice")
+        done = await run_command(gateway, "forget", "--key", "alice")
         assert done.exit_code == 0, done.output
         assert "deleted 1 answers, 1 sessions, 1 batches, 0 vector stores, 1 files" in done.stderr
         assert {await alice.status(path) for path in stored[alice]} == {404}
@@ -128,7 +115,7 @@ async def test_what_a_key_has_stored_is_deleted_and_what_another_has_stays(
         left = [key.decode() async for key in redis.scan_iter(f"{redis_prefix}:*")]
         assert not any(task_ids[0] in key for key in left)
         assert any(task_ids[1] in key for key in left)
-        again = await run(gateway, "forget", "--key", "alice")
+        again = await run_command(gateway, "forget", "--key", "alice")
         assert "deleted 0 answers, 0 sessions, 0 batches" in again.stderr
 
 
@@ -153,7 +140,7 @@ async def test_revoking_a_key_cancels_the_tasks_of_its_sessions(
             await user.ask("POST", f"/v1/sessions/{session['id']}/tasks", json=tasks)
         assert await num_open() == 6
         for _ in range(2):
-            done = await run(gateway, "keys", "revoke", "alice")
+            done = await run_command(gateway, "keys", "revoke", "alice")
             assert done.exit_code == 0, done.output
             assert await num_open() == 3
 
@@ -180,7 +167,7 @@ async def test_collections_stay_and_the_common_data_of_sessions_goes(
             await user.ask("POST", path, json={"common_data": "a secret"})
             blobs = f"{redis_prefix}:blob:*:holders"
             assert [key async for key in redis.scan_iter(blobs)]
-            done = await run(gateway, "forget", "--key", "alice")
+            done = await run_command(gateway, "forget", "--key", "alice")
             assert "1 sessions, 0 batches, 0 vector stores, 1 files" in done.stderr
             listed = (await user.ask("GET", "/v1/vector_stores"))["data"]
             assert len(listed) == 1
@@ -212,17 +199,12 @@ async def test_batches_wait_until_a_gateway_knows_the_keys(
             raise StoreError("it is away")
         return read(store, known)
 
-    body = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "max_tokens": 4096}
-    line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
     async with run_worker(redis_server, redis_prefix) as worker:
         worker.script = talk_on
         async with run_gateway_on_socket(settings) as gateway:
             key = await create(gateway, "--name", "alice")
             user = User(gateway, key)
-            file = await user.upload("batch", json.dumps(line).encode())
-            batch = await user.ask("POST", "/v1/batches", json={
-                "input_file_id": file, "endpoint": "/v1/chat/completions", "completion_window": "24h",
-            })  # fmt: skip
+            batch = await gateway.begin_batch(user.headers, make_body(max_tokens=4096))
             await until(lambda: worker.answers)
         worker.script = say_hello
         monkeypatch.setattr(KeyStore, "read_durable", slow)
@@ -241,23 +223,18 @@ async def test_more_batches_than_a_gateway_runs_are_forgotten_while_others_run(
     gateway: RunningGateway, redis_server, redis_prefix, monkeypatch
 ):
     monkeypatch.setattr(forget, "_ENDS_WITHIN_S", 5.0)
-    body = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "max_tokens": 4096}
-    line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
     users = [User(gateway, await create(gateway, "--name", name)) for name in ("bob", "alice")]
 
     async def begin(user: User, count: int) -> None:
-        file = await user.upload("batch", json.dumps(line).encode())
         for _ in range(count):
-            await user.ask("POST", "/v1/batches", json={
-                "input_file_id": file, "endpoint": "/v1/chat/completions", "completion_window": "24h",
-            })  # fmt: skip
+            await gateway.begin_batch(user.headers, make_body(max_tokens=4096))
 
     async with run_worker(redis_server, redis_prefix) as worker:
         worker.script = talk_on
         await begin(users[0], MAX_RUNNING)
         await until(lambda: len(worker.answers) == MAX_RUNNING)
         await begin(users[1], 3)
-        done = await run(gateway, "forget", "--key", "alice")
+        done = await run_command(gateway, "forget", "--key", "alice")
         assert "3 batches" in done.stderr, done.output
         states = [each["status"] for each in (await users[0].ask("GET", "/v1/batches"))["data"]]
         assert states == ["in_progress"] * MAX_RUNNING
@@ -272,7 +249,7 @@ async def test_vector_stores_are_deleted(ends, redis_server, tmp_path):
             ]
             for user in users:
                 await user.ask("POST", "/v1/vector_stores", json={"name": "mine"})
-            done = await run(gateway, "forget", "--key", "alice")
+            done = await run_command(gateway, "forget", "--key", "alice")
             assert "1 vector stores" in done.stderr
             listed = [(await user.ask("GET", "/v1/vector_stores"))["data"] for user in users]
             assert [len(stores) for stores in listed] == [0, 1]
@@ -283,7 +260,7 @@ async def test_keys_by_the_command_line(gateway: RunningGateway):
         gateway, "--name", "alice", "--roles", "use,admin", "--models", "qwen*,shapes", "--rpm", "60",
         "--tpm", "1000", "--open", "8", "--expires", "90d",
     )  # fmt: skip
-    shown = json.loads((await run(gateway, "keys", "show", "alice", key=key)).stdout)
+    shown = json.loads((await run_command(gateway, "keys", "show", "alice", key=key)).stdout)
     assert shown["expires_at"] - shown["created_at"] == 90 * 86400
     expected = {
         "name": "alice", "state": "active", "roles": ["use", "admin"], "models": ["qwen*", "shapes"],
@@ -292,20 +269,20 @@ async def test_keys_by_the_command_line(gateway: RunningGateway):
     assert {name: shown[name] for name in expected} == expected
     await create(gateway, "--name", "boss", "--roles", "admin")
     changes = ("--rpm", "5", "--remove", "tpm,expires")
-    changed = await run(gateway, "keys", "update", "alice", *changes)
+    changed = await run_command(gateway, "keys", "update", "alice", *changes)
     assert changed.exit_code == 0, changed.output
-    shown = json.loads((await run(gateway, "keys", "show", "alice", key=key)).stdout)
+    shown = json.loads((await run_command(gateway, "keys", "show", "alice", key=key)).stdout)
     limits = [shown[name] for name in ("requests_per_minute", "tokens_per_minute", "expires_at")]
     assert limits == [5, None, None]
-    new = (await run(gateway, "keys", "rotate", "alice")).stdout.splitlines()[-1]
-    assert (await run(gateway, "keys", "list", key=key)).exit_code == 4
-    table = (await run(gateway, "keys", "list", key=new)).stdout
+    new = (await run_command(gateway, "keys", "rotate", "alice")).stdout.splitlines()[-1]
+    assert (await run_command(gateway, "keys", "list", key=key)).exit_code == 4
+    table = (await run_command(gateway, "keys", "list", key=new)).stdout
     assert [line.split()[:2] for line in table.splitlines()[2:] if line.strip()] == [
         ["alice", "active"],
         ["boss", "active"],
     ]
-    assert (await run(gateway, "keys", "revoke", "alice")).exit_code == 0
-    refused = await run(gateway, "keys", "list", key=new)
+    assert (await run_command(gateway, "keys", "revoke", "alice")).exit_code == 0
+    refused = await run_command(gateway, "keys", "list", key=new)
     assert refused.exit_code == 4
     assert "Incorrect API key" in refused.stderr
 
@@ -331,7 +308,7 @@ async def test_keys_by_the_command_line(gateway: RunningGateway):
     ],
 )
 async def test_wrong_arguments(gateway: RunningGateway, arguments: list[str], code: int, says: str):
-    done = await run(gateway, *arguments)
+    done = await run_command(gateway, *arguments)
     assert done.exit_code == code, done.output
     assert says in " ".join(done.stderr.split())
 
@@ -346,20 +323,14 @@ async def test_batches_leave_half_of_the_open_requests_of_its_key(
     gateway: RunningGateway, redis_server, redis_prefix
 ):
     user = User(gateway, await create(gateway, "--name", "alice", "--open", "2"))
-    body = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
-    call = {"method": "POST", "url": "/v1/chat/completions", "body": body}
-    lines = [json.dumps({**call, "custom_id": str(number)}) for number in range(8)]
     async with run_worker(redis_server, redis_prefix) as worker:
         worker.script = talk_on
-        name = await user.upload("batch", "\n".join(lines).encode())
         for _ in range(2):
-            await user.ask("POST", "/v1/batches", json={
-                "input_file_id": name, "endpoint": "/v1/chat/completions", "completion_window": "24h",
-            })  # fmt: skip
+            await gateway.begin_batch(user.headers, *[make_body()] * 8)
         await until(lambda: len(worker.answers) > 0, 10.0)
         worker.script = say_hello
         for _ in range(3):
-            await user.ask("POST", "/v1/chat/completions", json=body)
+            await user.ask("POST", "/v1/chat/completions", json=make_body())
 
 
 async def test_a_key_that_is_revoked_attaches_no_more_files(
@@ -369,7 +340,7 @@ async def test_a_key_that_is_revoked_attaches_no_more_files(
     user = User(gateway, await create(gateway, "--name", "alice"))
 
     async def revoke(_answer: Answer) -> None:
-        await run(gateway, "keys", "revoke", "alice")
+        await run_command(gateway, "keys", "revoke", "alice")
 
     async with run_worker(redis_server, redis_prefix, card) as worker:
         worker.script = revoke

@@ -9,13 +9,11 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-import httpx
 import pytest
-from typer.testing import CliRunner
 
 jwt = pytest.importorskip("jwt")
 pytest.importorskip("cryptography")
@@ -24,23 +22,12 @@ from cryptography.hazmat.primitives import serialization  # noqa: E402
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa  # noqa: E402
 from jwt.algorithms import ECAlgorithm, HMACAlgorithm, OKPAlgorithm, RSAAlgorithm  # noqa: E402
 
-import vlm  # noqa: E402
 from gateway.keys import oidc  # noqa: E402
 from shared.settings.tree import OidcSettings  # noqa: E402
-from tests.factories_gateway import (  # noqa: E402
-    MODEL,
-    RunningGateway,
-    ScriptedWorker,
-    make_body,
-    make_settings,
-    run_gateway_on_socket,
-    run_worker,
-    talk_on,
-)
+from tests.factories_gateway import MODEL, make_body, make_settings, talk_on  # noqa: E402
+from tests.factories_keys import PATH, ROOT, Team, bearer, open_team, run_command  # noqa: E402
 from tests.waiting import until, until_equal  # noqa: E402
 
-ROOT = {"authorization": "Bearer the-root-key"}
-PATH = "/v1/admin/keys"
 RSA = rsa.generate_private_key(public_exponent=65537, key_size=2048)
 WEAK = rsa.generate_private_key(public_exponent=65537, key_size=1024)
 EC = ec.generate_private_key(ec.SECP256R1())
@@ -128,31 +115,10 @@ def send(request: BaseHTTPRequestHandler, status: int, data: bytes, **headers: s
     request.wfile.write(data)
 
 
-class Team:
-    """Gateways with the same issuer, and a worker."""
+class TeamOfIssuer(Team):
+    """Gateways with the same issuer."""
 
-    def __init__(
-        self, gateways: list[RunningGateway], worker: ScriptedWorker, issuer: Issuer
-    ) -> None:
-        self.gateways, self.worker, self.issuer = gateways, worker, issuer
-
-    async def admin(
-        self, method: str, path: str = "", number: int = 0, **body: Any
-    ) -> httpx.Response:
-        client = self.gateways[number].client
-        answer = await client.request(method, PATH + path, json=body or None, headers=ROOT)
-        assert answer.status_code == 200, answer.text
-        return answer
-
-    async def get(self, token: str, path: str = "/v1/models", number: int = 0) -> httpx.Response:
-        return await self.gateways[number].client.get(path, headers=bearer(token))
-
-    async def chat(self, token: str, number: int = 0, **body: Any) -> httpx.Response:
-        return await self.gateways[number].chat(make_body(**body), headers=bearer(token))
-
-
-def bearer(token: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {token}"}
+    issuer: Issuer
 
 
 @pytest.fixture
@@ -167,50 +133,42 @@ def issuer() -> Iterator[Issuer]:
 @asynccontextmanager
 async def run_team(
     redis_url: str, prefix: str, issuer: Issuer, num_gateways: int = 2, files: str = "", **oidc: str
-) -> AsyncIterator[Team]:
+) -> AsyncIterator[TeamOfIssuer]:
     own = OidcSettings(**{"issuer": issuer.url, "audience": "vlm", **oidc})
     keys = {"root_key": "the-root-key", "oidc": own, "files": files}
     limits = {"max_wrong_keys_per_minute": 0}
     settings = make_settings(redis_url, prefix, gateway=keys, limits=limits)
-    async with AsyncExitStack() as stack:
-        worker = await stack.enter_async_context(run_worker(redis_url, prefix))
-        gateways = [
-            await stack.enter_async_context(run_gateway_on_socket(settings))
-            for _ in range(num_gateways)
-        ]
-        team = Team(gateways, worker, issuer)
-        if not (await gateways[0].client.get(PATH, headers=ROOT)).json()["data"]:
-            await team.admin("POST", name="team")
-        for gateway in gateways:
-            assert gateway.services.keys is not None
-            await gateway.services.keys.refresh()
+    async with open_team(settings, num_gateways) as opened:
+        team = TeamOfIssuer(opened.gateways, opened.worker)
+        team.issuer = issuer
+        if not (await team.admin("GET")).json()["data"]:
+            await team.create("team")
+        await team.refresh()
         yield team
 
 
 @pytest.fixture
-async def team(redis_server, redis_prefix, issuer) -> AsyncIterator[Team]:
+async def team(redis_server, redis_prefix, issuer) -> AsyncIterator[TeamOfIssuer]:
     async with run_team(redis_server, redis_prefix, issuer) as team:
         yield team
 
 
 @pytest.mark.parametrize("kid", ["rsa", "ec", "ed"])
-async def test_a_token_of_the_issuer_is_a_key(team: Team, kid: str):
+async def test_a_token_of_the_issuer_is_a_key(team: TeamOfIssuer, kid: str):
     answer = await team.chat(team.issuer.token(kid, aud=["other", "vlm"]))
     assert answer.status_code == 200, answer.text
     assert team.issuer.paths[:2] == ["/.well-known/openid-configuration", "/keys"]
 
 
-async def test_each_subject_has_a_tenant_of_its_own_on_every_gateway(team: Team):
+async def test_each_subject_has_a_tenant_of_its_own_on_every_gateway(team: TeamOfIssuer):
     issuer = team.issuer
     tokens = [issuer.token(), issuer.token("ec", vlm_key="other"), issuer.token(sub="bob")]
-    await team.admin("POST", name="other")
-    for gateway in team.gateways:
-        assert gateway.services.keys is not None
-        await gateway.services.keys.refresh()
+    await team.create("other")
+    await team.refresh()
     for number in (0, 1):
         for token in tokens:
             assert (await team.chat(token, number)).status_code == 200
-    monitor = (await team.admin("POST", name="monitor", roles=["adapters"])).json()["key"]
+    monitor = await team.create("monitor", roles=["adapters"])
     metrics = (await team.get(monitor, "/metrics")).text
     assert 'vlm_key_tokens_total{key="team",type="input"}' in metrics
     assert "alice" not in metrics
@@ -223,7 +181,7 @@ async def test_each_subject_has_a_tenant_of_its_own_on_every_gateway(team: Team)
     assert found == [200, 200, 404]
 
 
-async def test_a_gateway_that_has_not_seen_a_subject_names_and_forgets_it(team: Team):
+async def test_a_gateway_that_has_not_seen_a_subject_names_and_forgets_it(team: TeamOfIssuer):
     client, body = team.gateways[0].client, {"model": MODEL, "input": "hello"}
     token, other = team.issuer.token(sub="j\u00f6rg @x"), team.issuer.token()
     kept = [
@@ -237,9 +195,7 @@ async def test_a_gateway_that_has_not_seen_a_subject_names_and_forgets_it(team: 
         return sorted(each["key"] for each in found)
 
     await until_equal(names, ["team:alice", "team:j\u00f6rg @x"], 5.0)
-    env = {"VLM_URL": team.gateways[1].url, "VLM_API_KEY": "the-root-key", "COLUMNS": "200"}
-    arguments = ["forget", "--key", "team:j\u00f6rg @x"]
-    done = await asyncio.to_thread(CliRunner().invoke, vlm.app, arguments, env=env)
+    done = await run_command(team.gateways[1], "forget", "--key", "team:j\u00f6rg @x")
     assert (done.exit_code, "deleted 1 answers" in done.stderr) == (0, True), done.output
     left = [
         (await team.get(each, f"/v1/responses/{id_}")).status_code
@@ -342,7 +298,7 @@ async def test_wrong_tokens_are_refused_with_the_reason(redis_server, redis_pref
         assert (await team.get(issuer.token())).status_code == 200
 
 
-async def test_forged_key_ids_do_not_reach_the_issuer(team: Team):
+async def test_forged_key_ids_do_not_reach_the_issuer(team: TeamOfIssuer):
     assert (await team.get(team.issuer.token())).status_code == 200
     num_before = len(team.issuer.paths)
     forged = [
@@ -354,7 +310,7 @@ async def test_forged_key_ids_do_not_reach_the_issuer(team: Team):
     assert len(team.issuer.paths) - num_before <= 2  # one reading
 
 
-async def test_a_new_key_of_the_issuer_is_read_once_it_is_used(team: Team, monkeypatch):
+async def test_a_new_key_of_the_issuer_is_read_once_it_is_used(team: TeamOfIssuer, monkeypatch):
     monkeypatch.setattr(oidc, "RETRY_S", 0.0)
     assert (await team.get(team.issuer.token())).status_code == 200
     team.issuer.keys = [to_jwk("new", STRANGER)]
@@ -365,7 +321,7 @@ async def test_a_new_key_of_the_issuer_is_read_once_it_is_used(team: Team, monke
 
 
 async def test_known_keys_work_while_the_issuer_is_away_and_unknown_ones_are_503(
-    team: Team, monkeypatch
+    team: TeamOfIssuer, monkeypatch
 ):
     monkeypatch.setattr(oidc, "RETRY_S", 0.0)
     assert (await team.get(team.issuer.token())).status_code == 200
@@ -402,7 +358,7 @@ async def test_an_issuer_that_answers_nonsense_at_the_start_is_asked_again(
         assert (await team.get(issuer.token())).status_code == 200
 
 
-async def test_a_slow_issuer_delays_unknown_keys_alone(team: Team, monkeypatch):
+async def test_a_slow_issuer_delays_unknown_keys_alone(team: TeamOfIssuer, monkeypatch):
     monkeypatch.setattr(oidc, "RETRY_S", 0.0)
     monkeypatch.setattr(oidc, "_TIMEOUT_S", 0.5)
     assert (await team.get(team.issuer.token())).status_code == 200
@@ -433,11 +389,13 @@ async def test_keys_for_other_uses_are_left_out(redis_server, redis_prefix, issu
         assert (await team.get(issuer.token("ec"))).status_code == 200
 
 
-async def test_roles_models_and_limits_are_those_of_the_key_that_the_token_names(team: Team):
+async def test_roles_models_and_limits_are_those_of_the_key_that_the_token_names(
+    team: TeamOfIssuer,
+):
     issuer, client = team.issuer, team.gateways[0].client
-    await team.admin("POST", name="boss", roles=["admin"])
-    await team.admin("POST", name="few", requests_per_minute=2, max_output_tokens=8)
-    await team.admin("POST", name="other", models=["qwen*"])
+    await team.create("boss", roles=["admin"])
+    await team.create("few", requests_per_minute=2, max_output_tokens=8)
+    await team.create("other", models=["qwen*"])
     assert (await team.get(issuer.token(), PATH)).status_code == 403
     boss = issuer.token(vlm_key="boss")
     assert (await team.get(boss, PATH)).status_code == 200
@@ -460,7 +418,7 @@ async def test_another_claim_names_the_caller_and_a_default_its_key(
 ):
     own = {"name_claim": "email", "default_key": "boss", "jwks_url": f"{issuer.url}/keys"}
     async with run_team(redis_server, redis_prefix, issuer, 1, **own) as team:
-        await team.admin("POST", name="boss", roles=["admin"])
+        await team.create("boss", roles=["admin"])
         assert "email" in (await team.get(issuer.token())).text
         token = issuer.token(vlm_key=None, email="[bold]a@example.com")
         made = await team.gateways[0].client.post(PATH, json={"name": "x"}, headers=bearer(token))
@@ -470,12 +428,10 @@ async def test_another_claim_names_the_caller_and_a_default_its_key(
         assert issuer.paths[0] == "/keys"
 
 
-async def test_revoking_the_key_ends_the_streams_of_its_tokens_on_every_gateway(team: Team):
+async def test_revoking_the_key_ends_the_streams_of_its_tokens_on_every_gateway(team: TeamOfIssuer):
     team.worker.script = talk_on
-    await team.admin("POST", name="other")
-    for gateway in team.gateways:
-        assert gateway.services.keys is not None
-        await gateway.services.keys.refresh()
+    await team.create("other")
+    await team.refresh()
     tokens = [team.issuer.token(sub=name) for name in ("alice", "bob")]
     lasting = team.issuer.token(sub="carol", vlm_key="other")
     streams = [
@@ -498,7 +454,7 @@ async def test_revoking_the_key_ends_the_streams_of_its_tokens_on_every_gateway(
     await asyncio.gather(*streams, return_exceptions=True)
 
 
-async def test_a_token_ends_and_its_stream_goes_on(team: Team, monkeypatch):
+async def test_a_token_ends_and_its_stream_goes_on(team: TeamOfIssuer, monkeypatch):
     monkeypatch.setattr(oidc, "LEEWAY_S", 0.0)
     team.worker.script = talk_on
     token = team.issuer.token(exp=time.time() + 1)
@@ -519,9 +475,6 @@ async def test_a_batch_goes_on_at_another_gateway_and_until_the_key_ends(
     redis_server, redis_prefix, issuer, tmp_path
 ):
     files = f"file://{tmp_path}/files"
-    headers, url = bearer(issuer.token()), "/v1/chat/completions"
-    line = {"custom_id": "a", "method": "POST", "url": url, "body": make_body()}
-    batch: dict[str, Any] = {"endpoint": url, "completion_window": "24h"}
     async with run_team(redis_server, redis_prefix, issuer, 1, files) as team:
         gate = asyncio.Event()
 
@@ -529,13 +482,7 @@ async def test_a_batch_goes_on_at_another_gateway_and_until_the_key_ends(
             await gate.wait()
 
         team.worker.script = hold
-        client = team.gateways[0].client
-        upload = {"file": ("lines.jsonl", json.dumps(line).encode())}
-        sent = await client.post(
-            "/v1/files", data={"purpose": "batch"}, files=upload, headers=headers
-        )
-        batch["input_file_id"] = sent.json()["id"]
-        made = (await client.post("/v1/batches", json=batch, headers=headers)).json()["id"]
+        made = (await team.gateways[0].begin_batch(bearer(issuer.token()), make_body()))["id"]
         await until(lambda: team.worker.answers)
     async with run_team(redis_server, redis_prefix, issuer, 1, files) as team:
 

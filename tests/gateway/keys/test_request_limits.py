@@ -125,20 +125,9 @@ async def test_min_tokens_are_held_to_the_keys_limit(user: User):
 
 async def test_a_line_of_a_batch_is_held_to_the_keys_limit(user: User):
     await user.create_key("--max-output-tokens", "8")
-    bodies = [{**CHAT, "max_tokens": 9}, CHAT]
-    call = {"method": "POST", "url": "/v1/chat/completions"}
-    lines = [json.dumps({**call, "custom_id": str(n), "body": b}) for n, b in enumerate(bodies)]
     headers = {"authorization": f"Bearer {user.key}"}
-    sent = await user.gateway.client.post(
-        "/v1/files", data={"purpose": "batch"}, headers=headers,
-        files={"file": ("lines.jsonl", "\n".join(lines).encode())},
-    )  # fmt: skip
-    batch = {
-        "input_file_id": sent.json()["id"],
-        "completion_window": "24h",
-        "endpoint": call["url"],
-    }
-    path = f"/v1/batches/{(await user.post('/v1/batches', batch)).json()['id']}"
+    batch = await user.gateway.begin_batch(headers, {**CHAT, "max_tokens": 9}, CHAT)
+    path = f"/v1/batches/{batch['id']}"
 
     async def ended() -> dict[str, Any] | None:
         batch = (await user.gateway.client.get(path, headers=headers)).json()

@@ -19,7 +19,7 @@ from gateway.media.fetch import CANNOT_FETCH, ImageFetcher, is_public, parse_url
 from gateway.media.header import ImageRefused
 from shared.settings.tree import GatewaySettings
 from tests.factories_gateway import make_body
-from tests.factories_images import encoded
+from tests.factories_images import encoded, image_part
 from tests.waiting import until
 
 PUBLIC = "93.184.216.34"
@@ -345,10 +345,7 @@ async def serving(
         writer.close()
 
     def asking(path: str) -> dict[str, Any]:
-        body = make_body()
-        url = f"http://127.0.0.1:{door.getsockname()[1]}{path}"
-        body["messages"][0]["content"] = [{"type": "image_url", "image_url": {"url": url}}]
-        return body
+        return make_body([image_part(f"http://127.0.0.1:{door.getsockname()[1]}{path}")])
 
     server = await asyncio.start_server(serve, sock=door)
     yield asking

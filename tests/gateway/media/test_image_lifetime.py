@@ -9,13 +9,12 @@ from redis.asyncio import Redis
 from shared.blobs.api import BlobsUnavailable
 from shared.queue.keys import BLOB_LINGER_S, RedisKeys
 from tests.factories_gateway import Answer, make_body, say_nothing
-from tests.factories_images import data_url
+from tests.factories_images import data_url, image_part
 from tests.waiting import until
 
 
 def image_body(**changes):
-    part = {"type": "image_url", "image_url": {"url": data_url(1)}}
-    return make_body(messages=[{"role": "user", "content": [part]}], **changes)
+    return make_body([image_part(data_url(1))], **changes)
 
 
 async def image_ttls(redis: Redis, prefix: str) -> list[int]:
@@ -24,12 +23,11 @@ async def image_ttls(redis: Redis, prefix: str) -> list[int]:
 
 
 async def until_released(redis: Redis, prefix: str) -> None:
-    async with asyncio.timeout(5):
-        while True:
-            ttls = await image_ttls(redis, prefix)
-            if ttls and all(ttl <= BLOB_LINGER_S for ttl in ttls):
-                return
-            await asyncio.sleep(0.01)
+    async def are_released() -> bool:
+        ttls = await image_ttls(redis, prefix)
+        return bool(ttls) and max(ttls) <= BLOB_LINGER_S
+
+    await until(are_released)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -117,8 +115,7 @@ async def test_an_image_goes_soon_beside_one_that_could_not_be_stored(
 
     monkeypatch.setattr(blobs, "put", put_late)
     monkeypatch.setattr(blobs, "release", release_and_tell)
-    parts = [{"type": "image_url", "image_url": {"url": data_url(seed)}} for seed in (1, 2)]
-    response = await gateway.chat(make_body(messages=[{"role": "user", "content": parts}]))
+    response = await gateway.chat(make_body([image_part(data_url(seed)) for seed in (1, 2)]))
 
     assert response.status_code == 503
     await until_released(redis, redis_prefix)

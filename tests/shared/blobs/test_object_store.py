@@ -24,7 +24,7 @@ from tests.factories_gateway import (
     run_gateway_on_socket,
     run_worker,
 )
-from tests.factories_images import data_url
+from tests.factories_images import data_url, image_part
 
 obstore = pytest.importorskip("obstore")
 from_url = pytest.importorskip("obstore.store").from_url
@@ -140,10 +140,7 @@ async def test_a_gateway_sends_a_large_image_by_its_url(
         run_worker(redis_server, redis_prefix, CARD) as worker,
         run_gateway_on_socket(settings) as gateway,
     ):
-        body = make_body()
-        body["messages"][0]["content"] = [
-            {"type": "image_url", "image_url": {"url": url}} for url in (large, data_url())
-        ]
+        body = make_body([image_part(url) for url in (large, data_url())])
         assert (await gateway.chat(body)).status_code == 200
         [request] = worker.requests
         in_store, in_redis = request.task.images

@@ -137,14 +137,6 @@ async def test_a_minute_is_earned_back_with_time(ends):
     assert 0 < await ends.redis.pttl(rates) <= 60_300
 
 
-async def test_tokens_may_be_taken_in_advance_and_are_waited_for(ends):
-    options = {"max_tenant_tokens_per_minute": 60}
-    await ends.enqueue(num_tokens=90, **options)
-    refused = await refusal(ends.queue, num_tokens=1, **options)
-    assert refused.reason == "key_tokens"
-    assert refused.wait_s == pytest.approx(31, abs=1)
-
-
 async def test_tenants_and_refusals_do_not_touch_each_others_minutes(ends):
     options = {"max_tenant_requests_per_minute": 1}
     await enqueue(ends.queue, make_request(tenant="a"), **options)

@@ -1,5 +1,7 @@
 """Settings: where values come from, and that a wrong one stops the process by name."""
 
+import json
+
 import pytest
 from pydantic import BaseModel
 
@@ -100,6 +102,26 @@ def test_bad_or_unknown_setting_is_refused_by_name(monkeypatch, name, value, nam
 def test_a_setting_that_is_no_json_object_is_named_with_what_to_write(monkeypatch, name, value):
     monkeypatch.setenv(f"VLM_GATEWAY__{name}", value)
     with pytest.raises(SettingsError, match=rf"VLM_GATEWAY__{name}: write a JSON object"):
+        load_settings()
+
+
+#: of the gateway, what is written there, and what the refusal begins with
+WRONG_NAMES = [
+    *(("ALIASES", value, "ALIASES: name for each alias a model") for value in (
+        {"a": "a"}, {"a": "b", "b": "c"}, {"a": ""}, {"": "a"}, {"a\n": "b"})),
+    *(("FALLBACKS", value, "FALLBACKS: name for each model another") for value in (
+        {"a": "a"}, {"a": ""}, {"": "a"})),
+    *(("MODEL_DEFAULTS", {"tiny": {name: value}}, f"MODEL_DEFAULTS__TINY__{name.upper()}: ") for name, value in (
+        ("temprature", 1), ("temperature", 3), ("max_tokens", 0))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value", "says"), WRONG_NAMES)
+def test_impossible_aliases_fallbacks_and_defaults_of_models_are_refused(
+    monkeypatch, name, value, says
+):
+    monkeypatch.setenv(f"VLM_GATEWAY__{name}", json.dumps(value))
+    with pytest.raises(SettingsError, match=f"VLM_GATEWAY__{says}"):
         load_settings()
 
 
@@ -222,9 +244,16 @@ def test_settings_cannot_be_changed_after_they_are_made():
 
 
 def test_a_child_process_loads_the_same_settings_from_its_environment(monkeypatch):
-    monkeypatch.setenv("VLM_GATEWAY__API_KEYS", "sk-one,sk-two")
+    given = {
+        "VLM_GATEWAY__API_KEYS": "sk-one,sk-two",
+        "VLM_GATEWAY__ALIASES": '{"alias": "tiny"}',
+        "VLM_GATEWAY__MODEL_DEFAULTS": '{"tiny": {"temperature": 0.25, "max_tokens": 9}}',
+    }
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
     parent = load_settings(gateway={"port": 0}, engine={"kind": "mock", "mock": {"decode_s": "0"}})
-    monkeypatch.delenv("VLM_GATEWAY__API_KEYS")
+    for name in given:
+        monkeypatch.delenv(name)
     for name, value in to_environment(parent).items():
         monkeypatch.setenv(name, value)
     assert load_settings() == parent

@@ -2,13 +2,19 @@
 
 from typing import Any
 
-import openai
 import pytest
 from msgspec.structs import replace
 
 from shared.protocol import Finished, FinishReason, Tokens, Usage
 from tests.factories_engine import make_mock
-from tests.factories_gateway import CARD, Answer, make_body, make_settings, run_gateway_on_socket
+from tests.factories_gateway import (
+    CARD,
+    Answer,
+    make_body,
+    make_settings,
+    openai_client,
+    run_gateway_on_socket,
+)
 from tests.factories_queue import MODEL, Ends
 from tests.factories_worker import run_worker
 from tests.gateway.api.chat.test_streams import read_events
@@ -105,30 +111,13 @@ async def test_switches_reach_the_template_by_its_own_names(gateway, worker, car
     assert worker.requests[0].task.template_options == options
 
 
-@pytest.mark.parametrize(
-    ("card", "asked", "param", "code"),
-    [
-        (SWITCHED, {"chat_template_kwargs": {"add_dates": "x" * 257}}, "chat_template_kwargs", "invalid_value"),
-        (SWITCHED, {"chat_template_kwargs": {"add_dates": [1]}}, "chat_template_kwargs", "invalid_value"),
-        (SWITCHED, {"chat_template_kwargs": {str(i): 1 for i in range(17)}}, "chat_template_kwargs", "invalid_value"),
-        (SWITCHED, {"reasoning_effort": "hard"}, "reasoning_effort", "invalid_value"),
-        (SWITCHED, {"enable_thinking": "yes"}, "enable_thinking", "invalid_value"),
-    ],
-)  # fmt: skip
-async def test_what_the_template_cannot_do_is_refused(gateway, worker, card, asked, param, code):
-    response = await gateway.chat(make_body(**asked))
-    error = response.json()["error"]
-    assert (response.status_code, error["param"], error["code"]) == (400, param, code)
-    assert worker.answers == []
-
-
 async def test_a_thinking_model_by_the_official_client(ends: Ends, redis_server, redis_prefix):
     mock = make_mock(num_output_tokens=6, num_reasoning_tokens=4).model_dump()
     ask = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "temperature": 0}
     async with (
         run_worker(ends, mock=mock),
         run_gateway_on_socket(make_settings(redis_server, redis_prefix)) as gateway,
-        openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none") as client,
+        openai_client(gateway) as client,
     ):
         shown = (await client.models.retrieve(MODEL)).model_dump()
         whole = await client.chat.completions.create(**ask)

@@ -225,28 +225,6 @@ def test_every_failure_of_the_wire_has_a_status():
     assert set(FAILURES) == set(ErrorCode)
 
 
-@pytest.mark.parametrize("changes", [{"gateway": {"headers_after_s": 0.1, "keep_alive_s": 0.05}}])
-async def test_a_waiting_stream_is_kept_alive_by_comments(gateway, worker, changes):
-    go_on = asyncio.Event()
-
-    async def script(answer: Answer) -> None:
-        await go_on.wait()
-        await answer.fail(ErrorCode.ENGINE_FAILURE)
-
-    worker.script = script
-    text = ""
-    async with gateway.client.stream(
-        "POST", "/v1/chat/completions", json=make_body(stream=True)
-    ) as response:
-        assert response.status_code == 200
-        async for piece in response.aiter_text():
-            text += piece
-            if text.count(": keep-alive\n\n") >= 2:
-                go_on.set()
-    [error] = read_events(text)
-    assert error["error"]["code"] == "engine_failure"
-
-
 @settings(deadline=None, max_examples=num_examples(100))
 @given(st.lists(st.text(), min_size=1))
 def test_no_text_of_a_model_breaks_a_frame(texts):
