@@ -347,13 +347,8 @@ def test_a_stream_goes_on_beside_a_video_of_64_frames(pool: VideoPool, tmp_path:
     family_table.write_checkpoint(row("Qwen3-VL", _RUN, enlarge), tmp_path)
     test_families.allow_large_images(tmp_path)
     model, processor = load(tmp_path)
-    runner = TorchRunner(
-        model,
-        settings := TorchSettings(num_kv_blocks=1024),
-        torch.device("cpu"),
-        torch.float32,
-        num_threads=2,
-    )
+    settings = TorchSettings(num_kv_blocks=1024, num_threads=2)
+    runner = TorchRunner(model, settings, torch.device("cpu"), torch.float32)
     limit = measure_prefill_limit(runner, settings.max_num_batched_tokens)
     engine = BatchingEngine(runner, processor, settings, prefill_limit=limit)
     _, made = process(pool, processor, "large", num_frames=64)
