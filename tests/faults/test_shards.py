@@ -93,7 +93,7 @@ async def test_requests_are_spread_over_the_shards(fleet: ShardedFleet):
 
 async def test_streams_of_a_shard_that_is_killed_for_good_go_on_at_another(fleet: ShardedFleet):
     texts = [fleet.name() for _ in range(NUM_STREAMS)]
-    async with playing(fleet, texts, num_tokens=150) as clients:
+    async with playing(fleet, texts, num_tokens=300) as clients:
         await tokens_seen(fleet, clients, texts, 10)
         num_there = len(await fleet.placed(fleet.servers[1]))
         kill(fleet.servers[1])
@@ -111,7 +111,7 @@ async def test_streams_go_on_without_the_first_shard_and_what_only_it_has_is_503
     fleet: ShardedFleet,
 ):
     texts = [fleet.name() for _ in range(NUM_STREAMS)]
-    async with playing(fleet, texts, num_tokens=150) as clients:
+    async with playing(fleet, texts, num_tokens=300) as clients:
         await tokens_seen(fleet, clients, texts, 10)
         num_there = len(await fleet.placed(fleet.servers[0]))
         kill(fleet.servers[0])
@@ -133,7 +133,7 @@ async def test_streams_go_on_without_the_first_shard_and_what_only_it_has_is_503
 async def test_workers_full_of_requests_of_a_dead_shard_serve_the_others(fleet: ShardedFleet):
     """A limit below 48 puts all requests of a key on one shard."""
     texts = [fleet.name() for _ in range(NUM_STREAMS)]
-    async with playing(fleet, texts, num_tokens=150) as clients:
+    async with playing(fleet, texts, num_tokens=300) as clients:
         await tokens_seen(fleet, clients, texts, 10)
         placed = [len(await fleet.placed(server)) for server in fleet.servers]
         assert placed[0] == 0  # the first shard has what is not of one request

@@ -543,5 +543,5 @@ def test_what_nests_deeper_than_others_can_read_fails_its_task_alone(echo, level
 def test_what_is_no_message_is_evidence(echo, word):
     code, message = echo.refused(word)
     assert code is ErrorCode.REQUEST_KILLS_WORKERS
-    assert ("no message" in message) or ("'entered'" in message)
+    assert ("not a message" in message) or ("'entered'" in message)
     assert echo.ask(5) == 5

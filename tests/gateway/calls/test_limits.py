@@ -93,7 +93,7 @@ FIXED_ROWS = [
 ELSEWHERE = (
     "max_body_bytes",
     "max_image_",
-    *("max_video_bytes", "max_video_s", "max_video_cpu_s"),
+    *("max_video_bytes", "max_video_s", "max_video_cpu_s", "max_video_pixels"),
     "max_header",
     "max_queue_",
     "max_batch_",
