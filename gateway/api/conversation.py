@@ -42,15 +42,20 @@ class Conversation(Struct):
         return TextPart(text)
 
     def image(
-        self, url: str, param: str, role: Role = "user", pixels: tuple[int, int] = (0, 0)
+        self,
+        url: str,
+        param: str,
+        role: Role = "user",
+        pixels: tuple[int, int] = (0, 0),
+        if_video: VideoOptions | None = None,
     ) -> ImagePart:
         """The part of an image. `param` names its place in the request. Raises: InvalidRequest.
 
-        `pixels`: least and most pixels to which it is scaled; 0: as the model does.
+        `pixels`: least and most pixels to which it is scaled; 0: as the model does. `if_video`: for a file's id.
         """
         if role not in ("user", "tool"):
             raise invalid(param, "images are only allowed in user and tool messages")
-        self.sources.append(ImageSource(url, param, None, *pixels))
+        self.sources.append(ImageSource(url, param, None, *pixels, if_video=if_video))
         return ImagePart(len(self.sources) - 1)
 
     def video(

@@ -86,7 +86,10 @@ class KeptAnswers:
                 param=source.param,
                 code="file_not_found",
             )
-        return replace(source, url="", ref=record.images[0])
+        [ref, *_] = record.images
+        if ref.video is not None and source.if_video is not None:
+            ref = replace(ref, video=source.if_video)
+        return replace(source, url="", ref=ref)
 
     async def get(self, tenant: str, name: str) -> Record | None:
         return await self._records.get(_owner(tenant), name)

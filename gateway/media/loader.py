@@ -47,6 +47,7 @@ class ImageSource(Struct, frozen=True):
     min_pixels: int = 0  #: the model's processor scales the image to it; 0: the model's own
     max_pixels: int = 0
     video: VideoOptions | None = None  #: None: an image, or a file by its id
+    if_video: VideoOptions | None = None  #: of a file by its id that turns out to be a video
 
     @property
     def is_video(self) -> bool:

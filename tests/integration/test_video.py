@@ -116,6 +116,8 @@ def test_an_uploaded_video_is_used_by_its_id(client: httpx.Client):
     file = client.post("/v1/files", files=files, data={"purpose": "vision"}).json()
     part = {"type": "file", "file": {"file_id": file["id"]}}
     assert num_frames(chat(client, part)) == 32
+    kwargs = {"video": {"num_frames": 5}}
+    assert num_frames(chat(client, part, media_io_kwargs=kwargs)) == 5
     assert num_frames(chat(client, video(file["id"], num_frames=6))) == 6
     assert client.get(f"/v1/files/{file['id']}/content").content == clip("mp4")
 

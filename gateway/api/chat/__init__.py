@@ -85,6 +85,7 @@ from shared.protocol import (
     TokenLogprob,
     Tokens,
     ToolCall,
+    VideoOptions,
 )
 from shared.settings.limits import LimitSettings
 
@@ -324,8 +325,9 @@ def _add_file(
 ) -> Part:
     """Raises: InvalidRequest."""
     if file.file_id is not None:
-        bounds = _pixel_bounds(request)
-        return conversation.image(file.file_id, f"{param}.file_id", role, bounds)
+        bounds, where = _pixel_bounds(request), f"{param}.file_id"
+        options = _video_options(VideoUrl(url=file.file_id), where, request, limits)
+        return conversation.image(file.file_id, where, role, bounds, options)
     data = file.file_data or ""
     media_type, _, encoded = data.partition(";base64,")
     if media_type.startswith("data:image/"):
@@ -351,10 +353,17 @@ def _add_video(
     limits: LimitSettings,
 ) -> Part:
     """Raises: InvalidRequest."""
-    default = request.media_io_kwargs
     video = VideoUrl(url=given) if isinstance(given, str) else given
-    options = video.options(param, limits, default and default.video)
+    options = _video_options(video, param, request, limits)
     return conversation.video(video.url, param, role, options, _pixel_bounds(request))
+
+
+def _video_options(
+    video: VideoUrl, param: str, request: ChatCompletionRequest, limits: LimitSettings
+) -> VideoOptions:
+    """Which frames are used, by the part or else by the request. Raises: InvalidRequest."""
+    default = request.media_io_kwargs
+    return video.options(param, limits, default and default.video)
 
 
 def _pixel_bounds(
