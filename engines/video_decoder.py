@@ -107,9 +107,7 @@ class VideoFile:
                 end = max(end, packet.pts + (packet.duration or 0))
                 if packet.is_keyframe:
                     self._keys.append(packet.pts)
-        except InvalidImage:
-            raise
-        except Exception:  # of a file that was cut off: the packets before it count
+        except av.FFmpegError:  # the file is cut off: the packets before the cut count
             pass
         if not pts:
             raise InvalidImage("The video has no frames that can be read.")
@@ -242,7 +240,7 @@ class FrameFile:
         size = self._limits.scale(*self._size, len(times))
         for time in times:
             index = round(time * self._fps)
-            image = decode_image(self._frames[index])
+            image = decode_image(self._frames[min(index, len(self._frames) - 1)])
             if image.size != self._size:
                 raise InvalidImage(f"Frame {index} is of another size than the first.")
             yield image.resize(size)

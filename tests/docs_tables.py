@@ -1,10 +1,13 @@
-"""Write the generated tables of the docs: `make docs`.
+"""Write the generated parts of the docs: `make docs`; `make docs ARGS=--numbers` writes sizes too, in a minute.
 
 A table stands between `<!-- generated: NAME -->` and `<!-- end -->`.
 """
 
+import argparse
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -15,6 +18,7 @@ from gateway.api.chat.schemas import IGNORED_FIELDS
 from gateway.api.fields import UNSUPPORTED
 from gateway.http.error_codes import ERROR_CODES
 from shared.settings.table import rows as setting_rows
+from tests.size import count
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -99,6 +103,27 @@ def ignored_fields() -> str:
     return code(IGNORED_FIELDS) + "\n"
 
 
+def numbers() -> str:
+    """Lines, files, and files of a streamed request."""
+    sizes = count(ROOT)
+    parts = [
+        f"{area}: {sizes[area][language][0]:,} lines in {sizes[area][language][1]} files"
+        for area, language in (("product", "Python"), ("tests", "Python"), ("docs", "Markdown"))
+    ]
+    ways = ", ".join(
+        str(num_request_files(*options)) for options in ((), ("--engine", "torch", "--image"))
+    )
+    return (
+        f"{'; '.join(parts)}; files of a streamed request, mock, and torch with an image: {ways}.\n"
+    )
+
+
+def num_request_files(*options: str) -> int:
+    command = [sys.executable, "-m", "tests.trace_request", *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return int(re.findall(r"^(\d+) files \(", done.stdout, re.M)[0])
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "settings": settings,
     "alerts": alerts,
@@ -119,8 +144,11 @@ def fill(page: str, tables: dict[str, Callable[[], str]]) -> str:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description="Write the generated parts of the docs.")
+    parser.add_argument("--numbers", action="store_true", help="also the sizes of the code base")
+    tables = TABLES | {"numbers": numbers} if parser.parse_args().numbers else TABLES
     for path in sorted(DOCS.glob("*.md")):
-        path.write_text(fill(path.read_text(), TABLES))
+        path.write_text(fill(path.read_text(), tables))
 
 
 if __name__ == "__main__":

@@ -144,7 +144,9 @@ class RequestMaker:
             return self.prepare(EngineCall(request_id, task), ())
         answer = self._answer(scenario, token_ids, num_tokens)
         vocab_size = self._config.text.vocab_size
-        matcher: Any = ForcedTokens(answer, vocab_size)  # has what is called of a matcher
+        matcher: Any = ForcedTokens(
+            answer, vocab_size
+        )  # has the methods of a matcher that are called
         constraint = Constraint(matcher) if answer else None
         return EngineRequest(request_id, token_ids, sampling, images, constraint=constraint)
 

@@ -12,6 +12,7 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 from PIL import Image, MpoImagePlugin, TiffImagePlugin  # noqa: F401 - Pillow loads them when first needed
@@ -66,10 +67,10 @@ def load_decoders() -> None:
         decode_image(file.getvalue(), (8, 8))
 
 
-def main() -> None:
-    """Serve on the socket whose number is the first argument; then come memory and time."""
+def run(load: Callable[[], None], serve: Callable[[socket.socket, int], None]) -> None:
+    """Load, give up rights, and serve on the socket whose number is the first argument; then come memory and time."""
     number, max_bytes, max_cpu_s = (int(argument) for argument in sys.argv[1:4])
-    load_decoders()
+    load()
     restrict(max_bytes)
     confine()
     with socket.socket(fileno=number) as sock, suppress(EOFError, OSError):
@@ -77,4 +78,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(load_decoders, serve)

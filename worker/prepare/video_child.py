@@ -7,7 +7,6 @@ and a message; a refusal ends the video.
 
 import io
 import socket
-import sys
 from contextlib import suppress
 
 import av.logging
@@ -17,14 +16,12 @@ from PIL import Image
 from engines.base import FrameLimits, InvalidImage
 from engines.child_process import (
     READY,
-    confine,
     receive_message,
-    restrict,
     send_message,
 )
 from engines.video_decoder import CODECS, FrameFile, VideoFile, open_video
 from shared.protocol import FRAMES_TYPE
-from worker.prepare.decoder_child import allow_cpu
+from worker.prepare.decoder_child import allow_cpu, run
 from worker.prepare.video_pool import REFUSAL, SIZE, VALUE, Head, Refusal
 
 
@@ -58,6 +55,7 @@ def _send(sock: socket.socket, status: bytes, message: bytes) -> None:
 
 def load_decoders() -> None:
     """Decode a clip that is made here, so that PyAV and Pillow load what they load when first needed."""
+    av.logging.set_level(None)
     for name in CODECS:
         av.Codec(name, "r")
     file = io.BytesIO()
@@ -79,16 +77,5 @@ def load_decoders() -> None:
     list(open_video(frames, FRAMES_TYPE, limits, 1.0, 0.0, 0.0, 1.0).frames([0.0]))
 
 
-def main() -> None:
-    """Serve on the socket whose number is the first argument; then come memory and time."""
-    number, max_bytes, max_cpu_s = (int(argument) for argument in sys.argv[1:4])
-    av.logging.set_level(None)
-    load_decoders()
-    restrict(max_bytes)
-    confine()
-    with socket.socket(fileno=number) as sock, suppress(EOFError, OSError):
-        serve(sock, max_cpu_s)
-
-
 if __name__ == "__main__":
-    main()
+    run(load_decoders, serve)
