@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import av
+import av.error
 import av.stream
 import msgspec
 from PIL import Image
@@ -107,7 +108,7 @@ class VideoFile:
                 end = max(end, packet.pts + (packet.duration or 0))
                 if packet.is_keyframe:
                     self._keys.append(packet.pts)
-        except av.FFmpegError:  # the file is cut off: the packets before the cut count
+        except av.error.FFmpegError:  # the file is cut off: the packets before the cut count
             pass
         if not pts:
             raise InvalidImage("The video has no frames that can be read.")
