@@ -54,7 +54,7 @@ def test_a_request_is_one_trace_with_a_span_for_each_stage(tmp_path: Path):
             assert answer.status_code == 200, answer.text
             assert answer.headers["traceparent"][3:35] == "a" * 32
             spans = collector.wait_for(2 + len(TOLD) + 1)  # the queue has two: Redis and engine
-            line = next(line for line in fleet.process.stderr or () if "request ended" in line)
+            line = next(line for line in fleet.process.stderr or () if '"outcome"' in line)
         finally:
             fleet.end()
     check(spans, answer.json()["timings"], "b" * 16)
