@@ -13,32 +13,32 @@ local function count_usage(spent, model, request, is_lost)
     mark, images, input, cached, output, image, reserved, budget =
       string.match(r[5], '^([*+]?)(%d+) (%S+) (%S+) (%S+) (%S+) (%d+) (.*)$')
   end
-  local function free()
-    if budget ~= '' and redis.call('ZREM', budget .. ':open', reserved .. ' ' .. request) == 1 then
-      redis.call('HINCRBY', budget, 'reserved', '-' .. reserved)
+  local num_requests, num_input, num_cached, num_images = 0, 0, 0, 0
+  if not is_lost then
+    if mark == '' then num_requests = 1 end
+    if mark ~= '+' then
+      num_input, num_cached = tonumber(r[2] or 0), tonumber(r[3] or 0)
+      if r[2] then num_images = tonumber(images) end
     end
+    local cost = (num_input - num_cached) * input + num_cached * cached + r[4] * output + num_images * image
+    cost = string.format('%.0f', math.floor(cost + 0.5))
+    local now = redis.call('TIME')
+    local day, owner = spent .. math.floor(now[1] / 86400), ' ' .. (r[1] or '') .. ' ' .. model
+    -- A user of an older release may not write here: then nothing is counted.
+    local sum = redis.pcall('HINCRBY', day, 'requests' .. owner, num_requests)
+    if type(sum) == 'table' then return end
+    if sum == num_requests and redis.call('HSETNX', day, '', string.format('%d%06d', now[1], now[2])) == 1 then
+      redis.call('PEXPIRE', day, SPENT_TTL_MS)
+    end
+    if num_input > 0 then redis.call('HINCRBY', day, 'input' .. owner, r[2]) end
+    if num_cached > 0 then redis.call('HINCRBY', day, 'cached' .. owner, r[3]) end
+    if num_images > 0 then redis.call('HINCRBY', day, 'images' .. owner, images) end
+    if r[4] ~= '0' then redis.call('HINCRBY', day, 'output' .. owner, r[4]) end
+    if cost ~= '0' then redis.call('HINCRBY', day, 'cost' .. owner, cost) end
+    if budget ~= '' then redis.call('HINCRBY', budget, 'spent', cost) end
   end
-  if is_lost then return free() end
-  local counts = {requests = 0, input = 0, cached = 0, images = 0, output = tonumber(r[4])}
-  if mark ~= '+' then
-    counts = {requests = mark == '' and 1 or 0, input = tonumber(r[2] or 0), cached = tonumber(r[3] or 0), output = counts.output,
-      images = r[2] and tonumber(images) or 0}
+  if budget ~= '' and redis.call('ZREM', budget .. ':open', reserved .. ' ' .. request) == 1 then
+    redis.call('HINCRBY', budget, 'reserved', '-' .. reserved)
   end
-  counts.cost = math.floor((counts.input - counts.cached) * input + counts.cached * cached + counts.output * output
-    + counts.images * image + 0.5)
-  local now_s, now_us = unpack(redis.call('TIME'))
-  local day, owner = spent .. string.format('%d', now_s / 86400), ' ' .. (r[1] or '') .. ' ' .. model
-  -- A user of an older release may not write here: then nothing is counted.
-  local num_requests = redis.pcall('HINCRBY', day, 'requests' .. owner, counts.requests)
-  if type(num_requests) == 'table' then return end
-  if num_requests == counts.requests and redis.call('HSETNX', day, '', string.format('%d%06d', now_s, now_us)) == 1 then
-    redis.call('PEXPIRE', day, SPENT_TTL_MS)
-  end
-  counts.requests = 0
-  for kind, count in pairs(counts) do
-    if count > 0 then redis.call('HINCRBY', day, kind .. owner, string.format('%.0f', count)) end
-  end
-  free()
-  if budget ~= '' then redis.call('HINCRBY', budget, 'spent', string.format('%.0f', counts.cost)) end
 end
 
