@@ -1,0 +1,110 @@
+"""Streams of a server that keeps its connections, in chunks of any size."""
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+
+import pytest
+
+from engines.upstream.client import StreamEvent, UpstreamClient
+
+HEAD = "HTTP/1.1 {} x\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+@dataclass
+class Server:
+    """Answers each request with the next of `answers`; None closes the connection in the middle of a chunk."""
+
+    answers: list[list[bytes | None]]
+    status: int = 200
+    heads: list[bytes] = field(default_factory=list)
+    num_connections: int = 0
+
+    def serve(self, listener: socket.socket) -> None:
+        with suppress(OSError):  # the listener is closed
+            while True:
+                connection, _ = listener.accept()
+                self.num_connections += 1
+                threading.Thread(target=self._talk, args=(connection,), daemon=True).start()
+
+    def _talk(self, connection: socket.socket) -> None:
+        with connection, connection.makefile("rb") as received:
+            while self._read(received) and self._answer(connection):
+                pass
+
+    def _read(self, received) -> bool:
+        lines = []
+        while line := received.readline().strip():
+            lines.append(line)
+        self.heads.append(b"\n".join(lines))
+        lengths = [
+            int(line.split(b":")[1]) for line in lines if line.lower().startswith(b"content-length")
+        ]
+        received.read(sum(lengths))
+        return bool(lines)
+
+    def _answer(self, connection: socket.socket) -> bool:
+        if self.heads[-1].startswith(b"GET"):
+            connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+            return True
+        connection.sendall(HEAD.format(self.status).encode())
+        for piece in self.answers.pop(0):
+            if piece is None:
+                connection.sendall(b"40\r\ndata: cut")
+                return False
+            connection.sendall(b"%x\r\n%b\r\n" % (len(piece), piece))
+        connection.sendall(b"0\r\n\r\n")
+        return True
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener
+
+
+def start(server: Server, listener: socket.socket) -> UpstreamClient:
+    threading.Thread(target=server.serve, args=(listener,), daemon=True).start()
+    port = listener.getsockname()[1]
+    return UpstreamClient(f"http://127.0.0.1:{port}", "key", 4, 60.0, "/health")
+
+
+def ask(client: UpstreamClient, stream_id: str) -> list[StreamEvent]:
+    """All events of a stream, with the one that it ended early."""
+    client.start(stream_id, "/generate", b"{}")
+    events: list[StreamEvent] = []
+    while not events or events[-1].kind == "data":
+        events += client.receive(0.05)
+    return events
+
+
+def test_events_are_whole_whatever_the_chunks_and_a_connection_is_used_again(listener):
+    pieces: list[bytes | None] = [b"data: one\n\nda", b"ta: t", b"wo\n\ndata:three\n\n: note\n"]
+    server = Server([pieces, [b"data: four\n\n"]])
+    with closing(start(server, listener)) as client:
+        *first, _ = ask(client, "a")
+        *second, _ = ask(client, "b")
+    assert [event.data for event in first] == [b"one", b"two", b"three"]
+    assert [(event.stream_id, event.data) for event in second] == [("b", b"four")]
+    asked = [head for head in server.heads if head.startswith(b"POST /generate HTTP/1.1")]
+    assert all(b"Bearer key" in head for head in asked)
+    assert len(asked) == 2
+    assert server.num_connections == 2  # one of streams, one of health checks
+
+
+def test_a_response_that_is_cut_is_reported_and_the_server_asked_for_its_health(listener):
+    server = Server([[b"data: one\n\n", None], [b"data: two\n\n"]])
+    with closing(start(server, listener)) as client:
+        first = ask(client, "a")
+        second = ask(client, "b")
+    assert [event.kind for event in first] == ["data", "broken"]
+    assert [event.data for event in second[:-1]] == [b"two"]
+
+
+def test_a_refusal_comes_whole_with_its_status(listener):
+    server = Server([[b'{"err', b'or": 1}']], status=418)
+    with closing(start(server, listener)) as client:
+        [event] = ask(client, "a")
+    assert (event.kind, event.status, event.data) == ("refused", 418, b'{"error": 1}')
