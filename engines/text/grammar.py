@@ -110,7 +110,7 @@ class GrammarCompiler:
             body, others = _to_body(grammar)
         except _Refusal as refusal:
             raise refusal.to_error(grammar.param) from None
-        return to_source(f"start: {self._space} answer\n{body}", **others)
+        return self._bare_source(body, others)
 
     def compile_tools(
         self, tools: Tools, form: ToolFormat, grammar: Grammar | None, *, is_thinking: bool = False
@@ -119,6 +119,17 @@ class GrammarCompiler:
 
         Unsupported schemas of functions accept any object, unless they are strict. Raises: as `compile`.
         """
+        return self._compile_tools(tools, form, grammar, is_thinking=is_thinking)[0]
+
+    def tools_source(self, tools: Tools, form: ToolFormat) -> str:
+        """The grammar of function calls without reasoning, in the syntax of llguidance. Raises: as `compile`."""
+        _, body, others = self._compile_tools(tools, form, None, is_thinking=False)
+        return self._bare_source(body, others)
+
+    def _compile_tools(
+        self, tools: Tools, form: ToolFormat, grammar: Grammar | None, *, is_thinking: bool
+    ) -> tuple[Constraint, str, dict[str, str]]:
+        """The constraint, and the rules that it was made of."""
         others: dict[str, str] = {}
         rules = ""
         if tools.is_required:
@@ -136,7 +147,8 @@ class GrammarCompiler:
             try:
                 body = "\n".join((head, rules, _to_rules(tools, form, is_loose=is_loose)))
                 is_json = grammar is None or grammar.kind == "json"
-                return self._constrain(body, others, is_thinking=is_thinking, is_json=is_json)
+                constraint = self._constrain(body, others, is_thinking=is_thinking, is_json=is_json)
+                return constraint, body, others
             except _Refusal as refusal:
                 if is_loose or is_strict:
                     raise refusal.to_error("tools") from None
@@ -159,6 +171,9 @@ class GrammarCompiler:
     def _space(self) -> str:
         return '" "' if self._tokenizer.drops_leading_space else '""'
 
+    def _bare_source(self, body: str, others: dict[str, str]) -> str:
+        return to_source(f"start: {self._space} answer\n{body}", **others)
+
     def _to_source(self, body: str, others: dict[str, str], *, is_thinking: bool) -> str:
         """The grammar of the whole output, with reasoning; `body` has the rule `answer`.
 
@@ -166,7 +181,7 @@ class GrammarCompiler:
         """
         space = self._space
         if self._reasoning is None:
-            return to_source(f"start: {space} answer\n{body}", **others)
+            return self._bare_source(body, others)
         form = self._reasoning.form
         rules = [
             f"thought[suffix={json.dumps(form.end)}]: /(?s:.*)/",

@@ -76,11 +76,12 @@ class UpstreamEngine(StreamEngine[UpstreamRequest], PromptingEngine[UpstreamRequ
         assert isinstance(task, Generate)  # the worker checks the task against the capabilities
         tools = self._choose_tools(task.tools)
         prompt = self._build_prompt(task, images, tools)
-        if task.grammar is not None and prompt.is_thinking:
+        is_forced = tools is not None and tools.is_required
+        if (task.grammar is not None or is_forced) and prompt.is_thinking:
             raise InvalidRequest(
                 "this model reasons before it answers, and its engine would apply the grammar to the reasoning: "
                 "disable thinking",
-                task.grammar.param,
+                "tool_choice" if task.grammar is None else task.grammar.param,
             )
         request = UpstreamRequest(
             call.request_id,
@@ -103,6 +104,12 @@ class UpstreamEngine(StreamEngine[UpstreamRequest], PromptingEngine[UpstreamRequ
             if self._dialect.runs_grammar_source:
                 self._check_conformity(constraint, request, task.grammar.param)
                 request = replace(request, grammar_source=self._grammars.source(task.grammar))
+        if is_forced and self._grammars is not None:
+            assert tools is not None
+            constraint = self._grammars.compile_tools(tools, self.processor.tool_format, None)
+            self._check_conformity(constraint, request, "tool_choice")
+            source = self._grammars.tools_source(tools, self.processor.tool_format)
+            request = replace(request, grammar_source=source)
         return replace(request, max_tokens=self._max_output_tokens(request))
 
     def _check_conformity(
@@ -119,10 +126,12 @@ class UpstreamEngine(StreamEngine[UpstreamRequest], PromptingEngine[UpstreamRequ
 
     def _choose_tools(self, tools: Tools | None) -> Tools | None:
         if tools is not None and tools.is_required:
-            raise InvalidRequest(
-                "this model's engine cannot force a function call: send tool_choice auto",
-                "tool_choice",
-            )
+            if self._grammars is None or not self._dialect.runs_grammar_source:
+                raise InvalidRequest(
+                    "this model's engine cannot force a function call: send tool_choice auto",
+                    "tool_choice",
+                )
+            return tools
         return tools if self.processor.shows_tools else None
 
     def load_adapter(self, directory: Path, limits: AdapterLimits) -> Adapter:

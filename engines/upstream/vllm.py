@@ -145,7 +145,7 @@ class Vllm(Dialect):
     def _plugin_arguments(self, request: UpstreamRequest, num_done: int) -> dict[str, Any]:
         """Parameters that the logits processor applies instead of vLLM; empty: none."""
         found: dict[str, Any] = {}
-        if self.runs_grammar_source and request.grammar is not None:
+        if request.grammar_source:
             found["grammar"] = request.grammar_source
         if self.runs_grammar_source and has_output_penalty(request.sampling) and num_done:
             found["presence_penalty"] = request.sampling.presence_penalty

@@ -177,6 +177,7 @@ def plugin_engine(checkpoint: Path, server: StandIn) -> Iterator[UpstreamEngine]
 
 
 LARK = Grammar("lark", 'start: "a"', "guided_grammar")
+FORCED = Tools((Function("f", "{}"),), is_required=True)
 
 
 @pytest.mark.parametrize(
@@ -184,6 +185,7 @@ LARK = Grammar("lark", 'start: "a"', "guided_grammar")
     [
         pytest.param({"grammar": SCHEMA}, {"grammar"}, {"grammar"}, id="schema"),
         pytest.param({"grammar": LARK}, {"grammar"}, {"grammar"}, id="lark"),
+        pytest.param({"tools": FORCED}, {"grammar"}, {"grammar"}, id="function call"),
         pytest.param({"presence_penalty": 1.0}, set(), PENALTIES, id="penalty"),
         pytest.param({}, set(), set(), id="plain"),
     ],
@@ -404,11 +406,10 @@ def test_tenants_have_caches_of_their_own(engine: UpstreamEngine, api: str, serv
 
 
 def test_parameters_that_an_api_lacks_are_refused_by_name(engine: UpstreamEngine, api: str):
-    tools = Tools((Function("f", "{}"),), is_required=True)
     refused: dict[str, dict[str, Any]] = {
         "prompt_logprobs": {"num_prompt_logprobs": 1},
         "guided_grammar": {"grammar": Grammar("lark", 'start: "a"', "guided_grammar")},
-        "tool_choice": {"tools": tools},
+        "tool_choice": {"tools": FORCED},
     }
     if api == "sglang":
         refused["allowed_token_ids"] = {"allowed_token_ids": (70,)}

@@ -18,6 +18,7 @@ from shared.protocol import (
     Embed,
     ErrorCode,
     FinishReason,
+    Function,
     Generate,
     Grammar,
     ImagePart,
@@ -25,6 +26,7 @@ from shared.protocol import (
     SamplingParams,
     TextPart,
     TokensPart,
+    Tools,
 )
 from tests.engines.upstream.asking import answer, ids_of, prepare_image, text_of
 from tests.engines.upstream.vllm import CONTEXT, make_settings, run_vllm, write_model
@@ -81,11 +83,12 @@ def make_call(
     grammar: Grammar | None = None,
     num_images: int = 0,
     adapter: str = "",
+    tools: Tools | None = None,
     **sampling: Any,
 ) -> EngineCall:
     parts = (*(ImagePart(index) for index in range(num_images)), TextPart("one two three"))
     wanted = SamplingParams(**{"temperature": 0.0, "max_tokens": 24, **sampling})
-    task = Generate((ChatMessage("user", parts),), wanted, grammar=grammar)
+    task = Generate((ChatMessage("user", parts),), wanted, grammar=grammar, tools=tools)
     return EngineCall(request_id, task, output_token_ids=output_token_ids, adapter=adapter)
 
 
@@ -135,6 +138,19 @@ def test_a_grammar_holds_after_a_takeover_too(engine: UpstreamEngine, grammar: G
     again = make_call("again", tuple(ids_of(whole)[:cut]), **wanted)
     assert engine.can_continue(again.task)
     assert ids_of(run(engine, again)) == ids_of(whole)[cut:]
+
+
+def test_a_function_call_is_forced_and_continued(engine: UpstreamEngine):
+    schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}
+    schema["additionalProperties"] = False
+    tools = Tools((Function("look", json.dumps(schema)),), is_required=True)
+    wanted: dict[str, Any] = {"tools": tools, "max_tokens": 200}
+    whole = run(engine, make_call(**wanted))
+    assert whole[-1].finish_reason is FinishReason.STOP
+    names = {piece.name for output in whole for piece in output.calls if piece.name}
+    assert names == {"look"}
+    again = make_call("again", tuple(ids_of(whole)[:3]), **wanted)
+    assert ids_of(run(engine, again)) == ids_of(whole)[3:]
 
 
 def test_penalties_count_the_tokens_of_earlier_attempts(engine: UpstreamEngine):
