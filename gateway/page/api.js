@@ -50,6 +50,11 @@ export async function revokeKey(name) {
   return (await call(`v1/admin/keys/${encodeURIComponent(name)}`, { method: "DELETE" })).json();
 }
 
+/** `{count, max_model_len}` of messages. Throws ApiError. */
+export async function countTokens(body) {
+  return (await post("tokenize", body)).json();
+}
+
 /** The OpenAPI document. Throws ApiError. */
 export async function readDocument() {
   return (await call("openapi.json")).json();

@@ -136,13 +136,15 @@ export class ImageTray {
     this.onChange = onChange;
   }
 
-  /** `maxPixels` is of one image. */
+  /** `maxPixels` is of one image. Returns what was added. */
   async add(blob, name, maxPixels) {
     const isClip = blob.type.startsWith("video/");
-    this.images.push(isClip
+    const added = isClip
       ? { name: name || "video", url: await toDataUrl(blob) }
-      : await readImage(blob, name || "image", { ...CHAT_SIZE, maxPixels }));
+      : await readImage(blob, name || "image", { ...CHAT_SIZE, maxPixels });
+    this.images.push(added);
     this.show();
+    return added;
   }
 
   /** Empty the tray; returns what was in it. */

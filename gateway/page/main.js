@@ -1,10 +1,10 @@
 // The page's life: who is asked, what is sent, what comes back. The parts know nothing of each other.
 
-import { ApiError, listModels, streamAnswer } from "./api.js";
+import { ApiError, countTokens, listModels, streamAnswer } from "./api.js";
 import { addCalls, Conversation } from "./conversation.js";
 import { HistoryView } from "./history.js";
 import { askForKey } from "./key_dialog.js";
-import { filesIn, ImageTray } from "./images.js";
+import { filesIn, ImageTray, isVideo } from "./images.js";
 import { SearchView } from "./search.js";
 import { findProblem } from "./limits.js";
 import { describeModel, readSettings, showModels } from "./settings.js";
@@ -179,12 +179,23 @@ function submit() {
 async function addFiles(files) {
   for (const file of files) {
     try {
-      await tray.add(file, file.name, chosenModel()?.limits?.max_image_pixels);
+      const added = await tray.add(file, file.name, chosenModel()?.limits?.max_image_pixels);
+      if (isVideo(added) && !hint.textContent) await showTokens(added);
     } catch (error) {
       showHint(error.message);
     }
   }
   question.focus();
+}
+
+/** Say how much of the model's context a video takes, or that the model refuses it. */
+async function showTokens({ name, url }) {
+  const { id: model, tasks } = chosenModel() ?? {};
+  if (!tasks?.includes("tokenize")) return;
+  const messages = [{ role: "user", content: [{ type: "video_url", video_url: { url } }] }];
+  const { count, max_model_len: most } = await countTokens({ model, messages });
+  const [taken, room] = [count, most].map((number) => number?.toLocaleString("en"));
+  showHint(`${name} takes ${taken}${room ? ` of ${room}` : ""} tokens.`);
 }
 
 async function addSample(blob, name) {
