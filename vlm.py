@@ -68,7 +68,6 @@ for command in (
     engines.cli.pull,
     engines.cli.rm,
     engines.cli.make_checkpoint,
-    engines.cli.quantize,
     settings,
 ):
     app.command()(command)
@@ -93,7 +92,7 @@ app.add_typer(loadtest.cli.app, name="loadtest")
 _GROUPS = {
     "Serve": "serve gateway worker node search-node settings",
     "Ask": "chat embed search store run session",
-    "Models": "models pull rm quantize make-checkpoint",
+    "Models": "models pull rm make-checkpoint",
     "Deploy": "deploy apps app logs promote rollback scale route undeploy gc",
     "Operate": "nodes drain keys usage forget audit plan",
     "Measure": "bench loadtest",

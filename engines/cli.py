@@ -1,4 +1,4 @@
-"""The commands `vlm make-checkpoint`, `vlm quantize`, `vlm models`, `vlm pull` and `vlm rm`.
+"""The commands `vlm make-checkpoint`, `vlm models`, `vlm pull` and `vlm rm`.
 
 They import torch when they run.
 """
@@ -50,28 +50,6 @@ def make_checkpoint(
     from engines.torch_backend.loading.make_checkpoint import run
 
     run(shape, directory, seed, layers)
-
-
-def quantize(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="Name, directory or hub id.")],
-    target: Annotated[Path, typer.Argument(metavar="DST", help="Directory; new or empty.")],
-    scheme: Annotated[Literal["int8", "int4"], typer.Option(help="Type of the decoder's weights.")],
-    head: Annotated[
-        Literal["none", "int8"], typer.Option(help="Type of the head's weights.")
-    ] = "none",
-) -> None:
-    """Save a checkpoint with a quantized decoder in the compressed-tensors format."""
-    from engines.base import EngineStartError
-    from engines.packages.resolve import check_reference
-
-    _require_torch()
-    try:
-        check_reference(source)
-    except EngineStartError as problem:
-        sys.exit(f"quantize: {problem}")
-    from engines.torch_backend.loading.quantize_checkpoint import run
-
-    run(source, target, scheme, head)
 
 
 def models(

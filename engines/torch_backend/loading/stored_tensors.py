@@ -138,27 +138,14 @@ def _weight_files(directory: Path) -> list[Path]:
     raise UnsupportedCheckpoint(f"the checkpoint has no {SINGLE_FILE} and no {INDEX_FILE}")
 
 
-def check_new(target: Path) -> None:
-    """See that a directory can be written there, and make nothing.
-
-    Raises: FileExistsError if there is something in `target`, PermissionError, OSError.
-    """
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise FileExistsError(f"{target} is not empty; name a new directory")
-    parent = next(path for path in target.absolute().parents if path.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        raise PermissionError(
-            f"{target} cannot be written: {parent} is not a directory that you can write to; choose another"
-        )
-
-
 @contextmanager
 def new_directory(target: Path) -> Iterator[Path]:
     """A directory beside `target` that gets its name when all is written, and goes when anything fails.
 
-    Raises: as `check_new`.
+    Raises: FileExistsError if there is something in `target`, OSError.
     """
-    check_new(target)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise FileExistsError(f"{target} is not empty")
     target.parent.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
