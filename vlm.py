@@ -67,7 +67,6 @@ for command in (
     engines.cli.models,
     engines.cli.pull,
     engines.cli.rm,
-    engines.cli.make_checkpoint,
     settings,
 ):
     app.command()(command)
@@ -92,7 +91,7 @@ app.add_typer(loadtest.cli.app, name="loadtest")
 _GROUPS = {
     "Serve": "serve gateway worker node search-node settings",
     "Ask": "chat embed search store run session",
-    "Models": "models pull rm make-checkpoint",
+    "Models": "models pull rm",
     "Deploy": "deploy apps app logs promote rollback scale route undeploy gc",
     "Operate": "nodes drain keys usage forget audit plan",
     "Measure": "bench loadtest",

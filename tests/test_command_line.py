@@ -204,7 +204,7 @@ def test_no_colours_are_printed_where_they_are_not_wanted(command):
         (["gateway", *REDIS, "--set", "nothing=1"], {"torch", "numpy", "engines.base", "worker.main", "locust"}),
         (["models"], TENSORS),
         (["models", "--nothing"], TENSORS),
-        (["make-checkpoint", "new", "--shape", "huge"], TENSORS),
+        (["bench", "checkpoint", "new", "--shape", "huge"], TENSORS),
         (["search", "engines/packages/shapes_clip/samples", "x", "--model", "no such model"], TENSORS),
         (["worker", *REDIS, "--model", "no such model"], TENSORS),
         (["chat", "--url", "http://127.0.0.1:9", "x"], {"torch", "starlette", "uvicorn", "shared.settings.tree"}),

@@ -31,7 +31,6 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
         ("worker --redis-url unix:///nowhere", TORCH),
         ("search-node --url unix:///tmp/nowhere.sock", SEARCH),
         ("models --check", TORCH),
-        ("make-checkpoint new", TORCH),
         ("embed README.md --output new", SEARCH),
         ("search . x", SEARCH),
     ],
