@@ -190,8 +190,6 @@ class ActiveRequest(Struct, eq=False):
 #: Makes the spans of a request that ends: the engine's own stages, if it has measured them, and the
 #: outcome.
 Trace = Callable[[ActiveRequest, StageTimings | None, str], None]
-#: Called with a request that the engine has answered, with its last output.
-OnFinished = Callable[[ActiveRequest, EngineOutput], None]
 
 
 @dataclass(slots=True)
@@ -204,7 +202,6 @@ class ActiveRequests:
     _max_num_seqs: int
     _begin: Callable[[Claim], Awaitable[bool]]  #: marks a possible poison request as started
     _trace: Trace | None = None
-    _on_finished: OnFinished | None = None
     _active_requests: dict[str, ActiveRequest] = field(default_factory=dict)  #: by request id
     _by_engine_id: dict[str, ActiveRequest] = field(default_factory=dict)
     #: Claimed, to be started when the way is clear.
@@ -370,8 +367,6 @@ class ActiveRequests:
             outcome = "ok" if last.error is None else last.error_code.value
             self._trace(active, last.timings, outcome)
         if last.finish_reason is not None:  # the engine has forgotten it already
-            if self._on_finished is not None:
-                self._on_finished(active, last)
             del self._by_engine_id[active.engine_id]
             self._engine.note_end(active.engine_id)
 

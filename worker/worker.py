@@ -13,9 +13,8 @@ from typing import Literal
 
 from redis.exceptions import RedisError
 
-from engines.base import EngineOutput, LoadedEngine
-from shared.packages.latency import RecentCounts
-from shared.protocol import ErrorCode, Generate
+from engines.base import LoadedEngine
+from shared.protocol import ErrorCode
 from shared.queue.api import Claim, Publication, QueueUnavailable, WorkerQueue, shard_of
 from shared.queue.registry import Registry, WorkerRecord
 from shared.redis.client import BLOCK_S
@@ -72,9 +71,7 @@ class Worker:
             self._max_num_seqs,
             self._begin,
             tracer and tracer.trace,
-            self._count_times if self._card.package else None,
         )
-        self._first_times, self._token_times = RecentCounts(), RecentCounts()
         engine.on_events = self.active_requests.on_events
         self._stopping = asyncio.Event()
         self._hurrying = asyncio.Event()
@@ -204,25 +201,10 @@ class Worker:
             num_steps=stats.num_steps,
             num_finished=self._num_ended["finished"],
             num_failed=self._num_ended["failed"],
-            first_counts=self._first_times.read(),
-            token_counts=self._token_times.read(),
             state=state,
         )
         await self._registry.announce(record, self._record_ttl_s)
         self._last_contact_at = time.monotonic()
-
-    def _count_times(self, active: ActiveRequest, last: EngineOutput) -> None:
-        """Record the time of an answer of a deployment, without its wait, unless it was taken over."""
-        spent, usage = last.timings, last.usage
-        if spent is None or usage is None or active.num_published:
-            return
-        first_s = active.added_at - active.started_at + spent.vision_s + spent.prefill_s
-        if not isinstance(active.call.task, Generate):
-            self._first_times.add(first_s + spent.decode_s)
-            return
-        self._first_times.add(first_s)
-        if usage.num_output_tokens > 1:
-            self._token_times.add(spent.decode_s / (usage.num_output_tokens - 1))
 
     @property
     def _record_ttl_s(self) -> float:

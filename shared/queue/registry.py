@@ -34,10 +34,6 @@ class WorkerRecord(Report, frozen=True, omit_defaults=True):
     num_steps: int = 0
     num_finished: int = 0  #: requests since its start
     num_failed: int = 0
-    #: Latest answers of a deployment by latency bucket (`shared.packages.latency`): time to the first token, or of
-    #: a whole answer of other tasks; and mean time per further token.
-    first_counts: dict[int, int] = msgspec.field(default_factory=dict)
-    token_counts: dict[int, int] = msgspec.field(default_factory=dict)
     state: Literal["ready", "draining"] = "ready"
 
 
