@@ -43,8 +43,6 @@ Trace = dict[str, Any]
 
 
 class Figure(msgspec.Struct):
-    """One plot with the `data` and `layout` of plotly.js."""
-
     title: str
     note: str
     data: list[Trace]

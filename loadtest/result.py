@@ -74,7 +74,6 @@ class Sight:
 
     @property
     def offered_rate(self) -> float:
-        """Requests/s that were intended."""
         return len(self.asked) / self.phase.length_s
 
     @property
@@ -88,7 +87,6 @@ class Sight:
 
     @property
     def good_rate(self) -> float:
-        """Goodput: correct answers/s within the objective."""
         return len(self.good) / self.phase.length_s
 
     @property
@@ -102,7 +100,6 @@ class Sight:
 
 
 def sights(result: Result, parts: Sequence[Phase]) -> list[Sight]:
-    """Consecutive parts of a run."""
     starts = [part.start_s for part in parts]
     groups: list[list[Record]] = [[] for _ in parts]
     for record in result.records:
@@ -115,7 +112,6 @@ def sights(result: Result, parts: Sequence[Phase]) -> list[Sight]:
 
 
 def kind_of(record: Record) -> str:
-    """Scenario and kind of response, which are compared separately."""
     return f"{record.scenario}, {STREAMED if record.is_streamed else WHOLE}"
 
 
@@ -141,12 +137,10 @@ def failures(result: Result) -> Counter[str]:
 
 
 def failure_ratio(result: Result) -> float:
-    """The ratio of failed requests; 1 without any."""
     return failures(result).total() / len(result.records) if result.records else 1.0
 
 
 def mean_stages_s(records: Iterable[Record]) -> dict[str, float]:
-    """The mean time of each stage, of records with stages."""
     measured = [record.stages_s for record in records if record.stages_s]
     return (
         {name: fmean(stages.get(name, 0.0) for stages in measured) for name in measured[0]}

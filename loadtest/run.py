@@ -163,7 +163,6 @@ def driver(order: Order, complaints: int) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def watch(reader: Thread, plan: Plan, records: list[Record]) -> None:
-    """Show progress until the load ends."""
     columns = (TextColumn("loading"), BarColumn(), TextColumn("{task.description}"))
     latencies_s: list[float] = []
     num_seen = num_failures = 0

@@ -92,8 +92,6 @@ def _refuse(claim: Claim, code: ErrorCode, message: str, dead_reason: str = "") 
 
 
 class ActiveRequest(Struct, eq=False):
-    """A claim and its progress. Instants are of `time.monotonic`."""
-
     claim: Claim
     request_id: str  #: the request's id on the wire
     engine_id: str  #: inside the engine: outputs of an earlier attempt are not taken for ours
@@ -130,7 +128,6 @@ class ActiveRequest(Struct, eq=False):
 
     @property
     def is_batch(self) -> bool:
-        """Whether it yields to interactive requests."""
         return self.call.priority is Priority.BATCH
 
     def note_media(self, seconds: float) -> None:
@@ -215,7 +212,6 @@ class ActiveRequests:
         return list(self._active_requests.values())
 
     def find(self, claim: Claim) -> ActiveRequest | None:
-        """The active request of this claim, if there is one."""
         active = self._active_requests.get(claim.id)
         return active if active is not None and active.claim is claim else None
 
@@ -234,7 +230,6 @@ class ActiveRequests:
         return max(0, self._max_num_seqs - len(self._active_requests))
 
     def is_held_up(self) -> bool:
-        """Whether a request runs alone, or waits to."""
         return bool(self._parked) or any(
             active.is_alone for active in self._active_requests.values()
         )
@@ -317,7 +312,6 @@ class ActiveRequests:
             self._refuse(active, error)
 
     def _answer(self, active: ActiveRequest, made: Tokenization) -> None:
-        """Finish a request of tokenization."""
         task = active.call.task
         assert isinstance(task, Tokenize)
         active.added_at = time.monotonic()
@@ -371,7 +365,6 @@ class ActiveRequests:
             self._engine.note_end(active.engine_id)
 
     def _refuse(self, active: ActiveRequest, error: Exception) -> None:
-        """End a request that cannot be prepared."""
         if not isinstance(error, RequestError):
             logger.error("could not prepare request %s", active.request_id, exc_info=error)
             self.fail(active, ErrorCode.ENGINE_FAILURE, "the request could not be prepared")

@@ -39,8 +39,6 @@ LONGEST_PAUSE_S = 1.0
 
 
 class Worker:
-    """One worker around one engine, from `run` until `stop`."""
-
     def __init__(
         self,
         worker_id: str,
@@ -243,7 +241,6 @@ class QueueLoops:
         self._renewed_at = time.monotonic()
 
     def claiming(self) -> tuple[Coroutine[None, None, None], ...]:
-        """The loops that end as the worker stops."""
         return (
             repeat(self._claim_once, "claim requests"),
             repeat(self._claim_batch_once, "claim batch work"),
@@ -258,7 +255,6 @@ class QueueLoops:
         )
 
     def active(self) -> list[ActiveRequest]:
-        """The active requests of this shard."""
         if not self._others:
             return self._active_requests.all()
         return [
@@ -269,7 +265,6 @@ class QueueLoops:
         ]
 
     async def _claim_once(self) -> None:
-        """Claim interactive requests that the engine can start soon."""
         while (room := self._limit(self._active_requests.room())) == 0:
             await self._active_requests.wait_for_change()
         claims = await self.queue.read(room, BLOCK_S)
@@ -285,7 +280,6 @@ class QueueLoops:
             await self._active_requests.wait_for_change(ENGINE_FIRST_S)
 
     async def _claim_batch_once(self) -> None:
-        """Claim batch requests while no interactive ones wait."""
         while not self.queue.num_backlog:
             self._batch_waits.clear()
             await self._batch_waits.wait()

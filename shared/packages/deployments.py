@@ -116,7 +116,6 @@ class History(msgspec.Struct):
 
     @property
     def last(self) -> Generation:
-        """The latest generation; there is one."""
         return self.generations[max(self.generations)]
 
     @property

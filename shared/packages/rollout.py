@@ -130,7 +130,6 @@ class App(msgspec.Struct, frozen=True):
         return None
 
     def of(self, digest: str, *states: SlotState) -> list[Slot]:
-        """The slots of a version, in these states if given."""
         return [s for s in self.slots if s.digest == digest and (not states or s.state in states)]
 
 
@@ -186,7 +185,6 @@ NO_LOAD = Load()
 
 
 def admit(app: App, generation: Generation, now: float) -> App:
-    """Admit a new generation: its version starts as the candidate."""
     app = replace(app, number=generation.number, message="")
     if not generation.digest:
         app = _note(app, now, f"generation {generation.number}: undeployed")
@@ -229,7 +227,6 @@ def restore(
 
 
 def to_revision(generation: Generation, now: float) -> Revision:
-    """The version of a generation."""
     version, package = generation.version, generation.digest
     return Revision(
         generation.number, version, generation.spec, since=now,
@@ -266,7 +263,6 @@ def advance(
 
 
 def conclude(app: App, number: int, outcome: Outcome, now: float) -> App:
-    """Apply an outcome: promote the candidate, or roll it back."""
     candidate = app.candidate
     if candidate is None or candidate.number != number:
         return app
@@ -341,7 +337,6 @@ def fits(needed: Resources, free: Resources) -> bool:
 
 
 def find_missing(revision: Revision, node: NodeRecord) -> list[str]:
-    """The secrets of a version that the node lacks."""
     return sorted(set(revision.environment.secrets.values()).difference(node.secrets))
 
 
@@ -563,7 +558,6 @@ def _touch(app: App, now: float) -> App:
 
 
 def _place(app: App, loads: Mapping[str, Load], now: float) -> App:
-    """Create wanted slots of each version, and drain surplus ones."""
     wanted: dict[str, int] = {}
     if app.active is not None:
         wanted[app.active.digest] = app.desired

@@ -123,7 +123,6 @@ def cpu_model() -> str:
 
 @cache
 def cpu_flags() -> frozenset[str]:
-    """Names of instruction sets in Linux; none elsewhere."""
     try:
         text = CPUINFO.read_text(encoding="utf-8")
     except OSError:

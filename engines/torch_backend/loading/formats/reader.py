@@ -132,7 +132,6 @@ class StoredLinear:
         return self.parts[part].map().to(self._device)
 
     def refuse(self, part: str, why: str) -> UnsupportedCheckpoint:
-        """The error that names a tensor; `why` continues the sentence."""
         return UnsupportedCheckpoint(f"the weight {self.name}.{part} {why}")
 
 
