@@ -85,7 +85,7 @@ if find_spec("benchmarks") is not None:  # in the repository, not in the wheel
     from benchmarks.cli import app as bench
 
     app.add_typer(bench, name="bench")
-app.add_typer(loadtest.cli.app, name="loadtest")
+app.command()(loadtest.cli.loadtest)
 
 #: Headings of `vlm --help`, in their order.
 _GROUPS = {

@@ -19,10 +19,6 @@ SCHEMA = "vlm-loadtest/1"
 STREAMED, WHOLE = "streamed", "whole"
 
 
-class ResultError(Exception):
-    """The file is not a result; the message says why."""
-
-
 class Result(msgspec.Struct, kw_only=True):
     """One run. `machine`: of the client; `client_core_ratio`: the ratio of a core that the client used."""
 
@@ -41,18 +37,6 @@ class Result(msgspec.Struct, kw_only=True):
     def save(self, path: Path) -> None:
         self.summary = to_summary(self)
         path.write_bytes(msgspec.json.encode(self) + b"\n")
-
-
-def load_result(path: Path) -> Result:
-    """Read a file. Raises: ResultError."""
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Result)
-    except OSError as error:
-        raise ResultError(f"{path} cannot be read ({error.strerror})") from None
-    except msgspec.DecodeError as error:
-        raise ResultError(
-            f"{path} is not a result of this version of `vlm loadtest`: {error}"
-        ) from None
 
 
 class Sight:
