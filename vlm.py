@@ -67,8 +67,6 @@ for command in (
     engines.cli.models,
     engines.cli.pull,
     engines.cli.rm,
-    engines.cli.make_checkpoint,
-    engines.cli.quantize,
     settings,
 ):
     app.command()(command)
@@ -87,13 +85,13 @@ if find_spec("benchmarks") is not None:  # in the repository, not in the wheel
     from benchmarks.cli import app as bench
 
     app.add_typer(bench, name="bench")
-app.add_typer(loadtest.cli.app, name="loadtest")
+app.command()(loadtest.cli.loadtest)
 
 #: Headings of `vlm --help`, in their order.
 _GROUPS = {
     "Serve": "serve gateway worker node search-node settings",
     "Ask": "chat embed search store run session",
-    "Models": "models pull rm quantize make-checkpoint",
+    "Models": "models pull rm",
     "Deploy": "deploy apps app logs promote rollback scale route undeploy gc",
     "Operate": "nodes drain keys usage forget audit plan",
     "Measure": "bench loadtest",

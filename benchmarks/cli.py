@@ -164,7 +164,7 @@ def bench_engine(
 def bench_peers(
     model: Annotated[
         str,
-        typer.Option(help="Directory of a checkpoint, or a shape of `vlm make-checkpoint`."),
+        typer.Option(help="Directory of a checkpoint, or a shape of `vlm bench checkpoint`."),
     ] = "llava-1b",
     systems: Annotated[str, typer.Option(help="Comma-separated: maker:precision.")] = (
         "ours:float32,ours:int8,ours:int4,transformers:float32,llama.cpp:BF16,llama.cpp:Q8_0,llama.cpp:Q4_0"
@@ -291,3 +291,29 @@ def bench_media(
     from benchmarks.media import run
 
     run(seconds, frames, rounds)
+
+
+Shape = Literal[
+    "tiny",
+    "llava-1b",
+    "llava-1.5-7b",
+    "llama-125m",
+    "smolvlm2-500m",
+    "smolvlm2-2.2b",
+    "qwen2.5-vl-3b",
+]
+
+
+@app.command("checkpoint")
+def bench_checkpoint(
+    directory: Annotated[Path, typer.Argument(help="Where to write it; new or empty.")],
+    shape: Annotated[Shape, typer.Option(help="Architecture and size.")] = "tiny",
+    seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
+    layers: Annotated[
+        int | None, typer.Option(min=1, help="Most layers of decoder and tower.")
+    ] = None,
+) -> None:
+    """Write a checkpoint with random weights, for tests and benchmarks."""
+    from benchmarks.make_checkpoint import run
+
+    run(shape, directory, seed, layers)

@@ -107,9 +107,6 @@ SPEC: Options = {
     "canary": (
         Annotated[str, typer.Option(help="Share of the requests for the new version at first, such as 10%.")], "0",
     ),
-    "canary_latency": (
-        Annotated[float, typer.Option(help="Roll back a canary that is this many times slower than the old version, such as 2; 0: off.")], 0,
-    ),
     "start_s": (Annotated[float, typer.Option(help="Seconds in which it must be ready.")], 300),
     "idle_s": (Annotated[float, typer.Option(help="Seconds without work before an instance stops.")], 300),
     "retry_limit": (Annotated[int, typer.Option(min=0, help="Failed starts before a rollback.")], 3),

@@ -522,15 +522,13 @@ def _table(app: dict[str, Any], rates: _Rates) -> Table:
         title=f"{app['name']}: {app['state']}. {app['message']}", title_justify="left",
         show_header=False, box=None, padding=(0, 0, 1, 0),
     )  # fmt: skip
-    versions = new_table(
-        "version", "digest", "share", "ready", "running", "answers/s", "failed", "p95 ms"
-    )
+    versions = new_table("version", "digest", "share", "ready", "running", "answers/s", "failed")
     share = app["candidate"]["spec"]["canary"] if app["state"] == "canary" else 0.0
     for role, part in (("active", 1 - share), ("candidate", share)):
         if (each := app[role]) is not None:
             versions.add_row(
                 role, _short(each), f"{part:.0%}", str(each["num_ready"]),
-                str(each["num_running"]), rates.of(each), str(each["num_failed"]), _times(each),
+                str(each["num_running"]), rates.of(each), str(each["num_failed"]),
             )  # fmt: skip
     revisions = new_table("generation", "cause", "digest", "outcome", "message")
     for each in app["generations"][-8:]:
@@ -553,12 +551,6 @@ def _table(app: dict[str, Any], rates: _Rates) -> Table:
     for each in (versions, revisions, slots, events):
         outer.add_row(each)
     return outer
-
-
-def _times(revision: dict[str, Any]) -> str:
-    """Time to the first token, and per further token if there are any."""
-    times = [revision["p95_first_s"], revision["p95_token_s"]]
-    return " + ".join(f"{1000 * each:.3g}" for each in times if each) or "-"
 
 
 def _short(revision: dict[str, Any] | None) -> str:

@@ -146,7 +146,6 @@ class VideoInfo(msgspec.Struct, frozen=True):
 
     @property
     def fps(self) -> float:
-        """Mean frames per second."""
         return self.num_frames / self.length_s
 
 
@@ -176,8 +175,6 @@ class FrameLimits(msgspec.Struct, frozen=True):
 
 
 class OpenVideo(Protocol):
-    """A video in a sandboxed decoder."""
-
     info: VideoInfo
     options: VideoOptions  #: how the request wants frames to be sampled
     max_frames: int  #: that may be sampled

@@ -1,4 +1,4 @@
-"""The commands `vlm make-checkpoint`, `vlm quantize`, `vlm models`, `vlm pull` and `vlm rm`.
+"""The commands `vlm models`, `vlm pull` and `vlm rm`.
 
 They import torch when they run.
 """
@@ -8,7 +8,7 @@ import os
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich import box
@@ -24,54 +24,6 @@ def _require_torch() -> None:
     if find_spec("torch") is None:
         typer.echo("this command needs torch: pip install 'vlm-fleet[torch]'", err=True)
         sys.exit(os.EX_CONFIG)
-
-
-Shape = Literal[
-    "tiny",
-    "llava-1b",
-    "llava-1.5-7b",
-    "llama-125m",
-    "smolvlm2-500m",
-    "smolvlm2-2.2b",
-    "qwen2.5-vl-3b",
-]
-
-
-def make_checkpoint(
-    directory: Annotated[Path, typer.Argument(help="Where to write it; new or empty.")],
-    shape: Annotated[Shape, typer.Option(help="Architecture and size.")] = "tiny",
-    seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
-    layers: Annotated[
-        int | None, typer.Option(min=1, help="Most layers of decoder and tower.")
-    ] = None,
-) -> None:
-    """Write a checkpoint with random weights, for tests and benchmarks."""
-    _require_torch()
-    from engines.torch_backend.loading.make_checkpoint import run
-
-    run(shape, directory, seed, layers)
-
-
-def quantize(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="Name, directory or hub id.")],
-    target: Annotated[Path, typer.Argument(metavar="DST", help="Directory; new or empty.")],
-    scheme: Annotated[Literal["int8", "int4"], typer.Option(help="Type of the decoder's weights.")],
-    head: Annotated[
-        Literal["none", "int8"], typer.Option(help="Type of the head's weights.")
-    ] = "none",
-) -> None:
-    """Save a checkpoint with a quantized decoder in the compressed-tensors format."""
-    from engines.base import EngineStartError
-    from engines.packages.resolve import check_reference
-
-    _require_torch()
-    try:
-        check_reference(source)
-    except EngineStartError as problem:
-        sys.exit(f"quantize: {problem}")
-    from engines.torch_backend.loading.quantize_checkpoint import run
-
-    run(source, target, scheme, head)
 
 
 def models(

@@ -122,7 +122,6 @@ kinds: dict[str, EngineKind] = {
 
 
 def register(name: str, kind: EngineKind) -> None:
-    """Add or replace an engine."""
     kinds[name] = kind
 
 

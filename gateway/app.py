@@ -37,7 +37,6 @@ def create_app(
     services: Services,
     surfaces: Sequence[Callable[[LimitSettings], Surface]] = SURFACES,
 ) -> ASGIApp:
-    """The ASGI application; it starts and stops the services."""
     settings = services.settings
     gateway, limits = settings.gateway, settings.limits
     served = [create(limits) for create in surfaces]

@@ -55,8 +55,6 @@ if TYPE_CHECKING:
 
 
 class Services:
-    """Dependencies of the endpoints of one gateway."""
-
     def __init__(self, settings: Settings) -> None:
         prefix = settings.redis.key_prefix
         self.settings = settings
@@ -149,7 +147,6 @@ class Services:
             raise SettingsError(f"VLM_DEPLOY__STORE: {error}") from None
 
     def _create_keys(self) -> tuple[KeyDirectory | None, AuditLog | None]:
-        """The stored API keys, and the log of changes."""
         if self.settings.gateway.root_key is None:
             return None, None
         prefix = self.settings.redis.key_prefix
@@ -272,7 +269,6 @@ class Services:
             self.runner.start()
 
     async def stop(self) -> None:
-        """Cancel open requests and close all connections."""
         if self.runner is not None:
             await self.runner.stop()
         for task in self._refreshing:
@@ -321,7 +317,6 @@ def create_batches(url: str) -> Batches | None:
 
 
 def create_fetcher(settings: Settings) -> ImageFetcher | None:
-    """The fetcher of remote images, if the operator enables it."""
     if not settings.gateway.remote_images:
         return None
     return ImageFetcher(

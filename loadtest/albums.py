@@ -49,7 +49,6 @@ class NumberedUrls:
 
 
 def image_head(number: int) -> bytes:
-    """The first HEAD_BYTES bytes of the image with this number."""
     comment = f"{number:0{COMMENT_BYTES - 2}d}".encode()
     return START_OF_IMAGE + COMMENT + COMMENT_BYTES.to_bytes(2, "big") + comment
 
@@ -136,11 +135,9 @@ class Album:
         self._numbers = count(run % NUM_RUNS * NUMBERS_OF_A_RUN)
 
     def fixed(self) -> Group:
-        """The one image that is always the same."""
         raise NotImplementedError
 
     def new(self, draw: random.Random) -> Group:
-        """An image that was not used before."""
         raise NotImplementedError
 
     def several(self, draw: random.Random) -> Group:
@@ -148,8 +145,6 @@ class Album:
 
 
 class NoiseAlbum(Album):
-    """Noise of any size; its answers are unknown."""
-
     FACTS = tuple((question, None) for question in QUESTIONS)
 
     def __init__(self, run: int, num_bytes: int) -> None:
@@ -168,8 +163,6 @@ class NoiseAlbum(Album):
 
 
 class ShapesAlbum(Album):
-    """The samples of the built-in model, whose scenes are known."""
-
     def __init__(self, run: int) -> None:
         super().__init__(run)
         self._pngs = {name: (SAMPLES / f"{name}.png").read_bytes() for name in SAMPLE_FACTS}

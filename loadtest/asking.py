@@ -35,7 +35,6 @@ class Asker:
         return draw.choices(list(weights), list(weights.values()))[0]
 
     def now(self) -> float:
-        """Seconds since the end of the warm-up."""
         return time.perf_counter() - self._zero_at
 
     def ask(self, scenario: str, draw: random.Random, intended_at: float | None = None) -> None:

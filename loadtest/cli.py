@@ -1,20 +1,17 @@
-"""The commands of the load test: `vlm loadtest`, and `compare` and `report` below it.
+"""The command of the load test: `vlm loadtest`.
 
 Locust is loaded when a test runs, and not before.
 """
 
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from loadtest.load_plan import DEFAULT_USERS, make_plan
 from loadtest.record import Profile, Workload, parse_objective
-
-app = typer.Typer()
 
 Users = Annotated[
     str | None,
@@ -50,9 +47,7 @@ ApiKey = Annotated[
 ]
 
 
-@app.callback(invoke_without_command=True)
 def loadtest(
-    context: typer.Context,
     profile: Annotated[Profile, typer.Option(help="What is asked.")] = "mixed",
     users: Users = None,
     rate: Rate = None,
@@ -94,8 +89,6 @@ def loadtest(
     ] = None,
 ) -> None:
     """Load a server that speaks OpenAI's API, and check and time every answer."""
-    if context.invoked_subcommand:
-        return
     try:
         plan, objective = make_plan(users, rate, duration, warmup), parse_objective(slo)
     except ValueError as error:
@@ -111,37 +104,8 @@ def loadtest(
     from loadtest.run import LoadTestError, Outputs, Wanted, run
 
     wanted = Wanted(host, engine, model, api_key, timeout, workload, plan, objective)
-    call(run, LoadTestError, wanted, Outputs(json, html), max_failures)
-
-
-def call(function: Callable[..., int], fault: type[Exception], *arguments: Any) -> None:
-    """End the process with what a function returns; what it cannot do is one red line."""
     try:
-        sys.exit(function(*arguments))
-    except fault as error:
+        sys.exit(run(wanted, Outputs(json, html), max_failures))
+    except LoadTestError as error:
         typer.secho(str(error), err=True, fg="red")
         sys.exit(1)
-
-
-@app.command()
-def compare(
-    before: Annotated[Path, typer.Argument(help="The result of one run (--json).")],
-    after: Annotated[Path, typer.Argument(help="The result of another.")],
-) -> None:
-    """Print the rates and latencies of two runs and their ratios."""
-    from loadtest.difference import run
-    from loadtest.result import ResultError
-
-    call(run, ResultError, before, after)
-
-
-@app.command()
-def report(
-    result: Annotated[Path, typer.Argument(help="The result of a run (--json).")],
-    page: Annotated[Path, typer.Argument(help="Where to write the page.", callback=_writable)],
-) -> None:
-    """Make the page of a run from its result."""
-    from loadtest.html_report import run
-    from loadtest.result import ResultError
-
-    call(run, ResultError, result, page)

@@ -25,13 +25,11 @@ from loadtest.report import (
 )
 from loadtest.result import (
     Result,
-    ResultError,
     Sight,
     by_kind,
     counted,
     failure_ratio,
     failures,
-    load_result,
     mean_stages_s,
     sights,
 )
@@ -43,8 +41,6 @@ Trace = dict[str, Any]
 
 
 class Figure(msgspec.Struct):
-    """One plot with the `data` and `layout` of plotly.js."""
-
     title: str
     note: str
     data: list[Trace]
@@ -131,19 +127,17 @@ MAX_FAULT_ROWS = 50
 FOLDER = Path(__file__).parent
 
 
-def run(source: Path, page: Path) -> int:
-    """Write the page of a saved result; returns the exit code. Raises: ResultError."""
-    write_page(load_result(source), page)
-    return 0
+class NoPlotly(Exception):
+    """plotly is not installed."""
 
 
 def write_page(result: Result, page: Path) -> None:
-    """Write the page of a run. Raises: ResultError."""
+    """Write the page of a run. Raises: NoPlotly."""
     page.write_text(to_html(result), encoding="utf-8")
 
 
 def to_html(result: Result) -> str:
-    """Render the page. Raises: ResultError without plotly."""
+    """Render the page. Raises: NoPlotly."""
     loader = Environment(
         loader=FileSystemLoader(FOLDER), autoescape=True, undefined=StrictUndefined
     )
@@ -165,11 +159,11 @@ def to_html(result: Result) -> str:
 
 
 def plotly_js() -> str:
-    """The library's code. Raises: ResultError."""
+    """The library's code. Raises: NoPlotly."""
     try:
         from plotly.offline import get_plotlyjs  # noqa: PLC0415 - a page is not always wanted
     except ImportError:
-        raise ResultError("plotly is not installed: pip install '.[loadtest]'") from None
+        raise NoPlotly("plotly is not installed: pip install '.[loadtest]'") from None
     return get_plotlyjs()
 
 

@@ -60,7 +60,6 @@ def make_plan(users: str | None, rate: str | None, duration_s: float, warmup_s: 
 
 
 def level_at(plan: Plan, at_s: float) -> float:
-    """Users or requests/s at an instant."""
     share = min(1.0, max(0.0, at_s / plan.duration_s))
     if plan.is_ramp:
         first, last = plan.levels

@@ -19,10 +19,6 @@ SCHEMA = "vlm-loadtest/1"
 STREAMED, WHOLE = "streamed", "whole"
 
 
-class ResultError(Exception):
-    """The file is not a result; the message says why."""
-
-
 class Result(msgspec.Struct, kw_only=True):
     """One run. `machine`: of the client; `client_core_ratio`: the ratio of a core that the client used."""
 
@@ -41,18 +37,6 @@ class Result(msgspec.Struct, kw_only=True):
     def save(self, path: Path) -> None:
         self.summary = to_summary(self)
         path.write_bytes(msgspec.json.encode(self) + b"\n")
-
-
-def load_result(path: Path) -> Result:
-    """Read a file. Raises: ResultError."""
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Result)
-    except OSError as error:
-        raise ResultError(f"{path} cannot be read ({error.strerror})") from None
-    except msgspec.DecodeError as error:
-        raise ResultError(
-            f"{path} is not a result of this version of `vlm loadtest`: {error}"
-        ) from None
 
 
 class Sight:
@@ -74,7 +58,6 @@ class Sight:
 
     @property
     def offered_rate(self) -> float:
-        """Requests/s that were intended."""
         return len(self.asked) / self.phase.length_s
 
     @property
@@ -88,7 +71,6 @@ class Sight:
 
     @property
     def good_rate(self) -> float:
-        """Goodput: correct answers/s within the objective."""
         return len(self.good) / self.phase.length_s
 
     @property
@@ -102,7 +84,6 @@ class Sight:
 
 
 def sights(result: Result, parts: Sequence[Phase]) -> list[Sight]:
-    """Consecutive parts of a run."""
     starts = [part.start_s for part in parts]
     groups: list[list[Record]] = [[] for _ in parts]
     for record in result.records:
@@ -115,7 +96,6 @@ def sights(result: Result, parts: Sequence[Phase]) -> list[Sight]:
 
 
 def kind_of(record: Record) -> str:
-    """Scenario and kind of response, which are compared separately."""
     return f"{record.scenario}, {STREAMED if record.is_streamed else WHOLE}"
 
 
@@ -141,12 +121,10 @@ def failures(result: Result) -> Counter[str]:
 
 
 def failure_ratio(result: Result) -> float:
-    """The ratio of failed requests; 1 without any."""
     return failures(result).total() / len(result.records) if result.records else 1.0
 
 
 def mean_stages_s(records: Iterable[Record]) -> dict[str, float]:
-    """The mean time of each stage, of records with stages."""
     measured = [record.stages_s for record in records if record.stages_s]
     return (
         {name: fmean(stages.get(name, 0.0) for stages in measured) for name in measured[0]}

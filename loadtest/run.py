@@ -20,10 +20,10 @@ from rich.progress import BarColumn, Progress, TextColumn
 from loadtest.asking import first_model
 from loadtest.client import AnswerError
 from loadtest.fleet import ROOT, ServerError, run_fleet
-from loadtest.html_report import write_page
+from loadtest.html_report import NoPlotly, write_page
 from loadtest.record import Objective, Order, Plan, Record, Target, Workload
 from loadtest.report import in_percent, progress_words, show, to_latency_table, to_rate_table
-from loadtest.result import Result, ResultError, failure_ratio, failures
+from loadtest.result import Result, failure_ratio, failures
 
 DRIVER = (sys.executable, "-m", "loadtest.drive")
 PAUSE_S = 0.2
@@ -64,7 +64,7 @@ def run(wanted: Wanted, outputs: Outputs, max_failure_ratio: float) -> int:
     if outputs.html:
         try:
             write_page(result, outputs.html)
-        except ResultError as error:
+        except NoPlotly as error:
             raise LoadTestError(str(error)) from None
     for fault, number in failures(result).most_common(MAX_LINES):
         print(f"{number} x {fault}", file=sys.stderr)
@@ -163,7 +163,6 @@ def driver(order: Order, complaints: int) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def watch(reader: Thread, plan: Plan, records: list[Record]) -> None:
-    """Show progress until the load ends."""
     columns = (TextColumn("loading"), BarColumn(), TextColumn("{task.description}"))
     latencies_s: list[float] = []
     num_seen = num_failures = 0

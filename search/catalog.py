@@ -101,8 +101,6 @@ class Sqlite:
 
 
 class Catalog:
-    """The records in a database."""
-
     def __init__(self, database: Database) -> None:
         self._database = database
         self._rows = database.rows
@@ -171,7 +169,6 @@ class Catalog:
         return self._page("stores", "tenant", tenant, page, StoreRecord)
 
     def tenant_of(self, name: str) -> list[str]:
-        """The tenant of a store; empty if it does not exist."""
         return [row[0] for row in self._rows("SELECT tenant FROM stores WHERE id = ?", name)]
 
     def drop_store(self, name: str) -> bool:
@@ -249,7 +246,6 @@ class Catalog:
         self._write("DELETE FROM store_files WHERE store = ? AND id = ?", store, name)
 
     def add_file_batch(self, batch: FileBatch, max_batches: int) -> None:
-        """Add a batch; the latest `max_batches` of the store are kept."""
         with self._change(batch.store_id):
             sql = "INSERT INTO file_batches (store, id, record) VALUES (?, ?, ?)"
             self._rows(sql, batch.store_id, batch.id, _encode(batch))

@@ -85,7 +85,6 @@ def write_part(
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Complete a collection."""
     data = msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n"
     write_whole(directory / MANIFEST, data)
 

@@ -38,8 +38,6 @@ class EmbedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """An input: a text or an image file."""
-
     id: str
     text: str = ""
     image: Path | None = None

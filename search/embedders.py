@@ -20,8 +20,6 @@ class GatewaySilent(EmbedError):
 
 
 class LocalEmbedder:
-    """An engine in this process."""
-
     def __init__(
         self,
         kind: str,

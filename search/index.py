@@ -158,7 +158,6 @@ class OrderedIds:
                 window.remove(ids)
 
     def forget(self) -> None:
-        """Drop all windows, after an unknown change."""
         with self._lock:
             self._windows = []
 

@@ -58,8 +58,6 @@ def open_lance(url: str) -> "LanceIndexes":
 
 
 class LanceIndexes:
-    """A table per store."""
-
     database = None
 
     def __init__(self, directory: Path) -> None:
@@ -120,8 +118,6 @@ class Readers:
 
 
 class LanceIndex:
-    """The table of one store."""
-
     def __init__(self, table: Any, path: Path, dimensions: int) -> None:
         self._table = table
         self._path = path

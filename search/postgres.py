@@ -160,8 +160,6 @@ def _refused() -> Iterator[None]:
 
 
 class PostgresIndexes:
-    """A table per store."""
-
     def __init__(self, database: Postgres) -> None:
         """Raises: psycopg.Error."""
         self.database = database

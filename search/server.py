@@ -107,7 +107,6 @@ class SearchApp:
         return 200, msgspec.msgpack.encode(answer)
 
     def close(self) -> None:
-        """Finish the requests."""
         self._readers.shutdown()
         self._writers.shutdown()
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import OlmoForCausalLM, PreTrainedModel
 
-from engines.torch_backend.loading.make_checkpoint import make_checkpoint
+from benchmarks.make_checkpoint import make_checkpoint
 
 TEXT = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4}
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)

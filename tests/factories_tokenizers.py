@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokeniz
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
-from engines.torch_backend.loading.make_checkpoint import make_checkpoint
+from benchmarks.make_checkpoint import make_checkpoint
 
 CORPUS = [
     "How many shapes are there in the image? Describe what you see, please.",

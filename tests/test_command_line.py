@@ -3,7 +3,6 @@
 import re
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -176,13 +175,9 @@ def test_tools_of_the_engine_get_what_was_asked_for(monkeypatch):
     from benchmarks.engine import run as bench  # noqa: PLC0415
 
     calls: list[tuple[Any, ...]] = []
-    quantized = "engines.torch_backend.loading.quantize_checkpoint.run"
-    monkeypatch.setattr(quantized, lambda *arguments: calls.append(arguments))
     monkeypatch.setattr(bench, "run", lambda *arguments: calls.append(arguments))
-    run("quantize", "org/name", "out", "--scheme", "int4")
     run("bench", "engine", "--batch-sizes", "1,8", "--scenarios", "decode", "--json")
-    assert calls[0] == ("org/name", Path("out"), "int4", "none")
-    options, is_json, _ = calls[1]
+    options, is_json, _ = calls[0]
     assert (options.batch_sizes, options.scenarios, is_json) == ((1, 8), ("decode",), True)
 
 
@@ -209,8 +204,7 @@ def test_no_colours_are_printed_where_they_are_not_wanted(command):
         (["gateway", *REDIS, "--set", "nothing=1"], {"torch", "numpy", "engines.base", "worker.main", "locust"}),
         (["models"], TENSORS),
         (["models", "--nothing"], TENSORS),
-        (["quantize", "no such model", "new", "--scheme", "int8"], TENSORS),
-        (["make-checkpoint", "new", "--shape", "huge"], TENSORS),
+        (["bench", "checkpoint", "new", "--shape", "huge"], TENSORS),
         (["search", "engines/packages/shapes_clip/samples", "x", "--model", "no such model"], TENSORS),
         (["worker", *REDIS, "--model", "no such model"], TENSORS),
         (["chat", "--url", "http://127.0.0.1:9", "x"], {"torch", "starlette", "uvicorn", "shared.settings.tree"}),

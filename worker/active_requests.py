@@ -92,8 +92,6 @@ def _refuse(claim: Claim, code: ErrorCode, message: str, dead_reason: str = "") 
 
 
 class ActiveRequest(Struct, eq=False):
-    """A claim and its progress. Instants are of `time.monotonic`."""
-
     claim: Claim
     request_id: str  #: the request's id on the wire
     engine_id: str  #: inside the engine: outputs of an earlier attempt are not taken for ours
@@ -130,7 +128,6 @@ class ActiveRequest(Struct, eq=False):
 
     @property
     def is_batch(self) -> bool:
-        """Whether it yields to interactive requests."""
         return self.call.priority is Priority.BATCH
 
     def note_media(self, seconds: float) -> None:
@@ -190,8 +187,6 @@ class ActiveRequest(Struct, eq=False):
 #: Makes the spans of a request that ends: the engine's own stages, if it has measured them, and the
 #: outcome.
 Trace = Callable[[ActiveRequest, StageTimings | None, str], None]
-#: Called with a request that the engine has answered, with its last output.
-OnFinished = Callable[[ActiveRequest, EngineOutput], None]
 
 
 @dataclass(slots=True)
@@ -204,7 +199,6 @@ class ActiveRequests:
     _max_num_seqs: int
     _begin: Callable[[Claim], Awaitable[bool]]  #: marks a possible poison request as started
     _trace: Trace | None = None
-    _on_finished: OnFinished | None = None
     _active_requests: dict[str, ActiveRequest] = field(default_factory=dict)  #: by request id
     _by_engine_id: dict[str, ActiveRequest] = field(default_factory=dict)
     #: Claimed, to be started when the way is clear.
@@ -218,7 +212,6 @@ class ActiveRequests:
         return list(self._active_requests.values())
 
     def find(self, claim: Claim) -> ActiveRequest | None:
-        """The active request of this claim, if there is one."""
         active = self._active_requests.get(claim.id)
         return active if active is not None and active.claim is claim else None
 
@@ -237,7 +230,6 @@ class ActiveRequests:
         return max(0, self._max_num_seqs - len(self._active_requests))
 
     def is_held_up(self) -> bool:
-        """Whether a request runs alone, or waits to."""
         return bool(self._parked) or any(
             active.is_alone for active in self._active_requests.values()
         )
@@ -320,7 +312,6 @@ class ActiveRequests:
             self._refuse(active, error)
 
     def _answer(self, active: ActiveRequest, made: Tokenization) -> None:
-        """Finish a request of tokenization."""
         task = active.call.task
         assert isinstance(task, Tokenize)
         active.added_at = time.monotonic()
@@ -370,13 +361,10 @@ class ActiveRequests:
             outcome = "ok" if last.error is None else last.error_code.value
             self._trace(active, last.timings, outcome)
         if last.finish_reason is not None:  # the engine has forgotten it already
-            if self._on_finished is not None:
-                self._on_finished(active, last)
             del self._by_engine_id[active.engine_id]
             self._engine.note_end(active.engine_id)
 
     def _refuse(self, active: ActiveRequest, error: Exception) -> None:
-        """End a request that cannot be prepared."""
         if not isinstance(error, RequestError):
             logger.error("could not prepare request %s", active.request_id, exc_info=error)
             self.fail(active, ErrorCode.ENGINE_FAILURE, "the request could not be prepared")

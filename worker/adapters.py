@@ -31,8 +31,6 @@ class _Held:
 
 
 class WorkerAdapters:
-    """The adapters of one engine."""
-
     def __init__(
         self,
         engine: Engine,

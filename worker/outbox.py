@@ -148,7 +148,6 @@ class Outbox:
         return refusals + [_publication(active, draft) for active, draft in drafts.items()]
 
     def refuse(self, refusal: Publication) -> None:
-        """Publish the end of a call that cannot be decoded."""
         self._refusals.append(refusal)
         self._filled.set()
 

@@ -13,9 +13,8 @@ from typing import Literal
 
 from redis.exceptions import RedisError
 
-from engines.base import EngineOutput, LoadedEngine
-from shared.packages.latency import RecentCounts
-from shared.protocol import ErrorCode, Generate
+from engines.base import LoadedEngine
+from shared.protocol import ErrorCode
 from shared.queue.api import Claim, Publication, QueueUnavailable, WorkerQueue, shard_of
 from shared.queue.registry import Registry, WorkerRecord
 from shared.redis.client import BLOCK_S
@@ -40,8 +39,6 @@ LONGEST_PAUSE_S = 1.0
 
 
 class Worker:
-    """One worker around one engine, from `run` until `stop`."""
-
     def __init__(
         self,
         worker_id: str,
@@ -72,9 +69,7 @@ class Worker:
             self._max_num_seqs,
             self._begin,
             tracer and tracer.trace,
-            self._count_times if self._card.package else None,
         )
-        self._first_times, self._token_times = RecentCounts(), RecentCounts()
         engine.on_events = self.active_requests.on_events
         self._stopping = asyncio.Event()
         self._hurrying = asyncio.Event()
@@ -204,25 +199,10 @@ class Worker:
             num_steps=stats.num_steps,
             num_finished=self._num_ended["finished"],
             num_failed=self._num_ended["failed"],
-            first_counts=self._first_times.read(),
-            token_counts=self._token_times.read(),
             state=state,
         )
         await self._registry.announce(record, self._record_ttl_s)
         self._last_contact_at = time.monotonic()
-
-    def _count_times(self, active: ActiveRequest, last: EngineOutput) -> None:
-        """Record the time of an answer of a deployment, without its wait, unless it was taken over."""
-        spent, usage = last.timings, last.usage
-        if spent is None or usage is None or active.num_published:
-            return
-        first_s = active.added_at - active.started_at + spent.vision_s + spent.prefill_s
-        if not isinstance(active.call.task, Generate):
-            self._first_times.add(first_s + spent.decode_s)
-            return
-        self._first_times.add(first_s)
-        if usage.num_output_tokens > 1:
-            self._token_times.add(spent.decode_s / (usage.num_output_tokens - 1))
 
     @property
     def _record_ttl_s(self) -> float:
@@ -261,7 +241,6 @@ class QueueLoops:
         self._renewed_at = time.monotonic()
 
     def claiming(self) -> tuple[Coroutine[None, None, None], ...]:
-        """The loops that end as the worker stops."""
         return (
             repeat(self._claim_once, "claim requests"),
             repeat(self._claim_batch_once, "claim batch work"),
@@ -276,7 +255,6 @@ class QueueLoops:
         )
 
     def active(self) -> list[ActiveRequest]:
-        """The active requests of this shard."""
         if not self._others:
             return self._active_requests.all()
         return [
@@ -287,7 +265,6 @@ class QueueLoops:
         ]
 
     async def _claim_once(self) -> None:
-        """Claim interactive requests that the engine can start soon."""
         while (room := self._limit(self._active_requests.room())) == 0:
             await self._active_requests.wait_for_change()
         claims = await self.queue.read(room, BLOCK_S)
@@ -303,7 +280,6 @@ class QueueLoops:
             await self._active_requests.wait_for_change(ENGINE_FIRST_S)
 
     async def _claim_batch_once(self) -> None:
-        """Claim batch requests while no interactive ones wait."""
         while not self.queue.num_backlog:
             self._batch_waits.clear()
             await self._batch_waits.wait()

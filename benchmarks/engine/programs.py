@@ -20,11 +20,11 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from benchmarks.make_checkpoint import make_checkpoint
 from engines.base import EngineStartError
 from engines.core.sequence import Batch, ScheduledSequence
 from engines.core.sequence import Sequence as Tokens
 from engines.torch_backend.layers.linear import METHODS
-from engines.torch_backend.loading.make_checkpoint import make_checkpoint
 from engines.torch_backend.loading.weights import load_model
 from engines.torch_backend.models.generic.family import GenericFamily
 from engines.torch_backend.models.hf_config import read_fields

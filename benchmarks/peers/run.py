@@ -17,6 +17,7 @@ import torch
 from rich.console import Console
 
 from benchmarks.engine.machine import device_name
+from benchmarks.make_checkpoint import LLAVA_SHAPES, SHAPES, make_checkpoint
 from benchmarks.peers.fleet import Fleet, PeerFailure
 from benchmarks.peers.install import LLAMA_CPP_VERSION, is_installed
 from benchmarks.peers.peer import (
@@ -30,7 +31,6 @@ from benchmarks.peers.peer import (
 from benchmarks.peers.prompts import IMAGE_SIZE, ExamplePrompts
 from benchmarks.peers.report import TABLE_WIDTH, show
 from benchmarks.peers.results import Result, Results
-from engines.torch_backend.loading.make_checkpoint import LLAVA_SHAPES, SHAPES, make_checkpoint
 from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.models.llava import VLMConfig
 from engines.torch_backend.models.registry import read_config

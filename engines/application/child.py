@@ -87,8 +87,6 @@ def read_variables(number: int) -> Variables:
 
 
 class Child:
-    """A running process."""
-
     def __init__(
         self,
         settings: ApplicationSettings,

@@ -130,7 +130,6 @@ class ApplicationEngine(Engine[TaskInput]):
             self._child.send(b'{"type":"cancel"}')
 
     def has_work(self) -> bool:
-        """Whether a task waits or runs."""
         return bool(self._waiting) or self._current is not None
 
     def step(self) -> list[EngineOutput]:

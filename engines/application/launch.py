@@ -13,7 +13,6 @@ _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
 
 
 def main(arguments: list[str]) -> None:
-    """Replaces the process."""
     place = arguments.index("--")
     libc = ctypes.CDLL(None)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -73,7 +73,6 @@ class Answer(Struct, eq=False):
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a stop string has ended it."""
         return self.detokenizer.is_stopped
 
     @property

@@ -188,7 +188,6 @@ class BlockManager:
                 self._unpublish(block_id)
 
     def free(self, sequence: Sequence) -> None:
-        """Release the sequence's blocks."""
         if self._is_parking:
             self._parked.append(sequence.block_ids)
         else:

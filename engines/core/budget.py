@@ -84,8 +84,6 @@ class StepBudget(msgspec.Struct):
 
 
 class StepLimits:
-    """Limits of every step of an engine."""
-
     def __init__(
         self, max_tokens: int, max_images: int, prefill: "PrefillLimit | None" = None
     ) -> None:
@@ -96,7 +94,6 @@ class StepLimits:
         self._num_good_steps = 0
 
     def budget(self, running: Mapping[str, Sequence]) -> StepBudget:
-        """The budget of the next step beside these sequences."""
         num_tokens, prefill = self._num_tokens, self._prefill
         if prefill is None:
             return StepBudget(num_tokens, num_tokens, self._num_images)

@@ -40,8 +40,6 @@ class ConstraintFailure(Exception):
 
 
 class Drafts(Protocol):
-    """Drafts the continuation of an answer from its grammar."""
-
     def draft(self, matcher: "LLMatcher", output: list[int]) -> list[int]:
         """Probable next tokens; the matcher is not changed."""
         ...
@@ -56,8 +54,6 @@ Narrow = Callable[[bytes, Items[int]], bytes]
 
 
 class Constraint:
-    """The grammar state of one answer."""
-
     def __init__(
         self, matcher: "LLMatcher", drafts: Drafts | None = None, narrow: Narrow | None = None
     ) -> None:

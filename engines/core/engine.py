@@ -217,11 +217,9 @@ class BatchingEngine(PromptingEngine[EngineRequest]):
         return early + outputs if early else outputs
 
     def has_work(self) -> bool:
-        """Whether `step` has work or outputs."""
         return self.scheduler.has_work() or self.pipeline.has_work or bool(self._finished_early)
 
     def stats(self) -> EngineStats:
-        """The engine's present state; cheap."""
         num_queries, num_hits, encoder_cache_bytes = self.runner.encoder_cache_counts()
         blocks, speculator = self.blocks, self.scheduler.speculator
         return EngineStats(
@@ -288,7 +286,6 @@ class BatchingEngine(PromptingEngine[EngineRequest]):
                 )
 
     def _update(self, batch: Batch, result: StepResult, started_at: float) -> list[EngineOutput]:
-        """Append the tokens of a step to sequences and answers."""
         self.scheduler.update(batch, result.choices, result.deferred, result.over_budget)
         outputs: list[EngineOutput] = []
         for item, choice in zip(batch.items, result.choices, strict=True):
@@ -332,7 +329,6 @@ class BatchingEngine(PromptingEngine[EngineRequest]):
         return output
 
     def _fail(self, failure: SequenceFailure) -> EngineOutput:
-        """Fail one sequence; the others are scheduled again."""
         self.blocks.withdraw(self.scheduler.find(failure.request_id))
         return self._forget(failure.request_id).fail(str(failure), failure.code)
 

@@ -39,7 +39,6 @@ class StepPipeline:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step is in flight."""
         return self._ahead is not None
 
     def schedule(self) -> Batch:

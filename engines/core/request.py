@@ -39,7 +39,6 @@ class ImageInput:
 
     @property
     def slot_runs(self) -> tuple[tuple[int, int], ...]:
-        """Runs of slots as (start, stop) within the image."""
         return self.slots or ((0, self.num_tokens),)
 
     @property

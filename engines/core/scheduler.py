@@ -54,7 +54,6 @@ class Scheduler:
         _enter(self.waiting, sequence)
 
     def has_work(self) -> bool:
-        """Whether any sequence is unfinished."""
         return bool(self.running or self.waiting)
 
     def schedule(self) -> Batch:
@@ -111,7 +110,6 @@ class Scheduler:
                 self.finish(sequence, reason)
 
     def find_finish_reason(self, sequence: Sequence) -> FinishReason | None:
-        """The finish reason if the sequence ends with its last token."""
         token_ids = sequence.token_ids
         num_output_tokens = len(token_ids) - sequence.num_prompt_tokens
         if num_output_tokens == 0:
@@ -125,7 +123,6 @@ class Scheduler:
         return None
 
     def find(self, request_id: str) -> Sequence:
-        """An unfinished sequence."""
         return self.running.get(request_id) or self.waiting[request_id]
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:

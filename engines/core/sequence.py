@@ -110,12 +110,10 @@ class Sequence(Struct, eq=False):
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output tokens so far."""
         return len(self.token_ids)
 
     @property
     def num_output_tokens(self) -> int:
-        """Output tokens so far, including earlier attempts."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
@@ -192,7 +190,6 @@ class ScheduledSequence:
 
     @property
     def images(self) -> list[ImageInput]:
-        """The images whose features are read, in order of their offsets."""
         start, end = self.start, self.end
         return [
             image
@@ -210,5 +207,4 @@ class Batch(Struct):
 
     @property
     def num_tokens(self) -> int:
-        """New tokens of all items."""
         return sum(item.num_new_tokens for item in self.items)

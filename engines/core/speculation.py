@@ -190,7 +190,6 @@ class History:
         return is_trial
 
     def note(self, num_accepted: int, num_tried: int) -> None:
-        """Update the acceptance rate with one verified draft."""
         weight = 1 - (1 - _NEWEST_OF_SEQUENCE) ** num_tried
         self.acceptance_rate += weight * (num_accepted / num_tried - self.acceptance_rate)
         is_trial, self._is_trial = self._is_trial, False
@@ -253,7 +252,6 @@ class Speculator:
         self._num_expected = 0.0
 
     def begin(self, sequence: Sequence) -> None:
-        """Start drafting for a sequence."""
         # others' acceptance says little about this one, and rejected drafts cost time
         sequence.history = History(min(self._first_rate, _RATE))
         self._first_rate += _FORGOTTEN * (_RATE - self._first_rate)
@@ -336,7 +334,6 @@ class Speculator:
         return num_tokens * _FIRST_COST / num_running
 
     def note(self, batch: Batch, result: StepResult, seconds: float) -> None:
-        """Update costs and acceptance rates with the result of a step."""
         self.is_asked = False
         self._num_wanted, is_drafted = self._num_wanting, self._num_planned > 0
         self._begin_step()

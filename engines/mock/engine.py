@@ -108,8 +108,6 @@ class MockTokenizer:
 
 
 class MockVideo(Struct, frozen=True):
-    """A processed video."""
-
     num_frames: int
 
 

@@ -104,7 +104,6 @@ def remove(model: str, confirm: Callable[[str], bool]) -> int | None:
 
 
 def format_bytes(count: int) -> str:
-    """A readable size."""
     return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
 
 
@@ -129,7 +128,6 @@ def _describe(
 
 
 def _format_of(directory: Path, names: frozenset[str]) -> str:
-    """File format and quantization of its weights."""
     suffixes = {Path(name).suffix for name in names}
     stored = next((suffix[1:] for suffix in _WEIGHTS if suffix in suffixes), "no weights")
     try:

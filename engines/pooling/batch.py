@@ -54,7 +54,6 @@ class Waiting:
         self.num_tokens += row.num_tokens
 
     def remove(self, row: Row) -> None:
-        """Remove a row, if it still waits."""
         if self._by_age.pop(row.number, None) is None:
             return
         rows = self._by_length[row.kind]

@@ -43,8 +43,6 @@ STEPS_AHEAD = 2
 
 
 class PoolingModel(Protocol):
-    """Prepares and computes rows."""
-
     #: Tags of supported tasks.
     tasks: tuple[str, ...]
     #: Size of its vectors; 0: none.
@@ -83,8 +81,6 @@ class PoolingModel(Protocol):
 
 @dataclass(eq=False, slots=True)
 class PoolingInput:
-    """A prepared call."""
-
     request_id: str
     priority: Priority
     rows: list[Row]
@@ -220,7 +216,6 @@ class PoolingEngine(Engine[PoolingInput]):
         call.num_cached_tokens += row.num_tokens - row.num_padding
 
     def abort(self, request_id: str) -> None:
-        """Drop a call and its inputs."""
         request = self._calls.pop(request_id, None)
         if request is None:
             return
@@ -299,7 +294,6 @@ class PoolingEngine(Engine[PoolingInput]):
         return output
 
     def has_work(self) -> bool:
-        """Whether a call is unfinished."""
         return bool(self._answered) or any(self._waiting.values())
 
     def stats(self) -> EngineStats:

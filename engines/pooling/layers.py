@@ -117,7 +117,6 @@ class PackedLayers(nn.Module):
 
 
 def take_layers(model: Any, device: torch.device) -> PackedLayers:
-    """Replace the layers of a transformers model."""
     base, config = model.base_model, model.config
     name = "transformer" if hasattr(base, "transformer") else "encoder"
     layers = PackedLayers(getattr(base, name), config.num_attention_heads, device)
@@ -132,7 +131,6 @@ def _add(linear: nn.Module, x: Tensor, residual: Tensor) -> Tensor:
 
 
 def _join(linears: Sequence[nn.Linear]) -> nn.Linear:
-    """Concatenate the outputs of linear layers."""
     weight = torch.cat([linear.weight.detach() for linear in linears])
     bias = torch.cat([linear.bias.detach() for linear in linears])
     joined = nn.Linear(weight.shape[1], weight.shape[0], device="meta")

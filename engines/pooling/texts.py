@@ -27,8 +27,6 @@ class Words:
 
 
 class Texts:
-    """Tokenizes texts, ids and pairs. Thread-safe."""
-
     def __init__(
         self, tokenizer: Tokenizer, max_tokens: int, vocab_size: int, config: SentenceConfig
     ) -> None:

@@ -127,7 +127,6 @@ class ChatTemplate:
         return self._content == "parts" and text.count(placeholder) == 1
 
     def _shows_tools(self) -> bool:
-        """Whether the template lists functions."""
         function = {"name": _PROBE, "description": _PROBE, "parameters": {"type": "object"}}
         content = self._to_content([{"type": "text", "text": "hello"}])
         try:

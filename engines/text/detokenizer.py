@@ -44,7 +44,6 @@ class Detokenizer:
 
     @property
     def stopped_by(self) -> str:
-        """The stop string that has ended the answer, or an empty string."""
         return self._stops.stopped_by
 
     def append(self, token_id: int) -> str:
@@ -155,7 +154,6 @@ class StopString:
             self._borders.append(self._extend(self._borders[-1], character))
 
     def advance(self, character: str) -> bool:
-        """Add a character; returns whether the string is complete."""
         self.num_matched = self._extend(self.num_matched, character)
         return self.num_matched == len(self.text)
 

@@ -52,8 +52,6 @@ logger = logging.getLogger(__name__)
 
 
 class GrammarCompiler:
-    """Compiles grammars for one model."""
-
     def __init__(
         self,
         tokenizer: Tokenizer,

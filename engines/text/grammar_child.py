@@ -23,8 +23,6 @@ _ADDRESS_BYTES = 1024 * 1024 * 1024  #: of an idle child, where /proc is missing
 
 
 class Vocabulary(msgspec.Struct, frozen=True):
-    """The tokens that grammars match."""
-
     tokens: tuple[bytes, ...]  #: bytes of each token; empty for special tokens
     eos_token_ids: tuple[int, ...]
 

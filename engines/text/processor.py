@@ -98,8 +98,6 @@ class MultimodalProcessor(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TextOnly:
-    """The processor of a text-only family."""
-
     template: str
     slot_id: None = None
     image_tokens: int = 0

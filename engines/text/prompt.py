@@ -67,8 +67,6 @@ class PromptTokenizer(Protocol):
 
 
 class PromptBuilder:
-    """Builds prompts for one model."""
-
     def __init__(
         self,
         tokenizer: PromptTokenizer,
@@ -304,7 +302,6 @@ class ControlSpelling:
         return text[:start] + head + body + tail + text[stop:]
 
     def find(self, text: str) -> list[tuple[int, ControlToken]]:
-        """Control tokens of a text with their positions."""
         return [(match.start(), self._tokens[match[0]]) for match in self._pattern.finditer(text)]
 
     def cut(self, rendered: str) -> list[tuple[str, ControlToken | None, int, int]]:

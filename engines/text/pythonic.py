@@ -62,8 +62,6 @@ def to_argument_rules(function: Function, name: str, *, is_loose: bool = False) 
 
 
 class _Rules:
-    """Lark rules of one function."""
-
     def __init__(self, name: str, schema: dict[str, Any], *, is_lenient: bool) -> None:
         self._name = name
         self._is_lenient = is_lenient

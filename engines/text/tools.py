@@ -39,7 +39,6 @@ class ToolFormat:
 
     @property
     def mark(self) -> str:
-        """Text that begins the first call."""
         return self.trigger or self.begin + self.opening
 
 
@@ -263,7 +262,6 @@ class CallReader:
         return held[: len(held) - num_held]
 
     def _read(self, pieces: list[CallPiece]) -> bool:
-        """One parsing step; False if more text is needed."""
         form = self._form
         if self._arguments is None:
             _, opened, behind = self._held.partition(form.opening)
@@ -320,8 +318,6 @@ _MAY_BEGIN = re.compile(r"([\[,]\s*[\w.:/-]{0,256})?")
 
 
 class _JsonEnd:
-    """Finds the end of a JSON object in pieces of text."""
-
     def __init__(self) -> None:
         self.is_found = False
         self._depth = 0

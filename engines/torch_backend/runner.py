@@ -143,7 +143,6 @@ class TorchRunner:
         return self._loras.load(directory, limits)
 
     def release(self, request_id: str) -> None:
-        """Free the images and states of a request."""
         self._images.release(request_id)
         self._release_states(request_id)
 

@@ -1,9 +1,13 @@
 """Chooses the number of CPU threads: by the machine, the container's limit, and the model."""
 
+import fcntl
+import hashlib
 import json
 import logging
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
@@ -11,7 +15,7 @@ import torch
 
 from engines.core.budget import Trial
 from engines.core.runner import ModelRunner
-from engines.torch_backend.ops.measured import recall
+from engines.torch_backend.ops.cpu_level import cpu_model
 from engines.torch_backend.ops.native.library import Library
 
 #: Seconds of a step of one token and of a prompt, by number of threads.
@@ -25,6 +29,7 @@ _PROMPT_TOKENS = 16  #: of the timed prompt: enough for tiled kernels
 _ROUNDS = 2
 _MARGIN = 1.1  #: a smaller difference is noise
 _HOPELESS = 1.3  #: a slowdown of decoding after which fewer threads are not tried
+_MAX_AGE_S = 86_400.0  #: of a measurement, which may be wrong on a busy machine
 CGROUP = Path("/sys/fs/cgroup")
 OWN_CGROUP = Path("/proc/self/cgroup")
 
@@ -64,7 +69,7 @@ def settle_num_threads(runner: ModelRunner, shape: str, library: Library | None)
     if library is None:
         times = measure()
     else:
-        times = recall(library, f"{most} threads {shape}", partial(_parse_times, most), measure)
+        times = _recall(library, f"{most} threads {shape}", partial(_parse_times, most), measure)
     chosen = decide(times)
     torch.set_num_threads(chosen)
     logger.info(
@@ -84,6 +89,43 @@ def decide(times: StepTimes) -> int:
 
     best = min(times, key=cost)
     return best if _MARGIN * cost(best) < cost(most) else most
+
+
+def _recall(
+    library: Library, key: str, parse: Callable[[str], StepTimes], measure: Callable[[], StepTimes]
+) -> StepTimes:
+    """The last day's measurement with this library, torch and processor, or a new one.
+
+    One process of a machine measures at a time, because workers that start together would slow each other down.
+    `parse` reads the JSON of the result of `measure`, and raises for other content.
+    """
+    key = f"{library.file.name} {torch.__version__} {cpu_model()} {key}"
+    file = library.file.with_name(f"times-{hashlib.sha256(key.encode()).hexdigest()[:32]}.json")
+    found = _read_fresh(file, parse)
+    if found is not None:
+        return found
+    with ExitStack() as stack:
+        with suppress(OSError):
+            lock = stack.enter_context(open(file.with_name("times.lock"), "w", encoding="utf-8"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            found = _read_fresh(file, parse)  # another process may have measured meanwhile
+        if found is not None:
+            return found
+        found = measure()
+        scratch = file.with_suffix(f".{os.getpid()}")
+        with suppress(OSError):  # a result that cannot be stored is used all the same
+            scratch.write_text(json.dumps(found), encoding="utf-8")
+            scratch.replace(file)
+    return found
+
+
+def _read_fresh(file: Path, parse: Callable[[str], StepTimes]) -> StepTimes | None:
+    """A stored measurement; None if there is none, or it is damaged or too old."""
+    try:
+        age_s = time.time() - file.stat().st_mtime  # noqa: TID251 - of a file
+        return parse(file.read_text(encoding="utf-8")) if age_s < _MAX_AGE_S else None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError):
+        return None
 
 
 def _time_steps(runner: ModelRunner, most: int) -> StepTimes:

@@ -101,8 +101,6 @@ class Connection(asyncio.Protocol):
 
 
 class UpstreamClient:
-    """Connections to one server."""
-
     def __init__(
         self,
         url: str,
@@ -140,7 +138,6 @@ class UpstreamClient:
     # Any thread
 
     def start(self, stream_id: str, path: str, body: bytes, delay_s: float = 0.0) -> None:
-        """Post a body and receive the events of its stream."""
         self._loop.call_soon_threadsafe(self._start, stream_id, path, body, delay_s)
 
     def cancel(self, stream_id: str) -> None:

@@ -22,7 +22,6 @@ _PREFIXES = (
 
 
 def free_port() -> int:
-    """An unused port of the loopback interface."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return sock.getsockname()[1]
@@ -60,7 +59,6 @@ class ServerProcess:
 
     @property
     def pid(self) -> int:
-        """Process id of the guard."""
         return self._process.pid
 
     def check(self) -> None:

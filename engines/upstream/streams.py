@@ -98,7 +98,6 @@ class StreamEngine(Engine[Request]):
         return None if self._server is None else self._server.pid
 
     def wake(self) -> None:
-        """Make `step` return."""
         self._client.wake()
 
     def abort(self, request_id: str) -> None:

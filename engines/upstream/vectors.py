@@ -60,8 +60,6 @@ class _Pair:
 
 
 class VectorModel:
-    """Implements `PoolingModel`."""
-
     decodes_images = False
     prepares_quickly = True
 

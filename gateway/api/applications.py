@@ -51,7 +51,6 @@ from shared.packages.deployments import (
 )
 from shared.packages.environment import BadEnvironment, Environment, check_environment
 from shared.packages.garbage import write_hold
-from shared.packages.latency import add_up, quantile
 from shared.packages.manifest import BadPackage, Digest, Manifest
 from shared.packages.rollout import App, LogLine
 from shared.packages.routes import RoutedVersion, RouteRecord, read_routes, record_route
@@ -134,10 +133,6 @@ class RevisionObject(msgspec.Struct):
     num_running: int
     num_finished: int
     num_failed: int
-    #: 95th percentile over the last minutes, without queueing: time to the first token (other tasks: to the whole
-    #: answer), and time per further token. 0 without data.
-    p95_first_s: float
-    p95_token_s: float
 
 
 class EventObject(msgspec.Struct):
@@ -451,8 +446,6 @@ class Applications(Resource):
                 sum(each.num_running + each.num_waiting for each in workers),
                 sum(each.num_finished for each in workers),
                 sum(each.num_failed for each in workers),
-                quantile(add_up(each.first_counts for each in workers), 0.95),
-                quantile(add_up(each.token_counts for each in workers), 0.95),
             )  # fmt: skip
 
         slots = [SlotObject(s.id, s.digest, s.state, s.phase, s.node, s.since) for s in app.slots]

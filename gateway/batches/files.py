@@ -52,7 +52,6 @@ class BatchFiles:
     def put(
         self, owner: str, filename: str, purpose: str, pieces: Iterable[bytes], num_bytes: int
     ) -> BatchFile:
-        """Store a file under a new id."""
         now = time.time()  # noqa: TID251
         file = BatchFile(make_id(FILE_ID, now), filename, purpose, num_bytes, int(now))
         self.keep(owner, file, pieces)
@@ -77,12 +76,10 @@ class BatchFiles:
         self._store.delete(_data(owner, file))
 
     def ids(self, owner: str) -> list[str]:
-        """The ids of an owner's files, oldest first."""
         keys = (key.rpartition("/")[2] for key in self._store.list(f"{_FOLDER}/{owner}"))
         return sorted(name.removesuffix(".json") for name in keys if name.endswith(".json"))
 
     def usage(self, owner: str) -> tuple[int, int]:
-        """Number of files and bytes of an owner."""
         names = [key.rpartition(".")[2] for key in self._store.list(f"{_FOLDER}/{owner}")]
         return names.count("json"), sum(int(name) for name in names if name.isdigit())
 

@@ -83,7 +83,6 @@ def read_line(line: memoryview, number: int) -> BatchLine:
 
 
 def check_lines(data: bytes, endpoint: str, max_lines: int) -> tuple[int, list[LineError]]:
-    """The number of requests of a file, and its errors."""
     lines = split_lines(data)
     if not lines:
         return 0, [

@@ -98,7 +98,6 @@ class BatchView(msgspec.Struct, frozen=True):
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Numbers of answered and of failed requests."""
         if self.ending is not None:
             return self.ending.completed, self.ending.failed
         counts = [name.split("-")[-2:] for name in self.parts]
@@ -118,8 +117,6 @@ class BatchView(msgspec.Struct, frozen=True):
 
 
 class Batches:
-    """The batches of a store."""
-
     def __init__(self, store: PackageStore, files: BatchFiles) -> None:
         self._store = store
         self.files = files

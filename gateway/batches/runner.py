@@ -260,8 +260,6 @@ class BatchRunner:
 
 @dataclass(eq=False)
 class _Computing:
-    """The lines of a batch without a result."""
-
     _runner: BatchRunner
     _record: BatchRecord
     _lines: Sequence[memoryview]

@@ -89,7 +89,6 @@ class Dispatcher:
             self._spawn(self._supervise(loop))
 
     async def stop(self) -> None:
-        """Cancel open requests and stop all tasks."""
         for call in {call for call, _ in self._all_routes()}:
             call.close()
         for task in list(self._tasks):

@@ -57,8 +57,6 @@ class HookCall(Struct):
 
 
 class Hooks:
-    """Runs the hooks in order, each within `timeout_s`."""
-
     def __init__(
         self, hooks: Mapping[str, Any], timeout_s: float, is_open: bool, metrics: GatewayMetrics
     ) -> None:

@@ -121,7 +121,6 @@ class KeyLimits:
         return self._limits.max_batch_queue_depth if is_batch else self._limits.max_queue_depth
 
     def restrict(self, context: RequestContext) -> None:
-        """Note what the key allows each request."""
         if (key := self._find_key(context.tenant)) is not None:
             context.max_output_tokens = key.max_output_tokens
             context.max_priority = key.max_priority

@@ -57,8 +57,6 @@ _IMAGE_GRACE_S = 60.0
 
 @dataclass(kw_only=True, slots=True)
 class Lifecycle:
-    """Serves the requests of one gateway."""
-
     gateway_id: str
     settings: GatewaySettings
     limits: LimitSettings

@@ -260,7 +260,6 @@ class ModelDirectory:
             self._refreshed_at = time.monotonic()
 
     def _add_aliases(self) -> None:
-        """Add a route for each alias of a known model."""
         self.aliases = {}
         for name, target in self._aliases.items():
             card = self.cards.get(target) or self.adapters.get(target)

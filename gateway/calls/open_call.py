@@ -176,7 +176,6 @@ class OpenCall:
 
     @property
     def has_pending(self) -> bool:
-        """Whether `receive` returns at once."""
         return bool(self._pending)
 
     @property

@@ -100,7 +100,6 @@ class Recorder:
     # On the way in
 
     def trace(self, tracer: "Tracer") -> None:
-        """Open the span. Later spans are its children."""
         begin_ns = epoch_ns(time.perf_counter() - self.clock.received_at)
         name = self.surface.name
         self._tracer = tracer
@@ -132,7 +131,6 @@ class Recorder:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every choice has finished."""
         return 0 < len(self.totals.finished) == self._num_choices
 
     def note(self, events: Sequence[ChoiceEvent]) -> None:
@@ -171,7 +169,6 @@ class Recorder:
         return _stages_of(self.clock, _slowest(timings), e2e_s)
 
     def known_timing(self) -> Headers:
-        """Timing headers at the start of a stream."""
         clock = self.clock
         stages = {"ingest": clock.ingest_s, "image_decode": clock.image_decode_s}
         return timing_headers(stages, clock.elapsed_s(), is_whole=False)
@@ -330,7 +327,6 @@ class Recorder:
 
 
 def _sum(first: Usage, second: Usage) -> Usage:
-    """The usage of two calls."""
     return Usage(
         first.num_prompt_tokens + second.num_prompt_tokens,
         num_image_tokens=first.num_image_tokens + second.num_image_tokens,
@@ -346,7 +342,6 @@ def _check(event: Finished) -> None:
 
 
 def _stages_of(clock: StageClock, worker: StageTimings, e2e_s: float) -> dict[str, float]:
-    """All stages in order (`shared.telemetry.metrics.STAGES`)."""
     stages = {
         "ingest": clock.ingest_s,
         "image_decode": clock.image_decode_s,

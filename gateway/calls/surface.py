@@ -168,7 +168,6 @@ class Surface(Endpoint):
         return with_sse_id(frame, position)
 
     def error_frame(self, error: ApiError, answer: Answer) -> bytes:
-        """The last frame of a stream that fails."""
         return sse_event(error.event())
 
 

@@ -232,7 +232,6 @@ def check_exposure(settings: GatewaySettings) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address is reachable from this machine only."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -77,7 +77,6 @@ class BodyTooSlow(Exception):
         self.problem = f"less than {LimitSettings.min_body_rate >> 10} KiB a second arrived for {timeout_s:g} s"
 
     def error(self) -> ApiError:
-        """The error for the client."""
         message = f"The body was sent too slowly: {self.problem}."
         return InvalidRequest(message, status=408, code="timeout")
 

@@ -44,8 +44,6 @@ class ErrorFields(msgspec.Struct):
 
 
 class ErrorBody(msgspec.Struct):
-    """OpenAI's envelope."""
-
     error: ErrorFields
 
 
@@ -128,8 +126,6 @@ class AuthenticationError(ApiError):
 
 
 class Forbidden(ApiError):
-    """The key or the origin has no permission."""
-
     status = 403
     type = "invalid_request_error"
 

@@ -68,7 +68,6 @@ class RequestContext(Struct):
         return self.client_id or "req_" + self.id
 
     def at_most(self, priority: Priority) -> Priority:
-        """The priority, or the highest that the key allows."""
         return max(priority, self.max_priority, key=list(Priority).index)
 
     def ignore(self, name: str) -> None:
@@ -106,7 +105,6 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": body, "more_body": not is_last})
 
     async def send(self, message: Message) -> None:
-        """The `send` function for Starlette's responses."""
         if message["type"] == "http.response.start":
             await self.start(message["status"], list(message["headers"]))
         else:
@@ -136,7 +134,6 @@ class Exchange:
 
 
 def _rate_headers(rate: Rate, is_anthropic: bool) -> Headers:
-    """OpenAI's headers, or Anthropic's."""
     if is_anthropic:
         full_at = time.time() + rate.full_in_s  # noqa: TID251
         reset = datetime.fromtimestamp(full_at, UTC).isoformat(timespec="seconds")

@@ -53,7 +53,6 @@ class Route:
 
     @property
     def first(self) -> Endpoint:
-        """An endpoint of the path, if the method does not matter."""
         return next(iter(self.endpoints.values()))[0]
 
 

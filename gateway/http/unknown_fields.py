@@ -115,7 +115,6 @@ class Cleaner:
 def _find_struct(
     structs: list[inspect.StructType], members: Mapping[str, Raw]
 ) -> inspect.StructType | None:
-    """The alternative of a union that matches an object."""
     if len(structs) == 1:
         return structs[0]
     for struct in structs:
@@ -185,7 +184,6 @@ def unsupported(param: str, hint: str = "") -> ApiError:
 
 
 def join(path: str, name: str) -> str:
-    """The path of a member; text of the client is not echoed."""
     if not _SANE_NAME.fullmatch(name):
         name = "?"
     return f"{path}.{name}" if path else name

@@ -19,8 +19,6 @@ _TTL_S = 366 * 86400.0  #: in Redis, after the last entry
 
 
 class AuditEntry(msgspec.Struct, frozen=True):
-    """One request for a change."""
-
     at: float  #: epoch seconds
     key: str  #: name of the key; the hash of one of the settings
     address: str

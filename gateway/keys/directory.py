@@ -223,13 +223,11 @@ def _later(records: dict[str, KeyRecord], than: dict[str, KeyRecord]) -> dict[st
 
 
 def new_key() -> tuple[str, str]:
-    """A key, and its digest."""
     key = _PREFIX + secrets.token_urlsafe(32)
     return key, _digest(key.encode())
 
 
 def next_version(record: KeyRecord, **changes: object) -> KeyRecord:
-    """The next state of a key."""
     return replace(record, version=record.version + 1, changed_at=_now(), **changes)
 
 

@@ -197,7 +197,6 @@ def _to_keys(documents: list[dict[str, Any]]) -> dict[str, jwt.PyJWK]:
 
 
 def _is_safe(url: str) -> bool:
-    """Whether a URL is HTTPS, or on this machine."""
     with suppress(ValueError):  # no address in its brackets
         parts = urlsplit(url)
         host = parts.hostname or ""

@@ -73,7 +73,6 @@ class KeyStore(RedisStore):
         return await self._ask("HGET", self._keys.api_keys, "") or b""
 
     async def read(self) -> dict[str, KeyRecord]:
-        """The records in Redis, by name."""
         found = await self._ask("HGETALL", self._keys.api_keys)
         values = (value for name, value in zip(found[::2], found[1::2], strict=True) if name)
         records = [_decoder.decode(value.partition(b" ")[2]) for value in values]

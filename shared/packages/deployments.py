@@ -20,8 +20,6 @@ NAME_RULE = "send 1 to 63 letters, digits, dots, dashes and underscores, a lette
 VERSION = r"^[0-9a-f]{12}$(?!\n)"
 _KEY = re.compile(r"deployments/([^/]+)/(\d{8})(\.outcome)?\.json")
 MAX_INSTANCES = 256
-#: Times have a resolution of a tenth.
-LEAST_LATENCY = 1.2
 
 Name = Annotated[str, Meta(pattern=NAME)]
 Cause = Literal["deploy", "rollback", "scale", "undeploy"]
@@ -63,13 +61,9 @@ class SpecBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     target_age_s: Annotated[float, Meta(gt=0)] = 2.0
     start_s: Annotated[float, Meta(gt=0)] = 300.0  #: until a new version must be ready
     retry_limit: Annotated[int, Meta(ge=0, le=100)] = 3  #: most failed starts
-    #: A canary is rolled back if its latency is this many times that of the old version; 0: never.
-    canary_latency: Annotated[float, Meta(ge=0, le=1000)] = 0.0
 
     def __post_init__(self) -> None:
         """Raises: ValueError."""
-        if 0 < self.canary_latency < LEAST_LATENCY:
-            raise ValueError(f"canary_latency is below {LEAST_LATENCY:g}; 0 compares no times")
         if self.min_instances > self.max_instances:
             raise ValueError("min_instances is larger than max_instances")
 
@@ -122,7 +116,6 @@ class History(msgspec.Struct):
 
     @property
     def last(self) -> Generation:
-        """The latest generation; there is one."""
         return self.generations[max(self.generations)]
 
     @property

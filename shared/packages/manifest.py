@@ -259,7 +259,6 @@ def check_content(path: str, file: IO[bytes]) -> None:
 
 
 def is_digest(text: str) -> bool:
-    """Whether this is `sha256:` and 64 hex digits."""
     return _DIGEST.fullmatch(text) is not None
 
 

@@ -129,7 +129,6 @@ def place(move: Callable[[Path, Path], None], path: Path, target: Path) -> None:
 
 
 def part_path(folder: Path, digest: str) -> Path:
-    """The path of a blob's resumable file."""
     return folder / (digest.removeprefix("sha256:") + SUFFIX)
 
 

@@ -1,7 +1,7 @@
 """The state machine of deployments: pure functions from the current state to the next.
 
     candidate: starting -> [canary] -> active; the old version retires once its queue is empty
-                        -> rolled back: too many failures, not ready in time, or worse than the old version
+                        -> rolled back: too many failures, or not ready in time
     slot:      wanted -> starting (on a node) -> ready -> draining -> gone
 
 Any node computes the next state and writes it by compare-and-set. The old version keeps its instances until the new
@@ -16,14 +16,12 @@ import msgspec
 from msgspec.structs import replace
 
 from shared.packages.deployments import (
-    LEAST_LATENCY,
     Generation,
     Outcome,
     Resources,
     Spec,
 )
 from shared.packages.environment import Environment, is_secret_name
-from shared.packages.latency import quantile
 from shared.protocol import ModelCard
 
 SlotState = Literal["wanted", "starting", "ready", "draining"]
@@ -46,8 +44,6 @@ PROBATION_S = 600.0
 #: A canary is rolled back if, of at least this many answers, its failure ratio exceeds the old version's by this much.
 MIN_ANSWERS = 50
 MAX_MORE_FAILED = 0.05
-#: It is also rolled back if it is slower by the ratio in its spec, and by at least this much.
-LEAST_DELAY_S = 0.002
 MAX_EVENTS = 50
 
 
@@ -134,7 +130,6 @@ class App(msgspec.Struct, frozen=True):
         return None
 
     def of(self, digest: str, *states: SlotState) -> list[Slot]:
-        """The slots of a version, in these states if given."""
         return [s for s in self.slots if s.digest == digest and (not states or s.state in states)]
 
 
@@ -184,16 +179,12 @@ class Load(msgspec.Struct, frozen=True):
     #: Instances that open sessions request, in total; 0: unspecified.
     min_instances: int = 0
     max_instances: int = 0
-    #: Latency buckets of its latest answers (`shared.packages.latency`).
-    first_counts: Mapping[int, int] = {}
-    token_counts: Mapping[int, int] = {}
 
 
 NO_LOAD = Load()
 
 
 def admit(app: App, generation: Generation, now: float) -> App:
-    """Admit a new generation: its version starts as the candidate."""
     app = replace(app, number=generation.number, message="")
     if not generation.digest:
         app = _note(app, now, f"generation {generation.number}: undeployed")
@@ -236,7 +227,6 @@ def restore(
 
 
 def to_revision(generation: Generation, now: float) -> Revision:
-    """The version of a generation."""
     version, package = generation.version, generation.digest
     return Revision(
         generation.number, version, generation.spec, since=now,
@@ -273,7 +263,6 @@ def advance(
 
 
 def conclude(app: App, number: int, outcome: Outcome, now: float) -> App:
-    """Apply an outcome: promote the candidate, or roll it back."""
     candidate = app.candidate
     if candidate is None or candidate.number != number:
         return app
@@ -348,7 +337,6 @@ def fits(needed: Resources, free: Resources) -> bool:
 
 
 def find_missing(revision: Revision, node: NodeRecord) -> list[str]:
-    """The secrets of a version that the node lacks."""
     return sorted(set(revision.environment.secrets.values()).difference(node.secrets))
 
 
@@ -495,7 +483,7 @@ def _judge(app: App, loads: Mapping[str, Load], now: float) -> Outcome | None:
     if candidate.is_canary:
         old = loads.get(app.active.digest, NO_LOAD) if app.active else NO_LOAD
         new = loads.get(candidate.digest, NO_LOAD)
-        return _compare(new, old) or _compare_times(new, old, spec.canary_latency)
+        return _compare(new, old)
     is_whole = not spec.canary or app.active is None
     if is_whole and ready and not starting and not _is_coming(app, candidate, now):
         return Outcome("active")
@@ -520,29 +508,6 @@ def _compare(new: Load, old: Load) -> Outcome | None:
         "rolled_back",
         f"{share:.0%} of {num_answers} answers failed, {usual:.0%} of the old version's",
     )
-
-
-def _compare_times(new: Load, old: Load, most: float) -> Outcome | None:
-    """Whether a canary is too slow: at the 95th percentile, and at the median, unlike one that warms up."""
-    if not most:
-        return None
-    pairs = (
-        ("the first token, or of a task", new.first_counts, old.first_counts),
-        ("a further token", new.token_counts, old.token_counts),
-    )
-    for what, ours, theirs in pairs:
-        num_new, num_old = sum(ours.values()), sum(theirs.values())
-        if min(num_new, num_old) < MIN_ANSWERS:
-            continue
-        late, usual = quantile(ours, 0.95), quantile(theirs, 0.95)
-        is_slower = quantile(ours, 0.5) > LEAST_LATENCY * quantile(theirs, 0.5)
-        if late > most * usual and late - usual > LEAST_DELAY_S and is_slower:
-            return Outcome(
-                "rolled_back",
-                f"p95 of {what}: {1000 * late:.3g} ms in {num_new} answers, {1000 * usual:.3g} ms in "
-                f"{num_old} of the old version; more than {most:g} times as long",
-            )
-    return None
 
 
 def _is_canary_ready(app: App) -> bool:
@@ -593,7 +558,6 @@ def _touch(app: App, now: float) -> App:
 
 
 def _place(app: App, loads: Mapping[str, Load], now: float) -> App:
-    """Create wanted slots of each version, and drain surplus ones."""
     wanted: dict[str, int] = {}
     if app.active is not None:
         wanted[app.active.digest] = app.desired

@@ -109,7 +109,6 @@ class Claim(Struct, frozen=True, eq=False):
 
     @property
     def may_be_poison(self) -> bool:
-        """Whether it may have crashed a worker."""
         return self.failures > 0
 
 
@@ -184,7 +183,6 @@ class Charge(Struct, frozen=True):
     counts: Literal["request", "prompt", "output"] = "request"
 
     def of_call(self, index: int, num_calls: int) -> "Charge":
-        """The charge of one call of a request."""
         prompt, place = divmod(index, num_calls // len(self.num_images))
         counts = "output" if place else "prompt" if index else self.counts
         return Charge((self.num_images[prompt],), self.prices, self.budget, counts)
@@ -381,9 +379,7 @@ class WorkerQueue(Protocol):
         """Claim up to `count` calls without waiting: batch calls if no interactive ones wait."""
         ...
 
-    async def reclaim(self, count: int) -> list[Claim]:
-        """Claim up to `count` calls whose lease has expired."""
-        ...
+    async def reclaim(self, count: int) -> list[Claim]: ...
 
     async def take_scan(self, every_s: float) -> bool:
         """Whether this worker may call `reclaim` now: one worker in `every_s`, because it reads all claims."""
@@ -412,9 +408,7 @@ class WorkerQueue(Protocol):
         """Renew the leases. Returns the refused calls with the reason, as `publish`."""
         ...
 
-    async def cancel_deserted(self, claims: Iterable[Claim]) -> list[Claim]:
-        """Cancel the calls whose gateway is gone, and return them."""
-        ...
+    async def cancel_deserted(self, claims: Iterable[Claim]) -> list[Claim]: ...
 
     async def release(self, claims: Iterable[Claim], *, is_crash: bool = False) -> int:
         """Return calls to the queue; returns how many.

@@ -254,7 +254,6 @@ def keys_of_calls(keys: RedisKeys, model: str, request_ids: Iterable[str]) -> li
 
 
 def cancel_arguments(keys: RedisKeys, model: str) -> dict[str, str | int]:
-    """The arguments of `cancel.lua`, without a failure."""
     return {
         "group": GROUP,
         "spent": keys.spent,

@@ -34,10 +34,6 @@ class WorkerRecord(Report, frozen=True, omit_defaults=True):
     num_steps: int = 0
     num_finished: int = 0  #: requests since its start
     num_failed: int = 0
-    #: Latest answers of a deployment by latency bucket (`shared.packages.latency`): time to the first token, or of
-    #: a whole answer of other tasks; and mean time per further token.
-    first_counts: dict[int, int] = msgspec.field(default_factory=dict)
-    token_counts: dict[int, int] = msgspec.field(default_factory=dict)
     state: Literal["ready", "draining"] = "ready"
 
 
@@ -80,7 +76,6 @@ class Registry(RedisStore):
         )  # keys whose values could not be decoded, and were logged
 
     async def announce(self, record: WorkerRecord, ttl_s: float) -> None:
-        """Write a worker's record; it expires after `ttl_s`."""
         keys, name, ttl_ms = self._keys, record.card.name, to_ms(MODEL_TTL_S)
         add_worker = with_ttl(keys.workers, ttl_ms, "SADD", keys.workers, record.worker_id)
         add_model = with_ttl(keys.models, ttl_ms, "SADD", keys.models, name)
@@ -97,12 +92,10 @@ class Registry(RedisStore):
         await self._sender.execute("SREM", self._keys.workers, worker_id)
 
     async def forget(self, model: str) -> None:
-        """Delete a model that will not be served again."""
         await self._sender.execute("DEL", self._keys.model(model))
         await self._sender.execute("SREM", self._keys.models, model)
 
     async def workers(self) -> list[WorkerRecord]:
-        """The live workers."""
         return await self._members(self._keys.workers, self._keys.worker, decode_record)
 
     async def worker(self, worker_id: str) -> WorkerRecord | None:
@@ -124,7 +117,6 @@ class Registry(RedisStore):
         return {n: MODEL_TTL_S - max(0, ms) / 1000 for n, ms in zip(names, ttls, strict=True)}
 
     async def adapters(self, model: str) -> dict[str, AdapterSource]:
-        """The adapters of a model by name."""
         key = self._keys.adapters(model)
         found = await self._ask("HGETALL", key)
         sources: dict[str, AdapterSource] = {}
@@ -144,7 +136,6 @@ class Registry(RedisStore):
         await self._sender.execute("PEXPIRE", self._keys.adapters(model), to_ms(MODEL_TTL_S))
 
     async def remove_adapter(self, model: str, name: str) -> None:
-        """Remove an adapter from the workers of a model."""
         await self._sender.execute("HDEL", self._keys.adapters(model), name)
 
     async def _members(

@@ -21,7 +21,6 @@ class ResumableCalls(RedisStore):
 
     @redis_errors_as(QueueUnavailable)
     async def replace(self, request_id: str, record: bytes, ttl_s: float) -> None:
-        """Replace an existing record."""
         await self._ask("SET", self._keys.stream(request_id), record, "XX", "PX", to_ms(ttl_s))
 
     @redis_errors_as(QueueUnavailable)

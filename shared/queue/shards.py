@@ -63,8 +63,6 @@ class UnknownShard(QueueUnavailable):
 
 
 class Shard:
-    """One server, and whether it is up."""
-
     def __init__(self, name: str, settings: RedisSettings, on_lost: Callable[[str], None]) -> None:
         self.name = name
         self.redis: Redis = create_redis(settings)

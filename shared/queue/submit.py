@@ -362,7 +362,6 @@ def to_state(state: bytes, attempt: int, num_tokens: int, ttl_ms: int) -> Reques
 def _charge_arguments(
     keys: RedisKeys, choices: Sequence[Envelope], charge: Charge
 ) -> dict[str, Any]:
-    """The arguments of a charge, for the submit script."""
     if len(choices) == 1 and charge == Charge():
         return {}
     end, given = " ".join(f"{price:.9g}" for price in charge.prices) + " 0 ", {}

@@ -98,7 +98,6 @@ class RecordStore(RedisStore):
 
     @redis_errors_as(RecordsUnavailable)
     async def names(self, owner: str) -> list[str]:
-        """The names of an owner's records."""
         return [
             name.decode() for name in await self._ask("ZRANGE", self._keys.records(owner), 0, -1)
         ]

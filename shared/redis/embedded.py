@@ -60,12 +60,10 @@ class EmbeddedRedis:
 
     @property
     def url(self) -> str:
-        """The address for `create_redis`."""
         return f"unix://{self.socket_path}"
 
     @property
     def pid(self) -> int | None:
-        """The server's process id while it runs."""
         return self._process.pid if self._process else None
 
     @property
@@ -173,7 +171,6 @@ class EmbeddedRedis:
                 return False
 
     def stop(self) -> None:
-        """Stop the server after it has saved its data. Idempotent."""
         if self._process is not None:
             self._process.send_signal(signal.SIGTERM)
             try:

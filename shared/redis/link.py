@@ -33,14 +33,11 @@ from shared.redis.sentinel import SentinelPool
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """The text of a script, and its digest in Redis."""
-
     source: str
     sha: str
 
 
 def load_script(*paths: Path) -> Script:
-    """Load a script from one file after the other."""
     source = "".join(path.read_text() for path in paths)
     return Script(source, sha1(source.encode(), usedforsecurity=False).hexdigest())
 

@@ -266,8 +266,6 @@ _MAX_KEYS = 1000
 
 
 class GatewayMetrics:
-    """The gateway's metrics, in a registry of their own."""
-
     def __init__(self) -> None:
         self._set = MetricSet(GATEWAY_METRICS)
         self.registry = self._set.registry

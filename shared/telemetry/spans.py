@@ -124,7 +124,6 @@ class RequestSpan:
 
     @property
     def is_recorded(self) -> bool:
-        """Whether it is sampled, by the caller's flag or our sampler."""
         return self._span.is_recording()
 
     def rename(self, name: str) -> None:

@@ -18,6 +18,7 @@ import pytest
 from msgspec import Raw, structs
 from msgspec.structs import replace
 
+from benchmarks.make_checkpoint import make_checkpoint
 from engines.base import (
     Capabilities,
     Engine,
@@ -30,7 +31,6 @@ from engines.base import (
 from engines.core.engine import BatchingEngine
 from engines.image_decoder import decode_image
 from engines.registry import create_engine, engine_kinds, register
-from engines.torch_backend.loading.make_checkpoint import make_checkpoint
 from shared.protocol import (
     Call,
     ChatMessage,

@@ -18,11 +18,11 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import LlavaForConditionalGeneration, Qwen2ForCausalLM
 
+from benchmarks.make_checkpoint import make_checkpoint
 from engines.core.engine import BatchingEngine
 from engines.core.request import EngineRequest, Prompt
 from engines.text.processor import ChatProcessor, create_processor
 from engines.torch_backend.layers.linear import METHODS
-from engines.torch_backend.loading.make_checkpoint import make_checkpoint
 from engines.torch_backend.loading.weights import load_model
 from engines.torch_backend.models import causal_lm, llava
 from engines.torch_backend.models.config import UnsupportedCheckpoint

@@ -11,7 +11,7 @@ DIGEST = "sha256:" + 64 * "a"
 MESSAGE = "an instance of a rather long message that has to be read to its end"
 REVISION = {
     "digest": DIGEST, "num_ready": 2, "num_running": 12, "num_finished": 3, "num_failed": 1,
-    "p95_first_s": 0.123, "p95_token_s": 0.0456, "spec": {"canary": 0.1},
+    "spec": {"canary": 0.1},
 }  # fmt: skip
 APP = {
     "name": "captioner", "state": "canary", "message": MESSAGE, "desired": 2, "generation": 2,

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from loadtest.albums import PAIR_FACTS, SAMPLE_FACTS
-from loadtest.result import load_result
 from tests.integration.fleet_process import Served, run_vlm, start_fleet
+from tests.loadtest.factories import load_result
 from tests.long import long
 
 pytestmark = long("accuracy")

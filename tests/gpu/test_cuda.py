@@ -10,13 +10,13 @@ import pytest
 import torch
 from PIL import Image
 
+from benchmarks.make_checkpoint import make_checkpoint
 from engines.base import LoadedEngine
 from engines.core.engine import BatchingEngine
 from engines.core.request import EngineRequest
 from engines.core.runner import DeviceOutOfMemory
 from engines.core.sequence import Batch, ScheduledSequence, Sequence
 from engines.registry import create_engine
-from engines.torch_backend.loading.make_checkpoint import make_checkpoint
 from engines.torch_backend.runner import TorchRunner
 from engines.torch_backend.sampling.noise import random_bits, signed, stream_key
 from shared.protocol import ChatMessage, ImagePart, SamplingParams, TextPart

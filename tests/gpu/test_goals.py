@@ -20,9 +20,9 @@ import torch
 from benchmarks.engine.cost import ModelCost
 from benchmarks.engine.measure import Run, WorkCounter, run_requests
 from benchmarks.engine.scenario import RequestMaker, Scenario
+from benchmarks.make_checkpoint import make_checkpoint
 from engines.core.engine import BatchingEngine
 from engines.registry import create_engine
-from engines.torch_backend.loading.make_checkpoint import make_checkpoint
 from engines.torch_backend.runner import TorchRunner
 
 pytestmark = [

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from engines.packages.checkpoint_files import make_tokenizer
+from benchmarks.checkpoint_files import make_tokenizer
 from engines.registry import create_engine
 from tests.engines.torch_backend.models.family_table import text, write_checkpoint
 from tests.factories_gateway import make_settings, run_gateway_on_socket

@@ -31,8 +31,6 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
         ("worker --redis-url unix:///nowhere", TORCH),
         ("search-node --url unix:///tmp/nowhere.sock", SEARCH),
         ("models --check", TORCH),
-        ("quantize shapes new --scheme int8", TORCH),
-        ("make-checkpoint new", TORCH),
         ("embed README.md --output new", SEARCH),
         ("search . x", SEARCH),
     ],

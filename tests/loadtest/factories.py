@@ -1,6 +1,9 @@
 """Results made of a few words, for tests of what is computed from them."""
 
+from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from loadtest.record import Objective, Plan, Record, Workload
 from loadtest.result import Result
@@ -38,3 +41,7 @@ def result(
         objective=objective or Objective(),
         records=records,
     )
+
+
+def load_result(path: Path) -> Result:
+    return msgspec.json.decode(path.read_bytes(), type=Result)

@@ -5,9 +5,7 @@ import random
 from html.parser import HTMLParser
 
 import pytest
-from typer.testing import CliRunner
 
-import vlm
 from loadtest.html_report import figures, to_html
 from loadtest.record import Objective
 from loadtest.result import Result
@@ -147,12 +145,3 @@ def test_what_a_server_says_is_text():
 
 def test_failures_are_counted_by_name():
     assert "text, whole: status 503: <overloaded>" in page_of(busy_run()).words
-
-
-def test_command_makes_the_page_of_a_file(tmp_path):
-    source, page = tmp_path / "a.json", tmp_path / "a.html"
-    run = busy_run()
-    run.save(source)
-    done = CliRunner().invoke(vlm.app, ["loadtest", "report", str(source), str(page)])
-    assert done.exit_code == 0
-    assert page.read_text() == to_html(run)

@@ -8,16 +8,14 @@ from loadtest.load_plan import Phase
 from loadtest.record import LATENCIES, Objective
 from loadtest.report import describe_load, to_latency_table, to_rate_table
 from loadtest.result import (
-    ResultError,
     Sight,
     counted,
     failure_ratio,
     failures,
-    load_result,
     mean_stages_s,
     values_of,
 )
-from tests.loadtest.factories import record, result
+from tests.loadtest.factories import load_result, record, result
 
 
 def test_latencies_begin_when_the_request_was_meant_to_be_sent():
@@ -79,16 +77,6 @@ def test_file_comes_back_as_it_was_written(tmp_path):
     assert summary["kinds"]["text, streamed"]["ITL"]["p50_s"] == pytest.approx(0.01)
     assert summary["failures"] == {"text, whole: x": 1}
     assert [phase["level"] for phase in summary["phases"]] == [1.0, 2.0]
-
-
-@pytest.mark.parametrize("text", ["", "{}", '{"schema": "vlm-loadtest/99"}', "[1]"])
-def test_other_files_are_refused_by_their_name(tmp_path, text):
-    path = tmp_path / "other.json"
-    path.write_text(text)
-    with pytest.raises(ResultError, match=r"other\.json"):
-        load_result(path)
-    with pytest.raises(ResultError, match="none"):
-        load_result(tmp_path / "none")
 
 
 def test_tables_have_a_row_for_each_kind_and_phase():

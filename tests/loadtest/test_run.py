@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 import vlm
 from loadtest.fleet import ROOT
 from loadtest.record import Objective, Order, Plan, Target, Workload
-from loadtest.result import Result, Sight, by_kind, counted, load_result
+from loadtest.result import Result, Sight, by_kind, counted
 from loadtest.run import LoadTestError, Outputs, Wanted, drive, run
 from loadtest.scenarios import PROFILES
-from tests.loadtest.factories import record, result
+from tests.loadtest.factories import load_result, record, result
 from tests.loadtest.fake_server import FakeServer, stream
 from tests.rounds import in_one_round
 

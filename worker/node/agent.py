@@ -40,7 +40,6 @@ from shared.packages.deployments import (
     settle,
     version_name,
 )
-from shared.packages.latency import add_up
 from shared.packages.manifest import Manifest
 from shared.packages.rollout import App, Load, LogLine, NodeRecord, Revision, Slot
 from shared.packages.store import PackageStore, StoreError, open_store
@@ -378,8 +377,6 @@ class NodeAgent:
             sum(worker.num_finished for worker in workers),
             sum(worker.num_failed for worker in workers),
             *limits,
-            add_up(worker.first_counts for worker in workers),
-            add_up(worker.token_counts for worker in workers),
         )  # fmt: skip
 
     async def _claim(self, app: App, nodes: Mapping[str, NodeRecord], now: float) -> None:

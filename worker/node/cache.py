@@ -150,7 +150,6 @@ def _identity(path: Path) -> tuple[int, ...] | None:
 
 
 def _remove(folder: Path) -> bool:
-    """Remove a folder, unless somebody uses it."""
     path = _lock_of(folder)
     try:
         file = _lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -45,7 +45,6 @@ FindTenants = Callable[[str, str], Awaitable[frozenset[str]]]
 
 
 def is_of_node(app: str, worker_id: str) -> bool:
-    """Whether a node has started this worker of an application."""
     return re.fullmatch(rf"{re.escape(app)}-\d+-\d+", worker_id) is not None
 
 
@@ -109,7 +108,6 @@ class Instance:
             self._process.kill()
 
     async def close(self) -> None:
-        """Drain, and wait for the end."""
         self.drain()
         await asyncio.wait([self._task])
 

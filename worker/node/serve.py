@@ -366,7 +366,6 @@ def _other_place(error: OSError) -> str:
 
 
 def base_url(settings: Settings) -> str:
-    """The gateway's URL for clients on this machine."""
     host, port = settings.gateway.host, settings.gateway.port
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -449,7 +448,6 @@ def _key(is_needed: bool) -> str:
 
 
 def _short(path: Path) -> Path:
-    """The path relative to the working directory, if it is below."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 

@@ -20,8 +20,6 @@ logger = logging.getLogger(__name__)
 
 
 class WarmProcess:
-    """A process that waits for its environment."""
-
     def __init__(self, kind: str, process: asyncio.subprocess.Process) -> None:
         self.kind = kind
         self._process = process

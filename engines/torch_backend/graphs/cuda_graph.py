@@ -36,8 +36,6 @@ def runs_graphs(device: torch.device) -> bool:
 
 
 class SamplingKind(Enum):
-    """How a graph samples."""
-
     GREEDY = auto()  #: takes the best token
     RANDOM = auto()  #: samples the rows that are not greedy
     TRUNCATED = auto()  #: samples with truncated distributions

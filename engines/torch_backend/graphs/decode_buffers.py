@@ -18,8 +18,6 @@ from engines.torch_backend.step import StepInputs
 
 
 class DecodeBuffers:
-    """Host and device memory of one batch size."""
-
     def __init__(
         self,
         num_rows: int,

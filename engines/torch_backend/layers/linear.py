@@ -69,7 +69,6 @@ class Linear(nn.Linear):
                 self.register_buffer(name, tensor)
 
     def quantize(self, method: "QuantizedMethod", dtype: torch.dtype) -> None:
-        """Round the float weight, with scales of `dtype`."""
         weight = self.weight.detach()  # detached, or the scales would keep the autograd graph
         self.hold(method, method.quantize(weight, dtype), method.group_size_of(self))
 
@@ -282,7 +281,6 @@ def quantized_layers(model: nn.Module) -> list[tuple[Linear, QuantizedMethod]]:
 
 
 def quantizable_layers(model: nn.Module, method: QuantizedMethod) -> list[Linear]:
-    """Layers that the model's quantization applies to."""
     layers = [layer for layer in model.modules() if isinstance(layer, Linear)]
     floats = [x for x in layers if x.quantizable == "scheme" and x.method is FLOAT]
     return [layer for layer in floats if method.fits((layer.out_features, layer.in_features))]

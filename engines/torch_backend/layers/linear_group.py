@@ -90,7 +90,6 @@ class LinearGroup:
         return is_alone and (self.kernel.fuses_prologue or not self._before)
 
     def bind(self, ops: Ops, dtype: torch.dtype) -> None:
-        """Select the operators; `dtype` is the engine's."""
         self._ops = ops
         self._dtype = torch.float32 if ops.is_native else dtype  # of the kernels' inputs
         dtype = ops.product_dtype(dtype)

@@ -19,8 +19,6 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.LayerNorm):
-    """Layer normalisation in the precision of its input."""
-
     def forward(self, input: Tensor) -> Tensor:
         """Shapes: (..., C), kept."""
         weight, bias = self.weight.to(input.dtype), self.bias.to(input.dtype)

@@ -160,8 +160,6 @@ def find_files(path: Path) -> list[Path]:
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """A GGUF file's header."""
-
     file: Path
     metadata: Mapping[str, Any]
     infos: Mapping[str, TensorInfo]

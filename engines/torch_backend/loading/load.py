@@ -35,8 +35,7 @@ from engines.torch_backend.models.hf_config import read_fields
 from engines.torch_backend.models.registry import find_family
 from engines.torch_backend.ops import native
 from engines.torch_backend.ops.cpu_level import choose_level
-from engines.torch_backend.ops.measured import measured
-from engines.torch_backend.ops.registry import Ops, check_disabled, cpu_ops
+from engines.torch_backend.ops.registry import check_disabled, cpu_ops
 from engines.torch_backend.runner import TorchRunner
 from engines.torch_backend.settings import TorchSettings
 from engines.torch_backend.threads import settle_num_threads
@@ -69,7 +68,7 @@ def load_engine(settings: TorchSettings, progress: Progress | None) -> LoadedEng
     kernels, is_cpu = None, device.type == "cpu"
     if is_cpu:
         with phases.measure("compile"):
-            kernels = prepare_kernels(settings)
+            kernels = cpu_ops(settings.cpu_kernels, disabled=settings.switched_off)
     with phases.measure("load"):
         family, config = find_family(directory)
         multimodal = family.processor(directory, config)
@@ -154,15 +153,6 @@ def quantization_of(directory: Path, chosen: str) -> str:
         return chosen
     stored = read_fields(directory).section("quantization_config").get("quant_method")
     return stored[:64] if isinstance(stored, str) else ""
-
-
-def prepare_kernels(settings: TorchSettings) -> Ops:
-    """The operators of a CPU, compiled on first use."""
-    level = None
-    if "cpu" not in settings.switched_off:
-        found = measured(choose_level(), torch.get_num_threads())
-        level = None if found == choose_level() else found
-    return cpu_ops(settings.cpu_kernels, level, settings.switched_off)
 
 
 def _settle_num_threads(runner: TorchRunner, settings: TorchSettings) -> None:

@@ -220,7 +220,6 @@ class PublishedLinears:
         return self._num_bytes
 
     def finish(self) -> None:
-        """Log the formats of all layers."""
         parts = [part for linear in self.linears for part in linear.parts.values()]
         before = sum(part.num_stored_bytes for part in parts)
         forms = ", ".join(f"{count} {_WORDS[form]}" for form, count in self._forms.items())

@@ -3,7 +3,6 @@
 Used by the loader, the quantizer and the checkpoint maker. Never pickle.
 """
 
-import json
 import math
 import os
 import shutil
@@ -15,7 +14,6 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from engines.packages.checkpoint_json import read_json
@@ -23,7 +21,6 @@ from engines.torch_backend.models.config import UnsupportedCheckpoint
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
-MAX_SHARD_BYTES = 2 * 1024**3
 #: bytes of tensors that are not floating-point, which keep their type
 _INTEGER_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "U16": 2, "I16": 2, "I32": 4, "I64": 8}
 _FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -138,27 +135,14 @@ def _weight_files(directory: Path) -> list[Path]:
     raise UnsupportedCheckpoint(f"the checkpoint has no {SINGLE_FILE} and no {INDEX_FILE}")
 
 
-def check_new(target: Path) -> None:
-    """See that a directory can be written there, and make nothing.
-
-    Raises: FileExistsError if there is something in `target`, PermissionError, OSError.
-    """
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise FileExistsError(f"{target} is not empty; name a new directory")
-    parent = next(path for path in target.absolute().parents if path.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        raise PermissionError(
-            f"{target} cannot be written: {parent} is not a directory that you can write to; choose another"
-        )
-
-
 @contextmanager
 def new_directory(target: Path) -> Iterator[Path]:
     """A directory beside `target` that gets its name when all is written, and goes when anything fails.
 
-    Raises: as `check_new`.
+    Raises: FileExistsError if there is something in `target`, OSError.
     """
-    check_new(target)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise FileExistsError(f"{target} is not empty")
     target.parent.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
@@ -169,54 +153,3 @@ def new_directory(target: Path) -> Iterator[Path]:
         made.replace(target)
     finally:
         shutil.rmtree(made, ignore_errors=True)
-
-
-class TensorWriter:
-    """Writes tensors into files of limited size; `close` names them as transformers does.
-
-    Memory stays at one file's tensors.
-    """
-
-    def __init__(self, directory: Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
-        self._directory = directory
-        self._max_shard_bytes = max_shard_bytes
-        self._tensors: dict[str, Tensor] = {}  # of the file that is to be written next
-        self._num_bytes = 0
-        self._total_bytes = 0
-        self._shards: list[list[str]] = []  # names of what each written file holds
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Take a tensor, and write a file when it is full. Raises: OSError."""
-        if self._tensors and self._num_bytes + tensor.nbytes > self._max_shard_bytes:
-            self._write()
-        self._tensors[name] = tensor.contiguous()
-        self._num_bytes += tensor.nbytes
-
-    def close(self) -> None:
-        """Write the rest, and the index if there are several files. Raises: OSError."""
-        self._write()
-        count = len(self._shards)
-        if count == 1:
-            self._part(0).rename(self._directory / SINGLE_FILE)
-            return
-        weight_map: dict[str, str] = {}
-        for number, names in enumerate(self._shards):
-            file = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
-            self._part(number).rename(self._directory / file)
-            weight_map |= dict.fromkeys(names, file)
-        index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
-        text = json.dumps(index, indent=2) + "\n"
-        (self._directory / INDEX_FILE).write_text(text, encoding="utf-8")
-
-    def _write(self) -> None:
-        file = self._part(len(self._shards))
-        file.touch()
-        mode = file.stat().st_mode
-        save_file(self._tensors, file, metadata={"format": "pt"})
-        file.chmod(mode)  # save_file's own is for the owner alone
-        self._shards.append(list(self._tensors))
-        self._total_bytes += self._num_bytes
-        self._tensors, self._num_bytes = {}, 0
-
-    def _part(self, number: int) -> Path:
-        return self._directory / f"part-{number}.tmp"

@@ -69,8 +69,6 @@ class Site:
 
 
 class Loras:
-    """The adapters of one model."""
-
     def __init__(self, model: "FamilyModel", dtype: torch.dtype, device: torch.device) -> None:
         """`dtype`: of the products."""
         self._dtype, self._device = dtype, device

@@ -25,14 +25,10 @@ _KINDS = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral", "Qwen2Fo
 
 @dataclass(frozen=True, slots=True)
 class CausalConfig:
-    """Configuration of the decoder."""
-
     text: TextConfig
 
 
 class CausalModel(FamilyModel):
-    """A decoder without images."""
-
     config: CausalConfig
 
     def __init__(self, config: CausalConfig) -> None:
@@ -42,8 +38,6 @@ class CausalModel(FamilyModel):
 
 
 class CausalFamily:
-    """LLaMA-family decoders."""
-
     architectures = tuple(_KINDS)
     model_type = "llama"
 

@@ -50,8 +50,6 @@ _UNREAD = ("post_layernorm.", "embeddings.position_ids")  #: of the vision tower
 
 @dataclass(frozen=True, slots=True)
 class VLMConfig:
-    """Configuration of vision tower, projector and decoder."""
-
     vision: VisionConfig
     text: TextConfig
     image_token_id: int
@@ -79,7 +77,6 @@ class Projector(nn.Module):
         self._second = LinearGroup(self.linear_2, before=activation)
 
     def bind(self, ops: Ops, dtype: torch.dtype) -> None:
-        """Select the operators."""
         for linear in (self._first, self._second):
             linear.bind(ops, dtype)
 
@@ -89,8 +86,6 @@ class Projector(nn.Module):
 
 
 class Llava(FamilyModel):
-    """Vision tower, projector and decoder."""
-
     config: VLMConfig
 
     def __init__(self, config: VLMConfig) -> None:

@@ -90,7 +90,6 @@ class FamilyModel(nn.Module):
         """Free the state of a request outside the KV cache. Idempotent."""
 
     def rotary(self, max_positions: int, dtype: torch.dtype, device: torch.device) -> RotaryTable:
-        """The rotary embedding table of the decoder."""
         return RotaryTable(self.language_model.text, max_positions, dtype, device)
 
     def decoder_layers(self) -> tuple[str, nn.Module]:
@@ -154,7 +153,6 @@ class FamilyModel(nn.Module):
         return self.multi_modal_projector(self.vision_tower(pixels)).to(pixels.dtype)
 
     def bind(self, ops: Ops, dtype: torch.dtype) -> None:
-        """Select the operators. `dtype` is the engine's."""
         for part in (self.vision_tower, self.multi_modal_projector, self.language_model):
             part.bind(ops, dtype)
 
@@ -230,7 +228,6 @@ _registered: list[ModelFamily] = []
 
 @contextmanager
 def registered(family: ModelFamily) -> Iterator[None]:
-    """Register a family inside the block, before the built-in ones."""
     _registered.insert(0, family)
     try:
         yield

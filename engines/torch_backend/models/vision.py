@@ -64,7 +64,6 @@ class TowerBlock(nn.Module):
         self._dtype: torch.dtype | None = None
 
     def bind(self, ops: Ops, dtype: torch.dtype) -> None:
-        """Select the operators; attention is computed in `dtype`."""
         inputs = self._in.layers
         if all(method_of(layer) is FLOAT for layer in inputs):
             self._in = LinearGroup(join(inputs))  # one product where torch computes it

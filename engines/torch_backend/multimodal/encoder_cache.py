@@ -37,7 +37,6 @@ class EncoderCache:
         return len(self._entries)
 
     def is_pinned_by(self, request_id: str, key: ImageKey) -> bool:
-        """Whether a request holds an image."""
         return key in self._pinned.get(request_id, ())
 
     def count_query(self, *, hit: bool) -> None:

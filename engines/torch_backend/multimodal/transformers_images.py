@@ -360,7 +360,6 @@ class TransformersImages:
         return tuple(self._indicators.get(found, -1) for found in re.findall(spelled, text))
 
     def items(self, images: Sequence[tuple[str, Any]], slot: str) -> list[Item]:
-        """The processor's text for each image."""
         if sum(image.kind == "image" for _, image in images) > 1:
             images = [
                 (name, image)

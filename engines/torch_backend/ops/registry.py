@@ -80,8 +80,6 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A faster implementation of an operator."""
-
     name: str
     build: Callable[
         [Site], Any
@@ -159,7 +157,6 @@ class Ops:
 
 @cache
 def discover() -> tuple[Op, ...]:
-    """The operators of all folders, by name."""
     folders = sorted(module.name for module in iter_modules(package.__path__) if module.ispkg)
     modules = [import_module(f"{package.__name__}.{folder}") for folder in folders]
     return tuple(

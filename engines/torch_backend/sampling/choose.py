@@ -25,8 +25,6 @@ LEAST_TEMPERATURE = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class SampleParams:
-    """Sampling parameters of B rows."""
-
     keys: Tensor  #: (B,) int64: noise streams
     top_ks: Tensor  #: (B,) int64; the size of the vocabulary without a limit
     temperatures: Tensor  #: (B,) float32, above 0

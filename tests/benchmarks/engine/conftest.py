@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import engines.torch_backend  # noqa: F401
-from engines.torch_backend.loading.make_checkpoint import make_checkpoint
+from benchmarks.make_checkpoint import make_checkpoint
 
 torch.set_num_threads(1)
 

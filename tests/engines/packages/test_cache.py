@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 import vlm
+from benchmarks.make_checkpoint import make_checkpoint
 from engines.torch_backend.loading import check
-from engines.torch_backend.loading.make_checkpoint import make_checkpoint
 from tests.factories_encoders import make_encoder
 from tests.factories_hub import REPO, Hub, Repository
 

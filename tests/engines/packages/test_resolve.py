@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
+from benchmarks.make_checkpoint import make_checkpoint
 from engines.base import UnsupportedCheckpoint
 from engines.packages import resolve as module
 from engines.packages.resolve import ModelUnavailable, default_name, resolve_model
-from engines.torch_backend.loading.make_checkpoint import make_checkpoint
 from engines.torch_backend.models.registry import read_config
 from tests.factories_hub import REPO, Hub, Repository, use_hub
 

@@ -1,4 +1,8 @@
+import os
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +155,39 @@ def test_threads_are_timed_once_for_a_model_and_machine(
         num_tried = len(steps.tried)
         settle_num_threads(runner, "shape", library)
         assert (torch.get_num_threads(), len(steps.tried) > num_tried) == (4, True), garbage
+
+    two_days_ago = file.stat().st_mtime - 2 * 86_400
+    os.utime(file, (two_days_ago, two_days_ago))
+    num_tried = len(steps.tried)
+    torch.set_num_threads(8)
+    settle_num_threads(runner, "shape", library)
+    assert len(steps.tried) > num_tried
+
+
+def test_one_process_of_a_machine_measures_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    library: Any = type("Library", (), {"file": tmp_path / "kernels.so"})()
+    inside, most = 0, 0
+    lock = threading.Lock()
+
+    def measure(_runner: Any, num_threads: int) -> dict[int, tuple[float, float]]:
+        nonlocal inside, most
+        with lock:
+            inside, most = inside + 1, max(most, inside + 1)
+        time.sleep(0.05)
+        with lock:
+            inside -= 1
+        return {num_threads: (1.0, 1.0)}
+
+    monkeypatch.setattr(threads, "_time_steps", measure)
+    runner: Any = None
+    # each opens the lock file by itself, as processes do
+    with ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(settle_num_threads, runner, shape, library) for shape in "abab"]:
+            done.result()
+    assert most == 1
+    assert len(list(tmp_path.glob("times-*.json"))) == 2
 
 
 def test_times_that_cannot_be_kept_are_used_all_the_same(

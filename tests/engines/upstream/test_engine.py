@@ -13,6 +13,7 @@ import psutil
 import pytest
 from msgspec.structs import replace
 
+from benchmarks.make_checkpoint import make_checkpoint
 from engines.base import (
     AdapterLimits,
     AdapterUnavailable,
@@ -25,7 +26,6 @@ from engines.base import (
     PromptTooLong,
 )
 from engines.registry import create_engine
-from engines.torch_backend.loading.make_checkpoint import make_checkpoint
 from engines.upstream.engine import UpstreamEngine
 from shared.protocol import (
     ChatMessage,

@@ -9,7 +9,7 @@ import httpx
 import pytest
 import torch
 
-from engines.torch_backend.loading.make_checkpoint import make_checkpoint
+from benchmarks.make_checkpoint import make_checkpoint
 from engines.upstream.server import ServerProcess, command_of, free_port
 from engines.upstream.settings import VllmSettings
 from engines.upstream.vllm import Vllm

@@ -132,7 +132,6 @@ def test_a_record_that_uses_nothing_new_is_read_by_the_version_before_and_after(
 @pytest.mark.parametrize(
     ("made", "field"),
     [
-        (generation(Spec(canary_latency=2)), "canary_latency"),
         (generation(environment=Environment({"X": "1"})), "requires"),
         (generation(environment=Environment(secrets={"X": "x"})), "requires"),
     ],
@@ -152,6 +151,6 @@ def test_a_record_that_requires_what_nobody_knows_yet_is_refused():
 def test_what_a_record_leaves_out_means_the_same_forever():
     assert in_full(msgspec.json.decode(b"{}", type=Spec)) == {
         "min_instances": 0, "max_instances": 4, "canary": 0.0, "idle_s": 300.0, "target_age_s": 2.0,
-        "start_s": 300.0, "retry_limit": 3, "canary_latency": 0.0,
+        "start_s": 300.0, "retry_limit": 3,
         "resources": {"cpu": 1.0, "memory_bytes": 0, "gpu": 0},
     }  # fmt: skip

@@ -36,7 +36,7 @@ _REASONS = {
     "eetq": "its integers are laid out for CUDA kernels of its library",
     "spqr": "its outliers are sparse",
     "mxfp4": "no kernel here has numbers of 4 bits with shared exponents",
-    "vlm-fleet": "this version writes compressed-tensors",
+    "vlm-fleet": "release 0.1 alone reads it",
     "bitnet": "its activations are in 8 bits and its weights in less than 2",
 }
 

@@ -1,4 +1,4 @@
-"""compressed-tensors: what LLM Compressor writes, and `vlm quantize`.
+"""compressed-tensors: what LLM Compressor writes.
 
 Layout: `pack-quantized` has `weight_packed` (N, K bits / 32), `weight_shape` (2,), `weight_scale` (N, G) or (N, 1),
 `weight_zero_point` (N bits / 32, G) if asymmetric, `weight_g_idx` (K,) if groups are of the most telling inputs first.
@@ -7,9 +7,7 @@ What is said of activations and of the KV cache is left out: they are computed a
 Source: compressed-tensors 0.20.
 """
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +20,6 @@ from engines.torch_backend.loading.formats.reader import (
     Reader,
     StoredLinear,
     input_order,
-    pack_words,
     unpack_words,
 )
 from engines.torch_backend.models.config import UnsupportedCheckpoint
@@ -207,49 +204,3 @@ def _zeros(linear: StoredLinear, scheme: _Scheme, num_rows: int) -> Tensor | Non
     if bool(((zeros < -middle) | (zeros >= middle)).any()):
         raise linear.refuse("weight_zero_point", f"lies outside {-middle}..{middle - 1}")
     return zeros + middle
-
-
-def to_parts(integers: Integers, dtype: torch.dtype) -> dict[str, Tensor]:
-    """A map as `pack-quantized` stores it, with scales of `dtype`; an asymmetric one with its zeros."""
-    num_outputs, num_inputs = integers.values.shape
-    parts = {
-        "weight_packed": pack_words(integers.values, integers.bits),
-        "weight_shape": torch.tensor([num_outputs, num_inputs]),
-        "weight_scale": integers.scale.t().to(dtype),
-    }
-    if integers.zero is not None:
-        zeros = pack_words(integers.zero.to(torch.uint8), integers.bits)
-        parts["weight_zero_point"] = zeros.t()
-    return {name: tensor.contiguous() for name, tensor in parts.items()}
-
-
-def to_config(groups: Mapping[str, Integers], ignore: Sequence[str]) -> dict[str, Any]:
-    """The `quantization_config` of a checkpoint: an example of the maps that each target names, and what is left."""
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
-        "quantization_status": "compressed",
-        "config_groups": {
-            f"group_{number}": {
-                "targets": [target],
-                "weights": _to_arguments(integers),
-                "input_activations": None,
-                "output_activations": None,
-            }
-            for number, (target, integers) in enumerate(groups.items())
-        },
-        "ignore": list(ignore),
-        "kv_cache_scheme": None,
-    }
-
-
-def _to_arguments(integers: Integers) -> dict[str, Any]:
-    arguments = {
-        "num_bits": integers.bits,
-        "type": "int",
-        "symmetric": integers.zero is None,
-        "dynamic": False,
-    }
-    if integers.bits == 8:
-        return arguments | {"strategy": "channel", "group_size": None}
-    return arguments | {"strategy": "group", "group_size": integers.group_size}

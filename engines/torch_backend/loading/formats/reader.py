@@ -10,7 +10,6 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from engines.torch_backend.layers.linear import choose_group_size, pack_pairs
 from engines.torch_backend.loading.stored_tensors import StoredTensor
@@ -133,7 +132,6 @@ class StoredLinear:
         return self.parts[part].map().to(self._device)
 
     def refuse(self, part: str, why: str) -> UnsupportedCheckpoint:
-        """The error that names a tensor; `why` continues the sentence."""
         return UnsupportedCheckpoint(f"the weight {self.name}.{part} {why}")
 
 
@@ -185,13 +183,6 @@ def unpack_words(words: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return octets
     return torch.stack([octets & 15, octets >> 4], -1).flatten(-2)
-
-
-def pack_words(integers: Tensor, bits: int) -> Tensor:
-    """What `unpack_words` reads; missing integers are 0. Shapes: uint8 (N, n); returns int32 (N, n bits / 32)."""
-    padded = F.pad(integers, (0, -integers.shape[1] % (32 // bits)))
-    octets = padded if bits == 8 else padded[:, ::2] | (padded[:, 1::2] << 4)
-    return octets.flatten().view(torch.int32).view(len(octets), -1)
 
 
 def input_order(linear: StoredLinear, part: str, layout: Layout) -> Tensor | None:

@@ -30,8 +30,6 @@ _FLOAT = "__float__"
 
 @dataclass(frozen=True)
 class GenericConfig:
-    """Transformers' model class and configuration."""
-
     model_class: type[PreTrainedModel]
     full: PreTrainedConfig
     text: TextLimits

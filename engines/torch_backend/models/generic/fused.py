@@ -642,7 +642,6 @@ class Fused:
         return self.found.siblings
 
     def bind(self, ops: Ops, dtype: torch.dtype) -> None:
-        """Select the operators, if they are kernels."""
         self.remove()
         self._forwards.clear()
         if not ops.is_native:

@@ -16,7 +16,6 @@ from engines.torch_backend.ops.registry import Ops
 def quantize_linears(
     model: nn.Module, layers: str, scheme: QuantizedMethod, dtype: torch.dtype
 ) -> int:
-    """Quantize the linear layers within `layers`; returns how many."""
     num_quantized = 0
     for name in linears_within(model, layers):
         layer = adopt(model, name)

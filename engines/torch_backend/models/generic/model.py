@@ -197,7 +197,6 @@ class GenericModel(FamilyModel):
 
     @torch.inference_mode()
     def _recognise(self, device: torch.device) -> None:
-        """Find modules that operators can compute on a CPU."""
         watched, self._watched = self._watched, None
         assert watched is not None
         if device.type == "cpu":
@@ -282,7 +281,6 @@ class GenericModel(FamilyModel):
         return [KVShape(own.count(shape), *shape) for shape in dict.fromkeys(own)]
 
     def limit(self, max_model_len: int) -> None:
-        """Set the maximum length of sequences."""
         freeze_rope(self.inner, max_model_len)
         shapes = [(shape.num_kv_heads, shape.head_dim) for shape in self.kv_shapes]
         num_taken = [0] * len(shapes)
@@ -298,7 +296,6 @@ class GenericModel(FamilyModel):
             module.pages = layer
 
     def bind(self, ops: Ops, dtype: torch.dtype) -> None:
-        """Select the operators."""
         self._ops = ops
         self._is_rounded |= has_quantized(self.inner)
         siblings = self.fused.siblings if self.fused else ()
@@ -330,7 +327,6 @@ class GenericModel(FamilyModel):
 
     @property
     def _linear_names(self) -> list[str]:
-        """Names of linear layers that operators may compute."""
         names = linears_within(self.inner, self._layers_name)
         if self._calls_head:
             head = self.inner.get_output_embeddings()
@@ -379,7 +375,6 @@ class GenericModel(FamilyModel):
         return sum(mixer.num_bytes for mixer in self._mixers)
 
     def release(self, request_id: str) -> None:
-        """Free a request's states. Idempotent."""
         self._states.release(request_id)
 
     def encode(
@@ -411,7 +406,6 @@ class GenericModel(FamilyModel):
         return marked
 
     def num_features(self, image: ImageInput) -> int | None:
-        """The number of slots in the prompt."""
         return image.pixels.num_slots if isinstance(image.pixels, ProcessedImage) else None
 
     def inputs(

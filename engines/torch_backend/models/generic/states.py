@@ -136,7 +136,6 @@ class SequenceStates:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all states; shared memory counts once."""
         storages = {
             x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()
             for by_count in self._kept.values()

@@ -115,7 +115,6 @@ class LoweredModel(FamilyModel):
             allow_int8(self.front.inner, self._stack_name, None)
 
     def bind(self, ops: Ops, dtype: torch.dtype) -> None:
-        """Select the operators."""
         super().bind(ops, dtype)
         if self.front is not None:
             bind_layers(self.front.inner, ops, dtype)
@@ -135,7 +134,6 @@ class LoweredModel(FamilyModel):
         return self._inputs.taken()
 
     def num_features(self, image: ImageInput) -> int | None:
-        """The number of slots in the prompt."""
         return None if self.front is None else self.front.num_features(image)
 
     def encode(

@@ -71,7 +71,6 @@ PACKED = (PACKED_INT8, PACKED_INT4, PACKED_INT4_BFLOAT16_SCALES)
 
 
 def pack(layer: Linear) -> None:
-    """Pack int8 or int4 weights for the kernels."""
     tensors = {} if layer.bias is None else {"bias": layer.bias.detach().float()}
     if layer.method is INT8:
         tensors |= {"blocks": pack_int8(layer.integers), "scale": layer.scale.float()}

@@ -40,8 +40,6 @@ def build(site: Site) -> CreateAttention:
 
 
 class PagedAttention:
-    """Attention of one step, for all layers."""
-
     def __init__(
         self,
         library: Library,

@@ -55,8 +55,6 @@ CANDIDATES = (
 
 
 class CudaAttention:
-    """Attention of one step, for all layers."""
-
     def __init__(
         self,
         kernels: tuple[Any, Any, Any],

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.make_checkpoint import make_checkpoint
 from engines.torch_backend.layers import linear as module
 from engines.torch_backend.layers.linear import (
     FLOAT,
@@ -16,7 +17,6 @@ from engines.torch_backend.layers.linear import (
     quantizable_layers,
     unpack_pairs,
 )
-from engines.torch_backend.loading.make_checkpoint import make_checkpoint
 from engines.torch_backend.loading.weights import load_model
 from engines.torch_backend.models.registry import find_family
 

@@ -11,13 +11,13 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
+from benchmarks.make_checkpoint import make_checkpoint
 from engines.core.request import EngineRequest
 from engines.registry import create_engine
 from engines.torch_backend.layers.linear import INT4, METHODS
 from engines.torch_backend.loading.formats.gguf import GgufReader, GgufTensor
 from engines.torch_backend.loading.formats.reader import Integers
 from engines.torch_backend.loading.gguf_checkpoint import list_weights, open_checkpoint
-from engines.torch_backend.loading.make_checkpoint import make_checkpoint
 from engines.torch_backend.loading.stored_tensors import list_tensors
 from engines.torch_backend.loading.weights import load_model
 from engines.torch_backend.models.config import UnsupportedCheckpoint

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.make_checkpoint import make_checkpoint
 from engines.text.processor import create_processor
 from engines.torch_backend.loading.formats import detect
-from engines.torch_backend.loading.make_checkpoint import make_checkpoint
 from engines.torch_backend.loading.stored_tensors import list_tensors
 from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.models.hf_config import read_fields

@@ -9,12 +9,12 @@ import torch
 from PIL import Image
 from transformers import AutoProcessor, LlavaForConditionalGeneration
 
+from benchmarks.make_checkpoint import make_checkpoint
 from engines.base import EngineStartError, LoadedEngine
 from engines.core.request import EngineRequest
 from engines.registry import create_engine
 from engines.torch_backend.loading import load as module
 from engines.torch_backend.loading.load import choose_dtype
-from engines.torch_backend.loading.make_checkpoint import make_checkpoint
 from engines.torch_backend.memory import free_bytes, limit_memory
 from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.ops import cpu_level

@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlavaForConditionalGeneration
 
+from benchmarks.make_checkpoint import make_checkpoint
 from engines.torch_backend.layers.linear import METHODS
 from engines.torch_backend.loading import weights as module
-from engines.torch_backend.loading.make_checkpoint import make_checkpoint
 from engines.torch_backend.loading.weights import ModelTooLarge, load_model
 from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.models.llava import Llava

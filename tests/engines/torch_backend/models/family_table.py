@@ -17,7 +17,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from engines.packages.checkpoint_files import make_tokenizer
+from benchmarks.checkpoint_files import make_tokenizer
 
 #: of the tokenizer: its bytes and merges lie below
 IMAGE_ID = 300

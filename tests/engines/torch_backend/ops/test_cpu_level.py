@@ -62,3 +62,15 @@ def test_the_largest_level_that_processor_and_torch_allow_is_chosen(
     level = choose_level()
 
     assert (level.name, level.has_fast_bfloat16) == (name, is_bfloat16_fast)
+
+
+@pytest.mark.parametrize(("unit", "max_rounded_tokens"), [("", 1 << 30), (" amx_bf16", 48)])
+def test_many_tokens_are_left_to_matrix_units(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unit: str, max_rounded_tokens: int
+) -> None:
+    (tmp_path / "cpuinfo").write_text(f"flags : {V4} avx512_vnni avx512_bf16{unit}\n")
+    monkeypatch.setattr(module, "CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(module.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+
+    assert choose_level().max_rounded_tokens == max_rounded_tokens

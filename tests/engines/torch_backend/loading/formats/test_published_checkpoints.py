@@ -162,6 +162,13 @@ def test_biases_that_the_model_has_are_added(tmp_path: Path) -> None:
     assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
+def test_integers_are_not_rounded_to_fewer_bits(tmp_path: Path) -> None:
+    formats.write_checkpoint(tmp_path / "q", *ALL["packed of 8 bits"])
+    load(tmp_path / "q", scheme=METHODS["int8"])
+    with pytest.raises(UnsupportedCheckpoint, match="compressed-tensors of int8; for int4"):
+        load(tmp_path / "q", scheme=METHODS["int4"])
+
+
 def test_numbers_in_fp8_can_be_quantized_on_the_way(tmp_path: Path) -> None:
     weights = formats.write_checkpoint(tmp_path / "q", *formats.deepseek())
     expected = expected_logits(tmp_path / "q", weights)

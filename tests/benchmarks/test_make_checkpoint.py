@@ -15,14 +15,14 @@ from transformers import (
     LlavaForConditionalGeneration,
 )
 
-from engines.image_decoder import decode_image
-from engines.torch_backend.loading.make_checkpoint import (
+from benchmarks.make_checkpoint import (
     LLAVA_SHAPES,
     SHAPES,
     list_parameters,
     make_checkpoint,
     run,
 )
+from engines.image_decoder import decode_image
 from engines.torch_backend.models.registry import find_family
 from tests.contract.test_model_family import make_image
 
@@ -141,7 +141,7 @@ def test_the_weights_may_be_read_by_whoever_may_read_the_rest(tmp_path: Path) ->
 def test_the_command_ends_with_the_reason_when_it_cannot_write(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("keep")
 
-    with pytest.raises(SystemExit, match=r"make-checkpoint: .* is not empty"):
+    with pytest.raises(SystemExit, match=r"checkpoint: .* is not empty"):
         run("tiny", tmp_path, 0)
     run("tiny", tmp_path / "new", 0)
 
