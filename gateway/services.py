@@ -22,7 +22,7 @@ from gateway.calls.lifecycle import Lifecycle
 from gateway.calls.models import ModelDirectory, PrefixAffinity
 from gateway.calls.resume import Resume
 from gateway.calls.surface import Surface
-from gateway.http.admission import Admission
+from gateway.http.body import Admission
 from gateway.http.server import DrainingServer, create_server
 from gateway.keys.audit import AuditLog
 from gateway.keys.directory import KeyDirectory

@@ -26,8 +26,7 @@ from engines.torch_backend.lora.loras import LoraAdapter, Loras
 from engines.torch_backend.memory import free_bytes
 from engines.torch_backend.models.llama import Llama
 from engines.torch_backend.models.registry import FamilyModel
-from engines.torch_backend.multimodal.encoder_cache import EncoderCache
-from engines.torch_backend.multimodal.image_encoder import ImageEncoder
+from engines.torch_backend.multimodal.image_encoder import EncoderCache, ImageEncoder
 from engines.torch_backend.ops.registry import CUDA_GRAPH, Ops, Site, choose, cpu_ops
 from engines.torch_backend.sampling.sampler import needs_host, sample, score_prompts
 from engines.torch_backend.settings import TorchSettings

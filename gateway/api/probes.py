@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 
 from gateway.api.fields import invalid
 from gateway.calls.models import ModelDirectory
-from gateway.http.admission import Admission
+from gateway.http.body import Admission
 from gateway.http.endpoint import Access, Caller, Operation, OperationServices, Resource, operation
 from gateway.http.exchange import short_hash
 from gateway.keys.directory import KeyDirectory

@@ -28,8 +28,7 @@ from gateway.calls.open_call import ChoiceEvent, OpenCall
 from gateway.calls.recorder import Recorder, StageClock, body_timings, timing_headers
 from gateway.calls.resume import RESUME_HEADERS, NumberedAnswer, Resume, is_resumable
 from gateway.calls.surface import Answer, AnswerHead, Plan, Reply, Request, Surface
-from gateway.http.admission import Admission, HeldBody
-from gateway.http.body import find_model_name, read_body
+from gateway.http.body import Admission, HeldBody, find_model_name, read_body
 from gateway.http.errors import (
     ApiError,
     InvalidRequest,

@@ -23,7 +23,7 @@ import uvicorn
 from starlette.types import ASGIApp, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from gateway.http.admission import Admission
+from gateway.http.body import Admission
 from gateway.http.errors import InvalidRequest
 from shared.settings.tree import Settings
 from shared.telemetry.metrics import GatewayMetrics

@@ -11,8 +11,7 @@ from redis.asyncio import Redis
 from gateway.http.errors import unavailable
 from gateway.http.exchange import RequestContext
 from shared.packages.store import PackageStore, StoreError
-from shared.queue.keys import to_ms
-from shared.queue.store import RedisStore
+from shared.queue.keys import RedisStore, to_ms
 
 _MAX_ENTRIES = 100_000  #: in Redis
 _TTL_S = 366 * 86400.0  #: in Redis, after the last entry

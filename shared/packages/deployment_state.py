@@ -10,8 +10,7 @@ from redis.asyncio import Redis
 
 from shared.packages.rollout import App, LogLine, NodeRecord
 from shared.protocol import encode
-from shared.queue.keys import to_ms
-from shared.queue.store import RedisStore
+from shared.queue.keys import RedisStore, to_ms
 from shared.redis.link import load_script, named, with_ttl
 
 _SCRIPTS = Path(__file__).parent / "scripts"

@@ -1,9 +1,8 @@
 """Records of requests that outlive their connection, for any gateway, and exclusive leases of gateways."""
 
 from shared.queue.api import QueueUnavailable
-from shared.queue.keys import to_ms
+from shared.queue.keys import RedisStore, to_ms
 from shared.queue.scripts import HOLD
-from shared.queue.store import RedisStore
 from shared.redis.client import redis_errors_as
 
 

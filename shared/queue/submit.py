@@ -32,6 +32,7 @@ from shared.queue.keys import (
     MAX_MAILBOX_ENTRIES,
     QUEUE_TTL_S,
     RedisKeys,
+    RedisStore,
     cancel_arguments,
     keys_of_calls,
     to_ms,
@@ -50,7 +51,6 @@ from shared.queue.scripts import (
     SUBMIT,
     named,
 )
-from shared.queue.store import RedisStore
 from shared.redis.client import redis_errors_as, retry_idempotent
 
 _MAX_FORGOTTEN = 100  #: expired entries dropped at once

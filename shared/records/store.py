@@ -8,8 +8,7 @@ import msgspec
 from redis.asyncio import Redis
 
 from shared.protocol import ImageRef
-from shared.queue.keys import to_ms
-from shared.queue.store import RedisStore
+from shared.queue.keys import RedisStore, to_ms
 from shared.redis.client import redis_errors_as
 from shared.redis.link import load_script
 

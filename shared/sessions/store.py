@@ -14,8 +14,7 @@ import msgspec
 from shared.packages.deployments import Resources
 from shared.protocol import BlobRef, Priority, encode
 from shared.queue.api import QueueUnavailable
-from shared.queue.keys import to_ms
-from shared.queue.store import RedisStore
+from shared.queue.keys import RedisStore, to_ms
 from shared.redis.client import redis_errors_as
 from shared.redis.link import load_script, with_ttl
 

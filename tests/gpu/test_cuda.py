@@ -18,7 +18,7 @@ from engines.core.runner import DeviceOutOfMemory
 from engines.core.sequence import Batch, ScheduledSequence, Sequence
 from engines.registry import create_engine
 from engines.torch_backend.runner import TorchRunner
-from engines.torch_backend.sampling.noise import random_bits, signed, stream_key
+from engines.torch_backend.sampling.choose import random_bits, signed, stream_key
 from shared.protocol import ChatMessage, ImagePart, SamplingParams, TextPart
 
 pytestmark = pytest.mark.gpu

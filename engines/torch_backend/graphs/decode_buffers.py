@@ -12,8 +12,12 @@ import torch
 from torch import Tensor
 
 from engines.core.sequence import ScheduledSequence
-from engines.torch_backend.sampling.choose import LEAST_TEMPERATURE, SampleParams
-from engines.torch_backend.sampling.noise import signed, stream_key
+from engines.torch_backend.sampling.choose import (
+    LEAST_TEMPERATURE,
+    SampleParams,
+    signed,
+    stream_key,
+)
 from engines.torch_backend.step import StepInputs
 
 

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from gateway.api.chat import translate
 from gateway.api.chat.schemas import ChatCompletionRequest
 from gateway.calls.lifecycle import check_images
-from gateway.http.admission import Admission
-from gateway.http.body import JsonBody, read_body
+from gateway.http.body import Admission, JsonBody, read_body
 from gateway.http.errors import InvalidRequest
 from gateway.http.exchange import RequestContext
 from gateway.media.header import ImageHeader, ImageRefused, check_header

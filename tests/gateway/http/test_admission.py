@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from gateway.http import admission
-from gateway.http.admission import Admission
+from gateway.http import body
+from gateway.http.body import Admission
 
 
 @pytest.mark.parametrize(
@@ -16,8 +16,8 @@ def test_who_is_sent_away_is_told_when_those_that_are_open_will_have_ended(
 ):
     """Forty are open; what ended more than ten seconds ago is no pace."""
     now = 1000.0
-    monkeypatch.setattr(admission, "time", SimpleNamespace(monotonic=lambda: now))
-    monkeypatch.setattr(admission.random, "uniform", lambda low, high: (low + high) / 2)
+    monkeypatch.setattr(body, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(body.random, "uniform", lambda low, high: (low + high) / 2)
     gate = Admission(max_open=1000, max_body_bytes=1)
     for _ in range(40):
         gate.__enter__()

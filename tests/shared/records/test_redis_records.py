@@ -90,9 +90,7 @@ class LosesReplies:
 
 
 async def test_a_call_whose_reply_was_lost_returns_what_it_did(redis, redis_prefix, monkeypatch):
-    monkeypatch.setattr(
-        "shared.queue.store.RedisSender", lambda _: LosesReplies(RedisSender(redis))
-    )
+    monkeypatch.setattr("shared.queue.keys.RedisSender", lambda _: LosesReplies(RedisSender(redis)))
     store = RecordStore(redis, redis_prefix, ttl_s=60, max_records=1, max_bytes=100)
     first, second = Record(b"x" * 10, (IMAGE,)), Record(b"\xff" * 10)
     assert await store.put("me", "one", first) == []

@@ -14,8 +14,7 @@ from engines.core.sequence import ScheduledSequence
 from engines.core.sequence import Sequence as EngineSequence
 from engines.torch_backend.models.registry import FamilyModel
 from engines.torch_backend.multimodal import image_encoder
-from engines.torch_backend.multimodal.encoder_cache import EncoderCache
-from engines.torch_backend.multimodal.image_encoder import ImageEncoder
+from engines.torch_backend.multimodal.image_encoder import EncoderCache, ImageEncoder
 from engines.torch_backend.step import SequenceRows
 from shared.protocol import SamplingParams
 

@@ -16,10 +16,16 @@ import torch
 
 from engines.core.runner import SequenceFailure
 from engines.core.sequence import Sequence
-from engines.torch_backend.sampling.choose import NUCLEUS_WIDTH, SampleParams, sample_random
-from engines.torch_backend.sampling.noise import gumbel_noise, random_bits, signed, stream_key
-from engines.torch_backend.sampling.penalties import TokenCounts
-from engines.torch_backend.sampling.sampler import LEAST_LOGPROB, sample
+from engines.torch_backend.sampling.choose import (
+    NUCLEUS_WIDTH,
+    SampleParams,
+    gumbel_noise,
+    random_bits,
+    sample_random,
+    signed,
+    stream_key,
+)
+from engines.torch_backend.sampling.sampler import LEAST_LOGPROB, TokenCounts, sample
 from shared.protocol import SamplingParams
 
 LOGITS = torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, -3.0])
