@@ -41,7 +41,7 @@ def test_tables_lose_no_text_on_a_terminal_and_in_a_pipe(width, capsys, monkeypa
     commands.run_app(gateway, "captioner", None, None)
     printed = capsys.readouterr().out
     assert "\u2026" not in printed
-    for word in ("answers/s", "candidate", "123 + 45.6", *MESSAGE.split()):
+    for word in ("answers/s", "candidate", *MESSAGE.split()):
         assert word in printed
     assert (MESSAGE + "\n" in printed) == (width is None)
     if width:

@@ -294,7 +294,7 @@ def compressed(**weights: Any) -> dict[str, Any]:
         ({"quant_method": "quanto"}, "'quanto' cannot be read, as .* these can"),
         ({"quant_method": "bitsandbytes"}, "'bitsandbytes' cannot be read"),
         ({"quant_method": "torchao"}, "'torchao' cannot be read"),
-        ({"quant_method": "vlm-fleet"}, "this version writes compressed-tensors"),
+        ({"quant_method": "vlm-fleet"}, "release 0.1 alone reads it"),
         ({"quant_method": "new"}, "'new' cannot be read; these can: .* --quantization int8"),
         ({"quant_method": ["gptq"]}, "quant_method .* cannot be read"),
         ({}, "lacks weights|unknown"),
