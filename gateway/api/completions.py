@@ -29,23 +29,21 @@ from gateway.api.fields import (
     Timings,
     TokenId,
     User,
+    check_max_tokens,
+    check_model,
+    check_prompt_logprobs,
     check_stream_options,
     doc,
     find_priority,
     find_service_tier,
     invalid,
+    num_choices,
+    split_choices,
     timings_of,
+    translate_sampling,
     wants_timings,
 )
 from gateway.api.openapi import branch
-from gateway.api.sampling import (
-    check_max_tokens,
-    check_model,
-    check_prompt_logprobs,
-    num_choices,
-    split_choices,
-    translate_sampling,
-)
 from gateway.api.structured import StructuredFields, check_with_grammar, find_grammar
 from gateway.calls.open_call import ChoiceEvent
 from gateway.calls.surface import Answer, AnswerHead, Frame, Plan, Surface, Totals

@@ -18,15 +18,17 @@ from gateway.api.fields import (
     EchoedStruct,
     Ignored,
     ModelName,
+    SamplingFields,
     UserName,
+    check_max_tokens,
     doc,
     find_priority,
     invalid,
     missing,
+    translate_sampling,
     wants_timings,
 )
 from gateway.api.openapi import branch
-from gateway.api.sampling import SamplingFields, check_max_tokens, translate_sampling
 from gateway.api.structured import check_grammar, schema_grammar
 from gateway.api.tools import FunctionField, Offer, find_tools
 from gateway.calls.open_call import ChoiceEvent

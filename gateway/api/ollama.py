@@ -29,18 +29,16 @@ from gateway.api.fields import (
     EchoedStruct,
     Ignored,
     ModelName,
+    RepetitionPenalty,
     RequestStruct,
+    SamplingFields,
     User,
     UserName,
+    check_max_tokens,
     doc,
+    find_num_logprobs,
     find_priority,
     invalid,
-)
-from gateway.api.sampling import (
-    RepetitionPenalty,
-    SamplingFields,
-    check_max_tokens,
-    find_num_logprobs,
     translate_sampling,
 )
 from gateway.api.structured import any_object, check_grammar, schema_grammar, unquoted

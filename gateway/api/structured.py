@@ -13,11 +13,11 @@ import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
 
 from gateway.api.fields import (
+    OpenAiSampling,
     RequestStruct,
     doc,
     invalid,
 )
-from gateway.api.sampling import OpenAiSampling
 from gateway.http.errors import InvalidRequest
 from shared.protocol import UNSUPPORTED_KEYWORDS, Grammar, ModelCard, SamplingParams
 from shared.settings.limits import (

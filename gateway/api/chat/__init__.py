@@ -48,24 +48,22 @@ from gateway.api.conversation import (
 )
 from gateway.api.fields import (
     UNSUPPORTED,
+    check_max_tokens,
+    check_model,
+    check_prompt_logprobs,
     check_stream_options,
+    find_num_logprobs,
     find_priority,
     find_service_tier,
     invalid,
     missing,
+    num_choices,
+    split_choices,
     timings_of,
+    translate_sampling,
     wants_timings,
 )
 from gateway.api.openapi import branch
-from gateway.api.sampling import (
-    check_max_tokens,
-    check_model,
-    check_prompt_logprobs,
-    find_num_logprobs,
-    num_choices,
-    split_choices,
-    translate_sampling,
-)
 from gateway.api.structured import StructuredFields, check_with_grammar, find_grammar
 from gateway.api.tools import check_arguments, find_tools, read_call, read_offer
 from gateway.calls.open_call import ChoiceEvent

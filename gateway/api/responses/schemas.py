@@ -26,6 +26,7 @@ from gateway.api.fields import (
     IgnoredStreamFields,
     ModelName,
     RequestStruct,
+    SamplingFields,
     ServiceTier,
     ShowsTimings,
     Timings,
@@ -33,7 +34,6 @@ from gateway.api.fields import (
     VideoFields,
     doc,
 )
-from gateway.api.sampling import SamplingFields
 from gateway.api.structured import JsonObjectFormat, TextFormat
 from gateway.api.tools import Arguments
 from shared.settings.limits import (

@@ -9,10 +9,12 @@ import msgspec
 from gateway.api.chat.schemas import RefusalContent
 from gateway.api.conversation import Conversation, Part, Role, find_effort
 from gateway.api.fields import (
+    check_max_tokens,
     find_priority,
     find_service_tier,
     invalid,
     missing,
+    translate_sampling,
     wants_timings,
 )
 from gateway.api.responses.schemas import (
@@ -36,7 +38,6 @@ from gateway.api.responses.schemas import (
     ShownText,
     ShownTool,
 )
-from gateway.api.sampling import check_max_tokens, translate_sampling
 from gateway.api.structured import JsonObjectFormat, any_object, check_grammar, schema_grammar
 from gateway.api.tools import FunctionField, Offer, check_arguments, find_tools
 from gateway.calls.surface import Plan
