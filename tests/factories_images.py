@@ -14,7 +14,7 @@ def make_image(seed: int = 0, size: tuple[int, int] = (64, 48), mode: str = "RGB
     """A flat background with one disc; its colours and place come from the seed."""
     draw_from = random.Random(seed)
     image = Image.new("RGB", size, tuple(draw_from.randrange(256) for _ in range(3)))
-    left, top = (draw_from.randrange(side // 2) for side in size)
+    left, top = (draw_from.randrange(max(1, side // 2)) for side in size)
     colour = tuple(draw_from.randrange(256) for _ in range(3))
     ImageDraw.Draw(image).ellipse((left, top, left + size[0] // 3, top + size[1] // 3), colour)
     return image.convert(mode)

@@ -162,6 +162,7 @@ class Case:
     url: str = ""  #: of the server of an upstream engine
     stand_in: StandIn | None = None
     loaded: list[LoadedEngine] = field(default_factory=list)
+    shared: dict[str, LoadedEngine] = field(default_factory=dict)  #: of all tests, by name
     has_skipped: bool = False
 
     def skip(self, reason: str) -> NoReturn:
@@ -169,8 +170,21 @@ class Case:
         self.has_skipped = True
         pytest.skip(reason)
 
-    def start_with_tokenizer(self) -> Engine:
-        engine = self.start()
+    @property
+    def started(self) -> LoadedEngine:
+        """One for all tests that leave no request in it."""
+        if self.name in self.shared and self.shared[self.name].engine.has_work():  # one failed
+            self.shared.pop(self.name).engine.close()
+        if self.name not in self.shared:
+            self.shared[self.name] = self.create()
+        return self.shared[self.name]
+
+    @property
+    def engine(self) -> Engine:
+        return self.started.engine
+
+    def with_tokenizer(self) -> Engine:
+        engine = self.engine
         if "tokenize" not in engine.capabilities().tasks:
             self.skip("it has no tokenizer")
         return engine
@@ -193,13 +207,16 @@ class Case:
     def kind(self) -> str:
         return self.name.removesuffix("-cpu")
 
-    def load(self, **changes: Any) -> LoadedEngine:
+    def create(self, **changes: Any) -> LoadedEngine:
         values = {"kind": self.kind, "served_name": MODEL, **SETTINGS[self.name], **changes}
         if self.kind in self.models:
             values["model"] = str(self.models[self.kind])
         if self.url:
             values["url"] = self.url
-        self.loaded.append(create_engine(values))
+        return create_engine(values)
+
+    def load(self, **changes: Any) -> LoadedEngine:
+        self.loaded.append(self.create(**changes))
         return self.loaded[-1]
 
     def start(self, **changes: Any) -> Engine:
@@ -208,7 +225,7 @@ class Case:
     @property
     def capabilities(self) -> Capabilities:
         if self.name not in KNOWN:
-            KNOWN[self.name] = self.start().capabilities()
+            KNOWN[self.name] = self.engine.capabilities()
         return KNOWN[self.name]
 
     def task(self, prompt: str = QUESTION, **sampling: Any) -> Task:
@@ -238,11 +255,24 @@ class Case:
 KNOWN: dict[str, Capabilities] = {}
 
 
+@pytest.fixture(scope="module")
+def shared() -> Iterator[dict[str, LoadedEngine]]:
+    engines: dict[str, LoadedEngine] = {}
+    yield engines
+    for loaded in engines.values():
+        loaded.engine.close()
+
+
 @pytest.fixture(params=SETTINGS)
-def case(request: pytest.FixtureRequest, checkpoint: Path, application: Path) -> Iterator[Case]:
+def case(
+    request: pytest.FixtureRequest,
+    checkpoint: Path,
+    application: Path,
+    shared: dict[str, LoadedEngine],
+) -> Iterator[Case]:
     """Any engine."""
     models = {"application": application} | dict.fromkeys(("torch", "vllm", "sglang"), checkpoint)
-    case = Case(request.param, models)
+    case = Case(request.param, models, shared=shared)
     if case.name in STAND_INS:
         case.stand_in = request.getfixturevalue("stand_in")
         case.url = case.stand_in.url
@@ -363,17 +393,14 @@ def test_capabilities_do_not_change(case: Case):
     loaded = case.load(max_num_seqs=3)
     before = loaded.engine.capabilities()
     assert 1 <= before.max_num_seqs <= 3
+    assert before.max_num_seqs == 3 or "generate" not in before.tasks
     assert before.tasks == loaded.card.tasks
     answer(loaded.engine, case.call())
     assert loaded.engine.capabilities() == before
 
 
-def test_calls_share_steps_up_to_the_number_that_is_set(generating: Case):
-    assert generating.start(max_num_seqs=3).capabilities().max_num_seqs == 3
-
-
 def test_an_answer_is_complete_and_what_it_counts_is_what_it_said(generating: Case):
-    said = answer(generating.start(), make_call(max_tokens=5))
+    said = answer(generating.engine, make_call(max_tokens=5))
     assert said.text
     assert said.num_tokens == 5
     assert said.last is not None
@@ -386,7 +413,7 @@ def test_an_answer_is_complete_and_what_it_counts_is_what_it_said(generating: Ca
 
 
 def test_a_prompt_of_the_ids_that_are_told_has_the_same_answer(generating: Case):
-    engine = generating.start_with_tokenizer()
+    engine = generating.with_tokenizer()
     call = make_call(max_tokens=6)
     made = engine.tokenize(Tokenize(call.task, with_strings=True), [])
     assert len(made.strings) == len(made.token_ids)
@@ -400,7 +427,7 @@ def test_a_prompt_of_the_ids_that_are_told_has_the_same_answer(generating: Case)
 
 
 def test_a_text_is_itself_again(generating: Case):
-    engine = generating.start_with_tokenizer()
+    engine = generating.with_tokenizer()
     of = Generate((), SamplingParams(), prompt=TextPart(QUESTION), add_special_tokens=False)
     made = engine.tokenize(Tokenize(of), [])
     back = engine.tokenize(Tokenize(token_ids=tuple(made.token_ids)), [])
@@ -416,22 +443,23 @@ def test_a_text_is_itself_again(generating: Case):
 
 
 def test_the_first_output_has_the_usage(case: Case):
-    engine = case.start()
+    engine = case.engine
     add(engine, case.call())
     outputs: list[EngineOutput] = []
     while not outputs:
         outputs = engine.step()
     assert outputs[0].usage is not None
+    engine.abort("r")
 
 
 def test_answers_in_company_equal_answers_alone(case: Case):
-    engine = case.start()
+    engine, fresh = case.engine, case.start()
     calls = [case.call(f"r{n}", prompt=f"{QUESTION} {n} times", max_tokens=4 + n) for n in range(4)]
     for call in calls:
         add(engine, call)
     together = run(engine, *(call.request_id for call in calls))
     for call in calls:
-        alone = answer(case.start(), call)
+        alone = answer(fresh, call)
         assert (together[call.request_id].text, together[call.request_id].token_ids) == (
             alone.text,
             alone.token_ids,
@@ -440,20 +468,20 @@ def test_answers_in_company_equal_answers_alone(case: Case):
 
 def test_one_seed_gives_one_answer(generating: Case):
     sampled = make_call(temperature=1.0, seed=7)
-    assert answer(generating.start(), sampled).text == answer(generating.start(), sampled).text
+    assert answer(generating.engine, sampled).text == answer(generating.start(), sampled).text
 
 
 def test_images_count(generating: Case):
-    if not generating.load().card.supports_images:
+    if not generating.started.card.supports_images:
         generating.skip("it takes no images")
-    engine = generating.start()
+    engine = generating.engine
     first = answer(engine, make_call("a", num_images=1), 0)
     assert answer(engine, make_call("b", num_images=1), 9).text != first.text
     assert answer(engine, make_call("c", num_images=1), 0).text == first.text
 
 
 def test_abort_is_silent_and_idempotent(case: Case):
-    engine = case.start()
+    engine = case.engine
     engine.abort("unknown")
     for name in "ab":
         add(engine, case.call(name))
@@ -475,10 +503,11 @@ def run_rest(engine: Engine) -> set[str]:
 
 
 def test_a_stop_string_ends_the_answer_or_is_refused(generating: Case):
-    whole = answer(generating.start(), make_call()).text
+    engine = generating.engine
+    whole = answer(engine, make_call()).text
     stop = whole[len(whole) // 2 :][:3]
     try:
-        said = answer(generating.start(), make_call(stop=(stop,)))
+        said = answer(engine, make_call(stop=(stop,)))
     except RequestError:
         return
     assert said.text == whole[: whole.index(stop)]
@@ -488,7 +517,7 @@ def test_a_stop_string_ends_the_answer_or_is_refused(generating: Case):
 
 @pytest.mark.parametrize("keeps_stop", [False, True])
 def test_a_stop_token_ends_the_answer(generating: Case, keeps_stop: bool):
-    engine = generating.start_with_tokenizer()
+    engine = generating.with_tokenizer()
     whole = answer(engine, make_call(ignore_eos=True))
     place = next(n for n in range(2, 6) if whole.token_ids[n] not in whole.token_ids[:n])
     stop = whole.token_ids[place]
@@ -501,7 +530,7 @@ def test_a_stop_token_ends_the_answer(generating: Case, keeps_stop: bool):
 
 
 def test_a_stop_string_is_kept_where_that_is_asked_for(generating: Case):
-    engine = generating.start_with_tokenizer()
+    engine = generating.with_tokenizer()
     whole = answer(engine, make_call()).text
     stop = whole[len(whole) // 2 :][:3]
     said = answer(engine, make_call(stop=(stop,), keeps_stop=True))
@@ -510,7 +539,7 @@ def test_a_stop_string_is_kept_where_that_is_asked_for(generating: Case):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_only_allowed_tokens_are_sampled(generating: Case, temperature: float):
-    engine = generating.start_with_tokenizer()
+    engine = generating.with_tokenizer()
     allowed = (50, 60, 70)
     call = make_call(allowed_token_ids=allowed, temperature=temperature)
     skip_if_refused(generating, engine, call)
@@ -524,7 +553,7 @@ def test_only_allowed_tokens_are_sampled(generating: Case, temperature: float):
 
 def test_logprobs_come_for_each_token_or_are_refused(generating: Case):
     try:
-        said = answer(generating.start(), make_call(num_logprobs=2))
+        said = answer(generating.engine, make_call(num_logprobs=2))
     except RequestError:
         return
     assert said.num_logprobs == said.num_tokens
@@ -534,7 +563,7 @@ def test_logprobs_come_for_each_token_or_are_refused(generating: Case):
 def test_a_prompt_has_the_logprobs_that_its_tokens_had_when_they_were_said(
     generating: Case, num_asked: int
 ):
-    engine = generating.start_with_tokenizer()
+    engine = generating.with_tokenizer()
     prompt = (40, 41, 42)
     wish = SamplingParams(temperature=0.0, max_tokens=6, num_logprobs=1, ignore_eos=True)
     said = answer(engine, EngineCall("said", Generate((), wish, prompt=TokensPart(prompt))))
@@ -563,7 +592,7 @@ def test_a_prompt_has_the_logprobs_that_its_tokens_had_when_they_were_said(
 
 
 def test_a_prompt_of_one_token_has_no_logprob(generating: Case):
-    engine = generating.start_with_tokenizer()
+    engine = generating.with_tokenizer()
     wish = SamplingParams(temperature=0.0, max_tokens=0, num_prompt_logprobs=1)
     call = EngineCall("one", Generate((), wish, prompt=TokensPart((40,))))
     skip_if_refused(generating, engine, call)
@@ -580,18 +609,18 @@ def test_a_prompt_of_one_token_has_no_logprob(generating: Case):
     ],
 )
 def test_a_bad_request_is_refused_and_nothing_else_is_harmed(generating: Case, bad: EngineCall):
-    engine = generating.start()
+    engine = generating.engine
     if generating.kind == "openai" and not bad.task.sampling.logit_bias:
         generating.skip("its server counts the tokens of a prompt")
     add(engine, make_call("good"))
     with pytest.raises(RequestError) as refused:
         add(engine, bad)
     assert str(refused.value)
-    assert run(engine, "good")["good"].text == answer(generating.start(), make_call()).text
+    assert run(engine, "good")["good"].text == answer(engine, make_call()).text
 
 
 def test_an_id_is_used_once_at_a_time(case: Case):
-    engine = case.start()
+    engine = case.engine
     add(engine, case.call())
     with pytest.raises(RequestError):
         add(engine, case.call())
@@ -600,8 +629,8 @@ def test_an_id_is_used_once_at_a_time(case: Case):
 
 
 def test_who_can_continue_continues_as_if_nothing_had_happened(generating: Case):
-    engine = generating.start()
-    num_images = int(generating.load().card.supports_images)
+    engine = generating.engine
+    num_images = int(generating.started.card.supports_images)
     temperature = 0.0 if generating.name in RESTARTS_NOISE else 0.7
     call = make_call(temperature=temperature, seed=1, num_images=num_images, max_tokens=8)
     if not engine.can_continue(call.task):
@@ -620,7 +649,7 @@ def test_who_can_continue_continues_as_if_nothing_had_happened(generating: Case)
 
 def test_every_step_counts(case: Case):
     """The worker takes an engine whose count stands still for one that hangs."""
-    engine = case.start()
+    engine = case.engine
     add(engine, case.call())
     assert engine.stats().num_running + engine.stats().num_waiting == 1
     counts = []
@@ -647,7 +676,7 @@ def ask(question: str = QUESTION, **changes: Any) -> dict[str, Any]:
 
 
 async def test_an_answer_over_http_is_the_engines_own(generating: Case, ends: Ends, redis_server):
-    expected = answer(generating.start(), make_call())
+    expected = answer(generating.engine, make_call())
     async with served(generating, ends, redis_server) as (gateway, _):
         response = await gateway.chat(ask())
         streamed = await gateway.stream(ask(stream_options={"include_usage": True}))
@@ -716,7 +745,7 @@ async def test_a_prompt_of_token_ids_is_scored_as_lm_eval_asks(
 
 
 async def test_an_image_reaches_the_engine(generating: Case, ends: Ends, redis_server):
-    if not generating.load().card.supports_images:
+    if not generating.started.card.supports_images:
         generating.skip("it takes no images")
     texts = []
     async with served(generating, ends, redis_server) as (gateway, _):
@@ -783,7 +812,7 @@ async def test_when_its_worker_is_lost_an_answer_is_continued_or_fails_clearly(
             await first.vanish()
     async with run_worker(ends, "second", load=generating.load, lease_s=0.6):
         events = await answers.end(request)
-    if generating.start().can_continue(request.task):
+    if generating.engine.can_continue(request.task):
         assert isinstance(events[-1], Finished)
     else:
         assert isinstance(events[-1], Failed)

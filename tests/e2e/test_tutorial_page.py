@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +30,6 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def served(folder: Path) -> Iterator[Served]:
-    served = start_fleet(folder / "data", "--also", "shapes-clip", engine="torch")
-    yield served
-    served.end()
-
-
 def run(commands: str, folder: Path, url: str, **variables: str) -> str:
     """What commands of the shell print."""
     environment = {
@@ -52,16 +44,16 @@ def run(commands: str, folder: Path, url: str, **variables: str) -> str:
     return done.stdout
 
 
-def test_every_block_prints_what_the_page_shows(served: Served, folder: Path, monkeypatch):
+def test_every_block_prints_what_the_page_shows(shapes_fleet: Served, folder: Path, monkeypatch):
     monkeypatch.chdir(ROOT)
     assert len(BLOCKS) >= 5
     names: dict[str, Any] = {}
     for language, code, shown in BLOCKS:
         if language == "bash":
-            printed = run(code, folder, served.url)
+            printed = run(code, folder, shapes_fleet.url)
         else:
             with contextlib.redirect_stdout(io.StringIO()) as out:
-                exec(code.replace("http://127.0.0.1:8000", served.url), names)
+                exec(code.replace("http://127.0.0.1:8000", shapes_fleet.url), names)
             printed = out.getvalue()
         if shown:
             pattern = ".*?".join(re.escape(part) for part in shown.strip().split("..."))

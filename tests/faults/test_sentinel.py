@@ -107,25 +107,23 @@ async def test_a_connection_to_a_server_that_is_a_replica_now_is_replaced(sentin
         await redis.aclose()
 
 
-@pytest.mark.parametrize(
-    ("change", "cause"),
-    [
+async def test_a_wrong_sentinel_url_is_one_sentence_at_the_start(
+    sentinels: Sentinels, caplog: pytest.LogCaptureFixture
+):
+    for change, cause in (
         (("/fleet", "/mistaken"), "(the Sentinels know no live primary 'mistaken')"),
         (("of-the-sentinels", "mistaken"), "refuses user or password"),
         (("@[^/]+", "@127.0.0.1:1"), "(no Sentinel answers: "),
-    ],
-)
-async def test_a_wrong_sentinel_url_is_one_sentence_at_the_start(
-    sentinels: Sentinels, caplog: pytest.LogCaptureFixture, change: tuple[str, str], cause: str
-):
-    with caplog.at_level(logging.WARNING):
-        url = re.sub(*change, sentinels.url)
-        waiting = asyncio.create_task(wait_for_redis(RedisSettings(url=url)))
-        await until(lambda: caplog.records)
-        waiting.cancel()
-        with suppress(asyncio.CancelledError):
-            await waiting
-    [message] = [record.getMessage() for record in caplog.records]
-    assert cause in message
-    assert "of-the" not in message
-    assert "redis.asyncio" not in message
+    ):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            url = re.sub(*change, sentinels.url)
+            waiting = asyncio.create_task(wait_for_redis(RedisSettings(url=url)))
+            await until(lambda: caplog.records)
+            waiting.cancel()
+            with suppress(asyncio.CancelledError):
+                await waiting
+        [message] = [record.getMessage() for record in caplog.records]
+        assert cause in message
+        assert "of-the" not in message
+        assert "redis.asyncio" not in message

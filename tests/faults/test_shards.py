@@ -4,11 +4,12 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
-from contextlib import ExitStack
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 
 import httpx
 import pytest
+import pytest_asyncio
 
 from shared.queue.api import shard_of
 from shared.queue.keys import RedisKeys
@@ -20,6 +21,8 @@ from tests.faults.history import FINISHED
 from tests.faults.processes import MODEL, PREFIX
 from tests.faults.rest import redis_leftovers
 from tests.waiting import wait_for
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 #: The first is not the one that all requests without a key are on, where a key may have few.
 NAMES = "bac"
@@ -47,22 +50,17 @@ class ShardedFleet(Fleet):
                     await self.until(is_empty, 30.0)
 
     async def placed(self, server: EmbeddedRedis) -> set[str]:
-        """The requests of a server, by id."""
+        """The requests of a server, by id, also those that have ended."""
         async with create_redis(RedisSettings(url=server.url)) as redis:
             prefix = RedisKeys(PREFIX).requests(MODEL)
             return {key.decode()[len(prefix) :] async for key in redis.scan_iter(f"{prefix}*")}
 
 
-@pytest.fixture
-def variables() -> dict[str, str]:
-    """Settings of the gateway; tests override it by parametrization."""
-    return {}
-
-
-@pytest.fixture
-async def fleet(tmp_path: Path, variables: dict[str, str]) -> AsyncIterator[ShardedFleet]:
+@asynccontextmanager
+async def run_shards(folder: Path, **variables: str) -> AsyncIterator[ShardedFleet]:
+    """Three servers, a gateway with settings of its own and two workers."""
     with ExitStack() as stack:
-        servers = [EmbeddedRedis(tmp_path / name) for name in NAMES]
+        servers = [EmbeddedRedis(folder / name) for name in NAMES]
         urls = []
         for name, server in zip(NAMES, servers, strict=True):
             stack.callback(server.stop)
@@ -73,6 +71,13 @@ async def fleet(tmp_path: Path, variables: dict[str, str]) -> AsyncIterator[Shar
             for _ in range(2):  # they have seats for the streams of a test, and no more
                 await fleet.worker(VLM_ENGINE__MAX_NUM_SEQS=str(NUM_STREAMS // 2))
             yield fleet
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ShardedFleet]:
+    """Of all tests after which every server runs."""
+    async with run_shards(tmp_path_factory.mktemp("shards")) as fleet:
+        yield fleet
 
 
 def kill(server: EmbeddedRedis) -> None:
@@ -91,57 +96,6 @@ async def test_requests_are_spread_over_the_shards(fleet: ShardedFleet):
         assert len(placed) >= 8
 
 
-async def test_streams_of_a_shard_that_is_killed_for_good_go_on_at_another(fleet: ShardedFleet):
-    texts = [fleet.name() for _ in range(NUM_STREAMS)]
-    async with playing(fleet, texts, num_tokens=300) as clients:
-        await tokens_seen(fleet, clients, texts, 10)
-        num_there = len(await fleet.placed(fleet.servers[1]))
-        kill(fleet.servers[1])
-    assert num_there > 0
-    assert clients.history.outcomes() == {FINISHED: NUM_STREAMS}
-    paused = [text for text in texts if clients.history.longest_pause_s(text) > SHORT_S]
-    assert len(paused) <= num_there
-    # New requests do not see it.
-    async with playing(fleet, [fleet.name() for _ in range(20)], num_tokens=5) as clients:
-        pass
-    assert clients.history.outcomes() == {FINISHED: 20}
-
-
-async def test_streams_go_on_without_the_first_shard_and_what_only_it_has_is_503(
-    fleet: ShardedFleet,
-):
-    texts = [fleet.name() for _ in range(NUM_STREAMS)]
-    async with playing(fleet, texts, num_tokens=300) as clients:
-        await tokens_seen(fleet, clients, texts, 10)
-        num_there = len(await fleet.placed(fleet.servers[0]))
-        kill(fleet.servers[0])
-    assert clients.history.outcomes() == {FINISHED: NUM_STREAMS}
-    paused = [text for text in texts if clients.history.longest_pause_s(text) > SHORT_S]
-    assert len(paused) <= num_there
-    # Gateways know the workers, and serve new requests from the others.
-    async with playing(fleet, [fleet.name() for _ in range(20)], num_tokens=5) as clients:
-        pass
-    assert clients.history.outcomes() == {FINISHED: 20}
-    async with httpx.AsyncClient(trust_env=False, timeout=30) as client:
-        kept = {"model": MODEL, "input": "hello"}
-        answer = await client.post(f"{fleet.url}/v1/responses", json=kept)
-        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "service_unavailable")
-        assert "retry-after" in answer.headers
-
-
-@pytest.mark.parametrize("variables", [{"VLM_LIMITS__MAX_KEY_OPEN_REQUESTS": "40"}])
-async def test_workers_full_of_requests_of_a_dead_shard_serve_the_others(fleet: ShardedFleet):
-    """A limit below 48 puts all requests of a key on one shard."""
-    texts = [fleet.name() for _ in range(NUM_STREAMS)]
-    async with playing(fleet, texts, num_tokens=300) as clients:
-        await tokens_seen(fleet, clients, texts, 10)
-        placed = [len(await fleet.placed(server)) for server in fleet.servers]
-        assert placed[0] == 0  # the first shard has what is not of one request
-        assert sorted(placed) == [0, 0, NUM_STREAMS]
-        kill(fleet.servers[placed.index(NUM_STREAMS)])
-    assert clients.history.outcomes() == {FINISHED: NUM_STREAMS}
-
-
 async def test_a_shard_that_returns_has_its_streams_continued_and_its_copies_cancelled(
     fleet: ShardedFleet,
 ):
@@ -158,12 +112,58 @@ async def test_a_frozen_shard_pauses_its_own_streams_alone(fleet: ShardedFleet):
     texts = [fleet.name() for _ in range(NUM_STREAMS)]
     pid = fleet.servers[1].pid
     assert pid is not None
+    before = await fleet.placed(fleet.servers[1])
     async with playing(fleet, texts, num_tokens=200) as clients:
         await tokens_seen(fleet, clients, texts, 10)
-        num_there = len(await fleet.placed(fleet.servers[1]))
+        num_there = len(await fleet.placed(fleet.servers[1]) - before)
         os.kill(pid, signal.SIGSTOP)
         await asyncio.sleep(3.0)  # the fault's length
         os.kill(pid, signal.SIGCONT)
     assert clients.history.outcomes() == {FINISHED: NUM_STREAMS}
     paused = [text for text in texts if clients.history.longest_pause_s(text) > SHORT_S]
     assert len(paused) <= num_there
+
+
+async def outlive(fleet: ShardedFleet, victim: EmbeddedRedis) -> None:
+    """Streams of a server that is killed for good go on at another, and new requests do not see it."""
+    texts = [fleet.name() for _ in range(NUM_STREAMS)]
+    async with playing(fleet, texts, num_tokens=300) as clients:
+        await tokens_seen(fleet, clients, texts, 10)
+        num_there = len(await fleet.placed(victim))
+        kill(victim)
+    assert num_there > 0
+    assert clients.history.outcomes() == {FINISHED: NUM_STREAMS}
+    paused = [text for text in texts if clients.history.longest_pause_s(text) > SHORT_S]
+    assert len(paused) <= num_there
+    async with playing(fleet, [fleet.name() for _ in range(20)], num_tokens=5) as clients:
+        pass
+    assert clients.history.outcomes() == {FINISHED: 20}
+
+
+async def test_streams_of_a_shard_that_is_killed_for_good_go_on_at_another(tmp_path: Path):
+    async with run_shards(tmp_path) as fleet:
+        await outlive(fleet, fleet.servers[1])
+
+
+async def test_streams_go_on_without_the_first_shard_and_what_only_it_has_is_503(tmp_path: Path):
+    """Gateways know the workers, and serve new requests from the others."""
+    async with run_shards(tmp_path) as fleet:
+        await outlive(fleet, fleet.servers[0])
+        async with httpx.AsyncClient(trust_env=False, timeout=30) as client:
+            kept = {"model": MODEL, "input": "hello"}
+            answer = await client.post(f"{fleet.url}/v1/responses", json=kept)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "service_unavailable")
+        assert "retry-after" in answer.headers
+
+
+async def test_workers_full_of_requests_of_a_dead_shard_serve_the_others(tmp_path: Path):
+    """A limit below 48 puts all requests of a key on one shard."""
+    async with run_shards(tmp_path, VLM_LIMITS__MAX_KEY_OPEN_REQUESTS="40") as fleet:
+        texts = [fleet.name() for _ in range(NUM_STREAMS)]
+        async with playing(fleet, texts, num_tokens=300) as clients:
+            await tokens_seen(fleet, clients, texts, 10)
+            placed = [len(await fleet.placed(server)) for server in fleet.servers]
+            assert placed[0] == 0  # the first shard has what is not of one request
+            assert sorted(placed) == [0, 0, NUM_STREAMS]
+            kill(fleet.servers[placed.index(NUM_STREAMS)])
+        assert clients.history.outcomes() == {FINISHED: NUM_STREAMS}

@@ -1,10 +1,15 @@
-"""What docs/operating.md says of backups: a copy of the data directory holds all that was acknowledged."""
+"""What docs/operating.md says of backups: a copy of the data directory holds all that was acknowledged.
+
+So does the search process when it comes back from its death.
+"""
 
 import shutil
 import signal
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from redis import Redis
 
 from shared.redis.embedded import EmbeddedRedis
@@ -20,6 +25,19 @@ def start(folder: Path) -> Served:
     return start_fleet(folder, "--search", engine="mock_pooling", **QUIET)
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("backup")
+
+
+@pytest.fixture(scope="module")
+def served(folder: Path) -> Iterator[Served]:
+    """The test of the copy ends it."""
+    served = start(folder / "data")
+    yield served
+    served.end()
+
+
 def patiently(served: Served, method: str, path: str, **options) -> dict:
     """The answer once the search process is up."""
 
@@ -27,6 +45,7 @@ def patiently(served: Served, method: str, path: str, **options) -> dict:
         with served.client() as client:
             response = client.request(method, path, **options)
         if response.status_code == 503:
+            assert "retry-after" in response.headers
             return None
         assert response.status_code == 200, response.text
         return response.json()
@@ -56,21 +75,33 @@ def batch_of(served: Served) -> dict:
     return wait_for(ended, 60.0)
 
 
-def test_a_copy_of_a_stopped_fleet_serves_what_it_had(tmp_path):
-    served = start(tmp_path / "data")
-    try:
-        store = patiently(served, "POST", STORES, json={"name": "s"})["id"]
-        items = [{"id": str(n), "text": f"text {n}"} for n in range(20)]
-        patiently(served, "PUT", f"{STORES}/{store}/items", json={"items": items})
-        batch = batch_of(served)
-        served.process.send_signal(signal.SIGTERM)
-        served.process.wait(60)
-    finally:
-        served.end()
-    shutil.copytree(tmp_path / "data", tmp_path / "copy", ignore=shutil.ignore_patterns("*.sock"))
-    shutil.rmtree(tmp_path / "data")
+def store_of(served: Served, num_items: int) -> str:
+    store = patiently(served, "POST", STORES, json={"name": "s"})["id"]
+    items = [{"id": str(n), "text": f"text {n}"} for n in range(num_items)]
+    patiently(served, "PUT", f"{STORES}/{store}/items", json={"items": items})
+    return store
 
-    served = start(tmp_path / "copy")
+
+def test_a_killed_search_process_comes_back_with_what_it_has_acknowledged(served):
+    store = store_of(served, 100)
+    served.child("search-node").kill()
+    with served.client() as client:  # the rest goes on meanwhile
+        embedded = client.post("/v1/embeddings", json={"model": "mock-embeddings", "input": "a"})
+    assert embedded.status_code == 200
+    assert patiently(served, "GET", f"{STORES}/{store}")["num_items"] == 100
+    page = patiently(served, "POST", f"{STORES}/{store}/search", json={"query": "text 7"})
+    assert len(page["data"]) == 10
+
+
+def test_a_copy_of_a_stopped_fleet_serves_what_it_had(served, folder):
+    store = store_of(served, 20)
+    batch = batch_of(served)
+    served.process.send_signal(signal.SIGTERM)
+    served.process.wait(60)
+    shutil.copytree(folder / "data", folder / "copy", ignore=shutil.ignore_patterns("*.sock"))
+    shutil.rmtree(folder / "data")
+
+    served = start(folder / "copy")
     try:
         assert patiently(served, "GET", f"{STORES}/{store}")["num_items"] == 20
         query = {"query": "text 7", "max_num_results": 1}

@@ -39,7 +39,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def fleet(folder: Path) -> Iterator[Served]:
     """Its processes are killed one after another; the last test ends it."""
-    fleet = start_fleet(folder, VLM_REDIS__MAX_MEMORY_BYTES=str(REDIS_BYTES))
+    options = ["--log-level", "info"]
+    fleet = start_fleet(folder, *options, VLM_REDIS__MAX_MEMORY_BYTES=str(REDIS_BYTES))
     yield fleet
     fleet.end()
 
@@ -95,6 +96,15 @@ def test_a_port_in_use_is_one_clear_line(served):
     assert "Traceback" not in done.stderr
 
 
+def test_no_orphan_outlives_a_killed_parent(served):
+    """The last test that asks this fleet."""
+    family = served.family()
+    assert len(family) >= 3  # Redis, worker, gateway
+    served.process.kill()
+    _, alive = psutil.wait_procs(family, timeout=20)
+    assert not alive
+
+
 def test_serve_help_shows_every_option_with_its_default():
     text = " ".join(run_vlm("serve", "--help", env={"COLUMNS": "200", "PATH": ""}).stdout.split())
     for option, default in {
@@ -104,13 +114,8 @@ def test_serve_help_shows_every_option_with_its_default():
         assert re.search(rf"{option}\b.*?\[default: \(?{re.escape(default)}\)?\]", text), option
 
 
-def test_no_orphan_outlives_a_killed_parent(tmp_path):
-    parent = start_fleet(tmp_path)
-    family = parent.family()
-    parent.process.kill()
-    _, alive = psutil.wait_procs(family, timeout=20)
-    assert not alive
-    parent.end()
+def test_the_log_level_is_that_of_the_option_even_where_it_is_the_default_of_other_commands(fleet):
+    assert "gateway listens" in fleet.screen
 
 
 def test_a_killed_worker_is_replaced_and_requests_go_on(fleet):
@@ -191,16 +196,6 @@ def test_the_start_is_shown_from_its_beginning_and_every_few_seconds(tmp_path):
         process.send_signal(signal.SIGINT)
         process.stderr.read()
     assert 5 <= first < second
-
-
-def test_the_log_level_is_that_of_the_option_even_where_it_is_the_default_of_other_commands(
-    tmp_path,
-):
-    fleet = start_fleet(tmp_path, "--log-level", "info")
-    try:
-        assert "gateway listens" in fleet.screen
-    finally:
-        fleet.end()
 
 
 def is_ready(url: str) -> bool:

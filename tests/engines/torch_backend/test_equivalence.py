@@ -31,7 +31,7 @@ from engines.torch_backend.models.config import RopeScaling
 from engines.torch_backend.models.llava import VLMConfig
 from engines.torch_backend.ops.registry import CpuKernels, Ops
 from engines.torch_backend.sampling.sampler import sample
-from tests.cpu_levels import RUNNABLE, ops_of
+from tests.cpu_levels import OUTERMOST, RUNNABLE, ops_of
 from tests.engines.torch_backend.ways import Tokens, Way, run_batched, ways_of
 from tests.factories_engine import SumMatcher
 from tests.factories_torch import (
@@ -47,7 +47,7 @@ from tests.factories_torch import (
     quantize_pair,
     run_to_end,
 )
-from tests.long import IS_LONG, few
+from tests.long import IS_LONG
 
 NUM_TOKENS = 16
 MODELS: dict[str, VLMConfig] = {
@@ -113,7 +113,7 @@ CASES = [
     *(Case("wide", s, weights=name) for name in METHODS for s in ("greedy", "seeded")),
     *(
         case
-        for level in few(RUNNABLE, RUNNABLE[:1] + RUNNABLE[-1:])
+        for level in OUTERMOST
         for case in (
             Case("grouped", kernels="exact", level=level.name),
             Case("biases", "seeded", kernels="exact", level=level.name),
@@ -131,7 +131,7 @@ def str_of_cell(value: object) -> str:
     return getattr(value, "__name__", None) or str(value)
 
 
-LEVEL_NAMES = [level.name for level in few(RUNNABLE, RUNNABLE[:1] + RUNNABLE[-1:])]
+LEVEL_NAMES = [level.name for level in OUTERMOST]
 
 
 @contextmanager

@@ -10,7 +10,6 @@ from engines.torch_backend.kv_cache import (
     bytes_per_block,
     plan_kv_cache,
 )
-from engines.torch_backend.memory import free_bytes
 from engines.torch_backend.settings import TorchSettings
 from tests.factories_torch import make_text_config
 
@@ -65,25 +64,3 @@ def test_what_does_not_fit_is_refused_with_numbers(asked, numbers):
         plan(**asked)
     with pytest.raises(EngineStartError, match=r"257 .* 256"):  # the model's own
         plan(max_model_len=257)
-
-
-def test_reading_returns_slots_in_the_order_named():
-    pool = KVCachePool(TEXT, 4, 2, torch.float32, torch.device("cpu"))
-    key = torch.arange(8.0).view(8, 1, 1).expand(8, 2, 8)
-    pool.write(0, torch.arange(8), key, -key)
-    keys, values = pool.read(0, torch.tensor([[6, 7], [0, 1]]))
-    assert keys[..., 0, 0].tolist() == [[6, 7], [0, 1]]
-    assert values[..., 1, 7].tolist() == [[-6, -7], [0, -1]]
-
-
-def test_layers_do_not_share_slots():
-    pool = KVCachePool(TEXT, 2, 2, torch.float32, torch.device("cpu"))
-    pool.data.zero_()
-    ones = torch.ones(1, 2, 8)
-    pool.write(0, torch.tensor([1]), ones, ones)
-    keys, values = pool.read(1, torch.arange(4)[None])
-    assert keys.sum() == values.sum() == 0
-
-
-def test_free_memory_of_this_machine_is_plausible():
-    assert 1 << 20 < free_bytes(torch.device("cpu")) < 1 << 50

@@ -13,9 +13,7 @@ from engines.torch_backend.layers.linear import (
     INT4,
     METHODS,
     Linear,
-    pack_pairs,
     quantizable_layers,
-    unpack_pairs,
 )
 from engines.torch_backend.loading.weights import load_model
 from engines.torch_backend.models.registry import find_family
@@ -102,12 +100,6 @@ def test_sums_may_pass_what_float16_holds_on_their_way(scheme: str, num_tokens: 
     assert torch.allclose(linear(x).float(), torch.ones(num_tokens, 64))
 
 
-def test_pairs_are_unpacked_as_they_were_packed() -> None:
-    integers = torch.randint(0, 16, (3, 2, 32), dtype=torch.uint8)
-
-    assert torch.equal(unpack_pairs(pack_pairs(integers), 32), integers)
-
-
 def test_many_outputs_are_computed_in_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CHUNK_WEIGHTS", 64 * 64)
     linear = quantize("int8", make_weight(200, 64))
@@ -127,15 +119,6 @@ def test_a_constant_weight_is_kept_exactly(scheme: str, value: float) -> None:
     assert torch.allclose(linear.weight, weight, rtol=1e-6)
 
 
-def test_a_width_that_no_group_divides_keeps_its_precision() -> None:
-    weight = make_weight(32, 40)
-
-    linear = quantize("int4", weight)
-
-    assert linear.method is FLOAT
-    assert torch.equal(linear.weight, weight)
-
-
 @pytest.mark.parametrize("scheme", METHODS)
 def test_layers_say_what_is_quantized_whatever_their_names(scheme: str) -> None:
     model = nn.ModuleDict(
@@ -151,31 +134,6 @@ def test_layers_say_what_is_quantized_whatever_their_names(scheme: str) -> None:
     found = list(quantizable_layers(model, METHODS[scheme]))
 
     assert [n for n, m in model.items() if m in found] == ["lm_head"]
-
-
-@pytest.mark.parametrize("scheme", METHODS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_loaded_model_has_fewer_bytes_and_near_logits(
-    tmp_path: Path, scheme: str, dtype: torch.dtype
-) -> None:
-    make_checkpoint("tiny", tmp_path / "t", changes={"text_config": {"attention_bias": True}})
-    found, cpu = find_family(tmp_path / "t"), torch.device("cpu")
-    full = load_model(tmp_path / "t", *found, cpu, dtype)
-    quantized = load_model(tmp_path / "t", *found, cpu, dtype, METHODS[scheme])
-
-    for number, layer in enumerate(full.language_model.model.layers):
-        other = quantized.language_model.model.layers[number]
-        x = make_weight(4, 64).to(dtype)
-        for block, names in (("self_attn", "qkv"), ("mlp", ("gate", "up"))):
-            for name in names:
-                path = f"{block}.{name}_proj"
-                found, expected = other.get_submodule(path)(x), layer.get_submodule(path)(x)
-                assert relative_error(found, expected) < 1.5 * MAX_ERROR[scheme]
-
-    def num_bytes(model: nn.Module) -> int:
-        return sum(value.nbytes for value in model.language_model.state_dict().values())
-
-    assert num_bytes(quantized) < 0.8 * num_bytes(full)
 
 
 def test_odd_shapes_load_with_some_linears_in_full(tmp_path: Path) -> None:

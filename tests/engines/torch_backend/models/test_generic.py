@@ -434,14 +434,6 @@ def test_linear_maps_may_be_in_few_bits(scheme: str, tmp_path: Path) -> None:
     model.verify(start(model), "always")
 
 
-def test_the_self_check_allows_for_rounding(tmp_path: Path) -> None:
-    write_checkpoint(WINDOWED, tmp_path)
-    config = GENERIC.check(read_fields(tmp_path))
-    settings = TorchSettings(num_kv_blocks=64, block_size=4)
-    model = load_model(tmp_path, GENERIC, config, CPU, torch.bfloat16)
-    model.verify(TorchRunner(model, settings, CPU, torch.bfloat16), "always")
-
-
 def test_slots_of_an_image_see_each_other_where_the_model_says_so(tmp_path: Path) -> None:
     """Where they did not, the answers would be others."""
     loaded = load_family(named("Gemma 3"), tmp_path)

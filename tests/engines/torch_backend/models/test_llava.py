@@ -8,19 +8,7 @@ from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.models.llava import FAMILY
 from engines.torch_backend.models.registry import rename_weights
 from engines.torch_backend.models.vision import VisionTower, num_blocks_needed
-from engines.torch_backend.step import ImageSlots
 from tests.factories_torch import load_ours, make_model_pair, make_vision_config, make_vlm_config
-
-
-@torch.inference_mode()
-def test_features_fill_their_slots_and_nothing_else():
-    pair = make_model_pair(make_vlm_config())
-    token_ids = torch.arange(10)
-    plain = pair.ours.embed(token_ids, [])
-    filled = pair.ours.embed(token_ids, [ImageSlots(3, torch.ones(4, 32))])
-    assert_close(filled[3:7], torch.ones(4, 32))
-    assert_close(filled[:3], plain[:3])
-    assert_close(filled[7:], plain[7:])
 
 
 def rename_to_published(name: str) -> str:

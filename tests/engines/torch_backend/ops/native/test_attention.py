@@ -9,6 +9,7 @@ from engines.torch_backend.layers.rotary import RotaryTable, rotate
 from engines.torch_backend.ops.paged_attention.reference import PLAIN, Heads
 from engines.torch_backend.ops.registry import Ops
 from engines.torch_backend.step import SequenceRows, StepInputs
+from tests.cpu_levels import on_outermost_levels
 from tests.engines.torch_backend.paged import (
     BLOCK_SIZE,
     CPU,
@@ -18,6 +19,8 @@ from tests.engines.torch_backend.paged import (
     make_sequences,
 )
 from tests.factories_torch import make_text_config
+
+pytestmark = on_outermost_levels
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -10,7 +10,10 @@ from torch import Tensor
 from engines.torch_backend.ops.dense_attention.cpu import reads
 from engines.torch_backend.ops.dense_attention.reference import attend
 from engines.torch_backend.ops.registry import Ops
+from tests.cpu_levels import on_outermost_levels
 from tests.engines.torch_backend.ops.native.test_tower import make_model, make_pixels
+
+pytestmark = on_outermost_levels
 
 SIZES = [(12, 32), (3, 8), (2, 64), (1, 24), (5, 72)]  # heads, head width
 TEXTS = (1, 2, 2, 7, 16, 17, 17, 40, 130)

@@ -25,6 +25,11 @@ SHAPES = [(96, 128), (33, 64), (64, 96), (5, 640)]
 TOKENS = [1, 2, 3, 4, 5, 11, 100]
 
 
+@pytest.fixture(params=["fast", "exact"])
+def mode(request: pytest.FixtureRequest) -> CpuKernels:
+    return request.param
+
+
 def make_numbers(rows: int, columns: int, seed: int = 0) -> Tensor:
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
 

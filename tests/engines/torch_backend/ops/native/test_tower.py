@@ -16,6 +16,7 @@ from engines.torch_backend.ops.registry import Ops, cpu_ops
 from tests.factories_torch import make_model_pair, make_vlm_config
 
 ACTIVATIONS = ["quick_gelu", "gelu"]
+in_both_modes = pytest.mark.parametrize("mode", ["fast", "exact"])
 
 
 def make_model(hidden_act: str = "quick_gelu", **vision: Any) -> Llava:
@@ -78,6 +79,7 @@ def test_matrices_may_be_of_another_type_than_the_rest(ops: Ops):
     assert error(found, plain(meant, pixels)) < 1e-5
 
 
+@in_both_modes
 @pytest.mark.parametrize("hidden_act", ACTIVATIONS)
 @torch.inference_mode()
 def test_eight_bits_cost_little(ops: Ops, hidden_act: str):
@@ -131,6 +133,7 @@ def test_without_a_right_kernel_the_tower_stays_as_it_is(ops: Ops):
     assert error(encode(model, left, pixels), full) < 1e-6
 
 
+@in_both_modes
 @pytest.mark.parametrize("tokens_per_part", [1, 4, 1000])
 @torch.inference_mode()
 def test_in_parts_it_is_the_same(ops: Ops, tokens_per_part: int):
