@@ -136,6 +136,31 @@ def test_layers_say_what_is_quantized_whatever_their_names(scheme: str) -> None:
     assert [n for n, m in model.items() if m in found] == ["lm_head"]
 
 
+@pytest.mark.parametrize("scheme", METHODS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_loaded_model_has_fewer_bytes_and_near_logits(
+    tmp_path: Path, scheme: str, dtype: torch.dtype
+) -> None:
+    make_checkpoint("tiny", tmp_path / "t", changes={"text_config": {"attention_bias": True}})
+    found, cpu = find_family(tmp_path / "t"), torch.device("cpu")
+    full = load_model(tmp_path / "t", *found, cpu, dtype)
+    quantized = load_model(tmp_path / "t", *found, cpu, dtype, METHODS[scheme])
+
+    for number, layer in enumerate(full.language_model.model.layers):
+        other = quantized.language_model.model.layers[number]
+        x = make_weight(4, 64).to(dtype)
+        for block, names in (("self_attn", "qkv"), ("mlp", ("gate", "up"))):
+            for name in names:
+                path = f"{block}.{name}_proj"
+                found, expected = other.get_submodule(path)(x), layer.get_submodule(path)(x)
+                assert relative_error(found, expected) < 1.5 * MAX_ERROR[scheme]
+
+    def num_bytes(model: nn.Module) -> int:
+        return sum(value.nbytes for value in model.language_model.state_dict().values())
+
+    assert num_bytes(quantized) < 0.8 * num_bytes(full)
+
+
 def test_odd_shapes_load_with_some_linears_in_full(tmp_path: Path) -> None:
     make_checkpoint("tiny", tmp_path / "t", changes={"text_config": {"intermediate_size": 100}})
     found = find_family(tmp_path / "t")

@@ -280,6 +280,13 @@ def load_family_of(family: Family, directory: Path, model: FamilyModel) -> Loade
     return Loaded(family, directory, model, loaded.processor, loaded.requests, {})
 
 
+def test_nothing_of_transformers_decoder_is_kept(tmp_path: Path) -> None:
+    loaded = load_family(named("Qwen2-VL"), tmp_path)
+    kept = sum(p.numel() for p in loaded.model.parameters())
+    stored = sum(x.numel() for x in load_file(tmp_path / "model.safetensors").values())
+    assert kept == stored
+
+
 @pytest.mark.parametrize(
     "name",
     few(["Mistral, window", "Gemma 3, text", "Qwen2.5-VL", "Qwen3-VL"], ["Qwen3-VL"]),
