@@ -92,6 +92,7 @@ class Capabilities:
     #: Whether it supports grammars.
     takes_grammars: bool = False
     takes_video: bool = False
+    takes_audio: bool = False
 
 
 class EngineCall(msgspec.Struct, frozen=True):
@@ -181,6 +182,24 @@ class OpenVideo(Protocol):
 
     def frames(self, indices: Sequence[int]) -> list[Image.Image]:
         """Decode frames; called once. Frame i is what is shown at i / fps. Raises: InvalidImage."""
+        ...
+
+
+class AudioInfo(msgspec.Struct, frozen=True):
+    """An audio file. Counted, not read from headers. Units: seconds."""
+
+    length_s: float
+    num_channels: int
+    rate: int  #: samples a second
+
+
+class OpenAudio(Protocol):
+    """An audio file in a sandboxed decoder."""
+
+    info: AudioInfo
+
+    def samples(self, rate: int) -> bytes:
+        """One channel at this many samples a second, as float32; called once. Raises: InvalidImage."""
         ...
 
 
@@ -316,6 +335,10 @@ class Engine(ABC, Generic[Input]):
     def prepare_video(self, video: OpenVideo) -> Any:
         """Sample and process a video for `prepare`; cached as images. Thread-safe. Raises: InvalidImage."""
         raise InvalidImage("The model takes no videos.")
+
+    def prepare_audio(self, audio: OpenAudio) -> Any:
+        """Decode and process audio for `prepare`; cached as images. Thread-safe. Raises: InvalidImage."""
+        raise InvalidImage("The model takes no audio.")
 
     @abstractmethod
     def prepare(self, call: EngineCall, images: Sequence[PreparedImage]) -> Input:

@@ -29,6 +29,9 @@ def chat(
         list[Path] | None, typer.Option("--image", "-i", help="An image; may be repeated.")
     ] = None,
     video: Annotated[list[Path] | None, typer.Option(help="A video; may be repeated.")] = None,
+    audio: Annotated[
+        list[Path] | None, typer.Option(help="An audio file; may be repeated.")
+    ] = None,
     url: AskUrl = URL,
     model: Annotated[
         str | None, typer.Option(help="Model to ask.", show_default="the server's first")
@@ -37,11 +40,11 @@ def chat(
     max_tokens: Annotated[int | None, typer.Option(help="Longest answer, in tokens.")] = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
 ) -> None:
-    """Ask a question about images and videos; prints the answer as it streams, and the time of each stage."""
+    """Ask a question about images, videos and audio; prints the answer as it streams, and the time of each stage."""
     from gateway.client.chat import ChatError, run_chat
 
     try:
-        files = [*(image or []), *(video or [])]
+        files = [*(image or []), *(video or []), *(audio or [])]
         code = run_chat(url, model, api_key, files, question, max_tokens, temperature)
     except ChatError as error:
         typer.secho(str(error), err=True, fg="red")

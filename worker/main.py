@@ -174,8 +174,9 @@ class WorkerProcess:
         return pool.decode
 
     def _create_videos(self, stack: AsyncExitStack, engine: Engine) -> VideoPool | None:
-        """Sandboxed processes for videos, if the engine takes them; each is started when first needed."""
-        if not engine.capabilities().takes_video:
+        """Sandboxed processes for videos and audio, if the engine takes them; each is started when first needed."""
+        capabilities = engine.capabilities()
+        if not (capabilities.takes_video or capabilities.takes_audio):
             return None
         pool = VideoPool(max(1, self._settings.worker.decode_processes), self._settings.limits)
         stack.callback(pool.close)

@@ -1,5 +1,6 @@
 """Prompts of generate and tokenize tasks, for every engine that takes token ids."""
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -9,6 +10,7 @@ from engines.base import (
     Decode,
     Engine,
     InvalidRequest,
+    OpenAudio,
     OpenVideo,
     PreparedImage,
     PromptTooLong,
@@ -38,6 +40,10 @@ class PromptingEngine(Engine[Request]):
     def prepare_video(self, video: OpenVideo) -> Any:
         """The processor's pixels of a video. Raises: InvalidImage."""
         return self.processor.process_video(video)
+
+    def prepare_audio(self, audio: OpenAudio) -> Any:
+        """The processor's features of audio. Raises: InvalidImage."""
+        return self.processor.process_audio(audio)
 
     def tokenize(self, task: Tokenize, images: Sequence[PreparedImage]) -> Tokenization:
         """Token ids of a request, or the text of ids. Raises: InvalidRequest."""
@@ -134,8 +140,12 @@ class PromptingEngine(Engine[Request]):
 def _of_media(request: EngineRequest) -> str:
     """The end of the sentence: tokens of images and videos, and what to send instead."""
     videos = [item for item in request.images if item.num_frames]
-    count = sum(item.num_tokens for item in request.images if not item.num_frames)
-    text = f", {count} of them of its images," if count else ""
+    counts = Counter[str]()
+    for item in request.images:
+        if not item.num_frames:
+            is_audio = getattr(item.pixels, "kind", "image") == "audio"
+            counts["audio" if is_audio else "images"] += item.num_tokens
+    text = "".join(f", {count} of them of its {kind}," for kind, count in counts.items())
     if not videos:
         return f"{text} and leaves no room for output"
     num_frames = sum(video.num_frames for video in videos)

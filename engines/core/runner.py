@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from msgspec import Struct, field
 
-from engines.base import Adapter, AdapterLimits, Decode, OpenVideo
+from engines.base import Adapter, AdapterLimits, Decode, OpenAudio, OpenVideo
 from engines.core.constraint import ConstraintFailure
 from engines.core.request import NO_OPTIONS, Prompt
 from engines.core.sequence import Batch, Sequence
@@ -170,6 +170,7 @@ class Processor(Protocol):
     is_quick: bool
     decodes_images: bool  #: whether it reads pixels, not only headers
     takes_video: bool
+    takes_audio: bool
     reasoning: "Reasoning | None"  #: the reasoning markers of the model
     tool_format: "ToolFormat"  #: the function call format of the model
     shows_tools: bool  #: whether the chat template lists functions
@@ -190,6 +191,10 @@ class Processor(Protocol):
 
     def process_video(self, video: OpenVideo) -> Any:
         """Sample, decode and resize a video. Raises: InvalidImage."""
+        ...
+
+    def process_audio(self, audio: OpenAudio) -> Any:
+        """Decode and process audio. Raises: InvalidImage."""
         ...
 
     def build_prompt(

@@ -27,6 +27,7 @@ from engines.base import (
     EngineCall,
     InvalidImage,
     LoadedEngine,
+    OpenAudio,
     OpenVideo,
     PreparedImage,
     Progress,
@@ -111,13 +112,19 @@ class MockVideo(Struct, frozen=True):
     num_frames: int
 
 
+class MockAudio(Struct, frozen=True):
+    """Processed audio."""
+
+    num_tokens: int
+
+
 class MockProcessor:
     """Prompts in a simple template. Images are opened but not decoded."""
 
     max_model_len = MAX_MODEL_LEN
     is_quick = True
     decodes_images = False
-    takes_video = can_decode_video()
+    takes_video = takes_audio = can_decode_video()
     tool_format = HERMES
     shows_tools = True
     spelled: Mapping[int, str] = {}
@@ -149,6 +156,10 @@ class MockProcessor:
         """The number of frames, each of which is a token. Raises: InvalidImage."""
         return MockVideo(len(video.frames(sample_evenly(video))))
 
+    def process_audio(self, audio: OpenAudio) -> MockAudio:
+        """The number of tokens, ten a second. Raises: InvalidImage."""
+        return MockAudio(-(-len(audio.samples(16_000)) // 6400))
+
     def build_prompt(
         self,
         messages: Items[ChatMessage],
@@ -169,6 +180,8 @@ class MockProcessor:
                     image_hash, content = images[part.image]
                     num_frames = content.num_frames if isinstance(content, MockVideo) else 0
                     num_tokens = num_frames or self.tokens_per_image
+                    if isinstance(content, MockAudio):
+                        num_tokens = content.num_tokens
                     inputs.append(
                         ImageInput(
                             len(token_ids), num_tokens, image_hash, content, num_frames=num_frames
@@ -444,6 +457,7 @@ def load_mock_engine(settings: MockEngineSettings, progress: Progress | None) ->
         template_options=tuple(processor.template_options),
         supports_grammars=engine.capabilities().takes_grammars,
         supports_video=processor.takes_video,
+        supports_audio=processor.takes_audio,
     )
     return LoadedEngine(engine, card)
 

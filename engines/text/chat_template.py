@@ -78,8 +78,8 @@ class ChatTemplate:
     ) -> str:
         """The prompt's text. `texts[i]` replace the text parts of `messages[i]`, then its reasoning.
 
-        `options` are further variables, `tools` functions, `calls[i]` the calls of `messages[i]`, `kinds[i]` is image or
-        video. `is_answered`: add the
+        `options` are further variables, `tools` functions, `calls[i]` the calls of `messages[i]`, `kinds[i]` is image,
+        video or audio. `is_answered`: add the
         generation prompt. Raises: InvalidRequest if the template refuses the conversation.
         """
         rendered = []
@@ -117,9 +117,9 @@ class ChatTemplate:
             return parts
         return "".join(part.get("text", f"{self._image_token}\n") for part in parts)
 
-    def takes_videos(self, placeholder: str) -> bool:
-        """Whether it writes a placeholder for a video."""
-        content = [{"type": "video"}, {"type": "text", "text": _PROBE}]
+    def takes(self, kind: str, placeholder: str) -> bool:
+        """Whether it writes a placeholder for a video or audio."""
+        content = [{"type": kind}, {"type": "text", "text": _PROBE}]
         try:
             text = self._renderer.render([{"role": "user", "content": content}])
         except (TemplateRefusal, TemplateFailure):

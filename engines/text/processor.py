@@ -16,6 +16,7 @@ from engines.base import (
     Decode,
     InvalidImage,
     InvalidRequest,
+    OpenAudio,
     OpenVideo,
     RequestError,
     UnsupportedCheckpoint,
@@ -158,8 +159,14 @@ class ChatProcessor:
         self.max_image_pixels = multimodal.max_pixels
         self._slot = tokenizer.image_token
         placeholder = getattr(multimodal, "placeholder", "")
-        videos: str = getattr(multimodal, "video_placeholder", "")
-        self.takes_video = bool(videos) and can_decode_video() and template.takes_videos(videos)
+        others: dict[str, str] = {}
+        for kind in ("video", "audio") if can_decode_video() else ():
+            spelled: str = getattr(multimodal, f"{kind}_placeholder", "")
+            if spelled and template.takes(kind, spelled):
+                others[spelled] = kind
+        self.takes_video, self.takes_audio = (
+            kind in others.values() for kind in ("video", "audio")
+        )
         self._multimodal: Any = multimodal
         self._prompt_builder = PromptBuilder(
             tokenizer,
@@ -168,7 +175,7 @@ class ChatProcessor:
             placeholder,
             reasoning,
             adds_special_tokens=adds_special_tokens,
-            video_placeholder=videos if self.takes_video else "",
+            others=others,
         )
 
     def process_image(
@@ -186,6 +193,12 @@ class ChatProcessor:
         if not self.takes_video:
             raise InvalidImage("The model takes no videos.")
         return self._multimodal.process_video(video)
+
+    def process_audio(self, audio: OpenAudio) -> Any:
+        """Decode and process audio. Raises: InvalidImage."""
+        if not self.takes_audio:
+            raise InvalidImage("The model takes no audio.")
+        return self._multimodal.process_audio(audio)
 
     def build_prompt(
         self,
@@ -267,5 +280,7 @@ def create_processor(
         max_model_len,
         found,
         # a text model's own template is complete; the default one has no BOS
-        adds_special_tokens=own is None or multimodal.slot_id is not None,
+        adds_special_tokens=own is None
+        or multimodal.slot_id is not None
+        or bool(getattr(multimodal, "audio_placeholder", "")),
     )

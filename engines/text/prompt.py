@@ -1,4 +1,4 @@
-"""Conversations to token ids with slots for images and videos.
+"""Conversations to token ids with slots for images, videos and audio.
 
 Invariant: only the chat template can write a control token. A user's `<image>` or `</s>` stays text, in one message
 part or across several, and there are as many runs of image slots as image parts.
@@ -25,12 +25,13 @@ from shared.protocol import ChatMessage, Ending, ImagePart, TemplateOption, Text
 if TYPE_CHECKING:
     from engines.text.reasoning import Reasoning
 
+NO_OTHERS: Mapping[str, str] = {}
 _GUARD_ALPHABET = [chr(code) for code in range(0xE000, 0xE400)]  # private use: no case, no space
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A processed image or video.
+    """A processed image, video or audio.
 
     `hash` covers the image and its processing: it is the key of every cache. `text` replaces the template's placeholder;
     it spells control tokens, among them the slots, and may contain plain text.
@@ -76,11 +77,12 @@ class PromptBuilder:
         reasoning: "Reasoning | None" = None,
         *,
         adds_special_tokens: bool = True,
-        video_placeholder: str = "",
+        others: Mapping[str, str] = NO_OTHERS,
     ) -> None:
         """`slot_id` is the token of image slots, None for a text-only model.
 
-        The template writes it, or the token `placeholder`, once per image, and `video_placeholder` once per video. `adds_special_tokens`: add the tokenizer's
+        The template writes it, or the token `placeholder`, once per image. `others` are what it writes once per video
+        and audio, and these kinds. `adds_special_tokens`: add the tokenizer's
         special tokens to a rendered template that does not begin with BOS, like transformers' processors and unlike
         `apply_chat_template` of its tokenizers.
         """
@@ -88,9 +90,7 @@ class PromptBuilder:
         self._template = template
         self._slot_id = slot_id
         self._spelling = ControlSpelling(tokenizer.control_tokens, slot_id)
-        self._kinds = {placeholder or self._spelling.run_text: "image"}
-        if video_placeholder:
-            self._kinds[video_placeholder] = "video"
+        self._kinds = {placeholder or self._spelling.run_text: "image", **others}
         self._reasoning = reasoning
         self._adds_special_tokens = adds_special_tokens
 
@@ -167,7 +167,7 @@ class PromptBuilder:
     ) -> tuple[str, list[tuple[int, int]], list[Item]]:
         """Replace placeholders by the texts of items; returns the text, their (start, end), and the items in order.
 
-        A template keeps the order of images and that of videos, but may write all of a kind first.
+        A template keeps the order of each kind, but may write all of a kind first.
         """
         found = [
             (start, token.text)

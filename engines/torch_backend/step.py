@@ -44,12 +44,17 @@ class BidirectionalSpan(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class ImageSlots:
-    """Features of an image or video that replace the embeddings of rows from `start`. Shapes: features (slots, C)."""
+    """Features of an image, video or audio for the rows from `start`. Shapes: features (slots, C)."""
 
     start: int
     features: Tensor
     kind: str = "image"
     slots_of: str = "image"  #: as in `ProcessedImage`
+
+    def place(self, embeddings: Tensor) -> None:
+        """Replace the embeddings. Shapes: (N, C or more)."""
+        stop, width = self.start + len(self.features), self.features.shape[1]
+        embeddings[self.start : stop, :width] = self.features.to(embeddings.dtype)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

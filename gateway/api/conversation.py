@@ -1,4 +1,4 @@
-"""Messages of a conversation in a form common to all APIs: texts, images, videos and function calls."""
+"""Messages of a conversation in a form common to all APIs: texts, media and function calls."""
 
 from collections.abc import Mapping, Sequence
 from typing import Literal
@@ -72,8 +72,15 @@ class Conversation(Struct):
         self.sources.append(ImageSource(url, param, None, *pixels, options))
         return ImagePart(len(self.sources) - 1)
 
+    def audio(self, url: str, param: str, role: Role) -> ImagePart:
+        """The part of audio. `param`: as in `image`. Raises: InvalidRequest."""
+        if role not in ("user", "tool"):
+            raise invalid(param, "audio is only allowed in user and tool messages")
+        self.sources.append(ImageSource(url, param, is_audio=True))
+        return ImagePart(len(self.sources) - 1)
+
     def kept_image(self, ref: ImageRef, param: str) -> ImagePart:
-        """The part of an image or video that was sent with an earlier request."""
+        """The part of an image, video or audio that was sent with an earlier request."""
         self.sources.append(ImageSource("", param, ref))
         return ImagePart(len(self.sources) - 1)
 

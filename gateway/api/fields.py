@@ -153,6 +153,18 @@ class VideoFields(SamplingOfFrames, frozen=True, kw_only=True):
         return VideoOptions(given.fps, given.num_frames, self.start_s, self.end_s or 0.0)
 
 
+class AudioData(RequestStruct, frozen=True, kw_only=True):
+    """An audio file in base64. Its format is recognized by content."""
+
+    data: str
+    format: Annotated[str, Meta(max_length=MAX_NAME_CHARS)] | None = None
+
+    @property
+    def url(self) -> str:
+        """Many clients send a whole `data:` URL."""
+        return self.data if self.data[:5] == "data:" else f"data:audio/wav;base64,{self.data}"
+
+
 class IgnoredStreamFields(RequestStruct, frozen=True, kw_only=True):
     include_obfuscation: bool = False
 

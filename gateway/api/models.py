@@ -31,6 +31,9 @@ class ModelLimits(msgspec.Struct):
     max_video_bytes: int | msgspec.UnsetType = msgspec.UNSET
     max_video_s: float | msgspec.UnsetType = msgspec.UNSET
     max_video_frames: int | msgspec.UnsetType = msgspec.UNSET
+    max_audios: int | msgspec.UnsetType = msgspec.UNSET
+    max_audio_bytes: int | msgspec.UnsetType = msgspec.UNSET
+    max_audio_s: float | msgspec.UnsetType = msgspec.UNSET
 
 
 class ModelObject(msgspec.Struct):
@@ -201,8 +204,10 @@ def _order(card: ModelCard) -> tuple[bool, bool, bool, int, str]:
 
 
 def _modalities(card: ModelCard) -> tuple[str, ...]:
-    images = ("image",) if card.supports_images else ()
-    return ("text", *images, "video") if card.supports_video else ("text", *images)
+    taken = {
+        "image": card.supports_images, "video": card.supports_video, "audio": card.supports_audio,
+    }  # fmt: skip
+    return ("text", *(name for name, is_taken in taken.items() if is_taken))
 
 
 def _limits(card: ModelCard, limits: LimitSettings) -> ModelLimits:
@@ -223,4 +228,8 @@ def _limits(card: ModelCard, limits: LimitSettings) -> ModelLimits:
         found.max_video_bytes = limits.max_video_bytes
         found.max_video_s = limits.max_video_s
         found.max_video_frames = limits.max_video_frames
+    if card.supports_audio:
+        found.max_audios = limits.max_audios
+        found.max_audio_bytes = limits.max_audio_bytes
+        found.max_audio_s = limits.max_audio_s
     return found

@@ -259,6 +259,7 @@ class Lifecycle:
             self.limits,
             timeout_s=self.settings.body_timeout_s,
             max_commas=surface.max_commas,
+            media_type=surface.body_type(context),
         )
         try:
             return surface.read(body, context)
@@ -411,7 +412,8 @@ class Lifecycle:
         body = reply.answer.whole(events, recorder.totals)
         if reply.surface.keeps_answers:
             await self._keep(reply, exchange.context)
-        headers = [*JSON_HEADERS, *timing_headers(stages, e2e_s, is_whole=True)]
+        own = getattr(_plain(reply.answer), "headers", JSON_HEADERS)
+        headers = [*own, *timing_headers(stages, e2e_s, is_whole=True)]
         if reply.head.package:
             headers.append((_PACKAGE, reply.head.package.encode()))
         await exchange.answer(200, headers, body)
@@ -497,20 +499,21 @@ class _Watch:
 def check_images(
     images: Sequence[ImageSource], task: str, card: ModelCard, limits: LimitSettings
 ) -> None:
-    """Check the number of images and videos, and that the model takes them. Raises: InvalidRequest."""
+    """Check the number of media of each kind, and that the model takes them. Raises: InvalidRequest."""
     max_images = limits.max_images if task == "generate" else limits.max_input_images
-    for kind, most, is_taken in (
-        ("image", max_images, card.supports_images),
-        ("video", limits.max_videos, card.supports_video),
+    for kind, kinds, most, is_taken in (
+        ("image", "images", max_images, card.supports_images),
+        ("video", "videos", limits.max_videos, card.supports_video),
+        ("audio", "audio parts", limits.max_audios, card.supports_audio),
     ):
-        given = [source for source in images if source.is_video == (kind == "video")]
+        given = [source for source in images if source.kind == kind]
         if given and not is_taken:
-            problem = f"this model takes no {kind}s; send text only"
+            problem = f"this model takes no {'audio' if kind == 'audio' else kinds}; send text only"
             if kind == "video" and card.supports_images:
                 problem = "this model takes no videos; send frames of it as images"
             raise _bad_image(given[0], problem, code="unsupported_image")
         if len(given) > most:
-            raise _bad_image(given[most], f"send at most {most} {kind}s", code="too_many_images")
+            raise _bad_image(given[most], f"send at most {most} {kinds}", code="too_many_images")
 
 
 def _bad_image(image: ImageSource, problem: str, code: str) -> InvalidRequest:
@@ -519,9 +522,11 @@ def _bad_image(image: ImageSource, problem: str, code: str) -> InvalidRequest:
 
 
 def _scaled(card: ModelCard, source: ImageSource, ref: ImageRef) -> ImageRef:
-    """An image or video with the pixel limits for workers."""
+    """An image, video or audio with the pixel limits for workers."""
+    param = source.param if ref.kind == "audio" else ""
     limits = filter(None, (source.max_pixels, card.max_image_pixels))
-    return replace(ref, min_pixels=source.min_pixels, max_pixels=min(limits, default=0))
+    most = min(limits, default=0)
+    return replace(ref, min_pixels=source.min_pixels, max_pixels=most, param=param)
 
 
 def _wrong_task(surface: Surface, card: ModelCard) -> InvalidRequest:

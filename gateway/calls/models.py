@@ -477,9 +477,10 @@ def _as_alias(name: str, card: ModelCard) -> ModelCard:
 
 
 def _common_card(card: ModelCard, other: ModelCard) -> ModelCard:
-    """A card with the smallest pixel limit of the model's workers, which all apply, and video if all take it."""
-    if card.supports_video and not other.supports_video:
-        card = replace(card, supports_video=False)
+    """A card with the smallest pixel limit of the model's workers, which all apply, and the media that all take."""
+    for name in ("supports_video", "supports_audio"):
+        if getattr(card, name) and not getattr(other, name):
+            card = replace(card, **{name: False})
     limit = other.max_image_pixels
     if limit == 0 or 0 < card.max_image_pixels <= limit:
         return card

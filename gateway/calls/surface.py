@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Struct, field
 
 from gateway.calls.open_call import ChoiceEvent, OpenCall
-from gateway.http.body import JsonBody
+from gateway.http.body import JSON, JsonBody
 from gateway.http.endpoint import Endpoint
 from gateway.http.errors import ApiError, Headers
 from gateway.http.exchange import (
@@ -134,6 +134,10 @@ class Surface(Endpoint):
     def read(self, body: bytes, context: RequestContext) -> Any:
         """Decode a body to a `Request`. Raises: InvalidRequest that names the field."""
         return self._body.decode(body, context)
+
+    def body_type(self, context: RequestContext) -> bytes:
+        """The media type of the body; forms are for APIs that take them."""
+        return JSON
 
     def plan(self, request: Any, context: RequestContext, card: ModelCard) -> Plan:
         """The tasks of a request. Raises: InvalidRequest that names the field."""

@@ -17,7 +17,7 @@ import httpx
 from rich.console import Console
 
 _HELP = """\
-/image PATH  add an image or a video to the next question
+/image PATH  add an image, a video or audio to the next question
 /json        answer in JSON, or in text again
 /clear       begin a new conversation
 /help        show this
@@ -97,7 +97,7 @@ class Conversation:
 
 
 def to_content(question: str, files: list[Path]) -> list[dict[str, Any]]:
-    """The parts of a user message: images and videos as data URLs, then the text. Raises: ChatError."""
+    """The parts of a user message: images, videos and audio as data URLs, then the text. Raises: ChatError."""
     parts: list[dict[str, Any]] = []
     for path in files:
         try:
@@ -105,7 +105,8 @@ def to_content(question: str, files: list[Path]) -> list[dict[str, Any]]:
         except OSError as error:
             raise ChatError(f"cannot read {path}: {error.strerror}") from None
         media_type = mimetypes.guess_type(path.name)[0] or "image/png"
-        kind = "video_url" if media_type.startswith("video/") else "image_url"
+        is_other = media_type.startswith(("video/", "audio/"))
+        kind = f"{media_type[:5]}_url" if is_other else "image_url"
         parts.append({"type": kind, kind: {"url": f"data:{media_type};base64,{data}"}})
     return [*parts, {"type": "text", "text": question}]
 

@@ -1,4 +1,5 @@
-"""An image's format and size from its first bytes, without decoding it: PNG, JPEG, WebP, GIF and AVIF. A video's container.
+"""An image's format and size from its first bytes, without decoding it: PNG, JPEG, WebP, GIF and AVIF. The container of a video
+or audio.
 
 Cheap enough for the event loop and immune to decompression bombs, as it never touches pixel data; the worker's
 decoder has the last word on the rest. Formats are recognized by content, never by the client's media type.
@@ -14,11 +15,16 @@ from struct import unpack_from
 
 from msgspec import Struct
 
+from shared.protocol import MediaKind
 from shared.settings.limits import LimitSettings
 
+AUDIO_NAMES = "WAV, MP3, FLAC, Ogg, M4A, AAC or WebM"
 FORMAT_NAMES = "PNG, JPEG, WebP, GIF or AVIF"
 CONTAINER_NAMES = "MP4, WebM, AVI or MPEG-TS"
 _MP4_BOXES = frozenset({b"ftyp", b"moov", b"mdat", b"wide", b"skip", b"free"})
+_AUDIO = {b"OggS": "audio/ogg", b"fLaC": "audio/flac", b"ID3": "audio/mpeg"}
+_AUDIO_OF_VIDEO = {"video/mp4": "audio/mp4", "video/webm": "audio/webm"}
+_M4A_BRANDS = (b"M4A ", b"M4B ")
 _TS_PACKET_BYTES = 188
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _MAX_PNG_CHUNKS = 10_000
@@ -35,7 +41,7 @@ _JPEG_BARE = frozenset({0x01, *range(0xD0, 0xD8)})  # markers without a length
 
 
 class ImageRefused(Exception):
-    """An image or video is unusable; the message is for the client."""
+    """An image, video or audio is unusable; the message is for the client."""
 
     def __init__(self, message: str, code: str = "invalid_image") -> None:
         super().__init__(message)
@@ -81,6 +87,27 @@ def find_container(data: bytes) -> str | None:
     if data[:1] == b"G" and data[_TS_PACKET_BYTES : _TS_PACKET_BYTES + 1] == b"G":
         return "video/mp2t"
     return None
+
+
+def find_kind(data: bytes) -> MediaKind:
+    """What an uploaded file is; a container with video and audio is a video."""
+    is_m4a = data[4:8] == b"ftyp" and data[8:12] in _M4A_BRANDS
+    if find_container(data) and not is_m4a:
+        return "video"
+    return "audio" if find_audio(data) else "image"
+
+
+def find_audio(data: bytes) -> str | None:
+    """The media type of an audio file, or of a video as one; None for other files."""
+    for magic, media_type in _AUDIO.items():
+        if data.startswith(magic):
+            return media_type
+    if data[:4] == b"RIFF" and data[8:12] == b"WAVE":
+        return "audio/wav"
+    if len(data) > 1 and data[0] == 0xFF and data[1] & 0xE0 == 0xE0:
+        return "audio/mpeg" if data[1] & 0x06 else "audio/aac"
+    container = find_container(data)
+    return _AUDIO_OF_VIDEO.get(container) if container else None
 
 
 def check_header(header: ImageHeader, limits: LimitSettings) -> None:

@@ -1,4 +1,4 @@
-"""The images and videos of a request: from their URLs to checked bytes and the references that travel in the
+"""The images, videos and audio of a request: from their URLs to checked bytes and the references that travel in the
 queue.
 
 Bytes stay encoded; decoding is the worker's. Large base64 is decoded off the event loop, in slices,
@@ -19,26 +19,35 @@ from msgspec.structs import replace
 from gateway.http.errors import InvalidRequest
 from gateway.media.fetch import ImageFetcher
 from gateway.media.header import (
+    AUDIO_NAMES,
     CONTAINER_NAMES,
     FORMAT_NAMES,
     ImageRefused,
     check_header,
+    find_audio,
     find_container,
+    find_kind,
     read_header,
 )
 from shared.blobs.api import BlobStore
-from shared.protocol import FRAMES_TYPE, ImageRef, VideoOptions
+from shared.protocol import FRAMES_TYPE, ImageRef, MediaKind, VideoOptions
 from shared.settings.limits import LimitSettings
 
 Encoded = TypeVar("Encoded", str, bytes)
 
 _INLINE_CHARS = 256 * 1024  #: images up to this many characters or bytes are read on the event loop
-_LEAST_VIDEO_BYTES_PER_S = 1024 * 1024  #: of a fetched video
+_LEAST_BYTES_PER_S = 1024 * 1024  #: of a fetched video or audio
+_NAMES: dict[MediaKind, str] = {
+    "image": FORMAT_NAMES,
+    "video": CONTAINER_NAMES,
+    "audio": AUDIO_NAMES,
+}
+_A: dict[MediaKind, str] = {"image": "an image", "video": "a video", "audio": "audio"}
 _SLICE_CHARS = 1024 * 1024  #: a multiple of 4
 
 
 class ImageSource(Struct, frozen=True):
-    """An image or video of a request. `param`: its place in the request."""
+    """An image, video or audio of a request. `param`: its place in the request."""
 
     url: str
     param: str
@@ -46,12 +55,18 @@ class ImageSource(Struct, frozen=True):
     ref: ImageRef | None = None
     min_pixels: int = 0  #: the model's processor scales the image to it; 0: the model's own
     max_pixels: int = 0
-    video: VideoOptions | None = None  #: None: an image, or a file by its id
+    video: VideoOptions | None = None  #: of a video
     if_video: VideoOptions | None = None  #: of a file by its id that turns out to be a video
+    is_audio: bool = False
 
     @property
-    def is_video(self) -> bool:
-        return self.video is not None or (self.ref is not None and self.ref.video is not None)
+    def kind(self) -> MediaKind:
+        """An image may be a file by its id, which is of any kind."""
+        if self.is_audio:
+            return "audio"
+        if self.video is not None:
+            return "video"
+        return "image" if self.ref is None else self.ref.kind
 
 
 class LoadedImage(Struct, frozen=True):
@@ -90,38 +105,42 @@ class ImageLoader:
 
     async def check(self, data: bytes, param: str) -> LoadedImage:
         """Check encoded bytes of another source. Raises: InvalidRequest."""
-        is_video = find_container(data) is not None
-        check = partial(self._check, video=VideoOptions() if is_video else None)
+        kind = find_kind(data)
+        video = VideoOptions() if kind == "video" else None
+        source = ImageSource("", param, video=video, is_audio=kind == "audio")
         try:
-            return await self._off_loop(check, data)
+            return await self._off_loop(partial(self._check, source=source), data)
         except ImageRefused as refused:
             raise InvalidRequest(refused.message, param=param, code=refused.code) from None
 
     async def _load(self, source: ImageSource, reserve: Callable[[int], None]) -> LoadedImage:
-        video = source.video
         try:
             if source.ref is not None:
-                return await self._load_kept(source.ref, video, reserve)
+                return await self._load_kept(source.ref, source, reserve)
             if _is_data(source.url):
-                return await self._off_loop(partial(self._from_data_url, video=video), source.url)
-            data = await self._fetch(source.url, reserve, video)
-            return await self._off_loop(partial(self._check, video=video), data)
+                from_url = partial(self._from_data_url, source=source)
+                return await self._off_loop(from_url, source.url)
+            data = await self._fetch(source, reserve)
+            return await self._off_loop(partial(self._check, source=source), data)
         except ImageRefused as refused:
             raise InvalidRequest(refused.message, param=source.param, code=refused.code) from None
 
     async def _load_kept(
-        self, ref: ImageRef, video: VideoOptions | None, reserve: Callable[[int], None]
+        self, ref: ImageRef, source: ImageSource, reserve: Callable[[int], None]
     ) -> LoadedImage:
         """Raises: ImageRefused, BlobsUnavailable."""
-        if video is not None:
-            if ref.video is None:
-                raise ImageRefused("The file is an image: send it as image_url.")
-            ref = replace(ref, video=video)
+        if source.is_audio and ref.kind == "video":
+            media_type = ref.media_type.replace("video/", "audio/")
+            ref = replace(ref, video=None, media_type=media_type)
+        if ref.kind != source.kind:
+            raise ImageRefused(f"The file is {_A[ref.kind]}: send it as {ref.kind}_url.")
+        if source.video is not None:
+            ref = replace(ref, video=source.video)
         reserve(ref.num_bytes)
         data = await self.blobs.get(ref) if self.blobs is not None else None
         if data is None:
             raise ImageRefused(
-                "An image or video of the conversation is no longer kept: send it again."
+                "An image, video or audio of the conversation is no longer kept: send it again."
             )
         return LoadedImage(ref, data)
 
@@ -133,9 +152,8 @@ class ImageLoader:
             return work(encoded)
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, encoded)
 
-    async def _fetch(
-        self, url: str, reserve: Callable[[int], None], video: VideoOptions | None
-    ) -> bytes:
+    async def _fetch(self, source: ImageSource, reserve: Callable[[int], None]) -> bytes:
+        url = source.url
         if not url[:8].lower().startswith(("http://", "https://")):
             raise ImageRefused(
                 "Unknown URL: send a data: URL in base64, or an http(s) URL.",
@@ -147,24 +165,24 @@ class ImageLoader:
                 "(the operator may set gateway.remote_images).",
                 code="invalid_image_url",
             )
-        most = self._max_bytes(video)
-        more_s = 0.0 if video is None else most / _LEAST_VIDEO_BYTES_PER_S
+        most = self._max_bytes(source.kind)
+        more_s = 0.0 if source.kind == "image" else most / _LEAST_BYTES_PER_S
         return await self.fetcher.fetch(url, reserve, most, more_s)
 
-    def _from_data_url(self, url: str, video: VideoOptions | None) -> LoadedImage:
+    def _from_data_url(self, url: str, source: ImageSource) -> LoadedImage:
         comma = url.find(",", 0, 256)
         head = url[:comma].lower()
         if comma < 0 or not head.endswith(";base64"):
-            example = "image/png" if video is None else "video/mp4"
+            example = {"image": "image/png", "video": "video/mp4", "audio": "audio/wav"}
             raise ImageRefused(
-                f"The data: URL is not base64: send data:{example};base64,...",
+                f"The data: URL is not base64: send data:{example[source.kind]};base64,...",
                 code="invalid_image_url",
             )
-        if (len(url) - comma - 1) // 4 * 3 > self._max_bytes(video) + 2:
-            raise self._too_many_bytes(video)
-        if video is not None and head == f"data:{FRAMES_TYPE};base64":
-            return self._from_frames(url[comma + 1 :].split(","), video)
-        return self._check(decode_base64(url[comma + 1 :]), video)
+        if (len(url) - comma - 1) // 4 * 3 > self._max_bytes(source.kind) + 2:
+            raise self._too_many_bytes(source.kind)
+        if source.video is not None and head == f"data:{FRAMES_TYPE};base64":
+            return self._from_frames(url[comma + 1 :].split(","), source.video)
+        return self._check(decode_base64(url[comma + 1 :]), source)
 
     def _from_frames(self, encoded: Sequence[str], video: VideoOptions) -> LoadedImage:
         """A video of JPEG frames, which are all used. Raises: ImageRefused."""
@@ -192,29 +210,30 @@ class ImageLoader:
                 raise ImageRefused(f"Frame {number} is no JPEG, or of another size than the first.")
         return _refer(msgspec.msgpack.encode(frames), FRAMES_TYPE, 0, 0, video)
 
-    def _check(self, data: bytes, video: VideoOptions | None) -> LoadedImage:
-        names = FORMAT_NAMES if video is None else CONTAINER_NAMES
+    def _check(self, data: bytes, source: ImageSource) -> LoadedImage:
+        kind, names = source.kind, _NAMES[source.kind]
         if not data:
-            kind = "image" if video is None else "video"
             raise ImageRefused(f"The {kind} is empty: send {names}.")
-        if len(data) > self._max_bytes(video):
-            raise self._too_many_bytes(video)
-        if video is None:
+        if len(data) > self._max_bytes(kind):
+            raise self._too_many_bytes(kind)
+        if kind == "image":
             header = read_header(data)
             check_header(header, self.limits)
             return _refer(data, header.media_type, header.width, header.height, None)
-        media_type = find_container(data)
+        media_type = find_audio(data) if kind == "audio" else find_container(data)
         if media_type is None:
-            raise ImageRefused(f"Unsupported video: send {names}.", code="unsupported_image")
-        return _refer(data, media_type, 0, 0, video)
+            raise ImageRefused(f"Unsupported {kind}: send {names}.", code="unsupported_image")
+        return _refer(data, media_type, 0, 0, source.video)
 
-    def _max_bytes(self, video: VideoOptions | None) -> int:
-        return self.limits.max_image_bytes if video is None else self.limits.max_video_bytes
+    def _max_bytes(self, kind: MediaKind) -> int:
+        limits = self.limits
+        return {
+            "image": limits.max_image_bytes, "video": limits.max_video_bytes, "audio": limits.max_audio_bytes,
+        }[kind]  # fmt: skip
 
-    def _too_many_bytes(self, video: VideoOptions | None) -> ImageRefused:
-        kind = "image" if video is None else "video"
+    def _too_many_bytes(self, kind: MediaKind) -> ImageRefused:
         return ImageRefused(
-            f"The {kind} is too large: send at most {self._max_bytes(video)} bytes.",
+            f"The {kind} is too large: send at most {self._max_bytes(kind)} bytes.",
             code="image_too_large",
         )
 

@@ -51,6 +51,7 @@ from shared.protocol.tasks import (
     GrammarKind,
     ImagePart,
     ImageRef,
+    MediaKind,
     Message,
     Report,
     Rerank,

@@ -314,6 +314,7 @@ class ModelCard(Report, frozen=True):
     vocab_size: int
     supports_images: bool = True
     supports_video: bool = False
+    supports_audio: bool = False
     image_tokens: int = 0  #: maximum per image, for quotas; 0: unknown
     max_image_pixels: int = 0  #: larger images are scaled down; 0: the processor decides
     tasks: tuple[str, ...] = ("generate",)  #: tags of the supported tasks

@@ -22,7 +22,7 @@ class TextPart(Message, frozen=True, tag_field="type", tag="text"):
 
 
 class ImagePart(Message, frozen=True, tag_field="type", tag="image"):
-    """An image or video: its index among those of the task."""
+    """An image, video or audio: its index among those of the task."""
 
     image: int
 
@@ -88,15 +88,26 @@ class VideoOptions(Message, frozen=True, omit_defaults=True):
     end_s: float = 0.0  #: 0: the end of the video
 
 
+#: What a part of a message holds beside text.
+MediaKind = Literal["image", "video", "audio"]
+
+
 class ImageRef(BlobRef, frozen=True, omit_defaults=True):
-    """An encoded image or video in the blob store. Units: pixels, 0 for a video."""
+    """An encoded image, video or audio in the blob store. Units: pixels, 0 for a video or audio."""
 
     media_type: str
     width: int
     height: int
     min_pixels: int = 0  #: smaller images are scaled up to it; 0: the model's minimum
     max_pixels: int = 0  #: larger images are scaled down to it; 0: the model's maximum
-    video: VideoOptions | None = None  #: None: an image
+    video: VideoOptions | None = None  #: of a video
+    param: str = ""  #: its place in the request; empty: that of `KIND_url` in the messages
+
+    @property
+    def kind(self) -> MediaKind:
+        if self.media_type.startswith("audio/"):
+            return "audio"
+        return "image" if self.video is None else "video"
 
 
 class SamplingParams(Message, frozen=True, omit_defaults=True):
@@ -228,8 +239,8 @@ class Generate(_Task, frozen=True):
         for i, message in enumerate(self.messages):
             for j, part in enumerate(message.parts):
                 if isinstance(part, ImagePart) and part.image == index:
-                    kind = "image" if self.images[index].video is None else "video"
-                    return f"messages.[{i}].content.[{j}].{kind}_url"
+                    ref = self.images[index]
+                    return ref.param or f"messages.[{i}].content.[{j}].{ref.kind}_url"
         return None
 
 

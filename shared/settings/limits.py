@@ -60,6 +60,7 @@ class LimitSettings(Group):
     max_image_aspect: ClassVar[float] = 200.0  #: longer side over shorter side
     #: Of the chosen frames of a video together; larger ones are scaled down.
     max_video_pixels: ClassVar[int] = 128_000_000
+    max_audio_channels: ClassVar[int] = 8
     max_choices: ClassVar[int] = 16  #: `n`
     max_stop_strings: ClassVar[int] = 16
     max_stop_chars: ClassVar[int] = 64
@@ -118,7 +119,13 @@ class LimitSettings(Group):
     max_video_frames: int = Field(default=256, ge=1)
     """Frames of a video that a model sees."""
     max_video_cpu_s: float = Field(default=30.0, gt=0)
-    """Seconds of CPU time for decoding one video."""
+    """Seconds of CPU time for decoding one video or audio file."""
+    max_audios: int = Field(default=4, ge=0)
+    """Audio parts of a request."""
+    max_audio_bytes: int = Field(default=25 * MIB, ge=1)
+    """Bytes of one audio file."""
+    max_audio_s: float = Field(default=1800.0, gt=0)
+    """Seconds of one audio file; a model may take less."""
     max_grammar_bytes: int = Field(default=0, ge=0)
     """Bytes of a grammar in Lark's language; 0: none is taken."""
     max_output_tokens: int = Field(default=32_768, ge=1)

@@ -287,8 +287,8 @@ class WorkerSettings(Group):
     preprocess_threads: int = Field(default=2, ge=1, le=64)
     """Threads that decode and resize images."""
     decode_processes: int = Field(default=2, ge=0, le=64)
-    """Processes without rights that decode images, and as many for videos; 0: the threads decode images
-    themselves, and one process videos."""
+    """Processes without rights that decode images, and as many for videos and audio; 0: the threads decode images
+    themselves, and one process videos and audio."""
 
     lora: Names = ()
     """LoRA adapters to load at the start, comma separated: `name=directory` or `name=org/repo[@revision]`."""

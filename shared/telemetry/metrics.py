@@ -109,7 +109,7 @@ GATEWAY_METRICS = (
            "Requests to a model whose queue was full, or that had no worker, which its fallback took.",
            ("model", "fallback")),
     Metric("vlm_hook_failures_total", "counter", "Hooks that failed or took too long.", ("hook",)),
-    Metric("vlm_images_total", "counter", "Images and videos in requests: accepted or refused.", ("outcome",)),
+    Metric("vlm_images_total", "counter", "Images, videos and audio in requests: accepted or refused.", ("outcome",)),
     Metric("vlm_home_requests_total", "counter",
            "Requests with prefix affinity: reserved for the preferred worker (home), and of these, returned to the queue "
            "after the grace time (shared); or queued for any worker, because no worker is preferred (new), the preferred "
@@ -153,10 +153,10 @@ WORKER_METRICS = (
     Metric("vlm_result_cache_queries_total", "counter", "Inputs looked up among kept vectors and scores."),
     Metric("vlm_result_cache_hits_total", "counter", "Inputs found there, or computed for another at the time."),
     Metric("vlm_result_cache_bytes", "gauge", "Bytes of vectors and scores kept."),
-    Metric("vlm_media_seconds_total", "counter", "Seconds of the videos that were decoded."),
+    Metric("vlm_media_seconds_total", "counter", "Seconds of the videos and audio that were decoded."),
     Metric("vlm_media_decode_seconds_total", "counter", "Time for decoding and resizing them."),
     Metric("vlm_media_refusals_total", "counter",
-           "Refused videos by reason: the file, the time that it takes, or the name of an option.", ("reason",)),
+           "Refused videos and audio by reason: the file, the time that it takes, or the name of an option.", ("reason",)),
     Metric("vlm_preemptions_total", "counter", "Sequences whose blocks were taken back."),
     Metric("vlm_draft_tokens_total", "counter", "Tokens computed ahead of their answers."),
     Metric("vlm_draft_accepted_tokens_total", "counter", "Of these, those that came; the others were rejected."),

@@ -140,7 +140,7 @@ def test_responses_take_a_video_and_remember_it(client: httpx.Client):
 
 def test_the_model_says_that_it_takes_videos(client: httpx.Client):
     [model] = [each for each in client.get("/v1/models").json()["data"] if each["id"] == "mock"]
-    assert model["input_modalities"] == ["text", "image", "video"]
+    assert model["input_modalities"] == ["text", "image", "video", "audio"]
     assert model["limits"]["max_videos"] == 2
 
 

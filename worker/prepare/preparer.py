@@ -9,8 +9,9 @@ import hashlib
 import logging
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -42,7 +43,7 @@ from shared.protocol import (
     Tokenize,
 )
 from shared.settings.limits import LimitSettings
-from worker.prepare.video_pool import TOO_LONG, VideoPool
+from worker.prepare.video_pool import AUDIO_TOO_LONG, TOO_LONG, VideoPool
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ class ImageRefused(RequestError):
 
 @dataclass
 class MediaCounts:
-    """Counts of decoded videos. Units: seconds."""
+    """Counts of decoded videos and audio. Units: seconds."""
 
     length_s: float = 0.0
     decode_s: float = 0.0  #: until they were prepared
@@ -120,7 +121,7 @@ class Preprocessor:
         """The engine's input for a call, or the complete result of a tokenization. Raises: RequestError.
 
         `num_published`: output tokens that earlier attempts published, with or without ids. `note_media` is called
-        with the seconds until the media of a request with a video are decoded.
+        with the seconds until the media of a request with a video or audio are decoded.
         """
         ready = self.prepare_at_once(request, engine_id, output_token_ids, num_published)
         if ready is not None:
@@ -130,7 +131,7 @@ class Preprocessor:
         images = await asyncio.gather(
             *(self._image(index, image, tenant) for index, image in enumerate(task.images))
         )
-        if note_media is not None and any(image.video is not None for image in task.images):
+        if note_media is not None and any(image.kind != "image" for image in task.images):
             note_media(time.perf_counter() - started)
         if request.adapter and self._hold_adapter is not None:
             await self._hold_adapter(request.adapter)
@@ -185,9 +186,9 @@ class Preprocessor:
         return not (isinstance(task, Generate) and task.grammar is not None)
 
     async def _image(self, index: int, image: ImageRef, tenant: str) -> PreparedImage:
-        """Fetch and prepare an image or video. Raises: ImageRefused."""
+        """Fetch and prepare an image, video or audio. Raises: ImageRefused."""
         key = salted_hash(_identity(image), tenant)
-        prepare = self._prepare_image if image.video is None else self._prepare_video
+        prepare = self._prepare_image if image.kind == "image" else self._prepare_media
         try:
             return await self._prepared.get(key, lambda: prepare(key, image, tenant))
         except RequestError as error:
@@ -206,37 +207,52 @@ class Preprocessor:
         content = await self._image_threads.run(tenant, lambda: prepare(data, image, decode))
         return PreparedImage(key, content), getattr(content, "nbytes", len(data))
 
-    async def _prepare_video(
+    async def _prepare_media(
         self, key: str, image: ImageRef, tenant: str
     ) -> tuple[PreparedImage, int]:
         """The hash of a video is one of its file and its frames, however they were chosen."""
-        if self._videos is None:
-            raise InvalidImage("This model takes no videos.")
-        data = await self._fetch(image, "a video of the request")
-        if len(data) > self._limits.max_video_bytes:
-            raise InvalidImage(
-                f"a video has {len(data)} bytes: send at most {self._limits.max_video_bytes}"
-            )
-        return await self._video_threads.run(
-            tenant, lambda: self._decode_video(data, image, tenant)
-        )
+        capabilities, limits = self._capabilities, self._limits
+        if image.kind == "audio":
+            what, most, is_taken = "audio", limits.max_audio_bytes, capabilities.takes_audio
+        else:
+            what, most, is_taken = "a video", limits.max_video_bytes, capabilities.takes_video
+        if self._videos is None or not is_taken:
+            raise InvalidImage(f"This model takes no {what.removeprefix('a ')}.")
+        data = await self._fetch(image, f"{what} of the request")
+        if len(data) > most:
+            raise InvalidImage(f"{what} has {len(data)} bytes: send at most {most}")
+        decode = self._decode_audio if image.kind == "audio" else self._decode_video
+        return await self._video_threads.run(tenant, lambda: decode(data, image, tenant))
 
     def _decode_video(self, data: bytes, image: ImageRef, tenant: str) -> tuple[PreparedImage, int]:
         assert self._videos is not None
-        started = time.perf_counter()
-        try:
-            with self._videos.open(data, image) as video:
-                content = self._engine.prepare_video(video)
-        except InvalidImage as error:
-            reason = "time" if str(error) == TOO_LONG else "file"
-            self.media.refusals[error.param or reason] += 1
-            raise
-        finally:
-            self.media.decode_s += time.perf_counter() - started
+        with self._counting(TOO_LONG), self._videos.open(data, image) as video:
+            content = self._engine.prepare_video(video)
         self.media.length_s += video.info.length_s
         frames = f"{image.sha256} {video.info} {video.indices} {video.size}"
         key = salted_hash(hashlib.sha256(frames.encode()).hexdigest(), tenant)
         return PreparedImage(key, content), getattr(content, "nbytes", len(data))
+
+    def _decode_audio(self, data: bytes, image: ImageRef, tenant: str) -> tuple[PreparedImage, int]:
+        assert self._videos is not None
+        with self._counting(AUDIO_TOO_LONG), self._videos.open_audio(data, image) as audio:
+            content = self._engine.prepare_audio(audio)
+        self.media.length_s += audio.info.length_s
+        key = salted_hash(_identity(image), tenant)
+        return PreparedImage(key, content), getattr(content, "nbytes", len(data))
+
+    @contextmanager
+    def _counting(self, too_long: str) -> Iterator[None]:
+        """Count the time and refusals of the block."""
+        started = time.perf_counter()
+        try:
+            yield
+        except InvalidImage as error:
+            reason = "time" if str(error) == too_long else "file"
+            self.media.refusals[error.param or reason] += 1
+            raise
+        finally:
+            self.media.decode_s += time.perf_counter() - started
 
     async def _fetch(self, image: BlobRef, what: str = "an image of the request") -> bytes:
         """The bytes of a blob; retries while Redis fails. Raises: ImageUnavailable."""
@@ -280,7 +296,9 @@ def _to_engine_call(request: Call, engine_id: str, output_token_ids: tuple[int, 
 
 
 def _identity(image: ImageRef) -> str:
-    """A hash of an image and its target size, or of a video and its options."""
+    """A hash of an image and its target size, of a video and its options, or of audio."""
+    if image.kind == "audio":
+        return hashlib.sha256(f"{image.sha256} audio".encode()).hexdigest()
     if not (image.min_pixels or image.max_pixels or image.video):
         return image.sha256
     scaled = f"{image.sha256} {image.min_pixels} {image.max_pixels}"
@@ -332,11 +350,13 @@ def _bounds(task: Task, num_chars: int, limits: LimitSettings) -> tuple[tuple[st
     """The limited quantities of a task: name, count and limit."""
     if isinstance(task, Generate):
         sampling = task.sampling
+        kinds = Counter(image.kind for image in task.images)
         return (
             ("messages", len(task.messages), limits.max_messages),
             ("text characters", num_chars, limits.max_text_chars),
-            ("images", sum(image.video is None for image in task.images), limits.max_images),
-            ("videos", sum(image.video is not None for image in task.images), limits.max_videos),
+            ("images", kinds["image"], limits.max_images),
+            ("videos", kinds["video"], limits.max_videos),
+            ("audio parts", kinds["audio"], limits.max_audios),
             ("output tokens", sampling.max_tokens or 0, limits.max_output_tokens),
             ("stop strings", len(sampling.stop), limits.max_stop_strings),
             ("stop token ids", len(sampling.stop_token_ids), limits.max_stop_token_ids),

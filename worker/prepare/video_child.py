@@ -1,18 +1,22 @@
-"""A child process of the worker that decodes videos of strangers, confined as `decoder_child` is.
+"""A child process of the worker that decodes videos and audio of strangers, confined as `decoder_child` is.
 
-On a socket, for each video: a head (the arguments of `open_video` without its first) and the file; the answer is
-`VideoInfo`. Then times, as JSON; the answer is a message of pixels for each. An answer is a status (`VALUE`, `REFUSAL`)
-and a message; a refusal ends the video.
+On a socket, for each file: a head (the arguments of `open_video` or `AudioFile` without the first) and the file; the
+answer is `VideoInfo` or `AudioInfo`. Then times, as JSON; the answer is a message of pixels for each. Or a rate; the
+answer is messages of samples, and an empty one. An answer is a status (`VALUE`, `REFUSAL`)
+and a message; a refusal ends the file.
 """
 
 import io
 import socket
 from contextlib import suppress
+from typing import Any
 
 import av.logging
 import msgspec
 from PIL import Image
 
+from engines.audio_decoder import CODECS as AUDIO_CODECS
+from engines.audio_decoder import AudioFile
 from engines.base import FrameLimits, InvalidImage
 from engines.child_process import (
     READY,
@@ -22,33 +26,49 @@ from engines.child_process import (
 from engines.video_decoder import CODECS, FrameFile, VideoFile, open_video
 from shared.protocol import FRAMES_TYPE
 from worker.prepare.decoder_child import allow_cpu, run
-from worker.prepare.video_pool import REFUSAL, SIZE, VALUE, Head, Refusal
+from worker.prepare.video_pool import PIECE_BYTES, REFUSAL, SIZE, VALUE, AudioHead, Head, Refusal
 
 
 def serve(sock: socket.socket, max_cpu_s: int) -> None:
     """Decode until the worker hangs up. Raises: EOFError, OSError."""
     sock.sendall(READY)
     while True:
-        head = msgspec.json.decode(receive_message(sock), type=Head)
+        head = msgspec.json.decode(receive_message(sock), type=Head | AudioHead)
         data = bytes(receive_message(sock))
         allow_cpu(max_cpu_s)
         try:
             try:
-                _serve_one(sock, open_video(data, *msgspec.structs.astuple(head)))
+                if isinstance(head, AudioHead):
+                    _serve_audio(sock, AudioFile(data, *msgspec.structs.astuple(head)))
+                else:
+                    _serve_video(sock, open_video(data, *msgspec.structs.astuple(head)))
             except MemoryError:
-                raise InvalidImage("The video takes too much memory to decode.") from None
+                raise InvalidImage("The file takes too much memory to decode.") from None
         except InvalidImage as error:
             _send(sock, REFUSAL, msgspec.json.encode(Refusal(str(error), error.param)))
 
 
-def _serve_one(sock: socket.socket, video: VideoFile | FrameFile) -> None:
+def _serve_video(sock: socket.socket, video: VideoFile | FrameFile) -> None:
     _send(sock, VALUE, msgspec.json.encode(video.info))
     times = msgspec.json.decode(receive_message(sock), type=list[float])
     for image in video.frames(times):
         _send(sock, VALUE, SIZE.pack(*image.size) + image.tobytes())
 
 
-def _send(sock: socket.socket, status: bytes, message: bytes) -> None:
+def _serve_audio(sock: socket.socket, audio: AudioFile) -> None:
+    _send(sock, VALUE, msgspec.json.encode(audio.info))
+    rate = msgspec.json.decode(receive_message(sock), type=int)
+    piece = bytearray()
+    for samples in audio.samples(rate) if rate else ():
+        piece += samples
+        if len(piece) >= PIECE_BYTES:
+            _send(sock, VALUE, piece)
+            piece = bytearray()
+    for rest in (piece, b"") if piece else (b"",):
+        _send(sock, VALUE, rest)
+
+
+def _send(sock: socket.socket, status: bytes, message: bytes | bytearray) -> None:
     sock.sendall(status)
     send_message(sock, message)
 
@@ -56,7 +76,7 @@ def _send(sock: socket.socket, status: bytes, message: bytes) -> None:
 def load_decoders() -> None:
     """Decode a clip that is made here, so that PyAV and Pillow load what they load when first needed."""
     av.logging.set_level(None)
-    for name in CODECS:
+    for name in (*CODECS, *AUDIO_CODECS):
         av.Codec(name, "r")
     file = io.BytesIO()
     with av.open(file, "w", format="mp4") as container:
@@ -71,10 +91,25 @@ def load_decoders() -> None:
     list(VideoFile(file.getvalue(), "video/mp4", limits, 60.0).frames([0.0, 0.2]))
     with suppress(InvalidImage):
         VideoFile(b"\x1aE\xdf\xa3", "video/webm", limits, 60.0)
+    _load_audio()
     jpeg = io.BytesIO()
     Image.new("RGB", (8, 8)).save(jpeg, "JPEG")
     frames = msgspec.msgpack.encode([jpeg.getvalue()])
     list(open_video(frames, FRAMES_TYPE, limits, 1.0, 0.0, 0.0, 1.0).frames([0.0]))
+
+
+def _load_audio() -> None:
+    for form, media_type in (("wav", "audio/wav"), ("mp4", "audio/mp4")):
+        file = io.BytesIO()
+        with av.open(file, "w", format=form) as container:
+            stream: Any = container.add_stream("pcm_s16le" if form == "wav" else "aac", rate=8000)
+            frame = av.AudioFrame("s16" if form == "wav" else "fltp", "mono", 1024)
+            frame.rate = 8000
+            for plane in frame.planes:
+                plane.update(bytes(plane.buffer_size))
+            container.mux(stream.encode(frame))
+            container.mux(stream.encode(None))
+        list(AudioFile(file.getvalue(), media_type, 60.0, 2).samples(16_000))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Videos decoded in child processes of their own, in two steps: what is in the file, then the chosen frames."""
+"""Videos and audio decoded in child processes of their own, in two steps: what is in the file, then the chosen frames, or samples."""
 
 import struct
 import time
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import msgspec
 from PIL import Image
 
-from engines.base import FrameLimits, InvalidImage, OpenVideo, VideoInfo
+from engines.base import AudioInfo, FrameLimits, InvalidImage, OpenAudio, OpenVideo, VideoInfo
 from engines.child_process import receive, receive_message, send_message
 from shared.protocol import ImageRef, VideoOptions
 from shared.settings.limits import LimitSettings
@@ -16,13 +16,16 @@ from worker.prepare.decoder_pool import Child, ChildPool
 
 CANNOT_DECODE = "The video cannot be decoded."
 TOO_LONG = "The video takes too long to decode: send a shorter or smaller one."
+CANNOT_DECODE_AUDIO = "The audio cannot be decoded."
+AUDIO_TOO_LONG = "The audio takes too long to decode: send a shorter file."
 VALUE, REFUSAL = b"=", b"!"  #: status of an answer
 SIZE = struct.Struct(">II")  #: width and height, before the pixels of a frame
 _BASE_BYTES = 1024 * 1024 * 1024  #: address space; FFmpeg maps much more than it uses
+PIECE_BYTES = 256 * 1024  #: of a message of samples, at least
 _MAX_JSON_BYTES = 64 * 1024
 
 
-class Head(msgspec.Struct, frozen=True):
+class Head(msgspec.Struct, frozen=True, tag="video"):
     """How a video is opened, as in `engines.video_decoder.open_video`."""
 
     media_type: str
@@ -33,6 +36,14 @@ class Head(msgspec.Struct, frozen=True):
     fps: float
 
 
+class AudioHead(msgspec.Struct, frozen=True, tag="audio"):
+    """How audio is opened, as in `engines.audio_decoder.AudioFile`."""
+
+    media_type: str
+    max_s: float
+    max_channels: int
+
+
 class Refusal(msgspec.Struct, frozen=True):
     """An `InvalidImage`."""
 
@@ -41,14 +52,16 @@ class Refusal(msgspec.Struct, frozen=True):
 
 
 class VideoPool(ChildPool):
-    """Decodes videos."""
+    """Decodes videos and audio."""
 
     module = "worker.prepare.video_child"  # it imports PyAV, which this process does not
     max_files = 50
 
     def __init__(self, num_processes: int, limits: LimitSettings) -> None:
         super().__init__(
-            num_processes, _BASE_BYTES + 2 * limits.max_video_bytes, limits.max_video_cpu_s
+            num_processes,
+            _BASE_BYTES + 2 * max(limits.max_video_bytes, limits.max_audio_bytes),
+            limits.max_video_cpu_s,
         )
         self._limits = limits
         self.num_processes = num_processes
@@ -73,11 +86,7 @@ class VideoPool(ChildPool):
         )
         with self.borrow() as child:
             with child.talking(CANNOT_DECODE, TOO_LONG):
-                until = time.monotonic() + self.timeout_s
-                child.socket.settimeout(self.timeout_s)
-                send_message(child.socket, msgspec.json.encode(head))
-                send_message(child.socket, data)
-                answer = _receive(child, until, _MAX_JSON_BYTES)
+                answer, until = self._ask(child, head, data)
             info = msgspec.json.decode(answer, type=VideoInfo)
             video = DecodedVideo(child, info, options, self._limits.max_video_frames, limits, until)
             try:
@@ -85,6 +94,55 @@ class VideoPool(ChildPool):
             finally:
                 if video.indices is None and not child.is_lost:
                     video.frames(())
+
+    @contextmanager
+    def open_audio(self, data: bytes, ref: ImageRef) -> Iterator["DecodedAudio"]:
+        """Audio, as long as the block lasts. Raises: InvalidImage; OSError if no child can be started."""
+        limits = self._limits
+        head = AudioHead(ref.media_type, limits.max_audio_s, limits.max_audio_channels)
+        with self.borrow() as child:
+            with child.talking(CANNOT_DECODE_AUDIO, AUDIO_TOO_LONG):
+                answer, until = self._ask(child, head, data)
+            info = msgspec.json.decode(answer, type=AudioInfo)
+            audio = DecodedAudio(child, info, limits.max_audio_s, until)
+            try:
+                yield audio
+            finally:
+                if not audio.is_read and not child.is_lost:
+                    audio.samples(0)
+
+    def _ask(self, child: Child, head: Head | AudioHead, data: bytes) -> tuple[bytearray, float]:
+        """What is in a file, and until when it must be decoded. Raises: InvalidImage; EOFError, OSError."""
+        until = time.monotonic() + self.timeout_s
+        child.socket.settimeout(self.timeout_s)
+        send_message(child.socket, msgspec.json.encode(head))
+        send_message(child.socket, data)
+        return _receive(child, until, _MAX_JSON_BYTES), until
+
+
+class DecodedAudio(OpenAudio):
+    """Audio in a child process."""
+
+    def __init__(self, child: Child, info: AudioInfo, max_s: float, until: float) -> None:
+        self.info = info
+        self.is_read = False
+        self._max_s = max_s
+        self._child = child
+        self._until = until
+
+    def samples(self, rate: int) -> bytes:
+        """See `OpenAudio.samples`; called once. A rate of 0: none."""
+        assert not self.is_read
+        self.is_read = True
+        most = 4 * int(self._max_s * rate)
+        samples = bytearray()
+        with self._child.talking(CANNOT_DECODE_AUDIO, AUDIO_TOO_LONG):
+            send_message(self._child.socket, msgspec.json.encode(rate))
+            while piece := _receive(self._child, self._until, most - len(samples)):
+                samples += piece
+                if len(samples) > most:
+                    raise EOFError
+        return bytes(samples)
 
 
 class DecodedVideo(OpenVideo):

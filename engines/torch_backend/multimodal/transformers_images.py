@@ -1,4 +1,4 @@
-"""Processes images and videos with a checkpoint's transformers processor, one by one.
+"""Processes images, videos and audio with a checkpoint's transformers processor, one by one.
 
 The processor returns an item's text in the prompt (`replace_image_token`), the model's hooks its positions. Images
 are decoded before the processor sees them; of a video, only the frames that the processor chooses.
@@ -9,11 +9,11 @@ import logging
 import re
 from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import isqrt
 from pathlib import Path
 from threading import Lock
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from engines.base import (
     DEFAULT_NUM_FRAMES,
     Decode,
     InvalidImage,
+    OpenAudio,
     OpenVideo,
     UnsupportedCheckpoint,
     VideoInfo,
@@ -38,11 +39,11 @@ from engines.core.runner import NO_LIMITS, PixelLimits
 from engines.image_decoder import decode_image
 from engines.text.prompt import Item
 from engines.torch_backend.multimodal.image_masks import INSTEAD, bidirectional_layers
+from engines.torch_backend.multimodal.processed import TYPES, ProcessedImage
+from engines.torch_backend.multimodal.transformers_audio import find_audio
+from shared.protocol import MediaKind
 
 logger = logging.getLogger(__name__)
-Kind = Literal["image", "video"]
-#: Token types of slots.
-TYPES: Mapping[str, int] = {"image": 1, "video": 2}
 #: Models whose videos the tests compare with transformers'; others are refused.
 TAKES_VIDEO = frozenset(
     {
@@ -95,30 +96,6 @@ _WRITES_AROUND = frozenset({"Qwen3VLProcessor"})
 _BEHIND_VIDEOS = frozenset(
     {"Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"}
 )
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessedImage:
-    """The model's inputs for an image or video, and its text in the prompt."""
-
-    inputs: Mapping[str, Any]
-    text: str
-    num_slots: int
-    #: The result if the image is not the only one of its prompt.
-    among_others: "ProcessedImage | None" = None
-    #: By slot, the index of a shared feature, or -1 for the next row; empty: rows only.
-    indicators: tuple[int, ...] = ()
-    kind: Kind = "image"
-    slots_of: Kind = (
-        "image"  #: whose slot token its text has; in some models, a video has images' slots
-    )
-    slot_id: int | None = None
-    num_frames: int = 0  #: of a video
-
-    @property
-    def nbytes(self) -> int:
-        own = sum(x.nbytes for x in self.inputs.values() if isinstance(x, Tensor))
-        return own + (self.among_others.nbytes if self.among_others else 0)
 
 
 class PositionHooks:
@@ -256,6 +233,9 @@ class TransformersImages:
             self._around_videos = processor.vision_start_token, processor.vision_end_token
         #: What the chat template writes for a video; empty: the model takes none.
         self.video_placeholder: str = "" if self._videos is None else self._videos.placeholder
+        has_tower = getattr(config, "audio_config", None) is not None
+        self._audios = find_audio(processor, model_class) if has_tower else None
+        self.audio_placeholder: str = "" if self._audios is None else self._audios.placeholder
 
     def _find_videos(
         self, model_class: type[PreTrainedModel], config: Any, tokenizer: Any
@@ -272,7 +252,7 @@ class TransformersImages:
             return None
         # models without slots of videos have those of images
         own = getattr(config, "video_token_id", None)
-        slots: dict[Kind, tuple[str, int]] = {"image": (self._slot, self.slot_id)}
+        slots: dict[MediaKind, tuple[str, int]] = {"image": (self._slot, self.slot_id)}
         if isinstance(own, int) and own != self.slot_id:
             slots = {"video": (tokenizer.convert_ids_to_tokens(own), own), **slots}
         merged = processor._merge_kwargs(
@@ -288,6 +268,12 @@ class TransformersImages:
         if self._videos is None:
             raise InvalidImage("The model takes no videos.")
         return self._videos.process(video)
+
+    def process_audio(self, audio: OpenAudio) -> ProcessedImage:
+        """Raises: InvalidImage."""
+        if self._audios is None:
+            raise InvalidImage("The model takes no audio.")
+        return self._audios.process(audio)
 
     def limit(self, max_pixels: int) -> None:
         """Scale larger images down to this number of pixels."""
@@ -383,7 +369,7 @@ class TransformersImages:
                 None,
                 image,
                 text,
-                is_whole=self._are_whole,
+                is_whole=self._are_whole and image.kind != "audio",
                 is_filled=bool(self._indicators),
                 seam=self._seam,
                 kind=image.kind,
@@ -443,7 +429,7 @@ class _Videos:
         processor: Any,
         options: Mapping[str, Any],
         placeholder: str,
-        slots: Mapping[Kind, tuple[str, int]],
+        slots: Mapping[MediaKind, tuple[str, int]],
         hooks: PositionHooks,
     ) -> None:
         """`slots`: texts and ids of the slot tokens that a video may have."""
@@ -472,7 +458,7 @@ class _Videos:
         made, text = dict(made), str(text)
         if not self._has_encoder:
             made["pixel_values"] = made.pop("pixel_values_videos").flatten(0, 1)
-        found: Kind | None = next(
+        found: MediaKind | None = next(
             (kind for kind, (slot, _) in self._slots.items() if slot in text), None
         )
         if found is None:

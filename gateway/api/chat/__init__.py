@@ -16,6 +16,7 @@ from gateway.api.chat.schemas import (
     AnswerCall,
     AnswerFunction,
     AnswerMessage,
+    AudioContent,
     ChatCompletion,
     ChatCompletionChunk,
     ChatCompletionRequest,
@@ -29,6 +30,7 @@ from gateway.api.chat.schemas import (
     FileContent,
     FileField,
     ImageContent,
+    InputAudioContent,
     InputImageContent,
     PixelFields,
     RefusalContent,
@@ -69,7 +71,7 @@ from gateway.api.tools import check_arguments, find_tools, read_call, read_offer
 from gateway.calls.open_call import ChoiceEvent
 from gateway.calls.surface import Answer, AnswerHead, Plan, Surface, Totals
 from gateway.http.exchange import RequestContext
-from gateway.media.header import CONTAINER_NAMES, FORMAT_NAMES
+from gateway.media.header import AUDIO_NAMES, CONTAINER_NAMES, FORMAT_NAMES
 from shared.protocol import (
     CallEvent,
     CallPiece,
@@ -130,8 +132,8 @@ class ChatCompletions(Surface):
     unsupported = UNSUPPORTED["/v1/chat/completions"]
     hints: ClassVar = {
         "role": "Supported roles are system, developer, user, assistant, tool and function.",
-        "type": "Supported content parts are text, image_url, video_url, file (of text, an image or "
-        "a video) and thinking: send audio as text.",
+        "type": "Supported content parts are text, image_url, video_url, audio_url, input_audio, file (of "
+        "text, an image, a video or audio) and thinking.",
         "response_format.type": "Supported formats are text, json_object and json_schema.",
         "tool_choice": "Send none, auto, required, a function by name or allowed_tools.",
         "detail": "Supported values are auto, low, high and original.",
@@ -332,9 +334,11 @@ def _add_file(
         return conversation.image(data, f"{param}.file_data", role, _pixel_bounds(request))
     if media_type.startswith("data:video/"):
         return _add_video(conversation, data, role, f"{param}.file_data", request, limits)
+    if media_type.startswith("data:audio/"):
+        return conversation.audio(data, f"{param}.file_data", role)
     if not media_type.startswith(("data:text/", "data:application/json")):
         raise invalid(
-            f"{param}.file_data", "send a data: URL of text, an image or a video, in base64"
+            f"{param}.file_data", "send a data: URL of text, an image, a video or audio, in base64"
         )
     try:
         return conversation.text(msgspec.convert(encoded, bytes).decode())
@@ -392,6 +396,12 @@ def _add_part(
         return _add_file(conversation, part.file, role, f"{param}.file", request, limits)
     if isinstance(part, RefusalContent):
         return conversation.text(part.refusal)
+    if isinstance(part, InputAudioContent):
+        return conversation.audio(part.input_audio.url, f"{param}.input_audio", role)
+    if isinstance(part, AudioContent):
+        audio = part.audio_url
+        url = audio if isinstance(audio, str) else audio.url
+        return conversation.audio(url, f"{param}.audio_url", role)
     if isinstance(part, VideoContent):
         where = f"{param}.video_url"
         return _add_video(conversation, part.video_url, role, where, request, limits)
@@ -549,7 +559,9 @@ def _write_limits(properties: dict[str, Any], limits: LimitSettings) -> None:
         f"{limits.max_image_pixels} pixels, {limits.max_image_side} on a side, and an aspect ratio "
         f"of at most {limits.max_image_aspect:g}:1. At most {limits.max_videos} videos: {CONTAINER_NAMES} "
         f"of at most {limits.max_video_bytes} bytes, {limits.max_video_s:g} seconds, "
-        f"{limits.max_frame_pixels} pixels a frame and {limits.max_video_frames} chosen frames."
+        f"{limits.max_frame_pixels} pixels a frame and {limits.max_video_frames} chosen frames. "
+        f"At most {limits.max_audios} audio files: {AUDIO_NAMES} of at most {limits.max_audio_bytes} bytes "
+        f"and {limits.max_audio_s:g} seconds."
     )
     for name in StructuredFields.__annotations__:
         properties[name]["description"] = (

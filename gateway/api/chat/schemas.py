@@ -13,6 +13,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from gateway.api.answers import CompletionUsage, PromptLogprobs
 from gateway.api.fields import (
+    AudioData,
     EchoedStruct,
     Ignored,
     IgnoredStreamFields,
@@ -102,6 +103,26 @@ class VideoContent(IgnoredPartFields, frozen=True, kw_only=True, tag_field="type
     video_url: VideoUrl | str
 
 
+class AudioUrl(RequestStruct, frozen=True, kw_only=True):
+    """An audio file: a `data:` URL, an http(s) one if the operator allows it, or a file's id."""
+
+    url: str
+
+
+class AudioContent(IgnoredPartFields, frozen=True, kw_only=True, tag_field="type", tag="audio_url"):
+    """Audio in the form of vLLM."""
+
+    audio_url: AudioUrl | str
+
+
+class InputAudioContent(
+    IgnoredPartFields, frozen=True, kw_only=True, tag_field="type", tag="input_audio"
+):
+    """Audio in the form of OpenAI."""
+
+    input_audio: AudioData
+
+
 class InputTextContent(
     IgnoredPartFields, frozen=True, kw_only=True, tag_field="type", tag="input_text"
 ):
@@ -120,14 +141,14 @@ class InputImageContent(
 
 
 class FileField(EchoedStruct, frozen=True, kw_only=True):
-    """A file: a `data:` URL of text, an image or a video, or the id of an uploaded image or video."""
+    """A file: a `data:` URL of text, an image, a video or audio, or the id of an uploaded one of these media."""
 
     file_data: str | None = None
     file_id: str | None = None
 
 
 class FileContent(IgnoredPartFields, frozen=True, kw_only=True, tag_field="type", tag="file"):
-    """A text file, an image or a video."""
+    """A text file, an image, a video or audio."""
 
     file: FileField
 
@@ -146,6 +167,8 @@ ContentPart = (
     TextContent
     | ImageContent
     | VideoContent
+    | AudioContent
+    | InputAudioContent
     | InputTextContent
     | InputImageContent
     | FileContent

@@ -20,6 +20,7 @@ from gateway.api.chat.schemas import (
     RefusalContent,
 )
 from gateway.api.fields import (
+    AudioData,
     CallName,
     EchoedStruct,
     Ignored,
@@ -82,8 +83,14 @@ class InputVideo(VideoFields, frozen=True, kw_only=True, tag_field="type", tag="
     file_id: str | None = None
 
 
+class InputAudio(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="input_audio"):
+    """Audio in base64."""
+
+    input_audio: AudioData
+
+
 class InputFile(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="input_file"):
-    """An uploaded image or video."""
+    """An uploaded image, video or audio."""
 
     file_id: str
 
@@ -96,6 +103,7 @@ InputPart = (
     | ReasoningText
     | InputImage
     | InputVideo
+    | InputAudio
     | InputFile
 )
 

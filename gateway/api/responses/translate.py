@@ -21,6 +21,7 @@ from gateway.api.responses.schemas import (
     CALL_ITEMS,
     HOSTED_ITEMS,
     WITH_LOGPROBS,
+    InputAudio,
     InputFile,
     InputImage,
     InputItem,
@@ -388,6 +389,8 @@ class _Items:
             return self._conversation.text(part.refusal)
         if isinstance(part, InputFile):
             return self._conversation.image(part.file_id, f"{param}.file_id", role)
+        if isinstance(part, InputAudio):
+            return self._conversation.audio(part.input_audio.url, f"{param}.input_audio", role)
         if not isinstance(part, InputImage | InputVideo):
             return self._conversation.text(part.text)
         kind = "image" if isinstance(part, InputImage) else "video"

@@ -31,7 +31,7 @@ JSON = {b"content-type": b"application/json"}
 def admit(body: dict[str, Any], limits: LimitSettings) -> None:
     """All checks of a body that need neither the fleet nor images' bytes. Raises: InvalidRequest."""
     request = JsonBody(ChatCompletionRequest).decode(msgspec.json.encode(body))
-    card = msgspec.structs.replace(CARD, supports_video=True)
+    card = msgspec.structs.replace(CARD, supports_video=True, supports_audio=True)
     plan = translate(request, RequestContext("0" * 32, {}, 0.0), card, limits)
     check_images(plan.images, "generate", card, limits)
 
@@ -42,6 +42,10 @@ def user(*parts: dict[str, Any]) -> dict[str, Any]:
 
 def image() -> dict[str, Any]:
     return {"type": "image_url", "image_url": "data:"}
+
+
+def audio() -> dict[str, Any]:
+    return {"type": "audio_url", "audio_url": "data:"}
 
 
 def video(**options: Any) -> dict[str, Any]:
@@ -65,6 +69,7 @@ BODY_ROWS = [
     Row("max_text_chars", lambda n: user(*[{"type": "text", "text": "x"}] * n), "messages"),
     Row("max_images", lambda n: user(*[image()] * n), "messages.[0].content.[{limit}].image_url"),
     Row("max_videos", lambda n: user(*[video()] * n), "messages.[0].content.[{limit}].video_url"),
+    Row("max_audios", lambda n: user(*[audio()] * n), "messages.[0].content.[{limit}].audio_url"),
     Row("max_video_frames", lambda n: user(video(num_frames=n)), "messages.[0].content.[0].video_url.num_frames"),
     Row("max_choices", lambda n: {"n": n}, "n"),
     Row("max_output_tokens", lambda n: {"max_tokens": n}, "max_tokens"),
@@ -93,6 +98,7 @@ ELSEWHERE = (
     "max_body_bytes",
     "max_image_",
     *("max_video_bytes", "max_video_s", "max_video_cpu_s", "max_video_pixels"),
+    "max_audio_",
     "max_header",
     "max_queue_",
     "max_batch_",

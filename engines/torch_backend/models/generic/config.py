@@ -18,6 +18,7 @@ from transformers.models.auto.modeling_auto import (
 from engines.packages.checkpoint_json import Fields, shown
 from engines.torch_backend.models.config import TextLimits, UnsupportedCheckpoint
 from engines.torch_backend.models.hf_config import MAX_WHOLE
+from engines.torch_backend.multimodal.transformers_audio import TAKES_AUDIO
 
 #: Fields that would make transformers fetch kernels, files or code, or change how it loads.
 _NEVER_READ = frozenset({
@@ -38,19 +39,24 @@ class GenericConfig:
     def kind(self) -> str:
         """Its class, and the decoder's class for models with an image tower: tests cover the pair."""
         name, text = self.model_class.__name__, self.full.get_text_config(decoder=True)
-        return f"{name}/{text.model_type}" if self.takes_images else name
+        return f"{name}/{text.model_type}" if self.takes_media else name
 
     @property
     def takes_images(self) -> bool:
         """Whether it is a model of images and text."""
         return self.model_class.__name__ in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()
 
+    @property
+    def takes_media(self) -> bool:
+        """Whether it has a tower for images or audio."""
+        return self.takes_images or self.model_class.__name__ in TAKES_AUDIO
+
 
 def find_class(config: Fields) -> type[PreTrainedModel] | None:
     """The class in a `config.json`, if it generates text in the installed transformers."""
     given, kind = config.get("architectures"), config.get("model_type")
     by_kind = {**MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
-    known = {*by_kind.values(), *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}
+    known = {*by_kind.values(), *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), *TAKES_AUDIO}
     if given is None:
         name = by_kind.get(kind) if isinstance(kind, str) else None
     else:

@@ -7,11 +7,12 @@ from engines.text.chat_template import PLAIN_TEMPLATE
 from engines.text.processor import MultimodalProcessor, TextOnly
 from engines.torch_backend.models.generic.config import GenericConfig, find_class, read_config
 from engines.torch_backend.models.generic.model import GenericModel
+from engines.torch_backend.multimodal.transformers_audio import TransformersAudio
 from engines.torch_backend.multimodal.transformers_images import TransformersImages
 
 
 class GenericFamily:
-    """Any model of the installed transformers that generates text, with or without images."""
+    """Any model of the installed transformers that generates text, with or without images and audio."""
 
     architectures = ()
     model_type = ""
@@ -40,9 +41,11 @@ class GenericFamily:
         return name
 
     def processor(self, directory: Path, config: GenericConfig) -> MultimodalProcessor:
-        """Transformers' image processor, if the model takes images. Raises: UnsupportedCheckpoint."""
-        if not config.takes_images:
+        """Transformers' processor of images or audio, if the model takes such. Raises: UnsupportedCheckpoint."""
+        if not config.takes_media:
             return TextOnly(PLAIN_TEMPLATE)
+        if not config.takes_images:
+            return TransformersAudio(directory, config.model_class)
         return TransformersImages(directory, config.model_class, config.full)
 
 

@@ -56,11 +56,8 @@ from engines.torch_backend.models.generic.token_types import control_ids, token_
 from engines.torch_backend.models.lowered.model import lower
 from engines.torch_backend.models.registry import FamilyModel, ModelFamily, check_names
 from engines.torch_backend.multimodal.image_masks import bidirectional_layers, binds_prompts
-from engines.torch_backend.multimodal.transformers_images import (
-    TYPES,
-    PositionHooks,
-    ProcessedImage,
-)
+from engines.torch_backend.multimodal.processed import TYPES, ProcessedImage
+from engines.torch_backend.multimodal.transformers_images import PositionHooks
 from engines.torch_backend.ops.registry import Ops
 from engines.torch_backend.step import ImageSlots, StepInputs
 
@@ -90,6 +87,7 @@ class GenericModel(FamilyModel):
         self._arguments: frozenset[str] = frozenset()
         self._types: list[str] = []  #: names of arguments with token types
         self._own_attention = ""
+        self._decoder_name = ""
         self._dtype = torch.float32
         self._is_rounded = False  #: whether weights are integers
         self._mixers: list[Mixer] = []
@@ -172,6 +170,7 @@ class GenericModel(FamilyModel):
         self._watched = Watched()
         with self._watched.watching(self.inner):
             self.specs = self._probe(device)
+        self._decoder_name = self._layers_name.rpartition(".")[0]
         self._measure_states()
         check_masks(self.inner, list(self.specs.values()))
         head = self.inner.get_output_embeddings()
@@ -317,8 +316,8 @@ class GenericModel(FamilyModel):
             allow_int8_head(self.inner)
 
     def allow_int8_beside(self) -> None:
-        """For models with images; the other linear layers of a text model run for every token."""
-        if self.config.takes_images:
+        """For models with a tower; the other linear layers of a text model run for every token."""
+        if self.config.takes_media:
             decoder = self._layers_name.rpartition(".")[0]
             allow_int8(self.inner, decoder, self.inner.get_output_embeddings())
 
@@ -346,8 +345,32 @@ class GenericModel(FamilyModel):
         self._step.begin(inputs, pools, self._ops)
         ids, positions = inputs.token_ids[None], inputs.positions.unsqueeze(-2)
         others = self.inputs(ids, inputs.images, self._in_prompt(inputs))
-        with self._states.step(inputs.sequences) if self._mixers else nullcontext():
+        with (
+            self._states.step(inputs.sequences) if self._mixers else nullcontext(),
+            self._placing_audio(inputs.images),
+        ):
             return self._call(ids, positions, inputs.sampled_rows, others)
+
+    @contextmanager
+    def _placing_audio(self, images: Sequence[ImageSlots]) -> Iterator[None]:
+        """Put features of audio into the decoder's embeddings: transformers takes those of images and videos only."""
+        audios = [image for image in images if image.kind == "audio"]
+        if not audios:
+            yield
+            return
+
+        def place(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+            embeddings = kwargs["inputs_embeds"].clone()
+            for audio in audios:
+                audio.place(embeddings[0])
+            return args, {**kwargs, "inputs_embeds": embeddings}
+
+        decoder = self.inner.get_submodule(self._decoder_name)
+        hook = decoder.register_forward_pre_hook(place, with_kwargs=True)
+        try:
+            yield
+        finally:
+            hook.remove()
 
     def _in_prompt(self, inputs: StepInputs) -> Tensor | None:
         """Which tokens belong to prompts. None if no token type depends on it. Shapes: returns (N,)."""
@@ -385,6 +408,11 @@ class GenericModel(FamilyModel):
 
     def _encode(self, pixels: ProcessedImage, device: torch.device, dtype: torch.dtype) -> Tensor:
         base: Any = self.inner.base_model
+        if pixels.kind == "audio":  # only some models have an encoder of audio apart
+            ids = torch.full((1, pixels.num_slots), pixels.slot_id, device=device)
+            inputs = {name: _placed(x, device, dtype) for name, x in pixels.inputs.items()}
+            decoder = self.inner.get_submodule(self._decoder_name)
+            return embeddings_of(self.inner, decoder, input_ids=ids, **inputs).clone()
         encode = base.get_image_features
         if pixels.kind == "video":
             encode = getattr(base, "get_video_features", encode)
@@ -423,6 +451,8 @@ class GenericModel(FamilyModel):
         groups: dict[str, list[ImageSlots]] = {}
         for image in images:
             kinds[image.start : image.start + len(image.features)] = TYPES[image.kind]
+            if image.kind == "audio":
+                continue  # see `_placing_audio`
             groups.setdefault(image.slots_of, []).append(image)
         asked = torch.ones_like(ids, dtype=torch.bool) if in_prompt is None else in_prompt
         inputs: dict[str, Any] = dict(
@@ -558,14 +588,20 @@ class _Caught(Exception):
     """Carries embeddings out of a forward pass."""
 
 
-def embeddings_of(model: PreTrainedModel, **inputs: Any) -> Tensor:
-    """Embeddings that the decoder would receive, without running it. Shapes: returns (N, C)."""
+def embeddings_of(
+    model: PreTrainedModel, decoder: nn.Module | None = None, **inputs: Any
+) -> Tensor:
+    """Embeddings that the decoder would receive, without running it. Shapes: returns (N, C).
+
+    `decoder`: by default, the first module that takes embeddings.
+    """
 
     def catch(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if kwargs.get("inputs_embeds") is not None:
             raise _Caught(kwargs["inputs_embeds"][0])
 
-    hooks = [m.register_forward_pre_hook(catch, with_kwargs=True) for m in model.modules()]
+    modules = model.modules() if decoder is None else (decoder,)
+    hooks = [m.register_forward_pre_hook(catch, with_kwargs=True) for m in modules]
     try:
         model(**inputs, use_cache=False)
     except _Caught as caught:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from engines.core.request import Prompt
 from engines.core.sequence import ScheduledSequence, Sequence
 from engines.torch_backend.models.generic.token_types import token_types, type_names
-from engines.torch_backend.multimodal.transformers_images import ProcessedImage
+from engines.torch_backend.multimodal.processed import ProcessedImage
 from shared.protocol import SamplingParams
 
 LENGTHS = (40, 13)

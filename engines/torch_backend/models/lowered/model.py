@@ -90,7 +90,7 @@ class LoweredModel(FamilyModel):
         self._inputs = _DecoderInputs(decoder)
         self.front: Any = None
         self._stack_name = stack_name
-        if front.config.takes_images:
+        if front.config.takes_media:
             front.inner.set_submodule(stack_name, self._inputs)
             front.inner.set_output_embeddings(nn.Identity())
             _convert(front.inner, dtype)
@@ -131,7 +131,11 @@ class LoweredModel(FamilyModel):
             use_cache=False,
             **self.front.inputs(ids, images),
         )
-        return self._inputs.taken()
+        found = self._inputs.taken()
+        for image in images:
+            if image.kind == "audio":
+                image.place(found)
+        return found
 
     def num_features(self, image: ImageInput) -> int | None:
         return None if self.front is None else self.front.num_features(image)

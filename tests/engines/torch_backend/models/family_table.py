@@ -994,7 +994,8 @@ REFUSED = [
 #: Says what is said, and where images are.
 TEMPLATE = (
     "{% for m in messages %}{% for c in m['content'] %}"
-    "{% if c['type'] == 'image' %}PLACEHOLDER{% elif c['type'] == 'video' %}OF_VIDEO{% else %}{{ c['text'] }}{% endif %}"
+    "{% if c['type'] == 'image' %}PLACEHOLDER{% elif c['type'] == 'video' %}OF_VIDEO"
+    "{% elif c['type'] == 'audio' %}{{ audio }}{% else %}{{ c['text'] }}{% endif %}"
     "{% endfor %}{{ '\n' }}{% endfor %}"
 )
 

@@ -1,0 +1,161 @@
+"""Processes audio with a checkpoint's transformers processor, one by one."""
+
+import inspect
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoProcessor, ProcessorMixin
+
+from engines.base import Decode, InvalidImage, OpenAudio, UnsupportedCheckpoint
+from engines.core.request import Positions, Prompt
+from engines.core.runner import NO_LIMITS, PixelLimits
+from engines.text.chat_template import PLAIN_TEMPLATE
+from engines.text.prompt import Item
+from engines.torch_backend.multimodal.processed import ProcessedImage
+
+#: Models whose audio the tests compare with transformers'; others are refused.
+TAKES_AUDIO = frozenset(
+    {
+        "AudioFlamingo3ForConditionalGeneration",
+        "Gemma4ForConditionalGeneration",
+        "GlmAsrForConditionalGeneration",
+        "Qwen2AudioForConditionalGeneration",
+    }
+)
+_LENGTH_TOLERANCE_S = 0.05  #: codecs pad the last packet
+
+
+class Audios:
+    """Audio of a checkpoint's processor. Units: seconds."""
+
+    def __init__(self, processor: Any, model_class: Any) -> None:
+        self._processor = processor
+        extractor = processor.feature_extractor
+        tokenizer = processor.tokenizer
+        #: What the chat template writes for audio, and the text of a slot.
+        self.placeholder: str = processor.audio_token
+        self._slot_id: int = tokenizer.convert_tokens_to_ids(self.placeholder)
+        self._rate: int = extractor.sampling_rate
+        self._max_s = _longest_s(processor)
+        self._wanted = frozenset(inspect.signature(model_class.forward).parameters)
+        merged = processor._merge_kwargs(
+            tokenizer_init_kwargs=tokenizer.init_kwargs, return_tensors="pt"
+        )
+        self._options: dict[str, Any] = dict(merged["audio_kwargs"])
+        if "sampling_rate" in inspect.signature(type(extractor).__call__).parameters:
+            self._options["sampling_rate"] = self._rate
+
+    def process(self, audio: OpenAudio) -> ProcessedImage:
+        """Raises: InvalidImage."""
+        self._check(audio.info.length_s)
+        samples = np.frombuffer(audio.samples(self._rate), np.float32).copy()
+        self._check(len(samples) / self._rate)
+        samples = samples[: int(self._max_s * self._rate)]
+        try:
+            made, [text, *_] = self._processor._process_audio([samples], **self._options)
+        except Exception as error:  # of any type
+            reason = " ".join(str(error).split())[:200]
+            raise InvalidImage(
+                f"The model cannot take this audio. Its processor says: {reason}"
+            ) from error
+        text = str(text)
+        num_slots = text.count(self.placeholder)
+        if num_slots == 0:
+            raise InvalidImage("The audio is too short: the model makes no tokens of it.")
+        inputs = {
+            name: torch.as_tensor(np.asarray(x)) if not isinstance(x, Tensor) else x
+            for name, x in dict(made).items()
+            if name in self._wanted
+        }
+        return ProcessedImage(
+            inputs, text, num_slots, kind="audio", slots_of="audio", slot_id=self._slot_id
+        )
+
+    def _check(self, length_s: float) -> None:
+        if length_s > self._max_s + _LENGTH_TOLERANCE_S:
+            raise InvalidImage(
+                f"The audio is {length_s:.1f} s long: this model takes at most {self._max_s:g} s; send shorter parts."
+            )
+
+
+def find_audio(processor: Any, model_class: Any) -> Audios | None:
+    """How a processor takes audio; None if it or the tests do not."""
+    token = getattr(processor, "audio_token", None)
+    if (
+        model_class.__name__ not in TAKES_AUDIO
+        or getattr(processor, "feature_extractor", None) is None
+        or token not in processor.tokenizer.get_added_vocab()
+    ):
+        return None
+    return Audios(processor, model_class)
+
+
+def _longest_s(processor: Any) -> float:
+    """Seconds behind which the processor would cut audio off."""
+    if (ms := getattr(processor, "audio_ms_per_token", None)) is not None:
+        return processor.audio_seq_length * ms / 1000
+    window: int = processor.feature_extractor.chunk_length
+    longest: int = getattr(processor, "max_audio_len", window)
+    return float(longest // window * window)
+
+
+class TransformersAudio:
+    """Implements `MultimodalProcessor` for models of audio without images."""
+
+    slot_id: int | None = None  # of images
+    image_tokens = 0
+    max_pixels = 0
+
+    def __init__(self, directory: Path, model_class: Any) -> None:
+        """Raises: UnsupportedCheckpoint."""
+        try:
+            processor: Any = AutoProcessor.from_pretrained(
+                directory, local_files_only=True, trust_remote_code=False
+            )
+        except Exception as error:  # of any type
+            reason = " ".join(str(error).split())[:300]
+            raise UnsupportedCheckpoint(
+                f"transformers cannot load the checkpoint's audio processor: {reason}"
+            ) from error
+        found = (
+            find_audio(processor, model_class) if isinstance(processor, ProcessorMixin) else None
+        )
+        if found is None:
+            raise UnsupportedCheckpoint(
+                "the checkpoint has no audio processor beside its tokenizer"
+            )
+        self._audios = found
+        self.audio_placeholder = found.placeholder
+        self.template: str = processor.chat_template or PLAIN_TEMPLATE
+        self.around: Any = getattr(processor.tokenizer, "backend_tokenizer", None)
+
+    def limit(self, max_pixels: int) -> None:
+        """No-op."""
+
+    def process(
+        self,
+        data: bytes,
+        expected_size: tuple[int, int],
+        decode: Decode,
+        pixels: PixelLimits = NO_LIMITS,
+    ) -> Any:
+        """Raises: InvalidImage."""
+        raise InvalidImage("The model takes no images.")
+
+    def process_audio(self, audio: OpenAudio) -> ProcessedImage:
+        """Raises: InvalidImage."""
+        return self._audios.process(audio)
+
+    def items(self, images: Sequence[tuple[str, Any]], slot: str) -> list[Item]:
+        return [
+            Item(name, None, audio, audio.text, kind="audio", slot_id=audio.slot_id)
+            for name, audio in images
+        ]
+
+    def positions(self, prompt: Prompt) -> Positions:
+        """None: those of tokens."""
+        return ()

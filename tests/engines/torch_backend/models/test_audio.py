@@ -1,0 +1,245 @@
+"""Audio: the tokens of transformers for the same file, by every way."""
+
+import io
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import transformers
+from PIL import Image
+from transformers import AutoProcessor
+
+from engines.base import InvalidImage
+from engines.core.request import Prompt
+from engines.text.processor import ChatProcessor
+from engines.torch_backend.multimodal.transformers_audio import TAKES_AUDIO
+from shared.protocol import ChatMessage, ImagePart, ImageRef, TextPart
+from shared.settings.limits import LimitSettings
+from tests.contract.test_model_family import make_image
+from tests.engines.torch_backend import ways
+from tests.engines.torch_backend.models import family_table, test_families
+from tests.engines.torch_backend.models.family_table import TEXT, Family, named, tokenizer, visual
+from tests.engines.torch_backend.models.test_families import Loaded, generate, load, make_request
+from tests.engines.torch_backend.ways import Way
+from tests.factories_audio import SOUNDS, make_audio, sound
+from tests.long import IS_LONG
+from worker.prepare.video_pool import VideoPool
+
+#: of processors' own ways with numpy
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+RATE = 16_000
+QUICK = frozenset({"Qwen2-Audio"})
+WAYS: list[Way] = [
+    ways.run_alone, ways.run_batched, ways.run_one_after_another_has_begun, ways.run_beside_smooth_streams,
+    ways.run_chunked, ways.run_prefix_cached, ways.run_encoder_cached, ways.run_taken_over,
+]  # fmt: skip
+QUICK_WAYS: list[Way] = [ways.run_alone, ways.run_chunked, ways.run_encoder_cached]
+#: Strings are texts and names of files; numbers are seeds of images.
+Question = list[str | int]
+QUESTIONS: dict[str, Question] = {
+    "audio": ["wav", "What is it?"],
+    "again": ["wav", "What else?"],
+    "other": ["See: ", "mp3", " and say."],
+    "two": ["m4a", "or ", "opus", "?"],
+    "both": [3, "or ", "flac", "?"],
+    "text": ["Say a word."],
+}
+
+
+class _Auto:
+    """What transformers loads an architecture with that is in no list of models of images and text."""
+
+    def __init__(self, name: str) -> None:
+        model_class = getattr(transformers, f"{name}ForConditionalGeneration")
+        self._model_mapping = {getattr(transformers, f"{name}Config"): model_class}
+        self.from_pretrained, self.from_config = model_class.from_pretrained, model_class
+
+
+@dataclass(frozen=True)
+class AudioFamily(Family):
+    class_name: str = ""
+    audio_placeholder: str = ""
+
+    @property
+    def auto(self) -> Any:
+        return _Auto(self.class_name)
+
+
+def row(family: Family, class_name: str, placeholder: str) -> AudioFamily:
+    own = {name: getattr(family, name) for name in Family.__dataclass_fields__}
+    opening = "{% set audio = '" + placeholder + "' %}" + family.opening
+    return AudioFamily(
+        **{**own, "opening": opening}, class_name=class_name, audio_placeholder=placeholder
+    )
+
+
+def whisper() -> Any:
+    return transformers.WhisperFeatureExtractor(feature_size=80, chunk_length=4)
+
+
+TOWER: dict[str, Any] = {
+    "d_model": 32, "hidden_size": 32, "encoder_layers": 2, "num_hidden_layers": 2, "encoder_attention_heads": 2,
+    "num_attention_heads": 2, "encoder_ffn_dim": 48, "intermediate_size": 48, "num_mel_bins": 80,
+    "max_source_positions": 200,
+}  # fmt: skip
+
+
+def _qwen2() -> Family:
+    special = ("<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>")
+    return visual(
+        "Qwen2-Audio", "", lambda: transformers.Qwen2AudioProcessor(whisper(), tokenizer(*special)), "Qwen2Audio",
+        lambda: {
+            "audio_config": {**TOWER, "model_type": "qwen2_audio_encoder"},
+            "text_config": {**TEXT, "model_type": "qwen2"}, "audio_token_id": 302, "audio_token_index": 302,
+        },
+    )  # fmt: skip
+
+
+def _glm() -> Family:
+    return visual(
+        "GLM-ASR", "",
+        lambda: transformers.GlmAsrProcessor(whisper(), tokenizer("<|audio|>"), audio_token="<|audio|>", max_audio_len=40),
+        "GlmAsr",
+        lambda: {
+            "audio_config": {
+                **TOWER, "intermediate_size": 128, "num_key_value_heads": 2, "head_dim": 16,
+                "max_position_embeddings": 200,
+            },
+            "text_config": {**TEXT, "model_type": "llama"}, "audio_token_id": 302,
+        },
+    )  # fmt: skip
+
+
+def _flamingo() -> Family:
+    return visual(
+        "Audio Flamingo 3", "",
+        lambda: transformers.AudioFlamingo3Processor(whisper(), tokenizer("<sound>"), max_audio_len=40),
+        "AudioFlamingo3",
+        lambda: {"audio_config": TOWER, "text_config": {**TEXT, "model_type": "qwen2"}, "audio_token_id": 302},
+    )  # fmt: skip
+
+
+def _gemma() -> Family:
+    family = named("Gemma 4 E")
+
+    def create() -> Any:
+        config = family.create().to_dict()
+        config["audio_config"] = {
+            "model_type": "gemma4_audio", "use_clipped_linears": False, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+            "output_proj_dims": 48, "subsampling_conv_channels": [128, 4], "conv_kernel_size": 3,
+            "attention_chunk_size": 4, "attention_context_left": 5,
+        }  # fmt: skip
+        return transformers.Gemma4Config(**config)
+
+    return replace(family, create=create)
+
+
+AUDIO_FAMILIES = [
+    row(_qwen2(), "Qwen2Audio", "<|audio_bos|><|AUDIO|><|audio_eos|>"),
+    row(_glm(), "GlmAsr", "<|audio|>"),
+    row(_flamingo(), "AudioFlamingo3", "<sound>"),
+    row(_gemma(), "Gemma4", "<|audio|>"),
+]
+ONE_AUDIO = frozenset({"GLM-ASR", "Audio Flamingo 3"})
+RUN = [family for family in AUDIO_FAMILIES if IS_LONG or family.name in QUICK]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[VideoPool]:
+    pool = VideoPool(1, LimitSettings())
+    yield pool
+    pool.close()
+
+
+def process(pool: VideoPool, processor: ChatProcessor, data: bytes, media_type: str) -> Any:
+    with pool.open_audio(data, ImageRef("", len(data), media_type, 0, 0)) as audio:
+        return processor.process_audio(audio)
+
+
+def ask(pool: VideoPool, processor: ChatProcessor, question: Question) -> Prompt:
+    parts: list[TextPart | ImagePart] = []
+    media: list[tuple[str, Any]] = []
+    for part in question:
+        if isinstance(part, str) and part not in SOUNDS:
+            parts.append(TextPart(part))
+            continue
+        parts.append(ImagePart(len(media)))
+        if isinstance(part, str):
+            media.append((part, process(pool, processor, sound(part), SOUNDS[part][1])))
+        else:
+            media.append((f"{part}", processor.process_image(make_image(28, 28, part), (28, 28))))
+    return processor.build_prompt([ChatMessage("user", tuple(parts))], media)
+
+
+def their_inputs(
+    family: AudioFamily, directory: Path, pool: VideoPool, question: Question, prompt: Prompt
+) -> dict[str, Any]:
+    """What transformers' processor makes of the same samples."""
+    processor: Any = AutoProcessor.from_pretrained(directory)
+    text, images, audio = "", [], []
+    for part in question:
+        if isinstance(part, int):
+            text += family.placeholder
+            images.append(Image.open(io.BytesIO(make_image(28, 28, part))))
+        elif part in SOUNDS:
+            text += family.audio_placeholder
+            data = sound(part)
+            with pool.open_audio(data, ImageRef("", len(data), SOUNDS[part][1], 0, 0)) as opened:
+                audio.append(np.frombuffer(opened.samples(RATE), np.float32).copy())
+        else:
+            text += part
+    media = {"images": images, "audio": audio}
+    made = processor(
+        text=[text + "\n"],
+        return_tensors="pt",
+        **{name: each for name, each in media.items() if each},
+    )
+    assert made.pop("input_ids")[0].tolist() == prompt.token_ids
+    return dict(made)
+
+
+@pytest.fixture(scope="module", params=RUN, ids=str)
+def loaded(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, pool: VideoPool
+) -> Loaded:
+    family: AudioFamily = request.param
+    assert family.architecture in TAKES_AUDIO
+    directory = tmp_path_factory.mktemp("family")
+    family_table.write_checkpoint(family, directory)
+    test_families.allow_large_images(directory)
+    model, processor = load(directory)
+    assert processor.takes_audio
+    theirs = test_families.load_reference(directory, family.auto)
+    requests, expected = [], {}
+    for name, question in QUESTIONS.items():
+        if (name == "both" and not family.placeholder) or (
+            name == "two" and family.name in ONE_AUDIO
+        ):
+            continue
+        prompt = ask(pool, processor, question)
+        inputs = their_inputs(family, directory, pool, question, prompt)
+        requests.append(make_request(name, prompt))
+        expected[name] = generate(theirs, prompt.token_ids, **inputs)
+    return Loaded(family, directory, model, processor, requests, expected)
+
+
+@pytest.mark.parametrize("way", WAYS if IS_LONG else QUICK_WAYS)
+def test_tokens_are_those_of_transformers(loaded: Loaded, way: Way) -> None:
+    assert way(loaded.start, loaded.requests) == loaded.expected
+
+
+def test_answers_differ(loaded: Loaded) -> None:
+    assert len({tuple(tokens) for tokens in loaded.expected.values()}) >= len(loaded.expected) - 1
+
+
+def test_audio_that_the_processor_would_cut_is_refused(loaded: Loaded, pool: VideoPool) -> None:
+    with pytest.raises(InvalidImage, match=r"41.0 s long: this model takes at most (4|40|30) s"):
+        process(pool, loaded.processor, make_audio(seconds=41.0), "audio/wav")
+
+
+def test_audio_without_tokens_is_refused(loaded: Loaded, pool: VideoPool) -> None:
+    with pytest.raises(InvalidImage, match=r"too short|cannot take this audio"):
+        process(pool, loaded.processor, make_audio(seconds=0.001), "audio/wav")
