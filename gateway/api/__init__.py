@@ -37,6 +37,7 @@ from gateway.api.run import ApplicationRun
 from gateway.api.sessions import Sessions
 from gateway.api.streams import Streams
 from gateway.api.tokenize import Detokenization, Tokenization
+from gateway.api.transcriptions import Transcriptions, Translations
 from gateway.api.usage import UsageReport
 from gateway.api.vector_stores import VectorStores
 from gateway.calls.surface import Surface
@@ -62,6 +63,8 @@ SURFACES: tuple[Callable[[LimitSettings], Surface], ...] = (
     OllamaEmbed,
     OllamaEmbeddings,
     ApplicationRun,
+    Transcriptions,
+    Translations,
 )
 
 

@@ -115,6 +115,8 @@ def _request_body(endpoint: Endpoint, limits: LimitSettings) -> dict[str, Any]:
     if endpoint.request_type is not None:
         schema = _reference(endpoint.request_type)
     content = {endpoint.media_type: {"schema": schema}}
+    if endpoint.form_type:
+        content[endpoint.form_type] = {"schema": schema}
     return {"description": text, "required": True, "content": content}
 
 

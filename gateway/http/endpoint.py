@@ -69,6 +69,8 @@ class Endpoint:
     #: Media type of an answer that is not JSON.
     answers_text: str = ""
     media_type: str = JSON.decode()
+    #: Media type of a form that may hold the same fields.
+    form_type: str = ""
     #: Names of error statuses in this API.
     statuses: ClassVar[Mapping[str, str]] = {}
     #: Request headers of this endpoint.

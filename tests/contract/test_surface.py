@@ -54,6 +54,7 @@ from tests.waiting import until
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 Json = dict[str, Any]
 TOLD = "Hello you"
+AUDIO = "data:audio/wav;base64,UklGRiQAAABXQVZFZm10IA=="
 NUMBERS = [0.25, 0.5]
 TOKEN_IDS = [5, 8]
 
@@ -168,6 +169,11 @@ def ollama_error(answer: Json) -> tuple[str, str | None]:
 def task_text(answer: Json) -> str:
     """Of a whole answer, or of an event."""
     return "".join(answer.get("output") or ()) + answer.get("item", "")
+
+
+def transcript(answer: Json) -> str:
+    """Of a whole answer, or of an event."""
+    return answer.get("delta", "") if "type" in answer else answer["text"]
 
 
 def openai_error(answer: Json) -> tuple[str, str | None]:
@@ -435,6 +441,19 @@ DIALECTS = {
         task="run",
         names_model=False,
     ),
+    "/v1/audio/transcriptions": Dialect(
+        body={"file": AUDIO},
+        text_of=transcript,
+        error_of=openai_error,
+        wrong=("temperature", "warm"),
+        end='"transcript.text.done"',
+    ),
+    "/v1/audio/translations": Dialect(
+        body={"file": AUDIO},
+        text_of=transcript,
+        error_of=openai_error,
+        wrong=("temperature", "warm"),
+    ),
     "/v1/echo": Dialect(
         body={"prompt": "hello"},
         text_of=lambda answer: answer["text"],
@@ -531,7 +550,7 @@ async def fleets(redis_server):
             key = json.dumps([changes, can_call])
             if key not in fleets or fleets[key].worker.has_ended:
                 prefix = f"surface{uuid4().hex[:8]}"
-                card = replace(CARD, tasks=TASKS, supports_grammars=can_call)
+                card = replace(CARD, supports_audio=True, tasks=TASKS, supports_grammars=can_call)
                 settings = make_settings(redis_server, prefix, **changes)
                 worker = await stack.enter_async_context(run_worker(redis_server, prefix, card))
                 running = run_gateway_on_socket(settings, surfaces=ALL)
