@@ -167,6 +167,7 @@ class ChatProcessor:
         self.takes_video, self.takes_audio = (
             kind in others.values() for kind in ("video", "audio")
         )
+        self.transcription_prompt: str = getattr(multimodal, "transcription_prompt", "")
         self._multimodal: Any = multimodal
         self._prompt_builder = PromptBuilder(
             tokenizer,

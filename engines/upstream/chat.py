@@ -7,6 +7,7 @@ Source: OpenAI API reference, "Create chat completion".
 
 import json
 import time
+from base64 import b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,7 @@ from engines.base import (
     EngineCall,
     EngineOutput,
     InvalidRequest,
+    OpenAudio,
     OpenVideo,
     PreparedImage,
     can_decode_video,
@@ -27,7 +29,7 @@ from engines.base import (
 from engines.core.runner import PixelLimits
 from engines.text.tools import to_openai
 from engines.upstream.client import UpstreamClient
-from engines.upstream.images import JpegFrames, data_url, to_jpegs, to_png
+from engines.upstream.images import JpegFrames, WavFile, data_url, to_jpegs, to_png, to_wav
 from engines.upstream.settings import OpenAiSettings
 from engines.upstream.streams import OpenRequest, StreamBroken, StreamEngine
 from shared.protocol import (
@@ -45,6 +47,7 @@ from shared.protocol import (
     Usage,
 )
 
+AUDIO_RATE = 16_000  #: samples a second, as models of speech take
 NAME = "the upstream server"
 _FINISH = {
     "stop": FinishReason.STOP,
@@ -125,6 +128,7 @@ class ChatEngine(StreamEngine[ChatRequest]):
             decodes_images=True,
             takes_grammars=True,
             takes_video=self._settings.takes_videos and can_decode_video(),
+            takes_audio=self._settings.takes_audio and can_decode_video(),
         )
 
     def prepare_image(self, data: bytes, image: ImageRef, decode: Decode) -> bytes:
@@ -135,6 +139,10 @@ class ChatEngine(StreamEngine[ChatRequest]):
     def prepare_video(self, video: OpenVideo) -> JpegFrames:
         """JPEG files of evenly sampled frames. Raises: InvalidImage."""
         return to_jpegs(video.frames(sample_evenly(video)))
+
+    def prepare_audio(self, audio: OpenAudio) -> WavFile:
+        """A WAV file of the audio. Raises: InvalidImage."""
+        return to_wav(audio.samples(AUDIO_RATE), AUDIO_RATE)
 
     def prepare(self, call: EngineCall, images: Sequence[PreparedImage]) -> ChatRequest:
         """Build the body. Raises: InvalidRequest."""
@@ -288,7 +296,10 @@ def _to_message(message: ChatMessage, images: Sequence[PreparedImage]) -> dict[s
     return shown
 
 
-def _to_part(content: bytes | JpegFrames) -> dict[str, Any]:
+def _to_part(content: bytes | JpegFrames | WavFile) -> dict[str, Any]:
+    if isinstance(content, WavFile):
+        data = b64encode(content.data).decode()
+        return {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
     if isinstance(content, JpegFrames):
         return {"type": "video_url", "video_url": {"url": content.data_url()}}
     return {"type": "image_url", "image_url": {"url": data_url(content)}}

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from io import BytesIO
 from math import sqrt
 from pathlib import Path
+from struct import Struct
 from typing import Any
 
 from PIL import Image
@@ -20,6 +21,7 @@ from engines.packages.checkpoint_json import read_json
 from engines.text.prompt import Item
 from shared.protocol import FRAMES_TYPE
 
+_WAV_FORMAT, _IEEE_FLOAT = Struct("<HHIIHH"), 3
 _TOKEN_FIELDS = ("image_token_index", "image_token_id", "boi_token_index", "boi_token_id")
 
 
@@ -88,6 +90,27 @@ def to_jpegs(frames: Sequence[Image.Image]) -> JpegFrames:
         frame.save(file, "JPEG", quality=95)
         files.append(file.getvalue())
     return JpegFrames(tuple(files))
+
+
+@dataclass(frozen=True, slots=True)
+class WavFile:
+    """Audio as a file of float32."""
+
+    data: bytes
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.data)
+
+
+def to_wav(samples: bytes, rate: int) -> WavFile:
+    """A WAV file of one channel of float32. Source: Microsoft, "Multiple channel audio data and WAVE files"."""
+    form = _WAV_FORMAT.pack(_IEEE_FLOAT, 1, rate, 4 * rate, 4, 32)
+    chunks = b"".join(
+        name + len(data).to_bytes(4, "little") + data
+        for name, data in ((b"fmt ", form), (b"data", samples))
+    )
+    return WavFile(b"RIFF" + (4 + len(chunks)).to_bytes(4, "little") + b"WAVE" + chunks)
 
 
 def _scale(image: Image.Image, pixels: PixelLimits) -> Image.Image:

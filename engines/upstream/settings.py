@@ -66,6 +66,8 @@ class OpenAiSettings(UpstreamSettings):
     """Whether the model takes images."""
     takes_videos: bool = False
     """Whether the model takes videos, as `video_url` of JPEG frames."""
+    takes_audio: bool = False
+    """Whether the model takes audio, as `input_audio` in WAV."""
 
 
 class VectorSettings(PoolingSettings, ServerSettings):

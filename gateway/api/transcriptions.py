@@ -37,6 +37,7 @@ from shared.settings.limits import MAX_NAME_CHARS
 
 FORM = b"multipart/form-data"
 _TEXT_HEADERS: Headers = [(b"content-type", b"text/plain; charset=utf-8")]
+_TRANSCRIBE = "Transcribe this audio word by word. Answer with the transcript only."
 _MAX_PROMPT_CHARS = 4096
 _NUMBERS = ("temperature", "stream")  #: fields that are no texts
 
@@ -59,9 +60,9 @@ class TranslationRequest(RequestStruct, frozen=True, kw_only=True):
     def stream(self) -> bool | None:
         return None
 
-    def instruction(self) -> str:
+    def instruction(self, card: ModelCard) -> str:
         text = "Translate the speech in this audio into English. Answer with the translation only."
-        return text if not self.prompt else f"{text}\n{self.prompt}"
+        return f"{text}\n{self.prompt}" if self.prompt else text
 
 
 class TranscriptionRequest(TranslationRequest, frozen=True, kw_only=True):
@@ -71,10 +72,11 @@ class TranscriptionRequest(TranslationRequest, frozen=True, kw_only=True):
     ] = None
     stream: bool | None = None  # type: ignore[assignment]
 
-    def instruction(self) -> str:
-        language = f" The language is {self.language}." if self.language else ""
-        text = f"Transcribe this audio word by word.{language} Answer with the transcript only."
-        return text if not self.prompt else f"{text}\n{self.prompt}"
+    def instruction(self, card: ModelCard) -> str:
+        text = card.transcription_prompt or _TRANSCRIBE
+        if self.language:
+            text += f" The language is {self.language}."
+        return f"{text}\n{self.prompt}" if self.prompt else text
 
 
 class InputTokenDetails(msgspec.Struct):
@@ -140,7 +142,7 @@ class Translations(Surface):
 
     def plan(self, request: TranslationRequest, context: RequestContext, card: ModelCard) -> Plan:
         conversation = Conversation()
-        instruction = request.instruction()
+        instruction = request.instruction(card)
         parts = [conversation.audio(request.file, "file", "user"), conversation.text(instruction)]
         conversation.add("user", parts)
         sampling = translate_sampling(

@@ -315,6 +315,7 @@ class ModelCard(Report, frozen=True):
     supports_images: bool = True
     supports_video: bool = False
     supports_audio: bool = False
+    transcription_prompt: str = ""  #: it was trained to transcribe with; empty: any
     image_tokens: int = 0  #: maximum per image, for quotas; 0: unknown
     max_image_pixels: int = 0  #: larger images are scaled down; 0: the processor decides
     tasks: tuple[str, ...] = ("generate",)  #: tags of the supported tasks

@@ -62,13 +62,13 @@ def _serve_audio(sock: socket.socket, audio: AudioFile) -> None:
     for samples in audio.samples(rate) if rate else ():
         piece += samples
         if len(piece) >= PIECE_BYTES:
-            _send(sock, VALUE, piece)
+            _send(sock, VALUE, bytes(piece))
             piece = bytearray()
-    for rest in (piece, b"") if piece else (b"",):
+    for rest in (bytes(piece), b"") if piece else (b"",):
         _send(sock, VALUE, rest)
 
 
-def _send(sock: socket.socket, status: bytes, message: bytes | bytearray) -> None:
+def _send(sock: socket.socket, status: bytes, message: bytes) -> None:
     sock.sendall(status)
     send_message(sock, message)
 

@@ -135,6 +135,7 @@ def _describe(
         supports_images=processor.image_tokens > 0,
         supports_video=processor.takes_video,
         supports_audio=processor.takes_audio,
+        transcription_prompt=processor.transcription_prompt,
         image_tokens=processor.image_tokens,
         max_image_pixels=processor.max_image_pixels,
         sampling=sampling,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoProcessor, ProcessorMixin
 
-from engines.base import Decode, InvalidImage, OpenAudio, UnsupportedCheckpoint
+from engines.base import Decode, InvalidImage, InvalidRequest, OpenAudio, UnsupportedCheckpoint
 from engines.core.request import Positions, Prompt
 from engines.core.runner import NO_LIMITS, PixelLimits
 from engines.text.chat_template import PLAIN_TEMPLATE
@@ -26,6 +26,8 @@ TAKES_AUDIO = frozenset(
         "Qwen2AudioForConditionalGeneration",
     }
 )
+#: Processors that take one audio file per prompt.
+_TAKES_ONE = frozenset({"AudioFlamingo3Processor", "GlmAsrProcessor"})
 _LENGTH_TOLERANCE_S = 0.05  #: codecs pad the last packet
 
 
@@ -107,8 +109,9 @@ class TransformersAudio:
     """Implements `MultimodalProcessor` for models of audio without images."""
 
     slot_id: int | None = None  # of images
-    image_tokens = 0
-    max_pixels = 0
+    image_tokens: int = 0
+    max_pixels: int = 0
+    template: str
 
     def __init__(self, directory: Path, model_class: Any) -> None:
         """Raises: UnsupportedCheckpoint."""
@@ -130,7 +133,11 @@ class TransformersAudio:
             )
         self._audios = found
         self.audio_placeholder = found.placeholder
-        self.template: str = processor.chat_template or PLAIN_TEMPLATE
+        self._takes_one = type(processor).__name__ in _TAKES_ONE
+        #: The instruction that it was trained to transcribe with; empty: any.
+        self.transcription_prompt: str = getattr(processor, "default_transcription_prompt", "")
+        #: of Qwen2-Audio, whose published checkpoint has none
+        self.template = getattr(processor, "default_chat_template", PLAIN_TEMPLATE)
         self.around: Any = getattr(processor.tokenizer, "backend_tokenizer", None)
 
     def limit(self, max_pixels: int) -> None:
@@ -151,6 +158,11 @@ class TransformersAudio:
         return self._audios.process(audio)
 
     def items(self, images: Sequence[tuple[str, Any]], slot: str) -> list[Item]:
+        """Raises: InvalidRequest."""
+        if self._takes_one and len(images) > 1:
+            raise InvalidRequest(
+                f"This model takes one audio file per request; it has {len(images)}.", "messages"
+            )
         return [
             Item(name, None, audio, audio.text, kind="audio", slot_id=audio.slot_id)
             for name, audio in images

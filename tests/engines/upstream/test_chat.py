@@ -9,6 +9,7 @@ import pytest
 from PIL import Image
 
 from engines.base import (
+    AudioInfo,
     EngineCall,
     EngineLoadFailed,
     EngineStartError,
@@ -92,6 +93,32 @@ def test_a_video_is_sent_as_its_sampled_frames(server: StandIn):
     assert (part["type"], head) == ("video_url", "data:video/jpeg;base64")
     shades = [Image.open(BytesIO(b64decode(frame))).getpixel((0, 0)) for frame in frames]
     assert shades == [(0, 0, 0), (14, 14, 14), (29, 29, 29)]  # of frames 0, 14 and 29
+
+
+def test_audio_is_sent_as_a_wav_file(server: StandIn):
+    av: Any = pytest.importorskip("av")
+    loaded = create_engine({"kind": "openai", "url": server.url, "takes_audio": True})
+    assert loaded.card.supports_audio
+    content = loaded.engine.prepare_audio(Silence())
+    answer(loaded, make_call(num_images=1), PreparedImage("hash", content))
+    loaded.engine.close()
+    part, words = server.bodies[-1]["messages"][0]["content"]
+    assert (part["type"], part["input_audio"]["format"]) == ("input_audio", "wav")
+    with av.open(BytesIO(b64decode(part["input_audio"]["data"]))) as file:
+        frames = list(file.decode(audio=0))
+    first = frames[0]
+    assert (first.format.name, first.layout.nb_channels, first.sample_rate) == ("flt", 1, 16_000)
+    assert sum(frame.samples for frame in frames) == 8000
+    assert words == {"type": "text", "text": "hello"}
+
+
+class Silence:
+    """Open audio of half a second."""
+
+    info = AudioInfo(0.5, 1, 44_100)
+
+    def samples(self, rate: int) -> bytes:
+        return bytes(4 * (rate // 2))
 
 
 class Clip:

@@ -409,7 +409,7 @@ class GenericModel(FamilyModel):
     def _encode(self, pixels: ProcessedImage, device: torch.device, dtype: torch.dtype) -> Tensor:
         base: Any = self.inner.base_model
         if pixels.kind == "audio":  # only some models have an encoder of audio apart
-            ids = torch.full((1, pixels.num_slots), pixels.slot_id, device=device)
+            ids = torch.tensor([[pixels.slot_id] * pixels.num_slots], device=device)
             inputs = {name: _placed(x, device, dtype) for name, x in pixels.inputs.items()}
             decoder = self.inner.get_submodule(self._decoder_name)
             return embeddings_of(self.inner, decoder, input_ids=ids, **inputs).clone()

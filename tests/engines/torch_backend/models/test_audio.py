@@ -3,6 +3,7 @@
 import io
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ import transformers
 from PIL import Image
 from transformers import AutoProcessor
 
-from engines.base import InvalidImage
+from engines.base import InvalidImage, InvalidRequest
 from engines.core.request import Prompt
+from engines.registry import create_engine
 from engines.text.processor import ChatProcessor
 from engines.torch_backend.multimodal.transformers_audio import TAKES_AUDIO
-from shared.protocol import ChatMessage, ImagePart, ImageRef, TextPart
+from shared.protocol import BlobRef, ChatMessage, ImagePart, ImageRef, SamplingParams, TextPart
 from shared.settings.limits import LimitSettings
 from tests.contract.test_model_family import make_image
 from tests.engines.torch_backend import ways
@@ -25,13 +27,16 @@ from tests.engines.torch_backend.models.family_table import TEXT, Family, named,
 from tests.engines.torch_backend.models.test_families import Loaded, generate, load, make_request
 from tests.engines.torch_backend.ways import Way
 from tests.factories_audio import SOUNDS, make_audio, sound
+from tests.factories_queue import make_request as make_queue_request
+from tests.factories_torch import run_to_end
 from tests.long import IS_LONG
+from worker.prepare.preparer import Preprocessor
 from worker.prepare.video_pool import VideoPool
 
 #: of processors' own ways with numpy
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 RATE = 16_000
-QUICK = frozenset({"Qwen2-Audio"})
+QUICK = frozenset({"GLM-ASR", "Qwen2-Audio"})
 WAYS: list[Way] = [
     ways.run_alone, ways.run_batched, ways.run_one_after_another_has_begun, ways.run_beside_smooth_streams,
     ways.run_chunked, ways.run_prefix_cached, ways.run_encoder_cached, ways.run_taken_over,
@@ -235,6 +240,13 @@ def test_answers_differ(loaded: Loaded) -> None:
     assert len({tuple(tokens) for tokens in loaded.expected.values()}) >= len(loaded.expected) - 1
 
 
+def test_more_audio_than_the_processor_takes_is_refused(loaded: Loaded, pool: VideoPool) -> None:
+    if loaded.family.name not in ONE_AUDIO:
+        pytest.skip("it takes several")
+    with pytest.raises(InvalidRequest, match="takes one audio file per request; it has 2"):
+        ask(pool, loaded.processor, QUESTIONS["two"])
+
+
 def test_audio_that_the_processor_would_cut_is_refused(loaded: Loaded, pool: VideoPool) -> None:
     with pytest.raises(InvalidImage, match=r"41.0 s long: this model takes at most (4|40|30) s"):
         process(pool, loaded.processor, make_audio(seconds=41.0), "audio/wav")
@@ -243,3 +255,40 @@ def test_audio_that_the_processor_would_cut_is_refused(loaded: Loaded, pool: Vid
 def test_audio_without_tokens_is_refused(loaded: Loaded, pool: VideoPool) -> None:
     with pytest.raises(InvalidImage, match=r"too short|cannot take this audio"):
         process(pool, loaded.processor, make_audio(seconds=0.001), "audio/wav")
+
+
+async def test_a_worker_prepares_audio_for_a_checkpoint(loaded: Loaded, pool: VideoPool) -> None:
+    """As a worker starts it, from a message and stored bytes to tokens."""
+    started = create_engine(
+        {
+            "kind": "torch",
+            "model": str(loaded.directory),
+            "dtype": "float32",
+            "device": "cpu",
+            "num_kv_blocks": 512,
+        }
+    )
+    assert started.card.supports_audio
+    assert bool(started.card.transcription_prompt) == (loaded.family.name in ONE_AUDIO)
+    assert started.card.supports_images == bool(loaded.family.placeholder)
+    preprocessor = Preprocessor(started.engine, Store(), LimitSettings(), 1, videos=pool)  # type: ignore[arg-type]
+    ref = ImageRef(sha256(b"wav").hexdigest(), 1, "audio/wav", 0, 0, param="file")
+    parts = (ImagePart(0), TextPart("What is it?"))
+    sampling = SamplingParams(temperature=0.0, max_tokens=test_families.NUM_TOKENS, ignore_eos=True)
+    call = make_queue_request(
+        images=(ref,), messages=(ChatMessage("user", parts),), sampling=sampling
+    )
+    request: Any = await preprocessor.prepare(call, "r")
+    assert run_to_end(started.engine, [request])["r"] == loaded.expected["audio"]  # type: ignore[arg-type]
+    assert preprocessor.media.length_s == pytest.approx(2.0)
+    preprocessor.close()
+    started.engine.close()
+
+
+class Store:
+    """Stands in for the blobs: each is a file by its name."""
+
+    async def get(self, ref: BlobRef) -> bytes:
+        return next(
+            sound(name) for name in SOUNDS if sha256(name.encode()).hexdigest() == ref.sha256
+        )
