@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import cache
 
 import numpy as np
+from PIL import Image
 
 from tests.factories_video import av, make_clip
 
@@ -45,6 +46,16 @@ def claiming(place: int, value: int, num_bytes: int = 4) -> bytes:
     return bytes(data)
 
 
+def with_picture(mp3: bytes) -> bytes:
+    """The same MP3 file behind an ID3 tag with a picture of its album."""
+    file = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(file, "PNG")
+    body = b"\0image/png\0\3\0" + file.getvalue()
+    frame = b"APIC" + len(body).to_bytes(4, "big") + b"\0\0" + body
+    size = bytes(len(frame) >> shift & 0x7F for shift in (21, 14, 7, 0))
+    return b"ID3\3\0\0" + size + frame + mp3
+
+
 @cache
 def sound(name: str) -> bytes:
     """A file by name."""
@@ -57,6 +68,7 @@ SOUNDS: dict[str, tuple[Callable[[], bytes], str, str]] = {
     "stereo": (lambda: make_audio(rate=44_100, layout="stereo"), "audio/wav", ""),
     "float": (lambda: make_audio("pcm_f32le", rate=8000), "audio/wav", ""),
     "mp3": (lambda: make_audio("libmp3lame", "mp3", rate=44_100), "audio/mpeg", ""),
+    "picture": (lambda: with_picture(sound("mp3")), "audio/mpeg", ""),
     "flac": (lambda: make_audio("flac", "flac", rate=48_000), "audio/flac", ""),
     "opus": (lambda: make_audio("libopus", "ogg", rate=48_000), "audio/ogg", ""),
     "m4a": (lambda: make_audio("aac", "ipod", rate=44_100, layout="stereo"), "audio/mp4", ""),

@@ -16,6 +16,14 @@ from typing import Any
 import httpx
 from rich.console import Console
 
+#: Not in Python's own table of types.
+_AUDIO = {
+    ".flac": "audio/flac",
+    ".m4a": "audio/mp4",
+    ".oga": "audio/ogg",
+    ".ogg": "audio/ogg",
+    ".opus": "audio/ogg",
+}
 _HELP = """\
 /image PATH  add an image, a video or audio to the next question
 /json        answer in JSON, or in text again
@@ -104,7 +112,8 @@ def to_content(question: str, files: list[Path]) -> list[dict[str, Any]]:
             data = base64.b64encode(path.read_bytes()).decode()
         except OSError as error:
             raise ChatError(f"cannot read {path}: {error.strerror}") from None
-        media_type = mimetypes.guess_type(path.name)[0] or "image/png"
+        guessed = mimetypes.guess_type(path.name)[0] or "image/png"
+        media_type = _AUDIO.get(path.suffix.lower(), guessed)
         is_other = media_type.startswith(("video/", "audio/"))
         kind = f"{media_type[:5]}_url" if is_other else "image_url"
         parts.append({"type": kind, kind: {"url": f"data:{media_type};base64,{data}"}})

@@ -150,8 +150,8 @@ def test_the_model_says_that_it_takes_audio(client: httpx.Client):
 
 
 def test_the_command_line_asks_about_audio(served: Served, tmp_path: Path):
-    path = tmp_path / "a.wav"
-    path.write_bytes(sound("wav"))
+    path = tmp_path / "a.flac"
+    path.write_bytes(sound("flac"))
     done = run_vlm("chat", "--url", served.url, "--audio", str(path), "--max-tokens", "2", "What?")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.strip()
