@@ -11,10 +11,9 @@ from engines.base import Engine, EngineOutput
 from engines.core.blocks import BlockManager
 from engines.core.budget import PrefillLimit, StepLimits
 from engines.core.engine import BatchingEngine
-from engines.core.request import EngineRequest, ImageInput
 from engines.core.runner import StepResult, TokenChoice
 from engines.core.scheduler import Scheduler
-from engines.core.sequence import Batch, ScheduledSequence, Sequence
+from engines.core.sequence import Batch, EngineRequest, ImageInput, ScheduledSequence, Sequence
 from engines.mock.engine import IMAGE_ID, MockProcessor, MockRunner, MockStep
 from engines.mock.settings import MockEngineSettings, MockSettings
 from shared.protocol import FinishReason, Priority, SamplingParams, Usage

@@ -10,8 +10,7 @@ from torch.nn import functional as F
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
 from engines.core.engine import BatchingEngine
-from engines.core.request import EngineRequest, ImageInput
-from engines.core.sequence import Batch
+from engines.core.sequence import Batch, EngineRequest, ImageInput
 from engines.mock.engine import MockProcessor
 from engines.torch_backend.layers.linear import (
     FLOAT,

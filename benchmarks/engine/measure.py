@@ -14,9 +14,8 @@ from typing import Any
 from benchmarks.engine.cost import ModelCost, Work
 from engines.base import EngineOutput
 from engines.core.engine import BatchingEngine
-from engines.core.request import EngineRequest
 from engines.core.runner import ModelRunner, RunningStep, StepResult
-from engines.core.sequence import Batch
+from engines.core.sequence import Batch, EngineRequest
 
 #: tokens of each stream before a late request comes
 NUM_ALONE = 8

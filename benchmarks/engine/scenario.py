@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from engines.base import EngineCall, PreparedImage
 from engines.core.constraint import Constraint
-from engines.core.request import EngineRequest, ImageInput
+from engines.core.sequence import EngineRequest, ImageInput
 from engines.torch_backend.models.llava import VLMConfig
 from shared.protocol import Generate, Grammar, SamplingParams, TokensPart
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForImageTextToText, DynamicCache, StaticCache
 from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.peers.prompts import ExamplePrompts
-from engines.core.request import Prompt
+from engines.core.sequence import Prompt
 from engines.torch_backend.models.generic.self_check import joined_inputs, whole_inputs
 from engines.torch_backend.multimodal.processed import ProcessedImage
 

@@ -13,9 +13,8 @@ import torch
 
 from benchmarks.peers.prompts import ExamplePrompts
 from engines.core.engine import BatchingEngine
-from engines.core.request import EngineRequest, Prompt
 from engines.core.runner import ComputedStep, ModelRunner, StepResult, TokenChoice
-from engines.core.sequence import Batch
+from engines.core.sequence import Batch, EngineRequest, Prompt
 from engines.registry import create_engine
 from engines.torch_backend.runner import TorchRunner
 from shared.protocol import SamplingParams

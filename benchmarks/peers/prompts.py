@@ -8,7 +8,7 @@ from pathlib import Path
 from PIL import Image
 
 from benchmarks.peers.peer import NUM_TEXT_TOKENS
-from engines.core.request import Prompt
+from engines.core.sequence import Prompt
 from engines.text.processor import create_processor
 from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.models.registry import find_family

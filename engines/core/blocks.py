@@ -10,8 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from engines.core.request import ImageInput
-from engines.core.sequence import Sequence, SequenceStatus
+from engines.core.sequence import ImageInput, Sequence, SequenceStatus
 
 
 @dataclass(slots=True)

@@ -16,15 +16,13 @@ from engines.base import (
     InvalidRequest,
     PreparedImage,
 )
-from engines.core.answers import Answer
+from engines.core.answers import Answer, PromptingEngine
 from engines.core.blocks import BlockManager
 from engines.core.budget import PrefillLimit, StepLimits
 from engines.core.constraint import Constraint
-from engines.core.prompting import PromptingEngine
-from engines.core.request import EngineRequest, Prompt
 from engines.core.runner import ModelRunner, Processor, SequenceFailure, StepResult, TokenChoice
 from engines.core.scheduler import Scheduler, StepPipeline
-from engines.core.sequence import Batch, ScheduledSequence, Sequence
+from engines.core.sequence import Batch, EngineRequest, Prompt, ScheduledSequence, Sequence
 from engines.core.settings import BatchingSettings
 from engines.core.speculation import Speculator
 from engines.text.grammar import GrammarCompiler

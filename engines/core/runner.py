@@ -13,8 +13,7 @@ from msgspec import Struct, field
 
 from engines.base import Adapter, AdapterLimits, Decode, OpenAudio, OpenVideo
 from engines.core.constraint import ConstraintFailure
-from engines.core.request import NO_OPTIONS, Prompt
-from engines.core.sequence import Batch, Sequence
+from engines.core.sequence import NO_OPTIONS, Batch, Prompt, Sequence
 from engines.image_decoder import decode_image
 from engines.text.tokens import Tokenizer
 from shared.protocol import ChatMessage, Ending, ErrorCode, TemplateOption, Tools

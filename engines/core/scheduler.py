@@ -15,7 +15,6 @@ from msgspec import Struct
 
 from engines.core.blocks import BlockManager
 from engines.core.budget import StepBudget, StepLimits
-from engines.core.request import ImageInput
 from engines.core.runner import (
     DeviceOutOfMemory,
     ModelRunner,
@@ -24,7 +23,7 @@ from engines.core.runner import (
     StepResult,
     TokenChoice,
 )
-from engines.core.sequence import Batch, ScheduledSequence, Sequence, SequenceStatus
+from engines.core.sequence import Batch, ImageInput, ScheduledSequence, Sequence, SequenceStatus
 from engines.core.speculation import Speculator
 from shared.protocol import FinishReason
 

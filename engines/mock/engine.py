@@ -35,7 +35,6 @@ from engines.base import (
     sample_evenly,
 )
 from engines.core.engine import BatchingEngine
-from engines.core.request import NO_OPTIONS, EngineRequest, ImageInput, Prompt
 from engines.core.runner import (
     NO_LIMITS,
     PixelLimits,
@@ -44,7 +43,15 @@ from engines.core.runner import (
     TokenChoice,
     token_mask,
 )
-from engines.core.sequence import Batch, ScheduledSequence, Sequence
+from engines.core.sequence import (
+    NO_OPTIONS,
+    Batch,
+    EngineRequest,
+    ImageInput,
+    Prompt,
+    ScheduledSequence,
+    Sequence,
+)
 from engines.core.speculation import sample_drafts
 from engines.image_decoder import FORMATS, decode_image
 from engines.mock.settings import MockEngineSettings

@@ -22,8 +22,8 @@ from engines.base import (
     UnsupportedCheckpoint,
     can_decode_video,
 )
-from engines.core.request import NO_OPTIONS, Positions, Prompt
 from engines.core.runner import NO_LIMITS, PixelLimits
+from engines.core.sequence import NO_OPTIONS, Positions, Prompt
 from engines.image_decoder import decode_image
 from engines.text.chat_template import ChatTemplate, UnusableTemplate, read_chat_template
 from engines.text.prompt import Item, PromptBuilder

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from engines.base import InvalidRequest
-from engines.core.request import NO_OPTIONS, ImageInput, Prompt
+from engines.core.sequence import NO_OPTIONS, ImageInput, Prompt
 from engines.text.chat_template import ChatTemplate
 from engines.text.tokens import ControlToken
 from engines.text.tools import describe_in_text, move_images, to_openai, to_shown

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import msgspec
 
 from engines.base import InvalidRequest
-from engines.core.request import EngineRequest
 from engines.core.runner import TokenChoice
+from engines.core.sequence import EngineRequest
 from engines.packages.resolve import BUILT_IN, parse_hub_id, resolve_model
 from engines.upstream.client import UpstreamClient
 from engines.upstream.settings import UpstreamSettings

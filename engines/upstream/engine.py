@@ -20,9 +20,8 @@ from engines.base import (
     InvalidRequest,
     PreparedImage,
 )
-from engines.core.answers import Answer
+from engines.core.answers import Answer, PromptingEngine
 from engines.core.constraint import Constraint, ConstraintFailure
-from engines.core.prompting import PromptingEngine
 from engines.core.runner import Processor, TokenChoice
 from engines.packages.adapter_files import read_adapter
 from engines.text.grammar import GrammarCompiler

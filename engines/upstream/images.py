@@ -15,8 +15,8 @@ from typing import Any
 from PIL import Image
 
 from engines.base import Decode, InvalidImage
-from engines.core.request import Positions, Prompt
 from engines.core.runner import NO_LIMITS, PixelLimits
+from engines.core.sequence import Positions, Prompt
 from engines.packages.checkpoint_json import read_json
 from engines.text.prompt import Item
 from shared.protocol import FRAMES_TYPE

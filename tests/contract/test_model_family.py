@@ -20,7 +20,7 @@ from transformers import LlavaForConditionalGeneration, Qwen2ForCausalLM
 
 from benchmarks.make_checkpoint import make_checkpoint
 from engines.core.engine import BatchingEngine
-from engines.core.request import EngineRequest, Prompt
+from engines.core.sequence import EngineRequest, Prompt
 from engines.text.processor import ChatProcessor, create_processor
 from engines.torch_backend.layers.linear import METHODS
 from engines.torch_backend.loading.weights import load_model

@@ -7,7 +7,7 @@ from functools import cache
 import httpx
 
 from engines.base import EngineCall
-from engines.core.request import EngineRequest
+from engines.core.sequence import EngineRequest
 from engines.registry import create_engine
 from shared.protocol import ChatMessage, Generate, Grammar, SamplingParams, TextPart
 from tests.faults.history import CANCELLED, FAILED, FINISHED, REFUSED, History, Sight

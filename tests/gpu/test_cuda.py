@@ -13,9 +13,8 @@ from PIL import Image
 from benchmarks.make_checkpoint import make_checkpoint
 from engines.base import LoadedEngine
 from engines.core.engine import BatchingEngine
-from engines.core.request import EngineRequest
 from engines.core.runner import DeviceOutOfMemory
-from engines.core.sequence import Batch, ScheduledSequence, Sequence
+from engines.core.sequence import Batch, EngineRequest, ScheduledSequence, Sequence
 from engines.registry import create_engine
 from engines.torch_backend.runner import TorchRunner
 from engines.torch_backend.sampling.choose import random_bits, signed, stream_key

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from engines.base import EngineOutput
-from engines.core.request import EngineRequest
+from engines.core.sequence import EngineRequest
 from shared.protocol import SamplingParams
 from tests.factories_worker import StoppableEngine, load_mock
 from tests.waiting import until

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from engines.base import Decode
-from engines.core.request import ImageInput, Prompt
 from engines.core.runner import NO_LIMITS, PixelLimits
+from engines.core.sequence import ImageInput, Prompt
 from engines.image_decoder import decode_image
 from engines.packages.checkpoint_json import Fields, shown
 from engines.text.chat_template import LLAVA_TEMPLATE

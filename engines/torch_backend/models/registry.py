@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from engines.core.request import ImageInput, Prompt
+from engines.core.sequence import ImageInput, Prompt
 from engines.packages.checkpoint_json import Fields, shown
 from engines.text.processor import MultimodalProcessor
 from engines.torch_backend.kv_cache import KVCachePool

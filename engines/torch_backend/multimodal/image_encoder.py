@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from engines.core.request import ImageInput
 from engines.core.runner import SequenceFailure
-from engines.core.sequence import ScheduledSequence, Sequence
+from engines.core.sequence import ImageInput, ScheduledSequence, Sequence
 from engines.torch_backend.step import ImageSlots, SequenceRows
 from shared.protocol import Priority
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import AutoProcessor, ProcessorMixin
 
 from engines.base import Decode, InvalidImage, InvalidRequest, OpenAudio, UnsupportedCheckpoint
-from engines.core.request import Positions, Prompt
 from engines.core.runner import NO_LIMITS, PixelLimits
+from engines.core.sequence import Positions, Prompt
 from engines.text.chat_template import PLAIN_TEMPLATE
 from engines.text.prompt import Item
 from engines.torch_backend.multimodal.processed import ProcessedImage

@@ -34,8 +34,8 @@ from engines.base import (
     check_num_frames,
     sample_evenly,
 )
-from engines.core.request import ImageInput, Positions, Prompt
 from engines.core.runner import NO_LIMITS, PixelLimits
+from engines.core.sequence import ImageInput, Positions, Prompt
 from engines.image_decoder import decode_image
 from engines.text.prompt import Item
 from engines.torch_backend.multimodal.image_masks import INSTEAD, bidirectional_layers

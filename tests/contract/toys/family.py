@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from engines.base import Decode
-from engines.core.request import ImageInput, Positions, Prompt
 from engines.core.runner import NO_LIMITS, PixelLimits
+from engines.core.sequence import ImageInput, Positions, Prompt
 from engines.packages.checkpoint_json import Fields
 from engines.text.chat_template import LLAVA_TEMPLATE
 from engines.text.prompt import Item

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from engines.base import EngineOutput
 from engines.core.answers import Answer
-from engines.core.request import EngineRequest
 from engines.core.runner import Processor, TokenChoice
+from engines.core.sequence import EngineRequest
 from engines.mock.engine import MockProcessor
 from engines.text.reasoning import REASONING_FORMATS, Reasoning
 from engines.text.tools import HERMES, LLAMA3, MISTRAL, PYTHONIC

@@ -3,8 +3,7 @@ from dataclasses import replace
 import pytest
 
 from engines.core.blocks import BlockManager, hash_block, hash_root
-from engines.core.request import ImageInput
-from engines.core.sequence import Sequence, SequenceStatus
+from engines.core.sequence import ImageInput, Sequence, SequenceStatus
 from tests.factories_engine import make_image, make_sequence
 
 BLOCK_SIZE = 4

@@ -4,9 +4,8 @@ from hypothesis import strategies as st
 
 from engines.base import InvalidRequest, PromptTooLong
 from engines.core.engine import BatchingEngine
-from engines.core.request import EngineRequest
 from engines.core.runner import DeviceOutOfMemory, RunningStep, SequenceFailure
-from engines.core.sequence import Batch
+from engines.core.sequence import Batch, EngineRequest
 from engines.mock.engine import EOS_ID
 from shared.protocol import FinishReason, Priority
 from tests.factories_engine import (

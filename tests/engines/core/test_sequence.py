@@ -1,7 +1,6 @@
 import pytest
 
-from engines.core.request import EngineRequest
-from engines.core.sequence import ScheduledSequence, Sequence
+from engines.core.sequence import EngineRequest, ScheduledSequence, Sequence
 from shared.protocol import SamplingParams
 from tests.factories_engine import make_image, make_sequence
 

@@ -4,7 +4,7 @@ import pytest
 
 from engines.base import EngineCall
 from engines.core.engine import BatchingEngine
-from engines.core.request import EngineRequest
+from engines.core.sequence import EngineRequest
 from engines.mock.engine import (
     EOS_ID,
     IMAGE_ID,

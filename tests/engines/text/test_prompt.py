@@ -17,7 +17,7 @@ from PIL import Image
 from transformers import AutoProcessor
 
 from engines.base import InvalidRequest
-from engines.core.request import Prompt
+from engines.core.sequence import Prompt
 from engines.text.chat_template import (
     LLAVA_TEMPLATE,
     ChatTemplate,

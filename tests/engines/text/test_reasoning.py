@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.core.answers import Answer
-from engines.core.request import EngineRequest
 from engines.core.runner import TokenChoice
+from engines.core.sequence import EngineRequest
 from engines.text.reasoning import (
     REASONING_FORMATS,
     Reasoning,

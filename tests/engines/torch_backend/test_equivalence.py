@@ -22,9 +22,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from engines.core.constraint import Constraint
-from engines.core.request import EngineRequest
 from engines.core.runner import TokenChoice
-from engines.core.sequence import Sequence
+from engines.core.sequence import EngineRequest, Sequence
 from engines.torch_backend import runner
 from engines.torch_backend.layers.linear import METHODS
 from engines.torch_backend.models.config import RopeScaling

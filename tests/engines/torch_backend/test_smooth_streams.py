@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engines.core.engine import BatchingEngine
-from engines.core.request import ImageInput
+from engines.core.sequence import ImageInput
 from engines.torch_backend.multimodal.image_encoder import TOKENS_PER_PART, EncodingRun
 from shared.protocol import Priority
 from tests.factories_torch import (

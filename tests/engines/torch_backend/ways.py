@@ -8,8 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from engines.core.engine import BatchingEngine
-from engines.core.request import EngineRequest
-from engines.core.sequence import Sequence
+from engines.core.sequence import EngineRequest, Sequence
 from engines.core.speculation import History, Speculator
 from engines.torch_backend.sampling.sampler import needs_host
 from tests.factories_torch import encode_in_smallest_parts, run_to_end

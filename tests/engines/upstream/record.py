@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from engines.core.request import ImageInput
+from engines.core.sequence import ImageInput
 from engines.upstream.dialect import UpstreamRequest
 from engines.upstream.vllm import Vllm
 from shared.protocol import Grammar, SamplingParams

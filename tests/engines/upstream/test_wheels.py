@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from engines.base import Adapter
-from engines.core.request import ImageInput
+from engines.core.sequence import ImageInput
 from engines.upstream.dialect import Dialect, UpstreamRequest
 from engines.upstream.settings import SglangSettings, VllmSettings
 from engines.upstream.sglang import Sglang

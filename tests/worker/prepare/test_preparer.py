@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 
 from engines.base import Capabilities, Decode, EngineCall, InvalidImage, PreparedImage
 from engines.core.engine import BatchingEngine
-from engines.core.request import EngineRequest
+from engines.core.sequence import EngineRequest
 from engines.registry import create_engine
 from shared.blobs.redis_store import RedisBlobStore
 from shared.protocol import BlobRef, ChatMessage, ImageRef, TextPart

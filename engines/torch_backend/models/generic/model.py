@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from engines.core.request import ImageInput, Prompt
+from engines.core.sequence import ImageInput, Prompt
 from engines.silent_transformers import silent_transformers
 from engines.torch_backend.kv_cache import KVCachePool
 from engines.torch_backend.layers.linear import QuantizedMethod

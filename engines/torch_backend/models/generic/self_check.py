@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from engines.core.request import Prompt
-from engines.core.sequence import ScheduledSequence, Sequence
+from engines.core.sequence import Prompt, ScheduledSequence, Sequence
 from engines.torch_backend.models.generic.token_types import token_types, type_names
 from engines.torch_backend.multimodal.processed import ProcessedImage
 from shared.protocol import SamplingParams

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from engines.core.request import ImageInput
+from engines.core.sequence import ImageInput
 from engines.torch_backend.layers.linear import QuantizedMethod, quantizable_layers
 from engines.torch_backend.layers.rotary import RotaryTable
 from engines.torch_backend.models.config import BeyondOurProgram

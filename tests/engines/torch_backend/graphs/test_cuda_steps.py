@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from engines.core.request import EngineRequest
 from engines.core.runner import SequenceFailure, StepResult
-from engines.core.sequence import Batch, ScheduledSequence, Sequence
+from engines.core.sequence import Batch, EngineRequest, ScheduledSequence, Sequence
 from engines.torch_backend import runner
 from engines.torch_backend.graphs import cuda_graph
 from engines.torch_backend.graphs.cuda_graph import DecodeGraphs, SamplingKind, batch_sizes

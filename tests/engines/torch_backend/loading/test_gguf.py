@@ -12,7 +12,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from benchmarks.make_checkpoint import make_checkpoint
-from engines.core.request import EngineRequest
+from engines.core.sequence import EngineRequest
 from engines.registry import create_engine
 from engines.torch_backend.layers.linear import INT4, METHODS
 from engines.torch_backend.loading.formats.gguf import GgufReader, GgufTensor

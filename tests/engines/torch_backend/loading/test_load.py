@@ -11,7 +11,7 @@ from transformers import AutoProcessor, LlavaForConditionalGeneration
 
 from benchmarks.make_checkpoint import make_checkpoint
 from engines.base import EngineStartError, LoadedEngine
-from engines.core.request import EngineRequest
+from engines.core.sequence import EngineRequest
 from engines.registry import create_engine
 from engines.torch_backend.loading import load as module
 from engines.torch_backend.loading.load import choose_dtype

@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor
 
 from engines.core.engine import BatchingEngine
-from engines.core.request import EngineRequest
+from engines.core.sequence import EngineRequest
 from engines.torch_backend.layers.linear import METHODS
 from tests.cpu_levels import RUNNABLE
 from tests.engines.torch_backend.models import test_families

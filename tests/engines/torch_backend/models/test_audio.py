@@ -14,7 +14,7 @@ from PIL import Image
 from transformers import AutoProcessor
 
 from engines.base import InvalidImage, InvalidRequest
-from engines.core.request import Prompt
+from engines.core.sequence import Prompt
 from engines.registry import create_engine
 from engines.text.processor import ChatProcessor
 from engines.torch_backend.multimodal.transformers_audio import TAKES_AUDIO

@@ -28,9 +28,8 @@ from transformers import AutoModelForCausalLM, AutoProcessor
 
 from engines.core.budget import measure_prefill_limit
 from engines.core.engine import BatchingEngine
-from engines.core.request import EngineRequest, ImageInput, Prompt
 from engines.core.runner import PixelLimits
-from engines.core.sequence import ScheduledSequence, Sequence
+from engines.core.sequence import EngineRequest, ImageInput, Prompt, ScheduledSequence, Sequence
 from engines.image_decoder import decode_image
 from engines.text.processor import ChatProcessor, create_processor
 from engines.torch_backend.loading.load import MAX_IMAGE_PIXELS_ON_CPU

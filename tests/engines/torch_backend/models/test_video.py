@@ -17,7 +17,7 @@ from transformers.video_utils import VideoMetadata
 from engines.base import DEFAULT_NUM_FRAMES, InvalidImage
 from engines.core.budget import measure_prefill_limit
 from engines.core.engine import BatchingEngine
-from engines.core.request import Prompt
+from engines.core.sequence import Prompt
 from engines.text.processor import ChatProcessor
 from engines.torch_backend.multimodal.transformers_images import _BEHIND_VIDEOS, TAKES_VIDEO
 from engines.torch_backend.runner import TorchRunner

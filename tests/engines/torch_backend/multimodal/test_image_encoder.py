@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engines.core.request import ImageInput
 from engines.core.runner import SequenceFailure
-from engines.core.sequence import ScheduledSequence
+from engines.core.sequence import ImageInput, ScheduledSequence
 from engines.core.sequence import Sequence as EngineSequence
 from engines.torch_backend.models.registry import FamilyModel
 from engines.torch_backend.multimodal import image_encoder

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engines.core.engine import BatchingEngine
-from engines.core.request import EngineRequest
+from engines.core.sequence import EngineRequest
 from shared.protocol import PromptLogprob
 from tests.factories_torch import (
     ModelPair,

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engines.core.request import ImageInput
+from engines.core.sequence import ImageInput
 from engines.torch_backend.layers.linear import Linear
 from engines.torch_backend.models.llava import Llava
 from engines.torch_backend.multimodal.image_encoder import EncodingRun
