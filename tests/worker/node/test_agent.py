@@ -204,7 +204,7 @@ async def test_a_store_that_hangs_frees_no_slot_and_loads_nothing_twice(machines
     monkeypatch.setattr(agents, "last_numbers", lambda _: {"n": 1})
     released.set()
     after = await machines.wait(lambda app: len(nodes_of(app)) == 4)
-    assert [slot.id for slot in after.slots] == [slot.id for slot in before.slots]
+    assert {slot.id for slot in after.slots} == {slot.id for slot in before.slots}
     assert len(FakeInstance.all) == 4
 
 
@@ -218,7 +218,7 @@ async def test_a_redis_that_pauses_frees_no_slot_and_loads_nothing_twice(machine
     await asyncio.sleep(pause_s + agents.RECORD_TTL_S)  # the fault itself, and until records end
     await until_equal(machines.nodes, {"one", "two"})
     after = await machines.wait(lambda app: len(nodes_of(app)) == 4)
-    assert [slot.id for slot in after.slots] == [slot.id for slot in before.slots]
+    assert {slot.id for slot in after.slots} == {slot.id for slot in before.slots}
     assert len(FakeInstance.all) == 4
 
 
