@@ -12,7 +12,7 @@ import av
 import av.error
 
 from engines.base import AudioInfo, InvalidImage
-from engines.video_decoder import MAX_PACKETS
+from engines.video_decoder import MAX_PACKETS, decode_stream
 
 #: FFmpeg's name of a container by media type. It is not probed.
 CONTAINERS = {
@@ -36,7 +36,6 @@ _OPTIONS = {
     "analyzeduration": "1000000",
 }
 _LEAST_RATE, _MOST_RATE = 1000, 384_000
-_MAX_ERRORS = 100  #: damaged packets
 
 
 class AudioFile:
@@ -99,7 +98,12 @@ class AudioFile:
         left = int(self._max_s * rate)
         resampler = av.AudioResampler(format="flt", layout="mono", rate=rate)
         is_empty = True
-        for frame in chain(self._decode(), (None,)):
+        try:
+            self._container.seek(0)
+        except Exception:
+            raise InvalidImage(DAMAGED) from None
+        frames = decode_stream(self._container, self._stream, DAMAGED)
+        for frame in chain(frames, (None,)):
             try:
                 pieces = resampler.resample(frame)
             except Exception:  # its format changes within the stream
@@ -112,27 +116,6 @@ class AudioFile:
                 yield bytes(piece.planes[0])[: 4 * piece.samples]
         if is_empty:
             raise InvalidImage("The audio has no samples that can be decoded.")
-
-    def _decode(self) -> Iterator[Any]:
-        """All frames but those of damaged packets. Raises: InvalidImage."""
-        num_errors = 0
-        try:
-            self._container.seek(0)
-        except Exception:
-            raise InvalidImage(DAMAGED) from None
-        packets = self._container.demux(self._stream)
-        while True:
-            try:
-                packet = next(packets, None)
-                if packet is None:
-                    return
-                decoded = packet.decode()
-            except Exception:
-                num_errors += 1
-                if num_errors > _MAX_ERRORS:
-                    raise InvalidImage(DAMAGED) from None
-                continue
-            yield from decoded
 
     def _too_long(self, length_s: float) -> InvalidImage:
         return InvalidImage(f"The audio is {length_s:.0f} s long: send at most {self._max_s:g} s.")

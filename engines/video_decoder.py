@@ -178,7 +178,7 @@ class VideoFile:
                 self._stream.codec_context.flush_buffers()
             except Exception:
                 raise InvalidImage(DAMAGED) from None
-            frames = self._decode()
+            frames = decode_stream(self._container, self._stream, DAMAGED)
             first = next(frames, None)
             if first is not None and first.pts is not None and first.pts <= pts:
                 yield first
@@ -186,24 +186,7 @@ class VideoFile:
                 return
             self._can_seek = False  # its index is imprecise, as in MPEG-TS
         self._open()
-        yield from self._decode()
-
-    def _decode(self) -> Iterator[Any]:
-        """The next frames, without damaged packets. Raises: InvalidImage."""
-        num_errors = 0
-        packets = self._container.demux(self._stream)
-        while True:
-            try:
-                packet = next(packets, None)
-                if packet is None:
-                    return
-                decoded = packet.decode()
-            except Exception:
-                num_errors += 1
-                if num_errors > _MAX_ERRORS:
-                    raise InvalidImage(DAMAGED) from None
-                continue
-            yield from decoded
+        yield from decode_stream(self._container, self._stream, DAMAGED)
 
     def _size(self, num_frames: int) -> tuple[int, int]:
         """Width and height of decoded frames, before they are rotated."""
@@ -215,6 +198,24 @@ class VideoFile:
         image: Image.Image = frame.to_image(width=size[0], height=size[1])
         turn = _TURNS.get(self._rotation)
         return image if turn is None else image.transpose(turn)
+
+
+def decode_stream(container: Any, stream: Any, damaged: str) -> Iterator[Any]:
+    """The next frames of a stream, without damaged packets. Raises: InvalidImage with the message `damaged`."""
+    num_errors = 0
+    packets = container.demux(stream)
+    while True:
+        try:
+            packet = next(packets, None)
+            if packet is None:
+                return
+            decoded = packet.decode()
+        except Exception:  # FFmpeg has a hundred errors
+            num_errors += 1
+            if num_errors > _MAX_ERRORS:
+                raise InvalidImage(damaged) from None
+            continue
+        yield from decoded
 
 
 class FrameFile:

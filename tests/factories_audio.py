@@ -62,7 +62,7 @@ def sound(name: str) -> bytes:
     return SOUNDS[name][0]()
 
 
-#: Files by name: how to make one, its media type, and what is wrong with it, if anything is. All are of 2 s.
+#: Files of 2 s by name: a function that makes one, its media type, and its defect or "".
 SOUNDS: dict[str, tuple[Callable[[], bytes], str, str]] = {
     "wav": (make_audio, "audio/wav", ""),
     "stereo": (lambda: make_audio(rate=44_100, layout="stereo"), "audio/wav", ""),

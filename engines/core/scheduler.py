@@ -1,4 +1,4 @@
-"""Continuous batching: how many tokens of which sequences the next step computes, and when it is launched.
+"""Continuous batching: chooses the sequences and tokens of each step, and launches it.
 
 Called by the engine. One loop over one token budget: the running sequences, oldest first, then the waiting ones.
 Chunked prefill, prefix hits, preemption and takeover are one case: `num_computed_tokens` catches up with `num_tokens`.

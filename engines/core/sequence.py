@@ -20,7 +20,7 @@ NO_OPTIONS: Mapping[str, TemplateOption] = {}
 
 @dataclass(frozen=True, slots=True)
 class ImageInput:
-    """An image in a prompt: a run of `num_tokens` tokens from `offset`, some of which are slots for features.
+    """An image in a prompt: `num_tokens` tokens from `offset`; image features replace those that are slots.
 
     `image_hash` identifies the image and its processing in every cache; `pixels` is the output of the runner's image
     processor. Other tokens of the run, such as line breaks, are embedded as text.

@@ -44,7 +44,7 @@ class ServerLost(Exception):
 
 
 class Connection(asyncio.Protocol):
-    """A connection that reads one response after another, at a quarter of the CPU time that httpx takes per event."""
+    """A connection for one request after another. Its parser is in C: httpx takes several times the CPU per event."""
 
     _transport: Any
     _done: asyncio.Future[bool]
@@ -78,6 +78,9 @@ class Connection(asyncio.Protocol):
         self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
+        if self._done.done():  # no request is open
+            self.close()
+            return
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:

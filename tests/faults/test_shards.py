@@ -163,7 +163,7 @@ async def test_workers_full_of_requests_of_a_dead_shard_serve_the_others(tmp_pat
         async with playing(fleet, texts, num_tokens=300) as clients:
             await tokens_seen(fleet, clients, texts, 10)
             placed = [len(await fleet.placed(server)) for server in fleet.servers]
-            assert placed[0] == 0  # the first shard has what is not of one request
+            assert placed[0] == 0  # it stores keys and cards, not requests
             assert sorted(placed) == [0, 0, NUM_STREAMS]
             kill(fleet.servers[placed.index(NUM_STREAMS)])
         assert clients.history.outcomes() == {FINISHED: NUM_STREAMS}

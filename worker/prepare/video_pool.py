@@ -1,4 +1,4 @@
-"""Videos and audio decoded in child processes of their own, in two steps: what is in the file, then the chosen frames, or samples."""
+"""Decodes videos and audio in child processes: first the properties of a file, then the chosen frames or the samples."""
 
 import struct
 import time

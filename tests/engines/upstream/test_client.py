@@ -19,6 +19,9 @@ class Server:
 
     answers: list[list[bytes | None]]
     status: int = 200
+    after: bytes = (
+        b""  #: sent behind each response, before the connection is closed; empty: it stays open
+    )
     heads: list[bytes] = field(default_factory=list)
     num_connections: int = 0
 
@@ -55,8 +58,8 @@ class Server:
                 connection.sendall(b"40\r\ndata: cut")
                 return False
             connection.sendall(b"%x\r\n%b\r\n" % (len(piece), piece))
-        connection.sendall(b"0\r\n\r\n")
-        return True
+        connection.sendall(b"0\r\n\r\n" + self.after)
+        return not self.after
 
 
 @pytest.fixture
@@ -101,6 +104,16 @@ def test_a_response_that_is_cut_is_reported_and_the_server_asked_for_its_health(
         second = ask(client, "b")
     assert [event.kind for event in first] == ["data", "broken"]
     assert [event.data for event in second[:-1]] == [b"two"]
+
+
+def test_a_connection_that_the_server_closes_or_misuses_is_not_used_again(listener):
+    pieces = [[b"data: one\n\n"], [b"data: two\n\n"]]
+    server = Server(
+        list(pieces), after=b"HTTP/1.1 200 OK\r\ncontent-length: 12\r\n\r\ndata: forged"
+    )
+    with closing(start(server, listener)) as client:
+        found = [event.data for name in "ab" for event in ask(client, name)[:-1]]
+    assert found == [b"one", b"two"]
 
 
 def test_a_refusal_comes_whole_with_its_status(listener):

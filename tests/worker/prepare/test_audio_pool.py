@@ -72,7 +72,7 @@ def test_videos_and_audio_share_the_children(pool: VideoPool):
 
 
 def test_audio_longer_than_its_header_says_is_refused_by_its_samples():
-    """The packets of this file have no times: a limit of seconds holds for what is decoded, too."""
+    """Its packets have no timestamps, so the limit is enforced on the decoded samples."""
     small = VideoPool(1, make_group(LimitSettings, max_audio_s=1.0))
     try:
         with pytest.raises(InvalidImage, match="send at most 1 s"):
