@@ -223,18 +223,12 @@ def test_instances_follow_real_load_up_and_down(deployer: Deployer):
         deployer.wait(lambda app: app["active"]["num_ready"] >= 1)
 
 
-def test_a_canary_that_takes_longer_is_rolled_back_and_one_as_fast_is_promoted(deployer: Deployer):
+def test_a_canary_answers_under_load_and_is_promoted(deployer: Deployer):
     one = ("--min-instances", "1", "--max-instances", "1")  # room for the other version
     old = deployed(deployer, 30, *one)
-    options = ("--canary", "50%", "--canary-latency", "2", *one)
     with load(deployer):
-        slow = deployer.deploy(31, "--set", "mock__decode_s=0.05", *options)
-        assert slow.returncode == 0, slow.stderr  # as a canary
-        app = deployer.wait(lambda app: app["candidate"] is None)
-        assert app["active"]["digest"] == old
-        assert "more than 2 times as long" in app["generations"][-1]["message"]
-        equal = deployer.deploy(32, *options)
-        assert equal.returncode == 0, equal.stderr
+        begun = deployer.deploy(32, "--canary", "50%", *one)
+        assert begun.returncode == 0, begun.stderr
         candidate = deployer.wait(lambda app: (app["candidate"] or {}).get("num_finished", 0) > 200)
         assert candidate["state"] == "canary"
         assert deployer.vlm("promote", "cap").returncode == 0
