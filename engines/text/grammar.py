@@ -82,8 +82,8 @@ class GrammarCompiler:
         reasoning: Reasoning | None,
         spelled: Mapping[int, str] = NOTHING_SPELLED,
     ) -> "GrammarCompiler | None":
-        """None if grammars are not supported: without end-of-sequence token, for answers in several parts, or without
-        llguidance.
+        """None if grammars are not supported: without an end-of-sequence token, for formats with channels (as of
+        gpt-oss), or without llguidance.
         """
         has_parts = reasoning is not None and bool(reasoning.form.head_end)
         ends = any(token_id < vocab_size for token_id in tokenizer.eos_token_ids)
@@ -113,7 +113,7 @@ class GrammarCompiler:
     def compile_tools(
         self, tools: Tools, form: ToolFormat, grammar: Grammar | None, *, is_thinking: bool = False
     ) -> Constraint:
-        """Compile a grammar for function calls, else text, or else `grammar`.
+        """Compile a grammar for function calls. Unless calls are required, it also allows `grammar`, or any text.
 
         Unsupported schemas of functions accept any object, unless they are strict. Raises: as `compile`.
         """
@@ -254,7 +254,9 @@ class GrammarCompiler:
                 self._judge = _Judge(self._vocabulary)
             return self._judge.ask(source)
         except (EOFError, OSError) as error:
-            logger.warning("the process that tries grammars was lost: %s", type(error).__name__)
+            logger.warning(
+                "the process that test-compiles grammars was lost: %s", type(error).__name__
+            )
             if self._judge is not None:
                 self._judge.close()
                 self._judge = None
@@ -270,9 +272,9 @@ class GrammarCompiler:
 
 
 class NumberBounds:
-    """Limits JSON numbers without bounds in the schema, which small models can continue forever.
+    """Limits the length of JSON numbers for which the schema has no bounds; small models may add digits forever.
 
-    Integers have at most 19 digits, other numbers 17 and an exponent of 3. llguidance has no such option, so tokens are
+    Integers have at most 19 digits, other numbers 17 and 3 of the exponent. llguidance has no such option, so tokens are
     masked where the answer ends with a number and every digit may follow.
     """
 
@@ -345,7 +347,7 @@ class _Refusal(Exception):
 
 
 class _Judge(ChildProcess):
-    """The child that tries grammars."""
+    """The sandboxed child process that test-compiles grammars of clients."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         super().__init__(grammar_child.__name__, MAX_BYTES, int(1000 * MAX_CPU_S))
@@ -402,7 +404,10 @@ def _to_schema(grammar: Grammar) -> str:
 _PROBLEMS = (
     ("Unknown format", "a format is not supported"),
     ("oneOf", "oneOf whose schemas may overlap is not supported; use anyOf"),
-    ("Resource ", "a $ref leads out of the schema; only those within it (#/...) are followed"),
+    (
+        "Resource ",
+        "an external $ref is not supported; only references within the schema (#/...) are",
+    ),
     ("Pointer ", "a $ref leads to nothing in the schema"),
     ("circular references", "a $ref that leads to itself is not supported beside other keywords"),
     (
@@ -411,7 +416,7 @@ _PROBLEMS = (
     ),
     (
         "not disjoint",
-        "patternProperties is not supported where two patterns, or a pattern and a name, may meet",
+        "patternProperties is not supported where two patterns, or a pattern and a name, can match the same key",
     ),
     ("lookarounds", "a pattern with ^ or $ within it is not supported"),
     ("Expected positive integer", "a limit of a length or a count is not a whole number"),

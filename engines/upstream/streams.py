@@ -1,6 +1,6 @@
-"""Open requests at a server: sends them, hands events to them, and sends them again when their stream breaks.
+"""The requests in flight at a server: sends them, dispatches events, and retries when a stream breaks.
 
-While the server is healthy, a broken request is sent again if it can continue. When the server is lost, `step` raises: the
+While the server is healthy, a broken request is retried if it has no output yet or can continue. When the server is lost, `step` raises: the
 worker ends, and its requests continue elsewhere from their token logs.
 """
 

@@ -98,7 +98,7 @@ def find_kind(data: bytes) -> MediaKind:
 
 
 def find_audio(data: bytes) -> str | None:
-    """The media type of an audio file, or of a video as one; None for other files."""
+    """The media type of an audio file; MP4 and WebM count as audio. None for other files."""
     for magic, media_type in _AUDIO.items():
         if data.startswith(magic):
             return media_type

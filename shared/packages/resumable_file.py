@@ -22,7 +22,7 @@ class WrongDigest(Exception):
 
 
 class ResumableFile:
-    """A partial blob. One writer at a time resumes it; others write files of their own.
+    """A partially downloaded blob. One writer at a time resumes it; others download it into files of their own.
 
     Existing bytes are hashed again, because a crash of the machine may have lost some.
     """

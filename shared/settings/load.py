@@ -19,8 +19,8 @@ from shared.settings.tree import CONFIG_VARIABLE, PREFIX, Settings, SettingsErro
 def load_settings(typed: Mapping[str, str] = {}, **overrides: dict[str, Any]) -> Settings:
     """Read all sources. `overrides` are sub-trees by name, as in `gateway={"port": 0}`.
 
-    `typed`: how a person wrote them, by path, as in `{"gateway.port": "--port"}`. Raises:
-    SettingsError, naming every bad or unknown field.
+    `typed`: the command-line option that set a field, for error messages, as in `{"gateway.port": "--port"}`.
+    Raises: SettingsError, naming every bad or unknown field.
     """
     path = os.environ.get(CONFIG_VARIABLE)
     if path and not Path(path).is_file():
@@ -34,7 +34,7 @@ def load_settings(typed: Mapping[str, str] = {}, **overrides: dict[str, Any]) ->
     except ValidationError as error:
         raise SettingsError(_describe(error, typed)) from None
     except UnparsedValue as error:  # a group as JSON; the message names the field
-        raise SettingsError(f"{error}: write JSON, or one variable a setting") from None
+        raise SettingsError(f"{error}: write JSON, or a variable for each setting") from None
     except UnicodeDecodeError:
         raise SettingsError("the file .env is not UTF-8: save it as that") from None
     if settings.redis_url and not settings.redis.url:
@@ -82,7 +82,7 @@ def _unknown(variable: str) -> str:
     from shared.settings.table import rows  # noqa: PLC0415 (it imports rich; most starts need it not)
 
     if variable.upper() in _constants(Settings, PREFIX):
-        return "it is a constant now: remove the setting"
+        return "this setting was removed, as its value is fixed now: unset it"
     known = [row.variable for row in rows(())]
     close = get_close_matches(variable.upper(), known, 1, 0.75)
     hint = f"did you mean {close[0]}? " if close else ""

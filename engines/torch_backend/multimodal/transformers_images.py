@@ -1,7 +1,7 @@
 """Processes images, videos and audio with a checkpoint's transformers processor, one by one.
 
-The processor returns an item's text in the prompt (`replace_image_token`), the model's hooks its positions. Images
-are decoded before the processor sees them; of a video, only the frames that the processor chooses.
+The processor provides an item's text in the prompt (`replace_image_token`); the model's own methods compute its
+positions. Images are decoded before the processor gets them; of a video, only the frames that it chooses.
 """
 
 import inspect
@@ -82,17 +82,17 @@ _LAYOUTS = {
 _SAMPLE_PIXELS = 1024 * 1024
 _LARGEST_SAMPLE = 8 * _SAMPLE_PIXELS
 _SAMPLE_ASPECTS = (1.0, 1.5, 0.66, 2.0, 0.5, 3.0, 0.33)
-#: Field of processors that treat an image differently beside others.
+#: Output of processors whose result for an image depends on the other images of the prompt.
 _COUNTS = "batch_num_images"
 
 
 #: Inputs of positions, beside grids.
 _OF_POSITIONS = frozenset({"second_per_grid_ts"})
-#: Processors that write start and end around each frame of a video, instead of those that the template writes around
-#: its placeholder. Transformers 5.23 keeps both, with which models were not trained.
+#: Processors that add start and end tokens around each frame of a video. The chat template adds a pair around the
+#: placeholder too, and transformers 5.23 keeps both; models were trained without the outer pair.
 _WRITES_AROUND = frozenset({"Qwen3VLProcessor"})
-#: Models in which text behind a video must follow its largest position, as they were trained. Transformers 5.23 lets it
-#: follow the first, by the height or width of the grid (huggingface/transformers #45381).
+#: Models trained with text after a video at its largest position + 1. Transformers 5.23 puts the text at its first
+#: position plus the height or width of the grid (huggingface/transformers #45381).
 _BEHIND_VIDEOS = frozenset(
     {"Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"}
 )
@@ -170,19 +170,19 @@ class PositionHooks:
     def encoder_arguments(self) -> Mapping[str, bool]:
         """Arguments of the model's image encoder, and whether they are required.
 
-        Raises: UnsupportedCheckpoint for a model without a separate encoder, or that reads more than rows of it.
+        Raises: UnsupportedCheckpoint for a model without a separate encoder, or that uses more than a feature per token.
         """
         name, base = type(self._model).__name__, self._model.base_model
         encode = getattr(base, "get_image_features", None)
         if encode is None:
             raise UnsupportedCheckpoint(
-                f"{name} makes no tokens of images: it has no get_image_features, as models have none whose "
-                f"layers look at images by cross attention, which is not supported; {INSTEAD}"
+                f"{name} has no get_image_features, so it does not turn images into tokens; models with cross "
+                f"attention to images are not supported; {INSTEAD}"
             )
         read = _READ.findall(inspect.getsource(type(base).forward))
         if unknown := sorted({*read} - _ROWS):
             raise UnsupportedCheckpoint(
-                f"{name} reads {', '.join(unknown)} of an image beside the rows of its slots, which is not "
+                f"{name} uses {', '.join(unknown)} of its image encoder; only a feature per token is "
                 f"supported; {INSTEAD}"
             )
         kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
@@ -240,7 +240,7 @@ class TransformersImages:
     def _find_videos(
         self, model_class: type[PreTrainedModel], config: Any, tokenizer: Any
     ) -> "_Videos | None":
-        """How the processor takes videos; None if it or the tests do not."""
+        """The processor of videos; None if there is none, or the model is not in `TAKES_VIDEO`."""
         processor: Any = self._processor
         spelled = (getattr(processor, n, "") for n in ("video_placeholder_token", "video_token"))
         placeholder: str = next(filter(None, spelled), "")
@@ -409,14 +409,14 @@ class TransformersImages:
             samples = [self._process(Image.new("RGB", size)) for size in sizes]
         except InvalidImage as error:
             raise UnsupportedCheckpoint(
-                f"{name} does not say what one image comes to, which the engine has to know "
+                f"cannot determine the number of tokens of an image: {name} does not process a sample "
                 f"({error.__cause__!r}); {INSTEAD}"
             ) from error
         made = samples[0].inputs
         if missing := sorted(n for n, wanted in self._wanted.items() if wanted and n not in made):
             raise UnsupportedCheckpoint(
-                f"{name} makes no {', '.join(missing)} of one image by itself, which the model's image encoder "
-                f"takes: such processors are not supported; {INSTEAD}"
+                f"{name} returns no {', '.join(missing)} for a single image, which the model's image encoder "
+                f"requires; {INSTEAD}"
             )
         return max(most, *(sample.num_slots for sample in samples))
 

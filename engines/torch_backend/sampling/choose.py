@@ -1,7 +1,7 @@
 """Samples a token per row. Parameters are tensors.
 
-Called by the sampler, and captured in CUDA graphs: with `is_exact`, nothing here reads a number on the host. A row
-depends on its own scores and parameters alone.
+Called by the sampler, and captured in CUDA graphs: with `is_exact`, nothing here waits for the GPU. A row depends on
+its own scores and parameters alone.
 
 Order: temperature; `top_k`, `top_p` (of the tokens that `top_k` keeps) and `min_p` (relative to the best) remove
 tokens; the rest is sampled by Gumbel noise. Ties with the last kept token are kept.
@@ -78,7 +78,7 @@ LEAST_TEMPERATURE = 1e-6
 @dataclass(frozen=True, slots=True)
 class SampleParams:
     keys: Tensor  #: (B,) int64: noise streams
-    top_ks: Tensor  #: (B,) int64; the size of the vocabulary without a limit
+    top_ks: Tensor  #: (B,) int64; without a limit, the size of the vocabulary
     temperatures: Tensor  #: (B,) float32, above 0
     top_ps: Tensor  #: (B,) float32
     min_ps: Tensor  #: (B,) float32
@@ -116,8 +116,8 @@ def sample_random(
 ) -> Tensor:
     """Sample a token per row. Shapes: (B, V); returns (B,).
 
-    `truncated`: whether any row excludes tokens; `is_exact`: sort complete rows instead of checking whether a part
-    is enough.
+    `truncated`: whether any row excludes tokens; `is_exact`: always sort complete rows, which CUDA graphs need,
+    instead of checking whether a part is enough.
     """
     # shift the best to 0 first, so that a tiny temperature cannot overflow a score
     scores = (scores - scores.amax(-1, keepdim=True)) / params.temperatures.unsqueeze(1)

@@ -1,4 +1,4 @@
-"""An image encoder's output as rows, and rows as that output: what a model reads of it is cut and joined row by row."""
+"""Flattens the output of an image encoder into one row per token, and rebuilds the output from such rows."""
 
 from dataclasses import dataclass
 from typing import Any, Self
@@ -15,9 +15,11 @@ class ImageForm:
     """How a model's encoder hands its features over."""
 
     output_class: type[ModelOutput]
-    field: str  #: that has the features
+    field: str  #: the output's field with the features
     is_tensor: bool  #: else a list of tensors, one an image
-    levels_are_tensors: tuple[bool, ...]  #: of features that are added behind later layers
+    levels_are_tensors: tuple[
+        bool, ...
+    ]  #: by level of deepstack features, which are added after later layers
 
     @classmethod
     def of(cls, output: Any) -> Self:

@@ -12,7 +12,7 @@ _CHANGING = ("dynamic", "longrope")
 
 
 def freeze_rope(model: nn.Module, max_model_len: int) -> None:
-    """Use the frequencies of sequences of this length in every module.
+    """Set the RoPE frequencies of every module to those of sequences of this length.
 
     A flat batch has sequences of many lengths, and results must not depend on the others. Raises:
     UnsupportedCheckpoint for modules with another implementation.
@@ -34,7 +34,7 @@ def _freeze(module: Any, kind: str, max_model_len: int, layer: str | None) -> No
     old = getattr(module, f"{prefix}inv_freq", None)
     if not isinstance(old, torch.Tensor):
         raise UnsupportedCheckpoint(
-            f"{type(module).__name__} keeps its {kind} frequencies elsewhere"
+            f"{type(module).__name__} has no inv_freq buffer for its {kind} RoPE"
         )
     more = {} if layer is None else {"layer_type": layer}
     frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](
