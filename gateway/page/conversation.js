@@ -1,6 +1,6 @@
 // What has been said, and the request that it makes. Knows no HTTP and no page.
 
-import { isVideo } from "./images.js";
+import { kindOf } from "./images.js";
 
 /** Questions with their answers; one without an answer (failed, stopped at once) is not told to the model again. */
 export class Conversation {
@@ -61,7 +61,7 @@ export function textOf({ text, results = [] }) {
 function toMessages({ text, images, results }) {
   if (results) return results.map(({ id, content }) => ({ role: "tool", tool_call_id: id, content }));
   const parts = images.map((image) => {
-    const kind = isVideo(image) ? "video_url" : "image_url";
+    const kind = `${kindOf(image)}_url`;
     return { type: kind, [kind]: { url: image.url } };
   });
   return [{ role: "user", content: [...parts, { type: "text", text }] }];
@@ -71,7 +71,7 @@ function toMessages({ text, images, results }) {
 export function toMarkdown(exchanges) {
   const parts = exchanges.flatMap(({ question, answer, calls }) => [
     "## Question",
-    ...question.images.map((image) => `${isVideo(image) ? "" : "!"}[${image.name.replace(/[[\]]/g, "")}](${image.url})`),
+    ...question.images.map((image) => `${kindOf(image) === "image" ? "!" : ""}[${image.name.replace(/[[\]]/g, "")}](${image.url})`),
     textOf(question),
     "## Answer",
     answer,

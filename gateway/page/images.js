@@ -1,4 +1,4 @@
-// Images and videos on their way into a message: reading, shrinking, and the tray that shows what will be sent.
+// Images, videos and audio on their way into a message: reading, shrinking, and the tray that shows what will be sent.
 
 const ACCEPTED = ["image/png", "image/jpeg", "image/webp"];
 const CHAT_SIZE = { maxBytes: 2 * 1024 * 1024, maxSide: 2048 }; // every follow-up sends the image again
@@ -64,31 +64,30 @@ function toDataUrl(blob) {
   });
 }
 
-/** Whether `{url}` is a video. */
-export function isVideo({ url }) {
-  return url.startsWith("data:video/");
+/** What `{url}` is: "image", "video" or "audio". */
+export function kindOf({ url }) {
+  return /^data:(video|audio)\//.exec(url)?.[1] ?? "image";
 }
 
-/** An image as an `<img>`, a video as a `<video>`. */
+/** An image as an `<img>`, a video as a `<video>`, audio as an `<audio>`. */
 export function toImage(image) {
-  const element = document.createElement(isVideo(image) ? "video" : "img");
+  const kind = kindOf(image);
+  const element = document.createElement(kind === "image" ? "img" : kind);
   element.src = image.url;
-  if (isVideo(image)) {
-    element.muted = true;
-    element.ariaLabel = image.name;
-  } else {
-    element.alt = image.name;
-  }
+  if (kind === "image") element.alt = image.name;
+  else element.ariaLabel = image.name;
+  element.muted = kind === "video";
   return element;
 }
 
-/** An image as a button that shows it large. */
+/** An image as a button that shows it large, or its name where there is nothing to see. */
 export function toZoomable(image) {
+  const isAudio = kindOf(image) === "audio";
   const button = document.createElement("button");
   button.type = "button";
-  button.className = "zoomable";
-  button.ariaLabel = `Enlarge ${image.name}`;
-  button.append(toImage(image));
+  button.className = isAudio ? "zoomable heard" : "zoomable";
+  button.ariaLabel = `${isAudio ? "Listen to" : "Enlarge"} ${image.name}`;
+  button.append(isAudio ? `\u266a ${image.name}` : toImage(image));
   button.addEventListener("click", () => zoom(image));
   return button;
 }
@@ -101,7 +100,7 @@ function zoom(image) {
     size.textContent = isFull ? "Fit the window" : "Full size";
   };
   const shown = toImage(image);
-  shown.controls = isVideo(image);
+  shown.controls = kindOf(image) !== "image";
   dialog.querySelector(".frame").replaceChildren(shown);
   dialog.querySelector(".name").textContent = image.name;
   size.onclick = () => showSize(!dialog.classList.contains("full"));
@@ -128,7 +127,7 @@ async function readEntry(entry) {
   }
 }
 
-/** The images of the next message, shown in `list`. `onChange` is called after each change. */
+/** The images, videos and audio of the next message, shown in `list`. `onChange` is called after each change. */
 export class ImageTray {
   constructor(list, onChange) {
     this.images = [];
@@ -138,9 +137,9 @@ export class ImageTray {
 
   /** `maxPixels` is of one image. Returns what was added. */
   async add(blob, name, maxPixels) {
-    const isClip = blob.type.startsWith("video/");
-    const added = isClip
-      ? { name: name || "video", url: await toDataUrl(blob) }
+    const [kind] = blob.type.split("/");
+    const added = kind === "video" || kind === "audio"
+      ? { name: name || kind, url: await toDataUrl(blob) }
       : await readImage(blob, name || "image", { ...CHAT_SIZE, maxPixels });
     this.images.push(added);
     this.show();

@@ -1,29 +1,27 @@
 // What a model takes, said before anything is sent. The gateway holds to it in any case.
 
 import { isAnswered, textOf } from "./conversation.js";
-import { isVideo } from "./images.js";
+import { kindOf } from "./images.js";
+
+const NAMES = { image: ["image", "images"], video: ["video", "videos"], audio: ["audio clip", "audio clips"] };
 
 /** Why `question` after `earlier` exchanges would be refused, in words for people; "" where it would not. */
 export function findProblem(model, earlier, question, system = "") {
   const limits = model?.limits ?? {};
-  const { max_images: maxImages, max_videos: maxVideos, max_text_chars: maxChars } = limits;
+  const { max_text_chars: maxChars } = limits;
   const told = [...earlier.filter(isAnswered).map(({ question: asked }) => asked), question];
   const files = told.flatMap(({ images }) => images);
-  const numVideos = files.filter(isVideo).length;
-  const numImages = files.length - numVideos;
-  if (numVideos && model && !model.input_modalities?.includes("video")) {
-    return `${model.id} takes no videos. Remove them, start a new chat, or choose another model.`;
+  for (const [kind, [one, many]] of Object.entries(NAMES)) {
+    const count = files.filter((file) => kindOf(file) === kind).length;
+    const most = limits[`max_${kind}s`];
+    if (count && model && !model.input_modalities?.includes(kind)) {
+      return `${model.id} takes no ${many}. Remove them, start a new chat, or choose another model.`;
+    }
+    if (count > most) {
+      return `A conversation takes ${most} ${most === 1 ? one : many}; with these it has ${count}. Remove some, or start a new chat.`;
+    }
   }
-  if (numVideos > maxVideos) {
-    return `A conversation takes ${maxVideos} video${maxVideos === 1 ? "" : "s"}; with these it has ${numVideos}. Remove some, or start a new chat.`;
-  }
-  if (numImages && model && !model.supports_images) {
-    return `${model.id} takes no images. Remove them, start a new chat, or choose another model.`;
-  }
-  if (numImages > maxImages) {
-    return `A conversation takes ${maxImages} image${maxImages === 1 ? "" : "s"}; with these it has ${numImages}. Remove some, or start a new chat.`;
-  }
-  const maxBytes = (file) => (isVideo(file) ? limits.max_video_bytes : limits.max_image_bytes);
+  const maxBytes = (file) => limits[`max_${kindOf(file)}_bytes`];
   const large = question.images.find((file) => countBytes(file.url) > maxBytes(file));
   if (large) return `${large.name} is too large: ${formatMb(countBytes(large.url))}, at most ${formatMb(maxBytes(large))} are taken.`;
   const answers = earlier.map(({ answer }) => answer);

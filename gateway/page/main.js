@@ -4,9 +4,10 @@ import { ApiError, countTokens, listModels, streamAnswer } from "./api.js";
 import { addCalls, Conversation } from "./conversation.js";
 import { HistoryView } from "./history.js";
 import { askForKey } from "./key_dialog.js";
-import { filesIn, ImageTray, isVideo } from "./images.js";
+import { filesIn, ImageTray, kindOf } from "./images.js";
 import { SearchView } from "./search.js";
 import { findProblem } from "./limits.js";
+import { Microphone } from "./microphone.js";
 import { describeModel, readSettings, showModels } from "./settings.js";
 import { Turn } from "./turn.js";
 import { followAddress, shownView } from "./views.js";
@@ -22,6 +23,7 @@ const hint = find("#hint");
 const settings = find("#settings");
 const tray = new ImageTray(find("#tray"), showProblem);
 const search = new SearchView(() => refreshModels());
+const microphone = new Microphone(find("#record"), { onFile: (file) => addFiles([file]), onProblem: showHint });
 
 const kept = new HistoryView(find("#history"), { onOpen: showConversation, onRemove: startAnew });
 
@@ -180,7 +182,7 @@ async function addFiles(files) {
   for (const file of files) {
     try {
       const added = await tray.add(file, file.name, chosenModel()?.limits?.max_image_pixels);
-      if (isVideo(added) && !hint.textContent) await showTokens(added);
+      if (kindOf(added) !== "image" && !hint.textContent) await showTokens(added);
     } catch (error) {
       showHint(error.message);
     }
@@ -188,14 +190,14 @@ async function addFiles(files) {
   question.focus();
 }
 
-/** Say how much of the model's context a video takes, or that the model refuses it. */
-async function showTokens({ name, url }) {
+/** Say how much of the model's context a video or audio takes, or that the model refuses it. */
+async function showTokens(added) {
   const { id: model, tasks } = chosenModel() ?? {};
   if (!tasks?.includes("tokenize")) return;
-  const messages = [{ role: "user", content: [{ type: "video_url", video_url: { url } }] }];
+  const messages = new Conversation({ exchanges: [{ question: { text: "", images: [added] } }] }).toMessages();
   const { count, max_model_len: most } = await countTokens({ model, messages });
   const [taken, room] = [count, most].map((number) => number?.toLocaleString("en"));
-  showHint(`${name} takes ${taken}${room ? ` of ${room}` : ""} tokens.`);
+  showHint(`${added.name} takes ${taken}${room ? ` of ${room}` : ""} tokens.`);
 }
 
 async function addSample(blob, name) {
@@ -249,6 +251,7 @@ function showModel() {
   find("#fleet").textContent = describeModel(model);
   find("#fleet").classList.toggle("told", !model?.num_workers); // where there is little room too
   settings.elements.max_tokens.max = model?.limits?.max_output_tokens ?? "";
+  microphone.show(model?.input_modalities?.includes("audio"));
 }
 
 function toggleSettings(isOpen) {

@@ -55,7 +55,8 @@ def start_browser(profile: Path) -> Chrome:
     options.binary_location = binary
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     arguments = ["--headless=new", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
-    arguments += ["--disable-background-networking", f"--user-data-dir={profile}"]
+    arguments += ["--disable-background-networking", "--use-fake-device-for-media-stream"]
+    arguments += ["--use-fake-ui-for-media-stream", f"--user-data-dir={profile}"]
     if os.geteuid() == 0:
         arguments.append("--no-sandbox")
     for argument in arguments:

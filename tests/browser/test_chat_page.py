@@ -126,6 +126,30 @@ def test_a_video_is_sent_and_shown(page: ChatPage):
     page.wait_for(lambda: page.find("#zoom video").get_property("controls"))
 
 
+def test_audio_is_sent_and_heard_again(page: ChatPage):
+    from tests.factories_audio import sound  # noqa: PLC0415 - it skips the test without PyAV
+
+    page.give("drop", base64.b64encode(sound("wav")).decode(), "speech.wav", "audio/wav")
+    said = page.wait_for(lambda: page.find("#hint").text)
+    assert re.fullmatch(r"speech\.wav takes [\d,]+ of [\d,]+ tokens\.", said)
+    page.ask("What is said?")
+    page.wait_for_end()
+    assert "media decode" in page.facts
+    page.find('[aria-label="Listen to speech.wav"]').click()
+    page.wait_for(lambda: page.find("#zoom audio").get_property("controls"))
+
+
+def test_a_recording_of_the_microphone_is_sent(page: ChatPage):
+    page.find("#record").click()
+    page.wait_for(lambda: page.find("#record").get_attribute("aria-pressed") == "true")
+    page.find("#record").click()
+    page.wait_for(lambda: page.find_all('#tray [aria-label="Listen to recording"]'))
+    page.wait_for(lambda: "recording takes" in page.find("#hint").text)
+    page.ask("What is said?")
+    page.wait_for_end()
+    assert "media decode" in page.facts
+
+
 def test_other_formats_are_drawn_anew_and_what_is_no_image_is_said_kindly(page: ChatPage):
     gif = "R0lGODlhAQABAIAAAP8AAP///yH5BAAAAAAALAAAAAABAAEAAAICRAEAOw=="
     page.give("drop", gif, "dot.gif", "image/gif")
@@ -606,7 +630,7 @@ def test_everything_is_reached_by_keyboard_and_named(page: ChatPage):
     assert all(names), names
     assert names.index("Settings") < names.index("Describe the image.") < names.index("Question")
     assert {
-        "Add images or videos",
+        "Add images, videos or audio",
         "Remove Sample: star, circle and square on white",
         "Send",
     } <= set(names)
