@@ -157,7 +157,7 @@ class Services:
         return keys, AuditLog(self._redis, prefix, self._durable, keys.name_of)
 
     def _create_tokens(self) -> "TokenKeys | None":
-        """The stored API keys by tokens too, if there is an issuer. Raises: SettingsError."""
+        """The authentication by OIDC tokens, which name stored keys; None without an issuer. Raises: SettingsError."""
         settings = self.settings.gateway.oidc
         if not settings.issuer:
             return None
@@ -237,7 +237,7 @@ class Services:
             self.runner.look()
 
     async def start(self) -> None:
-        """Start listening to the fleet. Without Redis, it waits in the background."""
+        """Start the background tasks. Without Redis, they keep trying to connect."""
         await asyncio.gather(self.queue.open(), self.blobs.open(), return_exceptions=True)
         self.dispatcher.start()
         self.refunds.start()
@@ -262,7 +262,7 @@ class Services:
         self._refreshing.append(asyncio.create_task(self._start_runner(), name="start batches"))
 
     async def _start_runner(self) -> None:
-        """Run batches once it is known who has a key: without one, a batch fails."""
+        """Run batches after the keys are loaded: a batch of an unknown key would fail."""
         if self.keys is not None:
             await self.keys.is_known.wait()
         if self.runner is not None:

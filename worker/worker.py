@@ -297,7 +297,7 @@ class QueueLoops:
     async def _reclaim_in_turn(self) -> None:
         """Reclaim one by one, so that other workers may try other possible poison requests.
 
-        Without expired leases, one worker looks in half a heartbeat.
+        While no lease has expired, one worker looks for them per half heartbeat.
         """
         heartbeat_s = self._settings.heartbeat_s
         until = time.monotonic() + heartbeat_s
@@ -356,7 +356,7 @@ class QueueLoops:
         await self._cancel_deserted()
 
     def _drop_lost(self, active_requests: Iterable[ActiveRequest]) -> None:
-        """Drop the requests of a shard that is down for longer than a lease; they would keep the seats of others."""
+        """Drop the requests of a shard that has been down for longer than a lease, so that others get their slots."""
         if self._others and time.monotonic() - self._renewed_at > self._settings.lease_s:
             for active in active_requests:
                 self._active_requests.drop(active, "its shard is down")

@@ -49,7 +49,7 @@ class Reply(msgspec.Struct):
 
 _replies = msgspec.json.Decoder(Reply)
 _values = msgspec.json.Decoder(msgspec.Raw)
-#: Nesting margin below the decoder's limit: gateways decode values on a deeper stack.
+#: Levels of nesting left to the gateway, which decodes these values inside a larger message.
 _LEVELS_LEFT = 200
 
 
@@ -82,7 +82,7 @@ def read_variables(number: int) -> Variables:
             return msgspec.json.decode(file.read(), type=Variables)
     except (OSError, msgspec.MsgspecError):
         raise EngineStartError(
-            "VLM_ENGINE__VARIABLES_FD: no open file with variables; leave it to the node"
+            "VLM_ENGINE__VARIABLES_FD is no open file with variables: the node sets it, unset it"
         ) from None
 
 
@@ -109,7 +109,7 @@ class Child:
             shutil.rmtree(self._scratch, ignore_errors=True)
             why = error.strerror
             if error.errno == errno.E2BIG:
-                why = "its variables and secrets are more than the kernel takes (ulimit -s of the node)"
+                why = "its environment variables and secrets are too long for the kernel (see ulimit -s)"
             raise ChildFailed(f"it cannot be started: {why}") from None
         except BaseException:
             shutil.rmtree(self._scratch, ignore_errors=True)
@@ -126,7 +126,7 @@ class Child:
         self.memory_bytes = 0  #: of all its processes, at the last check
 
     def send(self, message: bytes) -> None:
-        """Send a message; `receive` sends what the pipe does not accept now."""
+        """Queue a message for the process; `receive` writes it."""
         self._unsent += message + b"\n"
 
     def receive(self, timeout_s: float) -> list[Reply]:
@@ -156,7 +156,7 @@ class Child:
             if line.count(b"[") + line.count(b"{") > _LEVELS_LEFT:
                 _values.decode(b"[" * _LEVELS_LEFT + bytes(reply.value) + b"]" * _LEVELS_LEFT)
         except RecursionError:
-            return Reply("error", message="what it gives nests too deeply")
+            return Reply("error", message="the output is nested too deeply")
         except msgspec.MsgspecError:
             shown = self._conceal(line.decode(errors="replace"))[:80]
             raise ChildFailed(f"it wrote a line that is not a message: {shown!r}") from None
@@ -182,9 +182,13 @@ class Child:
         self.memory_bytes = num_bytes
         settings = self._settings
         if settings.memory_bytes and num_bytes > settings.memory_bytes:
-            raise ChildFailed(f"it took {num_bytes} of {settings.memory_bytes} bytes of memory")
+            raise ChildFailed(
+                f"it used {num_bytes} bytes of memory; the limit is {settings.memory_bytes}"
+            )
         if num_threads > settings.max_processes + 8:
-            raise ChildFailed(f"it ran {num_threads} of {settings.max_processes} processes")
+            raise ChildFailed(
+                f"it started {num_threads} threads; the limit is {settings.max_processes + 8}"
+            )
 
     def _describe_end(self) -> str:
         try:

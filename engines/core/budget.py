@@ -148,8 +148,8 @@ class PrefillLimit:
     num_tokens: int
     #: Relative increase per further stream.
     growth: float = 0.0
-    #: Extra time of a step beside streams; follows step times. None: not adjusted, because launching a step does
-    #: not compute it.
+    #: Seconds that encoding images may add to a step that also decodes; follows step times. None: not limited, because
+    #: an asynchronous runner returns before the step is computed.
     spare_s: float | None = None
     #: Whether `num_tokens` is not adjusted.
     is_fixed: bool = False

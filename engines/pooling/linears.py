@@ -91,7 +91,7 @@ def quantize_linears(model: nn.Module) -> None:
     """Quantize the linear layers of a model on the CPU to int8. Raises: EngineStartError without a correct kernel."""
     if not cpu_ops("fast").uses("linear_int8", "cpu"):
         raise EngineStartError(
-            "VLM_ENGINE__QUANTIZATION: int8 needs the C++ kernels, which the log says more of; send none"
+            "VLM_ENGINE__QUANTIZATION: int8 requires the C++ kernels, which are not available (see the log): set it to none"
         )
     for owner, name, linear in _pairs(model, _PAIRS_BEFORE):
         if (activation := _BEFORE.get(_name(getattr(owner, name)) or ("", ""))) is not None:
@@ -123,7 +123,7 @@ def _plain_names(model: nn.Module) -> list[str]:
 
 
 def _pairs(model: nn.Module, names: Iterable[tuple[str, str]]) -> Iterator[tuple[Any, str, str]]:
-    """Modules with names of two of their parts, one of which is a layer that is not packed yet."""
+    """Modules that have both layers of a pair, of which one is not quantized yet, with the names of the two."""
     for owner in list(model.modules()):
         for pair in names:
             parts = [getattr(owner, name, None) for name in pair]

@@ -13,7 +13,7 @@ class ResumableCalls(RedisStore):
     async def remember(self, request_id: str, record: bytes, ttl_s: float) -> bool:
         """Store a gateway's record of a request; returns False if one exists.
 
-        Sent once: after a lost reply the request counts as known, and is followed.
+        Not retried: after a lost reply, a retry would find its own record and return False.
         """
         command = ("SET", self._keys.stream(request_id), record, "NX", "PX", to_ms(ttl_s))
         return await self._sender.execute(*command) is not None

@@ -61,7 +61,7 @@ class FamilyModel(nn.Module):
     binds_prompts = False  #: whether attention within prompts is bidirectional
     state_bytes = 0  #: state of sequences outside the KV cache
     state_bytes_per_sequence = 0  #: of one copy of the state
-    num_position_rows = 1  #: R, for models without a `Llama`
+    num_position_rows = 1  #: rows of position ids, of models without a `language_model`
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,9 @@ class FamilyModel(nn.Module):
         return "language_model.model.layers", self.language_model.model.layers
 
     def stored_rows(self, name: str) -> Mapping[str, Tensor | None]:
-        """The rows of transformers' linear layer in each linear layer of this model; None for all, in order.
+        """The linear layers of this model that hold the rows of a linear layer of transformers.
+
+        By name: indices of the rows, or None for all in order.
 
         `name` is relative to the decoder's layers, such as "0.self_attn.q_proj".
         """
@@ -112,10 +114,10 @@ class FamilyModel(nn.Module):
         kept: frozenset[torch.dtype] = frozenset(),
         check_room: Callable[[Collection[str]], None] = lambda kept: None,
     ) -> "FamilyModel":
-        """Have a checkpoint's weights, to compute on that device in that precision; returns what computes them.
+        """Load a checkpoint's weights; returns the model to run.
 
-        Matrices of types in `kept` may stay as they are stored; `check_room` is called before others than
-        those of some names are widened. Raises: UnsupportedCheckpoint for names and shapes that do not fit, and what `check_room` raises.
+        Matrices of types in `kept` may keep their type. `check_room` is called with the names of those before the others
+        are converted to `dtype`. Raises: UnsupportedCheckpoint for names and shapes that do not fit, and what `check_room` raises.
         """
         renamed = rename_weights(weights, family, self.config)
         weights.clear()
@@ -127,10 +129,10 @@ class FamilyModel(nn.Module):
         """Quantize the linear layers that were not loaded in the scheme."""
 
     def allow_int8_head(self) -> None:
-        """Let the head be in int8: the decoder is quantized."""
+        """Allow an int8 head. Called if the decoder is quantized."""
 
     def allow_int8_beside(self) -> None:
-        """Let the linear layers of towers and projectors be in int8: the decoder is quantized."""
+        """Allow int8 in the linear layers of towers and projectors. Called if the decoder is quantized."""
 
     def verify(
         self, runner: Any, how: str, make_example: Callable[[], Prompt | None] | None = None
@@ -257,7 +259,7 @@ def check_config(config: Fields) -> tuple[ModelFamily, Any]:
             except BeyondOurProgram as refusal:
                 if not _fallback().claims(config):
                     raise
-                logger.info("not the program of %s: %s", family.architectures[0], refusal)
+                logger.info("transformers runs this %s: %s", family.architectures[0], refusal)
                 break
     generic = _fallback()
     if generic.claims(config):
@@ -305,8 +307,8 @@ def _check_weights(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> N
             )
         if value.is_floating_point() is not expected[name].is_floating_point():
             raise UnsupportedCheckpoint(
-                f"the weight {name} holds {str(value.dtype).removeprefix('torch.')}, and config.json "
-                "says of no scales"
+                f"the weight {name} is {str(value.dtype).removeprefix('torch.')}, but config.json has no "
+                "quantization_config for it"
             )
 
 

@@ -176,7 +176,7 @@ class VectorStores(Resource):
             if len(cards) == 1:
                 return cards[0]
             names = ", ".join(sorted(card.name for card in cards)) or "none"
-            raise invalid("embedding_model", f"name one of those that make vectors: {names}")
+            raise invalid("embedding_model", f"name an embedding model: {names}")
         try:
             card = await models.find(name, task="embed", tenant=tenant)
         except NotFound as error:
@@ -184,7 +184,7 @@ class VectorStores(Resource):
         if "embed" not in card.tasks:
             offered = ", ".join(card.tasks)
             raise InvalidRequest(
-                f"This model makes no vectors; it offers: {offered}.",
+                f"This model makes no embeddings; it supports: {offered}.",
                 param="embedding_model",
                 code="wrong_task",
             )
@@ -353,7 +353,7 @@ class VectorStores(Resource):
         wanted = body.max_num_results or 10
         ranker = None if options.ranker in (None, *_NO_RANKERS) else options.ranker
         if ranker and not texts:
-            raise invalid("ranking_options.ranker", "a model orders by texts: query with one")
+            raise invalid("ranking_options.ranker", "a ranker needs a query of text")
         query = Query(
             tenant=caller.tenant,
             store=store.id,
@@ -455,7 +455,7 @@ class VectorStores(Resource):
     ) -> list[StoreFile]:
         """Attach files one by one; a failure does not stop the others.
 
-        Raises: ApiError if the fleet or the search process is unavailable or the key has ended, QueueUnavailable.
+        Raises: ApiError if workers or search are unavailable, or the key has expired or is limited; QueueUnavailable.
         """
         files = []
         for request in requests:

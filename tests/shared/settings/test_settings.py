@@ -234,7 +234,9 @@ def test_a_setting_that_became_a_constant_is_refused(monkeypatch, configured):
     with pytest.raises(SettingsError) as error:
         load_settings()
     for name in ("VLM_LIMITS__MAX_CHOICES", "VLM_GATEWAY__KEEP_ALIVE_S"):
-        assert f"{name}: this setting was removed, as its value is fixed now: unset it" in str(error.value)
+        assert f"{name}: this setting was removed, as its value is fixed now: unset it" in str(
+            error.value
+        )
 
 
 def test_settings_cannot_be_changed_after_they_are_made():

@@ -37,7 +37,7 @@ class GenericFamily:
         return GenericModel(config, self._lowers)
 
     def rename(self, name: str, config: GenericConfig) -> str:
-        """Transformers reads the names."""
+        """The name itself: transformers maps names when it loads weights."""
         return name
 
     def processor(self, directory: Path, config: GenericConfig) -> MultimodalProcessor:
