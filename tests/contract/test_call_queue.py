@@ -133,27 +133,24 @@ async def submit(
     *envelopes: Envelope,
     max_waiting: int = 100,
     num_tokens: int = 1,
-    num_answer_tokens: int = 0,
     timeout_s: float = 60.0,
     **limits: int,
 ) -> Envelope:
     """Queue calls, one if none is given, with a reservation where there are limits. Returns the first."""
     envelopes = envelopes or (make_envelope(),)
-    reservation = reserve(envelopes, num_tokens, num_answer_tokens, **limits) if limits else None
+    reservation = reserve(envelopes, num_tokens, **limits) if limits else None
     await opened.queue.submit(Submission(envelopes, timeout_s, max_waiting, reservation))
     return envelopes[0]
 
 
-def reserve(
-    envelopes: tuple[Envelope, ...], num_tokens: int, num_answer_tokens: int, **limits: int
-) -> Reservation:
+def reserve(envelopes: tuple[Envelope, ...], num_tokens: int, **limits: int) -> Reservation:
     first, names = envelopes[0], tuple(each.id for each in envelopes)
     return Reservation(
         first.model,
         first.tenant,
         names,
         num_tokens,
-        num_answer_tokens,
+        0,
         num_tokens,
         Limits(**limits),
     )
@@ -319,6 +316,7 @@ async def test_a_known_id_is_refused_whatever_became_of_it(opened):
 async def test_an_unknown_call_has_no_state(opened):
     assert await opened.queue.state(MODEL, "unknown") is None
     assert await opened.queue.events(MODEL, "unknown") == []
+    assert await opened.queue.listen(MODEL, "unknown", GATEWAY) is None
 
 
 async def test_open_calls_are_listed_newest_first_with_who_runs_them(opened):
@@ -635,13 +633,6 @@ async def test_a_minute_says_how_long_to_wait(opened):
     assert 50 < refused.wait_s <= 60
 
 
-async def test_gateways_that_submit_at_once_admit_as_much_as_one(opened):
-    answers = await asyncio.gather(
-        *(submit(opened, num_tokens=10, max_tokens=40) for _ in range(9)), return_exceptions=True
-    )
-    assert sum(isinstance(answer, QueueRefused) for answer in answers) == 5
-
-
 async def test_scarce_tokens_are_shared(opened):
     async def ask(tenant: str, num_tokens: int) -> None:
         await submit(opened, make_envelope(tenant=tenant), num_tokens=num_tokens, max_tokens=100)
@@ -653,20 +644,6 @@ async def test_scarce_tokens_are_shared(opened):
     with pytest.raises(QueueRefused, match="key_share"):
         await ask("greedy", 10)
     await ask("modest", 40)
-
-
-async def test_what_an_answer_did_not_come_to_is_refunded_once(opened):
-    limits = {"max_tenant_tokens_per_minute": 60}
-    envelope = await submit(opened, num_tokens=90, num_answer_tokens=90, **limits)
-    reservation = reserve((envelope,), 90, 90, **limits)
-    assert await opened.queue.refund(reservation) is False
-    assert (await refusal(opened, **limits)).wait_s > 20
-    worker = await opened.worker("a")
-    await worker.publish([end(await claim_one(worker))])
-    assert await opened.queue.refund(reservation) is True
-    assert await opened.queue.refund(reservation) is True
-    await submit(opened, num_tokens=60, **limits)
-    assert (await refusal(opened, **limits)).reason == "key_tokens"
 
 
 async def test_without_limits_nothing_is_counted(opened):
@@ -705,10 +682,6 @@ async def test_who_listens_gets_what_follows_and_so_does_the_first(opened):
     assert await opened.queue.events(MODEL, envelope.id) == [b'"0+1"', b'"1+1"', b'"end"']
     assert await arrivals(other, 2) == [b'["1+1"]', b'["end"]']
     assert await arrivals(opened.mailbox, 3) == [b'["0+1"]', b'["1+1"]', b'["end"]']
-
-
-async def test_an_unknown_call_cannot_be_listened_to(opened):
-    assert await opened.queue.listen(MODEL, "unknown", GATEWAY) is None
 
 
 async def test_only_what_has_failed_is_forgotten_and_its_id_is_free(opened):

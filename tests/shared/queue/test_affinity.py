@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from shared.queue.api import Affinity, Claim, QueueUnavailable, Submission
+from shared.queue.api import Affinity, Claim, Submission
 from shared.queue.claims import RedisWorkerQueue
 from shared.queue.keys import GROUP
 from tests.factories_queue import MODEL, Ends, make_finished, make_request, publication, seal
@@ -101,29 +101,6 @@ async def test_what_is_shared_is_nobodys_any_more(ends, workers):
     assert await ends.num_open() == 1
 
 
-async def test_what_is_claimed_is_not_shared(ends, workers):
-    await serve(ends, workers[0])
-    await submit(ends, "second")
-    [claim] = await workers[0].read(1, 1.0)
-
-    assert await ends.queue.share(MODEL, ["second"]) == 0
-
-    await end(workers[0], claim)
-    assert await ends.queue.share(MODEL, ["second"]) == 0
-    assert await workers[1].read(1, 0.001) == []
-
-
-async def test_a_cancelled_one_is_gone(ends, workers):
-    await serve(ends, workers[0])
-    await submit(ends, "second")
-
-    await ends.queue.cancel(MODEL, ["second"])
-
-    assert await ends.queue.share(MODEL, ["second"]) == 0
-    assert await workers[0].read(1, 0.001) == []
-    assert await ends.num_open() == 0
-
-
 async def test_nothing_is_put_aside_for_a_worker_that_leaves(ends, workers):
     a, b = workers
     await serve(ends, a)
@@ -193,19 +170,6 @@ async def test_a_worker_that_does_not_come_is_given_no_more_than_its_share(ends,
     assert outcomes == ["home"] * 4 + ["busy"]
 
 
-async def test_a_submit_whose_reply_was_lost_says_again_that_it_was_put_aside(
-    ends, workers, far, proxy
-):
-    await serve(ends, workers[0])
-    proxy.drop_next_reply(after=b"second")
-
-    assert await submit(far, "second") == "home"
-
-    assert proxy.num_lost == 1
-    assert names(await workers[0].read(4, 1.0)) == ["second"]
-    assert await ends.num_open() == 1
-
-
 async def test_what_a_dead_home_has_not_claimed_is_taken_over_without_blame(ends, workers):
     """The gateway that would have shared it is dead too."""
     a, b = workers
@@ -219,20 +183,3 @@ async def test_what_a_dead_home_has_not_claimed_is_taken_over_without_blame(ends
     [claim] = await b.reclaim(1)
 
     assert (claim.id, claim.attempt, claim.failures) == ("second", 1, 0)
-
-
-async def test_a_claim_whose_reply_was_lost_is_found_again_without_blame(ends, far, proxy):
-    worker = far.worker("a", unknown_after_s=0.0)
-    await worker.create_group()
-    await worker.read(1, 0.001)
-    await serve(ends, worker)
-    await submit(ends, "second")
-    proxy.drop_next_reply(after=b"XREAD")
-
-    with pytest.raises(QueueUnavailable):
-        await worker.read(1, 1.0)
-
-    [claim] = await worker.reconcile()
-
-    assert (claim.id, claim.attempt, claim.failures) == ("second", 2, 0)
-    await end(worker, claim)

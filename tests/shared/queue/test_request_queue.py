@@ -57,15 +57,6 @@ async def test_an_unreachable_redis_is_told_in_time(redis_prefix, tmp_path):
     await client.aclose()
 
 
-async def test_scripts_are_sent_again_after_the_server_forgot_them(ends):
-    await ends.enqueue()
-    await ends.redis.script_flush()
-
-    await ends.enqueue()
-
-    assert await ends.num_open() == 2
-
-
 @pytest.mark.parametrize("all_of_them", [False, True])
 async def test_redis_answers_others_while_many_are_cancelled(ends, all_of_them):
     """No script takes them all: others see some of them gone, and the rest wait."""
@@ -222,18 +213,6 @@ async def test_a_request_that_ends_every_worker_is_given_up_and_remembered(ends)
     }
 
 
-async def test_a_claim_whose_reply_was_lost_counts_once(ends, far, proxy):
-    lost, worker = ends.worker("a"), far.worker("b")
-    request = await ends.enqueue()
-    await ends.let_lease_run_out(await ends.claim(lost))
-    proxy.drop_next_reply(after=request.id.encode())
-
-    [claim] = await worker.reclaim(1)
-
-    assert proxy.num_lost == 1
-    assert (claim.attempt, claim.failures) == (2, 1)
-
-
 async def test_a_read_whose_reply_was_lost_is_found_and_nobody_blamed(ends, far, proxy):
     worker = far.worker("a", unknown_after_s=0.001)
     await ends.enqueue()
@@ -355,18 +334,6 @@ async def test_a_consumer_that_holds_entries_is_never_forgotten(ends):
 
     consumers = await ends.redis.xinfo_consumers(ends.keys.queue(MODEL), GROUP)
     assert [consumer["name"] for consumer in consumers] == [b"a"]
-
-
-async def test_a_queue_that_redis_lost_is_made_again(ends):
-    worker = ends.worker("a")
-    await worker.create_group()
-    await ends.redis.delete(ends.keys.queue(MODEL))
-
-    assert await worker.read(1, 0.01) == []
-    request = await ends.enqueue()
-
-    [claim] = await worker.read(1, 1.0)
-    assert call_of(claim) == request
 
 
 async def test_a_lease_is_lost_when_redis_lost_the_request(ends):
