@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -20,16 +21,23 @@ from gateway.services import Services
 from shared.blobs.redis_store import RedisBlobStore
 from shared.protocol import (
     CallEvent,
+    Embed,
     ErrorCode,
     Failed,
     Finished,
     FinishReason,
     ModelCard,
     OutputLogprob,
+    Rerank,
+    Run,
+    Scores,
     StageTimings,
     Started,
+    Tokenize,
+    Tokenized,
     Tokens,
     Usage,
+    Vectors,
 )
 from shared.queue.api import Claim
 from shared.queue.claims import RedisWorkerQueue
@@ -85,6 +93,10 @@ def make_settings(redis_url: str, prefix: str, **changes: dict[str, Any]) -> Set
             "search": make_group(SearchSettings, **changes.get("search", {})),
         }
     )
+
+
+#: What `answer_any` answers.
+TOLD, NUMBERS, TOKEN_IDS = "Hello you", [0.25, 0.5], [5, 8]
 
 
 class Answer:
@@ -178,6 +190,31 @@ async def say_hello(answer: Answer) -> None:
     await answer.say("Hel")
     await answer.say("lo ")
     await answer.finish("you")
+
+
+async def answer_any(answer: Answer) -> None:
+    """A script for every task."""
+    task, name = answer.request.task, (answer.request.id, answer.claim.attempt)
+    data = array("f", NUMBERS).tobytes()
+    if isinstance(task, Embed):
+        await answer.publish(Vectors(*name, len(NUMBERS), data), answer.finished())
+        return
+    if isinstance(task, Rerank):
+        await answer.publish(Scores(*name, data), answer.finished())
+        return
+    if isinstance(task, Tokenize):
+        made = Tokenized(*name, 2, token_ids=tuple(TOKEN_IDS), text=TOLD)
+        await answer.publish(made, answer.finished())
+        return
+    await answer.start()
+    await answer.say(in_words(answer, "Hello "))
+    await answer.finish(in_words(answer, "you"))
+
+
+def in_words(answer: Answer, text: str) -> str:
+    """A piece of text as the task's engine says it: an application says lines of JSON."""
+    is_run = isinstance(answer.request.task, Run)
+    return json.dumps({"item": text}) + "\n" if is_run else text
 
 
 async def think(answer: Answer) -> None:

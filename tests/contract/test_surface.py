@@ -5,7 +5,6 @@ of one file.
 import asyncio
 import json
 import re
-from array import array
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -24,25 +23,23 @@ from gateway.calls.surface import AnswerHead, Frame, NoOptions, Totals
 from gateway.services import Services
 from shared.protocol import (
     CallPiece,
-    Embed,
     ErrorCode,
     FinishReason,
     Function,
-    Rerank,
-    Run,
-    Scores,
-    Tokenize,
-    Tokenized,
-    Vectors,
 )
 from shared.settings.limits import LimitSettings
 from tests.contract.toys.surface import Echo, EchoAnswer
 from tests.factories_gateway import (
     CARD,
     MODEL,
+    NUMBERS,
+    TOKEN_IDS,
+    TOLD,
     Answer,
     RunningGateway,
     ScriptedWorker,
+    answer_any,
+    in_words,
     make_settings,
     run_gateway_on_socket,
     run_worker,
@@ -53,10 +50,7 @@ from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 Json = dict[str, Any]
-TOLD = "Hello you"
 AUDIO = "data:audio/wav;base64,UklGRiQAAABXQVZFZm10IA=="
-NUMBERS = [0.25, 0.5]
-TOKEN_IDS = [5, 8]
 
 
 @dataclass(frozen=True)
@@ -75,6 +69,10 @@ class Calling:
     reason: tuple[str, str]
 
 
+def openai_error(answer: Json) -> tuple[str, str | None]:
+    return answer["error"]["code"], answer["error"]["param"]
+
+
 @dataclass(frozen=True)
 class Dialect:
     """How the suite speaks to one surface.
@@ -86,9 +84,9 @@ class Dialect:
     #: Besides; none of it is required.
     extra: Json = field(default_factory=dict, kw_only=True)
     text_of: Callable[[Json], str]
-    error_of: Callable[[Json], tuple[str, str | None]]
+    error_of: Callable[[Json], tuple[str, str | None]] = openai_error
     #: A field of the body and a value of a wrong type.
-    wrong: tuple[str, Any]
+    wrong: tuple[str, Any] = ("temperature", "warm")
     end: str = ""
     task: str = "generate"
     stream_type: str = "text/event-stream"
@@ -174,10 +172,6 @@ def task_text(answer: Json) -> str:
 def transcript(answer: Json) -> str:
     """Of a whole answer, or of an event."""
     return answer.get("delta", "") if "type" in answer else answer["text"]
-
-
-def openai_error(answer: Json) -> tuple[str, str | None]:
-    return answer["error"]["code"], answer["error"]["param"]
 
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -318,29 +312,23 @@ DIALECTS = {
     "/v1/chat/completions": Dialect(
         body={"messages": [{"role": "user", "content": "hello"}]},
         text_of=chat_text,
-        error_of=openai_error,
-        wrong=("temperature", "warm"),
         end="[DONE]",
         calling=CHAT_CALLING,
     ),
     "/v1/completions": Dialect(
         body={"prompt": "hello"},
         text_of=completion_text,
-        error_of=openai_error,
-        wrong=("temperature", "warm"),
         end="[DONE]",
     ),
     "/tokenize": Dialect(
         body={"prompt": "hello"},
         text_of=tokenized,
-        error_of=openai_error,
         wrong=("prompt", 5),
         task="tokenize",
     ),
     "/detokenize": Dialect(
         body={"tokens": TOKEN_IDS},
         text_of=lambda answer: answer["prompt"],
-        error_of=openai_error,
         wrong=("tokens", "you"),
         task="tokenize",
     ),
@@ -348,22 +336,18 @@ DIALECTS = {
         body={"input": "hello"},
         text_of=response_text,
         error_of=response_error,
-        wrong=("temperature", "warm"),
         end="[DONE]",
         calling=RESPONSE_CALLING,
     ),
     "/v1/responses/input_tokens": Dialect(
         body={"input": "hello"},
         text_of=counted,
-        error_of=openai_error,
         wrong=("input", 5),
         task="tokenize",
     ),
     "/v1/messages": Dialect(
         body={"messages": [{"role": "user", "content": "hello"}], "max_tokens": 9},
         text_of=message_text,
-        error_of=openai_error,
-        wrong=("temperature", "warm"),
         end='{"type":"message_stop"}',
         other={"metadata": {"user_id": "somebody else"}},
         calling=MESSAGE_CALLING,
@@ -372,7 +356,6 @@ DIALECTS = {
     "/v1/messages/count_tokens": Dialect(
         body={"messages": [{"role": "user", "content": "hello"}]},
         text_of=counted,
-        error_of=openai_error,
         wrong=("messages", 5),
         task="tokenize",
         other={"system": "another"},
@@ -414,28 +397,24 @@ DIALECTS = {
     "/v1/embeddings": Dialect(
         body={"input": "hello"},
         text_of=embedded,
-        error_of=openai_error,
         wrong=("input", 5),
         task="embed",
     ),
     "/v1/rerank": Dialect(
         body={"query": "hello", "documents": ["you", "me"]},
         text_of=reranked,
-        error_of=openai_error,
         wrong=("documents", "you"),
         task="rerank",
     ),
     "/v1/score": Dialect(
         body={"text_1": "hello", "text_2": ["you", "me"]},
         text_of=scored,
-        error_of=openai_error,
         wrong=("text_2", 5),
         task="rerank",
     ),
     "/v1/applications/{name}/run": Dialect(
         body={"input": "hello"},
         text_of=task_text,
-        error_of=openai_error,
         wrong=("stream", "at once"),
         end="[DONE]",
         task="run",
@@ -444,15 +423,11 @@ DIALECTS = {
     "/v1/audio/transcriptions": Dialect(
         body={"file": AUDIO},
         text_of=transcript,
-        error_of=openai_error,
-        wrong=("temperature", "warm"),
         end='"transcript.text.done"',
     ),
     "/v1/audio/translations": Dialect(
         body={"file": AUDIO},
         text_of=transcript,
-        error_of=openai_error,
-        wrong=("temperature", "warm"),
     ),
     "/v1/echo": Dialect(
         body={"prompt": "hello"},
@@ -563,7 +538,7 @@ async def fleets(redis_server):
 @pytest_asyncio.fixture(loop_scope="module")
 async def fleet(fleets, changes, can_call):
     fleet = await fleets(changes, can_call)
-    fleet.worker.script = say_hello
+    fleet.worker.script = answer_any
     yield fleet
     await fleet.worker.rest()
 
@@ -582,30 +557,6 @@ def path(request) -> str:
 def speaker(fleet, path) -> Speaker:
     gateway = fleet.gateway
     return Speaker(gateway.client, gateway.services, path, DIALECTS[path])
-
-
-async def say_hello(answer: Answer) -> None:
-    task, name = answer.request.task, (answer.request.id, answer.claim.attempt)
-    data = array("f", NUMBERS).tobytes()
-    if isinstance(task, Embed):
-        await answer.publish(Vectors(*name, len(NUMBERS), data), answer.finished())
-        return
-    if isinstance(task, Rerank):
-        await answer.publish(Scores(*name, data), answer.finished())
-        return
-    if isinstance(task, Tokenize):
-        made = Tokenized(*name, 2, token_ids=tuple(TOKEN_IDS), text=TOLD)
-        await answer.publish(made, answer.finished())
-        return
-    await answer.start()
-    await answer.say(in_words(answer, "Hello "))
-    await answer.finish(in_words(answer, "you"))
-
-
-def in_words(answer: Answer, text: str) -> str:
-    """A piece of text as the task's engine says it: an application says lines of JSON."""
-    is_run = isinstance(answer.request.task, Run)
-    return json.dumps({"item": text}) + "\n" if is_run else text
 
 
 async def talk_on(answer: Answer) -> None:
@@ -739,7 +690,7 @@ async def test_a_surface_need_not_check_whether_the_model_takes_images(
 ):
     card = replace(CARD, name="blind", supports_images=False)
     async with run_worker(redis_server, fleet.prefix, card) as blind:
-        blind.script = say_hello
+        blind.script = answer_any
         await speaker.services.models.refresh()
         assert (await speaker.ask(model="blind")).status_code == 200
         response = await speaker.ask(model="blind", images=[data_url()])
@@ -780,6 +731,7 @@ async def test_a_stream_says_the_same(speaker):
     streamed = await speaker.ask(stream=True)
     assert streamed.status_code == 200
     assert streamed.headers["content-type"].startswith(speaker.dialect.stream_type)
+    assert streamed.headers["cache-control"] == "no-cache"
     assert speaker.text_of_stream(streamed.text) == TOLD
     assert len(streamed.headers.get_list("x-request-id")) == 1
     assert streamed.headers["server-timing"].startswith("ingest;dur=")
@@ -871,7 +823,7 @@ async def test_a_waiting_stream_is_kept_alive(speaker, worker, changes):
 
     async def script(answer: Answer) -> None:
         await go_on.wait()
-        await say_hello(answer)
+        await answer_any(answer)
 
     worker.script = script
     text = ""
@@ -1020,7 +972,7 @@ async def test_a_resumable_stream_of_lines_holds_nothing_else(redis_server, redi
         run_worker(redis_server, redis_prefix, CARD) as worker,
         run_gateway_on_socket(settings, surfaces=[EchoLines]) as gateway,
     ):
-        worker.script = say_hello
+        worker.script = answer_any
         body = {"model": MODEL, "prompt": "hello", "stream": True}
         first = await gateway.client.post(EchoLines.path, json=body, headers=headers)
         again = await gateway.client.get(

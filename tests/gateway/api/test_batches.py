@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import json
 import threading
-from array import array
 from collections import Counter
 
 import httpx
@@ -18,9 +17,11 @@ from gateway.batches.lines import LineResult, check_lines
 from gateway.batches.records import Batches
 from gateway.batches.runner import BatchRunner, LineAnswer
 from shared.packages.store import FileStore
-from shared.protocol import Embed, ErrorCode, Priority, Vectors
+from shared.protocol import ErrorCode, Priority
 from tests.factories_gateway import (
     CARD,
+    CHAT,
+    answer_any,
     make_settings,
     openai_client,
     run_gateway_on_socket,
@@ -30,7 +31,6 @@ from tests.factories_gateway import (
 from tests.waiting import until
 
 KEYS = ["key-one", "key-two"]
-CHAT = "/v1/chat/completions"
 
 
 @pytest.fixture
@@ -98,17 +98,6 @@ async def read(client, file_id):
     found = {line["custom_id"]: line for line in lines}
     assert len(found) == len(lines)
     return found
-
-
-async def answer_any(answer):
-    task = answer.request.task
-    if not isinstance(task, Embed):
-        await say_hello(answer)
-        return
-    await answer.start()
-    data = array("f", [0.6, 0.8]).tobytes()
-    await answer.publish(Vectors(answer.request.id, answer.claim.attempt, 1, data))
-    await answer.finish()
 
 
 @pytest.mark.parametrize("endpoint", [CHAT, "/v1/completions", "/v1/responses", "/v1/embeddings"])

@@ -6,10 +6,9 @@ import anthropic
 import pytest
 
 from shared.protocol import ErrorCode, Finished, FinishReason, Usage
-from tests.factories_gateway import CARD, MODEL, Answer, think
+from tests.factories_gateway import CARD, HELLO, MODEL, Answer, think
 from tests.factories_images import data_url
 
-HELLO = [{"role": "user", "content": "hello"}]
 PNG = data_url().partition(",")[2]
 JPEG = data_url(format="JPEG").partition(",")[2]
 

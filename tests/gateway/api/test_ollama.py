@@ -3,11 +3,10 @@
 import json
 
 from shared.protocol import FinishReason, ImagePart, StageTimings, TextPart
-from tests.factories_gateway import CARD, MODEL, Answer, think
+from tests.factories_gateway import CARD, HELLO, MODEL, Answer, think
 from tests.factories_images import data_url
 
 PNG = data_url().partition(",")[2]
-HELLO = [{"role": "user", "content": "hello"}]
 
 
 def lines_of(text: str) -> list[dict]:

@@ -3,13 +3,12 @@
 import pytest
 
 from gateway.api import SURFACES
-from gateway.api.chat.schemas import IGNORED_FIELDS, ChatCompletionRequest
+from gateway.api.chat.schemas import ChatCompletionRequest
 from gateway.api.fields import UNSUPPORTED
 from gateway.api.openapi import schemas_of
 from shared.settings.limits import LimitSettings
+from tests.factories_gateway import CHAT
 from tests.factories_settings import make_group
-
-CHAT = "/v1/chat/completions"
 
 
 @pytest.fixture
@@ -101,28 +100,3 @@ async def test_every_limit_of_a_request_is_in_the_document(document, changes):
     text += str(document["paths"][CHAT]["post"])
     for name, value in limits:
         assert name.startswith(of_the_gateway) or f"{value:g}" in text or str(value) in text, name
-
-
-async def test_fields_of_messages_and_parts_that_change_nothing_are_listed():
-    message, part = "messages[].", "messages[].content[]."
-    assert {name for name in IGNORED_FIELDS if name.startswith(message)} == {
-        message + "name", message + "annotations", message + "refusal",
-        part + "cache_control", part + "prompt_cache_breakpoint", part + "image_url.detail",
-    }  # fmt: skip
-
-
-async def test_each_field_is_either_used_or_ignored_or_refused():
-    fields = set(ChatCompletionRequest.__struct_fields__)
-    ignored = {name for name in IGNORED_FIELDS if "." not in name}
-    used = fields - ignored
-    assert used == {
-        "model", "messages", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k",
-        "min_p", "seed", "stop", "n", "presence_penalty", "frequency_penalty", "repetition_penalty",
-        "logit_bias", "logprobs", "top_logprobs", "prompt_logprobs", "stream", "stream_options", "user",
-        "service_tier", "stop_token_ids", "include_stop_str_in_output", "allowed_token_ids",
-        "repeat_penalty", "penalty", "thinking", "mm_processor_kwargs", "media_io_kwargs",
-        "timings", "ignore_eos", "min_tokens", "reasoning_effort", "include_reasoning",
-        "enable_thinking", "chat_template_kwargs", "skip_special_tokens", "return_token_ids",
-        "continue_final_message", "add_generation_prompt", "response_format", "structured_outputs",
-        "tools", "tool_choice", "parallel_tool_calls",
-    }  # fmt: skip

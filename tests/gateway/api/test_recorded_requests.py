@@ -7,10 +7,8 @@ import pytest
 from msgspec.structs import replace
 
 from shared.protocol import TextPart, ToolCall
-from tests.factories_gateway import CARD, MODEL
+from tests.factories_gateway import CARD, HELLO, MODEL
 from tests.factories_images import data_url
-
-HELLO = [{"role": "user", "content": "hello"}]
 
 
 async def post(gateway, path, **body):

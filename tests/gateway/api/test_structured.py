@@ -15,7 +15,7 @@ from gateway.api.structured import (
 from gateway.http.errors import InvalidRequest
 from shared.protocol import Grammar, SamplingParams
 from shared.settings.limits import LimitSettings
-from tests.factories_gateway import CARD, CHAT, MODEL, make_body
+from tests.factories_gateway import CARD, CHAT, HELLO, MODEL, make_body
 from tests.factories_settings import make_group
 
 LIMITS = LimitSettings()
@@ -164,7 +164,6 @@ async def test_a_form_reaches_the_worker_with_every_choice(gateway, worker):
 
 
 KINDS = {"type": "object", "properties": {"kind": {"type": "string"}}, "required": ["kind"]}
-HELLO = [{"role": "user", "content": "hello"}]
 FORMAT = {"type": "json_schema", "schema": KINDS}
 
 

@@ -13,6 +13,7 @@ from gateway.api.vector_stores import cut_chunks
 from gateway.search import Outage
 from tests.factories_gateway import make_settings, run_gateway_on_socket
 from tests.factories_images import data_url
+from tests.factories_keys import code
 from tests.factories_numbers import load, run_fleet, score_of, vector_of
 from tests.factories_queue import MODEL
 from tests.factories_search import make_vectors, serve_search
@@ -61,11 +62,6 @@ async def put(gateway, store, items, **options):
 async def find(gateway, store, query, **options):
     body = {"query": query, **options}
     return await gateway.client.post(f"{STORES}/{store}/search", json=body)
-
-
-def error_of(response):
-    error = response.json()["error"]
-    return response.status_code, error["code"], error["param"]
 
 
 # What is answered
@@ -315,11 +311,11 @@ BAD_ITEMS = [
 async def test_a_bad_item_is_named_and_nothing_is_stored(gateway, store):
     for items, expected in BAD_ITEMS:
         response = await put(gateway, store, items)
-        assert error_of(response) == expected, response.text
+        assert code(response) == expected, response.text
         assert len(response.content) < 1000
     fine = {"id": "fine", "text": "fine"}
     response = await put(gateway, store, [fine, {"id": "a", "embedding": [0.0] * 64}])
-    assert error_of(response) == (400, "invalid_value", "items.[1].embedding")
+    assert code(response) == (400, "invalid_value", "items.[1].embedding")
     assert (await gateway.client.get(f"{STORES}/{store}")).json()["num_items"] == 0
 
 
@@ -330,11 +326,11 @@ async def test_vectors_that_are_no_numbers_are_refused(gateway, store):
             (await put(gateway, store, [{"id": "a", "embedding": encoded}]), "items.[0].embedding"),
             (await find(gateway, store, {"embedding": encoded}), "query.embedding"),
         ):
-            assert error_of(answer) == (400, "invalid_value", param)
+            assert code(answer) == (400, "invalid_value", param)
     body = b'{"items": [{"id": "a", "embedding": [NaN]}]}'
     headers = {"content-type": "application/json"}
     answer = await gateway.client.put(f"{STORES}/{store}/items", content=body, headers=headers)
-    assert error_of(answer) == (400, "invalid_json", None)
+    assert code(answer) == (400, "invalid_json", None)
 
 
 DEEP = {"type": "eq", "key": "k", "value": "v"}
@@ -426,7 +422,7 @@ async def test_another_tenants_ids_do_not_exist(gateway, client, store):
     attach = {"file_id": file.id}
     url = f"{STORES}/{theirs}/files"
     response = await gateway.client.post(url, json=attach, headers=AS_TWO)
-    assert error_of(response) == (404, "not_found", "file_id")
+    assert code(response) == (404, "not_found", "file_id")
     listed = (await gateway.client.get(STORES, headers=AS_TWO)).json()["data"]
     assert [entry["id"] for entry in listed] == [theirs]
     assert (await gateway.client.get("/v1/files", headers=AS_TWO)).json()["data"] == []
@@ -450,12 +446,12 @@ BAD_STORES = [
 
 async def test_a_bad_store_is_named(gateway):
     for body, expected in BAD_STORES:
-        assert error_of(await gateway.client.post(STORES, json=body)) == expected
+        assert code(await gateway.client.post(STORES, json=body)) == expected
 
 
 async def test_a_store_is_not_renamed_by_control_characters(gateway, store):
     answer = await gateway.client.post(f"{STORES}/{store}", json={"metadata": {"a": "\0"}})
-    assert error_of(answer) == (400, "invalid_value", "metadata")
+    assert code(answer) == (400, "invalid_value", "metadata")
 
 
 FORM = b'--b\r\ncontent-disposition: form-data; name="file"; %b\r\n\r\nx\r\n--b--'
@@ -488,7 +484,7 @@ BAD_UPLOADS = [
 
 async def test_a_bad_upload_is_named(gateway):
     for form, expected in BAD_UPLOADS:
-        assert error_of(await gateway.client.post("/v1/files", **form)) == expected
+        assert code(await gateway.client.post("/v1/files", **form)) == expected
     form = {"files": {"file": ("a" * 256, b"x")}, "data": {"purpose": "assistants"}}
     assert (await gateway.client.post("/v1/files", **form)).status_code == 200
 
@@ -529,7 +525,7 @@ async def test_an_item_may_have_any_id_that_is_no_chunks(client, gateway, store)
     answer = await put(
         gateway, store, [{"id": "a", "text": "x"}, {"id": f"{file.id}:0", "text": "x"}]
     )
-    assert error_of(answer) == (400, "invalid_value", "items.[1].id")
+    assert code(answer) == (400, "invalid_value", "items.[1].id")
     assert (await gateway.client.get(f"{STORES}/{store}")).json()["num_items"] == len(ids)
 
 
@@ -562,7 +558,7 @@ async def test_a_key_keeps_so_many_bytes_of_all_fields(gateway, client, store):
         {"image": "https://a/".ljust(2048, "a")},
     ):
         items = [{"id": str(n), "embedding": vector, **field} for n in range(20)]
-        assert error_of(await put(gateway, store, items)) == (413, "store_full", None), field
+        assert code(await put(gateway, store, items)) == (413, "store_full", None), field
     with pytest.raises(openai.APIStatusError, match="40000 bytes"):
         await client.files.create(file=("a.txt", b"x" * 40_001), purpose="assistants")
     assert (await put(gateway, store, [{"id": "a", "text": "x"}])).status_code == 200
@@ -571,12 +567,12 @@ async def test_a_key_keeps_so_many_bytes_of_all_fields(gateway, client, store):
 
 @pytest.mark.parametrize("limits", [{"max_stores": 1, "max_files": 1, "max_store_items": 2}])
 async def test_a_key_keeps_so_much(gateway, client, store):
-    assert error_of(await gateway.client.post(STORES, json={})) == (413, "store_full", None)
+    assert code(await gateway.client.post(STORES, json={})) == (413, "store_full", None)
     assert (await gateway.client.post(STORES, json={}, headers=AS_TWO)).status_code == 200
     items = [{"id": str(n), "embedding": [1.0] * 64} for n in range(3)]
     assert (await put(gateway, store, items[:2])).status_code == 200
     assert (await put(gateway, store, items[1:2])).status_code == 200
-    assert error_of(await put(gateway, store, items[2:])) == (413, "store_full", None)
+    assert code(await put(gateway, store, items[2:])) == (413, "store_full", None)
     await client.files.create(file=("a.txt", b"x"), purpose="assistants")
     with pytest.raises(openai.APIStatusError, match="This key has 1 files"):
         await client.files.create(file=("a.txt", b"x"), purpose="assistants")
@@ -585,7 +581,7 @@ async def test_a_key_keeps_so_much(gateway, client, store):
 async def test_without_a_search_process_a_sentence_says_what_to_do(ends, redis_server):
     async with run_fleet(ends, redis_server) as (gateway, _):
         response = await gateway.client.post(STORES, json={})
-        assert error_of(response)[:2] == (404, "search_not_served")
+        assert code(response)[:2] == (404, "search_not_served")
         assert "VLM_SEARCH__URL" in response.text
 
 
@@ -593,7 +589,7 @@ async def test_a_search_process_that_is_away_is_a_503(ends, redis_server, tmp_pa
     changes = {"search": {"url": f"unix://{tmp_path}/nobody"}}
     async with run_fleet(ends, redis_server, **changes) as (gateway, _):
         response = await gateway.client.get(STORES)
-        assert error_of(response)[:2] == (503, "service_unavailable")
+        assert code(response)[:2] == (503, "service_unavailable")
         assert response.headers["retry-after"] == "5"  # a start takes that long
 
 

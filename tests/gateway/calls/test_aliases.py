@@ -1,20 +1,16 @@
 """Aliases: a model under another name on every API, and defaults of sampling fields by model."""
 
-import json
-from array import array
-
 import pytest
 from msgspec.structs import replace
 
-from shared.protocol import Embed, Rerank, Run, Scores, Vectors
 from tests.factories_gateway import (
     CARD,
     MODEL,
     TEXT_BODIES,
+    answer_any,
     make_body,
     make_settings,
     run_gateway_on_socket,
-    say_hello,
 )
 from tests.factories_keys import bearer
 from tests.gateway.api.test_batches import begin, read, to_line, until_ended
@@ -34,20 +30,6 @@ def changes(tmp_path):
     return {
         "gateway": {"aliases": {ALIAS: MODEL, "lost": "nowhere"}, "files": f"file://{tmp_path}"}
     }
-
-
-async def answer_any(answer):
-    task, event = answer.request.task, (answer.request.id, answer.claim.attempt)
-    if isinstance(task, Run):
-        await answer.finish(json.dumps({"output": 1}) + "\n")
-    elif isinstance(task, Embed):
-        await answer.publish(Vectors(*event, 1, array("f", [0.6, 0.8]).tobytes()))
-        await answer.finish()
-    elif isinstance(task, Rerank):
-        await answer.publish(Scores(*event, array("f", [0.5]).tobytes()))
-        await answer.finish()
-    else:
-        await say_hello(answer)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,6 @@ from shared.telemetry.metrics import GatewayMetrics
 from tests.factories_gateway import (
     MODEL,
     Answer,
-    make_body,
     make_settings,
     run_gateway_on_socket,
     say_hello,
@@ -261,16 +260,6 @@ async def test_a_request_that_redis_lost_is_queued_again_once_redis_is_back(gate
     async with asyncio.timeout(10):  # of the 30 s after which silent requests are looked up
         response = await gateway.chat()
     assert response.json()["choices"][0]["message"]["content"] == "found"
-
-
-@pytest.mark.parametrize("changes", [{"gateway": {"request_timeout_s": 0.3}}])
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_request_ends_at_its_deadline(gateway, worker, changes, stream):
-    worker.script = lambda answer: asyncio.sleep(0)
-    response = await gateway.chat(make_body(stream=stream))
-    assert response.status_code == 504
-    assert response.json()["error"]["code"] == "deadline_exceeded"
-    assert response.headers["x-should-retry"] == "false"
 
 
 async def test_unwanted_events_are_counted(gateway, worker, redis, mailbox_key):

@@ -13,9 +13,8 @@ from msgspec.structs import replace
 from gateway.calls import hooks
 from shared.protocol import Embed, OutputLogprob, TokenLogprob
 from shared.settings import SettingsError
-from tests.factories_gateway import CARD, CHAT, MODEL, TEXT_BODIES, make_body
+from tests.factories_gateway import CARD, CHAT, MODEL, TEXT_BODIES, answer_any, make_body
 from tests.factories_images import data_url, image_part
-from tests.gateway.calls.test_aliases import answer_any
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "hooks"
 MESSAGES = [{"role": "user", "content": "write to ann@example.com"}]

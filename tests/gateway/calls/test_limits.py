@@ -196,21 +196,6 @@ async def test_a_body_is_refused_at_the_first_piece_that_is_too_much(pieces):
     assert raised.value.status == 413
 
 
-async def test_a_body_of_more_values_than_any_text_needs_is_refused_while_it_comes():
-    limits = LimitSettings(max_text_chars=10)
-    body = b"," * limits.max_commas
-    assert await read([body[:9], body[9:]], limits) == body
-    with pytest.raises(InvalidRequest, match=f"at most {limits.max_commas} commas") as raised:
-        await read([body, b",", b"not read"], limits)
-    assert (raised.value.status, raised.value.code) == (413, "request_too_large")
-
-
-async def test_a_body_that_says_it_is_too_long_is_not_read():
-    limits = LimitSettings.model_construct(max_body_bytes=9)
-    with pytest.raises(InvalidRequest, match="at most 9 bytes"):
-        await read([], limits, {**JSON, b"content-length": b"10"})
-
-
 @settings(deadline=None, max_examples=50)
 @given(st.integers(2, 500), st.integers(2, 500))
 def test_images_at_the_limits_of_their_size_pass(width, height):

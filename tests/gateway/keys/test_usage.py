@@ -366,12 +366,6 @@ async def test_a_bad_query_names_its_field(team: Team, query: str, param: str):
     assert "end " in answer.json()["error"]["message"]  # what to send
 
 
-@pytest.mark.parametrize("budget", [0, -1, "5"])
-async def test_bad_budgets_name_their_field(team: Team, budget: Any):
-    answer = await team.admin("POST", name="alice", budget=budget)
-    assert code(answer)[::2] == (400, "budget")
-
-
 async def test_a_budget_needs_prices(redis_server, redis_prefix, store):
     async with run_team(redis_server, redis_prefix, store, 1) as team:
         answer = await team.admin("POST", name="alice", budget=5)
@@ -380,8 +374,3 @@ async def test_a_budget_needs_prices(redis_server, redis_prefix, store):
         await team.status("of-the-settings")
         [row] = await rows(team, key="of-the-settings")
         assert (row["requests"], row["cost"]) == (1, None)
-
-
-async def test_nobody_without_a_key_sees_usage(team: Team):
-    answer = await team.gateways[0].client.get("/v1/usage")
-    assert answer.status_code == 401
