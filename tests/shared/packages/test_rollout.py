@@ -330,26 +330,6 @@ def test_an_idle_old_version_stays_while_the_new_one_starts(world: World):
     assert world.num_ready(A) == 0
 
 
-def test_instances_spread_over_the_nodes_that_have_room():
-    world = World(rooms={name: Resources(1) for name in ("x", "y", "z")})
-    world.deploy(A, Spec(min_instances=2))
-    world.run(15)
-    assert len({slot.node for slot in world.app.of(A, "ready")}) == 2
-
-
-def test_the_slots_of_a_lost_node_go_to_others(world: World):
-    world.rooms["two"] = Resources(8)
-    [slot] = world.app.of(A)
-    del world.rooms["one"]
-    world.running.clear()
-    world.run(5)
-    [moved] = world.app.of(A)
-    assert (moved.node, moved.state) == ("two", "ready")
-    assert moved.id != slot.id
-    assert world.app.active is not None
-    assert world.app.active.num_failed == 0  # it is not its fault
-
-
 def test_a_forgotten_deployment_is_restored_and_keeps_its_instances(world: World):
     world.deploy(B, replace(SPEC, canary=0.2))
     world.run(10)
@@ -587,15 +567,6 @@ def test_what_a_record_calls_a_secret_and_may_be_its_value_is_not_shown(world: W
     shown = [world.app.message, *(event.text for event in world.app.events)]
     assert any("no node has" in text for text in shown)
     assert not any(value in text for text in shown)
-
-
-def test_a_slot_goes_to_the_node_that_has_its_secret(world: World):
-    world.deploy(B, environment=Environment(secrets={"X": "token"}))
-    world.step()
-    [node] = world.nodes().values()
-    assert not rollout.find_claimable(world.app, node, Resources(8), world.now)
-    node = replace(node, secrets=("token",))
-    assert rollout.find_claimable(world.app, node, Resources(8), world.now)
 
 
 def test_weights_that_no_node_has_memory_for_are_placed_on_none(world: World):
