@@ -3,7 +3,6 @@
 import asyncio
 import math
 import threading
-import time
 
 import pytest
 
@@ -14,9 +13,7 @@ from tests.factories_worker import StoppableEngine, load_mock
 from tests.waiting import until
 from worker.active_requests import ActiveRequests
 from worker.engine_thread import (
-    EXIT_WEDGED,
     Added,
-    EngineBroken,
     EngineEvent,
     EngineThread,
     Rejected,
@@ -137,16 +134,6 @@ async def test_an_aborted_request_emits_no_more(bridge):
     )
 
 
-async def test_an_engine_that_raises_is_broken(bridge):
-    thread, _, engine = bridge
-    engine.error = RuntimeError("device lost")
-    thread.add(make_engine_request())
-
-    with pytest.raises(EngineBroken, match="device lost"):
-        await asyncio.wait_for(thread.wait_until_broken(), 5)
-    assert thread.step_started_at is None
-
-
 async def test_an_engine_that_cannot_be_made_is_told():
     def fail():
         raise FileNotFoundError("no such model")
@@ -155,22 +142,6 @@ async def test_an_engine_that_cannot_be_made_is_told():
     with pytest.raises(FileNotFoundError):
         await thread.start()
     await thread.close()
-
-
-def test_a_hung_step_ends_the_process(capfd: pytest.CaptureFixture[str]):
-    codes: list[int] = []
-    ended = threading.Event()
-
-    def end(code: int) -> None:
-        codes.append(code)
-        ended.set()
-
-    started_at = time.monotonic()
-    dog = Watchdog(0.02, lambda: started_at, end)
-    dog.start()
-
-    assert ended.wait(5)
-    assert codes == [EXIT_WEDGED]
 
 
 def test_an_idle_engine_is_left_alone():
