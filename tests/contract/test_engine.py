@@ -64,7 +64,7 @@ from tests.factories_gateway import (
     make_settings,
     run_gateway_on_socket,
 )
-from tests.factories_images import data_url, encoded
+from tests.factories_images import encoded
 from tests.factories_queue import MODEL, Ends, make_request
 from tests.factories_worker import Answers, StoppableEngine, run_worker, text
 from tests.waiting import until
@@ -102,7 +102,6 @@ SKIPPED = {
     "llama-server": (
         *SCORES,
         "test_images_count",
-        "test_an_image_reaches_the_engine",
         "test_only_allowed_tokens_are_sampled",
     ),
 }
@@ -744,23 +743,6 @@ async def test_a_prompt_of_token_ids_is_scored_as_lm_eval_asks(
         assert less["token_logprobs"][1:] == pytest.approx(more["token_logprobs"][1:-1], abs=1e-4)
 
 
-async def test_an_image_reaches_the_engine(generating: Case, ends: Ends, redis_server):
-    if not generating.started.card.supports_images:
-        generating.skip("it takes no images")
-    texts = []
-    async with served(generating, ends, redis_server) as (gateway, _):
-        for seed in (0, 9, 0):
-            url = data_url(seed, size=(64 + seed, 48))
-            parts = [
-                {"type": "image_url", "image_url": {"url": url}},
-                {"type": "text", "text": "?"},
-            ]
-            response = await gateway.chat(ask(messages=[{"role": "user", "content": parts}]))
-            assert response.status_code == 200, response.text
-            texts.append(response.json()["choices"][0]["message"]["content"])
-    assert texts[0] == texts[2] != texts[1]
-
-
 async def test_a_client_that_leaves_frees_the_engine(case: Case, ends: Ends, redis_server):
     async with served(case, ends, redis_server) as (gateway, running):
         running.engine.gate.clear()
@@ -785,18 +767,6 @@ async def test_a_deadline_ends_the_request_in_the_engine_too(
         await until(lambda: not running.engine.has_work())
         again = (await answers.end(await ends.enqueue(case.request())))[-1]
     assert isinstance(again, Finished)
-
-
-async def test_a_prompt_that_is_too_long_fails_alone(
-    generating: Case, ends: Ends, answers: Answers
-):
-    async with run_worker(ends, load=generating.load):
-        long = await ends.enqueue(make_request("word " * 50_000))
-        failed = (await answers.end(long))[-1]
-        finished = (await answers.end(await ends.enqueue(make_request())))[-1]
-    assert isinstance(failed, Failed)
-    assert failed.code in (ErrorCode.CONTEXT_LENGTH_EXCEEDED, ErrorCode.INVALID_REQUEST)
-    assert isinstance(finished, Finished)
 
 
 async def test_when_its_worker_is_lost_an_answer_is_continued_or_fails_clearly(

@@ -35,16 +35,6 @@ def find_shared(first: Sequence, second: Sequence) -> int:
     return len(blocks.find_prefix(second))
 
 
-def test_a_table_grows_by_whole_blocks():
-    blocks = make_blocks()
-    sequence = make_sequence(5)
-    assert blocks.grow(sequence, 5)
-    assert len(sequence.block_ids) == 2
-    assert blocks.grow(sequence, 8)
-    assert len(sequence.block_ids) == 2
-    assert blocks.num_free_blocks == 14
-
-
 def test_nothing_is_lent_when_too_few_blocks_are_free():
     blocks = make_blocks(num_blocks=2)
     sequence = make_sequence(9)
@@ -91,17 +81,6 @@ def test_the_least_recently_used_prefix_is_evicted_first_and_its_end_before_its_
     assert blocks.grow(borrower, 8)
     assert len(blocks.find_prefix(make_sequence(token_ids=[1] * 9))) == 1
     assert len(blocks.find_prefix(make_sequence(token_ids=[2] * 5))) == 1
-
-
-def test_a_shared_block_stays_until_its_last_holder_frees_it():
-    blocks = make_blocks()
-    first, second = make_sequence(9), make_sequence(9)
-    compute(blocks, first)
-    compute(blocks, second)
-    blocks.free(first)
-    first.status = SequenceStatus.FINISHED
-    blocks.check_integrity([second])
-    assert blocks.num_free_blocks == 16 - len(second.block_ids)
 
 
 def test_withdrawn_blocks_are_found_by_nobody_nor_what_was_computed_from_them():

@@ -14,7 +14,6 @@ from tests.factories_engine import (
     CheckingRunner,
     CheckingStep,
     Clock,
-    Transcript,
     answer_alone,
     make_engine,
     make_image,
@@ -126,31 +125,6 @@ def test_no_step_is_launched_beyond_the_last_token_of_a_known_length(
     assert launches == [{"a": None, "b": None}, {"a": 0, "b": 1}, {"b": 1}, {"b": 0}]
 
 
-@pytest.mark.parametrize("stop", [(), ("a",)])
-def test_what_is_computed_beyond_the_end_is_never_seen_and_its_blocks_are_kept_until_then(
-    stop: tuple[str, ...],
-):
-    engine = overlapping(num_output_tokens=6)
-    request = make_request(stop=stop)
-    engine.add(request)
-    answer = Transcript()
-    while answer.last is None:
-        for output in engine.step():
-            answer.append(output)
-    assert (answer.token_ids, answer.text) == (
-        answer_alone(request, 6).token_ids,
-        answer_alone(request, 6).text,
-    )
-    assert answer.finish_reason is FinishReason.STOP
-    assert engine.has_work()
-    assert engine.stats().kv_usage_ratio > 0
-    engine.scheduler.check_integrity()
-    assert engine.step() == []
-    assert not engine.has_work()
-    assert engine.stats().kv_usage_ratio == 0
-    engine.scheduler.check_integrity()
-
-
 def test_blocks_with_what_was_computed_in_vain_are_not_shared():
     """The step beyond the end fills the last slot of a block."""
     engine = overlapping(num_output_tokens=4)
@@ -160,26 +134,6 @@ def test_blocks_with_what_was_computed_in_vain_are_not_shared():
     answer = run_all(engine, again)["b"]
     assert answer.first_usage is not None
     assert answer.first_usage.num_cached_tokens == 4
-
-
-def test_an_aborted_request_says_nothing_more_and_its_id_may_be_used_at_once():
-    engine = overlapping()
-    requests = {name: make_request(name, name * 20) for name in "ab"}
-    for request in requests.values():
-        engine.add(request)
-    step_until(engine, lambda: engine.pipeline.has_work)
-    engine.abort("a")
-    engine.scheduler.check_integrity()
-    assert engine.stats().kv_usage_ratio > 6 / 256  # what the step under way writes to
-    engine.add(make_request("a", "other"))
-    assert [output.request_id for output in engine.step()] == ["b"]
-    engine.scheduler.check_integrity()
-    answer = Transcript()
-    while engine.has_work():
-        for output in engine.step():
-            if output.request_id == "a":
-                answer.append(output)
-    assert answer.text == answer_alone(make_request("a", "other")).text
 
 
 def test_newcomers_are_started_as_soon_as_the_step_under_way_is_done(
@@ -245,20 +199,6 @@ def test_a_step_without_memory_is_tried_again_and_so_is_what_was_launched_behind
     answers = run_all(overlapping(), *requests)
     monkeypatch.undo()
     for request in requests:
-        assert answers[request.request_id].text == answer_alone(request).text
-
-
-@pytest.mark.parametrize("number", [1, 2, 6])
-def test_a_failure_ends_its_sequence_alone(number: int, monkeypatch: pytest.MonkeyPatch):
-    fail_at(monkeypatch, number, SequenceFailure("b", "no good"), "wait")
-    requests = [make_request(name, name * 9) for name in "abc"]
-    answers = run_all(overlapping(), *requests)
-    monkeypatch.undo()
-    last = answers["b"].last
-    assert last is not None
-    assert last.error == "no good"
-    assert len(answers["b"].token_ids) == number - 1
-    for request in (requests[0], requests[2]):
         assert answers[request.request_id].text == answer_alone(request).text
 
 

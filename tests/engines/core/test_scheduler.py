@@ -277,12 +277,3 @@ def test_an_end_token_in_the_prompt_ends_nothing():
     scheduler.add(make_sequence(token_ids=[1, EOS_ID]))
     run_step(scheduler)
     assert scheduler.has_work()
-
-
-def test_finishing_a_waiting_sequence_removes_it():
-    scheduler = make_scheduler()
-    sequence = make_sequence(5)
-    scheduler.add(sequence)
-    scheduler.finish(sequence, FinishReason.ABORT)
-    assert not scheduler.has_work()
-    assert not scheduler.schedule().items
