@@ -10,17 +10,23 @@ import pytest
 import yaml
 
 from engines.registry import settings_classes
-from engines.upstream.settings import VllmSettings
-from engines.upstream.vllm import Vllm
 from loadtest.fleet import ROOT
-from shared.settings.load import load_settings
 from shared.settings.redis_url import SentinelUrl
 from shared.settings.table import rows
 from tests.config import test_kubernetes as example
-from tests.config.keda_schemas import check_keda
+from tests.config.manifests import (
+    check_pod,
+    check_schema,
+    check_selectors,
+    check_settings,
+    check_vllm,
+    containers,
+    pods_of,
+    variables,
+)
 
 helm = pytest.importorskip("helm_python", reason="helm-python-sdk is not installed: make helm-test")
-validator = pytest.importorskip("kubernetes_validate")
+pytest.importorskip("kubernetes_validate")
 jsonschema = pytest.importorskip("jsonschema")
 
 CHART = ROOT / "config" / "helm"
@@ -81,8 +87,7 @@ def by_name(variant: str) -> dict[tuple[str, str], dict[str, Any]]:
 
 
 def pods(variant: str) -> dict[str, dict[str, Any]]:
-    return {name: document["spec"]["template"] for (kind, name), document in by_name(variant).items()
-            if kind in ("Deployment", "StatefulSet")}  # fmt: skip
+    return pods_of(MADE[variant])
 
 
 PODS = [(variant, name, pod) for variant in VARIANTS for name, pod in pods(variant).items()]
@@ -91,18 +96,8 @@ each_pod = pytest.mark.parametrize(
 )
 
 
-def containers(pod: dict[str, Any]) -> list[dict[str, Any]]:
-    return pod["spec"]["containers"] + pod["spec"].get("initContainers", [])
-
-
 def main_container(pod: dict[str, Any]) -> dict[str, Any]:
     return pod["spec"]["containers"][0]
-
-
-def variables(container: dict[str, Any]) -> dict[str, Any]:
-    found = {each["name"]: each.get("value", each.get("valueFrom")) for each in container["env"]}
-    assert len(found) == len(container["env"])
-    return found
 
 
 @pytest.mark.parametrize(
@@ -111,12 +106,8 @@ def variables(container: dict[str, Any]) -> dict[str, Any]:
     ids=["-".join((variant, *name_of(document))) for variant, document in OBJECTS],
 )
 def test_every_object_keeps_to_its_schema(document):
-    if document["kind"] in ("PodMonitor", "PrometheusRule"):
-        return  # below
-    if document["kind"] == "ScaledObject":
-        check_keda(document)
-        document = example.as_autoscaler(document)
-    validator.validate(document, example.VERSION, strict=True)
+    if document["kind"] not in ("PodMonitor", "PrometheusRule"):  # below
+        check_schema(document)
 
 
 def test_every_object_is_made_once_and_where_it_is_wanted():
@@ -185,69 +176,24 @@ def test_settings_are_known_and_leave_time_to_drain(variant, name, pod, monkeypa
     if name == "redis":
         return
     box = main_container(pod)
-    texts = {key: value if isinstance(value, str) else "from-a-secret"
-             for key, value in variables(box).items() if key.startswith("VLM_")}  # fmt: skip
-    assert {key for key in texts if key != "VLM_REDIS_URL"} <= {
-        row.variable for row in rows(settings_classes())
-    }
-    if "VLM_SEARCH__INDEX" in texts:
-        texts["VLM_SEARCH__INDEX"] = "postgresql://postgres/vlm"
-    for key, value in texts.items():
-        # Kubernetes expands these.
-        for each, put in (("$(REDIS_USER)", "gateway"), ("$(REDIS_PASSWORD)", "secret")):
-            value = value.replace(each, put)
-        monkeypatch.setenv(key, value)
-    settings = load_settings()
-    [port] = box["ports"]
+    texts = {key for key in variables(box) if key.startswith("VLM_")} - {"VLM_REDIS_URL"}
+    assert texts <= {row.variable for row in rows(settings_classes())}
+    settings = check_settings(name.partition("-")[0], pod, monkeypatch)
     if name == "search":
+        [port] = box["ports"]
         assert settings.search.url == f"http://0.0.0.0:{port['containerPort']}"
-        return
-    pause_s = box.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
-    process = settings.gateway if name == "gateway" else settings.worker
-    assert pause_s + process.drain_s + 5 <= pod["spec"]["terminationGracePeriodSeconds"]
-    listening = (settings.gateway.host, settings.gateway.port) if name == "gateway" else (
-        settings.worker.health_host, settings.worker.health_port)  # fmt: skip
-    assert listening == ("0.0.0.0", port["containerPort"])
-    assert bool(settings.search.url) is (name == "gateway" and variant != "default")
+    else:
+        assert bool(settings.search.url) is (name == "gateway" and variant != "default")
 
 
 @each_pod
 def test_pods_may_do_nothing_that_they_need_not(variant, name, pod):
-    spec = pod["spec"]
-    assert spec["automountServiceAccountToken"] is False
-    assert spec["enableServiceLinks"] is False
-    assert spec["securityContext"]["runAsNonRoot"] is True
-    assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-    document = by_name(variant).get(("StatefulSet", name), {"spec": {}})
-    claims = [each["metadata"] for each in document["spec"].get("volumeClaimTemplates", [])]
-    volumes = {volume["name"] for volume in spec["volumes"] + claims}
-    assert volumes == {m["name"] for box in containers(pod) for m in box["volumeMounts"]}
-    for box in containers(pod):
-        context = dict(box["securityContext"])
-        assert context.pop("readOnlyRootFilesystem", None) is (
-            None if box["name"] == "vllm" else True
-        )
-        assert context == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
-        assert box["resources"]["limits"]["memory"]
-        assert "startupProbe" in box
-    for box in spec["containers"]:
-        assert {"readinessProbe", "livenessProbe"} <= set(box)
+    check_pod(MADE[variant], name)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_what_selects_pods_finds_them_at_ports_that_are_there(variant):
-    labels = [pod["metadata"]["labels"] for pod in pods(variant).values()]
-    named = {p["name"] for pod in pods(variant).values() for b in pod["spec"]["containers"]
-             for p in b["ports"]}  # fmt: skip
-    for (kind, _), document in by_name(variant).items():
-        spec = document.get("spec", {})
-        selector = spec.get("selector", spec.get("podSelector", {}))
-        wanted = selector if kind == "Service" else selector.get("matchLabels", {})
-        assert any(wanted.items() <= each.items() for each in labels), (kind, wanted)
-        if kind == "Service":
-            assert {port["targetPort"] for port in spec["ports"]} <= named
-        if kind == "NetworkPolicy":
-            assert {p["port"] for rule in spec.get("ingress", []) for p in rule["ports"]} <= named
+    check_selectors(MADE[variant])
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -320,17 +266,8 @@ def test_an_external_redis_is_used():
 
 
 def test_vllm_is_a_container_of_the_workers_pod():
-    pod = pods("all")["worker-qwen"]["spec"]
-    [server], [own] = pod["initContainers"], pod["containers"]
-    settings = variables(own)
-    url = settings["VLM_ENGINE__URL"]
-    assert settings["VLM_ENGINE__KIND"] == "vllm"
-    assert server["restartPolicy"] == "Always"
-    assert server["args"][0] == settings["VLM_ENGINE__MODEL"] == QWEN
-    assert f"--port={url.rpartition(':')[2]}" in server["args"]
-    needed = {arg for arg in Vllm(VllmSettings()).arguments(1) if arg.startswith("--enable-")}
-    assert needed <= set(server["args"])
-    assert f"{url}/health" in server["startupProbe"]["exec"]["command"]
+    server, settings = check_vllm(pods("all")["worker-qwen"])
+    assert server["args"][0] == QWEN
     assert variables(server)["HF_TOKEN"] == settings["HF_TOKEN"]
     [patch] = yaml.safe_load((ROOT / "config/kubernetes-vllm/kustomization.yaml").read_text())["patches"]  # fmt: skip
     [wanted] = yaml.safe_load(patch["patch"])["spec"]["template"]["spec"]["initContainers"]

@@ -9,22 +9,21 @@ from typing import Any
 import pytest
 import yaml
 
-from engines.upstream.settings import VllmSettings
-from engines.upstream.vllm import Vllm
 from loadtest.fleet import ROOT
-from shared.settings.load import load_settings
 from shared.telemetry.metrics import METRICS
-from tests.config.keda_schemas import check_keda
+from tests.config.manifests import (
+    check_pod,
+    check_schema,
+    check_selectors,
+    check_settings,
+    check_vllm,
+    pods_of,
+)
 
 FOLDER = ROOT / "config" / "kubernetes"
-VERSION = "1.30"  #: the oldest that it is for
 FILES = sorted(path for path in FOLDER.glob("*.yaml") if path.name != "kustomization.yaml")
 DOCUMENTS = [doc for path in FILES for doc in yaml.safe_load_all(path.read_text())]
-PODS = {
-    doc["metadata"]["name"]: doc["spec"]["template"]
-    for doc in DOCUMENTS
-    if doc["kind"] in ("Deployment", "StatefulSet")
-}
+PODS = pods_of(DOCUMENTS)
 GUIDE = (ROOT / "docs" / "kubernetes.md").read_text()
 
 
@@ -38,61 +37,11 @@ def container(name: str) -> dict[str, Any]:
     return found
 
 
-def as_autoscaler(scaled: dict[str, Any]) -> dict[str, Any]:
-    """The autoscaler that KEDA makes of it, but for its metrics."""
-    spec = scaled["spec"]
-    target = {"apiVersion": "apps/v1", "kind": "Deployment", **spec["scaleTargetRef"]}
-    return {
-        "apiVersion": "autoscaling/v2",
-        "kind": "HorizontalPodAutoscaler",
-        "metadata": scaled["metadata"],
-        "spec": {
-            "scaleTargetRef": target,
-            "minReplicas": spec["minReplicaCount"],
-            "maxReplicas": spec["maxReplicaCount"],
-            **spec["advanced"]["horizontalPodAutoscalerConfig"],
-        },
-    }
-
-
 @pytest.mark.parametrize(
     "document", DOCUMENTS, ids=lambda doc: f"{doc['kind']}-{doc['metadata']['name']}"
 )
 def test_every_manifest_keeps_to_its_schema(document):
-    validator = pytest.importorskip(
-        "kubernetes_validate", reason="kubernetes-validate is not installed"
-    )
-    if document["kind"] == "ScaledObject":
-        check_keda(document)
-        document = as_autoscaler(document)
-    validator.validate(document, VERSION, strict=True)
-
-
-@pytest.mark.parametrize(
-    "break_it", [("spec", "replica"), ("spec", "template", "spec", "hostname2")]
-)
-def test_a_misspelt_field_is_found(break_it):
-    validator = pytest.importorskip(
-        "kubernetes_validate", reason="kubernetes-validate is not installed"
-    )
-    [gateway] = [
-        d for d in DOCUMENTS if d["kind"] == "Deployment" and d["metadata"]["name"] == "gateway"
-    ]
-    broken = yaml.safe_load(yaml.safe_dump(gateway))
-    place = broken
-    for name in break_it[:-1]:
-        place = place[name]
-    place[break_it[-1]] = 2
-    with pytest.raises(validator.ValidationError):
-        validator.validate(broken, VERSION, strict=True)
-
-
-def test_a_misspelt_field_of_scaling_is_found():
-    schema = pytest.importorskip("jsonschema")
-    scaled = only("ScaledObject")
-    broken = scaled | {"spec": scaled["spec"] | {"maxReplicas": 8}}
-    with pytest.raises(schema.ValidationError, match="maxReplicas"):
-        check_keda(broken)
+    check_schema(document)
 
 
 def kustomize(folder: Path) -> tuple[list[dict[str, Any]], str]:
@@ -105,23 +54,10 @@ def kustomize(folder: Path) -> tuple[list[dict[str, Any]], str]:
 
 
 def test_vllm_is_a_container_of_the_workers_pod():
-    validator = pytest.importorskip(
-        "kubernetes_validate", reason="kubernetes-validate is not installed"
-    )
     made, _ = kustomize(FOLDER.with_name("kubernetes-vllm"))
     [worker] = [d for d in made if (d["kind"], d["metadata"]["name"]) == ("Deployment", "worker")]
-    validator.validate(worker, VERSION, strict=True)
-    pod = worker["spec"]["template"]["spec"]
-    [server], [own] = pod["initContainers"], pod["containers"]
-    settings = {each["name"]: each.get("value") for each in own["env"]}
-    url, model = settings["VLM_ENGINE__URL"], settings["VLM_ENGINE__MODEL"]
-    assert settings["VLM_ENGINE__KIND"] == "vllm"
-    assert server["restartPolicy"] == "Always"
-    assert f"--port={url.rpartition(':')[2]}" in server["args"]
-    assert server["args"][0] == model
-    needed = {arg for arg in Vllm(VllmSettings()).arguments(1) if arg.startswith("--enable-")}
-    assert needed <= set(server["args"])
-    assert f"{url}/health" in server["startupProbe"]["exec"]["command"]
+    check_schema(worker)
+    _, settings = check_vllm(worker["spec"]["template"])
     assert settings["VLM_REDIS_URL"]  # the worker's own settings stay
 
 
@@ -142,76 +78,18 @@ def test_every_file_is_put_together():
 
 @pytest.mark.parametrize("name", ["gateway", "worker"])
 def test_settings_are_known_and_leave_time_to_drain(name, monkeypatch):
-    for item in container(name)["env"]:
-        if item["name"].startswith("VLM_"):
-            monkeypatch.setenv(item["name"], item.get("value", "from-a-secret"))
-    settings = load_settings()
-    spec = PODS[name]["spec"]
-    pause_s = (
-        container(name).get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
-    )
-    drain_s = getattr(settings, name).drain_s
-    assert pause_s + drain_s + 5 <= spec["terminationGracePeriodSeconds"]
+    settings = check_settings(name, PODS[name], monkeypatch)
     assert settings.redis.url.startswith(f"redis://{name}:")
-    [port] = container(name)["ports"]
-    listening = (settings.gateway.host, settings.gateway.port) if name == "gateway" else (
-        settings.worker.health_host, settings.worker.health_port)  # fmt: skip
-    assert listening == ("0.0.0.0", port["containerPort"])
     assert name == "worker" or settings.gateway.api_keys
-    assert not spec["enableServiceLinks"]  # their variables would be unknown settings
 
 
 @pytest.mark.parametrize("name", PODS)
 def test_pods_may_do_nothing_that_they_need_not(name):
-    spec, box = PODS[name]["spec"], container(name)
-    assert spec["automountServiceAccountToken"] is False
-    assert spec["securityContext"]["runAsNonRoot"] is True
-    assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-    assert box["securityContext"] == {
-        "allowPrivilegeEscalation": False,
-        "readOnlyRootFilesystem": True,
-        "capabilities": {"drop": ["ALL"]},
-    }
-    assert box["resources"]["limits"]["memory"]
-    assert {"startupProbe", "readinessProbe", "livenessProbe"} <= set(box)
-    mounted = {mount["name"] for mount in box["volumeMounts"]}
-    claims = [d for d in DOCUMENTS if d["metadata"]["name"] == name and d["kind"] == "StatefulSet"]
-    templates = claims[0]["spec"]["volumeClaimTemplates"] if claims else []
-    volumes = spec["volumes"] + [template["metadata"] for template in templates]
-    assert mounted == {volume["name"] for volume in volumes}
+    check_pod(DOCUMENTS, name)
 
 
-def test_what_selects_pods_finds_them():
-    labels = {name: pod["metadata"]["labels"] for name, pod in PODS.items()}
-    selected = [
-        (doc["kind"], spec.get("selector", spec.get("podSelector")))
-        for doc in DOCUMENTS
-        if doc["kind"] in ("Service", "PodDisruptionBudget", "NetworkPolicy", "Deployment")
-        for spec in [doc["spec"]]
-    ]
-    assert len(selected) == 2 + 2 + 5 + 2
-    for kind, selector in selected:
-        wanted = selector if kind == "Service" else selector.get("matchLabels", {})
-        assert not wanted or wanted in labels.values(), selector
-
-
-def test_ports_that_are_named_are_there():
-    named = {p["name"] for name in PODS for p in container(name)["ports"]}
-    used = [
-        port["targetPort"]
-        for d in DOCUMENTS
-        if d["kind"] == "Service"
-        for port in d["spec"]["ports"]
-    ]
-    policies = [
-        rule
-        for d in DOCUMENTS
-        if d["kind"] == "NetworkPolicy"
-        for rule in d["spec"].get("ingress", [])
-    ]
-    used += [port["port"] for rule in policies for port in rule["ports"]]
-    assert used
-    assert set(used) <= named
+def test_what_selects_pods_finds_them_at_ports_that_are_there():
+    check_selectors(DOCUMENTS)
 
 
 def test_all_talk_is_denied_that_is_not_allowed():

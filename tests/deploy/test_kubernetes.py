@@ -1,6 +1,5 @@
 """What `--target kubernetes` prints: manifests that keep to their schemas, with settings that are ours."""
 
-import json
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,10 +10,9 @@ from deploy.client import Client
 from deploy.commands import CommandFailed, run_deploy
 from shared.packages.deployments import Resources, Spec
 from shared.queue.keys import GROUP, RedisKeys
-from shared.settings.load import load_settings
 from shared.telemetry.metrics import METRICS
-from tests.config.keda_schemas import check_keda
-from tests.config.test_kubernetes import FILES, VERSION, as_autoscaler, container
+from tests.config.manifests import check_pod, check_schema, check_settings
+from tests.config.test_kubernetes import FILES
 
 SPEC = Spec(max_instances=3, resources=Resources(2.5, 4 * 10**9, 1), start_s=601.0)
 APPLICATION = "from vlm_app import Application\n\n\nclass A(Application):\n    pass\n"
@@ -39,20 +37,6 @@ def printed(
     return list(yaml.safe_load_all(capsys.readouterr().out))
 
 
-def check(document: dict[str, Any]) -> None:
-    """Raises: jsonschema.ValidationError, kubernetes_validate.ValidationError."""
-    validator = pytest.importorskip("kubernetes_validate", reason="it is not installed")
-    if document["apiVersion"].startswith("keda.sh/"):
-        check_keda(document)
-        if document["kind"] != "ScaledObject":
-            return
-        document = json.loads(json.dumps(document))
-        # An autoscaler begins at 1; KEDA itself goes from 0 to 1 and back.
-        document["spec"]["minReplicaCount"] = 1
-        document = as_autoscaler(document)
-    validator.validate(document, VERSION, strict=True)
-
-
 KINDS = ["Deployment", "PodDisruptionBudget", "ScaledObject", "TriggerAuthentication"]
 
 
@@ -60,7 +44,7 @@ def test_the_manifests_keep_to_their_schemas(tmp_path, capsys):
     documents = printed(tmp_path, capsys, env=["X=1"], secret=["TOKEN=token"])
     assert [each["kind"] for each in documents] == KINDS
     for document in documents:
-        check(document)
+        check_schema(document)
     assert len({document["metadata"]["name"] for document in documents}) == 1
 
 
@@ -82,26 +66,23 @@ def test_a_misspelt_field_is_found(tmp_path, capsys, kind, path):
         at = at[name]
     at[path[-1]] = "x"
     with pytest.raises(Exception, match=r"(?i)additional properties"):
-        check(document)
+        check_schema(document)
 
 
 def test_pods_are_workers_of_one_version_that_are_probed_drained_and_limited(
     tmp_path, capsys, monkeypatch
 ):
-    deployment, budget, scaled, _ = printed(tmp_path, capsys)
-    pod = deployment["spec"]["template"]["spec"]
-    [worker] = pod["containers"]
-    assert (worker["image"], worker["args"]) == ("image:tag", ["worker"])
-    for item in worker["env"]:
-        monkeypatch.setenv(item["name"], item.get("value", "from-a-secret"))
-    settings = load_settings()
+    documents = printed(tmp_path, capsys)
+    deployment, budget, scaled, _ = documents
+    check_pod(documents, deployment["metadata"]["name"])
+    settings = check_settings("worker", deployment["spec"]["template"], monkeypatch)
     name, _, digest = settings.deploy.package.partition("@")
     assert (name, len(digest)) == ("captioner", 71)
     assert (settings.deploy.cpu, settings.deploy.memory_bytes) == (2.5, 4 * 10**9)
+    pod = deployment["spec"]["template"]["spec"]
     assert pod["terminationGracePeriodSeconds"] == settings.worker.drain_s + 15
-    [port] = worker["ports"]
-    listening = (settings.worker.health_host, settings.worker.health_port)
-    assert listening == ("0.0.0.0", port["containerPort"])
+    [worker] = pod["containers"]
+    assert (worker["image"], worker["args"]) == ("image:tag", ["worker"])
     probe = worker["startupProbe"]
     assert probe["periodSeconds"] * probe["failureThreshold"] >= SPEC.start_s
     paths = {key: worker[key]["httpGet"]["path"] for key in ("readinessProbe", "livenessProbe")}
@@ -109,10 +90,6 @@ def test_pods_are_workers_of_one_version_that_are_probed_drained_and_limited(
     assert worker["resources"]["limits"] == {"memory": "4000000000", "nvidia.com/gpu": 1}
     [tmp] = [each["emptyDir"] for each in pod["volumes"] if each["name"] == "tmp"]
     assert (tmp["medium"], tmp["sizeLimit"]) == ("Memory", "1Gi")
-    assert worker["securityContext"] == container("worker")["securityContext"]
-    assert {each["name"] for each in pod["volumes"]} == {
-        mount["name"] for mount in worker["volumeMounts"]
-    }
     labels = deployment["spec"]["template"]["metadata"]["labels"]
     assert budget["spec"]["selector"]["matchLabels"] == labels
     policies = next(path for path in FILES if path.name == "network.yaml").read_text()
