@@ -1,11 +1,11 @@
-"""Percentiles and tables."""
+"""Percentiles, and numbers as tables show them."""
 
 import math
 
 import pytest
 
 from loadtest.record import percentile
-from loadtest.report import Table, in_ms, in_number, show
+from loadtest.report import in_ms, in_number
 
 
 @pytest.mark.parametrize(
@@ -26,11 +26,3 @@ def test_percentile_of_nothing_is_no_number_and_is_shown_as_a_dash():
 def test_numbers_have_three_figures(value, text):
     assert in_number(value) == text
     assert in_ms(value / 1000) == text
-
-
-def test_table_shows_its_title_and_every_cell(capsys):
-    table = Table("Latencies", ["scenario", "p50"])
-    table.add("text", "1.23")
-    show([table])
-    printed = capsys.readouterr().out
-    assert all(word in printed for word in ("Latencies", "scenario", "p50", "text", "1.23"))
