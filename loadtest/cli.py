@@ -85,7 +85,7 @@ def loadtest(
     ] = None,
     html: Annotated[
         Path | None,
-        typer.Option("--html", help="File for a report to look at.", callback=_writable),
+        typer.Option("--html", help="File for a page of the same tables.", callback=_writable),
     ] = None,
 ) -> None:
     """Load a server that speaks OpenAI's API, and check and time every answer."""
@@ -101,11 +101,11 @@ def loadtest(
         think_s=think_time,
         seed=seed,
     )
-    from loadtest.run import LoadTestError, Outputs, Wanted, run
+    from loadtest.run import LoadTestError, Wanted, run
 
     wanted = Wanted(host, engine, model, api_key, timeout, workload, plan, objective)
     try:
-        sys.exit(run(wanted, Outputs(json, html), max_failures))
+        sys.exit(run(wanted, max_failures, json, html))
     except LoadTestError as error:
         typer.secho(str(error), err=True, fg="red")
         sys.exit(1)

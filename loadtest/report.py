@@ -1,41 +1,46 @@
-"""Tables of a result, for a terminal and for the page."""
+"""Tables of a result, for a terminal and for a page."""
 
+import io
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table as RichTable
+from rich.table import Table
 
 from loadtest.load_plan import phases
 from loadtest.record import LATENCIES, Latency, Plan, percentile
-from loadtest.result import Result, Sight, by_kind, counted, mean_stages_s, sights, values_of
+from loadtest.result import (
+    Result,
+    Sight,
+    by_kind,
+    counted,
+    failures,
+    mean_stages_s,
+    sights,
+    values_of,
+)
+
+PAGE_COLUMNS = 160
+MAX_FAULTS = 20  # kinds of failures that are shown
 
 
-@dataclass(slots=True)
-class Table:
-    """A titled table; the first column names the row, the others are numbers already written out."""
-
-    title: str
-    columns: list[str]
-    rows: list[list[str]] = field(default_factory=list)
-
-    def add(self, name: str, *cells: str) -> None:
-        self.rows.append([name, *cells])
-
-    def to_rich(self) -> RichTable:
-        table = RichTable(title=self.title, title_justify="left")
-        for number, column in enumerate(self.columns):
-            table.add_column(column, justify="right" if number else "left")
-        for row in self.rows:
-            table.add_row(*row)
-        return table
+def show(tables: Sequence[Table], page: Path | None = None) -> None:
+    """Print tables, or write a page of them. Texts of a server are no markup."""
+    console = Console(markup=False)
+    if page is not None:
+        console = Console(markup=False, record=True, file=io.StringIO(), width=PAGE_COLUMNS)
+    console.print(*tables, sep="\n")
+    if page is not None:
+        console.save_html(str(page))
 
 
-def show(tables: Sequence[Table]) -> None:
-    console = Console()
-    for table in tables:
-        console.print(table.to_rich())
+def new_table(title: str, columns: Sequence[str]) -> Table:
+    """A table; the first column names the row, the others are numbers already written out."""
+    table = Table(title=title, title_justify="left")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left")
+    return table
 
 
 def in_ms(seconds: float) -> str:
@@ -72,12 +77,12 @@ def describe_load(plan: Plan) -> str:
 
 def to_latency_table(result: Result) -> Table:
     shares = [f"p{share * 100:g}" for share in SHARES]
-    table = Table("Latencies, ms", ["kind", "latency", "values", *shares])
+    table = new_table("Latencies, ms", ["kind", "latency", "values", *shares])
     for kind, records in by_kind(counted(result)).items():
         for latency in LATENCIES:
             if values_s := sorted(values_of(records, latency)):
                 cells = [in_ms(percentile(values_s, share)) for share in SHARES]
-                table.add(kind, latency, f"{len(values_s):,}", *cells)
+                table.add_row(kind, latency, f"{len(values_s):,}", *cells)
     return table
 
 
@@ -87,7 +92,7 @@ def to_rate_table(result: Result) -> Table:
     columns = ["load", "asked", "answered", "tokens", "TTFT p90", "E2E p90"]
     has_objective = bool(str(result.objective))
     columns += ["good", "share"] if has_objective else []
-    table = Table(title, columns)
+    table = new_table(title, columns)
     parts = [(f"{part.phase.level:g}", part) for part in sights(result, phases(result.plan))]
     for name, sight in [*(parts if len(parts) > 1 else []), ("whole run", Sight(result))]:
         rates = [sight.offered_rate, sight.answered_rate, sight.token_rate]
@@ -95,7 +100,7 @@ def to_rate_table(result: Result) -> Table:
         cells = [*map(in_number, rates), *map(in_ms, delays)]
         if has_objective:
             cells += [in_number(sight.good_rate), in_percent(sight.good_ratio)]
-        table.add(name, *cells)
+        table.add_row(name, *cells)
     return table
 
 
@@ -103,11 +108,18 @@ def to_stage_table(result: Result) -> Table:
     """Mean time of each stage of the server, by kind; no rows if the server reports none."""
     means = {kind: mean_stages_s(records) for kind, records in by_kind(counted(result)).items()}
     names = list(dict.fromkeys(name for found in means.values() for name in found))
-    table = Table("Mean time of each stage, ms", ["kind", *names, "all"])
+    table = new_table("Mean time of each stage, ms", ["kind", *names, "all"])
     for kind, found in means.items():
         if found:
             stages = [in_ms(found.get(name, 0.0)) for name in names]
-            table.add(kind, *stages, in_ms(sum(found.values())))
+            table.add_row(kind, *stages, in_ms(sum(found.values())))
+    return table
+
+
+def to_failure_table(result: Result) -> Table:
+    table = new_table("Failures", ["what", "requests"])
+    for fault, number in failures(result).most_common(MAX_FAULTS):
+        table.add_row(fault, f"{number:,}")
     return table
 
 

@@ -20,14 +20,21 @@ from rich.progress import BarColumn, Progress, TextColumn
 from loadtest.asking import first_model
 from loadtest.client import AnswerError
 from loadtest.fleet import ROOT, ServerError, run_fleet
-from loadtest.html_report import NoPlotly, write_page
 from loadtest.record import Objective, Order, Plan, Record, Target, Workload
-from loadtest.report import in_percent, progress_words, show, to_latency_table, to_rate_table
+from loadtest.report import (
+    MAX_FAULTS,
+    in_percent,
+    progress_words,
+    show,
+    to_failure_table,
+    to_latency_table,
+    to_rate_table,
+    to_stage_table,
+)
 from loadtest.result import Result, failure_ratio, failures
 
 DRIVER = (sys.executable, "-m", "loadtest.drive")
 PAUSE_S = 0.2
-MAX_LINES = 20  # of failures on the screen
 BUSY_RATIO = 0.8  # of a core; a client that uses more measures itself
 
 
@@ -49,24 +56,18 @@ class Wanted:
     objective: Objective
 
 
-@dataclass(frozen=True, slots=True)
-class Outputs:
-    json: Path | None = None
-    html: Path | None = None
-
-
-def run(wanted: Wanted, outputs: Outputs, max_failure_ratio: float) -> int:
+def run(
+    wanted: Wanted, max_failure_ratio: float, json: Path | None = None, html: Path | None = None
+) -> int:
     """Run the test and show its result; returns the exit code. Raises: LoadTestError."""
     result = make_load(wanted)
-    show([to_rate_table(result), to_latency_table(result)])
-    if outputs.json:
-        result.save(outputs.json)
-    if outputs.html:
-        try:
-            write_page(result, outputs.html)
-        except NoPlotly as error:
-            raise LoadTestError(str(error)) from None
-    for fault, number in failures(result).most_common(MAX_LINES):
+    tables = [to_rate_table, to_latency_table, to_stage_table]
+    show([table for make in tables if (table := make(result)).rows])
+    if html:
+        show([*(make(result) for make in tables), to_failure_table(result)], html)
+    if json:
+        result.save(json)
+    for fault, number in failures(result).most_common(MAX_FAULTS):
         print(f"{number} x {fault}", file=sys.stderr)
     if result.client_core_ratio > BUSY_RATIO:
         used = in_percent(result.client_core_ratio)

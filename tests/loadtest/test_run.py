@@ -14,7 +14,7 @@ import vlm
 from loadtest.fleet import ROOT
 from loadtest.record import Objective, Order, Plan, Target, Workload
 from loadtest.result import Result, Sight, by_kind, counted
-from loadtest.run import LoadTestError, Outputs, Wanted, drive, run
+from loadtest.run import LoadTestError, Wanted, drive, run
 from loadtest.scenarios import PROFILES
 from tests.loadtest.factories import load_result, record, result
 from tests.loadtest.fake_server import FakeServer, stream
@@ -51,7 +51,7 @@ def test_every_kind_is_asked_in_a_closed_loop_and_told(fake, tmp_path):
     assert max(open_at_once(result)) <= 5
     assert 0 < result.client_core_ratio < 1.1
     assert result.workload == Workload(max_tokens=3, image_bytes=2000)
-    assert "<h1>Load test of fake</h1>" in page.read_text()
+    assert all(f"{name}, streamed" in page.read_text() for name in PROFILES["mixed"])
     assert "sk-secret" not in path.read_text() + page.read_text()
 
 
@@ -121,7 +121,7 @@ def test_failures_above_the_limit_fail_the_run(monkeypatch, num_failed, limit, c
     records = [record(error="x" * (number < num_failed)) for number in range(10)]
     monkeypatch.setattr("loadtest.run.make_load", lambda wanted: result(records))
     wanted = Wanted("", "mock", "", "", 1.0, Workload(), Plan(), Objective())
-    assert run(wanted, Outputs(), limit) == code
+    assert run(wanted, limit) == code
 
 
 @pytest.mark.parametrize(("ratio", "warns"), [(0.5, False), (0.95, True)])
@@ -130,7 +130,7 @@ def test_client_that_has_no_time_left_says_so(monkeypatch, capsys, ratio, warns)
     made.client_core_ratio = ratio
     monkeypatch.setattr("loadtest.run.make_load", lambda wanted: made)
     wanted = Wanted("", "mock", "", "", 1.0, Workload(), Plan(), Objective())
-    assert run(wanted, Outputs(), 0.0) == 0
+    assert run(wanted, 0.0) == 0
     assert ("it may be what was measured" in capsys.readouterr().err) == warns
 
 
