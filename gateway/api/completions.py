@@ -43,7 +43,6 @@ from gateway.api.fields import (
     translate_sampling,
     wants_timings,
 )
-from gateway.api.openapi import branch
 from gateway.api.structured import StructuredFields, check_with_grammar, find_grammar
 from gateway.calls.open_call import ChoiceEvent
 from gateway.calls.surface import Answer, AnswerHead, Frame, Plan, Surface, Totals
@@ -228,15 +227,12 @@ class Completions(Surface):
     def answer(self, options: CompletionOptions, head: AnswerHead) -> Answer:
         return CompletionAnswer(options, head)
 
-    def write_limits(self, properties: dict[str, Any]) -> None:
+    def describe_fields(self, properties: dict[str, Any]) -> None:
         limits = self.limits
         properties["prompt"]["description"] = (
             f"At most {limits.max_prompts} prompts, times `n`, of {limits.max_text_chars} "
             "characters together. Special tokens that a text spells are tokens."
         )
-        branch(properties["max_tokens"], "integer")["maximum"] = limits.max_output_tokens
-        for name in ("logprobs", "prompt_logprobs"):
-            branch(properties[name], "integer")["maximum"] = limits.max_top_logprobs
 
 
 def _with_echo(

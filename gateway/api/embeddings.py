@@ -212,7 +212,7 @@ class Embeddings(Surface):
             "input.count": len(request.input) if isinstance(request.input, list) else 1,
         }
 
-    def write_limits(self, properties: dict[str, Any]) -> None:
+    def describe_fields(self, properties: dict[str, Any]) -> None:
         limits = self.limits
         properties["input"]["description"] = (
             f"At most {limits.max_inputs} inputs, {limits.max_input_tokens} tokens, "

@@ -28,7 +28,6 @@ from gateway.api.fields import (
     translate_sampling,
     wants_timings,
 )
-from gateway.api.openapi import branch
 from gateway.api.structured import check_grammar, schema_grammar
 from gateway.api.tools import FunctionField, Offer, find_tools
 from gateway.calls.open_call import ChoiceEvent
@@ -466,12 +465,6 @@ class Messages(_Anthropic):
 
     def numbered(self, frame: bytes, position: int) -> bytes:
         return with_sse_id_last(frame, position)
-
-    def write_limits(self, properties: dict[str, Any]) -> None:
-        properties["max_tokens"]["maximum"] = self.limits.max_output_tokens
-        stops = branch(properties["stop_sequences"], "array")
-        stops["maxItems"] = self.limits.max_stop_strings
-        stops["items"].update(minLength=1, maxLength=self.limits.max_stop_chars)
 
 
 class CountTokens(_Anthropic):

@@ -495,7 +495,7 @@ class OllamaEmbed(Embeddings):
             error.param = self.input_field
         return error.status, encode_error(error)
 
-    def write_limits(self, properties: dict[str, Any]) -> None:
+    def describe_fields(self, properties: dict[str, Any]) -> None:
         pass
 
 

@@ -31,6 +31,24 @@ _ERRORS = {
     "504": "The deadline has passed.",
 }
 _OF_BODIES = frozenset({"408", "413", "415", "422"})
+_TOKENS = ("integer", "maximum", "max_output_tokens")
+_LOGPROBS = ("integer", "maximum", "max_top_logprobs")
+_STOPS = ("array", "maxItems", "max_stop_strings")
+#: Operator's limits of fields by name: the JSON type that they bound, the keyword, and the limit.
+_LIMITS = {
+    "max_tokens": _TOKENS,
+    "max_completion_tokens": _TOKENS,
+    "max_output_tokens": _TOKENS,
+    "logprobs": _LOGPROBS,
+    "top_logprobs": _LOGPROBS,
+    "prompt_logprobs": _LOGPROBS,
+    "n": ("integer", "maximum", "max_choices"),
+    "stop": _STOPS,
+    "stop_sequences": _STOPS,
+    "logit_bias": ("object", "maxProperties", "max_logit_bias"),
+    "messages": ("array", "maxItems", "max_messages"),
+    "documents": ("array", "maxItems", "max_documents"),
+}
 
 
 class OpenApi(Resource):
@@ -55,7 +73,7 @@ def create_openapi(endpoints: Iterable[Endpoint], limits: LimitSettings) -> dict
         if endpoint.is_documented:
             _, path, _ = compile_path(endpoint.path)  # without converters
             paths.setdefault(path, {})[endpoint.method.lower()] = describe(endpoint, path, limits)
-            schemas |= schemas_of(endpoint)
+            schemas |= schemas_of(endpoint, limits)
     meanings = (f"`{name}` ({status}): {text}" for name, (status, text) in ERROR_CODES.items())
     schemas["ErrorFields"]["properties"]["code"]["description"] = "\n".join(meanings)
     return {
@@ -135,7 +153,7 @@ def _parameters(endpoint: Endpoint, path: str) -> list[dict[str, Any]]:
     return found
 
 
-def schemas_of(endpoint: Endpoint) -> dict[str, Any]:
+def schemas_of(endpoint: Endpoint, limits: LimitSettings) -> dict[str, Any]:
     """The schemas that an endpoint refers to, by name, with the operator's limits."""
     types: list[type[Struct]] = [endpoint.error_type]
     types += filter(None, (endpoint.request_type, endpoint.answer_type, endpoint.chunk_type))
@@ -144,13 +162,22 @@ def schemas_of(endpoint: Endpoint) -> dict[str, Any]:
         if schema.get("additionalProperties") is False:  # unknown fields are ignored
             del schema["additionalProperties"]
     if endpoint.request_type is not None:
-        endpoint.write_limits(schemas[endpoint.request_type.__name__].get("properties", {}))
+        properties = schemas[endpoint.request_type.__name__].get("properties", {})
+        for name in properties.keys() & _LIMITS.keys():
+            _write_limit(properties[name], *_LIMITS[name], limits)
+        endpoint.describe_fields(properties)
     return schemas
 
 
-def branch(schema: dict[str, Any], kind: str) -> dict[str, Any]:
-    """The alternative of a union that has this JSON type."""
-    return next(branch for branch in schema["anyOf"] if branch.get("type") == kind)
+def _write_limit(
+    schema: dict[str, Any], kind: str, keyword: str, limit: str, limits: LimitSettings
+) -> None:
+    for branch in schema.get("anyOf", [schema]):
+        if branch.get("type") == kind:
+            branch.setdefault(keyword, getattr(limits, limit))
+        text = branch.get("items", branch)
+        if limit == _STOPS[2] and text.get("type") == "string":
+            text.update(minLength=1, maxLength=limits.max_stop_chars)
 
 
 def _reference(type_: type) -> dict[str, str]:

@@ -195,9 +195,6 @@ class Reranking(_Pairs):
     def describe(self, request: RerankRequest) -> dict[str, Any]:
         return {"input.count": len(request.documents), "top_n": request.top_n}
 
-    def write_limits(self, properties: dict[str, Any]) -> None:
-        properties["documents"]["maxItems"] = self.limits.max_documents
-
 
 class Scoring(_Pairs):
     """Score pairs of texts."""

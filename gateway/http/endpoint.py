@@ -88,8 +88,8 @@ class Endpoint:
         """Status and body of an error before the answer has begun."""
         return error.status, error.body()
 
-    def write_limits(self, properties: dict[str, Any]) -> None:
-        """Add the operator's limits to the schemas of the request's fields."""
+    def describe_fields(self, properties: dict[str, Any]) -> None:
+        """Describe limits of several fields together in the schemas of the request's fields."""
 
 
 @dataclass(frozen=True, slots=True)

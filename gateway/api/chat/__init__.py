@@ -65,7 +65,6 @@ from gateway.api.fields import (
     translate_sampling,
     wants_timings,
 )
-from gateway.api.openapi import branch
 from gateway.api.structured import StructuredFields, check_with_grammar, find_grammar
 from gateway.api.tools import check_arguments, find_tools, read_call, read_offer
 from gateway.calls.open_call import ChoiceEvent
@@ -159,8 +158,8 @@ class ChatCompletions(Surface):
         max_tokens = request.max_completion_tokens or request.max_tokens
         return {**super().describe(request), "max_tokens": max_tokens}
 
-    def write_limits(self, properties: dict[str, Any]) -> None:
-        _write_limits(properties, self.limits)
+    def describe_fields(self, properties: dict[str, Any]) -> None:
+        _describe_fields(properties, self.limits)
 
 
 def translate(
@@ -538,21 +537,7 @@ def _bytes(entry: TokenLogprob) -> tuple[int, ...]:
     return tuple(entry.token_bytes)
 
 
-def _write_limits(properties: dict[str, Any], limits: LimitSettings) -> None:
-    properties["messages"]["maxItems"] = limits.max_messages
-    for name, maximum in {
-        "n": limits.max_choices,
-        "max_tokens": limits.max_output_tokens,
-        "max_completion_tokens": limits.max_output_tokens,
-        "top_logprobs": limits.max_top_logprobs,
-        "prompt_logprobs": limits.max_top_logprobs,
-    }.items():
-        branch(properties[name], "integer")["maximum"] = maximum
-    text, texts = branch(properties["stop"], "string"), branch(properties["stop"], "array")
-    for stop in (text, texts["items"]):
-        stop.update(minLength=1, maxLength=limits.max_stop_chars)
-    texts["maxItems"] = limits.max_stop_strings
-    branch(properties["logit_bias"], "object")["maxProperties"] = limits.max_logit_bias
+def _describe_fields(properties: dict[str, Any], limits: LimitSettings) -> None:
     properties["messages"]["description"] = (
         f"At most {limits.max_text_chars} characters of text and {limits.max_images} images "
         f"together. An image: {FORMAT_NAMES} of at most {limits.max_image_bytes} bytes, "

@@ -1,14 +1,13 @@
 """`POST /v1/responses` and `/v1/responses/input_tokens`: OpenAI's Responses API."""
 
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import msgspec
 from starlette.responses import Response
 
 from gateway.api.answers import TokenizedAnswer
 from gateway.api.fields import UNSUPPORTED, Listing
-from gateway.api.openapi import branch
 from gateway.api.responses.answer import ResponseAnswer
 from gateway.api.responses.schemas import (
     CallItem,
@@ -105,11 +104,6 @@ class Responses(_Input):
     def error_frame(self, error: ApiError, answer: Answer) -> bytes:
         assert isinstance(answer, ResponseAnswer)
         return answer.failed(error)
-
-    def write_limits(self, properties: dict[str, Any]) -> None:
-        limits = self.limits
-        branch(properties["max_output_tokens"], "integer")["maximum"] = limits.max_output_tokens
-        branch(properties["top_logprobs"], "integer")["maximum"] = limits.max_top_logprobs
 
 
 class ResponseItemsQuery(ListQuery, frozen=True, kw_only=True):
