@@ -4,10 +4,9 @@ Called from thread pools. Thread-safe, because nothing in it changes.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 from PIL import Image
@@ -44,83 +43,64 @@ from shared.protocol import (
 _EXAMPLE_SIZE = (96, 64)
 
 
-class MultimodalProcessor(Protocol):
-    """The image processing of a model family. Thread-safe."""
+class MultimodalProcessor:
+    """The image processing of a model family, here of one that takes text only. Thread-safe."""
 
-    @property
-    def slot_id(self) -> int | None:
-        """Token of the image slots, which the chat template writes once per image. None for a text-only model."""
-        ...
+    #: Token of the image slots, which the chat template writes once per image. None for a model without images.
+    slot_id: int | None = None
+    #: Larger images are scaled down to this number of pixels; 0: to a fixed size.
+    max_pixels: int = 0
+    #: What the chat template writes for an image, if not the slot token, for a video and for audio; empty: none.
+    placeholder: str = ""
+    video_placeholder: str = ""
+    audio_placeholder: str = ""
+    #: The instruction that the model was trained to transcribe with; empty: any.
+    transcription_prompt: str = ""
+    #: The tokenizer's special tokens around a text, which a processor may have changed.
+    around: Any = None
+
+    def __init__(self, template: str) -> None:
+        self.template = template  #: for checkpoints without a chat template
 
     @property
     def image_tokens(self) -> int:
-        """Maximum tokens of one image; 0 for a text-only model."""
-        ...
-
-    @property
-    def template(self) -> str:
-        """The chat template for checkpoints without one."""
-        ...
+        """Maximum tokens of one image; 0: it takes none, or they are unknown."""
+        return 0
 
     def limit(self, max_pixels: int) -> None:
         """Scale larger images down to this number of pixels, if the model takes images of any size."""
-        ...
-
-    @property
-    def max_pixels(self) -> int:
-        """Larger images are scaled down to this number of pixels; 0: to a fixed size."""
-        ...
 
     def process(
         self,
         data: bytes,
         expected_size: tuple[int, int],
-        decode: Decode,
+        decode: Decode = decode_image,
         pixels: PixelLimits = NO_LIMITS,
     ) -> Any:
         """Pixels of one image, in the model's format. Raises: InvalidImage.
 
         `expected_size` is the admitted (width, height); `pixels` are the request's limits.
         """
-        ...
+        raise InvalidImage("The model takes no images.")
+
+    def process_video(self, video: OpenVideo) -> Any:
+        """Raises: InvalidImage."""
+        raise InvalidImage("The model takes no videos.")
+
+    def process_audio(self, audio: OpenAudio) -> Any:
+        """Raises: InvalidImage."""
+        raise InvalidImage("The model takes no audio.")
 
     def items(self, images: Sequence[tuple[str, Any]], slot: str) -> list[Item]:
-        """The prompt text of a request's images, which may depend on each other.
+        """The prompt text of a request's images, which may depend on each other. Raises: InvalidRequest.
 
         `images` are (hash, pixels); `slot` is the text of the slot token. Control tokens in an item's text are
         special.
         """
-        ...
-
-    def positions(self, prompt: Prompt) -> Positions:
-        """Rotary positions of a prompt, one row per coordinate; () for token indices."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class TextOnly:
-    template: str
-    slot_id: None = None
-    image_tokens: int = 0
-    max_pixels: int = 0
-
-    def limit(self, max_pixels: int) -> None:
-        """No-op."""
-
-    def process(
-        self,
-        data: bytes,
-        expected_size: tuple[int, int],
-        decode: Decode,
-        pixels: PixelLimits = NO_LIMITS,
-    ) -> Any:
-        """Raises: InvalidImage."""
-        raise InvalidImage("The model takes no images.")
-
-    def items(self, images: Sequence[tuple[str, Any]], slot: str) -> list[Item]:
         return []
 
     def positions(self, prompt: Prompt) -> Positions:
+        """Rotary positions of a prompt, one row per coordinate; () for token indices."""
         return ()
 
 
@@ -158,22 +138,21 @@ class ChatProcessor:
         self.image_tokens = multimodal.image_tokens
         self.max_image_pixels = multimodal.max_pixels
         self._slot = tokenizer.image_token
-        placeholder = getattr(multimodal, "placeholder", "")
         others: dict[str, str] = {}
         for kind in ("video", "audio") if can_decode_video() else ():
-            spelled: str = getattr(multimodal, f"{kind}_placeholder", "")
+            spelled: str = getattr(multimodal, f"{kind}_placeholder")
             if spelled and template.takes(kind, spelled):
                 others[spelled] = kind
         self.takes_video, self.takes_audio = (
             kind in others.values() for kind in ("video", "audio")
         )
-        self.transcription_prompt: str = getattr(multimodal, "transcription_prompt", "")
-        self._multimodal: Any = multimodal
+        self.transcription_prompt = multimodal.transcription_prompt
+        self._multimodal = multimodal
         self._prompt_builder = PromptBuilder(
             tokenizer,
             template,
             multimodal.slot_id,
-            placeholder,
+            multimodal.placeholder,
             reasoning,
             adds_special_tokens=adds_special_tokens,
             others=others,
@@ -267,9 +246,9 @@ def create_processor(
         own = read_chat_template(directory)
         source = own or multimodal.template
         tokenizer = HfTokenizer(directory, multimodal.slot_id, source)
-        if (backend := getattr(multimodal, "around", None)) is not None:
-            tokenizer.surround(backend)
-        placeholder = getattr(multimodal, "placeholder", "") or tokenizer.image_token
+        if multimodal.around is not None:
+            tokenizer.surround(multimodal.around)
+        placeholder = multimodal.placeholder or tokenizer.image_token
         template = ChatTemplate(source, placeholder, tokenizer.special_variables)
     except UnusableTemplate as error:
         raise UnsupportedCheckpoint(str(error)) from None
@@ -283,5 +262,5 @@ def create_processor(
         # a text model's own template is complete; the default one has no BOS
         adds_special_tokens=own is None
         or multimodal.slot_id is not None
-        or bool(getattr(multimodal, "audio_placeholder", "")),
+        or bool(multimodal.audio_placeholder),
     )

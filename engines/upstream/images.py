@@ -14,10 +14,11 @@ from typing import Any
 
 from PIL import Image
 
-from engines.base import Decode, InvalidImage
+from engines.base import Decode
 from engines.core.runner import NO_LIMITS, PixelLimits
-from engines.core.sequence import Positions, Prompt
+from engines.image_decoder import decode_image
 from engines.packages.checkpoint_json import read_json
+from engines.text.processor import MultimodalProcessor
 from engines.text.prompt import Item
 from shared.protocol import FRAMES_TYPE
 
@@ -25,37 +26,28 @@ _WAV_FORMAT, _IEEE_FLOAT = Struct("<HHIIHH"), 3
 _TOKEN_FIELDS = ("image_token_index", "image_token_id", "boi_token_index", "boi_token_id")
 
 
-@dataclass(frozen=True, slots=True)
-class UnexpandedImages:
-    """Implements `MultimodalProcessor`. `slot_id` is None for a text-only model."""
+class UnexpandedImages(MultimodalProcessor):
+    """The server resizes images, and counts their tokens and positions. `slot_id` is None for a text-only model."""
 
-    slot_id: int | None
-    template: str = ""  #: for checkpoints without a chat template
-    image_tokens: int = 0  # unknown
-    max_pixels: int = 0
-
-    def limit(self, max_pixels: int) -> None:
-        """No effect: the server resizes."""
+    def __init__(self, slot_id: int | None, template: str) -> None:
+        super().__init__(template)
+        self.slot_id = slot_id
 
     def process(
         self,
         data: bytes,
         expected_size: tuple[int, int],
-        decode: Decode,
+        decode: Decode = decode_image,
         pixels: PixelLimits = NO_LIMITS,
     ) -> bytes:
         """A PNG file of the image, scaled to the request's limits. Raises: InvalidImage."""
         if self.slot_id is None:
-            raise InvalidImage("The model takes no images.")
+            return super().process(data, expected_size)
         return to_png(data, expected_size, decode, pixels)
 
     def items(self, images: Sequence[tuple[str, Any]], slot: str) -> list[Item]:
         """One token for each image."""
         return [Item(image_hash, 1, content, slot) for image_hash, content in images]
-
-    def positions(self, prompt: Prompt) -> Positions:
-        """None: the server counts."""
-        return ()
 
 
 def to_png(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from engines.packages.checkpoint_json import Fields, shown
 from engines.text.chat_template import PLAIN_TEMPLATE
-from engines.text.processor import TextOnly
+from engines.text.processor import MultimodalProcessor
 from engines.torch_backend.models.config import TextConfig, beyond_our_program
 from engines.torch_backend.models.hf_config import (
     check_llama,
@@ -67,8 +67,8 @@ class CausalFamily:
         is_derived = name.endswith(".rotary_emb.inv_freq")
         return None if is_tied or is_derived else f"language_model.{name}"
 
-    def processor(self, directory: Path, config: CausalConfig) -> TextOnly:
-        return TextOnly(PLAIN_TEMPLATE)
+    def processor(self, directory: Path, config: CausalConfig) -> MultimodalProcessor:
+        return MultimodalProcessor(PLAIN_TEMPLATE)
 
 
 FAMILY = CausalFamily()

@@ -19,10 +19,11 @@ from torch import Tensor, nn
 
 from engines.base import Decode
 from engines.core.runner import NO_LIMITS, PixelLimits
-from engines.core.sequence import ImageInput, Prompt
+from engines.core.sequence import ImageInput
 from engines.image_decoder import decode_image
 from engines.packages.checkpoint_json import Fields, shown
 from engines.text.chat_template import LLAVA_TEMPLATE
+from engines.text.processor import MultimodalProcessor
 from engines.text.prompt import Item
 from engines.torch_backend.layers.activation import ACTIVATIONS
 from engines.torch_backend.layers.linear import Linear
@@ -111,18 +112,18 @@ class Llava(FamilyModel):
         return ImageInput(0, self.config.tokens_per_image, "example", pixels)
 
 
-@dataclass(frozen=True, slots=True)
-class LlavaProcessor:
+class LlavaProcessor(MultimodalProcessor):
     """Resizes every image to one square with a fixed number of tokens."""
 
-    images: ImageProcessor
-    slot_id: int
-    image_tokens: int
-    template: str = LLAVA_TEMPLATE
-    max_pixels: int = 0
+    def __init__(self, images: ImageProcessor, slot_id: int, image_tokens: int) -> None:
+        super().__init__(LLAVA_TEMPLATE)
+        self.slot_id = slot_id
+        self.images = images
+        self._image_tokens = image_tokens
 
-    def limit(self, max_pixels: int) -> None:
-        """No effect: the size is fixed."""
+    @property
+    def image_tokens(self) -> int:
+        return self._image_tokens
 
     def process(
         self,
@@ -138,9 +139,6 @@ class LlavaProcessor:
         """One slot per patch of the tower."""
         text = slot * self.image_tokens
         return [Item(name, self.image_tokens, pixels, text) for name, pixels in images]
-
-    def positions(self, prompt: Prompt) -> tuple[()]:
-        return ()
 
 
 class LlavaFamily:

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 from transformers import AutoProcessor, ProcessorMixin
 
-from engines.base import Decode, InvalidImage, InvalidRequest, OpenAudio, UnsupportedCheckpoint
-from engines.core.runner import NO_LIMITS, PixelLimits
-from engines.core.sequence import Positions, Prompt
+from engines.base import InvalidImage, InvalidRequest, OpenAudio, UnsupportedCheckpoint
 from engines.text.chat_template import PLAIN_TEMPLATE
+from engines.text.processor import MultimodalProcessor
 from engines.text.prompt import Item
 from engines.torch_backend.multimodal.processed import ProcessedImage
 
@@ -105,13 +104,8 @@ def _longest_s(processor: Any) -> float:
     return float(longest // window * window)
 
 
-class TransformersAudio:
-    """Implements `MultimodalProcessor` for models of audio without images."""
-
-    slot_id: int | None = None  # of images
-    image_tokens: int = 0
-    max_pixels: int = 0
-    template: str
+class TransformersAudio(MultimodalProcessor):
+    """Models of audio without images."""
 
     def __init__(self, directory: Path, model_class: Any) -> None:
         """Raises: UnsupportedCheckpoint."""
@@ -134,24 +128,10 @@ class TransformersAudio:
         self._audios = found
         self.audio_placeholder = found.placeholder
         self._takes_one = type(processor).__name__ in _TAKES_ONE
-        #: The instruction that it was trained to transcribe with; empty: any.
-        self.transcription_prompt: str = getattr(processor, "default_transcription_prompt", "")
-        #: of Qwen2-Audio, whose published checkpoint has none
-        self.template = getattr(processor, "default_chat_template", PLAIN_TEMPLATE)
-        self.around: Any = getattr(processor.tokenizer, "backend_tokenizer", None)
-
-    def limit(self, max_pixels: int) -> None:
-        """No-op."""
-
-    def process(
-        self,
-        data: bytes,
-        expected_size: tuple[int, int],
-        decode: Decode,
-        pixels: PixelLimits = NO_LIMITS,
-    ) -> Any:
-        """Raises: InvalidImage."""
-        raise InvalidImage("The model takes no images.")
+        self.transcription_prompt = getattr(processor, "default_transcription_prompt", "")
+        # Qwen2-Audio's published checkpoint has no template.
+        super().__init__(getattr(processor, "default_chat_template", PLAIN_TEMPLATE))
+        self.around = getattr(processor.tokenizer, "backend_tokenizer", None)
 
     def process_audio(self, audio: OpenAudio) -> ProcessedImage:
         """Raises: InvalidImage."""
@@ -167,7 +147,3 @@ class TransformersAudio:
             Item(name, None, audio, audio.text, kind="audio", slot_id=audio.slot_id)
             for name, audio in images
         ]
-
-    def positions(self, prompt: Prompt) -> Positions:
-        """None: those of tokens."""
-        return ()

@@ -37,6 +37,7 @@ from engines.base import (
 from engines.core.runner import NO_LIMITS, PixelLimits
 from engines.core.sequence import ImageInput, Positions, Prompt
 from engines.image_decoder import decode_image
+from engines.text.processor import MultimodalProcessor
 from engines.text.prompt import Item
 from engines.torch_backend.multimodal.image_masks import INSTEAD, bidirectional_layers
 from engines.torch_backend.multimodal.processed import TYPES, ProcessedImage
@@ -198,12 +199,12 @@ def _joined(images: Sequence[ProcessedImage], name: str) -> Tensor:
     return torch.cat([torch.as_tensor(x.inputs[name]) for x in images if name in x.inputs])
 
 
-class TransformersImages:
-    """Implements `MultimodalProcessor` with any transformers processor."""
+class TransformersImages(MultimodalProcessor):
+    """Any transformers processor of images."""
 
     def __init__(self, directory: Path, model_class: type[PreTrainedModel], config: Any) -> None:
         """Raises: UnsupportedCheckpoint."""
-        self.slot_id: int = config.image_token_id
+        self.slot_id = config.image_token_id
         self._processor = _load_processor(directory)
         tokenizer: Any = self._processor.tokenizer  # pyright: ignore
         self._slot: str = tokenizer.convert_ids_to_tokens(self.slot_id)
@@ -214,28 +215,25 @@ class TransformersImages:
                 f"the tokenizer lacks tokens of visual_indicator_token_ids, {ids} in config.json"
             )
         self._indicators: dict[str, int] = {text: place for place, text in enumerate(texts)}
-        self.template = _LAYOUTS.get(type(self._processor).__name__, "")
-        #: The tokenizer's special tokens around a text, which the processor may have changed.
-        self.around: Any = getattr(tokenizer, "backend_tokenizer", None)
+        super().__init__(_LAYOUTS.get(type(self._processor).__name__, ""))
+        self.around = getattr(tokenizer, "backend_tokenizer", None)
         self._seam = _seam(self._processor)
         names = ("image_placeholder_token", "image_token")
         spelled = (getattr(self._processor, name, None) for name in names)
-        self.placeholder: str = next(filter(None, spelled), self._slot)
+        self.placeholder = next(filter(None, spelled), self._slot)
         self._options = self._find_options(tokenizer)
         self._hooks = PositionHooks.create(model_class, config)
         self._wanted = self._hooks.encoder_arguments()
         self._are_whole = self._hooks.lets_images_see_themselves()
-        self.max_pixels = 0
         self._videos = self._find_videos(model_class, config, tokenizer)
         processor: Any = self._processor
         self._around_videos = ("", "")
         if type(processor).__name__ in _WRITES_AROUND:
             self._around_videos = processor.vision_start_token, processor.vision_end_token
-        #: What the chat template writes for a video; empty: the model takes none.
-        self.video_placeholder: str = "" if self._videos is None else self._videos.placeholder
+        self.video_placeholder = "" if self._videos is None else self._videos.placeholder
         has_tower = getattr(config, "audio_config", None) is not None
         self._audios = find_audio(processor, model_class) if has_tower else None
-        self.audio_placeholder: str = "" if self._audios is None else self._audios.placeholder
+        self.audio_placeholder = "" if self._audios is None else self._audios.placeholder
 
     def _find_videos(
         self, model_class: type[PreTrainedModel], config: Any, tokenizer: Any
@@ -252,7 +250,7 @@ class TransformersImages:
             return None
         # models without slots of videos have those of images
         own = getattr(config, "video_token_id", None)
-        slots: dict[MediaKind, tuple[str, int]] = {"image": (self._slot, self.slot_id)}
+        slots: dict[MediaKind, tuple[str, int]] = {"image": (self._slot, config.image_token_id)}
         if isinstance(own, int) and own != self.slot_id:
             slots = {"video": (tokenizer.convert_ids_to_tokens(own), own), **slots}
         merged = processor._merge_kwargs(
@@ -265,24 +263,14 @@ class TransformersImages:
 
     def process_video(self, video: OpenVideo) -> ProcessedImage:
         """Raises: InvalidImage."""
-        if self._videos is None:
-            raise InvalidImage("The model takes no videos.")
-        return self._videos.process(video)
+        return super().process_video(video) if self._videos is None else self._videos.process(video)
 
     def process_audio(self, audio: OpenAudio) -> ProcessedImage:
         """Raises: InvalidImage."""
-        if self._audios is None:
-            raise InvalidImage("The model takes no audio.")
-        return self._audios.process(audio)
+        return super().process_audio(audio) if self._audios is None else self._audios.process(audio)
 
     def limit(self, max_pixels: int) -> None:
-        """Scale larger images down to this number of pixels."""
         self.max_pixels = max_pixels
-
-    @property
-    def image_tokens(self) -> int:
-        """Largest number of tokens of one image. Raises: UnsupportedCheckpoint."""
-        return self._count_tokens()
 
     def _find_options(self, tokenizer: Any) -> dict[str, Any]:
         """Options of the processor for images, and its other required arguments."""
@@ -392,7 +380,8 @@ class TransformersImages:
     def _counts_text(self) -> bool:
         return bool((self._hooks.positions([1, 2], ()) == torch.arange(2)).all())
 
-    def _count_tokens(self) -> int:
+    @property
+    def image_tokens(self) -> int:
         """Slots of a large image. Raises: UnsupportedCheckpoint if the processor cannot process a single image."""
         name = type(self._processor).__name__
         area = self.max_pixels or _own_area(self._processor) or _SAMPLE_PIXELS

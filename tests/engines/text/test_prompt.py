@@ -26,7 +26,7 @@ from engines.text.chat_template import (
 )
 from engines.text.processor import (
     ChatProcessor,
-    TextOnly,
+    MultimodalProcessor,
     create_processor,
 )
 from engines.text.prompt import Item, PromptBuilder
@@ -384,7 +384,7 @@ THINKING = (
 def thinking(tmp_path_factory: pytest.TempPathFactory) -> ChatProcessor:
     directory = make_byte_level(tmp_path_factory.mktemp("prompt") / "checkpoint")
     (directory / "chat_template.jinja").write_text(THINKING)
-    return create_processor(directory, TextOnly(THINKING), 512)
+    return create_processor(directory, MultimodalProcessor(THINKING), 512)
 
 
 def spell(processor: ChatProcessor, prompt: Prompt) -> str:
@@ -413,8 +413,8 @@ def test_a_template_without_a_switch_thinks_always(tmp_path: Path) -> None:
     directory = make_byte_level(tmp_path / "checkpoint")
     source = THINKING.partition("{% if enable_thinking")[0]
     (directory / "chat_template.jinja").write_text(source)
-    assert create_processor(directory, TextOnly(source), 512).always_thinks
-    assert not create_processor(directory, TextOnly(source), 512, "none").always_thinks
+    assert create_processor(directory, MultimodalProcessor(source), 512).always_thinks
+    assert not create_processor(directory, MultimodalProcessor(source), 512, "none").always_thinks
 
 
 def test_a_variable_that_the_template_does_not_read_is_refused(thinking: ChatProcessor) -> None:

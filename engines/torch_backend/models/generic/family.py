@@ -4,7 +4,7 @@ from pathlib import Path
 
 from engines.packages.checkpoint_json import Fields, shown
 from engines.text.chat_template import PLAIN_TEMPLATE
-from engines.text.processor import MultimodalProcessor, TextOnly
+from engines.text.processor import MultimodalProcessor
 from engines.torch_backend.models.generic.config import GenericConfig, find_class, read_config
 from engines.torch_backend.models.generic.model import GenericModel
 from engines.torch_backend.multimodal.transformers_audio import TransformersAudio
@@ -43,7 +43,7 @@ class GenericFamily:
     def processor(self, directory: Path, config: GenericConfig) -> MultimodalProcessor:
         """Transformers' processor of images or audio, if the model takes such. Raises: UnsupportedCheckpoint."""
         if not config.takes_media:
-            return TextOnly(PLAIN_TEMPLATE)
+            return MultimodalProcessor(PLAIN_TEMPLATE)
         if not config.takes_images:
             return TransformersAudio(directory, config.model_class)
         return TransformersImages(directory, config.model_class, config.full)
