@@ -2,12 +2,12 @@
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Self
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from gateway.api.fields import timings_of
+from gateway.api.fields import OpenAiSampling, StreamOptions, find_service_tier, timings_of
 from gateway.calls.open_call import ChoiceEvent
 from gateway.calls.surface import AnswerHead, Frame, Totals
 from gateway.http.exchange import SSE_DONE, sse_event
@@ -15,6 +15,7 @@ from shared.protocol import (
     CallEvent,
     Finished,
     OutputLogprob,
+    Priority,
     PromptLogprob,
     Started,
     Tokenized,
@@ -295,15 +296,28 @@ def call_id(answer_id: str, choice: int, index: int) -> str:
     return f"call_{answer_id[-20:]}{choice:02x}{index:02x}"
 
 
-class StreamOptionsOfAnswer(Protocol):
-    @property
-    def include_usage(self) -> bool: ...
+class ChunkOptions(msgspec.Struct, frozen=True):
+    """Options of the answer; a request may be large and is not kept."""
 
-    @property
-    def continuous_usage(self) -> bool: ...
+    include_usage: bool = False
+    continuous_usage: bool = False  #: usage so far in every chunk
+    with_logprobs: bool = False
+    with_prompt_logprobs: bool = False
+    with_token_ids: bool = False
+    #: The tier that is reported, if the request names one.
+    service_tier: str | UnsetType = UNSET
 
-    @property
-    def service_tier(self) -> str | UnsetType: ...
+    @classmethod
+    def of(cls, request: OpenAiSampling, priority: Priority, **fields: Any) -> Self:
+        stream = request.stream_options or StreamOptions()
+        return cls(
+            include_usage=stream.include_usage,
+            continuous_usage=stream.continuous_usage_stats,
+            with_prompt_logprobs=request.prompt_logprobs is not None,
+            with_token_ids=bool(request.return_token_ids),
+            service_tier=find_service_tier(request.service_tier, priority),
+            **fields,
+        )
 
 
 class ChunkStream:
@@ -316,7 +330,7 @@ class ChunkStream:
     chunk_type: type[msgspec.Struct]
     num_choices = 2**31  #: of each prompt
 
-    def __init__(self, options: StreamOptionsOfAnswer, head: AnswerHead) -> None:
+    def __init__(self, options: ChunkOptions, head: AnswerHead) -> None:
         self.head = head
         self._stream = options
         self._begun: set[int] = set()
@@ -371,12 +385,7 @@ class ChunkStream:
     def chunk(self, choice: Any, **fields: Any) -> bytes:
         usage = None if self._stream.include_usage else UNSET
         if self._stream.continuous_usage:
-            prompts = self._prompt_usages.values()
-            prompt = Usage(
-                sum(each.num_prompt_tokens for each in prompts),
-                num_image_tokens=sum(each.num_image_tokens for each in prompts),
-                num_cached_tokens=sum(each.num_cached_tokens for each in prompts),
-            )
+            prompt = sum(self._prompt_usages.values(), Usage(0))
             usage = usage_of(prompt, sum(self._counts.values()))
         return sse_event(self.encode(self.chunk_type, [choice], usage=usage, **fields))
 

@@ -12,6 +12,7 @@ from msgspec import UNSET, Meta, UnsetType
 from msgspec.structs import replace
 
 from gateway.api.answers import (
+    ChunkOptions,
     ChunkStream,
     CompletionUsage,
     PromptLogprobs,
@@ -23,19 +24,13 @@ from gateway.api.conversation import check_text_chars
 from gateway.api.fields import (
     UNSUPPORTED,
     ModelName,
-    ServiceTier,
-    ShowsTimings,
-    StreamOptions,
     Timings,
     TokenId,
-    User,
     check_max_tokens,
     check_model,
-    check_prompt_logprobs,
-    check_stream_options,
+    check_stream,
     doc,
     find_priority,
-    find_service_tier,
     invalid,
     num_choices,
     split_choices,
@@ -78,11 +73,6 @@ class CompletionRequest(StructuredFields, frozen=True, kw_only=True):
     add_special_tokens: Annotated[
         bool | None, doc("false adds no special tokens, such as BOS, to a prompt.")
     ] = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    service_tier: ServiceTier | None = None
-    user: User = None
-    timings: ShowsTimings = None
 
 
 class CompletionLogprobs(msgspec.Struct):
@@ -120,16 +110,10 @@ class Completion(msgspec.Struct, kw_only=True):
     timings: Timings = UNSET
 
 
-class CompletionOptions(msgspec.Struct, frozen=True):
+class CompletionOptions(ChunkOptions, frozen=True):
     num_choices: int = 1  #: of each prompt
     #: The prompts to echo; None for one of token ids.
     echo: tuple[str | None, ...] = ()
-    with_logprobs: bool = False
-    with_prompt_logprobs: bool = False
-    with_token_ids: bool = False
-    include_usage: bool = False
-    continuous_usage: bool = False
-    service_tier: str | UnsetType = UNSET
 
 
 class Completions(Surface):
@@ -150,10 +134,9 @@ class Completions(Surface):
 
     def read(self, body: bytes, context: RequestContext) -> CompletionRequest:
         request: CompletionRequest = super().read(body, context)
-        check_prompt_logprobs(request, request.stream)
+        check_stream(request)
         if request.max_tokens == 0 and request.prompt_logprobs is None and not request.echo:
             raise invalid("max_tokens", "send at least 1; 0 needs echo or prompt_logprobs")
-        check_stream_options(request.stream_options, request.stream)
         return request
 
     def plan(self, request: CompletionRequest, context: RequestContext, card: ModelCard) -> Plan:
@@ -190,19 +173,15 @@ class Completions(Surface):
             )
         ]
         priority = find_priority(request.service_tier, context)
-        stream_options = request.stream_options or StreamOptions()
         echo = [prompt.text if isinstance(prompt, TextPart) else None for prompt in prompts]
         return Plan(
             tasks,
-            CompletionOptions(
+            CompletionOptions.of(
+                request,
+                priority,
                 num_choices=count,
                 echo=tuple(echo) if request.echo else (),
                 with_logprobs=request.logprobs is not None,
-                with_prompt_logprobs=request.prompt_logprobs is not None,
-                with_token_ids=bool(request.return_token_ids),
-                include_usage=stream_options.include_usage,
-                continuous_usage=stream_options.continuous_usage_stats,
-                service_tier=find_service_tier(request.service_tier, priority),
             ),
             num_prompts=len(prompts),
             is_streamed=bool(request.stream),

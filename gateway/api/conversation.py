@@ -53,10 +53,8 @@ class Conversation(Struct):
 
         `pixels`: least and most pixels to which it is scaled; 0: as the model does. `if_video`: for a file's id.
         """
-        if role not in ("user", "tool"):
-            raise invalid(param, "images are only allowed in user and tool messages")
-        self.sources.append(ImageSource(url, param, None, *pixels, if_video=if_video))
-        return ImagePart(len(self.sources) - 1)
+        source = ImageSource(url, param, None, *pixels, if_video=if_video)
+        return self._add_media(source, role, "images are")
 
     def video(
         self,
@@ -67,21 +65,21 @@ class Conversation(Struct):
         pixels: tuple[int, int] = (0, 0),
     ) -> ImagePart:
         """The part of a video. `param`, `pixels`: as in `image`, of each frame. Raises: InvalidRequest."""
-        if role not in ("user", "tool"):
-            raise invalid(param, "videos are only allowed in user and tool messages")
-        self.sources.append(ImageSource(url, param, None, *pixels, options))
-        return ImagePart(len(self.sources) - 1)
+        source = ImageSource(url, param, None, *pixels, options)
+        return self._add_media(source, role, "videos are")
 
     def audio(self, url: str, param: str, role: Role) -> ImagePart:
         """The part of audio. `param`: as in `image`. Raises: InvalidRequest."""
-        if role not in ("user", "tool"):
-            raise invalid(param, "audio is only allowed in user and tool messages")
-        self.sources.append(ImageSource(url, param, is_audio=True))
-        return ImagePart(len(self.sources) - 1)
+        return self._add_media(ImageSource(url, param, is_audio=True), role, "audio is")
 
     def kept_image(self, ref: ImageRef, param: str) -> ImagePart:
         """The part of an image, video or audio that was sent with an earlier request."""
-        self.sources.append(ImageSource("", param, ref))
+        return self._add_media(ImageSource("", param, ref), "user", "images are")
+
+    def _add_media(self, source: ImageSource, role: Role, what: str) -> ImagePart:
+        if role not in ("user", "tool"):
+            raise invalid(source.param, f"{what} only allowed in user and tool messages")
+        self.sources.append(source)
         return ImagePart(len(self.sources) - 1)
 
     def add(

@@ -12,32 +12,25 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from gateway.api.answers import WholeAnswer
+from gateway.api.answers import WholeAnswer, encode
 from gateway.api.chat.schemas import ImageContent, TextContent
 from gateway.api.fields import (
-    ModelName,
     RequestStruct,
-    ServiceTier,
-    ShowsTimings,
     TokenId,
-    User,
     doc,
-    find_priority,
     invalid,
     missing,
     timings_of,
     too_many,
-    wants_timings,
 )
 from gateway.api.inputs import (
-    CHARS_PER_TOKEN,
+    InputFields,
     InputUsage,
-    Truncation,
     check_chars,
-    split,
+    split_inputs,
+    to_plan,
     to_truncate,
 )
-from gateway.calls.key_limits import TOKENS_PER_IMAGE
 from gateway.calls.open_call import ChoiceEvent
 from gateway.calls.surface import AnswerHead, Plan, Surface, Totals
 from gateway.http.errors import InvalidRequest
@@ -85,20 +78,15 @@ class EmbeddingTurn(RequestStruct, frozen=True, kw_only=True):
     content: str | Annotated[list[TextContent | ImageContent], Meta(min_length=1)]
 
 
-class EmbeddingRequest(RequestStruct, frozen=True, kw_only=True):
+class EmbeddingRequest(InputFields, frozen=True, kw_only=True):
     """The body of `POST /v1/embeddings`, with `input` or `messages`."""
 
-    model: ModelName
     #: empty or missing with `messages`
     input: str | list[str | TokenId | TokenIds | TextInput] | UnsetType = UNSET
     messages: Annotated[list[EmbeddingTurn], Meta(min_length=1, max_length=1)] | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Meta(ge=1)] | None = None
-    user: User = None
     normalized: Annotated[bool | None, doc("false returns vectors that are not normalized.")] = None
-    truncate: Annotated[
-        Truncation | None, doc("The end at which inputs that are too long are cut.")
-    ] = None
     #: vLLM's: truncate inputs to this number of tokens; -1: to the model's maximum
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
     prompt_name: Annotated[str | None, doc("The model's prompt that is put before each text.")] = (
@@ -116,15 +104,13 @@ class EmbeddingRequest(RequestStruct, frozen=True, kw_only=True):
         ]
         | None
     ) = None
-    service_tier: ServiceTier | None = None
-    timings: ShowsTimings = None
 
 
 class Embedding(msgspec.Struct):
     """One vector. `embedding` is a list of numbers, or little-endian float32 in base64."""
 
     index: int
-    embedding: list[float] | str
+    embedding: Sequence[float] | memoryview
     object: str = "embedding"
 
 
@@ -136,14 +122,6 @@ class EmbeddingList(msgspec.Struct):
     usage: InputUsage
     object: str = "list"
     timings: dict[str, float] | UnsetType = UNSET
-
-
-class _Embedding(msgspec.Struct):
-    """The encoder's type: bytes become base64."""
-
-    index: int
-    embedding: Sequence[float] | memoryview
-    object: str = "embedding"
 
 
 class EmbeddingOptions(msgspec.Struct, frozen=True):
@@ -184,24 +162,11 @@ class Embeddings(Surface):
             is_normalized=request.normalized is not False,
             truncate=_find_truncation(request),
             max_tokens=_find_max_tokens(request),
+            first=0 if inputs.is_list else None,
         )
-        per_image = card.image_tokens or TOKENS_PER_IMAGE
-        tasks = [
-            msgspec.structs.replace(
-                task, inputs=tuple(parts), first=first if inputs.is_list else None
-            )
-            for first, parts in split(
-                inputs.parts, lambda part: _num_tokens(part, per_image), context.headers
-            )
-        ]
-        return Plan(
-            tasks,
-            EmbeddingOptions(request.encoding_format == "base64"),
-            images=inputs.images,
-            num_prompts=len(tasks),
-            shows_timings=wants_timings(request.timings, context.headers),
-            priority=find_priority(request.service_tier, context),
-        )
+        tasks = split_inputs(task, inputs.parts, card, context.headers)
+        options = EmbeddingOptions(request.encoding_format == "base64")
+        return to_plan(request, context, tasks, options, inputs.images)
 
     def answer(self, options: EmbeddingOptions, head: AnswerHead) -> "EmbeddingAnswer":
         return EmbeddingAnswer(options, head)
@@ -301,18 +266,12 @@ class EmbeddingAnswer(WholeAnswer):
         self.head = head
 
     def whole(self, events: Sequence[ChoiceEvent], totals: Totals) -> bytes:
-        answer = {
-            "object": "list",
-            "model": self.head.model,
-            "data": [
-                _Embedding(index, row if self._options.is_base64 else row.cast("f").tolist())
-                for index, row in enumerate(rows_of(events))
-            ],
-            "usage": InputUsage.of(totals),
-        }
-        if (timings := timings_of(totals)) is not UNSET:
-            answer["timings"] = timings
-        return msgspec.json.encode(answer)
+        data = [
+            Embedding(index, row if self._options.is_base64 else row.cast("f").tolist())
+            for index, row in enumerate(rows_of(events))
+        ]
+        usage, timings = InputUsage.of(totals), timings_of(totals)
+        return encode(EmbeddingList(self.head.model, data, usage, timings=timings))
 
 
 def rows_of(events: Sequence[ChoiceEvent]) -> Iterator[memoryview]:
@@ -389,10 +348,3 @@ def _find_max_tokens(request: EmbeddingRequest) -> int | None:
         raise invalid("truncate_prompt_tokens", "it is 0: send at least 1, or -1")
     most = request.truncate_prompt_tokens
     return None if most == -1 else most
-
-
-def _num_tokens(part: TextPart | TokensPart | ImagePart, per_image: int) -> int:
-    """Estimated tokens of an input."""
-    if isinstance(part, TextPart):
-        return len(part.text) // CHARS_PER_TOKEN + 1
-    return len(part.token_ids) if isinstance(part, TokensPart) else per_image

@@ -193,12 +193,6 @@ class Listing(msgspec.Struct, Generic[Entry]):
         return cls(data, has_more, *((data[0].id, data[-1].id) if data else (None, None)))
 
 
-def check_stream_options(options: StreamOptions | None, is_streamed: bool | None) -> None:
-    """Refuse stream options of a request that does not stream. Raises: InvalidRequest."""
-    if options is not None and not is_streamed:
-        raise invalid("stream_options", "it needs stream: send stream as true")
-
-
 def find_priority(service_tier: str | None, context: RequestContext) -> Priority:
     """The priority of the header, else of the service tier; at most the key's. Raises: InvalidRequest."""
     name = context.headers.get(PRIORITY_HEADER)
@@ -301,6 +295,15 @@ class SamplingFields(RequestStruct, frozen=True, kw_only=True):
 
 
 class OpenAiSampling(SamplingFields, frozen=True, kw_only=True):
+    """Fields of chat and of completions."""
+
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    service_tier: Annotated[
+        ServiceTier | None, doc("`flex` is batch work; the others are interactive.")
+    ] = None
+    user: User = None
+    timings: ShowsTimings = None
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
     n: Annotated[int, Meta(ge=1)] | None = None
     repeat_penalty: Annotated[
@@ -418,9 +421,11 @@ def _prompt_logprobs(fields: OpenAiSampling, limits: LimitSettings) -> int | Non
     return fields.prompt_logprobs
 
 
-def check_prompt_logprobs(fields: OpenAiSampling, is_streamed: bool | None) -> None:
-    """Refuse prompt logprobs of streams, whose chunks have no field for them. Raises: InvalidRequest."""
-    if fields.prompt_logprobs is not None and is_streamed:
+def check_stream(fields: OpenAiSampling) -> None:
+    """Refuse stream options of a whole answer, and prompt logprobs of a stream. Raises: InvalidRequest."""
+    if fields.stream_options is not None and not fields.stream:
+        raise invalid("stream_options", "it needs stream: send stream as true")
+    if fields.prompt_logprobs is not None and fields.stream:
         raise invalid("prompt_logprobs", "it needs a whole answer: send stream as false")
 
 

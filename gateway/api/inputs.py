@@ -1,14 +1,37 @@
-"""Shared by APIs that return numbers for inputs: parts and usage."""
+"""Shared by APIs that return numbers for inputs: fields, the split into calls and usage."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
+from gateway.api.fields import (
+    ModelName,
+    RequestStruct,
+    ServiceTier,
+    ShowsTimings,
+    User,
+    doc,
+    find_priority,
+    wants_timings,
+)
+from gateway.calls.key_limits import TOKENS_PER_IMAGE
 from gateway.calls.resume import KEY_HEADER
-from gateway.calls.surface import Totals
+from gateway.calls.surface import Plan, Totals
 from gateway.http.errors import InvalidRequest
-from shared.protocol import Truncate
+from gateway.http.exchange import RequestContext
+from gateway.media.loader import ImageSource
+from shared.protocol import (
+    Embed,
+    ImagePart,
+    ModelCard,
+    Rerank,
+    Task,
+    TextPart,
+    TokensPart,
+    Truncate,
+)
 from shared.settings.limits import LimitSettings
 
 #: TEI's values: the end to truncate. True is END; false and NONE refuse long inputs.
@@ -19,6 +42,16 @@ Item = TypeVar("Item")
 MAX_CALL_TOKENS = 8192
 MAX_CALL_INPUTS = 256
 CHARS_PER_TOKEN = 4
+
+
+class InputFields(RequestStruct, frozen=True, kw_only=True):
+    model: ModelName
+    truncate: Annotated[
+        Truncation | None, doc("The end at which inputs that are too long are cut.")
+    ] = None
+    user: User = None
+    service_tier: ServiceTier | None = None
+    timings: ShowsTimings = None
 
 
 class InputUsage(msgspec.Struct):
@@ -54,7 +87,63 @@ def check_chars(num_chars: int, param: str, limits: LimitSettings) -> None:
         )
 
 
-def split(
+def to_plan(
+    request: InputFields,
+    context: RequestContext,
+    tasks: Sequence[Task],
+    options: msgspec.Struct,
+    images: Sequence[ImageSource] = (),
+) -> Plan:
+    return Plan(
+        tasks,
+        options,
+        images,
+        num_prompts=len(tasks),
+        shows_timings=wants_timings(request.timings, context.headers),
+        priority=find_priority(request.service_tier, context),
+    )
+
+
+def split_inputs(
+    task: Embed,
+    parts: Sequence[TextPart | TokensPart | ImagePart],
+    card: ModelCard,
+    headers: Mapping[bytes, bytes],
+) -> list[Embed]:
+    """As many tasks as the inputs need."""
+
+    def num_tokens(part: TextPart | TokensPart | ImagePart) -> int:
+        if isinstance(part, TextPart):
+            return len(part.text) // CHARS_PER_TOKEN + 1
+        if isinstance(part, TokensPart):
+            return len(part.token_ids)
+        return card.image_tokens or TOKENS_PER_IMAGE
+
+    return [
+        replace(task, inputs=tuple(some), first=None if task.first is None else first)
+        for first, some in _split(parts, num_tokens, headers)
+    ]
+
+
+def split_documents(
+    task: Rerank, documents: Sequence[str], headers: Mapping[bytes, bytes]
+) -> list[Rerank]:
+    """As many tasks as the documents need, each with the query or with its own queries."""
+    many, longest = len(task.queries) > 1, max(map(len, task.queries))
+    return [
+        replace(
+            task,
+            queries=task.queries[first : first + len(part)] if many else task.queries,
+            documents=tuple(part),
+            first=None if task.first is None else first,
+        )
+        for first, part in _split(
+            documents, lambda text: (longest + len(text)) // CHARS_PER_TOKEN, headers
+        )
+    ]
+
+
+def _split(
     items: Sequence[Item],
     num_tokens: Callable[[Item], int],
     headers: Mapping[bytes, bytes],

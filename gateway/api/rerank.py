@@ -13,25 +13,13 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from gateway.api.answers import WholeAnswer
-from gateway.api.fields import (
-    ModelName,
-    RequestStruct,
-    ServiceTier,
-    ShowsTimings,
-    User,
-    doc,
-    find_priority,
-    invalid,
-    timings_of,
-    too_many,
-    wants_timings,
-)
+from gateway.api.fields import RequestStruct, doc, invalid, timings_of, too_many
 from gateway.api.inputs import (
-    CHARS_PER_TOKEN,
+    InputFields,
     InputUsage,
-    Truncation,
     check_chars,
-    split,
+    split_documents,
+    to_plan,
     to_truncate,
 )
 from gateway.calls.open_call import ChoiceEvent
@@ -48,17 +36,7 @@ Document = str | TextDocument
 Documents = Annotated[list[Document], Meta(min_length=1)]
 
 
-class _Common(RequestStruct, frozen=True, kw_only=True):
-    model: ModelName
-    user: User = None
-    truncate: Annotated[
-        Truncation | None, doc("The end at which documents that are too long are cut.")
-    ] = None
-    service_tier: ServiceTier | None = None
-    timings: ShowsTimings = None
-
-
-class RerankRequest(_Common, frozen=True, kw_only=True):
+class RerankRequest(InputFields, frozen=True, kw_only=True):
     query: str
     documents: Documents
     top_n: Annotated[int, Meta(ge=1)] | None = None
@@ -69,7 +47,7 @@ class RerankRequest(_Common, frozen=True, kw_only=True):
     raw_scores: Annotated[bool | None, doc("Return the model's scores as they are.")] = None
 
 
-class ScoreRequest(_Common, frozen=True, kw_only=True):
+class ScoreRequest(InputFields, frozen=True, kw_only=True):
     """The body of `POST /v1/score`: one text with one or many, or lists of equal length."""
 
     text_1: str | Annotated[list[str], Meta(min_length=1)]
@@ -134,33 +112,11 @@ class _Pairs(Surface):
         self, task: Rerank, documents: Sequence[str], context: RequestContext
     ) -> list[Rerank]:
         """Documents split into tasks, each with the query. Raises: InvalidRequest."""
-        limits, many = self.limits, len(task.queries) > 1
+        limits = self.limits
         if len(documents) > limits.max_documents:
             raise too_many("documents", limits.max_documents, task.name)
         check_chars(sum(map(len, task.queries)) + sum(map(len, documents)), task.name, limits)
-        longest = max(map(len, task.queries))
-        return [
-            msgspec.structs.replace(
-                task,
-                queries=task.queries[first : first + len(part)] if many else task.queries,
-                documents=tuple(part),
-                first=None if task.first is None else first,
-            )
-            for first, part in split(
-                documents, lambda text: (longest + len(text)) // CHARS_PER_TOKEN, context.headers
-            )
-        ]
-
-    def _plan(
-        self, request: Any, context: RequestContext, tasks: list[Rerank], options: msgspec.Struct
-    ) -> Plan:
-        return Plan(
-            tasks,
-            options,
-            num_prompts=len(tasks),
-            shows_timings=wants_timings(request.timings, context.headers),
-            priority=find_priority(request.service_tier, context),
-        )
+        return split_documents(task, documents, context.headers)
 
 
 class Reranking(_Pairs):
@@ -187,7 +143,7 @@ class Reranking(_Pairs):
         )
         wanted = tuple(documents) if request.return_documents else ()
         tasks = self._tasks(task, documents, context)
-        return self._plan(request, context, tasks, RerankOptions(request.top_n, wanted))
+        return to_plan(request, context, tasks, RerankOptions(request.top_n, wanted))
 
     def answer(self, options: RerankOptions, head: AnswerHead) -> "RerankWords":
         return RerankWords(options, head)
@@ -225,7 +181,7 @@ class Scoring(_Pairs):
             name="text_2",
             first=0 if is_list else None,
         )
-        return self._plan(request, context, self._tasks(task, documents, context), NoOptions())
+        return to_plan(request, context, self._tasks(task, documents, context), NoOptions())
 
     def answer(self, options: NoOptions, head: AnswerHead) -> "ScoreWords":
         return ScoreWords(head)

@@ -28,7 +28,6 @@ from shared.protocol import (
     Priority,
     StageTimings,
     Tokens,
-    Usage,
 )
 from shared.telemetry.metrics import GatewayMetrics, RequestRecord
 from shared.telemetry.tracing import NOT_FAILURES, Attributes, Stage, epoch_ns, trace_id_of
@@ -151,7 +150,7 @@ class Recorder:
             if not totals.finished:
                 totals.prompt = event.usage
         elif index % (self._num_choices // self.num_prompts) == 0:
-            totals.prompt = _sum(totals.prompt, event.usage)
+            totals.prompt += event.usage
         totals.finished.append(event)
         totals.num_output_tokens += event.usage.num_output_tokens
 
@@ -166,7 +165,8 @@ class Recorder:
     def stages(self, e2e_s: float) -> dict[str, float]:
         """The stages of the slowest choice of a complete answer."""
         timings = [event.timings for event in self.totals.finished]
-        return _stages_of(self.clock, _slowest(timings), e2e_s)
+        slowest = max(timings, key=lambda each: each.total_s) if len(timings) > 1 else timings[0]
+        return _stages_of(self.clock, slowest, e2e_s)
 
     def known_timing(self) -> Headers:
         clock = self.clock
@@ -326,14 +326,6 @@ class Recorder:
         return stages
 
 
-def _sum(first: Usage, second: Usage) -> Usage:
-    return Usage(
-        first.num_prompt_tokens + second.num_prompt_tokens,
-        num_image_tokens=first.num_image_tokens + second.num_image_tokens,
-        num_cached_tokens=first.num_cached_tokens + second.num_cached_tokens,
-    )
-
-
 def _check(event: Finished) -> None:
     """Refuse an aborted answer. Raises: ApiError."""
     if event.finish_reason is FinishReason.ABORT:
@@ -359,24 +351,6 @@ def _stages_of(clock: StageClock, worker: StageTimings, e2e_s: float) -> dict[st
 def _ttft_of(stages: dict[str, float]) -> float:
     """Time to the worker's first token, for an answer that is sent whole."""
     return sum([seconds for name, seconds in stages.items() if name not in ("decode", "relay")])
-
-
-def _slowest(timings: list[StageTimings]) -> StageTimings:
-    """The timings of the slowest choice."""
-    if len(timings) == 1:
-        return timings[0]
-    return max(timings, key=_total_s)
-
-
-def _total_s(timings: StageTimings) -> float:
-    return (
-        timings.queue_s
-        + timings.media_decode_s
-        + timings.preprocess_s
-        + timings.vision_s
-        + timings.prefill_s
-        + timings.decode_s
-    )
 
 
 def timing_headers(stages: dict[str, float], elapsed_s: float, *, is_whole: bool) -> Headers:

@@ -14,6 +14,7 @@ from enum import StrEnum
 from typing import NamedTuple, get_args
 
 import msgspec
+from msgspec.structs import astuple
 
 from shared.protocol.tasks import Message, Report, Task
 
@@ -63,6 +64,10 @@ class Usage(Report, frozen=True, omit_defaults=True):
     num_cached_tokens: int = 0
     num_reasoning_tokens: int = 0  #: output tokens before the first of the answer
 
+    def __add__(self, other: "Usage") -> "Usage":
+        mine, theirs = astuple(self), astuple(other)
+        return Usage(*map(sum, zip(mine, theirs, strict=True)))
+
 
 class StageTimings(Report, frozen=True, omit_defaults=True):
     """Seconds in each stage, by the worker's monotonic clock; the time in the queue also by Redis's clock."""
@@ -75,6 +80,10 @@ class StageTimings(Report, frozen=True, omit_defaults=True):
     media_decode_s: float = (
         0.0  #: before `preprocess_s`, with a video: fetch, decode and resize all media
     )
+
+    @property
+    def total_s(self) -> float:
+        return sum(astuple(self))
 
 
 #: Prefix of a spelled token that is not UTF-8; its bytes in hexadecimal follow.

@@ -10,7 +10,14 @@ from typing import Any, ClassVar
 import msgspec
 from msgspec import UNSET
 
-from gateway.api.answers import Blocks, ChunkStream, PromptTokens, call_id, to_usage
+from gateway.api.answers import (
+    Blocks,
+    ChunkOptions,
+    ChunkStream,
+    PromptTokens,
+    call_id,
+    to_usage,
+)
 from gateway.api.chat.schemas import (
     IGNORED_FIELDS,
     AnswerCall,
@@ -52,11 +59,9 @@ from gateway.api.fields import (
     UNSUPPORTED,
     check_max_tokens,
     check_model,
-    check_prompt_logprobs,
-    check_stream_options,
+    check_stream,
     find_num_logprobs,
     find_priority,
-    find_service_tier,
     invalid,
     missing,
     num_choices,
@@ -98,17 +103,8 @@ _ROLES: dict[str, Role] = {
 }
 
 
-class ChatOptions(msgspec.Struct, frozen=True):
-    """Options of the answer; a request may be large and is not kept."""
-
-    include_usage: bool = False
-    continuous_usage: bool = False  #: usage so far in every chunk
-    with_logprobs: bool = False
+class ChatOptions(ChunkOptions, frozen=True):
     with_reasoning: bool = True
-    with_prompt_logprobs: bool = False
-    with_token_ids: bool = False
-    #: The tier that is reported, if the request names one.
-    service_tier: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatCompletions(Surface):
@@ -142,8 +138,7 @@ class ChatCompletions(Surface):
 
     def read(self, body: bytes, context: RequestContext) -> ChatCompletionRequest:
         request: ChatCompletionRequest = super().read(body, context)
-        check_stream_options(request.stream_options, request.stream)
-        check_prompt_logprobs(request, request.stream)
+        check_stream(request)
         return request
 
     def plan(
@@ -194,21 +189,17 @@ def translate(
         grammar=grammar,
         tools=tools,
     )
-    stream_options = request.stream_options
     return Plan(
         tasks=split_choices(task, count),
         images=conversation.sources,
         is_streamed=bool(request.stream),
         shows_timings=wants_timings(request.timings, context.headers),
         priority=priority,
-        options=ChatOptions(
-            include_usage=stream_options is not None and stream_options.include_usage,
-            continuous_usage=stream_options is not None and stream_options.continuous_usage_stats,
+        options=ChatOptions.of(
+            request,
+            priority,
             with_logprobs=bool(request.logprobs),
             with_reasoning=request.include_reasoning is not False,
-            with_prompt_logprobs=request.prompt_logprobs is not None,
-            with_token_ids=bool(request.return_token_ids),
-            service_tier=find_service_tier(request.service_tier, priority),
         ),
     )
 

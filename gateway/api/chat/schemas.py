@@ -20,11 +20,7 @@ from gateway.api.fields import (
     ModelName,
     RequestStruct,
     SamplingOfFrames,
-    ServiceTier,
-    ShowsTimings,
-    StreamOptions,
     Timings,
-    User,
     VideoFields,
     doc,
 )
@@ -249,13 +245,6 @@ class ChatCompletionRequest(IgnoredFields, frozen=True, kw_only=True):
     max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0)] | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    service_tier: Annotated[
-        ServiceTier | None, doc("`flex` is batch work; the others are interactive.")
-    ] = None
-    user: User = None
-    timings: ShowsTimings = None
     reasoning_effort: ReasoningEffort | None = None
     include_reasoning: Annotated[bool | None, doc("false leaves out the model's reasoning.")] = None
     enable_thinking: Annotated[

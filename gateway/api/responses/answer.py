@@ -43,7 +43,6 @@ from gateway.http.errors import ApiError
 from gateway.http.exchange import SSE_DONE, sse_event
 from shared.protocol import (
     ChatMessage,
-    Finished,
     FinishReason,
     OutputLogprob,
     TextPart,
@@ -208,12 +207,7 @@ def _status(totals: Totals) -> str:
 
 def _duration_s(totals: Totals) -> int:
     """Time of the fleet's work, in whole seconds."""
-    return round(max(map(_total_s, totals.finished), default=0.0))
-
-
-def _total_s(event: Finished) -> float:
-    timings = event.timings
-    return timings.queue_s + timings.preprocess_s + timings.prefill_s + timings.decode_s
+    return round(max([event.timings.total_s for event in totals.finished], default=0.0))
 
 
 def to_usage(totals: Totals) -> ResponseUsage:

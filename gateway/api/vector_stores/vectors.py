@@ -5,9 +5,8 @@ from collections.abc import Sequence
 import msgspec
 
 from gateway.api.embeddings import Embeddings, rows_of
-from gateway.api.inputs import CHARS_PER_TOKEN, check_chars, split
+from gateway.api.inputs import check_chars, split_documents, split_inputs
 from gateway.api.rerank import Reranking, scores_of
-from gateway.calls.key_limits import TOKENS_PER_IMAGE
 from gateway.calls.lifecycle import Lifecycle
 from gateway.calls.surface import Plan
 from gateway.http.endpoint import Caller
@@ -79,11 +78,7 @@ class StoreVectors:
             TextPart(part) if isinstance(part, str) else ImagePart(places[id(part)])
             for part in parts
         ]
-        per_image = card.image_tokens or TOKENS_PER_IMAGE
-        tasks = [
-            msgspec.structs.replace(task, inputs=tuple(some), first=first)
-            for first, some in split(inputs, lambda part: _num_tokens(part, per_image), {})
-        ]
+        tasks = split_inputs(task, inputs, card, {})
         is_large = len(parts) > self._limits.max_search_queries
         priority = Priority.BATCH if is_large else Priority.INTERACTIVE
         return Plan(tasks, msgspec.Struct(), images, num_prompts=len(tasks), priority=priority)
@@ -103,13 +98,7 @@ class StoreVectors:
         if not scored:
             return list(hits)
         documents = [hit.item.text for hit in scored]
-        longest = len(texts[0]) // CHARS_PER_TOKEN
-        tasks = [
-            Rerank((texts[0],), tuple(part), truncate="end", first=first)
-            for first, part in split(
-                documents, lambda text: longest + len(text) // CHARS_PER_TOKEN + 1, {}
-            )
-        ]
+        tasks = split_documents(Rerank((texts[0],), (), truncate="end"), documents, {})
         plan = Plan(tasks, msgspec.Struct(), num_prompts=len(tasks))
         try:
             events = await self._lifecycle.compute(
@@ -124,10 +113,6 @@ class StoreVectors:
         ]
         ranked.sort(key=lambda hit: (-hit.score, hit.item.id))
         return ranked + [Hit(item=hit.item, score=0.0) for hit in hits if not hit.item.text]
-
-
-def _num_tokens(part: TextPart | ImagePart, per_image: int) -> int:
-    return len(part.text) // CHARS_PER_TOKEN + 1 if isinstance(part, TextPart) else per_image
 
 
 def _rename(param: str | None, names: Sequence[str]) -> str | None:
