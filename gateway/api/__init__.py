@@ -10,17 +10,15 @@ from functools import partial
 
 from gateway.api.adapters import Adapters
 from gateway.api.applications import Applications
-from gateway.api.audit import Audit
 from gateway.api.batches import BatchResource
 from gateway.api.chat import ChatCompletions
 from gateway.api.completions import Completions
 from gateway.api.embeddings import Embeddings
 from gateway.api.files import Files
 from gateway.api.forget import TenantData
-from gateway.api.keys import Keys
+from gateway.api.keys import Audit, Keys
 from gateway.api.messages import CountTokens, Messages
 from gateway.api.models import Models
-from gateway.api.nodes import Nodes
 from gateway.api.ollama import (
     OllamaChat,
     OllamaEmbed,
@@ -112,7 +110,6 @@ def _create_resources(services: Services, surfaces: Sequence[Surface]) -> list[R
         Sessions(lifecycle, services.sessions, limits),
         Adapters(models, limits.max_loras),
         Applications(deploy, services.deployments, models),
-        Nodes(services.deployments),
         Keys(services.keys, data, bool(settings.gateway.prices), services.usage.raise_budgets),
         *([] if services.audit is None else [Audit(services.audit)]),
         UsageReport(

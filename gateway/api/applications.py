@@ -1,4 +1,4 @@
-"""`/v1/applications`: deployments and their changes. For deploy keys.
+"""`/v1/applications` and `/v1/nodes`: deployments, their changes, and the machines that run them. For deploy keys.
 
 A change is first recorded in the store, and then in Redis; if that fails, nodes read it from the store.
 """
@@ -7,7 +7,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,7 +18,7 @@ from msgspec.structs import asdict, replace
 from redis.exceptions import RedisError
 from starlette.responses import Response
 
-from gateway.api.fields import invalid
+from gateway.api.fields import Data, invalid
 from gateway.api.packages import ConfiguredStore, store_error
 from gateway.calls.models import ModelDirectory
 from gateway.http.endpoint import Caller, Resource, operation
@@ -52,7 +52,7 @@ from shared.packages.deployments import (
 from shared.packages.environment import BadEnvironment, Environment, check_environment
 from shared.packages.garbage import write_hold
 from shared.packages.manifest import BadPackage, Digest, Manifest
-from shared.packages.rollout import App, LogLine
+from shared.packages.rollout import App, Event, LogLine, NodeRecord
 from shared.packages.routes import RoutedVersion, RouteRecord, read_routes, record_route
 from shared.packages.signature import (
     MAX_SIGNATURE_CHARS,
@@ -135,13 +135,6 @@ class RevisionObject(msgspec.Struct):
     num_failed: int
 
 
-class EventObject(msgspec.Struct):
-    """An event of the deployment. Units: `at` in epoch seconds."""
-
-    at: float
-    text: str
-
-
 class GenerationObject(msgspec.Struct):
     """A requested change and its outcome."""
 
@@ -161,11 +154,8 @@ class LogQuery(msgspec.Struct):
     slot: int | None = None
 
 
-class Log(msgspec.Struct):
+class Log(Data[LogLine]):
     """Log lines of instances, oldest first."""
-
-    data: list[LogLine]
-    object: str = "list"
 
 
 class Application(msgspec.Struct):
@@ -179,18 +169,46 @@ class Application(msgspec.Struct):
     desired: int
     slots: list[SlotObject]
     message: str
-    events: list[EventObject]
+    events: Sequence[Event]
     #: The latest last; omitted in lists.
     generations: list[GenerationObject] | UnsetType = msgspec.UNSET
 
 
-class ApplicationList(msgspec.Struct):
+class ApplicationList(Data[Application], kw_only=True):
     """All deployments, routes, and the package store."""
 
-    data: list[Application]
     routes: dict[str, dict[str, int]]  #: weights of versions by name
     store: str
-    object: str = "list"
+
+
+class NodeInstance(msgspec.Struct):
+    application: str
+    slot: int
+    digest: str
+    state: str
+
+
+class NodeObject(msgspec.Struct):
+    """A node, what it offers, and its instances."""
+
+    id: str
+    cpu: float
+    memory_bytes: int
+    gpu: int
+    state: str  #: `ready` or `draining`
+    instances: list[NodeInstance]
+
+    @classmethod
+    def of(cls, node: NodeRecord) -> "NodeObject":
+        return cls(
+            node.id, node.cpu, node.memory_bytes, node.gpu,
+            "draining" if node.is_stopping else "ready",
+            [NodeInstance(each.app, each.slot, each.digest, each.state) for each in node.slots],
+        )  # fmt: skip
+
+
+class NodeList(Data[NodeObject]):
+    pass
 
 
 class Applications(Resource):
@@ -219,7 +237,7 @@ class Applications(Resource):
         found += [self._to_unreadable(name) for name in self._deployments.unreadable]
         found.sort(key=lambda each: each.name)
         weights = {name: routes[name].weights for name in sorted(routes) if routes[name].versions}
-        return ApplicationList(found, weights, self._store.url)
+        return ApplicationList(found, routes=weights, store=self._store.url)
 
     @operation("GET", _PATH)
     async def retrieve_application(self, caller: Caller) -> Application:
@@ -431,6 +449,26 @@ class Applications(Resource):
         found = await asyncio.to_thread(read_routes, await self._store.open())
         return found.get(name, RouteRecord(name, 0))
 
+    @operation("GET", "/v1/nodes")
+    async def list_nodes(self, caller: Caller) -> NodeList:
+        """List the nodes and their instances."""
+        nodes = await self._deployments.nodes()
+        return NodeList([NodeObject.of(nodes[node_id]) for node_id in sorted(nodes)])
+
+    @operation("POST", "/v1/nodes/{name}:drain")
+    async def drain_node(self, caller: Caller) -> NodeObject:
+        """Have a node finish the requests of its instances and end; other nodes start them again."""
+        nodes = await self._deployments.nodes()
+        node = nodes.get(caller.path["name"])
+        if node is None:
+            raise NotFound(
+                f"There is no node of this name; there are: {', '.join(sorted(nodes)) or 'none'}.",
+                param="name",
+                code="node_not_found",
+            )
+        await self._deployments.drain(node.id)
+        return NodeObject.of(replace(node, is_stopping=True))
+
     # What they share
 
     def _to_object(self, app: App) -> Application:
@@ -449,10 +487,9 @@ class Applications(Resource):
             )  # fmt: skip
 
         slots = [SlotObject(s.id, s.digest, s.state, s.phase, s.node, s.since) for s in app.slots]
-        events = [EventObject(event.at, event.text) for event in app.events]
         return Application(
             app.name, app.number, app.state, to_revision(app.active), to_revision(app.candidate),
-            app.desired, slots, app.message, events,
+            app.desired, slots, app.message, app.events,
         )  # fmt: skip
 
     def _to_unreadable(self, name: str, number: int = 0) -> Application:

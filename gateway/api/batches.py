@@ -11,12 +11,12 @@ from typing import Annotated, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from gateway.api.fields import Listing, RequestStruct, invalid
+from gateway.api.fields import Data, Listing, RequestStruct, invalid
 from gateway.api.vector_stores import Metadata
 from gateway.batches.lines import LineError
 from gateway.batches.records import Batches, BatchView
 from gateway.http.endpoint import Caller, Resource, operation
-from gateway.http.errors import NotFound, Overloaded, unavailable
+from gateway.http.errors import NotFound, RateLimited, unavailable
 from shared.packages.store import StoreError
 from shared.settings.limits import (
     MAX_ITEM_ID_CHARS,
@@ -48,9 +48,8 @@ class RequestCounts(msgspec.Struct):
     failed: int
 
 
-class BatchErrors(msgspec.Struct):
-    data: list[LineError]
-    object: str = "list"
+class BatchErrors(Data[LineError]):
+    pass
 
 
 class BatchObject(msgspec.Struct):
@@ -107,19 +106,6 @@ class BatchList(Listing[BatchObject]):
     pass
 
 
-class TooManyBatches(Overloaded):
-    status = 429
-    type = "rate_limit_error"
-
-    def __init__(self, most: int) -> None:
-        super().__init__(
-            "open_batches",
-            f"This key has {most} open batches: wait until one has ended, or cancel it.",
-            code="rate_limit_exceeded",
-            retry_after_s=30,
-        )
-
-
 @dataclass
 class BatchResource(Resource):
     """Batches. `look` is called when the runner has work."""
@@ -144,6 +130,8 @@ class BatchResource(Resource):
     async def create_batch(self, caller: Caller, body: CreateBatch) -> BatchObject:
         """Create a batch."""
         batches, most = self._all, self._limits.max_open_batches
+        many = f"This key has {most} open batches: wait until one has ended, or cancel it."
+        too_many = RateLimited("open_batches", many, retry_after_s=30)
         if body.endpoint not in self._endpoints:
             raise invalid("endpoint", f"Send one of {', '.join(self._endpoints)}")
 
@@ -159,7 +147,7 @@ class BatchResource(Resource):
                     f"the file has another purpose; upload it again with the purpose {PURPOSE}",
                 )
             if len(batches.open_ids(caller.tenant)) >= most:
-                raise TooManyBatches(most)
+                raise too_many
 
         def create() -> BatchView | None:
             tenant, file_id = caller.context.tenant, body.input_file_id
@@ -168,7 +156,7 @@ class BatchResource(Resource):
                 self._find_guest(tenant),
             )  # fmt: skip
             if record is None:
-                raise TooManyBatches(most)
+                raise too_many
             return batches.get(caller.tenant, record.id)
 
         await blocking(check)

@@ -179,6 +179,13 @@ class StreamOptions(IgnoredStreamFields, frozen=True, kw_only=True):
 Entry = TypeVar("Entry")
 
 
+class Data(msgspec.Struct, Generic[Entry]):
+    """A whole list."""
+
+    data: list[Entry]
+    object: str = "list"
+
+
 class Listing(msgspec.Struct, Generic[Entry]):
     """A page of a list."""
 

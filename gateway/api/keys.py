@@ -1,4 +1,7 @@
-"""`/v1/admin/keys`: create, list, change, rotate and revoke API keys. For the root key and keys with the role `admin`."""
+"""`/v1/admin/keys`: create, list, change, rotate and revoke API keys; `/v1/admin/audit`: who asked to change what.
+
+For the root key and keys with the role `admin`.
+"""
 
 import secrets
 import time
@@ -8,10 +11,11 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from gateway.api.fields import invalid
+from gateway.api.fields import Data, invalid
 from gateway.api.forget import Forgotten, TenantData
 from gateway.http.endpoint import Caller, Resource, operation
-from gateway.http.errors import InvalidRequest, NotFound, unavailable
+from gateway.http.errors import InvalidRequest, NotFound, conflict, unavailable
+from gateway.keys.audit import AuditEntry, AuditLog
 from gateway.keys.directory import MAX_KEYS, KeyDirectory, new_key, next_version
 from gateway.keys.records import Conflict, KeyRecord, Period, Role
 from shared.packages.store import StoreError
@@ -93,11 +97,29 @@ class NewKey(KeyObject):
     key: str = ""
 
 
-class KeyList(msgspec.Struct):
+class KeyList(Data[KeyObject]):
     """All keys, by name."""
 
-    data: list[KeyObject]
-    object: str = "list"
+
+class AuditList(Data[AuditEntry]):
+    """Entries, newest first."""
+
+
+class AuditQuery(msgspec.Struct, frozen=True):
+    limit: Annotated[int, Meta(ge=1, le=1000)] = 100
+
+
+class Audit(Resource):
+    tag = "keys"
+    access = "admin"
+
+    def __init__(self, log: AuditLog) -> None:
+        self._log = log
+
+    @operation("GET", "/v1/admin/audit")
+    async def list_audit_entries(self, caller: Caller, query: AuditQuery) -> AuditList:
+        """List who asked to change keys, deployments, nodes and adapters, newest first."""
+        return AuditList(await self._log.read(query.limit))
 
 
 class Keys(Resource):
@@ -122,7 +144,7 @@ class Keys(Resource):
     def to_error(self, error: Exception) -> Exception:
         if isinstance(error, Conflict):
             message = "The key was changed at the same time: look at it, then retry."
-            return InvalidRequest(message, status=409, code="conflict")
+            return conflict(message)
         return unavailable() if isinstance(error, StoreError | OSError) else error
 
     @operation("POST", _PATH, hints={"name": _NAME_HINT})
@@ -130,12 +152,8 @@ class Keys(Resource):
         """Create a key. The answer shows it once."""
         keys = await self._fresh()
         if body.name in keys.records:
-            raise InvalidRequest(
-                "There is a key of this name: take another, or rotate it.",
-                param="name",
-                status=409,
-                code="key_exists",
-            )
+            message = "There is a key of this name: take another, or rotate it."
+            raise conflict(message, "key_exists", "name")
         self._check_budget(body)
         if len(keys.records) >= MAX_KEYS:
             raise invalid("name", f"there are {MAX_KEYS} keys, revoked ones included")
@@ -188,12 +206,8 @@ class Keys(Resource):
         now = time.time()  # noqa: TID251
         admins = [k for k in keys.records.values() if "admin" in k.roles and k.is_active(now)]
         if admins == [record]:
-            raise InvalidRequest(
-                "This is the last key with the role admin: create another one first.",
-                param="name",
-                status=409,
-                code="last_admin_key",
-            )
+            message = "This is the last key with the role admin: create another one first."
+            raise conflict(message, "last_admin_key", "name")
         if not record.is_revoked:
             record = next_version(record, is_revoked=True)
             await keys.write(record)
@@ -248,11 +262,9 @@ def _find(keys: KeyDirectory, caller: Caller) -> KeyRecord:
 def _find_active(keys: KeyDirectory, caller: Caller) -> KeyRecord:
     record = _find(keys, caller)
     if record.is_revoked:
-        message = "This key is revoked: create another one."
-        raise InvalidRequest(message, param="name", status=409, code="key_revoked")
+        raise conflict("This key is revoked: create another one.", "key_revoked", "name")
     if not record.is_active(time.time()):  # noqa: TID251
-        message = "This key has expired: create another one."
-        raise InvalidRequest(message, param="name", status=409, code="key_expired")
+        raise conflict("This key has expired: create another one.", "key_expired", "name")
     return record
 
 

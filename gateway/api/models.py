@@ -8,6 +8,7 @@ from datetime import UTC, datetime  # noqa: TID251 (people see it)
 import msgspec
 from msgspec import Struct
 
+from gateway.api.fields import Data
 from gateway.calls.models import ModelDirectory
 from gateway.http.endpoint import Caller, Resource, operation
 from shared.protocol import ModelCard, SamplingDefaults
@@ -79,14 +80,11 @@ class ModelObject(msgspec.Struct):
     owned_by: str = "vlm-fleet"
 
 
-class ModelList(msgspec.Struct):
+class ModelList(Data[ModelObject]):
     """Models with workers first.
 
     Within these, models of workers, then deployments, their versions, adapters, and aliases, each newest first.
     """
-
-    data: list[ModelObject]
-    object: str = "list"
 
 
 class AnthropicModel(msgspec.Struct):

@@ -21,6 +21,8 @@ from gateway.http.errors import (
     ApiError,
     InvalidRequest,
     NotFound,
+    RateLimited,
+    conflict,
     record_unreadable,
     store_unavailable,
 )
@@ -197,7 +199,9 @@ class Uploads:
             self._slow[key] += 1
             try:
                 if not writing.done() and self._slow[key] > LimitSettings.max_slow_uploads:
-                    body.cut(TooManySlowUploads())
+                    limit = LimitSettings.max_slow_uploads
+                    message = f"Too many slow uploads: send at most {limit} files at a time."
+                    body.cut(RateLimited("slow_uploads", message, retry_after_s=5))
                 await writing
             finally:
                 self._slow[key] -= 1
@@ -205,30 +209,11 @@ class Uploads:
         except BadBlob as error:
             raise InvalidRequest(f"{error}.", code="digest_mismatch") from None
         except WrongStart:
-            raise InvalidRequest(
-                "The upload cannot go on there: HEAD says from where.",
-                status=409,
-                code="conflict",
-            ) from None
+            raise conflict("The upload cannot go on there: HEAD says from where.") from None
         except StoreError:
             if body.error is None:
                 raise
             raise body.error from None
-
-
-class TooManySlowUploads(ApiError):
-    """The key has its maximum number of slow uploads."""
-
-    status = 429
-    type = "rate_limit_error"
-
-    def __init__(self) -> None:
-        limit = LimitSettings.max_slow_uploads
-        super().__init__(
-            f"Too many slow uploads: send at most {limit} files at a time.",
-            code="rate_limit_exceeded",
-            retry_after_s=5,
-        )
 
 
 class Packages(Resource):

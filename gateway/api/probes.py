@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import JSONResponse, Response
 
-from gateway.api.fields import invalid
+from gateway.api.fields import Data, invalid
 from gateway.calls.models import ModelDirectory
 from gateway.http.body import Admission
 from gateway.http.endpoint import Access, Caller, Operation, OperationServices, Resource, operation
@@ -60,11 +60,8 @@ class FleetStatus(Struct):
     workers: list[WorkerStatus]
 
 
-class LiveRequests(Struct):
+class LiveRequests(Data[OpenRequest]):
     """Requests, newest first."""
-
-    data: list[OpenRequest]
-    object: str = "list"
 
 
 class LiveRequestsQuery(Struct):

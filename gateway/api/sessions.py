@@ -18,7 +18,7 @@ import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
 from starlette.responses import Response, StreamingResponse
 
-from gateway.api.fields import RequestStruct, invalid
+from gateway.api.fields import Data, RequestStruct, invalid
 from gateway.api.run import TaskAnswer, compact, output_of
 from gateway.calls.lifecycle import Lifecycle
 from gateway.calls.open_call import Gone, OpenCall
@@ -161,12 +161,10 @@ class SessionObject(msgspec.Struct):
     object: str = "session"
 
 
-class SessionList(msgspec.Struct):
+class SessionList(Data[SessionObject]):
     """Sessions of a key, newest first."""
 
-    data: list[SessionObject]
     has_more: bool = False
-    object: str = "list"
 
 
 class TaskObject(msgspec.Struct):
@@ -186,12 +184,10 @@ class TaskObject(msgspec.Struct):
     object: str = "task"
 
 
-class TaskList(msgspec.Struct):
+class TaskList(Data[TaskObject]):
     """Tasks without results, oldest first."""
 
-    data: list[TaskObject]
     has_more: bool = False
-    object: str = "list"
 
 
 class _PartlyQueued(ApiError):
@@ -266,7 +262,7 @@ class Sessions(Resource):
         if page is None:
             raise invalid("after", "send the id of a session of this key, or leave it out")
         found, has_more = page
-        return SessionList(await self._describe(found), has_more)
+        return SessionList(await self._describe(found), has_more=has_more)
 
     @operation("GET", _SESSION)
     async def retrieve_session(self, caller: Caller) -> SessionObject:
@@ -457,7 +453,7 @@ class Sessions(Resource):
             ended = zip(shown, page, strict=True)
             results = [self._complete(one, task) for one, (task, _) in ended if one.state in ENDED]
             await asyncio.gather(*results)
-        return TaskList(shown, len(tasks) > first + query.limit)
+        return TaskList(shown, has_more=len(tasks) > first + query.limit)
 
     @operation("GET", _TASK)
     async def retrieve_task(self, caller: Caller, query: TaskQuery) -> TaskObject:

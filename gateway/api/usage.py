@@ -10,7 +10,7 @@ import msgspec
 from msgspec import UNSET, UnsetType, field
 from starlette.responses import Response
 
-from gateway.api.fields import invalid
+from gateway.api.fields import Data, invalid
 from gateway.http.endpoint import Caller, Resource, operation
 from gateway.http.errors import unavailable
 from gateway.http.exchange import short_hash
@@ -47,11 +47,8 @@ class UsageRow(msgspec.Struct):
     cost: float | None = None  #: dollars; null: no prices are set
 
 
-class UsageList(msgspec.Struct):
+class UsageList(Data[UsageRow]):
     """Rows in the order of `by`."""
-
-    data: list[UsageRow]
-    object: str = "list"
 
 
 class UsageReport(Resource):

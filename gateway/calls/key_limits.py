@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from gateway.http.errors import AuthenticationError, Overloaded
+from gateway.http.errors import AuthenticationError, Overloaded, RateLimited
 from gateway.http.exchange import Rate, RequestContext
 from gateway.keys.records import KeyRecord, Period
 from gateway.keys.usage import NANO, period_of
@@ -63,17 +63,6 @@ _REFUND_PAUSE_S = 0.25
 _BUDGET_GRACE_S = 3 * 86400.0
 
 logger = logging.getLogger(__name__)
-
-
-class KeyLimitExceeded(Overloaded):
-    """The key is over its limit; other keys are served."""
-
-    status = 429
-    type = "rate_limit_error"
-
-    def __init__(self, reason: str, what: str, retry_after_s: int) -> None:
-        message = f"Rate limit reached for this key: {what}. Retry later."
-        super().__init__(reason, message, code="rate_limit_exceeded", retry_after_s=retry_after_s)
 
 
 class BudgetExceeded(Overloaded):
@@ -186,7 +175,7 @@ class KeyLimits:
     def check(self, model: str, tenant: str) -> None:
         """Refuse a key without asking Redis while its request limit cannot have recovered.
 
-        Raises: KeyLimitExceeded.
+        Raises: RateLimited.
         """
         found = self._refused.get((model, tenant))
         if found is None:
@@ -216,7 +205,7 @@ class KeyLimits:
             )  # fmt: skip
         return self._key_limit_exceeded(refused.reason, refused.wait_s, tenant)
 
-    def _key_limit_exceeded(self, reason: str, wait_s: float, tenant: str) -> KeyLimitExceeded:
+    def _key_limit_exceeded(self, reason: str, wait_s: float, tenant: str) -> RateLimited:
         limits = self.limits(Priority.INTERACTIVE, tenant) or NO_LIMITS
         what = {
             "key_open": f"{limits.max_tenant_requests} open requests",
@@ -226,7 +215,8 @@ class KeyLimits:
             "key_tokens": f"{limits.max_tenant_tokens_per_minute} tokens per minute",
         }[reason]
         retry_after_s = math.ceil(wait_s) or self._overloaded(reason).retry_after_s or 1
-        return KeyLimitExceeded(reason, what, retry_after_s)
+        message = f"Rate limit reached for this key: {what}. Retry later."
+        return RateLimited(reason, message, retry_after_s)
 
 
 def to_quota(limits: LimitSettings, priority: Priority) -> Limits:

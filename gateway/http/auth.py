@@ -16,7 +16,7 @@ from typing import Literal, Protocol
 
 from pydantic import SecretStr
 
-from gateway.http.errors import ApiError, AuthenticationError, Forbidden
+from gateway.http.errors import AuthenticationError, Forbidden, RateLimited
 from shared.settings.tree import GatewaySettings, SettingsError
 
 MAX_ADDRESSES = 10_000
@@ -169,13 +169,6 @@ def tenant_of(key: SecretStr) -> str:
     return hmac.new(_bytes(key), b"vlm-fleet cache salt", hashlib.sha256).hexdigest()[:32]
 
 
-class TooManyWrongKeys(ApiError):
-    """The client's address has sent too many wrong keys."""
-
-    status = 429
-    type = "rate_limit_error"
-
-
 class WrongKeys:
     """Wrong keys of each client address within a minute.
 
@@ -189,7 +182,7 @@ class WrongKeys:
         self._minutes: dict[str, tuple[int, float]] = {}  # wrong keys, and the end of the minute
 
     def count(self, host: str) -> None:
-        """Count a wrong key. Raises: TooManyWrongKeys."""
+        """Count a wrong key. Raises: RateLimited."""
         address, now = _place(host), self._clock()
         num_keys, until = self._minutes.get(address, (0, 0.0))
         if until <= now:
@@ -201,11 +194,9 @@ class WrongKeys:
         if self._per_minute and num_keys >= self._per_minute:
             if num_keys == self._per_minute:
                 logger.warning("%s sends wrong API keys, more than %d a minute", address, num_keys)
-            raise TooManyWrongKeys(
-                "Too many wrong API keys from this address: send a known key, or retry later.",
-                code="too_many_wrong_keys",
-                retry_after_s=math.ceil(until - now),
-            )
+            message = "Too many wrong API keys from this address: send a known key, or retry later."
+            wait_s = math.ceil(until - now)
+            raise RateLimited("wrong_keys", message, wait_s, "too_many_wrong_keys")
 
 
 def _place(host: str) -> str:

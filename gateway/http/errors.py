@@ -151,6 +151,18 @@ class Overloaded(ApiError):
         self.reason = reason
 
 
+class RateLimited(Overloaded):
+    """The key or the address is over a limit of its own; others are served."""
+
+    status = 429
+    type = "rate_limit_error"
+
+    def __init__(
+        self, reason: str, message: str, retry_after_s: int, code: str = "rate_limit_exceeded"
+    ) -> None:
+        super().__init__(reason, message, code=code, retry_after_s=retry_after_s)
+
+
 class ServerError(ApiError):
     """A failure of the fleet."""
 
@@ -221,8 +233,8 @@ def unsupported_media_type(message: str) -> InvalidRequest:
     return InvalidRequest(message, status=415, code="unsupported_media_type")
 
 
-def conflict(message: str, code: str = "conflict") -> InvalidRequest:
-    return InvalidRequest(message, status=409, code=code)
+def conflict(message: str, code: str = "conflict", param: str | None = None) -> InvalidRequest:
+    return InvalidRequest(message, status=409, code=code, param=param)
 
 
 def unavailable(

@@ -140,7 +140,7 @@ class Router:
     async def _check_access(
         self, endpoint: Endpoint | None, scope: Scope, context: RequestContext
     ) -> None:
-        """Raises: AuthenticationError, TooManyWrongKeys, Forbidden."""
+        """Raises: AuthenticationError, RateLimited, Forbidden."""
         access = "use" if endpoint is None else endpoint.access
         if self._is_open:
             if endpoint is None or not endpoint.is_probe:

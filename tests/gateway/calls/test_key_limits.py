@@ -9,14 +9,13 @@ from msgspec.structs import replace
 from gateway.calls.key_limits import (
     MAX_REFUSED,
     TOKENS_PER_IMAGE,
-    KeyLimitExceeded,
     KeyLimits,
     PossibleTokens,
     most_nano_dollars,
     possible_tokens,
     to_quota,
 )
-from gateway.http.errors import Overloaded
+from gateway.http.errors import Overloaded, RateLimited
 from shared.protocol import ModelCard, Priority, Rerank, SamplingParams
 from shared.queue.api import REASONS, QueueRefused
 from shared.settings.limits import LimitSettings
@@ -117,7 +116,7 @@ def test_a_key_that_has_to_wait_is_not_asked_about_again_until_then():
     told = limits.to_error(QueueRefused("key_requests", 11.2), "m", "a")
     assert told.retry_after_s == 12
     time.now = 10.0
-    with pytest.raises(KeyLimitExceeded, match="3 requests per minute") as refused:
+    with pytest.raises(RateLimited, match="3 requests per minute") as refused:
         limits.check("m", "a")
     assert refused.value.retry_after_s == 2
     limits.check("m", "b")
@@ -132,7 +131,7 @@ def test_those_who_never_came_back_take_no_place_from_others():
         limits.to_error(QueueRefused("key_requests", 11.2), "m", f"tenant {number}")
     time.now = 20.0
     limits.to_error(QueueRefused("key_requests", 11.2), "m", "late")
-    with pytest.raises(KeyLimitExceeded):
+    with pytest.raises(RateLimited):
         limits.check("m", "late")
 
 

@@ -3,7 +3,8 @@
 import pytest
 
 from gateway.http import auth
-from gateway.http.auth import MAX_ADDRESSES, WINDOW_S, TooManyWrongKeys, WrongKeys
+from gateway.http.auth import MAX_ADDRESSES, WINDOW_S, WrongKeys
+from gateway.http.errors import RateLimited
 from tests.factories_gateway import CHAT, make_body
 
 CHANGES = {"gateway": {"api_keys": ("sk-one",)}, "limits": {"max_wrong_keys_per_minute": 5}}
@@ -24,7 +25,7 @@ class Clock:
 def is_refused(keys: WrongKeys, address: str) -> bool:
     try:
         keys.count(address)
-    except TooManyWrongKeys:
+    except RateLimited:
         return True
     return False
 
