@@ -274,14 +274,10 @@ class Services:
         for task in self._refreshing:
             task.cancel()
         await asyncio.gather(*self._refreshing, return_exceptions=True)
-        if self.keys is not None:
-            await self.keys.close()
-        if self.audit is not None:
-            await self.audit.close()
-        if self.tokens is not None:
-            await self.tokens.close()
+        for part in (self.keys, self.audit, self.tokens):
+            if part is not None:
+                await part.close()
         await self.dispatcher.stop()
-        await self.lifecycle.resume.stop()
         await self.refunds.stop()
         await self.mailbox.close()
         for part in (

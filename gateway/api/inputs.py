@@ -16,7 +16,7 @@ from gateway.api.fields import (
     find_priority,
     wants_timings,
 )
-from gateway.calls.key_limits import TOKENS_PER_IMAGE
+from gateway.calls.key_limits import CHARS_PER_TOKEN, TOKENS_PER_IMAGE
 from gateway.calls.resume import KEY_HEADER
 from gateway.calls.surface import Plan, Totals
 from gateway.http.errors import InvalidRequest
@@ -41,7 +41,6 @@ Item = TypeVar("Item")
 #: Largest call: requests beyond it are split, so that several workers share them. Estimated tokens; inputs.
 MAX_CALL_TOKENS = 8192
 MAX_CALL_INPUTS = 256
-CHARS_PER_TOKEN = 4
 
 
 class InputFields(RequestStruct, frozen=True, kw_only=True):

@@ -86,7 +86,7 @@ class Dispatcher:
             self._look_after,
             self._keep_cancelling,
         ):
-            self._spawn(self._supervise(loop))
+            self.spawn(self._supervise(loop))
 
     async def stop(self) -> None:
         for call in {call for call, _ in self._all_routes()}:
@@ -180,7 +180,7 @@ class Dispatcher:
         """Return choices to the shared queue if the preferred worker has not started them."""
         waiting = [c.request_id for c in call.choices if c.attempt == 0 and not c.is_finished]
         if waiting:
-            self._spawn(self._share(call.model, waiting))
+            self.spawn(self._share(call.model, waiting))
 
     async def _share(self, model: str, request_ids: Sequence[str]) -> None:
         try:
@@ -478,7 +478,8 @@ class Dispatcher:
         if call.is_closed:
             self._cancel(call)
 
-    def _spawn(self, coroutine: Coroutine[None, None, None]) -> None:
+    def spawn(self, coroutine: Coroutine[None, None, None]) -> None:
+        """Run a coroutine that `stop` cancels."""
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -9,7 +9,7 @@ import hashlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextvars import Context
 from dataclasses import dataclass
 from functools import partial
@@ -102,7 +102,7 @@ MAX_ADAPTER_LABELS = (
 )
 OTHER = "other"  #: label of unknown models
 
-OnModels = Callable[[Iterable[str]], Awaitable[None]]
+OnModels = Callable[[Iterable[str]], Coroutine[Any, Any, None]]
 OnDeployments = Callable[[Mapping[str, App], Sequence[WorkerRecord]], None]
 
 
@@ -266,7 +266,7 @@ class ModelDirectory:
             route = Route(card) if card is not None else self.routes.get(target)
             if route is not None and self._known(name, "") is None:
                 self.aliases[name] = target
-                route = route.changed(partial(_as_alias, name))
+                route = route.changed(partial(_renamed, name))
                 self.routes[name] = route.changed(self._with_defaults)
 
     def _with_defaults(self, card: ModelCard) -> ModelCard:
@@ -299,7 +299,7 @@ class ModelDirectory:
     async def _open(self, names: list[str]) -> None:
         """Report new models, in a new context: what this starts outlives the current request."""
         loop = asyncio.get_running_loop()
-        await loop.create_task(_call(self._on_models, names), context=Context())
+        await loop.create_task(self._on_models(names), context=Context())
 
     async def keep_fresh(self) -> None:
         while True:
@@ -386,13 +386,9 @@ class ModelDirectory:
 
         Raises: QueueUnavailable, RedisError, OSError.
         """
-        if self._looking is None:
+        if self._looking is None or self._looking.done():
             self._looking = asyncio.create_task(self.refresh(), context=Context())
-            self._looking.add_done_callback(self._looked)
         await asyncio.shield(self._looking)
-
-    def _looked(self, _: asyncio.Task[None]) -> None:
-        self._looking = None
 
     def label(self, name: str) -> str:
         """The name of a known model, else `other`: labels of metrics must be few. An alias counts as its model."""
@@ -437,10 +433,10 @@ def _to_route(app: App) -> Route | None:
     active, candidate = app.active, app.candidate
     if active is None or active.card is None:
         return None
-    card = _as_deployed(app.name, active.card)
+    card = _renamed(app.name, active.card)
     if candidate is None or not candidate.is_canary or candidate.card is None:
         return Route(card)
-    return Route(card, ((_as_deployed(app.name, candidate.card), candidate.spec.canary),))
+    return Route(card, ((_renamed(app.name, candidate.card), candidate.spec.canary),))
 
 
 def _weighted(
@@ -449,7 +445,7 @@ def _weighted(
     """Routes by weight. Their order is that of the record, so that few clients move as weights do."""
     for record in records:
         found = [
-            (_as_deployed(record.name, cards[each.card.name]), each.weight)
+            (_renamed(record.name, cards[each.card.name]), each.weight)
             for each in record.versions.values()
             if each.weight and each.card.name in cards
         ]
@@ -466,13 +462,8 @@ def _what_is_left(route: Route, known: Collection[str]) -> Route | None:
     return Route(route.card, tuple(each for each in route.others if each[0].parent in known))
 
 
-def _as_deployed(name: str, card: ModelCard) -> ModelCard:
-    """A version's card under the deployment's name. Its calls use the version's queue."""
-    return replace(card, name=name, parent=card.name)
-
-
-def _as_alias(name: str, card: ModelCard) -> ModelCard:
-    """A card under another name. Its calls use the same queue and adapter."""
+def _renamed(name: str, card: ModelCard) -> ModelCard:
+    """A card under the name of a deployment or an alias. Its calls use the same queue and adapter."""
     return replace(card, name=name, parent=card.queue)
 
 
@@ -489,10 +480,6 @@ def _common_card(card: ModelCard, other: ModelCard) -> ModelCard:
 
 def _is_spoken(card: ModelCard) -> bool:
     return card.version == PROTOCOL_VERSION
-
-
-async def _call(on_models: OnModels, names: list[str]) -> None:
-    await on_models(names)
 
 
 #: Number of leading characters that form the affinity key. Recomputing a shorter prefix is cheap.

@@ -11,7 +11,7 @@ import hashlib
 import hmac
 import re
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
@@ -213,7 +213,6 @@ class Resume:
     dispatcher: Dispatcher
     request_timeout_s: float
     _locks: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary)
-    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     @property
     def keep_s(self) -> float:
@@ -302,14 +301,12 @@ class Resume:
 
     async def images(self, request_id: str) -> tuple[ImageRef, ...]:
         """The images of a request whose answer may be stored. Raises: QueueUnavailable."""
-        data = await self.records.recall(request_id)
-        record = _decode(data) if data is not None else None
+        record = await self._recall(request_id)
         return () if record is None else record.images
 
     async def note_images(self, request_id: str, images: tuple[ImageRef, ...]) -> None:
         """Store the images for a client that resumes. Raises: QueueUnavailable."""
-        data = await self.records.recall(request_id)
-        record = _decode(data) if data is not None else None
+        record = await self._recall(request_id)
         if record is not None:
             record = msgspec.structs.replace(record, images=images)
             await self.records.replace(request_id, msgspec.json.encode(record), self.keep_s)
@@ -335,7 +332,7 @@ class Resume:
 
         def on_close(call: OpenCall) -> None:
             if call.unsettled_ids:
-                self._spawn(self._call_at_end(call, callback))
+                self.dispatcher.spawn(self._call_at_end(call, callback))
             else:
                 callback()
 
@@ -351,17 +348,6 @@ class Resume:
             finally:
                 call.close()
             callback()
-
-    async def stop(self) -> None:
-        """Cancel the tasks that wait for requests."""
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def _spawn(self, coroutine: Coroutine[None, None, None]) -> None:
-        task = asyncio.get_running_loop().create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     async def _submit(
         self, call_id: str, model: str, submit: Callable[[str], Awaitable[OpenCall]], is_new: bool
@@ -384,11 +370,14 @@ class Resume:
 
     async def _find(self, request_id: str, tenant: str) -> StreamRecord:
         """The record of a tenant's own request. Raises: NotFound, QueueUnavailable."""
-        data = await self.records.recall(request_id)
-        record = _decode(data) if data is not None else None
+        record = await self._recall(request_id)
         if record is None or not hmac.compare_digest(record.tenant, tenant):
             raise _unknown()
         return record
+
+    async def _recall(self, request_id: str) -> StreamRecord | None:
+        data = await self.records.recall(request_id)
+        return None if data is None else _decode(data)
 
     async def _remember(self, request_id: str, wanted: StreamRecord) -> StreamRecord | None:
         """Store a record. Returns the existing one if the request was sent before, else None.
@@ -441,7 +430,7 @@ class Resume:
             time.monotonic() >= call.begins_by
         )  # otherwise the record may be of a later attempt
         if choice.is_finished and choice.attempt == 0 and has_waited:
-            self._spawn(self._forget(_to_request_id(choice.request_id)))
+            self.dispatcher.spawn(self._forget(_to_request_id(choice.request_id)))
 
 
 def _numbered_reply(

@@ -1,8 +1,8 @@
 """Splits the text of a file into chunks."""
 
 from gateway.api.fields import invalid
-from gateway.api.inputs import CHARS_PER_TOKEN
 from gateway.api.vector_stores.schemas import ChunkingStrategy
+from gateway.calls.key_limits import CHARS_PER_TOKEN
 from gateway.http.errors import InvalidRequest
 from shared.protocol import ModelCard
 from shared.search import (
