@@ -16,7 +16,7 @@ from typer.core import TyperCommand, TyperGroup
 from shared.gateway_url import URL, DeployKey, Url
 
 if TYPE_CHECKING:
-    from deploy.client import Client
+    from shared.gateway_client import Client
 
 Name = Annotated[str, typer.Argument(help="Name of the deployment.", show_default=False)]
 Form = Annotated[
@@ -172,7 +172,7 @@ def deploy(
 
 
 def _client(url: str, key: str | None) -> "Client":
-    from deploy.client import Client
+    from shared.gateway_client import Client
 
     return Client(url, key)
 

@@ -24,9 +24,10 @@ from rich.live import Live
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
-from deploy.client import LOOPBACK, ApiFailed, Client, GatewayStore
+from deploy.client import GatewayStore
 from deploy.kubernetes import CannotRender, render
 from deploy.pack import Packed, pack, pack_installed
+from shared.gateway_client import LOOPBACK, ApiFailed, Client
 from shared.packages.deployments import NAME, NAME_RULE, Resources, Spec, in_full
 from shared.packages.environment import (
     BadEnvironment,

@@ -11,7 +11,7 @@ import typer
 from shared.gateway_url import URL, Url
 
 if TYPE_CHECKING:
-    from deploy.client import Client
+    from shared.gateway_client import Client
 
 app = typer.Typer(help="Create, list, change, rotate and revoke API keys.", no_args_is_help=True)
 
@@ -272,7 +272,7 @@ def _show_new(ask: Any, url: str, api_key: str | None) -> None:
 
 def _run(command: Any, url: str, api_key: str | None) -> None:
     from deploy import commands
-    from deploy.client import Client
+    from shared.gateway_client import Client
 
     commands.finish(lambda: command(Client(url, api_key)))
 

@@ -8,7 +8,7 @@ from deploy.cli import Command, Form, Group
 from shared.gateway_url import URL, ApiKey, AskUrl
 
 if TYPE_CHECKING:
-    from deploy.client import Client
+    from shared.gateway_client import Client
 
 Session = Annotated[str, typer.Argument(help="Id of the session.", show_default=False)]
 Inputs = Annotated[
@@ -125,7 +125,7 @@ def close_session(session_id: Session, url: AskUrl = URL, api_key: ApiKey = None
 
 
 def _client(url: str, key: str | None) -> "Client":
-    from deploy.client import Client
+    from shared.gateway_client import Client
 
     return Client(url, key)
 

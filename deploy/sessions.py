@@ -7,12 +7,10 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlencode
 
 import msgspec
 from rich.table import Table
 
-from deploy.client import ApiFailed, Client
 from deploy.commands import (
     API,
     ARGUMENTS,
@@ -23,6 +21,7 @@ from deploy.commands import (
     screen,
     show,
 )
+from shared.gateway_client import ApiFailed, Client
 
 _MAX_TASKS = 1000  # of one request
 _WAIT_S = 30
@@ -135,7 +134,7 @@ def _results(client: Client, path: str, names: Sequence[str]) -> Iterator[dict[s
 
 def run_list(client: Client, form: str | None) -> None:
     """Print a table. Raises: CommandFailed."""
-    found = list(_pages(client, "/v1/sessions"))
+    found = list(client.pages("/v1/sessions"))
     if form is not None:
         show(found, form)
         return
@@ -158,21 +157,11 @@ def _resources(found: dict[str, Any]) -> str:
     return ",".join(f"{names.get(name, name)}={value:g}" for name, value in found.items() if value)
 
 
-def _pages(client: Client, path: str, **query: str) -> Iterator[dict[str, Any]]:
-    """All entries of a list. Raises: CommandFailed."""
-    after, has_more = "", True
-    while has_more:
-        page = client.ask("GET", f"{path}?{urlencode({**query, 'after': after})}")
-        yield from page["data"]
-        has_more = page["has_more"] and bool(page["data"])
-        after = page["data"][-1]["id"] if page["data"] else ""
-
-
 def run_view(client: Client, session_id: str, form: str | None) -> None:
     """Print a session and its tasks. Raises: CommandFailed."""
     path = f"/v1/sessions/{session_id}"
     found = client.ask("GET", path)
-    found["tasks"] = list(_pages(client, f"{path}/tasks", include="results"))
+    found["tasks"] = list(client.pages(f"{path}/tasks", include="results"))
     if form is not None:
         show(found, form)
         return

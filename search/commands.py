@@ -37,7 +37,8 @@ from search.embed import (
     open_output,
     read_sources,
 )
-from search.embedders import QUERY_PROMPTS, GatewaySilent, call, connect, open_embedder
+from search.embedders import QUERY_PROMPTS, TIMEOUT_S, TRIES, open_embedder
+from shared.gateway_client import ApiFailed, Client, GatewaySilent
 from shared.gateway_url import URL
 from shared.search import STORE_ID, Item
 from shared.settings import SettingsError
@@ -68,7 +69,9 @@ def _failing() -> Iterator[None]:
     """Errors of users end with a message and exit code 1."""
     try:
         yield
-    except (EmbedError, BadCollection, EngineStartError, SettingsError, OSError) as error:
+    except (
+        ApiFailed, EmbedError, BadCollection, EngineStartError, SettingsError, OSError,
+    ) as error:  # fmt: skip
         console.print(str(error), style="red", markup=False, soft_wrap=True)
         sys.exit(1)
     except KeyboardInterrupt:
@@ -126,31 +129,22 @@ def run_embed(
 # Stores of a gateway
 
 
-def find_store(client: Any, name: str) -> dict[str, Any] | None:
+def find_store(client: Client, name: str) -> dict[str, Any] | None:
     """A store by its id or its name. Raises: EmbedError."""
     if name.startswith(STORE_ID):
-        return call(client, "GET", f"{_STORES}/{quote(name, safe='')}")
-    stores = _pages(client, f"{_STORES}?limit={PAGE}")
+        return client.ask("GET", f"{_STORES}/{quote(name, safe='')}", tries=TRIES)
+    stores = client.pages(_STORES, TRIES, limit=PAGE)
     return next((store for store in stores if store["name"] == name), None)
-
-
-def _pages(client: Any, path: str) -> Iterator[dict[str, Any]]:
-    """The entries of all pages of a list."""
-    after, has_more = "", True
-    while has_more:
-        page = call(client, "GET", f"{path}&after={quote(after, safe='')}" if after else path)
-        yield from page["data"]
-        after, has_more = page["last_id"], page["has_more"]
 
 
 @_failing()
 def run_load(directory: Path, name: str, url: str, model: str, api_key: str | None) -> None:
-    with _progress("loading") as report, connect(url, api_key) as client:
-        store = load(client, directory, name, model, report)
+    with _progress("loading") as report:
+        store = load(Client(url, api_key, TIMEOUT_S), directory, name, model, report)
     print(f"{store['id']} {store['name']}: {store['num_items']} items")
 
 
-def load(client: Any, directory: Path, name: str, model: str, report: Report) -> dict[str, Any]:
+def load(client: Client, directory: Path, name: str, model: str, report: Report) -> dict[str, Any]:
     """Upsert a collection into a store, which is created if none has that name. Raises: EmbedError, BadCollection."""
     index = FlatIndex(directory)
     manifest = index.manifest
@@ -162,7 +156,7 @@ def load(client: Any, directory: Path, name: str, model: str, report: Report) ->
             "dimensions": manifest.dimensions,
             "prompt": manifest.prompt,
         }
-        store = call(client, "POST", _STORES, body)
+        store = client.ask("POST", _STORES, body, TRIES)
     if store["embedding_digest"] != manifest.digest and store["embedding_digest"]:
         raise EmbedError(
             f"{directory} was made by another model than that of the store ({manifest.model}, "
@@ -171,10 +165,10 @@ def load(client: Any, directory: Path, name: str, model: str, report: Report) ->
     num_done = 0
     for batch in _batches(index.items()):
         sent = [_to_wire(item) for item in batch]
-        call(client, "PUT", f"{_STORES}/{store['id']}/items", {"items": sent})
+        client.ask("PUT", f"{_STORES}/{store['id']}/items", {"items": sent}, TRIES)
         num_done += len(batch)
         report(num_done, manifest.num_items)
-    return call(client, "GET", f"{_STORES}/{store['id']}")
+    return client.ask("GET", f"{_STORES}/{store['id']}", tries=TRIES)
 
 
 def _batches(items: Iterable[Item]) -> Iterator[list[Item]]:
@@ -199,12 +193,12 @@ def _to_wire(item: Item) -> dict[str, Any]:
 
 @_failing()
 def run_export(name: str, output: Path, url: str, dtype: str, api_key: str | None) -> None:
-    with _progress("exporting") as report, connect(url, api_key) as client:
-        manifest = export(client, name, output, dtype, report)
+    with _progress("exporting") as report:
+        manifest = export(Client(url, api_key, TIMEOUT_S), name, output, dtype, report)
     print(f"{output}: {manifest.num_items} items")
 
 
-def export(client: Any, name: str, directory: Path, dtype: str, report: Report) -> Manifest:
+def export(client: Client, name: str, directory: Path, dtype: str, report: Report) -> Manifest:
     """Write a store as a collection. Raises: EmbedError."""
     store = find_store(client, name)
     if store is None:
@@ -212,8 +206,9 @@ def export(client: Any, name: str, directory: Path, dtype: str, report: Report) 
     open_output(directory)
     if any(directory.iterdir()):
         raise EmbedError(f"{directory} is not empty: name a new directory")
-    path = f"{_STORES}/{store['id']}/items?limit={PAGE}&include=embedding"
-    items, parts, num_done = map(_from_wire, _pages(client, path)), [], 0
+    path = f"{_STORES}/{store['id']}/items"
+    pages = client.pages(path, TRIES, limit=PAGE, include="embedding")
+    items, parts, num_done = map(_from_wire, pages), [], 0
     while batch := list(islice(items, EXPORT_PART_ITEMS)):
         parts.append(write_part(directory, len(parts), batch, dtype))
         num_done += len(batch)
@@ -264,8 +259,7 @@ def run_search(
     query, directory = Source("query", text or "", image), Path(target)
     if not directory.is_dir():
         try:
-            with connect(url or URL, api_key) as client:
-                found = search_store(client, target, query, limit)
+            found = search_store(Client(url or URL, api_key, TIMEOUT_S), target, query, limit)
         except GatewaySilent as error:
             raise EmbedError(f"there is no directory {target}, and {error}") from None
     else:
@@ -324,7 +318,7 @@ def search_images(folder: Path, query: Source, k: int, embedder: Embedder) -> Se
     return found
 
 
-def search_store(client: Any, name: str, query: Source, k: int) -> Sequence[Found]:
+def search_store(client: Client, name: str, query: Source, k: int) -> Sequence[Found]:
     """The nearest items of a store. Raises: EmbedError."""
     asked: Any = query.text
     if query.image is not None:
@@ -333,5 +327,5 @@ def search_store(client: Any, name: str, query: Source, k: int) -> Sequence[Foun
     if store is None:
         raise EmbedError(f"there is no vector store {name!r}, nor a directory of that name")
     body = {"query": asked, "max_num_results": k}
-    page = call(client, "POST", f"{_STORES}/{store['id']}/search", body)
+    page = client.ask("POST", f"{_STORES}/{store['id']}/search", body, TRIES)
     return [Found(hit["score"], hit["id"], "".join(_content(hit))) for hit in page["data"]]

@@ -2,7 +2,6 @@
 
 import base64
 import hashlib
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,13 +9,12 @@ from typing import Any
 import numpy as np
 
 from search.embed import Embedder, EmbedError, Source
+from shared.gateway_client import Client
 
 DOCUMENT_PROMPTS = ("document", "passage", "search_document")
 QUERY_PROMPTS = ("query", "search_query")
-
-
-class GatewaySilent(EmbedError):
-    """The gateway does not answer."""
+TIMEOUT_S = 600.0
+TRIES = 5  #: of a request to the gateway
 
 
 class LocalEmbedder:
@@ -119,8 +117,8 @@ class RemoteEmbedder:
         prompt: str | None = None,
         usual: Sequence[str] = DOCUMENT_PROMPTS,
     ) -> None:
-        """Raises: EmbedError."""
-        self._client = connect(url, api_key)
+        """Raises: ApiFailed, EmbedError."""
+        self._client = Client(url, api_key, TIMEOUT_S)
         is_batch = usual is DOCUMENT_PROMPTS
         self._options = {"service_tier": "flex"} if is_batch else {}
         card = self._find(model)
@@ -129,7 +127,7 @@ class RemoteEmbedder:
         self.prompt = find_prompt(prompt, card.get("prompts", ()), usual)
 
     def _find(self, model: str) -> dict[str, Any]:
-        cards = self._call("GET", "/v1/models")["data"]
+        cards = self._client.ask("GET", "/v1/models", tries=TRIES)["data"]
         known = [card for card in cards if "embed" in card["tasks"]]
         if not model:
             known = [card for card in known if card["num_workers"]] or known
@@ -159,55 +157,11 @@ class RemoteEmbedder:
             "model": self.model, "input": inputs, "encoding_format": "base64", "truncate": True,
             **prompt, **self._options,
         }  # fmt: skip
-        answer = self._call("POST", "/v1/embeddings", body)
+        answer = self._client.ask("POST", "/v1/embeddings", body, TRIES)
         return [np.frombuffer(base64.b64decode(row["embedding"]), "<f4") for row in answer["data"]]
-
-    def _call(self, method: str, path: str, body: Any = None) -> Any:
-        return call(self._client, method, path, body)
 
     def close(self) -> None:
         self._client.close()
-
-
-def connect(url: str, api_key: str | None) -> Any:
-    import httpx  # noqa: PLC0415
-
-    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-    return httpx.Client(base_url=url, headers=headers, timeout=600, trust_env=False)
-
-
-def call(client: Any, method: str, path: str, body: Any = None, tries: int = 5) -> Any:
-    """Send a request; transient failures are retried. Raises: EmbedError."""
-    import httpx  # noqa: PLC0415
-
-    for attempt in range(tries):
-        is_last = attempt == tries - 1
-        try:
-            answer = client.request(method, path, json=body)
-        except httpx.HTTPError as error:
-            if is_last:
-                raise GatewaySilent(
-                    f"{client.base_url} does not answer ({type(error).__name__}): give the address of a gateway with --url"
-                ) from None
-            time.sleep(2**attempt / 4)
-            continue
-        if answer.is_success:
-            return answer.json()
-        wait_s = answer.headers.get("retry-after")
-        if wait_s is None or is_last:
-            raise EmbedError(_message(answer))
-        time.sleep(min(float(wait_s), 30))
-    raise AssertionError
-
-
-def _message(answer: Any) -> str:
-    try:
-        error = answer.json()["error"]
-        if answer.status_code == 401:
-            return f"{error['message']} Give a key with --api-key, or set VLM_API_KEY."
-        return f"{error['message']} ({error['param'] or error['code']})"
-    except (ValueError, KeyError, TypeError):
-        return f"the gateway answered {answer.status_code}"
 
 
 def _base64(path: Path | None) -> str:
@@ -226,7 +180,7 @@ def open_embedder(
     prompt: str | None,
     usual: Sequence[str] = DOCUMENT_PROMPTS,
 ) -> Embedder:
-    """A gateway if `url` is given, else an engine in this process. Raises: EmbedError, EngineStartError."""
+    """A gateway if `url` is given, else an engine in this process. Raises: ApiFailed, EmbedError, EngineStartError."""
     if url is not None:
         return RemoteEmbedder(url, model, api_key, prompt, usual)
     return LocalEmbedder(engine, model, prompt, usual)

@@ -11,7 +11,7 @@ import yaml
 from typer.testing import CliRunner, Result
 
 import vlm
-from deploy.client import Client
+from shared.gateway_client import Client
 from shared.settings.tree import DeploySettings
 from tests.factories_gateway import make_settings, run_gateway_on_socket
 from tests.integration.fleet_process import run_vlm

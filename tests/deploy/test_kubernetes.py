@@ -6,8 +6,8 @@ from typing import Any, cast
 import pytest
 import yaml
 
-from deploy.client import Client
 from deploy.commands import CommandFailed, run_deploy
+from shared.gateway_client import Client
 from shared.packages.deployments import Resources, Spec
 from shared.queue.keys import GROUP, RedisKeys
 from shared.telemetry.metrics import METRICS

@@ -13,9 +13,10 @@ from pathlib import Path
 import httpx
 import psutil
 
-from deploy.client import Client, GatewayStore
+from deploy.client import GatewayStore
 from deploy.commands import upload
 from deploy.pack import pack
+from shared.gateway_client import Client
 from shared.packages.manifest import PackageConfig, make_manifest
 from tests.integration.fleet_process import ROOT, Served, run_vlm
 from tests.processes import environment_of

@@ -18,9 +18,9 @@ import pytest
 import yaml
 from redis.asyncio import Redis
 
-from deploy.client import Client
 from deploy.commands import run_deploy, upload
 from deploy.pack import pack
+from shared.gateway_client import Client
 from shared.packages.deployments import Spec
 from shared.packages.store import FileStore
 from tests.gateway.api.test_applications import DEPLOY, Deployments, run

@@ -22,6 +22,7 @@ from search.collection import (
 )  # fmt: skip
 from search.embed import EmbedError, embed
 from search.embedders import LocalEmbedder, RemoteEmbedder
+from shared.gateway_client import Client
 from shared.search import Filter
 from shared.settings.limits import LimitSettings
 from tests.factories_images import encoded
@@ -123,9 +124,7 @@ def test_a_whole_collection_is_not_told_to_be_made_otherwise(tmp_path, inputs, e
 def test_without_a_name_the_model_of_a_gateway_that_has_a_worker_is_asked(monkeypatch):
     card = {"tasks": ["embed"], "dimensions": 8}
     cards = [{**card, "id": "new", "num_workers": 1}, {**card, "id": "old", "num_workers": 0}]
-    transport = httpx.MockTransport(lambda request: httpx.Response(200, json={"data": cards}))
-    client = httpx.Client(transport=transport, base_url="http://gateway")
-    monkeypatch.setattr("search.embedders.connect", lambda url, key: client)
+    monkeypatch.setattr(Client, "ask", lambda *asked, tries: {"data": cards})
     assert RemoteEmbedder("http://gateway", "", None).model == "new"
 
 

@@ -12,9 +12,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from deploy.client import ApiFailed, Client, GatewayStore
+from deploy.client import GatewayStore
 from deploy.commands import upload
 from deploy.pack import pack
+from shared.gateway_client import ApiFailed, Client
 from shared.packages.manifest import digest_of
 from shared.packages.resumable_file import PIECE_BYTES
 from shared.packages.signature import sign

@@ -8,9 +8,9 @@ import httpx
 import pytest
 from msgspec.structs import replace
 
-from deploy.client import ApiFailed, Client
 from deploy.commands import CommandFailed, run_apps, run_route
 from gateway.http.errors import ApiError
+from shared.gateway_client import ApiFailed, Client
 from shared.packages import routes
 from shared.packages.deployments import (
     Generation,

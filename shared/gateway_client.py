@@ -1,0 +1,121 @@
+"""A client of a gateway, for the command line."""
+
+import os
+import time
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode, urlsplit
+
+import httpx
+
+_TIMEOUT_S = 60.0
+_LONGEST_WAIT_S = 30.0  #: between two tries
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+class ApiFailed(Exception):
+    """The gateway refuses or fails; message and code are its own. `retry_after_s`: time until a retry."""
+
+    code: str = ""
+    retry_after_s: float | None = None
+
+
+class GatewaySilent(ApiFailed):
+    """The gateway does not answer."""
+
+
+class Client:
+    """Client of one gateway. The key: the given one, else that of `vlm serve` on this machine."""
+
+    def __init__(self, url: str, key: str | None, timeout_s: float = _TIMEOUT_S) -> None:
+        self.url = url.rstrip("/")
+        key = key or _own_key(url)
+        self._http = httpx.Client(
+            base_url=self.url, timeout=timeout_s, trust_env=False,
+            headers={"authorization": f"Bearer {key}"} if key else {},
+        )  # fmt: skip
+        weakref.finalize(self, self._http.close)
+
+    def call(self, method: str, path: str = "", body: dict[str, Any] | None = None) -> Any:
+        """Call a path below `/v1/applications`. Raises: ApiFailed."""
+        return self.ask(method, f"/v1/applications{path}", body)
+
+    def ask(
+        self, method: str, path: str, body: dict[str, Any] | None = None, tries: int = 1
+    ) -> Any:
+        """Ask, and again after failures that may pass. Raises: ApiFailed."""
+        for attempt in range(1, tries):
+            try:
+                return read_content(self.send(method, path, json=body))
+            except GatewaySilent:
+                time.sleep(2**attempt / 8)
+            except ApiFailed as error:
+                if error.retry_after_s is None:
+                    raise
+                time.sleep(min(error.retry_after_s, _LONGEST_WAIT_S))
+        return read_content(self.send(method, path, json=body))
+
+    def pages(self, path: str, tries: int = 1, **query: object) -> Iterator[dict[str, Any]]:
+        """The entries of all pages of a list. Raises: ApiFailed."""
+        after, has_more = "", True
+        while has_more:
+            page = self.ask("GET", f"{path}?{urlencode({**query, 'after': after})}", None, tries)
+            yield from page["data"]
+            has_more = page["has_more"] and bool(page["data"])
+            after = page["data"][-1]["id"] if page["data"] else ""
+
+    def text(self, path: str) -> str:
+        """The text at a path. Raises: ApiFailed."""
+        answer = self.send("GET", path)
+        return answer.text if answer.is_success else read_content(answer)
+
+    def send(self, method: str, path: str, **more: Any) -> httpx.Response:
+        """Send a request; returns any response. Raises: GatewaySilent if there is none."""
+        try:
+            return self._http.request(method, path, **more)
+        except httpx.HTTPError as error:
+            raise GatewaySilent(
+                f"{self.url} does not answer ({error}): give the address of a gateway with --url"
+            ) from None
+
+    def close(self) -> None:
+        self._http.close()
+
+
+def read_content(answer: httpx.Response) -> Any:
+    """The content of a successful response. Raises: ApiFailed."""
+    try:
+        content = answer.json() if answer.content else {}
+    except ValueError:
+        raise ApiFailed(f"the gateway answers {answer.status_code}, and no JSON") from None
+    if answer.is_success:
+        return content
+    error = content.get("error", {})
+    message = error.get("message", "")
+    if answer.status_code in (401, 403):
+        message += (
+            " Give a key with --api-key, or set VLM_API_KEY, or DEPLOY_KEY for commands that deploy; "
+            "`vlm serve` keeps one that may do both in deploy.key in its data folder, that of --data-dir "
+            "or ~/.local/state/vlm-fleet/PORT."
+        )
+    failed = ApiFailed(message or f"the gateway answers {answer.status_code}")
+    failed.code = error.get("code") or ""
+    if (after := answer.headers.get("retry-after", "")).isdigit():
+        failed.retry_after_s = float(after)
+    raise failed
+
+
+def _own_key(url: str) -> str | None:
+    """The key that `vlm serve` created on this machine, for its own port only."""
+    parts = urlsplit(url)
+    if parts.hostname not in LOOPBACK:
+        return None
+    state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+    folder = state / "vlm-fleet" / str(parts.port or 80)
+    paths = (folder / "data-dir.key", folder / "deploy.key")
+    try:
+        return next(path.read_text().strip() for path in paths if path.exists())
+    except (OSError, StopIteration):
+        return None
