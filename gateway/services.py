@@ -125,7 +125,10 @@ class Services:
 
     def _connect(self) -> tuple[GatewayQueue, Mailbox, BlobStore]:
         """The queue, mailbox and blobs of one Redis, or of several shards."""
-        redis, of_mailbox = self.settings.redis, (self.gateway_id, self._on_gap, self._is_awaited)
+        redis, of_mailbox = (
+            self.settings.redis,
+            (self.gateway_id, lambda model: self.dispatcher.on_gap(model), self._is_awaited),
+        )
         if len(redis.shards) > 1:
             shards = Shards(redis)
             shards.on_lost = lambda name: self.dispatcher.on_lost(name)
@@ -198,9 +201,6 @@ class Services:
             metrics=self.metrics,
             tracer=self.tracer,
         )
-
-    def _on_gap(self, model: str) -> None:
-        self.dispatcher.on_gap(model)
 
     def _is_awaited(self, model: str) -> bool:
         """Whether events of a model may arrive: it is served, or has open requests."""

@@ -6,7 +6,6 @@ Used by the users of the closed loop and by the open loop, from many greenlets.
 import random
 import time
 from collections.abc import Callable
-from typing import Any
 
 from loadtest.albums import NUM_RUNS, create_album
 from loadtest.checks import fault_of
@@ -43,9 +42,14 @@ class Asker:
         is_streamed = draw.random() < self.order.workload.stream_ratio
         now = self.now()
         record = Record(scenario, now, now, now, is_streamed)
-        client = self._idle.pop() if self._idle else self._connect()
+        target, max_tokens = self.order.target, self.order.workload.max_tokens
+        body = to_chat_body(target.model, question.messages, max_tokens, is_streamed)
+        if self._idle:
+            client = self._idle.pop()
+        else:
+            client = ChatClient(target.url, target.api_key, target.timeout_s)
         try:
-            self._note_answer(record, question, client.ask(self._body(question, is_streamed)))
+            self._note_answer(record, question, client.ask(body))
             self._idle.append(client)
         except AnswerError as error:
             record.error, record.ended_at = str(error), self.now()
@@ -57,14 +61,6 @@ class Asker:
         finally:
             record.intended_at = record.sent_at if intended_at is None else intended_at
             self._report(record)
-
-    def _connect(self) -> ChatClient:
-        target = self.order.target
-        return ChatClient(target.url, target.api_key, target.timeout_s)
-
-    def _body(self, question: Question, is_streamed: bool) -> dict[str, Any]:
-        max_tokens = self.order.workload.max_tokens
-        return to_chat_body(self.order.target.model, question.messages, max_tokens, is_streamed)
 
     def _note_answer(self, record: Record, question: Question, answer: Answer) -> None:
         record.sent_at = answer.sent_at - self._zero_at

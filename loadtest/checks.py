@@ -22,14 +22,16 @@ def mock_answer(messages: list[Message], usage: dict[str, Any], num_words: int) 
     The usage tells how many slots an image takes.
     """
     images = [part for message in messages for part in _parts(message) if "image_url" in part]
-    num_slots = _num_image_tokens(usage) // max(1, len(images))
+    num_image_tokens = (usage.get("prompt_tokens_details") or {}).get("image_tokens", 0)
+    num_slots = num_image_tokens // max(1, len(images))
     token_ids: list[int] = []
     hashes: list[tuple[int, str]] = []
     for message in messages:
         token_ids += f"{message['role']}: ".encode()
         for part in _parts(message):
             if "image_url" in part:
-                hashes.append((len(token_ids), _hash(part["image_url"]["url"])))
+                data = base64.b64decode(part["image_url"]["url"].partition(",")[2])
+                hashes.append((len(token_ids), sha256(data).hexdigest()))
                 token_ids += [SLOT_ID] * num_slots
             else:
                 token_ids += part["text"].encode()
@@ -45,15 +47,6 @@ def mock_answer(messages: list[Message], usage: dict[str, Any], num_words: int) 
 def _parts(message: Message) -> list[dict[str, Any]]:
     content = message["content"]
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-
-def _hash(data_url: str) -> str:
-    return sha256(base64.b64decode(data_url.partition(",")[2])).hexdigest()
-
-
-def _num_image_tokens(usage: dict[str, Any]) -> int:
-    details = usage.get("prompt_tokens_details") or {}
-    return details.get("image_tokens", 0)
 
 
 MOCK = "mock"
@@ -72,7 +65,8 @@ def fault_of(
         return "the answer is longer than was asked for"
     if answer.finish_reason == "length" and answer.num_tokens < max_tokens:
         return "the answer is cut"
-    if model == MOCK and not (is_salted and _has_images(question.messages)):
+    parts = (part for message in question.messages for part in message["content"])
+    if model == MOCK and not (is_salted and any("image_url" in part for part in parts)):
         return _fault_of_mock(answer, question.messages)
     if question.expected is not None and answer.text.strip() != question.expected:
         return "the answer is wrong"
@@ -84,7 +78,3 @@ def _fault_of_mock(answer: Answer, messages: list[Message]) -> str:
     if answer.text != mock_answer(messages, answer.usage, num_words):
         return "the answer is wrong"
     return ""
-
-
-def _has_images(messages: list[Message]) -> bool:
-    return any("image_url" in part for message in messages for part in message["content"])

@@ -155,14 +155,15 @@ def to_summary(result: Result) -> dict[str, Any]:
         "failure_ratio": failure_ratio(result),
         "kinds": kinds,
         "phases": [
-            {**_bounds(sight.phase), **_rates(sight)}
+            {
+                "start_s": sight.phase.start_s,
+                "end_s": sight.phase.end_s,
+                "level": sight.phase.level,
+                **_rates(sight),
+            }
             for sight in sights(result, phases(result.plan))
         ],
     }
-
-
-def _bounds(phase: Phase) -> dict[str, float]:
-    return {"start_s": phase.start_s, "end_s": phase.end_s, "level": phase.level}
 
 
 def _rates(sight: Sight) -> dict[str, float | None]:

@@ -96,7 +96,7 @@ def make_load(wanted: Wanted) -> Result:
         created_at=datetime.now(UTC).isoformat(timespec="seconds"),
         url=url if wanted.url else "a fleet of its own",
         model=model,
-        machine=_machine(),
+        machine=f"{psutil.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}",
         client_core_ratio=core_ratio,
         workload=wanted.workload,
         plan=wanted.plan,
@@ -178,7 +178,3 @@ def watch(reader: Thread, plan: Plan, records: list[Record]) -> None:
             latencies_s += [record.e2e_s for record in new if not record.error]
             words = progress_words(num_seen - num_failures, num_failures, latencies_s[-500:])
             progress.update(task, description=words, advance=PAUSE_S)
-
-
-def _machine() -> str:
-    return f"{psutil.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"

@@ -97,7 +97,8 @@ class StepLimits:
         num_tokens, prefill = self._num_tokens, self._prefill
         if prefill is None:
             return StepBudget(num_tokens, num_tokens, self._num_images)
-        num_streams = sum(map(_is_stream, running.values()))
+        interactive = [s for s in running.values() if s.priority is Priority.INTERACTIVE]
+        num_streams = sum(sequence.num_pending_tokens == 1 for sequence in interactive)
         num_prefill_tokens = prefill.beside(num_streams) if num_streams else num_tokens
         return StepBudget(num_tokens, num_prefill_tokens, self._num_images, prefill.spare_s)
 
@@ -127,7 +128,7 @@ class StepLimits:
         if any(item.draft for item in batch.items):
             return
         streams = [item for item in batch.items if item.num_new_tokens == 1]
-        if all(map(_is_smooth, streams)):
+        if all(s.samples and s.sequence.priority is Priority.INTERACTIVE for s in streams):
             num_streams = len(streams)
             prefill.note(num_streams, batch.num_tokens - num_streams, launch_s)
 
@@ -256,12 +257,3 @@ class Trial:
         sequence = Sequence(f"trial-{place}", [0] * num_new, num_new, sampling)
         sequence.block_ids = block_ids
         return ScheduledSequence(sequence, num_new)
-
-
-def _is_stream(sequence: Sequence) -> bool:
-    """Whether it decodes for an interactive client."""
-    return sequence.num_pending_tokens == 1 and sequence.priority is Priority.INTERACTIVE
-
-
-def _is_smooth(item: ScheduledSequence) -> bool:
-    return item.samples and item.sequence.priority is Priority.INTERACTIVE

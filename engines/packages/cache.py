@@ -56,7 +56,14 @@ class NotCached(EngineStartError):
 def list_models() -> list[CachedModel]:
     """Built-in models, then cached ones by name."""
     built_in = [
-        _describe(name, "", directory, _names_in(directory), _size_of(directory), "built in")
+        _describe(
+            name,
+            "",
+            directory,
+            frozenset(file.name for file in directory.iterdir() if file.is_file()),
+            sum(file.stat().st_size for file in directory.rglob("*") if file.is_file()),
+            "built in",
+        )
         for name, directory in BUILT_IN.items()
     ]
     found = [
@@ -136,11 +143,3 @@ def _format_of(directory: Path, names: frozenset[str]) -> str:
         return stored
     method = quantization.get("quant_method")
     return f"{stored}, {method[:32]}" if isinstance(method, str) else stored
-
-
-def _names_in(directory: Path) -> frozenset[str]:
-    return frozenset(file.name for file in directory.iterdir() if file.is_file())
-
-
-def _size_of(directory: Path) -> int:
-    return sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())

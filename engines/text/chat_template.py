@@ -52,7 +52,9 @@ class ChatTemplate:
         self.tool_format: ToolFormat | None = None
         self._image_token = image_token
         self._renderer = CompiledTemplate(source, dict(variables or {}))
-        self._content: Literal["parts", "string"] = "parts" if self._takes_parts() else "string"
+        parts = [*([{"type": "image"}] if image_token else []), {"type": "text", "text": _PROBE}]
+        takes_parts = self._is_probe_rendered(parts)
+        self._content: Literal["parts", "string"] = "parts" if takes_parts else "string"
         probe = f"{image_token}\n{_PROBE}" if image_token else _PROBE
         if self._content == "string" and not self._is_probe_rendered(probe):
             missing = "images" if image_token else "texts"
@@ -137,10 +139,6 @@ class ChatTemplate:
         except (TemplateRefusal, TemplateFailure):
             return False
         return _PROBE in text
-
-    def _takes_parts(self) -> bool:
-        images = [{"type": "image"}] if self._image_token else []
-        return self._is_probe_rendered([*images, {"type": "text", "text": _PROBE}])
 
     def _is_probe_rendered(self, content: list[dict[str, str]] | str) -> bool:
         try:

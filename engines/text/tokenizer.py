@@ -38,7 +38,12 @@ class HfTokenizer:
         """`image_token_id` is None for a text-only model."""
         content = _read_tokenizer_json(directory)
         settings = read_json(directory / "tokenizer_config.json")
-        self.special_variables = _special_variables(settings)
+        #: Template variables such as `bos_token`.
+        self.special_variables = {
+            name: _to_added_token(settings, name, settings.get(name)).content
+            for name in _NAMED
+            if settings.get(name)
+        }
         backend = _load_backend(content, settings)
         self._ids: dict[str, int] = backend.get_vocab(with_added_tokens=True)
         self._texts = {index: text for text, index in self._ids.items()}
@@ -214,15 +219,6 @@ def _to_added_token(fields: Fields, name: str, entry: Any) -> AddedToken:
         raise fields.refuse(name, f"is {shown(entry)}, no token")
     flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
     return AddedToken(entry["content"], **{flag: bool(entry.get(flag, False)) for flag in flags})
-
-
-def _special_variables(settings: Fields) -> dict[str, str]:
-    """Template variables such as `bos_token`."""
-    return {
-        name: _to_added_token(settings, name, settings.get(name)).content
-        for name in _NAMED
-        if settings.get(name)
-    }
 
 
 def _eos_token_ids(directory: Path, ids: dict[str, int], variables: dict[str, str]) -> set[int]:

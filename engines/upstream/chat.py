@@ -43,7 +43,6 @@ from shared.protocol import (
     Priority,
     SamplingParams,
     StageTimings,
-    ToolCall,
     Usage,
 )
 
@@ -290,7 +289,10 @@ def _to_message(message: ChatMessage, images: Sequence[PreparedImage]) -> dict[s
     text = "".join(part["text"] for part in content) if is_text else ""
     shown: dict[str, Any] = {"role": message.role, "content": text if is_text else content}
     if message.tool_calls:
-        shown["tool_calls"] = [_to_call(call) for call in message.tool_calls]
+        shown["tool_calls"] = [
+            {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+            for c in message.tool_calls
+        ]
     if message.role == "tool":
         shown["tool_call_id"] = message.tool_call_id
     return shown
@@ -303,11 +305,6 @@ def _to_part(content: bytes | JpegFrames | WavFile) -> dict[str, Any]:
     if isinstance(content, JpegFrames):
         return {"type": "video_url", "video_url": {"url": content.data_url()}}
     return {"type": "image_url", "image_url": {"url": data_url(content)}}
-
-
-def _to_call(call: ToolCall) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"id": call.id, "type": "function", "function": function}
 
 
 def _to_pieces(call: _Call) -> list[CallPiece]:

@@ -319,7 +319,8 @@ class CompletionAnswer(ChunkStream):
         if self.options.echo:
             entries = self._tokens_of_prompt[index].entries
             text = self.options.echo[index // self.options.num_choices]
-            choice.text = _text_of(entries) if text is None else text
+            spelled = b"".join([entry.chosen.token_bytes for entry in entries])
+            choice.text = spelled.decode("utf-8", "replace") if text is None else text
         if self.options.with_logprobs:
             choice.logprobs = to_echoed_logprobs(entries, choice.text)
         if self.options.with_token_ids:
@@ -333,10 +334,6 @@ class CompletionAnswer(ChunkStream):
         begin = self._num_chars.get(index, 0)
         self._num_chars[index] = begin + len(event.text)
         return to_logprobs(event.logprobs, begin)
-
-
-def _text_of(entries: Sequence[PromptLogprob]) -> str:
-    return b"".join([entry.chosen.token_bytes for entry in entries]).decode("utf-8", "replace")
 
 
 def to_echoed_logprobs(entries: Sequence[PromptLogprob], text: str) -> CompletionLogprobs:

@@ -358,16 +358,11 @@ def _parts(
     role: Role = "user",
 ) -> tuple[Part, ...]:
     """Images before the text, as in Ollama's templates."""
-    shown = [
-        conversation.image(_to_url(image), f"{param}images.[{index}]", role)
-        for index, image in enumerate(images or ())
-    ]
+    shown: list[Part] = []
+    for index, image in enumerate(images or ()):
+        url = image if image.startswith("data:") else f"data:image;base64,{image}"
+        shown.append(conversation.image(url, f"{param}images.[{index}]", role))
     return (*shown, conversation.text(text))
-
-
-def _to_url(image: str) -> str:
-    """A data: URL; some clients send one."""
-    return image if image.startswith("data:") else f"data:image;base64,{image}"
 
 
 def _read_calls(message: OllamaMessage) -> list[ToolCall]:
@@ -584,7 +579,11 @@ class OllamaAnswer:
         if self.is_chat:
             line.message = OllamaSaid("assistant", text, thought or UNSET)
             if calls:
-                line.message.tool_calls = [_to_call(call, self._blocks) for call in calls]
+                known = self._blocks.calls
+                line.message.tool_calls = [
+                    OllamaSaidCall(c.call_id, OllamaCalled(known.index(c), c.name, c.json))
+                    for c in calls
+                ]
         else:
             line.response, line.thinking = text, thought or UNSET
         return line
@@ -603,11 +602,6 @@ class OllamaAnswer:
         line.eval_count = totals.num_output_tokens
         line.eval_duration = _ns(timings.get("decode_s", 0.0))
         return line
-
-
-def _to_call(call: Block, blocks: Blocks) -> OllamaSaidCall:
-    called = OllamaCalled(blocks.calls.index(call), call.name, call.json)
-    return OllamaSaidCall(call.call_id, called)
 
 
 def _ns(seconds: float) -> int:

@@ -363,7 +363,7 @@ class Sessions(Resource):
         """Queue a task, unless it exists. Raises: ApiError, QueueUnavailable."""
         now = time.time()  # noqa: TID251
         tenant, key_limits = caller.context.tenant, self._lifecycle.key_limits
-        request_id = _request_id(session.id, task_id)
+        request_id = hashlib.sha256(f"{session.id}\0{task_id}".encode()).hexdigest()[:32] + "-0"
         limits = key_limits.limits(session.priority, tenant)
         request_id += self._lifecycle.dispatcher.queue.place(request_id, tenant, limits, None)
         wanted = TaskRecord(
@@ -388,7 +388,9 @@ class Sessions(Resource):
             try:
                 await self._queue(caller, session, card, task, run, task.deadline_at - now)
             except BaseException:
-                if state == "new" and not await self._is_queued(task):
+                # Redis may have the call although the reply was lost.
+                queue = self._lifecycle.dispatcher.queue
+                if state == "new" and await queue.state(task.model, task.request_id) is None:
                     await self._store.settle(session.id, {task_id: "forgotten"})
                 raise
             try:
@@ -400,11 +402,6 @@ class Sessions(Resource):
             return _show_task(session, task, "pending")
         [state] = await self._stand(session, [(task, state)])
         return _show_task(session, task, state)
-
-    async def _is_queued(self, task: TaskRecord) -> bool:
-        """Whether Redis has the call although the reply was lost."""
-        queue = self._lifecycle.dispatcher.queue
-        return await queue.state(task.model, task.request_id) is not None
 
     async def _queue(
         self,
@@ -648,10 +645,6 @@ def _owner(caller: Caller) -> str:
 def session_owner(tenant: str) -> str:
     """The owner of a tenant's sessions; not a secret."""
     return hashlib.sha256(b"session " + tenant.encode()).hexdigest()[:32]
-
-
-def _request_id(session_id: str, task_id: str) -> str:
-    return hashlib.sha256(f"{session_id}\0{task_id}".encode()).hexdigest()[:32] + "-0"
 
 
 def _show_task(session: Session, task: TaskRecord, state: TaskState) -> TaskObject:

@@ -132,7 +132,8 @@ class Dispatcher:
         """
         await self.mailbox.open([calls[0].model])  # the mailbox may have been closed meanwhile
         for each in calls:
-            if any(_is_fed(*route) for route in self._routes.get(each.id, ())):
+            routes = self._routes.get(each.id, ())
+            if any(not c.is_follower and not c.choices[i].is_finished for c, i in routes):
                 raise DuplicateRequest(f"request {each.id} is open")
         call = OpenCall(
             calls[0].model,
@@ -483,8 +484,3 @@ class Dispatcher:
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _is_fed(call: OpenCall, choice: int) -> bool:
-    """Whether the call submitted its request and gets events that no other call gets."""
-    return not call.is_follower and not call.choices[choice].is_finished

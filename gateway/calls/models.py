@@ -293,8 +293,8 @@ class ModelDirectory:
         for name in unreadable & self._deployed.keys():
             if kept := _what_is_left(self._deployed[name], known):
                 routes[name] = kept
-        revisions = [r for app in apps.values() for r in (app.active, app.candidate, *app.retiring)]
-        return routes, [r.card for r in revisions if r is not None and r.card is not None]
+        revisions = [revision for app in apps.values() for revision in app.revisions]
+        return routes, [each.card for each in revisions if each.card is not None]
 
     async def _open(self, names: list[str]) -> None:
         """Report new models, in a new context: what this starts outlives the current request."""

@@ -232,7 +232,7 @@ class Recorder:
         ttft_s = self.clock.ttft_s
         if ttft_s is not None and not self._is_streamed:
             # Tokens of a whole answer arrive together; the worker measured the first one.
-            ttft_s = _ttft_of(stages)
+            ttft_s = sum([s for name, s in stages.items() if name not in ("decode", "relay")])
         prompt = self.totals.prompt
         record = RequestRecord(
             model=self.model,
@@ -346,11 +346,6 @@ def _stages_of(clock: StageClock, worker: StageTimings, e2e_s: float) -> dict[st
     }
     stages["relay"] = max(0.0, e2e_s - sum(stages.values()))
     return stages
-
-
-def _ttft_of(stages: dict[str, float]) -> float:
-    """Time to the worker's first token, for an answer that is sent whole."""
-    return sum([seconds for name, seconds in stages.items() if name not in ("decode", "relay")])
 
 
 def timing_headers(stages: dict[str, float], elapsed_s: float, *, is_whole: bool) -> Headers:

@@ -237,14 +237,12 @@ class Operation(Endpoint):
         if self.query_type is not None:
             arguments["query"] = _read_query(context.query, self.query_type)
         if self._is_audited and services.audit is not None:
-            name = "/".join(context.path.values()) or _name_in(arguments.get("body"))
+            given = arguments.get("body")
+            name = "/".join(context.path.values()) or getattr(given, "name", "")
+            name = name or getattr(given, "lora_name", "")
             await services.audit(self.name, name, context)
         work = self._handler(Caller(context, held, body, exchange.receive), **arguments)
         return await (work if self._is_upload else _while_connected(work, exchange))
-
-
-def _name_in(body: object) -> str:
-    return getattr(body, "name", "") or getattr(body, "lora_name", "")
 
 
 def _read_query(query: bytes, type_: type[Struct]) -> Struct:

@@ -123,11 +123,12 @@ class App(msgspec.Struct, frozen=True):
             return "canary" if self.candidate.is_canary else "starting"
         return "undeployed" if self.active is None else "active"
 
+    @property
+    def revisions(self) -> list[Revision]:
+        return [r for r in (self.active, self.candidate, *self.retiring) if r is not None]
+
     def revision(self, digest: str) -> Revision | None:
-        for found in (self.active, self.candidate, *self.retiring):
-            if found is not None and found.digest == digest:
-                return found
-        return None
+        return next((found for found in self.revisions if found.digest == digest), None)
 
     def of(self, digest: str, *states: SlotState) -> list[Slot]:
         return [s for s in self.slots if s.digest == digest and (not states or s.state in states)]
@@ -528,8 +529,10 @@ def _scale(app: App, loads: Mapping[str, Load], now: float) -> App:
     least = min(max(spec.min_instances, load.min_instances), spec.max_instances)
     most = min(spec.max_instances, max(least, load.max_instances or spec.max_instances))
     desired = min(max(app.desired, least), most)
-    if load.num_open or _is_replacing(app):
-        app = _touch(app, now)
+    # While a candidate only waits, this version may scale down to make room.
+    is_replacing = app.candidate and app.of(app.candidate.digest, "starting", "ready")
+    if (load.num_open or is_replacing) and now - app.busy_at > 1.0:  # each update is a write
+        app = replace(app, busy_at=now)
     is_settled = now - app.scaled_at >= SCALE_PAUSE_S
     is_starting = bool(app.of(active.digest, "starting", "wanted"))
     has_just_begun = app.candidate is not None and now - app.candidate.since < SETTLE_S
@@ -544,17 +547,6 @@ def _scale(app: App, loads: Mapping[str, Load], now: float) -> App:
         return app
     app = _note(app, now, f"scaled from {app.desired} to {desired}")
     return replace(app, desired=desired, scaled_at=now, busy_at=now)
-
-
-def _is_replacing(app: App) -> bool:
-    """Whether a candidate runs. While one only waits, the old version may scale down to make room."""
-    candidate = app.candidate
-    return candidate is not None and bool(app.of(candidate.digest, "starting", "ready"))
-
-
-def _touch(app: App, now: float) -> App:
-    """Update `busy_at`, at most once a second: each update is a write."""
-    return replace(app, busy_at=now) if now - app.busy_at > 1.0 else app
 
 
 def _place(app: App, loads: Mapping[str, Load], now: float) -> App:

@@ -8,7 +8,6 @@ module knows no keys or scripts.
 
 import asyncio
 import socket
-import ssl
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -308,13 +307,12 @@ class RedisLink:
                 host, port = await self._pool.find_primary(self)
             else:
                 host, port = options.get("host", "localhost"), options.get("port", 6379)
-            tls = self._tls_context() if self._is_tls else None
+            tls = None
+            if self._is_tls:
+                given = {name: v for name, v in options.items() if name.startswith("ssl_")}
+                tls = SSLConnection(**given).ssl_context.get()
             _, wire = await loop.create_connection(_Wire, host, port, ssl=tls)
         return wire
-
-    def _tls_context(self) -> ssl.SSLContext:
-        options = {name: v for name, v in self._options.items() if name.startswith("ssl_")}
-        return SSLConnection(**options).ssl_context.get()
 
     def _greeting(self) -> list[Command]:
         options = self._options

@@ -391,8 +391,7 @@ class DeploymentMetrics:
         """Remove the metrics of versions that are gone."""
         known = {tuple(worker.card.name.split("@", 1)) for worker in workers}
         for app in apps.values():
-            shown = (app.active, app.candidate, *app.retiring)
-            known |= {(app.name, each.digest[7:19]) for each in shown if each is not None}
+            known |= {(app.name, each.digest[7:19]) for each in app.revisions}
         for name, version in self._versions - known:
             for outcome in ("finished", "failed"):
                 self._counters["vlm_deployment_requests_total"].remove(name, version, outcome)

@@ -315,7 +315,8 @@ class NodeAgent:
     async def _advance(self, app: App, nodes: Mapping[str, NodeRecord], now: float) -> App | None:
         """Advance a deployment. Returns its record; None if another node was first, or it was removed."""
         limits = await self._deployments.session_limits(app.name, now)
-        loads = {digest: await self._load(app.name, digest, limits) for digest in _digests(app)}
+        digests = [revision.digest for revision in app.revisions]
+        loads = {digest: await self._load(app.name, digest, limits) for digest in digests}
         trusts = time.monotonic() >= self._trusts_at
         after, outcome = rollout.advance(app, nodes, loads, now, trusts_absence=trusts)
         if outcome is not None and after.candidate is not None:
@@ -440,11 +441,6 @@ class NodeAgent:
                 return await self._queue.crash_tenants(model, worker_id)
             await asyncio.sleep(TICK_S)
         return frozenset()
-
-
-def _digests(app: App) -> list[str]:
-    known = (app.active, app.candidate, *app.retiring)
-    return [revision.digest for revision in known if revision is not None]
 
 
 def run_agent(settings: Settings) -> int:

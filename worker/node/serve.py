@@ -310,7 +310,13 @@ async def wait_until_served(settings: Settings, num_models: int) -> list[dict[st
                 with suppress(httpx.HTTPError):  # the gateway starts, or it or Redis is busy
                     if (await client.get("/readyz?workers=1")).is_success:
                         listing = (await client.get("/v1/models")).raise_for_status()
-                        models = [model for model in listing.json()["data"] if _is_own(model)]
+                        models = [
+                            model
+                            for model in listing.json()["data"]
+                            if model["num_workers"]
+                            and not model["parent"]
+                            and "package" not in model
+                        ]
                 if len(models) >= num_models:
                     return models
                 if time.monotonic() - shown_at >= PROGRESS_S:
@@ -335,10 +341,6 @@ def tell_apart(
         others = [model for model in models if model["id"] in names]
     own = [model for model in models if model not in others]
     return next((model for model in own if "generate" in model["tasks"]), own[0]), others
-
-
-def _is_own(model: dict[str, Any]) -> bool:
-    return model["num_workers"] > 0 and not model["parent"] and "package" not in model
 
 
 def find_port(host: str, port: int) -> int:

@@ -192,7 +192,8 @@ class ResponseAnswer(BlockStream):
             output=tuple(self._done),
         )
         if totals is not None:
-            response.completed_at = self.head.created + _duration_s(totals)
+            worked_s = max([event.timings.total_s for event in totals.finished], default=0.0)
+            response.completed_at = self.head.created + round(worked_s)
             response.usage = to_usage(totals)
             response.timings = timings_of(totals)
             if status == "incomplete":
@@ -203,11 +204,6 @@ class ResponseAnswer(BlockStream):
 def _status(totals: Totals) -> str:
     is_cut = any(event.finish_reason is FinishReason.LENGTH for event in totals.finished)
     return "incomplete" if is_cut else "completed"
-
-
-def _duration_s(totals: Totals) -> int:
-    """Time of the fleet's work, in whole seconds."""
-    return round(max([event.timings.total_s for event in totals.finished], default=0.0))
 
 
 def to_usage(totals: Totals) -> ResponseUsage:

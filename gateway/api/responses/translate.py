@@ -108,7 +108,8 @@ def translate(
     if request.truncation == "auto":
         context.ignore("truncation")
     sampling = _sampling(request, context, card, limits)
-    stores = request.store is not False
+    # the instructions of a request do not apply to the next one
+    kept_messages = conversation.messages[1 if request.instructions else 0 :]
     task = Generate(
         tuple(conversation.messages),
         sampling,
@@ -122,7 +123,7 @@ def translate(
         ResponseOptions(
             response=_echo(request, sampling, find_service_tier(request.service_tier, priority)),
             with_logprobs=sampling.num_logprobs is not None,
-            messages=_without_instructions(conversation, request) if stores else (),
+            messages=() if request.store is False else tuple(kept_messages),
         ),
         conversation.sources,
         is_streamed=bool(request.stream),
@@ -158,13 +159,6 @@ def _echo(
         tool_choice=_word_of(request.tool_choice),
         parallel_tool_calls=request.parallel_tool_calls is not False,
     )
-
-
-def _without_instructions(
-    conversation: Conversation, request: ResponseFields
-) -> tuple[ChatMessage, ...]:
-    """The instructions of a request do not apply to the next one."""
-    return tuple(conversation.messages[1:] if request.instructions else conversation.messages)
 
 
 def _grammar(request: ResponseRequest, card: ModelCard, limits: LimitSettings) -> Grammar | None:
