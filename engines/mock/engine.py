@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from hashlib import sha256, shake_128
 from pathlib import Path
-from random import Random
 from typing import Any
 
 from msgspec import Struct
@@ -238,7 +237,6 @@ class MockRunner:
         self.block_size = settings.block_size
         self.num_blocks = _num_kv_blocks(settings)
         self._mock = settings.mock
-        self._random = Random(settings.mock.seed)
         self._answers: dict[str, bytes] = {}  # by request: its stream of words so far
         self._held_images: dict[str, set[str]] = {}  # by request: images with features
         self._encoder_cache: OrderedDict[str, int] = OrderedDict()  # bytes by image, oldest first
@@ -277,9 +275,7 @@ class MockRunner:
         vision_s = mock.vision_s * num_images
         step_s = vision_s + mock.decode_s + mock.prefill_s_per_token * num_prefill_tokens
         if step_s > 0:
-            jitter = 1 + mock.jitter_ratio * self._random.uniform(-1, 1)
-            vision_s *= jitter
-            self._free_at = max(self._free_at, time.perf_counter()) + step_s * jitter
+            self._free_at = max(self._free_at, time.perf_counter()) + step_s
         result = StepResult(choices, vision_s)
         for item in items:
             if scored := item.scored:

@@ -3,7 +3,6 @@
 from pydantic import BaseModel, ConfigDict, Field
 
 from engines.core.settings import BatchingSettings
-from engines.settings import UNLISTED
 
 
 class MockSettings(BaseModel):
@@ -17,9 +16,6 @@ class MockSettings(BaseModel):
     """Simulated time per prompt token."""
     decode_s: float = Field(default=0.005, ge=0)
     """Simulated time of one step."""
-    #: Random share of the simulated times, and its seed.
-    jitter_ratio: float = Field(default=0.0, ge=0, le=1, json_schema_extra=UNLISTED)
-    seed: int = Field(default=0, json_schema_extra=UNLISTED)
     tokens_per_image: int = Field(default=64, ge=1)
     """Image slots of one image."""
     num_reasoning_tokens: int = Field(default=0, ge=0)

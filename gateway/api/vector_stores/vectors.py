@@ -10,7 +10,7 @@ from gateway.api.rerank import Reranking, scores_of
 from gateway.calls.lifecycle import Lifecycle
 from gateway.calls.surface import Plan
 from gateway.http.endpoint import Caller
-from gateway.http.errors import ApiError, InvalidRequest, NotFound
+from gateway.http.errors import ApiError, InvalidRequest, NotFound, conflict
 from gateway.media.loader import ImageSource
 from shared.protocol import Embed, ImagePart, ModelCard, Priority, Rerank, TextPart, Truncate
 from shared.search import Hit, StoreRecord
@@ -61,12 +61,11 @@ class StoreVectors:
         """The card of the model of the store's vectors. Raises: ApiError."""
         card = await self._lifecycle.models.find(store.model, tenant=tenant)
         if card.digest != store.digest:
-            raise InvalidRequest(
+            raise conflict(
                 "The model that is served under this name is not the one that made the vectors of "
                 "this store: make a new store.",
-                param="embedding_model",
-                status=409,
-                code="model_changed",
+                "model_changed",
+                "embedding_model",
             )
         return card
 

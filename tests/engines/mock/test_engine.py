@@ -132,14 +132,6 @@ def test_without_simulated_time_nothing_sleeps(sleeps: list[float]):
     assert sleeps == []
 
 
-def test_jitter_is_bounded_and_repeatable(sleeps: list[float]):
-    simulate(decode_s=1.0, jitter_ratio=0.2)
-    simulate(decode_s=1.0, jitter_ratio=0.2)
-    assert sleeps[:3] == pytest.approx(sleeps[3:])
-    assert len(set(sleeps[:3])) == 3
-    assert all(0.8 <= seconds <= 1.2 for seconds in sleeps)
-
-
 def test_a_prompt_has_one_run_of_slots_per_image_in_its_place():
     processor = MockProcessor(tokens_per_image=4)
     parts = (TextPart("<image>"), ImagePart(1), TextPart("or"), ImagePart(0))
