@@ -23,7 +23,7 @@ from engines.base import (
 )
 from engines.mock_pooling.settings import MockPoolingSettings
 from engines.pooling.batch import Row
-from engines.pooling.engine import PoolingEngine
+from engines.pooling.engine import PoolingEngine, PoolingModel
 from shared.protocol import Embed, ImagePart, ImageRef, ModelCard, Rerank, Task, TextPart, Truncate
 
 MAX_MODEL_LEN = 512
@@ -43,12 +43,11 @@ class _Content:
         return b"%d %d " % (self.dimensions, self.is_normalized) + self.data
 
 
-class MockPoolingModel:
+class MockPoolingModel(PoolingModel):
     """Vectors and scores from hashes."""
 
-    tasks: tuple[str, ...] = ("embed", "rerank")
+    tasks = ("embed", "rerank")
     decodes_images = True
-    prepares_quickly = True
     prompts: Mapping[str, str] = {"query": "query: ", "document": "passage: "}
 
     def __init__(self, settings: MockPoolingSettings) -> None:
@@ -123,12 +122,6 @@ class MockPoolingModel:
         num_tokens = sum(row.num_tokens for row in rows)
         if step_s := self._mock.step_s + self._mock.s_per_token * num_tokens:
             time.sleep(step_s)
-
-    def memory_bytes(self) -> dict[str, int]:
-        return {"weights": 0}
-
-    def close(self) -> None:
-        """No-op."""
 
 
 def numbers_of(content: _Content) -> "array[float]":

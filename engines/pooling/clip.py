@@ -3,7 +3,7 @@
 Shape letters: n rows of one length, V numbers of a vector.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from engines.base import Decode, PreparedImage
 from engines.pooling.batch import Row
 from engines.pooling.encoder import PixelInput, Texts, give_vectors
+from engines.pooling.engine import PoolingModel
 from engines.pooling.linears import num_bytes
 from shared.protocol import Embed, ImagePart, ImageRef, Task
 
@@ -31,14 +32,10 @@ class Filling:
         return [*padding, *ids] if self.is_left else [*ids, *padding]
 
 
-class ClipEncoder:
+class ClipEncoder(PoolingModel):
     """A text and an image tower. Rows of equal length share a forward pass."""
 
-    tasks: tuple[str, ...] = ("embed",)
-    shorter_dimensions: tuple[int, ...] = ()
-    prompts: Mapping[str, str] = {}
     decodes_images = True
-    prepares_quickly = True
 
     def __init__(
         self, model: Any, texts: Texts, processor: Any, filling: Filling | None = None
@@ -75,13 +72,6 @@ class ClipEncoder:
         length = self._filling.length if self._filling else len(words.ids)
         padding = length - len(words.ids)
         return Row(words, length, num_padding=padding, identity=words.identity)
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> tuple[list[int], list[str]]:
-        return self.texts.encode(text, add_special_tokens=add_special_tokens)
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of ids. Raises: InvalidRequest."""
-        return self.texts.decode(token_ids)
 
     @torch.inference_mode()
     def compute(self, rows: Sequence[Row]) -> None:

@@ -4,7 +4,7 @@ of similar length.
 Shape letters: n rows of one length, L tokens of a row, E hidden size, V numbers of a result.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -13,14 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from engines.base import Decode, InvalidRequest, PreparedImage
+from engines.base import InvalidRequest, PreparedImage
 from engines.pooling.batch import Row
 from engines.pooling.checkpoint import Pooling, SentenceConfig
+from engines.pooling.engine import PoolingModel
 from engines.pooling.head import num_outputs
 from engines.pooling.layers import Keeps, PackedLayers
 from engines.pooling.linears import num_bytes
 from engines.pooling.texts import Texts
-from shared.protocol import Embed, ImageRef, Rerank, Task
+from shared.protocol import Embed, Rerank, Task
 
 #: Largest ratio of padding to real tokens in a batch of padded rows.
 MAX_PADDING_RATIO = 0.15
@@ -55,11 +56,9 @@ class PixelInput:
         return text.encode() if self.image_hash else b""
 
 
-class Encoder:
+class Encoder(PoolingModel):
     """A text encoder with pooling, or with a scoring head for pairs."""
 
-    decodes_images = False
-    prepares_quickly = True
     image_tokens = 0
 
     def __init__(
@@ -82,16 +81,12 @@ class Encoder:
         self._keeps: Keeps = "all"
         if layers is not None:  # other tokens are not needed
             self._keeps = "first" if is_scorer else _KEEPS.get(config.pooling, "all")
-        self.tasks: tuple[str, ...] = ("rerank",) if is_scorer else ("embed",)
+        self.tasks = ("rerank",) if is_scorer else ("embed",)
         size = num_outputs(config.modules, model.config.hidden_size)
-        self.dimensions: int = 0 if is_scorer else size
+        self.dimensions = 0 if is_scorer else size
         self.shorter_dimensions = shorter_dimensions
-        self.prompts: Mapping[str, str] = config.prompts
+        self.prompts = config.prompts
         self._base: Any = model.base_model if is_scorer else model
-
-    def process_image(self, data: bytes, image: ImageRef, decode: Decode) -> Any:
-        """Raises: InvalidRequest."""
-        raise InvalidRequest("this model takes no images")
 
     def rows(self, task: Task, images: Sequence[PreparedImage]) -> list[Row]:
         """One row for each input. Raises: PromptTooLong, InvalidRequest."""
@@ -103,13 +98,6 @@ class Encoder:
                 raise InvalidRequest("this model takes no images")
             contents = [self.texts.words(task, index) for index in range(len(task.inputs))]
         return [Row(each, len(each.ids), identity=each.identity) for each in contents]
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> tuple[list[int], list[str]]:
-        return self.texts.encode(text, add_special_tokens=add_special_tokens)
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of ids. Raises: InvalidRequest."""
-        return self.texts.decode(token_ids)
 
     @torch.inference_mode()
     def compute(self, rows: Sequence[Row]) -> None:

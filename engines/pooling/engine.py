@@ -6,7 +6,7 @@ The model turns tasks into rows in any thread, and computes rows in the engine's
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from engines.base import (
     Capabilities,
@@ -42,41 +42,46 @@ _ORDER = {priority: place for place, priority in enumerate(Priority)}
 STEPS_AHEAD = 2
 
 
-class PoolingModel(Protocol):
+class PoolingModel:
+    """A model of texts, and of images if it decodes them."""
+
     #: Tags of supported tasks.
-    tasks: tuple[str, ...]
+    tasks: tuple[str, ...] = ("embed",)
     #: Size of its vectors; 0: none.
-    dimensions: int
+    dimensions: int = 0
     #: Sizes to which vectors may be truncated.
-    shorter_dimensions: tuple[int, ...]
+    shorter_dimensions: tuple[int, ...] = ()
     #: Prompts before a text, by name.
-    prompts: Mapping[str, str]
-    decodes_images: bool
-    prepares_quickly: bool
+    prompts: Mapping[str, str] = {}
+    decodes_images = False
+    #: A `Texts`, or what else tokenizes.
+    texts: Any
 
     def process_image(self, data: bytes, image: ImageRef, decode: Decode) -> Any:
-        """Process an image for `rows`. Thread-safe. Raises: InvalidImage."""
-        ...
+        """Process an image for `rows`. Thread-safe. Raises: InvalidImage, InvalidRequest."""
+        raise InvalidRequest("this model takes no images")
 
     def rows(self, task: Task, images: Sequence[PreparedImage]) -> list[Row]:
         """One row for each input, in order. Thread-safe. Raises: RequestError."""
-        ...
+        raise NotImplementedError
 
     def encode(self, text: str, *, add_special_tokens: bool) -> tuple[list[int], list[str]]:
         """Token ids of a text and their spellings. Thread-safe."""
-        ...
+        return self.texts.encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of ids. Thread-safe. Raises: InvalidRequest."""
-        ...
+        return self.texts.decode(token_ids)
 
     def compute(self, rows: Sequence[Row]) -> None:
         """Set the result, or the error, of each row."""
-        ...
+        raise NotImplementedError
 
-    def memory_bytes(self) -> dict[str, int]: ...
+    def memory_bytes(self) -> dict[str, int]:
+        return {"weights": 0}
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Free the device."""
 
 
 @dataclass(eq=False, slots=True)
@@ -133,7 +138,7 @@ class PoolingEngine(Engine[PoolingInput]):
             self._settings.max_calls,
             tasks=(*self._model.tasks, "tokenize"),
             decodes_images=self._model.decodes_images,
-            prepares_quickly=self._model.prepares_quickly,
+            prepares_quickly=True,
         )
 
     def prepare_image(self, data: bytes, image: ImageRef, decode: Decode) -> Any:

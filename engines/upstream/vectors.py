@@ -9,7 +9,7 @@ Source: OpenAI API reference, "Create embeddings"; Jina API reference, "Reranker
 import time
 from array import array
 from base64 import b64decode
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import sqrt
@@ -19,7 +19,6 @@ import httpx
 from tokenizers import Tokenizer
 
 from engines.base import (
-    Decode,
     EngineLoadFailed,
     InvalidRequest,
     LoadedEngine,
@@ -31,14 +30,14 @@ from engines.packages.checkpoint_json import read_json
 from engines.packages.resolve import default_name, resolve_model
 from engines.pooling.batch import Row
 from engines.pooling.checkpoint import SentenceConfig, read_sentence_config
-from engines.pooling.engine import PoolingEngine
+from engines.pooling.engine import PoolingEngine, PoolingModel
 from engines.pooling.texts import Texts
 from engines.text.tokenizer import MAX_VOCAB_SIZE
 from engines.upstream.client import UpstreamClient
 from engines.upstream.load import DEFAULT_MAX_LEN, connect
 from engines.upstream.settings import VectorSettings
 from engines.upstream.streams import error_message
-from shared.protocol import Embed, ImageRef, ModelCard, Rerank, Task
+from shared.protocol import Embed, ModelCard, Rerank, Task
 
 EMBEDDINGS, RERANK = "/v1/embeddings", "/v1/rerank"
 TIMEOUT_S = 120.0  #: of one batch
@@ -59,19 +58,14 @@ class _Pair:
     document: str
 
 
-class VectorModel:
-    decodes_images = False
-    prepares_quickly = True
-
+class VectorModel(PoolingModel):
     def __init__(
         self, client: UpstreamClient, model: str, texts: Texts, config: SentenceConfig
     ) -> None:
         self._client, self._model = client, model
         self.texts = texts
-        self.prompts: Mapping[str, str] = config.prompts
-        self.dimensions = 0
-        self.shorter_dimensions: tuple[int, ...] = ()
-        self.tasks: tuple[str, ...] = ("rerank",)
+        self.prompts = config.prompts
+        self.tasks = ("rerank",)
 
     def probe(self) -> None:
         """Ask the server for a vector, or else for a score. Raises: EngineLoadFailed."""
@@ -86,10 +80,6 @@ class VectorModel:
             raise EngineLoadFailed(
                 f"{self._client.url} serves neither {EMBEDDINGS} ({row.error}) nor {RERANK} ({pair.error})"
             )
-
-    def process_image(self, data: bytes, image: ImageRef, decode: Decode) -> Any:
-        """Raises: InvalidRequest."""
-        raise InvalidRequest("this model takes no images")
 
     def rows(self, task: Task, images: Sequence[PreparedImage]) -> list[Row]:
         """One row for each input. Raises: PromptTooLong, InvalidRequest."""
@@ -115,13 +105,6 @@ class VectorModel:
         end = second.offsets[-1][1] if second.offsets else 0
         pair = _Pair(query, task.documents[index][:end])
         return Row(pair, len(words.ids), identity=words.identity)
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> tuple[list[int], list[str]]:
-        return self.texts.encode(text, add_special_tokens=add_special_tokens)
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of ids. Raises: InvalidRequest."""
-        return self.texts.decode(token_ids)
 
     def compute(self, rows: Sequence[Row]) -> None:
         """Set the result or error of each row. Raises: EngineLoadFailed if the server fails."""
@@ -173,10 +156,6 @@ class VectorModel:
                 reason = f"it answers {status} {error_message(response.content)}"
             time.sleep(pause_s)
         raise EngineLoadFailed(f"{self._client.url}{path}: {reason}")
-
-    def memory_bytes(self) -> dict[str, int]:
-        """None: the weights are the server's."""
-        return {"weights": 0}
 
     def close(self) -> None:
         self._client.close()
