@@ -5,6 +5,7 @@ Source: OpenAI API reference, "Create chat completion" and "Streaming events".
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import msgspec
@@ -206,48 +207,113 @@ def translate(
 
 def translate_messages(request: ChatCompletionRequest, limits: LimitSettings) -> Conversation:
     """The conversation, with images and videos apart from text. Raises: InvalidRequest."""
-    messages = request.messages
+    messages, conversation = request.messages, Conversation()
     if len(messages) > limits.max_messages:
         raise invalid("messages", f"send at most {limits.max_messages} messages")
-    conversation = Conversation()
+    translated = _Messages(request, limits, conversation)
     for index, message in enumerate(messages):
-        _add_message(conversation, message, f"messages.[{index}]", request, limits)
+        translated.add(message, f"messages.[{index}]")
     conversation.check("messages", limits, f"messages.[{len(messages) - 1}].role")
     return conversation
 
 
-def _add_message(
-    conversation: Conversation,
-    message: ChatMessageParam,
-    param: str,
-    request: ChatCompletionRequest,
-    limits: LimitSettings,
-) -> None:
-    role = _ROLES[message.role]
-    content = message.content
-    if content is msgspec.UNSET and role != "assistant":
-        raise missing(f"{param}.content")
-    if content is None or content is msgspec.UNSET:
-        if role not in ("assistant", "tool"):
-            raise invalid(f"{param}.content", "send a string or a list of parts")
-        content = ""
-    reasoning = ""
-    if isinstance(content, str):
-        parts: tuple[Part, ...] = (conversation.text(content),)
-    else:
-        thoughts = [part.thinking for part in content if isinstance(part, ThinkingContent)]
-        reasoning = "".join(thoughts)
-        parts = tuple(
-            _add_part(conversation, part, role, f"{param}.content.[{index}]", request, limits)
-            for index, part in enumerate(content)
-            if not isinstance(part, ThinkingContent)
-        )
-    reasoning = (_reasoning(message) or reasoning) if role == "assistant" else ""
-    calls = _calls(message, param) if role == "assistant" else ()
-    call_id = message.tool_call_id or ""
-    if message.role == "function":
-        call_id = message.name or ""
-    conversation.add(role, parts or (conversation.text(""),), reasoning, calls, call_id)
+@dataclass(frozen=True, slots=True)
+class _Messages:
+    """Adds the messages of a request to a conversation. Raises: InvalidRequest."""
+
+    _request: ChatCompletionRequest
+    _limits: LimitSettings
+    _conversation: Conversation
+
+    def add(self, message: ChatMessageParam, param: str) -> None:
+        conversation, role, content = self._conversation, _ROLES[message.role], message.content
+        if content is msgspec.UNSET and role != "assistant":
+            raise missing(f"{param}.content")
+        if content is None or content is msgspec.UNSET:
+            if role not in ("assistant", "tool"):
+                raise invalid(f"{param}.content", "send a string or a list of parts")
+            content = ""
+        reasoning = ""
+        if isinstance(content, str):
+            parts: tuple[Part, ...] = (conversation.text(content),)
+        else:
+            thoughts = [part.thinking for part in content if isinstance(part, ThinkingContent)]
+            reasoning = "".join(thoughts)
+            parts = tuple(
+                self._part(part, role, f"{param}.content.[{index}]")
+                for index, part in enumerate(content)
+                if not isinstance(part, ThinkingContent)
+            )
+        reasoning = (_reasoning(message) or reasoning) if role == "assistant" else ""
+        calls = _calls(message, param) if role == "assistant" else ()
+        call_id = message.tool_call_id or ""
+        if message.role == "function":
+            call_id = message.name or ""
+        conversation.add(role, parts or (conversation.text(""),), reasoning, calls, call_id)
+
+    def _part(self, part: ContentPart, role: Role, param: str) -> Part:
+        assert not isinstance(part, ThinkingContent)
+        conversation = self._conversation
+        if isinstance(part, FileContent):
+            return self._file(part.file, role, f"{param}.file")
+        if isinstance(part, RefusalContent):
+            return conversation.text(part.refusal)
+        if isinstance(part, InputAudioContent):
+            return conversation.audio(part.input_audio.url, f"{param}.input_audio", role)
+        if isinstance(part, AudioContent):
+            audio = part.audio_url
+            url = audio if isinstance(audio, str) else audio.url
+            return conversation.audio(url, f"{param}.audio_url", role)
+        if isinstance(part, VideoContent):
+            return self._video(part.video_url, role, f"{param}.video_url")
+        if not isinstance(part, ImageContent | InputImageContent):
+            return conversation.text(part.text)
+        url = part.image_url if isinstance(part.image_url, str) else part.image_url.url
+        bounds = self._bounds(part if isinstance(part, ImageContent) else None, param)
+        return conversation.image(url, f"{param}.image_url", role, bounds)
+
+    def _file(self, file: FileField, role: Role, param: str) -> Part:
+        conversation = self._conversation
+        if file.file_id is not None:
+            where = f"{param}.file_id"
+            options = self._options(VideoUrl(url=file.file_id), where)
+            return conversation.image(file.file_id, where, role, self._bounds(), options)
+        data, param = file.file_data or "", f"{param}.file_data"
+        media_type, _, encoded = data.partition(";base64,")
+        if media_type.startswith("data:image/"):
+            return conversation.image(data, param, role, self._bounds())
+        if media_type.startswith("data:video/"):
+            return self._video(data, role, param)
+        if media_type.startswith("data:audio/"):
+            return conversation.audio(data, param, role)
+        if not media_type.startswith(("data:text/", "data:application/json")):
+            raise invalid(param, "send a data: URL of text, an image, a video or audio, in base64")
+        try:
+            return conversation.text(msgspec.convert(encoded, bytes).decode())
+        except (msgspec.ValidationError, UnicodeDecodeError):
+            raise invalid(param, "send text in UTF-8, in base64") from None
+
+    def _video(self, given: VideoUrl | str, role: Role, param: str) -> Part:
+        video = VideoUrl(url=given) if isinstance(given, str) else given
+        options = self._options(video, param)
+        return self._conversation.video(video.url, param, role, options, self._bounds())
+
+    def _options(self, video: VideoUrl, param: str) -> VideoOptions:
+        """Which frames are used, by the part or else by the request."""
+        default = self._request.media_io_kwargs
+        return video.options(param, self._limits, default and default.video)
+
+    def _bounds(self, own: ImageContent | None = None, param: str = "") -> tuple[int, int]:
+        """To how many pixels an image is scaled, at least and at most; `own`: its part."""
+        given = self._request.mm_processor_kwargs or PixelFields()
+        least, most = given.min_pixels, given.max_pixels
+        if own is None:
+            param = "mm_processor_kwargs"
+        else:
+            least, most = own.min_pixels or least, own.max_pixels or most
+        if least and most and least > most:
+            raise invalid(f"{param}.min_pixels", f"send at most max_pixels, which is {most}")
+        return least or 0, most or 0
 
 
 def _calls(message: ChatMessageParam, param: str) -> tuple[ToolCall, ...]:
@@ -303,103 +369,6 @@ def _template_options(
         if wanted is not None:
             options |= switch_thinking(card, wanted, name, context)
     return options | find_effort(card, request.reasoning_effort, "reasoning_effort", context)
-
-
-def _add_file(
-    conversation: Conversation,
-    file: FileField,
-    role: Role,
-    param: str,
-    request: ChatCompletionRequest,
-    limits: LimitSettings,
-) -> Part:
-    """Raises: InvalidRequest."""
-    if file.file_id is not None:
-        bounds, where = _pixel_bounds(request), f"{param}.file_id"
-        options = _video_options(VideoUrl(url=file.file_id), where, request, limits)
-        return conversation.image(file.file_id, where, role, bounds, options)
-    data = file.file_data or ""
-    media_type, _, encoded = data.partition(";base64,")
-    if media_type.startswith("data:image/"):
-        return conversation.image(data, f"{param}.file_data", role, _pixel_bounds(request))
-    if media_type.startswith("data:video/"):
-        return _add_video(conversation, data, role, f"{param}.file_data", request, limits)
-    if media_type.startswith("data:audio/"):
-        return conversation.audio(data, f"{param}.file_data", role)
-    if not media_type.startswith(("data:text/", "data:application/json")):
-        raise invalid(
-            f"{param}.file_data", "send a data: URL of text, an image, a video or audio, in base64"
-        )
-    try:
-        return conversation.text(msgspec.convert(encoded, bytes).decode())
-    except (msgspec.ValidationError, UnicodeDecodeError):
-        raise invalid(f"{param}.file_data", "send text in UTF-8, in base64") from None
-
-
-def _add_video(
-    conversation: Conversation,
-    given: VideoUrl | str,
-    role: Role,
-    param: str,
-    request: ChatCompletionRequest,
-    limits: LimitSettings,
-) -> Part:
-    """Raises: InvalidRequest."""
-    video = VideoUrl(url=given) if isinstance(given, str) else given
-    options = _video_options(video, param, request, limits)
-    return conversation.video(video.url, param, role, options, _pixel_bounds(request))
-
-
-def _video_options(
-    video: VideoUrl, param: str, request: ChatCompletionRequest, limits: LimitSettings
-) -> VideoOptions:
-    """Which frames are used, by the part or else by the request. Raises: InvalidRequest."""
-    default = request.media_io_kwargs
-    return video.options(param, limits, default and default.video)
-
-
-def _pixel_bounds(
-    request: ChatCompletionRequest, own: ImageContent | None = None, param: str = ""
-) -> tuple[int, int]:
-    """To how many pixels an image is scaled, at least and at most; `own`: its part. Raises: InvalidRequest."""
-    given = request.mm_processor_kwargs or PixelFields()
-    least, most = given.min_pixels, given.max_pixels
-    if own is None:
-        param = "mm_processor_kwargs"
-    else:
-        least, most = own.min_pixels or least, own.max_pixels or most
-    if least and most and least > most:
-        raise invalid(f"{param}.min_pixels", f"send at most max_pixels, which is {most}")
-    return least or 0, most or 0
-
-
-def _add_part(
-    conversation: Conversation,
-    part: ContentPart,
-    role: Role,
-    param: str,
-    request: ChatCompletionRequest,
-    limits: LimitSettings,
-) -> Part:
-    assert not isinstance(part, ThinkingContent)
-    if isinstance(part, FileContent):
-        return _add_file(conversation, part.file, role, f"{param}.file", request, limits)
-    if isinstance(part, RefusalContent):
-        return conversation.text(part.refusal)
-    if isinstance(part, InputAudioContent):
-        return conversation.audio(part.input_audio.url, f"{param}.input_audio", role)
-    if isinstance(part, AudioContent):
-        audio = part.audio_url
-        url = audio if isinstance(audio, str) else audio.url
-        return conversation.audio(url, f"{param}.audio_url", role)
-    if isinstance(part, VideoContent):
-        where = f"{param}.video_url"
-        return _add_video(conversation, part.video_url, role, where, request, limits)
-    if not isinstance(part, ImageContent | InputImageContent):
-        return conversation.text(part.text)
-    url = part.image_url if isinstance(part.image_url, str) else part.image_url.url
-    bounds = _pixel_bounds(request, part if isinstance(part, ImageContent) else None, param)
-    return conversation.image(url, f"{param}.image_url", role, bounds)
 
 
 def _max_tokens(
