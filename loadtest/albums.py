@@ -22,7 +22,6 @@ PNG_HEAD_BYTES = 33  # signature and IHDR, before which no other chunk may stand
 START_OF_IMAGE = b"\xff\xd8"
 COMMENT = b"\xff\xfe"
 COMMENT_BYTES = 14  # with its own two length bytes: 2 + 2 + 14 = 18 in front, whole base64 groups
-HEAD_BYTES = len(START_OF_IMAGE) + len(COMMENT) + COMMENT_BYTES
 
 
 def noise_jpeg(num_bytes: int = 60_000, seed: int = 0) -> bytes:

@@ -29,10 +29,6 @@ class Phase:
     def length_s(self) -> float:
         return self.end_s - self.start_s
 
-    @property
-    def middle_s(self) -> float:
-        return (self.start_s + self.end_s) / 2
-
 
 def parse_levels(text: str) -> tuple[tuple[float, ...], bool]:
     """`8` is constant, `2,4,8` are steps, `1..16` is a ramp. Raises: PlanError."""

@@ -240,28 +240,26 @@ class PromptFields(SamplingFields, frozen=True, kw_only=True):
     ] = None
     tools: list[MessageTool] | None = None
     tool_choice: MessageToolChoice | None = None
+    metadata: MessageMetadata | None = None
     cache_control: Ignored = UNSET
     betas: Ignored = UNSET
     speed: Ignored = UNSET
 
+    @property
+    def user(self) -> str | None:
+        return None if self.metadata is None else self.metadata.user_id
+
 
 class CountTokensRequest(PromptFields, frozen=True, kw_only=True):
-    @property
-    def user(self) -> None:
-        """None."""
+    pass
 
 
 class MessageRequest(PromptFields, frozen=True, kw_only=True):
     max_tokens: Annotated[int, Meta(ge=1)]
     stream: bool | None = None
-    metadata: MessageMetadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
     diagnostics: Ignored = UNSET
     inference_geo: Ignored = UNSET
-
-    @property
-    def user(self) -> str | None:
-        return None if self.metadata is None else self.metadata.user_id
 
 
 class MessageText(msgspec.Struct, tag_field="type", tag="text"):

@@ -67,7 +67,6 @@ class PackedMethod(LinearMethod):
 PACKED_INT8 = PackedMethod("linear_int8", Kind.INT8)
 PACKED_INT4 = PackedMethod("linear_int4", Kind.INT4)
 PACKED_INT4_BFLOAT16_SCALES = PackedMethod("linear_int4", Kind.INT4_BFLOAT16_SCALES)
-PACKED = (PACKED_INT8, PACKED_INT4, PACKED_INT4_BFLOAT16_SCALES)
 
 
 def pack(layer: Linear) -> None:
