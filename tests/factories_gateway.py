@@ -14,9 +14,9 @@ import uvicorn.server
 from redis.asyncio import Redis
 
 from gateway.api import SURFACES
-from gateway.app import create_app
 from gateway.calls.surface import Surface
 from gateway.http.server import DrainingServer
+from gateway.main import create_app
 from gateway.services import Services
 from shared.blobs.redis_store import RedisBlobStore
 from shared.protocol import (
