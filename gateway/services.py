@@ -106,7 +106,6 @@ class Services:
         self.batches = create_batches(settings.gateway.files)
         self.leases = Leases(self._redis, prefix)
         self.runner: BatchRunner | None = None
-        self._refreshing: list[asyncio.Task[None]] = []
 
     def _create_models(self) -> ModelDirectory:
         """The models that workers announce, and those that are deployed."""
@@ -240,26 +239,20 @@ class Services:
         """Start the background tasks. Without Redis, they keep trying to connect."""
         await asyncio.gather(self.queue.open(), self.blobs.open(), return_exceptions=True)
         self.dispatcher.start()
-        self.refunds.start()
-        self._refreshing = [
-            asyncio.create_task(self.models.keep_fresh(), name="refresh models"),
-            asyncio.create_task(self.usage.keep_saved(), name="save usage"),
-        ]
+        spawn = self.dispatcher.spawn
+        spawn(self.refunds.keep_refunding())
+        spawn(self.models.keep_fresh())
+        spawn(self.usage.keep_saved())
         if self.keys is not None:
             with suppress(
                 RedisError, StoreError, OSError
             ):  # until Redis answers, stored keys get 503
                 await self.keys.refresh()
-            self._refreshing.append(
-                asyncio.create_task(self.keys.keep_fresh(), name="refresh keys")
-            )
-            self._refreshing.append(
-                asyncio.create_task(self.keys.keep_synced(), name="compare keys")
-            )
+            spawn(self.keys.keep_fresh())
+            spawn(self.keys.keep_synced())
         if self.tokens is not None:
-            task = asyncio.create_task(self.tokens.keep_fresh(), name="read the issuer's keys")
-            self._refreshing.append(task)
-        self._refreshing.append(asyncio.create_task(self._start_runner(), name="start batches"))
+            spawn(self.tokens.keep_fresh())
+        spawn(self._start_runner())
 
     async def _start_runner(self) -> None:
         """Run batches after the keys are loaded: a batch of an unknown key would fail."""
@@ -271,14 +264,11 @@ class Services:
     async def stop(self) -> None:
         if self.runner is not None:
             await self.runner.stop()
-        for task in self._refreshing:
-            task.cancel()
-        await asyncio.gather(*self._refreshing, return_exceptions=True)
+        await self.dispatcher.stop()
         for part in (self.keys, self.audit, self.tokens):
             if part is not None:
                 await part.close()
-        await self.dispatcher.stop()
-        await self.refunds.stop()
+        await self.refunds.refund()
         await self.mailbox.close()
         for part in (
             self.records,

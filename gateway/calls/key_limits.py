@@ -334,17 +334,6 @@ class Refunds:
     def __init__(self, queue: GatewayQueue) -> None:
         self._queue = queue
         self._open: set[Reservation] = set()
-        self._task: asyncio.Task[None] | None = None
-
-    def start(self) -> None:
-        self._task = asyncio.create_task(self._run(), name="refund answers")
-
-    async def stop(self) -> None:
-        """Refund requests that have ended, and drop the others."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
-        await self._refund()
 
     @property
     def num_open(self) -> int:
@@ -355,15 +344,16 @@ class Refunds:
         """Refund a request as soon as its answers have ended."""
         self._open.add(reservation)
 
-    async def _run(self) -> None:
+    async def keep_refunding(self) -> None:
         while True:
             await asyncio.sleep(_REFUND_PAUSE_S)
             try:
-                await self._refund()
+                await self.refund()
             except Exception:
                 logger.exception("cannot refund answers")
 
-    async def _refund(self) -> None:
+    async def refund(self) -> None:
+        """Refund requests that have ended."""
         down: set[str] = set()  # shards
         for reservation in list(self._open):
             shard = shard_of(reservation.request_ids[0])
