@@ -81,8 +81,10 @@ class Hooks:
         if not messages and not plan.images:
             return plan
         known = [message.text for message in messages]
-        call = _to_call(surface, model, context, messages, plan.is_streamed)
-        call.num_images = len(plan.images)
+        tenant, num_images = short_hash(context.tenant), len(plan.images)
+        call = HookCall(
+            context.id, surface.name, model, tenant, messages, num_images, plan.is_streamed
+        )
         await self._run("before", call, self._timeout_s)
         if [message.text for message in messages] == known:
             return plan
@@ -112,7 +114,8 @@ class Hooks:
         messages = tuple(
             m for both in choices.values() for m in both if m.role == "assistant" or m.text
         )
-        call = _to_call(reply.surface, reply.head.model, context, messages, reply.is_streamed)
+        api, model, tenant = reply.surface.name, reply.head.model, short_hash(context.tenant)
+        call = HookCall(context.id, api, model, tenant, messages, is_streamed=reply.is_streamed)
         left_s = max(0.1, reply.call.deadline_at - time.monotonic())
         await self._run("after", call, min(self._timeout_s, left_s))
         changed = {
@@ -140,7 +143,10 @@ class Hooks:
                     name, type(error).__name__, at.filename, at.lineno,
                 )  # fmt: skip
                 if not self._is_open:
-                    raise _failed() from None
+                    failed = "A hook of this server failed; retry."
+                    raise ServerError(
+                        failed, status=503, code="hook_failed", retry_after_s=1
+                    ) from None
                 for message, text in zip(call.messages, texts, strict=True):
                     message.text = text
 
@@ -170,23 +176,6 @@ def _find(name: str) -> Any:
     for entry in entry_points(group=ENTRY_POINTS, name=name):
         return entry.load()
     raise LookupError(f"write module:object, or a name of the entry points {ENTRY_POINTS}")
-
-
-def _to_call(
-    surface: Surface,
-    model: str,
-    context: RequestContext,
-    messages: tuple[HookMessage, ...],
-    is_streamed: bool,
-) -> HookCall:
-    tenant = short_hash(context.tenant)
-    return HookCall(context.id, surface.name, model, tenant, messages, is_streamed=is_streamed)
-
-
-def _failed() -> ApiError:
-    return ServerError(
-        "A hook of this server failed; retry.", status=503, code="hook_failed", retry_after_s=1
-    )
 
 
 def _prompt_of(task: Task) -> object:
