@@ -4,6 +4,7 @@ The length is that of the packets that are there, and of the samples that they h
 """
 
 import io
+import math
 from collections.abc import Iterator
 from itertools import chain
 from typing import Any
@@ -36,13 +37,26 @@ _OPTIONS = {
     "analyzeduration": "1000000",
 }
 _LEAST_RATE, _MOST_RATE = 1000, 384_000
+_PREROLL_S = 1.0  #: decoders need earlier packets for the first samples of a part
+_LOUDNESS_RATE = 4000
+_STEP_SAMPLES = 400  #: of a step of 0.1 s
+_STEPS_PER_S = _LOUDNESS_RATE / _STEP_SAMPLES
 
 
 class AudioFile:
-    """The first audio stream of a file. Units: seconds."""
+    """The first audio stream of a file, or a part of it. Units: seconds."""
 
-    def __init__(self, data: bytes, media_type: str, max_s: float, max_channels: int) -> None:
-        """Raises: InvalidImage."""
+    def __init__(
+        self,
+        data: bytes,
+        media_type: str,
+        max_s: float,
+        max_channels: int,
+        start_s: float = 0.0,
+        end_s: float = 0.0,
+        max_segment_s: float = 0.0,
+    ) -> None:
+        """`end_s` 0: the whole file. `max_segment_s`: find segments of at most this length. Raises: InvalidImage."""
         if media_type not in CONTAINERS:
             raise InvalidImage(DAMAGED)
         try:
@@ -68,7 +82,11 @@ class AudioFile:
             )
         context.thread_count = 1
         self._max_s = max_s
-        self.info = AudioInfo(self._scan(), context.channels, context.sample_rate)
+        self._start_s, self._end_s = start_s, end_s or max_s + 1.0
+        self._first_s = float((self._stream.start_time or 0) * (self._stream.time_base or 0))
+        length_s = end_s - start_s if end_s else self._scan()
+        ends = self._find_segments(length_s, max_segment_s) if max_segment_s else ()
+        self.info = AudioInfo(length_s, context.channels, context.sample_rate, ends)
 
     def _scan(self) -> float:
         """The length in seconds. Raises: InvalidImage."""
@@ -93,29 +111,70 @@ class AudioFile:
             raise self._too_long(length_s)
         return length_s
 
+    def _find_segments(self, length_s: float, longest_s: float) -> tuple[float, ...]:
+        """The ends of segments, at the quietest 0.4 s of the last third of the longest segment."""
+        if length_s <= longest_s:
+            return (length_s,)
+        loudness: list[float] = []  # by step
+        for at_s, piece in self._pieces(_LOUDNESS_RATE, 0.0):
+            samples = memoryview(piece).cast("f")
+            length_s = at_s + len(samples) / _LOUDNESS_RATE
+            if length_s > self._max_s:
+                raise self._too_long(length_s)
+            first = max(0, int(at_s * _STEPS_PER_S))
+            for step, start in enumerate(range(0, len(samples), _STEP_SAMPLES), first):
+                loudness += [0.0] * (step + 1 - len(loudness))
+                loudness[step] += sum(map(abs, samples[start : start + _STEP_SAMPLES]))
+        longest, start, ends = int(longest_s * _STEPS_PER_S), 0, []
+        while len(loudness) - start > longest:
+            # The last segment is not shorter than a third.
+            last = min(start + longest, len(loudness) - longest // 3)
+            steps = range(last, start + longest * 2 // 3 - 1, -1)
+            start = min(steps, key=lambda step: sum(loudness[step - 2 : step + 2]))
+            ends.append(start / _STEPS_PER_S)
+        return (*ends, length_s)
+
     def samples(self, rate: int) -> Iterator[bytes]:
         """One channel at this many samples a second, as float32. Raises: InvalidImage."""
+        for from_s in (self._start_s - _PREROLL_S, 0.0):
+            pieces = self._pieces(rate, from_s)
+            head = next(pieces, (math.inf, b""))
+            if from_s <= 0 or head[0] <= self._start_s:
+                break  # else the container was positioned behind the start
         left = int(self._max_s * rate)
-        resampler = av.AudioResampler(format="flt", layout="mono", rate=rate)
         is_empty = True
+        for at_s, piece in chain((head,), pieces):
+            if at_s >= self._end_s:
+                break
+            start, end = (round((s - at_s) * rate) for s in (self._start_s, self._end_s))
+            kept = piece[4 * max(0, start) : 4 * max(0, end)]
+            left -= len(kept) // 4
+            if left < 0:
+                raise self._too_long(self._max_s + 1)
+            is_empty = is_empty and not kept
+            yield kept
+        if is_empty:
+            raise InvalidImage("The audio has no samples that can be decoded.")
+
+    def _pieces(self, rate: int, from_s: float) -> Iterator[tuple[float, bytes]]:
+        """Samples and their times, from a packet before `from_s`. Raises: InvalidImage."""
+        resampler = av.AudioResampler(format="flt", layout="mono", rate=rate)
+        at_s = 0.0 if from_s <= 0 else math.inf
         try:
-            self._container.seek(0)
+            self._container.seek(int((self._first_s + from_s) * av.time_base) if from_s > 0 else 0)
         except Exception:
             raise InvalidImage(DAMAGED) from None
         frames = decode_stream(self._container, self._stream, DAMAGED)
         for frame in chain(frames, (None,)):
+            if frame is not None and frame.time is not None:
+                at_s = frame.time - self._first_s
             try:
                 pieces = resampler.resample(frame)
             except Exception:  # its format changes within the stream
                 raise InvalidImage(DAMAGED) from None
             for piece in pieces:
-                left -= piece.samples
-                if left < 0:
-                    raise self._too_long(self._max_s + 1)
-                is_empty = is_empty and not piece.samples
-                yield bytes(piece.planes[0])[: 4 * piece.samples]
-        if is_empty:
-            raise InvalidImage("The audio has no samples that can be decoded.")
+                yield at_s, bytes(piece.planes[0])[: 4 * piece.samples]
+                at_s += piece.samples / rate
 
     def _too_long(self, length_s: float) -> InvalidImage:
         return InvalidImage(f"The audio is {length_s:.0f} s long: send at most {self._max_s:g} s.")

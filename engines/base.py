@@ -92,7 +92,7 @@ class Capabilities:
     #: Whether it supports grammars.
     takes_grammars: bool = False
     takes_video: bool = False
-    takes_audio: bool = False
+    max_audio_s: float = 0.0  #: of one audio file; 0: none is taken
 
 
 class EngineCall(msgspec.Struct, frozen=True):
@@ -191,6 +191,9 @@ class AudioInfo(msgspec.Struct, frozen=True):
     length_s: float
     num_channels: int
     rate: int  #: samples a second
+    segment_ends: tuple[
+        float, ...
+    ] = ()  #: where it is cut to be transcribed, if that was asked for
 
 
 class OpenAudio(Protocol):
@@ -233,12 +236,13 @@ def can_decode_video() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Tokenization:
-    """The result of `Engine.tokenize`: token ids with their spellings, or a text."""
+    """The result of `Engine.tokenize`: token ids with their spellings, or a text; or the segments of audio."""
 
     token_ids: Sequence[int] = ()
     num_image_tokens: int = 0  #: of these
     strings: Sequence[str] = ()
     text: str = ""
+    segment_ends: tuple[float, ...] = ()  #: of `Tokenize.finds_segments`
 
 
 class EngineInput(Protocol):

@@ -1,7 +1,7 @@
 """Small audio files, made by PyAV."""
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import numpy as np
@@ -17,6 +17,15 @@ def tone(seconds: float, rate: int, channels: int = 1) -> np.ndarray:
     return np.tile(wave.astype(np.float32), (channels, 1))
 
 
+def hum(seconds: float, rate: int, pauses: Sequence[float] = ()) -> np.ndarray:
+    """A tone of 300 Hz that pauses for half a second at these times. Shapes: returns (1, samples)."""
+    at = np.arange(round(seconds * rate)) / rate
+    wave = 0.3 * np.sin(2 * np.pi * 300 * at)
+    for start in pauses:
+        wave[(at >= start) & (at < start + 0.5)] = 0
+    return wave.astype(np.float32)[None]
+
+
 def make_audio(
     codec: str = "pcm_s16le",
     form: str = "wav",
@@ -24,11 +33,14 @@ def make_audio(
     *,
     rate: int = 16_000,
     layout: str = "mono",
+    pauses: Sequence[float] | None = None,
 ) -> bytes:
+    """A tone; with `pauses`, a hum of one channel."""
     file = io.BytesIO()
     with av.open(file, "w", format=form) as container:
         stream = container.add_stream(codec, rate=rate, layout=layout)
         wave = tone(seconds, rate, stream.layout.nb_channels)
+        wave = wave if pauses is None else hum(seconds, rate, pauses)
         size = 1024
         for start in range(0, wave.shape[1], size):
             piece = np.ascontiguousarray(wave[:, start : start + size])

@@ -326,6 +326,7 @@ class ActiveRequests:
                 token_ids,
                 tuple(made.strings),
                 made.text,
+                made.segment_ends,
             ),
         )
         timings = active.timings(StageTimings())

@@ -176,7 +176,7 @@ class WorkerProcess:
     def _create_videos(self, stack: AsyncExitStack, engine: Engine) -> VideoPool | None:
         """Sandboxed processes for videos and audio, if the engine takes them; each is started when first needed."""
         capabilities = engine.capabilities()
-        if not (capabilities.takes_video or capabilities.takes_audio):
+        if not (capabilities.takes_video or capabilities.max_audio_s):
             return None
         pool = VideoPool(max(1, self._settings.worker.decode_processes), self._settings.limits)
         stack.callback(pool.close)

@@ -105,7 +105,7 @@ class BatchingEngine(PromptingEngine[EngineRequest]):
             prepares_quickly=self.processor.is_quick,
             takes_grammars=self._grammars is not None,
             takes_video=self.processor.takes_video,
-            takes_audio=self.processor.takes_audio,
+            max_audio_s=self.processor.max_audio_s,
         )
 
     def can_continue(self, task: Task) -> bool:

@@ -169,7 +169,7 @@ class Processor(Protocol):
     is_quick: bool
     decodes_images: bool  #: whether it reads pixels, not only headers
     takes_video: bool
-    takes_audio: bool
+    max_audio_s: float  #: as in `Capabilities`
     reasoning: "Reasoning | None"  #: the reasoning markers of the model
     tool_format: "ToolFormat"  #: the function call format of the model
     shows_tools: bool  #: whether the chat template lists functions

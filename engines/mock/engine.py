@@ -130,7 +130,8 @@ class MockProcessor:
     max_model_len = MAX_MODEL_LEN
     is_quick = True
     decodes_images = False
-    takes_video = takes_audio = can_decode_video()
+    takes_video = can_decode_video()
+    max_audio_s = 3600.0 if takes_video else 0.0
     tool_format = HERMES
     shows_tools = True
     spelled: Mapping[int, str] = {}
@@ -460,7 +461,7 @@ def load_mock_engine(settings: MockEngineSettings, progress: Progress | None) ->
         template_options=tuple(processor.template_options),
         supports_grammars=engine.capabilities().takes_grammars,
         supports_video=processor.takes_video,
-        supports_audio=processor.takes_audio,
+        supports_audio=processor.max_audio_s > 0,
     )
     return LoadedEngine(engine, card)
 

@@ -54,6 +54,7 @@ class MultimodalProcessor:
     placeholder: str = ""
     video_placeholder: str = ""
     audio_placeholder: str = ""
+    max_audio_s: float = 0.0  #: of one audio part; 0: not limited
     #: The instruction that the model was trained to transcribe with; empty: any.
     transcription_prompt: str = ""
     #: The tokenizer's special tokens around a text, which a processor may have changed.
@@ -143,9 +144,9 @@ class ChatProcessor:
             spelled: str = getattr(multimodal, f"{kind}_placeholder")
             if spelled and template.takes(kind, spelled):
                 others[spelled] = kind
-        self.takes_video, self.takes_audio = (
-            kind in others.values() for kind in ("video", "audio")
-        )
+        self.takes_video = "video" in others.values()
+        takes_audio = "audio" in others.values()
+        self.max_audio_s = multimodal.max_audio_s if takes_audio else 0.0
         self.transcription_prompt = multimodal.transcription_prompt
         self._multimodal = multimodal
         self._prompt_builder = PromptBuilder(
@@ -176,7 +177,7 @@ class ChatProcessor:
 
     def process_audio(self, audio: OpenAudio) -> Any:
         """Decode and process audio. Raises: InvalidImage."""
-        if not self.takes_audio:
+        if not self.max_audio_s:
             raise InvalidImage("The model takes no audio.")
         return self._multimodal.process_audio(audio)
 

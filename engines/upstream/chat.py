@@ -6,6 +6,7 @@ Source: OpenAI API reference, "Create chat completion".
 """
 
 import json
+import math
 import time
 from base64 import b64encode
 from collections.abc import Sequence
@@ -127,7 +128,7 @@ class ChatEngine(StreamEngine[ChatRequest]):
             decodes_images=True,
             takes_grammars=True,
             takes_video=self._settings.takes_videos and can_decode_video(),
-            takes_audio=self._settings.takes_audio and can_decode_video(),
+            max_audio_s=math.inf if self._settings.takes_audio and can_decode_video() else 0.0,
         )
 
     def prepare_image(self, data: bytes, image: ImageRef, decode: Decode) -> bytes:

@@ -118,7 +118,7 @@ def load_chat_engine(settings: OpenAiSettings, progress: Progress | None) -> Loa
         vocab_size=MAX_VOCAB_SIZE,
         supports_images=settings.takes_images,
         supports_video=engine.capabilities().takes_video,
-        supports_audio=engine.capabilities().takes_audio,
+        supports_audio=engine.capabilities().max_audio_s > 0,
         tasks=engine.capabilities().tasks,
         supports_grammars=True,
     )

@@ -217,6 +217,8 @@ class Tokenized(Event, frozen=True):
     token_ids: tuple[int, ...] = ()
     strings: tuple[str, ...] = ()  #: each token as the vocabulary spells it
     text: str = ""  #: of the token ids
+    #: Where the audio is cut into segments that the model takes; the last is its length. Units: seconds.
+    segment_ends: tuple[float, ...] = ()
 
 
 class Finished(Event, frozen=True):

@@ -102,6 +102,8 @@ class ImageRef(BlobRef, frozen=True, omit_defaults=True):
     max_pixels: int = 0  #: larger images are scaled down to it; 0: the model's maximum
     video: VideoOptions | None = None  #: of a video
     param: str = ""  #: its place in the request; empty: that of `KIND_url` in the messages
+    start_s: float = 0.0  #: of a part of audio
+    end_s: float = 0.0  #: 0: all of it
 
     @property
     def kind(self) -> MediaKind:
@@ -318,6 +320,7 @@ class Tokenize(_Task, frozen=True):
     token_ids: tuple[int, ...] = ()
     with_ids: bool = True  #: False: return only the count
     with_strings: bool = False  #: also return each token as the vocabulary spells it
+    finds_segments: bool = False  #: return the segments of its only audio, and no tokens
 
     @property
     def images(self) -> tuple[ImageRef, ...]:

@@ -52,6 +52,7 @@ MAX_PIXEL_CACHE_BYTES = 64 * 1024 * 1024
 MAX_INLINE_CHARS = 2000
 NUM_TEXT_THREADS = 2  #: separate threads: text does not wait for images
 FETCH_PAUSE_S = 0.2
+MAX_SEGMENT_S = 30.0  #: of audio that is transcribed
 Result = TypeVar("Result")
 
 
@@ -127,6 +128,8 @@ class Preprocessor:
         if ready is not None:
             return ready
         task, tenant = request.task, request.tenant
+        if isinstance(task, Tokenize) and task.finds_segments:
+            return Tokenization(segment_ends=await self._segment_ends(task.images[0], tenant))
         started = time.perf_counter()
         images = await asyncio.gather(
             *(self._image(index, image, tenant) for index, image in enumerate(task.images))
@@ -139,7 +142,8 @@ class Preprocessor:
             return await self._text_threads.run(tenant, lambda: self._engine.tokenize(task, images))
         call = _to_engine_call(request, engine_id, output_token_ids)
         if isinstance(task, Run) and task.common is not None:
-            call = replace(call, common_data=await self._common_data(task.common, tenant))
+            data = await self._cached(task.common, "the session's common data", tenant)
+            call = replace(call, common_data=data)
         if self._is_quick(task, sum([len(text) for text in task.texts()])):
             return self._engine.prepare(call, images)
         return await self._text_threads.run(tenant, lambda: self._engine.prepare(call, images))
@@ -173,7 +177,8 @@ class Preprocessor:
                 "continue it: send the request again."
             )
         tag = type(task).__struct_config__.tag
-        if tag not in engine.tasks:
+        needs_engine = not (isinstance(task, Tokenize) and task.finds_segments)
+        if needs_engine and tag not in engine.tasks:
             raise InvalidRequest(f"this model's engine does not offer the task {tag}", "model")
         check_limits(task, num_chars, self._limits)
         if isinstance(task, Generate) and task.grammar is not None:
@@ -211,18 +216,45 @@ class Preprocessor:
         self, key: str, image: ImageRef, tenant: str
     ) -> tuple[PreparedImage, int]:
         """The hash of a video is one of its file and its frames, however they were chosen."""
+        data = await self._media_file(image, tenant)
+        decode = self._decode_audio if image.kind == "audio" else self._decode_video
+        return await self._video_threads.run(tenant, lambda: decode(data, image, tenant))
+
+    async def _media_file(self, image: ImageRef, tenant: str) -> bytes:
+        """The file of a video or audio; cached if only a part of it is used. Raises: InvalidImage, ImageUnavailable."""
         capabilities, limits = self._capabilities, self._limits
         if image.kind == "audio":
-            what, most, is_taken = "audio", limits.max_audio_bytes, capabilities.takes_audio
+            what, most, is_taken = "audio", limits.max_audio_bytes, capabilities.max_audio_s > 0
         else:
             what, most, is_taken = "a video", limits.max_video_bytes, capabilities.takes_video
         if self._videos is None or not is_taken:
             raise InvalidImage(f"This model takes no {what.removeprefix('a ')}.")
-        data = await self._fetch(image, f"{what} of the request")
+        name = f"{what} of the request"
+        if image.end_s:
+            data = await self._cached(image, name, tenant)
+        else:
+            data = await self._fetch(image, name)
         if len(data) > most:
             raise InvalidImage(f"{what} has {len(data)} bytes: send at most {most}")
-        decode = self._decode_audio if image.kind == "audio" else self._decode_video
-        return await self._video_threads.run(tenant, lambda: decode(data, image, tenant))
+        return data
+
+    async def _segment_ends(self, image: ImageRef, tenant: str) -> tuple[float, ...]:
+        """Where audio is cut into segments that the model takes. Raises: ImageRefused."""
+        longest_s = min(MAX_SEGMENT_S, self._capabilities.max_audio_s)
+
+        def find(data: bytes) -> tuple[float, ...]:
+            assert self._videos is not None
+            with (
+                self._counting(AUDIO_TOO_LONG),
+                self._videos.open_audio(data, image, longest_s) as audio,
+            ):
+                return audio.info.segment_ends
+
+        try:
+            data = await self._media_file(image, tenant)
+            return await self._video_threads.run(tenant, lambda: find(data))
+        except RequestError as error:
+            raise ImageRefused(0, error) from error
 
     def _decode_video(self, data: bytes, image: ImageRef, tenant: str) -> tuple[PreparedImage, int]:
         assert self._videos is not None
@@ -267,14 +299,14 @@ class Preprocessor:
             raise ImageUnavailable(f"{what} is no longer stored; retry")
         return data
 
-    async def _common_data(self, ref: BlobRef, tenant: str) -> bytes:
-        """The common data of a session, cached. Raises: ImageUnavailable."""
+    async def _cached(self, ref: BlobRef, what: str, tenant: str) -> bytes:
+        """The bytes of a blob that several requests use. Raises: ImageUnavailable."""
 
         async def fetch() -> tuple[bytes, int]:
-            data = await self._fetch(ref, "the session's common data")
+            data = await self._fetch(ref, what)
             return data, len(data)
 
-        return await self._prepared.get("common " + salted_hash(ref.sha256, tenant), fetch)
+        return await self._prepared.get("bytes " + salted_hash(ref.sha256, tenant), fetch)
 
     def close(self) -> None:
         """End the threads; work that has not begun is dropped."""
@@ -298,7 +330,8 @@ def _to_engine_call(request: Call, engine_id: str, output_token_ids: tuple[int, 
 def _identity(image: ImageRef) -> str:
     """A hash of an image and its target size, of a video and its options, or of audio."""
     if image.kind == "audio":
-        return hashlib.sha256(f"{image.sha256} audio".encode()).hexdigest()
+        part = f"{image.sha256} audio {image.start_s} {image.end_s}"
+        return hashlib.sha256(part.encode()).hexdigest()
     if not (image.min_pixels or image.max_pixels or image.video):
         return image.sha256
     scaled = f"{image.sha256} {image.min_pixels} {image.max_pixels}"

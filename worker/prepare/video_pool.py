@@ -42,6 +42,9 @@ class AudioHead(msgspec.Struct, frozen=True, tag="audio"):
     media_type: str
     max_s: float
     max_channels: int
+    start_s: float
+    end_s: float
+    max_segment_s: float
 
 
 class Refusal(msgspec.Struct, frozen=True):
@@ -96,10 +99,22 @@ class VideoPool(ChildPool):
                     video.frames(())
 
     @contextmanager
-    def open_audio(self, data: bytes, ref: ImageRef) -> Iterator["DecodedAudio"]:
-        """Audio, as long as the block lasts. Raises: InvalidImage; OSError if no child can be started."""
+    def open_audio(
+        self, data: bytes, ref: ImageRef, max_segment_s: float = 0.0
+    ) -> Iterator["DecodedAudio"]:
+        """Audio, as long as the block lasts. Raises: InvalidImage; OSError if no child can be started.
+
+        With `max_segment_s`, its info has segments of at most this length.
+        """
         limits = self._limits
-        head = AudioHead(ref.media_type, limits.max_audio_s, limits.max_audio_channels)
+        head = AudioHead(
+            ref.media_type,
+            limits.max_audio_s,
+            limits.max_audio_channels,
+            ref.start_s,
+            ref.end_s,
+            max_segment_s,
+        )
         with self.borrow() as child:
             with child.talking(CANNOT_DECODE_AUDIO, AUDIO_TOO_LONG):
                 answer, until = self._ask(child, head, data)

@@ -134,7 +134,7 @@ def _describe(
         vocab_size=engine.runner.vocab_size,
         supports_images=processor.image_tokens > 0,
         supports_video=processor.takes_video,
-        supports_audio=processor.takes_audio,
+        supports_audio=processor.max_audio_s > 0,
         transcription_prompt=processor.transcription_prompt,
         image_tokens=processor.image_tokens,
         max_image_pixels=processor.max_image_pixels,

@@ -41,7 +41,7 @@ class Audios:
         self.placeholder: str = processor.audio_token
         self._slot_id: int = tokenizer.convert_tokens_to_ids(self.placeholder)
         self._rate: int = extractor.sampling_rate
-        self._max_s = _longest_s(processor)
+        self.max_s = _longest_s(processor)
         self._wanted = frozenset(inspect.signature(model_class.forward).parameters)
         merged = processor._merge_kwargs(
             tokenizer_init_kwargs=tokenizer.init_kwargs, return_tensors="pt"
@@ -55,7 +55,7 @@ class Audios:
         self._check(audio.info.length_s)
         samples = np.frombuffer(audio.samples(self._rate), np.float32).copy()
         self._check(len(samples) / self._rate)
-        samples = samples[: int(self._max_s * self._rate)]
+        samples = samples[: int(self.max_s * self._rate)]
         try:
             made, [text, *_] = self._processor._process_audio([samples], **self._options)
         except Exception as error:  # of any type
@@ -77,9 +77,9 @@ class Audios:
         )
 
     def _check(self, length_s: float) -> None:
-        if length_s > self._max_s + _LENGTH_TOLERANCE_S:
+        if length_s > self.max_s + _LENGTH_TOLERANCE_S:
             raise InvalidImage(
-                f"The audio is {length_s:.1f} s long: this model takes at most {self._max_s:g} s; send shorter parts."
+                f"The audio is {length_s:.1f} s long: this model takes at most {self.max_s:g} s; send shorter parts."
             )
 
 
@@ -127,6 +127,7 @@ class TransformersAudio(MultimodalProcessor):
             )
         self._audios = found
         self.audio_placeholder = found.placeholder
+        self.max_audio_s = found.max_s
         self._takes_one = type(processor).__name__ in _TAKES_ONE
         self.transcription_prompt = getattr(processor, "default_transcription_prompt", "")
         # Qwen2-Audio's published checkpoint has no template.

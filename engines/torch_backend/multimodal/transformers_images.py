@@ -234,6 +234,7 @@ class TransformersImages(MultimodalProcessor):
         has_tower = getattr(config, "audio_config", None) is not None
         self._audios = find_audio(processor, model_class) if has_tower else None
         self.audio_placeholder = "" if self._audios is None else self._audios.placeholder
+        self.max_audio_s = 0.0 if self._audios is None else self._audios.max_s
 
     def _find_videos(
         self, model_class: type[PreTrainedModel], config: Any, tokenizer: Any

@@ -1,11 +1,13 @@
 """Audio of strangers: one channel at the wanted rate, or a sentence; the next file is decoded either way."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from engines.base import AudioInfo, InvalidImage
 from shared.protocol import ImageRef, VideoOptions
@@ -80,6 +82,64 @@ def test_audio_longer_than_its_header_says_is_refused_by_its_samples():
         assert len(decode(small, make_audio(seconds=0.5), "audio/wav")[1]) == RATE // 2
     finally:
         small.close()
+
+
+@pytest.mark.parametrize(
+    ("codec", "form", "media_type", "rate"),
+    [
+        ("pcm_u8", "wav", "audio/wav", 8000),
+        ("libmp3lame", "mp3", "audio/mpeg", 44_100),
+        ("flac", "flac", "audio/flac", 16_000),
+        ("aac", "ipod", "audio/mp4", 16_000),
+        ("aac", "adts", "audio/aac", 16_000),
+        ("libopus", "ogg", "audio/ogg", 48_000),
+        ("libopus", "webm", "audio/webm", 48_000),
+    ],
+)
+def test_segments_end_in_pauses_and_join_to_the_whole(
+    pool: VideoPool, codec: str, form: str, media_type: str, rate: int
+):
+    data = make_audio(codec, form, 26.0, rate=rate, pauses=(3.0, 8.0, 17.0))
+    ref = ImageRef("", len(data), media_type, 0, 0)
+    with pool.open_audio(data, ref, 10.0) as audio:
+        ends = audio.info.segment_ends
+    assert [round(end) for end in ends] == [8, 17, 26]
+    assert 8.0 <= ends[0] <= 8.5
+    whole = decode(pool, data, media_type)[1]
+    parts = []
+    for start, end in pairwise((0.0, *ends)):
+        with pool.open_audio(data, replace(ref, start_s=start, end_s=end)) as audio:
+            assert audio.info.length_s == pytest.approx(end - start)
+            parts.append(np.frombuffer(audio.samples(RATE), np.float32))
+        assert len(parts[-1]) / RATE == pytest.approx(end - start, abs=0.05)
+    joined = np.concatenate(parts)
+    assert abs(len(joined) - len(whole)) <= 2 * len(parts)
+    num = min(len(joined), len(whole))
+    assert np.abs(joined[:num] - whole[:num]).max() < 0.2  # a pause that moved is 0.3 off
+
+
+@settings(deadline=None, max_examples=num_examples(20))
+@given(
+    seconds=st.floats(10.1, 60.0),
+    pauses=st.lists(st.floats(0.0, 60.0), max_size=8),
+    longest_s=st.sampled_from([5.0, 7.5, 10.0]),
+)
+def test_segments_are_of_similar_length_wherever_the_pauses_are(
+    pool: VideoPool, seconds: float, pauses: list[float], longest_s: float
+):
+    data = make_audio(seconds=seconds, rate=4000, pauses=pauses)
+    with pool.open_audio(data, ImageRef("", len(data), "audio/wav", 0, 0), longest_s) as audio:
+        ends = audio.info.segment_ends
+    assert ends[-1] == pytest.approx(seconds, abs=0.01)
+    lengths = [end - start for start, end in pairwise((0.0, *ends))]
+    assert all(longest_s / 3 - 0.2 <= length <= longest_s for length in lengths)
+    assert all(length >= longest_s * 2 / 3 - 0.2 for length in lengths[:-1])
+
+
+def test_audio_that_the_model_takes_whole_is_one_segment(pool: VideoPool):
+    data = make_audio(seconds=9.0, rate=4000, pauses=(4.0,))
+    with pool.open_audio(data, ImageRef("", len(data), "audio/wav", 0, 0), 10.0) as audio:
+        assert audio.info.segment_ends == (9.0,)
 
 
 @takes_its_time
