@@ -54,7 +54,7 @@ class MultimodalProcessor:
     placeholder: str = ""
     video_placeholder: str = ""
     audio_placeholder: str = ""
-    max_audio_s: float = 0.0  #: of one audio part; 0: not limited
+    max_audio_s: float = 0.0  #: of one audio file; 0: none is taken
     #: The instruction that the model was trained to transcribe with; empty: any.
     transcription_prompt: str = ""
     #: The tokenizer's special tokens around a text, which a processor may have changed.

@@ -1,19 +1,25 @@
 """`POST /v1/audio/transcriptions` and `/v1/audio/translations`: the text of speech, by a model that takes audio.
 
 The body is a form, or JSON with the file as a `data:` URL, an http(s) URL or the id of an uploaded file. It is a chat
-with one message: the audio and an instruction.
+with one message: the audio and an instruction. A worker cuts a long file into segments at quiet points; each is a call
+of its own, and the cuts are the times of the answer.
 
-Source: OpenAI API reference, "Create transcription", "Create translation" and "Transcription stream events".
+Source: OpenAI API reference, "Create transcription", "Create translation" and "Transcription stream events"; W3C,
+"WebVTT".
 """
 
 from base64 import b64encode
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from html import escape
+from itertools import pairwise
+from operator import itemgetter
+from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
+from msgspec.structs import replace
 
-from gateway.api.answers import Blocks, encode, merge_tokens
+from gateway.api.answers import encode, merge_tokens
 from gateway.api.conversation import Conversation
 from gateway.api.fields import (
     Ignored,
@@ -32,7 +38,7 @@ from gateway.calls.surface import Answer, AnswerHead, Frame, Plan, Surface, Tota
 from gateway.http.errors import InvalidRequest
 from gateway.http.exchange import JSON_HEADERS, Headers, RequestContext, sse_event
 from gateway.http.multipart import read_form
-from shared.protocol import Generate, ModelCard, Tokens
+from shared.protocol import CallEvent, Finished, Generate, ModelCard, Tokens
 from shared.settings.limits import MAX_NAME_CHARS
 
 FORM = b"multipart/form-data"
@@ -41,7 +47,7 @@ _TRANSCRIBE = "Transcribe this audio word by word. Answer with the transcript on
 _MAX_PROMPT_CHARS = 4096
 _NUMBERS = ("temperature", "stream")  #: fields that are no texts
 
-Format = Literal["json", "text"]
+Format = Literal["json", "text", "verbose_json", "srt", "vtt"]
 
 
 class TranslationRequest(RequestStruct, frozen=True, kw_only=True):
@@ -54,7 +60,7 @@ class TranslationRequest(RequestStruct, frozen=True, kw_only=True):
     response_format: Format | None = None
     temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
     user: User = None
-    chunking_strategy: Ignored = msgspec.UNSET
+    chunking_strategy: Ignored = UNSET
 
     @property
     def stream(self) -> bool | None:
@@ -71,6 +77,7 @@ class TranscriptionRequest(TranslationRequest, frozen=True, kw_only=True):
         doc("The language of the speech, such as `en`."),
     ] = None
     stream: bool | None = None  # type: ignore[assignment]
+    timestamp_granularities: list[Literal["segment", "word"]] | None = None
 
     def instruction(self, card: ModelCard) -> str:
         text = card.transcription_prompt or _TRANSCRIBE
@@ -90,11 +97,27 @@ class TranscriptionUsage(msgspec.Struct):
     total_tokens: int
     input_token_details: InputTokenDetails
     type: str = "tokens"
+    seconds: float | UnsetType = UNSET  #: of `verbose_json`, whose type is "duration"
+
+
+class TranscriptSegment(msgspec.Struct):
+    """Units: seconds."""
+
+    id: int
+    start: float
+    end: float
+    text: str
 
 
 class Transcription(msgspec.Struct):
+    """The fields after `usage` are those of `verbose_json`. Units: seconds."""
+
     text: str
     usage: TranscriptionUsage
+    task: Literal["transcribe", "translate"] | UnsetType = UNSET
+    language: str | UnsetType = UNSET
+    duration: float | UnsetType = UNSET
+    segments: list[TranscriptSegment] | UnsetType = UNSET
 
 
 class TranscriptDelta(msgspec.Struct):
@@ -109,7 +132,10 @@ class TranscriptDone(msgspec.Struct):
 
 
 class TranscriptOptions(msgspec.Struct, frozen=True):
-    is_text: bool = False
+    format: Format = "json"
+    task: Literal["transcribe", "translate"] = "transcribe"
+    language: str = ""
+    segment_ends: tuple[float, ...] = ()
 
 
 class Translations(Surface):
@@ -125,9 +151,7 @@ class Translations(Surface):
     request_type = TranslationRequest
     answer_type: type[msgspec.Struct] | None = Transcription
     traced = ("temperature",)
-    hints: ClassVar = {
-        "response_format": "Send json or text: models of this server give no times, which verbose_json, srt and vtt need.",
-    }
+    cuts_audio = True
 
     def body_type(self, context: RequestContext) -> bytes:
         media_type, _, rest = context.headers.get(b"content-type", b"").lower().partition(b";")
@@ -154,14 +178,30 @@ class Translations(Surface):
         )
         return Plan(
             [Generate(tuple(conversation.messages), sampling)],
-            TranscriptOptions(request.response_format == "text"),
+            self.to_options(request),
             conversation.sources,
             is_streamed=bool(request.stream),
             priority=find_priority(None, context),
         )
 
+    def to_options(self, request: Any) -> TranscriptOptions:
+        return TranscriptOptions(request.response_format or "json", "translate", "english")
+
+    def cut(self, plan: Plan, segment_ends: Sequence[float]) -> Plan:
+        num_segments = len(segment_ends)
+        if num_segments > self.limits.max_audio_segments:
+            most = self.limits.max_audio_segments
+            raise invalid("file", f"it comes to {num_segments} segments; send at most {most}")
+        assert isinstance(plan.options, TranscriptOptions)
+        options = replace(plan.options, segment_ends=tuple(segment_ends))
+        if num_segments == 1:
+            return replace(plan, options=options)
+        parts = tuple(pairwise((0.0, *segment_ends)))
+        tasks = [*plan.tasks] * num_segments
+        return replace(plan, options=options, tasks=tasks, parts=parts, num_prompts=num_segments)
+
     def answer(self, options: TranscriptOptions, head: AnswerHead) -> Answer:
-        return TranscriptAnswer(options, head)
+        return TranscriptAnswer(options)
 
 
 class Transcriptions(Translations):
@@ -175,9 +215,20 @@ class Transcriptions(Translations):
 
     def read(self, body: bytes, context: RequestContext) -> TranscriptionRequest:
         request: TranscriptionRequest = super().read(body, context)
-        if request.stream and request.response_format == "text":
+        if request.stream and request.response_format not in (None, "json"):
             raise invalid("response_format", "send json with stream")
+        if granularities := request.timestamp_granularities:
+            if "word" in granularities:
+                problem = "models of this server give no times of words; send segment"
+                raise invalid("timestamp_granularities", problem)
+            if request.response_format != "verbose_json":
+                problem = "send it with response_format verbose_json"
+                raise invalid("timestamp_granularities", problem)
         return request
+
+    def to_options(self, request: TranscriptionRequest) -> TranscriptOptions:
+        language = request.language or "unknown"
+        return TranscriptOptions(request.response_format or "json", "transcribe", language)
 
 
 def _fields(body: bytes, content_type: bytes) -> dict[str, Any]:
@@ -185,18 +236,22 @@ def _fields(body: bytes, content_type: bytes) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for part in read_form(body, content_type):
         name = part.name.removesuffix("[]")
-        if name in fields and not part.name.endswith("[]"):
+        try:
+            text = "" if name == "file" else part.data.decode()
+        except UnicodeDecodeError:
+            raise invalid(name[:MAX_NAME_CHARS], "send text in UTF-8") from None
+        earlier = fields.get(name, [])
+        if part.name != name and isinstance(earlier, list):
+            fields[name] = [*earlier, text]
+            continue
+        if name in fields:
             raise InvalidRequest(
                 f"Send one {name[:MAX_NAME_CHARS]}.", param=name, code="invalid_form"
             )
         if name == "file":
             fields[name] = f"data:audio/wav;base64,{b64encode(part.data).decode()}"
-            continue
-        try:
-            text = part.data.decode()
-        except UnicodeDecodeError:
-            raise invalid(name[:MAX_NAME_CHARS], "send text in UTF-8") from None
-        fields[name] = _plain_value(text) if name in _NUMBERS else text
+        else:
+            fields[name] = _plain_value(text) if name in _NUMBERS else text
     return fields
 
 
@@ -209,31 +264,87 @@ def _plain_value(text: str) -> Any:
 
 
 class TranscriptAnswer:
-    def __init__(self, options: TranscriptOptions, head: AnswerHead) -> None:
+    def __init__(self, options: TranscriptOptions) -> None:
         self._options = options
-        self._blocks = Blocks(head.id, with_thought=False)
-        self.headers = _TEXT_HEADERS if options.is_text else JSON_HEADERS
+        self._ends = options.segment_ends
+        self._texts = [""] * max(1, len(self._ends))
+        self._ended: set[int] = set()
+        self._text = ""  # of the segments before `_open`, and the part of that one that was sent
+        self._open = 0
+        self._num_sent = 0  # characters of the open segment
+        is_json = options.format in ("json", "verbose_json")
+        self.headers = JSON_HEADERS if is_json else _TEXT_HEADERS
 
     def whole(self, events: Sequence[ChoiceEvent], totals: Totals) -> bytes:
-        self._blocks.add_all(events)
-        text = self._blocks.text
-        return (
-            text.encode() if self._options.is_text else encode(Transcription(text, _usage(totals)))
-        )
+        for index, event in events:
+            self._add(index, event)
+        options, text = self._options, self._text
+        match options.format:
+            case "text":
+                return text.encode()
+            case "srt":
+                return self._captions("{number}\n", ",").encode()
+            case "vtt":
+                return ("WEBVTT\n\n" + self._captions("", ".")).encode()
+        answer = Transcription(text, _usage(totals))
+        if options.format == "verbose_json":
+            answer.task, answer.language = options.task, options.language
+            answer.duration = answer.usage.seconds = self._ends[-1]
+            answer.usage.type = "duration"
+            answer.segments = [
+                TranscriptSegment(id_, start, end, text)
+                for id_, ((start, end), text) in enumerate(self._segments())
+            ]
+        return encode(answer)
 
     def frames(self, events: Sequence[ChoiceEvent], totals: Totals | None) -> list[Frame]:
         frames: list[Frame] = []
-        for _, event in merge_tokens(events):
-            if not isinstance(event, Tokens):
-                continue
-            added = self._blocks.add(event)
-            if text := "".join(piece for block, piece, _ in added if block.kind == "text"):
-                delta = sse_event(encode(TranscriptDelta(text)))
-                frames.append((event.index + event.num_tokens, delta))
+        for index, event in merge_tokens(events):
+            if delta := self._add(index, event):
+                position = event.index + event.num_tokens if isinstance(event, Tokens) else 0
+                frames.append((position, sse_event(encode(TranscriptDelta(delta)))))
         if totals is not None:
-            done = TranscriptDone(self._blocks.text, _usage(totals))
+            done = TranscriptDone(self._text, _usage(totals))
             frames.append((totals.num_output_tokens + 1, sse_event(encode(done))))
         return frames
+
+    def _add(self, index: int, event: CallEvent) -> str:
+        """Add an event of a segment. Returns the text that is next in the order of segments."""
+        if isinstance(event, Finished):
+            self._ended.add(index)
+        elif isinstance(event, Tokens):
+            is_begun = self._texts[index] or not index
+            self._texts[index] += event.text if is_begun else event.text.lstrip()
+        num_before = len(self._text)
+        while self._open < len(self._texts):
+            text = self._texts[self._open]
+            if text and not self._num_sent and self._text and not self._text[-1].isspace():
+                self._text += " "
+            self._text += text[self._num_sent :]
+            self._num_sent = len(text)
+            if self._open not in self._ended:
+                break
+            self._open, self._num_sent = self._open + 1, 0
+        return self._text[num_before:]
+
+    def _segments(self) -> list[tuple[tuple[float, float], str]]:
+        return list(zip(pairwise((0.0, *self._ends)), self._texts, strict=True))
+
+    def _captions(self, head: str, point: str) -> str:
+        """Blocks of SRT or VTT. A text is one line, because an empty line ends a block."""
+        shown = [(times, " ".join(text.split())) for times, text in self._segments()]
+        is_vtt = not head
+        return "".join(
+            f"{head.format(number=number)}{_time(start, point)} --> {_time(end, point)}\n"
+            f"{escape(text, quote=False) if is_vtt else text}\n\n"
+            for number, ((start, end), text) in enumerate(filter(itemgetter(1), shown), 1)
+        )
+
+
+def _time(seconds: float, point: str) -> str:
+    """As hours:minutes:seconds with three decimals."""
+    ms = round(seconds * 1000)
+    return f"{ms // 3_600_000:02}:{ms // 60_000 % 60:02}:{ms // 1000 % 60:02}{point}{ms % 1000:03}"
 
 
 def _usage(totals: Totals) -> TranscriptionUsage:

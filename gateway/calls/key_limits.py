@@ -170,7 +170,9 @@ class KeyLimits:
             period, ends_at = period_of(key.period, now := time.time())  # noqa: TID251
             most, ttl_s = round(key.budget * NANO), ends_at - now + _BUDGET_GRACE_S
             budget = Budget(period, most, max(1, math.ceil(cost)), ttl_s)
-        return Charge(tuple([len(call.task.images) for call in own]), prices, budget)
+        num_images = tuple([_num_billed_images(call.task) for call in own])
+        finds_segments = isinstance(first.task, Tokenize) and first.task.finds_segments
+        return Charge(num_images, prices, budget, "output" if finds_segments else "request")
 
     def check(self, model: str, tenant: str) -> None:
         """Refuse a key without asking Redis while its request limit cannot have recovered.
@@ -288,7 +290,7 @@ def most_nano_dollars(
     price_in, price_cached, price_out, price_image = prices
     price_in = max(price_in, price_cached)
     task = call.task
-    cost = len(task.images) * price_image
+    cost = _num_billed_images(task) * price_image
     if isinstance(task, Tokenize):
         return cost
     num_prompt = len(encode_call(call)) + len(task.images) * (card.image_tokens or TOKENS_PER_IMAGE)
@@ -305,6 +307,13 @@ def most_nano_dollars(
     num_over = max(0, num_prompt + num_answer - longest)
     cost += num_prompt * price_in + num_answer * price_out
     return cost - num_over * min(price_in, price_out)
+
+
+def _num_billed_images(task: Task) -> int:
+    """Audio that is cut into segments is billed once, with the first."""
+    if isinstance(task, Tokenize) and task.finds_segments:
+        return 0
+    return len([image for image in task.images if not image.start_s])
 
 
 def open_tokens(task: Task, num_tokens: int) -> int:

@@ -29,6 +29,7 @@ from gateway.calls.recorder import Recorder, StageClock, body_timings, timing_he
 from gateway.calls.resume import RESUME_HEADERS, NumberedAnswer, Resume, is_resumable
 from gateway.calls.surface import Answer, AnswerHead, Plan, Reply, Request, Surface
 from gateway.http.body import Admission, HeldBody, find_model_name, read_body
+from gateway.http.endpoint import while_connected
 from gateway.http.errors import (
     ApiError,
     InvalidRequest,
@@ -39,7 +40,17 @@ from gateway.http.errors import (
 from gateway.http.exchange import JSON_HEADERS, Exchange, RequestContext
 from gateway.media.loader import ImageLoader, ImageSource, LoadedImage
 from shared.blobs.api import BlobStore
-from shared.protocol import Call, ImageRef, ModelCard, Scores, Task, Vectors
+from shared.protocol import (
+    Call,
+    Generate,
+    ImageRef,
+    ModelCard,
+    Scores,
+    Task,
+    Tokenize,
+    Tokenized,
+    Vectors,
+)
 from shared.queue.api import QueueRefused, QueueUnavailable
 from shared.settings.limits import LimitSettings
 from shared.settings.tree import GatewaySettings
@@ -205,6 +216,9 @@ class Lifecycle:
         if self.hooks is not None:
             self.key_limits.check(card.queue, context.tenant)
             plan = await self.hooks.before(plan, surface, card.name, context)
+        if surface.cuts_audio:
+            cutting = self._cut_audio(surface, plan, card, context, recorder.clock, held)
+            plan = await while_connected(cutting, exchange)
         recorder.priority, recorder.num_prompts = plan.priority, plan.num_prompts
         may_resume = not RESUME_HEADERS.isdisjoint(context.headers)
         resumes = may_resume and is_resumable(context, plan)
@@ -224,6 +238,34 @@ class Lifecycle:
         answer = surface.answer(plan.options, head)
         call = await submit()
         return Reply(surface, call, answer, plan.is_streamed, plan.shows_timings, head)
+
+    async def _cut_audio(
+        self,
+        surface: Surface,
+        plan: Plan,
+        card: ModelCard,
+        context: RequestContext,
+        clock: StageClock,
+        held: HeldBody,
+    ) -> Plan:
+        """The plan with a task for each segment of its audio, which a worker finds. Raises: ApiError, Gone."""
+        began_at = time.perf_counter()
+        recorder = Recorder(surface, replace(context, id=secrets.token_hex(16)), self.metrics)
+        sources = await self.kept.find_images(context.tenant, plan.images)
+        loaded = await self._load_images(sources, recorder.clock, held)
+        plan = replace(plan, images=sources, loaded=loaded)
+        [of] = plan.tasks
+        assert isinstance(of, Generate)
+        finding = replace(plan, tasks=[Tokenize(of, finds_segments=True)], is_streamed=False)
+        call = await self._submit(finding, card, recorder.context, recorder.clock, held)
+        try:
+            recorder.begin(call, is_streamed=False)
+            events = await self._collect(call, recorder)
+        finally:
+            call.close()
+        clock.image_decode_s = time.perf_counter() - began_at
+        [found] = [event for _, event in events if isinstance(event, Tokenized)]
+        return surface.cut(plan, found.segment_ends)
 
     async def _recall(self, surface: Surface, request: Request, context: RequestContext) -> Request:
         """Add the previous answer to a request that continues it. Raises: NotFound, RecordsUnavailable."""
@@ -286,7 +328,7 @@ class Lifecycle:
         sources = await self.kept.find_images(context.tenant, plan.images)
         task = type(plan.tasks[0]).__struct_config__.tag
         check_images(sources, str(task), card, self.limits)  # a file's id may be of a video
-        images = await self._load_images(sources, clock, held)
+        images = plan.loaded or await self._load_images(sources, clock, held)
         refs = tuple(image.ref for image in images)
         lives_s = self.settings.request_timeout_s + _IMAGE_GRACE_S
         holder = f"{self.gateway_id}:{next(self._holder_numbers)}"
@@ -295,7 +337,14 @@ class Lifecycle:
             located = [await self.blobs.locate(ref, lives_s) for ref in refs]
             # The request carries the pixel limit, so that every worker builds the same prompt.
             scaled = tuple(map(partial(_scaled, card), sources, located))
-            tasks = [task.with_images(scaled) for task in plan.tasks]
+            tasks = (
+                [
+                    task.with_images([replace(ref, start_s=start_s, end_s=end_s) for ref in scaled])
+                    for task, (start_s, end_s) in zip(plan.tasks, plan.parts, strict=True)
+                ]
+                if plan.parts
+                else [task.with_images(scaled) for task in plan.tasks]
+            )
             call = await self._queue(plan, tasks, card, context, clock, resumable_id)
             call.images = refs
         except BaseException as error:

@@ -85,7 +85,7 @@ def is_resumable(context: RequestContext, plan: Plan) -> bool:
         return False
     if len(plan.tasks) != 1:
         raise InvalidRequest(
-            "A resumable request makes one answer: send one prompt, with n 1.",
+            "A resumable request makes one answer: send one prompt, with n 1, or audio of one segment.",
             param="n",
             code="invalid_value",
         )

@@ -22,7 +22,7 @@ from gateway.http.exchange import (
     sse_event,
     with_sse_id,
 )
-from gateway.media.loader import ImageSource
+from gateway.media.loader import ImageSource, LoadedImage
 from shared.protocol import Finished, ModelCard, Priority, Task, Usage
 from shared.records.store import Record
 from shared.settings.limits import LimitSettings
@@ -55,6 +55,10 @@ class Plan(Struct, frozen=True):
     #: Options for `Surface.answer`; stored in Redis for resumable streams.
     options: msgspec.Struct
     images: Sequence[ImageSource] = ()
+    #: `images`, if they are loaded already.
+    loaded: Sequence[LoadedImage] = ()
+    #: Start and end of the part of the audio that each task has; empty: all of it. Units: seconds.
+    parts: Sequence[tuple[float, float]] = ()
     #: Number of prompts; each run of `len(tasks) // num_prompts` tasks has the same prompt, whose tokens are billed
     #: once.
     num_prompts: int = 1
@@ -118,6 +122,8 @@ class Surface(Endpoint):
     traced: Sequence[str] = ()
     #: The limit on the number of commas in a body.
     commas: str = "max_commas"
+    #: Whether a worker cuts the audio of a plan into segments before it is queued.
+    cuts_audio: bool = False
     #: Whether batches accept its requests.
     batchable: bool = False
     #: Whether answers may be stored, so that later requests continue them.
@@ -141,6 +147,10 @@ class Surface(Endpoint):
 
     def plan(self, request: Any, context: RequestContext, card: ModelCard) -> Plan:
         """The tasks of a request. Raises: InvalidRequest that names the field."""
+        raise NotImplementedError
+
+    def cut(self, plan: Plan, segment_ends: Sequence[float]) -> Plan:
+        """The plan with a task for each segment of its audio. Raises: InvalidRequest that names the field."""
         raise NotImplementedError
 
     def answer(self, options: Any, head: AnswerHead) -> Answer:

@@ -29,6 +29,7 @@ Serve = Callable[[Exchange], Awaitable[None]]
 Access = Literal["public", "any", "use", "adapters", "deploy", "admin"]
 Handler = Callable[..., Awaitable[Struct | Response]]
 H = TypeVar("H", bound=Handler)
+Result = TypeVar("Result")
 #: Hints for query parameters outside their closed set.
 _A_DAY = "Send a day, such as 2026-11-30."
 _QUERY_HINTS = {
@@ -242,7 +243,7 @@ class Operation(Endpoint):
             name = name or getattr(given, "lora_name", "")
             await services.audit(self.name, name, context)
         work = self._handler(Caller(context, held, body, exchange.receive), **arguments)
-        return await (work if self._is_upload else _while_connected(work, exchange))
+        return await (work if self._is_upload else while_connected(work, exchange))
 
 
 def _read_query(query: bytes, type_: type[Struct]) -> Struct:
@@ -254,9 +255,7 @@ def _read_query(query: bytes, type_: type[Struct]) -> Struct:
         raise locate(str(error), _QUERY_HINTS) from None
 
 
-async def _while_connected(
-    work: Awaitable[Struct | Response], exchange: Exchange
-) -> Struct | Response:
+async def while_connected(work: Awaitable[Result], exchange: Exchange) -> Result:
     """Run work, and cancel it if the client disconnects. Raises: ClientGone."""
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(exchange.wait_until_gone())

@@ -61,6 +61,7 @@ class LimitSettings(Group):
     #: Of the chosen frames of a video together; larger ones are scaled down.
     max_video_pixels: ClassVar[int] = 128_000_000
     max_audio_channels: ClassVar[int] = 8
+    max_audio_segments: ClassVar[int] = 512  #: of a file that is transcribed
     max_choices: ClassVar[int] = 16  #: `n`
     max_stop_strings: ClassVar[int] = 16
     max_stop_chars: ClassVar[int] = 64

@@ -1,12 +1,13 @@
 """Transcriptions over HTTP, by OpenAI's own client and as plain forms, with the mock engine."""
 
 import json
+from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from tests.factories_audio import SOUNDS, sound
+from tests.factories_audio import SOUNDS, make_audio, sound
 from tests.factories_images import encoded as picture
 from tests.integration.fleet_process import Served
 
@@ -91,8 +92,6 @@ def test_a_bad_file_is_a_400_that_names_it(client: httpx.Client, name: str):
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
-        ({"response_format": "srt"}, "response_format", "give no times"),
-        ({"response_format": "verbose_json"}, "response_format", "give no times"),
         ({"temperature": "warm"}, "temperature", "float"),
         ({"temperature": "3"}, "temperature", "1"),
         ({"stream": "true", "response_format": "text"}, "response_format", "send json"),
@@ -117,6 +116,28 @@ def test_files_that_are_missing_empty_or_no_audio_are_named(client: httpx.Client
         post(client, picture()),
     ):
         assert (response.status_code, response.json()["error"]["param"]) == (400, "file")
+
+
+def test_a_long_file_is_cut_in_its_pauses_and_transcribed_whole(sdk: openai.OpenAI):
+    file = ("a.mp3", make_audio("libmp3lame", "mp3", 75.0, rate=16_000, pauses=(27.0, 49.0)))
+    found = sdk.audio.transcriptions.create(
+        file=file, model="mock", response_format="verbose_json", timestamp_granularities=["segment"]
+    )
+    assert found.segments is not None
+    assert [round(segment.start) for segment in found.segments] == [0, 27, 49]
+    assert [round(segment.end) for segment in found.segments] == [27, 49, 75]
+    assert found.duration == pytest.approx(75.0, abs=0.2)
+    assert found.text == " ".join(segment.text.strip() for segment in found.segments)
+    usage: Any = found.usage  # OpenAI's own is of seconds in this format
+    assert (usage.type, usage.seconds) == ("duration", found.duration)
+    assert 750 <= usage.input_token_details["audio_tokens"] <= 755
+    events = list(sdk.audio.transcriptions.create(file=file, model="mock", stream=True))
+    assert events[-1].type == "transcript.text.done"
+    deltas = [event.delta for event in events if event.type == "transcript.text.delta"]
+    assert "".join(deltas) == events[-1].text
+    assert events[-1].text.strip() == found.text
+    srt = sdk.audio.transcriptions.create(file=file, model="mock", response_format="srt")
+    assert str(srt).count(" --> ") == 3
 
 
 def test_unknown_fields_are_ignored_and_listed(client: httpx.Client):

@@ -16,7 +16,7 @@ from gateway.calls.key_limits import (
     to_quota,
 )
 from gateway.http.errors import Overloaded, RateLimited
-from shared.protocol import ModelCard, Priority, Rerank, SamplingParams
+from shared.protocol import ModelCard, Priority, Rerank, SamplingParams, Tokenize
 from shared.queue.api import REASONS, QueueRefused
 from shared.settings.limits import LimitSettings
 from tests.factories_gateway import (
@@ -56,6 +56,17 @@ def test_tokens_are_those_of_text_images_and_the_longest_answer(per_image, count
     images = (make_image("a"), make_image("b"))
     request = make_request("x" * 40, images=images, sampling=SamplingParams(max_tokens=10))
     assert possible_tokens(request.task, card) == PossibleTokens(10 + 2 * counted, 10)
+
+
+def test_audio_in_segments_is_billed_as_one_file_and_finding_them_as_none():
+    card = ModelCard("m", 1, max_model_len=4096, vocab_size=9)
+    limits, _ = make_limits()
+    parts = [replace(make_image("a"), start_s=start, end_s=start + 20) for start in (0.0, 20.0)]
+    calls = [make_request("", images=(part,)) for part in parts]
+    assert limits.charge(calls, card, num_prompts=2).num_images == (1, 0)
+    finding = replace(calls[0], task=Tokenize(calls[0].task, finds_segments=True))
+    charge = limits.charge([finding], card)
+    assert (charge.num_images, charge.counts) == ((0,), "output")
 
 
 def test_a_request_never_comes_to_more_than_the_model_holds():

@@ -1,0 +1,202 @@
+"""Audio that a worker cuts into segments: each is a call, and their texts are one answer."""
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+from msgspec.structs import replace
+
+from shared.protocol import ErrorCode, Generate
+from shared.settings.limits import LimitSettings
+from tests.factories_audio import sound
+from tests.factories_gateway import CARD, Answer, RunningGateway, ScriptedWorker, say_nothing
+from tests.waiting import until
+
+pytestmark = pytest.mark.parametrize("card", [replace(CARD, supports_audio=True)])
+PATH = "/v1/audio/transcriptions"
+ENDS = (28.25, 55.5, 3661.0625)
+TEXTS = ["Hello there. ", " This <is>\n\nit -->", "Bye"]
+
+
+@pytest.fixture
+def worker(worker: ScriptedWorker) -> ScriptedWorker:
+    worker.segment_ends = ENDS
+    return worker
+
+
+async def read_out(answer: Answer) -> None:
+    await answer.start()
+    await answer.finish(*TEXTS[answer.choice].split("o"))
+
+
+def post(gateway: RunningGateway, path: str = PATH, **fields: Any):
+    form = {"model": "tiny", **fields}
+    files = {"file": ("a.wav", sound("wav"))}
+    return gateway.client.post(path, data=form, files=files, timeout=30)
+
+
+def parts_of(worker: ScriptedWorker) -> list[tuple[float, float]]:
+    calls = sorted(worker.requests, key=lambda call: call.id)
+    assert all(isinstance(call.task, Generate) for call in calls)
+    return [(image.start_s, image.end_s) for call in calls for image in call.task.images]
+
+
+async def test_each_segment_is_a_call_with_its_part_and_their_texts_are_joined(gateway, worker):
+    worker.script = read_out
+    answer = (await post(gateway)).json()
+    assert parts_of(worker) == [(0.0, 28.25), (28.25, 55.5), (55.5, 3661.0625)]
+    assert len({image.sha256 for call in worker.requests for image in call.task.images}) == 1
+    assert answer["text"] == "Hell there. This <is>\n\nit --> Bye"
+    usage = answer["usage"]
+    num_output = sum(len(text.split("o")) for text in TEXTS)
+    assert (usage["input_tokens"], usage["output_tokens"]) == (3 * 7, num_output)
+    assert usage["total_tokens"] == 3 * 7 + num_output
+
+
+async def test_a_file_that_the_model_takes_whole_is_one_call_without_a_part(gateway, worker):
+    worker.segment_ends = (12.5,)
+    answer = (await post(gateway, response_format="verbose_json")).json()
+    assert parts_of(worker) == [(0.0, 0.0)]
+    assert answer["duration"] == 12.5
+    assert [(s["start"], s["end"]) for s in answer["segments"]] == [(0.0, 12.5)]
+
+
+async def test_times_are_those_of_the_cuts_in_each_format(gateway, worker):
+    worker.script = read_out
+    fields = {"timestamp_granularities[]": ["segment"], "language": "en"}
+    verbose = (await post(gateway, response_format="verbose_json", **fields)).json()
+    assert verbose["segments"] == [
+        {"id": 0, "start": 0.0, "end": 28.25, "text": "Hell there. "},
+        {"id": 1, "start": 28.25, "end": 55.5, "text": "This <is>\n\nit -->"},
+        {"id": 2, "start": 55.5, "end": 3661.0625, "text": "Bye"},
+    ]
+    assert (verbose["task"], verbose["language"]) == ("transcribe", "en")
+    assert verbose["duration"] == 3661.0625
+    srt = await post(gateway, response_format="srt")
+    assert srt.headers["content-type"].startswith("text/plain")
+    assert srt.text == (
+        "1\n00:00:00,000 --> 00:00:28,250\nHell there.\n\n"
+        "2\n00:00:28,250 --> 00:00:55,500\nThis <is> it -->\n\n"
+        "3\n00:00:55,500 --> 01:01:01,062\nBye\n\n"
+    )
+    vtt = await post(gateway, "/v1/audio/translations", response_format="vtt")
+    assert vtt.text == (
+        "WEBVTT\n\n00:00:00.000 --> 00:00:28.250\nHell there.\n\n"
+        "00:00:28.250 --> 00:00:55.500\nThis &lt;is&gt; it --&gt;\n\n"
+        "00:00:55.500 --> 01:01:01.062\nBye\n\n"
+    )
+
+
+async def test_a_segment_without_speech_has_no_caption(gateway, worker):
+    async def mumble(answer: Answer) -> None:
+        await answer.start()
+        await answer.finish("" if answer.choice == 1 else " Yes")
+
+    worker.script = mumble
+    srt = (await post(gateway, response_format="srt")).text
+    assert [block.splitlines()[0] for block in srt.strip().split("\n\n")] == ["1", "2"]
+    assert (await post(gateway)).json()["text"] == " Yes Yes"
+
+
+async def test_a_translation_says_that_it_is_english(gateway, worker):
+    answer = await post(gateway, "/v1/audio/translations", response_format="verbose_json")
+    assert (answer.json()["task"], answer.json()["language"]) == ("translate", "english")
+    answer = await post(gateway, response_format="verbose_json")
+    assert answer.json()["language"] == "unknown"
+
+
+async def test_a_stream_has_the_text_in_the_order_of_the_segments(gateway, worker):
+    has_ended = asyncio.Event()
+
+    async def the_last_first(answer: Answer) -> None:
+        await answer.start()
+        if answer.choice == 0:
+            await answer.say("one")
+            await has_ended.wait()
+        await answer.finish(*(" ", str(answer.choice), "!"))
+        if answer.choice == 2:
+            has_ended.set()
+
+    worker.script = the_last_first
+    text = (await post(gateway, stream="true")).text
+    *deltas, done = [json.loads(line[6:]) for line in text.splitlines() if line]
+    assert deltas[0]["delta"] == "one"
+    assert done["type"] == "transcript.text.done"
+    assert "".join(event["delta"] for event in deltas) == done["text"] == "one 0! 1! 2!"
+
+
+async def test_a_segment_that_fails_fails_the_request_with_its_error_and_ends_the_others(
+    gateway, worker
+):
+    async def fail_one(answer: Answer) -> None:
+        if answer.choice == 1:
+            await answer.fail(ErrorCode.CONTEXT_LENGTH_EXCEEDED, "It is too long.")
+        else:
+            await say_nothing(answer)
+
+    worker.script = fail_one
+    response = await post(gateway)
+    assert (response.status_code, response.json()["error"]["code"]) == (
+        400,
+        "context_length_exceeded",
+    )
+    await until(lambda: sum(answer.refused == "cancelled" for answer in worker.answers) == 2)
+
+
+async def test_a_client_that_leaves_cancels_all_segments(gateway, worker):
+    worker.script = say_nothing
+    waiting = asyncio.create_task(post(gateway))
+    await until(lambda: len(worker.answers) == 3)
+    waiting.cancel()
+    await until(lambda: all(answer.refused == "cancelled" for answer in worker.answers))
+
+
+async def test_a_client_that_leaves_while_the_file_is_cut_is_noticed(gateway, worker):
+    worker.stop_claiming()
+    queue = gateway.services.lifecycle.dispatcher
+    waiting = asyncio.create_task(post(gateway))
+    await until(lambda: queue.num_open == 1)
+    waiting.cancel()
+    await until(lambda: queue.num_open == 0)
+
+
+async def test_more_segments_than_the_limit_are_refused(gateway, worker):
+    most = LimitSettings.max_audio_segments
+    worker.segment_ends = tuple(float(number) for number in range(1, most + 2))
+    response = await post(gateway)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "file")
+    assert f"{most + 1} segments; send at most {most}" in error["message"]
+    assert not worker.requests
+
+
+async def test_a_resumable_request_is_one_call(gateway, worker):
+    gateway.client.headers["idempotency-key"] = "a"
+    response = await post(gateway, response_format="verbose_json")
+    assert response.status_code == 400
+    assert "makes one answer" in response.json()["error"]["message"]
+    worker.segment_ends = (5.0,)
+    answers = [(await post(gateway, response_format="verbose_json")).json() for _ in range(2)]
+    assert answers[0] == answers[1]
+    assert (len(worker.requests), answers[0]["duration"]) == (1, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"timestamp_granularities[]": "word", "response_format": "verbose_json"}, "timestamp_granularities", "no times of words"),
+        ({"timestamp_granularities[]": "letter"}, "timestamp_granularities.[0]", "segment"),
+        ({"timestamp_granularities[]": "segment"}, "timestamp_granularities", "verbose_json"),
+        ({"timestamp_granularities": "segment"}, "timestamp_granularities", "array"),
+        ({"stream": "true", "response_format": "vtt"}, "response_format", "send json"),
+        ({"temperature": "1", "temperature[]": "1"}, "temperature", "Send one"),
+        ({"response_format": "diarized_json"}, "response_format", "srt"),
+    ],
+)  # fmt: skip
+async def test_a_bad_field_is_named(gateway, worker, fields, param: str, message: str):
+    response: httpx.Response = await post(gateway, **fields)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, param), error
+    assert message in error["message"]
