@@ -239,7 +239,6 @@ class Tokenization:
     """The result of `Engine.tokenize`: token ids with their spellings, or a text; or the segments of audio."""
 
     token_ids: Sequence[int] = ()
-    num_image_tokens: int = 0  #: of these
     strings: Sequence[str] = ()
     text: str = ""
     segment_ends: tuple[float, ...] = ()  #: of `Tokenize.finds_segments`

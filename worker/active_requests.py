@@ -322,7 +322,6 @@ class ActiveRequests:
             Tokenized(
                 *name,
                 len(made.token_ids),
-                made.num_image_tokens,
                 token_ids,
                 tuple(made.strings),
                 made.text,

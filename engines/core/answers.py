@@ -79,8 +79,7 @@ class PromptingEngine(Engine[Request]):
         prompt = self._build_prompt(task.of, images, self._choose_tools(task.of.tools))
         return Tokenization(
             prompt.token_ids,
-            sum(image.num_tokens for image in prompt.images),
-            [tokenizer.token_string(token_id) for token_id in prompt.token_ids]
+            strings=[tokenizer.token_string(token_id) for token_id in prompt.token_ids]
             if task.with_strings
             else (),
         )
@@ -168,8 +167,7 @@ def _of_media(request: EngineRequest) -> str:
     counts = Counter[str]()
     for item in request.images:
         if not item.num_frames:
-            is_audio = getattr(item.pixels, "kind", "image") == "audio"
-            counts["audio" if is_audio else "images"] += item.num_tokens
+            counts["audio" if item.kind == "audio" else "images"] += item.num_tokens
     text = "".join(f", {count} of them of its {kind}," for kind, count in counts.items())
     if not videos:
         return f"{text} and leaves no room for output"
@@ -191,6 +189,7 @@ class Answer(Struct, eq=False):
     num_prompt_tokens: int
     prompt_token_ids: tuple[int, ...]  #: empty unless the request asks for them
     num_image_tokens: int
+    num_audio_tokens: int
     calls: CallReader | None  #: of an answer that may call functions
     hidden_token_ids: frozenset[int]  #: stop tokens that are not part of the text
     added_at: float
@@ -213,7 +212,8 @@ class Answer(Struct, eq=False):
             _create_detokenizer(request, processor),
             len(request.prompt_token_ids),
             tuple(request.prompt_token_ids) if sampling.returns_prompt_ids else (),
-            sum(image.num_tokens for image in request.images),
+            sum(image.num_tokens for image in request.images if image.kind != "audio"),
+            sum(image.num_tokens for image in request.images if image.kind == "audio"),
             None if request.tool_format is None else CallReader(request.tool_format),
             frozenset(() if sampling.keeps_stop else sampling.stop_token_ids),
             time.perf_counter(),
@@ -237,6 +237,7 @@ class Answer(Struct, eq=False):
             num_image_tokens=self.num_image_tokens,
             num_cached_tokens=self.num_cached_tokens,
             num_reasoning_tokens=self.detokenizer.num_reasoning_tokens,
+            num_audio_tokens=self.num_audio_tokens,
         )
 
     def announce(self) -> EngineOutput:

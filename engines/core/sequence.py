@@ -37,6 +37,7 @@ class ImageInput:
     #: Whether attention within a run of slots is bidirectional, so that one step computes it.
     is_whole: bool = False
     num_frames: int = 0  #: of a video
+    kind: str = "image"
 
     @property
     def slot_runs(self) -> tuple[tuple[int, int], ...]:

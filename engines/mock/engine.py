@@ -186,14 +186,11 @@ class MockProcessor:
                 if isinstance(part, ImagePart):
                     image_hash, content = images[part.image]
                     num_frames = content.num_frames if isinstance(content, MockVideo) else 0
-                    num_tokens = num_frames or self.tokens_per_image
+                    num_tokens, kind = num_frames or self.tokens_per_image, "image"
                     if isinstance(content, MockAudio):
-                        num_tokens = content.num_tokens
-                    inputs.append(
-                        ImageInput(
-                            len(token_ids), num_tokens, image_hash, content, num_frames=num_frames
-                        )
-                    )
+                        num_tokens, kind = content.num_tokens, "audio"
+                    where = (len(token_ids), num_tokens, image_hash, content)
+                    inputs.append(ImageInput(*where, num_frames=num_frames, kind=kind))
                     token_ids += [IMAGE_ID] * num_tokens
                 else:
                     token_ids += self.tokenizer.encode(part.text)

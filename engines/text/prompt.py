@@ -265,6 +265,7 @@ class PromptBuilder:
             item.grid,
             item.is_whole,
             item.num_frames,
+            item.kind,
         )
 
 

@@ -97,6 +97,7 @@ class _Choice(msgspec.Struct):
 
 class _Details(msgspec.Struct):
     cached_tokens: int | None = None
+    audio_tokens: int | None = None
     reasoning_tokens: int | None = None
 
 
@@ -228,6 +229,7 @@ class _ChatRequest(OpenRequest):
             usage.completion_tokens,
             num_cached_tokens=(prompt and prompt.cached_tokens) or 0,
             num_reasoning_tokens=(answer and answer.reasoning_tokens) or 0,
+            num_audio_tokens=(prompt and prompt.audio_tokens) or 0,
         )
 
     def _output(self, choice: _Choice) -> EngineOutput | None:

@@ -35,6 +35,7 @@ class PromptTokensDetails(msgspec.Struct):
     """The prompt's tokens by kind. Cached tokens may be of any kind."""
 
     cached_tokens: int
+    audio_tokens: int
     image_tokens: int
     text_tokens: int
 
@@ -73,8 +74,9 @@ def usage_of(prompt: Usage, num_output: int) -> CompletionUsage:
         total_tokens=prompt.num_prompt_tokens + num_output,
         prompt_tokens_details=PromptTokensDetails(
             cached_tokens=prompt.num_cached_tokens,
+            audio_tokens=prompt.num_audio_tokens,
             image_tokens=prompt.num_image_tokens,
-            text_tokens=prompt.num_prompt_tokens - prompt.num_image_tokens,
+            text_tokens=prompt.num_text_tokens,
         ),
     )
 

@@ -349,7 +349,6 @@ def _time(seconds: float, point: str) -> str:
 
 def _usage(totals: Totals) -> TranscriptionUsage:
     prompt, num_output = totals.prompt, totals.num_output_tokens
-    num_audio = prompt.num_image_tokens  # of all media, which is the one file
-    details = InputTokenDetails(num_audio, prompt.num_prompt_tokens - num_audio)
+    details = InputTokenDetails(prompt.num_audio_tokens, prompt.num_text_tokens)
     total = prompt.num_prompt_tokens + num_output
     return TranscriptionUsage(prompt.num_prompt_tokens, num_output, total, details)

@@ -246,6 +246,7 @@ class Recorder:
             num_output_tokens=self.totals.num_output_tokens,
             num_choices=self._num_choices,
             key=self.key,
+            num_audio_tokens=prompt.num_audio_tokens,
         )
         self.metrics.record_finished(record)
         return record
@@ -267,6 +268,7 @@ class Recorder:
             prompt = self.totals.prompt
             fields["prompt_tokens"] = prompt.num_prompt_tokens
             fields["image_tokens"] = prompt.num_image_tokens
+            fields["audio_tokens"] = prompt.num_audio_tokens
             fields["cached_tokens"] = prompt.num_cached_tokens
             fields["output_tokens"] = self.totals.num_output_tokens
             fields.update(body_timings(stages, e2e_s))
@@ -306,6 +308,7 @@ class Recorder:
             "gen_ai.usage.output_tokens": self.totals.num_output_tokens,
             "gen_ai.usage.cache_read.input_tokens": prompt.num_cached_tokens,
             "vlm.usage.image_tokens": prompt.num_image_tokens,
+            "vlm.usage.audio_tokens": prompt.num_audio_tokens,
         }
         if ttft_s is None:
             return answer

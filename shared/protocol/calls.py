@@ -56,13 +56,19 @@ class ErrorCode(StrEnum):
 
 
 class Usage(Report, frozen=True, omit_defaults=True):
-    """Token counts of a request. Prompt tokens include image tokens and cached tokens."""
+    """Token counts of a request. Prompt tokens include those of media and cached tokens."""
 
     num_prompt_tokens: int
     num_output_tokens: int = 0
-    num_image_tokens: int = 0
+    num_image_tokens: int = 0  #: of images and videos
     num_cached_tokens: int = 0
     num_reasoning_tokens: int = 0  #: output tokens before the first of the answer
+    num_audio_tokens: int = 0
+
+    @property
+    def num_text_tokens(self) -> int:
+        """Of the prompt."""
+        return self.num_prompt_tokens - self.num_image_tokens - self.num_audio_tokens
 
     def __add__(self, other: "Usage") -> "Usage":
         mine, theirs = astuple(self), astuple(other)
@@ -213,7 +219,6 @@ class Tokenized(Event, frozen=True):
     """The tokenization of a request."""
 
     num_tokens: int = 0
-    num_image_tokens: int = 0  #: included in `num_tokens`
     token_ids: tuple[int, ...] = ()
     strings: tuple[str, ...] = ()  #: each token as the vocabulary spells it
     text: str = ""  #: of the token ids

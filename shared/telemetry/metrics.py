@@ -90,7 +90,8 @@ GATEWAY_METRICS = (
            "ITL: time between consecutive tokens.", ("model",), TOKEN_BUCKETS),
     Metric("vlm_prompt_tokens_total", "counter",
            "Prompt tokens, those of images and of caches included.", ("model",)),
-    Metric("vlm_image_tokens_total", "counter", "Prompt tokens that are image slots.", ("model",)),
+    Metric("vlm_image_tokens_total", "counter", "Prompt tokens of images and videos.", ("model",)),
+    Metric("vlm_audio_tokens_total", "counter", "Prompt tokens of audio.", ("model",)),
     Metric("vlm_cached_tokens_total", "counter",
            "Prompt tokens that the prefix cache gave.", ("model",)),
     Metric("vlm_generation_tokens_total", "counter", "Output tokens.", ("model",)),
@@ -252,6 +253,7 @@ class RequestRecord:
     num_choices: int = 1
     priority: str = "interactive"
     key: str = ""  #: name of the stored key
+    num_audio_tokens: int = 0
 
     @property
     def per_token_s(self) -> float | None:
@@ -436,6 +438,7 @@ class _ModelMetrics:
         self.inter_token = metrics.histograms["vlm_inter_token_latency_seconds"].labels(model)
         self.prompt = metrics.counters["vlm_prompt_tokens_total"].labels(model)
         self.image = metrics.counters["vlm_image_tokens_total"].labels(model)
+        self.audio = metrics.counters["vlm_audio_tokens_total"].labels(model)
         self.cached = metrics.counters["vlm_cached_tokens_total"].labels(model)
         self.generation = metrics.counters["vlm_generation_tokens_total"].labels(model)
 
@@ -453,5 +456,7 @@ class _ModelMetrics:
         self.generation.inc(record.num_output_tokens)
         if record.num_image_tokens:
             self.image.inc(record.num_image_tokens)
+        if record.num_audio_tokens:
+            self.audio.inc(record.num_audio_tokens)
         if record.num_cached_tokens:
             self.cached.inc(record.num_cached_tokens)

@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from tests.factories_audio import SOUNDS, sound
+from tests.factories_images import data_url as image_url
 from tests.factories_video import clip
 from tests.integration.fleet_process import Served, run_vlm
 
@@ -61,6 +62,27 @@ def test_all_forms_of_a_part_are_the_same(client: httpx.Client):
         {"type": "file", "file": {"file_data": data_url()}},
     ):
         assert num_tokens(chat(client, part)) == 20
+
+
+def test_usage_and_metrics_count_tokens_by_the_kind_of_medium(client: httpx.Client):
+    def counted() -> list[float]:
+        lines = client.get("/metrics").text.splitlines()
+        numbers = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+        names = [f'vlm_{kind}_tokens_total{{model="mock"}}' for kind in ("audio", "image")]
+        return [float(numbers.get(name, 0)) for name in names]
+
+    picture = {"type": "image_url", "image_url": {"url": image_url()}}
+    before = counted()
+    usage = chat(client, input_audio(base()), picture).json()["usage"]
+    details = usage["prompt_tokens_details"]
+    assert details["audio_tokens"] == 20
+    assert details["image_tokens"] > 0
+    assert (
+        details["audio_tokens"] + details["image_tokens"] + details["text_tokens"]
+        == usage["prompt_tokens"]
+    )
+    grown = [now - then for now, then in zip(counted(), before, strict=True)]
+    assert grown == [details["audio_tokens"], details["image_tokens"]]
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -131,6 +153,7 @@ def test_responses_take_audio_and_remember_it(client: httpx.Client):
     }
     first = client.post("/v1/responses", json=body, timeout=60).json()
     assert first["usage"]["input_tokens"] - len("user: What is said?\nassistant:") == 20
+    assert first["usage"]["input_tokens_details"]["audio_tokens"] == 20
     body = {**body, "input": "And now?", "previous_response_id": first["id"]}
     second = client.post("/v1/responses", json=body, timeout=60).json()
     assert second["usage"]["input_tokens"] > first["usage"]["input_tokens"]

@@ -210,7 +210,9 @@ def to_usage(totals: Totals) -> ResponseUsage:
     prompt, num_output = totals.prompt, totals.num_output_tokens
     return ResponseUsage(
         prompt.num_prompt_tokens,
-        InputTokensDetails(prompt.num_cached_tokens, prompt.num_image_tokens),
+        InputTokensDetails(
+            prompt.num_cached_tokens, prompt.num_image_tokens, prompt.num_audio_tokens
+        ),
         num_output,
         OutputTokensDetails(num_reasoning_tokens(totals)),
         prompt.num_prompt_tokens + num_output,

@@ -284,6 +284,7 @@ OutputItem = MessageItem | ReasoningItem | CallItem
 class InputTokensDetails(msgspec.Struct):
     cached_tokens: int
     image_tokens: int
+    audio_tokens: int
     cache_write_tokens: int = 0
 
 

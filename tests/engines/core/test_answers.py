@@ -125,9 +125,9 @@ def test_an_answer_continues_behind_any_output_of_an_earlier_attempt(
 
 
 def test_the_usage_comes_with_the_first_output_and_the_last():
-    image = make_image(0, 4)
+    media = (make_image(0, 4), replace(make_image(4, 1), kind="audio"))
     answer = Answer.begin(
-        EngineRequest("r", [0] * 6, SamplingParams(), (image,)), make_processor([b"a", b"b"])
+        EngineRequest("r", [0] * 6, SamplingParams(), media), make_processor([b"a", b"b"])
     )
     answer.num_cached_tokens = 2
     outputs = [answer.announce(), *(answer.output([TokenChoice(i)]) for i in (0, 1))]
@@ -136,6 +136,7 @@ def test_the_usage_comes_with_the_first_output_and_the_last():
     usage = outputs[-1].usage
     assert usage is not None
     assert (usage.num_prompt_tokens, usage.num_image_tokens, usage.num_cached_tokens) == (6, 4, 2)
+    assert (usage.num_audio_tokens, usage.num_text_tokens) == (1, 1)
     assert usage.num_output_tokens == 3
     assert outputs[-1].timings is not None
 

@@ -222,7 +222,7 @@ async def test_logprobs_say_where_each_token_begins(client, worker, stream):
 async def tokenize(answer: Answer) -> None:
     task, name = answer.request.task, (answer.request.id, answer.claim.attempt)
     strings = ("a", "b") if task.with_strings else ()
-    await answer.publish(Tokenized(*name, 2, 0, (3, 4), strings, "a b"), answer.finished())
+    await answer.publish(Tokenized(*name, 2, (3, 4), strings, "a b"), answer.finished())
 
 
 @pytest.mark.parametrize("card", [replace(CARD, tasks=("generate", "tokenize"))])

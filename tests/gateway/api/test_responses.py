@@ -145,7 +145,7 @@ async def test_a_failure_in_a_stream_says_how_the_response_failed(client, worker
 @pytest.mark.parametrize("card", [replace(CARD, tasks=("generate", "tokenize"))])
 async def test_the_tokens_of_an_input_are_counted(client, worker):
     async def script(answer: Answer) -> None:
-        made = Tokenized(answer.request.id, answer.claim.attempt, 41, 36)
+        made = Tokenized(answer.request.id, answer.claim.attempt, 41)
         await answer.publish(made, answer.finished())
 
     worker.script = script

@@ -83,7 +83,12 @@ async def test_an_answer_has_every_field_of_the_contract(gateway, worker):
             "prompt_tokens": 7,
             "completion_tokens": 3,
             "total_tokens": 10,
-            "prompt_tokens_details": {"cached_tokens": 2, "image_tokens": 0, "text_tokens": 7},
+            "prompt_tokens_details": {
+                "cached_tokens": 2,
+                "audio_tokens": 0,
+                "image_tokens": 0,
+                "text_tokens": 7,
+            },
         },
     }
 
