@@ -115,12 +115,12 @@ class AudioFile:
         """The ends of segments, at the quietest 0.4 s of the last third of the longest segment."""
         if length_s <= longest_s:
             return (length_s,)
-        loudness: list[float] = []  # by step
+        loudness, end_s = list[float](), 0.0  # by step
         for at_s, piece in self._pieces(_LOUDNESS_RATE, 0.0):
             samples = memoryview(piece).cast("f")
-            length_s = at_s + len(samples) / _LOUDNESS_RATE
-            if length_s > self._max_s:
-                raise self._too_long(length_s)
+            end_s = max(end_s, at_s + len(samples) / _LOUDNESS_RATE)
+            if end_s > self._max_s:
+                raise self._too_long(end_s)
             first = max(0, int(at_s * _STEPS_PER_S))
             for step, start in enumerate(range(0, len(samples), _STEP_SAMPLES), first):
                 loudness += [0.0] * (step + 1 - len(loudness))
@@ -132,7 +132,7 @@ class AudioFile:
             steps = range(last, start + longest * 2 // 3 - 1, -1)
             start = min(steps, key=lambda step: sum(loudness[step - 2 : step + 2]))
             ends.append(start / _STEPS_PER_S)
-        return (*ends, length_s)
+        return (*ends, end_s)
 
     def samples(self, rate: int) -> Iterator[bytes]:
         """One channel at this many samples a second, as float32. Raises: InvalidImage."""
